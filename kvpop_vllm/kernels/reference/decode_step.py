@@ -1,0 +1,115 @@
+"""One decode step over a fixed-budget paged cache, plain torch, one (request, head) after another."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.kernels.ops import STATE_M_START, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+from kvpop_vllm.kernels.reference import scoring
+from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen
+
+
+def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, scale):
+    """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
+    requests, heads, size = k.shape
+    group = q.shape[1] // heads
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
+    starts = positions.tolist()
+    check_tokens_seen(pages, page_table, starts)
+    for r in range(requests):
+        for h in range(heads):
+            slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]))
+            held = _retain(slots, k[r, h], v[r, h], starts[r], int(valid[r, h]), rule, h)
+            rows = slice(h * group, (h + 1) * group)
+            out[r, rows], lse[r, rows] = _attend(q[r, rows], slots, held, scale)
+    return out, lse
+
+
+def _retain(slots: HeadSlots, k, v, q: int, valid: int, rule: RetentionRule, head: int) -> int:
+    """State update, score, eviction and write of token q; returns the number of valid slots."""
+    sinks, window = rule.sinks, rule.window
+    ring = slots.ring_slot(q, sinks, window)
+    leaving = q - window
+    insertion_score = _take_in(slots, torch.cat([k, v]).float(), q, rule, head)
+    if leaving >= sinks:
+        score = _boundary_score(slots, ring, rule, head)
+        target = valid if valid < slots.budget else _victim(slots, score, leaving, q, rule, head)
+        if target is not None:
+            slots.move(ring, target, score, leaving)
+    slots.write(ring, k, v, insertion_score, q)
+    slots.set_tokens_seen(q + 1)
+    return min(valid + 1, slots.budget)
+
+
+def _take_in(slots, x, q, rule, head) -> float:
+    """Updates the mLSTM state with ``x_q`` (eqs. 38, 39); returns the score a token gets at insertion, 0 for most scorers."""
+    weights = rule.scorer
+    if not isinstance(weights, MLSTMWeights):
+        return 0.0
+    w = _one_head(weights, head)
+    state = slots.load_state(w.state_floats)
+    if q == 0:
+        state.zero_()
+        state[-1] = STATE_M_START
+    key, value, igate, fgate = (t[0] for t in scoring.mlstm_inputs(w, x.view(1, 1, -1)))
+    c, z, m = _split_state(state, w)
+    log_f = torch.nn.functional.logsigmoid(fgate[0])
+    m_new = torch.maximum(log_f + m, igate[0])
+    keep, gain = torch.exp(log_f + m - m_new), torch.exp(igate[0] - m_new)
+    c.mul_(keep).add_(gain * torch.outer(key[0], value[0]))
+    z.mul_(keep).add_(gain * key[0])
+    state[-1] = m_new
+    slots.store_state(state)
+    return 0.0 if w.delayed else float(_read_out(w, state, x))
+
+
+def _boundary_score(slots, ring, rule, head) -> float:
+    """Raw score of the token in ring slot ``ring``, which leaves the window (eqs. 36, 41, 42)."""
+    weights = rule.scorer
+    if weights is None:
+        return 0.0
+    x = torch.cat([slots.k(ring), slots.v(ring)]).float()
+    w = _one_head(weights, head)
+    if isinstance(w, LinearWeights):
+        return float(scoring.linear_score(w, x.view(1, 1, -1)))
+    if isinstance(w, MLPWeights):
+        return float(scoring.mlp_score(w, x.view(1, 1, -1)))
+    return float(_read_out(w, slots.load_state(w.state_floats), x) if w.delayed else slots.score(ring))
+
+
+def _read_out(w, state, x):
+    c, z, m = _split_state(state, w)
+    query = scoring.mlstm_query(w, x.view(1, 1, -1))[0, 0]
+    h = (query @ c) / scoring.readout_denominator(query @ z, m)
+    return scoring.mlstm_score(w, h.view(1, 1, -1), x.view(1, 1, -1))
+
+
+def _split_state(state, w):
+    cells = w.features * w.value_size
+    return state[:cells].view(w.features, w.value_size), state[cells:-1], state[-1]
+
+
+def _one_head(weights, head):
+    cut = {name: t[head : head + 1] if isinstance(t, torch.Tensor) else t for name, t in vars(weights).items()}
+    return type(weights)(**cut)
+
+
+def _victim(slots, score, leaving, q, rule, head) -> int | None:
+    """The long-range slot whose token has the lowest effective score, None if that is the leaving token itself."""
+    first, log_gamma = rule.sinks + rule.window, float(rule.log_gamma[head])
+    scores, positions = slots.long_range(first)
+    effective = scores.double() + ((q - positions) // rule.decay_step) * log_gamma
+    own = score + (rule.window // rule.decay_step) * log_gamma
+    if len(effective) == 0 or own < float(effective.min()):
+        return None  # of equal scores the older leaves, and every long-range token is older
+    lowest = torch.where(effective == effective.min(), positions, torch.iinfo(torch.int64).max)
+    return first + int(lowest.argmin())
+
+
+def _attend(q, slots, held, scale):
+    """Softmax attention of ``q [G, D]`` over the first ``held`` slots, float32."""
+    keys, values = slots.gather(held)
+    logits = q.float() @ keys.float().T * scale
+    lse = logits.logsumexp(-1)
+    return (torch.exp(logits - lse.unsqueeze(-1)) @ values.float()).to(q.dtype), lse
+

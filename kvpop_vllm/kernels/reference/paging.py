@@ -1,0 +1,88 @@
+"""Slots of one request and head seen through a page-table row, for the reference kernels."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.kernels.ops import StepOrderError
+from kvpop_vllm.kernels.pages import Pages
+
+
+def check_tokens_seen(pages: Pages, page_table: torch.Tensor, starts: list[int]) -> None:
+    """Compares each request's first position with what its pages have seen, before anything is written.
+
+    Raises:
+        StepOrderError: they differ; a sequence's first step (position 0) may start on any bytes.
+    """
+    first = pages.layout.state_blocks
+    for r, start in enumerate(starts):
+        if start == 0:
+            continue
+        for h in range(pages.layout.num_kv_heads):
+            seen = int(pages.position[page_table[r, h, first], h, 0])
+            if seen != start:
+                raise StepOrderError(f"request {r}: step starts at position {start}, but its cache has seen {seen} tokens")
+
+
+class HeadSlots:
+    """The slots and the state of one KV head of one request.
+
+    Args:
+        row: ``[P]`` int32 block numbers, state blocks first. head: index of the KV head. budget: B.
+    """
+
+    def __init__(self, pages: Pages, row: torch.Tensor, head: int, budget: int):
+        layout = pages.layout
+        self.pages, self.head, self.budget, self.n = pages, head, budget, layout.block_slots
+        self.state_row, self.slot_row = row[: layout.state_blocks].tolist(), row[layout.state_blocks :].tolist()
+
+    @staticmethod
+    def ring_slot(q: int, sinks: int, window: int) -> int:
+        """Where token q is written: its sink slot, or the ring slot of the token that leaves the window."""
+        return q if q < sinks else sinks + (q - sinks) % window
+
+    def _at(self, slot: int) -> tuple[int, int, int]:
+        return self.slot_row[slot // self.n], self.head, slot % self.n
+
+    def k(self, slot: int) -> torch.Tensor:
+        return self.pages.k[self._at(slot)]
+
+    def v(self, slot: int) -> torch.Tensor:
+        return self.pages.v[self._at(slot)]
+
+    def score(self, slot: int) -> float:
+        return float(self.pages.score[self._at(slot)])
+
+    def move(self, source: int, target: int, score: float, position: int) -> None:
+        self.write(target, self.k(source), self.v(source), score, position)
+
+    def write(self, slot: int, k, v, score: float, position: int) -> None:
+        at = self._at(slot)
+        self.pages.k[at], self.pages.v[at], self.pages.score[at] = k, v, score
+        if slot > 0:  # slot 0's position word holds tokens_seen
+            self.pages.position[at] = position
+
+    def set_tokens_seen(self, count: int) -> None:
+        self.pages.position[self._at(0)] = count
+
+    def gather(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V ``[count, D]`` of the first ``count`` slots."""
+        blocks = self.slot_row[: -(-count // self.n)]
+        k, v = self.pages.k[blocks, self.head], self.pages.v[blocks, self.head]
+        return k.flatten(0, 1)[:count], v.flatten(0, 1)[:count]
+
+    def long_range(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores ``[B - first]`` float32 and positions int64 of the slots from ``first`` on."""
+        at = torch.arange(first, self.budget)
+        blocks = torch.tensor(self.slot_row)[at // self.n]
+        return self.pages.score[blocks, self.head, at % self.n], self.pages.position[blocks, self.head, at % self.n].long()
+
+    def load_state(self, floats: int) -> torch.Tensor:
+        """A copy ``[floats]`` of the head's state."""
+        return self.pages.state[self.state_row, self.head].flatten()[:floats].clone()
+
+    def store_state(self, state: torch.Tensor) -> None:
+        region = self.pages.state.shape[-1]
+        for i, block in enumerate(self.state_row):
+            part = state[i * region : (i + 1) * region]
+            self.pages.state[block, self.head, : len(part)] = part

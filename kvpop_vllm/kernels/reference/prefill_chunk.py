@@ -1,0 +1,197 @@
+"""A prefill chunk over a fixed-budget paged cache, plain torch, vectorised over heads and queries.
+
+The chunk is worked off in pieces of ``PIECE`` tokens. Within a piece, every retained slot and every new token is a key
+with a time of birth and a time of eviction, and query q attends to the keys born by q and not evicted by q.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvpop_vllm.kernels.ops import LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+from kvpop_vllm.kernels.reference import scoring
+from kvpop_vllm.kernels.reference.delayed_mlstm import delayed_mlstm, empty_state
+from kvpop_vllm.kernels.reference.online_topk import NEVER, online_topk
+from kvpop_vllm.kernels.reference.paging import check_tokens_seen
+
+PIECE = 256
+
+
+@dataclass
+class Retained:
+    """What the heads hold between two pieces, in slot order: k, v ``[H, n, D]``, score ``[H, n]`` float32,
+    position ``[H, n]`` int64, and the scorer's state."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    score: torch.Tensor
+    position: torch.Tensor
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
+
+
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale):
+    """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
+    check_tokens_seen(pages, page_table.unsqueeze(0), [start])
+    out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
+    group = q.shape[1] // k.shape[1]
+    for budget in budgets.unique().tolist():
+        heads = (budgets == budget).nonzero().flatten()
+        rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
+        part = _Heads(pages, page_table, heads, budget, _select_heads(rule, heads), scale)
+        out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start)
+    return out, lse
+
+
+def _select_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
+    if len(heads) == len(rule.log_gamma):
+        return rule
+    scorer = rule.scorer
+    if scorer is not None:
+        scorer = type(scorer)(**{n: t[heads] if isinstance(t, torch.Tensor) else t for n, t in vars(scorer).items()})
+    return RetentionRule(rule.sinks, rule.window, rule.log_gamma[heads], rule.decay_step, scorer)
+
+
+class _Heads:
+    """The heads of one request that share one budget."""
+
+    def __init__(self, pages, page_table, heads, budget, rule, scale):
+        self.pages, self.heads, self.budget, self.rule, self.scale = pages, heads, budget, rule, scale
+        self.topk = budget - rule.sinks - rule.window
+        table = page_table[heads].long()
+        self.state_rows, self.slot_rows = table[:, : pages.layout.state_blocks], table[:, pages.layout.state_blocks :]
+
+    def run(self, q, k, v, start):
+        retained = self._load(start)
+        outs, lses = [], []
+        for a in range(0, len(q), PIECE):
+            cut = slice(a, a + PIECE)
+            keys, values = k[cut].transpose(0, 1), v[cut].transpose(0, 1)
+            out, lse, retained = self._piece(q[cut], keys, values, start + a, retained)
+            outs.append(out)
+            lses.append(lse)
+        self._store(retained, start + len(q))
+        return torch.cat(outs), torch.cat(lses)
+
+    def _piece(self, q, k, v, a, held: Retained):
+        b, rule = a + len(q), self.rule
+        new = torch.arange(a, b)
+        leaving = torch.arange(max(rule.sinks, a - rule.window), max(rule.sinks, b - rule.window))
+        keys, values = torch.cat([held.k, k], 1), torch.cat([held.v, v], 1)
+        at = self._where(leaving, a, held.k.shape[1])
+        score, own, state = self._score(keys, values, at, leaving, k, v, a, held)
+        evicted_at = torch.full((len(self.heads), keys.shape[1]), NEVER)
+        first = rule.sinks + rule.window
+        held_long = max(0, held.k.shape[1] - first)
+        pool_score = torch.cat([held.score[:, first:], score], 1)
+        pool_position = torch.cat([held.position[:, first:], leaving.expand(len(self.heads), -1)], 1)
+        gone = online_topk(
+            pool_score, pool_position, held_long, topk=self.topk, window=rule.window, log_gamma=rule.log_gamma, decay_step=rule.decay_step
+        )
+        evicted_at[:, first : first + held_long] = gone[:, :held_long]
+        evicted_at[:, at] = gone[:, held_long:]
+        born = torch.cat([torch.full((held.k.shape[1],), -1), new])
+        out, lse = self._attend(q, keys, values, born, evicted_at, new)
+        scores = torch.cat([held.score, own], 1)
+        scores[:, at] = score
+        positions = torch.cat([held.position, new.expand(len(self.heads), -1)], 1)
+        source = self._survivors(evicted_at, at, a, b, held.k.shape[1])
+        wide = source.unsqueeze(-1).expand(-1, -1, keys.shape[-1])
+        kept = Retained(keys.gather(1, wide), values.gather(1, wide), scores.gather(1, source), positions.gather(1, source), state)
+        return out, lse, kept
+
+    def _where(self, tokens, a, held):
+        """Index of window and chunk tokens among [held slots; tokens from a on]."""
+        ring = self.rule.sinks + (tokens - self.rule.sinks) % self.rule.window
+        return torch.where(tokens < a, torch.where(tokens < self.rule.sinks, tokens, ring), tokens - a + held)
+
+    def _score(self, keys, values, at, leaving, k, v, a, held):
+        """Raw scores ``[H, leaving]`` at the boundary, ``[H, new]`` at insertion (0 unless the scorer is immediate), state."""
+        weights, zeros = self.rule.scorer, torch.zeros(k.shape[:2])
+        if weights is None:
+            return torch.zeros(len(self.heads), len(leaving)), zeros, None
+        x = torch.cat([keys[:, at], values[:, at]], -1).float()
+        if isinstance(weights, LinearWeights):
+            return scoring.linear_score(weights, x), zeros, None
+        if isinstance(weights, MLPWeights):
+            return scoring.mlp_score(weights, x), zeros, None
+        return self._score_mlstm(weights, x, at, leaving, torch.cat([k, v], -1).float(), a, held)
+
+    def _score_mlstm(self, weights: MLSTMWeights, x, at, leaving, x_new, a, held):
+        key, value, igate, fgate = (t.unsqueeze(0) for t in scoring.mlstm_inputs(weights, x_new))
+        count = x_new.shape[1]
+        if weights.delayed:
+            reads, x_read = slice(count - len(leaving), count), x  # token u is read at u + w
+        else:
+            reads, x_read = slice(0, count), x_new
+        query = torch.zeros_like(key)
+        query[0, :, reads] = scoring.mlstm_query(weights, x_read)
+        state = held.state if held.state is not None else empty_state(key, value)
+        h, state = delayed_mlstm(query, key, value, igate, fgate, delay=0, state=state)
+        score = scoring.mlstm_score(weights, h[0, :, reads], x_read)
+        if weights.delayed:
+            return score, torch.zeros(x_new.shape[:2]), state
+        return torch.cat([held.score, score], 1)[:, at], score, state
+
+    def _attend(self, q, keys, values, born, evicted_at, new):
+        """Softmax attention of ``q [l, Hq, D]`` under the births and evictions, float32."""
+        heads, length = len(self.heads), len(q)
+        visible = (born <= new.unsqueeze(1)) & (new.view(1, -1, 1) < evicted_at.unsqueeze(1))  # [H, l, T]
+        rows = q.view(length, heads, -1, q.shape[-1]).permute(1, 2, 0, 3).float()
+        logits = (rows @ keys.float().transpose(-1, -2).unsqueeze(1)).mul_(self.scale)
+        logits.masked_fill_(~visible.unsqueeze(1), -torch.inf)
+        lse = logits.logsumexp(-1)
+        weight = logits.sub_(lse.unsqueeze(-1)).exp_()
+        out = weight @ values.float().unsqueeze(1)
+        return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype), lse.permute(2, 0, 1).reshape(length, -1)
+
+    def _survivors(self, evicted_at, at, a, b, held):
+        """For each slot filled at b - 1, the index of its token among [held slots; tokens from a on]: ``[H, slots]``."""
+        sinks, window, heads = self.rule.sinks, self.rule.window, len(self.heads)
+        near = torch.arange(max(sinks, b - window), max(sinks, b))
+        ring = torch.empty(min(window, max(0, b - sinks)), dtype=torch.int64)
+        ring[(near - sinks) % window] = self._where(near, a, held)
+        fixed = torch.cat([self._where(torch.arange(min(sinks, b)), a, held), ring]).expand(heads, -1)
+        filled = max(0, min(b - sinks - window, self.topk))
+        if filled == 0:
+            return fixed
+        slots = torch.arange(sinks + window, sinks + window + filled)
+        inside = slots < held
+        occupied = (evicted_at[:, slots.clamp_max(evicted_at.shape[1] - 1)] == NEVER) & inside
+        newcomers = at[(evicted_at[:, at] != NEVER).to(torch.uint8).argsort(dim=-1, stable=True)]  # survivors first, by age
+        rank = ((~occupied).cumsum(-1) - 1).clamp(0, max(0, len(at) - 1))
+        filler = newcomers.gather(1, rank) if len(at) else slots.expand(heads, -1)
+        return torch.cat([fixed, torch.where(occupied, slots, filler)], 1)
+
+    def _load(self, start) -> Retained:
+        pages, n = self.pages, self.pages.layout.block_slots
+        slots = torch.arange(min(start, self.budget))
+        at = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
+        position = pages.position[at].long()
+        state = self._load_state() if start > 0 else None
+        return Retained(pages.k[at], pages.v[at], pages.score[at], position, state)
+
+    def _load_state(self):
+        weights = self.rule.scorer
+        if not isinstance(weights, MLSTMWeights):
+            return None
+        flat = self.pages.state[self.state_rows, self.heads.unsqueeze(1)].flatten(1)
+        cells, width = weights.features * weights.value_size, weights.state_floats
+        c = flat[:, :cells].unflatten(1, (weights.features, weights.value_size))
+        return c.unsqueeze(0), flat[None, :, cells : width - 1], flat[None, :, width - 1]
+
+    def _store(self, held: Retained, seen: int):
+        pages, n = self.pages, self.pages.layout.block_slots
+        slots = torch.arange(held.k.shape[1])
+        at = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
+        pages.k[at], pages.v[at], pages.score[at] = held.k, held.v, held.score
+        held.position[:, 0] = seen  # slot 0's position word holds tokens_seen
+        pages.position[at] = held.position.int()
+        if held.state is not None:
+            c, z, m = held.state
+            flat = torch.cat([c[0].flatten(1), z[0], m[0].unsqueeze(1)], 1)
+            region = pages.state.shape[-1]
+            for i in range(self.state_rows.shape[1]):
+                part = flat[:, i * region : (i + 1) * region]
+                pages.state[self.state_rows[:, i], self.heads, : part.shape[1]] = part

@@ -1,0 +1,69 @@
+"""Inputs for kernel tests: random scorers, poisoned pages, random page tables."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.kernels.ops import LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
+
+
+def random_scorer(kind: str | None, heads: int, size: int, generator: torch.Generator, **options):
+    """A scorer whose scores spread widely, so that few decisions are close. Options as in :class:`MLSTMWeights`,
+    and ``value_projection``, ``norm``, ``skip`` booleans."""
+
+    def normal(*shape, scale=1.0):
+        return torch.randn(*shape, generator=generator) * scale
+
+    wide, narrow = 2 * size, size // 2
+    spread = 2 * wide**-0.5
+    if kind is None:
+        return None
+    if kind == "linear":
+        return LinearWeights(normal(heads, wide, scale=spread), normal(heads))
+    if kind == "mlp":
+        hidden = 24
+        return MLPWeights(
+            normal(heads, wide, hidden, scale=spread), normal(heads, hidden), normal(heads, hidden), normal(heads)
+        )
+    width = size if options.pop("value_projection", True) else None
+    norm, skip = options.pop("norm", False), options.pop("skip", False)
+    values = width or size
+    return MLSTMWeights(
+        q_proj=normal(heads, wide, narrow, scale=spread),
+        k_proj=normal(heads, wide, narrow, scale=spread),
+        v_proj=normal(heads, wide, width, scale=spread) if width else None,
+        igate_weight=normal(heads, wide, scale=spread),
+        igate_bias=normal(heads),
+        fgate_weight=normal(heads, wide, scale=spread),
+        fgate_bias=normal(heads) + 2,
+        out_weight=normal(heads, values, scale=2.0),
+        out_bias=normal(heads),
+        norm_weight=1 + normal(heads, values, scale=0.1) if norm else None,
+        skip_weight=normal(heads, wide, scale=spread) if skip else None,
+        **options,
+    )
+
+
+def state_floats(scorer) -> int:
+    return scorer.state_floats if isinstance(scorer, MLSTMWeights) else 0
+
+
+def random_rule(scorer, heads: int, sinks: int, window: int, generator: torch.Generator, decay_step: int = 1) -> RetentionRule:
+    gamma = 0.9 + 0.0999 * torch.rand(heads, generator=generator, dtype=torch.float64)
+    log_gamma = torch.log(gamma) if scorer is not None else torch.full((heads,), -1.0, dtype=torch.float64)
+    return RetentionRule(sinks, window, log_gamma, decay_step, scorer)
+
+
+def poisoned_pages(layout: PageLayout, num_blocks: int) -> Pages:
+    """Pages of 0xFF bytes: NaN as a float, -1 as a position."""
+    raw = torch.full((num_blocks, layout.num_kv_heads, layout.block_slots, layout.slot_bytes), 255, dtype=torch.uint8)
+    return layout.view(raw)
+
+
+def random_page_table(layout: PageLayout, requests: int, budget: int, generator: torch.Generator, spare: int = 3):
+    """Pages and ``[requests, H, P]`` rows of distinct blocks in random order; block 0 is never handed out."""
+    width = layout.state_blocks + cdiv(budget, layout.block_slots)
+    blocks = 1 + torch.randperm(requests * width + spare, generator=generator)[: requests * width]
+    table = blocks.int().view(requests, 1, width).expand(requests, layout.num_kv_heads, width)
+    return poisoned_pages(layout, requests * width + spare + 1), table
