@@ -38,7 +38,11 @@ def _extension_available() -> bool:
 def _implementation(op: str, impl: str) -> Callable:
     if impl == "cpp":
         load_extension()
-    module = {"reference": "kvpop_vllm.kernels.reference", "cpp": "kvpop_vllm.kernels.cpp", "triton": "kvpop_vllm.kernels.triton"}[impl]
+    module = {
+        "reference": "kvpop_vllm.kernels.reference",
+        "cpp": "kvpop_vllm.kernels.cpp",
+        "triton": "kvpop_vllm.kernels.triton",
+    }[impl]
     try:
         return getattr(importlib.import_module(f"{module}.{op}"), op)
     except ModuleNotFoundError as error:

@@ -50,7 +50,9 @@ class PageLayout:
 
     def __post_init__(self):
         if self.block_slots <= 0 or self.block_slots % 16:
-            raise ValueError(f"slots per block must be a positive multiple of 16, got {self.block_slots}: change --block-size")
+            raise ValueError(
+                f"slots per block must be a positive multiple of 16, got {self.block_slots}: change --block-size"
+            )
 
     @property
     def slot_bytes(self) -> int:
@@ -88,9 +90,13 @@ class PageLayout:
         expected = (self.num_kv_heads, self.region_bytes)
         contiguous = raw.dim() in (3, 4) and raw.stride(-1) == 1 and (raw.dim() == 3 or raw.stride(2) == raw.shape[3])
         if not contiguous or raw.element_size() != 1 or (raw.shape[1], raw[0, 0].numel()) != expected:
-            raise ValueError(f"cache of shape {tuple(raw.shape)} and strides {raw.stride()} does not hold (H, N * C) = {expected}")
+            raise ValueError(
+                f"cache of shape {tuple(raw.shape)} and strides {raw.stride()} does not hold (H, N * C) = {expected}"
+            )
         flat = raw.view(torch.uint8).as_strided(
-            (raw.shape[0], self.num_kv_heads, self.region_bytes), (raw.stride(0), raw.stride(1), 1), raw.storage_offset()
+            (raw.shape[0], self.num_kv_heads, self.region_bytes),
+            (raw.stride(0), raw.stride(1), 1),
+            raw.storage_offset(),
         )
         return Pages(self, flat)
 

@@ -49,7 +49,9 @@ def state_floats(scorer) -> int:
     return scorer.state_floats if isinstance(scorer, MLSTMWeights) else 0
 
 
-def random_rule(scorer, heads: int, sinks: int, window: int, generator: torch.Generator, decay_step: int = 1) -> RetentionRule:
+def random_rule(
+    scorer, heads: int, sinks: int, window: int, generator: torch.Generator, decay_step: int = 1
+) -> RetentionRule:
     gamma = 0.9 + 0.0999 * torch.rand(heads, generator=generator, dtype=torch.float64)
     log_gamma = torch.log(gamma) if scorer is not None else torch.full((heads,), -1.0, dtype=torch.float64)
     return RetentionRule(sinks, window, log_gamma, decay_step, scorer)

@@ -112,4 +112,3 @@ def _attend(q, slots, held, scale):
     logits = q.float() @ keys.float().T * scale
     lse = logits.logsumexp(-1)
     return (torch.exp(logits - lse.unsqueeze(-1)) @ values.float()).to(q.dtype), lse
-

@@ -54,7 +54,9 @@ def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):
     rows = []
     for a in range(0, length, chunk):
         cut = slice(a, min(a + chunk, length))
-        h, state = _chunk_step(reads[..., cut, :], k[..., cut, :], v[..., cut, :], igate[..., cut], log_f[..., cut], state)
+        h, state = _chunk_step(
+            reads[..., cut, :], k[..., cut, :], v[..., cut, :], igate[..., cut], log_f[..., cut], state
+        )
         rows.append(h)
     h = torch.cat(rows, dim=-2)
     return F.pad(h[..., min(delay, length) :, :], (0, 0, 0, min(delay, length))), state

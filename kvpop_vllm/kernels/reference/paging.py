@@ -21,7 +21,9 @@ def check_tokens_seen(pages: Pages, page_table: torch.Tensor, starts: list[int])
         for h in range(pages.layout.num_kv_heads):
             seen = int(pages.position[page_table[r, h, first], h, 0])
             if seen != start:
-                raise StepOrderError(f"request {r}: step starts at position {start}, but its cache has seen {seen} tokens")
+                raise StepOrderError(
+                    f"request {r}: step starts at position {start}, but its cache has seen {seen} tokens"
+                )
 
 
 class HeadSlots:
@@ -75,7 +77,9 @@ class HeadSlots:
         """Scores ``[B - first]`` float32 and positions int64 of the slots from ``first`` on."""
         at = torch.arange(first, self.budget)
         blocks = torch.tensor(self.slot_row)[at // self.n]
-        return self.pages.score[blocks, self.head, at % self.n], self.pages.position[blocks, self.head, at % self.n].long()
+        return self.pages.score[blocks, self.head, at % self.n], self.pages.position[
+            blocks, self.head, at % self.n
+        ].long()
 
     def load_state(self, floats: int) -> torch.Tensor:
         """A copy ``[floats]`` of the head's state."""

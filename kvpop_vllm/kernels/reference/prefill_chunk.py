@@ -87,7 +87,13 @@ class _Heads:
         pool_score = torch.cat([held.score[:, first:], score], 1)
         pool_position = torch.cat([held.position[:, first:], leaving.expand(len(self.heads), -1)], 1)
         gone = online_topk(
-            pool_score, pool_position, held_long, topk=self.topk, window=rule.window, log_gamma=rule.log_gamma, decay_step=rule.decay_step
+            pool_score,
+            pool_position,
+            held_long,
+            topk=self.topk,
+            window=rule.window,
+            log_gamma=rule.log_gamma,
+            decay_step=rule.decay_step,
         )
         evicted_at[:, first : first + held_long] = gone[:, :held_long]
         evicted_at[:, at] = gone[:, held_long:]
@@ -98,7 +104,9 @@ class _Heads:
         positions = torch.cat([held.position, new.expand(len(self.heads), -1)], 1)
         source = self._survivors(evicted_at, at, a, b, held.k.shape[1])
         wide = source.unsqueeze(-1).expand(-1, -1, keys.shape[-1])
-        kept = Retained(keys.gather(1, wide), values.gather(1, wide), scores.gather(1, source), positions.gather(1, source), state)
+        kept = Retained(
+            keys.gather(1, wide), values.gather(1, wide), scores.gather(1, source), positions.gather(1, source), state
+        )
         return out, lse, kept
 
     def _where(self, tokens, a, held):
@@ -159,7 +167,9 @@ class _Heads:
         slots = torch.arange(sinks + window, sinks + window + filled)
         inside = slots < held
         occupied = (evicted_at[:, slots.clamp_max(evicted_at.shape[1] - 1)] == NEVER) & inside
-        newcomers = at[(evicted_at[:, at] != NEVER).to(torch.uint8).argsort(dim=-1, stable=True)]  # survivors first, by age
+        newcomers = at[
+            (evicted_at[:, at] != NEVER).to(torch.uint8).argsort(dim=-1, stable=True)
+        ]  # survivors first, by age
         rank = ((~occupied).cumsum(-1) - 1).clamp(0, max(0, len(at) - 1))
         filler = newcomers.gather(1, rank) if len(at) else slots.expand(heads, -1)
         return torch.cat([fixed, torch.where(occupied, slots, filler)], 1)

@@ -1,0 +1,74 @@
+# Everything for a machine without a GPU: `make demo`, `make test`. PYTHON may be any Python from 3.10 to 3.12.
+
+PYTHON ?= python3
+DEMO_MODEL := models/SmolLM2-135M-Instruct
+MODEL ?= $(DEMO_MODEL)
+POLICY ?= streaming-llm
+BUDGET ?= 1024
+KV_MEMORY ?= 1073741824
+PORT ?= 8000
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+# A stamp per stage; each is redone only when its own inputs changed.
+ENGINE := $(VENV)/.engine
+PACKAGE := $(VENV)/.package
+EXTENSION := $(VENV)/.extension
+SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
+
+.DEFAULT_GOAL := help
+.PHONY: help setup model demo serve test lint format bench clean
+
+help:
+	@echo "make setup | model | demo | serve | test | lint | format | bench | clean"
+
+setup: $(EXTENSION)
+
+$(BIN)/python:
+	@echo "[setup] virtual environment in $(VENV)"
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 10) <= sys.version_info[:2] <= (3, 12))' \
+	    || { echo "Python 3.10 to 3.12 is needed: make PYTHON=python3.11 ..." >&2; exit 1; }
+	@$(PYTHON) -m venv $(VENV)
+
+$(ENGINE): kvpop_vllm/cpu_env.py | $(BIN)/python
+	@$(BIN)/python -m kvpop_vllm.cpu_env
+	@touch $@
+
+$(PACKAGE): pyproject.toml setup.py $(ENGINE)
+	@echo "[setup] kvpop_vllm, in place"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts \
+	    --no-build-isolation -e '.[test,demo,dev]'
+	@touch $@
+
+$(EXTENSION): $(SOURCES) $(PACKAGE)
+	@echo "[setup] C++ kernels"
+	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@touch $@
+
+model: setup
+	@$(BIN)/kvpop fetch-demo-model $(DEMO_MODEL)
+
+demo: model
+	@$(BIN)/python examples/demo.py
+
+serve: model
+	$(BIN)/vllm serve $(MODEL) --kv-policy $(POLICY) --kv-budget $(BUDGET) \
+	    --kv-cache-memory-bytes $(KV_MEMORY) --port $(PORT)
+
+test: model
+	@$(BIN)/python -m pytest -q tests $(PYTEST_ARGS)
+
+lint: setup
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+
+format: setup
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: model
+	@$(BIN)/python benchmarks/decode.py
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info kvpop_vllm/_C*.so .pytest_cache .ruff_cache .hypothesis

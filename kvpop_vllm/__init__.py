@@ -1,0 +1,3 @@
+"""Fixed-budget KV caches with learned eviction for vLLM. Importing this package imports and patches nothing."""
+
+__version__ = "0.1.0"

@@ -1,0 +1,114 @@
+"""Attention of one layer over a fixed-budget paged cache, for any engine: decode rows together, prefill chunks one by one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.kernels.pages import PageLayout, Pages
+
+
+@dataclass(frozen=True)
+class PrefillChunk:
+    """Tokens ``[first, last)`` of the flat batch belong to one request, from position ``start`` on; ``row [H, P]``."""
+
+    first: int
+    last: int
+    start: int
+    row: torch.Tensor
+
+
+@dataclass(frozen=True)
+class StepBatch:
+    """One engine step, shared by all layers. Requests with one token are decoded together.
+
+    Attributes:
+        decodes: number R of requests decoded. tokens: where their tokens lie in the flat batch, a slice where they come
+            first. table: ``[R, H, P]`` int32. positions: ``[R]`` int64.
+        valid: ``[R, H]`` int32, slots filled before the step. budgets: ``[H]`` int32, B of each head.
+        prefills: the other requests, in order.
+    """
+
+    decodes: int
+    tokens: slice | torch.Tensor
+    table: torch.Tensor
+    positions: torch.Tensor
+    valid: torch.Tensor
+    budgets: torch.Tensor
+    prefills: tuple[PrefillChunk, ...]
+
+    @classmethod
+    def build(
+        cls, layout: PageLayout, budget: int, query_lens: list[int], seq_lens: torch.Tensor, block_table: torch.Tensor
+    ) -> StepBatch:
+        """Splits a batch into decodes and prefills.
+
+        Args:
+            query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
+            block_table: ``[requests, >= P]`` int32, state blocks first.
+        """
+        heads, width = layout.num_kv_heads, layout.state_blocks + layout.slot_blocks(budget, budget)
+        rows = block_table[:, :width].unsqueeze(1).expand(-1, heads, -1)
+        lengths = seq_lens.tolist()
+        singles, at, prefills, first = [], [], [], 0
+        for i, count in enumerate(query_lens):
+            if count == 1:
+                singles.append(i)
+                at.append(first)
+            elif count > 1:
+                prefills.append(PrefillChunk(first, first + count, lengths[i] - count, rows[i]))
+            first += count
+        together = at == list(range(len(at))) and singles == at
+        chosen = slice(0, len(singles)) if together else torch.tensor(singles)
+        positions = seq_lens[chosen].long() - 1
+        valid = positions.clamp_max(budget).int().unsqueeze(1).expand(-1, heads)
+        budgets = torch.full((heads,), budget, dtype=torch.int32)
+        tokens = chosen if together else torch.tensor(at)
+        return cls(len(singles), tokens, rows[chosen], positions, valid, budgets, tuple(prefills))
+
+
+class FixedBudgetAttention:
+    """One layer's attention: writes the cache and attends, exactly as SEMANTICS sections 3 and 4 (DESIGN "Pages").
+
+    Args:
+        layout: bytes of the layer's pages. rule: what is kept. scale: factor on q . k.
+        impl: implementation of the kernels, see :mod:`kvpop_vllm.kernels.dispatch`.
+    """
+
+    def __init__(self, layout: PageLayout, rule: RetentionRule, scale: float, impl: str = "auto"):
+        self.layout, self.rule, self.scale, self.impl = layout, rule, scale, impl
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: StepBatch, out: torch.Tensor
+    ) -> None:
+        """Runs one step for all requests of the batch.
+
+        Args:
+            q ``[T, Hq, D]``, k, v ``[T, H, D]``: the flat batch of tokens. out: ``[T, Hq, D]``, written in place.
+
+        Raises:
+            StepOrderError: a request's step does not start where its cache ends.
+        """
+        if batch.decodes:
+            at = batch.tokens
+            out[at], _ = ops.decode_step(
+                q[at],
+                k[at],
+                v[at],
+                pages,
+                batch.table,
+                batch.positions,
+                batch.valid,
+                batch.budgets.expand(batch.decodes, -1),
+                rule=self.rule,
+                scale=self.scale,
+                impl=self.impl,
+            )
+        for chunk in batch.prefills:
+            cut = slice(chunk.first, chunk.last)
+            out[cut], _ = ops.prefill_chunk(
+                q[cut], k[cut], v[cut], pages, chunk.row, chunk.start, batch.budgets, rule=self.rule, scale=self.scale
+            )

@@ -1,0 +1,152 @@
+"""The one place where the command line, ``additional_config`` and a scorer's config meet and are checked.
+
+Nothing here imports vLLM or torch: the glue hands in plain values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+ADDITIONAL_CONFIG_KEY = "kv_policy"
+DEFAULT_SINKS = 4
+
+FLAGS = {
+    "policy": "--kv-policy",
+    "budget": "--kv-budget",
+    "compression": "--kv-compression",
+    "sinks": "--kv-sinks",
+    "window": "--kv-window",
+    "scorer": "--kv-scorer",
+}
+"""Setting -> the flag users know it by; error messages name the flag."""
+
+
+class ConfigError(ValueError):
+    """The user's configuration cannot work; the message is one line that names what to change."""
+
+
+@dataclass(frozen=True)
+class PolicySettings:
+    """What the user asked for, before the model and the scorer have been looked at.
+
+    Attributes:
+        policy: registered name. budget: B, tokens per KV head. compression: c with B = max-model-len / c.
+        sinks: s. window: w. scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
+    """
+
+    policy: str
+    budget: int | None = None
+    compression: float | None = None
+    sinks: int | None = None
+    window: int | None = None
+    scorer: str | None = None
+
+    @classmethod
+    def parse(cls, given: Mapping) -> PolicySettings:
+        """Checks names, types and ranges.
+
+        Raises:
+            ConfigError: unknown or missing keys, wrong types, impossible values, budget together with compression.
+        """
+        if not isinstance(given, Mapping):
+            raise ConfigError(
+                f"additional_config[{ADDITIONAL_CONFIG_KEY!r}] must be a mapping such as {{'policy': 'streaming-llm', 'budget': 1024}}, got {given!r}"
+            )
+        known = [f.name for f in fields(cls)]
+        if unknown := sorted(set(given) - set(known)):
+            raise ConfigError(f"unknown key {unknown[0]!r} in {ADDITIONAL_CONFIG_KEY}: use {', '.join(known)}")
+        values = {name: given.get(name) for name in known}
+        if not isinstance(values["policy"], str):
+            raise ConfigError(f"{ADDITIONAL_CONFIG_KEY} needs a policy: give --kv-policy NAME or a 'policy' key")
+        _check_int(values, "budget", 1)
+        _check_int(values, "sinks", 0)
+        _check_int(values, "window", 1)
+        _check_compression(values["compression"])
+        if values["scorer"] is not None and not isinstance(values["scorer"], str):
+            raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
+        if values["budget"] is not None and values["compression"] is not None:
+            raise ConfigError("--kv-budget and --kv-compression both set the budget: give only one of them")
+        return cls(**values)
+
+
+def _check_int(values: dict, name: str, least: int) -> None:
+    value = values[name]
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
+        raise ConfigError(f"{FLAGS[name]} must be an integer of at least {least}, got {value!r}")
+
+
+def _check_compression(value) -> None:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if value is not None and not (number and math.isfinite(value) and value >= 1):
+        raise ConfigError(f"--kv-compression must be a number of at least 1, got {value!r}")
+
+
+@dataclass(frozen=True)
+class ScorerShape:
+    """What a scorer's config says about retention: sinks s, window w, long-range slots k, and whether it is delayed."""
+
+    sinks: int
+    window: int
+    topk: int
+    delayed: bool
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Slots per KV head: ``budget = sinks + window + topk``."""
+
+    budget: int
+    sinks: int
+    window: int
+
+    @property
+    def topk(self) -> int:
+        """k: long-range slots."""
+        return self.budget - self.sinks - self.window
+
+
+def resolve_retention(
+    settings: PolicySettings, max_model_len: int, scorer: ScorerShape | None, *, keeps_all: bool = False
+) -> Retention:
+    """The budget and its parts; flags override what a scorer's config says for budget and sinks.
+
+    Args:
+        settings: the user's. max_model_len: longest sequence, tokens. scorer: from the scorer's config, if there is one.
+        keeps_all: the policy never evicts, so that B is max_model_len.
+
+    Raises:
+        ConfigError: no budget to be had, budget below sinks + window + 1, or a window the scorer was not trained with.
+    """
+    sinks = settings.sinks if settings.sinks is not None else (scorer.sinks if scorer else DEFAULT_SINKS)
+    budget = _budget(settings, max_model_len, scorer, sinks, keeps_all)
+    if scorer and scorer.delayed and settings.window not in (None, scorer.window):
+        raise ConfigError(
+            f"--kv-window {settings.window} differs from the window {scorer.window} the delayed scorer was trained with: leave --kv-window out"
+        )
+    default_window = scorer.window if scorer else max(1, budget - sinks - 1)
+    window = settings.window if settings.window is not None else default_window
+    if budget < sinks + window + 1:
+        raise ConfigError(
+            f"a budget of {budget} is too small for {sinks} sinks + window {window} + 1: raise --kv-budget to at least {sinks + window + 1}"
+        )
+    return Retention(budget, sinks, window)
+
+
+def _budget(
+    settings: PolicySettings, max_model_len: int, scorer: ScorerShape | None, sinks: int, keeps_all: bool
+) -> int:
+    if keeps_all:
+        if settings.compression not in (None, 1) or (settings.budget or max_model_len) < max_model_len:
+            raise ConfigError(
+                f"--kv-policy {settings.policy} keeps every token: leave --kv-budget and --kv-compression out"
+            )
+        return max(settings.budget or 0, max_model_len)
+    if settings.budget is not None:
+        return settings.budget
+    if settings.compression is not None:
+        return int(max_model_len / settings.compression)
+    if scorer is not None:
+        return sinks + scorer.window + scorer.topk
+    raise ConfigError(f"--kv-policy {settings.policy} needs a budget: give --kv-budget or --kv-compression")

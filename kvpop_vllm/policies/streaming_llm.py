@@ -1,0 +1,24 @@
+"""StreamingLLM: attention sinks and the most recent tokens (Xiao et al., 2023, arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.policies.base import Policy
+
+
+class StreamingLLM(Policy):
+    """Long-range slots rank by recency, so the policy equals a window of ``B - s`` whatever ``--kv-window`` says.
+
+    The default window is the largest, ``w = B - s - 1``, which leaves one candidate per decision.
+    """
+
+    name = "streaming-llm"
+    paper = "Xiao et al. 2023, arXiv:2309.17453"
+    cost = "none"
+
+    def rule(self, layer, heads):
+        count = len(range(*heads.indices(self.model.num_kv_heads)))
+        recency = torch.full((count,), -1.0, dtype=torch.float64)
+        return RetentionRule(self.retention.sinks, self.retention.window, recency)

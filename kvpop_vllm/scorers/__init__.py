@@ -1,0 +1,54 @@
+"""Learned scorers as torch modules, used by training and serving alike, and their files."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.scorers.base import Scorer, log_gamma
+from kvpop_vllm.scorers.checkpoint import Decay, ScorerConfig
+from kvpop_vllm.scorers.linear import LinearScorer
+from kvpop_vllm.scorers.mlp import MLPScorer
+from kvpop_vllm.scorers.mlstm import MLSTMScorer
+
+SCORERS: dict[str, type[Scorer]] = {"mlstm": MLSTMScorer, "mlp": MLPScorer, "linear": LinearScorer}
+
+__all__ = [
+    "SCORERS",
+    "Decay",
+    "LinearScorer",
+    "MLPScorer",
+    "MLSTMScorer",
+    "Scorer",
+    "ScorerConfig",
+    "build",
+    "from_tensors",
+    "log_gamma",
+]
+
+
+def build(config: ScorerConfig, **sizes) -> Scorer:
+    """A freshly initialised scorer of one layer; ``sizes`` as in the class."""
+    return SCORERS[config.scorer](config, **sizes)
+
+
+def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scorer:
+    """One layer's scorer with the tensors of a (checked) file, float32, no gradients."""
+    sizes = {}
+    if config.scorer == "mlstm":
+        sizes = {
+            "features": tensors["q_proj"].shape[-1],
+            "value_size": tensors["out.weight"].shape[-1],
+            "project_values": "v_proj" in tensors,
+        }
+    elif config.scorer == "mlp":
+        sizes = {"hidden": tensors["fc1.weight"].shape[-1]}
+    heads = tensors["decay_logit"].shape[0]
+    module = build(_with_heads(config, heads), **sizes)
+    module.load_state_dict(tensors)
+    return module.requires_grad_(False)
+
+
+def _with_heads(config: ScorerConfig, heads: int) -> ScorerConfig:
+    from dataclasses import replace
+
+    return config if config.num_kv_heads == heads else replace(config, num_kv_heads=heads)

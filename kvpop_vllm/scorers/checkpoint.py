@@ -1,0 +1,257 @@
+"""Scorers on disk: format version 1, and the one table of tensor names of full checkpoints.
+
+An adapter folder holds ``kvpop_config.json`` and ``kvpop_scorer.safetensors`` with tensors ``layers.{i}.<name>``. A full
+checkpoint holds the same config as section ``kvpop`` of its ``config.json`` and the same tensors under
+``model.layers.{i}.self_attn.kvpop.<name>`` among the model's own.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from kvpop_vllm.config import ConfigError, ScorerShape
+
+CONFIG_NAME = "kvpop_config.json"
+TENSORS_NAME = "kvpop_scorer.safetensors"
+FORMAT, VERSION = "kvpop-scorer", 1
+
+FULL_CHECKPOINT_NAMES = ((re.compile(r"^(?:model\.)?layers\.(\d+)\.self_attn\.kvpop\.(.+)$"), "{name}"),)
+"""(pattern with layer and tensor name, name here) of each known layout of full checkpoints; a new one is one more row."""
+
+_MLSTM_KEYS = ("feature_map", "gate_softcap", "norm", "skip", "delayed")
+_COMMON_KEYS = ("model_type", "num_layers", "num_kv_heads", "head_dim", "scorer", "sinks", "window", "topk", "decay")
+
+
+@dataclass(frozen=True)
+class Decay:
+    """``log gamma = log min + sigmoid(alpha) (log max - log min)``, applied every ``step`` tokens (KVpop eq. 18)."""
+
+    step: int = 1
+    min: float = 0.999
+    max: float = 0.999999
+
+
+@dataclass(frozen=True)
+class ScorerConfig:
+    """Contents of ``kvpop_config.json``; mlstm options are meaningless for the other scorers.
+
+    Raises:
+        ConfigError: a value of wrong type or range, from :meth:`parse`.
+    """
+
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    scorer: str
+    sinks: int
+    window: int
+    topk: int
+    decay: Decay = field(default_factory=Decay)
+    feature_map: str = "hedgehog"
+    gate_softcap: float | None = None
+    norm: bool = False
+    skip: bool = False
+    delayed: bool = True
+
+    @property
+    def retention(self) -> ScorerShape:
+        return ScorerShape(self.sinks, self.window, self.topk, self.scorer == "mlstm" and self.delayed)
+
+    @classmethod
+    def parse(cls, raw: object, source: str) -> ScorerConfig:
+        """Checks a decoded JSON object; ``source`` names it in errors."""
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"{source} must hold a JSON object")
+        if raw.get("format") != FORMAT or raw.get("version") != VERSION:
+            raise ConfigError(
+                f"{source} says format {raw.get('format')!r} version {raw.get('version')!r}; this kvpop_vllm reads {FORMAT!r} version {VERSION}"
+            )
+        if raw.get("scorer") not in ("mlstm", "mlp", "linear"):
+            raise ConfigError(f"{source}: scorer must be 'mlstm', 'mlp' or 'linear', got {raw.get('scorer')!r}")
+        required = _COMMON_KEYS + (_MLSTM_KEYS if raw["scorer"] == "mlstm" else ())
+        given = {key: value for key, value in raw.items() if key not in ("format", "version")}
+        if unknown := sorted(set(given) - set(required)):
+            raise ConfigError(f"{source}: unknown key {unknown[0]!r}")
+        if missing := [key for key in required if key not in given]:
+            raise ConfigError(f"{source}: key {missing[0]!r} is missing")
+        _check_values(given, source)
+        return cls(**{**given, "decay": Decay(**given["decay"])})
+
+    def to_json(self) -> dict:
+        keys = _COMMON_KEYS + (_MLSTM_KEYS if self.scorer == "mlstm" else ())
+        return {"format": FORMAT, "version": VERSION, **{k: v for k, v in asdict(self).items() if k in keys}}
+
+
+def _check_values(given: Mapping, source: str) -> None:
+    least = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "sinks": 0, "window": 1, "topk": 0}
+    for key, low in least.items():
+        if not isinstance(given[key], int) or isinstance(given[key], bool) or given[key] < low:
+            raise ConfigError(f"{source}: {key} must be an integer of at least {low}, got {given[key]!r}")
+    decay = given["decay"]
+    if not isinstance(decay, Mapping) or sorted(decay) != ["max", "min", "step"]:
+        raise ConfigError(f"{source}: decay must be an object with step, min and max, got {decay!r}")
+    if not isinstance(decay["step"], int) or decay["step"] < 1:
+        raise ConfigError(f"{source}: decay.step must be an integer of at least 1, got {decay['step']!r}")
+    if not all(isinstance(decay[k], int | float) for k in ("min", "max")) or not 0 < decay["min"] <= decay["max"] <= 1:
+        raise ConfigError(f"{source}: decay needs 0 < min <= max <= 1, got {decay!r}")
+    if not isinstance(given["model_type"], str):
+        raise ConfigError(f"{source}: model_type must be a string, got {given['model_type']!r}")
+    if given["scorer"] != "mlstm":
+        return
+    if given["feature_map"] not in ("hedgehog", "softmax"):
+        raise ConfigError(f"{source}: feature_map must be 'hedgehog' or 'softmax', got {given['feature_map']!r}")
+    cap = given["gate_softcap"]
+    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or cap <= 0):
+        raise ConfigError(f"{source}: gate_softcap must be null or a positive number, got {cap!r}")
+    for key in ("norm", "skip", "delayed"):
+        if not isinstance(given[key], bool):
+            raise ConfigError(f"{source}: {key} must be true or false, got {given[key]!r}")
+
+
+def tensor_shapes(config: ScorerConfig) -> dict[str, tuple]:
+    """Name -> shape of one layer's tensors. Letters stand for sizes the tensors themselves decide (F, V, M)."""
+    h, x, d = config.num_kv_heads, 2 * config.head_dim, config.head_dim
+    shapes: dict[str, tuple] = {"decay_logit": (h,)}
+    if config.scorer == "linear":
+        return shapes | {"weight": (h, x), "bias": (h,)}
+    if config.scorer == "mlp":
+        return shapes | {"fc1.weight": (h, x, "M"), "fc1.bias": (h, "M"), "fc2.weight": (h, "M"), "fc2.bias": (h,)}
+    shapes |= {name: (h, x, "F") for name in ("q_proj", "k_proj")}
+    for gate in ("igate", "fgate"):
+        shapes |= {f"{gate}.weight": (h, x), f"{gate}.bias": (h,)}
+    shapes |= {"v_proj": (h, x, "V"), "out.weight": (h, "V"), "out.bias": (h,)}
+    if config.norm:
+        shapes["norm.weight"] = (h, "V")
+    if config.skip:
+        shapes["skip.weight"] = (h, x)
+    return shapes
+
+
+def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], source: str) -> None:
+    """Every layer has exactly the tensors its config asks for, of one shape throughout, floating point and finite.
+
+    Raises:
+        ConfigError: naming the first tensor that is wrong.
+    """
+    sizes: dict[str, int] = {}
+    direct_values = config.scorer == "mlstm" and "v_proj" not in layers[0]
+    shapes = tensor_shapes(config)
+    if direct_values:
+        del shapes["v_proj"]
+        sizes["V"] = config.head_dim
+    for i, tensors in enumerate(layers):
+        if unknown := sorted(set(tensors) - set(shapes)):
+            raise ConfigError(
+                f"{source}: tensor layers.{i}.{unknown[0]} does not belong to this {config.scorer} scorer"
+            )
+        for name, shape in shapes.items():
+            if name not in tensors:
+                raise ConfigError(f"{source}: tensor layers.{i}.{name} is missing")
+            _check_tensor(f"{source}: tensor layers.{i}.{name}", tensors[name], shape, sizes)
+
+
+def _check_tensor(what: str, tensor: torch.Tensor, shape: tuple, sizes: dict[str, int]) -> None:
+    if tensor.dim() == len(shape):
+        for axis, length in zip(shape, tensor.shape, strict=True):
+            if isinstance(axis, str):
+                sizes.setdefault(axis, length)
+    expected = tuple(sizes.get(axis, axis) for axis in shape)
+    if tuple(tensor.shape) != expected:
+        raise ConfigError(f"{what} has shape {tuple(tensor.shape)}, expected {expected}")
+    if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+        raise ConfigError(f"{what} holds values that are not finite floating-point numbers")
+
+
+def read_config(folder: str | Path) -> ScorerConfig:
+    """Reads and checks ``kvpop_config.json``.
+
+    Raises:
+        ConfigError: no such folder or file, no JSON, or wrong contents.
+    """
+    path = Path(folder) / CONFIG_NAME
+    if not path.is_file():
+        raise ConfigError(
+            f"no scorer at {str(folder)!r}: {CONFIG_NAME} is missing; point --kv-scorer at a folder written by 'kvpop distill' or 'kvpop init-scorer'"
+        )
+    try:
+        raw = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
+    return ScorerConfig.parse(raw, str(path))
+
+
+def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
+    """A scorer folder's config and, per layer, its tensors (float32).
+
+    Raises:
+        ConfigError: as :func:`read_config`; or a missing, truncated or wrongly shaped tensor file.
+    """
+    config, path = read_config(folder), Path(folder) / TENSORS_NAME
+    if not path.is_file():
+        raise ConfigError(f"no scorer at {str(folder)!r}: {TENSORS_NAME} is missing")
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not a complete safetensors file: {error}") from None
+    layers = split_layers(config, tensors.items(), str(path))
+    check_tensors(config, layers, str(path))
+    return config, layers
+
+
+def split_layers(
+    config: ScorerConfig, tensors: Iterable[tuple[str, torch.Tensor]], source: str
+) -> list[dict[str, torch.Tensor]]:
+    """``layers.{i}.<name>`` tensors per layer, as float32."""
+    layers: list[dict[str, torch.Tensor]] = [{} for _ in range(config.num_layers)]
+    for name, tensor in tensors:
+        match = re.match(r"^layers\.(\d+)\.(.+)$", name)
+        if match is None or int(match[1]) >= config.num_layers:
+            raise ConfigError(f"{source}: unexpected tensor {name!r}")
+        layers[int(match[1])][match[2]] = tensor.float() if tensor.is_floating_point() else tensor
+    return layers
+
+
+def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str, torch.Tensor]]) -> None:
+    """Writes an adapter folder (checked first), float32 tensors."""
+    check_tensors(config, layers, str(folder))
+    Path(folder).mkdir(parents=True, exist_ok=True)
+    flat = {
+        f"layers.{i}.{name}": t.detach().float().contiguous()
+        for i, layer in enumerate(layers)
+        for name, t in layer.items()
+    }
+    save_file(flat, Path(folder) / TENSORS_NAME, metadata={"format": "pt"})
+    (Path(folder) / CONFIG_NAME).write_text(json.dumps(config.to_json(), indent=2) + "\n")
+
+
+def full_checkpoint_name(name: str) -> tuple[int, str] | None:
+    """Layer and scorer-tensor name of a full checkpoint's tensor, or None if it belongs to the model."""
+    for pattern, target in FULL_CHECKPOINT_NAMES:
+        if match := pattern.match(name):
+            return int(match[1]), target.format(name=match[2])
+    return None
+
+
+def check_model(
+    config: ScorerConfig, *, model_type: str, num_layers: int, num_kv_heads: int, head_dim: int, source: str
+) -> None:
+    """The scorer was made for this model.
+
+    Raises:
+        ConfigError: naming the first property that differs.
+    """
+    model = {"model_type": model_type, "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    for key, value in model.items():
+        if getattr(config, key) != value:
+            raise ConfigError(
+                f"{source} was made for a model with {key} = {getattr(config, key)!r}, this one has {value!r}: give a scorer for this model with --kv-scorer"
+            )

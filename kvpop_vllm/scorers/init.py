@@ -1,0 +1,53 @@
+"""``kvpop init-scorer``: an untrained scorer for a model."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.scorers import build
+from kvpop_vllm.scorers.checkpoint import ScorerConfig, write_scorer
+
+
+def model_shape(model: str | Path) -> dict:
+    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``.
+
+    Raises:
+        ConfigError: no such folder, or a config without these numbers.
+    """
+    path = Path(model) / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        heads = config["num_attention_heads"]
+        return {
+            "model_type": config["model_type"],
+            "num_layers": config["num_hidden_layers"],
+            "num_kv_heads": config.get("num_key_value_heads") or heads,
+            "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+        }
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; give the folder of a Hugging Face model") from None
+    except KeyError as error:
+        raise ConfigError(
+            f"{path} has no {error.args[0]!r}: give the folder of a decoder-only language model"
+        ) from None
+
+
+def init_scorer(model: str | Path, out: str | Path, *, seed: int = 0, **options) -> ScorerConfig:
+    """Writes an adapter folder with freshly initialised scorers, whose policy is the sliding window until trained.
+
+    Args:
+        model: Hugging Face folder. out: folder to write. options: fields of :class:`ScorerConfig`; ``scorer`` defaults
+            to mlstm, ``sinks``, ``window``, ``topk`` to 4, 256 and 764 (B = 1,024).
+    """
+    defaults = {"scorer": "mlstm", "sinks": 4, "window": 256, "topk": 764}
+    config = ScorerConfig(**model_shape(model), **(defaults | options))
+    config = ScorerConfig.parse(config.to_json(), "init-scorer options")
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        layers = [dict(build(config).state_dict()) for _ in range(config.num_layers)]
+    write_scorer(out, config, layers)
+    return config

@@ -1,0 +1,50 @@
+"""Oracles, input factories and error budgets for tests.
+
+Imports nothing else of this package, so that what it judges cannot leak into the judgement.
+"""
+
+from .budgets import ErrorBudget, assert_within_budget, error_budget
+from .models import (
+    random_prompt,
+    require_distant_influence,
+    write_random_scorer,
+    write_tiny_model,
+)
+from .oracle import (
+    OracleModel,
+    OraclePolicy,
+    OracleRun,
+    derived_budget,
+    derived_margin_bound,
+    masked_attention,
+)
+from .oracle_scores import log_gamma, raw_scores, read_scorer
+from .oracle_sets import (
+    decision_margins,
+    retained_sets,
+    retained_sets_instantaneous,
+    retained_sets_static,
+)
+
+__all__ = [
+    "ErrorBudget",
+    "OracleModel",
+    "OraclePolicy",
+    "OracleRun",
+    "assert_within_budget",
+    "decision_margins",
+    "derived_budget",
+    "derived_margin_bound",
+    "error_budget",
+    "log_gamma",
+    "masked_attention",
+    "random_prompt",
+    "raw_scores",
+    "read_scorer",
+    "require_distant_influence",
+    "retained_sets",
+    "retained_sets_instantaneous",
+    "retained_sets_static",
+    "write_random_scorer",
+    "write_tiny_model",
+]

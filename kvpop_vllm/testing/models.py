@@ -1,0 +1,255 @@
+"""Tiny random models and scorers for tests, written without transformers.
+
+A model as its library initialises it attends almost evenly and repeats its last token, so that any
+cache passes a test on it. These have weights scaled so that attention is selective and the output
+depends on tokens far back; :func:`require_distant_influence` checks that it does.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from .oracle import OracleModel
+
+_ARCHITECTURES = {
+    "llama": "LlamaForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+# Standard deviations of what comes out of a projection whose input has unit mean square.
+_QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.5, 0.7, 2.0
+
+
+def write_tiny_model(
+    folder: str | Path,
+    kind: str = "llama",
+    *,
+    layers: int = 2,
+    q_heads: int = 4,
+    kv_heads: int = 2,
+    head_dim: int = 32,
+    hidden: int = 64,
+    vocab: int = 256,
+    max_position: int = 4096,
+    tied: bool = False,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+) -> Path:
+    """Write a loadable Hugging Face folder (no tokenizer) and return its path.
+
+    ``kind`` is ``"llama"``, ``"qwen2"`` (with q/k/v bias) or ``"qwen3"`` (with QK-norm).
+    ``q_heads * head_dim`` may differ from ``hidden`` except for Qwen2.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "architectures": [_ARCHITECTURES[kind]],
+        "model_type": kind,
+        "hidden_size": hidden,
+        "intermediate_size": 2 * hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": q_heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "vocab_size": vocab,
+        "max_position_embeddings": max_position,
+        "hidden_act": "silu",
+        "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
+        "tie_word_embeddings": tied,
+        "attention_bias": kind == "qwen2",
+        "bos_token_id": None,
+        "eos_token_id": None,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    weights = _model_weights(config, torch.Generator().manual_seed(seed))
+    weights = {name: t.to(dtype).contiguous() for name, t in weights.items()}
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder
+
+
+def _model_weights(config: dict, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Random weights under their Hugging Face names, float32."""
+    hidden, vocab = config["hidden_size"], config["vocab_size"]
+
+    def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
+        return std * torch.randn(*shape, generator=generator)
+
+    weights = {
+        "model.embed_tokens.weight": normal(vocab, hidden),
+        "model.norm.weight": 1.0 + normal(hidden, std=0.1),
+    }
+    if not config["tie_word_embeddings"]:
+        weights["lm_head.weight"] = normal(vocab, hidden, std=_LOGIT_SPREAD / math.sqrt(hidden))
+    for layer in range(config["num_hidden_layers"]):
+        for name, tensor in _layer_weights(config, normal).items():
+            weights[f"model.layers.{layer}.{name}"] = tensor
+    return weights
+
+
+def _layer_weights(config: dict, normal) -> dict[str, torch.Tensor]:
+    hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
+    wide, narrow = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
+    shapes = {
+        "self_attn.q_proj": (wide, hidden, _QK_SPREAD),
+        "self_attn.k_proj": (narrow, hidden, _QK_SPREAD),
+        "self_attn.v_proj": (narrow, hidden, _V_SPREAD),
+        "self_attn.o_proj": (hidden, wide, _O_SPREAD),
+        "mlp.gate_proj": (inner, hidden, _MLP_SPREAD),
+        "mlp.up_proj": (inner, hidden, _MLP_SPREAD),
+        "mlp.down_proj": (hidden, inner, _MLP_SPREAD),
+    }
+    weights = {
+        f"{name}.weight": normal(rows, columns, std=spread / math.sqrt(columns))
+        for name, (rows, columns, spread) in shapes.items()
+    }
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        weights[f"{name}.weight"] = 1.0 + normal(hidden, std=0.1)
+    for part, rows in (("q", wide), ("k", narrow), ("v", narrow)):
+        if config["model_type"] == "qwen2":
+            weights[f"self_attn.{part}_proj.bias"] = normal(rows, std=0.3)
+        if config["model_type"] == "qwen3" and part != "v":
+            weights[f"self_attn.{part}_norm.weight"] = _QK_SPREAD * (1 + normal(dim, std=0.1))
+    return weights
+
+
+def write_random_scorer(
+    folder: str | Path,
+    model_dir: str | Path,
+    scorer: str = "mlstm",
+    *,
+    sinks: int = 4,
+    window: int = 16,
+    topk: int = 44,
+    seed: int = 0,
+    feature_map: str = "hedgehog",
+    gate_softcap: float | None = None,
+    norm: bool = False,
+    skip: bool = False,
+    delayed: bool = True,
+    v_proj: bool = True,
+    features: int | None = None,
+    value_width: int | None = None,
+    mlp_width: int = 16,
+    decay_step: int = 1,
+    decay_min: float = 0.99,
+    decay_max: float = 0.9999,
+) -> Path:
+    """Write a scorer folder, format version 1, whose scores differ well from token to token.
+
+    ``features`` is F (default D / 2 for Hedgehog, D for softmax), ``value_width`` is Dv (default D;
+    ignored without ``v_proj``), ``mlp_width`` is M. Options that ``scorer`` does not know are ignored.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    model = json.loads((Path(model_dir) / "config.json").read_text())
+    dim = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    config = {
+        "format": "kvpop-scorer",
+        "version": 1,
+        "model_type": model["model_type"],
+        "num_layers": model["num_hidden_layers"],
+        "num_kv_heads": model["num_key_value_heads"],
+        "head_dim": dim,
+        "scorer": scorer,
+        "sinks": sinks,
+        "window": window,
+        "topk": topk,
+        "decay": {"step": decay_step, "min": decay_min, "max": decay_max},
+    }
+    sizes = {"M": mlp_width}
+    if scorer == "mlstm":
+        config |= {"feature_map": feature_map, "gate_softcap": gate_softcap}
+        config |= {"norm": norm, "skip": skip, "delayed": delayed}
+        sizes["F"] = features or (dim // 2 if feature_map == "hedgehog" else dim)
+        sizes["Dv"] = (value_width or dim) if v_proj else dim
+    (folder / "kvpop_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    generator = torch.Generator().manual_seed(seed)
+    weights = {}
+    for layer in range(config["num_layers"]):
+        tensors = _scorer_weights(config, sizes, v_proj, generator)
+        weights |= {f"layers.{layer}.{name}": t.contiguous() for name, t in tensors.items()}
+    save_file(weights, folder / "kvpop_scorer.safetensors")
+    return folder
+
+
+def _scorer_weights(
+    config: dict, sizes: dict[str, int], v_proj: bool, generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """One layer's tensors, float32, heads first."""
+    heads, pair = config["num_kv_heads"], 2 * config["head_dim"]
+
+    def normal(*shape: int, std: float) -> torch.Tensor:
+        return std * torch.randn(heads, *shape, generator=generator)
+
+    unit = 1.0 / math.sqrt(pair)
+    weights = {"decay_logit": normal(std=1.0)}
+    if config["scorer"] == "linear":
+        return weights | {"weight": normal(pair, std=2 * unit), "bias": normal(std=0.5)}
+    if config["scorer"] == "mlp":
+        width = sizes["M"]
+        weights |= {"fc1.weight": normal(pair, width, std=unit), "fc1.bias": normal(width, std=0.5)}
+        out = normal(width, std=4.0 / math.sqrt(width))
+        return weights | {"fc2.weight": out, "fc2.bias": normal(std=0.5)}
+    if config["scorer"] != "mlstm":
+        raise ValueError(f"unknown scorer {config['scorer']!r}")
+    features, width = sizes["F"], sizes["Dv"]
+    weights |= {
+        "q_proj": normal(pair, features, std=1.5 * unit),
+        "k_proj": normal(pair, features, std=1.5 * unit),
+        "igate.weight": normal(pair, std=unit),
+        "igate.bias": normal(std=0.5),
+        "fgate.weight": normal(pair, std=unit),
+        "fgate.bias": 2.0 + normal(std=0.5),
+        "out.weight": normal(width, std=4.0 / math.sqrt(width)),
+        "out.bias": normal(std=0.5),
+    }
+    if v_proj:
+        weights["v_proj"] = normal(pair, width, std=1.5 * unit)
+    if config["norm"]:
+        weights["norm.weight"] = 1.0 + normal(width, std=0.2)
+    if config["skip"]:
+        weights["skip.weight"] = normal(pair, std=unit)
+    return weights
+
+
+def random_prompt(length: int, vocab: int = 256, seed: int = 0) -> list[int]:
+    """``length`` uniformly random token ids."""
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(vocab, (length,), generator=generator).tolist()
+
+
+def require_distant_influence(
+    model_dir: str | Path, *, distance: int = 100, length: int = 160, least: float = 0.05
+) -> float:
+    """Check that a model's output depends on tokens more than ``distance`` positions back.
+
+    Replaces, one at a time, four tokens that far back and returns the mean over them of the largest
+    log-probability change at the last position (nats).
+
+    Raises:
+        AssertionError: the change is below ``least``, or a 16-token greedy continuation shows
+            fewer than four different tokens or merely repeats the prompt's last.
+    """
+    model = OracleModel(model_dir, torch.float32)
+    vocab = model.config["vocab_size"]
+    prompt = random_prompt(length, vocab, seed=1)
+    before = model.run(prompt).logprobs[-1]
+    changes = []
+    for position in range(0, length - distance - 1, max(1, (length - distance) // 4)):
+        changed = list(prompt)
+        changed[position] = (changed[position] + 1) % vocab
+        changes.append(float((model.run(changed).logprobs[-1] - before).abs().max()))
+    influence = sum(changes) / len(changes)
+    continuation = model.greedy(prompt, 16)
+    if influence < least:
+        raise AssertionError(f"tokens {distance} back change log-probs by {influence:.2g} only")
+    if len(set(continuation)) < 4 or set(continuation) == {prompt[-1]}:
+        raise AssertionError(f"greedy continuation is too monotonous: {continuation}")
+    return influence

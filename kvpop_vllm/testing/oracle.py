@@ -1,0 +1,286 @@
+"""The naive oracle: a whole tiny model, dense attention under masks built query by query.
+
+It defines what serving, prefill and training must all compute, and shares no code with them. Slow
+on purpose; meant for a few layers and up to about a thousand tokens.
+
+Shapes: ``S`` tokens, ``V`` vocabulary, ``H`` KV heads, ``G`` query heads per KV head, ``D`` head
+size, ``E`` hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors.torch import load_file
+
+from .oracle_scores import RECENCY, log_gamma, raw_scores, read_scorer
+from .oracle_sets import decision_margins, retained_sets
+
+
+@dataclass(frozen=True, eq=False)
+class OraclePolicy:
+    """What to keep, per KV head; ``B = sinks + window + topk``.
+
+    Attributes:
+        scorer: ``"recency"`` or the result of :func:`read_scorer`.
+        sinks, window, topk: ``s``, ``w``, ``k`` in tokens.
+        step: ``n``, positions per decay step.
+        log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
+            recency).
+    """
+
+    scorer: str | dict
+    sinks: int
+    window: int
+    topk: int
+    step: int = 1
+    log_gamma: Sequence[Sequence[float]] | None = None
+
+    @classmethod
+    def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
+        """Policy of a scorer folder; ``changes`` override its sinks, window, topk or step."""
+        scorer = read_scorer(folder)
+        config = scorer["config"]
+        fields = {name: config[name] for name in ("sinks", "window", "topk")}
+        fields["step"] = config["decay"]["step"]
+        return cls(scorer=scorer, **(fields | changes))
+
+    @classmethod
+    def streaming(cls, sinks: int, window: int, topk: int) -> OraclePolicy:
+        """StreamingLLM: long-range tokens rank by position."""
+        return cls(RECENCY, sinks, window, topk)
+
+    @classmethod
+    def full(cls) -> OraclePolicy:
+        """Keeps everything."""
+        return cls(RECENCY, sinks=0, window=2**62, topk=0)
+
+    @property
+    def budget(self) -> int:
+        """``B`` in tokens per KV head."""
+        return self.sinks + self.window + self.topk
+
+    def decay(self, layer: int, heads: int) -> list[float]:
+        """``log gamma`` of each head of one layer."""
+        if self.log_gamma is not None:
+            return list(self.log_gamma[layer])
+        return [0.0] * heads if self.scorer == RECENCY else log_gamma(self.scorer, layer)
+
+
+@dataclass(frozen=True, eq=False)
+class OracleRun:
+    """Result of :meth:`OracleModel.run`; lists go over layers.
+
+    Attributes:
+        logprobs: ``[S, V]``; row ``t`` predicts token ``t + 1``.
+        visible: bool ``[H, S, S]``; ``visible[layer][h, q]`` is the retained set at step ``q``.
+        margins: float64 ``[H, S]``, see :func:`decision_margins`.
+        scores: raw ``r_t``, ``[H, S]``, NaN where undefined.
+    """
+
+    logprobs: torch.Tensor
+    visible: list[torch.Tensor]
+    margins: list[torch.Tensor]
+    scores: list[torch.Tensor]
+
+    @property
+    def top2_gap(self) -> torch.Tensor:
+        """Log-probability of the best token minus that of the second best, ``[S]``."""
+        best = self.logprobs.topk(2, dim=-1).values
+        return best[:, 0] - best[:, 1]
+
+    def retained(self, layer: int, head: int, q: int) -> list[int]:
+        """Positions held after step ``q``, ascending."""
+        return torch.nonzero(self.visible[layer][head, q]).flatten().tolist()
+
+
+class OracleModel:
+    """Hand-written forward pass of a Llama, Qwen2 or Qwen3 folder, in float32 or float64."""
+
+    def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64) -> None:
+        """Read ``config.json`` and all safetensors of ``model_dir``, weights cast to ``dtype``.
+
+        Raises:
+            ValueError: the model uses something this forward pass does not know.
+        """
+        self.config = json.loads((Path(model_dir) / "config.json").read_text())
+        self.dtype = dtype
+        self.weights: dict[str, torch.Tensor] = {}
+        for path in sorted(Path(model_dir).glob("*.safetensors")):
+            self.weights.update({name: t.to(dtype) for name, t in load_file(path).items()})
+        _check_known(self.config)
+        self.layers: int = self.config["num_hidden_layers"]
+        self.q_heads: int = self.config["num_attention_heads"]
+        self.kv_heads: int = self.config["num_key_value_heads"]
+        default = self.config["hidden_size"] // self.q_heads
+        self.head_dim: int = self.config.get("head_dim") or default
+
+    @torch.no_grad()
+    def run(
+        self,
+        token_ids: Sequence[int],
+        policy: OraclePolicy | None = None,
+        visible: Sequence[torch.Tensor] | None = None,
+    ) -> OracleRun:
+        """Process a whole sequence, prompt and generated tokens alike.
+
+        Args:
+            token_ids: ``S`` token ids.
+            policy: what to keep; everything if omitted.
+            visible: force these retained sets, bool ``[H, S, S]`` per layer, instead of the
+                policy's own; scores are still computed and the margins then judge the given sets.
+        """
+        policy = policy or OraclePolicy.full()
+        cos, sin = self._rope(len(token_ids))
+        hidden = self.weights["model.embed_tokens.weight"][torch.tensor(token_ids)]
+        run = OracleRun(torch.empty(0), [], [], [])
+        for layer in range(self.layers):
+            prefix = f"model.layers.{layer}"
+            normed = self._norm(hidden, f"{prefix}.input_layernorm")
+            query, key, value = self._qkv(normed, f"{prefix}.self_attn", cos, sin)
+            forced = None if visible is None else visible[layer]
+            self._decide(run, policy, layer, key, value, forced)
+            mixed = masked_attention(query, key, value, run.visible[layer])
+            hidden = hidden + self._linear(mixed, f"{prefix}.self_attn.o_proj")
+            normed = self._norm(hidden, f"{prefix}.post_attention_layernorm")
+            hidden = hidden + self._mlp(normed, f"{prefix}.mlp")
+        logits = self._logits(self._norm(hidden, "model.norm"))
+        return OracleRun(logits.log_softmax(-1), run.visible, run.margins, run.scores)
+
+    def greedy(self, token_ids: Sequence[int], n_new: int, policy: OraclePolicy | None = None) -> list[int]:
+        """``n_new`` greedy tokens, everything recomputed for each; for short tests only."""
+        tokens = list(token_ids)
+        for _ in range(n_new):
+            tokens.append(int(self.run(tokens, policy).logprobs[-1].argmax()))
+        return tokens[len(token_ids) :]
+
+    def _decide(
+        self,
+        run: OracleRun,
+        policy: OraclePolicy,
+        layer: int,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        forced: torch.Tensor | None,
+    ) -> None:
+        """Append one layer's scores, retained sets and margins to ``run``."""
+        scores = raw_scores(policy.scorer, layer, key, value, policy.window)
+        decay = policy.decay(layer, self.kv_heads)
+        rule = (decay, policy.sinks, policy.window, policy.topk, policy.step)
+        sets = retained_sets(scores.numpy(), *rule) if forced is None else np.asarray(forced)
+        run.scores.append(scores)
+        run.visible.append(torch.from_numpy(sets))
+        run.margins.append(torch.from_numpy(decision_margins(sets, scores.numpy(), *rule)))
+
+    def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        y = x @ self.weights[f"{name}.weight"].T
+        bias = self.weights.get(f"{name}.bias")
+        return y if bias is None else y + bias
+
+    def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        """RMS norm over the last axis."""
+        mean_square = (x * x).mean(-1, keepdim=True)
+        scaled = x / torch.sqrt(mean_square + self.config["rms_norm_eps"])
+        return scaled * self.weights[f"{name}.weight"]
+
+    def _mlp(self, x: torch.Tensor, name: str) -> torch.Tensor:
+        gate = self._linear(x, f"{name}.gate_proj")
+        return self._linear(gate * torch.sigmoid(gate) * self._linear(x, f"{name}.up_proj"), f"{name}.down_proj")
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        tied = self.config.get("tie_word_embeddings", False)
+        name = "model.embed_tokens.weight" if tied else "lm_head.weight"
+        return x @ self.weights[name].T
+
+    def _qkv(
+        self, x: torch.Tensor, name: str, cos: torch.Tensor, sin: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[S, E]`` -> query ``[H * G, S, D]``, key and value ``[H, S, D]``, as cached."""
+        parts = []
+        for part in "qkv":
+            y = self._linear(x, f"{name}.{part}_proj")
+            y = y.view(len(x), -1, self.head_dim).transpose(0, 1)
+            if part != "v":
+                if f"{name}.{part}_norm.weight" in self.weights:
+                    y = self._norm(y, f"{name}.{part}_norm")
+                half = self.head_dim // 2
+                turned = torch.cat([-y[..., half:], y[..., :half]], dim=-1)
+                y = y * cos + turned * sin
+            parts.append(y)
+        return parts[0], parts[1], parts[2]
+
+    def _rope(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rotary tables ``[S, D]``.
+
+        Made in float32 whatever the dtype: transformers and vLLM both do, so the rounded table is
+        part of the model and not an error of its execution.
+        """
+        rope = self.config.get("rope_parameters") or {}
+        theta = rope.get("rope_theta", self.config.get("rope_theta", 10000.0))
+        exponent = torch.arange(0, self.head_dim, 2, dtype=torch.float32) / self.head_dim
+        inverse = 1.0 / (theta**exponent)
+        angle = torch.arange(length, dtype=torch.float32)[:, None] * inverse
+        angle = torch.cat([angle, angle], dim=-1)
+        return angle.cos().to(self.dtype), angle.sin().to(self.dtype)
+
+
+def _check_known(config: dict) -> None:
+    """Raise ValueError for model features the oracle would silently get wrong."""
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    known = {
+        "model_type": config["model_type"] in ("llama", "qwen2", "qwen3"),
+        "hidden_act": config.get("hidden_act", "silu") == "silu",
+        "rope_type": rope.get("rope_type", rope.get("type", "default")) == "default",
+        "use_sliding_window": not config.get("use_sliding_window", False),
+    }
+    unknown = [name for name, fine in known.items() if not fine]
+    if unknown:
+        raise ValueError(f"the oracle does not know this model's {', '.join(unknown)}")
+
+
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+) -> torch.Tensor:
+    """Dense softmax attention under a boolean mask.
+
+    ``query [H * G, S, D]``, ``key`` and ``value [H, S, D]``, ``visible [H, S, S]`` -> ``[S, H * G * D]``.
+    """
+    group = query.shape[0] // key.shape[0]
+    key, value, visible = (t.repeat_interleave(group, dim=0) for t in (key, value, visible))
+    logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
+    weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
+    return (weights @ value).transpose(0, 1).reshape(query.shape[1], -1)
+
+
+def derived_budget(run32: OracleRun, run64: OracleRun) -> float:
+    """Allowed log-probability error: 4 times the largest difference between the two runs.
+
+    Both must have run with the float64 retained sets, so that only rounding tells them apart.
+    """
+    _require_same_sets(run32, run64)
+    return 4.0 * float((run32.logprobs.double() - run64.logprobs.double()).abs().max())
+
+
+def derived_margin_bound(run32: OracleRun, run64: OracleRun) -> list[float]:
+    """Per layer, the decision margin below which a correct implementation may decide otherwise.
+
+    A margin is a difference of two scores, so twice 4 times the layer's largest raw-score error.
+    """
+    _require_same_sets(run32, run64)
+    bounds = []
+    for low, high in zip(run32.scores, run64.scores, strict=True):
+        error = (low.double() - high.double()).abs()[~high.isnan()]
+        bounds.append(8.0 * float(error.max()) if error.numel() else 0.0)
+    return bounds
+
+
+def _require_same_sets(run32: OracleRun, run64: OracleRun) -> None:
+    pairs = zip(run32.visible, run64.visible, strict=True)
+    if not all(torch.equal(a, b) for a, b in pairs):
+        raise ValueError("run both with the float64 retained sets: run(..., visible=run64.visible)")

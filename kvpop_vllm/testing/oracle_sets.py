@@ -1,0 +1,146 @@
+"""Retained sets, query by query with a sort; part of the naive oracle.
+
+A retained set is a boolean array ``visible [H, S, S]``: ``visible[h, q, t]`` says that query ``q``
+of KV head ``h`` sees token ``t``. Priorities are numpy float64 throughout.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def _effective(raw: np.ndarray, t: int, q: int, step: int, log_gamma: float) -> float:
+    """Score of token ``t`` as query ``q`` ranks it (KVpop, seed 001, eq. 18)."""
+    return float(raw[t]) + math.floor((q - t) / step) * log_gamma
+
+
+def _base_row(length: int, q: int, sinks: int, window: int) -> np.ndarray:
+    """Sinks and protected window of query ``q`` as a boolean row ``[S]``."""
+    t = np.arange(length)
+    return (t <= q) & ((t < sinks) | (t > q - window))
+
+
+def retained_sets(
+    scores: np.ndarray, log_gamma: Sequence[float], sinks: int, window: int, topk: int, step: int = 1
+) -> np.ndarray:
+    """Which tokens each query sees under the online rule: what is evicted never returns.
+
+    Args:
+        scores: raw scores ``[H, S]``; NaN allowed where a token is never ranked.
+        log_gamma: one decay per head, in nats per ``step`` positions.
+        sinks, window, topk: ``s``, ``w``, ``k``.
+        step: ``n`` of the decay.
+
+    Returns:
+        Boolean ``[H, S, S]``.
+    """
+    heads, length = scores.shape
+    scores = scores.astype(np.float64)
+    visible = np.zeros((heads, length, length), dtype=bool)
+    for h in range(heads):
+        kept: list[int] = []
+        for q in range(length):
+            leaving = q - window
+            if leaving >= sinks:
+                kept = _best(scores[h], kept + [leaving], q, topk, step, log_gamma[h])
+            visible[h, q] = _base_row(length, q, sinks, window)
+            visible[h, q, kept] = True
+    return visible
+
+
+def _best(raw: np.ndarray, candidates: list[int], q: int, topk: int, step: int, log_gamma: float) -> list[int]:
+    """The ``topk`` best candidates at ``q``; of equal scores the newer is better."""
+    if len(candidates) <= topk:
+        return candidates
+    worst_first = sorted(candidates, key=lambda t: (_effective(raw, t, q, step, log_gamma), t))
+    return worst_first[len(candidates) - topk :]
+
+
+def retained_sets_static(
+    scores: np.ndarray, log_gamma: Sequence[float], sinks: int, window: int, topk: int
+) -> np.ndarray:
+    """The same for ``n = 1``, stated otherwise: top-k of all that was ever eligible.
+
+    Ranks by the static priority ``r_t - t log gamma`` (KVpop, seed 001, eqs. 19, 20 and 26) and
+    keeps no memory from one query to the next.
+    """
+    heads, length = scores.shape
+    visible = np.zeros((heads, length, length), dtype=bool)
+    for h in range(heads):
+        priority = scores[h].astype(np.float64) - np.arange(length) * log_gamma[h]
+        for q in range(length):
+            visible[h, q] = _base_row(length, q, sinks, window)
+            eligible = np.arange(sinks, max(sinks, q - window + 1))
+            order = np.lexsort((eligible, priority[eligible]))[::-1]
+            visible[h, q, eligible[order[:topk]]] = True
+    return visible
+
+
+def retained_sets_instantaneous(
+    scores: np.ndarray, log_gamma: Sequence[float], sinks: int, window: int, topk: int, step: int
+) -> np.ndarray:
+    """Top-k of all that was ever eligible, by effective score: *not* the definition for ``n > 1``.
+
+    Here only to show that the online rule is another one.
+    """
+    heads, length = scores.shape
+    visible = np.zeros((heads, length, length), dtype=bool)
+    for h in range(heads):
+        raw = scores[h].astype(np.float64)
+        for q in range(length):
+            visible[h, q] = _base_row(length, q, sinks, window)
+            eligible = list(range(sinks, max(sinks, q - window + 1)))
+            visible[h, q, _best(raw, eligible, q, topk, step, log_gamma[h])] = True
+    return visible
+
+
+def decision_margins(
+    visible: np.ndarray,
+    scores: np.ndarray,
+    log_gamma: Sequence[float],
+    sinks: int,
+    window: int,
+    topk: int,
+    step: int = 1,
+) -> np.ndarray:
+    """Margin of every eviction decision in given retained sets, ``[H, S]`` float64.
+
+    At ``q`` it is the lowest effective score among the other candidates minus the victim's: zero
+    for a tie, *negative* where ``scores`` would have evicted another token, ``inf`` where there was
+    nothing to decide. So sets made elsewhere can be judged one decision after the other, without
+    one near-tie spoiling every later comparison.
+
+    Raises:
+        ValueError: the sets cannot come from this budget (sinks or window missing, a future or
+            evicted token seen, a token lost while there was room, two tokens lost at once).
+    """
+    heads, length = scores.shape
+    scores = scores.astype(np.float64)
+    margins = np.full((heads, length), math.inf)
+    for h in range(heads):
+        kept: set[int] = set()
+        for q in range(length):
+            candidates = kept | ({q - window} if q - window >= sinks else set())
+            now = _long_range(visible[h, q], h, q, sinks, window)
+            lost = candidates - now
+            if now - candidates or len(lost) != max(0, len(candidates) - topk):
+                raise ValueError(
+                    f"head {h}, query {q}: long-range tokens {sorted(now)} cannot follow from "
+                    f"candidates {sorted(candidates)} with k = {topk}"
+                )
+            if lost and now:
+                effective = {t: _effective(scores[h], t, q, step, log_gamma[h]) for t in candidates}
+                margins[h, q] = min(effective[t] for t in now) - effective[lost.pop()]
+            kept = now
+    return margins
+
+
+def _long_range(row: np.ndarray, h: int, q: int, sinks: int, window: int) -> set[int]:
+    """Visible tokens of one query that are neither sink nor window; checks that those are there."""
+    base = _base_row(len(row), q, sinks, window)
+    if (base & ~row).any() or row[q + 1 :].any():
+        raise ValueError(f"head {h}, query {q}: sinks or window missing, or the future visible")
+    return set(np.flatnonzero(row & ~base).tolist())

@@ -1,0 +1,187 @@
+"""The attention backend of engines with a policy. Imported only by those."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionImpl,
+    AttentionMetadataBuilder,
+    AttentionType,
+    MultipleOf,
+)
+from vllm.v1.kv_cache_interface import KVCacheLayout
+
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
+from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+
+
+class FixedBudgetBackend(AttentionBackend):
+    """Stock CPU attention's stand-in while a policy is on; :func:`for_config` binds it to one engine."""
+
+    policy: ClassVar = None
+    block_slots: ClassVar[int] = BLOCK_SLOTS
+
+    forward_includes_kv_cache_update = True
+    supported_dtypes: ClassVar[list] = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CPU_ATTN"
+
+    @classmethod
+    def get_supported_kernel_block_sizes(cls, kv_cache_spec=None):
+        return [MultipleOf(16)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls):
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @staticmethod
+    def get_impl_cls():
+        return FixedBudgetImpl
+
+    @staticmethod
+    def get_builder_cls():
+        return FixedBudgetMetadataBuilder
+
+    @classmethod
+    def customize_spec(cls, spec):
+        if type(spec).__name__ != "FullAttentionSpec":
+            raise ConfigError(
+                f"--kv-policy {cls.policy.settings.policy} cannot serve layers of kind {type(spec).__name__}: leave --kv-policy out"
+            )
+        layout = cls.layout(spec.num_kv_heads, spec.head_size, spec.dtype)
+        return FixedBudgetSpec(
+            block_size=layout.block_slots,
+            num_kv_heads=spec.num_kv_heads,
+            head_size=spec.head_size,
+            dtype=spec.dtype,
+            state_content_bytes=layout.slot_bytes,
+            budget=cls.policy.retention.budget,
+            state_blocks=layout.state_blocks,
+            max_tp_shards=spec.max_tp_shards,
+        )
+
+    @classmethod
+    def layout(cls, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> PageLayout:
+        return PageLayout(num_kv_heads, head_size, dtype, cls.block_slots, cls.policy.state_floats)
+
+
+def for_config(vllm_config) -> type[FixedBudgetBackend]:
+    """The backend class of one engine, with its policy and its slots per block."""
+    cache = vllm_config.cache_config
+    slots = cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
+    return type(
+        "FixedBudgetBackend", (FixedBudgetBackend,), {"policy": engine_policy(vllm_config), "block_slots": slots}
+    )
+
+
+@dataclass
+class FixedBudgetMetadata:
+    """One step's metadata: the batch, the same for all layers, and the number of its tokens."""
+
+    batch: StepBatch
+    num_tokens: int
+
+
+class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
+    """Asks the runner to put one-token requests first and splits the batch there."""
+
+    reorder_batch_threshold = 1
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        backend = for_config(vllm_config)
+        self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
+        self.budget = kv_cache_spec.budget
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
+        common = common_attn_metadata
+        starts = common.query_start_loc_cpu
+        query_lens = (starts[1:] - starts[:-1]).tolist()
+        batch = StepBatch.build(self.layout, self.budget, query_lens, common.seq_lens, common.block_table_tensor)
+        return FixedBudgetMetadata(batch, int(starts[-1]))
+
+
+class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
+    """One layer."""
+
+    def __init__(
+        self,
+        num_heads,
+        head_size,
+        scale,
+        num_kv_heads=None,
+        alibi_slopes=None,
+        sliding_window=None,
+        kv_cache_dtype="auto",
+        logits_soft_cap=None,
+        attn_type=AttentionType.DECODER,
+        kv_sharing_target_layer_name=None,
+        sinks=None,
+        **unsupported,
+    ):
+        self.num_heads, self.head_size, self.scale = num_heads, head_size, float(scale)
+        self.num_kv_heads, self.kv_cache_dtype = num_kv_heads or num_heads, kv_cache_dtype
+        self.vllm_config = get_current_vllm_config()
+        self.policy = engine_policy(self.vllm_config)
+        refused = {
+            "ALiBi": alibi_slopes is not None,
+            "sliding-window layers of its own": sliding_window is not None,
+            "logit soft-capping": bool(logits_soft_cap),
+            f"{attn_type} attention": attn_type != AttentionType.DECODER,
+            "cross-layer KV sharing": kv_sharing_target_layer_name is not None,
+            "attention sinks of its own": sinks is not None,
+            f"a {kv_cache_dtype} KV cache": kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            **{f"the attention option {name}": value is not None for name, value in unsupported.items()},
+        }
+        if reasons := [what for what, there in refused.items() if there]:
+            raise ConfigError(
+                f"--kv-policy {self.policy.settings.policy} cannot serve a model with {', '.join(reasons)}: leave --kv-policy out"
+            )
+        self.attention: FixedBudgetAttention | None = None
+        self._pages = None
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        """Builds the layer's rule; a scorer's tensors are there by now."""
+        context = self.vllm_config.compilation_config.static_forward_context
+        name = next(n for n, layer in context.items() if getattr(layer, "impl", None) is self)
+        total = self.policy.model.num_kv_heads
+        first = get_tensor_model_parallel_rank() * total // get_tensor_model_parallel_world_size()
+        rule = self.policy.rule(extract_layer_index(name), slice(first, first + self.num_kv_heads))
+        layout = for_config(self.vllm_config).layout(self.num_kv_heads, self.head_size, act_dtype)
+        self.attention = FixedBudgetAttention(layout, rule, self.scale)
+
+    def forward(
+        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+    ):
+        """query ``[T, Hq, D]``, key, value ``[T, H, D]``, kv_cache ``[blocks, H, N, C / itemsize]`` -> output ``[T, Hq, D]``."""
+        if attn_metadata is None:  # profiling run
+            return output.fill_(0)
+        n = attn_metadata.num_tokens
+        self.attention.forward(query[:n], key[:n], value[:n], self._bind(kv_cache), attn_metadata.batch, output[:n])
+        return output
+
+    def _bind(self, kv_cache: torch.Tensor):
+        """Typed views of this layer's cache, made once per allocation."""
+        key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
+        if self._pages is None or self._pages[0] != key:
+            layout = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype)
+            self._pages = key, layout.view(kv_cache.view(torch.uint8))
+        return self._pages[1]

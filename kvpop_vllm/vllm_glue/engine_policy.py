@@ -1,0 +1,67 @@
+"""From a VllmConfig to the policy in force, once per config and process."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, PolicySettings
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from kvpop_vllm.policies import Policy
+
+FULL_CHECKPOINT_SUFFIX = "_kvpop"
+
+_policies: dict[int, tuple[weakref.ref, Any]] = {}
+
+
+def requested(vllm_config: VllmConfig) -> bool:
+    """Whether a policy was asked for; imports nothing of ours beyond the settings."""
+    additional = vllm_config.additional_config
+    return isinstance(additional, dict) and additional.get(ADDITIONAL_CONFIG_KEY) is not None
+
+
+def engine_policy(vllm_config: VllmConfig) -> Policy:
+    """The resolved policy of this engine; the same object for every layer.
+
+    Raises:
+        ConfigError: it cannot work with this model.
+    """
+    known = _policies.get(id(vllm_config))
+    if known is not None and known[0]() is vllm_config:
+        return known[1]
+    policy = _resolve(vllm_config)
+    _policies[id(vllm_config)] = (
+        weakref.ref(vllm_config, lambda _, key=id(vllm_config): _policies.pop(key, None)),
+        policy,
+    )
+    return policy
+
+
+def checkpoint_section(vllm_config: VllmConfig) -> dict | None:
+    """The ``kvpop`` section of a full checkpoint's ``config.json``, or None."""
+    return getattr(vllm_config.model_config.hf_text_config, "kvpop", None)
+
+
+def _resolve(vllm_config: VllmConfig) -> Policy:
+    from kvpop_vllm import policies
+    from kvpop_vllm.policies.base import ModelShape
+    from kvpop_vllm.scorers.checkpoint import ScorerConfig
+
+    settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
+    cls = policies.get(settings.policy)
+    model = vllm_config.model_config
+    shape = ModelShape(
+        model_type=model.hf_text_config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX),
+        num_layers=model.get_total_num_hidden_layers(),
+        num_kv_heads=model.get_total_num_kv_heads(),
+        head_dim=model.get_head_size(),
+        max_model_len=model.max_model_len,
+    )
+    if cls.scorer_kind is None:
+        return cls(settings, shape)
+    section = checkpoint_section(vllm_config)
+    checkpoint = ScorerConfig.parse(section, f"{model.model}: config.json, section kvpop") if section else None
+    return cls(settings, shape, checkpoint=checkpoint)

@@ -1,0 +1,54 @@
+"""Command-line flags: added to every parser of engine arguments, merged into ``additional_config``."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, FLAGS, ConfigError
+
+_HELP = {
+    "policy": (
+        str,
+        "NAME",
+        "Keep a fixed number of tokens per KV head, chosen by this policy ('kvpop policies' lists them).",
+    ),
+    "budget": (int, "B", "Tokens kept per KV head; default: what the scorer's config says."),
+    "compression": (float, "C", "Set the budget to max-model-len / C."),
+    "sinks": (int, "S", "First tokens that are always kept; default: the scorer's, or 4."),
+    "window": (int, "W", "Most recent tokens that are always kept; default: the scorer's."),
+    "scorer": (str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors."),
+}
+
+
+def add_to(parser: argparse.ArgumentParser) -> None:
+    """Adds the group; a parser that has it already is left alone."""
+    if any("--kv-policy" in action.option_strings for action in parser._actions):
+        return
+    group = parser.add_argument_group(title="KvPolicy", description="Fixed-budget KV cache (kvpop_vllm).")
+    for name, flag in FLAGS.items():
+        kind, metavar, text = _HELP[name]
+        group.add_argument(flag, type=kind, metavar=metavar, default=None, help=text)
+
+
+def merge(args: argparse.Namespace, additional_config: object) -> object:
+    """``additional_config`` with the flags given on the command line in it; flags win.
+
+    Raises:
+        ConfigError: the flags cannot be merged into it.
+    """
+    given = {name: getattr(args, dest(flag), None) for name, flag in FLAGS.items()}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return additional_config
+    if not isinstance(additional_config, dict) or not isinstance(
+        additional_config.get(ADDITIONAL_CONFIG_KEY, {}), dict
+    ):
+        raise ConfigError(
+            f"--additional-config must hold an object, with an object under {ADDITIONAL_CONFIG_KEY!r}, when --kv-* flags are given"
+        )
+    return {**additional_config, ADDITIONAL_CONFIG_KEY: {**additional_config.get(ADDITIONAL_CONFIG_KEY, {}), **given}}
+
+
+def dest(flag: str) -> str:
+    """The namespace attribute of a flag."""
+    return flag.removeprefix("--").replace("-", "_")

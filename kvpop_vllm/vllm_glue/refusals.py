@@ -1,0 +1,114 @@
+"""What cannot be served with a policy, found before any weight is loaded; each reason names the option to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from kvpop_vllm.config import ConfigError, PolicySettings
+
+SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128)
+
+
+def check_arguments(args: Any) -> None:
+    """Engine arguments that exclude a policy, before vLLM itself acts on them.
+
+    Args:
+        args: a ``vllm.engine.arg_utils.EngineArgs``.
+
+    Raises:
+        ConfigError: one line with every reason.
+    """
+    _raise([text for there, text in _argument_reasons(args) if there])
+
+
+def check_config(vllm_config: Any) -> None:
+    """Models and resolved settings that exclude a policy.
+
+    Args:
+        vllm_config: a ``vllm.config.VllmConfig``.
+
+    Raises:
+        ConfigError: one line with every reason.
+    """
+    _raise([text for there, text in _config_reasons(vllm_config) if there])
+
+
+def _raise(reasons: list[str]) -> None:
+    if reasons:
+        raise ConfigError("--kv-policy cannot be combined with " + "; nor with ".join(reasons))
+
+
+def _argument_reasons(args: Any) -> Iterator[tuple[bool, str]]:
+    yield bool(args.enable_prefix_caching), "prefix caching: leave --enable-prefix-caching out"
+    yield args.speculative_config is not None, "speculative decoding: leave --speculative-config out"
+    yield args.kv_transfer_config is not None, "a KV connector: leave --kv-transfer-config out"
+    yield bool(args.kv_offloading_size), "KV offloading: leave --kv-offloading-size out"
+    yield args.decode_context_parallel_size > 1, "decode context parallelism: set --decode-context-parallel-size 1"
+    yield args.prefill_context_parallel_size > 1, "prefill context parallelism: set --prefill-context-parallel-size 1"
+    yield args.enable_dbo or args.ubatch_size > 1, "dual-batch overlap: leave --enable-dbo and --ubatch-size out"
+    yield bool(args.kv_sharing_fast_prefill), "cross-layer KV sharing: leave --kv-sharing-fast-prefill out"
+    slots = args.block_size
+    yield slots is not None and slots % 16 != 0, f"--block-size {slots}: use a multiple of 16"
+
+
+def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
+    model, cache = vllm_config.model_config, vllm_config.cache_config
+    text = model.hf_text_config
+    yield model.use_mla, "models with multi-head latent attention (MLA): leave --kv-policy out"
+    yield model.is_encoder_decoder, "encoder-decoder models: leave --kv-policy out"
+    yield model.runner_type != "generate", f"--runner {model.runner_type}: only text generation has a KV cache to bound"
+    yield bool(model.uses_alibi), "models with ALiBi: leave --kv-policy out"
+    yield (
+        bool(getattr(text, "attn_logit_softcapping", None)),
+        "models with attention logit soft-capping: leave --kv-policy out",
+    )
+    yield _has_sinks(text), "models with attention sinks of their own: leave --kv-policy out"
+    yield bool(getattr(text, "num_kv_shared_layers", 0)), "models with cross-layer KV sharing: leave --kv-policy out"
+    yield model.is_mm_prefix_lm, "models with bidirectional image attention: leave --kv-policy out"
+    yield (
+        model.is_hybrid or model.has_inner_state or model.is_attention_free,
+        "models with Mamba or other recurrent layers: leave --kv-policy out",
+    )
+    yield _has_windows(model), "models with sliding-window or chunked layers of their own: leave --kv-policy out"
+    dtype = _cache_dtype(vllm_config)
+    yield (
+        dtype not in ("auto", "float16", "bfloat16", "float32"),
+        f"a quantised KV cache ({dtype}): set --kv-cache-dtype to the model's own dtype",
+    )
+    yield vllm_config.kv_transfer_config is not None, "a KV connector: leave --kv-transfer-config out"
+    yield (
+        model.get_head_size() not in SUPPORTED_HEAD_SIZES,
+        f"head size {model.get_head_size()}: sizes {SUPPORTED_HEAD_SIZES} are supported",
+    )
+    yield cache.enable_prefix_caching is True, "prefix caching: start with --no-enable-prefix-caching"
+
+
+def _has_sinks(text: Any) -> bool:
+    return text.model_type in ("gpt_oss", "mimo_v2_flash") or bool(getattr(text, "attention_sinks", False))
+
+
+def _has_windows(model: Any) -> bool:
+    text = model.hf_text_config
+    kinds = getattr(text, "layer_types", None) or ()
+    own = model.get_sliding_window() is not None and getattr(text, "use_sliding_window", True)
+    return bool(
+        own or getattr(text, "attention_chunk_size", None) or any("sliding" in k or "chunked" in k for k in kinds)
+    )
+
+
+def _cache_dtype(vllm_config: Any) -> str:
+    """The KV dtype in force: a checkpoint's own KV-cache scheme counts while the user left the choice to it."""
+    chosen = vllm_config.cache_config.cache_dtype
+    quantization = vllm_config.quant_config
+    if chosen == "auto" and getattr(quantization, "kv_cache_scheme", None) is not None:
+        return "fp8, chosen by the checkpoint"
+    return str(chosen)
+
+
+def check_request(settings: PolicySettings, resumable: bool) -> None:
+    """Refuses streaming-input requests, which rewind a sequence behind tokens that are gone."""
+    if resumable:
+        raise ConfigError(
+            f"streaming-input requests rewind the sequence, which --kv-policy {settings.policy} cannot: send the whole prompt at once"
+        )

@@ -1,0 +1,72 @@
+"""Builds the optional extension `kvpop_vllm._C` and maps triton_kernels/ to `kvpop_vllm.kernels.triton`.
+
+The rest of the metadata is in pyproject.toml. Without torch or a C++ compiler the install succeeds without `_C` and
+says so; KVPOP_REQUIRE_EXT=1 makes that an error. There is no -march flag: the sources choose instruction sets at run time.
+"""
+
+import os
+import sys
+from glob import glob
+
+from setuptools import find_packages, setup
+
+REQUIRED = os.environ.get("KVPOP_REQUIRE_EXT") == "1"
+# OpenMP is compiled in but not linked: its symbols come from the runtime torch has loaded, so that there is only one
+# pool of threads and torch.set_num_threads() holds for our kernels too.
+COMPILE_FLAGS = ["-O3", "-std=c++20", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
+
+
+def not_built(reason):
+    """Say that `_C` is left out, or raise where it is required."""
+    line = f"kvpop_vllm._C was not built: {reason}. CPU kernels in C++ will not be available."
+    if REQUIRED:
+        raise SystemExit(line)
+    print(line)
+
+
+def extension_arguments():
+    """`ext_modules` and `cmdclass` for setup(); empty where torch is missing."""
+    try:
+        import torch
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError:
+        not_built("torch is not installed in the build environment (see pip's --no-build-isolation)")
+        return {}
+
+    class OptionalBuild(BuildExtension):
+        """A failing compiler leaves the extension out instead of failing the install."""
+
+        def finalize_options(self):
+            """Keep the objects in build/, also under pip, so that only changed sources are compiled again."""
+            super().finalize_options()
+            self.build_temp = os.path.join("build", f"{sys.implementation.cache_tag}-torch-{torch.__version__}")
+
+        def run(self):
+            try:
+                super().run()
+            except (Exception, SystemExit) as error:
+                self.remove_stale()
+                not_built((str(error).strip() or type(error).__name__).splitlines()[-1])
+                self.extensions = []
+
+        def remove_stale(self):
+            """An earlier build in the source tree must not pass for the one that failed."""
+            for path in glob(os.path.join("kvpop_vllm", "_C*.so")):
+                os.remove(path)
+
+    extension = CppExtension(
+        "kvpop_vllm._C",
+        sources=["csrc/bindings.cpp", *sorted(glob("csrc/cpu/*.cpp"))],
+        include_dirs=[os.path.join(os.path.dirname(os.path.abspath(__file__)), "csrc", "include")],
+        depends=sorted(glob("csrc/include/**/*.h", recursive=True)),
+        extra_compile_args=COMPILE_FLAGS,
+    )
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": OptionalBuild}}
+
+
+triton = ["kvpop_vllm.kernels.triton"] if os.path.isdir("triton_kernels") else []
+setup(
+    packages=[*find_packages(include=["kvpop_vllm", "kvpop_vllm.*"]), *triton],
+    package_dir={"kvpop_vllm.kernels.triton": "triton_kernels"},
+    **extension_arguments(),
+)

@@ -1,0 +1,116 @@
+"""What must import without vLLM, Triton and the C++ extension, and who may import vLLM."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PACKAGE = ROOT / "kvpop_vllm"
+
+BLOCK = """
+import sys
+class Block:
+    blocked = ("vllm", "triton", "kvpop_vllm._C")
+    def find_spec(self, name, path=None, target=None):
+        if any(name == b or name.startswith(b + ".") for b in self.blocked):
+            raise ImportError(f"{name} is blocked in this test")
+sys.meta_path.insert(0, Block())
+"""
+
+
+def run_python(code, *, cwd=ROOT):
+    """Run `code` in a fresh interpreter whose path starts with the repository root."""
+    prelude = f"import sys\nsys.path.insert(0, {str(ROOT)!r})\n"
+    return subprocess.run([sys.executable, "-c", prelude + code], cwd=cwd, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("module", ["kvpop_vllm", "kvpop_vllm.cli", "kvpop_vllm.config", "kvpop_vllm.demo_model"])
+def test_imports_cold(module):
+    """These import with all optional parts missing, and load none of the heavy packages."""
+    check = "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
+    outcome = run_python(f"{BLOCK}\nimport {module}\n{check}")
+    assert outcome.returncode == 0, outcome.stderr
+
+
+@pytest.mark.parametrize("package", ["attention", "cache", "kernels", "policies", "scorers", "testing"])
+def test_engine_neutral_packages_import_cold(package):
+    """Every module outside the glue imports without vLLM, Triton and `_C`; a kernel's own module may need `_C`."""
+    walk = f"""
+import importlib, pkgutil
+package = importlib.import_module("kvpop_vllm.{package}")
+skipped = ("kvpop_vllm.kernels.cpp", "kvpop_vllm.kernels.triton")
+for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+    if not module.name.startswith(skipped):
+        importlib.import_module(module.name)
+"""
+    outcome = run_python(BLOCK + walk)
+    assert outcome.returncode == 0, outcome.stderr
+
+
+def test_blocker_blocks():
+    """The two tests above would notice an import of a blocked package."""
+    outcome = run_python(f"{BLOCK}\nimport vllm")
+    assert outcome.returncode != 0 and "vllm is blocked in this test" in outcome.stderr
+
+
+def test_triton_kernels_refuses_its_folder_name():
+    outcome = run_python("import triton_kernels")
+    assert outcome.returncode != 0
+    assert "its name is `kvpop_vllm.kernels.triton`" in outcome.stderr.splitlines()[-1]
+
+
+def test_triton_kernels_imports_under_its_package_name(tmp_path):
+    """Also from elsewhere, where only the installation can provide it; and never under the folder's name."""
+    code = """
+import importlib.util, kvpop_vllm.kernels.triton
+assert importlib.util.find_spec("triton_kernels") is None
+"""
+    outcome = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr
+
+
+def imported_names(source):
+    """Absolute names of everything `source` imports, in functions and under conditions too."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            yield node.module
+        elif isinstance(node, ast.Call) and is_import_call(node.func) and node.args:
+            if isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
+                yield node.args[0].value
+
+
+def is_import_call(function):
+    name = function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", None)
+    return name in ("import_module", "__import__")
+
+
+def vllm_importers(files):
+    """Those of `files` that import vllm."""
+    return [f for f in files if any(n.split(".")[0] == "vllm" for n in imported_names(f.read_text(encoding="utf-8")))]
+
+
+def test_only_the_glue_imports_vllm():
+    outside = [f for f in PACKAGE.rglob("*.py") if PACKAGE / "vllm_glue" not in f.parents]
+    outside += (ROOT / "triton_kernels").rglob("*.py")
+    assert len(outside) > 10
+    assert [str(f.relative_to(ROOT)) for f in vllm_importers(outside)] == []
+
+
+@pytest.mark.parametrize(
+    "source, found",
+    [
+        ("import vllm.config", True),
+        ("def f():\n    from vllm import LLM", True),
+        ("import importlib\nimportlib.import_module('vllm.v1')", True),
+        ("import kvpop_vllm.vllm_glue\nfrom . import vllm_like\nimport vllm_other", False),
+    ],
+)
+def test_the_search_finds_what_it_should(tmp_path, source, found):
+    file = tmp_path / "module.py"
+    file.write_text(source)
+    assert bool(vllm_importers([file])) is found
