@@ -21,8 +21,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.kernels.pages import Pages
 from kvpop_vllm.kernels.dispatch import resolve
+from kvpop_vllm.kernels.pages import Pages
 
 STATE_M_START = -1e30
 """Stabiliser of an empty mLSTM state; C = z = 0 there."""

@@ -119,7 +119,7 @@ def _check_values(given: Mapping, source: str) -> None:
 
 def tensor_shapes(config: ScorerConfig) -> dict[str, tuple]:
     """Name -> shape of one layer's tensors. Letters stand for sizes the tensors themselves decide (F, V, M)."""
-    h, x, d = config.num_kv_heads, 2 * config.head_dim, config.head_dim
+    h, x = config.num_kv_heads, 2 * config.head_dim
     shapes: dict[str, tuple] = {"decay_logit": (h,)}
     if config.scorer == "linear":
         return shapes | {"weight": (h, x), "bias": (h,)}

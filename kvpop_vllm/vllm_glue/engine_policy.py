@@ -32,11 +32,8 @@ def engine_policy(vllm_config: VllmConfig) -> Policy:
     known = _policies.get(id(vllm_config))
     if known is not None and known[0]() is vllm_config:
         return known[1]
-    policy = _resolve(vllm_config)
-    _policies[id(vllm_config)] = (
-        weakref.ref(vllm_config, lambda _, key=id(vllm_config): _policies.pop(key, None)),
-        policy,
-    )
+    policy, key = _resolve(vllm_config), id(vllm_config)
+    _policies[key] = (weakref.ref(vllm_config, lambda _: _policies.pop(key, None)), policy)
     return policy
 
 

@@ -102,6 +102,7 @@ class _Heads:
         scores = torch.cat([held.score, own], 1)
         scores[:, at] = score
         positions = torch.cat([held.position, new.expand(len(self.heads), -1)], 1)
+        positions[:, at] = leaving  # a ring's slot 0 holds tokens_seen where others hold their position
         source = self._survivors(evicted_at, at, a, b, held.k.shape[1])
         wide = source.unsqueeze(-1).expand(-1, -1, keys.shape[-1])
         kept = Retained(

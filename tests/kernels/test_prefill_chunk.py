@@ -1,0 +1,179 @@
+"""A prefill chunk equals the decode steps of its tokens, however the prompt is cut, and equals a dense masked attention."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.factories import random_page_table, random_rule, random_scorer, state_floats
+
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.pages import PageLayout
+
+CASES = {
+    "none": (None, {}),
+    "linear": ("linear", {}),
+    "mlp": ("mlp", {}),
+    "mlstm": ("mlstm", {}),
+    "mlstm-norm-skip": ("mlstm", {"norm": True, "skip": True}),
+    "mlstm-softmax-cap": ("mlstm", {"feature_map": "softmax", "gate_softcap": 3.0}),
+    "mlstm-direct-values": ("mlstm", {"value_projection": False}),
+    "mlstm-immediate": ("mlstm", {"delayed": False}),
+}
+
+
+class Problem:
+    """Random tokens of one request and the rule they are served under."""
+
+    def __init__(self, case, sinks, window, topk, length, *, heads=2, group=2, size=32, slots=16, step=1, seed=0):
+        kind, options = CASES[case]
+        self.generator = torch.Generator().manual_seed(seed)
+        scorer = random_scorer(kind, heads, size, self.generator, **dict(options))
+        self.rule = random_rule(scorer, heads, sinks, window, self.generator, step)
+        self.budget, self.heads, self.length, self.scale = sinks + window + topk, heads, length, size**-0.5
+        self.layout = PageLayout(heads, size, torch.float32, slots, state_floats(scorer))
+        self.q, self.k, self.v = (
+            torch.randn(length, n, size, generator=self.generator) for n in (heads * group, heads, heads)
+        )
+        self.budgets = torch.full((heads,), self.budget, dtype=torch.int32)
+
+    def pages(self):
+        return random_page_table(self.layout, 1, self.budget, self.generator)
+
+    def decode(self):
+        pages, table = self.pages()
+        rows = []
+        for t in range(self.length):
+            cut, valid = slice(t, t + 1), torch.full((1, self.heads), min(t, self.budget), dtype=torch.int32)
+            rows.append(
+                ops.decode_step(
+                    self.q[cut], self.k[cut], self.v[cut], pages, table, torch.tensor([t]), valid, self.budgets.expand(1, -1),
+                    rule=self.rule, scale=self.scale, impl="reference",
+                )
+            )  # fmt: skip
+        return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
+
+    def prefill(self, chunks):
+        pages, table = self.pages()
+        rows, start, i = [], 0, 0
+        while start < self.length:
+            count = min(chunks[i % len(chunks)], self.length - start)
+            cut = slice(start, start + count)
+            rows.append(
+                ops.prefill_chunk(
+                    self.q[cut], self.k[cut], self.v[cut], pages, table[0], start, self.budgets,
+                    rule=self.rule, scale=self.scale, impl="reference",
+                )
+            )  # fmt: skip
+            start, i = start + count, i + 1
+        return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
+
+    def held(self, pages, table):
+        """Sorted positions in the long-range slots of each head, and tokens_seen."""
+        first, filled = self.rule.sinks + self.rule.window, min(self.length, self.budget)
+        slots = torch.arange(first, max(first, filled))
+        blocks = table[0, 0, self.layout.state_blocks :].long()
+        found = [
+            sorted(
+                pages.position[blocks[slots // self.layout.block_slots], h, slots % self.layout.block_slots].tolist()
+            )
+            for h in range(self.heads)
+        ]
+        return found, [int(pages.position[blocks[0], h, 0]) for h in range(self.heads)]
+
+
+def check_same(actual, expected):
+    assert actual[2] == expected[2]
+    for a, b in zip(actual[:2], expected[:2], strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("roles", [(2, 8, 10), (0, 1, 5), (4, 16, 0), (3, 5, 40)], ids=str)
+def test_equals_decode_steps(case, roles):
+    problem = Problem(case, *roles, length=90, seed=sum(roles) + len(case))
+    expected = problem.decode()
+    check_same(problem.prefill([90]), expected)
+    check_same(problem.prefill([1, 13, 30]), expected)
+
+
+@pytest.mark.parametrize("case", ["linear", "mlstm"])
+@pytest.mark.parametrize("step", [3, 7])
+def test_decay_steps_beyond_one(case, step):
+    problem = Problem(case, 2, 8, 12, length=80, step=step, seed=step)
+    check_same(problem.prefill([33, 7]), problem.decode())
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    case=st.sampled_from(sorted(CASES)),
+    sinks=st.integers(0, 5),
+    window=st.integers(1, 20),
+    topk=st.integers(0, 30),
+    length=st.integers(1, 120),
+    chunks=st.lists(st.integers(1, 64), min_size=1, max_size=4),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 3),
+    slots=st.sampled_from([16, 32, 64]),
+    seed=st.integers(0, 10_000),
+)
+def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, group, slots, seed):
+    problem = Problem(case, sinks, window, topk, length, heads=heads, group=group, slots=slots, seed=seed)
+    check_same(problem.prefill(chunks), problem.decode())
+
+
+def test_pieces_longer_than_one():
+    """A chunk is worked off in pieces; budgets and chunks beyond a piece must not show it."""
+    problem = Problem("mlstm", 4, 32, 300, length=700, seed=3)
+    whole, cut = problem.prefill([700]), problem.prefill([256, 100])
+    check_same(cut, whole)
+
+
+def test_unequal_budgets_equal_single_heads():
+    """Heads with different budgets behave as if each were alone with its own."""
+    problem = Problem("linear", 2, 6, 20, length=60, seed=5)
+    pages, table = problem.pages()
+    budgets = torch.tensor([28, 17], dtype=torch.int32)
+    out, _ = ops.prefill_chunk(
+        problem.q,
+        problem.k,
+        problem.v,
+        pages,
+        table[0],
+        0,
+        budgets,
+        rule=problem.rule,
+        scale=problem.scale,
+        impl="reference",
+    )
+    for head, budget in enumerate(budgets.tolist()):
+        problem.budgets = torch.full((2,), budget, dtype=torch.int32)
+        problem.budget = budget
+        alone = problem.prefill([60])[0]
+        torch.testing.assert_close(out[:, 2 * head : 2 * head + 2], alone[:, 2 * head : 2 * head + 2])
+
+
+def test_streaming_equals_a_plain_window():
+    """Recency as the score: dense attention over the sinks and the last B - s tokens."""
+    problem = Problem("none", 3, 7, 15, length=100, seed=1)
+    out, lse, _ = problem.prefill([100])
+    t = torch.arange(100)
+    visible = (t <= t[:, None]) & ((t < 3) | (t > t[:, None] - (problem.budget - 3)))
+    logits = torch.einsum("qhgd,khd->hgqk", problem.q.double().unflatten(1, (2, 2)), problem.k.double()) * problem.scale
+    logits = logits.masked_fill(~visible, -torch.inf)
+    expected = torch.einsum("hgqk,khd->qhgd", logits.softmax(-1), problem.v.double()).flatten(1, 2)
+    torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(lse.double(), logits.logsumexp(-1).permute(2, 0, 1).flatten(1), rtol=0, atol=1e-5)
+
+
+def test_replay_raises_and_writes_nothing():
+    problem = Problem("mlstm", 2, 8, 10, length=50)
+    pages, table = problem.pages()
+    args = dict(rule=problem.rule, scale=problem.scale, impl="reference")
+    ops.prefill_chunk(problem.q, problem.k, problem.v, pages, table[0], 0, problem.budgets, **args)
+    before = pages.raw.clone()
+    with pytest.raises(ops.StepOrderError, match="starts at position 25, but its cache has seen 50"):
+        ops.prefill_chunk(problem.q[25:], problem.k[25:], problem.v[25:], pages, table[0], 25, problem.budgets, **args)
+    assert torch.equal(pages.raw, before)
