@@ -18,18 +18,32 @@ def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1)
 
 
 def _static_order(score, position, held, topk, window, log_gamma):
-    """With n = 1 the order never changes: after each arrival the surplus worst of all that have arrived are out."""
+    """With n = 1 the order never changes: after each arrival the surplus worst of all that have arrived are out.
+
+    As many leave as come above k, so of those held at the start only that many worst are candidates.
+    """
     priority = score.double() - position.double() * log_gamma.unsqueeze(-1)
-    by_age = position.argsort(dim=-1, stable=True)
-    worst_first = by_age.gather(-1, priority.gather(-1, by_age).argsort(dim=-1, stable=True))
-    arrivals = score.shape[-1] - held
+    arrivals, leave = score.shape[-1] - held, score.shape[-1] - topk
+    weakest = _worst_first(priority[:, :held], position[:, :held])[:, :leave]
+    newcomers = torch.arange(held, score.shape[-1]).expand(score.shape[0], -1)
+    candidates = torch.cat([weakest, newcomers], -1)
+    order = _worst_first(priority.gather(-1, candidates), position.gather(-1, candidates))
+    candidates = candidates.gather(-1, order)
     step = torch.arange(arrivals)
-    arrived = (worst_first - held).unsqueeze(-1) <= step  # [H, T, arrivals]; those held from the start are negative
+    arrived = (candidates - held).unsqueeze(
+        -1
+    ) <= step  # [H, candidates, arrivals]; those held at the start are negative
     surplus = (held + step + 1 - topk).clamp_min(0)
-    evicted = arrived & (arrived.cumsum(-2) <= surplus)
+    evicted = arrived & (arrived.cumsum(-2, dtype=torch.int32) <= surplus)
     first = arrivals - evicted.sum(-1)
     at = torch.where(first < arrivals, position[:, held].unsqueeze(-1) + window + first, NEVER)
-    return torch.empty_like(position).scatter_(-1, worst_first, at)
+    return torch.full_like(position, NEVER).scatter_(-1, candidates, at)
+
+
+def _worst_first(priority, position):
+    """Indices ``[H, n]`` by rising priority, of equal ones the older first."""
+    by_age = position.argsort(dim=-1, stable=True)
+    return by_age.gather(-1, priority.gather(-1, by_age).argsort(dim=-1, stable=True))
 
 
 def _aged_order(score, position, held, topk, window, log_gamma, decay_step):
