@@ -1,9 +1,277 @@
-// The module kvpop_vllm._C: checks of arguments and registration of the operators under torch.ops.kvpop.
+// The module kvpop_vllm._C: checks arguments and hands raw pointers to the kernels.
 
 #include <torch/extension.h>
 
-TORCH_LIBRARY_FRAGMENT(kvpop, library) {}
+#include <algorithm>
+#include <map>
+#include <optional>
+
+#include "kvpop/decode_step.h"
+#include "kvpop/isa.h"
+#include "kvpop/online_topk.h"
+
+namespace {
+
+using at::Tensor;
+using kvpop::DecodeStep;
+using kvpop::Scorer;
+using kvpop::ScorerKind;
+
+// A step does not start where the request's state ends; nothing has been written.
+struct StepOrder : std::runtime_error {
+    using std::runtime_error::runtime_error;
+};
+
+void check(const Tensor& t, const char* name, at::ScalarType dtype, at::IntArrayRef shape) {
+    TORCH_CHECK_TYPE(t.device().is_cpu() && t.scalar_type() == dtype, name, " must be a CPU tensor of ", dtype, ", got ",
+                     t.scalar_type(), " on ", t.device());
+    TORCH_CHECK_VALUE(t.sizes() == shape, name, " must have shape ", shape, ", got ", t.sizes());
+}
+
+// A layer's RetentionRule, checked once. The tensors are shared, so weights changed in place are seen.
+class Rule {
+  public:
+    Rule(int64_t sinks, int64_t window, int64_t decay_step, const Tensor& log_gamma, const std::string& kind,
+         std::map<std::string, Tensor> weights, bool hedgehog, std::optional<double> softcap, bool delayed)
+        : sinks(sinks), window(window), decay_step(decay_step), log_gamma(log_gamma), weights_(std::move(weights)) {
+        TORCH_CHECK_VALUE(sinks >= 0 && window >= 1 && decay_step >= 1, "need sinks >= 0, window >= 1, decay_step >= 1");
+        check(log_gamma, "log_gamma", at::kDouble, {log_gamma.numel()});
+        TORCH_CHECK_VALUE(log_gamma.is_contiguous(), "log_gamma must be contiguous");
+        TORCH_CHECK_VALUE(!softcap || *softcap > 0, "gate_softcap must be positive");
+        heads = log_gamma.size(0);
+        scorer_.hedgehog = hedgehog;
+        scorer_.softcap = softcap ? float(*softcap) : 0;
+        scorer_.delayed = delayed;
+        if (kind == "linear") read_linear();
+        else if (kind == "mlp") read_mlp();
+        else if (kind == "mlstm") read_mlstm();
+        else TORCH_CHECK_VALUE(kind == "none", "unknown scorer '", kind, "'");
+    }
+
+    int64_t state_floats() const {
+        return scorer_.kind == ScorerKind::MLSTM ? scorer_.features * (scorer_.values + 1) + 1 : 0;
+    }
+    const Scorer& scorer() const { return scorer_; }
+
+    int64_t sinks, window, decay_step, heads, size = 0;  // size: D of the scorer, 0 without one
+    Tensor log_gamma;
+
+  private:
+    const Tensor& find(const char* name) const {
+        const auto found = weights_.find(name);
+        TORCH_CHECK_VALUE(found != weights_.end(), "the scorer has no tensor ", name);
+        return found->second;
+    }
+    const float* pointer(const char* name, std::vector<int64_t> shape) const {
+        const Tensor& t = find(name);
+        shape.insert(shape.begin(), heads);
+        check(t, name, at::kFloat, shape);
+        TORCH_CHECK_VALUE(t.is_contiguous(), name, " must be contiguous");
+        return t.data_ptr<float>();
+    }
+    const float* optional_pointer(const char* name, std::vector<int64_t> shape) const {
+        return weights_.count(name) ? pointer(name, std::move(shape)) : nullptr;
+    }
+    int64_t axis(const char* name, int64_t dimensions, int64_t which) const {
+        const Tensor& t = find(name);
+        TORCH_CHECK_VALUE(t.dim() == dimensions, name, " must have ", dimensions, " axes, got ", t.dim());
+        return t.size(which);
+    }
+    int64_t input_width(const char* name, int64_t dimensions) {
+        const int64_t wide = axis(name, dimensions, 1);
+        size = wide / 2;
+        return wide;
+    }
+
+    void read_linear() {
+        const int64_t wide = input_width("weight", 2);
+        scorer_.kind = ScorerKind::Linear;
+        scorer_.weight = pointer("weight", {wide});
+        scorer_.bias = pointer("bias", {});
+    }
+    void read_mlp() {
+        const int64_t wide = input_width("fc1_weight", 3), hidden = axis("fc1_weight", 3, 2);
+        scorer_.kind = ScorerKind::MLP;
+        scorer_.hidden = hidden;
+        scorer_.fc1_weight = pointer("fc1_weight", {wide, hidden});
+        scorer_.fc1_bias = pointer("fc1_bias", {hidden});
+        scorer_.fc2_weight = pointer("fc2_weight", {hidden});
+        scorer_.fc2_bias = pointer("fc2_bias", {});
+    }
+    void read_mlstm() {
+        const int64_t wide = input_width("q_proj", 3), columns = axis("q_proj", 3, 2), values = axis("out_weight", 2, 1);
+        TORCH_CHECK_VALUE(columns > 0 && values > 0, "the mLSTM needs at least one feature and one value column");
+        TORCH_CHECK_VALUE(weights_.count("v_proj") || values == size, "without v_proj, out_weight must have D columns");
+        scorer_.kind = ScorerKind::MLSTM;
+        scorer_.columns = columns;
+        scorer_.features = columns * (scorer_.hedgehog ? 2 : 1);
+        scorer_.values = values;
+        scorer_.q_proj = pointer("q_proj", {wide, columns});
+        scorer_.k_proj = pointer("k_proj", {wide, columns});
+        scorer_.v_proj = optional_pointer("v_proj", {wide, values});
+        scorer_.igate_weight = pointer("igate_weight", {wide});
+        scorer_.igate_bias = pointer("igate_bias", {});
+        scorer_.fgate_weight = pointer("fgate_weight", {wide});
+        scorer_.fgate_bias = pointer("fgate_bias", {});
+        scorer_.out_weight = pointer("out_weight", {values});
+        scorer_.out_bias = pointer("out_bias", {});
+        scorer_.norm_weight = optional_pointer("norm_weight", {values});
+        scorer_.skip_weight = optional_pointer("skip_weight", {wide});
+    }
+
+    std::map<std::string, Tensor> weights_;
+    Scorer scorer_;
+};
+
+bool is_bf16(const Tensor& t, const char* name) {
+    TORCH_CHECK_TYPE(t.device().is_cpu() && (t.scalar_type() == at::kFloat || t.scalar_type() == at::kBFloat16), name,
+                     " must be a float32 or bfloat16 CPU tensor, got ", t.scalar_type(), " on ", t.device(),
+                     ": use impl='reference'");
+    return t.scalar_type() == at::kBFloat16;
+}
+
+void fill_tokens(DecodeStep& step, const Tensor& q, const Tensor& k, const Tensor& v) {
+    TORCH_CHECK_VALUE(q.dim() == 3 && k.dim() == 3, "q must be [R, Hq, D] and k, v [R, H, D]");
+    step.requests = k.size(0), step.heads = k.size(1), step.size = k.size(2);
+    TORCH_CHECK_VALUE(step.heads > 0 && q.size(1) % step.heads == 0, "query heads must be a multiple of KV heads");
+    step.group = q.size(1) / step.heads;
+    TORCH_CHECK_VALUE(step.size > 0 && step.size % 16 == 0, "head size must be a multiple of 16, got ", step.size,
+                      ": use impl='reference'");
+    step.cache_is_bf16 = is_bf16(k, "k");
+    step.q_is_bf16 = is_bf16(q, "q");
+    check(q, "q", q.scalar_type(), {step.requests, q.size(1), step.size});
+    check(v, "v", k.scalar_type(), k.sizes());
+    for (const Tensor* t : {&q, &k, &v}) TORCH_CHECK_VALUE(t->stride(2) == 1, "the last axis of q, k, v must be contiguous");
+    step.q = q.data_ptr(), step.k = k.data_ptr(), step.v = v.data_ptr();
+    for (int i = 0; i < 2; i++)
+        step.q_stride[i] = q.stride(i), step.k_stride[i] = k.stride(i), step.v_stride[i] = v.stride(i);
+}
+
+void fill_pages(DecodeStep& step, const Tensor& raw, int64_t block_slots, int64_t state_blocks, const Rule& rule) {
+    const int64_t region = block_slots * (2 * step.size * step.item_bytes() + 8);
+    check(raw, "pages", at::kByte, {raw.size(0), step.heads, region});
+    TORCH_CHECK_VALUE(block_slots > 0 && block_slots % 16 == 0, "slots per block must be a multiple of 16");
+    TORCH_CHECK_VALUE(raw.stride(2) == 1 && raw.stride(0) % 4 == 0 && raw.stride(1) % 4 == 0 &&
+                          reinterpret_cast<uintptr_t>(raw.data_ptr()) % 4 == 0,
+                      "the bytes of one block and head must be contiguous and aligned");
+    TORCH_CHECK_VALUE(state_blocks * region >= 4 * rule.state_floats(), "the layout's state blocks hold less than the scorer's state");
+    step.raw = raw.data_ptr<uint8_t>();
+    step.block_stride_bytes = raw.stride(0), step.head_stride_bytes = raw.stride(1);
+    step.region_bytes = region, step.block_slots = block_slots, step.state_blocks = state_blocks;
+}
+
+void fill_requests(DecodeStep& step, const Tensor& page_table, const Tensor& positions, const Tensor& valid,
+                   const Tensor& budgets) {
+    TORCH_CHECK_VALUE(page_table.dim() == 3, "page_table must be [R, H, P]");
+    check(page_table, "page_table", at::kInt, {step.requests, step.heads, page_table.size(2)});
+    check(positions, "positions", at::kLong, {step.requests});
+    check(valid, "valid", at::kInt, {step.requests, step.heads});
+    check(budgets, "budgets", at::kInt, {step.requests, step.heads});
+    step.page_table = page_table.data_ptr<int32_t>();
+    step.positions = positions.data_ptr<int64_t>();
+    step.positions_stride = positions.stride(0);
+    step.valid = valid.data_ptr<int32_t>(), step.budgets = budgets.data_ptr<int32_t>();
+    for (int i = 0; i < 3; i++) step.table_stride[i] = page_table.stride(i);
+    for (int i = 0; i < 2; i++) step.valid_stride[i] = valid.stride(i), step.budgets_stride[i] = budgets.stride(i);
+}
+
+// Everything that the kernels would otherwise read out of bounds.
+void check_requests(const DecodeStep& step, int64_t entries, int64_t num_blocks) {
+    const int64_t ring_end = step.sinks + step.window;
+    for (int64_t r = 0; r < step.requests; r++) {
+        const int64_t q = step.positions[r * step.positions_stride];
+        TORCH_CHECK_VALUE(q >= 0 && q < INT32_MAX, "request ", r, ": position ", q, " is out of range");
+        for (int64_t h = 0; h < step.heads; h++) {
+            const int64_t budget = step.budgets[r * step.budgets_stride[0] + h * step.budgets_stride[1]];
+            const int64_t valid = step.valid[r * step.valid_stride[0] + h * step.valid_stride[1]];
+            TORCH_CHECK_VALUE(budget >= ring_end, "request ", r, ", head ", h, ": budget ", budget,
+                              " is smaller than sinks + window = ", ring_end);
+            TORCH_CHECK_VALUE(valid >= std::min(q, ring_end) && valid <= budget, "request ", r, ", head ", h, ": ", valid,
+                              " valid slots do not fit position ", q, " and budget ", budget);
+            const int64_t slots = std::max(std::min(valid + 1, budget), std::min(q + 1, ring_end));
+            const int64_t needed = step.state_blocks + (slots + step.block_slots - 1) / step.block_slots;
+            TORCH_CHECK_INDEX(needed <= entries, "request ", r, ": its page-table row has ", entries, " entries, ", needed,
+                              " are needed");
+            const int32_t* row = step.page_table + r * step.table_stride[0] + h * step.table_stride[1];
+            for (int64_t p = 0; p < needed; p++) {
+                const int64_t block = row[p * step.table_stride[2]];
+                TORCH_CHECK_INDEX(block >= 0 && block < num_blocks, "request ", r, ": page-table entry ", block, " at ", p,
+                                  " is not one of ", num_blocks, " blocks");
+            }
+        }
+    }
+}
+
+void check_order(const DecodeStep& step) {
+    for (int64_t r = 0; r < step.requests; r++) {
+        const int64_t q = step.positions[r * step.positions_stride];
+        for (int64_t h = 0; q > 0 && h < step.heads; h++) {
+            const int64_t seen = *step.tokens_seen(r, h);
+            if (seen != q)
+                throw StepOrder("request " + std::to_string(r) + ": step starts at position " + std::to_string(q) +
+                                ", but its cache has seen " + std::to_string(seen) + " tokens");
+        }
+    }
+}
+
+std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
+                                       int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
+                                       const Tensor& positions, const Tensor& valid, const Tensor& budgets,
+                                       const Rule& rule, double scale) {
+    DecodeStep step{};
+    fill_tokens(step, q, k, v);
+    TORCH_CHECK_VALUE(rule.heads == step.heads && (rule.size == 0 || rule.size == step.size),
+                      "the rule is for another number of heads or another head size");
+    fill_pages(step, raw, block_slots, state_blocks, rule);
+    fill_requests(step, page_table, positions, valid, budgets);
+    step.scale = float(scale);
+    step.sinks = rule.sinks, step.window = rule.window, step.decay_step = rule.decay_step;
+    step.log_gamma = rule.log_gamma.data_ptr<double>();
+    step.scorer = rule.scorer();
+    check_requests(step, page_table.size(2), raw.size(0));
+    check_order(step);
+    Tensor out = at::empty({step.requests, q.size(1), step.size}, q.options().requires_grad(false));
+    Tensor lse = at::empty({step.requests, q.size(1)}, out.options().dtype(at::kFloat));
+    step.out = out.data_ptr();
+    step.lse = lse.data_ptr<float>();
+    kvpop::decode_step(step);
+    return {out, lse};
+}
+
+Tensor online_topk(const Tensor& score, const Tensor& position, int64_t held, int64_t topk, int64_t window,
+                   const Tensor& log_gamma, int64_t decay_step) {
+    TORCH_CHECK_VALUE(score.dim() == 2, "score must be [H, T]");
+    check(score, "score", at::kFloat, score.sizes());
+    check(position, "position", at::kLong, score.sizes());
+    check(log_gamma, "log_gamma", at::kDouble, {score.size(0)});
+    TORCH_CHECK_VALUE(topk >= 0 && held >= 0 && held <= std::min(topk, score.size(1)) && window >= 1 && decay_step >= 1,
+                      "need 0 <= held <= min(topk, T), window >= 1 and decay_step >= 1");
+    const Tensor s = score.contiguous(), p = position.contiguous(), g = log_gamma.contiguous();
+    Tensor evicted_at = at::empty(score.sizes(), p.options());
+    kvpop::online_topk(s.data_ptr<float>(), p.data_ptr<int64_t>(), s.size(0), s.size(1), held, topk, window,
+                       g.data_ptr<double>(), decay_step, evicted_at.data_ptr<int64_t>());
+    return evicted_at;
+}
+
+}  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+    using py::arg;
     module.doc() = "C++ kernels of kvpop_vllm for the CPU";
+    const auto nogil = py::call_guard<py::gil_scoped_release>();
+    py::register_exception<StepOrder>(module, "StepOrder", PyExc_RuntimeError);
+    py::class_<Rule>(module, "Rule", "A RetentionRule, checked and unpacked.")
+        .def(py::init<int64_t, int64_t, int64_t, const Tensor&, const std::string&, std::map<std::string, Tensor>, bool,
+                      std::optional<double>, bool>(),
+             arg("sinks"), arg("window"), arg("decay_step"), arg("log_gamma"), arg("kind"), arg("weights"),
+             arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true);
+    module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
+    module.def("online_topk", &online_topk, nogil, "See kvpop_vllm.kernels.ops.online_topk.");
+    module.def("isa_levels", [] {
+        std::vector<std::string> names;
+        for (const kvpop::Isa& level : kvpop::isa_levels()) names.emplace_back(level.name);
+        return names;
+    }, "Instruction sets this processor runs, slowest first.");
+    module.def("current_isa", [] { return kvpop::current_isa().name; });
+    module.def("set_isa", &kvpop::set_isa, arg("name"), "Forces an instruction set; ValueError if it is not one of isa_levels().");
 }

@@ -1,0 +1,197 @@
+// Attention of the G query heads of one KV head over the valid slots: online softmax, tile by tile, float32.
+// Each tile of K and V is read from memory once, for all query heads.
+
+#pragma once
+
+namespace kvpop::KVPOP_ISA {
+
+constexpr int TILE = 64;  // slots; a tile never crosses a block
+#if KVPOP_VECTOR_BYTES == 64
+constexpr int MAX_GROUP = 4;  // query heads whose accumulators fit into the registers together
+#else
+constexpr int MAX_GROUP = 3;
+#endif
+
+// Shape of a row of D elements of T as float vectors (see Rows).
+template <class T>
+struct RowShape {
+    int64_t size, full_steps, floats;
+    bool has_tail;
+    vu tail;
+    explicit RowShape(int64_t d) : size(d) {
+        const int64_t words = d * int64_t(sizeof(T)) / 4;
+        full_steps = words / VL;
+        has_tail = words % VL != 0;
+        floats = (full_steps + has_tail) * Rows<T>::PER_STEP * VL;
+        tail = (vu)(lanes() < int32_t(words % VL));
+    }
+};
+
+// Running softmax of one KV head: per query head a row of q, of the accumulated output, maximum, sum.
+struct Softmax {
+    const float* q;
+    float* acc;
+    float* maximum;
+    float* total;
+    int64_t floats;  // between rows of q and acc
+    float scale;
+};
+
+template <class T, int GT, bool MASKED>
+KVPOP_INLINE void dot_step(const T* k, const RowShape<T>& shape, const Softmax& s, int64_t step, vf (&acc)[GT][4]) {
+    constexpr int PER = Rows<T>::PER_STEP;
+    vf x[4][PER];
+    for (int i = 0; i < 4; i++) Rows<T>::template load<MASKED>(k + i * shape.size, step, shape.tail, x[i]);
+    for (int p = 0; p < PER; p++)
+        for (int g = 0; g < GT; g++) {
+            const vf q = load(s.q + g * s.floats + (step * PER + p) * VL);
+            for (int i = 0; i < 4; i++) acc[g][i] += q * x[i][p];
+        }
+}
+
+// logits[g][i] = scale * q_g . k_i for slots [0, n), n rounded up to VL; fetches `ahead` at the same pace.
+template <class T, int GT>
+KVPOP_INLINE void tile_logits(const T* k, const RowShape<T>& shape, const Softmax& s, int n, const uint8_t* ahead,
+                              float (&logits)[GT][TILE]) {
+    const int64_t quad_bytes = 4 * shape.size * int64_t(sizeof(T));
+    for (int slot = 0; slot < n; slot += VL) {
+        vf quads[GT][VL / 4];
+        for (int part = 0; part < VL / 4; part++) {
+            const T* rows = k + (slot + 4 * part) * shape.size;
+            for (int64_t b = 0; b < quad_bytes; b += 64) prefetch(ahead + b);
+            ahead += quad_bytes;
+            vf acc[GT][4] = {};
+            for (int64_t step = 0; step < shape.full_steps; step++) dot_step<T, GT, false>(rows, shape, s, step, acc);
+            if (shape.has_tail) dot_step<T, GT, true>(rows, shape, s, shape.full_steps, acc);
+            for (int g = 0; g < GT; g++) quads[g][part] = sums_of_four(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
+        }
+        for (int g = 0; g < GT; g++) store(&logits[g][slot], s.scale * join_quads(quads[g]));
+    }
+}
+
+// Turns a head's logits into weights under the new maximum; returns the factor on what was accumulated before.
+KVPOP_INLINE float tile_softmax(float* logits, int n, float& maximum, float& total) {
+    vf top = splat(-__builtin_inff());
+    for (int i = 0; i < n; i += VL) {
+        vf x = load(logits + i);
+        if (i + VL > n) {
+            x = lanes() + i < n ? x : splat(-__builtin_inff());
+            store(logits + i, x);
+        }
+        top = max(top, x);
+    }
+    const float tile_max = max(top), new_max = tile_max > maximum ? tile_max : maximum;
+    vf part{};
+    for (int i = 0; i < n; i += VL) {
+        const vf p = exp(load(logits + i) - new_max);
+        store(logits + i, p);
+        part += p;
+    }
+    const float factor = __builtin_expf(maximum - new_max);
+    total = total * factor + sum(part);
+    maximum = new_max;
+    return factor;
+}
+
+// acc[g] = factor[g] * acc[g] + sum_i weight[g][i] * v_i over the columns of STEPS steps from `first` on.
+template <class T, int GT, int STEPS, bool MASKED>
+KVPOP_INLINE void add_rows(const T* v, const RowShape<T>& shape, const Softmax& s, int n, int64_t first,
+                           const float (&weight)[GT][TILE], const float* factor, const uint8_t* ahead) {
+    constexpr int PER = Rows<T>::PER_STEP, WIDE = STEPS * PER;
+    constexpr int64_t FETCH = MASKED ? 0 : STEPS * KVPOP_VECTOR_BYTES;  // this call's share of the bytes ahead
+    vf acc[GT][WIDE];
+    float* out = s.acc + first * PER * VL;
+    for (int g = 0; g < GT; g++)
+        for (int c = 0; c < WIDE; c++) acc[g][c] = factor[g] * load(out + g * s.floats + c * VL);
+    for (int i = 0; i < n; i++) {
+        const T* row = v + i * shape.size;
+        for (int64_t b = 0; b < FETCH; b += 64) prefetch(ahead + i * shape.size * int64_t(sizeof(T)) + b);
+        vf x[WIDE];
+        for (int t = 0; t < STEPS; t++) Rows<T>::template load<MASKED>(row, first + t, shape.tail, x + t * PER);
+        for (int g = 0; g < GT; g++)
+            for (int c = 0; c < WIDE; c++) acc[g][c] += weight[g][i] * x[c];
+    }
+    for (int g = 0; g < GT; g++)
+        for (int c = 0; c < WIDE; c++) store(out + g * s.floats + c * VL, acc[g][c]);
+}
+
+// One tile of n slots for GT query heads.
+template <class T, int GT>
+void attend_tile(const T* k, const T* v, const RowShape<T>& shape, const Softmax& s, int n, const uint8_t* next) {
+    constexpr int WIDEST = 4 / Rows<T>::PER_STEP;
+    alignas(64) float weight[GT][TILE];
+    float factor[GT];
+    tile_logits<T, GT>(k, shape, s, n, reinterpret_cast<const uint8_t*>(v), weight);
+    for (int g = 0; g < GT; g++) factor[g] = tile_softmax(weight[g], n, s.maximum[g], s.total[g]);
+    int64_t step = 0;
+    for (; step + WIDEST <= shape.full_steps; step += WIDEST)
+        add_rows<T, GT, WIDEST, false>(v, shape, s, n, step, weight, factor, next + step * KVPOP_VECTOR_BYTES);
+    for (; step < shape.full_steps; step++)
+        add_rows<T, GT, 1, false>(v, shape, s, n, step, weight, factor, next + step * KVPOP_VECTOR_BYTES);
+    if (shape.has_tail) add_rows<T, GT, 1, true>(v, shape, s, n, step, weight, factor, next);
+}
+
+template <class T>
+KVPOP_INLINE void attend_group(int count, const T* k, const T* v, const RowShape<T>& shape, const Softmax& s, int n,
+                               const uint8_t* next) {
+    switch (count) {
+        case 1: return attend_tile<T, 1>(k, v, shape, s, n, next);
+        case 2: return attend_tile<T, 2>(k, v, shape, s, n, next);
+        case 3: return attend_tile<T, 3>(k, v, shape, s, n, next);
+#if KVPOP_VECTOR_BYTES == 64
+        case 4: return attend_tile<T, 4>(k, v, shape, s, n, next);
+#endif
+    }
+}
+
+inline int64_t attend_scratch(const DecodeStep& a) {
+    const int64_t row = a.cache_is_bf16 ? RowShape<bf16>(a.size).floats : RowShape<float>(a.size).floats;
+    return a.group * (2 * row + 2) + 2 * VL;
+}
+
+KVPOP_INLINE float read_q(const DecodeStep& a, int64_t r, int64_t head, int64_t e) {
+    const int64_t at = r * a.q_stride[0] + head * a.q_stride[1] + e;
+    return a.q_is_bf16 ? to_float(static_cast<const bf16*>(a.q)[at]) : static_cast<const float*>(a.q)[at];
+}
+
+// Attention of request r, KV head h over slots [0, held); scratch of attend_scratch() floats, 64-byte aligned.
+template <class T>
+void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* scratch) {
+    const RowShape<T> shape(a.size);
+    float* q = scratch;
+    float* acc = q + a.group * shape.floats;
+    float* maximum = acc + a.group * shape.floats;
+    float* total = maximum + a.group;
+    for (int64_t i = 0; i < 2 * a.group * shape.floats; i++) q[i] = 0;
+    for (int64_t g = 0; g < a.group; g++) {
+        maximum[g] = -__builtin_inff(), total[g] = 0;
+        for (int64_t e = 0; e < a.size; e++) q[g * shape.floats + Rows<T>::place(e)] = read_q(a, r, h * a.group + g, e);
+    }
+    const int64_t passes = (a.group + MAX_GROUP - 1) / MAX_GROUP;
+    for (int64_t slot = 0; slot < held;) {
+        uint8_t* region = a.slot_region(r, h, slot);
+        const int64_t inside = slot % a.block_slots, left = a.block_slots - inside;
+        const int64_t n = held - slot < left ? (held - slot < TILE ? held - slot : TILE) : (left < TILE ? left : TILE);
+        const T* k = reinterpret_cast<const T*>(region) + inside * a.size;
+        const T* v = k + a.block_slots * a.size;
+        const uint8_t* next = reinterpret_cast<const uint8_t*>(k + n * a.size);
+        if (n == left && slot + n < held) next = a.slot_region(r, h, slot + n);
+        for (int64_t pass = 0; pass < passes; pass++) {
+            const int64_t g = a.group * pass / passes, end = a.group * (pass + 1) / passes;
+            const Softmax s{q + g * shape.floats, acc + g * shape.floats, maximum + g, total + g, shape.floats, a.scale};
+            attend_group<T>(int(end - g), k, v, shape, s, int(n), next);
+        }
+        slot += n;
+    }
+    for (int64_t g = 0; g < a.group; g++) {
+        const int64_t row = (r * a.heads + h) * a.group + g;
+        a.lse[row] = maximum[g] + __builtin_logf(total[g]);
+        for (int64_t e = 0; e < a.size; e++) {
+            const float x = acc[g * shape.floats + Rows<T>::place(e)] / total[g];
+            if (a.q_is_bf16) static_cast<bf16*>(a.out)[row * a.size + e] = to_bf16(x);
+            else static_cast<float*>(a.out)[row * a.size + e] = x;
+        }
+    }
+}
+
+}  // namespace kvpop::KVPOP_ISA

@@ -1,0 +1,112 @@
+// What the decode step needs, as raw pointers. Axes as in kvpop_vllm/kernels/ops.py: R requests, H KV heads,
+// G query heads per KV head, D head size, N slots per block, F features, Dv value width, M hidden width of the MLP.
+// Strides are in elements unless a name says bytes.
+
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace kvpop {
+
+struct bf16 {
+    uint16_t bits;
+};
+
+constexpr float STATE_M_START = -1e30f;  // stabiliser of an empty mLSTM state
+constexpr float READOUT_EPS = 1e-6f;
+constexpr float NORM_EPS = 1e-6f;
+
+enum class ScorerKind { None, Linear, MLP, MLSTM };
+
+// Weights of all heads, contiguous float32; head h's part starts at h times a head's number of elements.
+struct Scorer {
+    ScorerKind kind = ScorerKind::None;
+    const float* weight = nullptr;  // linear [H, 2D]
+    const float* bias = nullptr;    // linear [H]
+    int64_t hidden = 0;             // M
+    const float* fc1_weight = nullptr;  // [H, 2D, M]
+    const float* fc1_bias = nullptr;    // [H, M]
+    const float* fc2_weight = nullptr;  // [H, M]
+    const float* fc2_bias = nullptr;    // [H]
+    int64_t columns = 0;                // Fp, columns of q_proj and k_proj
+    int64_t features = 0;               // F
+    int64_t values = 0;                 // Dv
+    const float* q_proj = nullptr;      // [H, 2D, Fp]
+    const float* k_proj = nullptr;      // [H, 2D, Fp]
+    const float* v_proj = nullptr;      // [H, 2D, Dv], null: the value itself
+    const float* igate_weight = nullptr;  // [H, 2D]
+    const float* igate_bias = nullptr;    // [H]
+    const float* fgate_weight = nullptr;
+    const float* fgate_bias = nullptr;
+    const float* out_weight = nullptr;   // [H, Dv]
+    const float* out_bias = nullptr;     // [H]
+    const float* norm_weight = nullptr;  // [H, Dv] or null
+    const float* skip_weight = nullptr;  // [H, 2D] or null
+    float softcap = 0;                   // 0: none
+    bool hedgehog = true;
+    bool delayed = true;
+};
+
+struct DecodeStep {
+    int64_t requests, heads, group, size;  // R, H, G, D
+    bool cache_is_bf16, q_is_bf16;
+    const void *q, *k, *v;
+    int64_t q_stride[2], k_stride[2], v_stride[2];  // request, head
+    void* out;                                      // [R, Hq, D] contiguous
+    float* lse;                                     // [R, Hq] contiguous
+
+    uint8_t* raw;  // [num_blocks, H, N * C]
+    int64_t block_stride_bytes, head_stride_bytes;
+    int64_t region_bytes, block_slots, state_blocks;  // N * C, N
+
+    const int32_t* page_table;
+    int64_t table_stride[3];
+    const int64_t* positions;
+    int64_t positions_stride;
+    const int32_t *valid, *budgets;
+    int64_t valid_stride[2], budgets_stride[2];
+
+    float scale;
+    int64_t sinks, window, decay_step;
+    const double* log_gamma;  // [H]
+    Scorer scorer;
+
+    int64_t item_bytes() const { return cache_is_bf16 ? 2 : 4; }
+    uint8_t* region(int64_t r, int64_t h, int64_t entry) const {
+        const int64_t block = page_table[r * table_stride[0] + h * table_stride[1] + entry * table_stride[2]];
+        return raw + block * block_stride_bytes + h * head_stride_bytes;
+    }
+    uint8_t* slot_region(int64_t r, int64_t h, int64_t slot) const {
+        return region(r, h, state_blocks + slot / block_slots);
+    }
+    float* scores(uint8_t* region) const {
+        return reinterpret_cast<float*>(region + 2 * block_slots * size * item_bytes());
+    }
+    int32_t* slot_positions(uint8_t* region) const {
+        return reinterpret_cast<int32_t*>(scores(region) + block_slots);
+    }
+    // tokens_seen of head h: the position word of slot 0.
+    int32_t* tokens_seen(int64_t r, int64_t h) const { return slot_positions(slot_region(r, h, 0)); }
+};
+
+// One instruction set's kernels. decode_head does the whole step of request r, head h.
+struct Kernels {
+    int64_t (*scratch_floats)(const DecodeStep&);
+    void (*decode_head)(const DecodeStep&, int64_t r, int64_t h, float* scratch);
+};
+
+namespace baseline {
+extern const Kernels kernels;
+}
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+
+// Runs the step for all requests and heads in parallel. The arguments have been checked.
+void decode_step(const DecodeStep& step);
+
+}  // namespace kvpop

@@ -1,0 +1,84 @@
+// When tokens are evicted from k long-range slots, arrivals one by one (kvpop_vllm/kernels/ops.py, online_topk).
+
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+#include <utility>
+#include <vector>
+
+namespace kvpop {
+
+// One head. Among tokens of the same position modulo n the order never changes, so each such class is a heap with its
+// lowest token on top, and an eviction compares the tops: O(n + log k) per arrival, O(log k) for n = 1.
+class OnlineTopk {
+  public:
+    OnlineTopk(const float* score, const int64_t* position, int64_t tokens, double log_gamma, int64_t decay_step)
+        : score_(score), position_(position), log_gamma_(log_gamma), step_(decay_step) {
+        first_ = tokens ? *std::min_element(position, position + tokens) : 0;
+        const int64_t last = tokens ? *std::max_element(position, position + tokens) : 0;
+        classes_.resize(size_t(std::min(step_, last - first_ + 1)));
+    }
+
+    // Writes evicted_at [tokens]; the first `held` tokens are there from the start.
+    void run(int64_t tokens, int64_t held, int64_t topk, int64_t window, int64_t* evicted_at) {
+        std::fill(evicted_at, evicted_at + tokens, std::numeric_limits<int64_t>::max());
+        for (int64_t i = 0; i < tokens; i++) {
+            add(i);
+            if (i < held || i < topk) continue;
+            const int64_t q = position_[i] + window;
+            evicted_at[take_lowest(q)] = q;
+        }
+    }
+
+  private:
+    struct Entry {
+        double priority;  // orders the tokens of a class
+        int64_t position, token;
+        // Of equal priorities the older token is the lower one; std heaps keep the greatest on top.
+        bool operator<(const Entry& other) const {
+            return priority != other.priority ? priority > other.priority : position > other.position;
+        }
+    };
+
+    void add(int64_t token) {
+        const int64_t since = position_[token] - first_;
+        std::vector<Entry>& heap = classes_[size_t(since % step_)];
+        heap.push_back({double(score_[token]) - double(since / step_) * log_gamma_, position_[token], token});
+        std::push_heap(heap.begin(), heap.end());
+    }
+
+    double effective(const Entry& e, int64_t q) const {
+        return double(score_[e.token]) + double((q - e.position) / step_) * log_gamma_;
+    }
+
+    int64_t take_lowest(int64_t q) {
+        std::vector<Entry>* lowest = nullptr;
+        double least = 0;
+        for (std::vector<Entry>& heap : classes_) {
+            if (heap.empty()) continue;
+            const double value = effective(heap.front(), q);
+            if (!lowest || value < least || (value == least && heap.front().position < lowest->front().position)) {
+                lowest = &heap;
+                least = value;
+            }
+        }
+        std::pop_heap(lowest->begin(), lowest->end());
+        const int64_t token = lowest->back().token;
+        lowest->pop_back();
+        return token;
+    }
+
+    const float* score_;
+    const int64_t* position_;
+    double log_gamma_;
+    int64_t step_, first_;
+    std::vector<std::vector<Entry>> classes_;
+};
+
+// score, position, evicted_at [heads, tokens], contiguous.
+void online_topk(const float* score, const int64_t* position, int64_t heads, int64_t tokens, int64_t held, int64_t topk,
+                 int64_t window, const double* log_gamma, int64_t decay_step, int64_t* evicted_at);
+
+}  // namespace kvpop

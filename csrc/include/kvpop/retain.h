@@ -1,0 +1,162 @@
+// One step of one request and head: score the token that leaves the window, evict, write the new token, attend.
+
+#pragma once
+
+namespace kvpop::KVPOP_ISA {
+
+constexpr int DL = VL / 2;  // doubles per vector
+
+KVPOP_INLINE vd splat(double x) { return x - vd{}; }
+
+// a * b with its own rounding, never contracted into a fused multiply-add: effective scores are then the same on every
+// instruction set.
+KVPOP_INLINE vd rounded_product(vd a, double b) {
+    vd product = a * b;
+#if defined(__x86_64__)
+    __asm__("" : "+v"(product));
+#endif
+    return product;
+}
+
+struct Victim {
+    double effective, age, slot;  // slot -1: none
+};
+
+// The lowest effective score among slots [first, end); of equal ones the oldest token.
+inline Victim lowest(const DecodeStep& a, int64_t r, int64_t h, int64_t first, int64_t end, int64_t q) {
+    const double log_gamma = a.log_gamma[h];
+    vd iota;
+    for (int i = 0; i < DL; i++) iota[i] = i;
+    vd best = splat(__builtin_inf()), best_age = splat(-1.0), best_slot = splat(-1.0);
+    for (int64_t block = first / a.block_slots; block * a.block_slots < end; block++) {
+        uint8_t* region = a.slot_region(r, h, block * a.block_slots);
+        const float* scores = a.scores(region);
+        const int32_t* positions = a.slot_positions(region);
+        const int64_t from = block * a.block_slots < first ? first % a.block_slots / DL * DL : 0;
+        for (int64_t i = from; i < a.block_slots && block * a.block_slots + i < end; i += DL) {
+            const vd slot = iota + double(block * a.block_slots + i);
+            const vd age = double(q) - __builtin_convertvector(load_as<half_i>(positions + i), vd);
+            vd steps = age;
+            if (a.decay_step != 1)  // exact: both are integers below 2^31
+                steps = __builtin_convertvector(__builtin_convertvector(age / double(a.decay_step), half_i), vd);
+            const vd effective =
+                __builtin_convertvector(load_as<half_f>(scores + i), vd) + rounded_product(steps, log_gamma);
+            const vl inside = (slot >= double(first)) & (slot < double(end));
+            const vl take = inside & ((effective < best) | ((effective == best) & (age > best_age)));
+            best = take ? effective : best;
+            best_age = take ? age : best_age;
+            best_slot = take ? slot : best_slot;
+        }
+    }
+    Victim victim{__builtin_inf(), -1, -1};
+    for (int i = 0; i < DL; i++)
+        if (best[i] < victim.effective || (best[i] == victim.effective && best_age[i] > victim.age))
+            victim = {best[i], best_age[i], best_slot[i]};
+    return victim;
+}
+
+template <class T>
+struct Head {
+    const DecodeStep& a;
+    int64_t r, h;
+
+    T* k(int64_t slot) const {
+        return reinterpret_cast<T*>(a.slot_region(r, h, slot)) + slot % a.block_slots * a.size;
+    }
+    T* v(int64_t slot) const { return k(slot) + a.block_slots * a.size; }
+    float* score(int64_t slot) const { return a.scores(a.slot_region(r, h, slot)) + slot % a.block_slots; }
+
+    // Slot 0's position word holds tokens_seen instead.
+    void write(int64_t slot, const T* key, const T* value, float score_, int64_t position) const {
+        __builtin_memcpy(k(slot), key, a.size * sizeof(T));
+        __builtin_memcpy(v(slot), value, a.size * sizeof(T));
+        *score(slot) = score_;
+        if (slot > 0) a.slot_positions(a.slot_region(r, h, slot))[slot % a.block_slots] = int32_t(position);
+    }
+    void read(const T* key, const T* value, float* x) const {
+        for (int64_t e = 0; e < a.size; e++) x[e] = to_float(key[e]);
+        for (int64_t e = 0; e < a.size; e++) x[a.size + e] = to_float(value[e]);
+    }
+    void prefetch_scores(int64_t first, int64_t end) const {
+        for (int64_t slot = first / a.block_slots * a.block_slots; slot < end; slot += a.block_slots) {
+            const uint8_t* p = reinterpret_cast<const uint8_t*>(a.scores(a.slot_region(r, h, slot)));
+            for (int64_t b = 0; b < 8 * a.block_slots; b += 64) prefetch(p + b);
+        }
+    }
+    // The slot for the token u that leaves the window: the next free one, or that of a worse token; -1 drops u.
+    int64_t place(int64_t valid, int64_t budget, float score_, int64_t q) const {
+        if (valid < budget) return valid;
+        const Victim victim = lowest(a, r, h, a.sinks + a.window, valid, q);
+        double decay = double(a.window / a.decay_step) * a.log_gamma[h];
+#if defined(__x86_64__)
+        __asm__("" : "+x"(decay));  // as in rounded_product
+#endif
+        return double(score_) + decay < victim.effective ? -1 : int64_t(victim.slot);
+    }
+};
+
+// Hands out pieces of a buffer, each a whole number of cache lines.
+struct Pieces {
+    float* next;
+    static int64_t round(int64_t n) { return (n + 15) / 16 * 16; }
+    float* take(int64_t n) {
+        float* p = next;
+        next += round(n);
+        return p;
+    }
+};
+
+inline int64_t scratch_floats(const DecodeStep& a) {
+    const Scorer& s = a.scorer;
+    return 2 * Pieces::round(2 * a.size) + Pieces::round(s.hidden) + 2 * Pieces::round(s.features) +
+           2 * Pieces::round(s.values) + Pieces::round(s.columns) + attend_scratch(a);
+}
+
+template <class T>
+void decode_head_of(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
+    const Head<T> head{a, r, h};
+    const Scorer& s = a.scorer;
+    const int64_t q = a.positions[r * a.positions_stride], w = a.window;
+    const int64_t valid = a.valid[r * a.valid_stride[0] + h * a.valid_stride[1]];
+    const int64_t budget = a.budgets[r * a.budgets_stride[0] + h * a.budgets_stride[1]];
+    const int64_t slot = q < a.sinks ? q : a.sinks + (q - a.sinks) % w;
+    const bool leaving = q - w >= a.sinks;  // u exists and sits in q's ring slot
+    if (leaving && valid == budget) head.prefetch_scores(a.sinks + w, valid);
+
+    const T* key = static_cast<const T*>(a.k) + r * a.k_stride[0] + h * a.k_stride[1];
+    const T* value = static_cast<const T*>(a.v) + r * a.v_stride[0] + h * a.v_stride[1];
+    Pieces pieces{scratch};
+    float *x = pieces.take(2 * a.size), *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
+    if (s.kind != ScorerKind::None) {
+        head.read(key, value, x);
+        if (leaving) head.read(head.k(slot), head.v(slot), x_u);
+    }
+    float score_u = 0, score_q = 0;
+    if (s.kind == ScorerKind::Linear && leaving) score_u = linear_score(s, h, x_u, 2 * a.size);
+    if (s.kind == ScorerKind::MLP && leaving) score_u = mlp_score(s, h, x_u, 2 * a.size, hidden);
+    if (s.kind == ScorerKind::MLSTM) {
+        const MLSTMScratch buffers{pieces.take(s.features), pieces.take(s.features), pieces.take(s.values),
+                                   pieces.take(s.values), pieces.take(s.columns)};
+        const State state{a, r, h};
+        if (q == 0) state.reset();
+        const float score = mlstm_step(a, state, x, s.delayed ? (leaving ? x_u : nullptr) : x, buffers);
+        (s.delayed ? score_u : score_q) = score;
+        if (!s.delayed && leaving) score_u = *head.score(slot);
+    }
+    if (leaving) {
+        const int64_t target = head.place(valid, budget, score_u, q);
+        if (target >= 0) head.write(target, head.k(slot), head.v(slot), score_u, q - w);
+    }
+    head.write(slot, key, value, score_q, q);
+    *a.tokens_seen(r, h) = int32_t(q + 1);
+    attend<T>(a, r, h, valid < budget ? valid + 1 : budget, pieces.next);
+}
+
+inline void decode_head(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
+    if (a.cache_is_bf16) decode_head_of<bf16>(a, r, h, scratch);
+    else decode_head_of<float>(a, r, h, scratch);
+}
+
+const Kernels kernels{scratch_floats, decode_head};
+
+}  // namespace kvpop::KVPOP_ISA

@@ -1,0 +1,45 @@
+"""The fused C++ decode step."""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+
+from kvpop_vllm.kernels.dispatch import load_extension
+from kvpop_vllm.kernels.ops import LinearWeights, MLPWeights, MLSTMWeights, RetentionRule, StepOrderError
+
+_C = load_extension()
+_KINDS = {type(None): "none", LinearWeights: "linear", MLPWeights: "mlp", MLSTMWeights: "mlstm"}
+_packed: dict[int, _C.Rule] = {}  # by id of a living rule
+
+
+def _pack(rule: RetentionRule) -> _C.Rule:
+    """The rule as the extension takes it, made at its first use."""
+    options = {}
+    fields = vars(rule.scorer) if rule.scorer is not None else {}
+    if isinstance(rule.scorer, MLSTMWeights):
+        kinds = ("hedgehog", "softmax")
+        if rule.scorer.feature_map not in kinds:
+            raise ValueError(f"feature_map must be one of {kinds}, got {rule.scorer.feature_map!r}")
+        hedgehog = rule.scorer.feature_map == "hedgehog"
+        options = {"hedgehog": hedgehog, "softcap": rule.scorer.gate_softcap, "delayed": rule.scorer.delayed}
+    weights = {name: value.detach() for name, value in fields.items() if isinstance(value, torch.Tensor)}
+    kind = _KINDS[type(rule.scorer)]
+    packed = _C.Rule(rule.sinks, rule.window, rule.decay_step, rule.log_gamma.detach(), kind, weights, **options)
+    _packed[id(rule)] = packed
+    weakref.finalize(rule, _packed.pop, id(rule), None)
+    return packed
+
+
+def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, scale):
+    """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
+    layout = pages.layout
+    if k.dtype is not layout.dtype:
+        raise TypeError(f"k and v must have the cache's dtype {layout.dtype}, got {k.dtype}")
+    packed = _packed.get(id(rule)) or _pack(rule)
+    slots, state = layout.block_slots, layout.state_blocks
+    try:
+        return _C.decode_step(q, k, v, pages.raw, slots, state, page_table, positions, valid, budgets, packed, scale)
+    except _C.StepOrder as error:
+        raise StepOrderError(str(error)) from None

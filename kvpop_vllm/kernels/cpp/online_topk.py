@@ -1,0 +1,12 @@
+"""Eviction times in C++."""
+
+from __future__ import annotations
+
+from kvpop_vllm.kernels.dispatch import load_extension
+
+_C = load_extension()
+
+
+def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1):
+    """See :func:`kvpop_vllm.kernels.ops.online_topk`."""
+    return _C.online_topk(score, position, held, topk, window, log_gamma, decay_step)
