@@ -1,0 +1,47 @@
+"""One name per op everywhere: schema, reference, fast implementations and tests."""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+
+import pytest
+
+from kvpop_vllm.kernels import dispatch, ops
+
+ROOT = Path(__file__).parents[2]
+OPS = sorted(n for n, f in inspect.getmembers(ops, inspect.isfunction) if f.__module__ == ops.__name__)
+
+
+def test_there_are_ops():
+    assert {"decode_step", "prefill_chunk", "online_topk", "delayed_mlstm"} <= set(OPS)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reference_and_test_carry_the_ops_name(op):
+    assert callable(dispatch.resolve(op, "reference", None))
+    assert (ROOT / f"tests/kernels/test_{op}.py").is_file()
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_implementations_take_the_schemas_arguments(op, impl):
+    if impl == "cpp" and op not in dispatch.CPP_DTYPES:
+        with pytest.raises(NotImplementedError, match=f"op '{op}' has no 'cpp' implementation: use impl='reference'"):
+            dispatch.resolve(op, "cpp", None)
+        return
+    schema = [name for name in inspect.signature(getattr(ops, op)).parameters if name != "impl"]
+    assert list(inspect.signature(dispatch.resolve(op, impl, None)).parameters) == schema
+
+
+def test_every_fast_file_belongs_to_an_op():
+    for folder in ("kvpop_vllm/kernels/cpp", "triton_kernels"):
+        files = [p.stem for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"]
+        assert set(files) <= set(OPS), folder
+    sources = [p.stem for p in (ROOT / "csrc/cpu").glob("*.cpp")]
+    assert sources and all(any(stem == op or stem.startswith(f"{op}_") for op in OPS) for stem in sources)
+
+
+def test_unknown_names_are_refused():
+    with pytest.raises(ValueError, match="impl must be"):
+        dispatch.resolve("decode_step", "cuda", None)
