@@ -23,8 +23,8 @@ struct StepOrder : std::runtime_error {
 };
 
 void check(const Tensor& t, const char* name, at::ScalarType dtype, at::IntArrayRef shape) {
-    TORCH_CHECK_TYPE(t.device().is_cpu() && t.scalar_type() == dtype, name, " must be a CPU tensor of ", dtype, ", got ",
-                     t.scalar_type(), " on ", t.device());
+    TORCH_CHECK_TYPE(t.device().is_cpu() && t.scalar_type() == dtype, name, " must be a CPU tensor of ", dtype,
+                     ", got ", t.scalar_type(), " on ", t.device());
     TORCH_CHECK_VALUE(t.sizes() == shape, name, " must have shape ", shape, ", got ", t.sizes());
 }
 
@@ -34,7 +34,8 @@ class Rule {
     Rule(int64_t sinks, int64_t window, int64_t decay_step, const Tensor& log_gamma, const std::string& kind,
          std::map<std::string, Tensor> weights, bool hedgehog, std::optional<double> softcap, bool delayed)
         : sinks(sinks), window(window), decay_step(decay_step), log_gamma(log_gamma), weights_(std::move(weights)) {
-        TORCH_CHECK_VALUE(sinks >= 0 && window >= 1 && decay_step >= 1, "need sinks >= 0, window >= 1, decay_step >= 1");
+        TORCH_CHECK_VALUE(sinks >= 0 && window >= 1 && decay_step >= 1,
+                          "need sinks >= 0, window >= 1, decay_step >= 1");
         check(log_gamma, "log_gamma", at::kDouble, {log_gamma.numel()});
         TORCH_CHECK_VALUE(log_gamma.is_contiguous(), "log_gamma must be contiguous");
         TORCH_CHECK_VALUE(!softcap || *softcap > 0, "gate_softcap must be positive");
@@ -99,7 +100,8 @@ class Rule {
         scorer_.fc2_bias = pointer("fc2_bias", {});
     }
     void read_mlstm() {
-        const int64_t wide = input_width("q_proj", 3), columns = axis("q_proj", 3, 2), values = axis("out_weight", 2, 1);
+        const int64_t wide = input_width("q_proj", 3);
+        const int64_t columns = axis("q_proj", 3, 2), values = axis("out_weight", 2, 1);
         TORCH_CHECK_VALUE(columns > 0 && values > 0, "the mLSTM needs at least one feature and one value column");
         TORCH_CHECK_VALUE(weights_.count("v_proj") || values == size, "without v_proj, out_weight must have D columns");
         scorer_.kind = ScorerKind::MLSTM;
@@ -141,7 +143,8 @@ void fill_tokens(DecodeStep& step, const Tensor& q, const Tensor& k, const Tenso
     step.q_is_bf16 = is_bf16(q, "q");
     check(q, "q", q.scalar_type(), {step.requests, q.size(1), step.size});
     check(v, "v", k.scalar_type(), k.sizes());
-    for (const Tensor* t : {&q, &k, &v}) TORCH_CHECK_VALUE(t->stride(2) == 1, "the last axis of q, k, v must be contiguous");
+    for (const Tensor* t : {&q, &k, &v})
+        TORCH_CHECK_VALUE(t->stride(2) == 1, "the last axis of q, k, v must be contiguous");
     step.q = q.data_ptr(), step.k = k.data_ptr(), step.v = v.data_ptr();
     for (int i = 0; i < 2; i++)
         step.q_stride[i] = q.stride(i), step.k_stride[i] = k.stride(i), step.v_stride[i] = v.stride(i);
@@ -154,7 +157,8 @@ void fill_pages(DecodeStep& step, const Tensor& raw, int64_t block_slots, int64_
     TORCH_CHECK_VALUE(raw.stride(2) == 1 && raw.stride(0) % 4 == 0 && raw.stride(1) % 4 == 0 &&
                           reinterpret_cast<uintptr_t>(raw.data_ptr()) % 4 == 0,
                       "the bytes of one block and head must be contiguous and aligned");
-    TORCH_CHECK_VALUE(state_blocks * region >= 4 * rule.state_floats(), "the layout's state blocks hold less than the scorer's state");
+    TORCH_CHECK_VALUE(state_blocks * region >= 4 * rule.state_floats(),
+                      "the layout's state blocks hold less than the scorer's state");
     step.raw = raw.data_ptr<uint8_t>();
     step.block_stride_bytes = raw.stride(0), step.head_stride_bytes = raw.stride(1);
     step.region_bytes = region, step.block_slots = block_slots, step.state_blocks = state_blocks;
@@ -182,21 +186,20 @@ void check_requests(const DecodeStep& step, int64_t entries, int64_t num_blocks)
         const int64_t q = step.positions[r * step.positions_stride];
         TORCH_CHECK_VALUE(q >= 0 && q < INT32_MAX, "request ", r, ": position ", q, " is out of range");
         for (int64_t h = 0; h < step.heads; h++) {
-            const int64_t budget = step.budgets[r * step.budgets_stride[0] + h * step.budgets_stride[1]];
-            const int64_t valid = step.valid[r * step.valid_stride[0] + h * step.valid_stride[1]];
+            const int64_t budget = step.budget(r, h), valid = step.valid_slots(r, h);
             TORCH_CHECK_VALUE(budget >= ring_end, "request ", r, ", head ", h, ": budget ", budget,
                               " is smaller than sinks + window = ", ring_end);
-            TORCH_CHECK_VALUE(valid >= std::min(q, ring_end) && valid <= budget, "request ", r, ", head ", h, ": ", valid,
-                              " valid slots do not fit position ", q, " and budget ", budget);
+            TORCH_CHECK_VALUE(valid >= std::min(q, ring_end) && valid <= budget, "request ", r, ", head ", h, ": ",
+                              valid, " valid slots do not fit position ", q, " and budget ", budget);
             const int64_t slots = std::max(std::min(valid + 1, budget), std::min(q + 1, ring_end));
             const int64_t needed = step.state_blocks + (slots + step.block_slots - 1) / step.block_slots;
-            TORCH_CHECK_INDEX(needed <= entries, "request ", r, ": its page-table row has ", entries, " entries, ", needed,
-                              " are needed");
+            TORCH_CHECK_INDEX(needed <= entries, "request ", r, ": its page-table row has ", entries, " entries, ",
+                              needed, " are needed");
             const int32_t* row = step.page_table + r * step.table_stride[0] + h * step.table_stride[1];
             for (int64_t p = 0; p < needed; p++) {
                 const int64_t block = row[p * step.table_stride[2]];
-                TORCH_CHECK_INDEX(block >= 0 && block < num_blocks, "request ", r, ": page-table entry ", block, " at ", p,
-                                  " is not one of ", num_blocks, " blocks");
+                TORCH_CHECK_INDEX(block >= 0 && block < num_blocks, "request ", r, ": page-table entry ", block,
+                                  " at ", p, " is not one of ", num_blocks, " blocks");
             }
         }
     }
@@ -273,5 +276,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
         return names;
     }, "Instruction sets this processor runs, slowest first.");
     module.def("current_isa", [] { return kvpop::current_isa().name; });
-    module.def("set_isa", &kvpop::set_isa, arg("name"), "Forces an instruction set; ValueError if it is not one of isa_levels().");
+    module.def("set_isa", &kvpop::set_isa, arg("name"),
+               "Forces an instruction set; ValueError if it is not one of isa_levels().");
 }

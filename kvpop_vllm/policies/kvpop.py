@@ -10,7 +10,7 @@ from kvpop_vllm.config import ConfigError, ScorerShape
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.policies.base import Order, Policy, Signal
 from kvpop_vllm.scorers import from_tensors
-from kvpop_vllm.scorers.checkpoint import ScorerConfig, check_model, read_scorer, split_layers
+from kvpop_vllm.scorers.checkpoint import ScorerConfig, check_model, read_scorer
 
 
 @dataclass
@@ -59,19 +59,21 @@ class _Learned(Policy):
         return Order.STATIC if self.config.decay.step == 1 else Order.AGED
 
     def set_tensors(self, layer: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Hands over a full checkpoint's tensors of one layer (all heads)."""
-        self._layers[layer] = split_layers(
-            self.config, ((f"layers.{layer}.{n}", t) for n, t in tensors.items()), "checkpoint"
-        )[layer]
+        """Hands over a full checkpoint's (checked) tensors of one layer, all heads, float32."""
+        self._layers[layer] = tensors
 
     def rule(self, layer, heads):
-        tensors = {name: t[heads] for name, t in self._layers[layer].items()}
-        if not tensors:
-            raise ConfigError(f"the checkpoint carries no scorer tensors for layer {layer}: give --kv-scorer DIR")
-        scorer = from_tensors(self.config, tensors)
+        scorer = from_tensors(self.config, {name: t[heads] for name, t in self._loaded(layer).items()})
         return RetentionRule(
             self.retention.sinks, self.retention.window, scorer.log_gamma(), self.config.decay.step, scorer.weights()
         )
+
+    def _loaded(self, layer: int) -> dict[str, torch.Tensor]:
+        if not self._layers[layer]:
+            raise ConfigError(
+                f"the checkpoint's weights brought no scorer tensors for layer {layer} (dummy weights bring none): give --kv-scorer DIR"
+            )
+        return self._layers[layer]
 
 
 class KVpop(_Learned):
@@ -87,10 +89,9 @@ class KVpop(_Learned):
         return {"C": features * values, "z": features, "m": 1}
 
     def _widths(self) -> tuple[int, int]:
-        d, double = self.config.head_dim, 2 if self.config.feature_map == "hedgehog" else 1
-        first = self._layers[0]
-        if not first:  # a full checkpoint's tensors come later; its sizes are the defaults unless its config differs
-            return d, d
+        """Features and value size of the state, from the tensors: a full checkpoint's have arrived by the time vLLM asks
+        for the cache's layout."""
+        first, double = self._loaded(0), 2 if self.config.feature_map == "hedgehog" else 1
         return first["q_proj"].shape[-1] * double, first["out.weight"].shape[-1]
 
 

@@ -43,7 +43,7 @@ def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scor
     elif config.scorer == "mlp":
         sizes = {"hidden": tensors["fc1.weight"].shape[-1]}
     heads = tensors["decay_logit"].shape[0]
-    module = build(_with_heads(config, heads), **sizes)
+    module = build(_with_heads(config, heads), **sizes).float()  # vLLM loads under the model's dtype as default
     module.load_state_dict(tensors)
     return module.requires_grad_(False)
 

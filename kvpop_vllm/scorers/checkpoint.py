@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors import SafetensorError
@@ -22,9 +24,21 @@ from kvpop_vllm.config import ConfigError, ScorerShape
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
 FORMAT, VERSION = "kvpop-scorer", 1
+T = TypeVar("T")
 
-FULL_CHECKPOINT_NAMES = ((re.compile(r"^(?:model\.)?layers\.(\d+)\.self_attn\.kvpop\.(.+)$"), "{name}"),)
-"""(pattern with layer and tensor name, name here) of each known layout of full checkpoints; a new one is one more row."""
+FULL_CHECKPOINT_NAMES = (
+    (re.compile(r"^(?:model\.)?layers\.(?P<layer>\d+)\.self_attn\.kvpop\.(?P<name>.+)$"), "{name}"),
+)
+"""(pattern with groups ``layer`` and ``name``, the tensor's name here) of each known layout of full checkpoints.
+
+A published layout is one more row; the second column may use every group of its pattern.
+"""
+
+_MODEL_NAMES = re.compile(
+    r"^(model\.)?(embed_tokens|norm|lm_head|layers\.\d+\."
+    r"(self_attn\.([qkvo]_proj|qkv_proj|[qk]_norm|rotary_emb)|mlp|input_layernorm|post_attention_layernorm))\."
+)
+"""Llama's and Qwen3's own tensors; only used to tell them apart in an error message."""
 
 _MLSTM_KEYS = ("feature_map", "gate_softcap", "norm", "skip", "delayed")
 _COMMON_KEYS = ("model_type", "num_layers", "num_kv_heads", "head_dim", "scorer", "sinks", "window", "topk", "decay")
@@ -99,7 +113,7 @@ def _check_values(given: Mapping, source: str) -> None:
     decay = given["decay"]
     if not isinstance(decay, Mapping) or sorted(decay) != ["max", "min", "step"]:
         raise ConfigError(f"{source}: decay must be an object with step, min and max, got {decay!r}")
-    if not isinstance(decay["step"], int) or decay["step"] < 1:
+    if not isinstance(decay["step"], int) or isinstance(decay["step"], bool) or decay["step"] < 1:
         raise ConfigError(f"{source}: decay.step must be an integer of at least 1, got {decay['step']!r}")
     if not all(isinstance(decay[k], int | float) for k in ("min", "max")) or not 0 < decay["min"] <= decay["max"] <= 1:
         raise ConfigError(f"{source}: decay needs 0 < min <= max <= 1, got {decay!r}")
@@ -136,39 +150,54 @@ def tensor_shapes(config: ScorerConfig) -> dict[str, tuple]:
     return shapes
 
 
-def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], source: str) -> None:
-    """Every layer has exactly the tensors its config asks for, of one shape throughout, floating point and finite.
+def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]], source: str) -> None:
+    """Every layer has exactly the tensors its config asks for, of one shape throughout.
+
+    Args:
+        layers: per layer, name -> shape. source: names the file in errors.
 
     Raises:
         ConfigError: naming the first tensor that is wrong.
     """
     sizes: dict[str, int] = {}
-    direct_values = config.scorer == "mlstm" and "v_proj" not in layers[0]
     shapes = tensor_shapes(config)
-    if direct_values:
+    if config.scorer == "mlstm" and "v_proj" not in layers[0]:
         del shapes["v_proj"]
         sizes["V"] = config.head_dim
-    for i, tensors in enumerate(layers):
-        if unknown := sorted(set(tensors) - set(shapes)):
+    for i, found in enumerate(layers):
+        if unknown := sorted(set(found) - set(shapes)):
             raise ConfigError(
                 f"{source}: tensor layers.{i}.{unknown[0]} does not belong to this {config.scorer} scorer"
             )
         for name, shape in shapes.items():
-            if name not in tensors:
+            if name not in found:
                 raise ConfigError(f"{source}: tensor layers.{i}.{name} is missing")
-            _check_tensor(f"{source}: tensor layers.{i}.{name}", tensors[name], shape, sizes)
+            _check_shape(f"{source}: tensor layers.{i}.{name}", tuple(found[name]), shape, sizes)
 
 
-def _check_tensor(what: str, tensor: torch.Tensor, shape: tuple, sizes: dict[str, int]) -> None:
-    if tensor.dim() == len(shape):
-        for axis, length in zip(shape, tensor.shape, strict=True):
+def _check_shape(what: str, found: tuple[int, ...], shape: tuple, sizes: dict[str, int]) -> None:
+    if len(found) == len(shape):
+        for axis, length in zip(shape, found, strict=True):
             if isinstance(axis, str):
                 sizes.setdefault(axis, length)
     expected = tuple(sizes.get(axis, axis) for axis in shape)
-    if tuple(tensor.shape) != expected:
-        raise ConfigError(f"{what} has shape {tuple(tensor.shape)}, expected {expected}")
-    if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
-        raise ConfigError(f"{what} holds values that are not finite floating-point numbers")
+    if found != expected:
+        raise ConfigError(f"{what} has shape {found}, expected {expected}")
+
+
+def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], source: str) -> None:
+    """As :func:`check_shapes`, and every tensor is floating point and finite.
+
+    Raises:
+        ConfigError: naming the first tensor that is wrong.
+    """
+    check_shapes(config, [{name: tuple(t.shape) for name, t in tensors.items()} for tensors in layers], source)
+    for i, tensors in enumerate(layers):
+        for name, tensor in tensors.items():
+            if not tensor.is_floating_point() or not bool(tensor.isfinite().all()):
+                raise ConfigError(
+                    f"{source}: tensor layers.{i}.{name} holds values that are not finite floating-point numbers"
+                )
 
 
 def read_config(folder: str | Path) -> ScorerConfig:
@@ -207,16 +236,15 @@ def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.
     return config, layers
 
 
-def split_layers(
-    config: ScorerConfig, tensors: Iterable[tuple[str, torch.Tensor]], source: str
-) -> list[dict[str, torch.Tensor]]:
-    """``layers.{i}.<name>`` tensors per layer, as float32."""
-    layers: list[dict[str, torch.Tensor]] = [{} for _ in range(config.num_layers)]
+def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source: str) -> list[dict[str, T]]:
+    """``layers.{i}.<name>`` tensors (or their shapes) per layer; floating-point tensors become float32."""
+    layers: list[dict[str, T]] = [{} for _ in range(config.num_layers)]
     for name, tensor in tensors:
         match = re.match(r"^layers\.(\d+)\.(.+)$", name)
         if match is None or int(match[1]) >= config.num_layers:
             raise ConfigError(f"{source}: unexpected tensor {name!r}")
-        layers[int(match[1])][match[2]] = tensor.float() if tensor.is_floating_point() else tensor
+        floating = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
+        layers[int(match[1])][match[2]] = tensor.float() if floating else tensor
     return layers
 
 
@@ -229,16 +257,46 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
         for i, layer in enumerate(layers)
         for name, t in layer.items()
     }
-    save_file(flat, Path(folder) / TENSORS_NAME, metadata={"format": "pt"})
     (Path(folder) / CONFIG_NAME).write_text(json.dumps(config.to_json(), indent=2) + "\n")
+    save_file(flat, Path(folder) / TENSORS_NAME, metadata={"format": "pt"})
+    shutil.copymode(Path(folder) / CONFIG_NAME, Path(folder) / TENSORS_NAME)  # safetensors writes for the owner only
 
 
-def full_checkpoint_name(name: str) -> tuple[int, str] | None:
-    """Layer and scorer-tensor name of a full checkpoint's tensor, or None if it belongs to the model."""
+def full_checkpoint_name(name: str) -> str | None:
+    """``layers.{i}.<name>`` of a full checkpoint's scorer tensor, or None if the layout table does not know it."""
     for pattern, target in FULL_CHECKPOINT_NAMES:
         if match := pattern.match(name):
-            return int(match[1]), target.format(name=match[2])
+            return f"layers.{match['layer']}.{target.format(**match.groupdict())}"
     return None
+
+
+def full_checkpoint_target(layer: int, name: str) -> str:
+    """Where a full checkpoint written here keeps ``layers.{layer}.<name>``."""
+    return f"model.layers.{layer}.self_attn.kvpop.{name}"
+
+
+def looks_like_scorer(name: str) -> bool:
+    """Whether a full checkpoint's tensor is a scorer's, of a layout known or not, and none of the model's own."""
+    return full_checkpoint_name(name) is not None or "kvpop" in name.lower()
+
+
+def check_layout(names: Iterable[str], source: str) -> None:
+    """A full checkpoint carries scorer tensors, all under names of a known layout.
+
+    Raises:
+        ConfigError: with the list of names found, layer numbers written as ``{i}``.
+    """
+    names = list(names)
+    unknown = [n for n in names if looks_like_scorer(n) and full_checkpoint_name(n) is None]
+    if not unknown and any(full_checkpoint_name(n) for n in names):
+        return
+    listed = unknown or [n for n in names if not _MODEL_NAMES.match(n)]
+    listed = sorted({re.sub(r"(?<=\.)\d+(?=\.)", "{i}", n) for n in listed})
+    raise ConfigError(
+        f"{source}: scorer tensors must be named model.layers.{{i}}.self_attn.kvpop.<name>; names found that are neither "
+        f"theirs nor the model's own: {', '.join(listed) or 'none'}; give --kv-scorer DIR, or add this layout to "
+        "FULL_CHECKPOINT_NAMES in kvpop_vllm/scorers/checkpoint.py"
+    )
 
 
 def check_model(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import struct
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, PolicySettings
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -40,6 +41,43 @@ def engine_policy(vllm_config: VllmConfig) -> Policy:
 def checkpoint_section(vllm_config: VllmConfig) -> dict | None:
     """The ``kvpop`` section of a full checkpoint's ``config.json``, or None."""
     return getattr(vllm_config.model_config.hf_text_config, "kvpop", None)
+
+
+def policy_from_checkpoint(vllm_config: VllmConfig) -> Policy | None:
+    """The policy in force if its scorer comes with the model's own weights, else None."""
+    if not requested(vllm_config):
+        return None
+    policy = engine_policy(vllm_config)
+    return policy if policy.scorer_kind is not None and policy.settings.scorer is None else None
+
+
+def check_checkpoint(vllm_config: VllmConfig) -> None:
+    """Names and shapes of a full checkpoint's scorer tensors, read from the files' headers before any weight is loaded.
+
+    Weights that are elsewhere or not safetensors are left to the check at loading.
+
+    Raises:
+        ConfigError: a tensor is missing, misnamed or misshapen.
+    """
+    policy = policy_from_checkpoint(vllm_config)
+    if policy is None:
+        return
+    from vllm.transformers_utils.config import get_safetensors_params_metadata
+
+    from kvpop_vllm.scorers import checkpoint
+
+    model = vllm_config.model_config
+    try:
+        header = get_safetensors_params_metadata(model.model, revision=model.revision)
+    except (OSError, ValueError, struct.error) as error:
+        raise ConfigError(f"--model {model.model}: its safetensors files cannot be read ({error})") from None
+    shapes = {name: tuple(info["shape"]) for name, info in header.items() if name != "__metadata__"}
+    if not shapes:
+        return
+    checkpoint.check_layout(shapes, model.model)
+    named = ((checkpoint.full_checkpoint_name(name), shape) for name, shape in shapes.items())
+    layers = checkpoint.split_layers(policy.config, ((n, shape) for n, shape in named if n), model.model)
+    checkpoint.check_shapes(policy.config, layers, model.model)
 
 
 def _resolve(vllm_config: VllmConfig) -> Policy:

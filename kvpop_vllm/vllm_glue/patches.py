@@ -91,7 +91,7 @@ def _config_with_policy(engine_args, original, args, kwargs):
     from vllm.v1.attention.selector import _cached_get_attn_backend
 
     from kvpop_vllm import policies
-    from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+    from kvpop_vllm.vllm_glue.engine_policy import check_checkpoint, engine_policy
 
     settings = PolicySettings.parse(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
     policies.get(settings.policy)
@@ -103,6 +103,7 @@ def _config_with_policy(engine_args, original, args, kwargs):
     vllm_config = original(engine_args, *args, **kwargs)
     refusals.check_config(vllm_config)
     kept = engine_policy(vllm_config).retention
+    check_checkpoint(vllm_config)
     _refuse_streaming_input(settings)
     _served_with_policy.append(settings.policy)
     _cached_get_attn_backend.cache_clear()
@@ -125,7 +126,7 @@ def _log_unused_scorers(vllm_config):
 
     if vllm_config.model_config is not None and checkpoint_section(vllm_config) is not None:
         init_logger("vllm.kvpop_vllm").info(
-            "the checkpoint carries KVpop scorers, which are not used without --kv-policy kvpop: serving with a dense cache"
+            "the checkpoint carries KVpop scorers, which are not used without --kv-policy: serving with a dense cache"
         )
     if _served_with_policy:
         _cached_get_attn_backend.cache_clear()

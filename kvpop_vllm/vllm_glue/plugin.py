@@ -10,7 +10,8 @@ def register() -> None:
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from kvpop_vllm.vllm_glue import patches
+    from kvpop_vllm.vllm_glue import full_checkpoint, patches
 
     register_backend(AttentionBackendEnum.CPU_ATTN, "kvpop_vllm.vllm_glue.select.Backend")
+    full_checkpoint.register()
     patches.apply()

@@ -58,7 +58,7 @@ def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
     yield model.use_mla, "models with multi-head latent attention (MLA): leave --kv-policy out"
     yield model.is_encoder_decoder, "encoder-decoder models: leave --kv-policy out"
     yield model.runner_type != "generate", f"--runner {model.runner_type}: only text generation has a KV cache to bound"
-    yield bool(model.uses_alibi), "models with ALiBi: leave --kv-policy out"
+    yield _has_alibi(model), "models with ALiBi: leave --kv-policy out"
     yield (
         bool(getattr(text, "attn_logit_softcapping", None)),
         "models with attention logit soft-capping: leave --kv-policy out",
@@ -66,6 +66,7 @@ def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
     yield _has_sinks(text), "models with attention sinks of their own: leave --kv-policy out"
     yield bool(getattr(text, "num_kv_shared_layers", 0)), "models with cross-layer KV sharing: leave --kv-policy out"
     yield model.is_mm_prefix_lm, "models with bidirectional image attention: leave --kv-policy out"
+    yield _looks_ahead(model), "models with bidirectional text attention: leave --kv-policy out"
     yield (
         model.is_hybrid or model.has_inner_state or model.is_attention_free,
         "models with Mamba or other recurrent layers: leave --kv-policy out",
@@ -78,14 +79,28 @@ def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
     )
     yield vllm_config.kv_transfer_config is not None, "a KV connector: leave --kv-transfer-config out"
     yield (
+        vllm_config.speculative_config is not None,
+        "speculative decoding, which this checkpoint asks for: serve its base model with --model",
+    )
+    yield (
         model.get_head_size() not in SUPPORTED_HEAD_SIZES,
         f"head size {model.get_head_size()}: sizes {SUPPORTED_HEAD_SIZES} are supported",
     )
     yield cache.enable_prefix_caching is True, "prefix caching: start with --no-enable-prefix-caching"
 
 
+def _has_alibi(model: Any) -> bool:
+    return bool(model.uses_alibi) or "Step1ForCausalLM" in model.architectures
+
+
+def _looks_ahead(model: Any) -> bool:
+    return bool(model.is_diffusion) or not getattr(model.hf_text_config, "is_causal", True)
+
+
 def _has_sinks(text: Any) -> bool:
-    return text.model_type in ("gpt_oss", "mimo_v2_flash") or bool(getattr(text, "attention_sinks", False))
+    if text.model_type in ("granite", "granite_swa", "granitemoe", "granitemoe_swa"):
+        return bool(getattr(text, "attention_sinks", getattr(text, "layer_types", None) is not None))  # as vLLM decides
+    return text.model_type == "gpt_oss" or any(value and "attention_sink" in name for name, value in vars(text).items())
 
 
 def _has_windows(model: Any) -> bool:

@@ -37,6 +37,13 @@ struct Softmax {
     float scale;
 };
 
+template <class T>
+struct Tile {
+    const T *k, *v;
+    const T *next_k, *next_v;  // the next tile, fetched while this one is computed
+    int slots;
+};
+
 template <class T, int GT, bool MASKED>
 KVPOP_INLINE void dot_step(const T* k, const RowShape<T>& shape, const Softmax& s, int64_t step, vf (&acc)[GT][4]) {
     constexpr int PER = Rows<T>::PER_STEP;
@@ -69,28 +76,29 @@ KVPOP_INLINE void tile_logits(const T* k, const RowShape<T>& shape, const Softma
     }
 }
 
-// Turns a head's logits into weights under the new maximum; returns the factor on what was accumulated before.
-KVPOP_INLINE float tile_softmax(float* logits, int n, float& maximum, float& total) {
-    vf top = splat(-__builtin_inff());
-    for (int i = 0; i < n; i += VL) {
-        vf x = load(logits + i);
-        if (i + VL > n) {
-            x = lanes() + i < n ? x : splat(-__builtin_inff());
-            store(logits + i, x);
+// Turns logits into weights under the new maxima; factor[g] belongs on what was accumulated before.
+template <int GT>
+KVPOP_INLINE void tile_softmax(float (&x)[GT][TILE], int n, const Softmax& s, float (&factor)[GT]) {
+    const vf none = splat(-__builtin_inff());
+    vf top[GT], part[GT] = {};
+    for (int i = n / VL * VL; i < n; i += VL)
+        for (int g = 0; g < GT; g++) store(&x[g][i], lanes() + i < n ? load(&x[g][i]) : none);
+    for (int g = 0; g < GT; g++) top[g] = none;
+    for (int i = 0; i < n; i += VL)
+        for (int g = 0; g < GT; g++) top[g] = max(top[g], load(&x[g][i]));
+    for (int g = 0; g < GT; g++) {
+        const float tile_max = max(top[g]), before = s.maximum[g];
+        s.maximum[g] = tile_max > before ? tile_max : before;
+        factor[g] = exp(splat(before - s.maximum[g]))[0];
+        top[g] = splat(s.maximum[g]);
+    }
+    for (int i = 0; i < n; i += VL)
+        for (int g = 0; g < GT; g++) {
+            const vf p = exp(load(&x[g][i]) - top[g]);
+            store(&x[g][i], p);
+            part[g] += p;
         }
-        top = max(top, x);
-    }
-    const float tile_max = max(top), new_max = tile_max > maximum ? tile_max : maximum;
-    vf part{};
-    for (int i = 0; i < n; i += VL) {
-        const vf p = exp(load(logits + i) - new_max);
-        store(logits + i, p);
-        part += p;
-    }
-    const float factor = __builtin_expf(maximum - new_max);
-    total = total * factor + sum(part);
-    maximum = new_max;
-    return factor;
+    for (int g = 0; g < GT; g++) s.total[g] = s.total[g] * factor[g] + sum(part[g]);
 }
 
 // acc[g] = factor[g] * acc[g] + sum_i weight[g][i] * v_i over the columns of STEPS steps from `first` on.
@@ -115,31 +123,32 @@ KVPOP_INLINE void add_rows(const T* v, const RowShape<T>& shape, const Softmax& 
         for (int c = 0; c < WIDE; c++) store(out + g * s.floats + c * VL, acc[g][c]);
 }
 
-// One tile of n slots for GT query heads.
+// One tile for GT query heads.
 template <class T, int GT>
-void attend_tile(const T* k, const T* v, const RowShape<T>& shape, const Softmax& s, int n, const uint8_t* next) {
+void attend_tile(const Tile<T>& tile, const RowShape<T>& shape, const Softmax& s) {
     constexpr int WIDEST = 4 / Rows<T>::PER_STEP;
+    const int n = tile.slots;
+    const uint8_t* ahead = reinterpret_cast<const uint8_t*>(tile.next_v);
     alignas(64) float weight[GT][TILE];
     float factor[GT];
-    tile_logits<T, GT>(k, shape, s, n, reinterpret_cast<const uint8_t*>(v), weight);
-    for (int g = 0; g < GT; g++) factor[g] = tile_softmax(weight[g], n, s.maximum[g], s.total[g]);
+    tile_logits<T, GT>(tile.k, shape, s, n, reinterpret_cast<const uint8_t*>(tile.next_k), weight);
+    tile_softmax<GT>(weight, n, s, factor);
     int64_t step = 0;
     for (; step + WIDEST <= shape.full_steps; step += WIDEST)
-        add_rows<T, GT, WIDEST, false>(v, shape, s, n, step, weight, factor, next + step * KVPOP_VECTOR_BYTES);
+        add_rows<T, GT, WIDEST, false>(tile.v, shape, s, n, step, weight, factor, ahead + step * KVPOP_VECTOR_BYTES);
     for (; step < shape.full_steps; step++)
-        add_rows<T, GT, 1, false>(v, shape, s, n, step, weight, factor, next + step * KVPOP_VECTOR_BYTES);
-    if (shape.has_tail) add_rows<T, GT, 1, true>(v, shape, s, n, step, weight, factor, next);
+        add_rows<T, GT, 1, false>(tile.v, shape, s, n, step, weight, factor, ahead + step * KVPOP_VECTOR_BYTES);
+    if (shape.has_tail) add_rows<T, GT, 1, true>(tile.v, shape, s, n, step, weight, factor, ahead);
 }
 
 template <class T>
-KVPOP_INLINE void attend_group(int count, const T* k, const T* v, const RowShape<T>& shape, const Softmax& s, int n,
-                               const uint8_t* next) {
+KVPOP_INLINE void attend_group(int count, const Tile<T>& tile, const RowShape<T>& shape, const Softmax& s) {
     switch (count) {
-        case 1: return attend_tile<T, 1>(k, v, shape, s, n, next);
-        case 2: return attend_tile<T, 2>(k, v, shape, s, n, next);
-        case 3: return attend_tile<T, 3>(k, v, shape, s, n, next);
+        case 1: return attend_tile<T, 1>(tile, shape, s);
+        case 2: return attend_tile<T, 2>(tile, shape, s);
+        case 3: return attend_tile<T, 3>(tile, shape, s);
 #if KVPOP_VECTOR_BYTES == 64
-        case 4: return attend_tile<T, 4>(k, v, shape, s, n, next);
+        case 4: return attend_tile<T, 4>(tile, shape, s);
 #endif
     }
 }
@@ -152,6 +161,24 @@ inline int64_t attend_scratch(const DecodeStep& a) {
 KVPOP_INLINE float read_q(const DecodeStep& a, int64_t r, int64_t head, int64_t e) {
     const int64_t at = r * a.q_stride[0] + head * a.q_stride[1] + e;
     return a.q_is_bf16 ? to_float(static_cast<const bf16*>(a.q)[at]) : static_cast<const float*>(a.q)[at];
+}
+
+template <class T>
+KVPOP_INLINE const T* key_row(const DecodeStep& a, int64_t r, int64_t h, int64_t slot) {
+    return reinterpret_cast<const T*>(a.slot_region(r, h, slot)) + slot % a.block_slots * a.size;
+}
+
+// Slots of the tile that starts at `slot`: up to the end of the block, of the valid slots, or TILE.
+KVPOP_INLINE int64_t tile_slots(const DecodeStep& a, int64_t slot, int64_t held) {
+    int64_t n = a.block_slots - slot % a.block_slots;
+    if (held - slot < n) n = held - slot;
+    return n < TILE ? n : TILE;
+}
+
+// Fetches the scores and positions of the slots of one block.
+KVPOP_INLINE void prefetch_scores(const DecodeStep& a, int64_t r, int64_t h, int64_t slot) {
+    const uint8_t* p = reinterpret_cast<const uint8_t*>(a.scores(a.slot_region(r, h, slot)));
+    for (int64_t b = 0; b < 8 * a.block_slots; b += 64) prefetch(p + b);
 }
 
 // Attention of request r, KV head h over slots [0, held); scratch of attend_scratch() floats, 64-byte aligned.
@@ -167,19 +194,21 @@ void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* scra
         maximum[g] = -__builtin_inff(), total[g] = 0;
         for (int64_t e = 0; e < a.size; e++) q[g * shape.floats + Rows<T>::place(e)] = read_q(a, r, h * a.group + g, e);
     }
+    // The request and head that usually follow on this thread: their search for a victim finds its scores in the cache.
+    const int64_t next_r = (r + 1) % a.requests, next_h = h + (r + 1) / a.requests;
+    const int64_t searched = next_h < a.heads && a.full(next_r, next_h) ? a.valid_slots(next_r, next_h) : 0;
     const int64_t passes = (a.group + MAX_GROUP - 1) / MAX_GROUP;
     for (int64_t slot = 0; slot < held;) {
-        uint8_t* region = a.slot_region(r, h, slot);
-        const int64_t inside = slot % a.block_slots, left = a.block_slots - inside;
-        const int64_t n = held - slot < left ? (held - slot < TILE ? held - slot : TILE) : (left < TILE ? left : TILE);
-        const T* k = reinterpret_cast<const T*>(region) + inside * a.size;
-        const T* v = k + a.block_slots * a.size;
-        const uint8_t* next = reinterpret_cast<const uint8_t*>(k + n * a.size);
-        if (n == left && slot + n < held) next = a.slot_region(r, h, slot + n);
+        if (slot % a.block_slots == 0 && slot < searched) prefetch_scores(a, next_r, next_h, slot);
+        const int64_t n = tile_slots(a, slot, held), to_v = a.block_slots * a.size;
+        const T* k = key_row<T>(a, r, h, slot);
+        const T* next = slot + n < held ? key_row<T>(a, r, h, slot + n) : k;
+        const Tile<T> tile{k, k + to_v, next, next + to_v, int(n)};
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t g = a.group * pass / passes, end = a.group * (pass + 1) / passes;
-            const Softmax s{q + g * shape.floats, acc + g * shape.floats, maximum + g, total + g, shape.floats, a.scale};
-            attend_group<T>(int(end - g), k, v, shape, s, int(n), next);
+            const int64_t row = g * shape.floats;
+            const Softmax s{q + row, acc + row, maximum + g, total + g, shape.floats, a.scale};
+            attend_group<T>(int(end - g), tile, shape, s);
         }
         slot += n;
     }

@@ -86,6 +86,9 @@ struct DecodeStep {
     int32_t* slot_positions(uint8_t* region) const {
         return reinterpret_cast<int32_t*>(scores(region) + block_slots);
     }
+    int64_t valid_slots(int64_t r, int64_t h) const { return valid[r * valid_stride[0] + h * valid_stride[1]]; }
+    int64_t budget(int64_t r, int64_t h) const { return budgets[r * budgets_stride[0] + h * budgets_stride[1]]; }
+    bool full(int64_t r, int64_t h) const { return valid_slots(r, h) == budget(r, h); }
     // tokens_seen of head h: the position word of slot 0.
     int32_t* tokens_seen(int64_t r, int64_t h) const { return slot_positions(slot_region(r, h, 0)); }
 };

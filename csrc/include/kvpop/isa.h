@@ -48,7 +48,8 @@ inline void set_isa(const std::string& name) {
         }
         known += (known.empty() ? "" : ", ") + std::string(level.name);
     }
-    throw std::invalid_argument("instruction set '" + name + "' is unknown or not supported by this processor: use one of " + known);
+    throw std::invalid_argument("instruction set '" + name + "' is unknown or not supported by this processor: use " +
+                                "one of " + known);
 }
 
 }  // namespace kvpop

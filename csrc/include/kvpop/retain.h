@@ -77,12 +77,6 @@ struct Head {
         for (int64_t e = 0; e < a.size; e++) x[e] = to_float(key[e]);
         for (int64_t e = 0; e < a.size; e++) x[a.size + e] = to_float(value[e]);
     }
-    void prefetch_scores(int64_t first, int64_t end) const {
-        for (int64_t slot = first / a.block_slots * a.block_slots; slot < end; slot += a.block_slots) {
-            const uint8_t* p = reinterpret_cast<const uint8_t*>(a.scores(a.slot_region(r, h, slot)));
-            for (int64_t b = 0; b < 8 * a.block_slots; b += 64) prefetch(p + b);
-        }
-    }
     // The slot for the token u that leaves the window: the next free one, or that of a worse token; -1 drops u.
     int64_t place(int64_t valid, int64_t budget, float score_, int64_t q) const {
         if (valid < budget) return valid;
@@ -117,11 +111,10 @@ void decode_head_of(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
     const Head<T> head{a, r, h};
     const Scorer& s = a.scorer;
     const int64_t q = a.positions[r * a.positions_stride], w = a.window;
-    const int64_t valid = a.valid[r * a.valid_stride[0] + h * a.valid_stride[1]];
-    const int64_t budget = a.budgets[r * a.budgets_stride[0] + h * a.budgets_stride[1]];
+    const int64_t valid = a.valid_slots(r, h), budget = a.budget(r, h);
     const int64_t slot = q < a.sinks ? q : a.sinks + (q - a.sinks) % w;
     const bool leaving = q - w >= a.sinks;  // u exists and sits in q's ring slot
-    if (leaving && valid == budget) head.prefetch_scores(a.sinks + w, valid);
+    for (int64_t i = 0; i < valid && leaving && a.full(r, h); i += a.block_slots) prefetch_scores(a, r, h, i);
 
     const T* key = static_cast<const T*>(a.k) + r * a.k_stride[0] + h * a.k_stride[1];
     const T* value = static_cast<const T*>(a.v) + r * a.v_stride[0] + h * a.v_stride[1];

@@ -73,7 +73,9 @@ inline void features(const Scorer& s, const float* projection, int64_t h, const 
 }
 
 KVPOP_INLINE float softcap(float a, float cap) { return cap == 0 ? a : cap * __builtin_tanhf(a / cap); }
-KVPOP_INLINE float log_sigmoid(float a) { return (a < 0 ? a : 0) - __builtin_log1pf(__builtin_expf(-__builtin_fabsf(a))); }
+KVPOP_INLINE float log_sigmoid(float a) {
+    return (a < 0 ? a : 0) - __builtin_log1pf(__builtin_expf(-__builtin_fabsf(a)));
+}
 
 inline float linear_score(const Scorer& s, int64_t h, const float* x, int64_t wide) {
     return dot(x, s.weight + h * wide, wide) + s.bias[h];

@@ -29,7 +29,8 @@ KVPOP_INLINE vf load(const float* p) { return load_as<vf>(p); }
 KVPOP_INLINE void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
 KVPOP_INLINE vf splat(float x) { return x - vf{}; }
 KVPOP_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
-KVPOP_INLINE void prefetch(const void* p) { __builtin_prefetch(p); }
+// Into the second-level cache: the first level's few miss buffers would limit the bandwidth.
+KVPOP_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 KVPOP_INLINE vi lanes() {
 #if KVPOP_VECTOR_BYTES == 64
@@ -127,8 +128,8 @@ KVPOP_INLINE bf16 to_bf16(float x) {
     return {uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16)};
 }
 
-// A row of elements as float vectors, one or two per step of KVPOP_VECTOR_BYTES bytes. Two bfloat16 share a 32-bit word:
-// a step yields the even elements, then the odd ones; place(e) is where element e lies in the sequence of vectors.
+// A row of elements as float vectors, one or two per step of KVPOP_VECTOR_BYTES bytes. Two bfloat16 share a 32-bit
+// word: a step yields the even elements, then the odd ones; place(e) is where element e lies in the sequence of vectors.
 template <class T>
 struct Rows;
 

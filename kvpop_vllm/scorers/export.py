@@ -1,0 +1,154 @@
+"""``kvpop export``: a full checkpoint from a base model and a scorer."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections import Counter
+from pathlib import Path
+
+from safetensors.torch import save_file
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.scorers.checkpoint import check_model, full_checkpoint_target, looks_like_scorer, read_scorer
+from kvpop_vllm.scorers.init import model_shape
+
+ARCHITECTURES = {"llama": "LlamaKVpopForCausalLM", "qwen3": "Qwen3KVpopForCausalLM"}
+"""Base model type -> architecture of the full checkpoint, whose model type is ``<base>_kvpop``."""
+
+INDEX = "model.safetensors.index.json"
+SCORER_SHARD = "model-kvpop.safetensors"
+_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
+_DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) -> None:
+    """Writes a folder that ``vllm serve OUT --kv-policy ...`` serves without a scorer folder.
+
+    The base's files are copied as they are, the scorer becomes one more shard; ``out`` appears complete or not at all.
+
+    Args:
+        base: Hugging Face folder of a Llama or Qwen3 model. adapter: scorer folder. out: must not exist or be empty.
+
+    Raises:
+        ConfigError: the scorer does not fit the model, a file is missing or damaged, or ``out`` is not empty.
+    """
+    base, adapter, out = Path(base), Path(adapter), Path(out)
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise ConfigError(f"{out} exists and is not an empty folder: name another one")
+    shape = model_shape(base)
+    if shape["model_type"] not in ARCHITECTURES:
+        raise ConfigError(
+            f"{base}: model type {shape['model_type']!r} cannot carry scorers, only {', '.join(ARCHITECTURES)} can: serve it with --kv-scorer instead"
+        )
+    scorer, layers = read_scorer(adapter)
+    check_model(scorer, **shape, source=str(adapter))
+    shards = _Shards(base)
+    config = json.loads((base / "config.json").read_text())
+    config |= {"architectures": [ARCHITECTURES[shape["model_type"]]], "model_type": shape["model_type"] + "_kvpop"}
+    if config.get("dtype", config.get("torch_dtype")) is None:
+        config["dtype"] = shards.dtype()  # vLLM would guess from the shards, of which the scorer's is float32
+    config["kvpop"] = scorer.to_json()
+
+    out.parent.mkdir(parents=True, exist_ok=True)
+    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
+    partial.mkdir()
+    try:
+        _copy_other_files(base, partial)
+        tensors = {full_checkpoint_target(i, name): t for i, layer in enumerate(layers) for name, t in layer.items()}
+        shards.write(partial, {name: tensor.contiguous() for name, tensor in tensors.items()})
+        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        partial.replace(out)
+    except BaseException:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _copy_other_files(base: Path, target: Path) -> None:
+    """Tokenizer, templates, generation config, licence: all that is neither weights nor an index of them."""
+    for file in base.iterdir():
+        weights = file.name.endswith((*_WEIGHTS, ".index.json")) or file.name == "config.json"
+        if file.is_file() and not weights and not file.name.startswith("."):
+            shutil.copyfile(file, target / file.name)
+    templates = base / "additional_chat_templates"
+    if templates.is_dir():
+        shutil.copytree(templates, target / templates.name)
+
+
+class _Shards:
+    """The base's safetensors files, as its index or their names say.
+
+    Attributes:
+        headers: file name -> tensor name -> ``{"dtype", "shape", "data_offsets"}``.
+    """
+
+    def __init__(self, base: Path):
+        self.base = base
+        if (base / INDEX).is_file():
+            try:
+                names = sorted(set(json.loads((base / INDEX).read_text())["weight_map"].values()))
+            except (ValueError, KeyError, AttributeError) as error:
+                raise ConfigError(f"{base / INDEX} is not an index of safetensors files: {error!r}") from None
+        else:
+            names = ["model.safetensors"]
+        self.headers = {name: _header(base / name) for name in names}
+        if carried := [n for header in self.headers.values() for n in header if looks_like_scorer(n)]:
+            raise ConfigError(f"{base} carries scorer tensors already, such as {carried[0]}: give the base model")
+
+    def dtype(self) -> str:
+        """The dtype most of the base's values have."""
+        counts = Counter()
+        for header in self.headers.values():
+            for info in header.values():
+                counts[info["dtype"]] += _size(info)
+        most = counts.most_common(1)[0][0]
+        return _DTYPES.get(most, "float32")
+
+    def write(self, target: Path, scorer: dict) -> None:
+        """Copies the files, adds the scorer's and writes the index of all.
+
+        A lone ``model.safetensors`` gets a numbered name: many readers would look no further than a file of that name.
+        """
+        names = {name: name for name in self.headers}
+        if list(names) == ["model.safetensors"]:
+            names = {"model.safetensors": "model-00001-of-00001.safetensors"}
+        for source, name in names.items():
+            shutil.copyfile(self.base / source, target / name)
+        save_file(scorer, target / SCORER_SHARD, metadata={"format": "pt"})
+        shutil.copymode(target / name, target / SCORER_SHARD)  # safetensors writes for the owner only
+        headers = {names[source]: header for source, header in self.headers.items()}
+        headers[SCORER_SHARD] = _header(target / SCORER_SHARD)
+        index = {
+            "metadata": {"total_size": sum(_size(info) for header in headers.values() for info in header.values())},
+            "weight_map": {name: file for file, header in headers.items() for name in sorted(header)},
+        }
+        (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def _size(info: dict) -> int:
+    first, end = info["data_offsets"]
+    return end - first
+
+
+def _header(path: Path) -> dict[str, dict]:
+    """A safetensors file's table of tensors.
+
+    Raises:
+        ConfigError: no such file, or its length is not what its header says.
+    """
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            header = json.loads(file.read(min(length, size)))
+        header.pop("__metadata__", None)
+        complete = size == 8 + length + max((i["data_offsets"][1] for i in header.values()), default=0)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read ({error.strerror}): export needs safetensors weights") from None
+    except (ValueError, struct.error, KeyError, AttributeError):
+        complete = False
+    if not complete:
+        raise ConfigError(f"{path} is not a complete safetensors file")
+    return header

@@ -1,0 +1,54 @@
+"""Models of full checkpoints: vLLM's own, which take the scorer tensors out of the weight stream."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import torch
+from vllm.config import VllmConfig
+from vllm.model_executor.models.llama import LlamaForCausalLM
+from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
+
+from kvpop_vllm.scorers import checkpoint
+from kvpop_vllm.vllm_glue.engine_policy import policy_from_checkpoint
+
+
+class _CarriesScorers:
+    """Mixed in before a vLLM model: scorer tensors go to the policy in force, or nowhere if none wants them.
+
+    vLLM loads weights before the attention layers process theirs, which is when they ask the policy for its rule.
+    """
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
+        super().__init__(vllm_config=vllm_config, prefix=prefix)
+        self._engine_config = vllm_config
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        policy, source = policy_from_checkpoint(self._engine_config), self._engine_config.model_config.model
+        scorers: dict[str, torch.Tensor | None] = {}
+
+        def models_own() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in weights:
+                if checkpoint.looks_like_scorer(name):
+                    scorers[name] = tensor.clone() if policy else None  # a loader may reuse its buffers
+                else:
+                    yield name, tensor
+
+        loaded = super().load_weights(models_own())
+        if scorers or policy:
+            checkpoint.check_layout(scorers, source)
+        if policy:
+            named = ((checkpoint.full_checkpoint_name(name), tensor) for name, tensor in scorers.items())
+            layers = checkpoint.split_layers(policy.config, named, source)
+            checkpoint.check_tensors(policy.config, layers, source)
+            for i, tensors in enumerate(layers):
+                policy.set_tensors(i, tensors)
+        return loaded
+
+
+class Qwen3KVpopForCausalLM(_CarriesScorers, Qwen3ForCausalLM):
+    """Qwen3 with scorers."""
+
+
+class LlamaKVpopForCausalLM(_CarriesScorers, LlamaForCausalLM):
+    """Llama with scorers."""

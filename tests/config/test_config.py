@@ -1,0 +1,141 @@
+"""Settings and retention: every rule, and that each message is one line that names what to change."""
+
+import pytest
+
+from kvpop_vllm.config import FLAGS, ConfigError, PolicySettings, Retention, ScorerShape, resolve_retention
+
+DELAYED = ScorerShape(sinks=4, window=16, topk=44, delayed=True)
+STATELESS = ScorerShape(sinks=4, window=16, topk=44, delayed=False)
+
+
+def refusal(call, *args, **options):
+    """The message of the ConfigError that the call raises."""
+    with pytest.raises(ConfigError) as caught:
+        call(*args, **options)
+    message = str(caught.value)
+    assert message and "\n" not in message
+    return message
+
+
+def settings(**given):
+    return PolicySettings.parse({"policy": "p", **given})
+
+
+def test_all_keys_are_taken():
+    given = {"policy": "kvpop", "budget": 64, "sinks": 0, "window": 1, "scorer": "folder"}
+    assert PolicySettings.parse(given) == PolicySettings("kvpop", 64, None, 0, 1, "folder")
+    assert settings(compression=1.5).compression == 1.5
+    assert settings(budget=None, sinks=None) == PolicySettings("p")
+
+
+def test_every_setting_has_a_flag():
+    assert list(FLAGS) == list(PolicySettings.__dataclass_fields__)
+    assert FLAGS["policy"] == "--kv-policy" and all(f == f"--kv-{name}" for name, f in FLAGS.items())
+
+
+@pytest.mark.parametrize("given", ["kvpop", ["policy"], 3, None])
+def test_not_a_mapping(given):
+    message = refusal(PolicySettings.parse, given)
+    assert "additional_config['kv_policy']" in message and repr(given) in message
+
+
+def test_unknown_key_lists_the_known_ones():
+    message = refusal(settings, bugdet=64)
+    assert "'bugdet'" in message and "budget" in message.split("use ")[1]
+
+
+@pytest.mark.parametrize("given", [{}, {"budget": 64}, {"policy": None}, {"policy": 7}])
+def test_a_policy_is_needed(given):
+    assert "--kv-policy" in refusal(PolicySettings.parse, given)
+
+
+@pytest.mark.parametrize(
+    "name, value",
+    [
+        ("budget", 0),
+        ("budget", -1),
+        ("budget", 64.0),
+        ("budget", "64"),
+        ("budget", True),
+        ("sinks", -1),
+        ("sinks", 1.5),
+        ("window", 0),
+        ("window", False),
+        ("compression", 0.99),
+        ("compression", -2),
+        ("compression", float("nan")),
+        ("compression", float("inf")),
+        ("compression", "4"),
+        ("compression", True),
+        ("scorer", 1),
+        ("scorer", ["a"]),
+    ],
+)
+def test_types_and_ranges(name, value):
+    message = refusal(settings, **{name: value})
+    assert message.startswith(f"--kv-{name} ") and repr(value) in message
+
+
+def test_budget_and_compression_exclude_each_other():
+    message = refusal(settings, budget=64, compression=4)
+    assert "--kv-budget" in message and "--kv-compression" in message
+
+
+def test_budget_without_a_scorer():
+    assert resolve_retention(settings(budget=64), 1000, None) == Retention(64, 4, 59)
+    assert resolve_retention(settings(budget=64), 1000, None).topk == 1
+    assert resolve_retention(settings(budget=64, sinks=0, window=16), 1000, None) == Retention(64, 0, 16)
+    assert resolve_retention(settings(compression=3), 1000, None).budget == 333
+    assert resolve_retention(settings(compression=2.5), 1000, None).budget == 400
+
+
+def test_what_the_scorer_says_is_the_default():
+    assert resolve_retention(settings(), 1000, DELAYED) == Retention(64, 4, 16)
+    assert resolve_retention(settings(), 1000, DELAYED).topk == 44
+
+
+def test_flags_override_a_scorers_budget_and_sinks():
+    assert resolve_retention(settings(budget=128), 1000, DELAYED) == Retention(128, 4, 16)
+    assert resolve_retention(settings(compression=10), 1000, DELAYED) == Retention(100, 4, 16)
+    assert resolve_retention(settings(sinks=8), 1000, DELAYED) == Retention(68, 8, 16)
+    assert resolve_retention(settings(window=32, budget=64), 1000, STATELESS) == Retention(64, 4, 32)
+
+
+def test_a_delayed_scorers_window_is_fixed():
+    assert resolve_retention(settings(window=16), 1000, DELAYED).window == 16
+    message = refusal(resolve_retention, settings(window=32), 1000, DELAYED)
+    assert "--kv-window 32" in message and "16" in message
+
+
+def test_no_budget_to_be_had():
+    message = refusal(resolve_retention, settings(), 1000, None)
+    assert "--kv-policy p" in message and "--kv-budget" in message and "--kv-compression" in message
+
+
+@pytest.mark.parametrize(
+    "given, scorer, least",
+    [
+        ({"budget": 20}, DELAYED, 21),
+        ({"budget": 20, "window": 16}, None, 21),
+        ({"budget": 5}, None, 6),
+        ({"budget": 1, "sinks": 0}, None, 2),
+        ({"compression": 100}, DELAYED, 21),
+        ({"budget": 64, "sinks": 60}, DELAYED, 77),
+    ],
+)
+def test_budget_too_small(given, scorer, least):
+    message = refusal(resolve_retention, settings(**given), 1000, scorer)
+    assert f"--kv-budget to at least {least}" in message
+
+
+def test_the_smallest_budgets_that_do():
+    assert resolve_retention(settings(budget=21), 1000, DELAYED).topk == 1
+    assert resolve_retention(settings(budget=6), 1000, None) == Retention(6, 4, 1)
+
+
+def test_a_policy_that_keeps_everything():
+    assert resolve_retention(settings(), 1000, None, keeps_all=True).budget == 1000
+    assert resolve_retention(settings(budget=2000), 1000, None, keeps_all=True).budget == 2000
+    for given in ({"budget": 999}, {"compression": 2}):
+        message = refusal(resolve_retention, settings(**given), 1000, None, keeps_all=True)
+        assert "--kv-budget" in message and "--kv-compression" in message

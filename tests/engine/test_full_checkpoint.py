@@ -1,0 +1,285 @@
+"""Checkpoints that carry their scorers: ``kvpop export``, and what ``vllm serve DIR --kv-policy kvpop`` makes of them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine.tiny_engine import generate, start
+from safetensors.torch import load_file, save_file
+from vllm.engine.arg_utils import EngineArgs
+
+from kvpop_vllm.cli import main
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.scorers import export
+from kvpop_vllm.scorers.export import INDEX, SCORER_SHARD, export_checkpoint
+from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+from kvpop_vllm.vllm_glue import engine_policy
+
+POLICIES = {"mlstm": "kvpop", "mlp": "kvpop-mlp", "linear": "kvpop-linear"}
+
+
+@pytest.fixture(autouse=True)
+def engines_in_this_process(monkeypatch):
+    """Not for servers that other tests start."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory):
+    """Kind -> base model, adapter, and the export of both.
+
+    The adapter's state is of an unusual size: it has to come from the tensors, the config does not tell.
+    """
+
+    @functools.cache
+    def make(kind: str) -> SimpleNamespace:
+        root = tmp_path_factory.mktemp(kind)
+        base = write_tiny_model(root / "base", kind)
+        sizes = {"features": 8, "value_width": 24, "norm": True, "skip": True}
+        adapter = write_random_scorer(root / "adapter", base, "mlstm", **sizes)
+        assert main(["export", str(base), str(adapter), str(root / "full")]) == 0
+        return SimpleNamespace(kind=kind, base=base, adapter=adapter, full=root / "full")
+
+    return make
+
+
+@pytest.fixture(params=["qwen3", "llama"])
+def each(request, family):
+    return family(request.param)
+
+
+@pytest.fixture
+def qwen3(family):
+    return family("qwen3")
+
+
+@pytest.fixture
+def copy(qwen3, tmp_path):
+    return shutil.copytree(qwen3.full, tmp_path / "copy")
+
+
+def test_the_folder(each):
+    config, original = (json.loads((folder / "config.json").read_text()) for folder in (each.full, each.base))
+    changed = {key for key in config if config[key] != original.get(key)}
+    assert changed == {"architectures", "model_type", "kvpop"} and original.keys() < config.keys()
+    assert config["model_type"] == f"{each.kind}_kvpop"
+    assert config["architectures"] == [f"{each.kind.capitalize()}KVpopForCausalLM"]
+    assert len({file.stat().st_mode for file in each.full.iterdir()}) == 1
+    index = json.loads((each.full / INDEX).read_text())
+    assert sorted(set(index["weight_map"].values())) == sorted(f.name for f in each.full.glob("*.safetensors"))
+    assert index["metadata"]["total_size"] == sum(
+        t.nbytes for f in each.full.glob("*.safetensors") for t in load_file(f).values()
+    )
+
+
+def test_it_equals_the_base_with_the_adapter(each):
+    bounded = generate(each.full, {"policy": "kvpop"})
+    assert bounded == generate(each.base, {"policy": "kvpop", "scorer": str(each.adapter)})
+    assert bounded[3] != generate(each.base, None)[3]  # the longest prompt: something was evicted
+
+
+def test_without_a_policy_it_serves_densely_with_one_line(each, caplog):
+    dense = generate(each.base, None)
+    assert not [r for r in caplog.records if r.name == "vllm.kvpop_vllm"]
+    assert generate(each.full, None) == dense
+    (line,) = [r for r in caplog.records if r.name == "vllm.kvpop_vllm"]
+    assert "--kv-policy" in line.getMessage() and "\n" not in line.getMessage()
+
+
+@pytest.mark.parametrize("scorer", ["mlp", "linear"])
+def test_other_scorers(qwen3, tmp_path, scorer):
+    adapter = write_random_scorer(tmp_path / "adapter", qwen3.base, scorer)
+    export_checkpoint(qwen3.base, adapter, tmp_path / "out")
+    policy = {"policy": POLICIES[scorer]}
+    assert generate(tmp_path / "out", policy) == generate(qwen3.base, policy | {"scorer": str(adapter)})
+
+
+def test_an_adapter_given_by_name_goes_before_the_checkpoints_own(qwen3, tmp_path):
+    other = write_random_scorer(tmp_path / "adapter", qwen3.base, "linear", seed=3)
+    policy = {"policy": "kvpop-linear", "scorer": str(other)}
+    assert generate(qwen3.full, policy) == generate(qwen3.base, policy)
+
+
+def test_policies_without_scorers_ignore_them(qwen3):
+    policy = {"policy": "streaming-llm", "budget": 64}
+    assert generate(qwen3.full, policy) == generate(qwen3.base, policy)
+
+
+def test_several_shards_stay_as_they_are(qwen3, tmp_path):
+    sharded = tmp_path / "sharded"
+    shutil.copytree(qwen3.base, sharded)
+    tensors = sorted(load_file(qwen3.base / "model.safetensors").items())
+    (sharded / "model.safetensors").unlink()
+    weight_map = {}
+    for i, part in enumerate((tensors[:7], tensors[7:]), 1):
+        save_file(dict(part), sharded / f"part-{i}.safetensors")
+        weight_map |= {name: f"part-{i}.safetensors" for name, _ in part}
+    (sharded / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    export_checkpoint(sharded, qwen3.adapter, tmp_path / "out")
+    for i in (1, 2):
+        name = f"part-{i}.safetensors"
+        assert (tmp_path / "out" / name).read_bytes() == (sharded / name).read_bytes()
+    assert weight_map.items() < json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"].items()
+    assert generate(tmp_path / "out", {"policy": "kvpop"}, tokens=8) == generate(
+        qwen3.base, {"policy": "kvpop", "scorer": str(qwen3.adapter)}, tokens=8
+    )
+
+
+def test_tokenizer_and_other_files_come_along(each, tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import AutoConfig, AutoTokenizer
+
+    model = shutil.copytree(each.base, tmp_path / "base")
+    tokenizer = Tokenizer(models.WordLevel({"<unk>": 0, "kept": 1, "evicted": 2}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    (model / "LICENSE").write_text("anything")
+    (model / "pytorch_model.bin").write_text("other weights")
+    export_checkpoint(model, each.adapter, tmp_path / "out")
+    copied = {f.name for f in (tmp_path / "out").iterdir()}
+    assert {"tokenizer.json", "tokenizer_config.json", "LICENSE"} < copied and "pytorch_model.bin" not in copied
+    assert AutoTokenizer.from_pretrained(tmp_path / "out")("kept or evicted").input_ids == [1, 0, 2]
+    config = AutoConfig.from_pretrained(tmp_path / "out")
+    assert config.model_type == f"{each.kind}_kvpop" and config.kvpop["scorer"] == "mlstm"
+
+
+def test_the_models_dtype_is_written_down(qwen3, tmp_path):
+    """The scorer's float32 must not decide the dtype that vLLM infers for a config without one."""
+    model = shutil.copytree(qwen3.base, tmp_path / "base")
+    config = json.loads((model / "config.json").read_text())
+    del config["dtype"]
+    (model / "config.json").write_text(json.dumps(config))
+    weights = {name: t.bfloat16() for name, t in load_file(model / "model.safetensors").items()}
+    save_file(weights, model / "model.safetensors")
+    export_checkpoint(model, qwen3.adapter, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
+
+
+def configure(model, policy):
+    EngineArgs(
+        str(model), skip_tokenizer_init=True, max_model_len=1024, additional_config={"kv_policy": policy}
+    ).create_engine_config()
+
+
+def edit_scorer(folder, change):
+    save_file(change(load_file(folder / SCORER_SHARD)), folder / SCORER_SHARD)
+
+
+def edit_config(folder, change):
+    config = json.loads((folder / "config.json").read_text())
+    change(config)
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def renamed(tensors):
+    return {name.replace("self_attn.kvpop", "self_attn.retention"): t for name, t in tensors.items()}
+
+
+BIAS = "model.layers.1.self_attn.kvpop.out.bias"
+STRANGE = BIAS.replace("kvpop.out", "kvpop_x")
+DAMAGE = {
+    "layers.1.out.bias is missing": lambda t: {name: tensor for name, tensor in t.items() if name != BIAS},
+    "layers.1.out.bias has shape (3,), expected (2,)": lambda t: t | {BIAS: torch.zeros(3)},
+    "names found": renamed,
+    "model.layers.{i}.self_attn.kvpop_x.bias;": lambda t: t | {STRANGE: torch.zeros(2)},
+    "layers.9.out.bias": lambda t: t | {BIAS.replace("1", "9"): torch.zeros(2)},
+}
+
+
+@pytest.mark.parametrize("named", DAMAGE)
+def test_damaged_tensors_are_refused_before_and_while_loading(copy, monkeypatch, named):
+    edit_scorer(copy, DAMAGE[named])
+    with pytest.raises(ConfigError) as caught:
+        configure(copy, {"policy": "kvpop"})
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+    monkeypatch.setattr(engine_policy, "check_checkpoint", lambda vllm_config: None)
+    if DAMAGE[named] is renamed:  # nothing says that these are scorers: vLLM refuses tensors it has no place for
+        with pytest.raises(ValueError, match="retention"):
+            start(copy, {"policy": "kvpop"})
+    else:
+        with pytest.raises(ConfigError) as caught:
+            start(copy, {"policy": "kvpop"})
+        assert named in str(caught.value)
+
+
+def test_unknown_names_are_refused_without_a_policy_too(copy):
+    edit_scorer(copy, DAMAGE["model.layers.{i}.self_attn.kvpop_x.bias;"])
+    with pytest.raises(ConfigError, match="kvpop_x"):
+        start(copy, None)
+
+
+def test_values_that_are_not_finite(copy):
+    edit_scorer(copy, lambda t: t | {BIAS: torch.full((2,), torch.nan)})
+    with pytest.raises(ConfigError, match="layers.1.out.bias holds values that are not finite"):
+        start(copy, {"policy": "kvpop"})
+
+
+@pytest.mark.parametrize(
+    "named, change",
+    [
+        ("section kvpop: key 'topk' is missing", lambda c: c["kvpop"].pop("topk")),
+        ("version 2", lambda c: c["kvpop"].update(version=2)),
+        ("head_dim", lambda c: c["kvpop"].update(head_dim=64)),
+        ("--kv-policy kvpop-mlp", lambda c: c.update(kvpop=mlp_section(c["kvpop"]))),
+        ("--kv-scorer", lambda c: c.pop("kvpop")),
+    ],
+)
+def test_damaged_sections(copy, named, change):
+    edit_config(copy, change)
+    with pytest.raises(ConfigError) as caught:
+        configure(copy, {"policy": "kvpop"})
+    assert named in str(caught.value) and "\n" not in str(caught.value)
+
+
+def mlp_section(section):
+    mlstm = ("feature_map", "gate_softcap", "norm", "skip", "delayed")
+    return {key: value for key, value in section.items() if key not in mlstm} | {"scorer": "mlp"}
+
+
+def refused_export(capsys, *arguments):
+    assert main(["export", *map(str, arguments)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("kvpop: ") and error.count("\n") == 1
+    return error
+
+
+def test_export_refuses_what_does_not_fit(each, tmp_path, capsys):
+    other = "llama" if each.kind == "qwen3" else "qwen3"
+    out = tmp_path / "out"
+    wrong_type = write_tiny_model(tmp_path / "other", other)
+    wrong_size = write_tiny_model(tmp_path / "bigger", each.kind, layers=3)
+    no_room = write_tiny_model(tmp_path / "qwen2", "qwen2", hidden=128)
+    damaged = shutil.copytree(each.base, tmp_path / "damaged")
+    (damaged / "model.safetensors").write_bytes((each.base / "model.safetensors").read_bytes()[:-8])
+    empty = shutil.copytree(each.base, tmp_path / "empty")
+    (empty / "model.safetensors").unlink()
+    assert "model_type" in refused_export(capsys, wrong_type, each.adapter, out)
+    assert "num_layers" in refused_export(capsys, wrong_size, each.adapter, out)
+    assert "'qwen2' cannot carry scorers" in refused_export(capsys, no_room, each.adapter, out)
+    assert "_kvpop' cannot carry scorers" in refused_export(capsys, each.full, each.adapter, out)
+    assert "not a complete safetensors file" in refused_export(capsys, damaged, each.adapter, out)
+    assert "model.safetensors cannot be read" in refused_export(capsys, empty, each.adapter, out)
+    assert "config.json" in refused_export(capsys, tmp_path / "nowhere", each.adapter, out)
+    assert "kvpop_config.json" in refused_export(capsys, each.base, tmp_path / "nowhere", out)
+    assert not out.exists()
+
+
+def test_export_leaves_nothing_half_done(qwen3, tmp_path, monkeypatch):
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "note.txt").write_text("mine")
+    with pytest.raises(ConfigError, match="not an empty folder"):
+        export_checkpoint(qwen3.base, qwen3.adapter, tmp_path / "full")
+    monkeypatch.setattr(export, "save_file", lambda *args, **options: (_ for _ in ()).throw(OSError("disk full")))
+    with pytest.raises(OSError, match="disk full"):
+        export_checkpoint(qwen3.base, qwen3.adapter, tmp_path / "out")
+    assert [f.name for f in tmp_path.iterdir()] == ["full"]
+    monkeypatch.undo()
+    (tmp_path / "empty").mkdir()
+    export_checkpoint(qwen3.base, qwen3.adapter, tmp_path / "empty")
+    assert (tmp_path / "empty" / SCORER_SHARD).is_file()

@@ -1,0 +1,149 @@
+"""Installed but without a policy, the plugin changes nothing; and engines with and without one leave each other alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from engine.tiny_engine import backend, complete, generate, start
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+from kvpop_vllm.vllm_glue import flags, patches, plugin
+
+TESTS = Path(__file__).resolve().parents[1]
+LIGHT = {"kvpop_vllm", "kvpop_vllm.config", "kvpop_vllm.vllm_glue"} | {
+    f"kvpop_vllm.vllm_glue.{name}"
+    for name in ("plugin", "patches", "flags", "refusals", "select", "engine_policy", "full_checkpoint")
+}
+"""All that may be imported of ours in an engine without a policy."""
+
+
+@pytest.fixture(autouse=True)
+def engines_in_this_process(monkeypatch):
+    """Not for servers that other tests start."""
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
+
+
+@pytest.fixture(scope="module")
+def fresh_processes(model, tmp_path_factory):
+    """What a stock engine does and imports in a process of its own, with the plugin and without it, side by side."""
+    out = tmp_path_factory.mktemp("out")
+    runs = {}
+    for name, plugins in (("with", None), ("without", "")):
+        environment = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
+        environment |= {"PYTHONPATH": str(TESTS), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | (
+            {} if plugins is None else {"VLLM_PLUGINS": plugins}
+        )
+        command = [sys.executable, "-m", "engine.stock_run", str(model), str(out / name)]
+        runs[name] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    for run in runs.values():
+        printed, _ = run.communicate(timeout=180)
+        assert run.returncode == 0, printed.decode()[-3000:]
+    return {name: json.loads((out / name).read_text()) for name in runs}
+
+
+def test_outputs_are_bit_identical_to_an_engine_without_the_plugin(fresh_processes):
+    assert fresh_processes["with"]["outputs"] == fresh_processes["without"]["outputs"]
+    loaded = {name: "kvpop_vllm.vllm_glue.plugin" in report["modules"] for name, report in fresh_processes.items()}
+    assert loaded == {"with": True, "without": False}
+
+
+def test_the_stock_backend_serves(fresh_processes):
+    stock = "vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend"
+    assert [fresh_processes[name]["backend"] for name in ("with", "without")] == [stock, stock]
+
+
+def test_nothing_heavy_of_ours_is_imported(fresh_processes):
+    ours = {name for name in fresh_processes["with"]["modules"] if name.split(".")[0] == "kvpop_vllm"}
+    assert ours <= LIGHT, sorted(ours - LIGHT)
+
+
+def test_only_the_engine_arguments_are_wrapped(fresh_processes):
+    assert fresh_processes["with"]["wrapped"] == ["add_cli_args", "create_engine_config", "from_cli_args"]
+    assert fresh_processes["without"]["wrapped"] == []
+
+
+def test_engines_of_one_process_leave_each_other_alone(model, fresh_processes, tmp_path):
+    """A policy, then stock, then a policy, then stock: all stock ones give what a process without the plugin gives, and
+    the policy gives the same before and after."""
+    scorer = write_random_scorer(tmp_path / "scorer", model)
+    policy = {"policy": "kvpop", "scorer": str(scorer)}
+    stock = fresh_processes["without"]["outputs"]
+    bounded = generate(model, policy)
+    assert as_json(generate(model, None)) == stock
+    assert generate(model, policy) == bounded
+    llm = start(model, None)
+    assert backend(llm).__name__ == "CPUAttentionBackend" and as_json(complete(llm, 24)) == stock
+    assert as_json(bounded) != stock
+
+
+def as_json(outputs):
+    return json.loads(json.dumps(outputs))
+
+
+def test_registering_again_changes_nothing():
+    before = {name: EngineArgs.__dict__[name] for name in ("add_cli_args", "from_cli_args", "create_engine_config")}
+    plugin.register()
+    assert {name: EngineArgs.__dict__[name] for name in before} == before
+
+
+def unwrapped(name):
+    return EngineArgs.__dict__[name].__func__.__wrapped__
+
+
+def test_add_cli_args_adds_only_the_group():
+    ours, stock = FlexibleArgumentParser(), FlexibleArgumentParser()
+    assert EngineArgs.add_cli_args(ours) is ours
+    unwrapped("add_cli_args")(stock)
+    extra = set(ours._option_string_actions) - set(stock._option_string_actions)
+    assert {option for option in extra if "-" in option} == set(flags.FLAGS.values())
+    count = len(ours._actions)
+    flags.add_to(ours)
+    assert len(ours._actions) == count
+
+
+def parsed(*arguments):
+    return EngineArgs.add_cli_args(FlexibleArgumentParser()).parse_args(list(arguments))
+
+
+def test_from_cli_args_returns_what_the_original_returns():
+    for arguments in ([], ["--additional-config", '{"other": 1}'], ["--max-model-len", "64", "--seed", "3"]):
+        arguments = parsed("--model", "m", *arguments)
+        assert EngineArgs.from_cli_args(arguments) == unwrapped("from_cli_args")(EngineArgs, arguments)
+
+
+def test_flags_reach_additional_config_and_win():
+    given = '{"other": 1, "kv_policy": {"policy": "full", "sinks": 2}}'
+    args = parsed("--model", "m", "--additional-config", given, "--kv-policy", "kvpop", "--kv-budget", "64")
+    merged = EngineArgs.from_cli_args(args).additional_config
+    assert merged == {"other": 1, "kv_policy": {"policy": "kvpop", "sinks": 2, "budget": 64}}
+    for broken in ({"kv_policy": 3}, "text"):
+        with pytest.raises(ConfigError, match="--additional-config"):
+            flags.merge(args, broken)
+    assert flags.merge(Namespace(), broken) is broken
+
+
+def test_create_engine_config_passes_everything_through(model):
+    config = EngineArgs(str(model), skip_tokenizer_init=True).create_engine_config()
+    seen = []
+
+    def original(self, *args, **kwargs):
+        seen.append((self, args, kwargs))
+        return config
+
+    args = EngineArgs(str(model))
+    assert patches._create_engine_config(original)(args, "context", headless=True) is config
+    assert seen == [(args, ("context",), {"headless": True})]

@@ -1,0 +1,232 @@
+"""What a policy cannot be combined with is refused in one line that names the option, with no weights in sight: none of
+the model folders here holds any."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from engine.tiny_configs import FP8_CACHE, LLAMA, REFUSED, SERVED
+from vllm.engine.arg_utils import EngineArgs
+from vllm.model_executor.models import registry
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.testing import write_random_scorer
+
+STREAMING = {"policy": "streaming-llm", "budget": 64}
+
+
+@pytest.fixture(autouse=True)
+def inspect_models_here(monkeypatch):
+    """vLLM looks at each model class in a process of its own, 10 s each, to keep CUDA out of this one."""
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Writes a config-only model folder."""
+    root = tmp_path_factory.mktemp("models")
+
+    def write(name: str, config: dict) -> Path:
+        (root / name).mkdir(exist_ok=True)
+        (root / name / "config.json").write_text(json.dumps(config))
+        return root / name
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def llama(folder):
+    return folder("llama", LLAMA)
+
+
+@pytest.fixture
+def scorer(llama, tmp_path):
+    return write_random_scorer(tmp_path / "scorer", llama, "mlstm", sinks=4, window=16, topk=44)
+
+
+def configure(model, policy=STREAMING, **options):
+    options = {"skip_tokenizer_init": True, "max_model_len": 256} | options
+    additional = None if policy is None else {"kv_policy": policy}
+    return EngineArgs(model=str(model), additional_config=additional or {}, **options).create_engine_config()
+
+
+def refusal(model, policy=STREAMING, **options):
+    with pytest.raises(ConfigError) as caught:
+        configure(model, policy, **options)
+    message = str(caught.value)
+    assert message and "\n" not in message
+    assert [f.name for f in Path(model).iterdir()] == ["config.json"]
+    return message
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_models(folder, name):
+    """And without a policy vLLM takes the same model, so that it is the policy's line the user sees."""
+    named, config = REFUSED[name]
+    model = folder(name, config)
+    message = refusal(model)
+    assert named in message and "--kv-policy" in message
+    configure(model, None)
+
+
+@pytest.mark.parametrize("name", SERVED)
+def test_models_that_are_served(folder, name):
+    configure(folder(name, SERVED[name]))
+
+
+def test_the_resolved_cache_dtype_counts(folder, llama):
+    assert "(fp8" in refusal(llama, kv_cache_dtype="fp8")
+    chosen = folder("fp8-cache", LLAMA | {"quantization_config": FP8_CACHE})
+    assert "chosen by the checkpoint" in refusal(chosen)
+    configure(chosen, kv_cache_dtype="bfloat16")
+
+
+@pytest.mark.parametrize(
+    "flag, options",
+    [
+        ("--enable-prefix-caching", {"enable_prefix_caching": True}),
+        ("--speculative-config", {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+        ("--kv-transfer-config", {"kv_transfer_config": {"kv_connector": "ExampleConnector", "kv_role": "kv_both"}}),
+        ("--kv-offloading-size", {"kv_offloading_size": 1.0}),
+        ("--decode-context-parallel-size", {"decode_context_parallel_size": 2, "tensor_parallel_size": 2}),
+        ("--prefill-context-parallel-size", {"prefill_context_parallel_size": 2}),
+        ("--enable-dbo", {"enable_dbo": True}),
+        ("--ubatch-size", {"ubatch_size": 2}),
+        ("--kv-sharing-fast-prefill", {"kv_sharing_fast_prefill": True}),
+        ("--runner pooling", {"runner": "pooling"}),
+        ("--block-size 8", {"block_size": 8}),
+    ],
+)
+def test_engine_arguments(llama, flag, options):
+    assert flag in refusal(llama, **options)
+
+
+def test_all_reasons_in_one_line(llama):
+    message = refusal(llama, enable_prefix_caching=True, enable_dbo=True, kv_offloading_size=1.0)
+    assert all(flag in message for flag in ("--enable-prefix-caching", "--enable-dbo", "--kv-offloading-size"))
+
+
+def test_default_prefix_caching_is_switched_off(llama):
+    assert configure(llama, None).cache_config.enable_prefix_caching is True
+    assert configure(llama).cache_config.enable_prefix_caching is False
+    assert configure(llama, enable_prefix_caching=False).cache_config.enable_prefix_caching is False
+
+
+@pytest.mark.parametrize(
+    "named, policy",
+    [
+        ("--kv-policy", {"policy": "h3o"}),
+        ("--kv-policy", {"budget": 64}),
+        ("'bugdet'", {"policy": "streaming-llm", "bugdet": 64}),
+        ("additional_config", "streaming-llm"),
+        ("--kv-budget", {"policy": "streaming-llm"}),
+        ("--kv-budget to at least 6", {"policy": "streaming-llm", "budget": 5}),
+        ("--kv-budget to at least 37", {"policy": "streaming-llm", "budget": 36, "sinks": 4, "window": 32}),
+        ("--kv-compression", {"policy": "streaming-llm", "budget": 64, "compression": 4}),
+        ("--kv-compression", {"policy": "streaming-llm", "compression": 0.5}),
+        ("--kv-budget", {"policy": "full", "budget": 64}),
+        ("--kv-scorer", {"policy": "streaming-llm", "budget": 64, "scorer": "somewhere"}),
+        ("--kv-scorer", {"policy": "kvpop"}),
+        ("--kv-scorer", {"policy": "kvpop-linear", "scorer": "nowhere-at-all"}),
+    ],
+)
+def test_settings(llama, named, policy):
+    assert named in refusal(llama, policy)
+
+
+def test_a_good_scorer_is_taken(llama, scorer):
+    configure(llama, {"policy": "kvpop", "scorer": str(scorer)})
+
+
+def edit(folder, **changes):
+    path = folder / "kvpop_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def truncate(folder):
+    path = folder / "kvpop_scorer.safetensors"
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+@pytest.mark.parametrize(
+    "named, spoil",
+    [
+        ("kvpop_config.json is missing", shutil.rmtree),
+        ("kvpop_scorer.safetensors is missing", lambda s: (s / "kvpop_scorer.safetensors").unlink()),
+        ("complete safetensors", truncate),
+        ("format 'other'", lambda s: edit(s, format="other")),
+        ("version 2", lambda s: edit(s, version=2)),
+        ("'wnidow'", lambda s: edit(s, wnidow=3)),
+        ("model_type", lambda s: edit(s, model_type="qwen3")),
+        ("has shape", lambda s: edit(s, num_kv_heads=4)),
+        ("layers.2.decay_logit is missing", lambda s: edit(s, num_layers=3)),
+    ],
+)
+def test_damaged_scorers(llama, scorer, named, spoil):
+    spoil(scorer)
+    assert named in refusal(llama, {"policy": "kvpop", "scorer": str(scorer)})
+
+
+def test_a_scorer_of_another_model(folder, scorer):
+    bigger = folder("bigger", LLAMA | {"num_key_value_heads": 1})
+    message = refusal(bigger, {"policy": "kvpop", "scorer": str(scorer)})
+    assert "num_kv_heads" in message and "--kv-scorer" in message
+
+
+def test_a_scorer_of_another_kind_names_its_policy(llama, scorer):
+    assert "--kv-policy kvpop" in refusal(llama, {"policy": "kvpop-mlp", "scorer": str(scorer)})
+
+
+def test_another_window_than_a_delayed_scorers(llama, scorer):
+    message = refusal(llama, {"policy": "kvpop", "scorer": str(scorer), "window": 32})
+    assert "--kv-window 32" in message and "16" in message
+
+
+def test_streaming_input(llama):
+    """The wrapper is what every request passes; a plain one goes on to vLLM's own checks."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    config = configure(llama)
+    processor = InputProcessor.__new__(InputProcessor)
+    processor.vllm_config = config
+    with pytest.raises(ConfigError, match="streaming-input .* --kv-policy streaming-llm") as caught:
+        processor.process_inputs("0", {"prompt_token_ids": [1]}, None, ("generate",), resumable=True)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(TypeError, match="SamplingParams"):
+        processor.process_inputs("0", {"prompt_token_ids": [1]}, None, ("generate",))
+
+
+COMMANDS = {
+    "--kv-policy takes": ["--kv-policy", "h3o"],
+    "--kv-budget to at least": ["--kv-policy", "streaming-llm", "--kv-budget", "5"],
+    "--enable-prefix-caching": ["--kv-policy", "streaming-llm", "--kv-budget", "64", "--enable-prefix-caching"],
+}
+
+
+def test_commands(llama):
+    """``vllm serve`` prints one line and no traceback, and fails; all commands at once, each is mostly imports."""
+    vllm = str(Path(sys.executable).with_name("vllm"))
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"}
+    runs = {
+        named: subprocess.Popen(
+            [vllm, "serve", str(llama), "--max-model-len", "256", *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=environment,
+        )
+        for named, options in COMMANDS.items()
+    }
+    for named, run in runs.items():
+        out, err = run.communicate(timeout=120)
+        assert run.returncode not in (0, None), named
+        assert "Traceback" not in out + err
+        lines = [line for line in (out + err).splitlines() if "kvpop: error:" in line]
+        assert len(lines) == 1 and err.rstrip().endswith(lines[0]), err
+        assert lines[0].startswith("kvpop: error: ") and named in lines[0]

@@ -1,0 +1,55 @@
+"""vLLM's engine on tiny models, in this process if VLLM_ENABLE_V1_MULTIPROCESSING is 0."""
+
+from __future__ import annotations
+
+import gc
+
+from kvpop_vllm.testing import random_prompt
+
+PROMPTS = [random_prompt(length, seed=length) for length in (1, 5, 64, 300)]
+
+
+def generate(model, policy: dict | None, *, tokens: int = 24, **options) -> list[list[tuple[int, float]]]:
+    """Greedy tokens of :data:`PROMPTS` with their log-probabilities, after a start of its own.
+
+    Args:
+        model: folder. policy: contents of ``kv_policy``, None for a stock engine. options: of ``LLM``.
+    """
+    llm = start(model, policy, **options)
+    try:
+        return complete(llm, tokens)
+    finally:
+        del llm
+        gc.collect()
+
+
+def start(model, policy: dict | None, **options):
+    """A float32, eager engine."""
+    from vllm import LLM
+
+    sizes = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
+    return LLM(
+        str(model),
+        skip_tokenizer_init=True,
+        enforce_eager=True,
+        additional_config={} if policy is None else {"kv_policy": policy},
+        **(sizes | options),
+    )
+
+
+def complete(llm, tokens: int) -> list[list[tuple[int, float]]]:
+    from vllm import SamplingParams
+
+    params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, detokenize=False, ignore_eos=True)
+    answers = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+    outputs = [answer.outputs[0] for answer in answers]
+    return [
+        [(token, chosen[token].logprob) for token, chosen in zip(out.token_ids, out.logprobs, strict=True)]
+        for out in outputs
+    ]
+
+
+def backend(llm) -> type:
+    """The attention backend class in use."""
+    runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
+    return runner.attn_groups[0][0].backend

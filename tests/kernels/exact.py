@@ -1,0 +1,86 @@
+"""One KV head of one request by definition, token by token in float64; shares no code with the kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvpop_vllm.kernels import ops
+
+
+@dataclass
+class Exact:
+    """Tokens held, their raw scores, and an unstabilised mLSTM state."""
+
+    rule: ops.RetentionRule
+    head: int
+    budget: int
+    tokens: dict = field(default_factory=dict)  # position -> (k, v)
+    score: dict = field(default_factory=dict)
+    state: tuple = (0.0, 0.0)
+
+    def weight(self, name):
+        tensor = getattr(self.rule.scorer, name)
+        return None if tensor is None else tensor[self.head].double()
+
+    def phi(self, a):
+        return torch.cat([a.softmax(0), (-a).softmax(0)]) if self.rule.scorer.feature_map == "hedgehog" else a.softmax(0)
+
+    def gate(self, x, name):
+        a, cap = self.weight(f"{name}_weight") @ x + self.weight(f"{name}_bias"), self.rule.scorer.gate_softcap
+        return a if cap is None else cap * torch.tanh(a / cap)
+
+    def update(self, x):
+        w, size = self.rule.scorer, len(x) // 2
+        value = x[size:] if w.v_proj is None else x @ self.weight("v_proj")
+        key = self.phi(x @ self.weight("k_proj"))
+        i, f = torch.exp(self.gate(x, "igate")), torch.sigmoid(self.gate(x, "fgate"))
+        self.state = f * self.state[0] + i * torch.outer(key, value), f * self.state[1] + i * key
+
+    def read(self, x):
+        query = self.phi(x @ self.weight("q_proj"))
+        h = (query @ self.state[0]) / (query @ self.state[1] + 1e-6)
+        if self.rule.scorer.norm_weight is not None:
+            h = h / torch.sqrt((h * h).mean() + 1e-6) * self.weight("norm_weight")
+        r = self.weight("out_weight") @ (h * torch.sigmoid(h)) + self.weight("out_bias")
+        return float(r if self.rule.scorer.skip_weight is None else r + self.weight("skip_weight") @ x)
+
+    def raw_score(self, x):
+        w = self.rule.scorer
+        if w is None:
+            return 0.0
+        if isinstance(w, ops.LinearWeights):
+            return float(self.weight("weight") @ x + self.weight("bias"))
+        if isinstance(w, ops.MLPWeights):
+            hidden = x @ self.weight("fc1_weight") + self.weight("fc1_bias")
+            return float(self.weight("fc2_weight") @ (hidden * torch.sigmoid(hidden)) + self.weight("fc2_bias"))
+        return self.read(x)
+
+    def step(self, position, q, k, v, scale):
+        """Output [G, D], lse [G] and the margin of the decision taken."""
+        rule, margin = self.rule, float("inf")
+        k, v, q = k.double(), v.double(), q.double()
+        x, leaving = torch.cat([k, v]), position - rule.window
+        if isinstance(rule.scorer, ops.MLSTMWeights):
+            self.update(x)
+            if not rule.scorer.delayed:
+                self.score[position] = self.read(x)
+        self.tokens[position] = (k, v)
+        if leaving >= rule.sinks:
+            if leaving not in self.score:
+                self.score[leaving] = self.raw_score(torch.cat(self.tokens[leaving]))
+            ranked = sorted(
+                (self.score[t] + (position - t) // rule.decay_step * float(rule.log_gamma[self.head]), t)
+                for t in self.tokens
+                if rule.sinks <= t <= leaving
+            )
+            if len(ranked) > self.budget - rule.sinks - rule.window:
+                margin = ranked[1][0] - ranked[0][0] if len(ranked) > 1 else margin
+                del self.tokens[ranked[0][1]]
+        keys, values = (torch.stack(rows) for rows in zip(*self.tokens.values(), strict=True))
+        logits = q @ keys.T * scale
+        return logits.softmax(-1) @ values, logits.logsumexp(-1), margin
+
+    def long_range(self, position):
+        return {t: self.score[t] for t in self.tokens if self.rule.sinks <= t <= position - self.rule.window}

@@ -1,0 +1,83 @@
+"""Eviction times: reference and C++ against a list of held tokens."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpop_vllm.kernels import ops
+
+NEVER = torch.iinfo(torch.int64).max
+IMPLS = ["reference", "cpp"]
+
+
+def naive(score, position, held, topk, window, log_gamma, step):
+    """One head, by definition."""
+    evicted_at, alive = [NEVER] * len(score), list(range(held))
+    for arrival in range(held, len(score)):
+        alive.append(arrival)
+        if len(alive) <= topk:
+            continue
+        q = position[arrival] + window
+        victim = min(alive, key=lambda i: (score[i] + (q - position[i]) // step * log_gamma, position[i]))
+        evicted_at[victim] = q
+        alive.remove(victim)
+    return evicted_at
+
+
+def draw_tokens(generator, heads, held, arrivals, coarse):
+    """Scores; positions of the held tokens below those of the arrivals, in any order."""
+    score = torch.randn(heads, held + arrivals, generator=generator) * 3
+    if coarse:
+        score = score.round() / 4  # with dyadic decays, ties are exact
+    start = 2 * held + 5
+    old = torch.stack([torch.randperm(start, generator=generator)[:held] for _ in range(heads)])
+    return score, torch.cat([old, torch.arange(start, start + arrivals).expand(heads, -1)], 1)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    heads=st.integers(1, 4),
+    topk=st.integers(0, 20),
+    held=st.integers(0, 20),
+    arrivals=st.integers(0, 60),
+    window=st.integers(1, 9),
+    step=st.sampled_from([1, 1, 2, 5, 64, 10**9]),
+    coarse=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_equals_the_definition(heads, topk, held, arrivals, window, step, coarse, seed):
+    generator, held = torch.Generator().manual_seed(seed), min(held, topk)
+    score, position = draw_tokens(generator, heads, held, arrivals, coarse)
+    log_gamma = -torch.rand(heads, generator=generator, dtype=torch.float64)
+    if coarse:
+        log_gamma = (log_gamma * 4).round() / 4
+    rows = [
+        naive(score[h].tolist(), position[h].tolist(), held, topk, window, float(log_gamma[h]), step) for h in range(heads)
+    ]
+    expected = torch.tensor(rows, dtype=torch.int64).view(heads, -1)
+    for impl in IMPLS:
+        got = ops.online_topk(
+            score, position, held, topk=topk, window=window, log_gamma=log_gamma, decay_step=step, impl=impl
+        )
+        assert got.dtype == torch.int64 and torch.equal(got, expected), impl
+
+
+def test_strided_inputs():
+    generator = torch.Generator().manual_seed(1)
+    score, position = draw_tokens(generator, 3, 4, 50, False)
+    log_gamma = torch.full((3,), -0.01, dtype=torch.float64)
+    wide = torch.stack([score, score], -1)[..., 0]
+    for impl in IMPLS:
+        a, b = (ops.online_topk(s, position, 4, topk=6, window=3, log_gamma=log_gamma, impl=impl) for s in (score, wide))
+        assert torch.equal(a, b)
+
+
+def test_bad_arguments_are_refused():
+    score, position = draw_tokens(torch.Generator().manual_seed(1), 2, 4, 5, False)
+    log_gamma = torch.zeros(2, dtype=torch.float64)
+    for error, held, of in ((ValueError, 7, score), (ValueError, 4, score[0]), (TypeError, 4, score.double())):
+        with pytest.raises(error):
+            ops.online_topk(of, position, held, topk=6, window=3, log_gamma=log_gamma, impl="cpp")
