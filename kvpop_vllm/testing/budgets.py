@@ -87,11 +87,11 @@ def error_budget(
     Returns:
         One budget per output, in the structure ``fn`` returns.
     """
-    low = [_cast(x, low_dtype) for x in inputs]
-    eager, exact = fn(*low), fn(*[_cast(x, torch.float64) for x in low])
+    rounded = [_cast(x, low_dtype) for x in inputs]
+    eager, exact = fn(*rounded), fn(*[_cast(x, torch.float64) for x in rounded])
     if isinstance(eager, torch.Tensor):
         return ErrorBudget(exact, eager, factor)
-    return tuple(ErrorBudget(e, l, factor) for e, l in zip(exact, eager, strict=True))
+    return tuple(ErrorBudget(high, low, factor) for high, low in zip(exact, eager, strict=True))
 
 
 def assert_within_budget(

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -93,7 +94,7 @@ def _model_weights(config: dict, generator: torch.Generator) -> dict[str, torch.
     return weights
 
 
-def _layer_weights(config: dict, normal) -> dict[str, torch.Tensor]:
+def _layer_weights(config: dict, normal: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
     hidden, inner, dim = config["hidden_size"], config["intermediate_size"], config["head_dim"]
     wide, narrow = config["num_attention_heads"] * dim, config["num_key_value_heads"] * dim
     shapes = {

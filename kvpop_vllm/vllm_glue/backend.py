@@ -9,6 +9,7 @@ from typing import ClassVar
 import torch
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
+from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
     AttentionBackend,
@@ -21,9 +22,12 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+
+logger = init_logger("vllm.kvpop_vllm")
 
 
 class FixedBudgetBackend(AttentionBackend):
@@ -90,6 +94,17 @@ def for_config(vllm_config) -> type[FixedBudgetBackend]:
     return type(
         "FixedBudgetBackend", (FixedBudgetBackend,), {"policy": engine_policy(vllm_config), "block_slots": slots}
     )
+
+
+def _log_kernels(dtype: torch.dtype) -> None:
+    """Says once which implementation decodes; the reference is slow, and nobody should have to guess."""
+    chosen = dispatch.select("decode_step", torch.empty(0, dtype=dtype))
+    if chosen == "reference":
+        logger.warning_once(
+            "decoding with the slow reference kernels: kvpop_vllm._C is not built, or has none for %s", dtype
+        )
+    else:
+        logger.info_once("decoding with the %s kernels", chosen)
 
 
 @dataclass
@@ -167,6 +182,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         rule = self.policy.rule(extract_layer_index(name), slice(first, first + self.num_kv_heads))
         layout = for_config(self.vllm_config).layout(self.num_kv_heads, self.head_size, act_dtype)
         self.attention = FixedBudgetAttention(layout, rule, self.scale)
+        _log_kernels(act_dtype)
 
     def forward(
         self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None

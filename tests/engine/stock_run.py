@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from engine.tiny_engine import backend, complete, start
+from engine.tiny_engine import backend, complete, start, stop
 
 
 def main(model: str, out: str) -> None:
@@ -25,6 +25,7 @@ def main(model: str, out: str) -> None:
         "modules": sorted(name for name in sys.modules if not name.startswith("kvpop_vllm.testing")),
         "wrapped": [name for owner, name in names if hasattr(getattr(owner, name), "_kvpop_wrapped")],
     }
+    stop(llm)
     with open(out, "w") as file:
         json.dump(report, file)
 

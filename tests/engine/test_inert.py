@@ -10,7 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
-from engine.tiny_engine import backend, complete, generate, start
+from engine.tiny_engine import backend, complete, generate, start, stop
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -87,6 +87,7 @@ def test_engines_of_one_process_leave_each_other_alone(model, fresh_processes, t
     assert generate(model, policy) == bounded
     llm = start(model, None)
     assert backend(llm).__name__ == "CPUAttentionBackend" and as_json(complete(llm, 24)) == stock
+    stop(llm)
     assert as_json(bounded) != stock
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-
 from kvpop_vllm.testing import random_prompt
 
 PROMPTS = [random_prompt(length, seed=length) for length in (1, 5, 64, 300)]
@@ -19,8 +17,7 @@ def generate(model, policy: dict | None, *, tokens: int = 24, **options) -> list
     try:
         return complete(llm, tokens)
     finally:
-        del llm
-        gc.collect()
+        stop(llm)
 
 
 def start(model, policy: dict | None, **options):
@@ -35,6 +32,11 @@ def start(model, policy: dict | None, **options):
         additional_config={} if policy is None else {"kv_policy": policy},
         **(sizes | options),
     )
+
+
+def stop(llm) -> None:
+    """Now, rather than when the last reference goes: that would tear down what a later engine uses."""
+    llm.llm_engine.engine_core.shutdown()
 
 
 def complete(llm, tokens: int) -> list[list[tuple[int, float]]]:
