@@ -57,7 +57,7 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     Weights that are elsewhere or not safetensors are left to the check at loading.
 
     Raises:
-        ConfigError: a tensor is missing, misnamed or misshapen.
+        ConfigError: a tensor is missing, misnamed or misshapen, or the architecture is not one that carries scorers.
     """
     policy = policy_from_checkpoint(vllm_config)
     if policy is None:
@@ -65,8 +65,13 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     from vllm.transformers_utils.config import get_safetensors_params_metadata
 
     from kvpop_vllm.scorers import checkpoint
+    from kvpop_vllm.scorers.export import ARCHITECTURES
 
     model = vllm_config.model_config
+    if not set(model.architectures) & set(ARCHITECTURES.values()):
+        raise ConfigError(
+            f"{model.model}: config.json has a kvpop section, so architectures must be one of {', '.join(ARCHITECTURES.values())}, not {', '.join(model.architectures)}"
+        )
     try:
         header = get_safetensors_params_metadata(model.model, revision=model.revision)
     except (OSError, ValueError, struct.error) as error:

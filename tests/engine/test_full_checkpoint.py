@@ -23,15 +23,17 @@ from kvpop_vllm.vllm_glue import engine_policy
 POLICIES = {"mlstm": "kvpop", "mlp": "kvpop-mlp", "linear": "kvpop-linear"}
 
 
-@pytest.fixture(autouse=True)
-def engines_in_this_process(monkeypatch):
+@pytest.fixture(autouse=True, scope="module")
+def engines_in_this_process():
     """Not for servers that other tests start."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        yield
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    """Kind -> base model, adapter, and the export of both.
+    """Kind -> base model, adapter, the export of both, and what the base answers densely and with the adapter.
 
     The adapter's state is of an unusual size: it has to come from the tensors, the config does not tell.
     """
@@ -43,7 +45,8 @@ def family(tmp_path_factory):
         sizes = {"features": 8, "value_width": 24, "norm": True, "skip": True}
         adapter = write_random_scorer(root / "adapter", base, "mlstm", **sizes)
         assert main(["export", str(base), str(adapter), str(root / "full")]) == 0
-        return SimpleNamespace(kind=kind, base=base, adapter=adapter, full=root / "full")
+        dense, bounded = generate(base, None), generate(base, {"policy": "kvpop", "scorer": str(adapter)})
+        return SimpleNamespace(kind=kind, base=base, adapter=adapter, full=root / "full", dense=dense, bounded=bounded)
 
     return make
 
@@ -78,15 +81,12 @@ def test_the_folder(each):
 
 
 def test_it_equals_the_base_with_the_adapter(each):
-    bounded = generate(each.full, {"policy": "kvpop"})
-    assert bounded == generate(each.base, {"policy": "kvpop", "scorer": str(each.adapter)})
-    assert bounded[3] != generate(each.base, None)[3]  # the longest prompt: something was evicted
+    assert generate(each.full, {"policy": "kvpop"}) == each.bounded
+    assert each.bounded[3] != each.dense[3]  # the longest prompt: something was evicted
 
 
 def test_without_a_policy_it_serves_densely_with_one_line(each, caplog):
-    dense = generate(each.base, None)
-    assert not [r for r in caplog.records if r.name == "vllm.kvpop_vllm"]
-    assert generate(each.full, None) == dense
+    assert generate(each.full, None) == each.dense
     (line,) = [r for r in caplog.records if r.name == "vllm.kvpop_vllm"]
     assert "--kv-policy" in line.getMessage() and "\n" not in line.getMessage()
 
@@ -125,9 +125,7 @@ def test_several_shards_stay_as_they_are(qwen3, tmp_path):
         name = f"part-{i}.safetensors"
         assert (tmp_path / "out" / name).read_bytes() == (sharded / name).read_bytes()
     assert weight_map.items() < json.loads((tmp_path / "out" / INDEX).read_text())["weight_map"].items()
-    assert generate(tmp_path / "out", {"policy": "kvpop"}, tokens=8) == generate(
-        qwen3.base, {"policy": "kvpop", "scorer": str(qwen3.adapter)}, tokens=8
-    )
+    assert generate(tmp_path / "out", {"policy": "kvpop"}) == qwen3.bounded
 
 
 def test_tokenizer_and_other_files_come_along(each, tmp_path):
@@ -228,6 +226,7 @@ def test_values_that_are_not_finite(copy):
         ("head_dim", lambda c: c["kvpop"].update(head_dim=64)),
         ("--kv-policy kvpop-mlp", lambda c: c.update(kvpop=mlp_section(c["kvpop"]))),
         ("--kv-scorer", lambda c: c.pop("kvpop")),
+        ("must be one of LlamaKVpopForCausalLM", lambda c: c.update(architectures=["Qwen3ForCausalLM"])),
     ],
 )
 def test_damaged_sections(copy, named, change):
