@@ -1,0 +1,96 @@
+"""A `vllm serve` child process on a free local port, always stopped again."""
+
+from __future__ import annotations
+
+import re
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+
+class ServerError(Exception):
+    """The server did not come up or went away; the message ends with its last lines."""
+
+
+class Server:
+    """Runs `vllm serve MODEL OPTIONS...`; use as a context manager.
+
+    Args:
+        model: folder or Hub id. options: further arguments. wait_s: seconds to wait for /health.
+        say: called with progress lines.
+    """
+
+    def __init__(self, model: str, *options: str, wait_s: float = 400, say=print):
+        self.model, self.options, self.wait_s, self.say = model, options, wait_s, say
+
+    def __enter__(self) -> Server:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        command = [str(Path(sys.executable).with_name("vllm")), "serve", self.model, *self.options]
+        command += ["--host", "127.0.0.1", "--port", str(self.port)]
+        self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")
+        self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+        try:
+            self._wait()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        return self
+
+    def _wait(self) -> None:
+        start, said = time.monotonic(), 0.0
+        while time.monotonic() - start < self.wait_s:
+            if self.process.poll() is not None:
+                raise ServerError(f"vllm serve ended with code {self.process.returncode}:\n{self.tail()}")
+            try:
+                urllib.request.urlopen(f"{self.url}/health", timeout=2).close()
+                self.say(f"  healthy after {time.monotonic() - start:.0f} s")
+                return
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.5)
+            if time.monotonic() - start - said > 15:
+                said = time.monotonic() - start
+                self.say(f"  starting, {said:.0f} s")
+        raise ServerError(f"vllm serve was not healthy after {self.wait_s:.0f} s:\n{self.tail()}")
+
+    def __exit__(self, *_) -> None:
+        self.process.terminate()
+        try:
+            self.process.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self._log.close()
+
+    def log(self) -> str:
+        """Everything the server has printed."""
+        return Path(self._log.name).read_text(errors="replace")
+
+    def tail(self, lines: int = 8) -> str:
+        return "\n".join(self.log().splitlines()[-lines:])
+
+    def metrics(self) -> str:
+        """The text of /metrics."""
+        with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
+            return reply.read().decode()
+
+    def cache_info(self, name: str) -> float:
+        """A number among the labels of `vllm:cache_config_info`."""
+        found = re.search(rf'^vllm:cache_config_info{{.*?\b{name}="([^"]+)"', self.metrics(), re.MULTILINE)
+        if found is None:
+            raise ServerError(f"/metrics has no {name} in vllm:cache_config_info")
+        return float(found[1])
+
+    def blocks_in_use(self) -> int:
+        """Blocks that requests hold right now, from vLLM's own usage gauge (its null block is not counted)."""
+        usage = re.search(r"^vllm:kv_cache_usage_perc{[^}]*} (\S+)", self.metrics(), re.MULTILINE)
+        if usage is None:
+            raise ServerError("/metrics has no vllm:kv_cache_usage_perc")
+        return round(float(usage[1]) * (self.cache_info("num_gpu_blocks") - 1))
