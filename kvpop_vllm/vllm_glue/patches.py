@@ -13,6 +13,12 @@ EngineArgs.create_engine_config        The only point between the arguments and 
                                        validate_configuration on CPU too (vLLM issue 42449 is about such hooks).
 InputProcessor.process_inputs          Requests that stream their input rewind the sequence. Wrapped on the first engine
                                        with a policy: refuses them there. Goes when a KV cache spec can refuse.
+decorators._try_load_aot_compiled_fn   (compile_cache.py) On CPU vLLM cannot load what it compiled and saved: each start would
+                                       compile for a minute. Wrapped: with a policy, torch's artefact gets the method
+                                       that vLLM calls on its own. Goes when vLLM loads such artefacts.
+caching.aot_compile_hash_factors       (compile_cache.py) The key of that cache holds all of additional_config, though the
+                                       compiled graph depends neither on the budget nor on the scorer. Wrapped: with
+                                       a policy, only its name counts. Goes when a plugin can name its own factors.
 =====================================  ==============================================================================
 
 Without a policy each wrapper calls the original with unchanged arguments and returns what it returns.

@@ -77,6 +77,13 @@ def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
         dtype not in ("auto", "float16", "bfloat16", "float32"),
         f"a quantised KV cache ({dtype}): set --kv-cache-dtype to the model's own dtype",
     )
+    own = str(model.dtype).removeprefix("torch.")
+    yield (
+        dtype in ("float16", "bfloat16", "float32") and dtype != own,
+        f"a {dtype} KV cache beside a {own} model: leave --kv-cache-dtype out",
+    )
+    platform = vllm_config.device_config.device_type
+    yield platform != "cpu", f"the {platform} platform yet: serve on a CPU, or leave --kv-policy out"
     yield vllm_config.kv_transfer_config is not None, "a KV connector: leave --kv-transfer-config out"
     yield (
         vllm_config.speculative_config is not None,

@@ -15,6 +15,7 @@ def __getattr__(name: str):
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 
         return CPUAttentionBackend
-    from kvpop_vllm.vllm_glue import backend
+    from kvpop_vllm.vllm_glue import backend, compile_cache
 
+    compile_cache.apply()
     return backend.for_config(vllm_config)

@@ -17,6 +17,7 @@ from vllm.model_executor.models import registry
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_random_scorer
+from kvpop_vllm.vllm_glue import refusals
 
 STREAMING = {"policy": "streaming-llm", "budget": 64}
 
@@ -84,7 +85,18 @@ def test_the_resolved_cache_dtype_counts(folder, llama):
     assert "(fp8" in refusal(llama, kv_cache_dtype="fp8")
     chosen = folder("fp8-cache", LLAMA | {"quantization_config": FP8_CACHE})
     assert "chosen by the checkpoint" in refusal(chosen)
-    configure(chosen, kv_cache_dtype="bfloat16")
+    configure(chosen, dtype="bfloat16", kv_cache_dtype="bfloat16")
+
+
+def test_a_cache_of_another_dtype_than_the_model(llama):
+    assert "leave --kv-cache-dtype out" in refusal(llama, dtype="float32", kv_cache_dtype="bfloat16")
+
+
+def test_other_platforms(llama):
+    vllm_config = configure(llama)
+    vllm_config.device_config.device_type = "cuda"
+    with pytest.raises(ConfigError, match="the cuda platform yet: serve on a CPU"):
+        refusals.check_config(vllm_config)
 
 
 @pytest.mark.parametrize(

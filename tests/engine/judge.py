@@ -1,0 +1,184 @@
+"""Compares an engine's run with the naive oracle, the engine's own tokens forced on it (SEMANTICS section 2)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+from kvpop_vllm.testing import (
+    OracleModel,
+    OraclePolicy,
+    OracleRun,
+    derived_budget,
+    derived_margin_bound,
+    retained_sets,
+)
+
+MOST_NEAR_TIES = 1e-3
+"""Largest share of decisions that may differ because they are near-ties."""
+
+
+class Nudge(NamedTuple):
+    """The oracle's near-tie decided as the engine did: ``token`` scores ``by`` more."""
+
+    layer: int
+    head: int
+    token: int
+    by: float
+
+
+class Reference(NamedTuple):
+    """The oracle on one sequence, in float64 and, with the same sets, in float32."""
+
+    exact: OracleRun
+    low: OracleRun
+
+    @property
+    def budget(self) -> float:
+        return derived_budget(self.low, self.exact)
+
+    @property
+    def bounds(self) -> list[float]:
+        return derived_margin_bound(self.low, self.exact)
+
+
+@dataclass
+class Verdict:
+    """What was compared. near_ties of decisions fell otherwise; close_tokens of tokens may differ by the oracle's gap."""
+
+    sets: int = 0
+    decisions: int = 0
+    near_ties: int = 0
+    logprobs: int = 0
+    worst: float = 0.0
+    budget: float = 0.0
+    tokens: int = 0
+    close_tokens: int = 0
+
+    def __str__(self) -> str:
+        return (
+            f"{self.sets} retained sets, {self.decisions} decisions ({self.near_ties} near-ties), {self.logprobs} "
+            f"log-probs off by at most {self.worst:.1e} (budget {self.budget:.1e}), {self.tokens} greedy tokens "
+            f"({self.close_tokens} too close to call)"
+        )
+
+
+@dataclass
+class Judge:
+    """One model under one policy; oracle runs are kept."""
+
+    model_dir: str
+    policy: OraclePolicy
+    known: dict = field(default_factory=dict)
+
+    def __post_init__(self):
+        self.models = OracleModel(self.model_dir), OracleModel(self.model_dir, torch.float32)
+
+    def reference(self, tokens: Sequence[int], nudges: tuple[Nudge, ...] = ()) -> Reference:
+        key = tuple(tokens), nudges
+        if key not in self.known:
+            exact, low = self.models
+            run = exact.run(tokens, self.policy)
+            if nudges:
+                run = self._steered(tokens, nudges, run.visible)
+            self.known[key] = Reference(run, low.run(tokens, self.policy, visible=run.visible))
+        return self.known[key]
+
+    def _steered(self, tokens, nudges, sets) -> OracleRun:
+        """Layer by layer, as a layer's scores depend on what those before it retained."""
+        exact, policy, sets = self.models[0], self.policy, list(sets)
+        for layer in range(exact.layers):
+            scores = exact.run(tokens, policy, visible=sets).scores[layer].clone()
+            for nudge in nudges:
+                if nudge.layer == layer:
+                    scores[nudge.head, nudge.token] += nudge.by
+            decay = policy.decay(layer, exact.kv_heads)
+            rule = decay, policy.sinks, policy.window, policy.topk, policy.step
+            sets[layer] = torch.from_numpy(retained_sets(scores.numpy(), *rule))
+        return exact.run(tokens, policy, visible=sets)
+
+    def check(self, answers, held) -> Verdict:
+        """All requests of a run, against budgets pooled over all of their positions.
+
+        Args:
+            answers: request id -> finished ``RequestOutput``. held: the recorder's.
+
+        Raises:
+            AssertionError: a set, a log-probability or a token differs by more than rounding explains.
+        """
+        verdict, settled = Verdict(), []
+        fed = {name: [*a.prompt_token_ids, *a.outputs[0].token_ids[:-1]] for name, a in answers.items()}
+        plain = [self.reference(tokens) for tokens in fed.values()]
+        bounds = [max(layer) for layer in zip(*(reference.bounds for reference in plain), strict=True)]
+        for name, answer in answers.items():
+            reference, ties = self._settle(fed[name], held[name], bounds, name)
+            settled.append((answer, reference))
+            verdict.near_ties += ties
+            verdict.sets += sum(len(steps) * self.models[0].kv_heads for steps in held[name].values())
+            verdict.decisions += sum(int(m.isfinite().sum()) for m in reference.exact.margins)
+        verdict.budget = max(reference.budget for _, reference in settled)
+        for answer, reference in settled:
+            self._check_logprobs(answer, reference.exact, verdict)
+            self._check_tokens(answer, reference.exact, verdict)
+        assert verdict.near_ties <= MOST_NEAR_TIES * verdict.decisions, str(verdict)
+        return verdict
+
+    def _settle(self, tokens, held, bounds, name) -> tuple[Reference, int]:
+        """The oracle with its near-ties decided as the engine did; anything else that differs is a failure."""
+        nudges: tuple[Nudge, ...] = ()
+        assert sorted(held) == list(range(self.models[0].layers)), f"request {name}: a layer was never called"
+        while True:
+            reference = self.reference(tokens, nudges)
+            found = _first_difference(reference.exact, held)
+            if found is None:
+                return reference, len(nudges)
+            layer, head, first, last = found
+            margins = reference.exact.margins[layer][head, first : last + 1]
+            margin, query = float(margins.min()), first + int(margins.argmin())
+            where = f"request {name}, layer {layer}, head {head}, queries {first} to {last}"
+            assert margin < bounds[layer] and len(nudges) < 20, (
+                f"{where}: other tokens are retained than by the oracle, whose smallest margin is {margin:.2e} "
+                f"(near-tie below {bounds[layer]:.1e})"
+            )
+            row = reference.exact.visible[layer][head]
+            (victim,) = set(torch.nonzero(row[query - 1] & ~row[query]).flatten().tolist())
+            nudges += (Nudge(layer, head, victim, 2 * abs(margin) + 1e-12),)
+
+    def _check_logprobs(self, answer, run: OracleRun, verdict: Verdict) -> None:
+        prompt, length = answer.prompt_logprobs or [None], len(answer.prompt_token_ids)
+        given = [*enumerate(prompt[1:]), *enumerate(answer.outputs[0].logprobs, start=length - 1)]
+        for row, entries in given:
+            for token, entry in entries.items():
+                error = abs(entry.logprob - float(run.logprobs[row, token]))
+                verdict.worst, verdict.logprobs = max(verdict.worst, error), verdict.logprobs + 1
+                assert error <= verdict.budget, (  # also when it is not a number
+                    f"request {answer.request_id}: log-prob of token {token} after position {row} of {length} + "
+                    f"{len(answer.outputs[0].token_ids)} is off by {error:.2e}, budget {verdict.budget:.1e}"
+                )
+
+    def _check_tokens(self, answer, run: OracleRun, verdict: Verdict) -> None:
+        gap, best = run.top2_gap, run.logprobs.argmax(-1)
+        for row, token in enumerate(answer.outputs[0].token_ids, start=len(answer.prompt_token_ids) - 1):
+            close = float(gap[row]) <= verdict.budget
+            verdict.tokens, verdict.close_tokens = verdict.tokens + 1, verdict.close_tokens + close
+            assert close or token == int(best[row]), f"request {answer.request_id}: token {token} after position {row}"
+
+
+def _first_difference(run: OracleRun, held) -> tuple[int, int, int, int] | None:
+    """Layer, head, first and last query among which the engine first decides otherwise; later layers follow from it."""
+    for layer in sorted(held):
+        earliest = math.inf, None
+        for head in range(len(run.visible[layer])):
+            before = 0
+            for step in held[layer]:
+                if step.positions[head] != run.retained(layer, head, step.seen - 1):
+                    earliest = min(earliest, (step.seen, (layer, head, min(before, step.seen - 1), step.seen - 1)))
+                    break
+                before = step.seen
+        if earliest[1] is not None:
+            return earliest[1]
+    return None

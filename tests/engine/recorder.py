@@ -1,0 +1,146 @@
+"""Watches an engine of this process: what its pages hold after every layer call, and its blocks at every step."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from vllm.model_executor.models.utils import extract_layer_index
+
+from kvpop_vllm.cache.retained import slot_positions
+from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl, FixedBudgetMetadataBuilder
+
+
+class Held(NamedTuple):
+    """What one request holds after one layer call: after ``seen`` tokens, ``new`` of them in this step."""
+
+    seen: int
+    new: int
+    positions: list[list[int]]  # per head, sorted
+
+
+class Row(NamedTuple):
+    """One request of the batch that the runner has built."""
+
+    request: str
+    first: int
+    new: int
+    seen: int
+    blocks: torch.Tensor
+
+
+@dataclass
+class Blocks:
+    """Blocks after one call of the scheduler: request -> (tokens scheduled so far, its blocks), and how many are free."""
+
+    running: dict[str, tuple[int, list[int]]]
+    free: int
+
+
+@dataclass
+class Recorder:
+    """Records while it is attached.
+
+    Attributes:
+        held: request -> layer -> one :class:`Held` per step, in order.
+        query, key, value, out: request -> layer -> ``[tokens, heads, D]``, the last call that saw a token.
+        blocks: one entry per call of the scheduler. preemptions: request -> how often so far.
+    """
+
+    llm: object
+    held: dict[str, dict[int, list[Held]]] = field(default_factory=lambda: defaultdict(lambda: defaultdict(list)))
+    tensors: dict[tuple, torch.Tensor] = field(default_factory=dict)
+    blocks: list[Blocks] = field(default_factory=list)
+    preemptions: dict[str, int] = field(default_factory=dict)
+    _rows: list[Row] = field(default_factory=list)
+
+    @property
+    def scheduler(self):
+        return self.llm.llm_engine.engine_core.engine_core.scheduler
+
+    @property
+    def runner(self):
+        return self.llm.llm_engine.model_executor.driver_worker.worker.model_runner
+
+    @property
+    def pool(self):
+        return self.scheduler.kv_cache_manager.block_pool
+
+    @property
+    def manager(self):
+        return self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
+
+    def attach(self, patch) -> None:
+        """Wraps the metadata builder, the layers' forward and the scheduler until ``patch`` is undone."""
+        build, forward, schedule = FixedBudgetMetadataBuilder.build, FixedBudgetImpl.forward, self.scheduler.schedule
+
+        def recorded_build(builder, common_prefix_len, common, *args, **kwargs):
+            self._rows = self._batch(common)
+            return build(builder, common_prefix_len, common, *args, **kwargs)
+
+        def recorded_forward(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs):
+            result = forward(impl, layer, query, key, value, kv_cache, metadata, output, *args, **kwargs)
+            if metadata is not None:
+                self._after_layer(impl, extract_layer_index(layer.layer_name), kv_cache, query, key, value, output)
+            return result
+
+        def recorded_schedule(*args, **kwargs):
+            result = schedule(*args, **kwargs)
+            self._after_schedule()
+            return result
+
+        patch.setattr(FixedBudgetMetadataBuilder, "build", recorded_build)
+        patch.setattr(FixedBudgetImpl, "forward", recorded_forward)
+        patch.setattr(self.scheduler, "schedule", recorded_schedule)
+
+    def clear(self) -> None:
+        for records in (self.held, self.tensors, self.blocks, self.preemptions):
+            records.clear()
+
+    def _batch(self, common) -> list[Row]:
+        """The batch as the runner sees it, from its own request ids, not from what the backend made of it."""
+        starts, seen = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
+        ids = self.runner.input_batch.req_ids
+        return [
+            Row(name, starts[i], starts[i + 1] - starts[i], seen[i], common.block_table_tensor[i].clone())
+            for i, name in enumerate(ids)
+        ]
+
+    def _after_layer(self, impl, layer: int, kv_cache, query, key, value, out) -> None:
+        rule, layout, retention = impl.attention.rule, impl.attention.layout, impl.policy.retention
+        pages = layout.view(kv_cache.view(torch.uint8))
+        for row in self._rows:
+            last = row.first + row.new
+            for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
+                self._remember(name, row, layer, tensor[row.first : last])
+            sizes = {"sinks": rule.sinks, "window": rule.window, "budget": retention.budget}
+            slots = slot_positions(pages, row.blocks, row.seen, **sizes)
+            self._check_content(pages, row, layer, slots)
+            positions = slots.sort(dim=-1).values.tolist()
+            self.held[row.request][layer].append(Held(row.seen, row.new, positions))
+
+    def _remember(self, name: str, row: Row, layer: int, new: torch.Tensor) -> None:
+        known = self.tensors.get((row.request, layer, name))
+        if known is None:
+            known = self.tensors[row.request, layer, name] = new.new_full((1024, *new.shape[1:]), torch.nan)
+        known[row.seen - row.new : row.seen] = new
+
+    def _check_content(self, pages, row: Row, layer: int, slots: torch.Tensor) -> None:
+        """Every valid slot holds, bit for bit, the key and value of the token it stands for."""
+        layout, at = pages.layout, torch.arange(slots.shape[1])
+        blocks, head = row.blocks[layout.state_blocks + at // layout.block_slots].long(), torch.arange(len(slots))
+        for name, array in (("key", pages.k), ("value", pages.v)):
+            stored = array[blocks, :, at % layout.block_slots]  # [slots, H, D]
+            given = self.tensors[row.request, layer, name][slots.T, head]
+            assert torch.equal(stored, given), f"request {row.request}, layer {layer}: a slot holds another {name}"
+
+    def _after_schedule(self) -> None:
+        running = {}
+        for request in self.scheduler.running:
+            held = [block.block_id for block in self.manager.req_to_blocks[request.request_id]]
+            running[request.request_id] = request.num_computed_tokens, held
+        for request in self.scheduler.requests.values():
+            self.preemptions[request.request_id] = request.num_preemptions
+        self.blocks.append(Blocks(running, self.pool.get_num_free_blocks()))

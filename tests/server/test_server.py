@@ -1,0 +1,170 @@
+"""The real server on the real model, compiled as users run it, spoken to by the openai client."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import openai
+import pytest
+from serving import Server
+
+from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.scorers.init import init_scorer
+
+pytestmark = pytest.mark.slow
+
+MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
+BUDGET, MEMORY = 1024, 512 << 20
+STATE_FLOATS = 64 * 64 + 64 + 1
+VLLM = str(Path(sys.executable).with_name("vllm"))
+
+
+@pytest.fixture(scope="module", params=["streaming-llm", "kvpop"])
+def served(request, tmp_path_factory):
+    """A running server, its client, and the most blocks one request may hold."""
+    policy = ["--kv-policy", request.param, "--kv-budget", str(BUDGET)]
+    state = 0
+    if request.param == "kvpop":
+        scorer, state = tmp_path_factory.mktemp("scorer"), STATE_FLOATS
+        init_scorer(MODEL, scorer)
+        policy += ["--kv-scorer", str(scorer)]
+    with Server(str(MODEL), *policy, "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)) as server:
+        import torch
+
+        most = PageLayout(3, 64, torch.bfloat16, state_floats=state).blocks(8192, BUDGET)
+        yield server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"), most
+
+
+def name(client) -> str:
+    return client.models.list().data[0].id
+
+
+def ask(client, **options):
+    messages = [{"role": "user", "content": "List three colours of the rainbow, separated by commas."}]
+    return client.chat.completions.create(
+        model=name(client), messages=messages, temperature=0, max_tokens=24, **options
+    )
+
+
+def test_it_runs_compiled(served):
+    server, _, _ = served
+    assert "enforce_eager=False" in server.log() and "Warming up model for the compilation" in server.log()
+    assert "decoding with the cpp kernels" in server.log()
+
+
+def test_chat_and_streaming_agree(served):
+    _, client, _ = served
+    whole = ask(client).choices[0].message.content
+    assert any(colour in whole.lower() for colour in ("red", "blue", "green", "yellow", "orange", "violet"))
+    parts = [event.choices[0].delta.content or "" for event in ask(client, stream=True) if event.choices]
+    assert "".join(parts) == whole and len(parts) > 2
+
+
+def test_n_stop_and_logprobs(served):
+    _, client, _ = served
+    answer = ask(client, n=2, logprobs=True, top_logprobs=3)
+    assert len(answer.choices) == 2
+    for choice in answer.choices:
+        tokens = choice.logprobs.content
+        assert tokens and all(len(t.top_logprobs) == 3 and t.logprob <= 0 for t in tokens)
+        assert "".join(t.token for t in tokens).startswith(choice.message.content[:10])
+    text = ask(client).choices[0].message.content
+    word = text.split()[1]
+    stopped = ask(client, stop=[word]).choices[0]
+    assert stopped.finish_reason == "stop" and stopped.message.content == text[: text.index(word)]
+
+
+def test_a_long_prompt_holds_a_bounded_number_of_blocks(served):
+    server, client, most = served
+    prompt = [(7 * i) % 40_000 + 100 for i in range(7000)]
+    stream = client.completions.create(
+        model=name(client),
+        prompt=prompt,
+        max_tokens=16,
+        temperature=0,
+        stream=True,
+        stream_options={"include_usage": True},
+        extra_body={"ignore_eos": True},
+    )
+    held, usage = [], None
+    for event in stream:
+        held.append(server.blocks_in_use())
+        usage = event.usage or usage
+    assert usage.prompt_tokens == 7000 and usage.completion_tokens == 16
+    assert max(held) == most
+    assert server.blocks_in_use() == 0
+
+
+def test_concurrency_is_far_above_dense(served):
+    server, _, most = served
+    blocks = server.cache_info("num_gpu_blocks")
+    dense = MEMORY / (8192 * 2 * 3 * 64 * 2 * 30)
+    assert server.cache_info("kv_cache_max_concurrency") == pytest.approx(blocks / most, rel=1e-3)
+    assert server.cache_info("kv_cache_max_concurrency") > 7 * dense
+
+
+def test_bench_serve_runs_against_it(served, tmp_path):
+    server, client, _ = served
+    command = [VLLM, "bench", "serve", "--base-url", server.url, "--model", name(client), "--dataset-name", "random"]
+    command += [
+        "--random-input-len",
+        "64",
+        "--random-output-len",
+        "16",
+        "--num-prompts",
+        "4",
+        "--tokenizer",
+        str(MODEL),
+    ]
+    command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert json.loads((tmp_path / "bench.json").read_text())["completed"] == 4
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        [
+            "throughput",
+            "--dataset-name",
+            "random",
+            "--random-input-len",
+            "48",
+            "--random-output-len",
+            "8",
+            "--num-prompts",
+            "4",
+        ],
+        [
+            "latency",
+            "--input-len",
+            "48",
+            "--output-len",
+            "8",
+            "--batch-size",
+            "2",
+            "--num-iters-warmup",
+            "1",
+            "--num-iters",
+            "1",
+        ],
+    ],
+    ids=lambda c: c[0],
+)
+def test_offline_benches_take_the_flags(command):
+    options = ["--model", str(MODEL), "--kv-policy", "streaming-llm", "--kv-budget", "64", "--max-model-len", "256"]
+    options += ["--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
+    done = subprocess.run([VLLM, "bench", *command, *options], capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "64 tokens per KV head" in done.stdout + done.stderr
+
+
+def test_help_shows_the_flags():
+    done = subprocess.run([VLLM, "serve", "--help=all"], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0
+    for flag in ("--kv-policy", "--kv-budget", "--kv-compression", "--kv-sinks", "--kv-window", "--kv-scorer"):
+        assert flag in done.stdout
