@@ -261,12 +261,11 @@ class Child:
         begin, asked = time.monotonic(), self.options
         from vllm import LLM
 
-        per_token = 30 * 2 * 3 * 64 * 2  # bytes of the demo model's dense cache
         self.llm = LLM(
             asked.model,
             dtype="bfloat16",
             max_num_seqs=asked.requests,
-            kv_cache_memory_bytes=int(1.15 * asked.requests * 8192 * per_token),
+            kv_cache_memory_bytes=self._pool_bytes(),
             enable_prefix_caching=False,
             enforce_eager=asked.eager,
             additional_config={"kv_policy": asked.policy} if asked.policy else {},
@@ -279,13 +278,23 @@ class Child:
         self.free = self.pool.get_num_free_blocks()
         return {"seconds": time.monotonic() - begin, "pool_bytes": pool_bytes}
 
+    def _pool_bytes(self) -> int:
+        """The same for every configuration: what stock needs for all requests, and a little."""
+        model = json.loads((Path(self.options.model) / "config.json").read_text())
+        width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        per_token = 2 * 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * width
+        return int(1.15 * self.options.requests * 8192 * per_token)
+
     def short(self) -> list:
         """Greedy tokens of short prompts, each with its log-probability and its lead over the second."""
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
         answers = self.llm.generate(list(SHORT_PROMPTS), params, use_tqdm=False)
-        return [[self._token(*pair) for pair in zip(a.outputs[0].token_ids, a.outputs[0].logprobs)] for a in answers]
+        return [
+            [self._token(*pair) for pair in zip(a.outputs[0].token_ids, a.outputs[0].logprobs, strict=True)]
+            for a in answers
+        ]
 
     @staticmethod
     def _token(token: int, candidates: dict) -> dict:

@@ -28,12 +28,14 @@ from __future__ import annotations
 
 import functools
 import sys
+import weakref
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
 from kvpop_vllm.vllm_glue import flags, refusals
 
 _MARK = "_kvpop_wrapped"
-_FROM_CLI = "_kvpop_from_cli"
+_from_cli: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
+"""The living EngineArgs that came from a command line, by id. No attribute on them: vLLM passes vars(engine_args) on."""
 _served_with_policy: list[str] = []
 """Policies of the engines configured in this process so far."""
 
@@ -73,7 +75,7 @@ def _from_cli_args(original):
             merged = flags.merge(args, engine_args.additional_config)
         if merged is not engine_args.additional_config:
             engine_args.additional_config = merged
-        setattr(engine_args, _FROM_CLI, True)
+        _from_cli[id(engine_args)] = engine_args
         return engine_args
 
     return from_cli_args
@@ -86,7 +88,7 @@ def _create_engine_config(original):
         )
         if not asked:
             return _log_unused_scorers(original(self, *args, **kwargs))
-        with _one_line_errors(getattr(self, _FROM_CLI, False)):
+        with _one_line_errors(_from_cli.get(id(self)) is self):
             return _config_with_policy(self, original, args, kwargs)
 
     return create_engine_config

@@ -1,4 +1,4 @@
-"""The real server on the real model, compiled as users run it, spoken to by the openai client."""
+"""The real server on the real model, spoken to by the openai client: kvpop compiled, as users run it, streaming-llm eager."""
 
 from __future__ import annotations
 
@@ -26,12 +26,14 @@ VLLM = str(Path(sys.executable).with_name("vllm"))
 def served(request, tmp_path_factory):
     """A running server, its client, and the most blocks one request may hold."""
     policy = ["--kv-policy", request.param, "--kv-budget", str(BUDGET)]
-    state = 0
+    state, eager = 0, ["--enforce-eager"]
     if request.param == "kvpop":
         scorer, state = tmp_path_factory.mktemp("scorer"), STATE_FLOATS
         init_scorer(MODEL, scorer)
-        policy += ["--kv-scorer", str(scorer)]
-    with Server(str(MODEL), *policy, "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)) as server:
+        policy, eager = [*policy, "--kv-scorer", str(scorer)], []
+    with Server(
+        str(MODEL), *policy, *eager, "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)
+    ) as server:
         import torch
 
         most = PageLayout(3, 64, torch.bfloat16, state_floats=state).blocks(8192, BUDGET)
@@ -43,29 +45,35 @@ def name(client) -> str:
 
 
 def ask(client, **options):
-    messages = [{"role": "user", "content": "List three colours of the rainbow, separated by commas."}]
-    return client.chat.completions.create(
-        model=name(client), messages=messages, temperature=0, max_tokens=24, **options
+    filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again. " * 3
+    prompt = (
+        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
+        f"number afterwards.\n{filler}One of the special magic numbers for quokka is: 4719. {filler}\n"
+        "What is the special magic number for quokka mentioned in the provided text?"
     )
+    messages = [{"role": "user", "content": prompt}]
+    options = {"model": name(client), "messages": messages, "temperature": 0, "max_tokens": 32} | options
+    return client.chat.completions.create(**options)
 
 
-def test_it_runs_compiled(served):
+def test_it_runs_with_the_fast_kernels_and_compiled_unless_told(served):
     server, _, _ = served
-    assert "enforce_eager=False" in server.log() and "Warming up model for the compilation" in server.log()
+    eager = "--enforce-eager" in server.options
+    assert ("Warming up model for the compilation" in server.log()) is not eager
     assert "decoding with the cpp kernels" in server.log()
 
 
 def test_chat_and_streaming_agree(served):
     _, client, _ = served
     whole = ask(client).choices[0].message.content
-    assert any(colour in whole.lower() for colour in ("red", "blue", "green", "yellow", "orange", "violet"))
+    assert "4719" in whole
     parts = [event.choices[0].delta.content or "" for event in ask(client, stream=True) if event.choices]
     assert "".join(parts) == whole and len(parts) > 2
 
 
 def test_n_stop_and_logprobs(served):
     _, client, _ = served
-    answer = ask(client, n=2, logprobs=True, top_logprobs=3)
+    answer = ask(client, n=2, logprobs=True, top_logprobs=3, temperature=0.7, seed=1)
     assert len(answer.choices) == 2
     for choice in answer.choices:
         tokens = choice.logprobs.content
@@ -106,6 +114,7 @@ def test_concurrency_is_far_above_dense(served):
     assert server.cache_info("kv_cache_max_concurrency") > 7 * dense
 
 
+@pytest.mark.parametrize("served", ["streaming-llm"], indirect=True)
 def test_bench_serve_runs_against_it(served, tmp_path):
     server, client, _ = served
     command = [VLLM, "bench", "serve", "--base-url", server.url, "--model", name(client), "--dataset-name", "random"]
@@ -125,46 +134,36 @@ def test_bench_serve_runs_against_it(served, tmp_path):
     assert json.loads((tmp_path / "bench.json").read_text())["completed"] == 4
 
 
-@pytest.mark.parametrize(
-    "command",
-    [
-        [
-            "throughput",
-            "--dataset-name",
-            "random",
-            "--random-input-len",
-            "48",
-            "--random-output-len",
-            "8",
-            "--num-prompts",
-            "4",
-        ],
-        [
-            "latency",
-            "--input-len",
-            "48",
-            "--output-len",
-            "8",
-            "--batch-size",
-            "2",
-            "--num-iters-warmup",
-            "1",
-            "--num-iters",
-            "1",
-        ],
-    ],
-    ids=lambda c: c[0],
-)
-def test_offline_benches_take_the_flags(command):
+def test_offline_commands_take_the_flags():
+    """`vllm bench throughput` and `latency` serve with a policy; `vllm serve --help=all` shows the flags. Run together."""
     options = ["--model", str(MODEL), "--kv-policy", "streaming-llm", "--kv-budget", "64", "--max-model-len", "256"]
     options += ["--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
-    done = subprocess.run([VLLM, "bench", *command, *options], capture_output=True, text=True, timeout=180)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "64 tokens per KV head" in done.stdout + done.stderr
-
-
-def test_help_shows_the_flags():
-    done = subprocess.run([VLLM, "serve", "--help=all"], capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0
+    random = ["--dataset-name", "random", "--random-input-len", "48", "--random-output-len", "8", "--num-prompts", "4"]
+    once = [
+        "--input-len",
+        "48",
+        "--output-len",
+        "8",
+        "--batch-size",
+        "2",
+        "--num-iters-warmup",
+        "1",
+        "--num-iters",
+        "1",
+    ]
+    commands = [
+        [VLLM, "bench", "throughput", *random, *options],
+        [VLLM, "bench", "latency", *once, *options],
+        [VLLM, "serve", "--help=all"],
+    ]
+    running = [
+        subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+        for c in commands
+    ]
+    printed = [process.communicate(timeout=240)[0] for process in running]
+    for process, text in zip(running, printed, strict=True):
+        assert process.returncode == 0, text[-2000:]
+    for text in printed[:2]:
+        assert "64 tokens per KV head" in text
     for flag in ("--kv-policy", "--kv-budget", "--kv-compression", "--kv-sinks", "--kv-window", "--kv-scorer"):
-        assert flag in done.stdout
+        assert flag in printed[2]

@@ -1,0 +1,109 @@
+"""Requests with names of their own, stepped by hand; and engines that are watched while they serve them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import pytest
+import torch
+from engine.judge import Judge
+from engine.recorder import Recorder
+from engine.tiny_engine import start, stop
+
+from kvpop_vllm.testing import random_prompt
+
+TOP_LOGPROBS = 3
+BLOCK = 16
+
+
+@dataclass
+class Job:
+    """A greedy request: ``new`` tokens after ``length`` random ones, with log-probs of the prompt too if ``scored``."""
+
+    length: int
+    new: int = 12
+    scored: bool = True
+
+
+@dataclass
+class Watched:
+    """An engine of this process, its recorder, and the judge of its model and policy."""
+
+    llm: object
+    recorder: Recorder
+    judge: Judge | None
+
+    @property
+    def engine(self):
+        return self.llm.llm_engine
+
+    def chunk(self, tokens: int | None) -> None:
+        """Prompts from now on are cut into chunks of this many tokens; None leaves them whole."""
+        self.recorder.scheduler.scheduler_config.long_prefill_token_threshold = tokens or 0
+
+    def serve(self, jobs: list[Job], each_step: Callable[[int], None] | None = None) -> dict:
+        """Steps until all are done; ``each_step(i)`` runs before step i. Returns finished answers by internal id."""
+        self.recorder.clear()
+        names = {}
+        for i, job in enumerate(jobs):
+            prompt = {"prompt_token_ids": random_prompt(job.length, seed=job.length)}
+            names[str(i)] = self.engine.add_request(str(i), prompt, _parameters(job))
+        answers, step = {}, 0
+        while self.engine.has_unfinished_requests():
+            if each_step is not None:
+                each_step(step)
+            for answer in self.engine.step():
+                if answer.finished:
+                    answers[names[answer.request_id]] = answer
+            step += 1
+        return answers
+
+    def verdict(self, answers: dict) -> str:
+        """Compares with the oracle; returns (and prints) what was compared."""
+        held = {name: self.recorder.held[name] for name in answers}
+        verdict = self.judge.check(answers, held)
+        print(verdict)
+        return verdict
+
+    def chunks(self, name: str) -> list[int]:
+        """Tokens of each step of one request."""
+        return [held.new for held in self.recorder.held[name][0]]
+
+
+def _parameters(job: Job):
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return SamplingParams(
+        temperature=0,
+        max_tokens=job.new,
+        logprobs=TOP_LOGPROBS,
+        prompt_logprobs=TOP_LOGPROBS if job.scored else None,
+        detokenize=False,
+        ignore_eos=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+
+
+@contextmanager
+def watched(model, policy: dict, judge: Judge | None = None, **options) -> Iterator[Watched]:
+    """Starts an engine with small blocks, watches it, stops it.
+
+    On one thread and without compiling the sampler's helpers: tiny models gain nothing from either.
+    """
+    threads = torch.get_num_threads()
+    sizes = {"block_size": BLOCK, "max_num_batched_tokens": 8192}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setattr(torch._dynamo.config, "disable", True)
+        llm = start(model, policy, **(sizes | options))
+        torch._C.set_num_threads(1)  # vLLM replaces the public name
+        recorder = Recorder(llm)
+        recorder.attach(patch)
+        try:
+            yield Watched(llm, recorder, judge)
+        finally:
+            torch._C.set_num_threads(threads)
+            stop(llm)
