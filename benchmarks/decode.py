@@ -170,12 +170,11 @@ def append(rows: list, options) -> None:
 
 
 def cpu_model() -> str:
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        if line.startswith("model name"):
-            return line.split(":")[1].strip() + (
-                " (AVX-512 BF16)" if "avx512_bf16" in Path("/proc/cpuinfo").read_text() else ""
-            )
-    return platform.processor() or platform.machine()
+    """The name, and what tells models of the same name apart."""
+    about = Path("/proc/cpuinfo").read_text()
+    fields = dict(line.split("\t", 1) for line in about.splitlines() if "\t" in line)
+    name, family, model = (fields.get(key, "").strip("\t: ") for key in ("model name", "cpu family", "model"))
+    return f"{name} family {family} model {model}" if name else platform.machine()
 
 
 def commit() -> str:
@@ -218,10 +217,12 @@ class Engine:
             raise self._died() from None
 
     def receive(self):
-        line = self.process.stdout.readline()
-        if not line:
-            raise self._died()
-        return json.loads(line)
+        while line := self.process.stdout.readline():
+            reply = json.loads(line)
+            if "progress" not in reply:
+                return reply
+            say(f"{self.name}: {reply['progress']}")
+        raise self._died()
 
     def ask(self, command: str):
         self.send(command)
@@ -254,8 +255,11 @@ class Child:
 
     def serve(self) -> int:
         for command in sys.stdin:
-            print(json.dumps(getattr(self, command.strip())()), file=self.replies)
+            self.reply(getattr(self, command.strip())())
         os._exit(0)  # vLLM's own teardown has nothing to say here
+
+    def reply(self, what) -> None:
+        print(json.dumps(what), file=self.replies)
 
     def start(self) -> dict:
         begin, asked = time.monotonic(), self.options
@@ -312,9 +316,13 @@ class Child:
         for i, length in enumerate(lengths):
             tokens = [draw.randrange(100, 40000) for _ in range(length)]
             self.engine.add_request(f"long-{i}", {"prompt_token_ids": tokens}, params)
-        begin = time.monotonic()
-        while len(self.engine.step()) < self.options.requests:
-            pass
+        begin = said = time.monotonic()
+        while (decoding := len(self.engine.step())) < self.options.requests:
+            if time.monotonic() - said > 30:
+                said = time.monotonic()
+                self.reply(
+                    {"progress": f"{decoding} of {self.options.requests} prompts done after {said - begin:.0f} s"}
+                )
         held = (self.free - self.pool.get_num_free_blocks()) * self.block_bytes
         return {"seconds": time.monotonic() - begin, "tokens": sum(lengths), "held_bytes": held}
 

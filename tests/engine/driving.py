@@ -60,6 +60,11 @@ class Watched:
             step += 1
         return answers
 
+    def poison(self) -> None:
+        """Overwrites the whole pool with 0xFF bytes: NaN as a float, -1 as a position."""
+        for cache in self.recorder.runner.kv_caches:
+            cache.view(torch.uint8).fill_(255)
+
     def verdict(self, answers: dict) -> str:
         """Compares with the oracle; returns (and prints) what was compared."""
         held = {name: self.recorder.held[name] for name in answers}
@@ -95,9 +100,8 @@ def watched(model, policy: dict, judge: Judge | None = None, **options) -> Itera
     """
     threads = torch.get_num_threads()
     sizes = {"block_size": BLOCK, "max_num_batched_tokens": 8192}
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(disable=True):
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setattr(torch._dynamo.config, "disable", True)
         llm = start(model, policy, **(sizes | options))
         torch._C.set_num_threads(1)  # vLLM replaces the public name
         recorder = Recorder(llm)

@@ -40,3 +40,58 @@ def test_eviction_shows(served):
     off = (bounded.exact.logprobs - dense.logprobs).abs().amax(-1)
     assert off[:BUDGET].max() == 0
     assert off[4 * BUDGET :].median() > 1000 * bounded.budget
+
+
+# Requests that are interrupted. Long enough chunks of seven tokens for the interruption to meet prompts half done.
+
+FEW = [Job(3, 30, False), Job(40, 24, False), Job(BUDGET, 20, False), Job(90, 16, False), Job(200, 16, False)]
+
+
+@pytest.fixture
+def interrupted(served):
+    """``(each_step) -> answers`` of FEW; nothing may be left behind."""
+    served.chunk(7)
+    free = served.recorder.pool.get_num_free_blocks()
+    yield lambda each_step: served.serve(FEW, each_step)
+    assert served.recorder.pool.get_num_free_blocks() == free
+    assert not served.recorder.manager.req_to_blocks
+    served.verdict(served.serve(FEW))
+
+
+def test_forced_preemption(served, interrupted):
+    def preempt(step):
+        if step in (4, 11):
+            served.engine.reset_prefix_cache(reset_running_requests=True)
+
+    answers = interrupted(preempt)
+    assert [served.recorder.preemptions[name] for name in answers] == [2] * len(FEW)
+    served.verdict(answers)
+
+
+def test_aborts(served, interrupted):
+    aborted = {3: ["2", "4"], 12: ["0"]}
+    answers = interrupted(lambda step: served.engine.abort_request(aborted.get(step, [])))
+    finished = {name: answer for name, answer in answers.items() if answer.outputs[0].finish_reason == "length"}
+    assert {answer.request_id for answer in finished.values()} == {"1", "3"}
+    served.verdict(finished)
+
+
+@pytest.mark.parametrize("level", [0, 1])
+def test_sleep_and_wake(served, interrupted, level):
+    """From level 1 on the KV cache is discarded, which a CPU worker does not do by itself."""
+    steps = []
+
+    def sleep(step):
+        if step == 10:
+            served.llm.sleep(level, mode="keep")
+        if step in (10, 13):
+            steps.append(sum(len(layers[0]) for layers in served.recorder.held.values()))
+        if step == 13:
+            if level > 0:
+                served.poison()
+            served.llm.wake_up(None if level > 0 else ["scheduling"])
+
+    answers = interrupted(sleep)
+    assert steps[0] == steps[1] > 0, "it worked while asleep"
+    assert set(served.recorder.preemptions.values()) == {level}
+    served.verdict(answers)
