@@ -60,10 +60,10 @@ class Watched:
             step += 1
         return answers
 
-    def poison(self) -> None:
-        """Overwrites the whole pool with 0xFF bytes: NaN as a float, -1 as a position."""
+    def fill_pool(self, byte: int) -> None:
+        """Overwrites the whole pool; 255 is NaN as a float and -1 as a position."""
         for cache in self.recorder.runner.kv_caches:
-            cache.view(torch.uint8).fill_(255)
+            cache.view(torch.uint8).fill_(byte)
 
     def verdict(self, answers: dict) -> str:
         """Compares with the oracle; returns (and prints) what was compared."""

@@ -45,7 +45,7 @@ class Recorder:
 
     Attributes:
         held: request -> layer -> one :class:`Held` per step, in order.
-        query, key, value, out: request -> layer -> ``[tokens, heads, D]``, the last call that saw a token.
+        tensors: (request, layer, "query" | "key" | "value" | "out") -> ``[tokens, heads, D]``, as of a token's last step.
         blocks: one entry per call of the scheduler. preemptions: request -> how often so far.
     """
 
@@ -124,7 +124,8 @@ class Recorder:
     def _remember(self, name: str, row: Row, layer: int, new: torch.Tensor) -> None:
         known = self.tensors.get((row.request, layer, name))
         if known is None:
-            known = self.tensors[row.request, layer, name] = new.new_full((1024, *new.shape[1:]), torch.nan)
+            longest = self.llm.llm_engine.vllm_config.model_config.max_model_len
+            known = self.tensors[row.request, layer, name] = new.new_full((longest, *new.shape[1:]), torch.nan)
         known[row.seen - row.new : row.seen] = new
 
     def _check_content(self, pages, row: Row, layer: int, slots: torch.Tensor) -> None:

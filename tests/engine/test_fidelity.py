@@ -88,7 +88,7 @@ def test_sleep_and_wake(served, interrupted, level):
             steps.append(sum(len(layers[0]) for layers in served.recorder.held.values()))
         if step == 13:
             if level > 0:
-                served.poison()
+                served.fill_pool(255)
             served.llm.wake_up(None if level > 0 else ["scheduling"])
 
     answers = interrupted(sleep)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from engine.conftest import BUDGET, MATRIX
@@ -14,6 +16,7 @@ from kvpop_vllm.testing import (
     assert_within_budget,
     decision_margins,
     masked_attention,
+    random_prompt,
     raw_scores,
     retained_sets,
 )
@@ -30,6 +33,9 @@ OPTIONS = {
     ),
 }
 
+WIDE = (torch.float64, torch.float32)
+EAGER = (torch.float64, torch.bfloat16)
+
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_scorer_options(case, watch, name):
@@ -41,14 +47,13 @@ def test_scorer_options(case, watch, name):
 
 
 def test_the_decay_step_matters(case):
-    """Rounding ages to steps retains other tokens; otherwise the case above would show nothing."""
-    judge = case("qwen3", *OPTIONS["decay-step"][:1], **OPTIONS["decay-step"][1]).judge
-    tokens = [7 * t % 251 for t in range(200)]
-    fine = OraclePolicy(judge.policy.scorer, judge.policy.sinks, judge.policy.window, judge.policy.topk)
-    fine_decay = [[g / 4 for g in judge.policy.decay(layer, 2)] for layer in range(2)]
-    fine = OraclePolicy(fine.scorer, fine.sinks, fine.window, fine.topk, 1, fine_decay)
-    steps, smooth = (judge.models[0].run(tokens, policy).visible[0] for policy in (judge.policy, fine))
-    assert not torch.equal(steps, smooth)
+    """Ages rounded down to steps retain other tokens; otherwise the case above would show nothing."""
+    policy, options = OPTIONS["decay-step"]
+    judge = case("qwen3", policy, **options).judge
+    smooth = [[per_step / options["decay_step"] for per_step in judge.policy.decay(layer, 2)] for layer in range(2)]
+    policies = judge.policy, dataclasses.replace(judge.policy, step=1, log_gamma=smooth)
+    stepped, plain = (judge.models[0].run(random_prompt(200), policy).visible[0] for policy in policies)
+    assert not torch.equal(stepped, plain)
 
 
 @pytest.mark.parametrize("kind, policy", MATRIX)
@@ -79,7 +84,7 @@ def test_full_equals_stock(tiny_model, kind):
     model, tokens = tiny_model(kind), {}
     jobs = [Job(n, scored=False) for n in (1, 17, 64, 130, 300)]
     for policy in (None, {"policy": "full"}):
-        with watched(model, policy, Judge(model, OraclePolicy.full())) as engine:
+        with watched(model, policy, Judge(model, OraclePolicy.full()), block_size=64) as engine:
             answers = engine.serve(jobs)
             tokens[policy is None] = [answers[name].outputs[0].token_ids for name in sorted(answers)]
             if policy is not None:
@@ -122,7 +127,3 @@ def _judge_layer(recorder, policy, name, layer, held) -> list[bool]:
     exact, eager = (masked_attention(query.to(t), key.to(t), value.to(t), torch.from_numpy(sets)) for t in EAGER)
     assert_within_budget(out.transpose(0, 1).flatten(1), exact, eager)
     return ties
-
-
-WIDE = (torch.float64, torch.float32)
-EAGER = (torch.float64, torch.bfloat16)

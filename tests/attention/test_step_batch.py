@@ -1,0 +1,104 @@
+"""How one engine step is split, and that a step out of order changes nothing."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.factories import random_page_table, random_rule, random_scorer, state_floats
+
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
+from kvpop_vllm.kernels.ops import StepOrderError
+from kvpop_vllm.kernels.pages import PageLayout
+
+HEADS, GROUP, SIZE, SINKS, WINDOW, BUDGET = 2, 2, 32, 2, 6, 40
+
+
+@pytest.fixture
+def layer():
+    """A layer with an mLSTM scorer, its pages, and block-table rows of four requests."""
+    g = torch.Generator().manual_seed(0)
+    scorer = random_scorer("mlstm", HEADS, SIZE, g)
+    layout = PageLayout(HEADS, SIZE, torch.float32, 16, state_floats(scorer))
+    attention = FixedBudgetAttention(layout, random_rule(scorer, HEADS, SINKS, WINDOW, g), SIZE**-0.5)
+    pages, table = random_page_table(layout, 4, BUDGET, g)
+    return attention, pages, table[:, 0]
+
+
+def batch(layer, query_lens, seq_lens, requests):
+    rows = torch.nn.functional.pad(layer[2][requests], (0, 5))  # wider than needed, as vLLM's is
+    return StepBatch.build(layer[0].layout, BUDGET, query_lens, torch.tensor(seq_lens, dtype=torch.int32), rows)
+
+
+def run(layer, step, tokens, seed):
+    g = torch.Generator().manual_seed(seed)
+    q, k, v = (torch.randn(tokens, n, SIZE, generator=g) for n in (HEADS * GROUP, HEADS, HEADS))
+    out = torch.full_like(q, float("nan"))
+    layer[0].forward(q, k, v, layer[1], step, out)
+    return out
+
+
+def test_decodes_first(layer):
+    step = batch(layer, [1, 1, 5], [9, 100, 7], [0, 1, 2])
+    assert (step.decodes, step.tokens) == (2, slice(0, 2))
+    assert step.positions.tolist() == [8, 99] and step.valid.tolist() == [[8, 8], [BUDGET, BUDGET]]
+    assert [(c.first, c.last, c.start) for c in step.prefills] == [(2, 7, 2)]
+    assert step.table.shape == (2, HEADS, layer[0].layout.blocks(BUDGET, BUDGET))
+    assert torch.equal(step.prefills[0].row, layer[2][2].expand(HEADS, -1))
+
+
+def test_one_token_requests_anywhere(layer):
+    step = batch(layer, [3, 1, 4, 1], [3, 1, 10, 50], [0, 1, 2, 3])
+    assert step.decodes == 2 and step.tokens.tolist() == [3, 8] and step.positions.tolist() == [0, 49]
+    assert [(c.first, c.last, c.start) for c in step.prefills] == [(0, 3, 0), (4, 8, 6)]
+    assert torch.equal(step.table[:, 0], layer[2][[1, 3]])
+
+
+def test_only_decodes_only_prefills_and_idle_rows(layer):
+    assert batch(layer, [1, 1], [4, 5], [0, 1]).prefills == ()
+    assert batch(layer, [2, 9], [2, 9], [0, 1]).decodes == 0
+    idle = batch(layer, [1, 0, 2], [4, 0, 2], [0, 1, 2])
+    assert idle.decodes == 1 and len(idle.prefills) == 1 and idle.prefills[0].first == 1
+
+
+def test_a_mixed_batch_equals_requests_alone(layer):
+    """Order and company in a batch make no difference: bit for bit."""
+    lens = [3, 1, 4, 1]
+    together = run(layer, batch(layer, lens, lens, [0, 1, 2, 3]), 9, seed=1)
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(9, n, SIZE, generator=g) for n in (HEADS * GROUP, HEADS, HEADS))
+    first = 0
+    for request, count in enumerate(lens):
+        cut, out = slice(first, first + count), torch.empty(count, HEADS * GROUP, SIZE)
+        layer[0].forward(q[cut], k[cut], v[cut], layer[1], batch(layer, [count], [count], [request]), out)
+        assert torch.equal(out, together[cut])
+        first += count
+
+
+@pytest.mark.parametrize("impl", ["reference", "auto"])
+@pytest.mark.parametrize(
+    "query, seq, message",
+    [
+        (1, 50, "starts at position 49, but its cache has seen 50"),
+        (1, 20, "starts at position 19, but its cache has seen 50"),
+        (1, 60, "starts at position 59, but its cache has seen 50"),
+        (10, 50, "starts at position 40, but its cache has seen 50"),
+    ],
+    ids=["replayed", "rewound", "skipped", "replayed chunk"],
+)
+def test_a_step_out_of_order_raises_and_writes_nothing(layer, impl, query, seq, message):
+    layer[0].impl = impl
+    run(layer, batch(layer, [50, 3], [50, 3], [0, 1]), 53, seed=2)
+    before = layer[1].raw.clone()
+    with pytest.raises(StepOrderError, match=message):
+        run(layer, batch(layer, [query], [seq], [0]), query, seed=3)
+    assert torch.equal(layer[1].raw, before)
+    with pytest.raises(StepOrderError, match="request 1"):  # a good request in the same step is not written either
+        run(layer, batch(layer, [1, 1], [4, 50], [1, 0]), 2, seed=4)
+    assert torch.equal(layer[1].raw, before)
+
+
+def test_a_sequence_may_start_over(layer):
+    """Position 0 on used pages, also as a one-token prompt, is a fresh start (preemption)."""
+    fresh = run(layer, batch(layer, [20], [20], [0]), 20, seed=5)
+    run(layer, batch(layer, [1], [1], [0]), 1, seed=6)
+    assert torch.equal(run(layer, batch(layer, [20], [20], [0]), 20, seed=5), fresh)
