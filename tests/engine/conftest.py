@@ -14,6 +14,8 @@ from kvpop_vllm.testing import OraclePolicy, write_random_scorer, write_tiny_mod
 SINKS, WINDOW, TOPK = 4, 16, 36
 BUDGET = SINKS + WINDOW + TOPK
 SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "kvpop-linear": "linear"}
+STATE_BLOCKS = {"kvpop": 2}
+"""The mLSTM's state is 32 * 32 + 32 + 1 float32 a head, a block 16 * (2 * 32 * 4 + 8) bytes; the others have none."""
 MATRIX = [(kind, policy) for kind in ("qwen3", "llama") for policy in (*SCORERS, "streaming-llm")]
 
 

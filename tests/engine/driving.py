@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 import pytest
 import torch
-from engine.judge import Judge
+from engine.judge import Judge, Verdict
 from engine.recorder import Recorder
 from engine.tiny_engine import start, stop
 
+from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import random_prompt
 
 TOP_LOGPROBS = 3
@@ -65,12 +67,23 @@ class Watched:
         for cache in self.recorder.runner.kv_caches:
             cache.view(torch.uint8).fill_(byte)
 
-    def verdict(self, answers: dict) -> str:
-        """Compares with the oracle; returns (and prints) what was compared."""
+    def verdict(self, answers: dict) -> Verdict:
+        """Compares with the oracle; returns and prints what was compared."""
         held = {name: self.recorder.held[name] for name in answers}
         verdict = self.judge.check(answers, held)
         print(verdict)
         return verdict
+
+    def check_blocks(self, state: int, budget: int) -> int:
+        """At every step each running request held ``state + cdiv(min(len, budget), BLOCK)`` blocks, ``len`` being what the
+        scheduler had scheduled of it; no block was shared or lost. Returns the number of steps."""
+        total = self.recorder.pool.num_gpu_blocks - 1  # one is never handed out
+        for step in self.recorder.blocks:
+            for tokens, blocks in step.running.values():
+                assert len(blocks) == state + cdiv(min(tokens, budget), BLOCK), f"after {tokens} tokens"
+            held = [block for _, blocks in step.running.values() for block in blocks]
+            assert len(set(held)) == len(held) == total - step.free
+        return len(self.recorder.blocks)
 
     def chunks(self, name: str) -> list[int]:
         """Tokens of each step of one request."""
@@ -93,21 +106,32 @@ def _parameters(job: Job):
 
 
 @contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from more. Not by the public name, which vLLM replaces."""
+    threads = torch.get_num_threads()
+    torch._C.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch._C.set_num_threads(threads)
+
+
+@contextmanager
 def watched(model, policy: dict, judge: Judge | None = None, **options) -> Iterator[Watched]:
     """Starts an engine with small blocks, watches it, stops it.
 
-    On one thread and without compiling the sampler's helpers: tiny models gain nothing from either.
+    Without compiling the sampler's helpers, from which tiny models gain nothing, and without the collections of garbage
+    that vLLM asks for, which take longer than all else of a start.
     """
-    threads = torch.get_num_threads()
-    sizes = {"block_size": BLOCK, "max_num_batched_tokens": 8192}
-    with pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(disable=True):
+    sizes = {"block_size": BLOCK, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 8 << 20}
+    with one_thread(), pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(disable=True):
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setattr(gc, "collect", lambda *generation: 0)
         llm = start(model, policy, **(sizes | options))
-        torch._C.set_num_threads(1)  # vLLM replaces the public name
+        torch._C.set_num_threads(1)
         recorder = Recorder(llm)
         recorder.attach(patch)
         try:
             yield Watched(llm, recorder, judge)
         finally:
-            torch._C.set_num_threads(threads)
             stop(llm)

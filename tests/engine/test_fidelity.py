@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+from engine.conftest import BUDGET
 from engine.driving import Job
 
 from kvpop_vllm.testing import random_prompt
 
-BUDGET = 56
 TOGETHER = [Job(n) for n in (1, 2, 13, 17, 31, 55, 56, 57, 70, 90, 112, 130, 200, 300, 10 * BUDGET)]
 TOGETHER.append(Job(40, new=4 * BUDGET + 20))
 

@@ -6,11 +6,12 @@ import dataclasses
 
 import pytest
 import torch
-from engine.conftest import BUDGET, MATRIX
-from engine.driving import Job, watched
+from engine.conftest import BUDGET, MATRIX, STATE_BLOCKS
+from engine.driving import BLOCK, Job, one_thread, watched
 from engine.judge import Judge
 
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import (
     OraclePolicy,
     assert_within_budget,
@@ -52,14 +53,16 @@ def test_the_decay_step_matters(case):
     judge = case("qwen3", policy, **options).judge
     smooth = [[per_step / options["decay_step"] for per_step in judge.policy.decay(layer, 2)] for layer in range(2)]
     policies = judge.policy, dataclasses.replace(judge.policy, step=1, log_gamma=smooth)
-    stepped, plain = (judge.models[0].run(random_prompt(200), policy).visible[0] for policy in policies)
+    with one_thread():
+        stepped, plain = (judge.models[0].run(random_prompt(200), policy).visible[0] for policy in policies)
     assert not torch.equal(stepped, plain)
 
 
 @pytest.mark.parametrize("kind, policy", MATRIX)
 def test_a_pool_too_small_for_all(case, watch, kind, policy):
     """Six requests that are admitted with a block or two of slots each and outgrow a pool for two."""
-    blocks = 12 if policy == "kvpop" else 8
+    state = STATE_BLOCKS.get(policy, 0)
+    blocks = 2 * (state + cdiv(BUDGET, BLOCK))
     with watch(case(kind, policy), num_gpu_blocks_override=blocks + 1) as engine:
         assert engine.recorder.pool.get_num_free_blocks() == blocks
         answers = engine.serve([Job(9 + i, new=60, scored=False) for i in range(6)])
@@ -68,6 +71,7 @@ def test_a_pool_too_small_for_all(case, watch, kind, policy):
         assert preempted > 0 and len(answers) == 6
         assert min(step.free for step in engine.recorder.blocks) == 0
         engine.verdict(answers)
+        engine.check_blocks(state, BUDGET)
         assert engine.recorder.pool.get_num_free_blocks() == blocks
 
 

@@ -25,7 +25,9 @@ class Exact:
         return None if tensor is None else tensor[self.head].double()
 
     def phi(self, a):
-        return torch.cat([a.softmax(0), (-a).softmax(0)]) if self.rule.scorer.feature_map == "hedgehog" else a.softmax(0)
+        return (
+            torch.cat([a.softmax(0), (-a).softmax(0)]) if self.rule.scorer.feature_map == "hedgehog" else a.softmax(0)
+        )
 
     def gate(self, x, name):
         a, cap = self.weight(f"{name}_weight") @ x + self.weight(f"{name}_bias"), self.rule.scorer.gate_softcap

@@ -74,7 +74,9 @@ class Problem:
         self.layout = PageLayout(self.heads, self.size, self.dtype, self.slots, state_floats(scorer))
         base, shape = self.sinks + self.window, (self.requests, self.heads)
         shares = torch.randint(0, self.topk + 1, shape, generator=self.generator, dtype=torch.int32)
-        self.budgets = base + shares if self.unequal else torch.tensor(base + self.topk, dtype=torch.int32).expand(shape)
+        self.budgets = (
+            base + shares if self.unequal else torch.tensor(base + self.topk, dtype=torch.int32).expand(shape)
+        )
         pages, self.table = random_page_table(self.layout, self.requests, base + self.topk, self.generator)
         if self.unequal:
             width = self.layout.state_blocks + cdiv(base + self.topk, self.slots)
@@ -88,7 +90,11 @@ class Problem:
         def normal(heads, dtype):
             return torch.randn(len(active), heads, self.size, generator=self.generator).to(dtype)
 
-        return normal(self.heads * self.group, self.q_dtype), normal(self.heads, self.dtype), normal(self.heads, self.dtype)
+        return (
+            normal(self.heads * self.group, self.q_dtype),
+            normal(self.heads, self.dtype),
+            normal(self.heads, self.dtype),
+        )
 
     def run(self, pages, active, positions, q, k, v, impl):
         budgets = self.budgets[active]
@@ -108,7 +114,9 @@ class Problem:
 
 @st.composite
 def problems(draw):
-    dtype, q_dtype = draw(st.sampled_from([(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]))
+    dtype, q_dtype = draw(
+        st.sampled_from([(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
+    )
     return Problem(
         case=draw(st.sampled_from(sorted(CASES))),
         requests=draw(st.integers(1, 5)),
@@ -193,7 +201,9 @@ def check_budgets(p):
                 assert_within_budget(of[name], of["exact"], of["reference"], 3.0, f"{name} {what}")
         if len({len(s) for s in scores.values()}) == 1 and scores["exact"]:
             wide = torch.tensor(scores["exact"], dtype=torch.float64)
-            assert_within_budget(torch.tensor(scores[name]), wide, torch.tensor(scores["reference"]), 4.0, f"{name} score")
+            assert_within_budget(
+                torch.tensor(scores[name]), wide, torch.tensor(scores["reference"]), 4.0, f"{name} score"
+            )
         others = torch.ones(p.num_blocks, dtype=torch.bool)
         others[p.table.flatten().long()] = False
         assert (engines[name].raw[others] == 255).all()

@@ -55,7 +55,8 @@ def test_equals_the_definition(heads, topk, held, arrivals, window, step, coarse
     if coarse:
         log_gamma = (log_gamma * 4).round() / 4
     rows = [
-        naive(score[h].tolist(), position[h].tolist(), held, topk, window, float(log_gamma[h]), step) for h in range(heads)
+        naive(score[h].tolist(), position[h].tolist(), held, topk, window, float(log_gamma[h]), step)
+        for h in range(heads)
     ]
     expected = torch.tensor(rows, dtype=torch.int64).view(heads, -1)
     for impl in IMPLS:
@@ -71,7 +72,9 @@ def test_strided_inputs():
     log_gamma = torch.full((3,), -0.01, dtype=torch.float64)
     wide = torch.stack([score, score], -1)[..., 0]
     for impl in IMPLS:
-        a, b = (ops.online_topk(s, position, 4, topk=6, window=3, log_gamma=log_gamma, impl=impl) for s in (score, wide))
+        a, b = (
+            ops.online_topk(s, position, 4, topk=6, window=3, log_gamma=log_gamma, impl=impl) for s in (score, wide)
+        )
         assert torch.equal(a, b)
 
 
