@@ -57,7 +57,7 @@ serve: model
 	    --kv-cache-memory-bytes $(KV_MEMORY) --port $(PORT)
 
 test: model
-	@$(BIN)/python -m pytest -q tests $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q tests $(PYTEST_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .
