@@ -43,7 +43,7 @@ $(PACKAGE): pyproject.toml setup.py $(ENGINE)
 
 $(EXTENSION): $(SOURCES) $(PACKAGE)
 	@echo "[setup] C++ kernels"
-	@$(BIN)/python setup.py --quiet build_ext --inplace
+	@KVPOP_REQUIRE_EXT=1 $(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
 
 model: setup

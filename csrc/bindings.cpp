@@ -80,6 +80,7 @@ class Rule {
     }
     int64_t input_width(const char* name, int64_t dimensions) {
         const int64_t wide = axis(name, dimensions, 1);
+        TORCH_CHECK_VALUE(wide > 0 && wide % 2 == 0, name, " must have 2 * D inputs on axis 1, got ", wide);
         size = wide / 2;
         return wide;
     }

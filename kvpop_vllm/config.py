@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 
 ADDITIONAL_CONFIG_KEY = "kv_policy"
 DEFAULT_SINKS = 4
+MAX_BUDGET = 2**24
+"""Largest B in tokens; positions and slots are int32 in the pages."""
 
 FLAGS = {
     "policy": "--kv-policy",
@@ -55,7 +57,7 @@ class PolicySettings:
                 f"additional_config[{ADDITIONAL_CONFIG_KEY!r}] must be a mapping such as {{'policy': 'streaming-llm', 'budget': 1024}}, got {given!r}"
             )
         known = [f.name for f in fields(cls)]
-        if unknown := sorted(set(given) - set(known)):
+        if unknown := sorted(set(given) - set(known), key=str):
             raise ConfigError(f"unknown key {unknown[0]!r} in {ADDITIONAL_CONFIG_KEY}: use {', '.join(known)}")
         values = {name: given.get(name) for name in known}
         if not isinstance(values["policy"], str):
@@ -66,6 +68,8 @@ class PolicySettings:
         _check_compression(values["compression"])
         if values["scorer"] is not None and not isinstance(values["scorer"], str):
             raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
+        if (values["budget"] or 0) > MAX_BUDGET:
+            raise ConfigError(f"--kv-budget {values['budget']} is more than {MAX_BUDGET} tokens: lower it")
         if values["budget"] is not None and values["compression"] is not None:
             raise ConfigError("--kv-budget and --kv-compression both set the budget: give only one of them")
         return cls(**values)
@@ -79,7 +83,7 @@ def _check_int(values: dict, name: str, least: int) -> None:
 
 def _check_compression(value) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and math.isfinite(value) and value >= 1):
+    if value is not None and not (number and 1 <= value < math.inf):
         raise ConfigError(f"--kv-compression must be a number of at least 1, got {value!r}")
 
 

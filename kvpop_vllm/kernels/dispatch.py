@@ -60,7 +60,8 @@ CPP_DTYPES = {
 
 def select(op: str, tensor: torch.Tensor) -> str:
     """The name of the implementation that ``impl="auto"`` takes for ``tensor`` (an op's first argument)."""
-    if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and _extension_available():
+    fits = op != "decode_step" or tensor.shape[-1] % 16 == 0
+    if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _extension_available():
         return "cpp"
     return "reference"
 

@@ -1,7 +1,7 @@
 """What a policy declares. One policy is one file and one class, named after one paper, plus its row in the registry.
 
-Life cycle in the engine: the class is looked up by name; ``requirements`` are checked against the model and the backend
-at start-up; one instance is made for the whole model; ``rule(layer)`` is asked once per layer after the weights have been
+Life cycle in the engine: the class is looked up by name; what it declares is checked against what is realised today
+(:meth:`Policy.check_realised`); one instance is made for the whole model; ``rule(layer)`` is asked once per layer after the weights have been
 loaded; from then on the kernels work from that rule alone, without calling back into Python.
 """
 
@@ -111,9 +111,32 @@ class Policy(ABC):
 
     def __post_init__(self):
         self.prepare()
+        self.check_realised()
         self.retention = resolve_retention(
             self.settings, self.model.max_model_len, self.scorer_shape(), keeps_all=self.keeps_all
         )
+
+    def check_realised(self) -> None:
+        """Refuses declarations that no kernel acts on yet, rather than ignore them.
+
+        Raises:
+            ConfigError: naming the first one.
+        """
+        beyond = {
+            "signals": not self.signals <= {Signal.KEY, Signal.VALUE},
+            "order": self.order is Order.COUPLED,
+            "decide": self.decide is not Decide.STEP,
+            "slot_fields": bool(self.slot_fields),
+            "uniform_shares": not self.uniform_shares,
+            "on_evict": self.on_evict is not None,
+            "correct": self.correct is not None,
+            "preload": self.preload is not None,
+        }
+        for name, there in beyond.items():
+            if there:
+                raise ConfigError(
+                    f"--kv-policy {self.name} declares {name}, which this version cannot serve: choose another policy"
+                )
 
     def prepare(self) -> None:
         """Reads and checks what the policy needs from disk. The default refuses a scorer that nothing would use.

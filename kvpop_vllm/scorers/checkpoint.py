@@ -124,7 +124,7 @@ def _check_values(given: Mapping, source: str) -> None:
     if given["feature_map"] not in ("hedgehog", "softmax"):
         raise ConfigError(f"{source}: feature_map must be 'hedgehog' or 'softmax', got {given['feature_map']!r}")
     cap = given["gate_softcap"]
-    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or cap <= 0):
+    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < float("inf")):
         raise ConfigError(f"{source}: gate_softcap must be null or a positive number, got {cap!r}")
     for key in ("norm", "skip", "delayed"):
         if not isinstance(given[key], bool):
@@ -209,7 +209,7 @@ def read_config(folder: str | Path) -> ScorerConfig:
     path = Path(folder) / CONFIG_NAME
     if not path.is_file():
         raise ConfigError(
-            f"no scorer at {str(folder)!r}: {CONFIG_NAME} is missing; point --kv-scorer at a folder written by 'kvpop distill' or 'kvpop init-scorer'"
+            f"no scorer at {str(folder)!r}: {CONFIG_NAME} is missing; point --kv-scorer at a folder written by 'kvpop init-scorer'"
         )
     try:
         raw = json.loads(path.read_text())

@@ -9,7 +9,7 @@ import torch
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.scorers import build
-from kvpop_vllm.scorers.checkpoint import ScorerConfig, write_scorer
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, write_scorer
 
 
 def model_shape(model: str | Path) -> dict:
@@ -30,6 +30,8 @@ def model_shape(model: str | Path) -> dict:
         }
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; give the folder of a Hugging Face model") from None
+    except (TypeError, AttributeError, ZeroDivisionError):
+        raise ConfigError(f"{path} is not a model's config: give the folder of a decoder-only language model") from None
     except KeyError as error:
         raise ConfigError(
             f"{path} has no {error.args[0]!r}: give the folder of a decoder-only language model"
@@ -43,6 +45,8 @@ def init_scorer(model: str | Path, out: str | Path, *, seed: int = 0, **options)
         model: Hugging Face folder. out: folder to write. options: fields of :class:`ScorerConfig`; ``scorer`` defaults
             to mlstm, ``sinks``, ``window``, ``topk`` to 4, 256 and 764 (B = 1,024).
     """
+    if (Path(out) / CONFIG_NAME).exists():
+        raise ConfigError(f"{out} holds a scorer already: choose another folder")
     defaults = {"scorer": "mlstm", "sinks": 4, "window": 256, "topk": 764}
     config = ScorerConfig(**model_shape(model), **(defaults | options))
     config = ScorerConfig.parse(config.to_json(), "init-scorer options")

@@ -82,7 +82,7 @@ class FixedBudgetSpec(AttentionSpec):
     def max_num_blocks_per_req(self, vllm_config, max_len: int) -> int:
         # Model runner V1 computes a slot mapping for every position from this row, without bounds checks; the mapping is
         # not used here, but a row narrower than the positions would make it read a neighbour's.
-        return max(cdiv(max_len, self.block_size), self.blocks(max(max_len, self.budget)))
+        return max(cdiv(max_len, self.block_size), self.blocks(max_len))
 
     @property
     def prefix_cacheable(self) -> bool:

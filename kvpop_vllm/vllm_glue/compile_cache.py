@@ -14,6 +14,7 @@ from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY
 from kvpop_vllm.vllm_glue.engine_policy import requested
 
 _HOOK = "finalize_loading"
+_MARK = "_kvpop_wrapped"
 
 
 def apply() -> None:
@@ -26,8 +27,10 @@ def apply() -> None:
 
 def _wrap(module, name: str, make) -> None:
     original = getattr(module, name)
-    if not hasattr(original, "__wrapped__"):
-        setattr(module, name, functools.wraps(original)(make(original)))
+    if not getattr(original, _MARK, False):
+        wrapper = functools.wraps(original)(make(original))
+        setattr(wrapper, _MARK, True)
+        setattr(module, name, wrapper)
 
 
 def _try_load(original):

@@ -8,11 +8,14 @@ EngineArgs.add_cli_args                vLLM has no way for a plugin to add engin
 EngineArgs.from_cli_args               Wrapped: merges the flags into additional_config, so that they travel with the
                                        VllmConfig to every process. Goes with the one above.
 EngineArgs.create_engine_config        The only point between the arguments and the loading of weights. Wrapped: with a
-                                       policy, refuses what cannot work, switches prefix caching off, clears the
-                                       process's cached backend choice. Goes when platforms consult a backend's
+                                       policy, refuses what cannot work and switches prefix caching off. Goes when platforms consult a backend's
                                        validate_configuration on CPU too (vLLM issue 42449 is about such hooks).
 InputProcessor.process_inputs          Requests that stream their input rewind the sequence. Wrapped on the first engine
                                        with a policy: refuses them there. Goes when a KV cache spec can refuse.
+selector._cached_get_attn_backend      The choice of a backend class is cached per process under a key that knows nothing of
+                                       policies: engines of one process would get each other's. Replaced by the same
+                                       function without its cache on the first engine with a policy. Goes when the key
+                                       holds additional_config.
 decorators._try_load_aot_compiled_fn   (compile_cache.py) On CPU vLLM cannot load what it compiled and saved: each start would
                                        compile for a minute. Wrapped: with a policy, torch's artefact gets the method
                                        that vLLM calls on its own. Goes when vLLM loads such artefacts.
@@ -28,16 +31,13 @@ from __future__ import annotations
 
 import functools
 import sys
-import weakref
+from contextlib import contextmanager
+from pathlib import Path
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
 from kvpop_vllm.vllm_glue import flags, refusals
 
 _MARK = "_kvpop_wrapped"
-_from_cli: weakref.WeakValueDictionary[int, object] = weakref.WeakValueDictionary()
-"""The living EngineArgs that came from a command line, by id. No attribute on them: vLLM passes vars(engine_args) on."""
-_served_with_policy: list[str] = []
-"""Policies of the engines configured in this process so far."""
 
 
 def apply() -> None:
@@ -71,11 +71,10 @@ def _add_cli_args(original):
 def _from_cli_args(original):
     def from_cli_args(cls, args):
         engine_args = original(cls, args)
-        with _one_line_errors(True):
+        with _one_line_errors():
             merged = flags.merge(args, engine_args.additional_config)
         if merged is not engine_args.additional_config:
             engine_args.additional_config = merged
-        _from_cli[id(engine_args)] = engine_args
         return engine_args
 
     return from_cli_args
@@ -88,7 +87,7 @@ def _create_engine_config(original):
         )
         if not asked:
             return _log_unused_scorers(original(self, *args, **kwargs))
-        with _one_line_errors(_from_cli.get(id(self)) is self):
+        with _one_line_errors():
             return _config_with_policy(self, original, args, kwargs)
 
     return create_engine_config
@@ -96,7 +95,6 @@ def _create_engine_config(original):
 
 def _config_with_policy(engine_args, original, args, kwargs):
     from vllm.logger import init_logger
-    from vllm.v1.attention.selector import _cached_get_attn_backend
 
     from kvpop_vllm import policies
     from kvpop_vllm.vllm_glue.engine_policy import check_checkpoint, engine_policy
@@ -113,8 +111,7 @@ def _config_with_policy(engine_args, original, args, kwargs):
     kept = engine_policy(vllm_config).retention
     check_checkpoint(vllm_config)
     _refuse_streaming_input(settings)
-    _served_with_policy.append(settings.policy)
-    _cached_get_attn_backend.cache_clear()
+    _forget_backend_choices()
     logger.info(
         "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range)",
         settings.policy,
@@ -128,7 +125,6 @@ def _config_with_policy(engine_args, original, args, kwargs):
 
 def _log_unused_scorers(vllm_config):
     from vllm.logger import init_logger
-    from vllm.v1.attention.selector import _cached_get_attn_backend
 
     from kvpop_vllm.vllm_glue.engine_policy import checkpoint_section
 
@@ -136,9 +132,23 @@ def _log_unused_scorers(vllm_config):
         init_logger("vllm.kvpop_vllm").info(
             "the checkpoint carries KVpop scorers, which are not used without --kv-policy: serving with a dense cache"
         )
-    if _served_with_policy:
-        _cached_get_attn_backend.cache_clear()
     return vllm_config
+
+
+def _forget_backend_choices() -> None:
+    from vllm.v1.attention import selector
+
+    cached = selector._cached_get_attn_backend
+    if getattr(cached, _MARK, False):
+        return
+
+    @functools.wraps(cached.__wrapped__)
+    def choose(*args, **kwargs):
+        return cached.__wrapped__(*args, **kwargs)
+
+    setattr(choose, _MARK, True)
+    choose.cache_clear = cached.cache_clear
+    selector._cached_get_attn_backend = choose
 
 
 def _refuse_streaming_input(settings: PolicySettings) -> None:
@@ -158,16 +168,17 @@ def _refuse_streaming_input(settings: PolicySettings) -> None:
     _wrap(InputProcessor, "process_inputs", make)
 
 
-class _one_line_errors:
-    """On the command line a ConfigError becomes one line and exit code 1; elsewhere it stays an exception."""
+@contextmanager
+def _one_line_errors():
+    """Where vLLM's own command runs, a ConfigError becomes one line and exit code 1; elsewhere it stays an exception."""
+    try:
+        yield
+    except ConfigError as error:
+        if not _in_vllms_command():
+            raise
+        sys.exit(f"kvpop: error: {error}")
 
-    def __init__(self, active: bool):
-        self.active = active
 
-    def __enter__(self):
-        return self
-
-    def __exit__(self, kind, error, trace):
-        if self.active and isinstance(error, ConfigError):
-            sys.exit(f"kvpop: error: {error}")
-        return False
+def _in_vllms_command() -> bool:
+    module = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return Path(sys.argv[0]).name == "vllm" or (module is not None and module.name.startswith("vllm."))

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engine.conftest import BUDGET, STATE_BLOCKS
 from engine.driving import BLOCK, Job, watched
+from engine.matrix import BUDGET, STATE_BLOCKS
 
 from kvpop_vllm.kernels.pages import cdiv
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from engine.conftest import BUDGET
 from engine.driving import Job
+from engine.matrix import BUDGET
 
 from kvpop_vllm.testing import random_prompt
 

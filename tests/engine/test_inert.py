@@ -10,6 +10,7 @@ from argparse import Namespace
 from pathlib import Path
 
 import pytest
+import torch
 from engine.tiny_engine import backend, complete, generate, start, stop
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -89,6 +90,29 @@ def test_engines_of_one_process_leave_each_other_alone(model, fresh_processes, t
     assert backend(llm).__name__ == "CPUAttentionBackend" and as_json(complete(llm, 24)) == stock
     stop(llm)
     assert as_json(bounded) != stock
+
+
+def test_configs_made_first_and_loaded_later_keep_their_own_backend(model):
+    """vLLM caches the choice of a backend per process, under a key that knows nothing of policies."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention.selector import get_attn_backend
+
+    def config(policy):
+        additional = {"kv_policy": policy} if policy else {}
+        args = EngineArgs(str(model), skip_tokenizer_init=True, max_model_len=256, additional_config=additional)
+        return args.create_engine_config()
+
+    def chosen(vllm_config):
+        with set_current_vllm_config(vllm_config):
+            return get_attn_backend(32, torch.float32, None)
+
+    first = config({"policy": "streaming-llm", "budget": 64})
+    stock = config(None)
+    second = config({"policy": "streaming-llm", "budget": 96})
+    assert chosen(stock).__name__ == "CPUAttentionBackend"
+    assert chosen(first).policy.retention.budget == 64
+    assert chosen(second).policy.retention.budget == 96
+    assert chosen(stock).__name__ == "CPUAttentionBackend"
 
 
 def as_json(outputs):

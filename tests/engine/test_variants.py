@@ -6,9 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from engine.conftest import BUDGET, MATRIX, STATE_BLOCKS
 from engine.driving import BLOCK, Job, one_thread, watched
 from engine.judge import Judge
+from engine.matrix import BUDGET, MATRIX, STATE_BLOCKS
 
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import cdiv
