@@ -18,6 +18,7 @@ from kvpop_vllm.testing import random_prompt
 
 TOP_LOGPROBS = 3
 BLOCK = 16
+MOST_STEPS = 2000
 
 
 @dataclass
@@ -60,6 +61,7 @@ class Watched:
                 if answer.finished:
                     answers[names[answer.request_id]] = answer
             step += 1
+            assert step < MOST_STEPS, "the engine does not come to an end"
         return answers
 
     def fill_pool(self, byte: int) -> None:

@@ -84,11 +84,11 @@ class Judge:
             exact, low = self.models
             run = exact.run(tokens, self.policy)
             if nudges:
-                run = self._steered(tokens, nudges, run.visible)
+                run = self.steered(tokens, nudges, run.visible)
             self.known[key] = Reference(run, low.run(tokens, self.policy, visible=run.visible))
         return self.known[key]
 
-    def _steered(self, tokens, nudges, sets) -> OracleRun:
+    def steered(self, tokens, nudges, sets) -> OracleRun:
         """Layer by layer, as a layer's scores depend on what those before it retained."""
         exact, policy, sets = self.models[0], self.policy, list(sets)
         for layer in range(exact.layers):
@@ -115,7 +115,7 @@ class Judge:
         plain = [self.reference(tokens) for tokens in fed.values()]
         bounds = [max(layer) for layer in zip(*(reference.bounds for reference in plain), strict=True)]
         for name, answer in answers.items():
-            reference, ties = self._settle(fed[name], held[name], bounds, name)
+            reference, ties = self.settle(fed[name], held[name], bounds, name)
             settled.append((answer, reference))
             verdict.near_ties += ties
             verdict.sets += sum(len(steps) * self.models[0].kv_heads for steps in held[name].values())
@@ -127,7 +127,7 @@ class Judge:
         assert verdict.near_ties <= MOST_NEAR_TIES * verdict.decisions, str(verdict)
         return verdict
 
-    def _settle(self, tokens, held, bounds, name) -> tuple[Reference, int]:
+    def settle(self, tokens, held, bounds, name) -> tuple[Reference, int]:
         """The oracle with its near-ties decided as the engine did; anything else that differs is a failure."""
         nudges: tuple[Nudge, ...] = ()
         assert sorted(held) == list(range(self.models[0].layers)), f"request {name}: a layer was never called"

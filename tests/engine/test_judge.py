@@ -1,0 +1,72 @@
+"""The judge itself: it excuses a near-tie and what follows from it, and nothing else."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.driving import one_thread
+from engine.judge import Nudge
+from engine.recorder import Held
+
+from kvpop_vllm.testing import random_prompt
+
+TOKENS = random_prompt(130, seed=5)
+
+
+@pytest.fixture(scope="module")
+def judge(case):
+    with one_thread():
+        yield case("qwen3", "kvpop-linear").judge
+
+
+@pytest.fixture(scope="module")
+def flipped(judge):
+    """A run in which layer 0 once kept its closest victim, and evicted the next in its place; and that margin."""
+    run = judge.reference(TOKENS).exact
+    margin = float(run.margins[0].min())
+    head, query = (int(i) for i in (run.margins[0] == margin).nonzero()[0])
+    victim = int((run.visible[0][head, query - 1] & ~run.visible[0][head, query]).nonzero())
+    return judge.steered(TOKENS, (Nudge(0, head, victim, 2 * margin),)), margin
+
+
+def held(run, every: int):
+    """What a recorder would have seen of a run, in chunks of ``every`` tokens."""
+    ends = [*range(every, len(TOKENS), every), len(TOKENS)]
+    heads = range(len(run.visible[0]))
+    return {
+        layer: [Held(seen, every, [run.retained(layer, head, seen - 1) for head in heads]) for seen in ends]
+        for layer in range(len(run.visible))
+    }
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_near_tie_is_followed_and_counted(judge, flipped, every):
+    run, margin = flipped
+    assert not torch.equal(run.visible[0], judge.reference(TOKENS).exact.visible[0])
+    settled, ties = judge.settle(TOKENS, held(run, every), [2 * margin, 0.0], "r")
+    assert ties == 1 and all(torch.equal(a, b) for a, b in zip(settled.exact.visible, run.visible, strict=True))
+
+
+@pytest.mark.parametrize("every", [1, 4])
+def test_a_decision_with_a_margin_is_not_excused(judge, flipped, every):
+    run, margin = flipped
+    with pytest.raises(AssertionError, match="layer 0, head"):
+        judge.settle(TOKENS, held(run, every), [margin / 2, 0.0], "r")
+
+
+def test_the_oracle_itself_passes(judge):
+    exact = judge.reference(TOKENS).exact
+    assert judge.settle(TOKENS, held(exact, 1), [0.0, 0.0], "r")[1] == 0
+
+
+def test_another_token_is_not_excused(judge, flipped):
+    """However large the bound: a token that was evicted before cannot come back."""
+    run = judge.reference(TOKENS).exact
+    wrong = held(run, 1)
+    gone = min(set(range(TOPK_END)) - set(wrong[0][-1].positions[0]))
+    wrong[0][-1].positions[0][5] = gone
+    with pytest.raises(AssertionError, match="layer 0, head 0"):
+        judge.settle(TOKENS, wrong, [flipped[1], 0.0], "r")
+
+
+TOPK_END = 100
