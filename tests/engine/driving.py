@@ -135,5 +135,7 @@ def watched(model, policy: dict, judge: Judge | None = None, **options) -> Itera
         recorder.attach(patch)
         try:
             yield Watched(llm, recorder, judge)
+            if judge is not None:
+                judge.check_near_ties()
         finally:
             stop(llm)

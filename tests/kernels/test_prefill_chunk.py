@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kernels.factories import random_page_table, random_rule, random_scorer, state_floats
 
@@ -21,6 +21,10 @@ CASES = {
     "mlstm-direct-values": ("mlstm", {"value_projection": False}),
     "mlstm-immediate": ("mlstm", {"delayed": False}),
 }
+
+
+SCORE_NOISE = 2e-6
+"""Paths round raw scores of order 1 to 3 differently by up to this much (float32, states of up to 120 tokens)."""
 
 
 class Problem:
@@ -68,6 +72,26 @@ class Problem:
             )  # fmt: skip
             start, i = start + count, i + 1
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
+
+    def closest_decision(self):
+        """Smallest difference in float64 priority between the worst kept and the best dropped token, over all steps."""
+        pages, table = random_page_table(self.layout, 1, self.rule.sinks + self.rule.window + self.length, self.generator)
+        everything = torch.full_like(self.budgets, self.rule.sinks + self.rule.window + self.length)
+        ops.prefill_chunk(
+            self.q, self.k, self.v, pages, table[0], 0, everything, rule=self.rule, scale=self.scale, impl="reference"
+        )
+        first, n = self.rule.sinks + self.rule.window, self.layout.block_slots
+        slots = torch.arange(first, max(first, self.length))
+        blocks = table[0, 0, self.layout.state_blocks :].long()
+        topk, closest = self.budget - first, torch.inf
+        for h in range(self.heads):
+            score = pages.score[blocks[slots // n], h, slots % n].double()
+            priority = score - pages.position[blocks[slots // n], h, slots % n].double() * self.rule.log_gamma[h]
+            for arrived in range(topk + 1, len(slots) + 1):
+                best = priority[:arrived].sort(descending=True).values
+                if topk:
+                    closest = min(closest, float(best[topk - 1] - best[topk]))
+        return closest
 
     def held(self, pages, table):
         """Sorted positions in the long-range slots of each head, and tokens_seen."""
@@ -121,6 +145,7 @@ def test_decay_steps_beyond_one(case, step):
 )
 def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, group, slots, seed):
     problem = Problem(case, sinks, window, topk, length, heads=heads, group=group, slots=slots, seed=seed)
+    assume(CASES[case][0] is None or problem.closest_decision() > 10 * SCORE_NOISE)
     check_same(problem.prefill(chunks), problem.decode())
 
 
