@@ -75,7 +75,9 @@ class Problem:
 
     def closest_decision(self):
         """Smallest difference in float64 priority between the worst kept and the best dropped token, over all steps."""
-        pages, table = random_page_table(self.layout, 1, self.rule.sinks + self.rule.window + self.length, self.generator)
+        pages, table = random_page_table(
+            self.layout, 1, self.rule.sinks + self.rule.window + self.length, self.generator
+        )
         everything = torch.full_like(self.budgets, self.rule.sinks + self.rule.window + self.length)
         ops.prefill_chunk(
             self.q, self.k, self.v, pages, table[0], 0, everything, rule=self.rule, scale=self.scale, impl="reference"
