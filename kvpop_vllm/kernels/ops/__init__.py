@@ -1,0 +1,52 @@
+"""Schemas of all kernels: one signature per op, whatever implements it.
+
+Axes, once for all docstrings::
+
+    R  requests of a decode batch        L  tokens of a prefill chunk       S  tokens of a sequence
+    H  KV heads                          G  query heads per KV head         Hq = H * G query heads (head h serves h*G .. h*G+G-1)
+    D  head size                         B  budget: slots per head            N  slots per block                 (in training: B sequences, N samples)
+    P  entries of a page-table row       F  features of the mLSTM           Dv value width of the mLSTM
+    M  hidden width of the MLP scorer
+
+Symbols follow the paper (KVpop, arXiv version "Predictive Online Pruning"): ``s`` sinks, ``w`` window, ``k = B - s - w``
+long-range slots, ``q`` the position of the current token, ``u = q - w`` the token leaving the window, ``r_t`` raw scores.
+
+Every op takes ``impl="auto" | "reference" | "cpp" | "triton"``. ``auto`` takes the fastest implementation that supports
+the tensors (see :mod:`kvpop_vllm.kernels.dispatch`); a name asked for explicitly never falls back to another.
+"""
+
+from kvpop_vllm.kernels.ops.rules import (
+    STATE_M_START,
+    LinearWeights,
+    MLPWeights,
+    MLSTMWeights,
+    RetentionRule,
+    ScorerWeights,
+    StepOrderError,
+)
+from kvpop_vllm.kernels.ops.serving import decode_step, online_topk, prefill_chunk
+from kvpop_vllm.kernels.ops.training import (
+    boundary_loss,
+    delayed_mlstm,
+    future_attention_mass,
+    running_topk,
+    sparse_attention,
+)
+
+__all__ = [
+    "STATE_M_START",
+    "LinearWeights",
+    "MLPWeights",
+    "MLSTMWeights",
+    "RetentionRule",
+    "ScorerWeights",
+    "StepOrderError",
+    "boundary_loss",
+    "decode_step",
+    "delayed_mlstm",
+    "future_attention_mass",
+    "online_topk",
+    "prefill_chunk",
+    "running_topk",
+    "sparse_attention",
+]

@@ -1,0 +1,100 @@
+"""What the kernels of serving take beside tensors: scorer weights, the rule of retention, and their error."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+STATE_M_START = -1e30
+"""Stabiliser of an empty mLSTM state; C = z = 0 there."""
+
+
+class StepOrderError(RuntimeError):
+    """A step does not start where the request's state ends (``tokens_seen``): a replay or a rewound stream.
+
+    Raised before anything is written.
+    """
+
+
+@dataclass(frozen=True)
+class LinearWeights:
+    """Headwise linear scorer, ``r = weight . [k; v] + bias`` (KVpop E.2). weight [H, 2D], bias [H]; float32."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MLPWeights:
+    """Headwise two-layer MLP with SiLU on ``[k; v]`` (KVpop E.2).
+
+    fc1_weight [H, 2D, M], fc1_bias [H, M], fc2_weight [H, M], fc2_bias [H]; float32.
+    """
+
+    fc1_weight: torch.Tensor
+    fc1_bias: torch.Tensor
+    fc2_weight: torch.Tensor
+    fc2_bias: torch.Tensor
+
+
+@dataclass(frozen=True)
+class MLSTMWeights:
+    """Delayed mLSTM scorer (KVpop E.3, E.4), float32.
+
+    q_proj, k_proj [H, 2D, Fp] with F = 2 Fp features for ``hedgehog`` and Fp for ``softmax``; v_proj [H, 2D, Dv] or None
+    (the value itself, Dv = D); igate_weight, fgate_weight [H, 2D]; igate_bias, fgate_bias [H]; out_weight [H, Dv],
+    out_bias [H]; norm_weight [H, Dv] or None; skip_weight [H, 2D] or None; gate_softcap c of ``c * tanh(a / c)`` or None;
+    delayed False reads token q at its own insertion instead of ``u = q - w`` at the boundary.
+
+    A head's state is the flat float32 array ``C [F, Dv], z [F], m [1]``.
+    """
+
+    q_proj: torch.Tensor
+    k_proj: torch.Tensor
+    v_proj: torch.Tensor | None
+    igate_weight: torch.Tensor
+    igate_bias: torch.Tensor
+    fgate_weight: torch.Tensor
+    fgate_bias: torch.Tensor
+    out_weight: torch.Tensor
+    out_bias: torch.Tensor
+    norm_weight: torch.Tensor | None = None
+    skip_weight: torch.Tensor | None = None
+    feature_map: str = "hedgehog"
+    gate_softcap: float | None = None
+    delayed: bool = True
+
+    @property
+    def features(self) -> int:
+        """F."""
+        return self.q_proj.shape[-1] * (2 if self.feature_map == "hedgehog" else 1)
+
+    @property
+    def value_size(self) -> int:
+        """Dv."""
+        return self.out_weight.shape[-1]
+
+    @property
+    def state_floats(self) -> int:
+        """float32 words of one head's state."""
+        return self.features * self.value_size + self.features + 1
+
+
+ScorerWeights = LinearWeights | MLPWeights | MLSTMWeights | None
+"""What scores a token; None scores every token 0."""
+
+
+@dataclass(frozen=True)
+class RetentionRule:
+    """Which tokens a layer keeps: sinks, window, and the k best by effective score (SEMANTICS section 2; KVpop eq. 5).
+
+    ``effective_t(q) = r_t + floor((q - t) / decay_step) * log_gamma[h]``, formed and compared in float64; of equal
+    scores the older token is evicted. log_gamma [H] float64.
+    """
+
+    sinks: int
+    window: int
+    log_gamma: torch.Tensor
+    decay_step: int = 1
+    scorer: ScorerWeights = None

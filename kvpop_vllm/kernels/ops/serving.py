@@ -1,0 +1,111 @@
+"""Schemas of the ops of serving; axes in :mod:`kvpop_vllm.kernels.ops`."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.kernels.dispatch import resolve
+from kvpop_vllm.kernels.ops.rules import RetentionRule
+from kvpop_vllm.kernels.pages import Pages
+
+
+def decode_step(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    positions: torch.Tensor,
+    valid: torch.Tensor,
+    budgets: torch.Tensor,
+    *,
+    rule: RetentionRule,
+    scale: float,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One token for each of R requests: state update, delayed readout, score, argmin, slot move, attention.
+
+    In this order, per request and head, with q the token's position (DESIGN "Pages", KVpop Figure 3):
+    the state takes in ``x_q = [k_q; v_q]``; ``u = q - w`` (if ``u >= s``) is scored with a state that includes q; it is
+    copied from its ring slot into the first free long-range slot, or over the long-range token of lowest effective
+    score, or dropped if it is itself the lowest; q is written into its sink slot, or into ring slot ``s + (q - s) % w``
+    where u sat; attention runs over the valid slots. With ``positions[r] == 0`` the state is initialised first.
+
+    Args:
+        q: ``[R, Hq, D]``, k, v: ``[R, H, D]`` in the cache's dtype. Last axis contiguous.
+        pages: the layer's cache; written in place.
+        page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is fine.
+        positions: ``[R]`` int64, position of each request's token.
+        valid: ``[R, H]`` int32, slots filled before the step: ``min(position, budget)``.
+        budgets: ``[R, H]`` int32, B of each head.
+        rule: what is kept. scale: factor on q . k.
+
+    Returns:
+        ``out [R, Hq, D]`` in q's dtype and ``lse [R, Hq]`` float32, the natural log-sum-exp of the scaled logits over the
+        retained tokens.
+
+    Raises:
+        StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been written.
+    """
+    run = resolve("decode_step", impl, q)
+    return run(q, k, v, pages, page_table, positions, valid, budgets, rule=rule, scale=scale)
+
+
+def prefill_chunk(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    pages: Pages,
+    page_table: torch.Tensor,
+    start: int,
+    budgets: torch.Tensor,
+    *,
+    rule: RetentionRule,
+    scale: float,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The L tokens ``[start, start + L)`` of one request; equals L decode steps to rounding (SEMANTICS section 4).
+
+    Each query sees the slots retained before the chunk and the chunk's own tokens, under its own cutoff; afterwards the
+    survivors are written into the slots. Memory is bounded by B slots plus the chunk.
+
+    Args:
+        q: ``[L, Hq, D]``, k, v: ``[L, H, D]`` in the cache's dtype.
+        page_table: ``[H, P]`` int32. start: position of the first token. budgets: ``[H]`` int32.
+        The rest as in :func:`decode_step`.
+
+    Returns:
+        ``out [L, Hq, D]`` in q's dtype, ``lse [L, Hq]`` float32.
+
+    Raises:
+        StepOrderError: as in :func:`decode_step`.
+    """
+    run = resolve("prefill_chunk", impl, q)
+    return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale)
+
+
+def online_topk(
+    score: torch.Tensor,
+    position: torch.Tensor,
+    held: int,
+    *,
+    topk: int,
+    window: int,
+    log_gamma: torch.Tensor,
+    decay_step: int = 1,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """When each token is evicted from k long-range slots, arrivals one by one, evictions permanent.
+
+    The first ``held`` tokens are in the slots already (any order); the others arrive in order of position, token t at
+    query ``q = t + window``; at each arrival, if more than k are held, the lowest effective score at q leaves.
+
+    Args:
+        score: ``[H, T]`` float32 raw scores. position: ``[H, T]`` int64; the arrivals' positions increase by one.
+        log_gamma: ``[H]`` float64.
+
+    Returns:
+        ``evicted_at [H, T]`` int64: the query position at which a token is first missing, or ``torch.iinfo(int64).max``.
+    """
+    run = resolve("online_topk", impl, score)
+    return run(score, position, held, topk=topk, window=window, log_gamma=log_gamma, decay_step=decay_step)

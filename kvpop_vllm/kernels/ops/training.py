@@ -1,0 +1,169 @@
+"""Schemas of the ops of training; axes in :mod:`kvpop_vllm.kernels.ops`. Whole sequences, heads before positions."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.kernels.dispatch import resolve
+
+
+def delayed_mlstm(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    igate: torch.Tensor,
+    fgate: torch.Tensor,
+    *,
+    delay: int,
+    state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    chunk: int = 64,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Chunkwise mLSTM with a time-shifted readout (KVpop eqs. 38-41).
+
+    Args:
+        q, k: ``[B, H, S, F]`` features (after the feature map). v: ``[B, H, S, Dv]``.
+        igate, fgate: ``[B, H, S]`` gate pre-activations; ``i = exp``, ``f = sigmoid``.
+        delay: token ``u`` is read at ``q = u + delay``. With ``delay=0`` row q of ``q`` is read at q: to continue from a
+            ``state``, pass the features of the tokens to read there.
+        state: ``(C [B, H, F, Dv], z [B, H, F], m [B, H])`` float32, or None for the empty state.
+        chunk: tokens per chunk.
+
+    Returns:
+        ``h [B, H, S, Dv]`` float32, zero where ``u + delay >= S``, and the state after S tokens.
+
+    Raises:
+        ValueError: a state together with ``delay > 0``.
+    """
+    run = resolve("delayed_mlstm", impl, q)
+    return run(q, k, v, igate, fgate, delay=delay, state=state, chunk=chunk)
+
+
+def running_topk(
+    priority: torch.Tensor, *, sinks: int, window: int, topk: int, impl: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ranks under a static order, and at every query the rank of the k-th best eligible key (KVpop algorithm 2).
+
+    Key t of ``E(q) = {t : s <= t <= q - w}`` is kept iff ``rank[t] <= cutoff[q]``. A Fenwick tree over ranks: O(S log S)
+    time and O(S) memory per head. For orders that do not change with q; decay steps n > 1 go through
+    :func:`online_topk`, whose ``evicted_at`` gives ``rank = S - min(evicted_at, S)`` and ``cutoff[q] = S - 1 - q``.
+
+    Args:
+        priority: ``[B, H, S]``, higher is kept, of equal ones the newer. float32, or float64 for what must not be
+            rounded: ``r_t - t * log gamma`` at position 131,072 is only good to 1e-2 in float32.
+        sinks, window, topk: s, w >= 1, k.
+
+    Returns:
+        ``rank [B, H, S]`` int32, 0 the best of all S tokens; ``cutoff [B, H, S]`` int32: S - 1 while ``E(q)`` holds at
+        most k tokens, -1 throughout for k = 0.
+
+    Raises:
+        ValueError: a priority is NaN, or w < 1, or s or k negative.
+    """
+    if window < 1 or sinks < 0 or topk < 0:
+        raise ValueError(f"running_topk needs window >= 1 and sinks, topk >= 0, got {window}, {sinks}, {topk}")
+    if priority.isnan().any():
+        raise ValueError("running_topk got a NaN priority: the scores are not finite")
+    run = resolve("running_topk", impl, priority)
+    return run(priority.detach(), sinks=sinks, window=window, topk=topk)
+
+
+def sparse_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    rank: torch.Tensor,
+    cutoff: torch.Tensor,
+    *,
+    sinks: int,
+    window: int,
+    scale: float,
+    impl: str = "auto",
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention under the fixed-budget mask of training (KVpop eq. 26), differentiable in q, k and v; no S x S array.
+
+    Query q sees ``t < s``, ``q - w < t`` and the ``t <= q - w`` with ``rank[t] <= cutoff[q]``, all with ``t <= q``.
+
+    Args:
+        q: ``[B, Hq, S, D]``; k, v: ``[B, H, S, D]``, any float dtype. rank, cutoff: ``[B, H, S]`` int32, as from
+            :func:`running_topk`. scale: factor on q . k.
+
+    Returns:
+        ``out [B, Hq, S, D]`` in q's dtype; ``lse [B, Hq, S]``, float32 (float64 for float64), the natural log-sum-exp of
+        the scaled visible logits, without gradient.
+    """
+    run = resolve("sparse_attention", impl, q)
+    return run(q, k, v, rank, cutoff, sinks=sinks, window=window, scale=scale)
+
+
+def future_attention_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    *,
+    window: int,
+    scale: float,
+    lookahead: int | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Log of the attention mass a key gets after it left the window: the transposed pass (KVpop eqs. 31, 33).
+
+    ``logsumexp over d of (scale * q_d . k_t - lse_d)``, ``t + w <= d < S``, and ``d <= t + w + L`` for a look-ahead L. The
+    count ``N_t`` is not divided out: that is a variant of the target (``kvpop_vllm.distill.targets``). Carries no gradient.
+
+    Args:
+        q: ``[B, Hq, S, D]``; k: ``[B, H, S, D]``; lse: ``[B, Hq, S]``, log-normalisers of the queries, the sparse pass's
+            or the dense one's. lookahead: L in tokens, or None for all that follow.
+
+    Returns:
+        ``[B, Hq, S]``, float32 (float64 for float64); -inf for ``t >= S - w``, which no query follows.
+    """
+    if window < 1 or (lookahead is not None and lookahead < 0):
+        raise ValueError(f"future_attention_mass needs window >= 1 and lookahead >= 0, got {window} and {lookahead}")
+    run = resolve("future_attention_mass", impl, q)
+    return run(q.detach(), k.detach(), lse.detach(), window=window, scale=scale, lookahead=lookahead)
+
+
+def boundary_loss(
+    pred: torch.Tensor,
+    target: torch.Tensor,
+    log_gamma: torch.Tensor,
+    *,
+    sinks: int,
+    window: int,
+    topk: int,
+    step: int,
+    tau: float,
+    samples: int | torch.Tensor,
+    margin: tuple[float, float] | None,
+    balance: tuple[float, float] | None,
+    generator: torch.Generator | None = None,
+    impl: str = "auto",
+) -> torch.Tensor:
+    """Pairwise logistic loss at the teacher's retention boundary (KVpop eqs. 5-7, 22-25; SEMANTICS section 6).
+
+    At query q the token ``t_new = q - w`` becomes eligible. The teacher keeps the k best effective targets; ``y = +1`` if
+    t_new is among them, else -1; ``t_bnd`` is the last that it keeps. Where t_new itself is the last kept, the pair would
+    compare it with itself: then ``t_bnd`` is the token that the teacher evicts at q, the best dropped one.
+    ``softplus(-y (pred_new(q) - pred_bnd(q)) / tau)``, weighted, on predicted effective scores
+    ``pred_t + floor((q - t) / step) * log_gamma``.
+
+    Args:
+        pred: ``[B, H, S]`` predicted raw scores. target: ``[B, H, S]`` raw targets. log_gamma: ``[H]``, shared by
+            teacher and student. Gradients reach pred and log_gamma through the predicted effective scores alone.
+        step: decay step n. tau: temperature.
+        samples: number of positions ``q >= s + w + k`` drawn for each sequence and head, half uniform, half with a density
+            that rises linearly; or the positions themselves, int64, broadcastable to ``[B, H, N]``.
+        margin: ``(w_min, tau_w)`` of the margin weight (eq. 23), or None.
+        balance: ``(c_min, c_max)``, clip of the headwise keep/drop balance (eq. 24), normalised to mean 1 over all
+            examples; or None.
+        generator: for the draw.
+
+    Returns:
+        Mean over sequences, heads and samples, a scalar in pred's dtype; 0 where k = 0 or no position qualifies.
+    """
+    run = resolve("boundary_loss", impl, pred)
+    return run(
+        pred, target, log_gamma, sinks=sinks, window=window, topk=topk, step=step, tau=tau, samples=samples,
+        margin=margin, balance=balance, generator=generator,
+    )  # fmt: skip

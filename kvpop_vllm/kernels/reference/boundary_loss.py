@@ -1,0 +1,99 @@
+"""The boundary loss, plain torch."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from kvpop_vllm.kernels import ops
+
+
+def boundary_loss(
+    pred, target, log_gamma, *, sinks, window, topk, step, tau, samples, margin, balance, generator=None
+):  # fmt: skip
+    """See :func:`kvpop_vllm.kernels.ops.boundary_loss`."""
+    first, length = sinks + window + topk, pred.shape[-1]
+    q = _positions(samples, pred.shape, first, generator, pred.device)
+    if topk == 0 or q.numel() == 0:
+        return pred.sum() * 0 + log_gamma.sum().to(pred.dtype) * 0
+    if int(q.min()) < first or int(q.max()) >= length:
+        raise ValueError(f"samples must lie in [{first}, {length - 1}] = [s + w + k, S - 1]")
+    with torch.no_grad():
+        decay = log_gamma.detach().double()
+        teacher = _static_teacher if step == 1 else _aged_teacher
+        kept, boundary = teacher(target.detach(), decay, q, sinks, window, topk, step)
+        y = torch.where(kept, 1.0, -1.0).to(pred.dtype)
+        gap = _gap(target.detach().double(), decay, q, q - window, boundary, step)
+        weight = _weights(y, gap, margin, balance).to(pred.dtype)
+    difference = _gap(pred.double(), log_gamma.double(), q, q - window, boundary, step).to(pred.dtype)
+    return (weight * F.softplus(-y * difference / tau)).mean()
+
+
+def _positions(samples, shape, first, generator, device):
+    """Query positions ``[B, H, N]``."""
+    batch, heads, length = shape
+    if isinstance(samples, torch.Tensor):
+        return samples.to(device).long().expand(batch, heads, samples.shape[-1])
+    span = max(0, length - first)
+    u = torch.rand(batch, heads, samples if span else 0, generator=generator, dtype=torch.float64, device=device)
+    late = u[..., samples // 2 :].sqrt()
+    u = torch.cat([u[..., : samples // 2], late], -1)
+    return first + (u * span).long().clamp_max(span - 1)
+
+
+def _gap(score, log_gamma, q, a, b, step):
+    """Effective score of token a minus that of token b at query q, all ``[B, H, N]``."""
+    age_steps = (q - a) // step - (q - b) // step
+    return score.gather(-1, a) - score.gather(-1, b) + age_steps * log_gamma.unsqueeze(-1)
+
+
+def _static_teacher(target, log_gamma, q, sinks, window, topk, step):
+    """Whether the teacher keeps ``q - w``, and the token to compare it with, from one running top-k."""
+    t = torch.arange(target.shape[-1], device=target.device)
+    priority = target.double() - t * log_gamma.unsqueeze(-1)
+    rank, cutoff = (x.long() for x in ops.running_topk(priority, sinks=sinks, window=window, topk=topk))
+    by_rank = torch.empty_like(rank).scatter_(-1, rank, t.expand_as(rank))
+    own, last = rank.gather(-1, q - window), cutoff.gather(-1, q)
+    dropped = cutoff.gather(-1, q - 1)  # the last kept one before t_new came; where t_new took its place, it left
+    return own <= last, by_rank.gather(-1, torch.where(own == last, dropped, last))
+
+
+def _aged_teacher(target, log_gamma, q, sinks, window, topk, step):
+    """The same where the order changes with q: evictions simulated, then the weakest of those held at each sampled q."""
+    batch, heads, length = target.shape
+    target = target.float()  # raw scores are float32 by definition
+    eligible = torch.arange(sinks, length, device=target.device)
+    gone = ops.online_topk(
+        target[..., sinks:].reshape(batch * heads, -1).contiguous(),
+        eligible.expand(batch * heads, -1).contiguous(),
+        0,
+        topk=topk,
+        window=window,
+        log_gamma=log_gamma.repeat(batch),
+        decay_step=step,
+    ).view(batch, heads, -1)
+    kept = gone.gather(-1, q - window - sinks) > q
+    at, new = q.unsqueeze(-1), (q - window).unsqueeze(-1)
+    effective = target[:, :, None, sinks:].double() + (at - eligible) // step * log_gamma.view(-1, 1, 1)
+    held = (eligible <= new) & (gone.unsqueeze(2) > at)
+    weakest = eligible[_lowest(effective, held)]
+    leaves = eligible[(gone.unsqueeze(2) == at).int().argmax(-1)]
+    return kept, torch.where(weakest == q - window, leaves, weakest)
+
+
+def _lowest(effective, held):
+    """Index of the lowest among the held, of equal ones the oldest."""
+    return effective.masked_fill(~held, torch.inf).argmin(-1)
+
+
+def _weights(y, gap, margin, balance):
+    weight = torch.ones_like(gap)
+    if balance is not None:
+        keep = (y > 0).double().mean(dim=(0, 2), keepdim=True)
+        share = torch.where(y > 0, keep, 1 - keep)
+        weight = (0.5 / share).clamp(*balance)
+        weight = weight / weight.mean()
+    if margin is not None:
+        least, sharpness = margin
+        weight = weight * (least + (1 - least) * torch.sigmoid(y * gap / sharpness))
+    return weight

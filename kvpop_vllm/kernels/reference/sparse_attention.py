@@ -1,0 +1,80 @@
+"""Attention under the running top-k mask, plain torch, block by block of queries; backward recomputes the blocks.
+
+Memory is O(S) per head: one block of ``BLOCK`` queries against all keys that it may see.
+"""
+
+from __future__ import annotations
+
+import torch
+
+BLOCK = 128
+
+
+def visible_block(rank, cutoff, first, last, sinks, window):
+    """Mask ``[B, H, last - first, last]`` of the queries ``[first, last)`` over the keys ``[0, last)``."""
+    q = torch.arange(first, last, device=rank.device).unsqueeze(1)
+    t = torch.arange(last, device=rank.device)
+    near = (t < sinks) | (t > q - window)
+    kept = rank[:, :, None, :last] <= cutoff[:, :, first:last, None]
+    return (near | kept) & (t <= q)
+
+
+def high(x: torch.Tensor) -> torch.Tensor:
+    """float32, or float64 for float64."""
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class _SparseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, rank, cutoff, sinks, window, scale):
+        heads, length = k.shape[1], k.shape[2]
+        grouped = q.unflatten(1, (heads, -1))
+        out = torch.empty_like(grouped)
+        lse = torch.empty(grouped.shape[:-1], dtype=high(q[:0]).dtype, device=q.device)
+        keys, values = high(k), high(v)
+        for a in range(0, length, BLOCK):
+            b = min(a + BLOCK, length)
+            logits = _logits(grouped, keys, rank, cutoff, a, b, sinks, window, scale)
+            lse[..., a:b] = logits.logsumexp(-1)
+            weights = torch.exp(logits - lse[..., a:b, None])
+            out[..., a:b, :] = (weights.flatten(2, 3) @ values[:, :, :b]).view(*weights.shape[:4], -1)
+        out, lse = out.flatten(1, 2), lse.flatten(1, 2)
+        ctx.save_for_backward(q, k, v, rank, cutoff, out, lse)
+        ctx.options = sinks, window, scale
+        ctx.mark_non_differentiable(lse)
+        return out, lse
+
+    @staticmethod
+    def backward(ctx, grad, _):
+        q, k, v, rank, cutoff, out, lse = ctx.saved_tensors
+        sinks, window, scale = ctx.options
+        heads, length = k.shape[1], k.shape[2]
+        q, out, grad, lse = (x.unflatten(1, (heads, -1)) for x in (q, out, grad, lse))
+        keys, values = high(k), high(v)
+        dq = torch.empty_like(q)
+        dk, dv = torch.zeros_like(keys), torch.zeros_like(values)
+        delta = (high(out) * high(grad)).sum(-1, keepdim=True)
+        for a in range(0, length, BLOCK):
+            b = min(a + BLOCK, length)
+            rows = high(grad[..., a:b, :]).flatten(2, 3)
+            logits = _logits(q, keys, rank, cutoff, a, b, sinks, window, scale)
+            weights = torch.exp(logits - lse[..., a:b, None])
+            dv[:, :, :b] += weights.flatten(2, 3).transpose(-1, -2) @ rows
+            dlogits = (rows @ values[:, :, :b].transpose(-1, -2)).view_as(weights)
+            dlogits = (dlogits - delta[..., a:b, :]).mul_(weights).flatten(2, 3).mul_(scale)
+            dq[..., a:b, :] = (dlogits @ keys[:, :, :b]).view(*q.shape[:3], b - a, -1)
+            dk[:, :, :b] += dlogits.transpose(-1, -2) @ high(q[..., a:b, :]).flatten(2, 3)
+        return dq.flatten(1, 2), dk.to(k.dtype), dv.to(v.dtype), None, None, None, None, None
+
+
+def _logits(grouped, keys, rank, cutoff, a, b, sinks, window, scale):
+    """Scaled and masked logits ``[B, H, G, b - a, b]``."""
+    rows = high(grouped[..., a:b, :])
+    logits = (rows.flatten(2, 3) @ keys[:, :, :b].transpose(-1, -2)).mul_(scale)
+    logits = logits.view(*rows.shape[:4], b)
+    return logits.masked_fill_(~visible_block(rank, cutoff, a, b, sinks, window).unsqueeze(2), -torch.inf)
+
+
+def sparse_attention(q, k, v, rank, cutoff, *, sinks, window, scale):
+    """See :func:`kvpop_vllm.kernels.ops.sparse_attention`."""
+    return _SparseAttention.apply(q, k, v, rank, cutoff, sinks, window, scale)
