@@ -3,12 +3,14 @@
 #include <torch/extension.h>
 
 #include <algorithm>
+#include <limits>
 #include <map>
 #include <optional>
 
 #include "kvpop/decode_step.h"
 #include "kvpop/isa.h"
 #include "kvpop/online_topk.h"
+#include "kvpop/running_topk.h"
 
 namespace {
 
@@ -257,6 +259,18 @@ Tensor online_topk(const Tensor& score, const Tensor& position, int64_t held, in
     return evicted_at;
 }
 
+std::pair<Tensor, Tensor> running_topk(const Tensor& priority, int64_t sinks, int64_t window, int64_t topk) {
+    TORCH_CHECK_VALUE(priority.dim() >= 1 && priority.size(-1) <= std::numeric_limits<int32_t>::max(),
+                      "priority must be [.., S] with S below 2^31");
+    check(priority, "priority", at::kDouble, priority.sizes());
+    const Tensor p = priority.contiguous();
+    const int64_t tokens = p.size(-1), rows = tokens ? p.numel() / tokens : 0;
+    Tensor rank = at::empty(p.sizes(), p.options().dtype(at::kInt)), cutoff = at::empty_like(rank);
+    kvpop::running_topk(p.data_ptr<double>(), rows, tokens, sinks, window, topk, rank.data_ptr<int32_t>(),
+                        cutoff.data_ptr<int32_t>());
+    return {rank, cutoff};
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -271,6 +285,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true);
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
     module.def("online_topk", &online_topk, nogil, "See kvpop_vllm.kernels.ops.online_topk.");
+    module.def("running_topk", &running_topk, nogil, "See kvpop_vllm.kernels.ops.running_topk; float64.");
     module.def("isa_levels", [] {
         std::vector<std::string> names;
         for (const kvpop::Isa& level : kvpop::isa_levels()) names.emplace_back(level.name);

@@ -54,6 +54,7 @@ def _implementation(op: str, impl: str) -> Callable:
 CPP_DTYPES = {
     "decode_step": (torch.float32, torch.bfloat16),
     "online_topk": (torch.float32,),
+    "running_topk": (torch.float32, torch.float64),
 }
 """Dtypes of the first tensor that the C++ implementation of an op takes."""
 

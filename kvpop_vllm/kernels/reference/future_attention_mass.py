@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.reference.sparse_attention import high
+from kvpop_vllm.kernels.reference.masked_attention import high
 
 BLOCK = 128
 

@@ -13,6 +13,7 @@ import torch
 from kvpop_vllm.kernels.ops import LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
 from kvpop_vllm.kernels.reference import scoring
 from kvpop_vllm.kernels.reference.delayed_mlstm import delayed_mlstm, empty_state
+from kvpop_vllm.kernels.reference.masked_attention import masked_attention
 from kvpop_vllm.kernels.reference.online_topk import NEVER, online_topk
 from kvpop_vllm.kernels.reference.paging import check_tokens_seen
 
@@ -51,21 +52,6 @@ def _select_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
     if scorer is not None:
         scorer = type(scorer)(**{n: t[heads] if isinstance(t, torch.Tensor) else t for n, t in vars(scorer).items()})
     return RetentionRule(rule.sinks, rule.window, rule.log_gamma[heads], rule.decay_step, scorer)
-
-
-def masked_attention(q, k, v, visible, scale):
-    """Softmax attention of ``q [H, G, l, D]`` over ``k, v [H, T, D]`` where ``visible [H, l, T]``; output and natural lse.
-
-    On the CPU torch's own blocked kernel runs, which is 2 to 3 times faster than separate products and returns lse.
-    """
-    k, v = (t.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
-    bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -torch.inf)
-    bias = bias.unsqueeze(1).expand(-1, q.shape[1], -1, -1)
-    if q.device.type == "cpu":
-        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return fused(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
-    logits = (q @ k.transpose(-1, -2)) * scale + bias
-    return logits.softmax(-1) @ v, logits.logsumexp(-1)
 
 
 def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

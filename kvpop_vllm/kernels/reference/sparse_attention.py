@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import torch
 
-BLOCK = 128
+from kvpop_vllm.kernels.reference.masked_attention import high, masked_attention
+
+BLOCK = 256
 
 
 def visible_block(rank, cutoff, first, last, sinks, window):
@@ -19,25 +21,19 @@ def visible_block(rank, cutoff, first, last, sinks, window):
     return (near | kept) & (t <= q)
 
 
-def high(x: torch.Tensor) -> torch.Tensor:
-    """float32, or float64 for float64."""
-    return x if x.dtype == torch.float64 else x.float()
-
-
 class _SparseAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, rank, cutoff, sinks, window, scale):
-        heads, length = k.shape[1], k.shape[2]
+        batch, heads, length = k.shape[:3]
         grouped = q.unflatten(1, (heads, -1))
         out = torch.empty_like(grouped)
         lse = torch.empty(grouped.shape[:-1], dtype=high(q[:0]).dtype, device=q.device)
-        keys, values = high(k), high(v)
         for a in range(0, length, BLOCK):
             b = min(a + BLOCK, length)
-            logits = _logits(grouped, keys, rank, cutoff, a, b, sinks, window, scale)
-            lse[..., a:b] = logits.logsumexp(-1)
-            weights = torch.exp(logits - lse[..., a:b, None])
-            out[..., a:b, :] = (weights.flatten(2, 3) @ values[:, :, :b]).view(*weights.shape[:4], -1)
+            mask = visible_block(rank, cutoff, a, b, sinks, window).flatten(0, 1)
+            rows = grouped[..., a:b, :].flatten(0, 1)
+            part = masked_attention(rows, k[:, :, :b].flatten(0, 1), v[:, :, :b].flatten(0, 1), mask, scale)
+            out[..., a:b, :], lse[..., a:b] = (x.unflatten(0, (batch, heads)) for x in part)
         out, lse = out.flatten(1, 2), lse.flatten(1, 2)
         ctx.save_for_backward(q, k, v, rank, cutoff, out, lse)
         ctx.options = sinks, window, scale

@@ -1,0 +1,13 @@
+// Ranks of a static order and the running rank of the k-th best (kvpop_vllm/kernels/ops/training.py, running_topk).
+
+#pragma once
+
+#include <cstdint>
+
+namespace kvpop {
+
+// priority, rank, cutoff [rows, tokens], contiguous; no priority is NaN.
+void running_topk(const double* priority, int64_t rows, int64_t tokens, int64_t sinks, int64_t window, int64_t topk,
+                  int32_t* rank, int32_t* cutoff);
+
+}  // namespace kvpop

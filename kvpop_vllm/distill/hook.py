@@ -1,0 +1,81 @@
+"""The way into transformers' models: a registered attention function that hands every layer's q, k, v to the caller.
+
+No modelling code is forked: Llama, Qwen2, Qwen3 and whatever else uses transformers' attention interface work as they are.
+What attends is passed with the call, ``model(tokens, attend=...)``, so that nothing is attached to the model.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.masking_utils import AttentionMaskInterface
+
+from kvpop_vllm.config import ConfigError
+
+NAME = "kvpop"
+
+
+class Attend(Protocol):
+    """What a model's layers call in place of attention."""
+
+    def __call__(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
+    ) -> torch.Tensor:  # fmt: skip
+        """``q [B, Hq, S, D]``, ``k, v [B, H, S, D]`` after QK-norm and RoPE -> ``out [B, Hq, S, D]``."""
+
+
+def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, attend=None, **options):
+    if attend is None:
+        raise TypeError(f"a model loaded with attn_implementation={NAME!r} is called as model(tokens, attend=...)")
+    window = options.get("sliding_window")
+    if window is not None and window < query.shape[2]:
+        raise ConfigError("the model has sliding-window layers of its own: kvpop cannot train scorers for it")
+    if dropout:
+        raise ConfigError("attention dropout cannot be combined with retention: set attention_dropout to 0")
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
+
+
+def _no_mask(*args, attention_mask=None, **options):
+    """Attention is causal over whole rows; a padding mask would be ignored, so it is refused."""
+    if attention_mask is not None and not bool(attention_mask.all()):
+        raise ConfigError("rows are packed to full length: padding cannot be masked out, leave attention_mask out")
+    return None
+
+
+AttentionInterface.register(NAME, _attention)
+AttentionMaskInterface.register(NAME, _no_mask)
+
+
+class Dense:
+    """Causal attention over everything: the teacher."""
+
+    def __call__(self, layer, q, k, v, scale):
+        """See :class:`Attend`."""
+        return torch.nn.functional.scaled_dot_product_attention(
+            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+        )
+
+
+def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
+    """A causal language model from a local folder, whose forward takes ``attend``.
+
+    Raises:
+        ConfigError: not a model folder, or a model whose attention cannot be handed over.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json: give the folder of a Hugging Face model")
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=NAME, local_files_only=True
+        )
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    if getattr(config, "is_encoder_decoder", False) or getattr(config, "num_attention_heads", None) is None:
+        raise ConfigError(f"{folder} is not a decoder-only language model with attention layers: choose another model")
+    model.config.use_cache = False
+    return model

@@ -1,0 +1,108 @@
+"""Losses of the trainer: retention at every layer, distillation at the output."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
+from kvpop_vllm.distill.sparse import Pass
+from kvpop_vllm.distill.targets import retention_target
+from kvpop_vllm.kernels import ops
+
+
+@dataclass(frozen=True)
+class BoundaryOptions:
+    """Options of the boundary loss and of its targets; see :func:`ops.boundary_loss` and :func:`retention_target`."""
+
+    tau: float = 1.0
+    samples: int = 64
+    margin: tuple[float, float] | None = (0.1, 1.0)
+    balance: tuple[float, float] | None = (0.2, 5.0)
+    lookahead: int | None = None
+    normalise: bool = True
+    groups: str = "max"
+
+
+class RetentionLoss:
+    """Observer of a sparse pass: the boundary loss of every layer, and how often teacher and student agree.
+
+    Positions are drawn from a generator seeded with (seed, layer), so that a layer which activation checkpointing runs
+    twice draws the same ones.
+
+    Attributes:
+        losses: layer -> scalar. recalls: layer -> the paper's top-k retention recall at the last query, mean over heads.
+    """
+
+    def __init__(self, roles: Roles, options: BoundaryOptions, seed: int):
+        self.roles, self.options, self.seed = roles, options, seed
+        self.losses: dict[int, torch.Tensor] = {}
+        self.recalls: dict[int, torch.Tensor] = {}
+
+    def __call__(self, seen: Pass) -> None:
+        """Adds one layer's loss."""
+        roles, options = self.roles, self.options
+        target = retention_target(
+            seen.q,
+            seen.k,
+            seen.lse,
+            window=roles.window,
+            scale=seen.scale,
+            lookahead=options.lookahead,
+            normalise=options.normalise,
+            groups=options.groups,
+        )
+        generator = torch.Generator(device=target.device)
+        generator.manual_seed(hash((self.seed, seen.layer)) % 2**63)
+        self.losses[seen.layer] = ops.boundary_loss(
+            seen.score,
+            target,
+            seen.log_gamma,
+            sinks=roles.sinks,
+            window=roles.window,
+            topk=roles.topk,
+            step=roles.step,
+            tau=options.tau,
+            samples=options.samples,
+            margin=options.margin,
+            balance=options.balance,
+            generator=generator,
+        )
+        self.recalls[seen.layer] = _teacher_recall(seen, target, roles)
+
+    def total(self) -> torch.Tensor:
+        """Mean over layers."""
+        return torch.stack([self.losses[layer] for layer in sorted(self.losses)]).mean()
+
+    def recall(self) -> float:
+        """Mean over layers and heads."""
+        return float(torch.stack(list(self.recalls.values())).mean())
+
+
+@torch.no_grad()
+def _teacher_recall(seen: Pass, target, roles: Roles) -> torch.Tensor:
+    rank, cutoff = running_cutoffs(target, seen.log_gamma, roles)
+    # the middle of what has followed: at the very end targets of young tokens rest on few queries
+    q = (roles.budget + target.shape[-1]) // 2
+    if q >= target.shape[-1] or roles.topk == 0:
+        return torch.ones((), device=target.device)
+    both = kept_at(rank, cutoff, q, roles) & kept_at(seen.rank, seen.cutoff, q, roles)
+    return (both.sum(-1) / roles.topk).mean()
+
+
+def top_kl(
+    student: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor, temperature: float = 1.0
+) -> torch.Tensor:  # fmt: skip
+    """Forward KL of the teacher, renormalised over its top K tokens, to the student over the whole vocabulary.
+
+    Args:
+        student: ``[..., V]`` logits. teacher: ``[..., K]`` logits of the tokens ``indices [..., K]``.
+
+    Returns:
+        Mean over positions, in nats.
+    """
+    log_p = F.log_softmax(teacher.float() / temperature, -1)
+    log_q = F.log_softmax(student.float() / temperature, -1).gather(-1, indices.long())
+    return (log_p.exp() * (log_p - log_q)).sum(-1).mean()

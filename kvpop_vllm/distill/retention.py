@@ -1,0 +1,63 @@
+"""What a layer keeps while training and evaluating: roles of the budget, and scores turned into ranks and cutoffs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from kvpop_vllm.kernels import ops
+
+
+@dataclass(frozen=True)
+class Roles:
+    """s sinks, w window and k long-range tokens of a budget ``B = s + w + k``, and the decay step n."""
+
+    sinks: int
+    window: int
+    topk: int
+    step: int = 1
+
+    @property
+    def budget(self) -> int:
+        """B in tokens per KV head."""
+        return self.sinks + self.window + self.topk
+
+
+def running_cutoffs(
+    score: torch.Tensor, log_gamma: torch.Tensor, roles: Roles
+) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    """Which keys each query sees, as :func:`kvpop_vllm.kernels.ops.sparse_attention` takes it.
+
+    Args:
+        score: ``[B, H, S]`` raw scores, used as float32. log_gamma: ``[H]``.
+
+    Returns:
+        ``rank, cutoff [B, H, S]`` int32; key t of E(q) is kept iff ``rank[t] <= cutoff[q]``. With decay steps n > 1 from a
+        simulation of every eviction (SEMANTICS section 3).
+    """
+    score, log_gamma = score.detach().float(), log_gamma.detach().double()
+    batch, heads, length = score.shape
+    t = torch.arange(length, device=score.device)
+    if roles.step == 1:
+        priority = score.double() - t * log_gamma.unsqueeze(-1)
+        return ops.running_topk(priority, sinks=roles.sinks, window=roles.window, topk=roles.topk)
+    evicted_at = torch.full((batch * heads, length), length, dtype=torch.int64, device=score.device)
+    if length > roles.sinks:
+        evicted_at[:, roles.sinks :] = ops.online_topk(
+            score[..., roles.sinks :].flatten(0, 1),
+            t[roles.sinks :].expand(batch * heads, -1),
+            0,
+            topk=roles.topk,
+            window=roles.window,
+            log_gamma=log_gamma.repeat(batch),
+            decay_step=roles.step,
+        ).clamp_max(length)
+    rank = (length - evicted_at).int().view_as(score)
+    return rank, (length - 1 - t).int().expand_as(rank)
+
+
+def kept_at(rank: torch.Tensor, cutoff: torch.Tensor, q: int, roles: Roles) -> torch.Tensor:
+    """``[B, H, q - w + 1 - s]`` booleans: which tokens of ``E(q)`` are kept at q, oldest first."""
+    last = q - roles.window + 1
+    return rank[..., roles.sinks : last] <= cutoff[..., q, None]

@@ -1,0 +1,26 @@
+"""Softmax attention under an explicit mask, for the blocks of prefill and training."""
+
+from __future__ import annotations
+
+import torch
+
+
+def masked_attention(q, k, v, visible, scale):
+    """Softmax attention of ``q [H, G, l, D]`` over ``k, v [H, T, D]`` where ``visible [H, l, T]``; output and natural lse.
+
+    On the CPU torch's own blocked kernel runs, which is 2 to 3 times faster than separate products and returns lse.
+    """
+    k, v = (t.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
+    bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -torch.inf)
+    bias = bias.unsqueeze(1).expand(-1, q.shape[1], -1, -1)
+    if q.device.type == "cpu":
+        fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return fused(q, k, v, 0.0, False, attn_mask=bias, scale=scale)
+    q, k, v = high(q), high(k), high(v)
+    logits = (q @ k.transpose(-1, -2)) * scale + bias
+    return logits.softmax(-1) @ v, logits.logsumexp(-1)
+
+
+def high(x: torch.Tensor) -> torch.Tensor:
+    """float32, or float64 for float64."""
+    return x if x.dtype == torch.float64 else x.float()
