@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
-from kvpop_vllm.distill.sparse import Pass
+from kvpop_vllm.distill.sparse import Pass, dense_attention
 from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.kernels import ops
 
@@ -24,13 +24,15 @@ class BoundaryOptions:
     lookahead: int | None = None
     normalise: bool = True
     groups: str = "max"
+    exact: bool = False
+    """Targets from dense log-normalisers instead of the sparse pass's own; costs one more attention pass."""
 
 
 class RetentionLoss:
     """Observer of a sparse pass: the boundary loss of every layer, and how often teacher and student agree.
 
-    Positions are drawn from a generator seeded with (seed, layer), so that a layer which activation checkpointing runs
-    twice draws the same ones.
+    Positions are drawn from a generator seeded with ``seed`` and the layer, so that a layer which activation checkpointing
+    runs twice draws the same ones.
 
     Attributes:
         losses: layer -> scalar. recalls: layer -> the paper's top-k retention recall at the last query, mean over heads.
@@ -44,10 +46,12 @@ class RetentionLoss:
     def __call__(self, seen: Pass) -> None:
         """Adds one layer's loss."""
         roles, options = self.roles, self.options
+        q, k = seen.q.detach(), seen.k.detach()
+        lse = dense_attention(q, k, k, seen.scale)[1] if options.exact else seen.lse
         target = retention_target(
-            seen.q,
-            seen.k,
-            seen.lse,
+            q,
+            k,
+            lse,
             window=roles.window,
             scale=seen.scale,
             lookahead=options.lookahead,
@@ -55,7 +59,7 @@ class RetentionLoss:
             groups=options.groups,
         )
         generator = torch.Generator(device=target.device)
-        generator.manual_seed(hash((self.seed, seen.layer)) % 2**63)
+        generator.manual_seed(self.seed * 1000 + seen.layer)
         self.losses[seen.layer] = ops.boundary_loss(
             seen.score,
             target,

@@ -1,0 +1,116 @@
+"""Training state on disk: what is written is complete or not there at all."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import warnings
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+KEEP = 2
+
+
+def is_main() -> bool:
+    """Whether this process writes what is written once."""
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def barrier() -> None:
+    """Waits for all processes."""
+    if dist.is_initialized():
+        dist.barrier()
+
+
+class Checkpoints:
+    """Numbered checkpoints in one folder, of trained parameters, optimiser, data position and random state.
+
+    Frozen parameters are left out. Sharded parameters are written by every process, its own part.
+    """
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def steps(self) -> list[int]:
+        """Steps of all complete checkpoints, rising."""
+        names = (re.fullmatch(r"step-(\d+)", p.name) for p in self.folder.glob("step-*"))
+        return sorted(int(m.group(1)) for m in names if m)
+
+    def save(self, step: int, model, optimiser, data: dict) -> None:
+        """Writes the state after ``step`` optimiser steps; older ones but one go once it is complete.
+
+        Raises:
+            OSError: it cannot be written; those before it are untouched.
+        """
+        draft, rank = self.folder / f"draft-{step}", dist.get_rank() if dist.is_initialized() else 0
+        if is_main():
+            shutil.rmtree(draft, ignore_errors=True)
+            draft.mkdir(parents=True)
+        barrier()
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch warns that one process alone saves "non-collectively"
+                dcp.save(_state(model, optimiser), checkpoint_id=draft)
+            torch.save({"data": data, "rng": torch.get_rng_state()}, draft / f"process-{rank}.pt")
+        except Exception as error:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise OSError(f"step {step} cannot be saved in {self.folder}: {_cause(error)}") from error
+        barrier()
+        if is_main():
+            (draft / "meta.json").write_text(json.dumps({"step": step, "processes": _world()}))
+            draft.rename(self.folder / f"step-{step}")
+            for old in self.steps()[:-KEEP]:
+                shutil.rmtree(self.folder / f"step-{old}")
+        barrier()
+
+    def load(self, model, optimiser) -> tuple[int, dict | None]:
+        """Restores the newest checkpoint into model and optimiser; ``(0, None)`` where there is none.
+
+        Returns:
+            Steps taken and the data position.
+
+        Raises:
+            ValueError: it was written by another number of processes.
+        """
+        if not self.steps():
+            return 0, None
+        step, rank = self.steps()[-1], dist.get_rank() if dist.is_initialized() else 0
+        folder = self.folder / f"step-{step}"
+        meta = json.loads((folder / "meta.json").read_text())
+        if meta["processes"] != _world():
+            raise ValueError(
+                f"{folder} was written by {meta['processes']} processes, not {_world()}: use as many again"
+            )
+        state = _state(model, optimiser)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            dcp.load(state, checkpoint_id=folder)
+        set_state_dict(
+            model, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"], options=_OPTIONS
+        )
+        own = torch.load(folder / f"process-{rank}.pt", weights_only=False)
+        torch.set_rng_state(own["rng"])
+        return step, own["data"]
+
+
+_OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+def _state(model, optimiser) -> dict:
+    parameters, moments = get_state_dict(model, optimiser, options=_OPTIONS)
+    return {"model": parameters, "optimiser": moments}
+
+
+def _world() -> int:
+    return dist.get_world_size() if dist.is_initialized() else 1
+
+
+def _cause(error: BaseException) -> str:
+    """The innermost message; distributed checkpointing wraps it in a report of all processes."""
+    text = [line.strip() for line in str(error).splitlines() if "rror" in line and line.strip()]
+    return text[-1] if text else str(error).splitlines()[0] if str(error) else type(error).__name__

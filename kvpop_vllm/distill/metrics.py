@@ -1,0 +1,86 @@
+"""What a run reports: JSONL, TensorBoard where it is installed, and a plot at the end."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+
+class Metrics:
+    """Appends one line per step to ``metrics.jsonl``; lines of steps that a restart repeats are dropped first.
+
+    Args:
+        folder: where. first: the first step that will be added.
+    """
+
+    def __init__(self, folder: Path, first: int):
+        folder.mkdir(parents=True, exist_ok=True)
+        self.folder, self.path = folder, folder / "metrics.jsonl"
+        self.rows = [row for row in read_metrics(self.path) if row["step"] < first]
+        draft = self.path.with_suffix(".draft")
+        draft.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+        os.replace(draft, self.path)
+        self.file = self.path.open("a")
+        self.board = _board(folder / "tensorboard", first)
+
+    def add(self, step: int, values: dict[str, float]) -> None:
+        """One step's numbers."""
+        row = {"step": step} | values
+        self.rows.append(row)
+        self.file.write(json.dumps(row) + "\n")
+        self.file.flush()
+        if self.board:
+            for name, value in values.items():
+                self.board.add_scalar(name, value, step)
+
+    def last(self) -> dict[str, float]:
+        """The last step's numbers, without its number; empty where there are none."""
+        return {name: value for name, value in self.rows[-1].items() if name != "step"} if self.rows else {}
+
+    def close(self) -> None:
+        """Writes ``training.png`` and ends the files."""
+        self.file.close()
+        if self.board:
+            self.board.close()
+        plot(self.rows, self.folder / "training.png")
+
+
+def read_metrics(path: Path) -> list[dict]:
+    """Rows of a ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            rows.append(json.loads(line))
+        except ValueError:
+            break
+    return rows
+
+
+def plot(rows: list[dict], path: Path) -> None:
+    """Loss and retention recall over the steps, faint, with a running mean."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        print(f"{path} is not drawn: install kvpop_vllm[distill]")
+        return
+    if not rows:
+        return
+    names = [name for name in ("loss", "recall") if name in rows[-1]]
+    figure = Figure(figsize=(5 * len(names), 3.2), layout="constrained")
+    for axis, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names, strict=True):
+        x, y = [r["step"] for r in rows], [r[name] for r in rows]
+        width = max(1, len(y) // 20)
+        mean = [sum(y[max(0, i - width) : i + 1]) / len(y[max(0, i - width) : i + 1]) for i in range(len(y))]
+        axis.plot(x, y, alpha=0.25, color="C0")
+        axis.plot(x, mean, color="C0")
+        axis.set(xlabel="step", title="loss" if name == "loss" else "top-k retention recall")
+    figure.savefig(path, dpi=120)
+
+
+def _board(folder: Path, first: int):
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(folder), purge_step=first)

@@ -1,0 +1,147 @@
+"""Hyperparameters of a training run, and the named recipes."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.losses import BoundaryOptions
+
+PHASES = ("uptrain", "sparsify", "streaming-plus")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that a run depends on besides model and data. The defaults are KVpop's Table 3.
+
+    Phases: ``uptrain`` trains the base with dense attention and cross-entropy; ``sparsify`` trains scorers, and the base
+    with them if asked, under the sparse mask; ``streaming-plus`` trains the base under sinks and window alone.
+    """
+
+    phase: str = field(default="sparsify", metadata={"help": "uptrain, sparsify or streaming-plus"})
+    length: int = field(default=16384, metadata={"help": "S, tokens per packed row"})
+    batch: int = field(default=128, metadata={"help": "rows per optimiser step, over all processes"})
+    steps: int = field(default=2000, metadata={"help": "optimiser steps"})
+    seed: int = field(default=0, metadata={"help": "of initialisation, data order and sampled positions"})
+    train_base: bool = field(default=True, metadata={"help": "train the base model too (full fine-tune)"})
+
+    scorer: str = field(default="mlstm", metadata={"help": "mlstm, mlp or linear"})
+    delayed: bool = field(default=True, metadata={"help": "mlstm: read a token when it leaves the window"})
+    feature_map: str = field(default="hedgehog", metadata={"help": "mlstm: hedgehog or softmax"})
+    gate_softcap: float | None = field(default=None, metadata={"help": "mlstm: c of c * tanh(a / c) on the gates"})
+    norm: bool = field(default=False, metadata={"help": "mlstm: headwise RMSNorm of the readout"})
+    skip: bool = field(default=False, metadata={"help": "mlstm: skip connection from the scored token"})
+    sinks: int = field(default=4, metadata={"help": "s, tokens always kept at the start"})
+    window: int = field(default=256, metadata={"help": "w, protected newest tokens"})
+    topk: list[int] = field(
+        default_factory=lambda: [2016],
+        metadata={
+            "help": "k, long-range tokens; several take turns row by row, the first is what the scorer's config says"
+        },
+    )
+    decay_step: int = field(default=1, metadata={"help": "n"})
+    decay_min: float = field(default=0.999, metadata={"help": "smallest decay of a head"})
+    decay_max: float = field(default=0.999999, metadata={"help": "largest decay of a head"})
+
+    kl: float = field(default=1.0, metadata={"help": "weight of the KL to the teacher's top tokens (base trained)"})
+    ce: float = field(default=0.0, metadata={"help": "weight of cross-entropy (base trained)"})
+    kl_top: int = field(default=256, metadata={"help": "teacher logits in the KL"})
+    boundary: float = field(default=1.0, metadata={"help": "weight of the boundary loss"})
+    tau: float = field(default=1.0, metadata={"help": "temperature of the boundary loss"})
+    samples: int = field(default=64, metadata={"help": "query positions of the boundary loss per row, layer and head"})
+    margin: bool = field(default=True, metadata={"help": "weight examples by the teacher's margin"})
+    balance: bool = field(default=True, metadata={"help": "balance keep and drop examples headwise"})
+    lookahead: int | None = field(default=None, metadata={"help": "L, tokens after the window that a target looks at"})
+    normalise: bool = field(
+        default=True, metadata={"help": "divide a target by the number of queries that could attend"}
+    )
+    groups: str = field(default="max", metadata={"help": "query heads of a KV head: max or mean"})
+    exact_targets: bool = field(default=False, metadata={"help": "targets from dense log-normalisers (one more pass)"})
+
+    lr_new: float = field(default=1e-3, metadata={"help": "peak learning rate of scorers: warm-up, then cosine"})
+    lr_new_end: float = field(default=8e-5, metadata={"help": "learning rate of scorers at the last step"})
+    warmup: int = field(default=100, metadata={"help": "warm-up steps of the scorers' rate"})
+    lr_base: float = field(default=8e-5, metadata={"help": "learning rate of the base model, constant"})
+    beta1: float = field(default=0.9, metadata={"help": "AdamW"})
+    beta2: float = field(default=0.95, metadata={"help": "AdamW"})
+    weight_decay: float = field(default=1e-4, metadata={"help": "AdamW"})
+    clip: float = field(default=1.0, metadata={"help": "largest gradient norm"})
+    dtype: str = field(
+        default="bfloat16", metadata={"help": "bfloat16 or float32; ranking is float32 or better always"}
+    )
+    activation_checkpointing: bool = field(default=True, metadata={"help": "recompute the layers in backward"})
+
+    def __post_init__(self):
+        def refuse(problem: str):
+            raise ConfigError(f"recipe: {problem}")
+
+        if self.phase not in PHASES:
+            refuse(f"phase must be one of {', '.join(PHASES)}, got {self.phase!r}")
+        if self.dtype not in ("bfloat16", "float32"):
+            refuse(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
+        if self.groups not in ("max", "mean"):
+            refuse(f"groups must be max or mean, got {self.groups!r}")
+        for name in ("length", "batch", "steps", "samples", "window", "decay_step", "kl_top"):
+            if getattr(self, name) < 1:
+                refuse(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name in ("lr_new", "lr_new_end", "lr_base", "clip", "tau"):
+            if not getattr(self, name) > 0:
+                refuse(f"{name} must be above 0, got {getattr(self, name)}")
+        if not self.topk or min(self.topk) < 1:
+            refuse(f"topk must be at least 1, got {self.topk}")
+        if self.phase != "uptrain" and self.length <= self.sinks + self.window + max(self.topk):
+            refuse(
+                f"length {self.length} must exceed sinks + window + topk = {self.sinks} + {self.window} + {max(self.topk)}:"
+                " raise --length or lower --topk"
+            )
+        if self.phase != "sparsify" and not self.train_base:
+            refuse(f"phase {self.phase} trains the base model: leave --no-train-base out")
+        if self.phase == "sparsify" and self.train_base and not (self.kl > 0 or self.ce > 0):
+            refuse("the base model is trained but neither --kl nor --ce is above 0: give one, or --no-train-base")
+
+    @property
+    def boundary_options(self) -> BoundaryOptions:
+        """Options of the boundary loss; the clips and the margin's floor are ours, the paper gives none."""
+        return BoundaryOptions(
+            tau=self.tau,
+            samples=self.samples,
+            margin=BoundaryOptions.margin if self.margin else None,
+            balance=BoundaryOptions.balance if self.balance else None,
+            lookahead=self.lookahead,
+            normalise=self.normalise,
+            groups=self.groups,
+            exact=self.exact_targets,
+        )
+
+    def scorer_options(self) -> dict:
+        """Fields of a :class:`~kvpop_vllm.scorers.ScorerConfig` beside the model's shape."""
+        options = {"scorer": self.scorer, "sinks": self.sinks, "window": self.window, "topk": self.topk[0]}
+        options["decay"] = {"step": self.decay_step, "min": self.decay_min, "max": self.decay_max}
+        if self.scorer == "mlstm":
+            names = ("delayed", "feature_map", "gate_softcap", "norm", "skip")
+            options |= {name: getattr(self, name) for name in names}
+        return options
+
+    def to_json(self) -> dict:
+        """All fields."""
+        return dataclasses.asdict(self)
+
+
+PAPER = Recipe()
+"""KVpop Table 3: 8 GPUs, 2 billion tokens, the base trained too."""
+
+DEMO = Recipe(
+    length=2048,
+    batch=2,
+    steps=400,
+    train_base=False,
+    window=64,
+    topk=[444, 188],
+    samples=128,
+    warmup=20,
+    activation_checkpointing=False,
+)
+"""Scorers of the frozen 135M demo model, a few hours on two CPU cores; budgets of a quarter and an eighth of S."""
+
+RECIPES = {"paper": PAPER, "demo": DEMO}

@@ -1,0 +1,115 @@
+"""The model that is trained: a causal language model, its scorers, and what one row of tokens costs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from kvpop_vllm.distill.hook import Dense
+from kvpop_vllm.distill.losses import RetentionLoss, top_kl
+from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.retention import Roles
+from kvpop_vllm.distill.sparse import Sparse
+from kvpop_vllm.scorers import Scorer
+
+POSITIONS = 512
+"""Positions whose logits over the whole vocabulary are in memory at once."""
+
+Teacher = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""``teacher(tokens [1, S], row) -> (logits [1, S, K], indices [1, S, K])``, the top K of every position."""
+
+
+class LayerScorer(nn.Module):
+    """A layer's scorer with all that is asked of it in one call, so that sharded parameters are gathered once."""
+
+    def __init__(self, scorer: Scorer, recompute: bool):
+        super().__init__()
+        self.scorer, self.recompute = scorer, recompute
+
+    def forward(self, k: torch.Tensor, v: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """``k, v [B, H, S, D] -> raw scores [B, H, S], log_gamma [H]``, float32 or better whatever the model's dtype."""
+        with torch.autocast(k.device.type, enabled=False):
+            if self.recompute and torch.is_grad_enabled():
+                score = checkpoint(self.scorer, k, v, window=window, use_reentrant=False)
+            else:
+                score = self.scorer(k, v, window=window)
+            return score, self.scorer.log_gamma()
+
+
+class Student(nn.Module):
+    """A causal language model from :func:`kvpop_vllm.distill.hook.load_model` and one scorer per layer.
+
+    Args:
+        base: the model. scorers: one per layer; none for phases that train the base alone. recipe: see :class:`Recipe`.
+    """
+
+    def __init__(self, base: nn.Module, scorers: list[Scorer], recipe: Recipe):
+        super().__init__()
+        self.base, self.recipe = base, recipe
+        self.scorers = nn.ModuleList(LayerScorer(s, recipe.activation_checkpointing) for s in scorers)
+
+    def roles(self, row: int) -> Roles:
+        """The budget of a row: those of the recipe take turns."""
+        r = self.recipe
+        return Roles(r.sinks, r.window, r.topk[row % len(r.topk)], r.decay_step)
+
+    def forward(
+        self, tokens: torch.Tensor, row: int, teacher: Teacher | None = None
+    ) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
+        """Loss of one row.
+
+        Args:
+            tokens: ``[1, S]``. row: its number in the global order of data, which seeds the positions drawn.
+            teacher: for recipes with a KL.
+
+        Returns:
+            The scalar loss and its parts.
+        """
+        recipe, observer = self.recipe, None
+        if recipe.phase == "uptrain":
+            attend = Dense()
+        elif recipe.phase == "streaming-plus":
+            attend = Sparse(_recency, self.roles(row))
+        else:
+            roles = self.roles(row)
+            observer = RetentionLoss(roles, recipe.boundary_options, seed=recipe.seed * 1_000_003 + row)
+            attend = Sparse(lambda layer, k, v: self.scorers[layer](k, v, roles.window), roles, observer)
+        hidden = self.base.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state
+        loss, parts = self._distillation(hidden, tokens, row, teacher) if recipe.train_base else (0.0, {})
+        if observer is not None:
+            boundary = observer.total()
+            loss = loss + recipe.boundary * boundary
+            parts |= {"boundary": boundary.item(), "recall": observer.recall()}
+        return loss, parts
+
+    def _distillation(self, hidden, tokens, row, teacher):
+        recipe, length = self.recipe, tokens.shape[1]
+        use_kl = recipe.phase != "uptrain" and recipe.kl > 0
+        logits, indices = teacher(tokens, row) if use_kl else (None, None)
+        kl = ce = 0.0
+        for a in range(0, length, POSITIONS):
+            cut = slice(a, a + POSITIONS)
+            following = tokens[:, a + 1 : a + POSITIONS + 1]
+            top = (logits[:, cut], indices[:, cut]) if use_kl else None
+            part = checkpoint(self._slice, hidden[:, cut], following, top, use_reentrant=False)
+            kl, ce = kl + part[0], ce + part[1]
+        kl, ce = kl / length, ce / (length - 1)
+        weight = 1.0 if recipe.phase == "uptrain" else recipe.ce
+        loss = recipe.kl * kl + weight * ce if use_kl else weight * ce
+        return loss, {"ce": ce.item()} | ({"kl": kl.item()} if use_kl else {})
+
+    def _slice(self, hidden, following, top):
+        """Sums of KL and cross-entropy over a slice of positions."""
+        logits = self.base.get_output_embeddings()(hidden).float()
+        ce = F.cross_entropy(logits[:, : following.shape[1]].flatten(0, 1), following.flatten(), reduction="sum")
+        kl = top_kl(logits, *top) * hidden.shape[1] if top is not None else ce.new_zeros(())
+        return kl, ce
+
+
+def _recency(layer, k, v):
+    """Scores under which sinks and the newest B - s tokens are kept."""
+    return torch.zeros(k.shape[:3], device=k.device), torch.full((k.shape[1],), -1.0, device=k.device)

@@ -1,0 +1,223 @@
+"""The training loop: one process, or many under torchrun with FSDP2."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from tqdm import tqdm
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
+from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.distill.metrics import Metrics
+from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.student import Student, Teacher
+from kvpop_vllm.scorers import ScorerConfig, build
+from kvpop_vllm.scorers.checkpoint import write_scorer
+from kvpop_vllm.scorers.init import model_shape
+
+
+class TrainingError(RuntimeError):
+    """Training cannot go on; the message says at which step and what is safe."""
+
+
+@dataclass(frozen=True)
+class Process:
+    """This process among those that train together."""
+
+    rank: int = 0
+    world: int = 1
+    device: torch.device = torch.device("cpu")
+
+    @classmethod
+    def start(cls) -> Process:
+        """Joins torchrun's group if it set one up; one CUDA device per process where there are any."""
+        cuda = torch.cuda.is_available()
+        if "WORLD_SIZE" not in os.environ:
+            return cls(device=torch.device("cuda" if cuda else "cpu"))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(device)
+        dist.init_process_group("nccl" if cuda else "gloo")
+        return cls(dist.get_rank(), dist.get_world_size(), device)
+
+
+class Trainer:
+    """One run of a recipe in a folder; a run that was stopped is continued by the same call.
+
+    Args:
+        model: folder of the base model. recipe: see :class:`Recipe`. out: folder of the results; ``out/run`` holds
+            checkpoints and metrics.
+        rows: yields ``[S]`` int64, this process's rows: number ``i * world + rank`` of the global order; with
+            ``state_dict`` and ``load_state_dict``.
+        teacher: see :data:`Teacher`; needed where the recipe has a KL. process: see :class:`Process`.
+        save_every: optimiser steps between checkpoints.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        recipe: Recipe,
+        out: str | Path,
+        rows,
+        *,
+        teacher: Teacher | None = None,
+        process: Process | None = None,
+        save_every: int = 50,
+        quiet: bool = False,
+    ):
+        self.recipe, self.out, self.rows, self.teacher = recipe, Path(out), rows, teacher
+        self.process, self.save_every, self.quiet = process or Process(), save_every, quiet
+        if recipe.batch % self.process.world:
+            raise ConfigError(
+                f"batch {recipe.batch} cannot be shared by {self.process.world} processes evenly: change one"
+            )
+        torch.manual_seed(recipe.seed)
+        self.config = self._scorer_config(model) if recipe.phase == "sparsify" else None
+        self.student = self._student(model)
+        self.optimiser = self._optimiser()
+        self.checkpoints = Checkpoints(self.out / "run")
+
+    def _scorer_config(self, model) -> ScorerConfig:
+        config = ScorerConfig(**model_shape(model), **(self.recipe.scorer_options()))
+        return ScorerConfig.parse(json.loads(json.dumps(config.to_json())), "the recipe")
+
+    def _student(self, model) -> Student:
+        """Frozen parameters in the recipe's dtype; those that are trained in float32, computed with in that dtype."""
+        recipe, low = self.recipe, getattr(torch, self.recipe.dtype)
+        base = load_model(model, torch.float32 if recipe.train_base else low)
+        base.requires_grad_(recipe.train_base).train(recipe.train_base)
+        if recipe.activation_checkpointing and recipe.train_base:
+            base.gradient_checkpointing_enable({"use_reentrant": False})
+        scorers = [build(self.config) for _ in range(self.config.num_layers)] if self.config else []
+        student = Student(base, scorers, recipe).to(self.process.device)
+        if self.process.world > 1:
+            mesh = init_device_mesh(self.process.device.type, (self.process.world,))
+            mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+            policy = {"mp_policy": mixed} if recipe.train_base else {}
+            for layer in student.base.get_decoder().layers:
+                fully_shard(layer, mesh=mesh, **policy)
+            for scorer in student.scorers:
+                fully_shard(scorer, mesh=mesh)
+            fully_shard(student, mesh=mesh, **policy)
+        return student
+
+    def _optimiser(self) -> torch.optim.Optimizer:
+        recipe = self.recipe
+        groups = [{"params": list(self.student.scorers.parameters()), "lr": recipe.lr_new, "new": True}]
+        if recipe.train_base:
+            groups.append({"params": list(self.student.base.parameters()), "lr": recipe.lr_base, "new": False})
+        groups = [g for g in groups if g["params"]]
+        return torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2), weight_decay=recipe.weight_decay)
+
+    def rate(self, step: int) -> float:
+        """Learning rate of new parameters: linear warm-up, then a cosine from peak to end (KVpop Table 3)."""
+        r = self.recipe
+        if step < r.warmup:
+            return r.lr_new * (step + 1) / r.warmup
+        progress = (step - r.warmup) / max(1, r.steps - r.warmup)
+        return r.lr_new_end + (r.lr_new - r.lr_new_end) * 0.5 * (1 + math.cos(math.pi * progress))
+
+    def run(self) -> dict[str, float]:
+        """Trains to the recipe's last step, from the newest checkpoint if there is one; returns the last step's metrics.
+
+        Raises:
+            TrainingError: a loss or gradient is not finite, or a checkpoint cannot be written.
+        """
+        try:
+            step, position = self.checkpoints.load(self.student, self.optimiser)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
+        if position is not None:
+            self.rows.load_state_dict(position)
+        metrics = Metrics(self.out / "run", step) if is_main() else None
+        steps = tqdm(
+            range(step, self.recipe.steps), initial=step, total=self.recipe.steps, disable=self.quiet or not is_main()
+        )
+        rows, last = iter(self.rows), {}
+        for step in steps:
+            last = self._step(step, rows)
+            if metrics:
+                metrics.add(step, last)
+                steps.set_postfix({name: f"{value:.4f}" for name, value in last.items()})
+            if (step + 1) % self.save_every == 0 or step + 1 == self.recipe.steps:
+                self._save(step + 1)
+        if metrics:
+            last = last or metrics.last()
+            metrics.close()
+        self._export()
+        return last
+
+    def _step(self, step: int, rows: Iterable[torch.Tensor]) -> dict[str, float]:
+        recipe, process, student = self.recipe, self.process, self.student
+        for group in self.optimiser.param_groups:
+            group["lr"] = self.rate(step) if group["new"] else recipe.lr_base
+        share = recipe.batch // process.world
+        total: dict[str, float] = {}
+        for i in range(share):
+            row = step * recipe.batch + i * process.world + process.rank
+            tokens = next(rows).unsqueeze(0).to(process.device)
+            if process.world > 1:
+                student.set_requires_gradient_sync(i == share - 1)
+            low = recipe.train_base and recipe.dtype == "bfloat16" and process.world == 1
+            with torch.autocast(process.device.type, torch.bfloat16, enabled=low):
+                loss, parts = student(tokens, row, self.teacher)
+            (loss / share).backward()
+            for name, value in ({"loss": loss.item()} | parts).items():
+                total[name] = total.get(name, 0.0) + value / share
+        parameters = [p for g in self.optimiser.param_groups for p in g["params"]]
+        norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
+        total["grad_norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+        total = self._mean(total)
+        if not all(math.isfinite(total[name]) for name in ("loss", "grad_norm")):
+            raise TrainingError(self._stopped(step, f"loss {total['loss']}, gradient norm {total['grad_norm']}"))
+        self.optimiser.step()
+        self.optimiser.zero_grad(set_to_none=True)
+        return total | {"lr": self.rate(step)}
+
+    def _mean(self, values: dict[str, float]) -> dict[str, float]:
+        if self.process.world == 1:
+            return values
+        stacked = torch.tensor(list(values.values()), dtype=torch.float64, device=self.process.device)
+        dist.all_reduce(stacked)
+        return dict(zip(values, (stacked / self.process.world).tolist(), strict=True))
+
+    def _stopped(self, step: int, why: str) -> str:
+        saved = self.checkpoints.steps()
+        safe = f"the checkpoint of step {saved[-1]} is good" if saved else "no checkpoint had been written"
+        return f"training stopped at step {step}: {why}; {safe}"
+
+    def _save(self, step: int) -> None:
+        try:
+            self.checkpoints.save(step, self.student, self.optimiser, self.rows.state_dict())
+        except OSError as error:
+            raise TrainingError(self._stopped(step, str(error))) from None
+
+    def _export(self) -> None:
+        """The adapter folder, and the base model's folder where it was trained."""
+        options = StateDictOptions(full_state_dict=True, cpu_offload=True)
+        state = get_model_state_dict(self.student, options=options)
+        if is_main():
+            if self.config:
+                layers = [self._tensors(state, i) for i in range(self.config.num_layers)]
+                write_scorer(self.out, self.config, layers)
+            if self.recipe.train_base:
+                prefix, dtype = "base.", getattr(torch, self.recipe.dtype)
+                own = {n[len(prefix) :]: t.to(dtype) for n, t in state.items() if n.startswith(prefix)}
+                self.student.base.save_pretrained(self.out / "model", state_dict=own)
+        barrier()
+
+    @staticmethod
+    def _tensors(state, layer):
+        prefix = f"scorers.{layer}.scorer."
+        return {name[len(prefix) :]: t.float().contiguous() for name, t in state.items() if name.startswith(prefix)}

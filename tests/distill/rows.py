@@ -1,0 +1,29 @@
+"""Rows for trainer tests: text with long-range structure, deterministic, resumable, shared out by number."""
+
+from __future__ import annotations
+
+import torch
+
+
+class Rows:
+    """Row j is a random text that repeats a few 'names' of its own; process r of n yields rows r, r + n, ..."""
+
+    def __init__(self, length: int, vocab: int = 256, rank: int = 0, world: int = 1):
+        self.length, self.vocab, self.rank, self.world, self.drawn = length, vocab, rank, world, 0
+
+    def __iter__(self):
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        g = torch.Generator().manual_seed(1000 + self.drawn * self.world + self.rank)
+        self.drawn += 1
+        text = torch.randint(0, self.vocab // 2, (self.length,), generator=g)
+        names = torch.randint(self.vocab // 2, self.vocab, (4,), generator=g)
+        often = torch.rand(self.length, generator=g) < 0.2
+        return torch.where(often, names[torch.randint(0, 4, (self.length,), generator=g)], text)
+
+    def state_dict(self) -> dict:
+        return {"drawn": self.drawn}
+
+    def load_state_dict(self, state: dict) -> None:
+        self.drawn = state["drawn"]
