@@ -40,8 +40,8 @@ def main() -> int:
     with tempfile.TemporaryDirectory(prefix="kvpop-bench-") as folder:
         engines = {}
         try:
-            for name, policy in configurations(options, Path(folder)).items():
-                engines[name] = Engine(name, policy, options, Path(folder))
+            for name, told in configurations(options, Path(folder)).items():
+                engines[name] = Engine(name, told, options, Path(folder))
             return measure(engines, options)
         except EngineError as error:
             print(f"decode: {error}", file=sys.stderr)
@@ -67,16 +67,23 @@ def parse_arguments():
     )
     parser.add_argument("--policies", nargs="+", default=["streaming-llm", "kvpop"], help="compared with stock")
     parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
+    parser.add_argument("--eager-too", action="store_true", help="each policy a second time, eager")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results/decode.csv")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
+    if options.eager and options.eager_too:
+        parser.error("--eager leaves nothing to compare: leave it out, or --eager-too")
     if options.context + (options.rounds * (options.steps + WARM_UP)) > 8000:
         parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context")
     return options
 
 
+EAGER = " eager"
+"""Ends the name of a policy's eager twin."""
+
+
 def configurations(options, folder: Path) -> dict:
-    """Name -> ``kv_policy``, None for stock."""
+    """Name -> ``policy``, its ``kv_policy`` or None for stock, and ``eager``."""
     policies = {name: {"policy": name, "budget": options.budget} for name in options.policies}
     for name in set(policies) & {"kvpop", "kvpop-mlp", "kvpop-linear"}:
         from kvpop_vllm.scorers.init import init_scorer
@@ -84,7 +91,9 @@ def configurations(options, folder: Path) -> dict:
         kind = {"kvpop": "mlstm"}.get(name, name.removeprefix("kvpop-"))
         init_scorer(options.model, str(folder / name), scorer=kind)
         policies[name]["scorer"] = str(folder / name)
-    return {"dense": None, **policies}
+    told = {name: {"policy": policy, "eager": options.eager} for name, policy in {"dense": None, **policies}.items()}
+    twins = {name + EAGER: {"policy": policies[name], "eager": True} for name in policies if options.eager_too}
+    return told | twins
 
 
 def measure(engines: dict, options) -> int:
@@ -92,7 +101,8 @@ def measure(engines: dict, options) -> int:
     for name, reply in ask_all(engines, "start"):
         say(f"{name}: ready after {reply['seconds']:.0f} s, KV pool {reply['pool_bytes'] >> 20} MiB")
     short = dict(ask_all(engines, "short"))
-    problems = [problem for name in options.policies if (problem := differs(name, short["dense"], short[name]))]
+    others = [name for name in engines if name != "dense"]
+    problems = [problem for name in others if (problem := differs(name, short["dense"], short[name]))]
     say(f"prefill of {options.requests} x about {options.context} tokens in every engine: this takes minutes")
     held = {}
     for name, reply in ask_all(engines, "prefill"):
@@ -132,13 +142,19 @@ def differs(name: str, dense: list, other: list) -> str | None:
 
 
 def report(rows: list, options) -> str:
-    lines = [f"{'':14} {'ms/step':>8} {'KV MiB':>7} {'dense / it: median':>19} {'min':>6} {'max':>6}"]
+    lines = [f"{'':19} {'ms/step':>8} {'KV MiB':>7} {'dense / it: median':>19} {'min':>6} {'max':>6}"]
     for name in dict.fromkeys(row[0] for row in rows):
         mine = [row for row in rows if row[0] == name]
         ratios = [row[3] for row in mine]
         step = statistics.median(row[2] for row in mine)
         lines.append(
-            f"{name:14} {step:8.1f} {mine[0][4] / 2**20:7.0f} {statistics.median(ratios):19.2f} {min(ratios):6.2f} {max(ratios):6.2f}"
+            f"{name:19} {step:8.1f} {mine[0][4] / 2**20:7.0f} {statistics.median(ratios):19.2f} {min(ratios):6.2f} {max(ratios):6.2f}"
+        )
+    for name in (row[0] for row in rows if row[0].endswith(EAGER) and row[1] == 1):
+        compiled = {row[1]: row[2] for row in rows if row[0] == name.removesuffix(EAGER)}
+        ratios = [row[2] / compiled[row[1]] for row in rows if row[0] == name]
+        lines.append(
+            f"{name} / compiled: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
         )
     return "\n".join(lines)
 
@@ -153,7 +169,7 @@ def append(rows: list, options) -> None:
         "date": datetime.date.today().isoformat(),
         "commit": commit(),
         "vllm": version("vllm"),
-        "mode": "eager" if options.eager else "compiled",
+        "mode": None,
         "requests": options.requests,
         "context": options.context,
         "budget": options.budget,
@@ -166,7 +182,9 @@ def append(rows: list, options) -> None:
         if new:
             writer.writerow(names)
         for name, turn, ms, ratio, held in rows:
-            writer.writerow([*setting.values(), name, turn, f"{ms:.2f}", f"{ratio:.3f}", held])
+            mode = "eager" if options.eager or name.endswith(EAGER) else "compiled"
+            figures = [name.removesuffix(EAGER), turn, f"{ms:.2f}", f"{ratio:.3f}", held]
+            writer.writerow([*(setting | {"mode": mode}).values(), *figures])
 
 
 def cpu_model() -> str:
@@ -195,9 +213,9 @@ class EngineError(Exception):
 class Engine:
     """The parent's end of one child."""
 
-    def __init__(self, name: str, policy: dict | None, options, folder: Path):
+    def __init__(self, name: str, told: dict, options, folder: Path):
         self.name, self.log = name, folder / f"{name}.log"
-        told = json.dumps(vars(options) | {"policy": policy})
+        told = json.dumps(vars(options) | told)
         env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(

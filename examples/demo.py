@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -12,8 +13,11 @@ import openai
 import torch
 from serving import Server, ServerError
 
-from kvpop_vllm.cache.accounting import dense_request_bytes, request_bytes
+from kvpop_vllm import policies
+from kvpop_vllm.cache.accounting import dense_request_bytes, pool_bytes, request_bytes
+from kvpop_vllm.config import PolicySettings
 from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.policies.base import ModelShape, Policy
 from kvpop_vllm.scorers.init import init_scorer, model_shape
 
 MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
@@ -33,7 +37,10 @@ def question(notes: int) -> str:
 
 
 def ask(server: Server, prompt: str, tokens: int) -> tuple[str, int, int]:
-    """Streams a chat completion; the answer, the request's tokens, and the most blocks it was seen to hold."""
+    """Streams a chat completion; the answer, the tokens its cache took in, and the most blocks it was seen to hold.
+
+    The last token of an answer is never put into the cache: no other token was predicted from it.
+    """
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     stream = client.chat.completions.create(
         model=client.models.list().data[0].id,
@@ -49,49 +56,63 @@ def ask(server: Server, prompt: str, tokens: int) -> tuple[str, int, int]:
         if event.choices and event.choices[0].delta.content:
             answer += event.choices[0].delta.content
             print(event.choices[0].delta.content, end="", flush=True)
-        length = event.usage.total_tokens if event.usage else length
+        length = event.usage.total_tokens - 1 if event.usage else length
     print()
     return answer, length, blocks
 
 
 def run(args: argparse.Namespace) -> None:
-    shape = model_shape(args.model)
     common = ["--max-model-len", str(args.max_model_len), "--kv-cache-memory-bytes", str(args.kv_memory * MIB)]
     with tempfile.TemporaryDirectory() as scratch:
-        policy = ["--kv-policy", args.policy, "--kv-budget", str(args.budget)]
-        state = 0
-        if args.policy == "kvpop":
-            init_scorer(args.model, scratch)
-            policy += ["--kv-scorer", scratch]
-            state = shape["head_dim"] * (shape["head_dim"] + 1) + 1
-        print(f"$ vllm serve {args.model.name} {' '.join(policy + common)}", flush=True)
-        with Server(str(args.model), *policy, *common) as server:
+        flags = ["--kv-policy", args.policy, "--kv-budget", str(args.budget)]
+        scorer = scratch if args.policy == "kvpop" else None
+        if scorer:
+            init_scorer(args.model, scorer)
+            flags += ["--kv-scorer", scorer]
+        shape = ModelShape(**model_shape(args.model), max_model_len=args.max_model_len)
+        policy = policies.get(args.policy)(PolicySettings(args.policy, args.budget, scorer=scorer), shape)
+        print(f"$ vllm serve {args.model.name} {' '.join(flags + common)}", flush=True)
+        with Server(str(args.model), *flags, *common) as server:
             print("\n> a report of several thousand tokens, then: what is the special magic number for quokka?\n")
             _, length, seen = ask(server, question(args.notes), args.tokens)
-            bounded = server.cache_info("kv_cache_max_concurrency")
-    print("\nThe same server without a policy, for vLLM's own dense figure:", flush=True)
+            bounded = [server.cache_info(name) for name in ("num_gpu_blocks", "kv_cache_max_concurrency")]
+    print("\nThe same server without a policy, for vLLM's own dense figures:", flush=True)
     with Server(str(args.model), *common, "--enforce-eager") as server:
-        dense_concurrency = server.cache_info("kv_cache_max_concurrency")
-    report(args, shape, state, length, seen, bounded, dense_concurrency)
+        dense = [server.cache_info(name) for name in ("num_gpu_blocks", "kv_cache_max_concurrency", "block_size")]
+    report(args, policy, length, seen, bounded, dense)
 
 
-def report(args, shape, state, length, seen, bounded, dense_concurrency) -> None:
-    """Prints what the request held, what it would have held, and the concurrency vLLM reports for both."""
+def report(
+    args: argparse.Namespace, policy: Policy, length: int, seen: int, bounded: list[float], dense: list[float]
+) -> None:
+    """Prints what the request held and what it would have held, and the same of the pools.
+
+    Args:
+        length: tokens that the request's cache took in. seen: blocks that vLLM's gauge showed.
+        bounded, dense: blocks of the pool and vLLM's maximum concurrency, of stock vLLM also the tokens per block.
+    """
     dtype = getattr(torch, json.loads((args.model / "config.json").read_text())["dtype"])
-    heads, size, layers = shape["num_kv_heads"], shape["head_dim"], shape["num_layers"]
-    layout = PageLayout(heads, size, dtype, state_floats=state)
-    held = request_bytes(layout, layers, length, args.budget)
-    dense = dense_request_bytes(layers, heads, size, dtype, length)
-    if seen > held.blocks:
-        raise ServerError(f"the request held {seen} blocks, more than the {held.blocks} its budget allows")
-    print(f"""
-tokens of the request        {length:8d}
-tokens kept per KV head      {min(length, args.budget):8d}
-KV bytes held                {held.allocated / MIB:8.1f} MiB  in {held.blocks} blocks (vLLM's gauge saw {seen}); {held.canonical / MIB:.1f} MiB of it keys and values
-KV bytes, dense cache        {dense.allocated / MIB:8.1f} MiB  {dense.allocated / held.allocated:.1f} times as many
-concurrent requests of {args.max_model_len:5d} tokens in {args.kv_memory} MiB, as vLLM reports it
-  --kv-policy {args.policy:15s} {bounded:7.1f}
-  dense                       {dense_concurrency:7.1f}""")
+    model, budget = policy.model, policy.retention.budget
+    heads, size, layers = model.num_kv_heads, model.head_dim, model.num_layers
+    layout = PageLayout(heads, size, dtype, state_floats=policy.state_floats)
+    ours = {n: request_bytes(layout, layers, n, budget) for n in (length, model.max_model_len)}
+    stock = {n: dense_request_bytes(layers, heads, size, dtype, n, int(dense[2])) for n in ours}
+    if seen > ours[length].blocks:
+        raise ServerError(f"the request held {seen} blocks, more than the {ours[length].blocks} its budget allows")
+    print(f"\n{length} tokens in the request's cache, {min(length, budget)} of them kept per KV head\n")
+    print(f"{'':22} {'allocated':>12} {'keys and values':>16}")
+    for name, held in ((args.policy, ours[length]), ("dense", stock[length])):
+        print(f"{'request, ' + name:22} {mib(held.allocated)} {mib(held.canonical):>16}  in {held.blocks} blocks")
+    for name, held, (blocks, concurrency) in ((args.policy, ours, bounded), ("dense", stock, dense[:2])):
+        pool = pool_bytes(held[model.max_model_len], int(blocks))
+        fits = f"with {int(pool.requests)} requests of {model.max_model_len} tokens; vLLM reports {concurrency:.1f}"
+        print(f"{'pool, ' + name:22} {mib(pool.allocated)} {mib(pool.canonical):>16}  {fits}")
+    ratio = stock[length].allocated / ours[length].allocated
+    print(f"\nThe dense cache takes {ratio:.1f} times as many bytes (vLLM's gauge saw {seen} blocks of the request).")
+
+
+def mib(count: int) -> str:
+    return f"{count / MIB:8.1f} MiB"
 
 
 def main() -> int:
@@ -107,6 +128,7 @@ def main() -> int:
     if not (args.model / "config.json").is_file():
         print(f"no model in {args.model}: run `make model`, or give --model", file=sys.stderr)
         return 2
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server is stopped, too
     try:
         run(args)
     except ServerError as error:

@@ -5,6 +5,7 @@ Nothing here imports vLLM or torch: the glue hands in plain values.
 
 from __future__ import annotations
 
+import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
@@ -24,9 +25,27 @@ FLAGS = {
 }
 """Setting -> the flag users know it by; error messages name the flag."""
 
+FULL_CHECKPOINT_SUFFIX = "_kvpop"
+"""What a full checkpoint's model type has behind that of its base model."""
+
+ARCHITECTURES = {"llama": "LlamaKVpopForCausalLM", "qwen3": "Qwen3KVpopForCausalLM"}
+"""Base model type -> architecture of the full checkpoint, which is also the name of its class in the vLLM glue."""
+
 
 class ConfigError(ValueError):
     """The user's configuration cannot work; the message is one line that names what to change."""
+
+
+def check_spelling(additional_config: object) -> None:
+    """No key of ``additional_config`` is a slip of the pen for ours: vLLM would ignore it and serve densely.
+
+    Raises:
+        ConfigError: naming the key and what was probably meant.
+    """
+    for key in additional_config if isinstance(additional_config, Mapping) else ():
+        spelt = str(key).lower().replace("-", "_")
+        if key != ADDITIONAL_CONFIG_KEY and difflib.get_close_matches(spelt, [ADDITIONAL_CONFIG_KEY], cutoff=0.85):
+            raise ConfigError(f"unknown key {key!r} in --additional-config: did you mean {ADDITIONAL_CONFIG_KEY!r}?")
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages
 
 
@@ -30,6 +30,8 @@ class StepBatch:
             first. table: ``[R, H, P]`` int32. positions: ``[R]`` int64.
         valid: ``[R, H]`` int32, slots filled before the step. budgets: ``[H]`` int32, B of each head.
         prefills: the other requests, in order.
+        starts: ``[n]`` int64, position each request with tokens goes on from, in order. slot_zero: ``[n]`` int64, the
+            block of its slot 0, which knows how many tokens were seen.
     """
 
     decodes: int
@@ -39,6 +41,8 @@ class StepBatch:
     valid: torch.Tensor
     budgets: torch.Tensor
     prefills: tuple[PrefillChunk, ...]
+    starts: torch.Tensor
+    slot_zero: torch.Tensor
 
     @classmethod
     def build(
@@ -67,7 +71,10 @@ class StepBatch:
         valid = positions.clamp_max(budget).int().unsqueeze(1).expand(-1, heads)
         budgets = torch.full((heads,), budget, dtype=torch.int32)
         tokens = chosen if together else torch.tensor(at)
-        return cls(len(singles), tokens, rows[chosen], positions, valid, budgets, tuple(prefills))
+        busy = torch.tensor([i for i, count in enumerate(query_lens) if count], dtype=torch.int64)
+        starts = torch.tensor([lengths[i] - count for i, count in enumerate(query_lens) if count], dtype=torch.int64)
+        slot_zero = block_table[busy, layout.state_blocks].long()
+        return cls(len(singles), tokens, rows[chosen], positions, valid, budgets, tuple(prefills), starts, slot_zero)
 
 
 class FixedBudgetAttention:
@@ -90,8 +97,11 @@ class FixedBudgetAttention:
             q ``[T, Hq, D]``, k, v ``[T, H, D]``: the flat batch of tokens. out: ``[T, Hq, D]``, written in place.
 
         Raises:
-            StepOrderError: a request's step does not start where its cache ends.
+            StepOrderError: a request's step does not start where its cache ends; nothing has been written. A step that
+                starts at position 0 is a fresh start by definition, whatever its cache has seen.
         """
+        if len(batch.prefills) + (batch.decodes > 0) > 1:  # else the one kernel that runs checks all there is
+            _check_starts(pages, batch)
         if batch.decodes:
             at = batch.tokens
             out[at], _ = ops.decode_step(
@@ -112,3 +122,18 @@ class FixedBudgetAttention:
             out[cut], _ = ops.prefill_chunk(
                 q[cut], k[cut], v[cut], pages, chunk.row, chunk.start, batch.budgets, rule=self.rule, scale=self.scale
             )
+
+
+def _check_starts(pages: Pages, batch: StepBatch) -> None:
+    """What each kernel checks of its own requests, for all of them before the first kernel writes.
+
+    Raises:
+        StepOrderError: a request does not go on where its cache ends.
+    """
+    seen = pages.position[batch.slot_zero, :, 0]  # [n, H]
+    wrong = (seen != batch.starts.unsqueeze(1)) & (batch.starts.unsqueeze(1) > 0)
+    if wrong.any():
+        r, h = wrong.nonzero()[0].tolist()
+        raise StepOrderError(
+            f"request {r}: step starts at position {int(batch.starts[r])}, but its cache has seen {int(seen[r, h])} tokens"
+        )

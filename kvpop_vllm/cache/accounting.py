@@ -1,4 +1,4 @@
-"""Bytes of a request's cache, counted two ways (SEMANTICS section 7)."""
+"""Bytes of a request's cache and of a pool, each counted two ways (SEMANTICS section 7)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, cdiv
+from kvpop_vllm.kernels.pages import PageLayout, cdiv
 
 
 @dataclass(frozen=True)
@@ -24,8 +24,22 @@ class CacheBytes:
     blocks: int
 
 
+@dataclass(frozen=True)
+class PoolBytes:
+    """Bytes of a pool that is full of equal requests.
+
+    Attributes:
+        canonical: K and V of the tokens that the whole requests hold. allocated: all of the pool.
+        requests: how many fit, not rounded, which is what vLLM reports as maximum concurrency.
+    """
+
+    canonical: int
+    allocated: int
+    requests: float
+
+
 def request_bytes(layout: PageLayout, num_layers: int, length: int, budget: int) -> CacheBytes:
-    """What a request of ``length`` tokens holds under ``budget`` tokens per KV head."""
+    """What a request holds whose cache has taken in ``length`` tokens, under ``budget`` tokens per KV head."""
     held = min(length, budget)
     blocks = layout.blocks(length, budget)
     per_token = 2 * layout.num_kv_heads * layout.head_size * layout.dtype.itemsize * num_layers
@@ -34,9 +48,15 @@ def request_bytes(layout: PageLayout, num_layers: int, length: int, budget: int)
 
 
 def dense_request_bytes(
-    num_layers: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, length: int, block_size: int = BLOCK_SLOTS
+    num_layers: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, length: int, block_size: int
 ) -> CacheBytes:
-    """What a request of ``length`` tokens holds in a stock paged cache."""
+    """What it would hold in a stock paged cache of ``block_size`` tokens per block (vLLM's default on a CPU is 128)."""
     per_token = 2 * num_kv_heads * head_size * dtype.itemsize * num_layers
     blocks = cdiv(length, block_size)
     return CacheBytes(canonical=length * per_token, allocated=blocks * block_size * per_token, blocks=blocks)
+
+
+def pool_bytes(request: CacheBytes, num_blocks: int) -> PoolBytes:
+    """A pool of ``num_blocks`` pages of each layer, full of requests that hold what ``request`` does, at least a block."""
+    requests = num_blocks / request.blocks
+    return PoolBytes(int(requests) * request.canonical, num_blocks * request.allocated // request.blocks, requests)

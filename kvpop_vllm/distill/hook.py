@@ -36,6 +36,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     if dropout:
         raise ConfigError("attention dropout cannot be combined with retention: set attention_dropout to 0")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves them in float32 after RoPE
     return attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
 
 

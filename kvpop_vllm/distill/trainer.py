@@ -82,11 +82,31 @@ class Trainer:
             raise ConfigError(
                 f"batch {recipe.batch} cannot be shared by {self.process.world} processes evenly: change one"
             )
+        self._check_same_run(str(model))
         torch.manual_seed(recipe.seed)
         self.config = self._scorer_config(model) if recipe.phase == "sparsify" else None
         self.student = self._student(model)
         self.optimiser = self._optimiser()
         self.checkpoints = Checkpoints(self.out / "run")
+
+    def _check_same_run(self, model: str) -> None:
+        """What stands in the folder must be this run's: a checkpoint of another one would be continued as if it were."""
+        path = self.out / "run" / "run.json"
+        own = json.loads(json.dumps({"model": model} | self.recipe.to_json()))
+        if path.exists():
+            before = json.loads(path.read_text())
+            if differ := sorted(name for name in own if own[name] != before.get(name)):
+                name = differ[0]
+                raise ConfigError(
+                    f"{self.out} holds a run with {name} = {before.get(name)!r}, not {own[name]!r}: choose another --out, or"
+                    " the same settings"
+                )
+        elif is_main():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            draft = path.with_suffix(".draft")
+            draft.write_text(json.dumps(own, indent=1))
+            os.replace(draft, path)
+        barrier()
 
     def _scorer_config(self, model) -> ScorerConfig:
         config = ScorerConfig(**model_shape(model), **(self.recipe.scorer_options()))

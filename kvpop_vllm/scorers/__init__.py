@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import torch
 
 from kvpop_vllm.scorers.base import Scorer, log_gamma
@@ -49,6 +51,4 @@ def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scor
 
 
 def _with_heads(config: ScorerConfig, heads: int) -> ScorerConfig:
-    from dataclasses import replace
-
-    return config if config.num_kv_heads == heads else replace(config, num_kv_heads=heads)
+    return config if config.num_kv_heads == heads else dataclasses.replace(config, num_kv_heads=heads)

@@ -8,6 +8,7 @@ checkpoint holds the same config as section ``kvpop`` of its ``config.json`` and
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 from collections.abc import Iterable, Mapping
@@ -249,17 +250,28 @@ def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source:
 
 
 def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str, torch.Tensor]]) -> None:
-    """Writes an adapter folder (checked first), float32 tensors."""
+    """Writes an adapter folder (checked first), float32 tensors.
+
+    Each file appears whole or not at all, the config last: a folder without it holds no scorer.
+    """
+    folder = Path(folder)
     check_tensors(config, layers, str(folder))
-    Path(folder).mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     flat = {
         f"layers.{i}.{name}": t.detach().float().contiguous()
         for i, layer in enumerate(layers)
         for name, t in layer.items()
     }
-    (Path(folder) / CONFIG_NAME).write_text(json.dumps(config.to_json(), indent=2) + "\n")
-    save_file(flat, Path(folder) / TENSORS_NAME, metadata={"format": "pt"})
-    shutil.copymode(Path(folder) / CONFIG_NAME, Path(folder) / TENSORS_NAME)  # safetensors writes for the owner only
+    partial = {name: folder / f".{name}.{os.getpid()}.partial" for name in (TENSORS_NAME, CONFIG_NAME)}
+    try:
+        partial[CONFIG_NAME].write_text(json.dumps(config.to_json(), indent=2) + "\n")
+        save_file(flat, partial[TENSORS_NAME], metadata={"format": "pt"})
+        shutil.copymode(partial[CONFIG_NAME], partial[TENSORS_NAME])  # safetensors writes for the owner only
+        for name, file in partial.items():
+            os.replace(file, folder / name)
+    finally:
+        for file in partial.values():
+            file.unlink(missing_ok=True)
 
 
 def full_checkpoint_name(name: str) -> str | None:

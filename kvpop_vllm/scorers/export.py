@@ -9,14 +9,12 @@ import struct
 from collections import Counter
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, ConfigError
 from kvpop_vllm.scorers.checkpoint import check_model, full_checkpoint_target, looks_like_scorer, read_scorer
 from kvpop_vllm.scorers.init import model_shape
-
-ARCHITECTURES = {"llama": "LlamaKVpopForCausalLM", "qwen3": "Qwen3KVpopForCausalLM"}
-"""Base model type -> architecture of the full checkpoint, whose model type is ``<base>_kvpop``."""
 
 INDEX = "model.safetensors.index.json"
 SCORER_SHARD = "model-kvpop.safetensors"
@@ -39,15 +37,16 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
         raise ConfigError(f"{out} exists and is not an empty folder: name another one")
     shape = model_shape(base)
-    if shape["model_type"] not in ARCHITECTURES:
+    kind = shape["model_type"]
+    if kind not in list(ARCHITECTURES):  # it may be anything, a list too
         raise ConfigError(
-            f"{base}: model type {shape['model_type']!r} cannot carry scorers, only {', '.join(ARCHITECTURES)} can: serve it with --kv-scorer instead"
+            f"{base}: model type {kind!r} cannot carry scorers, only {', '.join(ARCHITECTURES)} can: serve it with --kv-scorer instead"
         )
     scorer, layers = read_scorer(adapter)
     check_model(scorer, **shape, source=str(adapter))
     shards = _Shards(base)
     config = json.loads((base / "config.json").read_text())
-    config |= {"architectures": [ARCHITECTURES[shape["model_type"]]], "model_type": shape["model_type"] + "_kvpop"}
+    config |= {"architectures": [ARCHITECTURES[kind]], "model_type": kind + FULL_CHECKPOINT_SUFFIX}
     if config.get("dtype", config.get("torch_dtype")) is None:
         config["dtype"] = shards.dtype()  # vLLM would guess from the shards, of which the scorer's is float32
     config["kvpop"] = scorer.to_json()
@@ -87,10 +86,7 @@ class _Shards:
     def __init__(self, base: Path):
         self.base = base
         if (base / INDEX).is_file():
-            try:
-                names = sorted(set(json.loads((base / INDEX).read_text())["weight_map"].values()))
-            except (ValueError, KeyError, AttributeError) as error:
-                raise ConfigError(f"{base / INDEX} is not an index of safetensors files: {error!r}") from None
+            names = _indexed(base / INDEX)
         else:
             names = ["model.safetensors"]
         self.headers = {name: _header(base / name) for name in names}
@@ -127,6 +123,21 @@ class _Shards:
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
+def _indexed(path: Path) -> list[str]:
+    """The names of the files that an index names.
+
+    Raises:
+        ConfigError: it is no index, or names files elsewhere.
+    """
+    try:
+        names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        if not names or any(Path(name).name != name for name in names):
+            raise ValueError(f"weight_map names the files {names}")
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ConfigError(f"{path} is not an index of safetensors files beside it: {error!r}") from None
+    return names
+
+
 def _size(info: dict) -> int:
     first, end = info["data_offsets"]
     return end - first
@@ -136,19 +147,18 @@ def _header(path: Path) -> dict[str, dict]:
     """A safetensors file's table of tensors.
 
     Raises:
-        ConfigError: no such file, or its length is not what its header says.
+        ConfigError: no such file, a malformed header, another length than the header says, or no tensors.
     """
     try:
-        size = path.stat().st_size
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            header = json.loads(file.read(min(length, size)))
-        header.pop("__metadata__", None)
-        complete = size == 8 + length + max((i["data_offsets"][1] for i in header.values()), default=0)
+            with safe_open(path, "pt"):  # checks all of the header, and the length of the file
+                header = json.loads(file.read(length))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): export needs safetensors weights") from None
-    except (ValueError, struct.error, KeyError, AttributeError):
-        complete = False
-    if not complete:
-        raise ConfigError(f"{path} is not a complete safetensors file")
+    except (SafetensorError, ValueError, struct.error):
+        raise ConfigError(f"{path} is not a complete safetensors file") from None
+    header.pop("__metadata__", None)
+    if not header:
+        raise ConfigError(f"{path} holds no tensors: give the folder of a model with its weights")
     return header

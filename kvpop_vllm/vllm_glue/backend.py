@@ -37,8 +37,8 @@ class FixedBudgetBackend(AttentionBackend):
     block_slots: ClassVar[int] = BLOCK_SLOTS
 
     forward_includes_kv_cache_update = True
-    supported_dtypes: ClassVar[list] = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
+    supported_dtypes: ClassVar[list] = [torch.float32, torch.bfloat16]
+    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "bfloat16"]
 
     @staticmethod
     def get_name() -> str:
@@ -94,6 +94,12 @@ def for_config(vllm_config) -> type[FixedBudgetBackend]:
     return type(
         "FixedBudgetBackend", (FixedBudgetBackend,), {"policy": engine_policy(vllm_config), "block_slots": slots}
     )
+
+
+def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
+    """Which of a model's ``total`` KV heads a tensor-parallel rank holds; with more ranks than heads, several the same."""
+    first = rank * total // ranks
+    return slice(first, first + held)
 
 
 def _log_kernels(dtype: torch.dtype) -> None:
@@ -163,7 +169,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
             "cross-layer KV sharing": kv_sharing_target_layer_name is not None,
             "attention sinks of its own": sinks is not None,
-            f"a {kv_cache_dtype} KV cache": kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
+            f"a {kv_cache_dtype} KV cache": kv_cache_dtype not in ("auto", "bfloat16", "float32"),
             **{f"the attention option {name}": value is not None for name, value in unsupported.items()},
         }
         if reasons := [what for what, there in refused.items() if there]:
@@ -177,9 +183,9 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         """Builds the layer's rule; a scorer's tensors are there by now."""
         context = self.vllm_config.compilation_config.static_forward_context
         name = next(n for n, layer in context.items() if getattr(layer, "impl", None) is self)
-        total = self.policy.model.num_kv_heads
-        first = get_tensor_model_parallel_rank() * total // get_tensor_model_parallel_world_size()
-        rule = self.policy.rule(extract_layer_index(name), slice(first, first + self.num_kv_heads))
+        ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        heads = heads_of_rank(*ranks, self.policy.model.num_kv_heads, self.num_kv_heads)
+        rule = self.policy.rule(extract_layer_index(name), heads)
         layout = for_config(self.vllm_config).layout(self.num_kv_heads, self.head_size, act_dtype)
         self.attention = FixedBudgetAttention(layout, rule, self.scale)
         _log_kernels(act_dtype)

@@ -7,30 +7,19 @@ fails in 0.32 (``'function' object has no attribute 'finalize_loading'``) and ev
 from __future__ import annotations
 
 import copy
-import functools
 from contextlib import contextmanager
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY
 from kvpop_vllm.vllm_glue.engine_policy import requested
+from kvpop_vllm.vllm_glue.patches import wrap
 
 _HOOK = "finalize_loading"
-_MARK = "_kvpop_wrapped"
 
 
 def apply() -> None:
     """Wraps loading and key of the cache; called where an engine with a policy picks its backend, may be called again."""
-    from vllm.compilation import caching, decorators
-
-    _wrap(decorators, "_try_load_aot_compiled_fn", _try_load)
-    _wrap(caching, "aot_compile_hash_factors", _hash_factors)
-
-
-def _wrap(module, name: str, make) -> None:
-    original = getattr(module, name)
-    if not getattr(original, _MARK, False):
-        wrapper = functools.wraps(original)(make(original))
-        setattr(wrapper, _MARK, True)
-        setattr(module, name, wrapper)
+    wrap("vllm.compilation.decorators:_try_load_aot_compiled_fn", _try_load)
+    wrap("vllm.compilation.caching:aot_compile_hash_factors", _hash_factors)
 
 
 def _try_load(original):

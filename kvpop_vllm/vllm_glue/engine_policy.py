@@ -6,21 +6,26 @@ import struct
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
+from kvpop_vllm.config import (
+    ADDITIONAL_CONFIG_KEY,
+    ARCHITECTURES,
+    FULL_CHECKPOINT_SUFFIX,
+    ConfigError,
+    PolicySettings,
+)
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.engine.arg_utils import EngineArgs
 
     from kvpop_vllm.policies import Policy
-
-FULL_CHECKPOINT_SUFFIX = "_kvpop"
 
 _policies: dict[int, tuple[weakref.ref, Any]] = {}
 
 
-def requested(vllm_config: VllmConfig) -> bool:
+def requested(config: VllmConfig | EngineArgs) -> bool:
     """Whether a policy was asked for; imports nothing of ours beyond the settings."""
-    additional = vllm_config.additional_config
+    additional = config.additional_config
     return isinstance(additional, dict) and additional.get(ADDITIONAL_CONFIG_KEY) is not None
 
 
@@ -57,7 +62,8 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     Weights that are elsewhere or not safetensors are left to the check at loading.
 
     Raises:
-        ConfigError: a tensor is missing, misnamed or misshapen, or the architecture is not one that carries scorers.
+        ConfigError: a tensor is missing, misnamed or misshapen, the architecture is not one that carries scorers, or the
+            weights are not to be read at all.
     """
     policy = policy_from_checkpoint(vllm_config)
     if policy is None:
@@ -65,9 +71,12 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     from vllm.transformers_utils.config import get_safetensors_params_metadata
 
     from kvpop_vllm.scorers import checkpoint
-    from kvpop_vllm.scorers.export import ARCHITECTURES
 
     model = vllm_config.model_config
+    if vllm_config.load_config.load_format == "dummy":
+        raise ConfigError(
+            f"--load-format dummy brings no scorer for --kv-policy {policy.name}: leave it out, or give --kv-scorer DIR"
+        )
     if not set(model.architectures) & set(ARCHITECTURES.values()):
         raise ConfigError(
             f"{model.model}: config.json has a kvpop section, so architectures must be one of {', '.join(ARCHITECTURES.values())}, not {', '.join(model.architectures)}"

@@ -40,13 +40,14 @@ def merge(args: argparse.Namespace, additional_config: object) -> object:
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return additional_config
-    if not isinstance(additional_config, dict) or not isinstance(
-        additional_config.get(ADDITIONAL_CONFIG_KEY, {}), dict
-    ):
-        raise ConfigError(
-            f"--additional-config must hold an object, with an object under {ADDITIONAL_CONFIG_KEY!r}, when --kv-* flags are given"
-        )
-    return {**additional_config, ADDITIONAL_CONFIG_KEY: {**additional_config.get(ADDITIONAL_CONFIG_KEY, {}), **given}}
+    flag = FLAGS[next(iter(given))]
+    if not isinstance(additional_config, dict):
+        raise ConfigError(f"{flag} is given, but --additional-config does not hold an object: {additional_config!r}")
+    before = additional_config.get(ADDITIONAL_CONFIG_KEY, {})
+    if not isinstance(before, dict):
+        why = "null, which asks for no policy: leave one of the two out" if before is None else f"{before!r}, no object"
+        raise ConfigError(f"{flag} is given, but --additional-config says {ADDITIONAL_CONFIG_KEY!r}: {why}")
+    return {**additional_config, ADDITIONAL_CONFIG_KEY: {**before, **given}}
 
 
 def dest(flag: str) -> str:

@@ -1,62 +1,117 @@
-"""Ledger of everything of vLLM that is wrapped. Registered extension points come first; these are the rest.
+"""Everything of vLLM that is wrapped: the ledger, the one function that wraps, and most wrappers.
 
-=====================================  ==============================================================================
-target                                 why, how, and when it can go
-=====================================  ==============================================================================
-EngineArgs.add_cli_args                vLLM has no way for a plugin to add engine flags. Wrapped: adds the --kv-* group
-                                       after vLLM's own. Goes when plugins can register engine arguments.
-EngineArgs.from_cli_args               Wrapped: merges the flags into additional_config, so that they travel with the
-                                       VllmConfig to every process. Goes with the one above.
-EngineArgs.create_engine_config        The only point between the arguments and the loading of weights. Wrapped: with a
-                                       policy, refuses what cannot work and switches prefix caching off. Goes when platforms consult a backend's
-                                       validate_configuration on CPU too (vLLM issue 42449 is about such hooks).
-InputProcessor.process_inputs          Requests that stream their input rewind the sequence. Wrapped on the first engine
-                                       with a policy: refuses them there. Goes when a KV cache spec can refuse.
-selector._cached_get_attn_backend      The choice of a backend class is cached per process under a key that knows nothing of
-                                       policies: engines of one process would get each other's. Replaced by the same
-                                       function without its cache on the first engine with a policy. Goes when the key
-                                       holds additional_config.
-decorators._try_load_aot_compiled_fn   (compile_cache.py) On CPU vLLM cannot load what it compiled and saved: each start would
-                                       compile for a minute. Wrapped: with a policy, torch's artefact gets the method
-                                       that vLLM calls on its own. Goes when vLLM loads such artefacts.
-caching.aot_compile_hash_factors       (compile_cache.py) The key of that cache holds all of additional_config, though the
-                                       compiled graph depends neither on the budget nor on the scorer. Wrapped: with
-                                       a policy, only its name counts. Goes when a plugin can name its own factors.
-=====================================  ==============================================================================
-
-Without a policy each wrapper calls the original with unchanged arguments and returns what it returns.
+Registered extension points come first; these are the rest. Without a policy each wrapper calls the original with
+unchanged arguments and returns what it returns.
 """
 
 from __future__ import annotations
 
 import functools
+import importlib
 import sys
+from collections.abc import Callable
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings, check_spelling
 from kvpop_vllm.vllm_glue import flags, refusals
+from kvpop_vllm.vllm_glue.engine_policy import requested
+
+
+@dataclass(frozen=True)
+class Patch:
+    """A function of vLLM that is wrapped.
+
+    Attributes:
+        target: ``module:function`` or ``module:Class.method``. always: wrapped wherever the plugin is loaded; otherwise
+            from the process's first engine with a policy on. why: and how. goes: when it can go.
+    """
+
+    target: str
+    always: bool
+    why: str
+    goes: str
+
+
+LEDGER = (
+    Patch(
+        "vllm.engine.arg_utils:EngineArgs.add_cli_args",
+        True,
+        "vLLM has no way for a plugin to add engine flags: adds the --kv-* group after vLLM's own.",
+        "when plugins can register engine arguments",
+    ),
+    Patch(
+        "vllm.engine.arg_utils:EngineArgs.from_cli_args",
+        True,
+        "Merges the flags into additional_config, so that they travel with the VllmConfig to every process.",
+        "with the one above",
+    ),
+    Patch(
+        "vllm.engine.arg_utils:EngineArgs.create_engine_config",
+        True,
+        "The only point between the arguments and the loading of weights: refuses keys of additional_config that are "
+        "misspelt; with a policy, refuses what cannot work and switches prefix caching off.",
+        "when platforms consult a backend's validate_configuration on CPU too (vLLM issue 42449 is about such hooks)",
+    ),
+    Patch(
+        "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
+        False,
+        "Requests that stream their input rewind the sequence: refuses them.",
+        "when a KV cache spec can refuse",
+    ),
+    Patch(
+        "vllm.v1.attention.selector:_cached_get_attn_backend",
+        False,
+        "The choice of a backend class is cached per process under a key that knows nothing of policies: engines of one "
+        "process would get each other's. Replaced by the same function without its cache.",
+        "when the key holds additional_config",
+    ),
+    Patch(
+        "vllm.compilation.decorators:_try_load_aot_compiled_fn",
+        False,
+        "(compile_cache.py) On CPU vLLM cannot load what it compiled and saved, and each start would compile for a "
+        "minute: with a policy, torch's artefact gets the method that vLLM calls on its own.",
+        "when vLLM loads such artefacts",
+    ),
+    Patch(
+        "vllm.compilation.caching:aot_compile_hash_factors",
+        False,
+        "(compile_cache.py) The key of that cache holds all of additional_config, though the compiled graph depends "
+        "neither on the budget nor on the scorer: with a policy, only its name counts.",
+        "when a plugin can name its own factors",
+    ),
+)
 
 _MARK = "_kvpop_wrapped"
 
 
-def apply() -> None:
-    """Wraps the argument handling; may be called again."""
-    from vllm.engine.arg_utils import EngineArgs
+def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
+    """Replaces ``target`` by ``make(original)``; once, however often it is called.
 
-    _wrap(EngineArgs, "add_cli_args", _add_cli_args, staticmethod)
-    _wrap(EngineArgs, "from_cli_args", _from_cli_args, classmethod)
-    _wrap(EngineArgs, "create_engine_config", _create_engine_config)
-
-
-def _wrap(owner: type, name: str, make, kind=None) -> None:
-    current = owner.__dict__[name]
+    Raises:
+        LookupError: it is not in the ledger.
+    """
+    if target not in [patch.target for patch in LEDGER]:
+        raise LookupError(f"{target} is wrapped without being in the ledger: add it to LEDGER in {__name__}")
+    module, path = target.split(":")
+    *classes, name = path.split(".")
+    owner = functools.reduce(getattr, classes, importlib.import_module(module))
+    current = vars(owner)[name]
+    kind = type(current) if isinstance(current, staticmethod | classmethod) else None
     original = current.__func__ if kind else current
     if getattr(original, _MARK, False):
         return
     wrapper = functools.wraps(original)(make(original))
     setattr(wrapper, _MARK, True)
     setattr(owner, name, kind(wrapper) if kind else wrapper)
+
+
+def apply() -> None:
+    """Wraps the argument handling; may be called again."""
+    wrap("vllm.engine.arg_utils:EngineArgs.add_cli_args", _add_cli_args)
+    wrap("vllm.engine.arg_utils:EngineArgs.from_cli_args", _from_cli_args)
+    wrap("vllm.engine.arg_utils:EngineArgs.create_engine_config", _create_engine_config)
 
 
 def _add_cli_args(original):
@@ -82,13 +137,11 @@ def _from_cli_args(original):
 
 def _create_engine_config(original):
     def create_engine_config(self, *args, **kwargs):
-        asked = (
-            isinstance(self.additional_config, dict) and self.additional_config.get(ADDITIONAL_CONFIG_KEY) is not None
-        )
-        if not asked:
-            return _log_unused_scorers(original(self, *args, **kwargs))
         with _one_line_errors():
-            return _config_with_policy(self, original, args, kwargs)
+            check_spelling(self.additional_config)
+            if requested(self):
+                return _config_with_policy(self, original, args, kwargs)
+        return _log_unused_scorers(original(self, *args, **kwargs), "without --kv-policy: serving with a dense cache")
 
     return create_engine_config
 
@@ -108,10 +161,13 @@ def _config_with_policy(engine_args, original, args, kwargs):
         engine_args.enable_prefix_caching = False
     vllm_config = original(engine_args, *args, **kwargs)
     refusals.check_config(vllm_config)
-    kept = engine_policy(vllm_config).retention
+    policy = engine_policy(vllm_config)
     check_checkpoint(vllm_config)
-    _refuse_streaming_input(settings)
-    _forget_backend_choices()
+    wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
+    wrap("vllm.v1.attention.selector:_cached_get_attn_backend", _cached_get_attn_backend)
+    if policy.scorer_kind is None:
+        _log_unused_scorers(vllm_config, f"by --kv-policy {settings.policy}")
+    kept = policy.retention
     logger.info(
         "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range)",
         settings.policy,
@@ -123,49 +179,32 @@ def _config_with_policy(engine_args, original, args, kwargs):
     return vllm_config
 
 
-def _log_unused_scorers(vllm_config):
+def _log_unused_scorers(vllm_config, why: str):
+    """One line if the model is a full checkpoint; returns its argument."""
     from vllm.logger import init_logger
 
     from kvpop_vllm.vllm_glue.engine_policy import checkpoint_section
 
     if vllm_config.model_config is not None and checkpoint_section(vllm_config) is not None:
-        init_logger("vllm.kvpop_vllm").info(
-            "the checkpoint carries KVpop scorers, which are not used without --kv-policy: serving with a dense cache"
-        )
+        init_logger("vllm.kvpop_vllm").info("the checkpoint carries KVpop scorers, which are not used %s", why)
     return vllm_config
 
 
-def _forget_backend_choices() -> None:
-    from vllm.v1.attention import selector
+def _process_inputs(original):
+    def process_inputs(self, *args, **kwargs):
+        if kwargs.get("resumable") and requested(self.vllm_config):
+            refusals.refuse_streaming_input(self.vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]["policy"])
+        return original(self, *args, **kwargs)
 
-    cached = selector._cached_get_attn_backend
-    if getattr(cached, _MARK, False):
-        return
+    return process_inputs
 
-    @functools.wraps(cached.__wrapped__)
+
+def _cached_get_attn_backend(original):
     def choose(*args, **kwargs):
-        return cached.__wrapped__(*args, **kwargs)
+        return original.__wrapped__(*args, **kwargs)
 
-    setattr(choose, _MARK, True)
-    choose.cache_clear = cached.cache_clear
-    selector._cached_get_attn_backend = choose
-
-
-def _refuse_streaming_input(settings: PolicySettings) -> None:
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    def make(original):
-        def process_inputs(self, *args, **kwargs):
-            config = self.vllm_config.additional_config
-            if isinstance(config, dict) and config.get(ADDITIONAL_CONFIG_KEY) is not None:
-                refusals.check_request(
-                    PolicySettings.parse(config[ADDITIONAL_CONFIG_KEY]), bool(kwargs.get("resumable", False))
-                )
-            return original(self, *args, **kwargs)
-
-        return process_inputs
-
-    _wrap(InputProcessor, "process_inputs", make)
+    choose.cache_clear = original.cache_clear
+    return choose
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvpop_vllm.config import ConfigError, PolicySettings
+from kvpop_vllm.config import ConfigError
 
 SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128)
 
@@ -84,6 +84,7 @@ def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
     )
     platform = vllm_config.device_config.device_type
     yield platform != "cpu", f"the {platform} platform yet: serve on a CPU, or leave --kv-policy out"
+    yield own == "float16" and platform == "cpu", "float16 on a CPU: use --dtype bfloat16 or float32"
     yield vllm_config.kv_transfer_config is not None, "a KV connector: leave --kv-transfer-config out"
     yield (
         vllm_config.speculative_config is not None,
@@ -114,9 +115,8 @@ def _has_windows(model: Any) -> bool:
     text = model.hf_text_config
     kinds = getattr(text, "layer_types", None) or ()
     own = model.get_sliding_window() is not None and getattr(text, "use_sliding_window", True)
-    return bool(
-        own or getattr(text, "attention_chunk_size", None) or any("sliding" in k or "chunked" in k for k in kinds)
-    )
+    chunks = getattr(text, "attention_chunk_size", None) or model.rswa_window
+    return bool(own or chunks or any("sliding" in k or "chunked" in k for k in kinds))
 
 
 def _cache_dtype(vllm_config: Any) -> str:
@@ -128,9 +128,12 @@ def _cache_dtype(vllm_config: Any) -> str:
     return str(chosen)
 
 
-def check_request(settings: PolicySettings, resumable: bool) -> None:
-    """Refuses streaming-input requests, which rewind a sequence behind tokens that are gone."""
-    if resumable:
-        raise ConfigError(
-            f"streaming-input requests rewind the sequence, which --kv-policy {settings.policy} cannot: send the whole prompt at once"
-        )
+def refuse_streaming_input(policy: str) -> None:
+    """Streaming-input requests rewind a sequence behind tokens that are gone.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        f"streaming-input requests rewind the sequence, which --kv-policy {policy} cannot: send the whole prompt at once"
+    )

@@ -97,6 +97,26 @@ def test_a_step_out_of_order_raises_and_writes_nothing(layer, impl, query, seq, 
     assert torch.equal(layer[1].raw, before)
 
 
+@pytest.mark.parametrize("bad", [0, 1, 2, 3])
+@pytest.mark.parametrize("off", [-1, 1])
+def test_one_bad_start_in_a_mixed_step_and_nothing_is_written(layer, bad, off):
+    """Two decodes and two prefill chunks: whichever is replayed or skipped, the others are not written either."""
+    before = [20, 60, 30, 50]
+    run(layer, batch(layer, before, before, [0, 1, 2, 3]), sum(before), seed=7)
+    query, seq = [1, 1, 6, 9], [21, 61, 36, 59]
+    good = batch(layer, query, seq, [0, 1, 2, 3])
+    assert good.starts.tolist() == before
+    seq[bad] += off
+    content = layer[1].raw.clone()
+    with pytest.raises(
+        StepOrderError, match=f"starts at position {before[bad] + off}, but its cache has seen {before[bad]}"
+    ):
+        run(layer, batch(layer, query, seq, [0, 1, 2, 3]), 17, seed=8)
+    assert torch.equal(layer[1].raw, content)
+    run(layer, good, 17, seed=8)
+    assert not torch.equal(layer[1].raw, content)
+
+
 def test_a_sequence_may_start_over(layer):
     """Position 0 on used pages, also as a one-token prompt, is a fresh start (preemption)."""
     fresh = run(layer, batch(layer, [20], [20], [0]), 20, seed=5)

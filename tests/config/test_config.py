@@ -2,7 +2,15 @@
 
 import pytest
 
-from kvpop_vllm.config import FLAGS, ConfigError, PolicySettings, Retention, ScorerShape, resolve_retention
+from kvpop_vllm.config import (
+    FLAGS,
+    ConfigError,
+    PolicySettings,
+    Retention,
+    ScorerShape,
+    check_spelling,
+    resolve_retention,
+)
 
 DELAYED = ScorerShape(sinks=4, window=16, topk=44, delayed=True)
 STATELESS = ScorerShape(sinks=4, window=16, topk=44, delayed=False)
@@ -42,6 +50,18 @@ def test_not_a_mapping(given):
 def test_unknown_key_lists_the_known_ones():
     message = refusal(settings, bugdet=64)
     assert "'bugdet'" in message and "budget" in message.split("use ")[1]
+
+
+@pytest.mark.parametrize("key", ["kv_polcy", "kvpolicy", "kv-policy", "KV_policy", "kv_policy "])
+def test_a_key_beside_ours_that_is_nearly_ours(key):
+    assert refusal(check_spelling, {"kv_policy": {}, key: {}}).endswith("did you mean 'kv_policy'?")
+
+
+@pytest.mark.parametrize(
+    "other", [{"kv_policy": 3, "policy": 1, "kv_cache": 2, "kv_policy_log_folder": 3, 4: 5}, None, "x"]
+)
+def test_other_keys_are_other_peoples(other):
+    check_spelling(other)
 
 
 @pytest.mark.parametrize("given", [{}, {"budget": 64}, {"policy": None}, {"policy": 7}])

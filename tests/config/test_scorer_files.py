@@ -1,6 +1,7 @@
 """Scorer files and the tensor names of full checkpoints: round trips, and each way they can be wrong."""
 
 import json
+import os
 import re
 
 import pytest
@@ -56,6 +57,35 @@ def test_what_is_written_is_read_again(model, tmp_path, kind):
     assert again == config and config.scorer == kind and len(layers) == 2
     for a, b in zip(layers, same, strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("target", ["save_file", "os.replace"])
+def test_a_write_that_fails_leaves_what_was_there(model, scorer, tmp_path, monkeypatch, target):
+    """Nothing half written, under no name; and a new folder holds no config without its tensors."""
+    config, layers = checkpoint.read_scorer(write_random_scorer(tmp_path / "other", model, seed=1))
+    before = {file.name: file.read_bytes() for file in scorer.iterdir()}
+
+    def fail(*args, **options):
+        if target == "save_file":
+            args[1].write_bytes(b"half")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(f"{checkpoint.__name__}.{target}", fail)
+    for folder in (scorer, tmp_path / "new"):
+        with pytest.raises(OSError, match="disk full"):
+            checkpoint.write_scorer(folder, config, layers)
+    assert {file.name: file.read_bytes() for file in scorer.iterdir()} == before
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_the_config_is_written_last(model, scorer, tmp_path, monkeypatch):
+    config, layers = checkpoint.read_scorer(scorer)
+    order, replace = [], os.replace
+    monkeypatch.setattr(os, "replace", lambda source, name: (order.append(name.name), replace(source, name)))
+    checkpoint.write_scorer(tmp_path / "new", config, layers)
+    assert order == [TENSORS_NAME, CONFIG_NAME]
+    assert sorted(file.name for file in (tmp_path / "new").iterdir()) == sorted(order)
+    assert len({file.stat().st_mode for file in (tmp_path / "new").iterdir()}) == 1
 
 
 def test_shapes_may_differ_from_the_defaults(model, tmp_path):

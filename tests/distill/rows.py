@@ -27,3 +27,15 @@ class Rows:
 
     def load_state_dict(self, state: dict) -> None:
         self.drawn = state["drawn"]
+
+
+def teacher_of(model, top: int = 32):
+    """The model itself, dense, as its own online teacher."""
+    from kvpop_vllm.distill.hook import Dense
+
+    @torch.no_grad()
+    def teacher(tokens, row):
+        best = model(tokens, attend=Dense()).logits.topk(top)
+        return best.values, best.indices
+
+    return teacher

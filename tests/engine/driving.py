@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -11,7 +10,7 @@ import pytest
 import torch
 from engine.judge import Judge, Verdict
 from engine.recorder import Recorder
-from engine.tiny_engine import start, stop
+from engine.tiny_engine import quick, start, stop
 
 from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import random_prompt
@@ -120,15 +119,10 @@ def one_thread() -> Iterator[None]:
 
 @contextmanager
 def watched(model, policy: dict, judge: Judge | None = None, **options) -> Iterator[Watched]:
-    """Starts an engine with small blocks, watches it, stops it.
-
-    Without compiling the sampler's helpers, from which tiny models gain nothing, and without the collections of garbage
-    that vLLM asks for, which take longer than all else of a start.
-    """
+    """Starts an engine with small blocks, watches it, stops it."""
     sizes = {"block_size": BLOCK, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 8 << 20}
-    with one_thread(), pytest.MonkeyPatch.context() as patch, torch._dynamo.config.patch(disable=True):
+    with one_thread(), pytest.MonkeyPatch.context() as patch, quick():
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-        patch.setattr(gc, "collect", lambda *generation: 0)
         llm = start(model, policy, **(sizes | options))
         torch._C.set_num_threads(1)
         recorder = Recorder(llm)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -117,13 +117,15 @@ class Judge:
         plain = [self.reference(tokens) for tokens in fed.values()]
         bounds = [max(layer) for layer in zip(*(reference.bounds for reference in plain), strict=True)]
         for name, answer in answers.items():
-            reference, ties = self.settle(fed[name], held[name], bounds, name)
-            settled.append((answer, reference))
-            verdict.near_ties += ties
+            reference, nudges = self.settle(fed[name], held[name], bounds, name)
+            settled.append((name, answer, reference, nudges))
             verdict.sets += sum(len(steps) * self.models[0].kv_heads for steps in held[name].values())
             verdict.decisions += sum(int(m.isfinite().sum()) for m in reference.exact.margins)
-        verdict.budget = max(reference.budget for _, reference in settled)
-        for answer, reference in settled:
+        verdict.budget = max(reference.budget for _, _, reference, _ in settled)
+        for name, answer, reference, nudges in settled:
+            if not _within(answer, reference.exact, verdict.budget):
+                reference, nudges = self._settle_inside(fed[name], held[name], bounds, answer, nudges, verdict.budget)
+            verdict.near_ties += len(nudges)
             self._check_logprobs(answer, reference.exact, verdict)
             self._check_tokens(answer, reference.exact, verdict)
         self.decisions, self.near_ties = self.decisions + verdict.decisions, self.near_ties + verdict.near_ties
@@ -134,8 +136,8 @@ class Judge:
         print(f"{self.near_ties} near-ties in {self.decisions} decisions")
         assert self.near_ties <= MOST_NEAR_TIES * self.decisions
 
-    def settle(self, tokens, held, bounds, name) -> tuple[Reference, int]:
-        """The oracle with its near-ties decided as the engine did, and their number; else AssertionError.
+    def settle(self, tokens, held, bounds, name) -> tuple[Reference, tuple[Nudge, ...]]:
+        """The oracle with its near-ties decided as the engine did, and what it took; else AssertionError.
 
         Args:
             tokens: all that were processed. held: layer -> the recorder's ``Held``. bounds: per layer, see
@@ -147,7 +149,7 @@ class Judge:
             reference = self.reference(tokens, nudges)
             found = _first_difference(reference.exact, held)
             if found is None:
-                return reference, len(nudges)
+                return reference, nudges
             layer, head, first, last = found
             margins = reference.exact.margins[layer][head, first : last + 1]
             margins = margins.where(margins >= 0, math.inf)  # negative: a near-tie that has been decided already
@@ -157,21 +159,32 @@ class Judge:
                 f"{where}: other tokens are retained than by the oracle, whose smallest margin is {margin:.2e} "
                 f"(near-tie below {bounds[layer]:.1e})"
             )
-            row = reference.exact.visible[layer][head]
-            (victim,) = set(torch.nonzero(row[query - 1] & ~row[query]).flatten().tolist())
-            nudges += (Nudge(layer, head, victim, 2 * abs(margin) + 1e-12),)
+            nudges += (_nudge(reference.exact, layer, head, query),)
+
+    def _settle_inside(self, tokens, held, bounds, answer, nudges, budget) -> tuple[Reference, tuple[Nudge, ...]]:
+        """As :meth:`settle`, with one more near-tie: one inside a chunk, after which the same tokens are left at the
+        chunk's end. Only log-probabilities within the chunk can show it."""
+        reference = self.reference(tokens, nudges)
+        for layer, bound in enumerate(bounds):
+            inside = torch.zeros(len(tokens), dtype=torch.bool)
+            for step in held[layer]:
+                inside[step.seen - step.new : step.seen - 1] = True
+            margins = reference.exact.margins[layer]
+            for head, query in ((margins >= 0) & (margins < bound) & inside).nonzero().tolist():
+                more = (*nudges, _nudge(reference.exact, layer, head, query))
+                other = self.reference(tokens, more)
+                if _first_difference(other.exact, held) is None and _within(answer, other.exact, budget):
+                    return other, more
+        return reference, nudges
 
     def _check_logprobs(self, answer, run: OracleRun, verdict: Verdict) -> None:
-        prompt, length = answer.prompt_logprobs or [None], len(answer.prompt_token_ids)
-        given = [*enumerate(prompt[1:]), *enumerate(answer.outputs[0].logprobs, start=length - 1)]
-        for row, entries in given:
-            for token, entry in entries.items():
-                error = abs(entry.logprob - float(run.logprobs[row, token]))
-                verdict.worst, verdict.logprobs = max(verdict.worst, error), verdict.logprobs + 1
-                assert error <= verdict.budget, (  # also when it is not a number
-                    f"request {answer.request_id}: log-prob of token {token} after position {row} of {length} + "
-                    f"{len(answer.outputs[0].token_ids)} is off by {error:.2e}, budget {verdict.budget:.1e}"
-                )
+        for row, token, error in _errors(answer, run):
+            verdict.worst, verdict.logprobs = max(verdict.worst, error), verdict.logprobs + 1
+            assert error <= verdict.budget, (  # also when it is not a number
+                f"request {answer.request_id}: log-prob of token {token} after position {row} of "
+                f"{len(answer.prompt_token_ids)} + {len(answer.outputs[0].token_ids)} is off by {error:.2e}, "
+                f"budget {verdict.budget:.1e}"
+            )
 
     def _check_tokens(self, answer, run: OracleRun, verdict: Verdict) -> None:
         gap, best = run.top2_gap, run.logprobs.argmax(-1)
@@ -195,3 +208,22 @@ def _first_difference(run: OracleRun, held) -> tuple[int, int, int, int] | None:
         if earliest[1] is not None:
             return earliest[1]
     return None
+
+
+def _nudge(run: OracleRun, layer: int, head: int, query: int) -> Nudge:
+    """Decides the eviction at ``query`` the other way."""
+    row = run.visible[layer][head]
+    (victim,) = set(torch.nonzero(row[query - 1] & ~row[query]).flatten().tolist())
+    return Nudge(layer, head, victim, 2 * abs(float(run.margins[layer][head, query])) + 1e-12)
+
+
+def _errors(answer, run: OracleRun) -> Iterator[tuple[int, int, float]]:
+    """Row, token and error of every log-probability that the engine gave."""
+    prompt, length = answer.prompt_logprobs or [None], len(answer.prompt_token_ids)
+    for row, entries in [*enumerate(prompt[1:]), *enumerate(answer.outputs[0].logprobs, start=length - 1)]:
+        for token, entry in entries.items():
+            yield row, token, abs(entry.logprob - float(run.logprobs[row, token]))
+
+
+def _within(answer, run: OracleRun, budget: float) -> bool:
+    return all(error <= budget for _, _, error in _errors(answer, run))

@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import sys
+from pathlib import Path
 
 from engine.tiny_engine import backend, complete, start, stop
+
+import kvpop_vllm
+
+OURS = str(Path(kvpop_vllm.__file__).parent)
+
+
+def functions_of_ours_in_vllm() -> list[str]:
+    """``module:name`` of every function in vLLM's loaded modules and their classes whose code lies in this package."""
+    found = set()
+    for name, module in list(sys.modules.items()):
+        if module is None or name.split(".")[0] != "vllm":
+            continue
+        classes = [value for value in vars(module).values() if inspect.isclass(value) and value.__module__ == name]
+        owners = [(f"{name}:", module), *((f"{name}:{each.__qualname__}.", each) for each in classes)]
+        for prefix, owner in owners:
+            for attribute, value in list(vars(owner).items()):
+                if isinstance(value, staticmethod | classmethod):
+                    value = value.__func__
+                if inspect.isfunction(value) and value.__code__.co_filename.startswith(OURS):
+                    found.add(prefix + attribute)
+    return sorted(found)
 
 
 def main(model: str, out: str) -> None:
     """Writes greedy outputs, the backend's name, the imported modules and what is wrapped of vLLM as JSON."""
     llm = start(model, None)
     outputs = complete(llm, 24)
-
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    names = [(EngineArgs, name) for name in ("add_cli_args", "create_engine_config", "from_cli_args")]
-    names.append((InputProcessor, "process_inputs"))
     used = backend(llm)
     report = {
         "outputs": outputs,
         "backend": f"{used.__module__}.{used.__name__}",
         "modules": sorted(name for name in sys.modules if not name.startswith("kvpop_vllm.testing")),
-        "wrapped": [name for owner, name in names if hasattr(getattr(owner, name), "_kvpop_wrapped")],
+        "wrapped": functions_of_ours_in_vllm(),
     }
     stop(llm)
     with open(out, "w") as file:

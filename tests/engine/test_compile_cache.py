@@ -10,7 +10,7 @@ from kvpop_vllm.testing import write_tiny_model
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return str(write_tiny_model(tmp_path_factory.mktemp("model") / "llama", "llama"))
+    return str(write_tiny_model(tmp_path_factory.mktemp("model") / "llama", "llama", layers=1))
 
 
 def compiled(model: str, policy: dict | None) -> tuple[list, int, int]:

@@ -2,45 +2,60 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from engine.driving import Job, watched
 
-from kvpop_vllm.cache.accounting import dense_request_bytes, request_bytes
-from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.cache.accounting import dense_request_bytes, pool_bytes, request_bytes
+from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
 HEADS, HEAD_DIM, LAYERS, LENGTH, BUDGET = 2, 64, 2, 4096, 1024
-MLSTM_FLOATS = 64 * 64 + 64 + 1
 
 
 def test_reported_concurrency_and_bytes(tmp_path):
-    """vLLM's own figure for 4,096 tokens, in pools of the same size."""
+    """vLLM's own figure for 4,096 tokens, in pools of the same size, each cache with its default block size."""
     model = write_tiny_model(tmp_path / "model", "llama", layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM)
     shape = {"sinks": 4, "window": 128, "topk": BUDGET - 4 - 128}
     scorer = write_random_scorer(tmp_path / "scorer", model, "mlstm", **shape)
     streaming, learned = {"policy": "streaming-llm", "budget": BUDGET}, {"policy": "kvpop", "scorer": str(scorer)}
-    sizes = {"max_model_len": LENGTH, "kv_cache_memory_bytes": 64 << 20, "dtype": "bfloat16", "block_size": 64}
+    sizes = {"max_model_len": LENGTH, "kv_cache_memory_bytes": 64 << 20, "dtype": "bfloat16", "block_size": None}
     reported = {}
-    for name, policy, floats in (("dense", None, 0), ("streaming", streaming, 0), ("mlstm", learned, MLSTM_FLOATS)):
+    for name, policy in (("dense", None), ("streaming", streaming), ("mlstm", learned)):
         with watched(model, policy, **sizes) as engine:
-            counted = dense_request_bytes(LAYERS, HEADS, HEAD_DIM, torch.bfloat16, LENGTH)
-            if policy is not None:
-                layout = PageLayout(HEADS, HEAD_DIM, torch.bfloat16, state_floats=floats)
-                counted = request_bytes(layout, LAYERS, LENGTH, BUDGET)
-            reported[name] = check_pool(engine, counted)
-            print(f"{name}: {counted.allocated} bytes allocated, {counted.canonical} canonical, {reported[name]:.1f}x")
+            reported[name] = check_pool(name, engine, counter(engine, policy))
     assert reported["streaming"] / reported["dense"] >= 3.7
     assert reported["mlstm"] / reported["dense"] >= 3.4
 
 
-def check_pool(engine, counted) -> float:
+def counter(engine, policy: dict | None):
+    """``length -> CacheBytes`` of the cache that this engine has."""
+    config = engine.engine.vllm_config
+    if policy is None:
+        assert config.cache_config.block_size != BLOCK_SLOTS  # else a wrong default would not be noticed
+        slots = config.cache_config.block_size
+        return lambda n: dense_request_bytes(LAYERS, HEADS, HEAD_DIM, torch.bfloat16, n, slots)
+    layout = PageLayout(HEADS, HEAD_DIM, torch.bfloat16, state_floats=engine_policy(config).state_floats)
+    return functools.partial(request_bytes, layout, LAYERS, budget=BUDGET)
+
+
+def check_pool(name: str, engine, count) -> float:
     """vLLM's reported concurrency, after checking that the pool agrees with our accounting; bytes of all layers."""
-    config, pool = engine.engine.vllm_config, engine.recorder.pool
-    engine.serve([Job(LENGTH - 8, new=2, scored=False)])
-    most = max(len(blocks) for step in engine.recorder.blocks for _, blocks in step.running.values())
+    config, blocks = engine.engine.vllm_config.cache_config, engine.recorder.pool.num_gpu_blocks
     total = sum(cache.nbytes for cache in engine.recorder.runner.kv_caches)
-    assert most == counted.blocks
-    assert most * total == counted.allocated * pool.num_gpu_blocks
-    assert config.cache_config.kv_cache_max_concurrency == pytest.approx(total / counted.allocated)
-    return config.cache_config.kv_cache_max_concurrency
+    for prompt in (LENGTH - 8, 639):  # and a token: the second one that it answers never gets into the cache
+        engine.serve([Job(prompt, new=2, scored=False)])
+        most = max(len(held) for step in engine.recorder.blocks for _, held in step.running.values())
+        request = count(prompt + 1)
+        assert most == request.blocks and most * total == request.allocated * blocks
+    pool = pool_bytes(count(LENGTH), blocks)
+    assert pool.allocated == total
+    assert pool.requests == pytest.approx(config.kv_cache_max_concurrency)
+    print(
+        f"{name}: a request {count(LENGTH).allocated} bytes allocated, {count(LENGTH).canonical} canonical; "
+        f"the pool {pool.allocated} and {pool.canonical}, {config.kv_cache_max_concurrency:.1f} requests"
+    )
+    return config.kv_cache_max_concurrency

@@ -28,7 +28,7 @@ def test_chunks(served, chunk):
 def test_sixteen_together(served):
     served.chunk(None)
     answers = served.serve(TOGETHER)
-    assert len(answers) == 16
+    assert len(answers) == max(len(step.running) for step in served.recorder.blocks) == 16
     assert all(served.chunks(name)[0] == len(answer.prompt_token_ids) for name, answer in answers.items())
     served.verdict(answers)
 

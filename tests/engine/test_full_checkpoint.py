@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import shutil
+import struct
 from types import SimpleNamespace
 
 import pytest
@@ -105,9 +106,21 @@ def test_an_adapter_given_by_name_goes_before_the_checkpoints_own(qwen3, tmp_pat
     assert generate(qwen3.full, policy) == generate(qwen3.base, policy)
 
 
-def test_policies_without_scorers_ignore_them(qwen3):
-    policy = {"policy": "streaming-llm", "budget": 64}
-    assert generate(qwen3.full, policy) == generate(qwen3.base, policy)
+@pytest.mark.parametrize("policy", [{"policy": "streaming-llm", "budget": 64}, {"policy": "full"}])
+def test_policies_without_scorers_ignore_them_and_say_so(qwen3, caplog, policy):
+    base = generate(qwen3.base, policy)
+    assert "scorers" not in caplog.text
+    assert generate(qwen3.full, policy) == base
+    (line,) = [r.getMessage() for r in caplog.records if "scorers" in r.getMessage()]
+    assert line == f"the checkpoint carries KVpop scorers, which are not used by --kv-policy {policy['policy']}"
+
+
+def test_dummy_weights_bring_no_scorer(qwen3, tmp_path):
+    """Refused before weights load; a scorer folder is read whatever the weights are."""
+    with pytest.raises(ConfigError, match="--load-format dummy brings no scorer .* give --kv-scorer DIR"):
+        configure(qwen3.full, {"policy": "kvpop"}, load_format="dummy")
+    configure(qwen3.full, {"policy": "kvpop", "scorer": str(qwen3.adapter)}, load_format="dummy")
+    configure(qwen3.full, {"policy": "streaming-llm", "budget": 64}, load_format="dummy")
 
 
 def test_several_shards_stay_as_they_are(qwen3, tmp_path):
@@ -159,9 +172,9 @@ def test_the_models_dtype_is_written_down(qwen3, tmp_path):
     assert json.loads((tmp_path / "out" / "config.json").read_text())["dtype"] == "bfloat16"
 
 
-def configure(model, policy):
+def configure(model, policy, **options):
     EngineArgs(
-        str(model), skip_tokenizer_init=True, max_model_len=1024, additional_config={"kv_policy": policy}
+        str(model), skip_tokenizer_init=True, max_model_len=1024, additional_config={"kv_policy": policy}, **options
     ).create_engine_config()
 
 
@@ -267,6 +280,57 @@ def test_export_refuses_what_does_not_fit(each, tmp_path, capsys):
     assert "config.json" in refused_export(capsys, tmp_path / "nowhere", each.adapter, out)
     assert "kvpop_config.json" in refused_export(capsys, each.base, tmp_path / "nowhere", out)
     assert not out.exists()
+
+
+def _tensor(**changes):
+    info = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | changes
+    return {"a": info}
+
+
+HEADERS = {
+    "a list": [1],
+    "a number": 3,
+    "tensor is a number": {"a": 1},
+    "tensor is empty": {"a": {}},
+    "offsets are no list": _tensor(data_offsets=4),
+    "offsets are text": _tensor(data_offsets=["0", "4"]),
+    "one offset": _tensor(data_offsets=[0]),
+    "three offsets": _tensor(data_offsets=[0, 0, 4]),
+    "backwards": _tensor(data_offsets=[4, 0]),
+    "no dtype": {"a": {"shape": [1], "data_offsets": [0, 4]}},
+    "dtype is a list": _tensor(dtype=[1]),
+    "beyond the end": _tensor(shape=[2], data_offsets=[0, 8]),
+}
+
+
+@pytest.mark.parametrize("name", HEADERS)
+def test_export_refuses_malformed_headers(qwen3, tmp_path, capsys, name):
+    model, header = shutil.copytree(qwen3.base, tmp_path / "base"), json.dumps(HEADERS[name]).encode()
+    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
+    assert "is not a complete safetensors file" in refused_export(capsys, model, qwen3.adapter, tmp_path / "out")
+
+
+def test_export_refuses_weights_without_tensors(qwen3, tmp_path, capsys):
+    model = shutil.copytree(qwen3.base, tmp_path / "base")
+    save_file({}, model / "model.safetensors", metadata={"format": "pt"})
+    assert "holds no tensors" in refused_export(capsys, model, qwen3.adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    "index",
+    [[1], 3, {}, *({"weight_map": m} for m in (None, [1], {}, {"a": 1}, {"a": ["x"]}, {"a": "../x.safetensors"}))],
+)
+def test_export_refuses_malformed_indices(qwen3, tmp_path, capsys, index):
+    model = shutil.copytree(qwen3.base, tmp_path / "base")
+    (model / INDEX).write_text(json.dumps(index))
+    assert "is not an index of safetensors files" in refused_export(capsys, model, qwen3.adapter, tmp_path / "out")
+
+
+@pytest.mark.parametrize("kind", [None, 3, ["llama"], {"a": 1}])
+def test_export_refuses_odd_model_types(qwen3, tmp_path, capsys, kind):
+    model = shutil.copytree(qwen3.base, tmp_path / "base")
+    edit_config(model, lambda config: config.update(model_type=kind))
+    assert "cannot carry scorers" in refused_export(capsys, model, qwen3.adapter, tmp_path / "out")
 
 
 def test_export_leaves_nothing_half_done(qwen3, tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from engine.stock_run import functions_of_ours_in_vllm
 from engine.tiny_engine import backend, complete, generate, start, stop
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -72,9 +73,22 @@ def test_nothing_heavy_of_ours_is_imported(fresh_processes):
     assert ours <= LIGHT, sorted(ours - LIGHT)
 
 
-def test_only_the_engine_arguments_are_wrapped(fresh_processes):
-    assert fresh_processes["with"]["wrapped"] == ["add_cli_args", "create_engine_config", "from_cli_args"]
+def test_without_a_policy_only_what_the_ledger_says_is_wrapped(fresh_processes):
+    assert fresh_processes["with"]["wrapped"] == sorted(patch.target for patch in patches.LEDGER if patch.always)
     assert fresh_processes["without"]["wrapped"] == []
+
+
+def test_with_a_policy_all_of_the_ledger_is_wrapped_and_nothing_else(model):
+    """Found by where the code of vLLM's functions lies, not by what the wrappers say of themselves."""
+    generate(model, {"policy": "streaming-llm", "budget": 64}, tokens=1)
+    assert functions_of_ours_in_vllm() == sorted(patch.target for patch in patches.LEDGER)
+    assert all(patch.why and patch.goes for patch in patches.LEDGER)
+
+
+def test_nothing_is_wrapped_outside_the_ledger(monkeypatch):
+    with pytest.raises(LookupError, match="EngineArgs.from_string is wrapped without being in the ledger"):
+        patches.wrap("vllm.engine.arg_utils:EngineArgs.from_string", lambda original: original)
+    assert "from_string" not in vars(EngineArgs)
 
 
 def test_engines_of_one_process_leave_each_other_alone(model, fresh_processes, tmp_path):
@@ -155,10 +169,23 @@ def test_flags_reach_additional_config_and_win():
     args = parsed("--model", "m", "--additional-config", given, "--kv-policy", "kvpop", "--kv-budget", "64")
     merged = EngineArgs.from_cli_args(args).additional_config
     assert merged == {"other": 1, "kv_policy": {"policy": "kvpop", "sinks": 2, "budget": 64}}
-    for broken in ({"kv_policy": 3}, "text"):
-        with pytest.raises(ConfigError, match="--additional-config"):
+    wrong = {
+        "does not hold an object": "text",
+        "3, no object": {"kv_policy": 3},
+        "asks for no policy": {"kv_policy": None},
+    }
+    for message, broken in wrong.items():
+        with pytest.raises(ConfigError, match=f"^--kv-policy is given, but --additional-config .*{message}"):
             flags.merge(args, broken)
-    assert flags.merge(Namespace(), broken) is broken
+        assert flags.merge(Namespace(), broken) is broken
+
+
+@pytest.mark.parametrize("policy", [None, {"policy": "streaming-llm", "budget": 64}])
+def test_misspelt_keys_are_refused(model, policy):
+    """vLLM would ignore them and serve densely."""
+    args = EngineArgs(str(model), additional_config={"kv_polcy": {}} | ({"kv_policy": policy} if policy else {}))
+    with pytest.raises(ConfigError, match="unknown key 'kv_polcy' in --additional-config: did you mean 'kv_policy'"):
+        args.create_engine_config()
 
 
 def test_create_engine_config_passes_everything_through(model):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine.driving import one_thread
@@ -21,12 +23,16 @@ def judge(case):
 
 @pytest.fixture(scope="module")
 def flipped(judge):
-    """A run in which layer 0 once kept its closest victim, and evicted the next in its place; and that margin."""
+    return flip(judge, 0)
+
+
+def flip(judge, layer: int):
+    """A run in which a layer once kept its closest victim, and evicted the next in its place; and that margin."""
     run = judge.reference(TOKENS).exact
-    margin = float(run.margins[0].min())
-    head, query = (int(i) for i in (run.margins[0] == margin).nonzero()[0])
-    victim = int((run.visible[0][head, query - 1] & ~run.visible[0][head, query]).nonzero())
-    return judge.reference(TOKENS, (Nudge(0, head, victim, 2 * margin),)).exact, margin
+    margin = float(run.margins[layer].min())
+    head, query = (int(i) for i in (run.margins[layer] == margin).nonzero()[0])
+    victim = int((run.visible[layer][head, query - 1] & ~run.visible[layer][head, query]).nonzero())
+    return judge.reference(TOKENS, (Nudge(layer, head, victim, 2 * margin),)).exact, margin
 
 
 def held(run, every: int):
@@ -44,7 +50,7 @@ def test_a_near_tie_is_followed_and_counted(judge, flipped, every):
     run, margin = flipped
     assert not torch.equal(run.visible[0], judge.reference(TOKENS).exact.visible[0])
     settled, ties = judge.settle(TOKENS, held(run, every), [2 * margin, 0.0], "r")
-    assert ties == 1 and all(torch.equal(a, b) for a, b in zip(settled.exact.visible, run.visible, strict=True))
+    assert len(ties) == 1 and all(torch.equal(a, b) for a, b in zip(settled.exact.visible, run.visible, strict=True))
 
 
 @pytest.mark.parametrize("every", [1, 4])
@@ -56,7 +62,7 @@ def test_a_decision_with_a_margin_is_not_excused(judge, flipped, every):
 
 def test_the_oracle_itself_passes(judge):
     exact = judge.reference(TOKENS).exact
-    assert judge.settle(TOKENS, held(exact, 1), [0.0, 0.0], "r")[1] == 0
+    assert judge.settle(TOKENS, held(exact, 1), [0.0, 0.0], "r")[1] == ()
 
 
 def test_another_token_is_not_excused(judge, flipped):
@@ -66,3 +72,26 @@ def test_another_token_is_not_excused(judge, flipped):
     kept[5] = min(set(range(len(TOKENS))) - set(kept))
     with pytest.raises(AssertionError, match="layer 0, head 0, queries 129 to 129"):
         judge.settle(TOKENS, wrong, [flipped[1], 0.0], "r")
+
+
+def answered(run):
+    """What an engine with these log-probabilities answers to the prompt TOKENS."""
+    rows = zip(TOKENS[1:], run.logprobs[:-1], strict=True)
+    given = [{token: SimpleNamespace(logprob=float(row[token]))} for token, row in rows]
+    out = SimpleNamespace(token_ids=[], logprobs=[])
+    return SimpleNamespace(request_id="r", prompt_token_ids=TOKENS, prompt_logprobs=[None, *given], outputs=[out])
+
+
+def test_a_near_tie_inside_a_chunk(judge):
+    """The tokens left at the chunk's end are the same and only log-probabilities tell: followed and counted all the
+    same; not one with a margin, nor in steps of one token, where the tokens left would tell."""
+    exact, (run, margin) = judge.reference(TOKENS), flip(judge, 1)
+    whole, answer = held(run, len(TOKENS)), answered(run)
+    assert whole == held(exact.exact, len(TOKENS)) and not torch.equal(run.logprobs, exact.exact.logprobs)
+
+    def settled(held, bound):
+        return judge._settle_inside(TOKENS, held, [0.0, bound], answer, (), exact.budget)
+
+    reference, ties = settled(whole, 2 * margin)
+    assert len(ties) == 1 and torch.equal(reference.exact.logprobs, run.logprobs)
+    assert settled(whole, margin / 2)[1] == () == settled(held(run, 1), 2 * margin)[1]

@@ -112,6 +112,7 @@ def test_other_platforms(llama):
         ("--ubatch-size", {"ubatch_size": 2}),
         ("--kv-sharing-fast-prefill", {"kv_sharing_fast_prefill": True}),
         ("--runner pooling", {"runner": "pooling"}),
+        ("--dtype bfloat16 or float32", {"dtype": "float16"}),
         ("--block-size 8", {"block_size": 8}),
     ],
 )
@@ -214,26 +215,29 @@ def test_streaming_input(llama):
         processor.process_inputs("0", {"prompt_token_ids": [1]}, None, ("generate",))
 
 
+BENCH = ["--model", "MODEL", "--kv-policy", "streaming-llm", "--kv-budget", "5"]
 COMMANDS = {
-    "--kv-policy takes": ["--kv-policy", "h3o"],
-    "--kv-budget to at least": ["--kv-policy", "streaming-llm", "--kv-budget", "5"],
-    "--enable-prefix-caching": ["--kv-policy", "streaming-llm", "--kv-budget", "64", "--enable-prefix-caching"],
+    "--kv-policy takes": ["serve", "MODEL", "--kv-policy", "h3o"],
+    "--kv-budget to at least 6": ["bench", "latency", *BENCH],
+    "--kv-budget to at least 7": ["bench", "throughput", *BENCH, "--kv-sinks", "5", "--random-input-len", "8"],
 }
 
 
-def test_commands(llama):
-    """``vllm serve`` prints one line and no traceback, and fails; all commands at once, each is mostly imports."""
+def test_commands(folder):
+    """They print one line and no traceback, and fail; all at once, each is mostly imports."""
+    model = folder("with-tokenizer", LLAMA)
+    write_tokenizer(model)
     vllm = str(Path(sys.executable).with_name("vllm"))
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"}
     runs = {
         named: subprocess.Popen(
-            [vllm, "serve", str(llama), "--max-model-len", "256", *options],
+            [vllm, *(str(model) if word == "MODEL" else word for word in words), "--max-model-len", "256"],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             env=environment,
         )
-        for named, options in COMMANDS.items()
+        for named, words in COMMANDS.items()
     }
     for named, run in runs.items():
         out, err = run.communicate(timeout=120)
@@ -242,3 +246,13 @@ def test_commands(llama):
         lines = [line for line in (out + err).splitlines() if "kvpop: error:" in line]
         assert len(lines) == 1 and err.rstrip().endswith(lines[0]), err
         assert lines[0].startswith("kvpop: error: ") and named in lines[0]
+
+
+def write_tokenizer(model: Path) -> None:
+    """One word per token; ``vllm bench throughput`` makes its prompts before it looks at anything else."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(LLAMA["vocab_size"])}, unk_token="w0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(model / "tokenizer.json"))
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))

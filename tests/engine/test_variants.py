@@ -26,13 +26,15 @@ JOBS = [Job(1, new=70), Job(BUDGET), Job(130), Job(300, new=40)]
 OPTIONS = {
     "decay-step": ("kvpop", {"decay_step": 4, "decay_min": 0.9, "decay_max": 0.99}),
     "no-sinks": ("kvpop-linear", {"sinks": 0}),
+    "no-sinks-delayed": ("kvpop", {"sinks": 0}),
     "no-sinks-recency": ("streaming-llm", {"sinks": 0}),
     "not-delayed": ("kvpop", {"delayed": False}),
     "all-else": (
         "kvpop",
-        {"norm": True, "skip": True, "feature_map": "softmax", "gate_softcap": 3.0, "v_proj": False},
+        {"norm": True, "skip": True, "feature_map": "softmax", "gate_softcap": 2.0, "v_proj": False},
     ),
 }
+WITHOUT = {"norm": False, "skip": False, "feature_map": "hedgehog", "gate_softcap": None, "delayed": True}
 
 WIDE = (torch.float64, torch.float32)
 EAGER = (torch.float64, torch.bfloat16)
@@ -56,6 +58,25 @@ def test_the_decay_step_matters(case):
     with one_thread():
         stepped, plain = (judge.models[0].run(random_prompt(200), policy).visible[0] for policy in policies)
     assert not torch.equal(stepped, plain)
+
+
+@pytest.mark.parametrize(
+    "name, option",
+    [("not-delayed", "delayed"), *(("all-else", option) for option in ("norm", "skip", "feature_map", "gate_softcap"))],
+)
+def test_each_scorer_option_matters(case, name, option):
+    """Without it other tokens would be retained: an engine that ignored it would not pass."""
+    judge = case("qwen3", "kvpop", **OPTIONS[name][1]).judge
+    scorer = judge.policy.scorer
+    assert scorer["config"][option] != WITHOUT[option]
+    lesser = {**scorer, "config": scorer["config"] | {option: WITHOUT[option]}}
+    if option in ("norm", "skip"):
+        drop = f"{option}.weight"
+        lesser["layers"] = [{key: t for key, t in layer.items() if key != drop} for layer in scorer["layers"]]
+    policies = judge.policy, dataclasses.replace(judge.policy, scorer=lesser)
+    with one_thread():
+        asked, plain = (judge.models[0].run(random_prompt(200), policy).visible[0] for policy in policies)
+    assert not torch.equal(asked, plain)
 
 
 @pytest.mark.parametrize("kind, policy", MATRIX)

@@ -133,6 +133,8 @@ REFUSED = {
     "qwen3-next": ("recurrent", text("Qwen3NextForCausalLM", "qwen3_next", layer_types=["linear_attention", FULL[0]])),
     "mistral": ("sliding-window", text("MistralForCausalLM", "mistral", sliding_window=64)),
     "gemma3": ("sliding-window", text("Gemma3ForCausalLM", "gemma3_text", sliding_window=64)),
+    "rswa": ("sliding-window", LLAMA | {"rswa_window": 64}),
+    "float16": ("--dtype bfloat16 or float32", LLAMA | {"dtype": "float16"}),
     "llama4": ("chunked", text("Llama4ForCausalLM", "llama4_text", attention_chunk_size=64, num_local_experts=2)),
     "fp8-cache": ("--kv-cache-dtype", LLAMA | {"quantization_config": FP8_CACHE}),
     "fp8-modelopt": ("--kv-cache-dtype", LLAMA | {"quantization_config": FP8_MODELOPT}),

@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+
 from kvpop_vllm.testing import random_prompt
 
 PROMPTS = [random_prompt(length, seed=length) for length in (1, 5, 64, 300)]
@@ -13,11 +20,20 @@ def generate(model, policy: dict | None, *, tokens: int = 24, **options) -> list
     Args:
         model: folder. policy: contents of ``kv_policy``, None for a stock engine. options: of ``LLM``.
     """
-    llm = start(model, policy, **options)
-    try:
-        return complete(llm, tokens)
-    finally:
-        stop(llm)
+    with quick():
+        llm = start(model, policy, **options)
+        try:
+            return complete(llm, tokens)
+        finally:
+            stop(llm)
+
+
+@contextmanager
+def quick() -> Iterator[None]:
+    """Without compiling the sampler's helpers, from which tiny models gain nothing, and without the collections of
+    garbage that vLLM asks for, which take longer than all else of a start in a process with much in memory."""
+    with torch._dynamo.config.patch(disable=True), mock.patch.object(gc, "collect", lambda *generation: 0):
+        yield
 
 
 def start(model, policy: dict | None, **options):

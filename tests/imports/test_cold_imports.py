@@ -101,6 +101,26 @@ def test_only_the_glue_imports_vllm():
     assert [str(f.relative_to(ROOT)) for f in vllm_importers(outside)] == []
 
 
+ARROWS = {
+    "config": set(),
+    "kernels": {"_C"},
+    "scorers": {"kernels", "config"},
+    "policies": {"scorers", "kernels", "config"},
+    "cache": {"kernels"},
+    "attention": {"kernels"},
+    "testing": set(),
+}
+"""Room -> the rooms it may import from, as DESIGN.md draws them."""
+
+
+@pytest.mark.parametrize("room", ARROWS)
+def test_arrows_point_one_way(room):
+    files = [*(PACKAGE / room).rglob("*.py"), *PACKAGE.glob(f"{room}.py")]
+    names = {name for file in files for name in imported_names(file.read_text(encoding="utf-8")) if name}
+    rooms = {name.split(".")[1] for name in names if name.startswith("kvpop_vllm.")}
+    assert files and rooms - {room} <= ARROWS[room]
+
+
 @pytest.mark.parametrize(
     "source, found",
     [

@@ -3,41 +3,61 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
+import demo
 import openai
 import pytest
 from serving import Server
 
+from kvpop_vllm import policies
+from kvpop_vllm.config import FLAGS, PolicySettings
 from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.scorers.init import init_scorer
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.init import init_scorer, model_shape
 
 pytestmark = pytest.mark.slow
 
 MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 BUDGET, MEMORY = 1024, 512 << 20
-STATE_FLOATS = 64 * 64 + 64 + 1
 VLLM = str(Path(sys.executable).with_name("vllm"))
 
 
-@pytest.fixture(scope="module", params=["streaming-llm", "kvpop"])
-def served(request, tmp_path_factory):
-    """A running server, its client, and the most blocks one request may hold."""
-    policy = ["--kv-policy", request.param, "--kv-budget", str(BUDGET)]
-    state, eager = 0, ["--enforce-eager"]
-    if request.param == "kvpop":
-        scorer, state = tmp_path_factory.mktemp("scorer"), STATE_FLOATS
-        init_scorer(MODEL, scorer)
-        policy, eager = [*policy, "--kv-scorer", str(scorer)], []
-    with Server(
-        str(MODEL), *policy, *eager, "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)
-    ) as server:
-        import torch
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    folder = str(tmp_path_factory.mktemp("scorer"))
+    init_scorer(MODEL, folder)
+    return folder
 
-        most = PageLayout(3, 64, torch.bfloat16, state_floats=state).blocks(8192, BUDGET)
-        yield server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"), most
+
+@pytest.fixture(scope="module")
+def servers(scorer):
+    """Policy -> running server. Started side by side: a start is mostly imports, on one core."""
+    common = ["--kv-budget", str(BUDGET), "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)]
+    options = {"streaming-llm": ["--enforce-eager"], "kvpop": ["--kv-scorer", scorer]}
+    with ExitStack() as stack, ThreadPoolExecutor() as threads:
+        started = {
+            policy: threads.submit(stack.enter_context, Server(str(MODEL), "--kv-policy", policy, *own, *common))
+            for policy, own in options.items()
+        }
+        yield {policy: server.result() for policy, server in started.items()}
+
+
+@pytest.fixture(scope="module", params=["streaming-llm", "kvpop"])
+def served(request, servers, scorer):
+    """A running server, its client, and the most blocks one request may hold."""
+    import torch
+
+    settings = PolicySettings(request.param, BUDGET, scorer=scorer if request.param == "kvpop" else None)
+    policy = policies.get(request.param)(settings, ModelShape(**model_shape(MODEL), max_model_len=8192))
+    most = PageLayout(3, 64, torch.bfloat16, state_floats=policy.state_floats).blocks(8192, BUDGET)
+    server = servers[request.param]
+    return server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"), most
 
 
 def name(client) -> str:
@@ -106,6 +126,15 @@ def test_a_long_prompt_holds_a_bounded_number_of_blocks(served):
     assert server.blocks_in_use() == 0
 
 
+def test_the_demo_counts_the_tokens_in_the_cache(served):
+    """Prompt and answer without its last token, from which no other was predicted."""
+    server, client, _ = served
+    messages = [{"role": "user", "content": "Count from one to ten."}]
+    usage = client.chat.completions.create(model=name(client), messages=messages, temperature=0, max_tokens=9).usage
+    _, length, blocks = demo.ask(server, messages[0]["content"], 9)
+    assert length == usage.prompt_tokens + 9 - 1 and blocks >= 1
+
+
 def test_concurrency_is_far_above_dense(served):
     server, _, most = served
     blocks = server.cache_info("num_gpu_blocks")
@@ -135,35 +164,34 @@ def test_bench_serve_runs_against_it(served, tmp_path):
 
 
 def test_offline_commands_take_the_flags():
-    """`vllm bench throughput` and `latency` serve with a policy; `vllm serve --help=all` shows the flags. Run together."""
+    """`vllm bench throughput` and `latency` serve with a policy. Run together, each with its engine in its own process."""
     options = ["--model", str(MODEL), "--kv-policy", "streaming-llm", "--kv-budget", "64", "--max-model-len", "256"]
     options += ["--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
-    random = ["--dataset-name", "random", "--random-input-len", "48", "--random-output-len", "8", "--num-prompts", "4"]
-    once = [
-        "--input-len",
-        "48",
-        "--output-len",
-        "8",
-        "--batch-size",
-        "2",
-        "--num-iters-warmup",
-        "1",
-        "--num-iters",
-        "1",
-    ]
-    commands = [
-        [VLLM, "bench", "throughput", *random, *options],
-        [VLLM, "bench", "latency", *once, *options],
-        [VLLM, "serve", "--help=all"],
-    ]
+    random = "--dataset-name random --random-input-len 48 --random-output-len 8 --num-prompts 4".split()
+    once = "--input-len 48 --output-len 8 --batch-size 2 --num-iters-warmup 1 --num-iters 1".split()
     running = [
-        subprocess.Popen(c, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
-        for c in commands
+        subprocess.Popen(
+            [VLLM, "bench", *words, *options],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        )
+        for words in (["throughput", *random], ["latency", *once])
     ]
-    printed = [process.communicate(timeout=240)[0] for process in running]
-    for process, text in zip(running, printed, strict=True):
+    for process in running:
+        text = process.communicate(timeout=240)[0]
         assert process.returncode == 0, text[-2000:]
-    for text in printed[:2]:
         assert "64 tokens per KV head" in text
-    for flag in ("--kv-policy", "--kv-budget", "--kv-compression", "--kv-sinks", "--kv-window", "--kv-scorer"):
-        assert flag in printed[2]
+
+
+def test_the_flags_are_in_the_help(monkeypatch, capsys):
+    """`vllm serve --help=all`, without a process of its own, which would mostly import."""
+    from vllm.entrypoints.cli.main import main
+
+    monkeypatch.setattr(sys, "argv", [VLLM, "serve", "--help=all"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    printed = capsys.readouterr().out
+    assert ended.value.code in (0, None) and all(flag in printed for flag in FLAGS.values())

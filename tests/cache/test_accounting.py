@@ -1,0 +1,27 @@
+"""Bytes counted by hand: canonical and allocated, of a request and of a pool."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.cache.accounting import CacheBytes, PoolBytes, dense_request_bytes, pool_bytes, request_bytes
+from kvpop_vllm.kernels.pages import PageLayout
+
+
+def test_a_bounded_request():
+    """3 heads, D = 64, bfloat16, 30 layers: 256 bytes of K and V and 8 of score and position per token and head."""
+    layout = PageLayout(3, 64, torch.bfloat16, 64, state_floats=64 * 64 + 64 + 1)  # the state fills a block
+    assert request_bytes(layout, 30, 5000, 1024) == CacheBytes(1024 * 256 * 90, 17 * 64 * 264 * 90, 17)
+    assert request_bytes(layout, 30, 65, 1024) == CacheBytes(65 * 256 * 90, 3 * 64 * 264 * 90, 3)
+
+
+def test_a_dense_request_is_rounded_to_its_own_block_size():
+    for block, blocks in ((128, 6), (64, 11), (16, 44)):
+        expected = CacheBytes(700 * 256 * 90, blocks * block * 256 * 90, blocks)
+        assert dense_request_bytes(30, 3, 64, torch.bfloat16, 700, block) == expected
+
+
+def test_a_pool_holds_whole_requests():
+    request = CacheBytes(canonical=900, allocated=1000, blocks=10)
+    assert pool_bytes(request, 25) == PoolBytes(canonical=2 * 900, allocated=2500, requests=2.5)
+    assert pool_bytes(request, 9) == PoolBytes(canonical=0, allocated=900, requests=0.9)

@@ -1,0 +1,196 @@
+"""The trainer: it learns, a kill changes nothing, two processes equal one, and what cannot go on says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distill.rows import Rows, teacher_of
+from distill.train_tiny import LENGTH, RECIPE, RECIPES
+from safetensors.torch import load_file
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import Dense, load_model
+from kvpop_vllm.distill.metrics import read_metrics
+from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.trainer import Trainer, TrainingError
+from kvpop_vllm.scorers.checkpoint import read_scorer
+from kvpop_vllm.testing import write_tiny_model
+
+TESTS = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def launch(*args, processes=1, limit=None):
+    command = [sys.executable, str(TESTS / "distill/train_tiny.py"), *map(str, args)]
+    if processes > 1:
+        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=300, env={"PYTHONPATH": str(TESTS), "PATH": "/usr/bin:/bin"},
+        preexec_fn=limit,
+    )  # fmt: skip
+
+
+def last_loss(run) -> float:
+    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
+    assert lines, run.stderr[-3000:]
+    return float(lines[0].split()[1])
+
+
+def train(model, out, recipe=RECIPE, rows=None, **options):
+    teacher = teacher_of(load_model(model, torch.float32)) if recipe.train_base else None
+    return Trainer(
+        model, recipe, out, rows or Rows(recipe.length), teacher=teacher, quiet=True, **({"save_every": 3} | options)
+    )
+
+
+def test_a_kill_changes_nothing(model, tmp_path):
+    whole = last_loss(launch(model, tmp_path / "whole", "frozen"))
+    killed = launch(model, tmp_path / "cut", "frozen", 5)
+    assert killed.returncode == -9 and "RESULT" not in killed.stdout
+    assert [p.name for p in (tmp_path / "cut/run").glob("step-*")] == ["step-3"]
+    assert last_loss(launch(model, tmp_path / "cut", "frozen")) == whole
+    assert [row["step"] for row in read_metrics(tmp_path / "cut/run/metrics.jsonl")] == list(range(RECIPE.steps))
+    a, b = (load_file(tmp_path / f"{n}/kvpop_scorer.safetensors") for n in ("whole", "cut"))
+    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "base"])
+def test_two_processes_equal_one(model, tmp_path, kind):
+    torch.set_num_threads(1)
+    train(model, tmp_path / "one", RECIPES[kind]).run()
+    last_loss(launch(model, tmp_path / "two", kind, processes=2))
+    one, two = (read_metrics(tmp_path / f"{n}/run/metrics.jsonl") for n in ("one", "two"))
+    for a, b in zip(one, two, strict=True):
+        assert b == pytest.approx(a, rel=1e-4)
+    a, b = (load_file(tmp_path / f"{n}/kvpop_scorer.safetensors") for n in ("one", "two"))
+    for name in a:  # Adam turns rounding of a small gradient into a step of full size, so single entries may differ
+        assert (b[name] - a[name]).norm() <= 0.02 * a[name].norm() + 1e-3, name
+
+
+def test_the_loss_falls_and_the_result_is_served_from_disk(model, tmp_path):
+    recipe = dataclasses.replace(RECIPE, steps=60, lr_new=2e-2, topk=[20])
+    train(model, tmp_path, recipe, save_every=60).run()
+    loss = [row["boundary"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
+    assert sum(loss[-10:]) < 0.8 * sum(loss[:10])
+    config, layers = read_scorer(str(tmp_path))
+    assert (config.sinks, config.window, config.topk, config.delayed) == (4, 8, 20, True) and len(layers) == 2
+    assert (tmp_path / "run/training.png").stat().st_size > 5000
+    assert list((tmp_path / "run/tensorboard").iterdir())
+
+
+@pytest.mark.parametrize("phase", ["uptrain", "streaming-plus"])
+def test_phases_that_train_the_base(model, tmp_path, phase):
+    recipe = dataclasses.replace(RECIPES["base"], phase=phase, lr_base=1e-3, steps=15, dtype="bfloat16")
+    result = train(model, tmp_path, recipe, save_every=15).run()
+    first = read_metrics(tmp_path / "run/metrics.jsonl")[0]
+    assert result["loss"] < first["loss"] and ("kl" in result) == (phase == "streaming-plus")
+    assert not (tmp_path / "kvpop_config.json").exists()
+    trained = load_model(tmp_path / "model", torch.float32)
+    assert next(trained.parameters()).dtype == torch.float32 and trained.config.model_type == "qwen3"
+    with torch.no_grad():
+        assert trained(next(Rows(LENGTH)).unsqueeze(0), attend=Dense()).logits.isfinite().all()
+
+
+def test_retention_moves_scorers_only(model, tmp_path):
+    """The boundary loss changes no gradient of the base, and nothing else reaches a scorer."""
+    grads = []
+    for weight in (0.0, 1.0):
+        trainer = train(model, tmp_path / str(weight), dataclasses.replace(RECIPES["base"], boundary=weight))
+        loss, _ = trainer.student(next(Rows(LENGTH)).unsqueeze(0), 0, trainer.teacher)
+        loss.backward()
+        grads.append(dict((n, p.grad) for n, p in trainer.student.named_parameters()))
+    for name, without in grads[0].items():
+        if name.startswith("base."):
+            assert without.abs().sum() > 0 and torch.equal(without, grads[1][name]), name
+        else:
+            assert without is None or not without.any(), name
+    moved = [n for n, g in grads[1].items() if n.startswith("scorers.") and g.any()]
+    assert any(n.endswith("out.weight") for n in moved) and any(n.endswith("decay_logit") for n in moved)
+
+
+def test_recomputed_layers_give_the_same_gradients(model, tmp_path):
+    grads = []
+    for recompute in (False, True):
+        recipe = dataclasses.replace(RECIPES["base"], activation_checkpointing=recompute)
+        trainer = train(model, tmp_path / str(recompute), recipe)
+        loss, _ = trainer.student(next(Rows(LENGTH)).unsqueeze(0), 0, trainer.teacher)
+        loss.backward()
+        grads.append({n: p.grad for n, p in trainer.student.named_parameters() if p.grad is not None})
+    assert grads[0].keys() == grads[1].keys()
+    for name, grad in grads[0].items():
+        torch.testing.assert_close(grads[1][name], grad)
+
+
+def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(model, tmp_path):
+    class Broken(Rows):
+        def __next__(self):
+            if self.drawn == 8:
+                with torch.no_grad():
+                    trainer.student.scorers[1].scorer.out.bias.fill_(torch.inf)
+            return super().__next__()
+
+    trainer = train(model, tmp_path, rows=Broken(LENGTH))
+    with pytest.raises(TrainingError, match="stopped at step 4: .*; the checkpoint of step 3 is good"):
+        trainer.run()
+    again = train(model, tmp_path).run()
+    assert again["loss"] == train(model, tmp_path / "other").run()["loss"]
+
+
+def test_a_full_disk_stops_and_keeps_the_last_good_checkpoint(model, tmp_path):
+    def small_files():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
+
+    run = launch(model, tmp_path, "frozen", limit=small_files)
+    assert run.returncode != 0 and "training stopped at step 3" in run.stderr and "no checkpoint" in run.stderr
+    assert not list((tmp_path / "run").glob("step-*")) and not list((tmp_path / "run").glob("draft-*"))
+    assert last_loss(launch(model, tmp_path, "frozen")) > 0
+
+
+def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
+    train(model, tmp_path)
+    with pytest.raises(ConfigError, match="holds a run with steps = 8, not 9: choose another --out"):
+        train(model, tmp_path, dataclasses.replace(RECIPE, steps=9))
+    assert json.loads((tmp_path / "run/run.json").read_text())["steps"] == 8
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"length": 32}, "length 32 must exceed sinks .* = 4 [+] 8 [+] 20: raise --length or lower --topk"),
+        ({"phase": "prune"}, "phase must be one of uptrain, sparsify, streaming-plus, got 'prune'"),
+        ({"dtype": "float16"}, "dtype must be bfloat16 or float32"),
+        ({"topk": []}, "topk must be at least 1"),
+        ({"batch": 0}, "batch must be at least 1, got 0"),
+        ({"phase": "uptrain"}, "phase uptrain trains the base model"),
+        ({"train_base": True, "kl": 0.0}, "neither --kl nor --ce"),
+    ],
+)
+def test_recipes_that_make_no_sense_are_refused(change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(RECIPE, **change)
+
+
+def test_the_papers_recipe_is_table_3():
+    r = Recipe()
+    assert (r.length, r.batch, r.window, r.sinks, r.topk, r.steps) == (16384, 128, 256, 4, [2016], 2000)
+    assert (r.lr_base, r.lr_new, r.lr_new_end, r.warmup, r.weight_decay) == (8e-5, 1e-3, 8e-5, 100, 1e-4)
+    assert (r.beta1, r.beta2, r.kl_top, r.tau, r.margin, r.decay_step) == (0.9, 0.95, 256, 1.0, True, 1)
+    assert (r.decay_min, r.decay_max, r.train_base, r.dtype) == (0.999, 0.999999, True, "bfloat16")
+
+
+def test_processes_that_cannot_share_a_batch_are_refused(model, tmp_path):
+    from kvpop_vllm.distill.trainer import Process
+
+    with pytest.raises(ConfigError, match="batch 2 cannot be shared by 3 processes"):
+        train(model, tmp_path, process=Process(0, 3))

@@ -1,0 +1,50 @@
+"""A tiny training run as a process of its own: ``train_tiny.py MODEL OUT {frozen|base} [DIE_AT_STEP]``; prints the last loss."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import signal
+import sys
+
+import torch
+from distill.rows import Rows, teacher_of
+
+from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.distill.recipe import DEMO
+from kvpop_vllm.distill.trainer import Process, Trainer
+
+LENGTH = 96
+RECIPE = dataclasses.replace(
+    DEMO, length=LENGTH, window=8, topk=[20, 10], steps=8, samples=32, warmup=2, dtype="float32", lr_new=1e-2
+)
+RECIPES = {
+    "frozen": RECIPE,
+    "base": dataclasses.replace(RECIPE, train_base=True, ce=0.5, activation_checkpointing=True),
+}
+
+
+class Mortal(Rows):
+    """Kills its own process, unannounced, when a given row is asked for."""
+
+    last = None
+
+    def __next__(self):
+        if self.drawn == self.last:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().__next__()
+
+
+def main(model, out, kind, die_at=None):
+    torch.set_num_threads(1)
+    process, recipe = Process.start(), RECIPES[kind]
+    rows = Mortal(LENGTH, rank=process.rank, world=process.world)
+    rows.last = None if die_at is None else int(die_at) * recipe.batch // process.world
+    teacher = teacher_of(load_model(model, torch.float32)) if recipe.train_base else None
+    result = Trainer(model, recipe, out, rows, teacher=teacher, process=process, save_every=3, quiet=True).run()
+    if process.rank == 0:
+        print("RESULT", repr(result["loss"]), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

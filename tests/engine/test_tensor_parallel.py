@@ -1,0 +1,34 @@
+"""Two tensor-parallel ranks, each with half of the KV heads and of the scorers, against one."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from engine.tiny_engine import generate
+
+from kvpop_vllm.vllm_glue.backend import heads_of_rank
+
+
+@pytest.mark.parametrize(
+    "total, ranks, first",
+    [(8, 1, [0]), (8, 2, [0, 4]), (8, 8, [*range(8)]), (2, 4, [0, 0, 1, 1]), (1, 2, [0, 0]), (3, 3, [0, 1, 2])],
+)
+def test_heads_of_each_rank(total, ranks, first):
+    """As vLLM places them: in order, and replicated when there are more ranks than heads."""
+    held = max(1, total // ranks)
+    slices = [heads_of_rank(rank, ranks, total, held) for rank in range(ranks)]
+    assert slices == [slice(each, each + held) for each in first]
+
+
+@pytest.mark.slow
+def test_two_ranks_equal_one(case, monkeypatch):
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    cores = sorted(os.sched_getaffinity(0))
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+    found = case("qwen3", "kvpop")
+    one = generate(found.model, found.settings)
+    two = generate(found.model, found.settings, tensor_parallel_size=2, distributed_executor_backend="mp")
+    for alone, together in zip(one, two, strict=True):
+        assert [token for token, _ in together] == [token for token, _ in alone]
+        assert [score for _, score in together] == pytest.approx([score for _, score in alone], abs=1e-3)
