@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 
 KEEP = 2
@@ -57,9 +58,12 @@ class Checkpoints:
                 warnings.simplefilter("ignore")  # torch warns that one process alone saves "non-collectively"
                 dcp.save(_state(model, optimiser), checkpoint_id=draft)
             torch.save({"data": data, "rng": torch.get_rng_state()}, draft / f"process-{rank}.pt")
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # the latter is no Exception
             shutil.rmtree(draft, ignore_errors=True)
-            raise OSError(f"step {step} cannot be saved in {self.folder}: {_cause(error)}") from error
+            free = shutil.disk_usage(self.folder).free >> 20
+            raise OSError(
+                f"step {step} cannot be saved in {self.folder}, where {free} MiB are free: {_cause(error)}"
+            ) from error
         barrier()
         if is_main():
             (draft / "meta.json").write_text(json.dumps({"step": step, "processes": _world()}))

@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
 from kvpop_vllm.kernels.reference import scoring
 from kvpop_vllm.kernels.reference.delayed_mlstm import delayed_mlstm, empty_state
 from kvpop_vllm.kernels.reference.masked_attention import masked_attention
-from kvpop_vllm.kernels.reference.online_topk import NEVER, online_topk
+from kvpop_vllm.kernels.reference.online_topk import NEVER
 from kvpop_vllm.kernels.reference.paging import check_tokens_seen
 
 PIECE = 256
@@ -94,7 +95,7 @@ class _Heads:
         held_long = max(0, held.k.shape[1] - first)
         pool_score = torch.cat([held.score[:, first:], score], 1)
         pool_position = torch.cat([held.position[:, first:], leaving.expand(len(self.heads), -1)], 1)
-        gone = online_topk(
+        gone = ops.online_topk(
             pool_score,
             pool_position,
             held_long,

@@ -1,0 +1,43 @@
+"""Training ops by definition, in the dtype of their inputs; shares no code with the kernels."""
+
+from __future__ import annotations
+
+import torch
+
+
+def kept_sets(priority, sinks, window, topk):
+    """``[B, H, S, S]`` booleans: what each query sees, with a sort for every query (SEMANTICS section 2)."""
+    batch, heads, length = priority.shape
+    visible = torch.zeros(batch, heads, length, length, dtype=torch.bool)
+    for b in range(batch):
+        for h in range(heads):
+            row = priority[b, h].tolist()
+            for q in range(length):
+                eligible = sorted(range(sinks, max(sinks, q - window + 1)), key=lambda t: (-row[t], -t))
+                near = [t for t in range(q + 1) if t < sinks or t > q - window]
+                visible[b, h, q, eligible[:topk] + near] = True
+    return visible
+
+
+def visible_keys(rank, cutoff, sinks, window):
+    """The mask that ``rank`` and ``cutoff`` describe: ``[B, H, S, S]``."""
+    t = torch.arange(rank.shape[-1])
+    q = t.unsqueeze(1)
+    return ((t < sinks) | (t > q - window) | (rank.unsqueeze(-2) <= cutoff.unsqueeze(-1))) & (t <= q)
+
+
+def masked_attention(q, k, v, visible, scale):
+    """``out, lse`` of softmax attention under ``visible [B, H, S, S]``."""
+    group = q.shape[1] // k.shape[1]
+    k, v, visible = (x.repeat_interleave(group, 1) for x in (k, v, visible))
+    logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
+    return logits.softmax(-1) @ v, logits.logsumexp(-1)
+
+
+def future_mass(q, k, lse, window, scale, lookahead):
+    """Log of the attention each key gets from the queries that follow its window."""
+    logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * scale - lse.unsqueeze(-1)
+    t = torch.arange(q.shape[2])
+    age = t.unsqueeze(1) - t
+    last = q.shape[2] if lookahead is None else window + lookahead
+    return logits.masked_fill((age < window) | (age > last), -torch.inf).logsumexp(-2)

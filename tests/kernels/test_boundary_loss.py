@@ -1,0 +1,166 @@
+"""The boundary loss against its definition: a sort for every sampled query, token by token."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.reference.boundary_loss import _positions
+
+S, SINKS, WINDOW, TOPK = 120, 3, 10, 20
+FIRST = SINKS + WINDOW + TOPK
+OPTIONS = dict(sinks=SINKS, window=WINDOW, topk=TOPK, tau=0.7)
+
+
+def inputs(seed=0, ties=False, dtype=torch.float64):
+    g = torch.Generator().manual_seed(seed)
+    pred, target = (torch.randn(2, 2, S, generator=g, dtype=dtype) * 2 for _ in range(2))
+    log_gamma = torch.tensor([-1 / 64, -1 / 1024], dtype=torch.float64)  # dyadic: ties are exact
+    return pred.requires_grad_(), (target * 2).round() / 2 if ties else target, log_gamma.requires_grad_()
+
+
+def held_by_teacher(target, log_gamma, q, step):
+    """Positions kept at q, worst first, and the one that left at q; simulated with one eviction per query."""
+    held, left = [], None
+
+    def effective(t, at):
+        return target[t] + (at - t) // step * log_gamma
+
+    for at in range(SINKS + WINDOW, q + 1):
+        held.append(at - WINDOW)
+        held.sort(key=lambda t: (effective(t, at), t))
+        left = held.pop(0) if len(held) > TOPK else None
+    return held, left
+
+
+def naive(pred, target, log_gamma, positions, step, margin, balance):
+    terms = []
+    for b in range(2):
+        for h in range(2):
+            rho = None
+            rows = []
+            for q in positions:
+                new, gamma = q - WINDOW, float(log_gamma[h].detach())
+                held, left = held_by_teacher([float(x) for x in target[b, h].float()], gamma, q, step)
+                kept, bound = new in held, held[0] if held[0] != new else left
+
+                def gap(score, gamma, new=new, bound=bound, q=q):
+                    return score[new] - score[bound] + ((q - new) // step - (q - bound) // step) * gamma
+
+                y = 1.0 if kept else -1.0
+                loss = torch.nn.functional.softplus(-y * gap(pred[b, h], log_gamma[h]) / OPTIONS["tau"])
+                rows.append((y, y * float(gap(target[b, h].detach(), gamma)), loss))
+            terms.append((h, rows))
+    weights = []
+    for h, rows in terms:
+        rho = [y > 0 for g, other in terms if g == h for y, _, _ in other]
+        keep = sum(rho) / len(rho)
+        for y, _, _ in rows:
+            share = keep if y > 0 else 1 - keep
+            weights.append(1.0 if balance is None else min(max(0.5 / share, balance[0]), balance[1]))
+    mean = sum(weights) / len(weights)
+    total, i = 0.0, 0
+    for _, rows in terms:
+        for _, delta, loss in rows:
+            w = weights[i] / mean
+            assert delta >= 0
+            if margin is not None:
+                w *= margin[0] + (1 - margin[0]) / (1 + math.exp(-delta / margin[1]))
+            total, i = total + w * loss, i + 1
+    return total / len(weights)
+
+
+@pytest.mark.parametrize("step", [1, 5])
+@pytest.mark.parametrize(
+    "margin, balance", [(None, None), ((0.1, 0.5), None), (None, (0.6, 2.0)), ((0.2, 1.0), (0.2, 5.0))]
+)
+@pytest.mark.parametrize("ties", [False, True])
+def test_equals_the_definition(step, margin, balance, ties):
+    pred, target, log_gamma = inputs(step, ties)
+    positions = list(range(FIRST, S, 4))
+    loss = ops.boundary_loss(
+        pred, target, log_gamma, step=step, samples=torch.tensor(positions), margin=margin, balance=balance, **OPTIONS
+    )
+    expected = naive(pred, target, log_gamma, positions, step, margin, balance)
+    torch.testing.assert_close(loss, expected)
+    for a, e in zip(*(torch.autograd.grad(x, (pred, log_gamma)) for x in (loss, expected)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_gradcheck(step):
+    pred, target, log_gamma = inputs(7)
+
+    def loss(pred, log_gamma, margin=None):
+        return ops.boundary_loss(
+            pred,
+            target,
+            log_gamma,
+            step=step,
+            samples=torch.arange(FIRST, S),
+            margin=margin,
+            balance=(0.2, 5.0),
+            **OPTIONS,
+        )
+
+    assert torch.autograd.gradcheck(loss, (pred, log_gamma))
+    assert torch.autograd.gradcheck(lambda p: loss(p, log_gamma.detach(), (0.1, 1.0)), (pred,))
+
+
+def test_targets_carry_no_gradient():
+    pred, target, log_gamma = inputs()
+    target.requires_grad_()
+    loss = ops.boundary_loss(
+        pred, target, log_gamma, step=1, samples=50, margin=(0.1, 1.0), balance=(0.2, 5.0), **OPTIONS
+    )
+    assert torch.autograd.grad(loss, target, allow_unused=True)[0] is None
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_perfect_predictions_cost_little_and_reversed_ones_much(step):
+    """With pred = target every pair is on the right side; with the opposite on the wrong one."""
+    _, target, log_gamma = inputs(3)
+    log_gamma = log_gamma.detach() * 0 - 1e-9
+
+    def loss(pred):
+        return ops.boundary_loss(
+            pred, target, log_gamma, step=step, samples=torch.arange(FIRST, S), margin=None, balance=None, **OPTIONS
+        )
+
+    assert loss(target * 30) < 0.1 < math.log(2) < loss(-target * 30)
+    assert loss(target * 0).item() == pytest.approx(math.log(2), rel=1e-6)
+
+
+def test_positions_are_drawn_where_the_budget_is_full_and_biased_late():
+    q = _positions(4000, (2, 2, S), FIRST, torch.Generator().manual_seed(0), torch.device("cpu"))
+    assert q.shape == (2, 2, 4000) and int(q.min()) == FIRST and int(q.max()) == S - 1
+    middle, uniform, late = (FIRST + S) / 2, q[..., :2000].double(), q[..., 2000:].double()
+    assert abs((uniform > middle).double().mean() - 0.5) < 0.03 and abs((late > middle).double().mean() - 0.75) < 0.03
+    assert not torch.equal(q[0, 0], q[0, 1])
+
+
+def test_the_draw_follows_the_generator():
+    args = inputs()
+    options = dict(step=1, samples=16, margin=None, balance=None, **OPTIONS)
+    a, b, c = (
+        ops.boundary_loss(*args, generator=torch.Generator().manual_seed(s), **options).item() for s in (1, 1, 2)
+    )
+    assert a == b != c
+
+
+@pytest.mark.parametrize("change", [{"topk": 0}, {"topk": S}])
+def test_nothing_to_decide_costs_nothing(change):
+    pred, target, log_gamma = inputs()
+    loss = ops.boundary_loss(
+        pred, target, log_gamma, step=1, samples=8, margin=None, balance=(0.2, 5.0), **(OPTIONS | change)
+    )
+    loss.backward()
+    assert loss.item() == 0 and not pred.grad.any() and not log_gamma.grad.any()
+
+
+def test_positions_before_the_budget_is_full_are_refused():
+    with pytest.raises(ValueError, match=rf"samples must lie in \[{FIRST}, {S - 1}\]"):
+        ops.boundary_loss(*inputs(), step=1, samples=torch.tensor([FIRST - 1]), margin=None, balance=None, **OPTIONS)

@@ -1,0 +1,88 @@
+"""Ranks and cutoffs against a sort for every query, and against the simulation of evictions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.memory import peak_growth
+from kernels.naive import kept_sets, visible_keys
+
+from kvpop_vllm.kernels import ops
+
+IMPLS = ["reference", "cpp"]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    length=st.integers(1, 70),
+    sinks=st.integers(0, 5),
+    window=st.integers(1, 12),
+    topk=st.integers(0, 25),
+    dtype=st.sampled_from([torch.float32, torch.float64]),
+    coarse=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_equals_a_sort_for_every_query(impl, batch, heads, length, sinks, window, topk, dtype, coarse, seed):
+    priority = torch.randn(batch, heads, length, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 2
+    priority = priority.round() if coarse else priority
+    rank, cutoff = ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl=impl)
+    assert rank.dtype == cutoff.dtype == torch.int32 and rank.shape == cutoff.shape == priority.shape
+    assert torch.equal(rank.sort(-1).values, torch.arange(length, dtype=torch.int32).expand_as(rank))
+    assert torch.equal(visible_keys(rank, cutoff, sinks, window), kept_sets(priority, sinks, window, topk))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_cutoffs_by_name(impl):
+    """All of E(q) while it holds at most k, the k-th best rank beyond, nothing for k = 0."""
+    priority = torch.tensor([[[9.0, 1, 5, 3, 7, 0, 0]]])
+    rank, cutoff = ops.running_topk(priority, sinks=1, window=2, topk=2, impl=impl)
+    assert rank.tolist() == [[[0, 4, 2, 3, 1, 6, 5]]]  # of the two zeros the newer is better
+    assert cutoff.tolist() == [[[6, 6, 6, 6, 6, 3, 2]]]
+    assert ops.running_topk(priority, sinks=1, window=2, topk=0, impl=impl)[1].tolist() == [[[-1] * 7]]
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_infinite_and_negative_zero_priorities(impl):
+    priority = torch.tensor([[[-torch.inf, 0.0, -0.0, torch.inf, -torch.inf, 1.0, 2.0, 3.0]]])
+    rank, cutoff = ops.running_topk(priority, sinks=0, window=1, topk=2, impl=impl)
+    assert torch.equal(visible_keys(rank, cutoff, 0, 1), kept_sets(priority, 0, 1, 2))
+
+
+def test_equals_the_simulation_of_evictions():
+    """With a static order, permanent eviction keeps the same sets (SEMANTICS section 2)."""
+    g = torch.Generator().manual_seed(0)
+    score, log_gamma = torch.randn(3, 200, generator=g), -torch.rand(3, generator=g, dtype=torch.float64) / 50
+    t = torch.arange(200)
+    gone = ops.online_topk(score[:, 4:], t[4:].expand(3, -1), 0, topk=30, window=9, log_gamma=log_gamma)
+    rank, cutoff = ops.running_topk((score.double() - t * log_gamma[:, None])[None], sinks=4, window=9, topk=30)
+    for q in range(13, 200):
+        assert torch.equal((rank <= cutoff[..., q, None])[0, :, 4 : q - 8], gone[:, : q - 12] > q)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "change, message",
+    [({"window": 0}, "window >= 1"), ({"topk": -1}, "topk >= 0"), ({"sinks": -1}, "sinks, topk >= 0")],
+)
+def test_bad_arguments_are_refused(impl, change, message):
+    with pytest.raises(ValueError, match=message):
+        ops.running_topk(torch.zeros(1, 1, 5), **({"sinks": 0, "window": 1, "topk": 1} | change), impl=impl)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_nan_is_refused(impl):
+    with pytest.raises(ValueError, match="NaN priority"):
+        ops.running_topk(torch.tensor([[[0.0, torch.nan]]]), sinks=0, window=1, topk=1, impl=impl)
+
+
+@pytest.mark.parametrize("impl, short, long", [("reference", 512, 2048), ("cpp", 2048, 16384)])
+def test_memory_is_linear(impl, short, long):
+    def run(length):
+        ops.running_topk(torch.randn(1, 2, length), sinks=4, window=64, topk=length // 4, impl=impl)
+
+    assert peak_growth(run, short, long) < 1.3
