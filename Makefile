@@ -38,7 +38,7 @@ $(ENGINE): kvpop_vllm/cpu_env.py | $(BIN)/python
 $(PACKAGE): pyproject.toml setup.py $(ENGINE)
 	@echo "[setup] kvpop_vllm, in place"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts \
-	    --no-build-isolation -e '.[test,demo,dev]'
+	    --no-build-isolation -e '.[test,demo,dev,distill]'
 	@touch $@
 
 $(EXTENSION): $(SOURCES) $(PACKAGE)
