@@ -2,30 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 
+from kvpop_vllm.distill.recipe import BoundaryOptions
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Pass, dense_attention
 from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.kernels import ops
-
-
-@dataclass(frozen=True)
-class BoundaryOptions:
-    """Options of the boundary loss and of its targets; see :func:`ops.boundary_loss` and :func:`retention_target`."""
-
-    tau: float = 1.0
-    samples: int = 64
-    margin: tuple[float, float] | None = (0.1, 1.0)
-    balance: tuple[float, float] | None = (0.2, 5.0)
-    lookahead: int | None = None
-    normalise: bool = True
-    groups: str = "max"
-    exact: bool = False
-    """Targets from dense log-normalisers instead of the sparse pass's own; costs one more attention pass."""
 
 
 class RetentionLoss:

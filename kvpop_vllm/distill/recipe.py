@@ -6,9 +6,23 @@ import dataclasses
 from dataclasses import dataclass, field
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.losses import BoundaryOptions
 
 PHASES = ("uptrain", "sparsify", "streaming-plus")
+
+
+@dataclass(frozen=True)
+class BoundaryOptions:
+    """Options of the boundary loss and of its targets; see :func:`kvpop_vllm.kernels.ops.boundary_loss` and :func:`~kvpop_vllm.distill.targets.retention_target`."""
+
+    tau: float = 1.0
+    samples: int = 64
+    margin: tuple[float, float] | None = (0.1, 1.0)
+    balance: tuple[float, float] | None = (0.2, 5.0)
+    lookahead: int | None = None
+    normalise: bool = True
+    groups: str = "max"
+    exact: bool = False
+    """Targets from dense log-normalisers instead of the sparse pass's own; costs one more attention pass."""
 
 
 @dataclass(frozen=True)

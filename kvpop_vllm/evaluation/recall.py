@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -14,12 +15,13 @@ BLOCK = 512
 
 @dataclass
 class Recall:
-    """Means over the positions asked about, each ``[H]``.
+    """Means over sequences and over the positions asked about, each ``[H]``.
 
     Attributes:
         teacher: share of the teacher's top k (future attention with the policy's own decay) that is kept at the same
             position (KVpop Figure 7).
-        hindsight: of the k eligible tokens that later queries attend to most, the share that is kept.
+        hindsight: of the k eligible tokens that later queries attend to most, the share that is kept. No decay enters, so
+            recency cannot win it.
         mass: attention mass of what is kept, as a share of the mass on those k tokens, the most that k tokens can hold.
     """
 
@@ -28,60 +30,61 @@ class Recall:
     mass: torch.Tensor
 
 
-def later_mass(q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, q0: int, roles: Roles, scale: float):
-    """Attention that the queries after q0 give to the tokens eligible at q0, the largest of the group: ``[B, H, |E(q0)|]``.
+class Judge:
+    """What one layer of the dense model really attends to; its results are kept for all policies that are judged.
 
     Args:
-        q ``[B, Hq, S, D]``, k ``[B, H, S, D]``, lse ``[B, Hq, S]`` of dense attention.
+        q ``[B, Hq, S, D]``, k ``[B, H, S, D]``, lse ``[B, Hq, S]``: of dense attention. scale: factor on q . k.
     """
-    heads = k.shape[1]
-    q, lse = q.unflatten(1, (heads, -1)).float(), lse.unflatten(1, (heads, -1))
-    eligible = k[:, :, None, roles.sinks : q0 - roles.window + 1].float()
-    total = torch.zeros(*lse.shape[:3], eligible.shape[3], device=k.device)
-    for a in range(q0 + 1, q.shape[3], BLOCK):
-        cut = slice(a, a + BLOCK)
-        logits = q[..., cut, :] @ eligible.transpose(-1, -2) * scale
-        total += torch.exp(logits - lse[..., cut, None]).sum(-2)
-    return total.amax(2)
 
+    def __init__(self, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float):
+        self.q, self.k, self.lse, self.scale = q, k, lse, scale
+        self.target, self.later_mass = cache(self._target), cache(self._later_mass)
 
-@torch.no_grad()
-def recall(
-    score: torch.Tensor,
-    log_gamma: torch.Tensor,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    lse: torch.Tensor,
-    *,
-    roles: Roles,
-    scale: float,
-    positions: list[int],
-) -> Recall:
-    """One layer's recall at equal k.
+    def _target(self, window: int) -> torch.Tensor:
+        return retention_target(self.q, self.k, self.lse, window=window, scale=self.scale)
 
-    Args:
-        score: ``[B, H, S]`` raw scores. log_gamma: ``[H]``. q ``[B, Hq, S, D]``, k ``[B, H, S, D]``, lse ``[B, Hq, S]`` of
-            dense attention. positions: the q0 of hindsight recall, each at least ``s + w + k`` so that something had to go.
-    """
-    if min(positions) < roles.budget:
-        raise ValueError(f"recall is asked for at {min(positions)}, where nothing has been evicted yet")
-    rank, cutoff = running_cutoffs(score, log_gamma, roles)
-    target = retention_target(q, k, lse, window=roles.window, scale=scale)
-    teacher_rank, teacher_cutoff = running_cutoffs(target, log_gamma, roles)
-    rows = []
-    for q0 in positions:
-        kept = kept_at(rank, cutoff, q0, roles)
-        teacher = kept_at(teacher_rank, teacher_cutoff, q0, roles)
-        mass = later_mass(q, k, lse, q0, roles, scale)
-        best = mass.topk(roles.topk, dim=-1)
-        hit = kept.gather(-1, best.indices)
-        rows.append(
-            torch.stack(
-                [
-                    (kept & teacher).sum(-1) / roles.topk,
-                    hit.float().mean(-1),
-                    (mass * kept).sum(-1) / best.values.sum(-1),
-                ]
+    def _later_mass(self, q0: int, sinks: int, window: int) -> torch.Tensor:
+        """Attention that the queries after q0 give to the tokens of ``E(q0)``, the largest of the group: ``[B, H, E]``."""
+        heads = self.k.shape[1]
+        q, lse = self.q.unflatten(1, (heads, -1)).float(), self.lse.unflatten(1, (heads, -1))
+        eligible = self.k[:, :, None, sinks : q0 - window + 1].float()
+        total = torch.zeros(*lse.shape[:3], eligible.shape[3], device=self.k.device)
+        for a in range(q0 + 1, q.shape[3], BLOCK):
+            cut = slice(a, a + BLOCK)
+            logits = q[..., cut, :] @ eligible.transpose(-1, -2) * self.scale
+            total += torch.exp(logits - lse[..., cut, None]).sum(-2)
+        return total.amax(2)
+
+    @torch.no_grad()
+    def recall(self, score: torch.Tensor, log_gamma: torch.Tensor, roles: Roles, positions: list[int]) -> Recall:
+        """A policy's recall at equal k.
+
+        Args:
+            score: ``[B, H, S]`` raw scores. log_gamma: ``[H]``, shared by teacher and policy. positions: the q0 asked about.
+
+        Raises:
+            ValueError: nothing has been evicted yet at one of the positions, or k is 0.
+        """
+        if not roles.topk or min(positions) < roles.budget or max(positions) > self.k.shape[2] - 2:
+            raise ValueError(
+                f"recall needs k >= 1 and positions from s + w + k = {roles.budget} to S - 2, got k = {roles.topk} and {positions}"
             )
-        )
-    return Recall(*torch.stack(rows).mean(dim=(0, 2)))
+        rank, cutoff = running_cutoffs(score, log_gamma, roles)
+        teacher_rank, teacher_cutoff = running_cutoffs(self.target(roles.window), log_gamma, roles)
+        rows = []
+        for q0 in positions:
+            kept = kept_at(rank, cutoff, q0, roles)
+            teacher = kept_at(teacher_rank, teacher_cutoff, q0, roles)
+            mass = self.later_mass(q0, roles.sinks, roles.window)
+            best = mass.topk(roles.topk, dim=-1)
+            rows.append(
+                torch.stack(
+                    [
+                        (kept & teacher).sum(-1) / roles.topk,
+                        kept.gather(-1, best.indices).float().mean(-1),
+                        (mass * kept).sum(-1) / best.values.sum(-1),
+                    ]
+                )
+            )
+        return Recall(*torch.stack(rows).mean(dim=(0, 2)))

@@ -1,0 +1,77 @@
+"""Scores of the policies that are compared, for whole sequences."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.sparse import Score
+from kvpop_vllm.kernels.ops import MLSTMWeights
+from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.scorers import from_tensors
+from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
+from kvpop_vllm.scorers.init import model_shape
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A policy as evaluation sees it: its name, its scores, its decay step, and the float32 words of state per head."""
+
+    name: str
+    score: Score
+    step: int = 1
+    state_floats: int = 0
+
+    def state_slots(self, head_dim: int, dtype: torch.dtype) -> int:
+        """Slots that the state's bytes would hold: by so much k is lowered when allocated bytes are to be equal."""
+        return -(-4 * self.state_floats // PageLayout(1, head_dim, dtype).slot_bytes)
+
+
+def _recency(layer, k, v):
+    return torch.zeros(k.shape[:3]), torch.full((k.shape[1],), -1.0)
+
+
+def _l2norm(layer, k, v):
+    """Tokens whose keys have a small norm stay (Devoto et al., A simple and effective L2 norm-based strategy)."""
+    return -k.float().norm(dim=-1), torch.zeros(k.shape[1])
+
+
+def _random(layer, k, v):
+    generator = torch.Generator().manual_seed(layer)
+    return torch.rand(k.shape[:3], generator=generator), torch.zeros(k.shape[1])
+
+
+TRAINING_FREE: dict[str, Callable] = {"streaming-llm": _recency, "l2norm": _l2norm, "random": _random}
+
+
+def training_free(name: str) -> Contender:
+    """A policy without a scorer.
+
+    Raises:
+        ConfigError: unknown name.
+    """
+    if name not in TRAINING_FREE:
+        raise ConfigError(f"unknown policy {name!r}: choose from {', '.join(TRAINING_FREE)}, or give --scorer DIR")
+    return Contender(name, TRAINING_FREE[name])
+
+
+def learned(folder: str, model: str | Path) -> tuple[Contender, int, int]:
+    """A scorer folder's policy, and its sinks and window.
+
+    Raises:
+        ConfigError: not a scorer, or one of another model.
+    """
+    config, layers = read_scorer(folder)
+    check_model(config, **model_shape(model), source=folder)
+    scorers = [from_tensors(config, tensors) for tensors in layers]
+
+    def score(layer, k, v):
+        return scorers[layer](k, v, window=config.window), scorers[layer].log_gamma()
+
+    weights = scorers[0].weights()
+    floats = weights.state_floats if isinstance(weights, MLSTMWeights) else 0
+    return Contender(folder, score, config.decay.step, floats), config.sinks, config.window

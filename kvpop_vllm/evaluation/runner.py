@@ -1,0 +1,131 @@
+"""All measures of several policies on the same rows of text (`kvpop eval`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kvpop_vllm.distill.retention import Roles
+from kvpop_vllm.distill.sparse import Sparse, dense_attention
+from kvpop_vllm.evaluation.contenders import Contender
+from kvpop_vllm.evaluation.recall import Judge
+
+POSITIONS = 512
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A length S and a budget B = s + w + k at which policies are compared; ``equal`` is what is equal: ``k`` or ``bytes``."""
+
+    length: int
+    budget: int
+    sinks: int
+    window: int
+    equal: str = "k"
+
+    def roles(self, contender: Contender, head_dim: int, dtype: torch.dtype) -> Roles:
+        """The contender's k: that of the budget, or less by the slots that its state costs."""
+        state = contender.state_slots(head_dim, dtype) if self.equal == "bytes" else 0
+        return Roles(self.sinks, self.window, self.budget - self.sinks - self.window - state, contender.step)
+
+
+@torch.inference_mode()
+def evaluate(
+    model: nn.Module, rows: Iterable[torch.Tensor], contenders: list[Contender], settings: list[Setting]
+) -> list[dict]:  # fmt: skip
+    """One record per row of text, setting and policy (and one per row for ``dense``).
+
+    Recall is taken on the dense model's keys and queries, so that all policies are asked about the same; cross-entropy
+    and accuracy with each policy's own sparse mask in all layers.
+
+    Args:
+        model: from :func:`kvpop_vllm.distill.hook.load_model`. rows: ``[S]`` tokens, each at least as long as the longest
+            setting; the first ``length`` tokens are used.
+
+    Returns:
+        Records with ``row, length, budget, equal, topk, policy``, nll (nats per token), accuracy (of the next token), and
+        for policies teacher, hindsight and mass: means over layers and heads; ``*_by_layer`` are lists of layers of heads.
+    """
+    head_dim, dtype = _head_dim(model), next(model.parameters()).dtype
+    records = []
+    for number, row in enumerate(rows):
+        for length in sorted({s.length for s in settings}):
+            tokens = row[None, :length]
+            here = [s for s in settings if s.length == length]
+            pairs = [(s, c, s.roles(c, head_dim, dtype)) for s in here for c in contenders]
+            observer = _Observer(pairs, [length // 2, 3 * length // 4])
+            base = {"row": number, "length": length}
+            records.append(base | {"policy": "dense"} | _next_token(model, tokens, observer))
+            for i, (setting, contender, roles) in enumerate(pairs):
+                names = {"budget": setting.budget, "equal": setting.equal, "topk": roles.topk, "policy": contender.name}
+                quality = _next_token(model, tokens, Sparse(contender.score, roles))
+                records.append(base | names | quality | observer.record(i))
+    return records
+
+
+class _Observer:
+    """Attends densely and asks every pair for its recall, layer by layer."""
+
+    def __init__(self, pairs, positions):
+        self.pairs, self.positions = pairs, positions
+        self.layers: list[list] = [[] for _ in pairs]
+
+    def __call__(self, layer, q, k, v, scale):
+        out, lse = dense_attention(q, k, v, scale)
+        judge, scores = Judge(q, k, lse, scale), {}
+        for found, (_, contender, roles) in zip(self.layers, self.pairs, strict=True):
+            if contender.name not in scores:
+                scores[contender.name] = contender.score(layer, k, v)
+            found.append(judge.recall(*scores[contender.name], roles, self.positions))
+        return out
+
+    def record(self, i: int) -> dict:
+        found = {}
+        for name in ("teacher", "hindsight", "mass"):
+            values = torch.stack([getattr(r, name) for r in self.layers[i]])
+            found |= {name: values.mean().item(), f"{name}_by_layer": values.tolist()}
+        return found
+
+
+def _next_token(model, tokens, attend) -> dict[str, float]:
+    hidden = model.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state[0, :-1]
+    head, expected = model.get_output_embeddings(), tokens[0, 1:]
+    loss = hits = 0.0
+    for a in range(0, len(hidden), POSITIONS):
+        logits = head(hidden[a : a + POSITIONS]).float()
+        loss += F.cross_entropy(logits, expected[a : a + POSITIONS], reduction="sum").item()
+        hits += (logits.argmax(-1) == expected[a : a + POSITIONS]).sum().item()
+    return {"nll": loss / len(hidden), "accuracy": hits / len(hidden)}
+
+
+def _head_dim(model) -> int:
+    config = model.config
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def summarise(records: list[dict]) -> list[dict]:
+    """Means over rows: one record per length, budget, what is equal, and policy; ``perplexity = exp(mean nll)``."""
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        key = tuple(record.get(name) for name in ("length", "budget", "equal", "topk", "policy"))
+        groups.setdefault(key, []).append(record)
+    table = []
+    for (length, budget, equal, topk, policy), members in groups.items():
+        line = {
+            "length": length,
+            "budget": budget,
+            "equal": equal,
+            "topk": topk,
+            "policy": policy,
+            "rows": len(members),
+        }
+        for name in ("nll", "accuracy", "teacher", "hindsight", "mass"):
+            if name in members[0]:
+                line[name] = sum(m[name] for m in members) / len(members)
+        table.append(line | {"perplexity": math.exp(line["nll"])})
+    return table

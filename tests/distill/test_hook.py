@@ -1,0 +1,116 @@
+"""The attention hook: unchanged models where nothing is evicted, the sparse mask where something is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.naive import kept_sets, masked_attention
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import Dense, load_model
+from kvpop_vllm.distill.retention import Roles, running_cutoffs
+from kvpop_vllm.distill.sparse import Sparse, dense_attention
+from kvpop_vllm.testing import write_tiny_model
+
+ROLES = Roles(sinks=2, window=6, topk=9)
+
+
+@pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2"])
+def folder(request, tmp_path_factory):
+    path = tmp_path_factory.mktemp(request.param)
+    if request.param != "qwen2":
+        return write_tiny_model(path, request.param)
+    torch.manual_seed(0)
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, max_position_embeddings=512,
+        )
+    ).save_pretrained(path)  # fmt: skip
+    return path
+
+
+@pytest.fixture(scope="module")
+def tokens():
+    return torch.randint(0, 256, (2, 80), generator=torch.Generator().manual_seed(1))
+
+
+def scores(layer, k, v):
+    return (k[..., 0] + layer).float(), torch.tensor([-0.01, -0.002])
+
+
+def test_nothing_evicted_equals_transformers(folder, tokens):
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(tokens)
+    model = load_model(folder, torch.float32)
+    for attend in (Dense(), Sparse(scores, Roles(2, 6, 100)), lambda layer, *qkvs: dense_attention(*qkvs)[0]):
+        torch.testing.assert_close(model(tokens, attend=attend).logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_sparse_pass_equals_a_masked_model(folder, tokens):
+    """Every layer's attention under sets that a sort for every query finds, inside the whole model."""
+
+    def naive(layer, q, k, v, scale):
+        score, log_gamma = scores(layer, k, v)
+        priority = score.double() - torch.arange(80) * log_gamma.double()[:, None]
+        return masked_attention(q, k, v, kept_sets(priority, 2, 6, 9), scale)[0]
+
+    model, seen = load_model(folder, torch.float32), []
+    actual = model(tokens, attend=Sparse(scores, ROLES, seen.append)).logits
+    torch.testing.assert_close(actual, model(tokens, attend=naive).logits, rtol=1e-4, atol=1e-5)
+    assert [p.layer for p in seen] == [0, 1] and seen[0].k.shape == (2, 2, 80, seen[0].k.shape[-1])
+    assert (actual - model(tokens, attend=Dense()).logits).abs().max() > 1e-3
+
+
+def test_scores_see_detached_keys_and_values(folder, tokens):
+    grads = []
+
+    def watched(layer, k, v):
+        grads.append((k.requires_grad, v.requires_grad))
+        return scores(layer, k, v)
+
+    load_model(folder, torch.float32)(tokens, attend=Sparse(watched, ROLES)).logits.sum().backward()
+    assert grads == [(False, False)] * 2
+
+
+@pytest.mark.parametrize("step", [1, 4])
+def test_cutoffs_follow_the_online_rule(step):
+    """Whatever the decay step: permanent eviction, one at a time, worst effective score first."""
+    g = torch.Generator().manual_seed(step)
+    score, log_gamma = torch.randn(1, 2, 60, generator=g), torch.tensor([-0.3, -0.05])
+    roles = Roles(2, 5, 7, step)
+    rank, cutoff = running_cutoffs(score, log_gamma, roles)
+    for h in range(2):
+        held = []
+        for q in range(60):
+            if q - 5 >= 2:
+                held.append(q - 5)
+                gamma = float(log_gamma[h].double())
+                held.sort(key=lambda t: (float(score[0, h, t]) + (q - t) // step * gamma, t))
+                del held[: max(0, len(held) - 7)]
+            seen = [t for t in range(2, q - 4) if rank[0, h, t] <= cutoff[0, h, q]]
+            assert seen == sorted(held)
+
+
+def test_what_would_be_ignored_is_refused(folder, tokens, tmp_path):
+    model = load_model(folder, torch.float32)
+    with pytest.raises(TypeError, match="attend="):
+        model(tokens)
+    mask = torch.ones_like(tokens)
+    model(tokens, attention_mask=mask, attend=Dense())
+    mask[0, :3] = 0
+    with pytest.raises(ConfigError, match="padding cannot be masked out"):
+        model(tokens, attention_mask=mask, attend=Dense())
+    with pytest.raises(ConfigError, match="has no config.json"):
+        load_model(tmp_path)
+
+
+def test_a_models_own_windows_are_refused(tmp_path):
+    Qwen2ForCausalLM(
+        Qwen2Config(
+            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=1, use_sliding_window=True, sliding_window=16, max_window_layers=0,
+        )
+    ).save_pretrained(tmp_path)  # fmt: skip
+    with pytest.raises(ConfigError, match="sliding-window layers of its own"):
+        load_model(tmp_path, torch.float32)(torch.zeros(1, 40, dtype=torch.long), attend=Dense())

@@ -1,0 +1,84 @@
+"""Recall against its definition, token by token."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.naive import kept_sets
+
+from kvpop_vllm.distill.retention import Roles
+from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.evaluation.contenders import training_free
+from kvpop_vllm.evaluation.recall import Judge
+
+S, ROLES, Q0 = 90, Roles(sinks=2, window=6, topk=8), [40, 70]
+
+
+@pytest.fixture(scope="module")
+def layer():
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, S, 16, generator=g) * 2, torch.randn(1, 2, S, 16, generator=g)
+    return q, k, dense_attention(q, k, k, 0.25)[1]
+
+
+def probabilities(q, k):
+    logits = (q.double() @ k.double().repeat_interleave(2, 1).mT * 0.25).masked_fill(
+        ~torch.ones(S, S).tril().bool(), -torch.inf
+    )
+    return logits.softmax(-1)
+
+
+def test_hindsight_by_definition(layer):
+    q, k, lse = layer
+    score, log_gamma = torch.randn(1, 2, S, generator=torch.Generator().manual_seed(5)), torch.tensor([-0.05, -0.001])
+    got = Judge(q, k, lse, 0.25).recall(score, log_gamma, ROLES, Q0)
+    p = probabilities(q, k)[0].view(2, 2, S, S)
+    priority = score.double() - torch.arange(S) * log_gamma.double()[:, None]
+    kept = kept_sets(priority, 2, 6, 8)[0]
+    for h in range(2):
+        hits, shares = [], []
+        for q0 in Q0:
+            eligible = range(2, q0 - 5)
+            mass = {t: float(p[h, :, q0 + 1 :, t].sum(-1).max()) for t in eligible}
+            best = sorted(eligible, key=lambda t: -mass[t])[:8]
+            held = [t for t in eligible if kept[h, q0, t]]
+            hits.append(len(set(best) & set(held)) / 8)
+            shares.append(sum(mass[t] for t in held) / sum(mass[t] for t in best))
+        assert float(got.hindsight[h]) == pytest.approx(sum(hits) / 2)
+        assert float(got.mass[h]) == pytest.approx(sum(shares) / 2, rel=1e-4)
+
+
+def test_the_teacher_recalls_itself_and_shares_the_decay(layer):
+    q, k, lse = layer
+    judge = Judge(q, k, lse, 0.25)
+    strong = torch.full((2,), -5.0)
+    assert judge.recall(judge.target(6), torch.zeros(2), ROLES, Q0).teacher.tolist() == [1.0, 1.0]
+    random = torch.rand(1, 2, S, generator=torch.Generator().manual_seed(2))
+    assert judge.recall(random, strong, ROLES, Q0).teacher.min() > 0.85  # decay decides, for both
+    assert judge.recall(random, torch.zeros(2), ROLES, Q0).teacher.max() < 0.7
+
+
+def test_later_mass_as_score_is_perfect_hindsight(layer):
+    q, k, lse = layer
+    judge = Judge(q, k, lse, 0.25)
+    score = torch.zeros(1, 2, S)
+    score[..., 2:65] = judge.later_mass(70, 2, 6)
+    found = judge.recall(score, torch.zeros(2), ROLES, [70])
+    assert found.hindsight.tolist() == [1.0, 1.0] and found.mass.tolist() == pytest.approx([1.0, 1.0])
+
+
+def test_positions_where_nothing_was_evicted_are_refused(layer):
+    q, k, lse = layer
+    for positions, roles in (([15], ROLES), ([S - 1], ROLES), ([40], Roles(2, 6, 0))):
+        with pytest.raises(ValueError, match="recall needs k >= 1 and positions from"):
+            Judge(q, k, lse, 0.25).recall(torch.zeros(1, 2, S), torch.zeros(2), roles, positions)
+
+
+def test_recency_keeps_the_newest_and_l2norm_small_keys(layer):
+    _, k, _ = layer
+    score, log_gamma = training_free("streaming-llm").score(0, k, k)
+    priority = score.double() - torch.arange(S) * log_gamma.double()[:, None]
+    kept = kept_sets(priority, 2, 6, 8)[0, 0, 60]
+    assert kept.nonzero().flatten().tolist() == [0, 1, *range(47, 61)]
+    score, _ = training_free("l2norm").score(0, k, k)
+    assert torch.equal(score.argmax(-1), k.norm(dim=-1).argmin(-1))
