@@ -31,6 +31,15 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
+@pytest.fixture
+def one_thread():
+    """As in the processes that are launched; the number of threads decides the last bits."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 def launch(*args, processes=1, limit=None):
     command = [sys.executable, str(TESTS / "distill/train_tiny.py"), *map(str, args)]
     if processes > 1:
@@ -66,8 +75,7 @@ def test_a_kill_changes_nothing(model, tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["frozen", "base"])
-def test_two_processes_equal_one(model, tmp_path, kind):
-    torch.set_num_threads(1)
+def test_two_processes_equal_one(model, tmp_path, kind, one_thread):
     train(model, tmp_path / "one", RECIPES[kind]).run()
     last_loss(launch(model, tmp_path / "two", kind, processes=2))
     one, two = (read_metrics(tmp_path / f"{n}/run/metrics.jsonl") for n in ("one", "two"))

@@ -24,11 +24,14 @@ def test_reference_and_test_carry_the_ops_name(op):
 
 
 @pytest.mark.parametrize("op", OPS)
-@pytest.mark.parametrize("impl", ["reference", "cpp"])
+@pytest.mark.parametrize("impl", ["reference", "cpp", "triton"])
 def test_implementations_take_the_schemas_arguments(op, impl):
-    if impl == "cpp" and op not in dispatch.CPP_DTYPES:
-        with pytest.raises(NotImplementedError, match=f"op '{op}' has no 'cpp' implementation: use impl='reference'"):
-            dispatch.resolve(op, "cpp", None)
+    written = {"reference": OPS, "cpp": dispatch.CPP_DTYPES, "triton": dispatch.TRITON_DTYPES}
+    if op not in written[impl]:
+        with pytest.raises(
+            NotImplementedError, match=f"op '{op}' has no '{impl}' implementation: use impl='reference'"
+        ):
+            dispatch.resolve(op, impl, None)
         return
     schema = [name for name in inspect.signature(getattr(ops, op)).parameters if name != "impl"]
     assert list(inspect.signature(dispatch.resolve(op, impl, None)).parameters) == schema
@@ -39,6 +42,7 @@ def test_every_fast_file_belongs_to_an_op():
         files = [p.stem for p in (ROOT / folder).glob("*.py") if p.stem != "__init__"]
         assert set(files) <= set(OPS), folder
     sources = [p.stem for p in (ROOT / "csrc/cpu").glob("*.cpp")]
+    assert {p.stem for p in (ROOT / "triton_kernels").glob("[!_]*.py")} == set(dispatch.TRITON_DTYPES)
     assert sources and all(any(stem == op or stem.startswith(f"{op}_") for op in OPS) for stem in sources)
 
 
