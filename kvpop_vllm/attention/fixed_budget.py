@@ -78,7 +78,7 @@ class StepBatch:
 
 
 class FixedBudgetAttention:
-    """One layer's attention: writes the cache and attends, exactly as SEMANTICS sections 3 and 4 (DESIGN "Pages").
+    """One layer's attention: writes the cache and attends, as DESIGN "The rule" and "One step" say.
 
     Args:
         layout: bytes of the layer's pages. rule: what is kept. scale: factor on q . k.

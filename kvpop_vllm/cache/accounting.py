@@ -1,4 +1,4 @@
-"""Bytes of a request's cache and of a pool, each counted two ways (SEMANTICS section 7)."""
+"""Bytes of a request's cache and of a pool, each counted two ways (DESIGN "Accounting")."""
 
 from __future__ import annotations
 

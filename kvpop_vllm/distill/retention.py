@@ -34,7 +34,7 @@ def running_cutoffs(
 
     Returns:
         ``rank, cutoff [B, H, S]`` int32; key t of E(q) is kept iff ``rank[t] <= cutoff[q]``. With decay steps n > 1 from a
-        simulation of every eviction (SEMANTICS section 3).
+        simulation of every eviction (DESIGN "The rule").
     """
     score, log_gamma = score.detach().float(), log_gamma.detach().double()
     batch, heads, length = score.shape

@@ -37,7 +37,7 @@ class Pass:
 class Sparse:
     """Attends under the mask that the scores imply, and shows every layer's pass to an observer.
 
-    Scores see detached keys and values: what trains a scorer never reaches the base model (SEMANTICS section 6).
+    Scores see detached keys and values: what trains a scorer never reaches the base model (DESIGN "Training").
 
     Args:
         score: see :data:`Score`. roles: what the budget is made of. observe: called once per layer.

@@ -36,7 +36,7 @@ def read_scorer(folder: str | Path) -> dict:
 
 
 def log_gamma(scorer: dict, layer: int) -> list[float]:
-    """Per-head ``log gamma`` of one layer in float64 (KVpop, seed 001, eq. 21)."""
+    """Per-head ``log gamma`` of one layer in float64 (KVpop, eq. 21)."""
     decay = scorer["config"]["decay"]
     low, high = math.log(decay["min"]), math.log(decay["max"])
     logits = scorer["layers"][layer]["decay_logit"].tolist()
@@ -109,7 +109,7 @@ def mlstm_inputs(params: dict, config: dict, x: torch.Tensor, values: torch.Tens
 
 
 def _mlstm_scores(params: dict, config: dict, x: torch.Tensor, values: torch.Tensor, window: int) -> torch.Tensor:
-    """Plain recurrence, one token after the other (KVpop, seed 001, eqs. 10 and 11).
+    """Plain recurrence, one token after the other (KVpop, eqs. 10 and 11).
 
     ``C [H, P, Dv]`` and ``z [H, P]`` are kept divided by ``exp(m)``, ``m [H]`` being the running
     maximum of the log weights.

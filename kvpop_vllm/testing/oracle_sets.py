@@ -13,7 +13,7 @@ import numpy as np
 
 
 def _effective(raw: np.ndarray, t: int, q: int, step: int, log_gamma: float) -> float:
-    """Score of token ``t`` as query ``q`` ranks it (KVpop, seed 001, eq. 18)."""
+    """Score of token ``t`` as query ``q`` ranks it (KVpop, eq. 18)."""
     return float(raw[t]) + math.floor((q - t) / step) * log_gamma
 
 
@@ -64,7 +64,7 @@ def retained_sets_static(
 ) -> np.ndarray:
     """The same for ``n = 1``, stated otherwise: top-k of all that was ever eligible.
 
-    Ranks by the static priority ``r_t - t log gamma`` (KVpop, seed 001, eqs. 19, 20 and 26) and
+    Ranks by the static priority ``r_t - t log gamma`` (KVpop, eqs. 19, 20 and 26) and
     keeps no memory from one query to the next.
     """
     heads, length = scores.shape

@@ -1,4 +1,4 @@
-"""Compares an engine's run with the naive oracle, the engine's own tokens forced on it (SEMANTICS section 2)."""
+"""Compares an engine's run with the naive oracle, the engine's own tokens forced on it (DESIGN "The rule")."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import torch
 
 
 def kept_sets(priority, sinks, window, topk):
-    """``[B, H, S, S]`` booleans: what each query sees, with a sort for every query (SEMANTICS section 2)."""
+    """``[B, H, S, S]`` booleans: what each query sees, with a sort for every query (DESIGN "The rule")."""
     batch, heads, length = priority.shape
     visible = torch.zeros(batch, heads, length, length, dtype=torch.bool)
     for b in range(batch):

@@ -54,7 +54,7 @@ def test_infinite_and_negative_zero_priorities(impl):
 
 
 def test_equals_the_simulation_of_evictions():
-    """With a static order, permanent eviction keeps the same sets (SEMANTICS section 2)."""
+    """With a static order, permanent eviction keeps the same sets (DESIGN "The rule")."""
     g = torch.Generator().manual_seed(0)
     score, log_gamma = torch.randn(3, 200, generator=g), -torch.rand(3, generator=g, dtype=torch.float64) / 50
     t = torch.arange(200)

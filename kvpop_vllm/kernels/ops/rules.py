@@ -87,7 +87,7 @@ ScorerWeights = LinearWeights | MLPWeights | MLSTMWeights | None
 
 @dataclass(frozen=True)
 class RetentionRule:
-    """Which tokens a layer keeps: sinks, window, and the k best by effective score (SEMANTICS section 2; KVpop eq. 5).
+    """Which tokens a layer keeps: sinks, window, and the k best by effective score (DESIGN "The rule"; KVpop eq. 5).
 
     ``effective_t(q) = r_t + floor((q - t) / decay_step) * log_gamma[h]``, formed and compared in float64; of equal
     scores the older token is evicted. log_gamma [H] float64.

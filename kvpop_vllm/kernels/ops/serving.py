@@ -64,7 +64,7 @@ def prefill_chunk(
     scale: float,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The L tokens ``[start, start + L)`` of one request; equals L decode steps to rounding (SEMANTICS section 4).
+    """The L tokens ``[start, start + L)`` of one request; equals L decode steps to rounding (DESIGN "One step").
 
     Each query sees the slots retained before the chunk and the chunk's own tokens, under its own cutoff; afterwards the
     survivors are written into the slots. Memory is bounded by B slots plus the chunk.

@@ -140,7 +140,7 @@ def boundary_loss(
     generator: torch.Generator | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """Pairwise logistic loss at the teacher's retention boundary (KVpop eqs. 5-7, 22-25; SEMANTICS section 6).
+    """Pairwise logistic loss at the teacher's retention boundary (KVpop eqs. 5-7, 22-25; DESIGN "Training").
 
     At query q the token ``t_new = q - w`` becomes eligible. The teacher keeps the k best effective targets; ``y = +1`` if
     t_new is among them, else -1; ``t_bnd`` is the last that it keeps. Where t_new itself is the last kept, the pair would
