@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 
 import torch
@@ -35,6 +36,15 @@ def _extension_available() -> bool:
 
 
 @functools.cache
+def _triton_available() -> bool:
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return False
+    return True
+
+
+@functools.cache
 def _implementation(op: str, impl: str) -> Callable:
     if impl == "cpp":
         load_extension()
@@ -46,6 +56,8 @@ def _implementation(op: str, impl: str) -> Callable:
     try:
         return getattr(importlib.import_module(f"{module}.{op}"), op)
     except ModuleNotFoundError as error:
+        if error.name == "triton":
+            raise ImportError("impl='triton' needs the package triton, which is not installed") from error
         if error.name != f"{module}.{op}":
             raise
         raise NotImplementedError(f"op {op!r} has no {impl!r} implementation: use impl='reference'") from None
@@ -58,12 +70,25 @@ CPP_DTYPES = {
 }
 """Dtypes of the first tensor that the C++ implementation of an op takes."""
 
+TRITON_DTYPES = {
+    "delayed_mlstm": (torch.float32, torch.float16, torch.bfloat16),
+    "future_attention_mass": (torch.float32, torch.float16, torch.bfloat16),
+    "running_topk": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
+    "sparse_attention": (torch.float32, torch.float16, torch.bfloat16),
+}
+"""Dtypes of the first tensor that the Triton implementation of an op takes."""
+
+TRITON_LARGEST_HEAD = {"future_attention_mass": 128, "sparse_attention": 128}
+
 
 def select(op: str, tensor: torch.Tensor) -> str:
     """The name of the implementation that ``impl="auto"`` takes for ``tensor`` (an op's first argument)."""
     fits = op != "decode_step" or tensor.shape[-1] % 16 == 0
     if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _extension_available():
         return "cpp"
+    if tensor.device.type == "cuda" and tensor.dtype in TRITON_DTYPES.get(op, ()) and _triton_available():
+        if tensor.shape[-1] <= TRITON_LARGEST_HEAD.get(op, tensor.shape[-1]):
+            return "triton"
     return "reference"
 
 
@@ -71,11 +96,19 @@ def resolve(op: str, impl: str, tensor: torch.Tensor) -> Callable:
     """The function that runs ``op``.
 
     Raises:
-        ValueError: unknown ``impl``.
+        ValueError: unknown ``impl``, or Triton for tensors in the CPU's memory without its interpreter.
         ImportError, NotImplementedError: ``impl`` was asked for by name and is not there.
     """
     if impl == "auto":
         impl = select(op, tensor)
     elif impl not in IMPLS:
         raise ValueError(f"impl must be 'auto' or one of {IMPLS}, got {impl!r}")
-    return _implementation(op, impl)
+    run = _implementation(op, impl)
+    if impl == "triton" and tensor is not None and tensor.device.type == "cpu" and not _interpreted():
+        raise ValueError(f"impl='triton' needs a GPU and {op} got CPU tensors: use impl='reference'")
+    return run
+
+
+def _interpreted() -> bool:
+    """Triton runs its kernels on the CPU, slowly, for tests; it reads this when it is imported."""
+    return os.environ.get("TRITON_INTERPRET") == "1"

