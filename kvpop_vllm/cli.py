@@ -4,6 +4,8 @@ import argparse
 import sys
 
 from kvpop_vllm import __version__
+from kvpop_vllm.distill.command import add_distill, add_eval
+from kvpop_vllm.distill.recipe import TrainingError
 
 SCORERS = ("mlstm", "mlp", "linear")
 
@@ -87,7 +89,7 @@ def make_parser():
     parser = argparse.ArgumentParser(prog="kvpop", description="Fixed-budget KV caches for vLLM.")
     parser.add_argument("--version", action="version", version=f"kvpop {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (add_fetch, add_init, add_export, add_policies):
+    for add in (add_fetch, add_init, add_distill, add_eval, add_export, add_policies):
         add(commands)
     return parser
 
@@ -97,7 +99,7 @@ def main(arguments=None):
     options = make_parser().parse_args(arguments)
     try:
         options.run(options)
-    except (ValueError, OSError) as error:  # ConfigError and DemoModelError are ValueErrors
+    except (ValueError, OSError, TrainingError) as error:  # ConfigError and DemoModelError are ValueErrors
         message = " ".join(str(error).split()) or type(error).__name__
         print(f"kvpop: {message}", file=sys.stderr)
         return 2

@@ -20,15 +20,11 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.metrics import Metrics
-from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.recipe import Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.scorers import ScorerConfig, build
 from kvpop_vllm.scorers.checkpoint import write_scorer
 from kvpop_vllm.scorers.init import model_shape
-
-
-class TrainingError(RuntimeError):
-    """Training cannot go on; the message says at which step and what is safe."""
 
 
 @dataclass(frozen=True)

