@@ -97,7 +97,7 @@ class Checkpoints:
         set_state_dict(
             model, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"], options=_OPTIONS
         )
-        own = torch.load(folder / f"process-{rank}.pt", weights_only=False)
+        own = torch.load(folder / f"process-{rank}.pt", weights_only=True)
         torch.set_rng_state(own["rng"])
         return step, own["data"]
 

@@ -52,6 +52,18 @@ def recipe_of(options) -> Recipe:
     return dataclasses.replace(RECIPES[options.recipe], **{n: v for n, v in given.items() if v is not None})
 
 
+def require_positive(options, *names: str) -> None:
+    """Refuses numbers below 1 in ``options``; None is an option left out.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for name in names:
+        value = getattr(options, name)
+        if any(number is not None and number < 1 for number in (value if isinstance(value, list) else [value])):
+            raise ConfigError(f"--{name.replace('_', '-')} must be at least 1, got {value}")
+
+
 def distill(options) -> None:
     """Runs `kvpop distill`."""
     if options.action == "texts":
@@ -63,8 +75,7 @@ def distill(options) -> None:
     for name in ("model", "data"):
         if not getattr(options, name):
             raise ConfigError(f"kvpop distill needs --{name}")
-    if options.save_every < 1:
-        raise ConfigError(f"--save-every must be at least 1, got {options.save_every}")
+    require_positive(options, "save_every", "rows", "threads")
     from kvpop_vllm.distill.run import train, write_teacher
 
     recipe = recipe_of(options)
@@ -112,6 +123,7 @@ def add_eval(commands) -> None:
 
 def run_eval(options) -> None:
     """Runs `kvpop eval`."""
+    require_positive(options, "length", "share", "rows", "threads")
     from kvpop_vllm.evaluation.command import evaluate_text
 
     evaluate_text(options)

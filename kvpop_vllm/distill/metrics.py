@@ -38,8 +38,11 @@ class Metrics:
         """The last step's numbers, without its number; empty where there are none."""
         return {name: value for name, value in self.rows[-1].items() if name != "step"} if self.rows else {}
 
-    def close(self) -> None:
-        """Writes ``training.png`` and ends the files."""
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, *error) -> None:
+        """Ends the files and draws ``training.png``, also of a run that failed."""
         self.file.close()
         if self.board:
             self.board.close()
@@ -82,5 +85,6 @@ def _board(folder: Path, first: int):
     try:
         from torch.utils.tensorboard import SummaryWriter
     except ImportError:
+        print(f"{folder} is not written: install kvpop_vllm[distill]")
         return None
     return SummaryWriter(str(folder), purge_step=first)

@@ -6,6 +6,7 @@ import json
 import math
 import os
 from collections.abc import Iterable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,7 +90,7 @@ class Trainer:
         """What stands in the folder must be this run's: a checkpoint of another one would be continued as if it were."""
         path = self.out / "run" / "run.json"
         own = json.loads(json.dumps({"model": model} | self.recipe.to_json()))
-        if path.exists():
+        if path.exists() and Checkpoints(path.parent).steps():
             before = json.loads(path.read_text())
             if differ := sorted(name for name in own if own[name] != before.get(name)):
                 name = differ[0]
@@ -156,22 +157,22 @@ class Trainer:
             raise ConfigError(str(error)) from None
         if position is not None:
             self.rows.load_state_dict(position)
-        metrics = Metrics(self.out / "run", step) if is_main() else None
-        steps = tqdm(
-            range(step, self.recipe.steps), initial=step, total=self.recipe.steps, disable=self.quiet or not is_main()
-        )
-        rows, last = iter(self.rows), {}
-        for step in steps:
-            last = self._step(step, rows)
-            if metrics:
-                metrics.add(step, last)
-                steps.set_postfix({name: f"{value:.4f}" for name, value in last.items()})
-            if (step + 1) % self.save_every == 0 or step + 1 == self.recipe.steps:
-                self._save(step + 1)
-        if metrics:
-            last = last or metrics.last()
-            metrics.close()
+        with Metrics(self.out / "run", step) if is_main() else nullcontext() as metrics:
+            last = self._steps(step, metrics)
         self._export()
+        return last
+
+    def _steps(self, first: int, metrics: Metrics | None) -> dict[str, float]:
+        total, quiet = self.recipe.steps, self.quiet or not is_main()
+        rows, last = iter(self.rows), metrics.last() if metrics else {}
+        with tqdm(range(first, total), initial=first, total=total, disable=quiet) as steps:
+            for step in steps:
+                last = self._step(step, rows)
+                if metrics:
+                    metrics.add(step, last)
+                    steps.set_postfix({name: f"{value:.4f}" for name, value in last.items()})
+                if (step + 1) % self.save_every == 0 or step + 1 == total:
+                    self._save(step + 1)
         return last
 
     def _step(self, step: int, rows: Iterable[torch.Tensor]) -> dict[str, float]:

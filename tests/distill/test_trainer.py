@@ -172,6 +172,8 @@ def test_a_full_disk_stops_and_keeps_the_last_good_checkpoint(model, tmp_path):
 
 def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
     train(model, tmp_path)
+    train(model, tmp_path, dataclasses.replace(RECIPE, steps=7))  # nothing has been trained yet
+    train(model, tmp_path, save_every=1).run()
     with pytest.raises(ConfigError, match="holds a run with steps = 8, not 9: choose another --out"):
         train(model, tmp_path, dataclasses.replace(RECIPE, steps=9))
     assert json.loads((tmp_path / "run/run.json").read_text())["steps"] == 8

@@ -1,0 +1,187 @@
+"""`kvpop distill` and `kvpop eval` as they are typed, on tiny models, up to an engine that serves the result."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
+
+from kvpop_vllm.cli import main
+from kvpop_vllm.distill import run
+from kvpop_vllm.distill.hook import Dense, load_model
+from kvpop_vllm.distill.metrics import read_metrics
+from kvpop_vllm.distill.retention import Roles
+from kvpop_vllm.distill.sparse import Sparse
+from kvpop_vllm.evaluation.contenders import learned
+from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
+
+RECIPE = ["--recipe=demo", "--length=96", "--window=8", "--samples=32", "--warmup=2", "--dtype=float32", "--topk", "20"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("command")
+    for kind in ("qwen3", "llama"):
+        write_byte_tokenizer(
+            write_tiny_model(root / kind, kind, vocab=VOCABULARY, kv_heads=2 if kind == "qwen3" else 4)
+        )
+    write_text(root / "text.jsonl")
+    return root
+
+
+@pytest.fixture
+def kvpop(folder, capfd, monkeypatch):
+    """Runs a command line in the folder; returns status, output and errors."""
+    monkeypatch.chdir(folder)
+
+    def run(*words):
+        status = main([str(word) for word in words])
+        return status, *capfd.readouterr()
+
+    return run
+
+
+def distill(kvpop, out, *options, action="train"):
+    status, _, errors = kvpop(
+        "distill", action, "--model=qwen3", "--data", "text.jsonl", f"--out={out}", *RECIPE, *options
+    )
+    assert status in (0, None), errors
+    return read_metrics(Path(out) / "run/metrics.jsonl")
+
+
+@pytest.mark.parametrize("kind", ["mlstm", "immediate", "mlp", "linear"])
+def test_trains_every_kind_of_scorer_and_tells_how(kvpop, kind):
+    options = ["--scorer=mlstm", "--no-delayed"] if kind == "immediate" else [f"--scorer={kind}"]
+    steps = distill(kvpop, kind, "--steps=3", "--batch=2", *options)
+    assert [row["step"] for row in steps] == [0, 1, 2]
+    assert all(math.isfinite(row["boundary"]) and 0 < row["recall"] <= 1 for row in steps)
+    config = json.loads(Path(kind, "kvpop_config.json").read_text())
+    assert (config["scorer"], config["topk"]) == (options[0].removeprefix("--scorer="), 20)
+    if config["scorer"] == "mlstm":
+        assert config["delayed"] == (kind == "mlstm")
+    assert Path(kind, "run/training.png").read_bytes()[1:4] == b"PNG"
+    assert any(Path(kind, "run/tensorboard").glob("events.*"))
+    before = load_file(Path(kind, "kvpop_scorer.safetensors"))
+    assert distill(kvpop, kind, "--steps=3", "--batch=2", *options) == steps, "the same command again trained again"
+    after = load_file(Path(kind, "kvpop_scorer.safetensors"))
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+BASE = ["--steps=4", "--batch=1", "--train-base", "--kl-top=64", "--lr-base=1e-3"]
+
+
+def test_stored_logits_train_as_the_teacher_itself_does(kvpop, monkeypatch):
+    online = distill(kvpop, "online", *BASE)
+    distill(kvpop, "logits", *BASE, "--rows=1", action="teacher")
+    status, _, errors = kvpop(
+        *"distill --model=qwen3 --data text.jsonl --out=stored --teacher=logits".split(), *RECIPE, *BASE
+    )
+    assert status == 2 and "1 rows, 4 are needed" in errors
+    distill(kvpop, "logits", *BASE, action="teacher")
+
+    def forbidden(*args):
+        raise AssertionError("the teacher was asked although its logits are there")
+
+    monkeypatch.setattr(run, "OnlineTeacher", forbidden)
+    stored = distill(kvpop, "stored", *BASE, "--teacher=logits")
+    for a, b in zip(online, stored, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=2e-3) and b["kl"] == pytest.approx(a["kl"], rel=1e-2)
+
+
+def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monkeypatch):
+    """Greedy tokens of the engine are the student's own under its sparse mask, wherever those are clear."""
+    from engine.tiny_engine import quick, start, stop
+    from vllm import SamplingParams
+
+    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    distill(kvpop, "both", *BASE)
+    assert AutoTokenizer.from_pretrained("both/model").eos_token == "<end>"
+    trained, before = (load_file(Path(f, "model.safetensors")) for f in ("both/model", "qwen3"))
+    assert not torch.equal(trained["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
+    assert kvpop("export", "both/model", "both", "full")[0] in (0, None)
+    prompt, budget = random_prompt(150, VOCABULARY - 1), 4 + 8 + 20
+    with quick():
+        llm = start("full", {"policy": "kvpop"})
+        try:
+            options = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
+            answer = llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)[0].outputs[0].token_ids
+        finally:
+            stop(llm)
+    contender, sinks, window = learned("both", "both/model")
+    model = load_model("both/model", torch.float32).eval()
+    tokens = torch.tensor([[*prompt, *answer]])
+    with torch.inference_mode():
+        sparse = model(tokens, attend=Sparse(contender.score, Roles(sinks, window, 20))).logits[0].log_softmax(-1)
+        dense = model(tokens, attend=Dense()).logits[0].log_softmax(-1)
+    assert (sparse - dense)[budget + 40 :].abs().max() > 0.1, "the budget shows in nothing"
+    best = sparse[len(prompt) - 1 : -1].topk(2)
+    clear = best.values[:, 0] - best.values[:, 1] > 1e-2
+    assert clear.sum() > 30 and torch.equal(best.indices[clear, 0], torch.tensor(answer)[clear])
+
+
+@pytest.mark.parametrize("phase", ["uptrain", "streaming-plus"])
+def test_phases_without_a_scorer_write_a_model(kvpop, phase):
+    steps = distill(kvpop, phase, f"--phase={phase}", *BASE)
+    assert ("kl" in steps[0]) == (phase == "streaming-plus") and "boundary" not in steps[0]
+    assert not Path(phase, "kvpop_config.json").exists()
+    load_model(f"{phase}/model", torch.float32)
+
+
+def test_eval_compares_policies_with_dense(kvpop):
+    distill(kvpop, "scorer", "--steps=2")
+    words = "eval --model=qwen3 --data text.jsonl --split=all --scorer=scorer --length 128 96 --share 3 --rows=2"
+    status, output, errors = kvpop(*words.split(), "--dtype=float32", "--out=records.jsonl")
+    assert status in (0, None), errors
+    header, *lines = (line.split() for line in output.splitlines())
+    assert header[:2] == ["length", "budget"] and len(lines) == 2 * 5  # dense, three training-free, the scorer
+    assert [line[-3] for line in lines if "dense" in line], output
+    records = [json.loads(line) for line in Path("records.jsonl").read_text().splitlines()]
+    assert len(records) == 2 * len(lines)
+    assert {r["policy"] for r in records} == {"dense", "streaming-llm", "l2norm", "random", "scorer"}
+    for record in records:
+        assert record["policy"] == "dense" or (record["budget"] == record["length"] // 3 and 0 <= record["mass"] <= 1)
+
+
+@pytest.fixture(scope="module")
+def others(folder):
+    """What cannot be used."""
+    (folder / "empty.txt").write_text("")
+    (folder / "short.txt").write_text("A few words.")
+    write_random_scorer(folder / "other", write_tiny_model(folder / "wide", "qwen3", kv_heads=4), "mlstm")
+    write_byte_tokenizer(write_tiny_model(folder / "small", vocab=200))
+
+
+REFUSED = {
+    "distill --out=x --model=qwen3": "needs --data",
+    "distill --out=x --model=absent --data text.jsonl": "absent",
+    "distill --out=x --model=qwen3 --data absent.txt": "absent.txt",
+    "distill --out=x --model=qwen3 --data empty.txt --no-train-base --length=96 --window=8 --topk 20": "empty.txt",
+    "distill --out=x --model=qwen3 --data short.txt --no-train-base --length=96 --window=8 --topk 20": "too few for one row",
+    "distill --out=x --model=small --data text.jsonl --no-train-base --length=96 --window=8 --topk 20": "the model knows 200",
+    "distill --out=x --model=qwen3 --data text.jsonl --length=2000": "raise --length or lower --topk",
+    "distill --out=x --model=qwen3 --data text.jsonl --recipe=demo --teacher=logits": "this recipe has no KL",
+    "distill --out=x --model=qwen3 --data text.jsonl --recipe=demo --kl-top=0": "kl_top must be at least 1",
+    "distill --out=x --model=qwen3 --data text.jsonl --save-every=0": "--save-every must be at least 1",
+    "distill --out=x --model=qwen3 --data text.jsonl --threads=-1": "--threads must be at least 1",
+    "distill teacher --out=x --model=qwen3 --data text.jsonl --rows=0": "--rows must be at least 1",
+    "eval --model=qwen3 --data text.jsonl --split=all --scorer=other --length 96": "num_kv_heads = 4, this one has 2",
+    "eval --model=qwen3 --data text.jsonl --split=all --policies h2o --length 512": "unknown policy 'h2o'",
+    "eval --model=qwen3 --data text.jsonl --split=all --policies --length 512": "nothing to evaluate",
+    "eval --model=qwen3 --data text.jsonl --split=all --length 64": "leaves nothing beside 4 sinks and a window of 64",
+    "eval --model=qwen3 --data short.txt --split=all --length 512": "too few for one row",
+    "eval --model=qwen3 --data text.jsonl --split=all --length 8192 --rows=0": "--rows must be at least 1",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_bad_input_is_refused_in_one_line(kvpop, others, line):
+    status, _, errors = kvpop(*line.split())
+    own = [text for text in errors.splitlines() if text.startswith("kvpop: ")]
+    assert status == 2 and len(own) == 1 and REFUSED[line] in own[0], errors
+    assert not Path("x/kvpop_config.json").exists()
