@@ -4,8 +4,10 @@ import argparse
 import sys
 
 from kvpop_vllm import __version__
-from kvpop_vllm.distill.command import add_distill, add_eval
+from kvpop_vllm.argument_types import non_negative, positive
+from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
+from kvpop_vllm.evaluation.command import add_eval
 
 SCORERS = ("mlstm", "mlp", "linear")
 
@@ -35,20 +37,6 @@ def policies(options):
     from kvpop_vllm.policies import describe
 
     print(describe())
-
-
-def non_negative(text):
-    value = int(text)
-    if value < 0:
-        raise argparse.ArgumentTypeError(f"{text} is negative")
-    return value
-
-
-def positive(text):
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return value
 
 
 def add_fetch(commands):

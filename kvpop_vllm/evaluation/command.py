@@ -1,78 +1,40 @@
-"""`kvpop eval`: files in, a table out."""
+"""`kvpop eval`: its options. Nothing heavy is imported before it runs."""
 
 from __future__ import annotations
 
-import itertools
-import json
-from pathlib import Path
-
-import torch
-from transformers import AutoConfig
-
-from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.data import PackedTokens
-from kvpop_vllm.distill.hook import load_model
-from kvpop_vllm.distill.run import load_tokenizer
-from kvpop_vllm.evaluation.contenders import learned, training_free
-from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
-
-COLUMNS = ("length", "budget", "equal", "topk", "policy", "teacher", "hindsight", "mass", "perplexity", "accuracy")
+from kvpop_vllm.argument_types import non_negative, positive
 
 
-def evaluate_text(options) -> list[dict]:
-    """Evaluates what the command line names, prints the table and writes the records; returns the table."""
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    contenders = [training_free(name) for name in options.policies]
-    sinks, window = options.sinks, options.window
-    for folder in options.scorer:
-        contender, own_sinks, own_window = learned(folder, options.model)
-        contenders.append(contender)
-        sinks = own_sinks if sinks is None else sinks
-        if window is not None and window != own_window:
-            raise ConfigError(f"{folder} was trained with window {own_window}, not {window}: evaluate it apart")
-        window = own_window
-    if not contenders:
-        raise ConfigError("nothing to evaluate: give --policies or --scorer")
-    settings = _settings(options, 4 if sinks is None else sinks, 64 if window is None else window)
-    rows = PackedTokens(
-        options.data,
-        load_tokenizer(options.model),
-        max(options.length),
-        split=options.split,
-        seed=options.seed,
-        repeat=False,
-        vocab_size=AutoConfig.from_pretrained(options.model, local_files_only=True).vocab_size,
+def add_eval(commands) -> None:
+    """Adds `kvpop eval` to argparse's ``commands``."""
+    help = "compare policies on text: retention recall, hindsight recall, perplexity and accuracy"
+    command = commands.add_parser("eval", help=help, description=help)
+    command.add_argument("--model", required=True, metavar="MODEL", help="folder of the base model")
+    command.add_argument(
+        "--data", required=True, nargs="+", metavar="TEXT", help="text, JSONL, Parquet, datasets folders"
     )
-    model = load_model(options.model, getattr(torch, options.dtype)).eval()
-    records = evaluate(model, itertools.islice(rows, options.rows), contenders, settings)
-    if not records:
-        raise ConfigError(f"the {options.split} split holds no row of {max(options.length)} tokens: give more text")
-    if options.out:
-        Path(options.out).write_text("".join(json.dumps(record) + "\n" for record in records))
-    table = summarise(records)
-    print(format_table(table))
-    return table
+    command.add_argument("--split", choices=("train", "validation", "test", "all"), default="test")
+    command.add_argument(
+        "--scorer", action="append", default=[], metavar="DIR", help="a scorer folder; may be repeated"
+    )
+    command.add_argument("--policies", nargs="*", default=["streaming-llm", "l2norm", "random"], metavar="NAME")
+    command.add_argument("--length", nargs="+", type=positive, default=[1024], metavar="S", help="tokens per row")
+    command.add_argument("--share", nargs="+", type=positive, default=[4], metavar="C", help="budgets: B = S / C")
+    command.add_argument("--sinks", type=non_negative, help="s (default: the scorer's, else 4)")
+    command.add_argument("--window", type=positive, help="w (default: the scorer's, else 64)")
+    command.add_argument("--rows", type=positive, default=4, help="rows of text (default 4)")
+    command.add_argument("--seed", type=int, default=0)
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    command.add_argument(
+        "--equal", nargs="+", choices=("k", "bytes"), default=["k"], help="what is equal between policies"
+    )
+    command.add_argument("--out", metavar="FILE.jsonl", help="all records, one per line")
+    command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
+    command.set_defaults(run=run_eval)
 
 
-def _settings(options, sinks: int, window: int) -> list[Setting]:
-    settings = []
-    for length, share, equal in itertools.product(options.length, options.share, options.equal):
-        budget = length // share
-        if budget <= sinks + window:
-            raise ConfigError(
-                f"a budget of {length} / {share} = {budget} leaves nothing beside {sinks} sinks and a window of {window}"
-            )
-        if equal == "k" or budget >= 512:
-            settings.append(Setting(length, budget, sinks, window, equal))
-    return settings
+def run_eval(options) -> None:
+    """Runs `kvpop eval`."""
+    from kvpop_vllm.evaluation.report import evaluate_text
 
-
-def format_table(table: list[dict]) -> str:
-    """Right-aligned columns; numbers with four digits after the point."""
-    rows = [list(COLUMNS)]
-    for line in table:
-        values = (line.get(name) for name in COLUMNS)
-        rows.append(["" if v is None else f"{v:.4f}" if isinstance(v, float) else str(v) for v in values])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
+    evaluate_text(options)

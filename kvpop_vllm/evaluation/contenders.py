@@ -32,7 +32,8 @@ class Contender:
 
 
 def _recency(layer, k, v):
-    return torch.zeros(k.shape[:3]), torch.full((k.shape[1],), -1.0)
+    """The position as score, so that its teacher looks at attention alone as those of the others without decay."""
+    return torch.arange(k.shape[2], dtype=torch.float32).expand(k.shape[:3]), torch.zeros(k.shape[1])
 
 
 def _l2norm(layer, k, v):

@@ -21,41 +21,35 @@ def positions_held(pages, table, layout, rule, budget, seen):
     slots = torch.arange(first, max(first, min(seen, budget)))
     blocks = table[0, 0, layout.state_blocks :].long()
     near = {t for t in range(seen) if t < rule.sinks or t >= seen - rule.window}
-    return [near | set(pages.position[blocks[slots // n], h, slots % n].tolist()) for h in range(HEADS)]
+    return [near | set(pages.position[blocks[slots // n], h, slots % n].tolist()) for h in range(layout.num_kv_heads)]
 
 
-@pytest.mark.parametrize("step", [1, 3])
-@pytest.mark.parametrize("chunks", [[400], [64], [1], [7, 100, 1]], ids=str)
-@pytest.mark.parametrize("coarse", [False, True])
-def test_the_same_scores_keep_the_same_tokens(step, chunks, coarse):
-    """A linear scorer reads the score from a channel of the key, so all three use bit-identical scores."""
-    g = torch.Generator().manual_seed(step)
-    k, v = (torch.randn(LENGTH, HEADS, SIZE, generator=g) for _ in range(2))
-    if coarse:
-        k[..., 0] = (k[..., 0] * 2).round() / 4  # ties in plenty; decays are dyadic
-    q = torch.randn(LENGTH, 2 * HEADS, SIZE, generator=g)
-    weight = torch.zeros(HEADS, 2 * SIZE)
+def check_the_same_rule(q, k, v, log_gamma, roles, chunks):
+    """Channel 0 of the keys is the score, read by a linear scorer, so that all three use bit-identical scores.
+
+    q ``[S, Hq, D]``, k, v ``[S, H, D]`` float32.
+    """
+    length, heads, size = k.shape
+    weight = torch.zeros(heads, 2 * size)
     weight[:, 0] = 1.0
-    log_gamma = torch.tensor([-1 / 64, -1 / 2048], dtype=torch.float64)
-    roles = Roles(3, 16, 40, step)
     rule = ops.RetentionRule(
-        roles.sinks, roles.window, log_gamma, step, ops.LinearWeights(weight, torch.zeros(HEADS))
+        roles.sinks, roles.window, log_gamma, roles.step, ops.LinearWeights(weight, torch.zeros(heads))
     )  # fmt: skip
     score = k[..., 0].T.unsqueeze(0)
     mask = visible_keys(*running_cutoffs(score, log_gamma, roles), roles.sinks, roles.window)[0]
     oracle = torch.from_numpy(
-        retained_sets(score[0].numpy(), log_gamma.tolist(), roles.sinks, roles.window, roles.topk, step)
+        retained_sets(score[0].numpy(), log_gamma.tolist(), roles.sinks, roles.window, roles.topk, roles.step)
     )
     assert torch.equal(mask, oracle)
 
-    layout = PageLayout(HEADS, SIZE, torch.float32, 16)
-    pages, table = random_page_table(layout, 1, roles.budget, g)
-    budgets, seen, i = torch.full((HEADS,), roles.budget, dtype=torch.int32), 0, 0
-    while seen < LENGTH:
-        count = min(chunks[i % len(chunks)], LENGTH - seen)
+    layout = PageLayout(heads, size, torch.float32, 16)
+    pages, table = random_page_table(layout, 1, roles.budget, torch.Generator().manual_seed(0))
+    budgets, seen, i = torch.full((heads,), roles.budget, dtype=torch.int32), 0, 0
+    while seen < length:
+        count = min(chunks[i % len(chunks)], length - seen)
         cut = slice(seen, seen + count)
         if count == 1:
-            valid = torch.full((1, HEADS), min(seen, roles.budget), dtype=torch.int32)
+            valid = torch.full((1, heads), min(seen, roles.budget), dtype=torch.int32)
             ops.decode_step(
                 q[cut], k[cut], v[cut], pages, table, torch.tensor([seen]), valid, budgets[None], rule=rule, scale=0.2
             )
@@ -64,3 +58,16 @@ def test_the_same_scores_keep_the_same_tokens(step, chunks, coarse):
         seen, i = seen + count, i + 1
         for h, held in enumerate(positions_held(pages, table, layout, rule, roles.budget, seen)):
             assert held == set(mask[h, seen - 1].nonzero().flatten().tolist())
+
+
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("chunks", [[400], [64], [1], [7, 100, 1]], ids=str)
+@pytest.mark.parametrize("coarse", [False, True])
+def test_the_same_scores_keep_the_same_tokens(step, chunks, coarse):
+    g = torch.Generator().manual_seed(step)
+    k, v = (torch.randn(LENGTH, HEADS, SIZE, generator=g) for _ in range(2))
+    if coarse:
+        k[..., 0] = (k[..., 0] * 2).round() / 4  # ties in plenty; decays are dyadic
+    q = torch.randn(LENGTH, 2 * HEADS, SIZE, generator=g)
+    log_gamma = torch.tensor([-1 / 64, -1 / 2048], dtype=torch.float64)
+    check_the_same_rule(q, k, v, log_gamma, Roles(3, 16, 40, step), chunks)

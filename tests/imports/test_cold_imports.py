@@ -35,7 +35,10 @@ def test_imports_cold(module):
     assert outcome.returncode == 0, outcome.stderr
 
 
-@pytest.mark.parametrize("package", ["attention", "cache", "kernels", "policies", "scorers", "testing"])
+PACKAGES = ("attention", "cache", "distill", "evaluation", "kernels", "policies", "scorers", "testing")
+
+
+@pytest.mark.parametrize("package", PACKAGES)
 def test_engine_neutral_packages_import_cold(package):
     """Every module outside the glue imports without vLLM, Triton and `_C`; a kernel's own module may need `_C`."""
     walk = f"""
@@ -109,6 +112,8 @@ ARROWS = {
     "cache": {"kernels"},
     "attention": {"kernels"},
     "testing": set(),
+    "distill": {"scorers", "kernels", "config", "argument_types"},
+    "evaluation": {"distill", "scorers", "kernels", "config", "argument_types"},
 }
 """Room -> the rooms it may import from, as DESIGN.md draws them."""
 

@@ -28,7 +28,7 @@ def children(process: int) -> list[int]:
 
 def test_sigterm_stops_the_server_too(tmp_path):
     model = write_tiny_model(tmp_path / "model")
-    command = [sys.executable, demo.__file__, "--model", str(model)]
+    command = [sys.executable, demo.__file__, "--model", str(model), "--policy", "streaming-llm"]
     running, servers = subprocess.Popen(command, stdout=subprocess.PIPE, text=True), []
     try:
         assert running.stdout.readline().startswith("$ vllm serve")

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# From nothing to the scorer in examples/scorers/smollm2-135m-kvpop, and how it compares: a few hours on two cores.
+#
+#   examples/distill_demo.sh [OUT [OPTIONS of `kvpop distill`]]        stopped at any time, the same command goes on
+#
+# DATA (folder made by `kvpop distill texts`), LENGTHS, SHARES and ROWS (of the comparison) can be set.
+set -euo pipefail
+
+out=${1:-runs/smollm2-135m-kvpop}
+shift || true
+here=$(cd "$(dirname "$0")/.." && pwd)
+kvpop=${KVPOP:-$here/.venv/bin/kvpop}
+model=${MODEL:-$here/models/SmolLM2-135M-Instruct}
+data=${DATA:-$here/data}
+
+[ -x "$kvpop" ] && [ -e "$model/config.json" ] || make -C "$here" model
+[ -e "$data/manifest.json" ] || "$kvpop" distill texts --out "$data"
+"$kvpop" distill --recipe demo --model "$model" --data "$data/training" --out "$out" "$@"
+for text in "$data"/held-out/*; do
+    echo "== $(basename "$text")"
+    "$kvpop" eval --model "$model" --data "$text" --split all --scorer "$out" --length ${LENGTHS:-1024 2048} \
+        --share ${SHARES:-4 8} --rows "${ROWS:-2}"
+done

@@ -1,0 +1,78 @@
+"""`kvpop eval`: files in, a table out."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.data import PackedTokens
+from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.evaluation.contenders import learned, training_free
+from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
+
+COLUMNS = ("length", "budget", "equal", "topk", "policy", "teacher", "hindsight", "mass", "perplexity", "accuracy")
+
+
+def evaluate_text(options) -> list[dict]:
+    """Evaluates what the command line names, prints the table and writes the records; returns the table."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    contenders = [training_free(name) for name in options.policies]
+    sinks, window = options.sinks, options.window
+    for folder in options.scorer:
+        contender, own_sinks, own_window = learned(folder, options.model)
+        contenders.append(contender)
+        sinks = own_sinks if sinks is None else sinks
+        if window is not None and window != own_window:
+            raise ConfigError(f"{folder} was trained with window {own_window}, not {window}: evaluate it apart")
+        window = own_window
+    if not contenders:
+        raise ConfigError("nothing to evaluate: give --policies or --scorer")
+    settings = _settings(options, 4 if sinks is None else sinks, 64 if window is None else window)
+    rows = PackedTokens(
+        options.data,
+        load_tokenizer(options.model),
+        max(options.length),
+        split=options.split,
+        seed=options.seed,
+        repeat=False,
+        vocab_size=AutoConfig.from_pretrained(options.model, local_files_only=True).vocab_size,
+    )
+    model = load_model(options.model, getattr(torch, options.dtype)).eval()
+    records = evaluate(model, itertools.islice(rows, options.rows), contenders, settings)
+    if not records:
+        raise ConfigError(f"the {options.split} split holds no row of {max(options.length)} tokens: give more text")
+    if options.out:
+        Path(options.out).write_text("".join(json.dumps(record) + "\n" for record in records))
+    table = summarise(records)
+    print(format_table(table))
+    return table
+
+
+def _settings(options, sinks: int, window: int) -> list[Setting]:
+    settings = []
+    for length, share, equal in itertools.product(options.length, options.share, options.equal):
+        budget = length // share
+        if budget <= sinks + window:
+            raise ConfigError(
+                f"a budget of {length} / {share} = {budget} leaves nothing beside {sinks} sinks and a window of {window}"
+            )
+        if equal == "k" or budget >= 512:
+            settings.append(Setting(length, budget, sinks, window, equal))
+    return settings
+
+
+def format_table(table: list[dict]) -> str:
+    """Right-aligned columns; numbers with four digits after the point."""
+    rows = [list(COLUMNS)]
+    for line in table:
+        values = (line.get(name) for name in COLUMNS)
+        rows.append(["" if v is None else f"{v:.4f}" if isinstance(v, float) else str(v) for v in values])
+    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
+    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
