@@ -13,11 +13,7 @@ from setuptools import find_packages, setup
 REQUIRED = os.environ.get("KVPOP_REQUIRE_EXT") == "1"
 # OpenMP is compiled in but not linked: its symbols come from the runtime torch has loaded, so that there is only one
 # pool of threads and torch.set_num_threads() holds for our kernels too.
-# No contraction: scores and decisions must not depend on which instruction set has a fused multiply-add.
-COMPILE_FLAGS = [
-    *("-O3", "-g0", "-std=c++20", "-fopenmp", "-fvisibility=hidden", "-ffp-contract=off"),
-    *("-Wall", "-Wno-unknown-pragmas"),
-]
+COMPILE_FLAGS = ["-O3", "-g0", "-std=c++20", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
 
 
 def not_built(reason):

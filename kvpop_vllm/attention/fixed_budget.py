@@ -120,7 +120,16 @@ class FixedBudgetAttention:
         for chunk in batch.prefills:
             cut = slice(chunk.first, chunk.last)
             out[cut], _ = ops.prefill_chunk(
-                q[cut], k[cut], v[cut], pages, chunk.row, chunk.start, batch.budgets, rule=self.rule, scale=self.scale
+                q[cut],
+                k[cut],
+                v[cut],
+                pages,
+                chunk.row,
+                chunk.start,
+                batch.budgets,
+                rule=self.rule,
+                scale=self.scale,
+                impl=self.impl,
             )
 
 

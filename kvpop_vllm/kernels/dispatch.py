@@ -65,6 +65,7 @@ def _implementation(op: str, impl: str) -> Callable:
 
 CPP_DTYPES = {
     "decode_step": (torch.float32, torch.bfloat16),
+    "prefill_chunk": (torch.float32, torch.bfloat16),
     "online_topk": (torch.float32,),
     "running_topk": (torch.float32, torch.float64),
 }

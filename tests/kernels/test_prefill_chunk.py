@@ -58,7 +58,7 @@ class Problem:
             )  # fmt: skip
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
 
-    def prefill(self, chunks):
+    def prefill(self, chunks, impl="reference"):
         pages, table = self.pages()
         rows, start, i = [], 0, 0
         while start < self.length:
@@ -67,7 +67,7 @@ class Problem:
             rows.append(
                 ops.prefill_chunk(
                     self.q[cut], self.k[cut], self.v[cut], pages, table[0], start, self.budgets,
-                    rule=self.rule, scale=self.scale, impl="reference",
+                    rule=self.rule, scale=self.scale, impl=impl,
                 )
             )  # fmt: skip
             start, i = start + count, i + 1
@@ -118,11 +118,18 @@ def check_same(actual, expected):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("roles", [(2, 8, 10), (0, 1, 5), (4, 16, 0), (3, 5, 40)], ids=str)
-def test_equals_decode_steps(case, roles):
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_equals_decode_steps(case, roles, impl):
     problem = Problem(case, *roles, length=90, seed=sum(roles) + len(case))
     expected = problem.decode()
-    check_same(problem.prefill([90]), expected)
-    check_same(problem.prefill([1, 13, 30]), expected)
+    check_same(problem.prefill([90], impl), expected)
+    check_same(problem.prefill([1, 13, 30], impl), expected)
+
+
+def test_the_reference_runs_no_other_implementation(monkeypatch):
+    monkeypatch.setattr("kvpop_vllm.kernels.cpp.online_topk.online_topk", None)
+    monkeypatch.setattr("kvpop_vllm.kernels.dispatch.select", None)
+    Problem("mlstm", 2, 8, 10, length=40).prefill([40])
 
 
 @pytest.mark.parametrize("case", ["linear", "mlstm"])

@@ -1,4 +1,4 @@
-// What the decode step needs, as raw pointers. Axes as in kvpop_vllm/kernels/ops.py: R requests, H KV heads,
+// What the decode step needs, as raw pointers. Axes as in kvpop_vllm/kernels/ops/serving.py: R requests, H KV heads,
 // G query heads per KV head, D head size, N slots per block, F features, Dv value width, M hidden width of the MLP.
 // Strides are in elements unless a name says bytes.
 

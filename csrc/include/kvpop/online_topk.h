@@ -1,4 +1,4 @@
-// When tokens are evicted from k long-range slots, arrivals one by one (kvpop_vllm/kernels/ops.py, online_topk).
+// When tokens are evicted from k long-range slots, arrivals one by one (kvpop_vllm/kernels/ops/serving.py, online_topk).
 
 #pragma once
 

@@ -10,12 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
 from kvpop_vllm.kernels.reference import scoring
 from kvpop_vllm.kernels.reference.delayed_mlstm import delayed_mlstm, empty_state
 from kvpop_vllm.kernels.reference.masked_attention import masked_attention
-from kvpop_vllm.kernels.reference.online_topk import NEVER
+from kvpop_vllm.kernels.reference.online_topk import NEVER, online_topk
 from kvpop_vllm.kernels.reference.paging import check_tokens_seen
 
 PIECE = 256
@@ -35,13 +34,18 @@ class Retained:
 
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
+    return prefill_with(online_topk, q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale)
+
+
+def prefill_with(online_topk, q, k, v, pages, page_table, start, budgets, *, rule, scale):
+    """The same with an implementation of :func:`kvpop_vllm.kernels.ops.online_topk`."""
     check_tokens_seen(pages, page_table.unsqueeze(0), [start])
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
     for budget in budgets.unique().tolist():
         heads = (budgets == budget).nonzero().flatten()
         rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
-        part = _Heads(pages, page_table, heads, budget, _select_heads(rule, heads), scale)
+        part = _Heads(pages, page_table, heads, budget, _select_heads(rule, heads), scale, online_topk)
         out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start)
     return out, lse
 
@@ -65,8 +69,9 @@ def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 class _Heads:
     """The heads of one request that share one budget."""
 
-    def __init__(self, pages, page_table, heads, budget, rule, scale):
+    def __init__(self, pages, page_table, heads, budget, rule, scale, online_topk):
         self.pages, self.heads, self.budget, self.rule, self.scale = pages, heads, budget, rule, scale
+        self.online_topk = online_topk
         self.topk = budget - rule.sinks - rule.window
         table = page_table[heads].long()
         self.state_rows, self.slot_rows = table[:, : pages.layout.state_blocks], table[:, pages.layout.state_blocks :]
@@ -95,7 +100,7 @@ class _Heads:
         held_long = max(0, held.k.shape[1] - first)
         pool_score = torch.cat([held.score[:, first:], score], 1)
         pool_position = torch.cat([held.position[:, first:], leaving.expand(len(self.heads), -1)], 1)
-        gone = ops.online_topk(
+        gone = self.online_topk(
             pool_score,
             pool_position,
             held_long,
