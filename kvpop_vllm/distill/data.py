@@ -37,7 +37,7 @@ class Pass:
 
     The buffer is filled up to ``buffer`` tokens; a piece drawn at random leaves it, and others take its place. With a
     buffer that holds the whole split the shuffle is perfect. Only the first of several documents with the same content
-    is used, in whichever split that one is.
+    is used; where their groups are in different splits, that of the first decides.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Pass:
         for source, document in self.order:
             content = document.content
             text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
-            if not text.strip():
+            if not content or not text.strip():
                 continue
             self.documents += 1
             if (digest := int.from_bytes(_digest(text), "big", signed=True)) in self.seen:
@@ -97,7 +97,6 @@ class Pass:
         }
 
     def load(self, state: dict) -> None:
-        self.epoch = state["epoch"]
         self.order.seek(state["order"])
         self.seen = set(state["seen"].tolist())
         self.drawn, self.given, self.documents, self.kept = state["counts"]

@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import re
+from html.entities import html5
 from html.parser import HTMLParser
 
 
 def pod_text(source: str) -> str:
     """Plain text of Perl's documentation format: headings and items lose their command, codes their brackets."""
-    out, skipped, inside = [], None, False
+    out, skipped, inside = [], False, False
     for paragraph in re.split(r"\n(?:[ \t]*\n)+", source.strip("\n")):
-        command, _, rest = paragraph.partition(" ") if paragraph.startswith("=") else ("", "", paragraph)
-        command, rest = command.split("\n")[0], rest.strip() if command else rest
+        command, rest = re.match(r"(=[A-Za-z]\S*\s*)?(.*)", paragraph, re.DOTALL).groups()
+        command = (command or "").strip()
         inside = (inside or bool(command)) and command != "=cut"
-        if skipped or not inside:
-            skipped = None if command == "=end" else skipped
-        elif command == "=begin":
-            skipped = rest
-        elif command.startswith("=head") or command == "=item" or not command:
-            out.append(paragraph.rstrip() if paragraph[:1].isspace() else pod_codes(rest).strip())
+        if command in ("=begin", "=end"):
+            skipped = command == "=begin"
+        elif inside and not skipped and (command.startswith("=head") or command in ("=item", "")):
+            out.append(rest.rstrip() if rest[:1].isspace() else pod_codes(rest).strip())
     return "\n\n".join(filter(None, out)) + "\n"
-
-
-ENTITIES = {"lt": "<", "gt": ">", "verbar": "|", "sol": "/", "amp": "&", "quot": '"', "nbsp": " "}
 
 
 OPEN = re.compile(r"([A-Z])(<<+\s+|<)")
@@ -44,12 +40,23 @@ def _pod_codes(text: str, i: int, close: re.Pattern | None) -> tuple[str, int]:
             if code == "L":
                 inner = inner.partition("|")[0]
             elif code == "E":
-                inner = ENTITIES.get(inner, chr(int(inner, 0)) if inner.isdigit() else inner)
+                inner = _character(inner)
             out.append("" if code in "XZ" else inner)
         else:
             out.append(text[i])
             i += 1
     return "".join(out), i
+
+
+def _character(name: str) -> str:
+    """Of ``E<name>``: a number (``233``, ``0xE9``, ``0351``) or a name that HTML has; itself if it is neither."""
+    if not name[:1].isdigit():
+        return html5.get(name + ";", name).replace("\N{NO-BREAK SPACE}", " ")
+    base = 16 if name[:2].lower() == "0x" else 8 if name[0] == "0" else 10
+    try:
+        return chr(int(name, base))
+    except (ValueError, OverflowError):
+        return name
 
 
 def html_text(source: str) -> str:
@@ -63,7 +70,7 @@ def html_text(source: str) -> str:
 
 class _Page(HTMLParser):
     BLOCKS = {"p", "div", "h1", "h2", "h3", "h4", "h5", "h6", "ul", "ol", "dl", "dt", "table", "tr", "pre"}
-    EMPTY = {"meta", "link", "img", "br", "hr", "input", "col"}
+    EMPTY = {"area", "base", "br", "col", "embed", "hr", "img", "input", "link", "meta", "source", "track", "wbr"}
 
     def __init__(self):
         super().__init__()
@@ -71,7 +78,7 @@ class _Page(HTMLParser):
 
     def handle_starttag(self, tag, attributes):
         if tag in self.EMPTY:
-            return
+            return self.handle_startendtag(tag, attributes)
         given = dict(attributes)
         classes = (given.get("class") or "").split()
         navigation = given.get("id") in ("title", "banner") or {"docnav", "toc"} & set(classes)
@@ -103,4 +110,5 @@ class _Page(HTMLParser):
             data = re.sub(r"\s+", " ", data)
             if not self.out or self.out[-1].endswith(("\n", "* ")):
                 data = data.lstrip()
-        self.out.append(data)
+        if data:
+            self.out.append(data)

@@ -1,6 +1,7 @@
 """Documents on disk: plain text, JSONL, Parquet and `datasets` folders, read in a fixed order from any place in it.
 
-A document is a text, or the ``messages`` of a conversation; its optional ``group`` names documents that belong together.
+A document is a text or a conversation, see :func:`kvpop_vllm.distill.chat.content_of`; its optional ``group`` names
+documents that belong together.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ import json
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
-
-COLUMNS = ("text", "messages", "group")
+from kvpop_vllm.distill.chat import FIELDS, content_of
 
 
 @dataclass(frozen=True)
@@ -40,10 +41,10 @@ class Source:
         size: bytes. extent: the place behind its last document.
     """
 
+    extent = 1
+
     def __init__(self, path: Path):
         self.path, self.size = path, path.stat().st_size
-
-    extent = 1
 
     def read(self, place: int) -> Iterator[Document]:
         """Documents from ``place`` on.
@@ -59,11 +60,14 @@ class Source:
 
     def fingerprint(self) -> list:
         """Name, size and a sample: enough to notice that a file has changed, without reading it all."""
-        with open(self.path, "rb") as file:
-            sample = file.read(4096)
-            file.seek(max(0, self.size - 4096))
-            sample += file.read(4096)
-        return [self.path.name, self.size, hashlib.sha256(sample).hexdigest()]
+        return [self.path.name, self.size, _sample(self.path)]
+
+
+def _sample(path: Path) -> str:
+    with open(path, "rb") as file:
+        sample = file.read(4096)
+        file.seek(max(0, path.stat().st_size - 4096))
+        return hashlib.sha256(sample + file.read(4096)).hexdigest()
 
 
 class TextFile(Source):
@@ -72,7 +76,7 @@ class TextFile(Source):
     def read(self, place: int) -> Iterator[Document]:
         if place == 0:
             try:
-                text = self.path.read_text(encoding="utf-8")
+                text = self.path.read_bytes().decode("utf-8-sig")  # line ends stay as they are
             except UnicodeDecodeError as error:
                 raise ConfigError(
                     f"{self.path} is not UTF-8 (byte {error.start}): convert it or leave it out"
@@ -99,11 +103,14 @@ class Jsonl(Source):
     def _document(self, line: bytes, place: int, following: int) -> Document:
         try:
             record = json.loads(line)
-        except ValueError as error:  # also bytes that are not UTF-8
-            raise ConfigError(f"{self.where(place)} is not JSON: {' '.join(str(error).split())}") from None
+        except UnicodeDecodeError:
+            raise ConfigError(f"{self.where(place)} is not UTF-8: convert the file or leave the line out") from None
+        except (ValueError, RecursionError) as error:
+            problem = getattr(error, "msg", error)  # without a position, which would be one within the line
+            raise ConfigError(f"{self.where(place)} is not JSON ({problem}): write one object per line") from None
         if not isinstance(record, dict):
-            raise ConfigError(f"{self.where(place)} is not a JSON object with `text` or `messages`")
-        return _document(record, self.where, place, following)
+            raise ConfigError(f"{self.where(place)} is not a JSON object: write one per line, with a field `text`")
+        return _document(record, self, place, following)
 
     def where(self, place: int) -> str:
         with open(self.path, "rb") as file:
@@ -116,35 +123,41 @@ def _until(file, place: int) -> Iterator[bytes]:
 
 
 class Parquet(Source):
-    """A document per row. Place: number of the row. One row group is in memory at a time."""
+    """A document per row. Place: number of the row. One row group is in memory at a time, and no file stays open."""
 
     loaded: tuple[int, object] = (-1, None)
 
     def __init__(self, path: Path):
         super().__init__(path)
-        pyarrow = _needs("pyarrow.parquet")
+        self.open = _needs("pyarrow.parquet").ParquetFile
         try:
-            self.file = pyarrow.ParquetFile(path)
+            with self.open(path) as file:
+                names, meta = file.schema_arrow.names, file.metadata
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-            raise ConfigError(f"{path} is not a Parquet file: {' '.join(str(error).split())}") from None
-        names = self.file.schema_arrow.names
+            _unreadable(path, "a Parquet file", error)
         self.columns = _columns(names, path)
-        groups = range(self.file.num_row_groups)
-        self.counts = [self.file.metadata.row_group(group).num_rows for group in groups]
+        self.counts = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
         self.extent = sum(self.counts)
 
     def read(self, place: int) -> Iterator[Document]:
         first = 0
         for group, count in enumerate(self.counts):
             if place < first + count:
-                if self.loaded[0] != group:
-                    self.loaded = group, self.file.read_row_group(group, columns=self.columns)
-                rows = self.loaded[1]
+                rows = self._load(group)
                 for start in range(max(place - first, 0), count, 64):
-                    records = rows.slice(start, 64).to_pylist()
-                    for row, record in enumerate(records, first + start):
-                        yield _document(record, self.where, row, row + 1)
+                    for row, record in enumerate(rows.slice(start, 64).to_pylist(), first + start):
+                        yield _document(record, self, row, row + 1)
+                self.loaded = -1, None
             first += count
+
+    def _load(self, group: int):
+        if self.loaded[0] != group:
+            try:
+                with self.open(self.path) as file:
+                    self.loaded = group, file.read_row_group(group, columns=self.columns)
+            except (OSError, ValueError) as error:
+                _unreadable(self.path, "a whole Parquet file", error)
+        return self.loaded[1]
 
     def where(self, place: int) -> str:
         return f"{self.path}, row {place}"
@@ -157,36 +170,37 @@ class Saved(Source):
         super().__init__(path)
         datasets = _needs("datasets")
         try:
-            self.rows = datasets.load_from_disk(str(path))
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path} is not a `datasets` folder: {' '.join(str(error).split())}") from None
-        self.rows = self.rows.select_columns(_columns(self.rows.column_names, path))
-        self.size = sum(file.stat().st_size for file in path.glob("*.arrow"))
+            rows = datasets.load_from_disk(str(path))
+        except (OSError, ValueError, KeyError) as error:
+            _unreadable(path, "a `datasets` folder", error)
+        self.rows = rows.select_columns(_columns(rows.column_names, path))
+        self.files = sorted(path.glob("*.arrow"))
+        self.size = sum(file.stat().st_size for file in self.files)
         self.extent = len(self.rows)
 
     def read(self, place: int) -> Iterator[Document]:
         for row in range(place, self.extent):
-            yield _document(self.rows[row], self.where, row, row + 1)
+            yield _document(self.rows[row], self, row, row + 1)
 
     def where(self, place: int) -> str:
         return f"{self.path}, row {place}"
 
     def fingerprint(self) -> list:
-        return [self.path.name, self.size, self.extent]
+        return [self.path.name, self.size, [_sample(file) for file in self.files]]
 
 
 FORMATS = {".txt": TextFile, ".jsonl": Jsonl, ".parquet": Parquet}
 
 
 def find_sources(paths: Iterable[str | Path] | str | Path) -> list[Source]:
-    """The sources that ``paths`` name, folders searched through, in the order of their paths, each of them once.
+    """The sources that ``paths`` name, folders searched through, in the order of their resolved paths, each once.
 
     In folders files of other kinds and hidden ones are passed over.
 
     Raises:
         ConfigError: there is no such file, it is of another kind, or a folder holds none.
     """
-    found: dict[Path, type[Source]] = {}
+    found: dict[Path, tuple[Path, type[Source]]] = {}
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     if not paths:
         raise ConfigError("no text is given: name files or folders with --data")
@@ -198,8 +212,8 @@ def find_sources(paths: Iterable[str | Path] | str | Path) -> list[Source]:
         here = dict(_search(path)) if path.is_dir() else {path: FORMATS[path.suffix.lower()]}
         if not here:
             raise ConfigError(f"folder {path} holds no {', '.join(FORMATS)} file and no `datasets` folder")
-        found |= {file.resolve(): kind for file, kind in here.items()}
-    return [found[path](path) for path in sorted(found)]
+        found |= {file.resolve(): (file, kind) for file, kind in here.items()}
+    return [kind(file) for _, (file, kind) in sorted(found.items())]
 
 
 def _search(folder: Path) -> Iterator[tuple[Path, type[Source]]]:
@@ -220,36 +234,21 @@ def _search(folder: Path) -> Iterator[tuple[Path, type[Source]]]:
 
 
 def _columns(names: list[str], path: Path) -> list[str]:
-    if "text" not in names and "messages" not in names:
-        raise ConfigError(f"{path} has no column `text` or `messages`, only {', '.join(names)}: rename one")
-    return [name for name in COLUMNS if name in names]
+    if not ("text" in names or "messages" in names or {"prompt", "response"} <= set(names)):
+        raise ConfigError(
+            f"{path} has no column `text` or `messages`, nor `prompt` and `response`, only {', '.join(names)}: rename one"
+        )
+    return [name for name in (*FIELDS, "group") if name in names]
 
 
-def _document(record: dict, where, place: int, following: int) -> Document:
-    content = record.get("messages")
-    if content is None:
-        content = record.get("text")
-    if isinstance(content, list):
-        content = [_message(message, where, place) for message in content]
-    elif not isinstance(content, str):
-        raise ConfigError(f"{where(place)} has no field `text` (a string) or `messages` (a list): add one")
+def _document(record: dict, source: Source, place: int, following: int) -> Document:
     group = record.get("group")
+    content = content_of(record, partial(source.where, place))
     return Document(content, None if group is None else str(group), place, following)
 
 
-def _message(message, where, place: int) -> dict:
-    """A message without the fields that only other rows of the table have; contents in parts are joined."""
-    if not isinstance(message, dict) or not isinstance(message.get("role"), str):
-        raise ConfigError(f"{where(place)}: every message needs a `role` and a `content`")
-    message = {name: value for name, value in message.items() if value is not None}
-    content = message.get("content")
-    if isinstance(content, list) and all(
-        isinstance(part, dict) and isinstance(part.get("text"), str) for part in content
-    ):
-        message["content"] = "".join(part["text"] for part in content)
-    elif not isinstance(content, str | None):
-        raise ConfigError(f"{where(place)}: a message's `content` must be text")
-    return message
+def _unreadable(path: Path, kind: str, error: Exception):
+    raise ConfigError(f"{path} is not {kind} ({' '.join(str(error).split())}): leave it out") from None
 
 
 def _needs(module: str):

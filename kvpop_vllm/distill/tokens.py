@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
+from functools import partial
 
 import numpy as np
 
@@ -10,8 +12,10 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.chat import render
 from kvpop_vllm.distill.sources import Document, Source
 
-STRETCH = 1 << 20
-"""Characters tokenised as one string; a longer text is parted at white space."""
+STRETCH = 1 << 18
+"""Characters tokenised in one call; a longer text is parted before words."""
+SEAM = re.compile(r"\s(?=\S)")
+"""Where words begin; byte-level tokenizers part a text there themselves."""
 
 
 class Tokens:
@@ -38,26 +42,29 @@ class Tokens:
 
     def pieces(self, batch: list[tuple[Source, Document]]) -> list[list[np.ndarray]]:
         """The pieces of each document, int32."""
-        starts, stretches, owners = [], [], []
-        for i, (source, document) in enumerate(batch):
-            chat = isinstance(document.content, list)
-            text = render(self.tokenizer, document.content, source.where(document.place)) if chat else document.content
-            starts.append([] if chat else self.start)
-            for stretch in _stretches(text.encode("utf-8", "replace").decode("utf-8")):
-                stretches.append(stretch)
-                owners.append(i)
+        ids: list[list[np.ndarray]] = [[] for _ in batch]
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        ids: list[list[int]] = [list(start) for start in starts]
-        for owner, own in zip(owners, self.tokenizer(stretches, **options)["input_ids"], strict=True):
-            ids[owner] += own
-        return [self._cut(own) for own in ids]
+        for stretches in _in_batches(self._stretches(batch)):
+            found = self.tokenizer([text for _, text in stretches], **options)["input_ids"]
+            for (i, _), own in zip(stretches, found, strict=True):
+                ids[i].append(np.array(own, dtype=np.int32))
+        return [self._cut(document, own) for (_, document), own in zip(batch, ids, strict=True)]
 
-    def _cut(self, ids: list[int]) -> list[np.ndarray]:
-        self._check(max(ids, default=0))
-        if ids and ids[-1] == self.eos:
-            ids.pop()
-        step = self.longest - 1
-        return [np.array([*ids[a : a + step], self.eos], dtype=np.int32) for a in range(0, len(ids), step)]
+    def _stretches(self, batch: list[tuple[Source, Document]]) -> Iterator[tuple[int, str]]:
+        for i, (source, document) in enumerate(batch):
+            text = document.content
+            if not isinstance(text, str):
+                text = render(self.tokenizer, text, partial(source.where, document.place))
+            yield from ((i, stretch) for stretch in _part(text.encode("utf-8", "replace").decode("utf-8")))
+
+    def _cut(self, document: Document, parts: list[np.ndarray]) -> list[np.ndarray]:
+        start = self.start if isinstance(document.content, str) else []  # chat templates write their own
+        ids = np.concatenate([np.array(start, dtype=np.int32), *parts])
+        self._check(ids.max(initial=0))
+        if len(ids) and ids[-1] == self.eos:
+            ids = ids[:-1]
+        step, end = self.longest - 1, np.array([self.eos], dtype=np.int32)
+        return [np.concatenate([ids[a : a + step], end]) for a in range(0, len(ids), step)]
 
     def _check(self, token: int) -> None:
         if self.vocab_size is not None and token >= self.vocab_size:
@@ -71,11 +78,23 @@ class Tokens:
         return [len(self.tokenizer), self.eos, self.start, probe["input_ids"], self.longest]
 
 
-def _stretches(text: str) -> Iterator[str]:
+def _part(text: str) -> Iterator[str]:
     at = 0
     while len(text) - at > STRETCH:
-        cut = max(text.rfind(space, at + 1, at + STRETCH) for space in " \n")
-        cut = cut if cut > at else at + STRETCH
+        *_, cut = at + STRETCH, *(seam.start() for seam in SEAM.finditer(text, at + 1, at + STRETCH))
         yield text[at:cut]
         at = cut
     yield text[at:]
+
+
+def _in_batches(stretches: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
+    """Of at most ``STRETCH`` characters: a tokenizer needs some hundred bytes for each token it is at."""
+    batch, size = [], 0
+    for i, text in stretches:
+        if batch and size + len(text) > STRETCH:
+            yield batch
+            batch, size = [], 0
+        batch.append((i, text))
+        size += len(text)
+    if batch:
+        yield batch

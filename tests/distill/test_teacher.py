@@ -1,0 +1,306 @@
+"""Stored teacher logits: the model's own within float16, whole after a kill or a full disk, refused where they do not fit."""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import resource
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from distill.byte_tokenizer import byte_tokenizer
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill import teacher
+from kvpop_vllm.distill.data import PackedTokens
+from kvpop_vllm.distill.hook import Dense, load_model
+from kvpop_vllm.distill.recipe import DEMO
+from kvpop_vllm.distill.run import load_tokenizer, stored_teacher, write_teacher
+from kvpop_vllm.distill.teacher import TeacherReader, TeacherWriter, TopLogits, settings_of, top_logits, write_rows
+from kvpop_vllm.testing import write_tiny_model
+
+LENGTH, TOP, VOCAB, ROWS = 24, 16, 264, 11
+MODEL = Path(__file__).resolve().parents[2] / "models" / "SmolLM2-135M-Instruct"
+ROW_BYTES = LENGTH * (4 * TOP + 8)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A model with its tokenizer, and text."""
+    folder = tmp_path_factory.mktemp("teacher")
+    byte_tokenizer().save_pretrained(write_tiny_model(folder / "model", "qwen3", vocab=VOCAB))
+    lines = (json.dumps({"text": f"{i} " + "words of text " * (i % 7)}) + "\n" for i in range(60))
+    (folder / "text.jsonl").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return load_model(folder / "model", torch.float32)
+
+
+@pytest.fixture
+def packed(folder):
+    return PackedTokens(folder / "text.jsonl", byte_tokenizer(), LENGTH, vocab_size=VOCAB)
+
+
+@pytest.fixture
+def rows(packed):
+    return list(islice(packed, ROWS))
+
+
+@pytest.fixture
+def settings(folder, packed):
+    return settings_of(folder / "model", packed, TOP)
+
+
+def writer(out, settings, **options):
+    """Three rows fill a file."""
+    return TeacherWriter(out, settings, **({"vocab_size": VOCAB, "shard_bytes": 3 * ROW_BYTES + 1} | options))
+
+
+def write(model, rows, writer, count=ROWS):
+    write_rows(model, rows, writer, count, quiet=True, attend=Dense())
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.fixture
+def whole(model, rows, settings, tmp_path):
+    """What an uninterrupted run writes."""
+    write(model, rows, writer(tmp_path / "whole", settings))
+    return contents(tmp_path / "whole")
+
+
+def own_log_probabilities(model, row):
+    with torch.no_grad():
+        return model(row.unsqueeze(0), attend=Dense()).logits.double().log_softmax(-1)
+
+
+def divergence(exact, stored):
+    """KL of every position between distributions over the stored tokens."""
+    p, q = exact.double().log_softmax(-1), stored.double().log_softmax(-1)
+    return (p.exp() * (p - q)).sum(-1)
+
+
+@pytest.mark.parametrize("vocab_size", [VOCAB, 1 << 17])
+def test_what_is_read_back_are_the_models_own_logits(model, rows, settings, tmp_path, vocab_size):
+    write(model, rows, writer(tmp_path, settings, vocab_size=vocab_size))
+    reader = TeacherReader(tmp_path, settings, rows=ROWS)
+    for number, row in enumerate(rows):
+        exact = own_log_probabilities(model, row)
+        stored, ids = reader(row.unsqueeze(0), number)
+        assert (stored.dtype, ids.dtype) == (torch.float32, torch.int64)
+        best = exact.topk(TOP)
+        assert torch.equal(ids, best.indices)
+        logits = model(row.unsqueeze(0), attend=Dense()).logits[0].gather(-1, ids[0])
+        float16 = (best.values.abs() * 2**-11).clamp_min(2**-25)
+        float32 = 2**-21 * logits.abs().max()
+        assert ((stored - best.values).abs() <= float16 + float32).all()
+        assert divergence(best.values, stored).max() < 1e-6
+        top = reader.top(number)
+        assert ((top.logits - logits).abs() <= float16[0] + 2 * float32).all() and torch.equal(top.ids, ids[0])
+
+
+@pytest.mark.slow
+def test_what_the_demo_model_loses_in_float16(tmp_path):
+    text = MODEL.parents[1] / "DESIGN.md"
+    (tmp_path / "design.txt").write_bytes(text.read_bytes())
+    rows = PackedTokens(tmp_path, load_tokenizer(MODEL), 512, split="all", vocab_size=49152)
+    model, tokens = load_model(MODEL), list(islice(rows, 1))
+    write(model, tokens, TeacherWriter(tmp_path / "out", settings_of(MODEL, rows), vocab_size=49152), 1)
+    exact = top_logits(model, tokens[0].unsqueeze(0), attend=Dense())
+    stored, ids = TeacherReader(tmp_path / "out")(tokens[0].unsqueeze(0), 0)
+    assert torch.equal(ids, exact.ids)
+    lost = divergence(exact.logits, stored)
+    assert lost.mean() < 3e-7 and lost.max() < 1e-6
+
+
+@pytest.mark.parametrize("positions", [5, 24, 100])
+def test_logits_are_computed_in_slices(model, rows, monkeypatch, positions):
+    monkeypatch.setattr(teacher, "POSITIONS", positions)
+    tokens = torch.stack(rows[:2])
+    best = top_logits(model, tokens, TOP, attend=Dense())
+    logits = model(tokens, attend=Dense()).logits
+    torch.testing.assert_close(best.logits, logits.topk(TOP).values)
+    torch.testing.assert_close(best.lse, logits.logsumexp(-1))
+    assert torch.equal(teacher.teacher_logits(model, tokens, TOP, attend=Dense())[1], best.ids)
+
+
+def test_models_that_rescale_their_logits_are_refused(model, monkeypatch):
+    monkeypatch.setattr(model.config, "final_logit_softcapping", 30.0, raising=False)
+    with pytest.raises(ConfigError, match=".final_logit_softcapping., .*: choose another model"):
+        top_logits(model, torch.zeros(1, 2, dtype=torch.long))
+
+
+# what is cut off is continued
+
+
+@pytest.mark.parametrize("done", range(ROWS + 1))
+def test_a_kill_changes_nothing(model, rows, settings, tmp_path, whole, done):
+    killed = writer(tmp_path / "out", settings)
+    for tokens in rows[:done]:
+        best = top_logits(model, tokens.unsqueeze(0), TOP, attend=Dense())
+        killed.add(tokens, TopLogits(*(tensor[0] for tensor in best)))
+    del killed  # without flush
+    (tmp_path / "out/rows-00001.safetensors.draft").write_bytes(b"cut off")
+    again = writer(tmp_path / "out", settings)
+    assert again.rows == done // 3 * 3
+    write(model, rows, again)
+    (tmp_path / "out/rows-00001.safetensors.draft").unlink(missing_ok=True)
+    assert contents(tmp_path / "out") == whole
+
+
+def test_a_kill_between_a_file_and_the_index_changes_nothing(model, rows, settings, tmp_path, whole, monkeypatch):
+    class Killed(BaseException):
+        pass
+
+    def replace(path, data, replace=teacher._replace):
+        if path.name == teacher.INDEX and b'"rows": 6' in data:
+            raise Killed
+        replace(path, data)
+
+    with monkeypatch.context() as patch, pytest.raises(Killed):
+        patch.setattr(teacher, "_replace", replace)
+        write(model, rows, writer(tmp_path / "out", settings), 6)
+    assert writer(tmp_path / "out", settings).rows == 3 and (tmp_path / "out/rows-00001.safetensors").exists()
+    write(model, rows, writer(tmp_path / "out", settings))
+    assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("first", [1, 3, 5, ROWS])
+def test_a_folder_is_extended_and_never_cut(model, rows, settings, tmp_path, whole, first):
+    for count in (first, ROWS, 2):
+        write(model, rows, writer(tmp_path / "out", settings), count)
+    assert contents(tmp_path / "out") == whole
+
+
+@pytest.mark.parametrize("failing", range(1, 9))
+def test_a_full_disk_loses_nothing(model, rows, settings, tmp_path, whole, monkeypatch, failing):
+    calls = []
+
+    def full(descriptor):
+        calls.append(descriptor)
+        if len(calls) >= failing:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    safe = (failing - 1) // 2 * 3  # a file and the index for every three rows
+    with monkeypatch.context() as patch:
+        patch.setattr(teacher.os, "fsync", full)
+        message = f"rows {safe} to .*: No space left on device; the {safe} rows before them are safe: make room and run"
+        with pytest.raises(OSError, match=message) as caught:
+            write(model, rows, writer(tmp_path / "out", settings))
+    assert "\n" not in str(caught.value) and not list((tmp_path / "out").glob("*.draft"))
+    for number in range(safe):
+        part = f"rows-{number // 3:05d}.safetensors"
+        assert (tmp_path / "out" / part).read_bytes() == whole[part]
+        TeacherReader(tmp_path / "out", settings).top(number)
+    write(model, rows, writer(tmp_path / "out", settings))
+    assert contents(tmp_path / "out") == whole
+
+
+def test_a_write_that_fails_halfway_leaves_the_folder_as_it_was(model, rows, settings, tmp_path, whole):
+    write(model, rows, writer(tmp_path / "out", settings), 4)
+    before, (soft, hard) = contents(tmp_path / "out"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * ROW_BYTES, hard))
+    try:
+        with pytest.raises(OSError, match="rows 4 to 5 .*: File too large; the 4 rows before them are safe"):
+            write(model, rows, writer(tmp_path / "out", settings))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert contents(tmp_path / "out") == before
+    write(model, rows, writer(tmp_path / "out", settings))
+    assert contents(tmp_path / "out") == whole
+
+
+# refusals
+
+
+def test_a_folder_of_other_settings_is_refused(folder, model, packed, rows, settings, tmp_path):
+    write(model, rows, writer(tmp_path, settings), 3)
+    other_model = write_tiny_model(tmp_path / "other", "qwen3", vocab=VOCAB, seed=1)
+    (tmp_path / "other.jsonl").write_text((folder / "text.jsonl").read_text().replace("words", "Words"))
+    other_text = PackedTokens(tmp_path / "other.jsonl", byte_tokenizer(), LENGTH, vocab_size=VOCAB)
+    others = {
+        "length": settings | {"length": 25},
+        "seed": settings | {"seed": 1},
+        "top": settings_of(folder / "model", packed, TOP + 1),
+        "model": settings_of(other_model, packed, TOP),
+        "data": settings_of(folder / "model", other_text, TOP),
+    }
+    for name, other in others.items():
+        for use in (TeacherReader, writer):
+            with pytest.raises(ConfigError, match=f"with {name} = .*, not .*: use the same {name}, or another folder"):
+                use(tmp_path, other)
+
+
+def test_a_model_changed_in_one_layer_is_another_model(folder, tmp_path):
+    (tmp_path / "config.json").write_bytes((folder / "model/config.json").read_bytes())
+    weights = safetensors.torch.load_file(folder / "model/model.safetensors")
+    found = set()
+    for name in (None, *weights):
+        changed = {n: tensor + (n == name) for n, tensor in weights.items()}
+        safetensors.torch.save_file(changed, tmp_path / "model.safetensors")
+        found.add(teacher.model_fingerprint(tmp_path))
+    assert len(found) == 1 + len(weights)
+
+
+def test_a_row_of_other_text_or_beyond_the_last_is_refused(model, rows, settings, tmp_path):
+    write(model, rows, writer(tmp_path, settings), 5)
+    first, second = rows[:2]
+    reader = TeacherReader(tmp_path, settings, rows=5)
+    reader(first.unsqueeze(0), 0)
+    with pytest.raises(ConfigError, match="row 0 of .* was written for other text: write the teacher's logits again"):
+        reader(second.unsqueeze(0), 0)
+    with pytest.raises(
+        ConfigError, match="holds the teacher's logits of 5 rows, 6 are needed: let `kvpop distill teacher`"
+    ):
+        reader(first.unsqueeze(0), 5)
+    with pytest.raises(ConfigError, match="holds the teacher's logits of 5 rows, 6 are needed"):
+        TeacherReader(tmp_path, settings, rows=6)
+
+
+def test_folders_that_hold_something_else_are_refused(model, rows, settings, tmp_path):
+    with pytest.raises(ConfigError, match="holds no teacher logits: write them with `kvpop distill teacher`"):
+        TeacherReader(tmp_path)
+    write(model, rows, writer(tmp_path, settings), 3)
+    part = tmp_path / "rows-00000.safetensors"
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match="rows-00000.safetensors cannot be read .*: write .* again in another folder"):
+        TeacherReader(tmp_path).top(0)
+    for index in ("{", "[]", '{"format": "kvpop-teacher", "version": 2}'):
+        (tmp_path / "index.json").write_text(index)
+        for use in (TeacherReader, writer):
+            with pytest.raises(ConfigError, match="index.json is not an index of teacher logits of version 1"):
+                use(tmp_path, settings)
+
+
+def test_a_row_of_another_shape_is_an_error(settings, tmp_path):
+    best = TopLogits(torch.zeros(LENGTH, TOP), torch.zeros(LENGTH, TOP, dtype=torch.long), torch.zeros(LENGTH))
+    with pytest.raises(ValueError, match=r"a row of \(23,\) tokens and \(24, 16\) logits, not \(24, 16\)"):
+        writer(tmp_path, settings).add(torch.zeros(LENGTH - 1, dtype=torch.long), best)
+
+
+# the command
+
+
+def test_more_logits_than_the_vocabulary_has_are_all_of_them(folder, model, tmp_path):
+    recipe = dataclasses.replace(DEMO, length=96, window=8, topk=[20], dtype="float32", kl_top=1000, steps=1, batch=3)
+    name, data = str(folder / "model"), [str(folder / "text.jsonl")]
+    for count in (1, None):
+        write_teacher(name, data, str(tmp_path), recipe, rows=count)
+    rows = PackedTokens(data, byte_tokenizer(), 96, vocab_size=VOCAB)
+    assert top_logits(model, torch.zeros(1, 5, dtype=torch.long), 1000, attend=Dense()).ids.shape == (1, 5, VOCAB)
+    reader = stored_teacher(str(tmp_path), name, rows, recipe)
+    row = next(rows).unsqueeze(0)
+    logits, ids = reader(row, 0)
+    assert logits.shape == (1, 96, VOCAB) and (ids.sort(-1).values == torch.arange(VOCAB)).all()
+    torch.testing.assert_close(
+        logits, own_log_probabilities(model, row[0]).gather(-1, ids).float(), rtol=2**-11, atol=1e-6
+    )
