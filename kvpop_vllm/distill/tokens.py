@@ -75,7 +75,8 @@ class Tokens:
     def fingerprint(self) -> list:
         """What a change of tokenizer would change."""
         probe = self.tokenizer("A probe: 1,234 things, naïve – <tag>\n\n\tdef f(x):\n", add_special_tokens=False)
-        return [len(self.tokenizer), self.eos, self.start, probe["input_ids"], self.longest]
+        template = getattr(self.tokenizer, "chat_template", None)
+        return [len(self.tokenizer), self.eos, self.start, probe["input_ids"], self.longest, template]
 
 
 def _part(text: str) -> Iterator[str]:
