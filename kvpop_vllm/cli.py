@@ -1,24 +1,30 @@
 """The `kvpop` command. A subcommand imports what it needs when it runs, so that `kvpop --help` is quick anywhere."""
 
+from __future__ import annotations
+
 import argparse
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from kvpop_vllm import __version__
 from kvpop_vllm.argument_types import non_negative, positive
+from kvpop_vllm.config import SCORER_KINDS
 from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.evaluation.command import add_eval
 
-SCORERS = ("mlstm", "mlp", "linear")
+if TYPE_CHECKING:
+    Commands = argparse._SubParsersAction[argparse.ArgumentParser]
 
 
-def fetch_demo_model(options):
+def fetch_demo_model(options: argparse.Namespace) -> None:
     from kvpop_vllm.demo_model import fetch_demo_model
 
     fetch_demo_model(options.directory)
 
 
-def init_scorer(options):
+def init_scorer(options: argparse.Namespace) -> None:
     from kvpop_vllm.scorers.init import init_scorer
 
     chosen = {name: getattr(options, name) for name in ("scorer", "sinks", "window", "topk", "seed")}
@@ -26,32 +32,35 @@ def init_scorer(options):
     print(f"wrote an untrained {options.scorer} scorer to {options.directory}")
 
 
-def export(options):
+def export(options: argparse.Namespace) -> None:
     from kvpop_vllm.scorers.export import export_checkpoint
 
     export_checkpoint(options.base, options.adapter, options.directory)
     print(f"wrote a full checkpoint to {options.directory}")
 
 
-def policies(options):
+def policies(options: argparse.Namespace) -> None:
     from kvpop_vllm.policies import describe
 
     print(describe())
 
 
-def add_fetch(commands):
-    help = "put SmolLM2-135M-Instruct into DIR as a Hugging Face folder"
-    command = commands.add_parser("fetch-demo-model", help=help, description=help)
+def add_command(commands: Commands, name: str, purpose: str) -> argparse.ArgumentParser:
+    """A subcommand whose purpose is both its line in `kvpop --help` and its own description."""
+    return commands.add_parser(name, help=purpose, description=purpose)
+
+
+def add_fetch(commands: Commands) -> None:
+    command = add_command(commands, "fetch-demo-model", "put SmolLM2-135M-Instruct into DIR as a Hugging Face folder")
     command.add_argument("directory", metavar="DIR")
     command.set_defaults(run=fetch_demo_model)
 
 
-def add_init(commands):
-    help = "write an untrained scorer for MODEL into DIR"
-    command = commands.add_parser("init-scorer", help=help, description=help)
+def add_init(commands: Commands) -> None:
+    command = add_command(commands, "init-scorer", "write an untrained scorer for MODEL into DIR")
     command.add_argument("model", metavar="MODEL", help="folder of the base model")
     command.add_argument("directory", metavar="DIR", help="folder to write")
-    command.add_argument("--scorer", choices=SCORERS, default="mlstm")
+    command.add_argument("--scorer", choices=SCORER_KINDS, default="mlstm")
     command.add_argument("--sinks", type=non_negative, default=4, help="first tokens always kept (default 4)")
     command.add_argument("--window", type=positive, default=256, help="latest tokens always kept (default 256)")
     command.add_argument("--topk", type=positive, help="long-range tokens per KV head that serving starts from")
@@ -59,21 +68,20 @@ def add_init(commands):
     command.set_defaults(run=init_scorer)
 
 
-def add_export(commands):
-    help = "write one checkpoint into DIR that holds the model BASE and the scorer ADAPTER"
-    command = commands.add_parser("export", help=help, description=help)
+def add_export(commands: Commands) -> None:
+    purpose = "write one checkpoint into DIR that holds the model BASE and the scorer ADAPTER"
+    command = add_command(commands, "export", purpose)
     command.add_argument("base", metavar="BASE", help="folder of the base model")
     command.add_argument("adapter", metavar="ADAPTER", help="folder of the scorer")
     command.add_argument("directory", metavar="DIR", help="folder to write")
     command.set_defaults(run=export)
 
 
-def add_policies(commands):
-    help = "list the policies that --kv-policy takes"
-    commands.add_parser("policies", help=help, description=help).set_defaults(run=policies)
+def add_policies(commands: Commands) -> None:
+    add_command(commands, "policies", "list the policies that --kv-policy takes").set_defaults(run=policies)
 
 
-def make_parser():
+def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvpop", description="Fixed-budget KV caches for vLLM.")
     parser.add_argument("--version", action="version", version=f"kvpop {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -82,7 +90,7 @@ def make_parser():
     return parser
 
 
-def main(arguments=None):
+def main(arguments: Sequence[str] | None = None) -> int:
     """Run one subcommand. Returns 0, or 2 after one line on stderr when the user's input is at fault."""
     options = make_parser().parse_args(arguments)
     try:

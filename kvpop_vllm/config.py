@@ -25,6 +25,9 @@ FLAGS = {
 }
 """Setting -> the flag users know it by; error messages name the flag."""
 
+SCORER_KINDS = ("mlstm", "mlp", "linear")
+"""What a scorer's config may name."""
+
 FULL_CHECKPOINT_SUFFIX = "_kvpop"
 """What a full checkpoint's model type has behind that of its base model."""
 
@@ -42,10 +45,18 @@ def check_spelling(additional_config: object) -> None:
     Raises:
         ConfigError: naming the key and what was probably meant.
     """
-    for key in additional_config if isinstance(additional_config, Mapping) else ():
-        spelt = str(key).lower().replace("-", "_")
-        if key != ADDITIONAL_CONFIG_KEY and difflib.get_close_matches(spelt, [ADDITIONAL_CONFIG_KEY], cutoff=0.85):
-            raise ConfigError(f"unknown key {key!r} in --additional-config: did you mean {ADDITIONAL_CONFIG_KEY!r}?")
+    keys = [str(key) for key in additional_config] if isinstance(additional_config, Mapping) else []
+    flags = [f"kv_{name}" for name in FLAGS] + ["kv_policies", "kvpop"]
+    for key in keys:
+        spelt = key.lower().replace("-", "_")
+        if key != ADDITIONAL_CONFIG_KEY and difflib.get_close_matches(spelt, flags, cutoff=0.85):
+            raise ConfigError(
+                f"unknown key {key!r} in --additional-config: did you mean {ADDITIONAL_CONFIG_KEY!r}? All settings go into it"
+            )
+    if "policy" in keys and set(keys) & set(FLAGS) - {"policy"}:
+        raise ConfigError(
+            f"--additional-config has a policy's settings beside {ADDITIONAL_CONFIG_KEY!r}: put them into it"
+        )
 
 
 @dataclass(frozen=True)
@@ -143,6 +154,8 @@ def resolve_retention(
         ConfigError: no budget to be had, budget below sinks + window + 1, or a window the scorer was not trained with.
     """
     sinks = settings.sinks if settings.sinks is not None else (scorer.sinks if scorer else DEFAULT_SINKS)
+    if keeps_all and settings.sinks is None:
+        sinks = min(sinks, max(0, max_model_len - 2))
     budget = _budget(settings, max_model_len, scorer, sinks, keeps_all)
     if scorer and scorer.delayed and settings.window not in (None, scorer.window):
         raise ConfigError(
@@ -150,10 +163,17 @@ def resolve_retention(
         )
     default_window = scorer.window if scorer else max(1, budget - sinks - 1)
     window = settings.window if settings.window is not None else default_window
-    if budget < sinks + window + 1:
-        raise ConfigError(
-            f"a budget of {budget} is too small for {sinks} sinks + window {window} + 1: raise --kv-budget to at least {sinks + window + 1}"
-        )
+    least = sinks + window + 1
+    if budget < least:
+        if keeps_all:
+            remedy = f"raise --max-model-len to at least {least}, or lower --kv-sinks"
+        elif settings.compression is not None:
+            remedy = f"lower --kv-compression to at most {max_model_len / least:.6g}"
+        else:
+            remedy = f"{'raise' if settings.budget else 'set'} --kv-budget to at least {least}"
+        raise ConfigError(f"a budget of {budget} is too small for {sinks} sinks + window {window} + 1: {remedy}")
+    if budget > MAX_BUDGET:
+        raise ConfigError(f"a budget of {budget} is more than {MAX_BUDGET} tokens: set a lower --kv-budget")
     return Retention(budget, sinks, window)
 
 

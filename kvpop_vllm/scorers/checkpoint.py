@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kvpop_vllm.config import ConfigError, ScorerShape
+from kvpop_vllm.config import MAX_BUDGET, ConfigError, ScorerShape
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
@@ -28,7 +28,7 @@ FORMAT, VERSION = "kvpop-scorer", 1
 T = TypeVar("T")
 
 FULL_CHECKPOINT_NAMES = (
-    (re.compile(r"^(?:model\.)?layers\.(?P<layer>\d+)\.self_attn\.kvpop\.(?P<name>.+)$"), "{name}"),
+    (re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9]\d*)\.self_attn\.kvpop\.(?P<name>.+)$"), "{name}"),
 )
 """(pattern with groups ``layer`` and ``name``, the tensor's name here) of each known layout of full checkpoints.
 
@@ -109,13 +109,13 @@ class ScorerConfig:
 def _check_values(given: Mapping, source: str) -> None:
     least = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "sinks": 0, "window": 1, "topk": 0}
     for key, low in least.items():
-        if not isinstance(given[key], int) or isinstance(given[key], bool) or given[key] < low:
-            raise ConfigError(f"{source}: {key} must be an integer of at least {low}, got {given[key]!r}")
+        if not isinstance(given[key], int) or isinstance(given[key], bool) or not low <= given[key] <= MAX_BUDGET:
+            raise ConfigError(f"{source}: {key} must be an integer from {low} to {MAX_BUDGET}, got {given[key]!r}")
     decay = given["decay"]
     if not isinstance(decay, Mapping) or sorted(decay) != ["max", "min", "step"]:
         raise ConfigError(f"{source}: decay must be an object with step, min and max, got {decay!r}")
-    if not isinstance(decay["step"], int) or isinstance(decay["step"], bool) or decay["step"] < 1:
-        raise ConfigError(f"{source}: decay.step must be an integer of at least 1, got {decay['step']!r}")
+    if not isinstance(decay["step"], int) or isinstance(decay["step"], bool) or not 1 <= decay["step"] <= MAX_BUDGET:
+        raise ConfigError(f"{source}: decay.step must be an integer from 1 to {MAX_BUDGET}, got {decay['step']!r}")
     if not all(isinstance(decay[k], int | float) for k in ("min", "max")) or not 0 < decay["min"] <= decay["max"] <= 1:
         raise ConfigError(f"{source}: decay needs 0 < min <= max <= 1, got {decay!r}")
     if not isinstance(given["model_type"], str):
@@ -184,6 +184,8 @@ def _check_shape(what: str, found: tuple[int, ...], shape: tuple, sizes: dict[st
     expected = tuple(sizes.get(axis, axis) for axis in shape)
     if found != expected:
         raise ConfigError(f"{what} has shape {found}, expected {expected}")
+    if 0 in found:
+        raise ConfigError(f"{what} has shape {found}: no size may be 0")
 
 
 def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], source: str) -> None:
@@ -241,7 +243,7 @@ def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source:
     """``layers.{i}.<name>`` tensors (or their shapes) per layer; floating-point tensors become float32."""
     layers: list[dict[str, T]] = [{} for _ in range(config.num_layers)]
     for name, tensor in tensors:
-        match = re.match(r"^layers\.(\d+)\.(.+)$", name)
+        match = re.match(r"^layers\.(0|[1-9]\d*)\.(.+)$", name)
         if match is None or int(match[1]) >= config.num_layers:
             raise ConfigError(f"{source}: unexpected tensor {name!r}")
         floating = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()

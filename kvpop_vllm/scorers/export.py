@@ -42,10 +42,12 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
         raise ConfigError(
             f"{base}: model type {kind!r} cannot carry scorers, only {', '.join(ARCHITECTURES)} can: serve it with --kv-scorer instead"
         )
+    config = json.loads((base / "config.json").read_text())
+    if config["model_type"] != kind:
+        raise ConfigError(f"{base} carries a scorer already: name the base model it was exported from")
     scorer, layers = read_scorer(adapter)
     check_model(scorer, **shape, source=str(adapter))
     shards = _Shards(base)
-    config = json.loads((base / "config.json").read_text())
     config |= {"architectures": [ARCHITECTURES[kind]], "model_type": kind + FULL_CHECKPOINT_SUFFIX}
     if config.get("dtype", config.get("torch_dtype")) is None:
         config["dtype"] = shards.dtype()  # vLLM would guess from the shards, of which the scorer's is float32

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import torch
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import FULL_CHECKPOINT_SUFFIX, ConfigError
 from kvpop_vllm.scorers import build
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, write_scorer
 
 
 def model_shape(model: str | Path) -> dict:
-    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``.
+    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``; a full checkpoint's model type is that of its base model.
 
     Raises:
         ConfigError: no such folder, or a config without these numbers.
@@ -23,7 +23,7 @@ def model_shape(model: str | Path) -> dict:
         config = json.loads(path.read_text())
         heads = config["num_attention_heads"]
         return {
-            "model_type": config["model_type"],
+            "model_type": str(config["model_type"]).removesuffix(FULL_CHECKPOINT_SUFFIX),
             "num_layers": config["num_hidden_layers"],
             "num_kv_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,

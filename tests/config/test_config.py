@@ -52,9 +52,28 @@ def test_unknown_key_lists_the_known_ones():
     assert "'bugdet'" in message and "budget" in message.split("use ")[1]
 
 
-@pytest.mark.parametrize("key", ["kv_polcy", "kvpolicy", "kv-policy", "KV_policy", "kv_policy "])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "kv_polcy",
+        "kvpolicy",
+        "kv-policy",
+        "KV_policy",
+        "kv_policy ",
+        "kv-policies",
+        "kv_budget",
+        "kv_scorer",
+        "kv_sink",
+        "kvpop",
+    ],
+)
 def test_a_key_beside_ours_that_is_nearly_ours(key):
-    assert refusal(check_spelling, {"kv_policy": {}, key: {}}).endswith("did you mean 'kv_policy'?")
+    assert "did you mean 'kv_policy'?" in refusal(check_spelling, {"kv_policy": {}, key: {}})
+
+
+@pytest.mark.parametrize("other", [{}, {"kv_policy": {}}])
+def test_settings_outside_their_key(other):
+    assert "'kv_policy'" in refusal(check_spelling, {"policy": "streaming-llm", "budget": 64} | other)
 
 
 @pytest.mark.parametrize(
@@ -139,13 +158,27 @@ def test_no_budget_to_be_had():
         ({"budget": 20, "window": 16}, None, 21),
         ({"budget": 5}, None, 6),
         ({"budget": 1, "sinks": 0}, None, 2),
-        ({"compression": 100}, DELAYED, 21),
         ({"budget": 64, "sinks": 60}, DELAYED, 77),
     ],
 )
 def test_budget_too_small(given, scorer, least):
     message = refusal(resolve_retention, settings(**given), 1000, scorer)
     assert f"--kv-budget to at least {least}" in message
+
+
+def test_the_remedy_is_the_option_that_set_the_budget():
+    message = refusal(resolve_retention, settings(compression=100), 1000, DELAYED)
+    assert "lower --kv-compression to at most 47.619" in message and "--kv-budget" not in message
+    assert resolve_retention(settings(compression=47.619), 1000, DELAYED).topk == 1
+    none = ScorerShape(sinks=4, window=16, topk=0, delayed=True)
+    assert "set --kv-budget to at least 21" in refusal(resolve_retention, settings(), 1000, none)
+    message = refusal(resolve_retention, settings(sinks=99), 64, None, keeps_all=True)
+    assert "--max-model-len to at least 101" in message and "--kv-sinks" in message
+
+
+def test_more_than_positions_can_count():
+    huge = ScorerShape(sinks=4, window=16, topk=2**24, delayed=True)
+    assert "--kv-budget" in refusal(resolve_retention, settings(), 1000, huge)
 
 
 def test_the_smallest_budgets_that_do():
@@ -156,6 +189,7 @@ def test_the_smallest_budgets_that_do():
 def test_a_policy_that_keeps_everything():
     assert resolve_retention(settings(), 1000, None, keeps_all=True).budget == 1000
     assert resolve_retention(settings(budget=2000), 1000, None, keeps_all=True).budget == 2000
+    assert resolve_retention(settings(), 3, None, keeps_all=True) == Retention(3, 1, 1)
     for given in ({"budget": 999}, {"compression": 2}):
         message = refusal(resolve_retention, settings(**given), 1000, None, keeps_all=True)
         assert "--kv-budget" in message and "--kv-compression" in message

@@ -274,12 +274,17 @@ def test_export_refuses_what_does_not_fit(each, tmp_path, capsys):
     assert "model_type" in refused_export(capsys, wrong_type, each.adapter, out)
     assert "num_layers" in refused_export(capsys, wrong_size, each.adapter, out)
     assert "'qwen2' cannot carry scorers" in refused_export(capsys, no_room, each.adapter, out)
-    assert "_kvpop' cannot carry scorers" in refused_export(capsys, each.full, each.adapter, out)
+    assert "carries a scorer already" in refused_export(capsys, each.full, each.adapter, out)
     assert "not a complete safetensors file" in refused_export(capsys, damaged, each.adapter, out)
     assert "model.safetensors cannot be read" in refused_export(capsys, empty, each.adapter, out)
     assert "config.json" in refused_export(capsys, tmp_path / "nowhere", each.adapter, out)
     assert "kvpop_config.json" in refused_export(capsys, each.base, tmp_path / "nowhere", out)
     assert not out.exists()
+
+
+def test_a_scorer_made_from_an_export_is_the_base_models(each, tmp_path):
+    assert main(["init-scorer", str(each.full), str(tmp_path / "scorer"), "--window", "8", "--topk", "20"]) in (0, None)
+    assert json.loads((tmp_path / "scorer/kvpop_config.json").read_text())["model_type"] == each.kind
 
 
 def _tensor(**changes):

@@ -120,6 +120,12 @@ def test_engine_arguments(llama, flag, options):
     assert flag in refusal(llama, **options)
 
 
+@pytest.mark.parametrize("policy", [{"policy": "streaming-llm", "compression": 4}, {"policy": "full"}])
+def test_a_length_that_is_fitted_later(llama, policy):
+    assert "--max-model-len" in refusal(llama, policy, max_model_len=-1)
+    configure(llama, {"policy": "streaming-llm", "budget": 64}, max_model_len=-1)
+
+
 def test_all_reasons_in_one_line(llama):
     message = refusal(llama, enable_prefix_caching=True, enable_dbo=True, kv_offloading_size=1.0)
     assert all(flag in message for flag in ("--enable-prefix-caching", "--enable-dbo", "--kv-offloading-size"))
