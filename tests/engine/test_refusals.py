@@ -131,9 +131,11 @@ def test_all_reasons_in_one_line(llama):
     assert all(flag in message for flag in ("--enable-prefix-caching", "--enable-dbo", "--kv-offloading-size"))
 
 
-def test_default_prefix_caching_is_switched_off(llama):
+def test_default_prefix_caching_is_switched_off(llama, capfd):
     assert configure(llama, None).cache_config.enable_prefix_caching is True
+    assert "prefix caching" not in "".join(capfd.readouterr())
     assert configure(llama).cache_config.enable_prefix_caching is False
+    assert "".join(capfd.readouterr()).count("prefix caching is switched off") == 1
     assert configure(llama, enable_prefix_caching=False).cache_config.enable_prefix_caching is False
 
 

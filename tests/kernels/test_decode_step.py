@@ -23,6 +23,7 @@ from kvpop_vllm.testing import assert_within_budget
 CLOSE = 1e-4
 """Decisions with a smaller margin may fall either way; they end an example and are counted."""
 excused: list[float] = []
+checked: list = []
 
 CASES = {
     "none": (None, {}),
@@ -184,6 +185,7 @@ def test_several_tiles_and_blocks(dtype, slots):
 
 
 def check_budgets(p):
+    checked.append(p)
     engines, exact, results, positions = follow(p.prepare())
     decided = min(positions) > p.sinks + p.window
     scores = {name: [] for name in ("exact", *engines)}
@@ -210,6 +212,9 @@ def check_budgets(p):
 
 
 def test_few_decisions_were_excused():
+    """Of those that the tests above have counted; alone it has nothing to say."""
+    if not checked:
+        pytest.skip("run with the tests of this module that count")
     assert len(excused) <= 3, excused
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from kvpop_vllm import policies
-from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.config import ConfigError, PolicySettings
+from kvpop_vllm.policies.base import Decide, ModelShape, Order, Signal
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 HEADS = 4
@@ -34,6 +34,25 @@ def policy(request, model, tmp_path):
         kind = policies.get(name).scorer_kind
         settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, kind, decay_step=2, **options))
     return policies.get(name)(PolicySettings(name, **settings), ModelShape("llama", 2, HEADS, 32, 256))
+
+
+DECLARED = {
+    "signals": frozenset({Signal.KEY, Signal.MASS}),
+    "order": Order.COUPLED,
+    "decide": Decide.GRID,
+    "slot_fields": {"votes": 4},
+    "uniform_shares": False,
+    "on_evict": lambda self: None,
+    "correct": lambda self: None,
+    "preload": lambda self: None,
+}
+
+
+@pytest.mark.parametrize("name", DECLARED)
+def test_what_no_kernel_acts_on_is_refused(name):
+    cls = type("Declared", (policies.get("streaming-llm"),), {"name": "declared", name: DECLARED[name]})
+    with pytest.raises(ConfigError, match=f"--kv-policy declared declares {name}, which this version cannot serve"):
+        cls(PolicySettings("declared", 64), ModelShape("llama", 2, HEADS, 32, 256))
 
 
 def tensors(rule) -> dict[str, torch.Tensor]:
