@@ -9,6 +9,7 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from fractions import Fraction
 
 ADDITIONAL_CONFIG_KEY = "kv_policy"
 DEFAULT_SINKS = 4
@@ -40,16 +41,18 @@ class ConfigError(ValueError):
 
 
 def check_spelling(additional_config: object) -> None:
-    """No key of ``additional_config`` is a slip of the pen for ours: vLLM would ignore it and serve densely.
+    """No key of ``additional_config`` is a slip of the pen for ours, or a setting that belongs into it: vLLM would ignore
+    it, and serve densely or with other settings.
 
     Raises:
         ConfigError: naming the key and what was probably meant.
     """
     keys = [str(key) for key in additional_config] if isinstance(additional_config, Mapping) else []
-    flags = [f"kv_{name}" for name in FLAGS] + ["kv_policies", "kvpop"]
+    ours = [f"kv_{name}" for name in FLAGS] + ["kv_policies", "kvpop"]
     for key in keys:
         spelt = key.lower().replace("-", "_")
-        if key != ADDITIONAL_CONFIG_KEY and difflib.get_close_matches(spelt, flags, cutoff=0.85):
+        nearly = spelt.startswith("k") and difflib.get_close_matches(spelt, ours, cutoff=0.85)
+        if key != ADDITIONAL_CONFIG_KEY and nearly:
             raise ConfigError(
                 f"unknown key {key!r} in --additional-config: did you mean {ADDITIONAL_CONFIG_KEY!r}? All settings go into it"
             )
@@ -98,8 +101,6 @@ class PolicySettings:
         _check_compression(values["compression"])
         if values["scorer"] is not None and not isinstance(values["scorer"], str):
             raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
-        if (values["budget"] or 0) > MAX_BUDGET:
-            raise ConfigError(f"--kv-budget {values['budget']} is more than {MAX_BUDGET} tokens: lower it")
         if values["budget"] is not None and values["compression"] is not None:
             raise ConfigError("--kv-budget and --kv-compression both set the budget: give only one of them")
         return cls(**values)
@@ -109,6 +110,8 @@ def _check_int(values: dict, name: str, least: int) -> None:
     value = values[name]
     if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
         raise ConfigError(f"{FLAGS[name]} must be an integer of at least {least}, got {value!r}")
+    if value is not None and value > MAX_BUDGET:
+        raise ConfigError(f"{FLAGS[name]} {value} is more than {MAX_BUDGET} tokens: lower it")
 
 
 def _check_compression(value) -> None:
@@ -165,16 +168,22 @@ def resolve_retention(
     window = settings.window if settings.window is not None else default_window
     least = sinks + window + 1
     if budget < least:
-        if keeps_all:
-            remedy = f"raise --max-model-len to at least {least}, or lower --kv-sinks"
-        elif settings.compression is not None:
-            remedy = f"lower --kv-compression to at most {max_model_len / least:.6g}"
-        else:
-            remedy = f"{'raise' if settings.budget else 'set'} --kv-budget to at least {least}"
+        remedy = _remedy(settings, max_model_len, least, keeps_all)
         raise ConfigError(f"a budget of {budget} is too small for {sinks} sinks + window {window} + 1: {remedy}")
     if budget > MAX_BUDGET:
-        raise ConfigError(f"a budget of {budget} is more than {MAX_BUDGET} tokens: set a lower --kv-budget")
+        lower = "lower --max-model-len" if keeps_all else "set a lower --kv-budget"
+        raise ConfigError(f"a budget of {budget} is more than {MAX_BUDGET} tokens: {lower}")
     return Retention(budget, sinks, window)
+
+
+def _remedy(settings: PolicySettings, max_model_len: int, least: int, keeps_all: bool) -> str:
+    """How the budget comes to be at least ``least``, by the option that it came from."""
+    if keeps_all or (settings.compression is not None and max_model_len < least):
+        lower = [f"lower {FLAGS[name]}" for name in ("sinks", "window") if getattr(settings, name)]
+        return " or ".join([f"raise --max-model-len to at least {least}", *lower])
+    if settings.compression is not None:
+        return f"lower --kv-compression to at most {1000 * max_model_len // least / 1000}"
+    return f"{'raise' if settings.budget else 'set'} --kv-budget to at least {least}"
 
 
 def _budget(
@@ -189,7 +198,7 @@ def _budget(
     if settings.budget is not None:
         return settings.budget
     if settings.compression is not None:
-        return int(max_model_len / settings.compression)
+        return int(max_model_len / Fraction(str(settings.compression)))  # 28 / 1.12 is 25, not 24.999...
     if scorer is not None:
         return sinks + scorer.window + scorer.topk
     raise ConfigError(f"--kv-policy {settings.policy} needs a budget: give --kv-budget or --kv-compression")

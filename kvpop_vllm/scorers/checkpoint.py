@@ -20,15 +20,16 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kvpop_vllm.config import MAX_BUDGET, ConfigError, ScorerShape
+from kvpop_vllm.config import MAX_BUDGET, SCORER_KINDS, ConfigError, ScorerShape
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
 FORMAT, VERSION = "kvpop-scorer", 1
+_INT32_MAX = 2**31 - 1
 T = TypeVar("T")
 
 FULL_CHECKPOINT_NAMES = (
-    (re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9]\d*)\.self_attn\.kvpop\.(?P<name>.+)$"), "{name}"),
+    (re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.self_attn\.kvpop\.(?P<name>.+)$"), "{name}"),
 )
 """(pattern with groups ``layer`` and ``name``, the tensor's name here) of each known layout of full checkpoints.
 
@@ -90,8 +91,8 @@ class ScorerConfig:
             raise ConfigError(
                 f"{source} says format {raw.get('format')!r} version {raw.get('version')!r}; this kvpop_vllm reads {FORMAT!r} version {VERSION}"
             )
-        if raw.get("scorer") not in ("mlstm", "mlp", "linear"):
-            raise ConfigError(f"{source}: scorer must be 'mlstm', 'mlp' or 'linear', got {raw.get('scorer')!r}")
+        if raw.get("scorer") not in SCORER_KINDS:
+            raise ConfigError(f"{source}: scorer must be one of {', '.join(SCORER_KINDS)}, got {raw.get('scorer')!r}")
         required = _COMMON_KEYS + (_MLSTM_KEYS if raw["scorer"] == "mlstm" else ())
         given = {key: value for key, value in raw.items() if key not in ("format", "version")}
         if unknown := sorted(set(given) - set(required)):
@@ -114,8 +115,8 @@ def _check_values(given: Mapping, source: str) -> None:
     decay = given["decay"]
     if not isinstance(decay, Mapping) or sorted(decay) != ["max", "min", "step"]:
         raise ConfigError(f"{source}: decay must be an object with step, min and max, got {decay!r}")
-    if not isinstance(decay["step"], int) or isinstance(decay["step"], bool) or not 1 <= decay["step"] <= MAX_BUDGET:
-        raise ConfigError(f"{source}: decay.step must be an integer from 1 to {MAX_BUDGET}, got {decay['step']!r}")
+    if not isinstance(decay["step"], int) or isinstance(decay["step"], bool) or not 1 <= decay["step"] <= _INT32_MAX:
+        raise ConfigError(f"{source}: decay.step must be an integer from 1 to {_INT32_MAX}, got {decay['step']!r}")
     if not all(isinstance(decay[k], int | float) for k in ("min", "max")) or not 0 < decay["min"] <= decay["max"] <= 1:
         raise ConfigError(f"{source}: decay needs 0 < min <= max <= 1, got {decay!r}")
     if not isinstance(given["model_type"], str):
@@ -125,11 +126,16 @@ def _check_values(given: Mapping, source: str) -> None:
     if given["feature_map"] not in ("hedgehog", "softmax"):
         raise ConfigError(f"{source}: feature_map must be 'hedgehog' or 'softmax', got {given['feature_map']!r}")
     cap = given["gate_softcap"]
-    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not 0 < cap < float("inf")):
-        raise ConfigError(f"{source}: gate_softcap must be null or a positive number, got {cap!r}")
+    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not _in_float32(cap)):
+        raise ConfigError(f"{source}: gate_softcap must be null or a positive float32 number, got {cap!r}")
     for key in ("norm", "skip", "delayed"):
         if not isinstance(given[key], bool):
             raise ConfigError(f"{source}: {key} must be true or false, got {given[key]!r}")
+
+
+def _in_float32(number: float) -> bool:
+    """Whether a positive number is neither infinite nor lost in float32, in which the kernels take it."""
+    return torch.finfo(torch.float32).tiny <= number <= torch.finfo(torch.float32).max
 
 
 def tensor_shapes(config: ScorerConfig) -> dict[str, tuple]:
@@ -243,7 +249,7 @@ def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source:
     """``layers.{i}.<name>`` tensors (or their shapes) per layer; floating-point tensors become float32."""
     layers: list[dict[str, T]] = [{} for _ in range(config.num_layers)]
     for name, tensor in tensors:
-        match = re.match(r"^layers\.(0|[1-9]\d*)\.(.+)$", name)
+        match = re.match(r"^layers\.(0|[1-9][0-9]{0,8})\.(.+)$", name)
         if match is None or int(match[1]) >= config.num_layers:
             raise ConfigError(f"{source}: unexpected tensor {name!r}")
         floating = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()

@@ -13,7 +13,9 @@ from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, write_score
 
 
 def model_shape(model: str | Path) -> dict:
-    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``; a full checkpoint's model type is that of its base model.
+    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``.
+
+    The model type of a full checkpoint is that of its base model, which is what its scorers are made for.
 
     Raises:
         ConfigError: no such folder, or a config without these numbers.
@@ -22,8 +24,9 @@ def model_shape(model: str | Path) -> dict:
     try:
         config = json.loads(path.read_text())
         heads = config["num_attention_heads"]
+        kind = config["model_type"]
         return {
-            "model_type": str(config["model_type"]).removesuffix(FULL_CHECKPOINT_SUFFIX),
+            "model_type": kind.removesuffix(FULL_CHECKPOINT_SUFFIX) if isinstance(kind, str) else kind,
             "num_layers": config["num_hidden_layers"],
             "num_kv_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,

@@ -102,10 +102,10 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
     settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
     cls = policies.get(settings.policy)
     model = vllm_config.model_config
-    if model.original_max_model_len == -1 and (settings.compression is not None or cls.keeps_all):
+    if model.original_max_model_len == -1 and settings.compression is not None and not cls.keeps_all:
         raise ConfigError(
-            "--max-model-len -1 is fitted to the memory only after the budget has been made of it: give a fixed --max-model-len,"
-            " or --kv-budget"
+            "--kv-compression makes the budget of --max-model-len, which -1 and auto fit to the memory only later: give a "
+            "fixed --max-model-len, or --kv-budget"
         )
     shape = ModelShape(
         model_type=model.hf_text_config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX),

@@ -1,5 +1,7 @@
 """Settings and retention: every rule, and that each message is one line that names what to change."""
 
+import itertools
+
 import pytest
 
 from kvpop_vllm.config import (
@@ -77,7 +79,13 @@ def test_settings_outside_their_key(other):
 
 
 @pytest.mark.parametrize(
-    "other", [{"kv_policy": 3, "policy": 1, "kv_cache": 2, "kv_policy_log_folder": 3, 4: 5}, None, "x"]
+    "other",
+    [
+        {"kv_policy": 3, "policy": 1, "kv_cache": 2, "kv_policy_log_folder": 3, 4: 5},
+        {"compression": 2, "budget": 3, "kv_store": 4},
+        None,
+        "x",
+    ],
 )
 def test_other_keys_are_other_peoples(other):
     check_spelling(other)
@@ -113,6 +121,13 @@ def test_a_policy_is_needed(given):
 def test_types_and_ranges(name, value):
     message = refusal(settings, **{name: value})
     assert message.startswith(f"--kv-{name} ") and repr(value) in message
+
+
+@pytest.mark.parametrize("name", ["budget", "sinks", "window"])
+def test_more_tokens_than_positions_can_count(name):
+    assert settings(**{name: 2**24}) is not None
+    message = refusal(settings, **{name: 2**40})
+    assert message.startswith(f"--kv-{name} ") and "lower it" in message
 
 
 def test_budget_and_compression_exclude_each_other():
@@ -172,13 +187,25 @@ def test_the_remedy_is_the_option_that_set_the_budget():
     assert resolve_retention(settings(compression=47.619), 1000, DELAYED).topk == 1
     none = ScorerShape(sinks=4, window=16, topk=0, delayed=True)
     assert "set --kv-budget to at least 21" in refusal(resolve_retention, settings(), 1000, none)
+    message = refusal(resolve_retention, settings(compression=1), 16, DELAYED)
+    assert message.endswith("raise --max-model-len to at least 21")
     message = refusal(resolve_retention, settings(sinks=99), 64, None, keeps_all=True)
-    assert "--max-model-len to at least 101" in message and "--kv-sinks" in message
+    assert message.endswith("raise --max-model-len to at least 101 or lower --kv-sinks")
+    assert refusal(resolve_retention, settings(), 1, None, keeps_all=True).endswith("--max-model-len to at least 2")
+
+
+def test_the_compression_named_does():
+    """The number in the message is rounded; followed to the letter, it is small enough."""
+    for length, window in itertools.product(range(30, 300, 7), range(1, 24)):
+        message = refusal(resolve_retention, settings(compression=1000, window=window), length, None)
+        named = float(message.rsplit(" ", 1)[1])
+        assert resolve_retention(settings(compression=named, window=window), length, None).topk >= 1
 
 
 def test_more_than_positions_can_count():
     huge = ScorerShape(sinks=4, window=16, topk=2**24, delayed=True)
     assert "--kv-budget" in refusal(resolve_retention, settings(), 1000, huge)
+    assert "--max-model-len" in refusal(resolve_retention, settings(), 2**24 + 1, None, keeps_all=True)
 
 
 def test_the_smallest_budgets_that_do():

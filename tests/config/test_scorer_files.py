@@ -8,12 +8,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvpop_vllm.config import ConfigError
-from kvpop_vllm.scorers import checkpoint, from_tensors
+from kvpop_vllm.config import SCORER_KINDS, ConfigError
+from kvpop_vllm.scorers import SCORERS, checkpoint, from_tensors
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME, Decay, ScorerConfig
+from kvpop_vllm.scorers.init import init_scorer, model_shape
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 KINDS = ("mlstm", "mlp", "linear")
+
+
+def test_every_kind_has_its_class():
+    assert tuple(SCORERS) == SCORER_KINDS == KINDS
 
 
 @pytest.fixture(scope="module")
@@ -154,9 +159,13 @@ def test_a_config_that_is_no_json_object(scorer, text):
         ({"topk": True}, "topk"),
         ({"topk": 2**31}, "topk"),
         ({"sinks": 2**40}, "sinks"),
+        ({"window": 2**40}, "window"),
+        ({"decay": {"step": 2**31, "min": 0.9, "max": 0.99}}, "decay.step"),
         ({"decay": {"step": 2**70, "min": 0.9, "max": 0.99}}, "decay.step"),
         ({"gate_softcap": 0}, "gate_softcap"),
         ({"gate_softcap": True}, "gate_softcap"),
+        ({"gate_softcap": 10**400}, "gate_softcap"),
+        ({"gate_softcap": 1e-300}, "gate_softcap"),
         ({"norm": 1}, "norm"),
         ({"delayed": None}, "delayed"),
         ({"decay": 0.9}, "decay"),
@@ -205,6 +214,8 @@ def with_tensor(name, tensor):
         (with_tensor("layers.0.extra", torch.zeros(2)), "layers.0.extra does not belong"),
         (with_tensor("layers.2.decay_logit", torch.zeros(2)), "'layers.2.decay_logit'"),
         (with_tensor("layers.01.decay_logit", torch.zeros(2)), "'layers.01.decay_logit'"),
+        (with_tensor("layers.00.decay_logit", torch.zeros(2)), "'layers.00.decay_logit'"),
+        (with_tensor(f"layers.{'9' * 5000}.decay_logit", torch.zeros(2)), "'layers.999"),
         (with_tensor("decay_logit", torch.zeros(2)), "'decay_logit'"),
         (with_tensor("layers.1.decay_logit", torch.zeros(3)), "layers.1.decay_logit has shape (3,), expected (2,)"),
         (with_tensor("layers.0.q_proj", torch.zeros(2, 60, 16)), "layers.0.q_proj has shape"),
@@ -219,6 +230,31 @@ def test_wrong_tensors(scorer, change, named):
     edit_tensors(scorer, change)
     message = refusal(checkpoint.read_scorer, scorer)
     assert TENSORS_NAME in message and named in message
+
+
+@pytest.mark.parametrize("kind, length", [("mlstm", "V"), ("mlp", "M")])
+def test_sizes_of_nothing(model, tmp_path, kind, length):
+    """From the shapes alone, which is how a full checkpoint is checked."""
+    config = checkpoint.read_config(write_random_scorer(tmp_path / "scorer", model, kind))
+    sizes = {"F": 8, "V": 8, "M": 8} | {length: 0}
+    shapes = {n: tuple(sizes.get(axis, axis) for axis in s) for n, s in checkpoint.tensor_shapes(config).items()}
+    assert "no size may be 0" in refusal(checkpoint.check_shapes, config, [shapes] * config.num_layers, "file")
+
+
+def test_a_full_checkpoints_layers_are_counted_plainly():
+    name = "model.layers.{}.self_attn.kvpop.out.bias"
+    assert checkpoint.full_checkpoint_name(name.format(10)) == "layers.10.out.bias"
+    assert "layers.{i}.self_attn.kvpop.out.bias" in refusal(
+        checkpoint.check_layout, [name.format(0), name.format("00")], "file"
+    )
+
+
+def test_a_scorer_made_for_a_full_checkpoint_is_its_base_models(model, tmp_path):
+    raw = json.loads((model / "config.json").read_text())
+    for kind, found in (("qwen3_kvpop", "qwen3"), ("qwen3", "qwen3"), (None, None)):
+        (tmp_path / "config.json").write_text(json.dumps(raw | {"model_type": kind}))
+        assert model_shape(tmp_path)["model_type"] == found
+    assert "model_type must be a string" in refusal(init_scorer, tmp_path, tmp_path / "scorer")
 
 
 def test_optional_tensors_must_match_their_flags(scorer):

@@ -4,6 +4,7 @@ the model folders here holds any."""
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from engine.tiny_configs import FP8_CACHE, LLAMA, REFUSED, SERVED
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
+from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_random_scorer
@@ -120,10 +122,16 @@ def test_engine_arguments(llama, flag, options):
     assert flag in refusal(llama, **options)
 
 
-@pytest.mark.parametrize("policy", [{"policy": "streaming-llm", "compression": 4}, {"policy": "full"}])
-def test_a_length_that_is_fitted_later(llama, policy):
-    assert "--max-model-len" in refusal(llama, policy, max_model_len=-1)
-    configure(llama, {"policy": "streaming-llm", "budget": 64}, max_model_len=-1)
+def test_a_length_that_is_fitted_later(llama):
+    """It cannot be divided yet; `full` keeps all of it however short it gets."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    for asked in ("-1", "auto"):
+        length = parser.parse_args(["--max-model-len", asked]).max_model_len
+        message = refusal(llama, {"policy": "streaming-llm", "compression": 4}, max_model_len=length)
+        assert "--kv-compression" in message and "fixed --max-model-len, or --kv-budget" in message
+        for policy in (STREAMING, {"policy": "full"}):
+            configure(llama, policy, max_model_len=length)
+    configure(llama, {"policy": "streaming-llm", "compression": 4}, max_model_len=None)
 
 
 def test_all_reasons_in_one_line(llama):
@@ -131,12 +139,15 @@ def test_all_reasons_in_one_line(llama):
     assert all(flag in message for flag in ("--enable-prefix-caching", "--enable-dbo", "--kv-offloading-size"))
 
 
-def test_default_prefix_caching_is_switched_off(llama, capfd):
+def test_default_prefix_caching_is_switched_off(llama, monkeypatch):
+    """With one line of the log, unless it was off already. Not by caplog: the first config sets vLLM's loggers up anew."""
+    said, line = [], "--kv-policy streaming-llm: prefix caching is switched off, evicted tokens cannot be shared"
+    monkeypatch.setattr(logging.getLogger("vllm.kvpop_vllm"), "info", lambda text, *args: said.append(text % args))
     assert configure(llama, None).cache_config.enable_prefix_caching is True
-    assert "prefix caching" not in "".join(capfd.readouterr())
-    assert configure(llama).cache_config.enable_prefix_caching is False
-    assert "".join(capfd.readouterr()).count("prefix caching is switched off") == 1
     assert configure(llama, enable_prefix_caching=False).cache_config.enable_prefix_caching is False
+    assert line not in said
+    assert configure(llama).cache_config.enable_prefix_caching is False
+    assert said.count(line) == 1
 
 
 @pytest.mark.parametrize(

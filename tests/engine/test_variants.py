@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 from engine.driving import BLOCK, Job, one_thread, watched
 from engine.judge import Judge
 from engine.matrix import BUDGET, MATRIX, STATE_BLOCKS
+from engine.recorder import Held
 
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import cdiv
@@ -159,3 +161,32 @@ def _judge_layer(recorder, policy, name, layer, held) -> list[bool]:
     )
     assert_within_budget(found, exact, eager)
     return ties
+
+
+def test_a_near_tie_excuses_its_own_head_only(case, monkeypatch):
+    policy, length = case("llama", "kvpop-linear").judge.policy, 130
+    draw = torch.Generator().manual_seed(0)
+    query, key, value = (torch.randn(heads, length, 32, generator=draw).bfloat16() for heads in (4, 2, 2))
+    scores = raw_scores(policy.scorer, 0, key.double(), value.double(), policy.window)
+    rule = policy.decay(0, 2), policy.sinks, policy.window, policy.topk, policy.step
+    sets = torch.from_numpy(retained_sets(scores.numpy(), *rule))
+    out = masked_attention(query, key, value, sets).unflatten(-1, (4, -1)).transpose(0, 1)
+    tensors = {
+        ("0", 0, n): t.transpose(0, 1) for n, t in zip(("query", "key", "value"), (query, key, value), strict=True)
+    }
+    held = [Held(length, length, [row[-1].nonzero().flatten().tolist() for row in sets])]
+
+    def ties(out):
+        recorder = SimpleNamespace(tensors=tensors | {("0", 0, "out"): out.transpose(0, 1)})
+        return sum(_judge_layer(recorder, policy, "0", 0, held))
+
+    assert ties(out) == 0
+    held[0].positions[0][policy.sinks] -= 1
+    with pytest.raises(AssertionError, match="layer 0, head 0"):
+        ties(out)
+    monkeypatch.setitem(globals(), "decision_margins", lambda *_: torch.zeros(2, length))
+    assert ties(out) == 1
+    with pytest.raises(AssertionError, match="exceeds"):
+        ties(out + torch.tensor([0, 0, 0, 1])[:, None, None])
+    held[0].positions[1][policy.sinks] -= 1
+    assert ties(out) == 2

@@ -23,7 +23,14 @@ from kvpop_vllm.testing import assert_within_budget
 CLOSE = 1e-4
 """Decisions with a smaller margin may fall either way; they end an example and are counted."""
 excused: list[float] = []
-checked: list = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_decisions_are_excused():
+    """In all tests of this module together."""
+    yield
+    assert len(excused) <= 3, excused
+
 
 CASES = {
     "none": (None, {}),
@@ -185,7 +192,6 @@ def test_several_tiles_and_blocks(dtype, slots):
 
 
 def check_budgets(p):
-    checked.append(p)
     engines, exact, results, positions = follow(p.prepare())
     decided = min(positions) > p.sinks + p.window
     scores = {name: [] for name in ("exact", *engines)}
@@ -209,13 +215,6 @@ def check_budgets(p):
         others = torch.ones(p.num_blocks, dtype=torch.bool)
         others[p.table.flatten().long()] = False
         assert (engines[name].raw[others] == 255).all()
-
-
-def test_few_decisions_were_excused():
-    """Of those that the tests above have counted; alone it has nothing to say."""
-    if not checked:
-        pytest.skip("run with the tests of this module that count")
-    assert len(excused) <= 3, excused
 
 
 @pytest.mark.parametrize("isa", _C.isa_levels())

@@ -139,7 +139,7 @@ def test_decay_steps_beyond_one(case, step):
     check_same(problem.prefill([33, 7]), problem.decode())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     case=st.sampled_from(sorted(CASES)),
     sinks=st.integers(0, 5),
