@@ -14,8 +14,8 @@ from kvpop_vllm.distill.recipe import RECIPES, Recipe
 
 def add_distill(commands) -> None:
     """Adds `kvpop distill` to argparse's ``commands``."""
-    help = "train scorers for MODEL (and the model with them); 'teacher' writes its logits to disk; 'texts' fetches real text"
-    command = commands.add_parser("distill", help=help, description=help)
+    summary = "train scorers for MODEL (and the model with them); 'teacher' writes its logits to disk; 'texts' fetches real text"
+    command = commands.add_parser("distill", help=summary, description=summary)
     command.add_argument("action", nargs="?", choices=("train", "teacher", "texts"), default="train")
     command.add_argument("--model", metavar="MODEL", help="folder of the base model")
     command.add_argument("--data", nargs="+", metavar="TEXT", help="text, JSONL, Parquet or datasets folders")
@@ -34,18 +34,18 @@ def add_distill(commands) -> None:
     group = command.add_argument_group("recipe", "each overrides the named recipe")
     hints = typing.get_type_hints(Recipe)
     for item in dataclasses.fields(Recipe):
-        flag, hint, help = "--" + item.name.replace("_", "-"), hints[item.name], item.metadata["help"]
+        flag, hint, text = "--" + item.name.replace("_", "-"), hints[item.name], item.metadata["help"]
         if hint is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=help)
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif typing.get_origin(hint) is list:
-            group.add_argument(flag, nargs="+", type=typing.get_args(hint)[0], metavar="N", help=help)
+            group.add_argument(flag, nargs="+", type=typing.get_args(hint)[0], metavar="N", help=text)
         else:
             kinds = (
                 [a for a in typing.get_args(hint) if a is not type(None)]
                 if isinstance(hint, types.UnionType)
                 else [hint]
             )
-            group.add_argument(flag, type=kinds[0], metavar="X", help=help)
+            group.add_argument(flag, type=kinds[0], metavar="X", help=text)
     command.set_defaults(run=distill)
 
 

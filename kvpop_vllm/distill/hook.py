@@ -33,6 +33,9 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     window = options.get("sliding_window")
     if window is not None and window < query.shape[2]:
         raise ConfigError("the model has sliding-window layers of its own: kvpop cannot train scorers for it")
+    for name in ("softcap", "s_aux"):
+        if options.get(name) is not None:
+            raise ConfigError(f"the model's attention has a {name} of its own: kvpop cannot train scorers for it")
     if dropout:
         raise ConfigError("attention dropout cannot be combined with retention: set attention_dropout to 0")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

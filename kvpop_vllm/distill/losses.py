@@ -19,7 +19,7 @@ class RetentionLoss:
     runs twice draws the same ones.
 
     Attributes:
-        losses: layer -> scalar. recalls: layer -> the paper's top-k retention recall at the last query, mean over heads.
+        losses: layer -> scalar. recalls: layer -> the paper's top-k retention recall half way from B to S, mean over heads.
     """
 
     def __init__(self, roles: Roles, options: BoundaryOptions, seed: int):

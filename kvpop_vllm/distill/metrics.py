@@ -41,8 +41,15 @@ class Metrics:
     def __enter__(self) -> Metrics:
         return self
 
-    def __exit__(self, *error) -> None:
-        """Ends the files and draws ``training.png``, also of a run that failed."""
+    def __exit__(self, kind, error, trace) -> None:
+        """Ends the files and draws ``training.png``; of a run that failed, as far as that goes."""
+        try:
+            self._close()
+        except OSError:
+            if kind is None:
+                raise
+
+    def _close(self) -> None:
         self.file.close()
         if self.board:
             self.board.close()

@@ -41,6 +41,11 @@ def packed(model, data, recipe: Recipe, process: Process) -> PackedTokens:
     )
 
 
+def default_device() -> torch.device:
+    """A GPU if there is one."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
 class OnlineTeacher:
     """The untrained model with dense attention, asked row by row.
 
@@ -95,7 +100,7 @@ def write_teacher(
     """
     if threads:
         torch.set_num_threads(threads)
-    asked = OnlineTeacher(model, recipe, Process().device)
+    asked = OnlineTeacher(model, recipe, default_device())
     tokens = packed(model, data, recipe, Process())
     vocabulary = asked.model.config.vocab_size
     settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary))

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kvpop_vllm.distill.hook import Dense
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
-from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.recipe import NotFinite, Recipe
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.scorers import Scorer
@@ -37,6 +37,8 @@ class LayerScorer(nn.Module):
                 score = checkpoint(self.scorer, k, v, window=window, use_reentrant=False)
             else:
                 score = self.scorer(k, v, window=window)
+            if not bool(score.isfinite().all()):
+                raise NotFinite("scores are not finite")
             return score, self.scorer.log_gamma()
 
 

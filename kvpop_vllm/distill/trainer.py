@@ -12,16 +12,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import fully_shard
 from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.metrics import Metrics
-from kvpop_vllm.distill.recipe import Recipe, TrainingError
+from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.scorers import ScorerConfig, build
 from kvpop_vllm.scorers.checkpoint import write_scorer
@@ -79,7 +80,8 @@ class Trainer:
             raise ConfigError(
                 f"batch {recipe.batch} cannot be shared by {self.process.world} processes evenly: change one"
             )
-        self._check_same_run(str(model))
+        self.step = 0
+        self._check_same_run(str(Path(model).resolve()))
         torch.manual_seed(recipe.seed)
         self.config = self._scorer_config(model) if recipe.phase == "sparsify" else None
         self.student = self._student(model)
@@ -89,8 +91,14 @@ class Trainer:
     def _check_same_run(self, model: str) -> None:
         """What stands in the folder must be this run's: a checkpoint of another one would be continued as if it were."""
         path = self.out / "run" / "run.json"
+        started = bool(Checkpoints(path.parent).steps())
+        for there in () if started else ("kvpop_config.json", "model"):
+            if (self.out / there).exists():
+                raise ConfigError(
+                    f"{self.out} holds {there} of something else, which would be overwritten: choose another --out"
+                )
         own = json.loads(json.dumps({"model": model} | self.recipe.to_json()))
-        if path.exists() and Checkpoints(path.parent).steps():
+        if path.exists() and started:
             before = json.loads(path.read_text())
             if differ := sorted(name for name in own if own[name] != before.get(name)):
                 name = differ[0]
@@ -120,13 +128,11 @@ class Trainer:
         student = Student(base, scorers, recipe).to(self.process.device)
         if self.process.world > 1:
             mesh = init_device_mesh(self.process.device.type, (self.process.world,))
-            mixed = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
-            policy = {"mp_policy": mixed} if recipe.train_base else {}
             for layer in student.base.get_decoder().layers:
-                fully_shard(layer, mesh=mesh, **policy)
+                fully_shard(layer, mesh=mesh)
             for scorer in student.scorers:
                 fully_shard(scorer, mesh=mesh)
-            fully_shard(student, mesh=mesh, **policy)
+            fully_shard(student, mesh=mesh)
         return student
 
     def _optimiser(self) -> torch.optim.Optimizer:
@@ -157,16 +163,21 @@ class Trainer:
             raise ConfigError(str(error)) from None
         if position is not None:
             self.rows.load_state_dict(position)
-        with Metrics(self.out / "run", step) if is_main() else nullcontext() as metrics:
-            last = self._steps(step, metrics)
-        self._export()
+        self.step = step
+        try:
+            with Metrics(self.out / "run", step) if is_main() else nullcontext() as metrics:
+                last = self._steps(step, metrics)
+            self._export()
+        except (OSError, SafetensorError, NotFinite) as error:
+            raise TrainingError(self._stopped(self.step, str(error))) from None
         return last
 
     def _steps(self, first: int, metrics: Metrics | None) -> dict[str, float]:
         total, quiet = self.recipe.steps, self.quiet or not is_main()
         rows, last = iter(self.rows), metrics.last() if metrics else {}
         with tqdm(range(first, total), initial=first, total=total, disable=quiet) as steps:
-            for step in steps:
+            for self.step in steps:
+                step = self.step
                 last = self._step(step, rows)
                 if metrics:
                     metrics.add(step, last)
@@ -186,7 +197,7 @@ class Trainer:
             tokens = next(rows).unsqueeze(0).to(process.device)
             if process.world > 1:
                 student.set_requires_gradient_sync(i == share - 1)
-            low = recipe.train_base and recipe.dtype == "bfloat16" and process.world == 1
+            low = recipe.train_base and recipe.dtype == "bfloat16"
             with torch.autocast(process.device.type, torch.bfloat16, enabled=low):
                 loss, parts = student(tokens, row, self.teacher)
             (loss / share).backward()
@@ -229,9 +240,13 @@ class Trainer:
                 layers = [self._tensors(state, i) for i in range(self.config.num_layers)]
                 write_scorer(self.out, self.config, layers)
             if self.recipe.train_base:
-                prefix, dtype = "base.", getattr(torch, self.recipe.dtype)
+                prefix, dtype, base = "base.", getattr(torch, self.recipe.dtype), self.student.base
                 own = {n[len(prefix) :]: t.to(dtype) for n, t in state.items() if n.startswith(prefix)}
-                self.student.base.save_pretrained(self.out / "model", state_dict=own)
+                if base.config.tie_word_embeddings:
+                    own.pop("lm_head.weight", None)
+                base.config.dtype, base.config.use_cache = dtype, True
+                base.save_pretrained(self.out / "model", state_dict=own)
+                base.config.use_cache = False
         barrier()
 
     @staticmethod

@@ -7,8 +7,8 @@ from kvpop_vllm.argument_types import non_negative, positive
 
 def add_eval(commands) -> None:
     """Adds `kvpop eval` to argparse's ``commands``."""
-    help = "compare policies on text: retention recall, hindsight recall, perplexity and accuracy"
-    command = commands.add_parser("eval", help=help, description=help)
+    summary = "compare policies on text: retention recall, hindsight recall, perplexity and accuracy"
+    command = commands.add_parser("eval", help=summary, description=summary)
     command.add_argument("--model", required=True, metavar="MODEL", help="folder of the base model")
     command.add_argument(
         "--data", required=True, nargs="+", metavar="TEXT", help="text, JSONL, Parquet, datasets folders"

@@ -33,17 +33,18 @@ class Contender:
 
 def _recency(layer, k, v):
     """The position as score, so that its teacher looks at attention alone as those of the others without decay."""
-    return torch.arange(k.shape[2], dtype=torch.float32).expand(k.shape[:3]), torch.zeros(k.shape[1])
+    position = torch.arange(k.shape[2], dtype=torch.float32, device=k.device)
+    return position.expand(k.shape[:3]), torch.zeros(k.shape[1], device=k.device)
 
 
 def _l2norm(layer, k, v):
     """Tokens whose keys have a small norm stay (Devoto et al., A simple and effective L2 norm-based strategy)."""
-    return -k.float().norm(dim=-1), torch.zeros(k.shape[1])
+    return -k.float().norm(dim=-1), torch.zeros(k.shape[1], device=k.device)
 
 
 def _random(layer, k, v):
     generator = torch.Generator().manual_seed(layer)
-    return torch.rand(k.shape[:3], generator=generator), torch.zeros(k.shape[1])
+    return torch.rand(k.shape[:3], generator=generator).to(k.device), torch.zeros(k.shape[1], device=k.device)
 
 
 TRAINING_FREE: dict[str, Callable] = {"streaming-llm": _recency, "l2norm": _l2norm, "random": _random}
@@ -71,7 +72,8 @@ def learned(folder: str, model: str | Path) -> tuple[Contender, int, int]:
     scorers = [from_tensors(config, tensors) for tensors in layers]
 
     def score(layer, k, v):
-        return scorers[layer](k, v, window=config.window), scorers[layer].log_gamma()
+        scorer = scorers[layer].to(k.device)
+        return scorer(k, v, window=config.window), scorer.log_gamma()
 
     weights = scorers[0].weights()
     floats = weights.state_floats if isinstance(weights, MLSTMWeights) else 0

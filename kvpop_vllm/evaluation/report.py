@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
+from contextlib import nullcontext
 
 import torch
 from transformers import AutoConfig
@@ -12,7 +12,7 @@ from transformers import AutoConfig
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import load_model
-from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.evaluation.contenders import learned, training_free
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
 
@@ -28,7 +28,10 @@ def evaluate_text(options) -> list[dict]:
     for folder in options.scorer:
         contender, own_sinks, own_window = learned(folder, options.model)
         contenders.append(contender)
-        sinks = own_sinks if sinks is None else sinks
+        if sinks is None:
+            sinks = own_sinks
+        elif options.sinks is None and sinks != own_sinks:
+            raise ConfigError(f"{folder} was trained with {own_sinks} sinks, the one before with {sinks}: give --sinks")
         if window is not None and window != own_window:
             raise ConfigError(f"{folder} was trained with window {own_window}, not {window}: evaluate it apart")
         window = own_window
@@ -44,12 +47,19 @@ def evaluate_text(options) -> list[dict]:
         repeat=False,
         vocab_size=AutoConfig.from_pretrained(options.model, local_files_only=True).vocab_size,
     )
-    model = load_model(options.model, getattr(torch, options.dtype)).eval()
-    records = evaluate(model, itertools.islice(rows, options.rows), contenders, settings)
+    out = open(options.out, "w", encoding="utf-8") if options.out else nullcontext()  # here, before the work is done
+    model = load_model(options.model, getattr(torch, options.dtype)).eval().to(default_device())
+    records = []
+    with out as file:
+        for record in evaluate(model, itertools.islice(rows, options.rows), contenders, settings):
+            records.append(record)
+            if file:
+                file.write(json.dumps(record) + "\n")
+                file.flush()
     if not records:
         raise ConfigError(f"the {options.split} split holds no row of {max(options.length)} tokens: give more text")
-    if options.out:
-        Path(options.out).write_text("".join(json.dumps(record) + "\n" for record in records))
+    if (found := 1 + records[-1]["row"]) < options.rows:
+        print(f"only {found} of {options.rows} rows: the {options.split} split holds no more")
     table = summarise(records)
     print(format_table(table))
     return table
@@ -59,12 +69,18 @@ def _settings(options, sinks: int, window: int) -> list[Setting]:
     settings = []
     for length, share, equal in itertools.product(options.length, options.share, options.equal):
         budget = length // share
+        if share < 2:
+            raise ConfigError(f"--share {share} keeps everything, and recall is undefined then: give at least 2")
         if budget <= sinks + window:
             raise ConfigError(
                 f"a budget of {length} / {share} = {budget} leaves nothing beside {sinks} sinks and a window of {window}"
             )
-        if equal == "k" or budget >= 512:
-            settings.append(Setting(length, budget, sinks, window, equal))
+        if equal == "bytes" and budget < 512:
+            raise ConfigError(
+                f"--equal bytes compares budgets of at least 512 tokens, where a scorer's state is a small part, and"
+                f" {length} / {share} is {budget}: raise --length or lower --share"
+            )
+        settings.append(Setting(length, budget, sinks, window, equal))
     return settings
 
 

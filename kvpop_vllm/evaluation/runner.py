@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -34,10 +34,9 @@ class Setting:
         return Roles(self.sinks, self.window, self.budget - self.sinks - self.window - state, contender.step)
 
 
-@torch.inference_mode()
 def evaluate(
     model: nn.Module, rows: Iterable[torch.Tensor], contenders: list[Contender], settings: list[Setting]
-) -> list[dict]:  # fmt: skip
+) -> Iterator[dict]:  # fmt: skip
     """One record per row of text, setting and policy (and one per row for ``dense``).
 
     Recall is taken on the dense model's keys and queries, so that all policies are asked about the same; cross-entropy
@@ -47,25 +46,24 @@ def evaluate(
         model: from :func:`kvpop_vllm.distill.hook.load_model`. rows: ``[S]`` tokens, each at least as long as the longest
             setting; the first ``length`` tokens are used.
 
-    Returns:
+    Yields:
         Records with ``row, length, budget, equal, topk, policy``, nll (nats per token), accuracy (of the next token), and
         for policies teacher, hindsight and mass: means over layers and heads; ``*_by_layer`` are lists of layers of heads.
     """
     head_dim, dtype = _head_dim(model), next(model.parameters()).dtype
-    records = []
+    device = next(model.parameters()).device
     for number, row in enumerate(rows):
         for length in sorted({s.length for s in settings}):
-            tokens = row[None, :length]
+            tokens = row[None, :length].to(device)
             here = [s for s in settings if s.length == length]
             pairs = [(s, c, s.roles(c, head_dim, dtype)) for s in here for c in contenders]
             observer = _Observer(pairs, [length // 2, 3 * length // 4])
             base = {"row": number, "length": length}
-            records.append(base | {"policy": "dense"} | _next_token(model, tokens, observer))
+            yield base | {"policy": "dense"} | _next_token(model, tokens, observer)
             for i, (setting, contender, roles) in enumerate(pairs):
                 names = {"budget": setting.budget, "equal": setting.equal, "topk": roles.topk, "policy": contender.name}
                 quality = _next_token(model, tokens, Sparse(contender.score, roles))
-                records.append(base | names | quality | observer.record(i))
-    return records
+                yield base | names | quality | observer.record(i)
 
 
 class _Observer:
@@ -92,6 +90,7 @@ class _Observer:
         return found
 
 
+@torch.inference_mode()
 def _next_token(model, tokens, attend) -> dict[str, float]:
     hidden = model.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state[0, :-1]
     head, expected = model.get_output_embeddings(), tokens[0, 1:]

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
+
 import pytest
 import torch
 from kernels.naive import kept_sets
+from transformers import AutoModelForCausalLM
 
+from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.evaluation.contenders import training_free
+from kvpop_vllm.evaluation.contenders import Contender, training_free
 from kvpop_vllm.evaluation.recall import Judge
+from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
+from kvpop_vllm.testing import write_tiny_model
 
 S, ROLES, Q0 = 90, Roles(sinks=2, window=6, topk=8), [40, 70]
 
@@ -82,3 +89,27 @@ def test_recency_keeps_the_newest_and_l2norm_small_keys(layer):
     assert kept.nonzero().flatten().tolist() == [0, 1, *range(47, 61)]
     score, _ = training_free("l2norm").score(0, k, k)
     assert torch.equal(score.argmax(-1), k.norm(dim=-1).argmin(-1))
+
+
+def test_equal_bytes_lowers_k_by_the_slots_of_the_state():
+    """D = 64, bfloat16: a slot is 264 bytes, a state of 128 x 64 + 128 + 1 words 33,284, that is 126.08 slots."""
+    contender, setting = Contender("c", None, state_floats=128 * 64 + 128 + 1), Setting(4096, 1024, 4, 64, "bytes")
+    assert setting.roles(contender, 64, torch.bfloat16) == Roles(4, 64, 1024 - 68 - 127)
+    assert dataclasses.replace(setting, equal="k").roles(contender, 64, torch.bfloat16).topk == 1024 - 68
+
+
+def test_next_token_quality_by_definition(tmp_path):
+    model = load_model(write_tiny_model(tmp_path / "model"), torch.float32)
+    rows = [torch.randint(0, 256, (S,), generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
+    records = list(evaluate(model, rows, [training_free("l2norm")], [Setting(S, 30, 2, 6)]))
+    assert [(r["row"], r["policy"]) for r in records] == [(i, p) for i in (0, 1) for p in ("dense", "l2norm")]
+    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    for row, record in zip(rows, records[::2], strict=True):
+        with torch.no_grad():
+            logp = plain(row[None]).logits[0, :-1].log_softmax(-1)
+        nll = -logp.gather(-1, row[1:, None]).mean().item()
+        assert record["nll"] == pytest.approx(nll, rel=1e-4)
+        assert record["accuracy"] == pytest.approx((logp.argmax(-1) == row[1:]).float().mean().item())
+    lines = {line["policy"]: line for line in summarise(records)}
+    nll = sum(r["nll"] for r in records if r["policy"] == "l2norm") / 2
+    assert lines["l2norm"]["perplexity"] == pytest.approx(math.exp(nll)) and lines["l2norm"]["rows"] == 2

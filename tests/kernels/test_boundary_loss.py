@@ -22,6 +22,25 @@ def inputs(seed=0, ties=False, dtype=torch.float64):
     return pred.requires_grad_(), (target * 2).round() / 2 if ties else target, log_gamma.requires_grad_()
 
 
+def test_the_first_decision_compares_with_a_token_that_was_there():
+    """At q = s + w + k all k tokens were held before; the teacher keeps the new one in place of the worst of those."""
+    sinks, window, topk = 1, 3, 2
+    for seed in range(40):
+        g = torch.Generator().manual_seed(seed)
+        pred = torch.zeros(1, 1, 30, requires_grad=True)
+        target, q = torch.randn(1, 1, 30, generator=g), torch.tensor([[[sinks + window + topk]]])
+        loss = ops.boundary_loss(
+            pred, target, torch.zeros(1), sinks=sinks, window=window, topk=topk, step=1, tau=1.0, samples=q, margin=None, balance=None
+        )  # fmt: skip
+        (grad,) = torch.autograd.grad(loss, pred)
+        touched = grad[0, 0].nonzero().flatten().tolist()
+        scores = {t: float(target[0, 0, t]) for t in (1, 2, 3)}
+        worst = min(scores, key=scores.get)
+        last_kept = min(set(scores) - {worst}, key=scores.get)
+        bound = last_kept if worst == 3 else worst if last_kept == 3 else last_kept
+        assert touched == sorted({3, bound}), seed
+
+
 def held_by_teacher(target, log_gamma, q, step):
     """Positions kept at q, worst first, and the one that left at q; simulated with one eviction per query."""
     held, left = [], None

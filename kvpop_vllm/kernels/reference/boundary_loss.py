@@ -55,6 +55,8 @@ def _static_teacher(target, log_gamma, q, sinks, window, topk, step):
     by_rank = torch.empty_like(rank).scatter_(-1, rank, t.expand_as(rank))
     own, last = rank.gather(-1, q - window), cutoff.gather(-1, q)
     dropped = cutoff.gather(-1, q - 1)  # the last kept one before t_new came; where t_new took its place, it left
+    all_of_them = rank[..., sinks : sinks + topk].amax(-1, keepdim=True)  # before the first decision no cutoff tells
+    dropped = torch.where(q == sinks + window + topk, all_of_them, dropped)
     return own <= last, by_rank.gather(-1, torch.where(own == last, dropped, last))
 
 

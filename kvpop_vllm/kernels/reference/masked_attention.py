@@ -11,7 +11,7 @@ def masked_attention(q, k, v, visible, scale):
     On the CPU torch's own blocked kernel runs, which is 2 to 3 times faster than separate products and returns lse.
     """
     k, v = (t.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
-    bias = torch.zeros(visible.shape, dtype=q.dtype).masked_fill_(~visible, -torch.inf)
+    bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)
     bias = bias.unsqueeze(1).expand(-1, q.shape[1], -1, -1)
     if q.device.type == "cpu":
         fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu

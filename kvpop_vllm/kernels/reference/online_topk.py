@@ -11,7 +11,7 @@ def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1)
     """See :func:`kvpop_vllm.kernels.ops.online_topk`."""
     arrivals = score.shape[-1] - held
     if arrivals <= 0 or held + arrivals <= topk:
-        return torch.full(position.shape, NEVER, dtype=torch.int64)
+        return torch.full(position.shape, NEVER, dtype=torch.int64, device=score.device)
     if decay_step == 1:
         return _static_order(score, position, held, topk, window, log_gamma)
     return _aged_order(score, position, held, topk, window, log_gamma, decay_step)
@@ -25,11 +25,11 @@ def _static_order(score, position, held, topk, window, log_gamma):
     priority = score.double() - position.double() * log_gamma.unsqueeze(-1)
     arrivals, leave = score.shape[-1] - held, score.shape[-1] - topk
     weakest = _worst_first(priority[:, :held], position[:, :held])[:, :leave]
-    newcomers = torch.arange(held, score.shape[-1]).expand(score.shape[0], -1)
+    newcomers = torch.arange(held, score.shape[-1], device=score.device).expand(score.shape[0], -1)
     candidates = torch.cat([weakest, newcomers], -1)
     order = _worst_first(priority.gather(-1, candidates), position.gather(-1, candidates))
     candidates = candidates.gather(-1, order)
-    step = torch.arange(arrivals)
+    step = torch.arange(arrivals, device=score.device)
     arrived = (candidates - held).unsqueeze(
         -1
     ) <= step  # [H, candidates, arrivals]; those held at the start are negative
@@ -49,8 +49,8 @@ def _worst_first(priority, position):
 def _aged_order(score, position, held, topk, window, log_gamma, decay_step):
     """With n > 1 the order changes with q: every arrival is simulated."""
     heads, total = score.shape
-    evicted_at = torch.full((heads, total), NEVER, dtype=torch.int64)
-    alive = torch.zeros(heads, total, dtype=torch.bool)
+    evicted_at = torch.full((heads, total), NEVER, dtype=torch.int64, device=score.device)
+    alive = torch.zeros(heads, total, dtype=torch.bool, device=score.device)
     alive[:, :held] = True
     for j in range(held, total):
         alive[:, j] = True

@@ -1,0 +1,150 @@
+"""What is optimised, against its definition: targets token by token, the teacher's KL, the learning rate, weights of losses."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from distill.rows import Rows, teacher_of
+from distill.train_tiny import LENGTH, RECIPE, RECIPES
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import Dense, load_model
+from kvpop_vllm.distill.losses import RetentionLoss, top_kl
+from kvpop_vllm.distill.recipe import PAPER, BoundaryOptions
+from kvpop_vllm.distill.retention import Roles
+from kvpop_vllm.distill.sparse import Sparse, dense_attention
+from kvpop_vllm.distill.targets import retention_target
+from kvpop_vllm.distill.trainer import Trainer
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.testing import write_tiny_model
+
+S, WINDOW, SCALE = 40, 5, 0.4
+
+
+@pytest.fixture(scope="module")
+def layer():
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, S, 8, generator=g) * 3, torch.randn(1, 2, S, 8, generator=g) * 2
+    return q, k, dense_attention(q, k, k, SCALE)[1]
+
+
+@pytest.mark.parametrize("lookahead", [None, 0, 7])
+@pytest.mark.parametrize("normalise", [False, True])
+@pytest.mark.parametrize("groups", ["max", "mean"])
+def test_targets_token_by_token(layer, lookahead, normalise, groups):
+    """KVpop, equations 13 to 17: queries t + w to S - 1, with a look-ahead L the first L + 1 of them."""
+    q, k, lse = layer
+    found = retention_target(
+        q, k, lse, window=WINDOW, scale=SCALE, lookahead=lookahead, normalise=normalise, groups=groups
+    )
+    for h in range(2):
+        for t in range(S):
+            last = S if lookahead is None else min(S, t + WINDOW + lookahead + 1)
+            masses = []
+            for query_head in (2 * h, 2 * h + 1):
+                logits = [float(q[0, query_head, i] @ k[0, h, t]) * SCALE for i in range(t + WINDOW, last)]
+                norms = [float(lse[0, query_head, i]) for i in range(t + WINDOW, last)]
+                masses.append(sum(math.exp(x - z) for x, z in zip(logits, norms, strict=True)))
+            mass = max(masses) if groups == "max" else sum(masses) / 2
+            if normalise:  # by the number of queries that a row of any length would allow within L + 1
+                count = max(1, S - WINDOW - t)
+                mass /= count if lookahead is None else min(count, lookahead + 1)
+            assert float(found[0, h, t]) == pytest.approx(math.log(mass + 1e-8), abs=2e-4)
+
+
+def test_teachers_kl_by_definition():
+    g = torch.Generator().manual_seed(1)
+    student, teacher = torch.randn(3, 50, generator=g), torch.randn(3, 50, generator=g) * 3
+    best = teacher.topk(7)
+    terms = []
+    for row in range(3):
+        p = (best.values[row] - best.values[row].max()).exp()
+        p /= p.sum()
+        q = student[row].softmax(-1)[best.indices[row]]
+        terms.append(float((p * (p / q).log()).sum()))
+    assert float(top_kl(student, best.values, best.indices)) == pytest.approx(sum(terms) / 3, rel=1e-5)
+    assert float(top_kl(teacher, teacher, torch.arange(50).expand(3, 50))) == pytest.approx(0, abs=1e-6)
+
+
+def test_rate_of_new_parameters(monkeypatch):
+    rate = lambda step: Trainer.rate(type("T", (), {"recipe": PAPER}), step)  # noqa: E731
+    assert [rate(s) for s in (0, 49, 99)] == pytest.approx([1e-5, 5e-4, 1e-3])
+    assert rate(100) == 1e-3 and rate(1050) == pytest.approx((1e-3 + 8e-5) / 2) and rate(2000) == pytest.approx(8e-5)
+    assert all(rate(s) > rate(s + 100) for s in range(100, 1900, 100))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", hidden=128)
+
+
+def first_loss(model, out, **changes):
+    recipe = dataclasses.replace(RECIPES["base"], **changes)
+    trainer = Trainer(
+        model, recipe, out, Rows(LENGTH), teacher=teacher_of(load_model(model, torch.float32)), quiet=True
+    )
+    loss, parts = trainer.student(next(Rows(LENGTH)).unsqueeze(0), 0, trainer.teacher)
+    return loss.item(), parts, trainer
+
+
+def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path):
+    loss, parts, trainer = first_loss(model, tmp_path, kl=0.7, ce=0.3, boundary=2.0)
+    assert loss == pytest.approx(0.7 * parts["kl"] + 0.3 * parts["ce"] + 2.0 * parts["boundary"], rel=1e-5)
+    tokens = next(Rows(LENGTH)).unsqueeze(0)
+    roles = trainer.student.roles(0)
+    attend = Sparse(lambda i, k, v: trainer.student.scorers[i](k, v, roles.window), roles)
+    with torch.no_grad():
+        logits = trainer.student.base(tokens, attend=attend).logits
+        dense = trainer.student.base(tokens, attend=Dense()).logits
+    ce = torch.nn.functional.cross_entropy(logits[0, :-1], tokens[0, 1:])
+    assert parts["ce"] == pytest.approx(ce.item(), rel=1e-4)
+    best = dense.topk(32)
+    assert parts["kl"] == pytest.approx(top_kl(logits, best.values, best.indices).item(), rel=1e-3)
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_targets_from_the_sparse_pass_or_from_dense_attention(layer, monkeypatch, exact):
+    q, k, dense_lse = layer
+    seen = []
+    monkeypatch.setattr(
+        "kvpop_vllm.distill.losses.retention_target", lambda q, k, lse, **o: seen.append(lse) or lse[:, :2]
+    )
+    loss = RetentionLoss(Roles(2, WINDOW, 6), BoundaryOptions(exact=exact, samples=4), seed=0)
+    score, zeros = torch.randn(1, 2, S, requires_grad=True), torch.zeros(2)
+    Sparse(lambda *a: (score, zeros), Roles(2, WINDOW, 6), loss)(0, q, k, k, SCALE)
+    assert torch.allclose(seen[0], dense_lse, atol=1e-5) == exact
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"lookahead": -1}, "lookahead must be at least 0"),
+        ({"beta1": 1.5}, "beta1 must be at least 0 and below 1"),
+        ({"seed": 10**11}, "seed must be from 0"),
+        ({"warmup": -1}, "warmup must be at least 0"),
+        ({"boundary": -1.0}, "boundary must be at least 0"),
+        ({"lr_new": math.inf}, "lr_new must be above 0"),
+        ({"phase": "streaming-plus", "train_base": True, "kl": 0.0, "ce": 0.0}, "give one"),
+    ],
+)
+def test_recipes_that_cannot_train(change, message):
+    with pytest.raises(ConfigError, match=message):
+        dataclasses.replace(RECIPE, **change)
+
+
+@pytest.mark.parametrize("step", [1, 3])
+def test_nothing_is_made_on_another_device(step):
+    """On torch's meta device, where an operand from the CPU is an error; no GPU is needed to find one."""
+    meta = {"device": "meta"}
+    q, k = torch.empty(1, 4, S, 8, **meta), torch.empty(1, 2, S, 8, **meta)
+    score, log_gamma = torch.empty(2, S, **meta), torch.empty(2, dtype=torch.float64, **meta)
+    order = torch.empty(1, 2, S, dtype=torch.int32, **meta)
+    _, lse = ops.sparse_attention(q, k, k, order, order, sinks=1, window=4, scale=1.0, impl="reference")
+    ops.future_attention_mass(q, k, lse, window=4, scale=1.0, impl="reference")
+    gates = [torch.empty(1, 2, S, **meta) for _ in range(2)]
+    ops.delayed_mlstm(q[:, :2], k, k, *gates, delay=4, impl="reference")
+    position = torch.empty(2, S, dtype=torch.int64, **meta)
+    ops.online_topk(score, position, 0, topk=4, window=4, log_gamma=log_gamma, decay_step=step, impl="reference")
