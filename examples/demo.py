@@ -6,7 +6,6 @@ import argparse
 import json
 import signal
 import sys
-import tempfile
 from pathlib import Path
 
 import openai
@@ -15,12 +14,13 @@ from serving import Server, ServerError
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import dense_request_bytes, pool_bytes, request_bytes
-from kvpop_vllm.config import PolicySettings
+from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape, Policy
-from kvpop_vllm.scorers.init import init_scorer, model_shape
+from kvpop_vllm.scorers.init import model_shape
 
 MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
+SCORER = Path(__file__).parent / "scorers" / "smollm2-135m-kvpop"
 MIB = 2**20
 
 
@@ -63,19 +63,17 @@ def ask(server: Server, prompt: str, tokens: int) -> tuple[str, int, int]:
 
 def run(args: argparse.Namespace) -> None:
     common = ["--max-model-len", str(args.max_model_len), "--kv-cache-memory-bytes", str(args.kv_memory * MIB)]
-    with tempfile.TemporaryDirectory() as scratch:
-        flags = ["--kv-policy", args.policy, "--kv-budget", str(args.budget)]
-        scorer = scratch if args.policy == "kvpop" else None
-        if scorer:
-            init_scorer(args.model, scorer)
-            flags += ["--kv-scorer", scorer]
-        shape = ModelShape(**model_shape(args.model), max_model_len=args.max_model_len)
-        policy = policies.get(args.policy)(PolicySettings(args.policy, args.budget, scorer=scorer), shape)
-        print(f"$ vllm serve {args.model.name} {' '.join(flags + common)}", flush=True)
-        with Server(str(args.model), *flags, *common) as server:
-            print("\n> a report of several thousand tokens, then: what is the special magic number for quokka?\n")
-            _, length, seen = ask(server, question(args.notes), args.tokens)
-            bounded = [server.cache_info(name) for name in ("num_gpu_blocks", "kv_cache_max_concurrency")]
+    flags = ["--kv-policy", args.policy, "--kv-budget", str(args.budget)]
+    scorer = str(args.scorer) if args.policy == "kvpop" else None
+    if scorer:
+        flags += ["--kv-scorer", scorer]
+    shape = ModelShape(**model_shape(args.model), max_model_len=args.max_model_len)
+    policy = policies.get(args.policy)(PolicySettings(args.policy, args.budget, scorer=scorer), shape)
+    print(f"$ vllm serve {args.model.name} {' '.join(flags + common)}", flush=True)
+    with Server(str(args.model), *flags, *common) as server:
+        print("\n> a report of several thousand tokens, then: what is the special magic number for quokka?\n")
+        _, length, seen = ask(server, question(args.notes), args.tokens)
+        bounded = [server.cache_info(name) for name in ("num_gpu_blocks", "kv_cache_max_concurrency")]
     print("\nThe same server without a policy, for vLLM's own dense figures:", flush=True)
     with Server(str(args.model), *common, "--enforce-eager") as server:
         dense = [server.cache_info(name) for name in ("num_gpu_blocks", "kv_cache_max_concurrency", "block_size")]
@@ -118,7 +116,8 @@ def mib(count: int) -> str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--policy", default="streaming-llm", choices=["streaming-llm", "kvpop"])
+    parser.add_argument("--policy", default="kvpop", choices=["kvpop", "streaming-llm"])
+    parser.add_argument("--scorer", type=Path, default=SCORER, help="of the policy kvpop (default: the shipped one)")
     parser.add_argument("--budget", type=int, default=1024)
     parser.add_argument("--notes", type=int, default=150, help="lines of the report, about 30 tokens each")
     parser.add_argument("--tokens", type=int, default=48, help="longest answer")
@@ -131,7 +130,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server is stopped, too
     try:
         run(args)
-    except ServerError as error:
+    except (ServerError, ConfigError) as error:
         print(f"demo: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:

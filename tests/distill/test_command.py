@@ -177,6 +177,9 @@ REFUSED = {
     "eval --model=qwen3 --data text.jsonl --split=all --policies h2o --length 512": "unknown policy 'h2o'",
     "eval --model=qwen3 --data text.jsonl --split=all --policies --length 512": "nothing to evaluate",
     "eval --model=qwen3 --data text.jsonl --split=all --length 64": "leaves nothing beside 4 sinks and a window of 64",
+    "eval --model=qwen3 --data text.jsonl --split=all --length 512 --share 1": "--share 1 keeps everything",
+    "eval --model=qwen3 --data text.jsonl --split=all --length 512 --equal k bytes": "--equal bytes compares budgets of at least 512",
+    "eval --model=qwen3 --data text.jsonl --split=all --length 512 --out=nowhere/x": "nowhere/x",
     "eval --model=qwen3 --data short.txt --split=all --length 512": "too few for one row",
     "eval --model=qwen3 --data text.jsonl --split=all --length 8192 --rows=0": "--rows: 0 is not at least 1",
 }
