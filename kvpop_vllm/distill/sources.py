@@ -52,7 +52,7 @@ class Source:
         Raises:
             ConfigError: naming the line or row that cannot be read.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no read()")
 
     def where(self, place: int) -> str:
         """What error messages call the document at ``place``."""
