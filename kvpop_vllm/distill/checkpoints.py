@@ -57,7 +57,7 @@ class Checkpoints:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns that one process alone saves "non-collectively"
                 dcp.save(_state(model, optimiser), checkpoint_id=draft)
-            torch.save({"data": data, "rng": torch.get_rng_state()}, draft / f"process-{rank}.pt")
+            torch.save({"data": data} | _random_state(), draft / f"process-{rank}.pt")
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             shutil.rmtree(draft, ignore_errors=True)
             free = shutil.disk_usage(self.folder).free >> 20
@@ -98,7 +98,7 @@ class Checkpoints:
             model, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"], options=_OPTIONS
         )
         own = torch.load(folder / f"process-{rank}.pt", weights_only=True)
-        torch.set_rng_state(own["rng"])
+        _set_random_state(own)
         return step, own["data"]
 
 
@@ -108,6 +108,17 @@ _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 def _state(model, optimiser) -> dict:
     parameters, moments = get_state_dict(model, optimiser, options=_OPTIONS)
     return {"model": parameters, "optimiser": moments}
+
+
+def _random_state() -> dict:
+    """Of the CPU, and of this process's GPU if it has one."""
+    return {"rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None}
+
+
+def _set_random_state(saved: dict) -> None:
+    torch.set_rng_state(saved["rng"])
+    if saved.get("cuda_rng") is not None and torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda_rng"])
 
 
 def _world() -> int:

@@ -16,6 +16,13 @@ from transformers.masking_utils import AttentionMaskInterface
 from kvpop_vllm.config import ConfigError
 
 NAME = "kvpop"
+POSITIONS = 512
+"""Positions whose logits over the whole vocabulary are in memory at once."""
+RESCALED = (
+    "final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "logits_soft_cap",
+    "output_multiplier",
+)  # fmt: skip
+"""Settings of models that change logits behind the output layer, where nothing here looks."""
 
 
 class Attend(Protocol):
@@ -68,7 +75,7 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
     """A causal language model from a local folder, whose forward takes ``attend``.
 
     Raises:
-        ConfigError: not a model folder, or a model whose attention cannot be handed over.
+        ConfigError: not a model folder, or a model whose attention cannot be handed over, or which rescales its logits.
     """
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json: give the folder of a Hugging Face model")
@@ -81,5 +88,12 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
         raise ConfigError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "num_attention_heads", None) is None:
         raise ConfigError(f"{folder} is not a decoder-only language model with attention layers: choose another model")
+    _refuse_rescaled_logits(config.get_text_config(), folder)
     model.config.use_cache = False
     return model
+
+
+def _refuse_rescaled_logits(config, folder: str | Path) -> None:
+    for name in RESCALED:
+        if getattr(config, name, None) not in (None, 1.0):
+            raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")

@@ -80,9 +80,7 @@ def _teacher_recall(seen: Pass, target, roles: Roles) -> torch.Tensor:
     return (both.sum(-1) / roles.topk).mean()
 
 
-def top_kl(
-    student: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor, temperature: float = 1.0
-) -> torch.Tensor:  # fmt: skip
+def top_kl(student: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
     """Forward KL of the teacher, renormalised over its top K tokens, to the student over the whole vocabulary.
 
     Args:
@@ -91,6 +89,6 @@ def top_kl(
     Returns:
         Mean over positions, in nats.
     """
-    log_p = F.log_softmax(teacher.float() / temperature, -1)
-    log_q = F.log_softmax(student.float() / temperature, -1).gather(-1, indices.long())
+    log_p = F.log_softmax(teacher.float(), -1)
+    log_q = F.log_softmax(student.float(), -1).gather(-1, indices.long())
     return (log_p.exp() * (log_p - log_q)).sum(-1).mean()

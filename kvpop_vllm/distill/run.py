@@ -11,6 +11,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.student import Teacher
 from kvpop_vllm.distill.teacher import TeacherReader, TeacherWriter, settings_of, teacher_logits, write_rows
 from kvpop_vllm.distill.trainer import Process, Trainer
 
@@ -76,17 +77,23 @@ def train(
     """Runs or continues a training run; see :class:`kvpop_vllm.distill.trainer.Trainer`."""
     if threads:
         torch.set_num_threads(threads)
-    process = Process.start()
-    rows, asks = packed(model, data, recipe, process), None
-    if recipe.train_base and recipe.phase != "uptrain" and recipe.kl > 0:
-        asks = stored_teacher(teacher, model, rows, recipe) if teacher else OnlineTeacher(model, recipe, process.device)
-    elif teacher:
-        raise ConfigError("--teacher is given, but this recipe has no KL: leave it out, or train the base with --kl")
-    trainer = Trainer(model, recipe, out, rows, teacher=asks, process=process, save_every=save_every, quiet=quiet)
-    result = trainer.run()
-    if recipe.train_base and process.rank == 0:
-        load_tokenizer(model).save_pretrained(Path(out) / "model")
+    with Process.start() as process:
+        rows = packed(model, data, recipe, process)
+        asks = _teacher(teacher, model, rows, recipe, process.device)
+        trainer = Trainer(model, recipe, out, rows, teacher=asks, process=process, save_every=save_every, quiet=quiet)
+        result = trainer.run()
+        if recipe.train_base and process.rank == 0:
+            load_tokenizer(model).save_pretrained(Path(out) / "model")
     return result
+
+
+def _teacher(folder: str | None, model: str, rows: PackedTokens, recipe: Recipe, device) -> Teacher | None:
+    """The stored logits in ``folder``, or without one the model itself; None where the recipe has no KL."""
+    if recipe.train_base and recipe.phase != "uptrain" and recipe.kl > 0:
+        return stored_teacher(folder, model, rows, recipe) if folder else OnlineTeacher(model, recipe, device)
+    if folder:
+        raise ConfigError("--teacher is given, but this recipe has no KL: leave it out, or train the base with --kl")
+    return None
 
 
 def write_teacher(

@@ -14,6 +14,15 @@ Score = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Te
 """``score(layer, k [B, H, S, D], v [B, H, S, D]) -> (raw scores [B, H, S] float32, log_gamma [H])``."""
 
 
+def recency(layer, k, v):
+    """A :data:`Score` under which sinks and the newest B - s tokens are kept.
+
+    The score is the position and nothing decays, so that a teacher that shares the decay looks at attention alone.
+    """
+    position = torch.arange(k.shape[2], dtype=torch.float32, device=k.device)
+    return position.expand(k.shape[:3]), torch.zeros(k.shape[1], device=k.device)
+
+
 @dataclass(frozen=True)
 class Pass:
     """One layer's attention, as an observer sees it.

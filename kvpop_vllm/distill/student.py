@@ -9,15 +9,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kvpop_vllm.distill.hook import Dense
+from kvpop_vllm.distill.hook import POSITIONS, Dense
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipe import NotFinite, Recipe
 from kvpop_vllm.distill.retention import Roles
-from kvpop_vllm.distill.sparse import Sparse
+from kvpop_vllm.distill.sparse import Sparse, recency
 from kvpop_vllm.scorers import Scorer
-
-POSITIONS = 512
-"""Positions whose logits over the whole vocabulary are in memory at once."""
 
 Teacher = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """``teacher(tokens [1, S], row) -> (logits [1, S, K], indices [1, S, K])``, the top K of every position."""
@@ -75,7 +72,7 @@ class Student(nn.Module):
         if recipe.phase == "uptrain":
             attend = Dense()
         elif recipe.phase == "streaming-plus":
-            attend = Sparse(_recency, self.roles(row))
+            attend = Sparse(recency, self.roles(row))
         else:
             roles = self.roles(row)
             observer = RetentionLoss(roles, recipe.boundary_options, seed=recipe.seed * 1_000_003 + row)
@@ -110,8 +107,3 @@ class Student(nn.Module):
         ce = F.cross_entropy(logits[:, : following.shape[1]].flatten(0, 1), following.flatten(), reduction="sum")
         kl = top_kl(logits, *top) * hidden.shape[1] if top is not None else ce.new_zeros(())
         return kl, ce
-
-
-def _recency(layer, k, v):
-    """Scores under which sinks and the newest B - s tokens are kept."""
-    return torch.zeros(k.shape[:3], device=k.device), torch.full((k.shape[1],), -1.0, device=k.device)

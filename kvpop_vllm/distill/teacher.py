@@ -37,13 +37,10 @@ from safetensors.torch import save
 from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import POSITIONS
 
-POSITIONS = 256
-"""Positions whose logits over the whole vocabulary are in memory at once."""
 INDEX = "index.json"
 FORMAT = {"format": "kvpop-teacher", "version": 1}
-RESCALED = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Settings of models that change logits behind the output layer."""
 
 
 class TopLogits(NamedTuple):
@@ -59,14 +56,9 @@ def top_logits(model, tokens: torch.Tensor, top: int = 256, **options) -> TopLog
     """The teacher's best tokens, float32 (float64 for a float64 model). No ``[S, V]`` array is formed.
 
     Args:
-        model: a transformers causal language model. tokens: ``[B, S]``. top: K, at most the vocabulary.
-        options: for the model's forward (``attend=Dense()`` for one of :func:`kvpop_vllm.distill.hook.load_model`).
+        model: from :func:`kvpop_vllm.distill.hook.load_model`. tokens: ``[B, S]``. top: K, at most the vocabulary.
+        options: for the model's forward, ``attend=Dense()``.
     """
-    for name in RESCALED:
-        if getattr(model.config, name, None) not in (None, 1.0):
-            raise ConfigError(
-                f"the model rescales its logits ({name}), which distillation does not do: choose another model"
-            )
     hidden = model.get_decoder()(input_ids=tokens, use_cache=False, **options).last_hidden_state
     parts = []
     for a in range(0, tokens.shape[1], POSITIONS):

@@ -31,7 +31,7 @@ from kvpop_vllm.scorers.init import model_shape
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those that train together."""
+    """This process among those that train together; a context manager that leaves their group at its end."""
 
     rank: int = 0
     world: int = 1
@@ -48,6 +48,18 @@ class Process:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if cuda else "gloo")
         return cls(dist.get_rank(), dist.get_world_size(), device)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        """After an error without waiting: the others may be waiting for this process themselves."""
+        if not dist.is_initialized():
+            return
+        if kind is not None and dist.get_backend() == "nccl":
+            dist.distributed_c10d._abort_process_group()
+        else:
+            dist.destroy_process_group()
 
 
 class Trainer:
@@ -144,11 +156,15 @@ class Trainer:
         return torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2), weight_decay=recipe.weight_decay)
 
     def rate(self, step: int) -> float:
-        """Learning rate of new parameters: linear warm-up, then a cosine from peak to end (KVpop Table 3)."""
+        """Learning rate of new parameters: linear warm-up, then a cosine from peak to end (KVpop Table 3).
+
+        ``lr_new`` at steps ``warmup - 1`` and ``warmup``, ``lr_new_end`` at the last step, unless that warms up still.
+        """
         r = self.recipe
         if step < r.warmup:
             return r.lr_new * (step + 1) / r.warmup
-        progress = (step - r.warmup) / max(1, r.steps - r.warmup)
+        last = r.steps - 1
+        progress = (step - r.warmup) / (last - r.warmup) if step < last else 1.0
         return r.lr_new_end + (r.lr_new - r.lr_new_end) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def run(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.sparse import Score
+from kvpop_vllm.distill.sparse import Score, recency
 from kvpop_vllm.kernels.ops import MLSTMWeights
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.scorers import from_tensors
@@ -31,12 +31,6 @@ class Contender:
         return -(-4 * self.state_floats // PageLayout(1, head_dim, dtype).slot_bytes)
 
 
-def _recency(layer, k, v):
-    """The position as score, so that its teacher looks at attention alone as those of the others without decay."""
-    position = torch.arange(k.shape[2], dtype=torch.float32, device=k.device)
-    return position.expand(k.shape[:3]), torch.zeros(k.shape[1], device=k.device)
-
-
 def _l2norm(layer, k, v):
     """Tokens whose keys have a small norm stay (Devoto et al., A simple and effective L2 norm-based strategy)."""
     return -k.float().norm(dim=-1), torch.zeros(k.shape[1], device=k.device)
@@ -47,7 +41,7 @@ def _random(layer, k, v):
     return torch.rand(k.shape[:3], generator=generator).to(k.device), torch.zeros(k.shape[1], device=k.device)
 
 
-TRAINING_FREE: dict[str, Callable] = {"streaming-llm": _recency, "l2norm": _l2norm, "random": _random}
+TRAINING_FREE: dict[str, Callable] = {"streaming-llm": recency, "l2norm": _l2norm, "random": _random}
 
 
 def training_free(name: str) -> Contender:

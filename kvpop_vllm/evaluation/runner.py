@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kvpop_vllm.distill.hook import POSITIONS
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse, dense_attention
 from kvpop_vllm.evaluation.contenders import Contender
 from kvpop_vllm.evaluation.recall import Judge
-
-POSITIONS = 512
 
 
 @dataclass(frozen=True)

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import json
 import math
+import signal
+import subprocess
+import sys
+import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
@@ -18,6 +24,7 @@ from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse
+from kvpop_vllm.distill.trainer import Process, Trainer
 from kvpop_vllm.evaluation.contenders import learned
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
@@ -74,6 +81,86 @@ def test_trains_every_kind_of_scorer_and_tells_how(kvpop, kind):
     assert distill(kvpop, kind, "--steps=3", "--batch=2", *options) == steps, "the same command again trained again"
     after = load_file(Path(kind, "kvpop_scorer.safetensors"))
     assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.fixture
+def same_threads():
+    """Puts back what ``--threads`` sets."""
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def kill_after(words, metrics, step):
+    """Runs a command line in a process of its own until ``metrics`` tell of ``step``, and kills it there."""
+    process = subprocess.Popen([sys.executable, "-m", "kvpop_vllm.cli", *words], stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 300
+    while process.poll() is None and time.monotonic() < deadline and not _reached(metrics, step):
+        time.sleep(0.005)
+    process.kill()
+    assert process.wait() == -signal.SIGKILL, process.stderr.read()
+
+
+def _reached(metrics, step) -> bool:
+    return any(row["step"] >= step for row in read_metrics(metrics))
+
+
+def test_a_kill_changes_nothing(kvpop, folder, same_threads):
+    """Text of two kinds, more than one pass over it; what is left is compared byte for byte."""
+    text = "".join(json.loads(line)["text"] + "\n" for line in (folder / "text.jsonl").read_text().splitlines()[:20])
+    (folder / "text.txt").write_text(text)
+    words = "distill --model=qwen3 --data text.jsonl text.txt --steps=120 --batch=2 --save-every=50 --threads=1".split()
+    assert kvpop(*words, *RECIPE, "--out=whole")[0] in (0, None)
+    run, whole = Path("cut/run"), Path("whole")
+    kill_after([*words, *RECIPE, "--out=cut"], run / "metrics.jsonl", step=53)
+    assert [path.name for path in run.glob("step-*")] == ["step-50"] and not Path("cut/kvpop_config.json").exists()
+    assert kvpop(*words, *RECIPE, "--out=cut")[0] in (0, None)
+    for name in ("run/metrics.jsonl", "kvpop_scorer.safetensors", "kvpop_config.json"):
+        assert Path("cut", name).read_bytes() == (whole / name).read_bytes(), name
+
+
+@pytest.fixture
+def group_of_one(monkeypatch):
+    """The environment in which torchrun starts its only process."""
+    for name, value in {
+        "WORLD_SIZE": 1,
+        "RANK": 0,
+        "LOCAL_RANK": 0,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": 0,
+    }.items():
+        monkeypatch.setenv(name, str(value))
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def test_the_group_is_left_at_the_end(kvpop, group_of_one, monkeypatch):
+    backends = []
+    start = dist.init_process_group
+    monkeypatch.setattr(dist, "init_process_group", lambda backend: backends.append(backend) or start(backend))
+    assert len(distill(kvpop, "grouped", "--steps=2")) == 2
+    assert not dist.is_initialized()
+    status, _, errors = kvpop(*"distill --model=qwen3 --data absent.txt --out=refused".split(), *RECIPE)
+    assert status == 2 and "absent.txt" in errors and not dist.is_initialized()
+    monkeypatch.setattr(Trainer, "_step", lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        kvpop(*"distill --model=qwen3 --data text.jsonl --out=broken".split(), *RECIPE, "--steps=2")
+    assert len(backends) == 3 and not dist.is_initialized()
+
+
+@pytest.mark.parametrize("backend", ["gloo", "nccl"])
+@pytest.mark.parametrize("failed", [False, True])
+def test_after_an_error_nccl_waits_for_nobody(monkeypatch, backend, failed):
+    left = []
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend", lambda: backend)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: left.append("destroyed"))
+    monkeypatch.setattr(dist.distributed_c10d, "_abort_process_group", lambda: left.append("aborted"))
+    with pytest.raises(KeyError) if failed else nullcontext(), Process():
+        if failed:
+            raise KeyError
+    assert left == ["aborted" if failed and backend == "nccl" else "destroyed"]
 
 
 BASE = ["--steps=4", "--batch=1", "--train-base", "--kl-top=64", "--lr-base=1e-3"]
@@ -158,6 +245,9 @@ def others(folder):
     (folder / "short.txt").write_text("A few words.")
     write_random_scorer(folder / "other", write_tiny_model(folder / "wide", "qwen3", kv_heads=4), "mlstm")
     write_byte_tokenizer(write_tiny_model(folder / "small", vocab=200))
+    write_byte_tokenizer(write_tiny_model(folder / "capped", vocab=VOCABULARY))
+    config = json.loads((folder / "capped/config.json").read_text()) | {"final_logit_softcapping": 30.0}
+    (folder / "capped/config.json").write_text(json.dumps(config))
 
 
 REFUSED = {
@@ -167,6 +257,8 @@ REFUSED = {
     "distill --out=x --model=qwen3 --data empty.txt --no-train-base --length=96 --window=8 --topk 20": "empty.txt",
     "distill --out=x --model=qwen3 --data short.txt --no-train-base --length=96 --window=8 --topk 20": "too few for one row",
     "distill --out=x --model=small --data text.jsonl --no-train-base --length=96 --window=8 --topk 20": "the model knows 200",
+    "distill --out=x --model=capped --data text.jsonl --recipe=demo --steps=1": "rescales its logits",
+    "distill teacher --out=x --model=capped --data text.jsonl --recipe=demo --rows=1": "rescales its logits",
     "distill --out=x --model=qwen3 --data text.jsonl --length=2000": "raise --length or lower --topk",
     "distill --out=x --model=qwen3 --data text.jsonl --recipe=demo --teacher=logits": "this recipe has no KL",
     "distill --out=x --model=qwen3 --data text.jsonl --recipe=demo --kl-top=0": "kl_top must be at least 1",
@@ -174,6 +266,7 @@ REFUSED = {
     "distill --out=x --model=qwen3 --data text.jsonl --threads=-1": "--threads: -1 is not at least 1",
     "distill teacher --out=x --model=qwen3 --data text.jsonl --rows=0": "--rows: 0 is not at least 1",
     "eval --model=qwen3 --data text.jsonl --split=all --scorer=other --length 96": "num_kv_heads = 4, this one has 2",
+    "eval --model=capped --data text.jsonl --split=all --length 512": "rescales its logits",
     "eval --model=qwen3 --data text.jsonl --split=all --policies h2o --length 512": "unknown policy 'h2o'",
     "eval --model=qwen3 --data text.jsonl --split=all --policies --length 512": "nothing to evaluate",
     "eval --model=qwen3 --data text.jsonl --split=all --length 64": "leaves nothing beside 4 sinks and a window of 64",

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from kernels.naive import kept_sets, masked_attention
-from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, Qwen2Config, Qwen2ForCausalLM
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import Dense, load_model
+from kvpop_vllm.distill.hook import RESCALED, Dense, load_model
 from kvpop_vllm.distill.retention import Roles, running_cutoffs
 from kvpop_vllm.distill.sparse import Sparse, dense_attention
 from kvpop_vllm.testing import write_tiny_model
@@ -18,17 +20,7 @@ ROLES = Roles(sinks=2, window=6, topk=9)
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2"])
 def folder(request, tmp_path_factory):
-    path = tmp_path_factory.mktemp(request.param)
-    if request.param != "qwen2":
-        return write_tiny_model(path, request.param)
-    torch.manual_seed(0)
-    Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=256, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, max_position_embeddings=512,
-        )
-    ).save_pretrained(path)  # fmt: skip
-    return path
+    return write_tiny_model(tmp_path_factory.mktemp(request.param), request.param, hidden=128)
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +37,15 @@ def test_nothing_evicted_equals_transformers(folder, tokens):
     model = load_model(folder, torch.float32)
     for attend in (Dense(), Sparse(scores, Roles(2, 6, 100)), lambda layer, *qkvs: dense_attention(*qkvs)[0]):
         torch.testing.assert_close(model(tokens, attend=attend).logits, expected.logits, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("part", ["q", "k", "v"])
+def test_biases_reach_attention(tmp_path, tokens, part):
+    """Those of Qwen2, so that the test above would notice one that is lost."""
+    model = load_model(write_tiny_model(tmp_path, "qwen2", hidden=128), torch.float32)
+    before = model(tokens, attend=Dense()).logits
+    torch.nn.init.zeros_(model.get_decoder().layers[0].self_attn.get_submodule(f"{part}_proj").bias)
+    assert (model(tokens, attend=Dense()).logits - before).abs().max() > 0.1
 
 
 def test_the_sparse_pass_equals_a_masked_model(folder, tokens):
@@ -103,6 +104,27 @@ def test_what_would_be_ignored_is_refused(folder, tokens, tmp_path):
         model(tokens, attention_mask=mask, attend=Dense())
     with pytest.raises(ConfigError, match="has no config.json"):
         load_model(tmp_path)
+
+
+@pytest.mark.parametrize("name", RESCALED)
+def test_models_that_rescale_their_logits_are_refused(tmp_path, name):
+    path = write_tiny_model(tmp_path) / "config.json"
+    config = json.loads(path.read_text())
+    for harmless in (None, 1.0):
+        path.write_text(json.dumps(config | {name: harmless}))
+        load_model(tmp_path)
+    path.write_text(json.dumps(config | {name: 30.0}))
+    with pytest.raises(ConfigError, match=f"rescales its logits .{name}., .*: choose another model"):
+        load_model(tmp_path)
+
+
+def test_models_whose_library_rescales_their_logits_are_refused(tmp_path):
+    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
+    for config in (GraniteConfig(**shape, **heads, logits_scaling=8.0), CohereConfig(**shape, **heads)):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
+        with pytest.raises(ConfigError, match="rescales its logits"):
+            load_model(tmp_path / config.model_type)
 
 
 def test_a_models_own_windows_are_refused(tmp_path):

@@ -133,12 +133,6 @@ def test_logits_are_computed_in_slices(model, rows, monkeypatch, positions):
     assert torch.equal(teacher.teacher_logits(model, tokens, TOP, attend=Dense())[1], best.ids)
 
 
-def test_models_that_rescale_their_logits_are_refused(model, monkeypatch):
-    monkeypatch.setattr(model.config, "final_logit_softcapping", 30.0, raising=False)
-    with pytest.raises(ConfigError, match=".final_logit_softcapping., .*: choose another model"):
-        top_logits(model, torch.zeros(1, 2, dtype=torch.long))
-
-
 # what is cut off is continued
 
 

