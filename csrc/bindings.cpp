@@ -10,6 +10,7 @@
 #include "kvpop/decode_step.h"
 #include "kvpop/isa.h"
 #include "kvpop/online_topk.h"
+#include "kvpop/prefill_chunk.h"
 #include "kvpop/running_topk.h"
 
 namespace {
@@ -182,19 +183,19 @@ void fill_requests(DecodeStep& step, const Tensor& page_table, const Tensor& pos
     for (int i = 0; i < 2; i++) step.valid_stride[i] = valid.stride(i), step.budgets_stride[i] = budgets.stride(i);
 }
 
-// Everything that the kernels would otherwise read out of bounds.
-void check_requests(const DecodeStep& step, int64_t entries, int64_t num_blocks) {
+// Everything that the kernels would otherwise read out of bounds when each request takes in so many tokens.
+void check_requests(const DecodeStep& step, int64_t tokens, int64_t entries, int64_t num_blocks) {
     const int64_t ring_end = step.sinks + step.window;
     for (int64_t r = 0; r < step.requests; r++) {
         const int64_t q = step.positions[r * step.positions_stride];
-        TORCH_CHECK_VALUE(q >= 0 && q < INT32_MAX, "request ", r, ": position ", q, " is out of range");
+        TORCH_CHECK_VALUE(q >= 0 && q + tokens <= INT32_MAX, "request ", r, ": position ", q, " is out of range");
         for (int64_t h = 0; h < step.heads; h++) {
             const int64_t budget = step.budget(r, h), valid = step.valid_slots(r, h);
             TORCH_CHECK_VALUE(budget >= ring_end, "request ", r, ", head ", h, ": budget ", budget,
                               " is smaller than sinks + window = ", ring_end);
             TORCH_CHECK_VALUE(valid >= std::min(q, ring_end) && valid <= budget, "request ", r, ", head ", h, ": ",
                               valid, " valid slots do not fit position ", q, " and budget ", budget);
-            const int64_t slots = std::max(std::min(valid + 1, budget), std::min(q + 1, ring_end));
+            const int64_t slots = std::max(std::min(valid + tokens, budget), std::min(q + tokens, ring_end));
             const int64_t needed = step.state_blocks + (slots + step.block_slots - 1) / step.block_slots;
             TORCH_CHECK_INDEX(needed <= entries, "request ", r, ": its page-table row has ", entries, " entries, ",
                               needed, " are needed");
@@ -220,28 +221,59 @@ void check_order(const DecodeStep& step) {
     }
 }
 
+void fill_rule(DecodeStep& step, const Rule& rule, double scale) {
+    TORCH_CHECK_VALUE(rule.heads == step.heads && (rule.size == 0 || rule.size == step.size),
+                      "the rule is for another number of heads or another head size");
+    step.scale = float(scale);
+    step.sinks = rule.sinks, step.window = rule.window, step.decay_step = rule.decay_step;
+    step.log_gamma = rule.log_gamma.data_ptr<double>();
+    step.scorer = rule.scorer();
+}
+
+// Output like q and its log-sum-exps, with the step's pointers set to them.
+std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
+    Tensor out = at::empty(q.sizes(), q.options().requires_grad(false).memory_format(at::MemoryFormat::Contiguous));
+    Tensor lse = at::empty({q.size(0), q.size(1)}, out.options().dtype(at::kFloat));
+    step.out = out.data_ptr();
+    step.lse = lse.data_ptr<float>();
+    return {out, lse};
+}
+
 std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
                                        int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
                                        const Tensor& positions, const Tensor& valid, const Tensor& budgets,
                                        const Rule& rule, double scale) {
     DecodeStep step{};
     fill_tokens(step, q, k, v);
-    TORCH_CHECK_VALUE(rule.heads == step.heads && (rule.size == 0 || rule.size == step.size),
-                      "the rule is for another number of heads or another head size");
+    fill_rule(step, rule, scale);
     fill_pages(step, raw, block_slots, state_blocks, rule);
     fill_requests(step, page_table, positions, valid, budgets);
-    step.scale = float(scale);
-    step.sinks = rule.sinks, step.window = rule.window, step.decay_step = rule.decay_step;
-    step.log_gamma = rule.log_gamma.data_ptr<double>();
-    step.scorer = rule.scorer();
-    check_requests(step, page_table.size(2), raw.size(0));
+    check_requests(step, 1, page_table.size(2), raw.size(0));
     check_order(step);
-    Tensor out = at::empty({step.requests, q.size(1), step.size}, q.options().requires_grad(false));
-    Tensor lse = at::empty({step.requests, q.size(1)}, out.options().dtype(at::kFloat));
-    step.out = out.data_ptr();
-    step.lse = lse.data_ptr<float>();
+    const auto results = allocate_results(step, q);
     kvpop::decode_step(step);
-    return {out, lse};
+    return results;
+}
+
+std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
+                                         int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
+                                         int64_t start, const Tensor& budgets, const Rule& rule, double scale) {
+    kvpop::PrefillChunk chunk;
+    DecodeStep& step = chunk.step = {};
+    fill_tokens(step, q, k, v);
+    chunk.start = start, chunk.length = step.requests;
+    step.requests = 1;
+    fill_rule(step, rule, scale);
+    fill_pages(step, raw, block_slots, state_blocks, rule);
+    check(budgets, "budgets", at::kInt, {step.heads});
+    const Tensor position = at::full({1}, start, at::kLong), valid = budgets.clamp_max(start);
+    TORCH_CHECK_VALUE(page_table.dim() == 2, "page_table must be [H, P]");
+    fill_requests(step, page_table.unsqueeze(0), position, valid.unsqueeze(0), budgets.unsqueeze(0));
+    check_requests(step, chunk.length, page_table.size(1), raw.size(0));
+    check_order(step);
+    const auto results = allocate_results(step, q);
+    kvpop::prefill_chunk(chunk);
+    return results;
 }
 
 Tensor online_topk(const Tensor& score, const Tensor& position, int64_t held, int64_t topk, int64_t window,
@@ -284,6 +316,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              arg("sinks"), arg("window"), arg("decay_step"), arg("log_gamma"), arg("kind"), arg("weights"),
              arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true);
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
+    module.def("prefill_chunk", &prefill_chunk, nogil, "See kvpop_vllm.kernels.ops.prefill_chunk.");
     module.def("online_topk", &online_topk, nogil, "See kvpop_vllm.kernels.ops.online_topk.");
     module.def("running_topk", &running_topk, nogil, "See kvpop_vllm.kernels.ops.running_topk; float64.");
     module.def("isa_levels", [] {

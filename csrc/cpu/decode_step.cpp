@@ -4,22 +4,10 @@
 
 #include <ATen/Parallel.h>
 
-#include <vector>
-
 #include "kvpop/isa.h"
+#include "kvpop/scratch.h"
 
 namespace kvpop {
-
-namespace {
-
-float* scratch_of_this_thread(int64_t floats) {
-    thread_local std::vector<float> buffer;
-    const size_t padded = size_t(floats) + 16;
-    if (buffer.size() < padded) buffer.resize(padded);
-    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) / 64 * 64);
-}
-
-}  // namespace
 
 void decode_step(const DecodeStep& step) {
     const Kernels& kernels = *current_isa().kernels;

@@ -84,7 +84,7 @@ TRITON_LARGEST_HEAD = {"future_attention_mass": 128, "sparse_attention": 128}
 
 def select(op: str, tensor: torch.Tensor) -> str:
     """The name of the implementation that ``impl="auto"`` takes for ``tensor`` (an op's first argument)."""
-    fits = op != "decode_step" or tensor.shape[-1] % 16 == 0
+    fits = op not in ("decode_step", "prefill_chunk") or tensor.shape[-1] % 16 == 0
     if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _extension_available():
         return "cpp"
     if tensor.device.type == "cuda" and tensor.dtype in TRITON_DTYPES.get(op, ()) and _triton_available():

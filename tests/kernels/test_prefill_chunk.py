@@ -8,8 +8,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kernels.factories import random_page_table, random_rule, random_scorer, state_floats
 
+from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout
+
+IMPLS = ["reference", *_C.isa_levels()]
+"""Torch, and C++ with each instruction set of this machine."""
 
 CASES = {
     "none": (None, {}),
@@ -27,18 +31,24 @@ SCORE_NOISE = 2e-6
 """Paths round raw scores of order 1 to 3 differently by up to this much (float32, states of up to 120 tokens)."""
 
 
+@pytest.fixture(autouse=True)
+def fastest_isa_afterwards():
+    yield
+    _C.set_isa(_C.isa_levels()[-1])
+
+
 class Problem:
     """Random tokens of one request and the rule they are served under."""
 
-    def __init__(self, case, sinks, window, topk, length, *, heads=2, group=2, size=32, slots=16, step=1, seed=0):
+    def __init__(self, case, sinks, window, topk, length, *, heads=2, group=2, size=32, slots=16, step=1, seed=0, dtype=torch.float32):  # fmt: skip
         kind, options = CASES[case]
         self.generator = torch.Generator().manual_seed(seed)
         scorer = random_scorer(kind, heads, size, self.generator, **dict(options))
         self.rule = random_rule(scorer, heads, sinks, window, self.generator, step)
         self.budget, self.heads, self.length, self.scale = sinks + window + topk, heads, length, size**-0.5
-        self.layout = PageLayout(heads, size, torch.float32, slots, state_floats(scorer))
+        self.layout = PageLayout(heads, size, dtype, slots, state_floats(scorer))
         self.q, self.k, self.v = (
-            torch.randn(length, n, size, generator=self.generator) for n in (heads * group, heads, heads)
+            torch.randn(length, n, size, generator=self.generator).to(dtype) for n in (heads * group, heads, heads)
         )
         self.budgets = torch.full((heads,), self.budget, dtype=torch.int32)
 
@@ -59,6 +69,9 @@ class Problem:
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
 
     def prefill(self, chunks, impl="reference"):
+        """``impl``: one of IMPLS."""
+        if impl != "reference":
+            _C.set_isa(impl)
         pages, table = self.pages()
         rows, start, i = [], 0, 0
         while start < self.length:
@@ -67,7 +80,7 @@ class Problem:
             rows.append(
                 ops.prefill_chunk(
                     self.q[cut], self.k[cut], self.v[cut], pages, table[0], start, self.budgets,
-                    rule=self.rule, scale=self.scale, impl=impl,
+                    rule=self.rule, scale=self.scale, impl="reference" if impl == "reference" else "cpp",
                 )
             )  # fmt: skip
             start, i = start + count, i + 1
@@ -118,7 +131,7 @@ def check_same(actual, expected):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("roles", [(2, 8, 10), (0, 1, 5), (4, 16, 0), (3, 5, 40)], ids=str)
-@pytest.mark.parametrize("impl", ["reference", "cpp"])
+@pytest.mark.parametrize("impl", IMPLS)
 def test_equals_decode_steps(case, roles, impl):
     problem = Problem(case, *roles, length=90, seed=sum(roles) + len(case))
     expected = problem.decode()
@@ -134,9 +147,10 @@ def test_the_reference_runs_no_other_implementation(monkeypatch):
 
 @pytest.mark.parametrize("case", ["linear", "mlstm"])
 @pytest.mark.parametrize("step", [3, 7])
-def test_decay_steps_beyond_one(case, step):
+@pytest.mark.parametrize("impl", IMPLS)
+def test_decay_steps_beyond_one(case, step, impl):
     problem = Problem(case, 2, 8, 12, length=80, step=step, seed=step)
-    check_same(problem.prefill([33, 7]), problem.decode())
+    check_same(problem.prefill([33, 7], impl), problem.decode())
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -150,22 +164,52 @@ def test_decay_steps_beyond_one(case, step):
     heads=st.integers(1, 3),
     group=st.integers(1, 3),
     slots=st.sampled_from([16, 32, 64]),
+    size=st.sampled_from([16, 32, 48, 80]),
+    impl=st.sampled_from(IMPLS),
     seed=st.integers(0, 10_000),
 )
-def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, group, slots, seed):
-    problem = Problem(case, sinks, window, topk, length, heads=heads, group=group, slots=slots, seed=seed)
+def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, group, slots, size, impl, seed):
+    problem = Problem(case, sinks, window, topk, length, heads=heads, group=group, slots=slots, size=size, seed=seed)
     assume(CASES[case][0] is None or problem.closest_decision() > 10 * SCORE_NOISE)
-    check_same(problem.prefill(chunks), problem.decode())
+    check_same(problem.prefill(chunks, impl), problem.decode())
 
 
-def test_pieces_longer_than_one():
-    """A chunk is worked off in pieces; budgets and chunks beyond a piece must not show it."""
-    problem = Problem("mlstm", 4, 32, 300, length=700, seed=3)
-    whole, cut = problem.prefill([700]), problem.prefill([256, 100])
-    check_same(cut, whole)
+@pytest.mark.parametrize("window", [32, 200])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_pieces_longer_than_one(impl, window):
+    """A chunk is worked off in pieces; budgets, windows and chunks beyond a piece must not show it."""
+    problem = Problem("mlstm", 4, window, 300, length=700, seed=3)
+    whole = problem.prefill([700])
+    check_same(problem.prefill([256, 100], impl), whole)
+    check_same(problem.prefill([700], impl), whole)
 
 
-def test_unequal_budgets_equal_single_heads():
+@pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize(
+    "size, group, q_dtype",
+    [(64, 3, torch.bfloat16), (128, 4, torch.bfloat16), (80, 7, torch.bfloat16), (96, 1, torch.float32)],
+)
+def test_bfloat16_is_within_its_roundings(isa, size, group, q_dtype):
+    """What is exact, the same numbers in float32 tell. Rounding the weights to bfloat16 (2^-9 of each, and not in their
+    sum) moves an output by at most 2^-8 of the weighted mean of the values' magnitudes, its own rounding by 2^-8 of itself.
+    """
+    kind = dict(length=500, size=size, group=group, seed=size)
+    rounded, exact = Problem("linear", 4, 32, 200, dtype=torch.bfloat16, **kind), Problem("linear", 4, 32, 200, **kind)
+    rounded.q = rounded.q.to(q_dtype)
+    exact.q, exact.k, exact.v = rounded.q.float(), rounded.k.float(), rounded.v.float()
+    exact.rule.scorer.weight[:, size:] = 0  # values decide nothing, so that their magnitudes can take their place
+    rounded.rule = exact.rule
+    out, lse, held = rounded.prefill([300, 200], isa)
+    expected, expected_lse, expected_held = exact.prefill([500])
+    exact.v = exact.v.abs()
+    magnitude = exact.prefill([500])[0]
+    assert held == expected_held and out.dtype == q_dtype
+    assert ((out.float() - expected).abs() <= 2.0**-8 * (magnitude + expected.abs()) + 1e-6).all()
+    torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_unequal_budgets_equal_single_heads(impl):
     """Heads with different budgets behave as if each were alone with its own."""
     problem = Problem("linear", 2, 6, 20, length=60, seed=5)
     pages, table = problem.pages()
@@ -180,7 +224,7 @@ def test_unequal_budgets_equal_single_heads():
         budgets,
         rule=problem.rule,
         scale=problem.scale,
-        impl="reference",
+        impl=impl,
     )
     for head, budget in enumerate(budgets.tolist()):
         problem.budgets = torch.full((2,), budget, dtype=torch.int32)
@@ -202,10 +246,11 @@ def test_streaming_equals_a_plain_window():
     torch.testing.assert_close(lse.double(), logits.logsumexp(-1).permute(2, 0, 1).flatten(1), rtol=0, atol=1e-5)
 
 
-def test_replay_raises_and_writes_nothing():
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_replay_raises_and_writes_nothing(impl):
     problem = Problem("mlstm", 2, 8, 10, length=50)
     pages, table = problem.pages()
-    args = dict(rule=problem.rule, scale=problem.scale, impl="reference")
+    args = dict(rule=problem.rule, scale=problem.scale, impl=impl)
     ops.prefill_chunk(problem.q, problem.k, problem.v, pages, table[0], 0, problem.budgets, **args)
     before = pages.raw.clone()
     with pytest.raises(ops.StepOrderError, match="starts at position 25, but its cache has seen 50"):

@@ -93,22 +93,6 @@ struct DecodeStep {
     int32_t* tokens_seen(int64_t r, int64_t h) const { return slot_positions(slot_region(r, h, 0)); }
 };
 
-// One instruction set's kernels. decode_head does the whole step of request r, head h.
-struct Kernels {
-    int64_t (*scratch_floats)(const DecodeStep&);
-    void (*decode_head)(const DecodeStep&, int64_t r, int64_t h, float* scratch);
-};
-
-namespace baseline {
-extern const Kernels kernels;
-}
-namespace avx2 {
-extern const Kernels kernels;
-}
-namespace avx512 {
-extern const Kernels kernels;
-}
-
 // Runs the step for all requests and heads in parallel. The arguments have been checked.
 void decode_step(const DecodeStep& step);
 

@@ -7,7 +7,7 @@
 #include <string>
 #include <vector>
 
-#include "kvpop/decode_step.h"
+#include "kvpop/kernel_table.h"
 
 namespace kvpop {
 
@@ -26,6 +26,8 @@ inline const std::vector<Isa>& isa_levels() {
         if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl"))
             found.push_back({"avx512", &avx512::kernels});
+        if (found.back().kernels == &avx512::kernels && __builtin_cpu_supports("avx512bf16"))
+            found.push_back({"avx512_bf16", &avx512_bf16::kernels});
 #endif
         return found;
     }();

@@ -73,6 +73,7 @@ struct Head {
         *score(slot) = score_;
         if (slot > 0) a.slot_positions(a.slot_region(r, h, slot))[slot % a.block_slots] = int32_t(position);
     }
+    // Key and value as one float row.
     void read(const T* key, const T* value, float* x) const {
         for (int64_t e = 0; e < a.size; e++) x[e] = to_float(key[e]);
         for (int64_t e = 0; e < a.size; e++) x[a.size + e] = to_float(value[e]);
@@ -149,7 +150,5 @@ inline void decode_head(const DecodeStep& a, int64_t r, int64_t h, float* scratc
     if (a.cache_is_bf16) decode_head_of<bf16>(a, r, h, scratch);
     else decode_head_of<float>(a, r, h, scratch);
 }
-
-const Kernels kernels{scratch_floats, decode_head};
 
 }  // namespace kvpop::KVPOP_ISA

@@ -15,7 +15,6 @@ _packed: dict[int, _C.Rule] = {}  # by id of a living rule
 
 
 def _pack(rule: RetentionRule) -> _C.Rule:
-    """The rule as the extension takes it, made at its first use."""
     options = {}
     fields = vars(rule.scorer) if rule.scorer is not None else {}
     if isinstance(rule.scorer, MLSTMWeights):
@@ -26,20 +25,28 @@ def _pack(rule: RetentionRule) -> _C.Rule:
         options = {"hedgehog": hedgehog, "softcap": rule.scorer.gate_softcap, "delayed": rule.scorer.delayed}
     weights = {name: value.detach() for name, value in fields.items() if isinstance(value, torch.Tensor)}
     kind = _KINDS[type(rule.scorer)]
-    packed = _C.Rule(rule.sinks, rule.window, rule.decay_step, rule.log_gamma.detach(), kind, weights, **options)
-    _packed[id(rule)] = packed
+    made = _C.Rule(rule.sinks, rule.window, rule.decay_step, rule.log_gamma.detach(), kind, weights, **options)
+    _packed[id(rule)] = made
     weakref.finalize(rule, _packed.pop, id(rule), None)
-    return packed
+    return made
+
+
+def packed(rule: RetentionRule) -> _C.Rule:
+    """The rule as the extension takes it, made at its first use."""
+    return _packed.get(id(rule)) or _pack(rule)
+
+
+def check_dtype(k: torch.Tensor, pages) -> None:
+    """Raises TypeError where keys and values have another dtype than the cache."""
+    if k.dtype is not pages.layout.dtype:
+        raise TypeError(f"k and v must have the cache's dtype {pages.layout.dtype}, got {k.dtype}")
 
 
 def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, scale):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
-    layout = pages.layout
-    if k.dtype is not layout.dtype:
-        raise TypeError(f"k and v must have the cache's dtype {layout.dtype}, got {k.dtype}")
-    packed = _packed.get(id(rule)) or _pack(rule)
-    slots, state = layout.block_slots, layout.state_blocks
+    check_dtype(k, pages)
+    slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
     try:
-        return _C.decode_step(q, k, v, pages.raw, slots, state, page_table, positions, valid, budgets, packed, scale)
+        return _C.decode_step(q, k, v, pages.raw, slots, state, page_table, positions, valid, budgets, told, scale)
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None

@@ -1,0 +1,8 @@
+// The kernels for any processor.
+
+#include "kvpop/kernel_table.h"  // and with it all standard headers, before the target changes
+
+#define KVPOP_ISA baseline
+#define KVPOP_VECTOR_BYTES 16
+#define KVPOP_BF16_DOT 0
+#include "kvpop/kernels.h"

@@ -1,0 +1,184 @@
+// A prefill chunk, piece by piece: scores, evictions, attention, survivors into the slots.
+
+#include "kvpop/prefill_chunk.h"
+
+#include <ATen/Parallel.h>
+
+#include <algorithm>
+#include <cstring>
+
+#include "kvpop/isa.h"
+#include "kvpop/online_topk.h"
+#include "kvpop/scratch.h"
+
+namespace kvpop {
+
+namespace {
+
+float as_float(const uint8_t* item, bool is_bf16) {
+    uint32_t bits = 0;
+    std::memcpy(is_bf16 ? reinterpret_cast<uint8_t*>(&bits) + 2 : reinterpret_cast<uint8_t*>(&bits), item, is_bf16 ? 2 : 4);
+    float value;
+    std::memcpy(&value, &bits, 4);
+    return value;
+}
+
+// One head of the chunk between its stages.
+class HeadOfChunk {
+  public:
+    HeadOfChunk(PrefillChunk& chunk, int64_t h)
+        : chunk_(chunk), a_(chunk.step), work_(chunk.heads[h]), h_(h), budget_(a_.budget(0, h)),
+          topk_(budget_ - a_.sinks - a_.window) {}
+
+    // Makes room and packs what the slots hold.
+    void load() {
+        const PackedTiles& packed = chunk_.packed;
+        const int64_t longest = std::min(PIECE, chunk_.length);
+        const int64_t tiles = chunk_.slot_tiles(h_) + (longest + TILE_KEYS - 1) / TILE_KEYS;
+        work_.keys.assign(size_t(tiles * packed.words()), 0);
+        work_.values.assign(size_t(tiles * packed.words()), 0);
+        work_.born.assign(size_t(tiles * TILE_KEYS), 0);
+        work_.gone.assign(size_t(tiles * TILE_KEYS), 0);
+        work_.leaving.resize(size_t(longest));
+        work_.inserted.resize(size_t(longest));
+        for (int64_t slot = 0; slot < std::min(chunk_.start, budget_); slot++) pack(slot, key(slot), value(slot));
+    }
+
+    // Packs the piece's tokens and decides when every key is born and gone.
+    void plan(const Piece& piece) {
+        const int64_t held = std::min(piece.a, budget_), first_new = chunk_.first_new(h_);
+        std::fill(work_.born.begin(), work_.born.end(), 0);
+        std::fill(work_.gone.begin(), work_.gone.end(), 0);
+        std::fill_n(work_.gone.begin(), held, NEVER_GONE);
+        for (int64_t i = 0; i < piece.tokens(); i++) {
+            pack(first_new + i, new_key(piece.a + i), new_value(piece.a + i));
+            work_.born[size_t(first_new + i)] = int32_t(i);
+            work_.gone[size_t(first_new + i)] = NEVER_GONE;
+        }
+        evict(piece, std::max(int64_t(0), held - a_.sinks - a_.window));
+    }
+
+    // Survivors of the window into free long-range slots, the newest tokens into sinks and ring.
+    void commit(const Piece& piece) {
+        const int64_t first = a_.sinks + a_.window, u0 = chunk_.first_leaving(piece.a), u1 = chunk_.first_leaving(piece.b);
+        int64_t slot = first;
+        for (int64_t u = u0; u < u1; u++) {
+            if (work_.gone[size_t(place(u, piece))] != NEVER_GONE) continue;
+            while (slot < std::min(piece.a, budget_) && work_.gone[size_t(slot)] == NEVER_GONE) slot++;
+            const bool held = u < piece.a;
+            const int64_t from = chunk_.ring_slot(u);
+            write(slot++, held ? key(from) : new_key(u), held ? value(from) : new_value(u), work_.leaving[size_t(u - u0)], u);
+        }
+        for (int64_t t = piece.a; t < std::min(piece.b, a_.sinks); t++) write(t, new_key(t), new_value(t), 0, t);
+        for (int64_t t = std::max({piece.a, piece.b - a_.window, a_.sinks}); t < piece.b; t++)
+            write(chunk_.ring_slot(t), new_key(t), new_value(t), work_.inserted[size_t(t - piece.a)], t);
+        *a_.tokens_seen(0, h_) = int32_t(piece.b);
+    }
+
+  private:
+    int64_t row_bytes() const { return a_.size * a_.item_bytes(); }
+    uint8_t* key(int64_t slot) const { return a_.slot_region(0, h_, slot) + slot % a_.block_slots * row_bytes(); }
+    uint8_t* value(int64_t slot) const { return key(slot) + a_.block_slots * row_bytes(); }
+    const uint8_t* token(const void* base, const int64_t* stride, int64_t t) const {
+        return static_cast<const uint8_t*>(base) + ((t - chunk_.start) * stride[0] + h_ * stride[1]) * a_.item_bytes();
+    }
+    const uint8_t* new_key(int64_t t) const { return token(a_.k, a_.k_stride, t); }
+    const uint8_t* new_value(int64_t t) const { return token(a_.v, a_.v_stride, t); }
+
+    // Index of window and piece tokens among the packed keys.
+    int64_t place(int64_t t, const Piece& piece) const {
+        return t < piece.a ? chunk_.ring_slot(t) : chunk_.first_new(h_) + t - piece.a;
+    }
+
+    void evict(const Piece& piece, int64_t held) {
+        const int64_t first = a_.sinks + a_.window, u0 = chunk_.first_leaving(piece.a);
+        const int64_t arrivals = chunk_.first_leaving(piece.b) - u0, total = held + arrivals;
+        if (total <= topk_) return;
+        std::vector<float> score(static_cast<size_t>(total));
+        std::vector<int64_t> position(static_cast<size_t>(total)), evicted_at(static_cast<size_t>(total));
+        for (int64_t i = 0; i < held; i++) {
+            uint8_t* region = a_.slot_region(0, h_, first + i);
+            score[size_t(i)] = a_.scores(region)[(first + i) % a_.block_slots];
+            position[size_t(i)] = a_.slot_positions(region)[(first + i) % a_.block_slots];
+        }
+        for (int64_t i = 0; i < arrivals; i++) {
+            score[size_t(held + i)] = work_.leaving[size_t(i)];
+            position[size_t(held + i)] = u0 + i;
+        }
+        OnlineTopk simulation(score.data(), position.data(), total, a_.log_gamma[h_], a_.decay_step);
+        simulation.run(total, held, topk_, a_.window, evicted_at.data());
+        for (int64_t i = 0; i < total; i++) {
+            if (evicted_at[size_t(i)] == std::numeric_limits<int64_t>::max()) continue;
+            const int64_t at = i < held ? first + i : place(u0 + i - held, piece);
+            work_.gone[size_t(at)] = int32_t(evicted_at[size_t(i)] - piece.a);
+        }
+    }
+
+    void write(int64_t slot, const uint8_t* k, const uint8_t* v, float score, int64_t position) {
+        uint8_t* region = a_.slot_region(0, h_, slot);
+        std::memcpy(key(slot), k, size_t(row_bytes()));
+        std::memcpy(value(slot), v, size_t(row_bytes()));
+        a_.scores(region)[slot % a_.block_slots] = score;
+        if (slot > 0) a_.slot_positions(region)[slot % a_.block_slots] = int32_t(position);  // slot 0's: tokens_seen
+        pack(slot, k, v);
+    }
+
+    void pack(int64_t index, const uint8_t* k, const uint8_t* v) {
+        const PackedTiles& packed = chunk_.packed;
+        const int64_t column = index % TILE_KEYS, tile = index / TILE_KEYS * packed.words(), item = a_.item_bytes();
+        uint32_t *keys = work_.keys.data() + tile + column, *values = work_.values.data() + tile;
+        if (packed.per == 2) {
+            for (int64_t w = 0; w < a_.size / 2; w++) std::memcpy(keys + w * TILE_KEYS, k + 4 * w, 4);
+            uint16_t* halves = reinterpret_cast<uint16_t*>(values + column / 2 * a_.size) + column % 2;
+            for (int64_t e = 0; e < a_.size; e++) std::memcpy(halves + 2 * e, v + 2 * e, 2);
+            return;
+        }
+        for (int64_t e = 0; e < a_.size; e++) {
+            const float key_item = as_float(k + e * item, a_.cache_is_bf16), value_item = as_float(v + e * item, a_.cache_is_bf16);
+            std::memcpy(keys + e * TILE_KEYS, &key_item, 4);
+            std::memcpy(values + column * a_.size + e, &value_item, 4);
+        }
+    }
+
+    PrefillChunk& chunk_;
+    const DecodeStep& a_;
+    PrefillHead& work_;
+    int64_t h_, budget_, topk_;
+};
+
+}  // namespace
+
+void prefill_chunk(PrefillChunk& chunk) {
+    const Kernels& kernels = *current_isa().kernels;
+    const DecodeStep& step = chunk.step;
+    const int64_t floats = kernels.prefill_scratch(step);
+    const bool dots = kernels.bf16_words && step.cache_is_bf16 && step.q_is_bf16;
+    chunk.packed = {step.size, dots ? 2 : 1};
+    chunk.heads.resize(size_t(step.heads));
+    at::parallel_for(0, step.heads, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t h = begin; h < end; h++) HeadOfChunk(chunk, h).load();
+    });
+    for (int64_t a = chunk.start; a < chunk.start + chunk.length; a += PIECE) {
+        const Piece piece{a, std::min(a + PIECE, chunk.start + chunk.length)};
+        const int64_t tiles = (piece.tokens() + TILE_QUERIES - 1) / TILE_QUERIES;
+        at::parallel_for(0, step.heads, 1, [&](int64_t begin, int64_t end) {
+            float* scratch = scratch_of_this_thread(floats);
+            for (int64_t h = begin; h < end; h++) {
+                kernels.prefill_scores(chunk, piece, h, scratch);
+                HeadOfChunk(chunk, h).plan(piece);
+            }
+        });
+        at::parallel_for(0, step.heads * tiles, 1, [&](int64_t begin, int64_t end) {
+            float* scratch = scratch_of_this_thread(floats);
+            for (int64_t i = begin; i < end; i++) {
+                const int64_t first = i % tiles * TILE_QUERIES;
+                kernels.prefill_attend(chunk, piece, i / tiles, first, std::min(TILE_QUERIES, piece.tokens() - first), scratch);
+            }
+        });
+        at::parallel_for(0, step.heads, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t h = begin; h < end; h++) HeadOfChunk(chunk, h).commit(piece);
+        });
+    }
+}
+
+}  // namespace kvpop

@@ -1,0 +1,32 @@
+// What every instruction set has to offer.
+
+#pragma once
+
+#include "kvpop/prefill_chunk.h"
+
+namespace kvpop {
+
+// One instruction set's kernels. decode_head does the whole step of request r, head h; the others see prefill.h.
+struct Kernels {
+    int64_t (*scratch_floats)(const DecodeStep&);
+    void (*decode_head)(const DecodeStep&, int64_t r, int64_t h, float* scratch);
+    bool bf16_words;  // packed tiles of bfloat16 can be multiplied as they are
+    int64_t (*prefill_scratch)(const DecodeStep&);
+    void (*prefill_scores)(PrefillChunk&, const Piece&, int64_t h, float* scratch);
+    void (*prefill_attend)(const PrefillChunk&, const Piece&, int64_t h, int64_t first, int64_t queries, float* scratch);
+};
+
+namespace baseline {
+extern const Kernels kernels;
+}
+namespace avx2 {
+extern const Kernels kernels;
+}
+namespace avx512 {
+extern const Kernels kernels;
+}
+namespace avx512_bf16 {
+extern const Kernels kernels;
+}
+
+}  // namespace kvpop

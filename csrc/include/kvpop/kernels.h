@@ -1,0 +1,19 @@
+// All kernels of the instruction set KVPOP_ISA, to be included once, after the target pragma.
+
+#pragma once
+
+#include "kvpop/simd.h"
+
+#include "kvpop/attend.h"
+#include "kvpop/gemm.h"
+#include "kvpop/score.h"
+
+#include "kvpop/retain.h"
+
+#include "kvpop/prefill.h"
+
+namespace kvpop::KVPOP_ISA {
+
+const Kernels kernels{scratch_floats, decode_head, KVPOP_BF16_DOT, prefill_scratch, prefill_scores, prefill_attend};
+
+}  // namespace kvpop::KVPOP_ISA

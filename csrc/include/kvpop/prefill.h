@@ -1,0 +1,184 @@
+// The two stages of a prefill piece that are worth an instruction set: the scorer, and attention over packed tiles.
+
+#pragma once
+
+namespace kvpop::KVPOP_ISA {
+
+// Row of head h of the chunk's token t, counted from its first.
+template <class T>
+KVPOP_INLINE const T* token(const void* base, const int64_t* stride, int64_t t, int64_t h) {
+    return static_cast<const T*>(base) + t * stride[0] + h * stride[1];
+}
+
+KVPOP_INLINE int64_t prefill_rows(const DecodeStep& a) { return TILE_QUERIES * a.group; }
+
+inline int64_t prefill_scratch(const DecodeStep& a) {
+    return prefill_rows(a) * (2 * a.size + 2 * TILE_KEYS + 3) + 8 * 16 + scratch_floats(a);
+}
+
+// Raw scores of the tokens that leave the window in the piece and, of scorers that score at insertion, of the piece's
+// tokens; the state takes the piece in, token by token as in a decode step.
+template <class T>
+void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float* scratch) {
+    const DecodeStep& a = chunk.step;
+    const Scorer& s = a.scorer;
+    PrefillHead& work = chunk.heads[h];
+    const Head<T> head{a, 0, h};
+    Pieces pieces{scratch};
+    float *x = pieces.take(2 * a.size), *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
+    const MLSTMScratch buffers{pieces.take(s.features), pieces.take(s.features), pieces.take(s.values),
+                               pieces.take(s.values), pieces.take(s.columns)};
+    const State state{a, 0, h};
+    if (s.kind == ScorerKind::MLSTM && piece.a == 0) state.reset();
+    int64_t left = 0;
+    for (int64_t q = piece.a; q < piece.b; q++) {
+        const int64_t u = q - a.window, slot = chunk.ring_slot(u < 0 ? 0 : u);
+        const bool leaving = u >= a.sinks, held = u < piece.a;  // held: u lies in its ring slot, else it is of this piece
+        float score = 0, inserted = 0;
+        if (leaving && s.kind != ScorerKind::None) {
+            if (held) head.read(head.k(slot), head.v(slot), x_u);
+            else head.read(token<T>(a.k, a.k_stride, u - chunk.start, h), token<T>(a.v, a.v_stride, u - chunk.start, h), x_u);
+        }
+        if (leaving && s.kind == ScorerKind::Linear) score = linear_score(s, h, x_u, 2 * a.size);
+        if (leaving && s.kind == ScorerKind::MLP) score = mlp_score(s, h, x_u, 2 * a.size, hidden);
+        if (s.kind == ScorerKind::MLSTM) {
+            head.read(token<T>(a.k, a.k_stride, q - chunk.start, h), token<T>(a.v, a.v_stride, q - chunk.start, h), x);
+            const float read = mlstm_step(a, state, x, s.delayed ? (leaving ? x_u : nullptr) : x, buffers);
+            (s.delayed ? score : inserted) = read;
+            if (!s.delayed && leaving) score = held ? *head.score(slot) : work.inserted[u - piece.a];
+        }
+        work.inserted[q - piece.a] = inserted;
+        if (leaving) work.leaving[left++] = score;
+    }
+}
+
+inline void prefill_scores(PrefillChunk& chunk, const Piece& piece, int64_t h, float* scratch) {
+    if (chunk.step.cache_is_bf16) prefill_scores_of<bf16>(chunk, piece, h, scratch);
+    else prefill_scores_of<float>(chunk, piece, h, scratch);
+}
+
+// Which of a tile's keys the queries [first, last] of a piece see.
+struct TileSight {
+    bool any, all;
+};
+
+inline TileSight tile_sight(const int32_t* born, const int32_t* gone, int32_t first, int32_t last) {
+    vi any{}, all = vi{} - 1;
+    for (int64_t i = 0; i < TILE_KEYS; i += VL) {
+        const vi b = load_as<vi>(born + i), g = load_as<vi>(gone + i);
+        any |= (b <= last) & (g > first) & (b < g);
+        all &= (b <= first) & (g > last);
+    }
+    TileSight sight{false, true};
+    for (int i = 0; i < VL; i++) {
+        sight.any |= any[i] != 0;
+        sight.all &= all[i] != 0;
+    }
+    return sight;
+}
+
+KVPOP_INLINE void store_weights(uint32_t* out, const vf* p, FloatWords) {
+    for (int64_t i = 0; i < TILE_KEYS / VL; i++) store(reinterpret_cast<float*>(out) + i * VL, p[i]);
+}
+#if KVPOP_BF16_DOT
+KVPOP_INLINE void store_weights(uint32_t* out, const vf* p, Bf16Words) {
+    for (int64_t i = 0; i < TILE_KEYS / VL; i += 2) {
+        const __m512bh pair = _mm512_cvtne2ps_pbh((__m512)p[i + 1], (__m512)p[i]);
+        __builtin_memcpy(out + i * VL / 2, &pair, sizeof pair);
+    }
+}
+#endif
+
+// Logits of a tile into weights under the new maxima, row by row; factor[row] belongs on what was accumulated before.
+template <class W>
+KVPOP_INLINE void tile_weights(const float* logits, uint32_t* weights, int64_t queries, int64_t group, int32_t first,
+                               const int32_t* born, const int32_t* gone, bool all, float scale, float* maximum,
+                               float* total, float* factor) {
+    constexpr int64_t VECTORS = TILE_KEYS / VL;
+    const vf none = splat(-__builtin_inff());
+    for (int64_t i = 0; i < queries; i++) {
+        const int32_t at = first + int32_t(i);
+        for (int64_t row = i * group; row < (i + 1) * group; row++) {
+            vf p[VECTORS], top = none, sums{};
+            for (int64_t j = 0; j < VECTORS; j++) {
+                p[j] = scale * load(logits + row * TILE_KEYS + j * VL);
+                if (!all) {
+                    const vi seen = (load_as<vi>(born + j * VL) <= at) & (load_as<vi>(gone + j * VL) > at);
+                    p[j] = seen ? p[j] : none;
+                }
+                top = max(top, p[j]);
+            }
+            const float here = max(top), before = maximum[row];
+            factor[row] = 1;
+            if (here > before) {
+                maximum[row] = here;
+                factor[row] = exp(splat(before - here))[0];
+            }
+            const vf m = splat(maximum[row]);
+            for (int64_t j = 0; j < VECTORS; j++) sums += p[j] = exp(p[j] - m);
+            total[row] = total[row] * factor[row] + sum(sums);
+            store_weights(weights + row * TILE_KEYS / W::PER, p, W{});
+        }
+    }
+}
+
+template <class W>
+KVPOP_INLINE void load_queries(const DecodeStep& a, int64_t first, int64_t queries, int64_t h, uint32_t* out) {
+    for (int64_t i = 0; i < queries; i++)
+        for (int64_t g = 0; g < a.group; g++, out += a.size / W::PER) {
+            const int64_t head = h * a.group + g;
+            if (W::PER == 2) {
+                const bf16* row = static_cast<const bf16*>(a.q) + (first + i) * a.q_stride[0] + head * a.q_stride[1];
+                __builtin_memcpy(out, row, a.size * sizeof(bf16));
+            } else {
+                for (int64_t e = 0; e < a.size; e++) reinterpret_cast<float*>(out)[e] = read_q(a, first + i, head, e);
+            }
+        }
+}
+
+// Attention of KV head h for the piece's query tokens [first, first + queries), counted from its first token.
+template <class W>
+void prefill_attend_of(const PrefillChunk& chunk, const Piece& piece, int64_t h, int64_t first, int64_t queries,
+                       float* scratch) {
+    const DecodeStep& a = chunk.step;
+    const PrefillHead& work = chunk.heads[h];
+    const int64_t rows = queries * a.group, most = prefill_rows(a), at = piece.a - chunk.start + first;
+    Pieces pieces{scratch};
+    uint32_t* q = reinterpret_cast<uint32_t*>(pieces.take(most * a.size));
+    float *acc = pieces.take(most * a.size), *logits = pieces.take(most * TILE_KEYS);
+    uint32_t* weights = reinterpret_cast<uint32_t*>(pieces.take(most * TILE_KEYS));
+    float *maximum = pieces.take(most), *total = pieces.take(most), *factor = pieces.take(most);
+    load_queries<W>(a, at, queries, h, q);
+    for (int64_t i = 0; i < rows; i++) maximum[i] = -1e30f, total[i] = 0;
+    for (int64_t i = 0; i < rows * a.size; i++) acc[i] = 0;
+    const int64_t tiles = int64_t(work.gone.size()) / TILE_KEYS, words = a.size / W::PER;
+    for (int64_t t = 0; t < tiles; t++) {
+        const int32_t *born = work.born.data() + t * TILE_KEYS, *gone = work.gone.data() + t * TILE_KEYS;
+        const TileSight sight = tile_sight(born, gone, int32_t(first), int32_t(first + queries - 1));
+        if (!sight.any) continue;
+        const uint32_t *k = work.keys.data() + t * TILE_KEYS * words, *v = work.values.data() + t * TILE_KEYS * words;
+        gemm<W>({q, words, k, TILE_KEYS, words, logits, TILE_KEYS, nullptr}, rows, TILE_KEYS);
+        tile_weights<W>(logits, weights, queries, a.group, int32_t(first), born, gone, sight.all, a.scale, maximum, total,
+                        factor);
+        gemm<W>({weights, TILE_KEYS / W::PER, v, a.size, TILE_KEYS / W::PER, acc, a.size, factor}, rows, a.size);
+    }
+    for (int64_t i = 0; i < rows; i++) {
+        const int64_t row = (at + i / a.group) * a.heads * a.group + h * a.group + i % a.group;
+        a.lse[row] = maximum[i] + __builtin_logf(total[i]);
+        for (int64_t e = 0; e < a.size; e++) {
+            const float x = acc[i * a.size + e] / total[i];
+            if (a.q_is_bf16) static_cast<bf16*>(a.out)[row * a.size + e] = to_bf16(x);
+            else static_cast<float*>(a.out)[row * a.size + e] = x;
+        }
+    }
+}
+
+inline void prefill_attend(const PrefillChunk& chunk, const Piece& piece, int64_t h, int64_t first, int64_t queries,
+                           float* scratch) {
+#if KVPOP_BF16_DOT
+    if (chunk.packed.per == 2) return prefill_attend_of<Bf16Words>(chunk, piece, h, first, queries, scratch);
+#endif
+    prefill_attend_of<FloatWords>(chunk, piece, h, first, queries, scratch);
+}
+
+}  // namespace kvpop::KVPOP_ISA

@@ -1,0 +1,58 @@
+// What the prefill of one request's chunk needs (kvpop_vllm/kernels/ops/serving.py, prefill_chunk). The chunk is worked
+// off in pieces. Within a piece every retained slot and every new token is a key that is visible from its birth to its
+// eviction; keys and values lie in tiles packed for matrix products, first the B slots in slot order, then the piece.
+
+#pragma once
+
+#include <vector>
+
+#include "kvpop/decode_step.h"
+
+namespace kvpop {
+
+constexpr int64_t PIECE = 128;       // tokens of a piece
+constexpr int64_t TILE_KEYS = 64;    // keys of a packed tile
+constexpr int64_t TILE_QUERIES = 16;  // query tokens attended for together, each with all query heads of a KV head
+constexpr int32_t NEVER_GONE = INT32_MAX;
+
+// A tile's keys are [words, TILE_KEYS] and its values [TILE_KEYS / per, D] 32-bit words. A word is one float (per = 1), or
+// two bfloat16 (per = 2): neighbouring channels of a key, the same channel of neighbouring values.
+struct PackedTiles {
+    int64_t size, per;
+    int64_t words() const { return TILE_KEYS * size / per; }  // of a tile's keys, and of its values
+};
+
+// One head's working memory.
+struct PrefillHead {
+    std::vector<uint32_t> keys, values;  // packed tiles
+    std::vector<int32_t> born, gone;     // per key, counted from the piece's first token: visible while born <= i < gone
+    std::vector<float> leaving;          // raw scores of the tokens that leave the window in the piece, in order
+    std::vector<float> inserted;         // raw scores of the piece's tokens, of scorers that score at insertion
+};
+
+// The chunk [start, start + length) of one request. In `step` the axis of requests counts the chunk's tokens for q, k, v,
+// out and lse; the page table, the budgets and the slots are those of request 0.
+struct PrefillChunk {
+    DecodeStep step;
+    int64_t start, length;
+    PackedTiles packed;
+    std::vector<PrefillHead> heads;
+
+    int64_t slot_tiles(int64_t h) const { return (step.budget(0, h) + TILE_KEYS - 1) / TILE_KEYS; }
+    int64_t first_new(int64_t h) const { return slot_tiles(h) * TILE_KEYS; }  // index of the piece's first key
+    int64_t ring_slot(int64_t t) const {
+        return t < step.sinks ? t : step.sinks + (t - step.sinks) % step.window;
+    }
+    int64_t first_leaving(int64_t a) const { return a - step.window > step.sinks ? a - step.window : step.sinks; }
+};
+
+// Tokens [a, b) of the sequence.
+struct Piece {
+    int64_t a, b;
+    int64_t tokens() const { return b - a; }
+};
+
+// Runs the chunk. The arguments have been checked.
+void prefill_chunk(PrefillChunk& chunk);
+
+}  // namespace kvpop
