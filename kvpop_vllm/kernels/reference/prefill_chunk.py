@@ -34,18 +34,13 @@ class Retained:
 
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
-    return prefill_with(online_topk, q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale)
-
-
-def prefill_with(online_topk, q, k, v, pages, page_table, start, budgets, *, rule, scale):
-    """The same with an implementation of :func:`kvpop_vllm.kernels.ops.online_topk`."""
     check_tokens_seen(pages, page_table.unsqueeze(0), [start])
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
     for budget in budgets.unique().tolist():
         heads = (budgets == budget).nonzero().flatten()
         rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
-        part = _Heads(pages, page_table, heads, budget, _select_heads(rule, heads), scale, online_topk)
+        part = _Heads(pages, page_table, heads, budget, _select_heads(rule, heads), scale)
         out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start)
     return out, lse
 
@@ -69,9 +64,8 @@ def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 class _Heads:
     """The heads of one request that share one budget."""
 
-    def __init__(self, pages, page_table, heads, budget, rule, scale, online_topk):
+    def __init__(self, pages, page_table, heads, budget, rule, scale):
         self.pages, self.heads, self.budget, self.rule, self.scale = pages, heads, budget, rule, scale
-        self.online_topk = online_topk
         self.topk = budget - rule.sinks - rule.window
         table = page_table[heads].long()
         self.state_rows, self.slot_rows = table[:, : pages.layout.state_blocks], table[:, pages.layout.state_blocks :]
@@ -100,7 +94,7 @@ class _Heads:
         held_long = max(0, held.k.shape[1] - first)
         pool_score = torch.cat([held.score[:, first:], score], 1)
         pool_position = torch.cat([held.position[:, first:], leaving.expand(len(self.heads), -1)], 1)
-        gone = self.online_topk(
+        gone = online_topk(
             pool_score,
             pool_position,
             held_long,

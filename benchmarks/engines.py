@@ -1,0 +1,287 @@
+"""Engines that take turns: one child process each, on the same prompts, asked one after the other.
+
+Used by the benchmarks beside it; as a program it is the child's end.
+"""
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+from record import ROOT
+
+DEMO_MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
+SHIPPED_SCORER = ROOT / "examples" / "scorers" / "smollm2-135m-kvpop"
+EAGER = " eager"
+"""Ends the name of a policy's eager twin."""
+NEAR_TIE = 0.5  # nats: four steps of a bfloat16 logit between 16 and 32
+WARM_UP = 2  # steps of each turn that are not counted: the caches belong to the process before
+SHORT_PROMPTS = (
+    "The capital of France is",
+    "Water boils when it is heated, and it freezes when",
+    "Once upon a time there was a miller who had three sons. When he died, the eldest got the mill,",
+    "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+)
+
+
+@contextmanager
+def engines(options):
+    """Name -> :class:`Engine` for stock and every policy of ``options``; all are stopped at the end."""
+    if not (Path(options.model) / "config.json").is_file():
+        sys.exit(f"no model in {options.model}: run `make model`")
+    with tempfile.TemporaryDirectory(prefix="kvpop-bench-") as folder:
+        started = {}
+        try:
+            for name, told in configurations(options, Path(folder)).items():
+                started[name] = Engine(name, told, options, Path(folder))
+            yield started
+        except EngineError as error:
+            sys.exit(str(error))
+        except KeyboardInterrupt:
+            sys.exit(130)
+        finally:
+            for engine in started.values():
+                engine.stop()
+
+
+def add_options(parser, *, requests: int, budget: int, rounds: int) -> None:
+    """What all benchmarks of engines take; the numbers are defaults."""
+    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--context", type=int, default=7500, help="tokens of each prompt, about (default 7500)")
+    parser.add_argument("--requests", type=int, default=requests, help=f"requests served together (default {requests})")
+    parser.add_argument("--budget", type=int, default=budget, help=f"B of the policies (default {budget})")
+    parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each configuration (default {rounds})")
+    cores = len(os.sched_getaffinity(0))
+    parser.add_argument(
+        "--threads", type=int, default=max(1, cores - 1), help="default: as vllm serve, all cores but 1"
+    )
+    parser.add_argument("--policies", nargs="+", default=["streaming-llm", "kvpop"], help="compared with stock")
+    parser.add_argument("--scorer", default=str(SHIPPED_SCORER), help="of kvpop (default: the shipped one)")
+    parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
+    parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
+
+
+def configurations(options, folder: Path) -> dict:
+    """Name -> ``policy``, its ``kv_policy`` or None for stock, and ``eager``."""
+    policies = {name: {"policy": name, "budget": options.budget} for name in options.policies}
+    if "kvpop" in policies:
+        policies["kvpop"]["scorer"] = options.scorer
+    for name in set(policies) & {"kvpop-mlp", "kvpop-linear"}:  # none is shipped: an untrained one takes as long
+        from kvpop_vllm.scorers.init import init_scorer
+
+        init_scorer(options.model, str(folder / name), scorer=name.removeprefix("kvpop-"))
+        policies[name]["scorer"] = str(folder / name)
+    told = {name: {"policy": policy, "eager": options.eager} for name, policy in {"dense": None, **policies}.items()}
+    twins = {
+        name + EAGER: {"policy": policies[name], "eager": True}
+        for name in policies
+        if getattr(options, "eager_too", False)
+    }
+    return told | twins
+
+
+def start(started: dict) -> None:
+    """Loads and compiles, all engines at once."""
+    say("starting (each engine compiles for about a minute when it is new to this machine)")
+    for name, reply in ask_all(started, "start"):
+        say(f"{name}: ready after {reply['seconds']:.0f} s, KV pool {reply['pool_bytes'] >> 20} MiB")
+
+
+def output_problems(started: dict) -> list[str]:
+    """What is wrong with the policies' greedy tokens on prompts shorter than the budget, one line each."""
+    short = dict(ask_all(started, "short"))
+    others = [name for name in started if name != "dense"]
+    return [problem for name in others if (problem := differs(name, short["dense"], short[name]))]
+
+
+def differs(name: str, dense: list, other: list) -> str | None:
+    """Greedy tokens and their log-probabilities must be stock's up to the first near tie; what is wrong, or None."""
+    compared = 0
+    for prompt, (expected, got) in enumerate(zip(dense, other, strict=True)):
+        for step, (e, g) in enumerate(zip(expected, got, strict=True)):
+            compared += 1
+            if e["token"] != g["token"]:
+                if e["gap"] > NEAR_TIE:
+                    return f"{name}, prompt {prompt}, token {step}: {g['token']} instead of {e['token']}, gap {e['gap']:.2f}"
+                break  # from here on the texts differ
+            if abs(e["logprob"] - g["logprob"]) > NEAR_TIE:
+                return f"{name}, prompt {prompt}, token {step}: log-probability {g['logprob']:.2f}, stock {e['logprob']:.2f}"
+    total = sum(map(len, dense))
+    say(f"{name}: {compared} of {total} greedy tokens compared with stock before a near tie")
+    return None if compared >= total / 2 else f"{name}: near ties left only {compared} of {total} tokens to compare"
+
+
+def say(line: str) -> None:
+    print(f"[bench] {line}", flush=True)
+
+
+class EngineError(Exception):
+    """A child failed; the text says how."""
+
+
+class Engine:
+    """The parent's end of one child."""
+
+    def __init__(self, name: str, told: dict, options, folder: Path):
+        self.name, self.log = name, folder / f"{name}.log"
+        told = json.dumps(vars(options) | told)
+        env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+        with self.log.open("w") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, __file__, told],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env=env,
+            )
+
+    def send(self, command: str) -> None:
+        try:
+            self.process.stdin.write(command + "\n")
+            self.process.stdin.flush()
+        except BrokenPipeError:
+            raise self._died() from None
+
+    def receive(self):
+        while line := self.process.stdout.readline():
+            reply = json.loads(line)
+            if "progress" not in reply:
+                return reply
+            say(f"{self.name}: {reply['progress']}")
+        raise self._died()
+
+    def ask(self, command: str):
+        self.send(command)
+        return self.receive()
+
+    def _died(self) -> EngineError:
+        lines = [line for line in self.log.read_text().splitlines() if line.strip()]
+        return EngineError(f"the {self.name} engine died: {lines[-1] if lines else 'without a word'}")
+
+    def stop(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+
+def ask_all(engines: dict, command: str):
+    """All at once; yields each name with its reply."""
+    for engine in engines.values():
+        engine.send(command)
+    for name, engine in engines.items():
+        yield name, engine.receive()
+
+
+class Child:
+    """One engine. Reads commands, one a line, and answers each with a line of JSON."""
+
+    def __init__(self, options: dict):
+        self.options = argparse.Namespace(**options)
+        self.replies = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # whatever else is printed goes to the log
+
+    def serve(self) -> int:
+        for command in sys.stdin:
+            self.reply(getattr(self, command.strip())())
+        os._exit(0)  # vLLM's own teardown has nothing to say here
+
+    def reply(self, what) -> None:
+        print(json.dumps(what), file=self.replies)
+
+    def start(self) -> dict:
+        begin, asked = time.monotonic(), self.options
+        from vllm import LLM
+
+        self.llm = LLM(
+            asked.model,
+            dtype="bfloat16",
+            max_num_seqs=asked.requests,
+            kv_cache_memory_bytes=self._pool_bytes(),
+            enable_prefix_caching=False,
+            enforce_eager=asked.eager,
+            additional_config={"kv_policy": asked.policy} if asked.policy else {},
+        )
+        self.engine = self.llm.llm_engine
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        self.pool = scheduler.kv_cache_manager.block_pool
+        pool_bytes = sum(tensor.size for tensor in scheduler.kv_cache_config.kv_cache_tensors)
+        self.block_bytes = pool_bytes // scheduler.kv_cache_config.num_blocks
+        self.free = self.pool.get_num_free_blocks()
+        return {"seconds": time.monotonic() - begin, "pool_bytes": pool_bytes}
+
+    def _pool_bytes(self) -> int:
+        """The same for every configuration: what stock needs for all requests, and a little."""
+        model = json.loads((Path(self.options.model) / "config.json").read_text())
+        width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+        per_token = 2 * 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * width
+        return int(1.15 * self.options.requests * 8192 * per_token)
+
+    def short(self) -> list:
+        """Greedy tokens of short prompts, each with its log-probability and its lead over the second."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
+        answers = self.llm.generate(list(SHORT_PROMPTS), params, use_tqdm=False)
+        return [
+            [self._token(*pair) for pair in zip(a.outputs[0].token_ids, a.outputs[0].logprobs, strict=True)]
+            for a in answers
+        ]
+
+    @staticmethod
+    def _token(token: int, candidates: dict) -> dict:
+        first, second = sorted((c.logprob for c in candidates.values()), reverse=True)[:2]
+        return {"token": token, "logprob": candidates[token].logprob, "gap": first - second}
+
+    def prefill(self) -> dict:
+        from vllm import SamplingParams
+
+        draw = random.Random(0)
+        lengths = [self.options.context - 16 * i for i in range(self.options.requests)]
+        params = SamplingParams(
+            temperature=0, max_tokens=8192 - self.options.context, ignore_eos=True, detokenize=False
+        )
+        for i, length in enumerate(lengths):
+            tokens = [draw.randrange(100, 40000) for _ in range(length)]
+            self.engine.add_request(f"long-{i}", {"prompt_token_ids": tokens}, params)
+        begin = said = time.monotonic()
+        while (decoding := len(self.engine.step())) < self.options.requests:
+            if time.monotonic() - said > 30:
+                said = time.monotonic()
+                self.reply(
+                    {"progress": f"{decoding} of {self.options.requests} prompts done after {said - begin:.0f} s"}
+                )
+        held = (self.free - self.pool.get_num_free_blocks()) * self.block_bytes
+        return {"seconds": time.monotonic() - begin, "tokens": sum(lengths), "held_bytes": held}
+
+    def prompt(self) -> dict:
+        """One prompt alone, never seen before, to its first token."""
+        from vllm import SamplingParams
+
+        self.prompts = getattr(self, "prompts", 0) + 1
+        draw = random.Random(self.prompts)
+        tokens = [draw.randrange(100, 40000) for _ in range(self.options.context)]
+        begin = time.perf_counter()
+        self.llm.generate({"prompt_token_ids": tokens}, SamplingParams(max_tokens=1), use_tqdm=False)
+        return {"seconds": time.perf_counter() - begin}
+
+    def steps(self) -> dict:
+        times = []
+        for _ in range(WARM_UP + self.options.steps):
+            begin = time.perf_counter()
+            decoded = len(self.engine.step())
+            times.append(1e3 * (time.perf_counter() - begin))
+            if decoded != self.options.requests:
+                raise RuntimeError(
+                    f"{decoded} of {self.options.requests} requests decoded: a turn must hold all of them"
+                )
+        return {"ms": times[WARM_UP:]}
+
+
+if __name__ == "__main__":
+    sys.exit(Child(json.loads(sys.argv[1])).serve())

@@ -1,0 +1,62 @@
+"""CSV files of results, each row with the machine, the date and the commit it was measured on."""
+
+from __future__ import annotations
+
+import csv
+import datetime
+import os
+import platform
+import subprocess
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def append(path: Path, rows: list[dict]) -> None:
+    """Adds rows of the same columns to a file, which is made with a heading where there is none.
+
+    Raises:
+        ValueError: the file has other columns.
+    """
+    keyed = [key() | row for row in rows]
+    names = list(keyed[0])
+    path.parent.mkdir(exist_ok=True)
+    new = not path.exists()
+    if not new:
+        with path.open(newline="") as file:
+            there = next(csv.reader(file))
+        if set(there) != set(names):
+            raise ValueError(f"{path} has the columns {', '.join(there)}, not {', '.join(names)}: move it away")
+        names = there
+    with path.open("a", newline="") as file:
+        writer = csv.DictWriter(file, names, lineterminator="\n")
+        if new:
+            writer.writeheader()
+        writer.writerows(keyed)
+
+
+def key() -> dict:
+    """What tells measurements apart: machine, cores, date, commit."""
+    return {
+        "machine": cpu_model(),
+        "cores": len(os.sched_getaffinity(0)),
+        "date": datetime.date.today().isoformat(),
+        "commit": commit(),
+    }
+
+
+def cpu_model() -> str:
+    """The name, and what tells models of the same name apart."""
+    about = Path("/proc/cpuinfo").read_text()
+    fields = dict(line.split("\t", 1) for line in about.splitlines() if "\t" in line)
+    name, family, model = (fields.get(key, "").strip("\t: ") for key in ("model name", "cpu family", "model"))
+    return f"{name} family {family} model {model}" if name else platform.machine()
+
+
+def commit() -> str:
+    """Short hash, with a + where tracked files differ from it; "none" outside a repository."""
+
+    def git(*arguments):
+        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+
+    return (git("rev-parse", "--short", "HEAD") or "none") + ("+" if git("status", "--porcelain", "-uno") else "")
