@@ -27,6 +27,26 @@ struct RowShape {
     }
 };
 
+// How a row of q and the accumulated output lie in memory, and what a tile does with them: in float32 after widening,
+template <class T>
+struct Widened {
+    using Item = T;
+    static KVPOP_INLINE int64_t place(int64_t e) { return Rows<T>::place(e); }
+    static KVPOP_INLINE void put_q(float* row, int64_t e, float x) { row[Rows<T>::place(e)] = x; }
+};
+
+#if KVPOP_BF16_DOT
+// or by products of bfloat16 pairs. Neighbouring rows of V are interleaved, which permutes the channels of each step.
+struct Paired {
+    using Item = bf16;
+    static KVPOP_INLINE int64_t place(int64_t e) {
+        const int64_t step = e / 32, lane = e % 32 / 8, inside = e % 8;
+        return (2 * step + inside / 4) * VL + lane * 4 + inside % 4;
+    }
+    static KVPOP_INLINE void put_q(float* row, int64_t e, float x) { reinterpret_cast<bf16*>(row)[e] = to_bf16(x); }
+};
+#endif
+
 // Running softmax of one KV head: per query head a row of q, of the accumulated output, maximum, sum.
 struct Softmax {
     const float* q;
@@ -44,8 +64,9 @@ struct Tile {
     int slots;
 };
 
-template <class T, int GT, bool MASKED>
-KVPOP_INLINE void dot_step(const T* k, const RowShape<T>& shape, const Softmax& s, int64_t step, vf (&acc)[GT][4]) {
+template <int GT, bool MASKED, class T>
+KVPOP_INLINE void dot_step(Widened<T>, const T* k, const RowShape<T>& shape, const Softmax& s, int64_t step,
+                           vf (&acc)[GT][4]) {
     constexpr int PER = Rows<T>::PER_STEP;
     vf x[4][PER];
     for (int i = 0; i < 4; i++) Rows<T>::template load<MASKED>(k + i * shape.size, step, shape.tail, x[i]);
@@ -56,8 +77,24 @@ KVPOP_INLINE void dot_step(const T* k, const RowShape<T>& shape, const Softmax& 
         }
 }
 
+#if KVPOP_BF16_DOT
+template <int GT, bool MASKED>
+KVPOP_INLINE void dot_step(Paired, const bf16* k, const RowShape<bf16>& shape, const Softmax& s, int64_t step,
+                           vf (&acc)[GT][4]) {
+    vu x[4];
+    for (int i = 0; i < 4; i++) {
+        x[i] = load_as<vu>(k + i * shape.size + step * 2 * VL);
+        if (MASKED) x[i] &= shape.tail;
+    }
+    for (int g = 0; g < GT; g++) {
+        const vu q = load_as<vu>(s.q + g * s.floats + step * VL);
+        for (int i = 0; i < 4; i++) acc[g][i] = Bf16Words::multiply_add(acc[g][i], q, x[i]);
+    }
+}
+#endif
+
 // logits[g][i] = scale * q_g . k_i for slots [0, n), n rounded up to VL; fetches `ahead` at the same pace.
-template <class T, int GT>
+template <class A, int GT, class T = typename A::Item>
 KVPOP_INLINE void tile_logits(const T* k, const RowShape<T>& shape, const Softmax& s, int n, const uint8_t* ahead,
                               float (&logits)[GT][TILE]) {
     const int64_t quad_bytes = 4 * shape.size * int64_t(sizeof(T));
@@ -68,8 +105,8 @@ KVPOP_INLINE void tile_logits(const T* k, const RowShape<T>& shape, const Softma
             for (int64_t b = 0; b < quad_bytes; b += 64) prefetch(ahead + b);
             ahead += quad_bytes;
             vf acc[GT][4] = {};
-            for (int64_t step = 0; step < shape.full_steps; step++) dot_step<T, GT, false>(rows, shape, s, step, acc);
-            if (shape.has_tail) dot_step<T, GT, true>(rows, shape, s, shape.full_steps, acc);
+            for (int64_t step = 0; step < shape.full_steps; step++) dot_step<GT, false>(A{}, rows, shape, s, step, acc);
+            if (shape.has_tail) dot_step<GT, true>(A{}, rows, shape, s, shape.full_steps, acc);
             for (int g = 0; g < GT; g++) quads[g][part] = sums_of_four(acc[g][0], acc[g][1], acc[g][2], acc[g][3]);
         }
         for (int g = 0; g < GT; g++) store(&logits[g][slot], s.scale * join_quads(quads[g]));
@@ -102,8 +139,8 @@ KVPOP_INLINE void tile_softmax(float (&x)[GT][TILE], int n, const Softmax& s, fl
 }
 
 // acc[g] = factor[g] * acc[g] + sum_i weight[g][i] * v_i over the columns of STEPS steps from `first` on.
-template <class T, int GT, int STEPS, bool MASKED>
-KVPOP_INLINE void add_rows(const T* v, const RowShape<T>& shape, const Softmax& s, int n, int64_t first,
+template <int GT, int STEPS, bool MASKED, class T>
+KVPOP_INLINE void add_rows(Widened<T>, const T* v, const RowShape<T>& shape, const Softmax& s, int n, int64_t first,
                            const float (&weight)[GT][TILE], const float* factor, const uint8_t* ahead) {
     constexpr int PER = Rows<T>::PER_STEP, WIDE = STEPS * PER;
     constexpr int64_t FETCH = MASKED ? 0 : STEPS * KVPOP_VECTOR_BYTES;  // this call's share of the bytes ahead
@@ -123,32 +160,71 @@ KVPOP_INLINE void add_rows(const T* v, const RowShape<T>& shape, const Softmax& 
         for (int c = 0; c < WIDE; c++) store(out + g * s.floats + c * VL, acc[g][c]);
 }
 
+#if KVPOP_BF16_DOT
+// The same two rows at a time, their weights rounded to bfloat16.
+template <int GT, int STEPS, bool MASKED>
+KVPOP_INLINE void add_rows(Paired, const bf16* v, const RowShape<bf16>& shape, const Softmax& s, int n, int64_t first,
+                           const float (&weight)[GT][TILE], const float* factor, const uint8_t* ahead) {
+    constexpr int WIDE = STEPS * 2;
+    constexpr int64_t FETCH = MASKED ? 0 : STEPS * KVPOP_VECTOR_BYTES;
+    vf acc[GT][WIDE];
+    float* out = s.acc + first * 2 * VL;
+    for (int g = 0; g < GT; g++)
+        for (int c = 0; c < WIDE; c++) acc[g][c] = factor[g] * load(out + g * s.floats + c * VL);
+    alignas(64) uint32_t pairs[GT][TILE / 2];
+    for (int g = 0; g < GT; g++)
+        for (int i = 0; i < TILE; i += 2 * VL) {
+            const __m512bh both = _mm512_cvtne2ps_pbh((__m512)load(&weight[g][i + VL]), (__m512)load(&weight[g][i]));
+            __builtin_memcpy(&pairs[g][i / 2], &both, sizeof both);
+        }
+    for (int i = 0; i < n; i += 2) {
+        const bf16* row = v + i * shape.size;
+        const uint8_t* next = ahead + i * shape.size * int64_t(sizeof(bf16));
+        for (int64_t b = 0; b < FETCH; b += 64) prefetch(next + b), prefetch(next + shape.size * 2 + b);
+        vu x[WIDE];
+        for (int t = 0; t < STEPS; t++) {
+            const int64_t at = (first + t) * 2 * VL;
+            vu even = load_as<vu>(row + at), odd = i + 1 < n ? load_as<vu>(row + shape.size + at) : vu{};
+            if (MASKED) even &= shape.tail, odd &= shape.tail;
+            x[2 * t] = (vu)_mm512_unpacklo_epi16((__m512i)even, (__m512i)odd);
+            x[2 * t + 1] = (vu)_mm512_unpackhi_epi16((__m512i)even, (__m512i)odd);
+        }
+        for (int g = 0; g < GT; g++) {
+            const vu w = pairs[g][i / 2] - vu{};
+            for (int c = 0; c < WIDE; c++) acc[g][c] = Bf16Words::multiply_add(acc[g][c], w, x[c]);
+        }
+    }
+    for (int g = 0; g < GT; g++)
+        for (int c = 0; c < WIDE; c++) store(out + g * s.floats + c * VL, acc[g][c]);
+}
+#endif
+
 // One tile for GT query heads.
-template <class T, int GT>
+template <class A, int GT, class T = typename A::Item>
 void attend_tile(const Tile<T>& tile, const RowShape<T>& shape, const Softmax& s) {
     constexpr int WIDEST = 4 / Rows<T>::PER_STEP;
     const int n = tile.slots;
     const uint8_t* ahead = reinterpret_cast<const uint8_t*>(tile.next_v);
     alignas(64) float weight[GT][TILE];
     float factor[GT];
-    tile_logits<T, GT>(tile.k, shape, s, n, reinterpret_cast<const uint8_t*>(tile.next_k), weight);
+    tile_logits<A, GT>(tile.k, shape, s, n, reinterpret_cast<const uint8_t*>(tile.next_k), weight);
     tile_softmax<GT>(weight, n, s, factor);
     int64_t step = 0;
     for (; step + WIDEST <= shape.full_steps; step += WIDEST)
-        add_rows<T, GT, WIDEST, false>(tile.v, shape, s, n, step, weight, factor, ahead + step * KVPOP_VECTOR_BYTES);
+        add_rows<GT, WIDEST, false>(A{}, tile.v, shape, s, n, step, weight, factor, ahead + step * KVPOP_VECTOR_BYTES);
     for (; step < shape.full_steps; step++)
-        add_rows<T, GT, 1, false>(tile.v, shape, s, n, step, weight, factor, ahead + step * KVPOP_VECTOR_BYTES);
-    if (shape.has_tail) add_rows<T, GT, 1, true>(tile.v, shape, s, n, step, weight, factor, ahead);
+        add_rows<GT, 1, false>(A{}, tile.v, shape, s, n, step, weight, factor, ahead + step * KVPOP_VECTOR_BYTES);
+    if (shape.has_tail) add_rows<GT, 1, true>(A{}, tile.v, shape, s, n, step, weight, factor, ahead);
 }
 
-template <class T>
+template <class A, class T = typename A::Item>
 KVPOP_INLINE void attend_group(int count, const Tile<T>& tile, const RowShape<T>& shape, const Softmax& s) {
     switch (count) {
-        case 1: return attend_tile<T, 1>(tile, shape, s);
-        case 2: return attend_tile<T, 2>(tile, shape, s);
-        case 3: return attend_tile<T, 3>(tile, shape, s);
+        case 1: return attend_tile<A, 1>(tile, shape, s);
+        case 2: return attend_tile<A, 2>(tile, shape, s);
+        case 3: return attend_tile<A, 3>(tile, shape, s);
 #if KVPOP_VECTOR_BYTES == 64
-        case 4: return attend_tile<T, 4>(tile, shape, s);
+        case 4: return attend_tile<A, 4>(tile, shape, s);
 #endif
     }
 }
@@ -182,8 +258,9 @@ KVPOP_INLINE void prefetch_scores(const DecodeStep& a, int64_t r, int64_t h, int
 }
 
 // Attention of request r, KV head h over slots [0, held); scratch of attend_scratch() floats, 64-byte aligned.
-template <class T>
-void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* scratch) {
+template <class A>
+void attend_as(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* scratch) {
+    using T = typename A::Item;
     const RowShape<T> shape(a.size);
     float* q = scratch;
     float* acc = q + a.group * shape.floats;
@@ -192,7 +269,7 @@ void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* scra
     for (int64_t i = 0; i < 2 * a.group * shape.floats; i++) q[i] = 0;
     for (int64_t g = 0; g < a.group; g++) {
         maximum[g] = -__builtin_inff(), total[g] = 0;
-        for (int64_t e = 0; e < a.size; e++) q[g * shape.floats + Rows<T>::place(e)] = read_q(a, r, h * a.group + g, e);
+        for (int64_t e = 0; e < a.size; e++) A::put_q(q + g * shape.floats, e, read_q(a, r, h * a.group + g, e));
     }
     // The request and head that usually follow on this thread: their search for a victim finds its scores in the cache.
     const int64_t next_r = (r + 1) % a.requests, next_h = h + (r + 1) / a.requests;
@@ -208,7 +285,7 @@ void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* scra
             const int64_t g = a.group * pass / passes, end = a.group * (pass + 1) / passes;
             const int64_t row = g * shape.floats;
             const Softmax s{q + row, acc + row, maximum + g, total + g, shape.floats, a.scale};
-            attend_group<T>(int(end - g), tile, shape, s);
+            attend_group<A>(int(end - g), tile, shape, s);
         }
         slot += n;
     }
@@ -216,11 +293,20 @@ void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* scra
         const int64_t row = (r * a.heads + h) * a.group + g;
         a.lse[row] = maximum[g] + __builtin_logf(total[g]);
         for (int64_t e = 0; e < a.size; e++) {
-            const float x = acc[g * shape.floats + Rows<T>::place(e)] / total[g];
+            const float x = acc[g * shape.floats + A::place(e)] / total[g];
             if (a.q_is_bf16) static_cast<bf16*>(a.out)[row * a.size + e] = to_bf16(x);
             else static_cast<float*>(a.out)[row * a.size + e] = x;
         }
     }
+}
+
+template <class T>
+KVPOP_INLINE void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* scratch) {
+#if KVPOP_BF16_DOT
+    if constexpr (sizeof(T) == sizeof(bf16))
+        if (a.q_is_bf16) return attend_as<Paired>(a, r, h, held, scratch);
+#endif
+    attend_as<Widened<T>>(a, r, h, held, scratch);
 }
 
 }  // namespace kvpop::KVPOP_ISA

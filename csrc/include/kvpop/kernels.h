@@ -4,8 +4,9 @@
 
 #include "kvpop/simd.h"
 
-#include "kvpop/attend.h"
 #include "kvpop/gemm.h"
+
+#include "kvpop/attend.h"
 #include "kvpop/score.h"
 
 #include "kvpop/retain.h"
