@@ -6,6 +6,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <vector>
 
 #include "kvpop/isa.h"
 #include "kvpop/online_topk.h"
@@ -23,6 +25,23 @@ float as_float(const uint8_t* item, bool is_bf16) {
     return value;
 }
 
+// What a PrefillHead points to.
+struct Memory {
+    std::vector<uint32_t> keys, values;
+    std::vector<int32_t> born, gone;
+    std::vector<float> leaving, inserted;
+
+    PrefillHead allocate(int64_t tiles, int64_t words, int64_t longest) {
+        keys.assign(size_t(tiles * words), 0);  // a value that was never written must not be infinite or no number
+        values.assign(size_t(tiles * words), 0);
+        born.resize(size_t(tiles * TILE_KEYS));
+        gone.resize(size_t(tiles * TILE_KEYS));
+        leaving.resize(size_t(longest));
+        inserted.resize(size_t(longest));
+        return {tiles, keys.data(), values.data(), born.data(), gone.data(), leaving.data(), inserted.data()};
+    }
+};
+
 // One head of the chunk between its stages.
 class HeadOfChunk {
   public:
@@ -31,29 +50,23 @@ class HeadOfChunk {
           topk_(budget_ - a_.sinks - a_.window) {}
 
     // Makes room and packs what the slots hold.
-    void load() {
-        const PackedTiles& packed = chunk_.packed;
+    void load(Memory& memory) {
         const int64_t longest = std::min(PIECE, chunk_.length);
         const int64_t tiles = chunk_.slot_tiles(h_) + (longest + TILE_KEYS - 1) / TILE_KEYS;
-        work_.keys.assign(size_t(tiles * packed.words()), 0);
-        work_.values.assign(size_t(tiles * packed.words()), 0);
-        work_.born.assign(size_t(tiles * TILE_KEYS), 0);
-        work_.gone.assign(size_t(tiles * TILE_KEYS), 0);
-        work_.leaving.resize(size_t(longest));
-        work_.inserted.resize(size_t(longest));
+        work_ = memory.allocate(tiles, chunk_.packed.words(), longest);
         for (int64_t slot = 0; slot < std::min(chunk_.start, budget_); slot++) pack(slot, key(slot), value(slot));
     }
 
     // Packs the piece's tokens and decides when every key is born and gone.
     void plan(const Piece& piece) {
         const int64_t held = std::min(piece.a, budget_), first_new = chunk_.first_new(h_);
-        std::fill(work_.born.begin(), work_.born.end(), 0);
-        std::fill(work_.gone.begin(), work_.gone.end(), 0);
-        std::fill_n(work_.gone.begin(), held, NEVER_GONE);
+        std::fill_n(work_.born, work_.tiles * TILE_KEYS, 0);
+        std::fill_n(work_.gone, work_.tiles * TILE_KEYS, 0);
+        std::fill_n(work_.gone, held, NEVER_GONE);
         for (int64_t i = 0; i < piece.tokens(); i++) {
             pack(first_new + i, new_key(piece.a + i), new_value(piece.a + i));
-            work_.born[size_t(first_new + i)] = int32_t(i);
-            work_.gone[size_t(first_new + i)] = NEVER_GONE;
+            work_.born[first_new + i] = int32_t(i);
+            work_.gone[first_new + i] = NEVER_GONE;
         }
         evict(piece, std::max(int64_t(0), held - a_.sinks - a_.window));
     }
@@ -63,15 +76,15 @@ class HeadOfChunk {
         const int64_t first = a_.sinks + a_.window, u0 = chunk_.first_leaving(piece.a), u1 = chunk_.first_leaving(piece.b);
         int64_t slot = first;
         for (int64_t u = u0; u < u1; u++) {
-            if (work_.gone[size_t(place(u, piece))] != NEVER_GONE) continue;
-            while (slot < std::min(piece.a, budget_) && work_.gone[size_t(slot)] == NEVER_GONE) slot++;
+            if (work_.gone[place(u, piece)] != NEVER_GONE) continue;
+            while (slot < std::min(piece.a, budget_) && work_.gone[slot] == NEVER_GONE) slot++;
             const bool held = u < piece.a;
             const int64_t from = chunk_.ring_slot(u);
-            write(slot++, held ? key(from) : new_key(u), held ? value(from) : new_value(u), work_.leaving[size_t(u - u0)], u);
+            write(slot++, held ? key(from) : new_key(u), held ? value(from) : new_value(u), work_.leaving[u - u0], u);
         }
         for (int64_t t = piece.a; t < std::min(piece.b, a_.sinks); t++) write(t, new_key(t), new_value(t), 0, t);
         for (int64_t t = std::max({piece.a, piece.b - a_.window, a_.sinks}); t < piece.b; t++)
-            write(chunk_.ring_slot(t), new_key(t), new_value(t), work_.inserted[size_t(t - piece.a)], t);
+            write(chunk_.ring_slot(t), new_key(t), new_value(t), work_.inserted[t - piece.a], t);
         *a_.tokens_seen(0, h_) = int32_t(piece.b);
     }
 
@@ -102,7 +115,7 @@ class HeadOfChunk {
             position[size_t(i)] = a_.slot_positions(region)[(first + i) % a_.block_slots];
         }
         for (int64_t i = 0; i < arrivals; i++) {
-            score[size_t(held + i)] = work_.leaving[size_t(i)];
+            score[size_t(held + i)] = work_.leaving[i];
             position[size_t(held + i)] = u0 + i;
         }
         OnlineTopk simulation(score.data(), position.data(), total, a_.log_gamma[h_], a_.decay_step);
@@ -110,7 +123,7 @@ class HeadOfChunk {
         for (int64_t i = 0; i < total; i++) {
             if (evicted_at[size_t(i)] == std::numeric_limits<int64_t>::max()) continue;
             const int64_t at = i < held ? first + i : place(u0 + i - held, piece);
-            work_.gone[size_t(at)] = int32_t(evicted_at[size_t(i)] - piece.a);
+            work_.gone[at] = int32_t(evicted_at[size_t(i)] - piece.a);
         }
     }
 
@@ -126,7 +139,7 @@ class HeadOfChunk {
     void pack(int64_t index, const uint8_t* k, const uint8_t* v) {
         const PackedTiles& packed = chunk_.packed;
         const int64_t column = index % TILE_KEYS, tile = index / TILE_KEYS * packed.words(), item = a_.item_bytes();
-        uint32_t *keys = work_.keys.data() + tile + column, *values = work_.values.data() + tile;
+        uint32_t *keys = work_.keys + tile + column, *values = work_.values + tile;
         if (packed.per == 2) {
             for (int64_t w = 0; w < a_.size / 2; w++) std::memcpy(keys + w * TILE_KEYS, k + 4 * w, 4);
             uint16_t* halves = reinterpret_cast<uint16_t*>(values + column / 2 * a_.size) + column % 2;
@@ -154,9 +167,11 @@ void prefill_chunk(PrefillChunk& chunk) {
     const int64_t floats = kernels.prefill_scratch(step);
     const bool dots = kernels.bf16_words && step.cache_is_bf16 && step.q_is_bf16;
     chunk.packed = {step.size, dots ? 2 : 1};
-    chunk.heads.resize(size_t(step.heads));
+    std::vector<PrefillHead> heads(static_cast<size_t>(step.heads));
+    std::vector<Memory> memory(heads.size());
+    chunk.heads = heads.data();
     at::parallel_for(0, step.heads, 1, [&](int64_t begin, int64_t end) {
-        for (int64_t h = begin; h < end; h++) HeadOfChunk(chunk, h).load();
+        for (int64_t h = begin; h < end; h++) HeadOfChunk(chunk, h).load(memory[size_t(h)]);
     });
     for (int64_t a = chunk.start; a < chunk.start + chunk.length; a += PIECE) {
         const Piece piece{a, std::min(a + PIECE, chunk.start + chunk.length)};

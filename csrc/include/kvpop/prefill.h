@@ -22,7 +22,7 @@ template <class T>
 void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float* scratch) {
     const DecodeStep& a = chunk.step;
     const Scorer& s = a.scorer;
-    PrefillHead& work = chunk.heads[h];
+    const PrefillHead& work = chunk.heads[h];
     const Head<T> head{a, 0, h};
     Pieces pieces{scratch};
     float *x = pieces.take(2 * a.size), *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
@@ -151,12 +151,12 @@ void prefill_attend_of(const PrefillChunk& chunk, const Piece& piece, int64_t h,
     load_queries<W>(a, at, queries, h, q);
     for (int64_t i = 0; i < rows; i++) maximum[i] = -1e30f, total[i] = 0;
     for (int64_t i = 0; i < rows * a.size; i++) acc[i] = 0;
-    const int64_t tiles = int64_t(work.gone.size()) / TILE_KEYS, words = a.size / W::PER;
+    const int64_t tiles = work.tiles, words = a.size / W::PER;
     for (int64_t t = 0; t < tiles; t++) {
-        const int32_t *born = work.born.data() + t * TILE_KEYS, *gone = work.gone.data() + t * TILE_KEYS;
+        const int32_t *born = work.born + t * TILE_KEYS, *gone = work.gone + t * TILE_KEYS;
         const TileSight sight = tile_sight(born, gone, int32_t(first), int32_t(first + queries - 1));
         if (!sight.any) continue;
-        const uint32_t *k = work.keys.data() + t * TILE_KEYS * words, *v = work.values.data() + t * TILE_KEYS * words;
+        const uint32_t *k = work.keys + t * TILE_KEYS * words, *v = work.values + t * TILE_KEYS * words;
         gemm<W>({q, words, k, TILE_KEYS, words, logits, TILE_KEYS, nullptr}, rows, TILE_KEYS);
         tile_weights<W>(logits, weights, queries, a.group, int32_t(first), born, gone, sight.all, a.scale, maximum, total,
                         factor);

@@ -4,8 +4,6 @@
 
 #pragma once
 
-#include <vector>
-
 #include "kvpop/decode_step.h"
 
 namespace kvpop {
@@ -24,10 +22,11 @@ struct PackedTiles {
 
 // One head's working memory.
 struct PrefillHead {
-    std::vector<uint32_t> keys, values;  // packed tiles
-    std::vector<int32_t> born, gone;     // per key, counted from the piece's first token: visible while born <= i < gone
-    std::vector<float> leaving;          // raw scores of the tokens that leave the window in the piece, in order
-    std::vector<float> inserted;         // raw scores of the piece's tokens, of scorers that score at insertion
+    int64_t tiles;
+    uint32_t *keys, *values;  // packed tiles
+    int32_t *born, *gone;     // per key, counted from the piece's first token: visible while born <= i < gone
+    float* leaving;           // raw scores of the tokens that leave the window in the piece, in order
+    float* inserted;          // raw scores of the piece's tokens, of scorers that score at insertion
 };
 
 // The chunk [start, start + length) of one request. In `step` the axis of requests counts the chunk's tokens for q, k, v,
@@ -36,7 +35,7 @@ struct PrefillChunk {
     DecodeStep step;
     int64_t start, length;
     PackedTiles packed;
-    std::vector<PrefillHead> heads;
+    PrefillHead* heads;
 
     int64_t slot_tiles(int64_t h) const { return (step.budget(0, h) + TILE_KEYS - 1) / TILE_KEYS; }
     int64_t first_new(int64_t h) const { return slot_tiles(h) * TILE_KEYS; }  // index of the piece's first key
