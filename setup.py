@@ -1,7 +1,8 @@
 """Builds the optional extension `kvpop_vllm._C` and maps triton_kernels/ to `kvpop_vllm.kernels.triton`.
 
-The rest of the metadata is in pyproject.toml. Without torch or a C++ compiler the install succeeds without `_C` and
-says so; KVPOP_REQUIRE_EXT=1 makes that an error. There is no -march flag: the sources choose instruction sets at run time.
+The rest of the metadata is in pyproject.toml. Without torch or GCC (whose vector notation and target pragmas the sources
+use) the install succeeds without `_C` and says so; KVPOP_REQUIRE_EXT=1 makes that an error. There is no -march flag: the
+sources choose instruction sets at run time.
 """
 
 import os

@@ -23,7 +23,8 @@ def main() -> int:
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser, requests=8, budget=2048, rounds=3)
+    add_options(parser, budget=2048, rounds=3)
+    parser.add_argument("--requests", type=int, default=8, help="requests decoded together (default 8)")
     parser.add_argument("--steps", type=int, default=24, help="counted steps of a turn (default 24)")
     parser.add_argument("--eager-too", action="store_true", help="each policy a second time, eager")
     options = parser.parse_args()

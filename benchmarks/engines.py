@@ -27,6 +27,7 @@ SHORT_PROMPTS = (
     "Water boils when it is heated, and it freezes when",
     "Once upon a time there was a miller who had three sons. When he died, the eldest got the mill,",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
+    " ".join(f"Line {i} of the list says that {i} plus {i} is {2 * i}." for i in range(30)),  # some pieces of a prefill
 )
 
 
@@ -50,11 +51,10 @@ def engines(options):
                 engine.stop()
 
 
-def add_options(parser, *, requests: int, budget: int, rounds: int) -> None:
+def add_options(parser, *, budget: int, rounds: int) -> None:
     """What all benchmarks of engines take; the numbers are defaults."""
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--context", type=int, default=7500, help="tokens of each prompt, about (default 7500)")
-    parser.add_argument("--requests", type=int, default=requests, help=f"requests served together (default {requests})")
     parser.add_argument("--budget", type=int, default=budget, help=f"B of the policies (default {budget})")
     parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each configuration (default {rounds})")
     cores = len(os.sched_getaffinity(0))
@@ -70,13 +70,14 @@ def add_options(parser, *, requests: int, budget: int, rounds: int) -> None:
 def configurations(options, folder: Path) -> dict:
     """Name -> ``policy``, its ``kv_policy`` or None for stock, and ``eager``."""
     policies = {name: {"policy": name, "budget": options.budget} for name in options.policies}
-    if "kvpop" in policies:
-        policies["kvpop"]["scorer"] = options.scorer
     for name in set(policies) & {"kvpop-mlp", "kvpop-linear"}:  # none is shipped: an untrained one takes as long
         from kvpop_vllm.scorers.init import init_scorer
 
         init_scorer(options.model, str(folder / name), scorer=name.removeprefix("kvpop-"))
         policies[name]["scorer"] = str(folder / name)
+    if "kvpop" in policies:
+        scorer = Path(options.scorer)
+        policies[f"kvpop, {scorer.name}"] = policies.pop("kvpop") | {"scorer": str(scorer)}
     told = {name: {"policy": policy, "eager": options.eager} for name, policy in {"dense": None, **policies}.items()}
     twins = {
         name + EAGER: {"policy": policies[name], "eager": True}

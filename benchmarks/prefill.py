@@ -34,7 +34,8 @@ def main() -> int:
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser, requests=1, budget=1024, rounds=5)
+    add_options(parser, budget=1024, rounds=5)
+    parser.set_defaults(requests=1)
     options = parser.parse_args()
     if options.context > 8000:
         parser.error("the prompt exceeds the demo model's 8192 positions: lower --context")

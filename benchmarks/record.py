@@ -18,10 +18,10 @@ def append(path: Path, rows: list[dict]) -> None:
     Raises:
         ValueError: the file has other columns.
     """
-    keyed = [key() | row for row in rows]
+    keyed = [KEY | row for row in rows]
     names = list(keyed[0])
     path.parent.mkdir(exist_ok=True)
-    new = not path.exists()
+    new = not path.exists() or not path.stat().st_size
     if not new:
         with path.open(newline="") as file:
             there = next(csv.reader(file))
@@ -33,16 +33,6 @@ def append(path: Path, rows: list[dict]) -> None:
         if new:
             writer.writeheader()
         writer.writerows(keyed)
-
-
-def key() -> dict:
-    """What tells measurements apart: machine, cores, date, commit."""
-    return {
-        "machine": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "date": datetime.date.today().isoformat(),
-        "commit": commit(),
-    }
 
 
 def cpu_model() -> str:
@@ -60,3 +50,12 @@ def commit() -> str:
         return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
 
     return (git("rev-parse", "--short", "HEAD") or "none") + ("+" if git("status", "--porcelain", "-uno") else "")
+
+
+KEY = {
+    "machine": cpu_model(),
+    "cores": len(os.sched_getaffinity(0)),
+    "date": datetime.date.today().isoformat(),
+    "commit": commit(),
+}
+"""What tells measurements apart, as it is when a program starts."""

@@ -1,9 +1,10 @@
 """What the bytes and the operations allow on one core, beside what the CPU kernels take.
 
 First the machine: bytes read per second, in one stream and in blocks of a page in random order, and multiply-adds per
-second in float32 and bfloat16. Then every op at several sizes, its working set well beyond the caches: bytes it must move
-and operations it must do, counted; the time these allow at least (the floor), the time measured, and their ratio. A decode
-step is taken apart by pairing it with the same step without a scorer. Rows go to benchmarks/results/roofline.csv.
+second in float32 and bfloat16. Then decode steps, their caches well beyond the processor's, and prefill behind a full
+cache: bytes that must be moved and operations that must be done, counted; the time these allow at least (the floor), the time
+measured, and their ratio. A decode step is paired with the same step without a scorer; what it takes longer can come out
+below the scorer's own floor, as it overlaps with the rest. Rows go to benchmarks/results/roofline.csv.
 
     python benchmarks/roofline.py [--sizes 64 128] [--budgets 1024 2048 4096]
 """
@@ -118,7 +119,7 @@ class Problem:
 
 
 def decode(size: int, budget: int, options, machine: dict) -> list[dict]:
-    """A step without a scorer reads all keys, values, scores and positions; the scorer's share is what it takes longer."""
+    """A step without a scorer reads all keys, values, scores and positions; with one, also weights and the state, twice."""
     heads, group = options.heads, options.group
     requests = max(1, CACHES // (heads * budget * 4 * size))
     plain = Problem(size, budget, requests, heads, group, None)
@@ -132,13 +133,14 @@ def decode(size: int, budget: int, options, machine: dict) -> list[dict]:
     lanes = requests * heads
     weights = sum(t.numel() for t in scored.scorer.parameters()) * 4
     state = 2 * 4 * scored.rule.scorer.state_floats * lanes
+    slots, products = (4 * size + 8) * budget * lanes, 4 * size * budget * group * lanes
+    scoring = state + weights, scorer_operations(scored.rule.scorer, size) * lanes
     kinds = [
-        ("attention", 4 * size * budget * lanes, 4 * size * budget * group * lanes, alone),
-        ("scorer", state + weights, scorer_operations(scored.rule.scorer, size) * lanes, extra),
-        ("step", (4 * size + 8) * budget * lanes + state + weights, 0, both),
+        ("without a scorer", slots, products, 0, alone),
+        ("scorer's share", scoring[0], 0, scoring[1], extra),
+        ("with a scorer", slots + scoring[0], products, scoring[1], both),
     ]
-    rate = machine["read, one stream"], machine["float32 operations"]
-    return [row("decode " + n, size, budget, requests, b, o, t, rate, options) for n, b, o, t in kinds]
+    return [row("decode " + n, size, budget, requests, b, (p, o), t, machine, options) for n, b, p, o, t in kinds]
 
 
 def scorer_operations(weights, size: int) -> int:
@@ -148,7 +150,7 @@ def scorer_operations(weights, size: int) -> int:
 
 
 def prefill(size: int, budget: int, options, machine: dict) -> list[dict]:
-    """2,048 tokens behind a full cache: operations bound it, the products of bfloat16 those with keys and values."""
+    """2,048 tokens of one request behind a full cache."""
     length, heads, group = 2048, options.heads, options.group
     times = []
     with torch.no_grad():
@@ -163,15 +165,18 @@ def prefill(size: int, budget: int, options, machine: dict) -> list[dict]:
             )  # fmt: skip
             problem.at += length
             times.append(time.perf_counter() - begin)
-    operations = 4 * size * budget * group * heads * length
-    rate = machine["read, one stream"], machine["bfloat16 operations"] or machine["float32 operations"]
-    return [row("prefill", size, budget, 1, 0, operations, statistics.median(times), rate, options)]
+    products = 4 * size * budget * group * heads * length
+    scoring = scorer_operations(problem.rule.scorer, size) * heads * length
+    return [row("prefill", size, budget, 1, 0, (products, scoring), statistics.median(times), machine, options)]
 
 
-def row(op, size, budget, requests, bytes_moved, operations, seconds, rate, options) -> dict:
-    floor = max(bytes_moved / rate[0], operations / rate[1])
+def row(op, size, budget, requests, bytes_moved, operations, seconds, machine, options) -> dict:
+    """``operations``: those with keys and values, in bfloat16 where the kernels can, and those in float32."""
+    isa, stream = load_extension().current_isa(), machine["read, one stream"]
+    low = machine["bfloat16 operations" if isa == "avx512_bf16" else "float32 operations"]
+    floor = max(bytes_moved / stream, operations[0] / low + operations[1] / machine["float32 operations"])
     return {
-        "isa": load_extension().current_isa(),
+        "isa": isa,
         "op": op,
         "head_size": size,
         "budget": budget,
@@ -179,11 +184,11 @@ def row(op, size, budget, requests, bytes_moved, operations, seconds, rate, opti
         "heads": options.heads,
         "group": options.group,
         "megabytes": f"{bytes_moved / 1e6:.2f}",
-        "gigaoperations": f"{operations / 1e9:.3f}",
+        "gigaoperations": f"{sum(operations) / 1e9:.3f}",
         "floor_ms": f"{1e3 * floor:.3f}",
         "ms": f"{1e3 * seconds:.3f}",
         "ms_over_floor": f"{seconds / floor:.2f}",
-        "stream_gb_s": f"{rate[0] / 1e9:.1f}",
+        "stream_gb_s": f"{stream / 1e9:.1f}",
     }
 
 

@@ -81,6 +81,7 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
         raise ConfigError(f"{folder} has no config.json: give the folder of a Hugging Face model")
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        _refuse_rescaled_logits(config.get_text_config(), folder)
         model = AutoModelForCausalLM.from_pretrained(
             folder, dtype=dtype, attn_implementation=NAME, local_files_only=True
         )
@@ -88,7 +89,6 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
         raise ConfigError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "num_attention_heads", None) is None:
         raise ConfigError(f"{folder} is not a decoder-only language model with attention layers: choose another model")
-    _refuse_rescaled_logits(config.get_text_config(), folder)
     model.config.use_cache = False
     return model
 

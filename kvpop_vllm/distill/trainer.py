@@ -36,6 +36,8 @@ class Process:
     rank: int = 0
     world: int = 1
     device: torch.device = torch.device("cpu")
+    joined: bool = False
+    """Whether this object has joined the group and has to leave it."""
 
     @classmethod
     def start(cls) -> Process:
@@ -47,14 +49,14 @@ class Process:
         if cuda:
             torch.cuda.set_device(device)
         dist.init_process_group("nccl" if cuda else "gloo")
-        return cls(dist.get_rank(), dist.get_world_size(), device)
+        return cls(dist.get_rank(), dist.get_world_size(), device, joined=True)
 
     def __enter__(self) -> Process:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
         """After an error without waiting: the others may be waiting for this process themselves."""
-        if not dist.is_initialized():
+        if not self.joined:
             return
         if kind is not None and dist.get_backend() == "nccl":
             dist.distributed_c10d._abort_process_group()

@@ -159,8 +159,8 @@ def test_decay_steps_beyond_one(case, step, impl):
     sinks=st.integers(0, 5),
     window=st.integers(1, 20),
     topk=st.integers(0, 30),
-    length=st.integers(1, 120),
-    chunks=st.lists(st.integers(1, 64), min_size=1, max_size=4),
+    length=st.integers(1, 300),
+    chunks=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     heads=st.integers(1, 3),
     group=st.integers(1, 3),
     slots=st.sampled_from([16, 32, 64]),
@@ -179,9 +179,9 @@ def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, gro
 def test_pieces_longer_than_one(impl, window):
     """A chunk is worked off in pieces; budgets, windows and chunks beyond a piece must not show it."""
     problem = Problem("mlstm", 4, window, 300, length=700, seed=3)
-    whole = problem.prefill([700])
-    check_same(problem.prefill([256, 100], impl), whole)
-    check_same(problem.prefill([700], impl), whole)
+    pieces = problem.prefill([256, 100])
+    check_same(problem.prefill([100, 256], impl), pieces)
+    check_same(problem.prefill([700], impl), pieces)
 
 
 @pytest.mark.parametrize("isa", _C.isa_levels())
@@ -208,29 +208,26 @@ def test_bfloat16_is_within_its_roundings(isa, size, group, q_dtype):
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("impl", ["reference", "cpp"])
-def test_unequal_budgets_equal_single_heads(impl):
+@pytest.mark.parametrize("several", [[28, 17], [98, 300], [300, 98]])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_unequal_budgets_equal_single_heads(impl, several):
     """Heads with different budgets behave as if each were alone with its own."""
-    problem = Problem("linear", 2, 6, 20, length=60, seed=5)
-    pages, table = problem.pages()
-    budgets = torch.tensor([28, 17], dtype=torch.int32)
-    out, _ = ops.prefill_chunk(
-        problem.q,
-        problem.k,
-        problem.v,
-        pages,
-        table[0],
-        0,
-        budgets,
-        rule=problem.rule,
-        scale=problem.scale,
-        impl=impl,
-    )
-    for head, budget in enumerate(budgets.tolist()):
+    problem = Problem("linear", 2, 6, max(several) - 8, length=400, seed=5)
+    problem.budgets = torch.tensor(several, dtype=torch.int32)
+    out, _, _ = problem.prefill([400, 1], impl)
+    for head, budget in enumerate(several):
         problem.budgets = torch.full((2,), budget, dtype=torch.int32)
-        problem.budget = budget
-        alone = problem.prefill([60])[0]
-        torch.testing.assert_close(out[:, 2 * head : 2 * head + 2], alone[:, 2 * head : 2 * head + 2])
+        alone = problem.prefill([400])[0]
+        rows = slice(2 * head, 2 * head + 2)
+        torch.testing.assert_close(out[:, rows], alone[:, rows], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("case", ["mlstm-immediate", "linear", "mlstm"])
+@pytest.mark.parametrize("roles", [(140, 8, 0), (0, 1, 150), (2, 150, 20)], ids=str)
+def test_several_pieces_in_one_call(case, roles, impl):
+    problem = Problem(case, *roles, length=330, seed=sum(roles))
+    check_same(problem.prefill([330], impl), problem.prefill([7, 60]))
 
 
 def test_streaming_equals_a_plain_window():

@@ -1,4 +1,5 @@
-// Attention of the G query heads of one KV head over the valid slots: online softmax, tile by tile, float32.
+// Attention of the G query heads of one KV head over the valid slots: online softmax, tile by tile, sums in float32;
+// products in float32 too, or of bfloat16 pairs where the processor has them and q and the cache are bfloat16.
 // Each tile of K and V is read from memory once, for all query heads.
 
 #pragma once
@@ -173,7 +174,7 @@ KVPOP_INLINE void add_rows(Paired, const bf16* v, const RowShape<bf16>& shape, c
         for (int c = 0; c < WIDE; c++) acc[g][c] = factor[g] * load(out + g * s.floats + c * VL);
     alignas(64) uint32_t pairs[GT][TILE / 2];
     for (int g = 0; g < GT; g++)
-        for (int i = 0; i < TILE; i += 2 * VL) {
+        for (int i = 0; i < n; i += 2 * VL) {
             const __m512bh both = _mm512_cvtne2ps_pbh((__m512)load(&weight[g][i + VL]), (__m512)load(&weight[g][i]));
             __builtin_memcpy(&pairs[g][i / 2], &both, sizeof both);
         }

@@ -131,7 +131,10 @@ KVPOP_INLINE void load_queries(const DecodeStep& a, int64_t first, int64_t queri
                 const bf16* row = static_cast<const bf16*>(a.q) + (first + i) * a.q_stride[0] + head * a.q_stride[1];
                 __builtin_memcpy(out, row, a.size * sizeof(bf16));
             } else {
-                for (int64_t e = 0; e < a.size; e++) reinterpret_cast<float*>(out)[e] = read_q(a, first + i, head, e);
+                for (int64_t e = 0; e < a.size; e++) {
+                    const float x = read_q(a, first + i, head, e);
+                    __builtin_memcpy(out + e, &x, sizeof x);
+                }
             }
         }
 }

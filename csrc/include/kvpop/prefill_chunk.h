@@ -37,7 +37,10 @@ struct PrefillChunk {
     PackedTiles packed;
     PrefillHead* heads;
 
-    int64_t slot_tiles(int64_t h) const { return (step.budget(0, h) + TILE_KEYS - 1) / TILE_KEYS; }
+    int64_t slot_tiles(int64_t h) const {  // of the slots that are filled by the end
+        const int64_t budget = step.budget(0, h), end = start + length;
+        return ((end < budget ? end : budget) + TILE_KEYS - 1) / TILE_KEYS;
+    }
     int64_t first_new(int64_t h) const { return slot_tiles(h) * TILE_KEYS; }  // index of the piece's first key
     int64_t ring_slot(int64_t t) const {
         return t < step.sinks ? t : step.sinks + (t - step.sinks) % step.window;
