@@ -15,13 +15,14 @@ BIN := $(VENV)/bin
 ENGINE := $(VENV)/.engine
 PACKAGE := $(VENV)/.package
 EXTENSION := $(VENV)/.extension
+SANITIZED := build/sanitized/.extension
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test lint format bench clean
+.PHONY: help setup model demo serve test sanitize lint format bench clean
 
 help:
-	@echo "make setup | model | demo | serve | test | lint | format | bench | clean"
+	@echo "make setup | model | demo | serve | test | sanitize | lint | format | bench | clean"
 
 setup: $(EXTENSION)
 
@@ -58,6 +59,17 @@ serve: model
 
 test: model
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q tests $(PYTEST_ARGS)
+
+$(SANITIZED): $(SOURCES) setup.py $(PACKAGE)
+	@mkdir -p $(@D)
+	@echo 'int main() {}' | $(CXX) -fsanitize=address,undefined -x c++ - -o $(@D)/probe \
+	    || { echo "$(CXX) cannot link with AddressSanitizer and UBSan: install its libasan and libubsan" >&2; exit 1; }
+	@echo "[sanitize] C++ kernels with AddressSanitizer and UBSan"
+	@KVPOP_SANITIZE=1 KVPOP_REQUIRE_EXT=1 $(BIN)/python setup.py --quiet build_ext
+	@touch $@
+
+sanitize: $(SANITIZED)
+	@$(BIN)/python tests/kernels/sanitized.py $(PYTEST_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .

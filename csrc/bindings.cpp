@@ -1,6 +1,10 @@
 // The module kvpop_vllm._C: checks arguments and hands raw pointers to the kernels.
 
-#include <torch/extension.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/full.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <limits>
@@ -39,6 +43,7 @@ class Rule {
         : sinks(sinks), window(window), decay_step(decay_step), log_gamma(log_gamma), weights_(std::move(weights)) {
         TORCH_CHECK_VALUE(sinks >= 0 && window >= 1 && decay_step >= 1,
                           "need sinks >= 0, window >= 1, decay_step >= 1");
+        TORCH_CHECK_VALUE(std::max(sinks, window) <= INT32_MAX, "sinks and window must be below 2^31");
         check(log_gamma, "log_gamma", at::kDouble, {log_gamma.numel()});
         TORCH_CHECK_VALUE(log_gamma.is_contiguous(), "log_gamma must be contiguous");
         TORCH_CHECK_VALUE(!softcap || *softcap > 0, "gate_softcap must be positive");
@@ -298,8 +303,9 @@ std::pair<Tensor, Tensor> running_topk(const Tensor& priority, int64_t sinks, in
     const Tensor p = priority.contiguous();
     const int64_t tokens = p.size(-1), rows = tokens ? p.numel() / tokens : 0;
     Tensor rank = at::empty(p.sizes(), p.options().dtype(at::kInt)), cutoff = at::empty_like(rank);
-    kvpop::running_topk(p.data_ptr<double>(), rows, tokens, sinks, window, topk, rank.data_ptr<int32_t>(),
-                        cutoff.data_ptr<int32_t>());
+    // More sinks or a longer window than tokens change nothing but sums, which must stay in range.
+    kvpop::running_topk(p.data_ptr<double>(), rows, tokens, std::min(sinks, tokens), std::min(window, tokens), topk,
+                        rank.data_ptr<int32_t>(), cutoff.data_ptr<int32_t>());
     return {rank, cutoff};
 }
 

@@ -232,7 +232,7 @@ KVPOP_INLINE void attend_group(int count, const Tile<T>& tile, const RowShape<T>
 
 inline int64_t attend_scratch(const DecodeStep& a) {
     const int64_t row = a.cache_is_bf16 ? RowShape<bf16>(a.size).floats : RowShape<float>(a.size).floats;
-    return a.group * (2 * row + 2) + 2 * VL;
+    return 2 * Pieces::round(a.group * row) + 2 * Pieces::round(a.group);
 }
 
 KVPOP_INLINE float read_q(const DecodeStep& a, int64_t r, int64_t head, int64_t e) {
@@ -263,11 +263,12 @@ template <class A>
 void attend_as(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* scratch) {
     using T = typename A::Item;
     const RowShape<T> shape(a.size);
-    float* q = scratch;
-    float* acc = q + a.group * shape.floats;
-    float* maximum = acc + a.group * shape.floats;
-    float* total = maximum + a.group;
-    for (int64_t i = 0; i < 2 * a.group * shape.floats; i++) q[i] = 0;
+    const int64_t floats = a.group * shape.floats;
+    Pieces pieces{scratch};
+    float *q = pieces.take(floats), *acc = pieces.take(floats);
+    float *maximum = pieces.take(a.group), *total = pieces.take(a.group);
+    for (int64_t i = 0; i < floats; i++) q[i] = 0;
+    for (int64_t i = 0; i < floats; i++) acc[i] = 0;
     for (int64_t g = 0; g < a.group; g++) {
         maximum[g] = -__builtin_inff(), total[g] = 0;
         for (int64_t e = 0; e < a.size; e++) A::put_q(q + g * shape.floats, e, read_q(a, r, h * a.group + g, e));

@@ -2,6 +2,7 @@
 
 #pragma once
 
+#include "kvpop/pieces.h"
 #include "kvpop/prefill_chunk.h"
 
 namespace kvpop {

@@ -13,7 +13,9 @@ KVPOP_INLINE const T* token(const void* base, const int64_t* stride, int64_t t, 
 KVPOP_INLINE int64_t prefill_rows(const DecodeStep& a) { return TILE_QUERIES * a.group; }
 
 inline int64_t prefill_scratch(const DecodeStep& a) {
-    return prefill_rows(a) * (2 * a.size + 2 * TILE_KEYS + 3) + 8 * 16 + scratch_floats(a);
+    const int64_t rows = prefill_rows(a);
+    return 2 * Pieces::round(rows * a.size) + 2 * Pieces::round(rows * TILE_KEYS) + 3 * Pieces::round(rows) +
+           scratch_floats(a);
 }
 
 // Raw scores of the tokens that leave the window in the piece and, of scorers that score at insertion, of the piece's

@@ -90,17 +90,6 @@ struct Head {
     }
 };
 
-// Hands out pieces of a buffer, each a whole number of cache lines.
-struct Pieces {
-    float* next;
-    static int64_t round(int64_t n) { return (n + 15) / 16 * 16; }
-    float* take(int64_t n) {
-        float* p = next;
-        next += round(n);
-        return p;
-    }
-};
-
 inline int64_t scratch_floats(const DecodeStep& a) {
     const Scorer& s = a.scorer;
     return 2 * Pieces::round(2 * a.size) + Pieces::round(s.hidden) + 2 * Pieces::round(s.features) +

@@ -4,16 +4,22 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 #include <vector>
+
+#include "kvpop/pieces.h"
 
 namespace kvpop {
 
-// Aligned to cache lines; what it held before is undefined.
+// Aligned to cache lines; what it held before is undefined. With AddressSanitizer it is new and NaN, and ends where it ends.
 inline float* scratch_of_this_thread(int64_t floats) {
     thread_local std::vector<float> buffer;
     const size_t padded = size_t(floats) + 16;
-    if (buffer.size() < padded) buffer.resize(padded);
-    return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) / 64 * 64);
+    if (FORBIDDEN) buffer = std::vector<float>(padded, std::numeric_limits<float>::quiet_NaN());
+    else if (buffer.size() < padded) buffer.resize(padded);
+    float* start = reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(buffer.data()) + 63) / 64 * 64);
+    if (FORBIDDEN) forbid(start + floats, buffer.data() + padded - (start + floats));
+    return start;
 }
 
 }  // namespace kvpop

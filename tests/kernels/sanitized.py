@@ -1,0 +1,64 @@
+"""Runs sanitized_cases.py with the extension that ``make sanitize`` built with AddressSanitizer and UBSan.
+
+The script starts pytest with the sanitizers' runtime; there, as a plugin, this module puts that extension in the place of
+``kvpop_vllm._C``.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from importlib.machinery import EXTENSION_SUFFIXES
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+EXTENSION = ROOT / "build/sanitized/kvpop_vllm" / f"_C{EXTENSION_SUFFIXES[0]}"
+
+
+def runtime(extension: Path = EXTENSION) -> list[str]:
+    """The libraries to load before all others: the runtimes the extension is linked with, and the library of exceptions,
+    which AddressSanitizer looks for when it starts.
+
+    Raises:
+        SystemExit: the extension is linked with none.
+    """
+    linked = subprocess.run(["ldd", extension], capture_output=True, text=True, check=True).stdout
+    paths = [line.split()[2] for line in linked.splitlines() if " => /" in line]
+    found = [path for name in ("libasan.", "libubsan.", "libstdc++.") for path in paths if name in path]
+    if len(found) != 3:
+        raise SystemExit(f"{extension} is not linked with AddressSanitizer and UBSan: {linked}")
+    return found
+
+
+def main() -> None:
+    """Runs pytest; the arguments of the command line are handed on."""
+    environment = os.environ | {
+        "LD_PRELOAD": ":".join(runtime()),
+        "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1",
+        "UBSAN_OPTIONS": "print_stacktrace=1",
+        "OMP_WAIT_POLICY": "passive",
+        "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]),
+    }
+    # A report is written past Python, which must not capture it.
+    plugins = [f"-p{name}" for name in ("kernels.sanitized", "no:faulthandler", "no:cacheprovider")]
+    pytest = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *plugins, "tests/kernels/sanitized_cases.py"]
+    os.chdir(ROOT)
+    os.execve(sys.executable, pytest + sys.argv[1:], environment)
+
+
+def pytest_configure() -> None:
+    """Before any test module imports ``kvpop_vllm._C``."""
+    import torch  # noqa: F401  (the extension's libraries)
+
+    import kvpop_vllm
+
+    assert Path(kvpop_vllm.__file__).parents[1] == ROOT, f"{kvpop_vllm.__file__} is not the package in {ROOT}"
+    spec = importlib.util.spec_from_file_location("kvpop_vllm._C", EXTENSION)
+    sys.modules[spec.name] = kvpop_vllm._C = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kvpop_vllm._C)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,204 @@
+"""Every C++ op at small shapes, for ``make sanitize``: the problems of the other kernel tests, in memory without slack."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+import torch
+from kernels import sanitized
+from kernels import test_decode_step as decode
+from kernels import test_prefill_chunk as prefill
+from kernels import test_running_topk as running
+from kernels.test_decode_step import (  # noqa: F401  (tests and fixtures that run here too)
+    check_budgets,
+    fastest_isa_afterwards,
+    few_decisions_are_excused,
+    test_other_bad_arguments_are_refused,
+    test_page_entry_out_of_range_is_refused,
+    test_replay_is_refused_before_anything_is_written,
+    test_strided_inputs_equal_contiguous_ones,
+    test_victim_far_out_and_ties,
+)
+from kernels.test_online_topk import test_bad_arguments_are_refused, test_equals_the_definition  # noqa: F401
+from kernels.test_online_topk import test_strided_inputs as test_strided_scores  # noqa: F401
+from kernels.test_prefill_chunk import check_same
+from kernels.test_running_topk import test_cutoffs_by_name, test_infinite_and_negative_zero_priorities  # noqa: F401
+
+from kvpop_vllm import _C
+from kvpop_vllm.kernels import ops
+
+F32, BF16 = torch.float32, torch.bfloat16
+GAP = 36
+"""Bytes between the pages of two heads; no page then starts at more than a multiple of 4."""
+poison = ctypes.CDLL(None).__asan_poison_memory_region
+poison.argtypes = ctypes.c_void_p, ctypes.c_size_t
+
+
+def apart(layout, num_blocks):
+    """As ``factories.poisoned_pages``, with bytes that nobody may touch between pages, and none after the last."""
+    heads, region = layout.num_kv_heads, layout.region_bytes
+    raw = torch.full((num_blocks * heads * (region + GAP) - GAP,), 255, dtype=torch.uint8)
+    for page in range(1, num_blocks * heads):
+        poison(raw.data_ptr() + page * (region + GAP) - GAP, GAP)
+    return layout.view(raw.as_strided((num_blocks, heads, region), (heads * (region + GAP), region + GAP, 1)))
+
+
+@pytest.fixture(autouse=True)
+def no_slack(monkeypatch):
+    """Pages lie apart, chunks are allocations of their own, and two threads work."""
+    chunk, threads = ops.prefill_chunk, torch.get_num_threads()
+
+    def copied(q, k, v, *rest, **options):
+        return chunk(q.clone(), k.clone(), v.clone(), *rest, **options)
+
+    monkeypatch.setattr(ops, "prefill_chunk", copied)
+    monkeypatch.setattr("kernels.factories.poisoned_pages", apart)
+    monkeypatch.setattr(decode, "poisoned_pages", apart)
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(threads)
+
+
+def test_the_sanitized_extension_runs():
+    """And no other one is there."""
+    assert Path(_C.__file__) == sanitized.EXTENSION
+    assert ops.__file__ == str(sanitized.ROOT / "kvpop_vllm/kernels/ops/__init__.py")
+    maps = Path("/proc/self/maps").read_text().split()
+    assert {path for path in maps if "/_C." in path and "kvpop_vllm" in path} == {str(sanitized.EXTENSION)}
+
+
+# Of more than one block and tile, and of less.
+DECODE = [
+    dict(case="none", size=128, group=5, slots=16, dtype=BF16, q_dtype=BF16, topk=0),
+    dict(case="linear", size=80, group=4, slots=48, dtype=BF16, q_dtype=F32, sinks=0, window=1),
+    dict(case="mlp", size=96, group=3, slots=64, topk=61, heads=1),
+    dict(case="mlstm", size=64, group=7, slots=64, dtype=BF16, q_dtype=BF16, window=40, topk=41, heads=1),
+    dict(case="mlstm-norm-skip", size=32, group=1, slots=16, sinks=0, unequal=True),
+    dict(case="mlstm-softmax-cap", size=16, group=2, slots=48, dtype=BF16, q_dtype=BF16, topk=3, window=1),
+    dict(case="mlstm-direct-values", size=80, group=3, slots=16, topk=0, sinks=1),
+    dict(case="mlstm-immediate", size=128, group=1, slots=48, dtype=BF16, q_dtype=F32, step=3),
+    dict(case="mlstm-odd-widths", size=96, group=2, slots=16, unequal=True, requests=3),
+]
+
+
+@pytest.mark.parametrize("problem", DECODE, ids=lambda p: p["case"])
+def test_decode_step(problem):
+    check_budgets(decode.Problem(**problem, seed=1))
+
+
+# Of chunks, the problem: windows and chunks beyond a piece of 128 tokens, budgets beyond a tile of 64.
+PREFILL = [
+    ([40], dict(case="none", sinks=0, window=1, topk=0, length=40, size=16, group=7, slots=16)),
+    ([170], dict(case="none", sinks=4, window=140, topk=17, length=170, size=128, group=5, slots=48)),
+    ([1, 13, 30], dict(case="linear", sinks=0, window=1, topk=5, length=90, size=80, group=1, slots=48, step=3)),
+    ([150, 140], dict(case="linear", sinks=3, window=130, topk=0, length=290, size=32, group=4, slots=64)),
+    ([135], dict(case="mlp", sinks=4, window=16, topk=45, length=135, size=96, group=3, slots=16)),
+    ([128, 3], dict(case="mlstm", sinks=2, window=8, topk=10, length=131, size=64, group=2, slots=64)),
+    ([17, 243], dict(case="mlstm", sinks=1, window=200, topk=30, length=260, size=32, slots=16, heads=1)),
+    ([80], dict(case="mlstm-norm-skip", sinks=0, window=5, topk=60, length=80, size=80, group=7, slots=16)),
+    ([69, 1], dict(case="mlstm-softmax-cap", sinks=3, window=5, topk=40, length=70, size=16, group=3, slots=48)),
+    ([60], dict(case="mlstm-direct-values", sinks=2, window=8, topk=10, length=60, size=128, group=1, slots=16)),
+    ([50, 130], dict(case="mlstm-immediate", sinks=2, window=140, topk=10, length=180, size=48, group=5, heads=3)),
+]
+
+
+@pytest.mark.parametrize("chunks, problem", PREFILL, ids=lambda p: p["case"] if isinstance(p, dict) else "")
+def test_prefill_chunk(chunks, problem):
+    problem = prefill.Problem(**problem, seed=1)
+    expected = problem.prefill([problem.length])
+    for isa in _C.isa_levels():
+        check_same(problem.prefill(chunks, isa), expected)
+
+
+@pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize("shape", [(16, 2, BF16), (80, 2, BF16), (96, 1, F32)], ids=str)
+def test_prefill_chunk_of_bfloat16(isa, shape):
+    prefill.test_bfloat16_is_within_its_roundings(isa, *shape)
+
+
+@pytest.mark.parametrize("isa", _C.isa_levels())
+def test_prefill_chunk_with_unequal_budgets(isa):
+    prefill.test_unequal_budgets_equal_single_heads(isa, [98, 300])
+
+
+def test_running_topk():
+    running.test_equals_a_sort_for_every_query(impl="cpp")
+
+
+@pytest.mark.parametrize("roles", [dict(sinks=5, window=2**63 - 1), dict(sinks=2**63 - 1, window=3)], ids=str)
+def test_roles_beyond_all_lengths(roles):
+    priority = torch.randn(2, 9)
+    rank, cutoff = ops.running_topk(priority, **roles, topk=2, impl="cpp")
+    assert (cutoff == 8).all() and torch.equal(rank, (-priority).argsort(-1).argsort(-1).int())
+    p = decode.Problem("none").prepare()
+    with pytest.raises(ValueError, match="below 2\\^31"):
+        _C.Rule(roles["sinks"], roles["window"], 1, p.rule.log_gamma, "none", {})
+
+
+def test_no_tokens():
+    none, log_gamma = torch.zeros(2, 0), torch.zeros(2, dtype=torch.float64)
+    ops.online_topk(none, none.long(), 0, topk=0, window=1, log_gamma=log_gamma, impl="cpp")
+    ops.running_topk(none, sinks=0, window=1, topk=0, impl="cpp")
+    p = decode.Problem().prepare()
+    none, pages = p.budgets[:0], apart(p.layout, p.num_blocks)
+    positions = none[:, 0].long()
+    ops.decode_step(*p.inputs([]), pages, p.table[:0], positions, none, none, rule=p.rule, scale=1.0, impl="cpp")
+    p = prefill.Problem("mlstm", 2, 8, 10, 20)
+    pages, table = p.pages()
+    ops.prefill_chunk(p.q[:0], p.k[:0], p.v[:0], pages, table[0], 0, p.budgets, rule=p.rule, scale=1.0, impl="cpp")
+
+
+def report(run):
+    """What the sanitizers say of a call that they must end; in a process of its own."""
+    torch.set_num_threads(1)  # a forked process has no others
+    with tempfile.TemporaryFile("w+") as file:
+        child = os.fork()
+        if not child:
+            try:
+                os.dup2(file.fileno(), 2)
+                run()
+            finally:
+                os._exit(0)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        file.seek(0)
+        said = file.read()
+    assert status, "nothing was reported"
+    return said
+
+
+@pytest.mark.parametrize("isa", _C.isa_levels())
+def test_forbidden_value_is_reported(isa):
+    p = decode.Problem("none", requests=1, heads=1, dtype=BF16, q_dtype=BF16)
+    pages, active, inputs = decode.served(p, 9)
+    row = pages.v[p.table[0, 0, 0], 0, 7]
+    poison(row.data_ptr() + row.nbytes - 8, 8)
+    _C.set_isa(isa)
+    said = report(lambda: p.run(pages, active, [9], *inputs, "cpp"))
+    assert "ERROR: AddressSanitizer" in said and f"kvpop::{isa}::attend" in said, said
+
+
+def test_forbidden_query_is_reported():
+    p = prefill.Problem("none", 2, 5, 9, 20)
+    pages, table = p.pages()
+    poison(p.q.data_ptr() + p.q.nbytes - 8, 8)
+    chunk = p.q, p.k, p.v, pages, table[0], 0, p.budgets
+    said = report(lambda: ops.serving.prefill_chunk(*chunk, rule=p.rule, scale=p.scale, impl="cpp"))
+    assert "ERROR: AddressSanitizer" in said and "::prefill_attend" in said, said
+
+
+def test_odd_address_is_reported():
+    p = decode.Problem("none")
+    pages, active, (q, k, v) = decode.served(p, 9)
+    odd = torch.frombuffer(bytearray(q.nbytes + 1), dtype=F32, offset=1).view(q.shape)
+    said = report(lambda: p.run(pages, active, [9, 9], odd, k, v, "cpp"))
+    assert "load of misaligned address" in said, said
+
+
+def test_overflow_is_reported():
+    rule = dict(topk=1, window=2**63 - 1, log_gamma=torch.zeros(1, dtype=torch.float64))
+    said = report(lambda: ops.online_topk(torch.zeros(1, 2), torch.arange(2)[None], 0, **rule, impl="cpp"))
+    assert "signed integer overflow" in said, said
