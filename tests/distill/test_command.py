@@ -168,21 +168,28 @@ BASE = ["--steps=4", "--batch=1", "--train-base", "--kl-top=64", "--lr-base=1e-3
 
 
 def test_stored_logits_train_as_the_teacher_itself_does(kvpop, monkeypatch):
-    online = distill(kvpop, "online", *BASE)
-    distill(kvpop, "logits", *BASE, "--rows=1", action="teacher")
+    still = [
+        *BASE,
+        "--lr-base=1e-9",
+        "--lr-new=1e-9",
+        "--lr-new-end=1e-9",
+    ]  # else what float16 rounds off grows step by step
+    online = distill(kvpop, "online", *still)
+    distill(kvpop, "logits", *still, "--rows=1", action="teacher")
     status, _, errors = kvpop(
-        *"distill --model=qwen3 --data text.jsonl --out=stored --teacher=logits".split(), *RECIPE, *BASE
+        *"distill --model=qwen3 --data text.jsonl --out=stored --teacher=logits".split(), *RECIPE, *still
     )
     assert status == 2 and "1 rows, 4 are needed" in errors
-    distill(kvpop, "logits", *BASE, action="teacher")
+    distill(kvpop, "logits", *still, action="teacher")
 
     def forbidden(*args):
         raise AssertionError("the teacher was asked although its logits are there")
 
     monkeypatch.setattr(run, "OnlineTeacher", forbidden)
-    stored = distill(kvpop, "stored", *BASE, "--teacher=logits")
+    stored = distill(kvpop, "stored", *still, "--teacher=logits")
     for a, b in zip(online, stored, strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], rel=2e-3) and b["kl"] == pytest.approx(a["kl"], rel=1e-2)
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4) and b["kl"] == pytest.approx(a["kl"], rel=1e-4)
+    assert len({round(a["kl"], 4) for a in online}) == len(online), "every row has a teacher of its own"
 
 
 def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monkeypatch):
