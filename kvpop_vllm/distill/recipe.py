@@ -66,6 +66,14 @@ class Recipe:
     decay_step: int = field(default=1, metadata={"help": "n"})
     decay_min: float = field(default=0.999, metadata={"help": "smallest decay of a head"})
     decay_max: float = field(default=0.999999, metadata={"help": "largest decay of a head"})
+    calibrate: int = field(
+        default=0,
+        metadata={
+            "help": "every so many steps and after the last, set each head's decay to the one that loses least attention;"
+            " 0: decays are learned"
+        },
+    )
+    calibration_rows: int = field(default=6, metadata={"help": "training rows that --calibrate looks at"})
 
     kl: float = field(default=1.0, metadata={"help": "weight of the KL to the teacher's top tokens (base trained)"})
     ce: float = field(default=0.0, metadata={"help": "weight of cross-entropy (base trained)"})
@@ -105,13 +113,13 @@ class Recipe:
             refuse(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
         if self.groups not in ("max", "mean"):
             refuse(f"groups must be max or mean, got {self.groups!r}")
-        for name in ("length", "batch", "steps", "samples", "window", "decay_step", "kl_top"):
+        for name in ("length", "batch", "steps", "samples", "window", "decay_step", "kl_top", "calibration_rows"):
             if getattr(self, name) < 1:
                 refuse(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("lr_new", "lr_new_end", "lr_base", "clip", "tau"):
             if not 0 < getattr(self, name) < math.inf:
                 refuse(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("kl", "ce", "boundary", "weight_decay", "warmup", "sinks"):
+        for name in ("kl", "ce", "boundary", "weight_decay", "warmup", "sinks", "calibrate"):
             if not 0 <= getattr(self, name) < math.inf:
                 refuse(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("beta1", "beta2"):
@@ -128,10 +136,17 @@ class Recipe:
                 f"length {self.length} must exceed sinks + window + topk = {self.sinks} + {self.window} + {max(self.topk)}:"
                 " raise --length or lower --topk"
             )
+        if self.calibrates and not 0 < self.decay_min < self.decay_max < 1:
+            refuse(f"calibrate needs 0 < decay_min < decay_max < 1, got {self.decay_min} and {self.decay_max}")
         if self.phase != "sparsify" and not self.train_base:
             refuse(f"phase {self.phase} trains the base model: leave --no-train-base out")
         if self.phase != "uptrain" and self.train_base and not (self.kl > 0 or self.ce > 0):
             refuse("the base model is trained but neither --kl nor --ce is above 0: give one, or --no-train-base")
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether decays are set by calibration; phases without scorers have none."""
+        return self.calibrate > 0 and self.phase == "sparsify"
 
     @property
     def boundary_options(self) -> BoundaryOptions:
@@ -173,8 +188,9 @@ DEMO = Recipe(
     skip=True,
     window=64,
     topk=[444, 188, 60],
-    decay_min=0.9965,
+    decay_min=0.98,
     decay_max=0.9999,
+    calibrate=60,
     samples=512,
     warmup=20,
     lr_new=1e-2,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from pathlib import Path
 
 import torch
@@ -42,6 +44,14 @@ def packed(model, data, recipe: Recipe, process: Process) -> PackedTokens:
     )
 
 
+def calibration_rows(model, data, recipe: Recipe) -> list[torch.Tensor]:
+    """Rows of the training split, in another order than those that are trained on; none where the recipe asks for none."""
+    if not recipe.calibrates:
+        return []
+    other = packed(model, data, dataclasses.replace(recipe, seed=(recipe.seed + 1) % 2**31), Process())
+    return list(itertools.islice(other, recipe.calibration_rows))
+
+
 def default_device() -> torch.device:
     """A GPU if there is one."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -80,7 +90,17 @@ def train(
     with Process.start() as process:
         rows = packed(model, data, recipe, process)
         asks = _teacher(teacher, model, rows, recipe, process.device)
-        trainer = Trainer(model, recipe, out, rows, teacher=asks, process=process, save_every=save_every, quiet=quiet)
+        trainer = Trainer(
+            model,
+            recipe,
+            out,
+            rows,
+            teacher=asks,
+            calibration=calibration_rows(model, data, recipe),
+            process=process,
+            save_every=save_every,
+            quiet=quiet,
+        )
         result = trainer.run()
         if recipe.train_base and process.rank == 0:
             load_tokenizer(model).save_pretrained(Path(out) / "model")

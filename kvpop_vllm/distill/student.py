@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kvpop_vllm.distill.hook import POSITIONS, Dense
+from kvpop_vllm.distill.hook import POSITIONS, Attend, Dense
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipe import NotFinite, Recipe
 from kvpop_vllm.distill.retention import Roles
@@ -56,6 +56,10 @@ class Student(nn.Module):
         r = self.recipe
         return Roles(r.sinks, r.window, r.topk[row % len(r.topk)], r.decay_step)
 
+    def read(self, tokens: torch.Tensor, attend: Attend) -> torch.Tensor:
+        """Hidden states of ``[B, S]`` tokens under ``attend``: ``[B, S, hidden]``."""
+        return self.base.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state
+
     def forward(
         self, tokens: torch.Tensor, row: int, teacher: Teacher | None = None
     ) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
@@ -77,7 +81,7 @@ class Student(nn.Module):
             roles = self.roles(row)
             observer = RetentionLoss(roles, recipe.boundary_options, seed=recipe.seed * 1_000_003 + row)
             attend = Sparse(lambda layer, k, v: self.scorers[layer](k, v, roles.window), roles, observer)
-        hidden = self.base.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state
+        hidden = self.read(tokens, attend)
         loss, parts = self._distillation(hidden, tokens, row, teacher) if recipe.train_base else (0.0, {})
         if observer is not None:
             boundary = observer.total()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,10 +15,11 @@ import torch.distributed as dist
 from safetensors import SafetensorError
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.calibration import calibrate
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.metrics import Metrics
@@ -73,6 +74,7 @@ class Trainer:
         rows: yields ``[S]`` int64, this process's rows: number ``i * world + rank`` of the global order; with
             ``state_dict`` and ``load_state_dict``.
         teacher: see :data:`Teacher`; needed where the recipe has a KL. process: see :class:`Process`.
+        calibration: ``[S]`` rows, the same in all processes; needed where the recipe calibrates decays.
         save_every: optimiser steps between checkpoints.
     """
 
@@ -84,6 +86,7 @@ class Trainer:
         rows,
         *,
         teacher: Teacher | None = None,
+        calibration: Sequence[torch.Tensor] = (),
         process: Process | None = None,
         save_every: int = 50,
         quiet: bool = False,
@@ -94,6 +97,9 @@ class Trainer:
             raise ConfigError(
                 f"batch {recipe.batch} cannot be shared by {self.process.world} processes evenly: change one"
             )
+        if recipe.calibrates and not calibration:
+            raise ConfigError("this recipe calibrates decays: give the trainer rows to do it on")
+        self.calibration = calibration
         self.step = 0
         self._check_same_run(str(Path(model).resolve()))
         torch.manual_seed(recipe.seed)
@@ -147,14 +153,16 @@ class Trainer:
             for scorer in student.scorers:
                 fully_shard(scorer, mesh=mesh)
             fully_shard(student, mesh=mesh)
+            register_fsdp_forward_method(student, "read")
         return student
 
     def _optimiser(self) -> torch.optim.Optimizer:
-        recipe = self.recipe
-        groups = [{"params": list(self.student.scorers.parameters()), "lr": recipe.lr_new, "new": True}]
-        if recipe.train_base:
-            groups.append({"params": list(self.student.base.parameters()), "lr": recipe.lr_base, "new": False})
-        groups = [g for g in groups if g["params"]]
+        """Groups whose ``rate`` is ``new``, ``base`` or, for decays that are calibrated, ``fixed``."""
+        recipe, scorers = self.recipe, list(self.student.scorers.named_parameters())
+        fixed = {name for name, _ in scorers if recipe.calibrates and name.endswith("decay_logit")}
+        decays, new = ([p for name, p in scorers if (name in fixed) == is_fixed] for is_fixed in (True, False))
+        base = list(self.student.base.parameters()) if recipe.train_base else []
+        groups = [{"params": p, "rate": rate} for p, rate in ((new, "new"), (base, "base"), (decays, "fixed")) if p]
         return torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2), weight_decay=recipe.weight_decay)
 
     def rate(self, step: int) -> float:
@@ -197,6 +205,8 @@ class Trainer:
             for self.step in steps:
                 step = self.step
                 last = self._step(step, rows)
+                if self.recipe.calibrates and ((step + 1) % self.recipe.calibrate == 0 or step + 1 == total):
+                    last |= {"lost_mass": calibrate(self.student, self.calibration)}
                 if metrics:
                     metrics.add(step, last)
                     steps.set_postfix({name: f"{value:.4f}" for name, value in last.items()})
@@ -206,8 +216,9 @@ class Trainer:
 
     def _step(self, step: int, rows: Iterable[torch.Tensor]) -> dict[str, float]:
         recipe, process, student = self.recipe, self.process, self.student
+        rates = {"new": self.rate(step), "base": recipe.lr_base, "fixed": 0.0}
         for group in self.optimiser.param_groups:
-            group["lr"] = self.rate(step) if group["new"] else recipe.lr_base
+            group["lr"] = rates[group["rate"]]
         share = recipe.batch // process.world
         total: dict[str, float] = {}
         for i in range(share):

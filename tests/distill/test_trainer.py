@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from distill.rows import Rows, teacher_of
-from distill.train_tiny import LENGTH, RECIPE, RECIPES
+from distill.train_tiny import LENGTH, RECIPE, RECIPES, calibration_rows
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
@@ -60,9 +60,8 @@ def last_loss(run) -> float:
 
 def train(model, out, recipe=RECIPE, rows=None, **options):
     teacher = teacher_of(load_model(model, torch.float32)) if recipe.train_base else None
-    return Trainer(
-        model, recipe, out, rows or Rows(recipe.length), teacher=teacher, quiet=True, **({"save_every": 3} | options)
-    )
+    given = {"teacher": teacher, "calibration": calibration_rows(), "save_every": 3, "quiet": True} | options
+    return Trainer(model, recipe, out, rows or Rows(recipe.length), **given)
 
 
 def test_a_kill_changes_nothing(model, tmp_path):

@@ -16,12 +16,19 @@ from kvpop_vllm.distill.trainer import Process, Trainer
 
 LENGTH = 96
 RECIPE = dataclasses.replace(
-    DEMO, batch=2, length=LENGTH, window=8, topk=[20, 10], steps=8, samples=32, warmup=2, dtype="float32", lr_new=1e-2
+    DEMO, batch=2, length=LENGTH, window=8, topk=[20, 10], steps=8, samples=32, warmup=2, dtype="float32", lr_new=1e-2,
+    calibrate=5, calibration_rows=2,
 )
 RECIPES = {
     "frozen": RECIPE,
-    "base": dataclasses.replace(RECIPE, train_base=True, ce=0.5, activation_checkpointing=True),
+    "base": dataclasses.replace(RECIPE, calibrate=0, train_base=True, ce=0.5, activation_checkpointing=True),
 }
+
+
+def calibration_rows() -> list[torch.Tensor]:
+    """Rows that no process trains on."""
+    rows = Rows(LENGTH, rank=1000)
+    return [next(rows) for _ in range(RECIPE.calibration_rows)]
 
 
 class Mortal(Rows):
@@ -41,7 +48,17 @@ def main(model, out, kind, die_at=None):
     rows = Mortal(LENGTH, rank=process.rank, world=process.world)
     rows.last = None if die_at is None else int(die_at) * recipe.batch // process.world
     teacher = teacher_of(load_model(model, torch.float32)) if recipe.train_base else None
-    result = Trainer(model, recipe, out, rows, teacher=teacher, process=process, save_every=3, quiet=True).run()
+    result = Trainer(
+        model,
+        recipe,
+        out,
+        rows,
+        teacher=teacher,
+        calibration=calibration_rows(),
+        process=process,
+        save_every=3,
+        quiet=True,
+    ).run()
     if process.rank == 0:
         print("RESULT", repr(result["loss"]), flush=True)
 

@@ -1,0 +1,124 @@
+"""Decays chosen head by head by what they keep, where the loss says little about them (DESIGN "Training")."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from kvpop_vllm.distill.retention import Roles, running_cutoffs
+from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.distill.student import Student
+from kvpop_vllm.scorers.checkpoint import Decay
+
+POINTS = 12
+QUERIES = 256
+FLOOR = 1e-6
+"""Lost mass below which a decay earns nothing more, so that heads which lose nothing do not decide by rounding."""
+
+
+def decay_grid(decay: Decay) -> torch.Tensor:
+    """``[12]`` float64 values of log gamma inside the decay's range, geometric in ``-log gamma``, smallest gamma first.
+
+    Raises:
+        ValueError: the range is empty or reaches 1.
+    """
+    fast, slow = -math.log(decay.min), -math.log(decay.max)
+    if not 0 < slow < fast:
+        raise ValueError(f"calibrated decays need min < max < 1, got {decay.min} and {decay.max}")
+    at = (torch.arange(POINTS, dtype=torch.float64) + 0.5) / POINTS
+    return -fast * (slow / fast) ** at
+
+
+def lost_mass(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    lse: torch.Tensor,
+    score: torch.Tensor,
+    log_gammas: torch.Tensor,
+    budgets: Sequence[Roles],
+    positions: torch.Tensor,
+    scale: float,
+) -> torch.Tensor:
+    """Attention that queries give to tokens which have been evicted, for each budget and decay.
+
+    Args:
+        q ``[B, Hq, S, D]``, k ``[B, H, S, D]``, lse ``[B, Hq, S]``: of dense attention. score: ``[B, H, S]``.
+        log_gammas: ``[G]``. budgets: with the same sinks and window. positions: ``[P]`` queries asked about.
+
+    Returns:
+        ``[len(budgets), G, H]``, a share of all attention: mean over sequences, positions and the query heads of a KV head.
+    """
+    heads, length = k.shape[1], k.shape[2]
+    sinks, window = budgets[0].sinks, budgets[0].window
+    asked = q[:, :, positions].float().unflatten(1, (heads, -1))
+    logits = asked @ k.float().unsqueeze(2).transpose(-1, -2) * scale
+    mass = torch.exp(logits - lse[:, :, positions].unflatten(1, (heads, -1)).unsqueeze(-1)).mean(2)
+    t = torch.arange(length, device=k.device)
+    mass *= (t >= sinks) & (t <= positions.unsqueeze(-1) - window)
+    found = []
+    for roles in budgets:
+        for log_gamma in log_gammas:
+            rank, cutoff = running_cutoffs(score, log_gamma.expand(heads), roles)
+            evicted = rank.unsqueeze(2) > cutoff[:, :, positions].unsqueeze(-1)
+            found.append((mass * evicted).sum(-1).mean((0, 2)))
+    return torch.stack(found).view(len(budgets), len(log_gammas), heads)
+
+
+class _Observer:
+    """Attends densely and adds up every layer's lost mass."""
+
+    def __init__(self, student: Student, log_gammas: torch.Tensor):
+        self.student, self.log_gammas = student, log_gammas
+        self.budgets = [student.roles(row) for row in range(len(student.recipe.topk))]
+        layers, heads = len(student.scorers), student.scorers[0].scorer.config.num_kv_heads
+        self.lost = torch.zeros(layers, len(self.budgets), len(log_gammas), heads, dtype=torch.float64)
+
+    def __call__(self, layer, q, k, v, scale):
+        """See :class:`kvpop_vllm.distill.hook.Attend`."""
+        out, lse = dense_attention(q, k, v, scale)
+        score, _ = self.student.scorers[layer](k, v, self.budgets[0].window)
+        first, last = max(r.budget for r in self.budgets), k.shape[2] - 1
+        positions = torch.linspace(first, last, min(QUERIES, last - first + 1), device=k.device).long().unique()
+        self.lost[layer] += lost_mass(
+            q, k, lse, score, self.log_gammas.to(k.device), self.budgets, positions, scale
+        ).cpu()
+        return out
+
+
+@torch.no_grad()
+def calibrate(student: Student, rows: Sequence[torch.Tensor]) -> float:
+    """Sets every head's decay to the one of :func:`decay_grid` under which its scorer loses least attention on ``rows``.
+
+    Attention is that of the dense model. Least is meant in the mean of log lost mass over the recipe's budgets, so that
+    no budget outweighs another. Not in the paper, which learns the decay with the rest (KVpop section 3.3).
+
+    Args:
+        rows: ``[S]`` tokens each, the same in all processes.
+
+    Returns:
+        The lost mass under the chosen decays, mean over layers, heads, budgets and rows.
+    """
+    device, decay = next(student.parameters()).device, student.scorers[0].scorer.config.decay
+    log_gammas = decay_grid(decay)
+    observer = _Observer(student, log_gammas)
+    for row in rows:
+        student.read(row.unsqueeze(0).to(device), observer)
+    lost = observer.lost / len(rows)
+    if dist.is_initialized():
+        shared = lost.to(device)
+        dist.broadcast(shared, 0)
+        lost = shared.cpu()
+    chosen = lost.clamp_min(FLOOR).log().mean(1).argmin(1)
+    low, high = math.log(decay.min), math.log(decay.max)
+    logits = torch.special.logit((log_gammas[chosen] - low) / (high - low)).float()
+    for scorer, own in zip(student.scorers, logits, strict=True):
+        parameter = scorer.scorer.decay_logit
+        own = own.to(parameter.device)
+        if isinstance(parameter, DTensor):
+            own = distribute_tensor(own, parameter.device_mesh, parameter.placements)
+        parameter.copy_(own)
+    return lost.gather(2, chosen[:, None, None, :].expand(-1, lost.shape[1], 1, -1)).mean().item()

@@ -1,0 +1,143 @@
+"""Calibrated decays lose least attention, by an eviction simulated token by token in float64."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from distill.rows import Rows
+from distill.train_tiny import LENGTH, RECIPE
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.calibration import calibrate, decay_grid, lost_mass
+from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.distill.retention import Roles
+from kvpop_vllm.distill.student import Student
+from kvpop_vllm.distill.trainer import Trainer
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.scorers import ScorerConfig, build
+from kvpop_vllm.scorers.checkpoint import Decay
+from kvpop_vllm.scorers.init import model_shape
+from kvpop_vllm.testing import write_tiny_model
+
+
+def evicted_mass(q, k, score, log_gamma, roles, positions, scale):
+    """One KV head, one decay: ``q [G, S, D]``, ``k [S, D]``, ``score [S]``; tokens leave one by one and stay away."""
+    q, k, score = q.double(), k.double(), score.double()
+    kept, gone, lost = [], [], {}
+    for p in range(len(k)):
+        leaves = p - roles.window
+        if leaves >= roles.sinks:
+            kept.append(leaves)
+            if len(kept) > roles.topk:
+                worst = min(kept, key=lambda t: (score[t] + (p - t) * log_gamma, t))
+                kept.remove(worst)
+                gone.append(worst)
+        if p in positions:
+            weights = torch.softmax(q[:, p] @ k[: p + 1].T * scale, -1)
+            lost[p] = weights[:, gone].sum(-1).mean()
+    return sum(lost[p] for p in positions) / len(positions)
+
+
+def brute_force(q, k, score, log_gammas, budgets, positions, scale):
+    heads = k.shape[0]
+    q = q.unflatten(0, (heads, -1))
+    return torch.tensor(
+        [
+            [
+                [evicted_mass(q[h], k[h], score[h], lg.item(), b, positions, scale) for h in range(heads)]
+                for lg in log_gammas
+            ]
+            for b in budgets
+        ]
+    )
+
+
+def test_lost_mass_is_what_evicted_tokens_would_have_got():
+    g = torch.Generator().manual_seed(0)
+    q, k = torch.randn(1, 4, 50, 8, generator=g), torch.randn(1, 2, 50, 8, generator=g)
+    score = torch.randn(1, 2, 50, generator=g) * 0.2
+    budgets, positions, grid = [Roles(2, 5, 6), Roles(2, 5, 13)], [13, 20, 21, 37, 49], decay_grid(Decay(1, 0.9, 0.999))
+    _, lse = ops.sparse_attention(
+        q, k, k, *[torch.zeros(1, 2, 50, dtype=torch.int32)] * 2, sinks=0, window=1, scale=0.7
+    )
+    found = lost_mass(q, k, lse, score, grid, budgets, torch.tensor(positions), 0.7)
+    expected = brute_force(q[0], k[0], score[0], grid, budgets, positions, 0.7)
+    assert (found - expected).abs().max() < 1e-5
+    assert expected.amin() > 0.01 and expected.amax(1).sub(expected.amin(1)).min() > 0.02  # decays do matter here
+
+
+def test_the_grid_is_geometric_within_its_range():
+    rate = -decay_grid(Decay(1, 0.98, 0.9999))
+    assert -math.log(0.9999) < rate[-1] and rate[0] < -math.log(0.98)
+    ratios = rate[1:] / rate[:-1]
+    assert torch.allclose(ratios, ratios[:1].expand(11)) and ratios[0] == pytest.approx(
+        (math.log(0.9999) / math.log(0.98)) ** (1 / 12)
+    )
+
+
+class Recorder:
+    """Attends densely and keeps what every layer attended with."""
+
+    def __init__(self, student):
+        self.student, self.seen = student, {}
+
+    def __call__(self, layer, q, k, v, scale):
+        score = self.student.scorers[layer](k, v, RECIPE.window)[0]
+        self.seen[layer] = (q[0], k[0], score[0], scale)
+        rank = torch.zeros(k.shape[:3], dtype=torch.int32)
+        return ops.sparse_attention(q, k, v, rank, rank, sinks=0, window=1, scale=scale, impl="reference")[0]
+
+
+def test_every_head_gets_the_decay_that_loses_least(tmp_path):
+    model = write_tiny_model(tmp_path / "model", "qwen3")
+    recipe = dataclasses.replace(RECIPE, topk=[20, 9], decay_min=0.8, decay_max=0.999)
+    torch.manual_seed(3)
+    config = ScorerConfig(**model_shape(model), **recipe.scorer_options())
+    config = ScorerConfig.parse(json.loads(json.dumps(config.to_json())), "the test")
+    student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)
+    with torch.no_grad():
+        for name, p in student.scorers.named_parameters():
+            p.add_(torch.randn_like(p) * (0 if name.endswith("decay_logit") else 0.3))
+        for name, p in student.base.named_parameters():
+            if name.endswith("q_norm.weight"):
+                p.mul_(8)  # a tiny random model attends to everything alike, and no decay is better than another
+    rows = Rows(LENGTH)
+    rows = [next(rows) for _ in range(2)]
+    least = calibrate(student, rows)
+
+    grid, budgets = decay_grid(config.decay), [student.roles(0), student.roles(1)]
+    positions = list(range(budgets[0].budget, LENGTH))
+    lost = torch.zeros(2, 2, len(grid), config.num_kv_heads)
+    for row in rows:
+        recorder = Recorder(student)
+        with torch.no_grad():
+            student.read(row.unsqueeze(0), recorder)
+        for layer, (q, k, score, scale) in recorder.seen.items():
+            lost[layer] += brute_force(q, k, score, grid, budgets, positions, scale) / 2
+    chosen = torch.stack([s.scorer.log_gamma() for s in student.scorers])
+    index = (chosen.unsqueeze(-1) - grid).abs().argmin(-1)
+    assert (chosen - grid[index]).abs().max() < 1e-6
+    judged = lost.log().mean(1)
+    assert judged.amax(1).sub(judged.amin(1)).min() > 0.01 and len(index.unique()) > 1
+    best = judged.amin(1)
+    assert (judged.gather(1, index.unsqueeze(1))[:, 0] - best).abs().max() < 1e-5
+    kept = lost.gather(2, index[:, None, None, :].expand(-1, 2, 1, -1))
+    assert least == pytest.approx(kept.mean().item(), rel=1e-4)
+
+
+def test_what_cannot_be_calibrated_is_refused(tmp_path):
+    for change, words in (
+        ({"decay_max": 1.0}, "decay_max < 1"),
+        ({"decay_min": 0.999}, "0.999"),
+        ({"calibration_rows": 0}, "calibration_rows must be at least 1"),
+        ({"calibrate": -1}, "calibrate must be at least 0"),
+    ):
+        with pytest.raises(ConfigError, match=words):
+            dataclasses.replace(RECIPE, **({"decay_min": 0.9, "decay_max": 0.999} | change))
+    model = write_tiny_model(tmp_path / "model", "qwen3")
+    with pytest.raises(ConfigError, match="rows"):
+        Trainer(model, RECIPE, tmp_path / "out", Rows(LENGTH))
