@@ -38,12 +38,13 @@ void check(const Tensor& t, const char* name, at::ScalarType dtype, at::IntArray
 // A layer's RetentionRule, checked once. The tensors are shared, so weights changed in place are seen.
 class Rule {
   public:
-    Rule(int64_t sinks, int64_t window, int64_t decay_step, const Tensor& log_gamma, const std::string& kind,
+    Rule(int64_t sinks, int64_t window, int64_t decide_every, int64_t decay_step, const Tensor& log_gamma, const std::string& kind,
          std::map<std::string, Tensor> weights, bool hedgehog, std::optional<double> softcap, bool delayed)
-        : sinks(sinks), window(window), decay_step(decay_step), log_gamma(log_gamma), weights_(std::move(weights)) {
-        TORCH_CHECK_VALUE(sinks >= 0 && window >= 1 && decay_step >= 1,
-                          "need sinks >= 0, window >= 1, decay_step >= 1");
-        TORCH_CHECK_VALUE(std::max(sinks, window) <= INT32_MAX, "sinks and window must be below 2^31");
+        : roles{sinks, window, decide_every}, decay_step(decay_step), log_gamma(log_gamma), weights_(std::move(weights)) {
+        TORCH_CHECK_VALUE(sinks >= 0 && window >= 1 && decide_every >= 1 && decay_step >= 1,
+                          "need sinks >= 0, window >= 1, decide_every >= 1, decay_step >= 1");
+        TORCH_CHECK_VALUE(std::max({sinks, window, decide_every}) <= INT32_MAX,
+                          "sinks, window and decide_every must be below 2^31");
         check(log_gamma, "log_gamma", at::kDouble, {log_gamma.numel()});
         TORCH_CHECK_VALUE(log_gamma.is_contiguous(), "log_gamma must be contiguous");
         TORCH_CHECK_VALUE(!softcap || *softcap > 0, "gate_softcap must be positive");
@@ -62,7 +63,8 @@ class Rule {
     }
     const Scorer& scorer() const { return scorer_; }
 
-    int64_t sinks, window, decay_step, heads, size = 0;  // size: D of the scorer, 0 without one
+    kvpop::Roles roles;
+    int64_t decay_step, heads, size = 0;  // size: D of the scorer, 0 without one
     Tensor log_gamma;
 
   private:
@@ -190,17 +192,19 @@ void fill_requests(DecodeStep& step, const Tensor& page_table, const Tensor& pos
 
 // Everything that the kernels would otherwise read out of bounds when each request takes in so many tokens.
 void check_requests(const DecodeStep& step, int64_t tokens, int64_t entries, int64_t num_blocks) {
-    const int64_t ring_end = step.sinks + step.window;
+    const int64_t ring_end = step.roles.first_long();
     for (int64_t r = 0; r < step.requests; r++) {
         const int64_t q = step.positions[r * step.positions_stride];
         TORCH_CHECK_VALUE(q >= 0 && q + tokens <= INT32_MAX, "request ", r, ": position ", q, " is out of range");
         for (int64_t h = 0; h < step.heads; h++) {
             const int64_t budget = step.budget(r, h), valid = step.valid_slots(r, h);
             TORCH_CHECK_VALUE(budget >= ring_end, "request ", r, ", head ", h, ": budget ", budget,
-                              " is smaller than sinks + window = ", ring_end);
+                              " is smaller than sinks and ring = ", ring_end);
             TORCH_CHECK_VALUE(valid >= std::min(q, ring_end) && valid <= budget, "request ", r, ", head ", h, ": ",
                               valid, " valid slots do not fit position ", q, " and budget ", budget);
-            const int64_t slots = std::max(std::min(valid + tokens, budget), std::min(q + tokens, ring_end));
+            const int64_t arrivals = step.roles.decided(q + tokens) - step.roles.decided(q);
+            const int64_t longest = arrivals ? std::min(std::max(valid, ring_end) + arrivals, budget) : valid;
+            const int64_t slots = std::max(longest, std::min(q + tokens, ring_end));
             const int64_t needed = step.state_blocks + (slots + step.block_slots - 1) / step.block_slots;
             TORCH_CHECK_INDEX(needed <= entries, "request ", r, ": its page-table row has ", entries, " entries, ",
                               needed, " are needed");
@@ -230,7 +234,7 @@ void fill_rule(DecodeStep& step, const Rule& rule, double scale) {
     TORCH_CHECK_VALUE(rule.heads == step.heads && (rule.size == 0 || rule.size == step.size),
                       "the rule is for another number of heads or another head size");
     step.scale = float(scale);
-    step.sinks = rule.sinks, step.window = rule.window, step.decay_step = rule.decay_step;
+    step.roles = rule.roles, step.decay_step = rule.decay_step;
     step.log_gamma = rule.log_gamma.data_ptr<double>();
     step.scorer = rule.scorer();
 }
@@ -271,7 +275,10 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
     fill_rule(step, rule, scale);
     fill_pages(step, raw, block_slots, state_blocks, rule);
     check(budgets, "budgets", at::kInt, {step.heads});
-    const Tensor position = at::full({1}, start, at::kLong), valid = budgets.clamp_max(start);
+    const Tensor position = at::full({1}, start, at::kLong), valid = at::empty({step.heads}, at::kInt);
+    TORCH_CHECK_VALUE(start >= 0 && start <= INT32_MAX, "request 0: position ", start, " is out of range");
+    for (int64_t h = 0; h < step.heads; h++)
+        valid.data_ptr<int32_t>()[h] = int32_t(step.roles.extent(start, budgets.data_ptr<int32_t>()[h * budgets.stride(0)]));
     TORCH_CHECK_VALUE(page_table.dim() == 2, "page_table must be [H, P]");
     fill_requests(step, page_table.unsqueeze(0), position, valid.unsqueeze(0), budgets.unsqueeze(0));
     check_requests(step, chunk.length, page_table.size(1), raw.size(0));
@@ -282,17 +289,18 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
 }
 
 Tensor online_topk(const Tensor& score, const Tensor& position, int64_t held, int64_t topk, int64_t window,
-                   const Tensor& log_gamma, int64_t decay_step) {
+                   const Tensor& log_gamma, int64_t decay_step, int64_t decide_every) {
     TORCH_CHECK_VALUE(score.dim() == 2, "score must be [H, T]");
     check(score, "score", at::kFloat, score.sizes());
     check(position, "position", at::kLong, score.sizes());
     check(log_gamma, "log_gamma", at::kDouble, {score.size(0)});
-    TORCH_CHECK_VALUE(topk >= 0 && held >= 0 && held <= std::min(topk, score.size(1)) && window >= 1 && decay_step >= 1,
-                      "need 0 <= held <= min(topk, T), window >= 1 and decay_step >= 1");
+    TORCH_CHECK_VALUE(topk >= 0 && held >= 0 && held <= std::min(topk, score.size(1)) && window >= 1 && decay_step >= 1 &&
+                          decide_every >= 1,
+                      "need 0 <= held <= min(topk, T), window >= 1, decay_step >= 1 and decide_every >= 1");
     const Tensor s = score.contiguous(), p = position.contiguous(), g = log_gamma.contiguous();
     Tensor evicted_at = at::empty(score.sizes(), p.options());
-    kvpop::online_topk(s.data_ptr<float>(), p.data_ptr<int64_t>(), s.size(0), s.size(1), held, topk, window,
-                       g.data_ptr<double>(), decay_step, evicted_at.data_ptr<int64_t>());
+    kvpop::online_topk(s.data_ptr<float>(), p.data_ptr<int64_t>(), s.size(0), s.size(1), held, topk,
+                       kvpop::Roles{0, window, decide_every}, g.data_ptr<double>(), decay_step, evicted_at.data_ptr<int64_t>());
     return evicted_at;
 }
 
@@ -317,9 +325,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const auto nogil = py::call_guard<py::gil_scoped_release>();
     py::register_exception<StepOrder>(module, "StepOrder", PyExc_RuntimeError);
     py::class_<Rule>(module, "Rule", "A RetentionRule, checked and unpacked.")
-        .def(py::init<int64_t, int64_t, int64_t, const Tensor&, const std::string&, std::map<std::string, Tensor>, bool,
+        .def(py::init<int64_t, int64_t, int64_t, int64_t, const Tensor&, const std::string&, std::map<std::string, Tensor>, bool,
                       std::optional<double>, bool>(),
-             arg("sinks"), arg("window"), arg("decay_step"), arg("log_gamma"), arg("kind"), arg("weights"),
+             arg("sinks"), arg("window"), arg("decide_every"), arg("decay_step"), arg("log_gamma"), arg("kind"), arg("weights"),
              arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true);
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
     module.def("prefill_chunk", &prefill_chunk, nogil, "See kvpop_vllm.kernels.ops.prefill_chunk.");

@@ -31,12 +31,12 @@ struct Memory {
     std::vector<int32_t> born, gone;
     std::vector<float> leaving, inserted;
 
-    PrefillHead allocate(int64_t tiles, int64_t words, int64_t longest) {
+    PrefillHead allocate(int64_t tiles, int64_t words, int64_t longest, int64_t leaving_most) {
         keys.assign(size_t(tiles * words), 0);  // a value that was never written must not be infinite or no number
         values.assign(size_t(tiles * words), 0);
         born.resize(size_t(tiles * TILE_KEYS));
         gone.resize(size_t(tiles * TILE_KEYS));
-        leaving.resize(size_t(longest));
+        leaving.resize(size_t(leaving_most));
         inserted.resize(size_t(longest));
         return {tiles, keys.data(), values.data(), born.data(), gone.data(), leaving.data(), inserted.data()};
     }
@@ -46,45 +46,46 @@ struct Memory {
 class HeadOfChunk {
   public:
     HeadOfChunk(PrefillChunk& chunk, int64_t h)
-        : chunk_(chunk), a_(chunk.step), work_(chunk.heads[h]), h_(h), budget_(a_.budget(0, h)),
-          topk_(budget_ - a_.sinks - a_.window) {}
+        : chunk_(chunk), a_(chunk.step), roles_(a_.roles), work_(chunk.heads[h]), h_(h), budget_(a_.budget(0, h)),
+          topk_(budget_ - roles_.first_long()) {}
 
     // Makes room and packs what the slots hold.
     void load(Memory& memory) {
         const int64_t longest = std::min(PIECE, chunk_.length);
         const int64_t tiles = chunk_.slot_tiles(h_) + (longest + TILE_KEYS - 1) / TILE_KEYS;
-        work_ = memory.allocate(tiles, chunk_.packed.words(), longest);
-        for (int64_t slot = 0; slot < std::min(chunk_.start, budget_); slot++) pack(slot, key(slot), value(slot));
+        work_ = memory.allocate(tiles, chunk_.packed.words(), longest, longest + a_.roles.decide_every - 1);
+        for (int64_t slot = 0; slot < roles_.extent(chunk_.start, budget_); slot++)
+            if (!roles_.stale(slot, chunk_.start)) pack(slot, key(slot), value(slot));  // others may never have been written
     }
 
     // Packs the piece's tokens and decides when every key is born and gone.
     void plan(const Piece& piece) {
-        const int64_t held = std::min(piece.a, budget_), first_new = chunk_.first_new(h_);
+        const int64_t held = roles_.extent(piece.a, budget_), first_new = chunk_.first_new(h_);
         std::fill_n(work_.born, work_.tiles * TILE_KEYS, 0);
         std::fill_n(work_.gone, work_.tiles * TILE_KEYS, 0);
-        std::fill_n(work_.gone, held, NEVER_GONE);
+        for (int64_t slot = 0; slot < held; slot++) work_.gone[slot] = roles_.stale(slot, piece.a) ? 0 : NEVER_GONE;
         for (int64_t i = 0; i < piece.tokens(); i++) {
             pack(first_new + i, new_key(piece.a + i), new_value(piece.a + i));
             work_.born[first_new + i] = int32_t(i);
             work_.gone[first_new + i] = NEVER_GONE;
         }
-        evict(piece, std::max(int64_t(0), held - a_.sinks - a_.window));
+        evict(piece, std::max(int64_t(0), held - roles_.first_long()));
     }
 
     // Survivors of the window into free long-range slots, the newest tokens into sinks and ring.
     void commit(const Piece& piece) {
-        const int64_t first = a_.sinks + a_.window, u0 = chunk_.first_leaving(piece.a), u1 = chunk_.first_leaving(piece.b);
-        int64_t slot = first;
+        const int64_t u0 = roles_.decided(piece.a), u1 = roles_.decided(piece.b);
+        int64_t slot = roles_.first_long();
         for (int64_t u = u0; u < u1; u++) {
             if (work_.gone[place(u, piece)] != NEVER_GONE) continue;
-            while (slot < std::min(piece.a, budget_) && work_.gone[slot] == NEVER_GONE) slot++;
+            while (slot < roles_.extent(piece.a, budget_) && work_.gone[slot] == NEVER_GONE) slot++;
             const bool held = u < piece.a;
-            const int64_t from = chunk_.ring_slot(u);
+            const int64_t from = roles_.ring_slot(u);
             write(slot++, held ? key(from) : new_key(u), held ? value(from) : new_value(u), work_.leaving[u - u0], u);
         }
-        for (int64_t t = piece.a; t < std::min(piece.b, a_.sinks); t++) write(t, new_key(t), new_value(t), 0, t);
-        for (int64_t t = std::max({piece.a, piece.b - a_.window, a_.sinks}); t < piece.b; t++)
-            write(chunk_.ring_slot(t), new_key(t), new_value(t), work_.inserted[t - piece.a], t);
+        for (int64_t t = piece.a; t < std::min(piece.b, roles_.sinks); t++) write(t, new_key(t), new_value(t), 0, t);
+        for (int64_t t = std::max({piece.a, piece.b - roles_.ring(), roles_.sinks}); t < piece.b; t++)
+            write(roles_.ring_slot(t), new_key(t), new_value(t), work_.inserted[t - piece.a], t);
         *a_.tokens_seen(0, h_) = int32_t(piece.b);
     }
 
@@ -100,12 +101,12 @@ class HeadOfChunk {
 
     // Index of window and piece tokens among the packed keys.
     int64_t place(int64_t t, const Piece& piece) const {
-        return t < piece.a ? chunk_.ring_slot(t) : chunk_.first_new(h_) + t - piece.a;
+        return t < piece.a ? roles_.ring_slot(t) : chunk_.first_new(h_) + t - piece.a;
     }
 
     void evict(const Piece& piece, int64_t held) {
-        const int64_t first = a_.sinks + a_.window, u0 = chunk_.first_leaving(piece.a);
-        const int64_t arrivals = chunk_.first_leaving(piece.b) - u0, total = held + arrivals;
+        const int64_t first = roles_.first_long(), u0 = roles_.decided(piece.a);
+        const int64_t arrivals = roles_.decided(piece.b) - u0, total = held + arrivals;
         if (total <= topk_) return;
         std::vector<float> score(static_cast<size_t>(total));
         std::vector<int64_t> position(static_cast<size_t>(total)), evicted_at(static_cast<size_t>(total));
@@ -118,8 +119,8 @@ class HeadOfChunk {
             score[size_t(held + i)] = work_.leaving[i];
             position[size_t(held + i)] = u0 + i;
         }
-        OnlineTopk simulation(score.data(), position.data(), total, a_.log_gamma[h_], a_.decay_step);
-        simulation.run(total, held, topk_, a_.window, evicted_at.data());
+        OnlineTopk simulation(score.data(), position.data(), total, a_.log_gamma[h_], a_.decay_step, roles_);
+        simulation.run(total, held, topk_, evicted_at.data());
         for (int64_t i = 0; i < total; i++) {
             if (evicted_at[size_t(i)] == std::numeric_limits<int64_t>::max()) continue;
             const int64_t at = i < held ? first + i : place(u0 + i - held, piece);
@@ -155,6 +156,7 @@ class HeadOfChunk {
 
     PrefillChunk& chunk_;
     const DecodeStep& a_;
+    const Roles& roles_;
     PrefillHead& work_;
     int64_t h_, budget_, topk_;
 };

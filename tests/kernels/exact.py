@@ -63,26 +63,31 @@ class Exact:
         """Output [G, D], lse [G] and the margin of the decision taken."""
         rule, margin = self.rule, float("inf")
         k, v, q = k.double(), v.double(), q.double()
-        x, leaving = torch.cat([k, v]), position - rule.window
+        x = torch.cat([k, v])
         if isinstance(rule.scorer, ops.MLSTMWeights):
             self.update(x)
             if not rule.scorer.delayed:
                 self.score[position] = self.read(x)
         self.tokens[position] = (k, v)
-        if leaving >= rule.sinks:
-            if leaving not in self.score:
-                self.score[leaving] = self.raw_score(torch.cat(self.tokens[leaving]))
+        leaving = position - rule.window
+        if leaving >= rule.sinks and leaving not in self.score:
+            self.score[leaving] = self.raw_score(torch.cat(self.tokens[leaving]))
+        if (position + 1) % rule.decide_every == 0:
             ranked = sorted(
                 (self.score[t] + (position - t) // rule.decay_step * float(rule.log_gamma[self.head]), t)
                 for t in self.tokens
                 if rule.sinks <= t <= leaving
             )
-            if len(ranked) > self.budget - rule.sinks - rule.window:
-                margin = ranked[1][0] - ranked[0][0] if len(ranked) > 1 else margin
-                del self.tokens[ranked[0][1]]
+            surplus = len(ranked) - (self.budget - rule.sinks - rule.window - rule.decide_every + 1)
+            if 0 < surplus < len(ranked):
+                margin = ranked[surplus][0] - ranked[surplus - 1][0]
+            for _, t in ranked[: max(0, surplus)]:
+                del self.tokens[t]
         keys, values = (torch.stack(rows) for rows in zip(*self.tokens.values(), strict=True))
         logits = q @ keys.T * scale
         return logits.softmax(-1) @ values, logits.logsumexp(-1), margin
 
     def long_range(self, position):
-        return {t: self.score[t] for t in self.tokens if self.rule.sinks <= t <= position - self.rule.window}
+        """Tokens in long-range slots after step ``position``: those that have been decided upon and kept."""
+        decided = (position + 1) // self.rule.decide_every * self.rule.decide_every - self.rule.window
+        return {t: self.score[t] for t in self.tokens if self.rule.sinks <= t < decided}

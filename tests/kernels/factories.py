@@ -50,11 +50,17 @@ def state_floats(scorer) -> int:
 
 
 def random_rule(
-    scorer, heads: int, sinks: int, window: int, generator: torch.Generator, decay_step: int = 1
+    scorer,
+    heads: int,
+    sinks: int,
+    window: int,
+    generator: torch.Generator,
+    decay_step: int = 1,
+    decide_every: int = 1,
 ) -> RetentionRule:
     gamma = 0.9 + 0.0999 * torch.rand(heads, generator=generator, dtype=torch.float64)
     log_gamma = torch.log(gamma) if scorer is not None else torch.full((heads,), -1.0, dtype=torch.float64)
-    return RetentionRule(sinks, window, log_gamma, decay_step, scorer)
+    return RetentionRule(sinks, window, log_gamma, decay_step, scorer, decide_every)
 
 
 def poisoned_pages(layout: PageLayout, num_blocks: int) -> Pages:

@@ -66,6 +66,7 @@ class Problem:
     topk: int = 9
     beyond: int = 6
     step: int = 1
+    every: int = 1
     dtype: torch.dtype = torch.float32
     q_dtype: torch.dtype = torch.float32
     unequal: bool = False
@@ -78,9 +79,9 @@ class Problem:
         if self.case == "mlstm-odd-widths":
             narrow = {"q_proj": 13, "k_proj": 13, "v_proj": 23, "out_weight": 23, "norm_weight": 23}
             scorer = replace(scorer, **{n: getattr(scorer, n)[..., :width].contiguous() for n, width in narrow.items()})
-        self.rule = random_rule(scorer, self.heads, self.sinks, self.window, self.generator, self.step)
+        self.rule = random_rule(scorer, self.heads, self.sinks, self.window, self.generator, self.step, self.every)
         self.layout = PageLayout(self.heads, self.size, self.dtype, self.slots, state_floats(scorer))
-        base, shape = self.sinks + self.window, (self.requests, self.heads)
+        base, shape = self.sinks + self.window + self.every - 1, (self.requests, self.heads)
         shares = torch.randint(0, self.topk + 1, shape, generator=self.generator, dtype=torch.int32)
         self.budgets = (
             base + shares if self.unequal else torch.tensor(base + self.topk, dtype=torch.int32).expand(shape)
@@ -107,15 +108,16 @@ class Problem:
     def run(self, pages, active, positions, q, k, v, impl):
         budgets = self.budgets[active]
         at = torch.tensor(positions)
-        valid = torch.minimum(at.unsqueeze(1), budgets).int()
+        extents = [[self.rule.extent(p, int(b)) for b in row] for p, row in zip(positions, budgets, strict=True)]
+        valid = torch.tensor(extents, dtype=torch.int32)
         return ops.decode_step(
             q, k, v, pages, self.table[active], at, valid, budgets, rule=self.rule, scale=self.scale, impl=impl
         )
 
     def long_range(self, pages, r, h, position):
         """``{position: score}`` of the long-range slots after the step at ``position``."""
-        first = self.sinks + self.window
-        slots = torch.arange(first, max(first, min(position + 1, int(self.budgets[r, h]))))
+        first = self.rule.first_long
+        slots = torch.arange(first, max(first, self.rule.extent(position + 1, int(self.budgets[r, h]))))
         at = self.table[r, h, self.layout.state_blocks + slots // self.slots].long(), h, slots % self.slots
         return dict(zip(pages.position[at].tolist(), pages.score[at].tolist(), strict=True))
 
@@ -137,6 +139,7 @@ def problems(draw):
         topk=draw(st.integers(0, 24)),
         beyond=draw(st.integers(1, 16)),
         step=draw(st.sampled_from([1, 1, 3])),
+        every=draw(st.sampled_from([1, 1, 2, 5, 16])),
         dtype=dtype,
         q_dtype=q_dtype,
         unequal=draw(st.booleans()),
@@ -187,13 +190,14 @@ def test_every_isa_is_within_the_error_budget(p):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("slots", [64, 128, 48])
-def test_several_tiles_and_blocks(dtype, slots):
-    check_budgets(Problem("mlstm", 2, 1, 3, 64, slots, 4, 30, 140, 8, 1, dtype, dtype, seed=slots))
+@pytest.mark.parametrize("every", [1, 8])
+def test_several_tiles_and_blocks(dtype, slots, every):
+    check_budgets(Problem("mlstm", 2, 1, 3, 64, slots, 4, 30, 140, 8, 1, every, dtype, dtype, seed=slots))
 
 
 def check_budgets(p):
     engines, exact, results, positions = follow(p.prepare())
-    decided = min(positions) > p.sinks + p.window
+    decided = min(positions) > p.rule.first_long + p.every
     scores = {name: [] for name in ("exact", *engines)}
     for r, h in ((r, h) for r in range(p.requests) for h in range(p.heads) if decided):
         held = exact[r][h].long_range(positions[r] - 1)

@@ -40,12 +40,12 @@ def fastest_isa_afterwards():
 class Problem:
     """Random tokens of one request and the rule they are served under."""
 
-    def __init__(self, case, sinks, window, topk, length, *, heads=2, group=2, size=32, slots=16, step=1, seed=0, dtype=torch.float32):  # fmt: skip
+    def __init__(self, case, sinks, window, topk, length, *, heads=2, group=2, size=32, slots=16, step=1, every=1, seed=0, dtype=torch.float32):  # fmt: skip
         kind, options = CASES[case]
         self.generator = torch.Generator().manual_seed(seed)
         scorer = random_scorer(kind, heads, size, self.generator, **dict(options))
-        self.rule = random_rule(scorer, heads, sinks, window, self.generator, step)
-        self.budget, self.heads, self.length, self.scale = sinks + window + topk, heads, length, size**-0.5
+        self.rule = random_rule(scorer, heads, sinks, window, self.generator, step, every)
+        self.budget, self.heads, self.length, self.scale = self.rule.first_long + topk, heads, length, size**-0.5
         self.layout = PageLayout(heads, size, dtype, slots, state_floats(scorer))
         self.q, self.k, self.v = (
             torch.randn(length, n, size, generator=self.generator).to(dtype) for n in (heads * group, heads, heads)
@@ -59,7 +59,7 @@ class Problem:
         pages, table = self.pages()
         rows = []
         for t in range(self.length):
-            cut, valid = slice(t, t + 1), torch.full((1, self.heads), min(t, self.budget), dtype=torch.int32)
+            cut, valid = slice(t, t + 1), torch.full((1, self.heads), self.rule.extent(t, self.budget), dtype=torch.int32)
             rows.append(
                 ops.decode_step(
                     self.q[cut], self.k[cut], self.v[cut], pages, table, torch.tensor([t]), valid, self.budgets.expand(1, -1),
@@ -88,15 +88,13 @@ class Problem:
 
     def closest_decision(self):
         """Smallest difference in float64 priority between the worst kept and the best dropped token, over all steps."""
-        pages, table = random_page_table(
-            self.layout, 1, self.rule.sinks + self.rule.window + self.length, self.generator
-        )
-        everything = torch.full_like(self.budgets, self.rule.sinks + self.rule.window + self.length)
+        pages, table = random_page_table(self.layout, 1, self.rule.first_long + self.length, self.generator)
+        everything = torch.full_like(self.budgets, self.rule.first_long + self.length)
         ops.prefill_chunk(
             self.q, self.k, self.v, pages, table[0], 0, everything, rule=self.rule, scale=self.scale, impl="reference"
         )
-        first, n = self.rule.sinks + self.rule.window, self.layout.block_slots
-        slots = torch.arange(first, max(first, self.length))
+        first, n = self.rule.first_long, self.layout.block_slots
+        slots = torch.arange(first, max(first, self.rule.extent(self.length, first + self.length)))
         blocks = table[0, 0, self.layout.state_blocks :].long()
         topk, closest = self.budget - first, torch.inf
         for h in range(self.heads):
@@ -110,7 +108,7 @@ class Problem:
 
     def held(self, pages, table):
         """Sorted positions in the long-range slots of each head, and tokens_seen."""
-        first, filled = self.rule.sinks + self.rule.window, min(self.length, self.budget)
+        first, filled = self.rule.first_long, self.rule.extent(self.length, self.budget)
         slots = torch.arange(first, max(first, filled))
         blocks = table[0, 0, self.layout.state_blocks :].long()
         found = [
@@ -131,9 +129,10 @@ def check_same(actual, expected):
 
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("roles", [(2, 8, 10), (0, 1, 5), (4, 16, 0), (3, 5, 40)], ids=str)
+@pytest.mark.parametrize("every", [1, 6])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_equals_decode_steps(case, roles, impl):
-    problem = Problem(case, *roles, length=90, seed=sum(roles) + len(case))
+def test_equals_decode_steps(case, roles, every, impl):
+    problem = Problem(case, *roles, length=90, every=every, seed=sum(roles) + len(case))
     expected = problem.decode()
     check_same(problem.prefill([90], impl), expected)
     check_same(problem.prefill([1, 13, 30], impl), expected)
@@ -147,13 +146,14 @@ def test_the_reference_runs_no_other_implementation(monkeypatch):
 
 @pytest.mark.parametrize("case", ["linear", "mlstm"])
 @pytest.mark.parametrize("step", [3, 7])
+@pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_decay_steps_beyond_one(case, step, impl):
-    problem = Problem(case, 2, 8, 12, length=80, step=step, seed=step)
+def test_decay_steps_beyond_one(case, step, every, impl):
+    problem = Problem(case, 2, 8, 12, length=80, step=step, every=every, seed=step)
     check_same(problem.prefill([33, 7], impl), problem.decode())
 
 
-@settings(max_examples=25, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     case=st.sampled_from(sorted(CASES)),
     sinks=st.integers(0, 5),
@@ -165,11 +165,13 @@ def test_decay_steps_beyond_one(case, step, impl):
     group=st.integers(1, 3),
     slots=st.sampled_from([16, 32, 64]),
     size=st.sampled_from([16, 32, 48, 80]),
+    every=st.sampled_from([1, 2, 7, 40]),
     impl=st.sampled_from(IMPLS),
     seed=st.integers(0, 10_000),
 )
-def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, group, slots, size, impl, seed):
-    problem = Problem(case, sinks, window, topk, length, heads=heads, group=group, slots=slots, size=size, seed=seed)
+def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, group, slots, size, every, impl, seed):
+    shape = dict(heads=heads, group=group, slots=slots, size=size)
+    problem = Problem(case, sinks, window, topk, length, every=every, seed=seed, **shape)
     assume(CASES[case][0] is None or problem.closest_decision() > 10 * SCORE_NOISE)
     check_same(problem.prefill(chunks, impl), problem.decode())
 
@@ -225,8 +227,9 @@ def test_unequal_budgets_equal_single_heads(impl, several):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", ["mlstm-immediate", "linear", "mlstm"])
 @pytest.mark.parametrize("roles", [(140, 8, 0), (0, 1, 150), (2, 150, 20)], ids=str)
-def test_several_pieces_in_one_call(case, roles, impl):
-    problem = Problem(case, *roles, length=330, seed=sum(roles))
+@pytest.mark.parametrize("every", [1, 130])
+def test_several_pieces_in_one_call(case, roles, every, impl):
+    problem = Problem(case, *roles, length=330, every=every, seed=sum(roles))
     check_same(problem.prefill([330], impl), problem.prefill([7, 60]))
 
 

@@ -1,4 +1,4 @@
-// Attention of the G query heads of one KV head over the valid slots: online softmax, tile by tile, sums in float32;
+// Attention of the G query heads of one KV head over its slots in use: online softmax, tile by tile, sums in float32;
 // products in float32 too, or of bfloat16 pairs where the processor has them and q and the cache are bfloat16.
 // Each tile of K and V is read from memory once, for all query heads.
 
@@ -245,10 +245,10 @@ KVPOP_INLINE const T* key_row(const DecodeStep& a, int64_t r, int64_t h, int64_t
     return reinterpret_cast<const T*>(a.slot_region(r, h, slot)) + slot % a.block_slots * a.size;
 }
 
-// Slots of the tile that starts at `slot`: up to the end of the block, of the valid slots, or TILE.
-KVPOP_INLINE int64_t tile_slots(const DecodeStep& a, int64_t slot, int64_t held) {
+// Slots of the tile that starts at `slot`: up to the end of the block, of the run, or TILE.
+KVPOP_INLINE int64_t tile_slots(const DecodeStep& a, int64_t slot, int64_t end) {
     int64_t n = a.block_slots - slot % a.block_slots;
-    if (held - slot < n) n = held - slot;
+    if (end - slot < n) n = end - slot;
     return n < TILE ? n : TILE;
 }
 
@@ -258,9 +258,9 @@ KVPOP_INLINE void prefetch_scores(const DecodeStep& a, int64_t r, int64_t h, int
     for (int64_t b = 0; b < 8 * a.block_slots; b += 64) prefetch(p + b);
 }
 
-// Attention of request r, KV head h over slots [0, held); scratch of attend_scratch() floats, 64-byte aligned.
+// Attention of request r, KV head h over runs of slots; scratch of attend_scratch() floats, 64-byte aligned.
 template <class A>
-void attend_as(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* scratch) {
+void attend_as(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, float* scratch) {
     using T = typename A::Item;
     const RowShape<T> shape(a.size);
     const int64_t floats = a.group * shape.floats;
@@ -275,13 +275,16 @@ void attend_as(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* s
     }
     // The request and head that usually follow on this thread: their search for a victim finds its scores in the cache.
     const int64_t next_r = (r + 1) % a.requests, next_h = h + (r + 1) / a.requests;
-    const int64_t searched = next_h < a.heads && a.full(next_r, next_h) ? a.valid_slots(next_r, next_h) : 0;
+    const int64_t searched = next_h < a.heads && a.searches(next_r, next_h) ? a.valid_slots(next_r, next_h) : 0;
     const int64_t passes = (a.group + MAX_GROUP - 1) / MAX_GROUP;
-    for (int64_t slot = 0; slot < held;) {
+    int run = 0;
+    for (int64_t slot = runs.begin[0]; run < runs.count;) {
         if (slot % a.block_slots == 0 && slot < searched) prefetch_scores(a, next_r, next_h, slot);
-        const int64_t n = tile_slots(a, slot, held), to_v = a.block_slots * a.size;
+        const int64_t n = tile_slots(a, slot, runs.end[run]), to_v = a.block_slots * a.size;
         const T* k = key_row<T>(a, r, h, slot);
-        const T* next = slot + n < held ? key_row<T>(a, r, h, slot + n) : k;
+        slot += n;
+        if (slot == runs.end[run] && ++run < runs.count) slot = runs.begin[run];
+        const T* next = run < runs.count ? key_row<T>(a, r, h, slot) : k;
         const Tile<T> tile{k, k + to_v, next, next + to_v, int(n)};
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t g = a.group * pass / passes, end = a.group * (pass + 1) / passes;
@@ -289,7 +292,6 @@ void attend_as(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* s
             const Softmax s{q + row, acc + row, maximum + g, total + g, shape.floats, a.scale};
             attend_group<A>(int(end - g), tile, shape, s);
         }
-        slot += n;
     }
     for (int64_t g = 0; g < a.group; g++) {
         const int64_t row = (r * a.heads + h) * a.group + g;
@@ -303,12 +305,12 @@ void attend_as(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* s
 }
 
 template <class T>
-KVPOP_INLINE void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t held, float* scratch) {
+KVPOP_INLINE void attend(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, float* scratch) {
 #if KVPOP_BF16_DOT
     if constexpr (sizeof(T) == sizeof(bf16))
-        if (a.q_is_bf16) return attend_as<Paired>(a, r, h, held, scratch);
+        if (a.q_is_bf16) return attend_as<Paired>(a, r, h, runs, scratch);
 #endif
-    attend_as<Widened<T>>(a, r, h, held, scratch);
+    attend_as<Widened<T>>(a, r, h, runs, scratch);
 }
 
 }  // namespace kvpop::KVPOP_ISA

@@ -48,6 +48,61 @@ struct Scorer {
     bool delayed = true;
 };
 
+// Roles of the slots, and when tokens are decided upon (kvpop_vllm/kernels/ops/rules.py, RetentionRule).
+struct Roles {
+    int64_t sinks, window, decide_every;
+
+    int64_t ring() const { return window + decide_every - 1; }
+    int64_t first_long() const { return sinks + ring(); }
+    int64_t ring_slot(int64_t t) const { return t < sinks ? t : sinks + (t - sinks) % ring(); }
+    // Tokens that have been scored before `position`, and the end of those that have been decided upon.
+    int64_t taken(int64_t position) const { return position - position % decide_every; }
+    int64_t decided(int64_t position) const {
+        const int64_t end = taken(position) - window;
+        return end > sinks ? end : sinks;
+    }
+    bool decides_at(int64_t q) const { return taken(q + 1) == q + 1; }
+    // The first position from q on where decisions fall.
+    int64_t decision_after(int64_t q) const { return taken(q) + decide_every - 1; }
+    // Slots [0, extent) are in use before `position`.
+    int64_t extent(int64_t position, int64_t budget) const {
+        const int64_t long_range = decided(position) - sinks, end = first_long() + long_range;
+        return long_range == 0 ? position : (end < budget ? end : budget);
+    }
+    // Whether this is a ring slot whose token had been decided upon before `position`.
+    bool stale(int64_t slot, int64_t position) const {
+        if (slot < sinks || slot >= first_long()) return false;
+        const int64_t last = position - 1, back = (last - slot) % ring();
+        return last - (back < 0 ? back + ring() : back) < decided(position);
+    }
+};
+
+// Slots [begin[i], end[i]), i < count.
+struct Runs {
+    int64_t begin[3], end[3];
+    int count;
+    void add(int64_t from, int64_t to) {
+        if (from < to) begin[count] = from, end[count++] = to;
+    }
+};
+
+// Those of the slots [0, held) that are not stale before `position`.
+inline Runs fresh_runs(const Roles& roles, int64_t position, int64_t held) {
+    const int64_t decided = roles.decided(position), stale = roles.ring() - (position - decided);
+    Runs runs{{}, {}, 0};
+    if (decided == roles.sinks || stale == 0) {
+        runs.add(0, held);
+        return runs;
+    }
+    const int64_t first = roles.ring_slot(position), end = first + stale, over = end - roles.first_long();
+    if (over <= 0) {
+        runs.add(0, first), runs.add(end, held);
+    } else {
+        runs.add(0, roles.sinks), runs.add(roles.sinks + over, first), runs.add(roles.first_long(), held);
+    }
+    return runs;
+}
+
 struct DecodeStep {
     int64_t requests, heads, group, size;  // R, H, G, D
     bool cache_is_bf16, q_is_bf16;
@@ -68,7 +123,8 @@ struct DecodeStep {
     int64_t valid_stride[2], budgets_stride[2];
 
     float scale;
-    int64_t sinks, window, decay_step;
+    Roles roles;
+    int64_t decay_step;
     const double* log_gamma;  // [H]
     Scorer scorer;
 
@@ -88,7 +144,11 @@ struct DecodeStep {
     }
     int64_t valid_slots(int64_t r, int64_t h) const { return valid[r * valid_stride[0] + h * valid_stride[1]]; }
     int64_t budget(int64_t r, int64_t h) const { return budgets[r * budgets_stride[0] + h * budgets_stride[1]]; }
-    bool full(int64_t r, int64_t h) const { return valid_slots(r, h) == budget(r, h); }
+    int64_t position(int64_t r) const { return positions[r * positions_stride]; }
+    // Whether the step looks for a victim.
+    bool searches(int64_t r, int64_t h) const {
+        return valid_slots(r, h) == budget(r, h) && roles.decides_at(position(r));
+    }
     // tokens_seen of head h: the position word of slot 0.
     int32_t* tokens_seen(int64_t r, int64_t h) const { return slot_positions(slot_region(r, h, 0)); }
 };

@@ -8,26 +8,29 @@
 #include <utility>
 #include <vector>
 
+#include "kvpop/decode_step.h"
+
 namespace kvpop {
 
 // One head. Among tokens of the same position modulo n the order never changes, so each such class is a heap with its
 // lowest token on top, and an eviction compares the tops: O(n + log k) per arrival, O(log k) for n = 1.
 class OnlineTopk {
   public:
-    OnlineTopk(const float* score, const int64_t* position, int64_t tokens, double log_gamma, int64_t decay_step)
-        : score_(score), position_(position), log_gamma_(log_gamma), step_(decay_step) {
+    OnlineTopk(const float* score, const int64_t* position, int64_t tokens, double log_gamma, int64_t decay_step,
+               const Roles& roles)
+        : score_(score), position_(position), log_gamma_(log_gamma), step_(decay_step), roles_(roles) {
         first_ = tokens ? *std::min_element(position, position + tokens) : 0;
         const int64_t last = tokens ? *std::max_element(position, position + tokens) : 0;
         classes_.resize(size_t(std::min(step_, last - first_ + 1)));
     }
 
     // Writes evicted_at [tokens]; the first `held` tokens are there from the start.
-    void run(int64_t tokens, int64_t held, int64_t topk, int64_t window, int64_t* evicted_at) {
+    void run(int64_t tokens, int64_t held, int64_t topk, int64_t* evicted_at) {
         std::fill(evicted_at, evicted_at + tokens, std::numeric_limits<int64_t>::max());
         for (int64_t i = 0; i < tokens; i++) {
             add(i);
             if (i < held || i < topk) continue;
-            const int64_t q = position_[i] + window;
+            const int64_t q = roles_.decision_after(position_[i] + roles_.window);
             evicted_at[take_lowest(q)] = q;
         }
     }
@@ -74,11 +77,12 @@ class OnlineTopk {
     const int64_t* position_;
     double log_gamma_;
     int64_t step_, first_;
+    Roles roles_;
     std::vector<std::vector<Entry>> classes_;
 };
 
 // score, position, evicted_at [heads, tokens], contiguous.
 void online_topk(const float* score, const int64_t* position, int64_t heads, int64_t tokens, int64_t held, int64_t topk,
-                 int64_t window, const double* log_gamma, int64_t decay_step, int64_t* evicted_at);
+                 const Roles& roles, const double* log_gamma, int64_t decay_step, int64_t* evicted_at);
 
 }  // namespace kvpop

@@ -18,8 +18,8 @@ inline int64_t prefill_scratch(const DecodeStep& a) {
            scratch_floats(a);
 }
 
-// Raw scores of the tokens that leave the window in the piece and, of scorers that score at insertion, of the piece's
-// tokens; the state takes the piece in, token by token as in a decode step.
+// Raw scores of the tokens that are decided upon in the piece and, of scorers that score at insertion, of those that the
+// state takes in, token by token as in a decode step.
 template <class T>
 void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float* scratch) {
     const DecodeStep& a = chunk.step;
@@ -31,25 +31,31 @@ void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float
     const MLSTMScratch buffers{pieces.take(s.features), pieces.take(s.features), pieces.take(s.values),
                                pieces.take(s.values), pieces.take(s.columns)};
     const State state{a, 0, h};
-    if (s.kind == ScorerKind::MLSTM && piece.a == 0) state.reset();
+    const Roles& roles = a.roles;
+    // Where token t lies: in its slot if it came before the piece, else among the chunk's.
+    const auto row = [&](int64_t t) {
+        const int64_t slot = roles.ring_slot(t), at = t - chunk.start;
+        return t < piece.a ? Row<T>{head.k(slot), head.v(slot)}
+                           : Row<T>{token<T>(a.k, a.k_stride, at, h), token<T>(a.v, a.v_stride, at, h)};
+    };
+    const auto inserted = [&](int64_t t) { return t < piece.a ? head.score(roles.ring_slot(t)) : work.inserted + t - piece.a; };
+    for (int64_t i = 0; i < piece.tokens(); i++) work.inserted[i] = 0;
     int64_t left = 0;
-    for (int64_t q = piece.a; q < piece.b; q++) {
-        const int64_t u = q - a.window, slot = chunk.ring_slot(u < 0 ? 0 : u);
-        const bool leaving = u >= a.sinks, held = u < piece.a;  // held: u lies in its ring slot, else it is of this piece
-        float score = 0, inserted = 0;
-        if (leaving && s.kind != ScorerKind::None) {
-            if (held) head.read(head.k(slot), head.v(slot), x_u);
-            else head.read(token<T>(a.k, a.k_stride, u - chunk.start, h), token<T>(a.v, a.v_stride, u - chunk.start, h), x_u);
-        }
+    for (int64_t t = roles.taken(piece.a); t < roles.taken(piece.b); t++) {
+        const int64_t u = t - roles.window;
+        const bool leaving = u >= roles.sinks;
+        float score = 0;
+        if (leaving && s.kind != ScorerKind::None) head.read(row(u).key, row(u).value, x_u);
         if (leaving && s.kind == ScorerKind::Linear) score = linear_score(s, h, x_u, 2 * a.size);
         if (leaving && s.kind == ScorerKind::MLP) score = mlp_score(s, h, x_u, 2 * a.size, hidden);
         if (s.kind == ScorerKind::MLSTM) {
-            head.read(token<T>(a.k, a.k_stride, q - chunk.start, h), token<T>(a.v, a.v_stride, q - chunk.start, h), x);
+            head.read(row(t).key, row(t).value, x);
+            if (t == 0) state.reset();
             const float read = mlstm_step(a, state, x, s.delayed ? (leaving ? x_u : nullptr) : x, buffers);
-            (s.delayed ? score : inserted) = read;
-            if (!s.delayed && leaving) score = held ? *head.score(slot) : work.inserted[u - piece.a];
+            if (s.delayed) score = read;
+            else *inserted(t) = read;
+            if (!s.delayed && leaving) score = *inserted(u);
         }
-        work.inserted[q - piece.a] = inserted;
         if (leaving) work.leaving[left++] = score;
     }
 }

@@ -78,11 +78,12 @@ struct Head {
         for (int64_t e = 0; e < a.size; e++) x[e] = to_float(key[e]);
         for (int64_t e = 0; e < a.size; e++) x[a.size + e] = to_float(value[e]);
     }
-    // The slot for the token u that leaves the window: the next free one, or that of a worse token; -1 drops u.
-    int64_t place(int64_t valid, int64_t budget, float score_, int64_t q) const {
-        if (valid < budget) return valid;
-        const Victim victim = lowest(a, r, h, a.sinks + a.window, valid, q);
-        double decay = double(a.window / a.decay_step) * a.log_gamma[h];
+    // The slot for token u that leaves the window: the next free one, or that of a worse token; -1 drops u.
+    int64_t place(int64_t u, float score_, int64_t valid, int64_t q) const {
+        const int64_t first = a.roles.first_long(), free = valid > first ? valid : first;
+        if (free < a.budget(r, h)) return free;
+        const Victim victim = lowest(a, r, h, first, valid, q);
+        double decay = double((q - u) / a.decay_step) * a.log_gamma[h];
 #if defined(__x86_64__)
         __asm__("" : "+x"(decay));  // as in rounded_product
 #endif
@@ -96,43 +97,54 @@ inline int64_t scratch_floats(const DecodeStep& a) {
            2 * Pieces::round(s.values) + Pieces::round(s.columns) + attend_scratch(a);
 }
 
+// Rows of one token's key and value.
+template <class T>
+struct Row {
+    const T *key, *value;
+};
+
 template <class T>
 void decode_head_of(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
     const Head<T> head{a, r, h};
     const Scorer& s = a.scorer;
-    const int64_t q = a.positions[r * a.positions_stride], w = a.window;
-    const int64_t valid = a.valid_slots(r, h), budget = a.budget(r, h);
-    const int64_t slot = q < a.sinks ? q : a.sinks + (q - a.sinks) % w;
-    const bool leaving = q - w >= a.sinks;  // u exists and sits in q's ring slot
-    for (int64_t i = 0; i < valid && leaving && a.full(r, h); i += a.block_slots) prefetch_scores(a, r, h, i);
+    const Roles& roles = a.roles;
+    const int64_t q = a.position(r), slot = roles.ring_slot(q);
+    int64_t valid = a.valid_slots(r, h);
+    for (int64_t i = 0; i < valid && a.searches(r, h); i += a.block_slots) prefetch_scores(a, r, h, i);
 
-    const T* key = static_cast<const T*>(a.k) + r * a.k_stride[0] + h * a.k_stride[1];
-    const T* value = static_cast<const T*>(a.v) + r * a.v_stride[0] + h * a.v_stride[1];
+    const Row<T> own{static_cast<const T*>(a.k) + r * a.k_stride[0] + h * a.k_stride[1],
+                     static_cast<const T*>(a.v) + r * a.v_stride[0] + h * a.v_stride[1]};
     Pieces pieces{scratch};
     float *x = pieces.take(2 * a.size), *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
-    if (s.kind != ScorerKind::None) {
-        head.read(key, value, x);
-        if (leaving) head.read(head.k(slot), head.v(slot), x_u);
+    const MLSTMScratch buffers{pieces.take(s.features), pieces.take(s.features), pieces.take(s.values),
+                               pieces.take(s.values), pieces.take(s.columns)};
+    const State state{a, r, h};
+    float inserted = 0;
+    for (int64_t t = q + 1 - roles.decide_every; t <= q && roles.decides_at(q); t++) {
+        const int64_t u = t - roles.window, at = roles.ring_slot(t);
+        const bool leaving = u >= roles.sinks;
+        const int64_t from = leaving ? roles.ring_slot(u) : 0;
+        float score = 0;
+        if (leaving && s.kind != ScorerKind::None) head.read(head.k(from), head.v(from), x_u);
+        if (leaving && s.kind == ScorerKind::Linear) score = linear_score(s, h, x_u, 2 * a.size);
+        if (leaving && s.kind == ScorerKind::MLP) score = mlp_score(s, h, x_u, 2 * a.size, hidden);
+        if (s.kind == ScorerKind::MLSTM) {
+            const Row<T> row = t == q ? own : Row<T>{head.k(at), head.v(at)};
+            head.read(row.key, row.value, x);
+            if (t == 0) state.reset();
+            const float read = mlstm_step(a, state, x, s.delayed ? (leaving ? x_u : nullptr) : x, buffers);
+            (s.delayed ? score : inserted) = read;
+            if (t < q) *head.score(at) = inserted;
+            if (!s.delayed && leaving) score = *head.score(from);
+        }
+        const int64_t target = leaving ? head.place(u, score, valid, q) : -1;
+        if (target < 0) continue;
+        head.write(target, head.k(from), head.v(from), score, u);
+        valid = target < valid ? valid : target + 1;
     }
-    float score_u = 0, score_q = 0;
-    if (s.kind == ScorerKind::Linear && leaving) score_u = linear_score(s, h, x_u, 2 * a.size);
-    if (s.kind == ScorerKind::MLP && leaving) score_u = mlp_score(s, h, x_u, 2 * a.size, hidden);
-    if (s.kind == ScorerKind::MLSTM) {
-        const MLSTMScratch buffers{pieces.take(s.features), pieces.take(s.features), pieces.take(s.values),
-                                   pieces.take(s.values), pieces.take(s.columns)};
-        const State state{a, r, h};
-        if (q == 0) state.reset();
-        const float score = mlstm_step(a, state, x, s.delayed ? (leaving ? x_u : nullptr) : x, buffers);
-        (s.delayed ? score_u : score_q) = score;
-        if (!s.delayed && leaving) score_u = *head.score(slot);
-    }
-    if (leaving) {
-        const int64_t target = head.place(valid, budget, score_u, q);
-        if (target >= 0) head.write(target, head.k(slot), head.v(slot), score_u, q - w);
-    }
-    head.write(slot, key, value, score_q, q);
+    head.write(slot, own.key, own.value, inserted, q);
     *a.tokens_seen(r, h) = int32_t(q + 1);
-    attend<T>(a, r, h, valid < budget ? valid + 1 : budget, pieces.next);
+    attend<T>(a, r, h, fresh_runs(roles, q + 1, slot < valid ? valid : slot + 1), pieces.next);
 }
 
 inline void decode_head(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {

@@ -25,7 +25,8 @@ def _pack(rule: RetentionRule) -> _C.Rule:
         options = {"hedgehog": hedgehog, "softcap": rule.scorer.gate_softcap, "delayed": rule.scorer.delayed}
     weights = {name: value.detach() for name, value in fields.items() if isinstance(value, torch.Tensor)}
     kind = _KINDS[type(rule.scorer)]
-    made = _C.Rule(rule.sinks, rule.window, rule.decay_step, rule.log_gamma.detach(), kind, weights, **options)
+    roles = rule.sinks, rule.window, rule.decide_every, rule.decay_step
+    made = _C.Rule(*roles, rule.log_gamma.detach(), kind, weights, **options)
     _packed[id(rule)] = made
     weakref.finalize(rule, _packed.pop, id(rule), None)
     return made

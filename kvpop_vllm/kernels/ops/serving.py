@@ -29,14 +29,19 @@ def decode_step(
     the state takes in ``x_q = [k_q; v_q]``; ``u = q - w`` (if ``u >= s``) is scored with a state that includes q; it is
     copied from its ring slot into the first free long-range slot, or over the long-range token of lowest effective
     score, or dropped if it is itself the lowest; q is written into its sink slot, or into ring slot ``s + (q - s) % w``
-    where u sat; attention runs over the valid slots. With ``positions[r] == 0`` the state is initialised first.
+    where u sat; attention runs over the slots in use. Before token 0 is taken in the state is initialised.
+
+    With ``rule.decide_every`` e > 1 all but the last two wait until ``(q + 1) % e == 0``, and are then done for the last
+    e tokens in order, each read out as ever, all ranked as of q; the ring has ``w + e - 1`` slots, and attention leaves
+    out those of tokens that have been decided upon.
 
     Args:
         q: ``[R, Hq, D]``, k, v: ``[R, H, D]`` in the cache's dtype. Last axis contiguous.
         pages: the layer's cache; written in place.
         page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is fine.
         positions: ``[R]`` int64, position of each request's token.
-        valid: ``[R, H]`` int32, slots filled before the step: ``min(position, budget)``.
+        valid: ``[R, H]`` int32, slots in use before the step: :meth:`RetentionRule.extent`, which for decisions at every
+            step is ``min(position, budget)``.
         budgets: ``[R, H]`` int32, B of each head.
         rule: what is kept. scale: factor on q . k.
 
@@ -93,12 +98,14 @@ def online_topk(
     window: int,
     log_gamma: torch.Tensor,
     decay_step: int = 1,
+    decide_every: int = 1,
     impl: str = "auto",
 ) -> torch.Tensor:
     """When each token is evicted from k long-range slots, arrivals one by one, evictions permanent.
 
     The first ``held`` tokens are in the slots already (any order); the others arrive in order of position, token t at
-    query ``q = t + window``; at each arrival, if more than k are held, the lowest effective score at q leaves.
+    the first query ``q >= t + window`` with ``(q + 1) % decide_every == 0``; at each arrival, if more than k are held, the
+    lowest effective score at q leaves.
 
     Args:
         score: ``[H, T]`` float32 raw scores. position: ``[H, T]`` int64; the arrivals' positions increase by one.
@@ -108,4 +115,4 @@ def online_topk(
         ``evicted_at [H, T]`` int64: the query position at which a token is first missing, or ``torch.iinfo(int64).max``.
     """
     run = resolve("online_topk", impl, score)
-    return run(score, position, held, topk=topk, window=window, log_gamma=log_gamma, decay_step=decay_step)
+    return run(score, position, held, topk=topk, window=window, log_gamma=log_gamma, decay_step=decay_step, decide_every=decide_every)

@@ -20,25 +20,36 @@ def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, 
         for h in range(heads):
             slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]))
             held = _retain(slots, k[r, h], v[r, h], starts[r], int(valid[r, h]), rule, h)
+            seen = torch.arange(held)
+            seen = seen[~rule.stale(seen, starts[r] + 1)]
             rows = slice(h * group, (h + 1) * group)
-            out[r, rows], lse[r, rows] = _attend(q[r, rows], slots, held, scale)
+            out[r, rows], lse[r, rows] = _attend(q[r, rows], slots, seen, scale)
     return out, lse
 
 
 def _retain(slots: HeadSlots, k, v, q: int, valid: int, rule: RetentionRule, head: int) -> int:
-    """State update, score, eviction and write of token q; returns the number of valid slots."""
-    sinks, window = rule.sinks, rule.window
-    ring = slots.ring_slot(q, sinks, window)
-    leaving = q - window
-    insertion_score = _take_in(slots, torch.cat([k, v]).float(), q, rule, head)
-    if leaving >= sinks:
-        score = _boundary_score(slots, ring, rule, head)
-        target = valid if valid < slots.budget else _victim(slots, score, leaving, q, rule, head)
-        if target is not None:
-            slots.move(ring, target, score, leaving)
+    """Where decisions fall state updates, scores and evictions; then the write of token q. Returns how many slots are in use."""
+    ring = rule.ring_slot(q)
+    insertion_score = 0.0
+    if rule.taken(q + 1) == q + 1:
+        scored = []
+        for t in range(q + 1 - rule.decide_every, q + 1):
+            own, leaving = rule.ring_slot(t), t - rule.window
+            x = torch.cat([k, v] if t == q else [slots.k(own), slots.v(own)]).float()
+            insertion_score = _take_in(slots, x, t, rule, head)
+            if t < q:
+                slots.set_score(own, insertion_score)
+            if leaving >= rule.sinks:
+                scored.append((leaving, _boundary_score(slots, rule.ring_slot(leaving), rule, head)))
+        for leaving, score in scored:
+            free = max(valid, rule.first_long)
+            target = free if free < slots.budget else _victim(slots, score, leaving, q, rule, head)
+            if target is not None:
+                slots.move(rule.ring_slot(leaving), target, score, leaving)
+                valid = max(valid, target + 1)
     slots.write(ring, k, v, insertion_score, q)
     slots.set_tokens_seen(q + 1)
-    return min(valid + 1, slots.budget)
+    return max(valid, ring + 1)
 
 
 def _take_in(slots, x, q, rule, head) -> float:
@@ -96,19 +107,19 @@ def _one_head(weights, head):
 
 def _victim(slots, score, leaving, q, rule, head) -> int | None:
     """The long-range slot whose token has the lowest effective score, None if that is the leaving token itself."""
-    first, log_gamma = rule.sinks + rule.window, float(rule.log_gamma[head])
+    first, log_gamma = rule.first_long, float(rule.log_gamma[head])
     scores, positions = slots.long_range(first)
     effective = scores.double() + ((q - positions) // rule.decay_step) * log_gamma
-    own = score + (rule.window // rule.decay_step) * log_gamma
+    own = score + ((q - leaving) // rule.decay_step) * log_gamma
     if len(effective) == 0 or own < float(effective.min()):
         return None  # of equal scores the older leaves, and every long-range token is older
     lowest = torch.where(effective == effective.min(), positions, torch.iinfo(torch.int64).max)
     return first + int(lowest.argmin())
 
 
-def _attend(q, slots, held, scale):
-    """Softmax attention of ``q [G, D]`` over the first ``held`` slots, float32."""
-    keys, values = slots.gather(held)
+def _attend(q, slots, seen, scale):
+    """Softmax attention of ``q [G, D]`` over the slots ``seen [n]``, float32."""
+    keys, values = slots.gather(seen)
     logits = q.float() @ keys.float().T * scale
     lse = logits.logsumexp(-1)
     return (torch.exp(logits - lse.unsqueeze(-1)) @ values.float()).to(q.dtype), lse

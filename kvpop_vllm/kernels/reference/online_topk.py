@@ -7,14 +7,20 @@ import torch
 NEVER = torch.iinfo(torch.int64).max
 
 
-def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1):
+def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, decide_every=1):
     """See :func:`kvpop_vllm.kernels.ops.online_topk`."""
     arrivals = score.shape[-1] - held
     if arrivals <= 0 or held + arrivals <= topk:
         return torch.full(position.shape, NEVER, dtype=torch.int64, device=score.device)
     if decay_step == 1:
-        return _static_order(score, position, held, topk, window, log_gamma)
-    return _aged_order(score, position, held, topk, window, log_gamma, decay_step)
+        gone = _static_order(score, position, held, topk, window, log_gamma)
+        return torch.where(gone == NEVER, NEVER, decision_after(gone, decide_every))
+    return _aged_order(score, position, held, topk, window, log_gamma, decay_step, decide_every)
+
+
+def decision_after(q: torch.Tensor, decide_every: int) -> torch.Tensor:
+    """The first position from ``q`` on where decisions fall: ``(q + 1) % e == 0``."""
+    return q // decide_every * decide_every + decide_every - 1
 
 
 def _static_order(score, position, held, topk, window, log_gamma):
@@ -46,7 +52,7 @@ def _worst_first(priority, position):
     return by_age.gather(-1, priority.gather(-1, by_age).argsort(dim=-1, stable=True))
 
 
-def _aged_order(score, position, held, topk, window, log_gamma, decay_step):
+def _aged_order(score, position, held, topk, window, log_gamma, decay_step, decide_every):
     """With n > 1 the order changes with q: every arrival is simulated."""
     heads, total = score.shape
     evicted_at = torch.full((heads, total), NEVER, dtype=torch.int64, device=score.device)
@@ -56,7 +62,7 @@ def _aged_order(score, position, held, topk, window, log_gamma, decay_step):
         alive[:, j] = True
         if j < topk:
             continue
-        q = position[:, j : j + 1] + window
+        q = decision_after(position[:, j : j + 1] + window, decide_every)
         effective = score.double() + ((q - position) // decay_step) * log_gamma.unsqueeze(-1)
         effective = torch.where(alive, effective, torch.inf)
         lowest = effective == effective.amin(-1, keepdim=True)

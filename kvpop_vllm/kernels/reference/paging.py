@@ -38,11 +38,6 @@ class HeadSlots:
         self.pages, self.head, self.budget, self.n = pages, head, budget, layout.block_slots
         self.state_row, self.slot_row = row[: layout.state_blocks].tolist(), row[layout.state_blocks :].tolist()
 
-    @staticmethod
-    def ring_slot(q: int, sinks: int, window: int) -> int:
-        """Where token q is written: its sink slot, or the ring slot of the token that leaves the window."""
-        return q if q < sinks else sinks + (q - sinks) % window
-
     def _at(self, slot: int) -> tuple[int, int, int]:
         return self.slot_row[slot // self.n], self.head, slot % self.n
 
@@ -67,19 +62,21 @@ class HeadSlots:
     def set_tokens_seen(self, count: int) -> None:
         self.pages.position[self._at(0)] = count
 
-    def gather(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V ``[count, D]`` of the first ``count`` slots."""
-        blocks = self.slot_row[: -(-count // self.n)]
-        k, v = self.pages.k[blocks, self.head], self.pages.v[blocks, self.head]
-        return k.flatten(0, 1)[:count], v.flatten(0, 1)[:count]
+    def set_score(self, slot: int, score: float) -> None:
+        self.pages.score[self._at(slot)] = score
+
+    def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """K and V ``[n, D]`` of ``slots [n]``."""
+        at = self._all_at(slots)
+        return self.pages.k[at], self.pages.v[at]
 
     def long_range(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores ``[B - first]`` float32 and positions int64 of the slots from ``first`` on."""
-        at = torch.arange(first, self.budget)
-        blocks = torch.tensor(self.slot_row)[at // self.n]
-        return self.pages.score[blocks, self.head, at % self.n], self.pages.position[
-            blocks, self.head, at % self.n
-        ].long()
+        at = self._all_at(torch.arange(first, self.budget))
+        return self.pages.score[at], self.pages.position[at].long()
+
+    def _all_at(self, slots: torch.Tensor):
+        return torch.tensor(self.slot_row)[slots // self.n], self.head, slots % self.n
 
     def load_state(self, floats: int) -> torch.Tensor:
         """A copy ``[floats]`` of the head's state."""

@@ -6,7 +6,7 @@ with a time of birth and a time of eviction, and query q attends to the keys bor
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -51,7 +51,7 @@ def _select_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
     scorer = rule.scorer
     if scorer is not None:
         scorer = type(scorer)(**{n: t[heads] if isinstance(t, torch.Tensor) else t for n, t in vars(scorer).items()})
-    return RetentionRule(rule.sinks, rule.window, rule.log_gamma[heads], rule.decay_step, scorer)
+    return replace(rule, log_gamma=rule.log_gamma[heads], scorer=scorer)
 
 
 def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -66,7 +66,7 @@ class _Heads:
 
     def __init__(self, pages, page_table, heads, budget, rule, scale):
         self.pages, self.heads, self.budget, self.rule, self.scale = pages, heads, budget, rule, scale
-        self.topk = budget - rule.sinks - rule.window
+        self.topk = budget - rule.first_long
         table = page_table[heads].long()
         self.state_rows, self.slot_rows = table[:, : pages.layout.state_blocks], table[:, pages.layout.state_blocks :]
 
@@ -85,12 +85,13 @@ class _Heads:
     def _piece(self, q, k, v, a, held: Retained):
         b, rule = a + len(q), self.rule
         new = torch.arange(a, b)
-        leaving = torch.arange(max(rule.sinks, a - rule.window), max(rule.sinks, b - rule.window))
+        leaving = torch.arange(rule.decided(a), rule.decided(b))
         keys, values = torch.cat([held.k, k], 1), torch.cat([held.v, v], 1)
         at = self._where(leaving, a, held.k.shape[1])
-        score, own, state = self._score(keys, values, at, leaving, k, v, a, held)
+        score, own, state = self._score(keys, values, leaving, a, b, held)
         evicted_at = torch.full((len(self.heads), keys.shape[1]), NEVER)
-        first = rule.sinks + rule.window
+        first, slots = rule.first_long, torch.arange(held.k.shape[1])
+        evicted_at[:, slots[rule.stale(slots, a)]] = -1
         held_long = max(0, held.k.shape[1] - first)
         pool_score = torch.cat([held.score[:, first:], score], 1)
         pool_position = torch.cat([held.position[:, first:], leaving.expand(len(self.heads), -1)], 1)
@@ -102,12 +103,13 @@ class _Heads:
             window=rule.window,
             log_gamma=rule.log_gamma,
             decay_step=rule.decay_step,
+            decide_every=rule.decide_every,
         )
         evicted_at[:, first : first + held_long] = gone[:, :held_long]
         evicted_at[:, at] = gone[:, held_long:]
         born = torch.cat([torch.full((held.k.shape[1],), -1), new])
         out, lse = self._attend(q, keys, values, born, evicted_at, new)
-        scores = torch.cat([held.score, own], 1)
+        scores = own.clone()
         scores[:, at] = score
         positions = torch.cat([held.position, new.expand(len(self.heads), -1)], 1)
         positions[:, at] = leaving  # a ring's slot 0 holds tokens_seen where others hold their position
@@ -119,36 +121,49 @@ class _Heads:
 
     def _where(self, tokens, a, held):
         """Index of window and chunk tokens among [held slots; tokens from a on]."""
-        ring = self.rule.sinks + (tokens - self.rule.sinks) % self.rule.window
+        ring = self.rule.sinks + (tokens - self.rule.sinks) % self.rule.ring
         return torch.where(tokens < a, torch.where(tokens < self.rule.sinks, tokens, ring), tokens - a + held)
 
-    def _score(self, keys, values, at, leaving, k, v, a, held):
-        """Raw scores ``[H, leaving]`` at the boundary, ``[H, new]`` at insertion (0 unless the scorer is immediate), state."""
-        weights, zeros = self.rule.scorer, torch.zeros(k.shape[:2])
+    def _score(self, keys, values, leaving, a, b, held):
+        """Raw scores ``[H, leaving]`` at the boundary; those of [held slots; tokens from a on] as they stand otherwise,
+        with what is scored at insertion; and the scorer's state."""
+        weights, count = self.rule.scorer, keys.shape[1]
+        own = torch.cat([held.score, torch.zeros(len(self.heads), count - held.k.shape[1])], 1)
         if weights is None:
-            return torch.zeros(len(self.heads), len(leaving)), zeros, None
-        x = torch.cat([keys[:, at], values[:, at]], -1).float()
+            return torch.zeros(len(self.heads), len(leaving)), own, None
+        x = self._inputs(keys, values, leaving, a, held)
         if isinstance(weights, LinearWeights):
-            return scoring.linear_score(weights, x), zeros, None
+            return scoring.linear_score(weights, x), own, None
         if isinstance(weights, MLPWeights):
-            return scoring.mlp_score(weights, x), zeros, None
-        return self._score_mlstm(weights, x, at, leaving, torch.cat([k, v], -1).float(), a, held)
-
-    def _score_mlstm(self, weights: MLSTMWeights, x, at, leaving, x_new, a, held):
-        key, value, igate, fgate = (t.unsqueeze(0) for t in scoring.mlstm_inputs(weights, x_new))
-        count = x_new.shape[1]
+            return scoring.mlp_score(weights, x), own, None
+        taken = torch.arange(self.rule.taken(a), self.rule.taken(b))
+        state = held.state if len(taken) == 0 or taken[0] > 0 else None
+        if len(taken) == 0:
+            return torch.zeros(len(self.heads), 0), own, state
+        x_taken = self._inputs(keys, values, taken, a, held)
+        score, state = self._score_mlstm(weights, x, x_taken, state)
         if weights.delayed:
-            reads, x_read = slice(count - len(leaving), count), x  # token u is read at u + w
+            return score, own, state
+        own[:, self._where(taken, a, held.k.shape[1])] = score
+        return own[:, self._where(leaving, a, held.k.shape[1])], own, state
+
+    def _inputs(self, keys, values, tokens, a, held):
+        at = self._where(tokens, a, held.k.shape[1])
+        return torch.cat([keys[:, at], values[:, at]], -1).float()
+
+    def _score_mlstm(self, weights: MLSTMWeights, x, x_taken, state):
+        """Scores of the leaving tokens ``x`` or, of a scorer that is not delayed, of those that are taken in."""
+        key, value, igate, fgate = (t.unsqueeze(0) for t in scoring.mlstm_inputs(weights, x_taken))
+        count = x_taken.shape[1]
+        if weights.delayed:
+            reads, x_read = slice(count - x.shape[1], count), x  # token u is read at u + w
         else:
-            reads, x_read = slice(0, count), x_new
+            reads, x_read = slice(0, count), x_taken
         query = torch.zeros_like(key)
         query[0, :, reads] = scoring.mlstm_query(weights, x_read)
-        state = held.state if held.state is not None else empty_state(key, value)
+        state = state if state is not None else empty_state(key, value)
         h, state = delayed_mlstm(query, key, value, igate, fgate, delay=0, state=state)
-        score = scoring.mlstm_score(weights, h[0, :, reads], x_read)
-        if weights.delayed:
-            return score, torch.zeros(x_new.shape[:2]), state
-        return torch.cat([held.score, score], 1)[:, at], score, state
+        return scoring.mlstm_score(weights, h[0, :, reads], x_read), state
 
     def _attend(self, q, keys, values, born, evicted_at, new):
         """Softmax attention of ``q [l, Hq, D]`` under the births and evictions, float32."""
@@ -160,15 +175,17 @@ class _Heads:
 
     def _survivors(self, evicted_at, at, a, b, held):
         """For each slot filled at b - 1, the index of its token among [held slots; tokens from a on]: ``[H, slots]``."""
-        sinks, window, heads = self.rule.sinks, self.rule.window, len(self.heads)
-        near = torch.arange(max(sinks, b - window), max(sinks, b))
-        ring = torch.empty(min(window, max(0, b - sinks)), dtype=torch.int64)
-        ring[(near - sinks) % window] = self._where(near, a, held)
+        rule, heads = self.rule, len(self.heads)
+        sinks, decided = rule.sinks, rule.decided(b)
+        near = torch.arange(max(sinks, b - rule.ring), max(sinks, b))
+        in_use = rule.ring if decided > sinks else len(near)  # slots that nothing was written to yet are stale
+        ring = torch.zeros(in_use, dtype=torch.int64)
+        ring[(near - sinks) % rule.ring] = self._where(near, a, held)
         fixed = torch.cat([self._where(torch.arange(min(sinks, b)), a, held), ring]).expand(heads, -1)
-        filled = max(0, min(b - sinks - window, self.topk))
+        filled = min(decided - sinks, self.topk)
         if filled == 0:
             return fixed
-        slots = torch.arange(sinks + window, sinks + window + filled)
+        slots = torch.arange(rule.first_long, rule.first_long + filled)
         inside = slots < held
         occupied = (evicted_at[:, slots.clamp_max(evicted_at.shape[1] - 1)] == NEVER) & inside
         newcomers = at[
@@ -180,11 +197,13 @@ class _Heads:
 
     def _load(self, start) -> Retained:
         pages, n = self.pages, self.pages.layout.block_slots
-        slots = torch.arange(min(start, self.budget))
+        slots = torch.arange(self.rule.extent(start, self.budget))
         at = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
         position = pages.position[at].long()
         state = self._load_state() if start > 0 else None
-        return Retained(pages.k[at], pages.v[at], pages.score[at], position, state)
+        fresh = ~self.rule.stale(slots, start)  # what was never written must not be infinite or no number
+        k, v = (torch.where(fresh.unsqueeze(1), x[at], torch.zeros((), dtype=x.dtype)) for x in (pages.k, pages.v))
+        return Retained(k, v, torch.where(fresh, pages.score[at], 0.0), position, state)
 
     def _load_state(self):
         weights = self.rule.scorer
