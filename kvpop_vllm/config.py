@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
+from kvpop_vllm.roles import SlotRoles
+
 ADDITIONAL_CONFIG_KEY = "kv_policy"
 DEFAULT_SINKS = 4
 MAX_BUDGET = 2**24
@@ -22,6 +24,7 @@ FLAGS = {
     "compression": "--kv-compression",
     "sinks": "--kv-sinks",
     "window": "--kv-window",
+    "decide_every": "--kv-decide-every",
     "scorer": "--kv-scorer",
 }
 """Setting -> the flag users know it by; error messages name the flag."""
@@ -68,7 +71,7 @@ class PolicySettings:
 
     Attributes:
         policy: registered name. budget: B, tokens per KV head. compression: c with B = max-model-len / c.
-        sinks: s. window: w. scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
+        sinks: s. window: w. decide_every: e, tokens between decisions. scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
     """
 
     policy: str
@@ -76,6 +79,7 @@ class PolicySettings:
     compression: float | None = None
     sinks: int | None = None
     window: int | None = None
+    decide_every: int | None = None
     scorer: str | None = None
 
     @classmethod
@@ -98,6 +102,7 @@ class PolicySettings:
         _check_int(values, "budget", 1)
         _check_int(values, "sinks", 0)
         _check_int(values, "window", 1)
+        _check_int(values, "decide_every", 1)
         _check_compression(values["compression"])
         if values["scorer"] is not None and not isinstance(values["scorer"], str):
             raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
@@ -131,17 +136,18 @@ class ScorerShape:
 
 
 @dataclass(frozen=True)
-class Retention:
-    """Slots per KV head: ``budget = sinks + window + topk``."""
+class Retention(SlotRoles):
+    """Slots per KV head: ``budget = sinks + window + (decide_every - 1) + topk``."""
 
     budget: int
     sinks: int
     window: int
+    decide_every: int = 1
 
     @property
     def topk(self) -> int:
         """k: long-range slots."""
-        return self.budget - self.sinks - self.window
+        return self.budget - self.first_long
 
 
 def resolve_retention(
@@ -154,7 +160,7 @@ def resolve_retention(
         keeps_all: the policy never evicts, so that B is max_model_len.
 
     Raises:
-        ConfigError: no budget to be had, budget below sinks + window + 1, or a window the scorer was not trained with.
+        ConfigError: no budget to be had, budget below sinks + window + decide_every, or a window the scorer was not trained with.
     """
     sinks = settings.sinks if settings.sinks is not None else (scorer.sinks if scorer else DEFAULT_SINKS)
     if keeps_all and settings.sinks is None:
@@ -164,22 +170,26 @@ def resolve_retention(
         raise ConfigError(
             f"--kv-window {settings.window} differs from the window {scorer.window} the delayed scorer was trained with: leave --kv-window out"
         )
-    default_window = scorer.window if scorer else max(1, budget - sinks - 1)
+    every = settings.decide_every or 1
+    default_window = scorer.window if scorer else max(1, budget - sinks - every)
     window = settings.window if settings.window is not None else default_window
-    least = sinks + window + 1
+    least = sinks + window + every
     if budget < least:
         remedy = _remedy(settings, max_model_len, least, keeps_all)
-        raise ConfigError(f"a budget of {budget} is too small for {sinks} sinks + window {window} + 1: {remedy}")
+        undecided = f" + {every - 1} undecided" if every > 1 else ""
+        raise ConfigError(
+            f"a budget of {budget} is too small for {sinks} sinks + window {window}{undecided} + 1: {remedy}"
+        )
     if budget > MAX_BUDGET:
         lower = "lower --max-model-len" if keeps_all else "set a lower --kv-budget"
         raise ConfigError(f"a budget of {budget} is more than {MAX_BUDGET} tokens: {lower}")
-    return Retention(budget, sinks, window)
+    return Retention(budget, sinks, window, every)
 
 
 def _remedy(settings: PolicySettings, max_model_len: int, least: int, keeps_all: bool) -> str:
     """How the budget comes to be at least ``least``, by the option that it came from."""
     if keeps_all or (settings.compression is not None and max_model_len < least):
-        lower = [f"lower {FLAGS[name]}" for name in ("sinks", "window") if getattr(settings, name)]
+        lower = [f"lower {FLAGS[name]}" for name in ("sinks", "window", "decide_every") if getattr(settings, name)]
         return " or ".join([f"raise --max-model-len to at least {least}", *lower])
     if settings.compression is not None:
         return f"lower --kv-compression to at most {1000 * max_model_len // least / 1000}"

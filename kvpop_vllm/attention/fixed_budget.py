@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpop_vllm.config import Retention
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages
@@ -28,7 +29,7 @@ class StepBatch:
     Attributes:
         decodes: number R of requests decoded. tokens: where their tokens lie in the flat batch, a slice where they come
             first. table: ``[R, H, P]`` int32. positions: ``[R]`` int64.
-        valid: ``[R, H]`` int32, slots filled before the step. budgets: ``[H]`` int32, B of each head.
+        valid: ``[R, H]`` int32, slots in use before the step. budgets: ``[H]`` int32, B of each head.
         prefills: the other requests, in order.
         starts: ``[n]`` int64, position each request with tokens goes on from, in order. slot_zero: ``[n]`` int64, the
             block of its slot 0, which knows how many tokens were seen.
@@ -46,15 +47,21 @@ class StepBatch:
 
     @classmethod
     def build(
-        cls, layout: PageLayout, budget: int, query_lens: list[int], seq_lens: torch.Tensor, block_table: torch.Tensor
+        cls,
+        layout: PageLayout,
+        retention: Retention,
+        query_lens: list[int],
+        seq_lens: torch.Tensor,
+        block_table: torch.Tensor,
     ) -> StepBatch:
         """Splits a batch into decodes and prefills.
 
         Args:
-            query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
+            retention: of all heads and layers. query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
             block_table: ``[requests, >= P]`` int32, state blocks first.
         """
-        heads, width = layout.num_kv_heads, layout.state_blocks + layout.slot_blocks(budget, budget)
+        heads, budget = layout.num_kv_heads, retention.budget
+        width = layout.blocks(budget, budget)
         rows = block_table[:, :width].unsqueeze(1).expand(-1, heads, -1)
         lengths = seq_lens.tolist()
         singles, at, prefills, first = [], [], [], 0
@@ -68,7 +75,8 @@ class StepBatch:
         together = at == list(range(len(at))) and singles == at
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
         positions = seq_lens[chosen].long() - 1
-        valid = positions.clamp_max(budget).int().unsqueeze(1).expand(-1, heads)
+        in_use = [retention.extent(position, budget) for position in positions.tolist()]
+        valid = torch.tensor(in_use, dtype=torch.int32).unsqueeze(1).expand(-1, heads)
         budgets = torch.full((heads,), budget, dtype=torch.int32)
         tokens = chosen if together else torch.tensor(at)
         busy = torch.tensor([i for i, count in enumerate(query_lens) if count], dtype=torch.int64)

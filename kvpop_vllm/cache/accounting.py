@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpop_vllm.config import Retention
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 
 
@@ -38,10 +39,10 @@ class PoolBytes:
     requests: float
 
 
-def request_bytes(layout: PageLayout, num_layers: int, length: int, budget: int) -> CacheBytes:
-    """What a request holds whose cache has taken in ``length`` tokens, under ``budget`` tokens per KV head."""
-    held = min(length, budget)
-    blocks = layout.blocks(length, budget)
+def request_bytes(layout: PageLayout, num_layers: int, length: int, retention: Retention) -> CacheBytes:
+    """What a request holds whose cache has taken in ``length`` tokens."""
+    held = retention.held(length, retention.budget)
+    blocks = layout.blocks(length, retention.budget, retention.decide_every)
     per_token = 2 * layout.num_kv_heads * layout.head_size * layout.dtype.itemsize * num_layers
     page = layout.num_kv_heads * layout.region_bytes * num_layers
     return CacheBytes(canonical=held * per_token, allocated=blocks * page, blocks=blocks)

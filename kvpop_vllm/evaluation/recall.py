@@ -58,7 +58,7 @@ class Judge:
 
     @torch.no_grad()
     def recall(self, score: torch.Tensor, log_gamma: torch.Tensor, roles: Roles, positions: list[int]) -> Recall:
-        """A policy's recall at equal k.
+        """A policy's recall at equal k; with decisions every e tokens, k and those that wait to be decided upon.
 
         Args:
             score: ``[B, H, S]`` raw scores. log_gamma: ``[H]``, shared by teacher and policy. positions: the q0 asked about.
@@ -76,12 +76,12 @@ class Judge:
         for q0 in positions:
             kept = kept_at(rank, cutoff, q0, roles)
             teacher = kept_at(teacher_rank, teacher_cutoff, q0, roles)
-            mass = self.later_mass(q0, roles.sinks, roles.window)
-            best = mass.topk(roles.topk, dim=-1)
+            mass, count = self.later_mass(q0, roles.sinks, roles.window), int(kept[0, 0].sum())
+            best = mass.topk(count, dim=-1)
             rows.append(
                 torch.stack(
                     [
-                        (kept & teacher).sum(-1) / roles.topk,
+                        (kept & teacher).sum(-1) / count,
                         kept.gather(-1, best.indices).float().mean(-1),
                         (mass * kept).sum(-1) / best.values.sum(-1),
                     ]

@@ -71,16 +71,18 @@ def _settings(options, sinks: int, window: int) -> list[Setting]:
         budget = length // share
         if share < 2:
             raise ConfigError(f"--share {share} keeps everything, and recall is undefined then: give at least 2")
-        if budget <= sinks + window:
+        waiting = options.decide_every - 1
+        if budget <= sinks + window + waiting:
+            more = f" and {waiting} tokens between decisions" if waiting else ""
             raise ConfigError(
-                f"a budget of {length} / {share} = {budget} leaves nothing beside {sinks} sinks and a window of {window}"
+                f"a budget of {length} / {share} = {budget} leaves nothing beside {sinks} sinks, a window of {window}{more}"
             )
         if equal == "bytes" and budget < 512:
             raise ConfigError(
                 f"--equal bytes compares budgets of at least 512 tokens, where a scorer's state is a small part, and"
                 f" {length} / {share} is {budget}: raise --length or lower --share"
             )
-        settings.append(Setting(length, budget, sinks, window, equal))
+        settings.append(Setting(length, budget, sinks, window, equal, options.decide_every))
     return settings
 
 

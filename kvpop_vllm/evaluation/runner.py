@@ -19,18 +19,21 @@ from kvpop_vllm.evaluation.recall import Judge
 
 @dataclass(frozen=True)
 class Setting:
-    """A length S and a budget B = s + w + k at which policies are compared; ``equal`` is what is equal: ``k`` or ``bytes``."""
+    """A length S and a budget B = s + w + e - 1 + k at which policies are compared, deciding every e tokens; ``equal`` is
+    what is equal: ``k`` or ``bytes``."""
 
     length: int
     budget: int
     sinks: int
     window: int
     equal: str = "k"
+    decide_every: int = 1
 
     def roles(self, contender: Contender, head_dim: int, dtype: torch.dtype) -> Roles:
         """The contender's k: that of the budget, or less by the slots that its state costs."""
         state = contender.state_slots(head_dim, dtype) if self.equal == "bytes" else 0
-        return Roles(self.sinks, self.window, self.budget - self.sinks - self.window - state, contender.step)
+        topk = self.budget - self.sinks - self.window - (self.decide_every - 1) - state
+        return Roles(self.sinks, self.window, topk, contender.step, self.decide_every)
 
 
 def evaluate(
@@ -61,6 +64,7 @@ def evaluate(
             yield base | {"policy": "dense"} | _next_token(model, tokens, observer)
             for i, (setting, contender, roles) in enumerate(pairs):
                 names = {"budget": setting.budget, "equal": setting.equal, "topk": roles.topk, "policy": contender.name}
+                names["decide_every"] = setting.decide_every
                 quality = _next_token(model, tokens, Sparse(contender.score, roles))
                 yield base | names | quality | observer.record(i)
 

@@ -64,8 +64,14 @@ class _Learned(Policy):
 
     def rule(self, layer, heads):
         scorer = from_tensors(self.config, {name: t[heads] for name, t in self._loaded(layer).items()})
+        kept = self.retention
         return RetentionRule(
-            self.retention.sinks, self.retention.window, scorer.log_gamma(), self.config.decay.step, scorer.weights()
+            kept.sinks,
+            kept.window,
+            scorer.log_gamma(),
+            self.config.decay.step,
+            scorer.weights(),
+            decide_every=kept.decide_every,
         )
 
     def _loaded(self, layer: int) -> dict[str, torch.Tensor]:

@@ -11,7 +11,7 @@ from kvpop_vllm.policies.base import Policy
 class StreamingLLM(Policy):
     """Long-range slots rank by recency, so the policy equals a window of ``B - s`` whatever ``--kv-window`` says.
 
-    The default window is the largest, ``w = B - s - 1``, which leaves one candidate per decision.
+    The default window is the largest, ``w = B - s - e``, which leaves one candidate per decision.
     """
 
     name = "streaming-llm"
@@ -21,4 +21,5 @@ class StreamingLLM(Policy):
     def rule(self, layer, heads):
         count = len(range(*heads.indices(self.model.num_kv_heads)))
         recency = torch.full((count,), -1.0, dtype=torch.float64)
-        return RetentionRule(self.retention.sinks, self.retention.window, recency)
+        kept = self.retention
+        return RetentionRule(kept.sinks, kept.window, recency, decide_every=kept.decide_every)

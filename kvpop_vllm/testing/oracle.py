@@ -25,12 +25,13 @@ from .oracle_sets import decision_margins, retained_sets
 
 @dataclass(frozen=True, eq=False)
 class OraclePolicy:
-    """What to keep, per KV head; ``B = sinks + window + topk``.
+    """What to keep, per KV head; ``B = sinks + window + interval - 1 + topk``.
 
     Attributes:
         scorer: ``"recency"`` or the result of :func:`read_scorer`.
         sinks, window, topk: ``s``, ``w``, ``k`` in tokens.
         step: ``n``, positions per decay step.
+        interval: ``e``, tokens between decisions.
         log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
             recency).
     """
@@ -40,11 +41,12 @@ class OraclePolicy:
     window: int
     topk: int
     step: int = 1
+    interval: int = 1
     log_gamma: Sequence[Sequence[float]] | None = None
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
-        """Policy of a scorer folder; ``changes`` override its sinks, window, topk or step."""
+        """Policy of a scorer folder; ``changes`` override its sinks, window, topk or step, or set the interval."""
         scorer = read_scorer(folder)
         config = scorer["config"]
         fields = {name: config[name] for name in ("sinks", "window", "topk")}
@@ -64,7 +66,7 @@ class OraclePolicy:
     @property
     def budget(self) -> int:
         """``B`` in tokens per KV head."""
-        return self.sinks + self.window + self.topk
+        return self.sinks + self.window + self.interval - 1 + self.topk
 
     def decay(self, layer: int, heads: int) -> list[float]:
         """``log gamma`` of each head of one layer."""
@@ -172,7 +174,7 @@ class OracleModel:
         """Append one layer's scores, retained sets and margins to ``run``."""
         scores = raw_scores(policy.scorer, layer, key, value, policy.window)
         decay = policy.decay(layer, self.kv_heads)
-        rule = (decay, policy.sinks, policy.window, policy.topk, policy.step)
+        rule = (decay, policy.sinks, policy.window, policy.topk, policy.step, policy.interval)
         sets = retained_sets(scores.numpy(), *rule) if forced is None else np.asarray(forced)
         run.scores.append(scores)
         run.visible.append(torch.from_numpy(sets))

@@ -24,15 +24,25 @@ def _base_row(length: int, q: int, sinks: int, window: int) -> np.ndarray:
 
 
 def retained_sets(
-    scores: np.ndarray, log_gamma: Sequence[float], sinks: int, window: int, topk: int, step: int = 1
+    scores: np.ndarray,
+    log_gamma: Sequence[float],
+    sinks: int,
+    window: int,
+    topk: int,
+    step: int = 1,
+    interval: int = 1,
 ) -> np.ndarray:
     """Which tokens each query sees under the online rule: what is evicted never returns.
+
+    Decisions fall at queries ``q`` with ``(q + 1) % interval == 0``, on all tokens that have left the window since the
+    last one; until then they are seen.
 
     Args:
         scores: raw scores ``[H, S]``; NaN allowed where a token is never ranked.
         log_gamma: one decay per head, in nats per ``step`` positions.
         sinks, window, topk: ``s``, ``w``, ``k``.
         step: ``n`` of the decay.
+        interval: ``e``, tokens between decisions.
 
     Returns:
         Boolean ``[H, S, S]``.
@@ -42,12 +52,14 @@ def retained_sets(
     visible = np.zeros((heads, length, length), dtype=bool)
     for h in range(heads):
         kept: list[int] = []
+        waiting: list[int] = []
         for q in range(length):
-            leaving = q - window
-            if leaving >= sinks:
-                kept = _best(scores[h], kept + [leaving], q, topk, step, log_gamma[h])
+            if q - window >= sinks:
+                waiting.append(q - window)
+            if (q + 1) % interval == 0:
+                kept, waiting = _best(scores[h], kept + waiting, q, topk, step, log_gamma[h]), []
             visible[h, q] = _base_row(length, q, sinks, window)
-            visible[h, q, kept] = True
+            visible[h, q, kept + waiting] = True
     return visible
 
 
@@ -105,17 +117,19 @@ def decision_margins(
     window: int,
     topk: int,
     step: int = 1,
+    interval: int = 1,
 ) -> np.ndarray:
     """Margin of every eviction decision in given retained sets, ``[H, S]`` float64.
 
-    At ``q`` it is the lowest effective score among the other candidates minus the victim's: zero
+    At ``q`` it is the lowest effective score among the kept candidates minus the best victim's: zero
     for a tie, *negative* where ``scores`` would have evicted another token, ``inf`` where there was
     nothing to decide. So sets made elsewhere can be judged one decision after the other, without
     one near-tie spoiling every later comparison.
 
     Raises:
         ValueError: the sets cannot come from this budget (sinks or window missing, a future or
-            evicted token seen, a token lost while there was room, two tokens lost at once).
+            evicted token seen, a token lost while there was room or where no decision falls, too many
+            tokens lost at once).
     """
     heads, length = scores.shape
     scores = scores.astype(np.float64)
@@ -126,14 +140,15 @@ def decision_margins(
             candidates = kept | ({q - window} if q - window >= sinks else set())
             now = _long_range(visible[h, q], h, q, sinks, window)
             lost = candidates - now
-            if now - candidates or len(lost) != max(0, len(candidates) - topk):
+            surplus = max(0, len(candidates) - topk) if (q + 1) % interval == 0 else 0
+            if now - candidates or len(lost) != surplus:
                 raise ValueError(
                     f"head {h}, query {q}: long-range tokens {sorted(now)} cannot follow from "
                     f"candidates {sorted(candidates)} with k = {topk}"
                 )
             if lost and now:
                 effective = {t: _effective(scores[h], t, q, step, log_gamma[h]) for t in candidates}
-                margins[h, q] = min(effective[t] for t in now) - effective[lost.pop()]
+                margins[h, q] = min(effective[t] for t in now) - max(effective[t] for t in lost)
             kept = now
     return margins
 

@@ -78,6 +78,7 @@ class FixedBudgetBackend(AttentionBackend):
             dtype=spec.dtype,
             state_content_bytes=layout.slot_bytes,
             budget=cls.policy.retention.budget,
+            decide_every=cls.policy.retention.decide_every,
             state_blocks=layout.state_blocks,
             max_tp_shards=spec.max_tp_shards,
         )
@@ -130,13 +131,13 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
-        self.budget = kv_cache_spec.budget
+        self.retention = backend.policy.retention
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         common = common_attn_metadata
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
-        batch = StepBatch.build(self.layout, self.budget, query_lens, common.seq_lens, common.block_table_tensor)
+        batch = StepBatch.build(self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor)
         return FixedBudgetMetadata(batch, int(starts[-1]))
 
 

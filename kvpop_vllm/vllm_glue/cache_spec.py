@@ -64,17 +64,19 @@ KVCacheSpecRegistry._ensure_registered()
 @register_kv_cache_spec(manager_class=FixedBudgetManager)
 @dataclass(frozen=True, kw_only=True)
 class FixedBudgetSpec(AttentionSpec):
-    """A layer whose request holds ``state_blocks + cdiv(min(length, budget), block_size)`` blocks.
+    """A layer whose request holds ``state_blocks + cdiv(min(length + e - 1, budget), block_size)`` blocks.
 
-    ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head.
+    ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head; ``decide_every`` is e.
     """
 
     budget: int
     state_blocks: int
+    decide_every: int
 
     def blocks(self, length: int) -> int:
         """Blocks of a request of ``length`` tokens; 0 for an empty one."""
-        return self.state_blocks + cdiv(min(length, self.budget), self.block_size) if length > 0 else 0
+        slots = min(length + self.decide_every - 1, self.budget)
+        return self.state_blocks + cdiv(slots, self.block_size) if length > 0 else 0
 
     def max_memory_usage_bytes(self, vllm_config) -> int:
         return self.blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes

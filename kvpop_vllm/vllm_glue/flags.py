@@ -16,6 +16,12 @@ _HELP = {
     "compression": (float, "C", "Set the budget to max-model-len / C."),
     "sinks": (int, "S", "First tokens that are always kept; default: the scorer's, or 4."),
     "window": (int, "W", "Most recent tokens that are always kept; default: the scorer's."),
+    "decide_every": (
+        int,
+        "E",
+        "Score and evict every E tokens together, which reads a scorer's state E times less often and costs E - 1 of the "
+        "budget's tokens; default: 1.",
+    ),
     "scorer": (str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors."),
 }
 

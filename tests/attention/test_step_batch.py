@@ -7,6 +7,7 @@ import torch
 from kernels.factories import random_page_table, random_rule, random_scorer, state_floats
 
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
+from kvpop_vllm.config import Retention
 from kvpop_vllm.kernels.ops import StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout
 
@@ -26,7 +27,13 @@ def layer():
 
 def batch(layer, query_lens, seq_lens, requests):
     rows = torch.nn.functional.pad(layer[2][requests], (0, 5))  # wider than needed, as vLLM's is
-    return StepBatch.build(layer[0].layout, BUDGET, query_lens, torch.tensor(seq_lens, dtype=torch.int32), rows)
+    return StepBatch.build(
+        layer[0].layout,
+        Retention(BUDGET, layer[0].rule.sinks, layer[0].rule.window),
+        query_lens,
+        torch.tensor(seq_lens, dtype=torch.int32),
+        rows,
+    )
 
 
 def run(layer, step, tokens, seed):

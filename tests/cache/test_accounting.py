@@ -5,14 +5,17 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.cache.accounting import CacheBytes, PoolBytes, dense_request_bytes, pool_bytes, request_bytes
+from kvpop_vllm.config import Retention
 from kvpop_vllm.kernels.pages import PageLayout
 
 
 def test_a_bounded_request():
     """3 heads, D = 64, bfloat16, 30 layers: 256 bytes of K and V and 8 of score and position per token and head."""
     layout = PageLayout(3, 64, torch.bfloat16, 64, state_floats=64 * 64 + 64 + 1)  # the state fills a block
-    assert request_bytes(layout, 30, 5000, 1024) == CacheBytes(1024 * 256 * 90, 17 * 64 * 264 * 90, 17)
-    assert request_bytes(layout, 30, 65, 1024) == CacheBytes(65 * 256 * 90, 3 * 64 * 264 * 90, 3)
+    assert request_bytes(layout, 30, 5000, Retention(1024, 4, 64)) == CacheBytes(
+        1024 * 256 * 90, 17 * 64 * 264 * 90, 17
+    )
+    assert request_bytes(layout, 30, 65, Retention(1024, 4, 64)) == CacheBytes(65 * 256 * 90, 3 * 64 * 264 * 90, 3)
 
 
 def test_a_dense_request_is_rounded_to_its_own_block_size():

@@ -32,15 +32,15 @@ def settings(**given):
 
 
 def test_all_keys_are_taken():
-    given = {"policy": "kvpop", "budget": 64, "sinks": 0, "window": 1, "scorer": "folder"}
-    assert PolicySettings.parse(given) == PolicySettings("kvpop", 64, None, 0, 1, "folder")
+    given = {"policy": "kvpop", "budget": 64, "sinks": 0, "window": 1, "decide_every": 8, "scorer": "folder"}
+    assert PolicySettings.parse(given) == PolicySettings("kvpop", 64, None, 0, 1, 8, "folder")
     assert settings(compression=1.5).compression == 1.5
     assert settings(budget=None, sinks=None) == PolicySettings("p")
 
 
 def test_every_setting_has_a_flag():
     assert list(FLAGS) == list(PolicySettings.__dataclass_fields__)
-    assert FLAGS["policy"] == "--kv-policy" and all(f == f"--kv-{name}" for name, f in FLAGS.items())
+    assert FLAGS["policy"] == "--kv-policy" and all(f == f"--kv-{name.replace('_', '-')}" for name, f in FLAGS.items())
 
 
 @pytest.mark.parametrize("given", ["kvpop", ["policy"], 3, None])
@@ -108,6 +108,8 @@ def test_a_policy_is_needed(given):
         ("sinks", 1.5),
         ("window", 0),
         ("window", False),
+        ("decide_every", 0),
+        ("decide_every", 1.0),
         ("compression", 0.99),
         ("compression", -2),
         ("compression", float("nan")),
@@ -120,14 +122,14 @@ def test_a_policy_is_needed(given):
 )
 def test_types_and_ranges(name, value):
     message = refusal(settings, **{name: value})
-    assert message.startswith(f"--kv-{name} ") and repr(value) in message
+    assert message.startswith(f"{FLAGS[name]} ") and repr(value) in message
 
 
-@pytest.mark.parametrize("name", ["budget", "sinks", "window"])
+@pytest.mark.parametrize("name", ["budget", "sinks", "window", "decide_every"])
 def test_more_tokens_than_positions_can_count(name):
     assert settings(**{name: 2**24}) is not None
     message = refusal(settings, **{name: 2**40})
-    assert message.startswith(f"--kv-{name} ") and "lower it" in message
+    assert message.startswith(f"{FLAGS[name]} ") and "lower it" in message
 
 
 def test_budget_and_compression_exclude_each_other():
@@ -141,6 +143,15 @@ def test_budget_without_a_scorer():
     assert resolve_retention(settings(budget=64, sinks=0, window=16), 1000, None) == Retention(64, 0, 16)
     assert resolve_retention(settings(compression=3), 1000, None).budget == 333
     assert resolve_retention(settings(compression=2.5), 1000, None).budget == 400
+
+
+def test_tokens_between_decisions_come_out_of_the_budget():
+    kept = resolve_retention(settings(decide_every=8), 1000, DELAYED)
+    assert kept == Retention(64, 4, 16, 8) and (kept.ring, kept.first_long, kept.topk) == (23, 27, 37)
+    assert resolve_retention(settings(budget=64, decide_every=8), 1000, None) == Retention(64, 4, 52, 8)
+    assert resolve_retention(settings(budget=64, decide_every=8), 1000, None).topk == 1
+    message = refusal(resolve_retention, settings(budget=20, decide_every=8), 1000, DELAYED)
+    assert "4 sinks + window 16 + 7 undecided + 1" in message
 
 
 def test_what_the_scorer_says_is_the_default():
@@ -174,6 +185,8 @@ def test_no_budget_to_be_had():
         ({"budget": 5}, None, 6),
         ({"budget": 1, "sinks": 0}, None, 2),
         ({"budget": 64, "sinks": 60}, DELAYED, 77),
+        ({"budget": 20, "decide_every": 8}, DELAYED, 28),
+        ({"budget": 9, "decide_every": 8}, None, 13),
     ],
 )
 def test_budget_too_small(given, scorer, least):

@@ -16,8 +16,18 @@ from kvpop_vllm.distill.trainer import Process, Trainer
 
 LENGTH = 96
 RECIPE = dataclasses.replace(
-    DEMO, batch=2, length=LENGTH, window=8, topk=[20, 10], steps=8, samples=32, warmup=2, dtype="float32", lr_new=1e-2,
-    calibrate=5, calibration_rows=2,
+    DEMO,
+    batch=2,
+    length=LENGTH,
+    window=8,
+    topk=[20, 10],
+    steps=8,
+    samples=32,
+    warmup=2,
+    dtype="float32",
+    lr_new=1e-2,
+    calibrate=5,
+    calibration_rows=2,
 )
 RECIPES = {
     "frozen": RECIPE,

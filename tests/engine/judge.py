@@ -99,7 +99,7 @@ class Judge:
                 if nudge.layer == layer:
                     scores[nudge.head, nudge.token] += nudge.by
             decay = policy.decay(layer, exact.kv_heads)
-            rule = decay, policy.sinks, policy.window, policy.topk, policy.step
+            rule = decay, policy.sinks, policy.window, policy.topk, policy.step, policy.interval
             sets[layer] = torch.from_numpy(retained_sets(scores.numpy(), *rule))
         return exact.run(tokens, policy, visible=sets)
 

@@ -26,11 +26,19 @@ class Case(NamedTuple):
 
 
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
-    """``options`` of :func:`write_random_scorer`; ``folder`` is where the scorer goes."""
+    """``options`` of :func:`write_random_scorer`, and ``every``, tokens between decisions; ``folder`` is where the scorer
+    goes."""
+    every = options.pop("every", 1)
+    grid = {"decide_every": every} if every > 1 else {}
+    if policy == "streaming-llm" and every > 1:
+        settings = {"policy": policy, "budget": BUDGET, "sinks": SINKS, "window": WINDOW} | grid
+        oracle = OraclePolicy("recency", SINKS, WINDOW, TOPK - every + 1, interval=every)
+        return Case(model, settings, Judge(model, oracle))
     if policy == "streaming-llm":
         sinks = options.get("sinks", SINKS)  # the oracle has another window on purpose: it must not matter
         settings = {"policy": policy, "budget": BUDGET, "sinks": sinks, "window": WINDOW}
         return Case(model, settings, Judge(model, OraclePolicy.streaming(sinks, BUDGET - sinks - 1, 1)))
     shape = {"sinks": SINKS, "window": WINDOW, "topk": TOPK} | options
     write_random_scorer(folder, model, SCORERS[policy], **shape)
-    return Case(model, {"policy": policy, "scorer": str(folder)}, Judge(model, OraclePolicy.from_scorer(folder)))
+    oracle = OraclePolicy.from_scorer(folder, topk=TOPK - every + 1, interval=every)
+    return Case(model, {"policy": policy, "scorer": str(folder)} | grid, Judge(model, oracle))

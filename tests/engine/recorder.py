@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvpop_vllm.cache.retained import slot_positions
+from kvpop_vllm.cache.retained import STALE, slot_positions
 from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl, FixedBudgetMetadataBuilder
 
 
@@ -115,10 +115,14 @@ class Recorder:
             last = row.first + row.new
             for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
                 self._remember(name, row, layer, tensor[row.first : last])
-            sizes = {"sinks": rule.sinks, "window": rule.window, "budget": retention.budget}
-            slots = slot_positions(pages, row.blocks, row.seen, **sizes)
+            assert (rule.sinks, rule.window, rule.decide_every) == (
+                retention.sinks,
+                retention.window,
+                retention.decide_every,
+            )
+            slots = slot_positions(pages, row.blocks, row.seen, retention)
             self._check_content(pages, row, layer, slots)
-            positions = slots.sort(dim=-1).values.tolist()
+            positions = [sorted(t for t in head if t != STALE) for head in slots.tolist()]
             self.held[row.request][layer].append(Held(row.seen, row.new, positions))
 
     def _remember(self, name: str, row: Row, layer: int, new: torch.Tensor) -> None:
@@ -130,7 +134,8 @@ class Recorder:
 
     def _check_content(self, pages, row: Row, layer: int, slots: torch.Tensor) -> None:
         """Every valid slot holds, bit for bit, the key and value of the token it stands for."""
-        layout, at = pages.layout, torch.arange(slots.shape[1])
+        layout, at = pages.layout, (slots[0] != STALE).nonzero().flatten()
+        slots = slots[:, at]
         blocks, head = row.blocks[layout.state_blocks + at // layout.block_slots].long(), torch.arange(len(slots))
         for name, array in (("key", pages.k), ("value", pages.v)):
             stored = array[blocks, :, at % layout.block_slots]  # [slots, H, D]

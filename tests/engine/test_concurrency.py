@@ -9,6 +9,7 @@ import torch
 from engine.driving import Job, watched
 
 from kvpop_vllm.cache.accounting import dense_request_bytes, pool_bytes, request_bytes
+from kvpop_vllm.config import Retention
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
@@ -39,7 +40,7 @@ def counter(engine, policy: dict | None):
         slots = config.cache_config.block_size
         return lambda n: dense_request_bytes(LAYERS, HEADS, HEAD_DIM, torch.bfloat16, n, slots)
     layout = PageLayout(HEADS, HEAD_DIM, torch.bfloat16, state_floats=engine_policy(config).state_floats)
-    return functools.partial(request_bytes, layout, LAYERS, budget=BUDGET)
+    return functools.partial(request_bytes, layout, LAYERS, retention=Retention(BUDGET, 4, 64))
 
 
 def check_pool(name: str, engine, count) -> float:

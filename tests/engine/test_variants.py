@@ -31,6 +31,11 @@ OPTIONS = {
     "no-sinks-delayed": ("kvpop", {"sinks": 0}),
     "no-sinks-recency": ("streaming-llm", {"sinks": 0}),
     "not-delayed": ("kvpop", {"delayed": False}),
+    "grid": ("kvpop", {"every": 8}),
+    "grid-beyond-the-window": ("kvpop", {"every": 25, "decay_step": 3}),
+    "grid-not-delayed": ("kvpop", {"every": 5, "delayed": False}),
+    "grid-mlp": ("kvpop-mlp", {"every": 8}),
+    "grid-recency": ("streaming-llm", {"every": 8}),
     "all-else": (
         "kvpop",
         {"norm": True, "skip": True, "feature_map": "softmax", "gate_softcap": 2.0, "v_proj": False},
@@ -49,6 +54,7 @@ def test_scorer_options(case, watch, name):
         for chunk in (7, None):
             engine.chunk(chunk)
             engine.verdict(engine.serve(JOBS))
+        engine.check_blocks(STATE_BLOCKS.get(policy, 0), BUDGET, options.get("every", 1))
 
 
 def test_the_decay_step_matters(case):
@@ -60,6 +66,17 @@ def test_the_decay_step_matters(case):
     with one_thread():
         stepped, plain = (judge.models[0].run(random_prompt(200), policy).visible[0] for policy in policies)
     assert not torch.equal(stepped, plain)
+
+
+def test_the_grid_matters(case):
+    """Deciding every eight tokens retains other tokens than deciding at each: an engine that ignored it would not pass."""
+    judge = case("qwen3", "kvpop", every=8).judge
+    policies = judge.policy, dataclasses.replace(judge.policy, interval=1, topk=judge.policy.topk + 7)
+    with one_thread():
+        grid, plain = (judge.models[0].run(random_prompt(200), policy).visible[0] for policy in policies)
+    assert not torch.equal(grid, plain)
+    held = grid.sum(-1)[0]
+    assert held[BUDGET:].amax() == BUDGET and held[BUDGET:].amin() == BUDGET - 7
 
 
 @pytest.mark.parametrize(

@@ -13,14 +13,14 @@ NEVER = torch.iinfo(torch.int64).max
 IMPLS = ["reference", "cpp"]
 
 
-def naive(score, position, held, topk, window, log_gamma, step):
+def naive(score, position, held, topk, window, log_gamma, step, every):
     """One head, by definition."""
     evicted_at, alive = [NEVER] * len(score), list(range(held))
     for arrival in range(held, len(score)):
         alive.append(arrival)
         if len(alive) <= topk:
             continue
-        q = position[arrival] + window
+        q = next(q for q in range(position[arrival] + window, 10**6) if (q + 1) % every == 0)
         victim = min(alive, key=lambda i: (score[i] + (q - position[i]) // step * log_gamma, position[i]))
         evicted_at[victim] = q
         alive.remove(victim)
@@ -45,24 +45,24 @@ def draw_tokens(generator, heads, held, arrivals, coarse):
     arrivals=st.integers(0, 60),
     window=st.integers(1, 9),
     step=st.sampled_from([1, 1, 2, 5, 64, 10**9]),
+    every=st.sampled_from([1, 1, 3, 8, 100]),
     coarse=st.booleans(),
     seed=st.integers(0, 2**30),
 )
-def test_equals_the_definition(heads, topk, held, arrivals, window, step, coarse, seed):
+def test_equals_the_definition(heads, topk, held, arrivals, window, step, every, coarse, seed):
     generator, held = torch.Generator().manual_seed(seed), min(held, topk)
     score, position = draw_tokens(generator, heads, held, arrivals, coarse)
     log_gamma = -torch.rand(heads, generator=generator, dtype=torch.float64)
     if coarse:
         log_gamma = (log_gamma * 4).round() / 4
     rows = [
-        naive(score[h].tolist(), position[h].tolist(), held, topk, window, float(log_gamma[h]), step)
+        naive(score[h].tolist(), position[h].tolist(), held, topk, window, float(log_gamma[h]), step, every)
         for h in range(heads)
     ]
     expected = torch.tensor(rows, dtype=torch.int64).view(heads, -1)
     for impl in IMPLS:
-        got = ops.online_topk(
-            score, position, held, topk=topk, window=window, log_gamma=log_gamma, decay_step=step, impl=impl
-        )
+        rule = dict(topk=topk, window=window, log_gamma=log_gamma, decay_step=step, decide_every=every)
+        got = ops.online_topk(score, position, held, **rule, impl=impl)
         assert got.dtype == torch.int64 and torch.equal(got, expected), impl
 
 

@@ -59,7 +59,10 @@ class Problem:
         pages, table = self.pages()
         rows = []
         for t in range(self.length):
-            cut, valid = slice(t, t + 1), torch.full((1, self.heads), self.rule.extent(t, self.budget), dtype=torch.int32)
+            cut, valid = (
+                slice(t, t + 1),
+                torch.full((1, self.heads), self.rule.extent(t, self.budget), dtype=torch.int32),
+            )
             rows.append(
                 ops.decode_step(
                     self.q[cut], self.k[cut], self.v[cut], pages, table, torch.tensor([t]), valid, self.budgets.expand(1, -1),

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpop_vllm.roles import SlotRoles
+
 STATE_M_START = -1e30
 """Stabiliser of an empty mLSTM state; C = z = 0 there."""
 
@@ -86,14 +88,13 @@ ScorerWeights = LinearWeights | MLPWeights | MLSTMWeights | None
 
 
 @dataclass(frozen=True)
-class RetentionRule:
+class RetentionRule(SlotRoles):
     """Which tokens a layer keeps: sinks, window, and the k best by effective score (DESIGN "The rule"; KVpop eq. 5).
 
     ``effective_t(q) = r_t + floor((q - t) / decay_step) * log_gamma[h]``, formed and compared in float64; of equal
     scores the older token is evicted. log_gamma [H] float64.
 
-    Tokens that have left the window are decided upon where ``(q + 1) % decide_every == 0``, before q is written, and are
-    seen until then: the ring has ``w + e - 1`` slots, of which those of decided tokens are stale, and k is ``B - s - w - e + 1``.
+    For when tokens are decided upon and where they lie see :class:`SlotRoles`; k is ``B - s - w - e + 1``.
     """
 
     sinks: int
@@ -102,35 +103,3 @@ class RetentionRule:
     decay_step: int = 1
     scorer: ScorerWeights = None
     decide_every: int = 1
-
-    @property
-    def ring(self) -> int:
-        """Slots of the ring, ``w + e - 1``."""
-        return self.window + self.decide_every - 1
-
-    @property
-    def first_long(self) -> int:
-        """The first long-range slot."""
-        return self.sinks + self.ring
-
-    def ring_slot(self, t: int) -> int:
-        """Where token t is written: its sink slot, or its ring slot."""
-        return t if t < self.sinks else self.sinks + (t - self.sinks) % self.ring
-
-    def taken(self, position: int) -> int:
-        """How many tokens have been scored and decided upon, as far as they had left the window, before ``position``."""
-        return position // self.decide_every * self.decide_every
-
-    def decided(self, position: int) -> int:
-        """Tokens ``[s, decided)`` have been decided upon before ``position``."""
-        return max(self.sinks, self.taken(position) - self.window)
-
-    def extent(self, position: int, budget: int) -> int:
-        """Slots ``[0, extent)`` are in use before ``position``, stale ones among them: ``min(position, B)`` for e = 1."""
-        long_range = self.decided(position) - self.sinks
-        return min(self.first_long + long_range, budget) if long_range else position
-
-    def stale(self, slots: torch.Tensor, position: int) -> torch.Tensor:
-        """Which of ``slots [n]`` are ring slots whose token had been decided upon before ``position``."""
-        newest = position - 1 - (position - 1 - slots) % self.ring  # of each ring slot
-        return (slots >= self.sinks) & (slots < self.first_long) & (newest < self.decided(position))

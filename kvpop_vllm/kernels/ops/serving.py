@@ -115,4 +115,13 @@ def online_topk(
         ``evicted_at [H, T]`` int64: the query position at which a token is first missing, or ``torch.iinfo(int64).max``.
     """
     run = resolve("online_topk", impl, score)
-    return run(score, position, held, topk=topk, window=window, log_gamma=log_gamma, decay_step=decay_step, decide_every=decide_every)
+    return run(
+        score,
+        position,
+        held,
+        topk=topk,
+        window=window,
+        log_gamma=log_gamma,
+        decay_step=decay_step,
+        decide_every=decide_every,
+    )

@@ -1,0 +1,62 @@
+"""Which slot of a fixed budget a token has, and when it is decided upon (DESIGN "The rule"). Imports nothing heavy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+
+
+class SlotRoles:
+    """Sinks ``[0, s)``, a ring ``[s, s + w + e - 1)``, and long-range slots from there to B.
+
+    Tokens that have left the window are decided upon at positions q with ``(q + 1) % e == 0``, before q is written, and
+    are seen until then. A ring slot whose token has been decided upon is stale until the next token is written to it; for
+    e = 1 none ever is.
+
+    Attributes:
+        sinks: s. window: w. decide_every: e.
+    """
+
+    sinks: int
+    window: int
+    decide_every: int
+
+    @property
+    def ring(self) -> int:
+        """Slots of the ring, ``w + e - 1``."""
+        return self.window + self.decide_every - 1
+
+    @property
+    def first_long(self) -> int:
+        """The first long-range slot."""
+        return self.sinks + self.ring
+
+    def ring_slot(self, t: int) -> int:
+        """Where token t is written: its sink slot, or its ring slot."""
+        return t if t < self.sinks else self.sinks + (t - self.sinks) % self.ring
+
+    def taken(self, position: int) -> int:
+        """Tokens ``[0, taken)`` have been taken into a scorer's state before ``position``."""
+        return position - position % self.decide_every
+
+    def decided(self, position: int) -> int:
+        """Tokens ``[s, decided)`` have been decided upon before ``position``."""
+        return max(self.sinks, self.taken(position) - self.window)
+
+    def extent(self, position: int, budget: int) -> int:
+        """Slots ``[0, extent)`` are in use before ``position``, stale ones among them; ``min(position, B)`` for e = 1."""
+        long_range = self.decided(position) - self.sinks
+        return min(self.first_long + long_range, budget) if long_range else position
+
+    def held(self, position: int, budget: int) -> int:
+        """How many tokens are held before ``position``; ``min(position, B)`` for e = 1."""
+        decided = self.decided(position)
+        kept = min(decided - self.sinks, budget - self.first_long)
+        return min(position, self.sinks) + max(0, position - decided) + kept
+
+    def stale(self, slots: torch.Tensor, position: int) -> torch.Tensor:
+        """Which of ``slots [n]`` are stale before ``position``."""
+        newest = position - 1 - (position - 1 - slots) % self.ring  # of each ring slot
+        return (slots >= self.sinks) & (slots < self.first_long) & (newest < self.decided(position))
