@@ -8,6 +8,7 @@ policy gave stock's greedy tokens on prompts shorter than its budget. Rows go to
 import argparse
 import statistics
 import sys
+from dataclasses import dataclass
 
 import record
 from engines import EAGER, WARM_UP, add_options, ask_all, engines, output_problems, say, start
@@ -24,82 +25,112 @@ def main() -> int:
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, budget=2048, rounds=3)
-    parser.add_argument("--requests", type=int, default=8, help="requests decoded together (default 8)")
+    parser.add_argument(
+        "--context", nargs="+", type=int, default=[7500], help="tokens of each prompt, about (default 7500)"
+    )
+    parser.add_argument("--requests", nargs="+", type=int, default=[8], help="requests decoded together (default 8)")
     parser.add_argument("--steps", type=int, default=24, help="counted steps of a turn (default 24)")
     parser.add_argument("--eager-too", action="store_true", help="each policy a second time, eager")
     options = parser.parse_args()
     if options.eager and options.eager_too:
         parser.error("--eager leaves nothing to compare: leave it out, or --eager-too")
-    if options.context + (options.rounds * (options.steps + WARM_UP)) > 8000:
+    turns = options.rounds * len(options.requests)
+    if max(options.context) + turns * (options.steps + WARM_UP) > 8000:
         parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context")
+    options.most_requests = max(options.requests)
+    if min(options.context) <= 16 * options.most_requests or min(options.requests) < 1:
+        parser.error("prompts differ by 16 tokens each and must not be empty: raise --context or lower --requests")
+    options.pool_tokens = 1.15 * options.most_requests * 8192  # what stock needs for all requests, and a little
     return options
 
 
 def measure(engines: dict, options) -> int:
     start(engines)
-    problems = output_problems(engines)
-    say(f"prefill of {options.requests} x about {options.context} tokens in every engine: this takes minutes")
-    held = {}
-    for name, reply in ask_all(engines, "prefill"):
-        held[name] = reply["held_bytes"]
-        rate = reply["tokens"] / reply["seconds"]
-        say(f"{name}: {rate:.0f} tokens/s, engines side by side; holds {reply['held_bytes'] / 2**20:.0f} MiB of KV")
-    rows = []
-    for turn in range(options.rounds):
-        medians = {name: statistics.median(engine.ask("steps")["ms"]) for name, engine in engines.items()}
-        say(f"round {turn + 1}: " + ", ".join(f"{name} {ms:.1f} ms" for name, ms in medians.items()))
-        rows += [(name, turn + 1, ms, medians["dense"] / ms, held[name]) for name, ms in medians.items()]
+    problems, rows = output_problems(engines), []
+    for context in options.context:
+        say(f"prefill of {options.most_requests} x about {context} tokens in every engine: this may take minutes")
+        for name, reply in ask_all(engines, "prefill", context=context, requests=options.most_requests):
+            say(f"{name}: {reply['tokens'] / reply['seconds']:.0f} tokens/s, engines side by side")
+        for requests in sorted(options.requests, reverse=True):
+            rows += cell(engines, context, requests, options)
+        for _ in ask_all(engines, "keep", requests=0):
+            pass
     for problem in problems:
         print(f"decode: output check failed, no ratio is given: {problem}", file=sys.stderr)
     if problems:
         return 1
-    print(report(rows, options))
+    print(report(rows))
     if not options.no_csv:
         append(rows, options)
     return 0
 
 
-def report(rows: list, options) -> str:
-    lines = [f"{'':19} {'ms/step':>8} {'KV MiB':>7} {'dense / it: median':>19} {'min':>6} {'max':>6}"]
-    for name in dict.fromkeys(row[0] for row in rows):
-        mine = [row for row in rows if row[0] == name]
-        ratios = [row[3] for row in mine]
-        step = statistics.median(row[2] for row in mine)
+@dataclass(frozen=True)
+class Turn:
+    """One configuration's median step in one round; ``ratio`` is stock's in the same round over it."""
+
+    context: int
+    requests: int
+    name: str
+    round: int
+    ms: float
+    ratio: float
+    held: int
+
+
+def cell(engines: dict, context: int, requests: int, options) -> list[Turn]:
+    """All rounds of one context and number of requests."""
+    held = {name: reply["held_bytes"] for name, reply in ask_all(engines, "keep", requests=requests)}
+    turns = []
+    for turn in range(1, options.rounds + 1):
+        told = {"requests": requests, "steps": options.steps}
+        medians = {name: statistics.median(engine.ask("steps", **told)["ms"]) for name, engine in engines.items()}
+        shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in medians.items())
+        say(f"{requests} at {context}, round {turn}: {shown}")
+        turns += [
+            Turn(context, requests, name, turn, ms, medians["dense"] / ms, held[name]) for name, ms in medians.items()
+        ]
+    return turns
+
+
+def report(turns: list[Turn]) -> str:
+    lines = [
+        f"{'context':>7} {'requests':>8} {'':30} {'ms/step':>8} {'KV MiB':>7} {'dense / it: median':>19} {'min':>6} {'max':>6}"
+    ]
+    for context, requests, name in dict.fromkeys((t.context, t.requests, t.name) for t in turns):
+        mine = [t for t in turns if (t.context, t.requests, t.name) == (context, requests, name)]
+        ratios, step = [t.ratio for t in mine], statistics.median(t.ms for t in mine)
         lines.append(
-            f"{name:19} {step:8.1f} {mine[0][4] / 2**20:7.0f} {statistics.median(ratios):19.2f} {min(ratios):6.2f} {max(ratios):6.2f}"
+            f"{context:7} {requests:8} {name:30} {step:8.1f} {mine[0].held / 2**20:7.0f} "
+            f"{statistics.median(ratios):19.2f} {min(ratios):6.2f} {max(ratios):6.2f}"
         )
-    for name in (row[0] for row in rows if row[0].endswith(EAGER) and row[1] == 1):
-        compiled = {row[1]: row[2] for row in rows if row[0] == name.removesuffix(EAGER)}
-        ratios = [row[2] / compiled[row[1]] for row in rows if row[0] == name]
-        lines.append(
-            f"{name} / compiled: median {statistics.median(ratios):.2f}, {min(ratios):.2f} to {max(ratios):.2f}"
-        )
+        if name.endswith(EAGER):
+            twin = (context, requests, name.removesuffix(EAGER))
+            compiled = {t.round: t.ms for t in turns if (t.context, t.requests, t.name) == twin}
+            over = [t.ms / compiled[t.round] for t in mine]
+            lines.append(f"  / compiled: median {statistics.median(over):.2f}, {min(over):.2f} to {max(over):.2f}")
     return "\n".join(lines)
 
 
-def append(rows: list, options) -> None:
+def append(turns: list[Turn], options) -> None:
     from importlib.metadata import version
 
-    setting = {
-        "threads": options.threads,
-        "vllm": version("vllm"),
-        "requests": options.requests,
-        "context": options.context,
-        "budget": options.budget,
-    }
+    setting = {"threads": options.threads, "vllm": version("vllm"), "budget": options.budget}
     record.append(
         RESULTS,
         [
             setting
             | {
-                "mode": "eager" if options.eager or name.endswith(EAGER) else "compiled",
-                "configuration": name.removesuffix(EAGER),
-                "round": turn,
-                "step_ms": f"{ms:.2f}",
-                "dense_over_it": f"{ratio:.3f}",
-                "kv_bytes": held,
+                "mode": "eager" if options.eager or t.name.endswith(EAGER) else "compiled",
+                "requests": t.requests,
+                "context": t.context,
+                "configuration": t.name.removesuffix(EAGER),
+                "round": t.round,
+                "step_ms": f"{t.ms:.2f}",
+                "dense_over_it": f"{t.ratio:.3f}",
+                "kv_bytes": t.held,
             }
-            for name, turn, ms, ratio, held in rows
+            for t in turns
         ],
     )
 

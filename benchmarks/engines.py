@@ -54,7 +54,6 @@ def engines(options):
 def add_options(parser, *, budget: int, rounds: int) -> None:
     """What all benchmarks of engines take; the numbers are defaults."""
     parser.add_argument("--model", default=str(DEMO_MODEL))
-    parser.add_argument("--context", type=int, default=7500, help="tokens of each prompt, about (default 7500)")
     parser.add_argument("--budget", type=int, default=budget, help=f"B of the policies (default {budget})")
     parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each configuration (default {rounds})")
     cores = len(os.sched_getaffinity(0))
@@ -63,6 +62,9 @@ def add_options(parser, *, budget: int, rounds: int) -> None:
     )
     parser.add_argument("--policies", nargs="+", default=["streaming-llm", "kvpop"], help="compared with stock")
     parser.add_argument("--scorer", default=str(SHIPPED_SCORER), help="of kvpop (default: the shipped one)")
+    parser.add_argument(
+        "--decide-every", nargs="+", type=int, default=[1], metavar="E", help="policies once for each (default 1)"
+    )
     parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
 
@@ -78,6 +80,11 @@ def configurations(options, folder: Path) -> dict:
     if "kvpop" in policies:
         scorer = Path(options.scorer)
         policies[f"kvpop, {scorer.name}"] = policies.pop("kvpop") | {"scorer": str(scorer)}
+    policies = {
+        name if every == 1 else f"{name}, e = {every}": policy | ({} if every == 1 else {"decide_every": every})
+        for name, policy in policies.items()
+        for every in options.decide_every
+    }
     told = {name: {"policy": policy, "eager": options.eager} for name, policy in {"dense": None, **policies}.items()}
     twins = {
         name + EAGER: {"policy": policies[name], "eager": True}
@@ -143,9 +150,9 @@ class Engine:
                 env=env,
             )
 
-    def send(self, command: str) -> None:
+    def send(self, command: str, **arguments) -> None:
         try:
-            self.process.stdin.write(command + "\n")
+            self.process.stdin.write(json.dumps([command, arguments]) + "\n")
             self.process.stdin.flush()
         except BrokenPipeError:
             raise self._died() from None
@@ -158,8 +165,8 @@ class Engine:
             say(f"{self.name}: {reply['progress']}")
         raise self._died()
 
-    def ask(self, command: str):
-        self.send(command)
+    def ask(self, command: str, **arguments):
+        self.send(command, **arguments)
         return self.receive()
 
     def _died(self) -> EngineError:
@@ -171,16 +178,16 @@ class Engine:
         self.process.wait()
 
 
-def ask_all(engines: dict, command: str):
+def ask_all(engines: dict, command: str, **arguments):
     """All at once; yields each name with its reply."""
     for engine in engines.values():
-        engine.send(command)
+        engine.send(command, **arguments)
     for name, engine in engines.items():
         yield name, engine.receive()
 
 
 class Child:
-    """One engine. Reads commands, one a line, and answers each with a line of JSON."""
+    """One engine. Reads commands, one a line, ``[name, arguments]``, and answers each with a line of JSON."""
 
     def __init__(self, options: dict):
         self.options = argparse.Namespace(**options)
@@ -188,8 +195,9 @@ class Child:
         os.dup2(2, 1)  # whatever else is printed goes to the log
 
     def serve(self) -> int:
-        for command in sys.stdin:
-            self.reply(getattr(self, command.strip())())
+        for line in sys.stdin:
+            command, arguments = json.loads(line)
+            self.reply(getattr(self, command)(**arguments))
         os._exit(0)  # vLLM's own teardown has nothing to say here
 
     def reply(self, what) -> None:
@@ -202,8 +210,8 @@ class Child:
         self.llm = LLM(
             asked.model,
             dtype="bfloat16",
-            max_num_seqs=asked.requests,
-            kv_cache_memory_bytes=self._pool_bytes(),
+            max_num_seqs=asked.most_requests,
+            kv_cache_memory_bytes=int(asked.pool_tokens * self._token_bytes()),
             enable_prefix_caching=False,
             enforce_eager=asked.eager,
             additional_config={"kv_policy": asked.policy} if asked.policy else {},
@@ -216,12 +224,11 @@ class Child:
         self.free = self.pool.get_num_free_blocks()
         return {"seconds": time.monotonic() - begin, "pool_bytes": pool_bytes}
 
-    def _pool_bytes(self) -> int:
-        """The same for every configuration: what stock needs for all requests, and a little."""
+    def _token_bytes(self) -> int:
+        """Of a token's keys and values in stock's cache."""
         model = json.loads((Path(self.options.model) / "config.json").read_text())
         width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-        per_token = 2 * 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * width
-        return int(1.15 * self.options.requests * 8192 * per_token)
+        return 2 * 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * width
 
     def short(self) -> list:
         """Greedy tokens of short prompts, each with its log-probability and its lead over the second."""
@@ -239,49 +246,81 @@ class Child:
         first, second = sorted((c.logprob for c in candidates.values()), reverse=True)[:2]
         return {"token": token, "logprob": candidates[token].logprob, "gap": first - second}
 
-    def prefill(self) -> dict:
+    def prefill(self, context: int, requests: int) -> dict:
+        """Requests of about ``context`` tokens, until all of them decode."""
         from vllm import SamplingParams
 
-        draw = random.Random(0)
-        lengths = [self.options.context - 16 * i for i in range(self.options.requests)]
-        params = SamplingParams(
-            temperature=0, max_tokens=8192 - self.options.context, ignore_eos=True, detokenize=False
-        )
+        draw = random.Random(context)
+        lengths = [context - 16 * i for i in range(requests)]
+        params = SamplingParams(temperature=0, max_tokens=8192 - context, ignore_eos=True, detokenize=False)
         for i, length in enumerate(lengths):
-            tokens = [draw.randrange(100, 40000) for _ in range(length)]
-            self.engine.add_request(f"long-{i}", {"prompt_token_ids": tokens}, params)
+            self.engine.add_request(str(i), {"prompt_token_ids": self._random(draw, length)}, params)
         begin = said = time.monotonic()
-        while (decoding := len(self.engine.step())) < self.options.requests:
+        while (decoding := len(self.engine.step())) < requests:
             if time.monotonic() - said > 30:
                 said = time.monotonic()
-                self.reply(
-                    {"progress": f"{decoding} of {self.options.requests} prompts done after {said - begin:.0f} s"}
-                )
-        held = (self.free - self.pool.get_num_free_blocks()) * self.block_bytes
-        return {"seconds": time.monotonic() - begin, "tokens": sum(lengths), "held_bytes": held}
+                self.reply({"progress": f"{decoding} of {requests} prompts done after {said - begin:.0f} s"})
+        return {"seconds": time.monotonic() - begin, "tokens": sum(lengths)}
 
-    def prompt(self) -> dict:
+    @staticmethod
+    def _random(draw: random.Random, length: int) -> list[int]:
+        return [draw.randrange(100, 40000) for _ in range(length)]
+
+    def keep(self, requests: int) -> dict:
+        """Goes on with the first so many requests of the last ``prefill``; says what they hold."""
+        running = self.engine.engine_core.engine_core.scheduler.running
+        self.engine.abort_request([str(i) for i in range(requests, len(running))])
+        while self.engine.has_unfinished_requests() and requests == 0:
+            self.engine.step()
+        return {"held_bytes": (self.free - self.pool.get_num_free_blocks()) * self.block_bytes}
+
+    def prompt(self, context: int) -> dict:
         """One prompt alone, never seen before, to its first token."""
         from vllm import SamplingParams
 
         self.prompts = getattr(self, "prompts", 0) + 1
-        draw = random.Random(self.prompts)
-        tokens = [draw.randrange(100, 40000) for _ in range(self.options.context)]
+        tokens = self._random(random.Random(self.prompts), context)
         begin = time.perf_counter()
         self.llm.generate({"prompt_token_ids": tokens}, SamplingParams(max_tokens=1), use_tqdm=False)
         return {"seconds": time.perf_counter() - begin}
 
-    def steps(self) -> dict:
+    def steps(self, requests: int, steps: int) -> dict:
+        """Milliseconds of each step in which all ``requests`` decode, after a few that are not counted."""
         times = []
-        for _ in range(WARM_UP + self.options.steps):
+        for _ in range(WARM_UP + steps):
             begin = time.perf_counter()
             decoded = len(self.engine.step())
             times.append(1e3 * (time.perf_counter() - begin))
-            if decoded != self.options.requests:
-                raise RuntimeError(
-                    f"{decoded} of {self.options.requests} requests decoded: a turn must hold all of them"
-                )
+            if decoded != requests:
+                raise RuntimeError(f"{decoded} of {requests} requests decoded: a turn must hold all of them")
         return {"ms": times[WARM_UP:]}
+
+    def drain(self, requests: int, prompt: int, new: int) -> dict:
+        """All requests at once, each ``prompt`` random tokens and ``new`` generated ones, until the last is done."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        scheduler, done, most, preempted = self.engine.engine_core.engine_core.scheduler, 0, 0, {}
+        for i in range(requests):
+            self.engine.add_request(str(i), {"prompt_token_ids": self._random(random.Random(i), prompt)}, params)
+        begin = said = time.monotonic()
+        generated = 0
+        while self.engine.has_unfinished_requests():
+            for answer in self.engine.step():
+                done += answer.finished
+                generated += len(answer.outputs[0].token_ids) if answer.finished else 0
+            most = max(most, len(scheduler.running))
+            preempted |= {r.request_id: r.num_preemptions for r in scheduler.requests.values()}
+            if time.monotonic() - said > 60:
+                said = time.monotonic()
+                self.reply({"progress": f"{done} of {requests} requests done after {said - begin:.0f} s"})
+        if generated != requests * new:
+            raise RuntimeError(f"{generated} tokens generated, not {requests} x {new}")
+        return {
+            "seconds": time.monotonic() - begin,
+            "most_running": most,
+            "preemptions": sum(preempted.values()),
+        }
 
 
 if __name__ == "__main__":

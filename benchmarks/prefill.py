@@ -20,7 +20,7 @@ def main() -> int:
         start(started)
         problems = output_problems(started)
         for engine in started.values():
-            engine.ask("prompt")  # the first long one is not counted
+            engine.ask("prompt", context=options.context)  # the first long one is not counted
         rows = [row for turn in range(options.rounds) for row in one_round(started, turn + 1, options)]
     for problem in problems:
         print(f"prefill: output check failed, no ratio is given: {problem}", file=sys.stderr)
@@ -35,7 +35,8 @@ def main() -> int:
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, budget=1024, rounds=5)
-    parser.set_defaults(requests=1)
+    parser.add_argument("--context", type=int, default=7500, help="tokens of each prompt (default 7500)")
+    parser.set_defaults(most_requests=1, pool_tokens=1.15 * 8192)
     options = parser.parse_args()
     if options.context > 8000:
         parser.error("the prompt exceeds the demo model's 8192 positions: lower --context")
@@ -45,7 +46,8 @@ def parse_arguments():
 def one_round(started: dict, turn: int, options) -> list[dict]:
     from importlib.metadata import version
 
-    rate = {name: options.context / engine.ask("prompt")["seconds"] for name, engine in started.items()}
+    took = {name: engine.ask("prompt", context=options.context)["seconds"] for name, engine in started.items()}
+    rate = {name: options.context / seconds for name, seconds in took.items()}
     say(f"round {turn}: " + ", ".join(f"{name} {r:.0f} tokens/s" for name, r in rate.items()))
     setting = {
         "threads": options.threads,

@@ -82,6 +82,9 @@ DECODE = [
     dict(case="mlstm-direct-values", size=80, group=3, slots=16, topk=0, sinks=1),
     dict(case="mlstm-immediate", size=128, group=1, slots=48, dtype=BF16, q_dtype=F32, step=3),
     dict(case="mlstm-odd-widths", size=96, group=2, slots=16, unequal=True, requests=3),
+    dict(case="mlstm", size=64, group=3, slots=16, dtype=BF16, q_dtype=BF16, every=7, window=3),
+    dict(case="mlstm-immediate", size=32, group=1, slots=16, every=16, sinks=0, topk=20),
+    dict(case="none", size=128, group=2, slots=64, dtype=BF16, q_dtype=BF16, every=90, unequal=True),
 ]
 
 
@@ -102,6 +105,8 @@ PREFILL = [
     ([80], dict(case="mlstm-norm-skip", sinks=0, window=5, topk=60, length=80, size=80, group=7, slots=16)),
     ([69, 1], dict(case="mlstm-softmax-cap", sinks=3, window=5, topk=40, length=70, size=16, group=3, slots=48)),
     ([60], dict(case="mlstm-direct-values", sinks=2, window=8, topk=10, length=60, size=128, group=1, slots=16)),
+    ([1, 29], dict(case="mlstm", sinks=2, window=5, topk=30, length=90, size=64, slots=16, every=12)),
+    ([3, 177], dict(case="mlstm-immediate", sinks=0, window=9, topk=20, length=180, size=32, slots=16, every=140)),
     ([50, 130], dict(case="mlstm-immediate", sinks=2, window=140, topk=10, length=180, size=48, group=5, heads=3)),
 ]
 
@@ -136,7 +141,7 @@ def test_roles_beyond_all_lengths(roles):
     assert (cutoff == 8).all() and torch.equal(rank, (-priority).argsort(-1).argsort(-1).int())
     p = decode.Problem("none").prepare()
     with pytest.raises(ValueError, match="below 2\\^31"):
-        _C.Rule(roles["sinks"], roles["window"], 1, p.rule.log_gamma, "none", {})
+        _C.Rule(roles["sinks"], roles["window"], 1, 1, p.rule.log_gamma, "none", {})
 
 
 def test_no_tokens():

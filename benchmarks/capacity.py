@@ -1,0 +1,99 @@
+"""A batch of long requests in KV memory that holds few of them densely: wall time of stock vLLM and of fixed budgets.
+
+Each configuration has an engine of its own with the same pool, and works the whole batch off alone, one configuration
+after the other, as often as --rounds says. Stock queues or preempts what does not fit. Takes up to an hour. Nothing is called faster
+unless every policy gave stock's greedy tokens on prompts shorter than its budget. Rows go to
+benchmarks/results/capacity.csv.
+"""
+
+import argparse
+import statistics
+import sys
+
+import record
+from engines import add_options, engines, output_problems, say, start
+
+RESULTS = record.ROOT / "benchmarks" / "results" / "capacity.csv"
+
+
+def main() -> int:
+    options = parse_arguments()
+    with engines(options) as started:
+        start(started)
+        problems = output_problems(started)
+        rows = [row for turn in range(options.rounds) for row in one_round(started, turn + 1, options)]
+    for problem in problems:
+        print(f"capacity: output check failed, no ratio is given: {problem}", file=sys.stderr)
+    if problems:
+        return 1
+    print(report(rows))
+    if not options.no_csv:
+        record.append(RESULTS, rows)
+    return 0
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser, budget=1024, rounds=1)
+    parser.add_argument("--requests", type=int, default=16, help="default 16")
+    parser.add_argument("--prompt", type=int, default=6000, help="tokens of each prompt (default 6000)")
+    parser.add_argument("--new", type=int, default=2000, help="tokens generated for each (default 2000)")
+    parser.add_argument(
+        "--dense-requests", type=float, default=4.0, help="the pool holds so many requests of 8192 tokens densely"
+    )
+    options = parser.parse_args()
+    if options.prompt + options.new > 8192:
+        parser.error("prompt and generated tokens exceed the demo model's 8192 positions: lower --prompt or --new")
+    options.most_requests, options.pool_tokens = options.requests, options.dense_requests * 8192
+    return options
+
+
+def one_round(started: dict, turn: int, options) -> list[dict]:
+    from importlib.metadata import version
+
+    told = {"requests": options.requests, "prompt": options.prompt, "new": options.new}
+    replies = {}
+    for name, engine in started.items():
+        replies[name] = reply = engine.ask("drain", **told)
+        say(
+            f"round {turn}, {name}: {reply['seconds']:.0f} s, at most {reply['most_running']} running, "
+            f"{reply['preemptions']} preemptions"
+        )
+    setting = {
+        "threads": options.threads,
+        "vllm": version("vllm"),
+        "mode": "eager" if options.eager else "compiled",
+        "pool_tokens": int(options.pool_tokens),
+        "budget": options.budget,
+    }
+    dense = replies["dense"]["seconds"]
+    return [
+        setting
+        | told
+        | {
+            "configuration": name,
+            "round": turn,
+            "seconds": f"{reply['seconds']:.1f}",
+            "most_running": reply["most_running"],
+            "preemptions": reply["preemptions"],
+            "it_over_dense": f"{reply['seconds'] / dense:.3f}",
+        }
+        for name, reply in replies.items()
+    ]
+
+
+def report(rows: list[dict]) -> str:
+    lines = [f"{'':30} {'seconds':>8} {'running':>8} {'preempted':>9} {'it / dense: median':>19} {'min':>6} {'max':>6}"]
+    for name in dict.fromkeys(row["configuration"] for row in rows):
+        mine = [row for row in rows if row["configuration"] == name]
+        ratios = [float(row["it_over_dense"]) for row in mine]
+        seconds = statistics.median(float(row["seconds"]) for row in mine)
+        lines.append(
+            f"{name:30} {seconds:8.0f} {mine[0]['most_running']:8} {mine[0]['preemptions']:9} "
+            f"{statistics.median(ratios):19.2f} {min(ratios):6.2f} {max(ratios):6.2f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
