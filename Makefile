@@ -19,10 +19,10 @@ SANITIZED := build/sanitized/.extension
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test sanitize lint format bench clean
+.PHONY: help setup model demo serve test sanitize lint format bench peers clean
 
 help:
-	@echo "make setup | model | demo | serve | test | sanitize | lint | format | bench | clean"
+	@echo "make setup | model | demo | serve | test | sanitize | lint | format | bench | peers | clean"
 
 setup: $(EXTENSION)
 
@@ -81,6 +81,12 @@ format: setup
 
 bench: model
 	@$(BIN)/python benchmarks/decode.py
+
+peers: model
+	@echo "[peers] transformers and kvpress in build/peers"
+	@$(PYTHON) -m venv build/peers
+	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "$$($(BIN)/python -m pip freeze | grep '^torch==' | cut -d+ -f1)"
+	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "kvpress==0.5.5" "transformers<5.3"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info kvpop_vllm/_C*.so .pytest_cache .ruff_cache .hypothesis

@@ -11,7 +11,7 @@ import statistics
 import sys
 
 import record
-from engines import add_options, engines, output_problems, say, start
+from engines import add_options, check_budget, engines, output_problems, say, start
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "capacity.csv"
 
@@ -42,6 +42,7 @@ def parse_arguments():
         "--dense-requests", type=float, default=4.0, help="the pool holds so many requests of 8192 tokens densely"
     )
     options = parser.parse_args()
+    check_budget(parser, options)
     if options.prompt + options.new > 8192:
         parser.error("prompt and generated tokens exceed the demo model's 8192 positions: lower --prompt or --new")
     options.most_requests, options.pool_tokens = options.requests, options.dense_requests * 8192

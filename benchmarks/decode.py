@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 import record
-from engines import EAGER, WARM_UP, add_options, ask_all, engines, output_problems, say, start
+from engines import EAGER, WARM_UP, add_options, ask_all, check_budget, engines, output_problems, say, start
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "decode.csv"
 
@@ -30,10 +30,16 @@ def parse_arguments():
     )
     parser.add_argument("--requests", nargs="+", type=int, default=[8], help="requests decoded together (default 8)")
     parser.add_argument("--steps", type=int, default=24, help="counted steps of a turn (default 24)")
+    parser.add_argument(
+        "--peers", action="store_true", help="transformers and kvpress too, with --requests 1 (`make peers` first)"
+    )
     parser.add_argument("--eager-too", action="store_true", help="each policy a second time, eager")
     options = parser.parse_args()
     if options.eager and options.eager_too:
         parser.error("--eager leaves nothing to compare: leave it out, or --eager-too")
+    check_budget(parser, options)
+    if options.peers and options.requests != [1]:
+        parser.error("the peers decode one request: give --requests 1")
     turns = options.rounds * len(options.requests)
     if max(options.context) + turns * (options.steps + WARM_UP) > 8000:
         parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context")

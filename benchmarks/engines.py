@@ -17,6 +17,8 @@ from pathlib import Path
 from record import ROOT
 
 DEMO_MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
+PEERS = ROOT / "build" / "peers" / "bin" / "python"
+PEER = ROOT / "benchmarks" / "peer.py"
 SHIPPED_SCORER = ROOT / "examples" / "scorers" / "smollm2-135m-kvpop"
 EAGER = " eager"
 """Ends the name of a policy's eager twin."""
@@ -31,6 +33,10 @@ SHORT_PROMPTS = (
 )
 
 
+LEAST_BUDGET = 768
+"""Holds the longest of them and what is generated."""
+
+
 @contextmanager
 def engines(options):
     """Name -> :class:`Engine` for stock and every policy of ``options``; all are stopped at the end."""
@@ -41,6 +47,8 @@ def engines(options):
         try:
             for name, told in configurations(options, Path(folder)).items():
                 started[name] = Engine(name, told, options, Path(folder))
+            for name, told in peers(options).items():
+                started[name] = Engine(name, told, options, Path(folder), [str(PEERS), str(PEER)])
             yield started
         except EngineError as error:
             sys.exit(str(error))
@@ -63,7 +71,7 @@ def add_options(parser, *, budget: int, rounds: int) -> None:
     parser.add_argument("--policies", nargs="+", default=["streaming-llm", "kvpop"], help="compared with stock")
     parser.add_argument("--scorer", default=str(SHIPPED_SCORER), help="of kvpop (default: the shipped one)")
     parser.add_argument(
-        "--decide-every", nargs="+", type=int, default=[1], metavar="E", help="policies once for each (default 1)"
+        "--decide-every", nargs="+", type=int, default=[1], metavar="E", help="kvpop policies once for each (default 1)"
     )
     parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
@@ -83,7 +91,7 @@ def configurations(options, folder: Path) -> dict:
     policies = {
         name if every == 1 else f"{name}, e = {every}": policy | ({} if every == 1 else {"decide_every": every})
         for name, policy in policies.items()
-        for every in options.decide_every
+        for every in (options.decide_every if name.startswith("kvpop") else [1])
     }
     told = {name: {"policy": policy, "eager": options.eager} for name, policy in {"dense": None, **policies}.items()}
     twins = {
@@ -92,6 +100,27 @@ def configurations(options, folder: Path) -> dict:
         if getattr(options, "eager_too", False)
     }
     return told | twins
+
+
+def peers(options) -> dict:
+    """Name -> what a peer is told, if peers are asked for."""
+    if not getattr(options, "peers", False):
+        return {}
+    if not PEERS.is_file():
+        sys.exit("the peers have no environment: run `make peers`")
+    told = {"short_prompts": SHORT_PROMPTS}
+    return {
+        "transformers": told | {"kvpress_budget": None},
+        "kvpress, key norm": told | {"kvpress_budget": options.budget},
+    }
+
+
+def check_budget(parser, options) -> None:
+    """Ends with a message if outputs could not be compared."""
+    if options.budget < LEAST_BUDGET:
+        parser.error(
+            f"outputs are compared on prompts that a budget of {options.budget} does not hold: raise --budget to {LEAST_BUDGET}"
+        )
 
 
 def start(started: dict) -> None:
@@ -136,13 +165,13 @@ class EngineError(Exception):
 class Engine:
     """The parent's end of one child."""
 
-    def __init__(self, name: str, told: dict, options, folder: Path):
+    def __init__(self, name: str, told: dict, options, folder: Path, command: list[str] | None = None):
         self.name, self.log = name, folder / f"{name}.log"
         told = json.dumps(vars(options) | told)
         env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [sys.executable, __file__, told],
+                [*(command or [sys.executable, __file__]), told],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
@@ -254,7 +283,8 @@ class Child:
         lengths = [context - 16 * i for i in range(requests)]
         params = SamplingParams(temperature=0, max_tokens=8192 - context, ignore_eos=True, detokenize=False)
         for i, length in enumerate(lengths):
-            self.engine.add_request(str(i), {"prompt_token_ids": self._random(draw, length)}, params)
+            self.engine.add_request(f"{context}-{i}", {"prompt_token_ids": self._random(draw, length)}, params)
+        self.asked = [f"{context}-{i}" for i in range(requests)]
         begin = said = time.monotonic()
         while (decoding := len(self.engine.step())) < requests:
             if time.monotonic() - said > 30:
@@ -268,10 +298,8 @@ class Child:
 
     def keep(self, requests: int) -> dict:
         """Goes on with the first so many requests of the last ``prefill``; says what they hold."""
-        running = self.engine.engine_core.engine_core.scheduler.running
-        self.engine.abort_request([str(i) for i in range(requests, len(running))])
-        while self.engine.has_unfinished_requests() and requests == 0:
-            self.engine.step()
+        self.engine.abort_request(self.asked[requests:])
+        self.asked = self.asked[:requests]
         return {"held_bytes": (self.free - self.pool.get_num_free_blocks()) * self.block_bytes}
 
     def prompt(self, context: int) -> dict:

@@ -9,7 +9,7 @@ import statistics
 import sys
 
 import record
-from engines import add_options, engines, output_problems, say, start
+from engines import add_options, check_budget, engines, output_problems, say, start
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "prefill.csv"
 
@@ -38,6 +38,7 @@ def parse_arguments():
     parser.add_argument("--context", type=int, default=7500, help="tokens of each prompt (default 7500)")
     parser.set_defaults(most_requests=1, pool_tokens=1.15 * 8192)
     options = parser.parse_args()
+    check_budget(parser, options)
     if options.context > 8000:
         parser.error("the prompt exceeds the demo model's 8192 positions: lower --context")
     return options

@@ -1,0 +1,115 @@
+"""The child's end of a peer: plain transformers, or kvpress on it, as `engines.Child` is for vLLM; one request at a time.
+
+Runs in an environment of its own (`make peers`), since kvpress wants an older transformers than vLLM, and imports nothing
+of this repository.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from contextlib import nullcontext
+
+INTERVAL = 64  # tokens between kvpress's compressions; its default of 512 would keep up to 512 tokens above the budget
+WARM_UP = 2
+
+
+class Peer:
+    """One model; the same commands and replies as `engines.Child`."""
+
+    def __init__(self, options: dict):
+        self.options = options
+        self.replies = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)
+
+    def serve(self) -> None:
+        for line in sys.stdin:
+            command, arguments = json.loads(line)
+            print(json.dumps(getattr(self, command)(**arguments)), file=self.replies)
+
+    def start(self) -> dict:
+        begin = time.monotonic()
+        import torch
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        torch.set_num_threads(self.options["threads"])
+        folder = self.options["model"]
+        self.torch, self.tokenizer = torch, AutoTokenizer.from_pretrained(folder)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        return {"seconds": time.monotonic() - begin, "pool_bytes": 0}
+
+    def _press(self, context: int):
+        """Down to the budget after the prompt, and again every few tokens; nothing for plain transformers."""
+        budget = self.options["kvpress_budget"]
+        if budget is None:
+            return nullcontext()
+        from kvpress import DecodingPress, KnormPress, PrefillDecodingPress
+
+        decoding = DecodingPress(
+            KnormPress(), compression_interval=INTERVAL, target_size=budget, hidden_states_buffer_size=0
+        )
+        prefilling = KnormPress(compression_ratio=1 - budget / context) if context > budget else None
+        return PrefillDecodingPress(prefilling_press=prefilling, decoding_press=decoding)(self.model)
+
+    def _forward(self, tokens: list[int], position: int):
+        torch = self.torch
+        ids, positions = torch.tensor([tokens]), torch.arange(position, position + len(tokens))[None]
+        with torch.inference_mode():
+            out = self.model(ids, past_key_values=self.cache, position_ids=positions, use_cache=True, logits_to_keep=1)
+        return out.logits[0, -1].float().log_softmax(-1)
+
+    def _begin(self, tokens: list[int]):
+        from transformers import DynamicCache
+
+        self.cache, self.at = DynamicCache(), len(tokens)
+        return self._forward(tokens, 0)
+
+    def _next(self, logprobs):
+        token = int(logprobs.argmax())
+        logprobs = self._forward([token], self.at)
+        self.at += 1
+        return logprobs
+
+    def short(self) -> list:
+        return [self._greedy(self.tokenizer(prompt)["input_ids"]) for prompt in self.options["short_prompts"]]
+
+    def _greedy(self, tokens: list[int]) -> list:
+        with self._press(len(tokens)):
+            logprobs, found = self._begin(tokens), []
+            for _ in range(24):
+                best = logprobs.topk(2).values.tolist()
+                found.append({"token": int(logprobs.argmax()), "logprob": best[0], "gap": best[0] - best[1]})
+                logprobs = self._next(logprobs)
+        return found
+
+    def prefill(self, context: int, requests: int) -> dict:
+        if requests != 1:
+            raise ValueError("a peer decodes one request")
+        draw = random.Random(context)
+        tokens = [draw.randrange(100, 40000) for _ in range(context)]
+        begin = time.monotonic()
+        self.press = self._press(context)
+        self.press.__enter__()
+        self.logprobs = self._begin(tokens)
+        return {"seconds": time.monotonic() - begin, "tokens": context}
+
+    def keep(self, requests: int) -> dict:
+        if requests == 0:
+            self.press.__exit__(None, None, None)
+            self.cache = None
+            return {"held_bytes": 0}
+        layers = self.cache.layers
+        return {"held_bytes": sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))}
+
+    def steps(self, requests: int, steps: int) -> dict:
+        times = []
+        for _ in range(WARM_UP + steps):
+            begin = time.perf_counter()
+            self.logprobs = self._next(self.logprobs)
+            times.append(1e3 * (time.perf_counter() - begin))
+        return {"ms": times[WARM_UP:]}
+
+
+if __name__ == "__main__":
+    Peer(json.loads(sys.argv[1])).serve()
