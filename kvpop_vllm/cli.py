@@ -81,11 +81,26 @@ def add_policies(commands: Commands) -> None:
     add_command(commands, "policies", "list the policies that --kv-policy takes").set_defaults(run=policies)
 
 
+def bench_plot(options: argparse.Namespace) -> None:
+    from kvpop_vllm.bench.plot import bench_plot
+
+    bench_plot(options)
+
+
+def add_bench(commands: Commands) -> None:
+    command = add_command(commands, "bench", "what the scripts in benchmarks/ measured")
+    group = command.add_subparsers(metavar="ACTION", required=True)
+    plot = add_command(group, "plot", "draw their CSV files as one figure, and write one table")
+    plot.add_argument("--results", default="benchmarks/results", metavar="DIR", help="folder of the CSV files")
+    plot.add_argument("--out", metavar="DIR", help="folder to write figure.png and table.md (default: the same)")
+    plot.set_defaults(run=bench_plot)
+
+
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvpop", description="Fixed-budget KV caches for vLLM.")
     parser.add_argument("--version", action="version", version=f"kvpop {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (add_fetch, add_init, add_distill, add_eval, add_export, add_policies):
+    for add in (add_fetch, add_init, add_distill, add_eval, add_export, add_policies, add_bench):
         add(commands)
     return parser
 
