@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
-from kvpop_vllm.roles import SlotRoles
+from kvpop_vllm.roles import Retention
 
 ADDITIONAL_CONFIG_KEY = "kv_policy"
 DEFAULT_SINKS = 4
@@ -133,21 +133,6 @@ class ScorerShape:
     window: int
     topk: int
     delayed: bool
-
-
-@dataclass(frozen=True)
-class Retention(SlotRoles):
-    """Slots per KV head: ``budget = sinks + window + (decide_every - 1) + topk``."""
-
-    budget: int
-    sinks: int
-    window: int
-    decide_every: int = 1
-
-    @property
-    def topk(self) -> int:
-        """k: long-range slots."""
-        return self.budget - self.first_long
 
 
 def resolve_retention(

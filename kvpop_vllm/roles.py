@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -60,3 +61,18 @@ class SlotRoles:
         """Which of ``slots [n]`` are stale before ``position``."""
         newest = position - 1 - (position - 1 - slots) % self.ring  # of each ring slot
         return (slots >= self.sinks) & (slots < self.first_long) & (newest < self.decided(position))
+
+
+@dataclass(frozen=True)
+class Retention(SlotRoles):
+    """Slots per KV head: ``budget = sinks + window + (decide_every - 1) + topk``."""
+
+    budget: int
+    sinks: int
+    window: int
+    decide_every: int = 1
+
+    @property
+    def topk(self) -> int:
+        """k: long-range slots."""
+        return self.budget - self.first_long

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.config import Retention
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages
+from kvpop_vllm.roles import Retention
 
 
 @dataclass(frozen=True)

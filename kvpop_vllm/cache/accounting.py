@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.config import Retention
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
+from kvpop_vllm.roles import Retention
 
 
 @dataclass(frozen=True)

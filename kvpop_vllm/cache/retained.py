@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.config import Retention
 from kvpop_vllm.kernels.pages import Pages
+from kvpop_vllm.roles import Retention
 
 STALE = -1
 """Stands for the position of a slot whose token is not held any more."""

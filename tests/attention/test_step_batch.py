@@ -7,9 +7,9 @@ import torch
 from kernels.factories import random_page_table, random_rule, random_scorer, state_floats
 
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
-from kvpop_vllm.config import Retention
 from kvpop_vllm.kernels.ops import StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.roles import Retention
 
 HEADS, GROUP, SIZE, SINKS, WINDOW, BUDGET = 2, 2, 32, 2, 6, 40
 

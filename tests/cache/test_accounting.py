@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.cache.accounting import CacheBytes, PoolBytes, dense_request_bytes, pool_bytes, request_bytes
-from kvpop_vllm.config import Retention
 from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.roles import Retention
 
 
 def test_a_bounded_request():

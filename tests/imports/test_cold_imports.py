@@ -105,13 +105,15 @@ def test_only_the_glue_imports_vllm():
 
 
 ARROWS = {
-    "config": set(),
-    "kernels": {"_C"},
+    "roles": set(),
+    "config": {"roles"},
+    "kernels": {"_C", "roles"},
     "scorers": {"kernels", "config"},
-    "policies": {"scorers", "kernels", "config"},
-    "cache": {"kernels"},
-    "attention": {"kernels"},
+    "policies": {"scorers", "kernels", "config", "roles"},
+    "cache": {"kernels", "roles"},
+    "attention": {"kernels", "roles"},
     "testing": set(),
+    "bench": {"config"},
     "distill": {"scorers", "kernels", "config", "argument_types"},
     "evaluation": {"distill", "scorers", "kernels", "config", "argument_types"},
 }
