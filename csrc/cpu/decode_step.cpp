@@ -4,13 +4,56 @@
 
 #include <ATen/Parallel.h>
 
+#include <algorithm>
+#include <vector>
+
 #include "kvpop/isa.h"
 #include "kvpop/scratch.h"
 
 namespace kvpop {
 
+namespace {
+
+constexpr int64_t LEAST_PART = 256;  // slots; less is not worth a thread
+
+// Into how many parts the heads' slots are cut so that all threads have work.
+int64_t parts_of_a_head(const DecodeStep& step) {
+    const int64_t heads = step.requests * step.heads, threads = at::get_num_threads();
+    if (heads == 0 || heads >= 2 * threads || threads == 1) return 1;
+    int64_t longest = 0;
+    for (int64_t r = 0; r < step.requests; r++)
+        for (int64_t h = 0; h < step.heads; h++) longest = std::max(longest, step.valid_slots(r, h));
+    return std::clamp((2 * threads + heads - 1) / heads, int64_t(1), std::max(int64_t(1), longest / LEAST_PART));
+}
+
+void in_parts(const DecodeStep& step, const Kernels& kernels, int64_t parts) {
+    const int64_t heads = step.requests * step.heads, floats = kernels.scratch_floats(step);
+    const int64_t sums = kernels.partial_floats(step);
+    std::vector<Runs> runs(static_cast<size_t>(heads));
+    std::vector<float> memory(static_cast<size_t>(heads * parts * sums + 16));
+    float* partial = aligned(memory.data());
+    at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
+        float* scratch = scratch_of_this_thread(floats);
+        for (int64_t i = begin; i < end; i++)
+            runs[size_t(i)] = kernels.retain(step, i % step.requests, i / step.requests, scratch);
+    });
+    at::parallel_for(0, heads * parts, 1, [&](int64_t begin, int64_t end) {
+        float* scratch = scratch_of_this_thread(floats);
+        for (int64_t j = begin; j < end; j++) {
+            const int64_t i = j / parts;
+            kernels.attend_part(step, i % step.requests, i / step.requests, runs[size_t(i)], j % parts, parts,
+                                partial + j * sums, scratch);
+        }
+    });
+    for (int64_t i = 0; i < heads; i++)
+        kernels.merge_parts(step, i % step.requests, i / step.requests, parts, partial + i * parts * sums);
+}
+
+}  // namespace
+
 void decode_step(const DecodeStep& step) {
     const Kernels& kernels = *current_isa().kernels;
+    if (const int64_t parts = parts_of_a_head(step); parts > 1) return in_parts(step, kernels, parts);
     const int64_t floats = kernels.scratch_floats(step);
     // Heads outermost, so that a head's scorer weights stay in the cache from one request to the next.
     at::parallel_for(0, step.heads * step.requests, 1, [&](int64_t begin, int64_t end) {

@@ -88,6 +88,12 @@ DECODE = [
 ]
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("threads, every", [(2, 40), (16, 1)])
+def test_one_head_is_shared_among_threads(dtype, threads, every):
+    decode.test_one_head_is_shared_among_threads(dtype, threads, 1, every)
+
+
 @pytest.mark.parametrize("problem", DECODE, ids=lambda p: p["case"])
 def test_decode_step(problem):
     check_budgets(decode.Problem(**problem, seed=1))

@@ -47,8 +47,10 @@ CASES = {
 
 @pytest.fixture(autouse=True)
 def fastest_isa_afterwards():
+    threads = torch.get_num_threads()
     yield
     _C.set_isa(_C.isa_levels()[-1])
+    torch.set_num_threads(threads)
 
 
 @dataclass
@@ -193,6 +195,30 @@ def test_every_isa_is_within_the_error_budget(p):
 @pytest.mark.parametrize("every", [1, 8])
 def test_several_tiles_and_blocks(dtype, slots, every):
     check_budgets(Problem("mlstm", 2, 1, 3, 64, slots, 4, 30, 140, 8, 1, every, dtype, dtype, seed=slots))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("threads, requests, every", [(2, 1, 1), (2, 1, 40), (5, 2, 1), (16, 1, 8)])
+def test_one_head_is_shared_among_threads(dtype, threads, requests, every):
+    """Fewer heads than threads: their slots are cut into parts. The result is that of one thread to rounding."""
+    p = Problem("mlstm", requests, 1, 3, 64, 16, 4, 300, 1200, every=every, dtype=dtype, q_dtype=dtype).prepare()
+    pages = [poisoned_pages(p.layout, p.num_blocks) for _ in range(2)]
+    active, outs, prompt = list(range(requests)), [], int(p.budgets.max()) - 20
+    q, k, v = (torch.randn(prompt + 60, n, 64, generator=p.generator).to(dtype) for n in (3, 1, 1))
+    for r, own in ((r, own) for r in active for own in pages):
+        rest = p.table[r], 0, p.budgets[r]
+        ops.prefill_chunk(q[:prompt], k[:prompt], v[:prompt], own, *rest, rule=p.rule, scale=p.scale, impl="cpp")
+    for t in range(prompt, prompt + 60):
+        now = [torch.stack([x[t]] * requests) for x in (q, k, v)]
+        out = []
+        for number, own in zip((1, threads), pages, strict=True):
+            torch.set_num_threads(number)
+            out.append(p.run(own, active, [t] * requests, *now, "cpp"))
+        outs.append([torch.cat([o.flatten().float(), lse.flatten()]) for o, lse in out])
+    assert torch.equal(pages[0].raw, pages[1].raw)
+    alone, shared = (torch.stack(rows) for rows in zip(*outs, strict=True))
+    assert not torch.equal(alone, shared), "no head was cut"
+    torch.testing.assert_close(shared, alone, rtol=0, atol=2e-5 if dtype == torch.float32 else 2**-8)
 
 
 def check_budgets(p):

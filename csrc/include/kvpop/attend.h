@@ -230,10 +230,22 @@ KVPOP_INLINE void attend_group(int count, const Tile<T>& tile, const RowShape<T>
     }
 }
 
-inline int64_t attend_scratch(const DecodeStep& a) {
-    const int64_t row = a.cache_is_bf16 ? RowShape<bf16>(a.size).floats : RowShape<float>(a.size).floats;
-    return 2 * Pieces::round(a.group * row) + 2 * Pieces::round(a.group);
+inline int64_t row_floats(const DecodeStep& a) {
+    return a.cache_is_bf16 ? RowShape<bf16>(a.size).floats : RowShape<float>(a.size).floats;
 }
+inline int64_t partial_floats(const DecodeStep& a) {
+    return Pieces::round(a.group * row_floats(a)) + 2 * Pieces::round(a.group);
+}
+inline int64_t attend_scratch(const DecodeStep& a) { return Pieces::round(a.group * row_floats(a)) + partial_floats(a); }
+
+// What one head has summed up over some of its slots: per query head a row of the output, maximum, sum.
+struct Partial {
+    float *acc, *maximum, *total;
+    Partial(const DecodeStep& a, float* floats) {
+        Pieces pieces{floats};
+        acc = pieces.take(a.group * row_floats(a)), maximum = pieces.take(a.group), total = pieces.take(a.group);
+    }
+};
 
 KVPOP_INLINE float read_q(const DecodeStep& a, int64_t r, int64_t head, int64_t e) {
     const int64_t at = r * a.q_stride[0] + head * a.q_stride[1] + e;
@@ -258,15 +270,13 @@ KVPOP_INLINE void prefetch_scores(const DecodeStep& a, int64_t r, int64_t h, int
     for (int64_t b = 0; b < 8 * a.block_slots; b += 64) prefetch(p + b);
 }
 
-// Attention of request r, KV head h over runs of slots; scratch of attend_scratch() floats, 64-byte aligned.
+// Sums of request r, KV head h over runs of slots; q: scratch for the rows of q, 64-byte aligned.
 template <class A>
-void attend_as(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, float* scratch) {
+void sum_runs(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, float* q, const Partial& sums) {
     using T = typename A::Item;
     const RowShape<T> shape(a.size);
     const int64_t floats = a.group * shape.floats;
-    Pieces pieces{scratch};
-    float *q = pieces.take(floats), *acc = pieces.take(floats);
-    float *maximum = pieces.take(a.group), *total = pieces.take(a.group);
+    float *acc = sums.acc, *maximum = sums.maximum, *total = sums.total;
     for (int64_t i = 0; i < floats; i++) q[i] = 0;
     for (int64_t i = 0; i < floats; i++) acc[i] = 0;
     for (int64_t g = 0; g < a.group; g++) {
@@ -293,24 +303,70 @@ void attend_as(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, floa
             attend_group<A>(int(end - g), tile, shape, s);
         }
     }
+}
+
+// Sums into output and log-sum-exps.
+template <class A>
+void write_output(const DecodeStep& a, int64_t r, int64_t h, const Partial& sums) {
+    const int64_t floats = row_floats(a);
     for (int64_t g = 0; g < a.group; g++) {
         const int64_t row = (r * a.heads + h) * a.group + g;
-        a.lse[row] = maximum[g] + __builtin_logf(total[g]);
+        a.lse[row] = sums.maximum[g] + __builtin_logf(sums.total[g]);
         for (int64_t e = 0; e < a.size; e++) {
-            const float x = acc[g * shape.floats + A::place(e)] / total[g];
+            const float x = sums.acc[g * floats + A::place(e)] / sums.total[g];
             if (a.q_is_bf16) static_cast<bf16*>(a.out)[row * a.size + e] = to_bf16(x);
             else static_cast<float*>(a.out)[row * a.size + e] = x;
         }
     }
 }
 
-template <class T>
-KVPOP_INLINE void attend(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, float* scratch) {
+// Calls f with the way of attending that the step's types have.
+template <class F>
+KVPOP_INLINE void with_attention(const DecodeStep& a, const F& f) {
 #if KVPOP_BF16_DOT
-    if constexpr (sizeof(T) == sizeof(bf16))
-        if (a.q_is_bf16) return attend_as<Paired>(a, r, h, runs, scratch);
+    if (a.cache_is_bf16 && a.q_is_bf16) return f(Paired{});
 #endif
-    attend_as<Widened<T>>(a, r, h, runs, scratch);
+    if (a.cache_is_bf16) f(Widened<bf16>{});
+    else f(Widened<float>{});
+}
+
+// Attention of one head over runs of slots, all of them; scratch of attend_scratch() floats.
+inline void attend(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, float* scratch) {
+    with_attention(a, [&](auto way) {
+        using A = decltype(way);
+        Pieces pieces{scratch};
+        float* q = pieces.take(a.group * row_floats(a));
+        const Partial sums(a, pieces.next);
+        sum_runs<A>(a, r, h, runs, q, sums);
+        write_output<A>(a, r, h, sums);
+    });
+}
+
+// The same in parts that can be done apart: part `part` of `parts`, cut between tiles, into partial_floats() floats;
+inline void attend_part(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, int64_t part, int64_t parts,
+                        float* sums, float* scratch) {
+    with_attention(a, [&](auto way) {
+        sum_runs<decltype(way)>(a, r, h, runs.part(part, parts, TILE), scratch, Partial(a, sums));
+    });
+}
+
+// and all parts, one after the other in memory, into the output.
+inline void merge_parts(const DecodeStep& a, int64_t r, int64_t h, int64_t parts, float* sums) {
+    const Partial whole(a, sums);
+    const int64_t floats = row_floats(a);
+    for (int64_t part = 1; part < parts; part++) {
+        const Partial more(a, sums + part * partial_floats(a));
+        for (int64_t g = 0; g < a.group; g++) {
+            if (more.total[g] == 0) continue;  // no slot fell into this part
+            const float top = whole.maximum[g] > more.maximum[g] ? whole.maximum[g] : more.maximum[g];
+            const float mine = __builtin_expf(whole.maximum[g] - top), its = __builtin_expf(more.maximum[g] - top);
+            for (int64_t i = g * floats; i < (g + 1) * floats; i++)
+                whole.acc[i] = mine * whole.acc[i] + its * more.acc[i];
+            whole.total[g] = mine * whole.total[g] + its * more.total[g];
+            whole.maximum[g] = top;
+        }
+    }
+    with_attention(a, [&](auto way) { write_output<decltype(way)>(a, r, h, whole); });
 }
 
 }  // namespace kvpop::KVPOP_ISA

@@ -84,6 +84,14 @@ struct Runs {
     void add(int64_t from, int64_t to) {
         if (from < to) begin[count] = from, end[count++] = to;
     }
+    // The slots of one of `parts` about equal parts, cut at multiples of `unit`.
+    Runs part(int64_t index, int64_t parts, int64_t unit) const {
+        const int64_t units = (end[count - 1] + unit - 1) / unit;
+        const int64_t from = units * index / parts * unit, to = units * (index + 1) / parts * unit;
+        Runs found{{}, {}, 0};
+        for (int i = 0; i < count; i++) found.add(begin[i] > from ? begin[i] : from, end[i] < to ? end[i] : to);
+        return found;
+    }
 };
 
 // Those of the slots [0, held) that are not stale before `position`.

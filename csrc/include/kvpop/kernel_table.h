@@ -7,10 +7,16 @@
 
 namespace kvpop {
 
-// One instruction set's kernels. decode_head does the whole step of request r, head h; the others see prefill.h.
+// One instruction set's kernels. decode_head does the whole step of request r, head h; retain all but attention, which
+// attend_part and merge_parts then do (attend.h); the others see prefill.h.
 struct Kernels {
     int64_t (*scratch_floats)(const DecodeStep&);
     void (*decode_head)(const DecodeStep&, int64_t r, int64_t h, float* scratch);
+    Runs (*retain)(const DecodeStep&, int64_t r, int64_t h, float* scratch);
+    int64_t (*partial_floats)(const DecodeStep&);
+    void (*attend_part)(const DecodeStep&, int64_t r, int64_t h, const Runs&, int64_t part, int64_t parts, float* sums,
+                        float* scratch);
+    void (*merge_parts)(const DecodeStep&, int64_t r, int64_t h, int64_t parts, float* sums);
     bool bf16_words;  // packed tiles of bfloat16 can be multiplied as they are
     int64_t (*prefill_scratch)(const DecodeStep&);
     void (*prefill_scores)(PrefillChunk&, const Piece&, int64_t h, float* scratch);

@@ -91,11 +91,12 @@ struct Head {
     }
 };
 
-inline int64_t scratch_floats(const DecodeStep& a) {
+inline int64_t retain_scratch(const DecodeStep& a) {
     const Scorer& s = a.scorer;
     return 2 * Pieces::round(2 * a.size) + Pieces::round(s.hidden) + 2 * Pieces::round(s.features) +
-           2 * Pieces::round(s.values) + Pieces::round(s.columns) + attend_scratch(a);
+           2 * Pieces::round(s.values) + Pieces::round(s.columns);
 }
+inline int64_t scratch_floats(const DecodeStep& a) { return retain_scratch(a) + attend_scratch(a); }
 
 // Rows of one token's key and value.
 template <class T>
@@ -103,8 +104,9 @@ struct Row {
     const T *key, *value;
 };
 
+// All of the step but attention; returns the slots to attend over.
 template <class T>
-void decode_head_of(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
+Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
     const Head<T> head{a, r, h};
     const Scorer& s = a.scorer;
     const Roles& roles = a.roles;
@@ -144,12 +146,16 @@ void decode_head_of(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
     }
     head.write(slot, own.key, own.value, inserted, q);
     *a.tokens_seen(r, h) = int32_t(q + 1);
-    attend<T>(a, r, h, fresh_runs(roles, q + 1, slot < valid ? valid : slot + 1), pieces.next);
+    return fresh_runs(roles, q + 1, slot < valid ? valid : slot + 1);
+}
+
+inline Runs retain(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
+    return a.cache_is_bf16 ? retain_of<bf16>(a, r, h, scratch) : retain_of<float>(a, r, h, scratch);
 }
 
 inline void decode_head(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
-    if (a.cache_is_bf16) decode_head_of<bf16>(a, r, h, scratch);
-    else decode_head_of<float>(a, r, h, scratch);
+    const Runs runs = retain(a, r, h, scratch);
+    attend(a, r, h, runs, scratch + retain_scratch(a));
 }
 
 }  // namespace kvpop::KVPOP_ISA
