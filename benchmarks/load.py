@@ -1,0 +1,135 @@
+"""Time to first token under load: `vllm bench serve` against stock vLLM and fixed budgets with the same KV memory.
+
+One server after another, as often as --rounds says, each asked the same random prompts at the same times. Nothing is
+called faster unless every policy's server gave stock's greedy tokens on prompts shorter than its budget. Rows go to
+benchmarks/results/load.csv.
+"""
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+import urllib.request
+from pathlib import Path
+
+import record
+from engines import SHORT_PROMPTS, add_options, check_budget, configurations, differs, say
+
+sys.path.insert(0, str(record.ROOT / "examples"))
+from serving import Server, ServerError  # noqa: E402
+
+RESULTS = record.ROOT / "benchmarks" / "results" / "load.csv"
+MEASURES = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "output_throughput", "duration")
+
+
+def main() -> int:
+    options = parse_arguments()
+    rows, first = [], None
+    try:
+        with tempfile.TemporaryDirectory(prefix="kvpop-bench-") as folder:
+            told = configurations(options, Path(folder))
+            for turn in range(1, options.rounds + 1):
+                for name, configuration in told.items():
+                    answers, measured = one_server(name, configuration["policy"], options, Path(folder))
+                    first = answers if first is None else first  # stock comes first
+                    if problem := differs(name, first, answers):
+                        print(f"load: output check failed, no ratio is given: {problem}", file=sys.stderr)
+                        return 1
+                    rows.append(row(name, turn, measured, options))
+                    say(f"round {turn}, {name}: " + ", ".join(f"{m} {measured[m]:.0f}" for m in MEASURES))
+    except ServerError as error:
+        sys.exit(str(error))
+    print(report(rows))
+    if not options.no_csv:
+        record.append(RESULTS, rows)
+    return 0
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser, budget=1024, rounds=1)
+    parser.add_argument("--prompts", type=int, default=24, help="requests (default 24)")
+    parser.add_argument("--input", type=int, default=4000, help="tokens of each prompt (default 4000)")
+    parser.add_argument("--output", type=int, default=128, help="tokens generated for each (default 128)")
+    parser.add_argument("--rate", type=float, default=0.5, help="requests per second, Poisson (default 0.5)")
+    parser.add_argument(
+        "--dense-requests", type=float, default=4.0, help="the pool holds so many requests of 8192 tokens densely"
+    )
+    options = parser.parse_args()
+    check_budget(parser, options)
+    if options.input + options.output > 8192:
+        parser.error("a request exceeds the demo model's 8192 positions: lower --input or --output")
+    return options
+
+
+def one_server(name: str, policy: dict | None, options, folder: Path) -> tuple[list, dict]:
+    """Greedy tokens of short prompts, and what the load generator measured."""
+    model = json.loads((Path(options.model) / "config.json").read_text())
+    width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
+    token = 2 * 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * width
+    flags = ["--kv-cache-memory-bytes", str(int(options.dense_requests * 8192 * token)), "--no-enable-prefix-caching"]
+    flags += ["--enforce-eager"] if options.eager else []
+    if policy:
+        flags += ["--additional-config", json.dumps({"kv_policy": policy})]
+    with Server(options.model, *flags, wait_s=900, say=lambda line: say(f"{name}:{line}")) as server:
+        answers = [greedy(server.url, options.model, prompt) for prompt in SHORT_PROMPTS]
+        result = folder / "load.json"
+        command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--base-url", server.url]
+        command += ["--model", options.model, "--dataset-name", "random", "--seed", "0", "--ignore-eos"]
+        command += ["--random-input-len", str(options.input), "--random-output-len", str(options.output)]
+        command += ["--num-prompts", str(options.prompts), "--request-rate", str(options.rate)]
+        command += ["--save-result", "--result-dir", str(folder), "--result-filename", result.name]
+        done = subprocess.run(command, capture_output=True, text=True)
+        if done.returncode:
+            raise ServerError(f"vllm bench serve failed: {done.stderr.strip().splitlines()[-1]}")
+        measured = json.loads(result.read_text())
+        if measured["completed"] != options.prompts:
+            raise ServerError(f"{name}: {measured['completed']} of {options.prompts} requests completed")
+    return answers, measured
+
+
+def greedy(url: str, model: str, prompt: str) -> list[dict]:
+    """Greedy tokens of a prompt, each with its log-probability and its lead over the second."""
+    asked = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 2, "ignore_eos": True}
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        found = json.load(reply)["choices"][0]["logprobs"]
+    best = [sorted(candidates.values(), reverse=True)[:2] for candidates in found["top_logprobs"]]
+    return [
+        {"token": token, "logprob": logprob, "gap": pair[0] - pair[-1]}
+        for token, logprob, pair in zip(found["tokens"], found["token_logprobs"], best, strict=True)
+    ]
+
+
+def row(name: str, turn: int, measured: dict, options) -> dict:
+    from importlib.metadata import version
+
+    setting = {
+        "threads": options.threads,
+        "vllm": version("vllm"),
+        "mode": "eager" if options.eager else "compiled",
+        "pool_tokens": int(options.dense_requests * 8192),
+        "budget": options.budget,
+        "prompts": options.prompts,
+        "input": options.input,
+        "output": options.output,
+        "rate": options.rate,
+    }
+    return setting | {"configuration": name, "round": turn} | {m: f"{measured[m]:.1f}" for m in MEASURES}
+
+
+def report(rows: list[dict]) -> str:
+    lines = [f"{'':30} " + " ".join(f"{m:>18}" for m in MEASURES)]
+    for name in dict.fromkeys(r["configuration"] for r in rows):
+        mine = [r for r in rows if r["configuration"] == name]
+        values = (statistics.median(float(r[m]) for r in mine) for m in MEASURES)
+        lines.append(f"{name:30} " + " ".join(f"{v:18.0f}" for v in values))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
