@@ -85,7 +85,7 @@ bench: model
 peers: model
 	@echo "[peers] transformers and kvpress in build/peers"
 	@$(PYTHON) -m venv build/peers
-	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "$$($(BIN)/python -m pip freeze | grep '^torch==' | cut -d+ -f1)"
+	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "$$($(BIN)/python -m pip freeze | grep '^torch==')"
 	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "kvpress==0.5.5" "transformers<5.3"
 
 clean:

@@ -11,7 +11,7 @@ import sys
 from dataclasses import dataclass
 
 import record
-from engines import EAGER, WARM_UP, add_options, ask_all, check_budget, engines, output_problems, say, start
+from engines import EAGER, PEER_NAMES, WARM_UP, add_options, ask_all, check_budget, engines, output_problems, say, start
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "decode.csv"
 
@@ -127,7 +127,7 @@ def append(turns: list[Turn], options) -> None:
         [
             setting
             | {
-                "mode": "eager" if options.eager or t.name.endswith(EAGER) else "compiled",
+                "mode": "eager" if options.eager or t.name.endswith(EAGER) or t.name in PEER_NAMES else "compiled",
                 "requests": t.requests,
                 "context": t.context,
                 "configuration": t.name.removesuffix(EAGER),

@@ -18,6 +18,7 @@ from record import ROOT
 
 DEMO_MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 PEERS = ROOT / "build" / "peers" / "bin" / "python"
+PEER_NAMES = ("transformers", "kvpress, key norm")
 PEER = ROOT / "benchmarks" / "peer.py"
 SHIPPED_SCORER = ROOT / "examples" / "scorers" / "smollm2-135m-kvpop"
 EAGER = " eager"
@@ -108,18 +109,16 @@ def peers(options) -> dict:
         return {}
     if not PEERS.is_file():
         sys.exit("the peers have no environment: run `make peers`")
-    told = {"short_prompts": SHORT_PROMPTS}
-    return {
-        "transformers": told | {"kvpress_budget": None},
-        "kvpress, key norm": told | {"kvpress_budget": options.budget},
-    }
+    budgets = dict(zip(PEER_NAMES, (None, options.budget), strict=True))
+    return {name: {"short_prompts": SHORT_PROMPTS, "kvpress_budget": budget} for name, budget in budgets.items()}
 
 
 def check_budget(parser, options) -> None:
     """Ends with a message if outputs could not be compared."""
-    if options.budget < LEAST_BUDGET:
+    least = LEAST_BUDGET + max(options.decide_every) - 1
+    if options.budget < least:
         parser.error(
-            f"outputs are compared on prompts that a budget of {options.budget} does not hold: raise --budget to {LEAST_BUDGET}"
+            f"outputs are compared on prompts that a budget of {options.budget} may not hold: raise --budget to {least}"
         )
 
 

@@ -99,7 +99,10 @@ class Peer:
             self.press.__exit__(None, None, None)
             self.cache = None
             return {"held_bytes": 0}
-        layers = self.cache.layers
+        layers, budget = self.cache.layers, self.options["kvpress_budget"]
+        longest = max(layer.keys.shape[2] for layer in layers)
+        if budget is not None and not budget <= longest <= budget + INTERVAL:
+            raise RuntimeError(f"kvpress holds {longest} tokens, not its budget of {budget}")
         return {"held_bytes": sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))}
 
     def steps(self, requests: int, steps: int) -> dict:

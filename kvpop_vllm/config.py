@@ -174,7 +174,7 @@ def resolve_retention(
 def _remedy(settings: PolicySettings, max_model_len: int, least: int, keeps_all: bool) -> str:
     """How the budget comes to be at least ``least``, by the option that it came from."""
     if keeps_all or (settings.compression is not None and max_model_len < least):
-        lower = [f"lower {FLAGS[name]}" for name in ("sinks", "window", "decide_every") if getattr(settings, name)]
+        lower = [f"lower {FLAGS[name]}" for name in ("sinks", "window") if getattr(settings, name)]
         return " or ".join([f"raise --max-model-len to at least {least}", *lower])
     if settings.compression is not None:
         return f"lower --kv-compression to at most {1000 * max_model_len // least / 1000}"
@@ -185,6 +185,8 @@ def _budget(
     settings: PolicySettings, max_model_len: int, scorer: ScorerShape | None, sinks: int, keeps_all: bool
 ) -> int:
     if keeps_all:
+        if (settings.decide_every or 1) > 1:
+            raise ConfigError(f"--kv-policy {settings.policy} keeps every token: leave --kv-decide-every out")
         if settings.compression not in (None, 1) or (settings.budget or max_model_len) < max_model_len:
             raise ConfigError(
                 f"--kv-policy {settings.policy} keeps every token: leave --kv-budget and --kv-compression out"

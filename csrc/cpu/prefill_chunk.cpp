@@ -53,7 +53,7 @@ class HeadOfChunk {
     void load(Memory& memory) {
         const int64_t longest = std::min(PIECE, chunk_.length);
         const int64_t tiles = chunk_.slot_tiles(h_) + (longest + TILE_KEYS - 1) / TILE_KEYS;
-        work_ = memory.allocate(tiles, chunk_.packed.words(), longest, longest + a_.roles.decide_every - 1);
+        work_ = memory.allocate(tiles, chunk_.packed.words(), longest, most_leaving());
         for (int64_t slot = 0; slot < roles_.extent(chunk_.start, budget_); slot++)
             if (!roles_.stale(slot, chunk_.start)) pack(slot, key(slot), value(slot));  // others may never have been written
     }
@@ -90,6 +90,11 @@ class HeadOfChunk {
     }
 
   private:
+    // Tokens decided upon in a piece of the chunk, at most: where decisions are rare, in one piece of many.
+    int64_t most_leaving() const {
+        const int64_t in_all = roles_.decided(chunk_.start + chunk_.length) - roles_.decided(chunk_.start);
+        return std::min(in_all, PIECE + roles_.decide_every - 1);
+    }
     int64_t row_bytes() const { return a_.size * a_.item_bytes(); }
     uint8_t* key(int64_t slot) const { return a_.slot_region(0, h_, slot) + slot % a_.block_slots * row_bytes(); }
     uint8_t* value(int64_t slot) const { return key(slot) + a_.block_slots * row_bytes(); }

@@ -1,7 +1,8 @@
-"""`kvpop bench plot`: one figure and one table of what the benchmark scripts measured."""
+"""`kvpop bench plot`: one figure and one table of what `benchmarks/decode.py` measured last."""
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 from kvpop_vllm.bench.results import newest
@@ -9,70 +10,71 @@ from kvpop_vllm.config import ConfigError
 
 TABLE = "table.md"
 FIGURE = "figure.png"
-SETTING = ("mode", "requests", "context", "budget", "configuration")
+SETTING = ("mode", "configuration", "requests", "context", "budget")
+VALUES = ("step_ms", "dense_over_it", "kv_bytes", "requests", "context", "budget")
 
 
 def bench_plot(options) -> None:
-    """Runs `kvpop bench plot`: writes both files, and says where."""
-    folder, out = Path(options.results), Path(options.out or options.results)
-    rows = newest(folder / "decode.csv", SETTING, ("step_ms", "dense_over_it"))
-    decode = [row for row in rows if row["mode"] == "compiled"]
-    if not decode:
-        raise ConfigError(f"{folder / 'decode.csv'} holds no compiled runs: run `make bench`")
-    out.mkdir(parents=True, exist_ok=True)
-    (out / TABLE).write_text(table(decode))
-    figure(decode, out / FIGURE)
-    print(f"{out / TABLE} and {out / FIGURE} show {len(decode)} settings")
-
-
-def table(decode: list[dict]) -> str:
-    """Markdown: milliseconds a step and how many times faster than stock, by setting."""
-    lines = [
-        "| requests x context | B | cache | ms per step | dense / it | KV MiB |",
-        "|---|---|---|---|---|---|",
-    ]
-    for row in sorted(
-        decode, key=lambda r: (-int(r["requests"]), -int(r["context"]), int(r["budget"] or 0), -r["step_ms"])
-    ):
-        where, budget = (
-            f"{row['requests']} x {int(row['context']):,}",
-            f"{int(row['budget']):,}" if row["budget"] else "-",
-        )
-        held = int(row["kv_bytes"]) / 2**20
-        lines.append(
-            f"| {where} | {budget} | {row['configuration']} | {row['step_ms']:.1f} | {row['dense_over_it']:.2f} | {held:,.0f} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def figure(decode: list[dict], path: Path) -> None:
-    """Step time against context at the most requests measured, and throughput against requests at the longest context.
+    """Runs `kvpop bench plot`: writes both files, and says where.
 
     Raises:
-        ConfigError: matplotlib is not installed.
+        ConfigError: there is nothing to draw, or matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("kvpop bench plot needs matplotlib: pip install 'kvpop_vllm[distill]'") from None
-    drawing = Figure(figsize=(10, 3.6), layout="constrained")
+    path, out = Path(options.results) / "decode.csv", Path(options.out or options.results)
+    of, rows = newest(path, SETTING, VALUES)
+    rows = [row for row in rows if row["mode"] == "compiled" or row["configuration"] != "dense"]
+    if not any(row["configuration"] == "dense" for row in rows):
+        raise ConfigError(f"{path}: the newest measurement has no compiled run of stock vLLM: run `make bench`")
+    where = f"{of['machine']}, {of['threads']} thread(s), vLLM {of['vllm']}, {of['date']}, commit {of['commit']}"
+    out.mkdir(parents=True, exist_ok=True)
+    (out / TABLE).write_text(f"{table(rows)}\n{where}\n")
+    drawing = Figure(figsize=(10, 3.8), layout="constrained")
+    draw(drawing, rows, where)
+    drawing.savefig(out / FIGURE, dpi=120)
+    print(f"{out / TABLE} and {out / FIGURE} show {len(rows)} settings of {where}")
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown: milliseconds a step and how many times faster than stock in the same run, by setting."""
+    lines = [
+        "| requests x context | B | cache | ms per step | dense / it | KV MiB |",
+        "|---|---|---|---|---|---|",
+    ]
+    for row in sorted(rows, key=lambda r: (-r["requests"], -r["context"], r["budget"], -r["step_ms"])):
+        lines.append(
+            f"| {row['requests']:.0f} x {row['context']:,.0f} | {row['budget']:,.0f} | {_name(row)} | {row['step_ms']:.1f} "
+            f"| {row['dense_over_it']:.2f} | {row['kv_bytes'] / 2**20:,.0f} |"
+        )
+    return "\n".join(lines) + "\n"
+
+
+def draw(drawing, rows: list[dict], title: str) -> None:
+    """Step time against context at the most requests measured, and throughput against requests at the longest context."""
     left, right = drawing.subplots(1, 2)
-    most, longest = max(int(r["requests"]) for r in decode), max(int(r["context"]) for r in decode)
-    for axis, along, fixed, at, value in (
-        (left, "context", "requests", most, lambda r: r["step_ms"]),
-        (right, "requests", "context", longest, lambda r: 1e3 * int(r["requests"]) / r["step_ms"]),
-    ):
-        for name in dict.fromkeys(_label(r) for r in decode):
-            mine = sorted((int(r[along]), value(r)) for r in decode if _label(r) == name and int(r[fixed]) == at)
-            if mine:
-                axis.plot(*zip(*mine, strict=True), marker="o", label=name)
-        axis.set(xlabel={"context": "context, tokens", "requests": "requests decoded together"}[along], ylim=(0, None))
+    most, longest = max(r["requests"] for r in rows), max(r["context"] for r in rows)
+    for axis, along, fixed, at in ((left, "context", "requests", most), (right, "requests", "context", longest)):
+        curves: dict[str, dict[float, list[float]]] = {}
+        for row in (r for r in rows if r[fixed] == at):
+            value = row["step_ms"] if axis is left else 1e3 * row["requests"] / row["step_ms"]
+            curves.setdefault(_label(row), {}).setdefault(row[along], []).append(value)
+        for name, points in curves.items():
+            x = sorted(points)
+            axis.plot(x, [statistics.median(points[p]) for p in x], marker="o", label=name)
         axis.legend(fontsize=8)
-    left.set(title=f"{most} requests", ylabel="ms per decode step")
-    right.set(title=f"context {longest:,}", ylabel="tokens per second")
-    drawing.savefig(path, dpi=120)
+        axis.set_ylim(bottom=0)
+    left.set(title=f"{most:.0f} requests", xlabel="context, tokens", ylabel="ms per decode step")
+    right.set(title=f"context {longest:,.0f}", xlabel="requests decoded together", ylabel="tokens per second")
+    drawing.suptitle(title, fontsize=8)
+
+
+def _name(row: dict) -> str:
+    return row["configuration"] if row["mode"] == "compiled" else f"{row['configuration']} ({row['mode']})"
 
 
 def _label(row: dict) -> str:
-    name = "stock vLLM, dense" if row["configuration"] == "dense" else row["configuration"]
-    return f"{name}, B = {int(row['budget']):,}" if row["budget"] else name
+    """Stock's runs beside several budgets are one curve."""
+    return "stock vLLM, dense" if row["configuration"] == "dense" else f"{_name(row)}, B = {row['budget']:,.0f}"

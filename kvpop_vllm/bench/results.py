@@ -1,32 +1,30 @@
-"""CSV files that the benchmark scripts write: the newest measurement of each setting, medians over its rounds."""
+"""CSV files that the benchmark scripts write: the newest measurement, medians over its rounds."""
 
 from __future__ import annotations
 
 import csv
+import math
 import statistics
 from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
 
-MEASUREMENT = ("machine", "cores", "threads", "date", "commit", "vllm")
-"""Columns that tell measurements of one setting apart."""
-UNBOUNDED = ("dense", "transformers")
-"""Configurations on which the budget of a run has no influence."""
+MEASUREMENT = ("machine", "cores", "threads", "vllm", "date", "commit")
+"""Columns that tell measurements apart; only rows that agree in all of them are compared."""
 
 
-def newest(path: Path, setting: tuple[str, ...], values: tuple[str, ...]) -> list[dict]:
-    """One row per setting, of its newest measurement, each of ``values`` a median over that one's rounds.
+def newest(path: Path, setting: tuple[str, ...], values: tuple[str, ...]) -> tuple[dict, list[dict]]:
+    """The measurement of a file's last row, and one row per setting of it.
 
     Args:
         path: written by a script in ``benchmarks/``; later rows are newer. setting: columns that say what was asked.
-        values: number columns. All must be there, ``configuration`` and ``budget`` in any case.
+        values: number columns; each becomes the median over the rows of a setting.
 
     Returns:
-        The columns of the measurement's last row, ``values`` as floats, and ``rounds``, how many rows there were. The
-        budget of :data:`UNBOUNDED` configurations is empty.
+        The :data:`MEASUREMENT` columns, and rows with ``setting`` as they stand and ``values`` as floats.
 
     Raises:
-        ConfigError: there is no such file, it is empty, or a column is missing or holds no numbers.
+        ConfigError: there is no such file, it is empty, a column is missing, or a value is not a finite number.
     """
     try:
         with path.open(newline="") as file:
@@ -35,21 +33,25 @@ def newest(path: Path, setting: tuple[str, ...], values: tuple[str, ...]) -> lis
         raise ConfigError(f"{path} cannot be read ({error.strerror}): run the benchmark that writes it first") from None
     if not rows:
         raise ConfigError(f"{path} holds no rows: run the benchmark that writes it first")
-    if missing := sorted({*setting, *values, *MEASUREMENT, "configuration", "budget"} - set(rows[0])):
+    if missing := sorted({*setting, *values, *MEASUREMENT} - set(rows[0])):
         raise ConfigError(f"{path} has no column {missing[0]!r}: it was not written by this version's benchmarks")
+    of = {name: rows[-1][name] for name in MEASUREMENT}
     groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        if row["configuration"] in UNBOUNDED:
-            row["budget"] = ""
-        groups.setdefault(tuple(row[name] for name in setting), []).append(row)
-    return [_medians(path, members, values) for members in groups.values()]
+    for line, row in enumerate(rows, start=2):
+        if {name: row[name] for name in MEASUREMENT} == of:
+            numbers = {name: _number(row[name], f"{path}, line {line}, {name}") for name in values}
+            groups.setdefault(tuple(row[name] for name in setting), []).append(numbers)
+    return of, [
+        dict(zip(setting, asked, strict=True)) | {n: statistics.median(m[n] for m in members) for n in values}
+        for asked, members in groups.items()
+    ]
 
 
-def _medians(path: Path, members: list[dict], values: tuple[str, ...]) -> dict:
-    last = [members[-1][name] for name in MEASUREMENT]
-    mine = [row for row in members if [row[name] for name in MEASUREMENT] == last]
+def _number(text: str | None, where: str) -> float:
     try:
-        medians = {name: statistics.median(float(row[name]) for row in mine) for name in values}
-    except ValueError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    return mine[-1] | medians | {"rounds": len(mine)}
+        value = float(text or "nothing")
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise ConfigError(f"{where}: {text!r} is not a finite number")
+    return value

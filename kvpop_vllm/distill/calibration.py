@@ -97,11 +97,14 @@ def calibrate(student: Student, rows: Sequence[torch.Tensor]) -> float:
     no budget outweighs another. Not in the paper, which learns the decay with the rest (KVpop section 3.3).
 
     Args:
-        rows: ``[S]`` tokens each, the same in all processes.
+        rows: ``[S]`` tokens each, the same in all processes, with S above the largest budget.
 
     Returns:
         The lost mass under the chosen decays, mean over layers, heads, budgets and rows.
     """
+    longest = max(roles.budget for roles in map(student.roles, range(len(student.recipe.topk))))
+    if not rows or min(map(len, rows)) <= longest:
+        raise ValueError(f"calibration needs rows of more than {longest} tokens, the largest budget")
     device, decay = next(student.parameters()).device, student.scorers[0].scorer.config.decay
     log_gammas = decay_grid(decay)
     observer = _Observer(student, log_gammas)

@@ -70,7 +70,7 @@ class Recipe:
         default=0,
         metadata={
             "help": "every so many steps and after the last, set each head's decay to the one that loses least attention;"
-            " 0: decays are learned"
+            " 0: decays are learned; phases without scorers have none"
         },
     )
     calibration_rows: int = field(default=6, metadata={"help": "training rows that --calibrate looks at"})

@@ -45,9 +45,7 @@ def packed(model, data, recipe: Recipe, process: Process) -> PackedTokens:
 
 
 def calibration_rows(model, data, recipe: Recipe) -> list[torch.Tensor]:
-    """Rows of the training split, in another order than those that are trained on; none where the recipe asks for none."""
-    if not recipe.calibrates:
-        return []
+    """Rows of the training split, in another order than those that are trained on."""
     other = packed(model, data, dataclasses.replace(recipe, seed=(recipe.seed + 1) % 2**31), Process())
     return list(itertools.islice(other, recipe.calibration_rows))
 
@@ -96,7 +94,7 @@ def train(
             out,
             rows,
             teacher=asks,
-            calibration=calibration_rows(model, data, recipe),
+            calibration=lambda: calibration_rows(model, data, recipe),
             process=process,
             save_every=save_every,
             quiet=quiet,

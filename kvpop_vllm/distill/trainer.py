@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -74,7 +75,7 @@ class Trainer:
         rows: yields ``[S]`` int64, this process's rows: number ``i * world + rank`` of the global order; with
             ``state_dict`` and ``load_state_dict``.
         teacher: see :data:`Teacher`; needed where the recipe has a KL. process: see :class:`Process`.
-        calibration: ``[S]`` rows, the same in all processes; needed where the recipe calibrates decays.
+        calibration: gives ``[S]`` rows, the same in all processes; needed where the recipe calibrates decays.
         save_every: optimiser steps between checkpoints.
     """
 
@@ -86,7 +87,7 @@ class Trainer:
         rows,
         *,
         teacher: Teacher | None = None,
-        calibration: Sequence[torch.Tensor] = (),
+        calibration: Callable[[], Sequence[torch.Tensor]] | None = None,
         process: Process | None = None,
         save_every: int = 50,
         quiet: bool = False,
@@ -97,9 +98,9 @@ class Trainer:
             raise ConfigError(
                 f"batch {recipe.batch} cannot be shared by {self.process.world} processes evenly: change one"
             )
-        if recipe.calibrates and not calibration:
+        if recipe.calibrates and calibration is None:
             raise ConfigError("this recipe calibrates decays: give the trainer rows to do it on")
-        self.calibration = calibration
+        self.calibration_rows = cache(calibration) if calibration else None
         self.step = 0
         self._check_same_run(str(Path(model).resolve()))
         torch.manual_seed(recipe.seed)
@@ -206,13 +207,21 @@ class Trainer:
                 step = self.step
                 last = self._step(step, rows)
                 if self.recipe.calibrates and ((step + 1) % self.recipe.calibrate == 0 or step + 1 == total):
-                    last |= {"lost_mass": calibrate(self.student, self.calibration)}
+                    last |= {"lost_mass": self._calibrate()}
                 if metrics:
                     metrics.add(step, last)
                     steps.set_postfix({name: f"{value:.4f}" for name, value in last.items()})
                 if (step + 1) % self.save_every == 0 or step + 1 == total:
                     self._save(step + 1)
         return last
+
+    def _autocast(self):
+        low = self.recipe.train_base and self.recipe.dtype == "bfloat16"
+        return torch.autocast(self.process.device.type, torch.bfloat16, enabled=low)
+
+    def _calibrate(self) -> float:
+        with self._autocast():
+            return calibrate(self.student, self.calibration_rows())
 
     def _step(self, step: int, rows: Iterable[torch.Tensor]) -> dict[str, float]:
         recipe, process, student = self.recipe, self.process, self.student
@@ -226,13 +235,12 @@ class Trainer:
             tokens = next(rows).unsqueeze(0).to(process.device)
             if process.world > 1:
                 student.set_requires_gradient_sync(i == share - 1)
-            low = recipe.train_base and recipe.dtype == "bfloat16"
-            with torch.autocast(process.device.type, torch.bfloat16, enabled=low):
+            with self._autocast():
                 loss, parts = student(tokens, row, self.teacher)
             (loss / share).backward()
             for name, value in ({"loss": loss.item()} | parts).items():
                 total[name] = total.get(name, 0.0) + value / share
-        parameters = [p for g in self.optimiser.param_groups for p in g["params"]]
+        parameters = [p for g in self.optimiser.param_groups for p in g["params"] if g["rate"] != "fixed"]
         norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
         total["grad_norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         total = self._mean(total)

@@ -58,7 +58,8 @@ class Judge:
 
     @torch.no_grad()
     def recall(self, score: torch.Tensor, log_gamma: torch.Tensor, roles: Roles, positions: list[int]) -> Recall:
-        """A policy's recall at equal k; with decisions every e tokens, k and those that wait to be decided upon.
+        """A policy's recall at equal k; with decisions every e tokens, at k and the tokens that wait to be decided upon,
+        which are kept by definition: do not compare it between values of e.
 
         Args:
             score: ``[B, H, S]`` raw scores. log_gamma: ``[H]``, shared by teacher and policy. positions: the q0 asked about.
@@ -68,7 +69,7 @@ class Judge:
         """
         if not roles.topk or min(positions) < roles.budget or max(positions) > self.k.shape[2] - 2:
             raise ValueError(
-                f"recall needs k >= 1 and positions from s + w + k = {roles.budget} to S - 2, got k = {roles.topk} and {positions}"
+                f"recall needs k >= 1 and positions from B = {roles.budget} to S - 2, got k = {roles.topk} and {positions}"
             )
         rank, cutoff = running_cutoffs(score, log_gamma, roles)
         teacher_rank, teacher_cutoff = running_cutoffs(self.target(roles.window), log_gamma, roles)

@@ -16,7 +16,19 @@ from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.evaluation.contenders import learned, training_free
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
 
-COLUMNS = ("length", "budget", "equal", "topk", "policy", "teacher", "hindsight", "mass", "perplexity", "accuracy")
+COLUMNS = (
+    "length",
+    "budget",
+    "equal",
+    "topk",
+    "decide_every",
+    "policy",
+    "teacher",
+    "hindsight",
+    "mass",
+    "perplexity",
+    "accuracy",
+)
 
 
 def evaluate_text(options) -> list[dict]:

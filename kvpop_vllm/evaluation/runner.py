@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import POSITIONS
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse, dense_attention
@@ -29,10 +30,27 @@ class Setting:
     equal: str = "k"
     decide_every: int = 1
 
+    @property
+    def positions(self) -> list[int]:
+        """Where recall is asked for: about S / 2 and 3 S / 4, in the middle between two decisions."""
+        return [
+            q // self.decide_every * self.decide_every + self.decide_every // 2
+            for q in (self.length // 2, 3 * self.length // 4)
+        ]
+
     def roles(self, contender: Contender, head_dim: int, dtype: torch.dtype) -> Roles:
-        """The contender's k: that of the budget, or less by the slots that its state costs."""
+        """The contender's k: that of the budget, or less by the slots that its state costs.
+
+        Raises:
+            ConfigError: nothing is left.
+        """
         state = contender.state_slots(head_dim, dtype) if self.equal == "bytes" else 0
         topk = self.budget - self.sinks - self.window - (self.decide_every - 1) - state
+        if topk < 1:
+            raise ConfigError(
+                f"a budget of {self.budget} leaves {contender.name} no long-range tokens: {self.sinks} sinks, window"
+                f" {self.window}, {self.decide_every - 1} between decisions, {state} slots of state: raise it"
+            )
         return Roles(self.sinks, self.window, topk, contender.step, self.decide_every)
 
 
@@ -49,7 +67,7 @@ def evaluate(
             setting; the first ``length`` tokens are used.
 
     Yields:
-        Records with ``row, length, budget, equal, topk, policy``, nll (nats per token), accuracy (of the next token), and
+        Records with ``row, length, budget, equal, topk, decide_every, policy``, nll (nats per token), accuracy (of the next token), and
         for policies teacher, hindsight and mass: means over layers and heads; ``*_by_layer`` are lists of layers of heads.
     """
     head_dim, dtype = _head_dim(model), next(model.parameters()).dtype
@@ -59,7 +77,7 @@ def evaluate(
             tokens = row[None, :length].to(device)
             here = [s for s in settings if s.length == length]
             pairs = [(s, c, s.roles(c, head_dim, dtype)) for s in here for c in contenders]
-            observer = _Observer(pairs, [length // 2, 3 * length // 4])
+            observer = _Observer(pairs)
             base = {"row": number, "length": length}
             yield base | {"policy": "dense"} | _next_token(model, tokens, observer)
             for i, (setting, contender, roles) in enumerate(pairs):
@@ -72,17 +90,17 @@ def evaluate(
 class _Observer:
     """Attends densely and asks every pair for its recall, layer by layer."""
 
-    def __init__(self, pairs, positions):
-        self.pairs, self.positions = pairs, positions
+    def __init__(self, pairs):
+        self.pairs = pairs
         self.layers: list[list] = [[] for _ in pairs]
 
     def __call__(self, layer, q, k, v, scale):
         out, lse = dense_attention(q, k, v, scale)
         judge, scores = Judge(q, k, lse, scale), {}
-        for found, (_, contender, roles) in zip(self.layers, self.pairs, strict=True):
+        for found, (setting, contender, roles) in zip(self.layers, self.pairs, strict=True):
             if contender.name not in scores:
                 scores[contender.name] = contender.score(layer, k, v)
-            found.append(judge.recall(*scores[contender.name], roles, self.positions))
+            found.append(judge.recall(*scores[contender.name], roles, setting.positions))
         return out
 
     def record(self, i: int) -> dict:
@@ -114,15 +132,16 @@ def summarise(records: list[dict]) -> list[dict]:
     """Means over rows: one record per length, budget, what is equal, and policy; ``perplexity = exp(mean nll)``."""
     groups: dict[tuple, list[dict]] = {}
     for record in records:
-        key = tuple(record.get(name) for name in ("length", "budget", "equal", "topk", "policy"))
+        key = tuple(record.get(name) for name in ("length", "budget", "equal", "topk", "decide_every", "policy"))
         groups.setdefault(key, []).append(record)
     table = []
-    for (length, budget, equal, topk, policy), members in groups.items():
+    for (length, budget, equal, topk, every, policy), members in groups.items():
         line = {
             "length": length,
             "budget": budget,
             "equal": equal,
             "topk": topk,
+            "decide_every": every,
             "policy": policy,
             "rows": len(members),
         }

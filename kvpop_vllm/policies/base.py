@@ -41,7 +41,8 @@ class Order(Enum):
 
 
 class Decide(Enum):
-    """When evictions are decided: at every step, on a grid of e tokens, or once at the prompt's end."""
+    """When evictions are decided: at every step (every e with ``--kv-decide-every``), on a grid of the policy's own, or
+    once at the prompt's end."""
 
     STEP = "every step"
     GRID = "grid"

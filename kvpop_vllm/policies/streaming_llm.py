@@ -9,7 +9,8 @@ from kvpop_vllm.policies.base import Policy
 
 
 class StreamingLLM(Policy):
-    """Long-range slots rank by recency, so the policy equals a window of ``B - s`` whatever ``--kv-window`` says.
+    """Long-range slots rank by recency, so the policy equals a window of ``B - s`` whatever ``--kv-window`` says; with
+    decisions every e tokens, one of ``B - s - e + 1`` to ``B - s``.
 
     The default window is the largest, ``w = B - s - e``, which leaves one candidate per decision.
     """

@@ -53,6 +53,15 @@ def test_decodes_first(layer):
     assert torch.equal(step.prefills[0].row, layer[2][2].expand(HEADS, -1))
 
 
+def test_slots_in_use_on_a_grid(layer):
+    """e = 8: before position 21 tokens 2 to 10 have left the window of 5 undecided, but for those before 16 - 5."""
+    kept = Retention(BUDGET + 7, SINKS, WINDOW, 8)
+    rows = layer[2][[0, 1, 2]]
+    step = StepBatch.build(layer[0].layout, kept, [1, 1, 1], torch.tensor([7, 22, 500]), rows)
+    decided = 16 - WINDOW - SINKS
+    assert step.valid[:, 0].tolist() == [6, SINKS + WINDOW + 7 + decided, BUDGET + 7]
+
+
 def test_one_token_requests_anywhere(layer):
     step = batch(layer, [3, 1, 4, 1], [3, 1, 10, 50], [0, 1, 2, 3])
     assert step.decodes == 2 and step.tokens.tolist() == [3, 8] and step.positions.tolist() == [0, 49]

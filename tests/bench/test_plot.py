@@ -1,4 +1,4 @@
-"""`kvpop bench plot`: the newest measurement of each setting, and nothing else, in the table and the figure."""
+"""`kvpop bench plot`: the newest measurement, and nothing else, in the table and the figure."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import csv
 
 import pytest
 
-from kvpop_vllm.bench.results import newest
+from kvpop_vllm.bench.plot import draw
 from kvpop_vllm.cli import main
-from kvpop_vllm.config import ConfigError
 
 COLUMNS = "machine cores threads date commit vllm mode requests context budget configuration round step_ms dense_over_it kv_bytes"
 NAMES = COLUMNS.split()
@@ -32,11 +31,13 @@ def write(path, rows):
 ROWS = [
     row("dense", 900, 1, commit="old"),
     row("kvpop", 800, 1.1, commit="old"),
+    row("kvpop", 7, 9.9, machine="another", context=9000),
     *(row("dense", ms, 1, round=i) for i, ms in enumerate((200, 260, 210))),
     *(row("kvpop", ms, ratio, round=i) for i, (ms, ratio) in enumerate(((50, 4.0), (40, 6.5), (42, 5.0)))),
+    row("dense", 212, 1, budget=2048),
     row("kvpop", 60, 3.5, budget=2048),
-    row("dense", 212, 1, budget=2048, commit="b"),
-    row("kvpop", 7, 9.9, mode="eager"),
+    row("kvpress", 300, 0.7, mode="eager"),
+    row("dense", 400, 1, mode="eager"),
     row("dense", 30, 1, context=1000, requests=2),
     row("kvpop", 35, 0.86, context=1000, requests=2),
 ]
@@ -45,33 +46,53 @@ ROWS = [
 def test_the_table_and_the_figure(tmp_path, capsys):
     write(tmp_path / "decode.csv", ROWS)
     assert main(["bench", "plot", "--results", str(tmp_path), "--out", str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out/table.md").read_text().splitlines()[2:] == [
-        "| 8 x 7,500 | - | dense | 212.0 | 1.00 | 2 |",
+    lines = (tmp_path / "out/table.md").read_text().splitlines()
+    assert lines[2:] == [
+        "| 8 x 7,500 | 1,024 | kvpress (eager) | 300.0 | 0.70 | 2 |",
+        "| 8 x 7,500 | 1,024 | dense | 210.0 | 1.00 | 2 |",
         "| 8 x 7,500 | 1,024 | kvpop | 42.0 | 5.00 | 2 |",
+        "| 8 x 7,500 | 2,048 | dense | 212.0 | 1.00 | 2 |",
         "| 8 x 7,500 | 2,048 | kvpop | 60.0 | 3.50 | 2 |",
-        "| 2 x 1,000 | - | dense | 30.0 | 1.00 | 2 |",
         "| 2 x 1,000 | 1,024 | kvpop | 35.0 | 0.86 | 2 |",
+        "| 2 x 1,000 | 1,024 | dense | 30.0 | 1.00 | 2 |",
+        "",
+        "m, 1 thread(s), vLLM 0, 2026-01-01, commit a",
     ]
     assert (tmp_path / "out/figure.png").stat().st_size > 5000
-    assert "5 settings" in capsys.readouterr().out
+    assert "7 settings of m, 1 thread(s)" in capsys.readouterr().out
+
+
+def test_the_curves():
+    """Stock's runs beside several budgets are one curve; throughput is in tokens per second."""
+    from matplotlib.figure import Figure
+
+    numbers = [{k: v for k, v in r.items()} for r in ROWS if r["commit"] == "a" and r["machine"] == "m"]
+    drawing = Figure()
+    draw(drawing, [r for r in numbers if r["mode"] == "compiled"], "title")
+    left, right = ({line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in drawing.axes)
+    assert left["stock vLLM, dense"] == [[7500, 211]] and left["kvpop, B = 2,048"] == [[7500, 60]]
+    assert right["stock vLLM, dense"] == [[8, pytest.approx((8000 / 210 + 8000 / 212) / 2)]]
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
     path = tmp_path / "decode.csv"
 
-    def refusal():
+    def refusal(rows=None):
+        if rows is not None:
+            write(path, rows)
         assert main(["bench", "plot", "--results", str(tmp_path)]) == 2
         error = capsys.readouterr().err
         assert error.startswith(f"kvpop: {path}") and error.count("\n") == 1
+        assert sorted(p.name for p in tmp_path.iterdir()) in ([], ["decode.csv"])
         return error
 
     assert "run the benchmark" in refusal()
-    write(path, [])
-    assert "no rows" in refusal()
-    write(path, [row("dense", "fast", 1)])
-    assert "'fast'" in refusal()
-    write(path, [row("dense", 200, 1, mode="eager")])
-    assert "no compiled runs" in refusal()
+    assert "no rows" in refusal([])
+    assert "line 3, step_ms: 'fast'" in refusal([row("dense", 1, 1), row("kvpop", "fast", 1)])
+    assert "budget: ''" in refusal([row("dense", 1, 1, budget="")])
+    assert "kv_bytes: 'nan'" in refusal([row("dense", 1, 1, kv_bytes="nan")])
+    assert "no compiled run" in refusal([row("dense", 200, 1, mode="eager")])
     path.write_text("machine,configuration\nm,dense\n")
-    with pytest.raises(ConfigError, match="no column"):
-        newest(path, ("configuration",), ("step_ms",))
+    assert "no column" in refusal()
+    path.write_text(",".join(NAMES) + "\nm,2\n")
+    assert "line 2" in refusal()

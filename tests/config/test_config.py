@@ -152,6 +152,9 @@ def test_tokens_between_decisions_come_out_of_the_budget():
     assert resolve_retention(settings(budget=64, decide_every=8), 1000, None).topk == 1
     message = refusal(resolve_retention, settings(budget=20, decide_every=8), 1000, DELAYED)
     assert "4 sinks + window 16 + 7 undecided + 1" in message
+    message = refusal(resolve_retention, settings(decide_every=8), 1000, None, keeps_all=True)
+    assert "leave --kv-decide-every out" in message
+    assert resolve_retention(settings(decide_every=1), 1000, None, keeps_all=True).topk == 1
 
 
 def test_what_the_scorer_says_is_the_default():

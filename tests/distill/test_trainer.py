@@ -16,6 +16,7 @@ from distill.train_tiny import LENGTH, RECIPE, RECIPES, calibration_rows
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.calibration import decay_grid
 from kvpop_vllm.distill.checkpoints import Checkpoints
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.metrics import Metrics, read_metrics
@@ -60,15 +61,17 @@ def last_loss(run) -> float:
 
 def train(model, out, recipe=RECIPE, rows=None, **options):
     teacher = teacher_of(load_model(model, torch.float32)) if recipe.train_base else None
-    given = {"teacher": teacher, "calibration": calibration_rows(), "save_every": 3, "quiet": True} | options
+    given = {"teacher": teacher, "calibration": calibration_rows, "save_every": 3, "quiet": True} | options
     return Trainer(model, recipe, out, rows or Rows(recipe.length), **given)
 
 
-def test_a_kill_changes_nothing(model, tmp_path):
+@pytest.mark.parametrize("dies, saved", [(5, ["step-3"]), (7, ["step-3", "step-6"])])
+def test_a_kill_changes_nothing(model, tmp_path, dies, saved):
+    """Before and after decays have been calibrated, at step 5."""
     whole = last_loss(launch(model, tmp_path / "whole", "frozen"))
-    killed = launch(model, tmp_path / "cut", "frozen", 5)
+    killed = launch(model, tmp_path / "cut", "frozen", dies)
     assert killed.returncode == -9 and "RESULT" not in killed.stdout
-    assert [p.name for p in (tmp_path / "cut/run").glob("step-*")] == ["step-3"]
+    assert sorted(p.name for p in (tmp_path / "cut/run").glob("step-*")) == saved
     assert last_loss(launch(model, tmp_path / "cut", "frozen")) == whole
     assert [row["step"] for row in read_metrics(tmp_path / "cut/run/metrics.jsonl")] == list(range(RECIPE.steps))
     a, b = (load_file(tmp_path / f"{n}/kvpop_scorer.safetensors") for n in ("whole", "cut"))
@@ -87,6 +90,29 @@ def test_two_processes_equal_one(model, tmp_path, kind, one_thread):
         if name.endswith("out.bias"):  # it cancels in every comparison: its gradient is rounding and nothing else
             continue
         assert (b[name] - a[name]).norm() <= 0.02 * a[name].norm() + 1e-3, name
+
+
+def test_calibrated_decays_are_fixed_in_between(model, tmp_path):
+    """Set at steps 5 and 8 only, to points of the grid, with the base trained as well."""
+    recipe = dataclasses.replace(RECIPES["base"], calibrate=5, boundary=100.0, decay_min=0.8, decay_max=0.999)
+    trainer = train(model, tmp_path, recipe)
+    step, seen = trainer._step, []
+
+    def watched(*args):
+        seen.append(decays())
+        return step(*args)
+
+    def decays():
+        return torch.stack([s.scorer.log_gamma().detach() for s in trainer.student.scorers])
+
+    trainer._step = watched
+    assert 0 < trainer.run()["lost_mass"] < 1
+    assert [row["step"] for row in read_metrics(tmp_path / "run/metrics.jsonl") if "lost_mass" in row] == [4, 7]
+    first, grid = seen[0], decay_grid(trainer.config.decay)
+    assert all(torch.equal(d, first) for d in seen[:5]) and all(torch.equal(d, seen[5]) for d in seen[5:])
+    assert not torch.equal(seen[5], first)
+    for chosen in (seen[5], decays()):
+        assert (chosen.unsqueeze(-1) - grid).abs().amin(-1).max() < 1e-6
 
 
 def test_the_loss_falls_and_the_result_is_served_from_disk(model, tmp_path):

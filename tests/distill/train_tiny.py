@@ -64,7 +64,7 @@ def main(model, out, kind, die_at=None):
         out,
         rows,
         teacher=teacher,
-        calibration=calibration_rows(),
+        calibration=calibration_rows,
         process=process,
         save_every=3,
         quiet=True,

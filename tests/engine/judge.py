@@ -159,7 +159,7 @@ class Judge:
                 f"{where}: other tokens are retained than by the oracle, whose smallest margin is {margin:.2e} "
                 f"(near-tie below {bounds[layer]:.1e})"
             )
-            nudges += (_nudge(reference.exact, layer, head, query),)
+            nudges += (_nudge(reference.exact, self.policy, layer, head, query),)
 
     def _settle_inside(self, tokens, held, bounds, answer, nudges, budget) -> tuple[Reference, tuple[Nudge, ...]]:
         """As :meth:`settle`, with one more near-tie: one inside a chunk, after which the same tokens are left at the
@@ -171,7 +171,7 @@ class Judge:
                 inside[step.seen - step.new : step.seen - 1] = True
             margins = reference.exact.margins[layer]
             for head, query in ((margins >= 0) & (margins < bound) & inside).nonzero().tolist():
-                more = (*nudges, _nudge(reference.exact, layer, head, query))
+                more = (*nudges, _nudge(reference.exact, self.policy, layer, head, query))
                 other = self.reference(tokens, more)
                 if _first_difference(other.exact, held) is None and _within(answer, other.exact, budget):
                     return other, more
@@ -210,10 +210,12 @@ def _first_difference(run: OracleRun, held) -> tuple[int, int, int, int] | None:
     return None
 
 
-def _nudge(run: OracleRun, layer: int, head: int, query: int) -> Nudge:
-    """Decides the eviction at ``query`` the other way."""
-    row = run.visible[layer][head]
-    (victim,) = set(torch.nonzero(row[query - 1] & ~row[query]).flatten().tolist())
+def _nudge(run: OracleRun, policy: OraclePolicy, layer: int, head: int, query: int) -> Nudge:
+    """Decides at ``query`` the other way: of the tokens that were evicted, the best one is kept."""
+    row, scores = run.visible[layer][head], run.scores[layer][head].double()
+    lost = torch.nonzero(row[query - 1] & ~row[query]).flatten()
+    decay = policy.decay(layer, len(run.visible[layer]))[head]
+    victim = int(lost[(scores[lost] + (query - lost) // policy.step * decay).argmax()])
     return Nudge(layer, head, victim, 2 * abs(float(run.margins[layer][head, query])) + 1e-12)
 
 

@@ -10,13 +10,15 @@ import torch
 from kernels.naive import kept_sets
 from transformers import AutoModelForCausalLM
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.contenders import Contender, training_free
 from kvpop_vllm.evaluation.recall import Judge
+from kvpop_vllm.evaluation.report import format_table
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
-from kvpop_vllm.testing import write_tiny_model
+from kvpop_vllm.testing import OracleModel, OraclePolicy, write_tiny_model
 
 S, ROLES, Q0 = 90, Roles(sinks=2, window=6, topk=8), [40, 70]
 
@@ -115,3 +117,19 @@ def test_next_token_quality_by_definition(tmp_path, monkeypatch, positions):
     lines = {line["policy"]: line for line in summarise(records)}
     nll = sum(r["nll"] for r in records if r["policy"] == "l2norm") / 2
     assert lines["l2norm"]["perplexity"] == pytest.approx(math.exp(nll)) and lines["l2norm"]["rows"] == 2
+
+
+def test_decisions_on_a_grid_are_the_oracles(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    row, setting = torch.randint(0, 256, (S,), generator=torch.Generator().manual_seed(1)), Setting(S, 30, 2, 6, "k", 5)
+    assert setting.positions == [S // 2 // 5 * 5 + 2, 3 * S // 4 // 5 * 5 + 2]
+    _, record = evaluate(load_model(model, torch.float32), [row], [training_free("streaming-llm")], [setting])
+    assert (record["topk"], record["decide_every"]) == (30 - 2 - 6 - 4, 5)
+    run = OracleModel(model).run(row.tolist(), OraclePolicy("recency", 2, 6, 18, interval=5))
+    nll = -run.logprobs[:-1].gather(-1, row[1:, None]).mean().item()
+    plain = -OracleModel(model).run(row.tolist()).logprobs[:-1].gather(-1, row[1:, None]).mean().item()
+    assert record["nll"] == pytest.approx(nll, rel=1e-5) and abs(nll - plain) > 1e-3
+    assert 0 < record["hindsight"] <= 1 and 0 < record["teacher"] <= 1
+    assert "decide_every" in format_table(summarise([record]))
+    with pytest.raises(ConfigError, match="a budget of 30 leaves streaming-llm no long-range tokens"):
+        dataclasses.replace(setting, decide_every=23).roles(training_free("streaming-llm"), 32, torch.float32)

@@ -197,6 +197,22 @@ def test_several_tiles_and_blocks(dtype, slots, every):
     check_budgets(Problem("mlstm", 2, 1, 3, 64, slots, 4, 30, 140, 8, 1, every, dtype, dtype, seed=slots))
 
 
+@pytest.mark.parametrize("impl", ["cpp", "reference"])
+@pytest.mark.parametrize("case", ["mlstm", "mlstm-immediate", "mlp"])
+def test_scores_do_not_depend_on_the_grid(case, impl):
+    """To the bit: a state is updated and read token by token, whenever that is done. No token is evicted here."""
+    found = []
+    for every in (1, 6):
+        p = Problem(case, 1, 2, 1, 32, 16, 2, 5, 90, every=every).prepare()
+        pages = poisoned_pages(p.layout, p.num_blocks)
+        generator = torch.Generator().manual_seed(7)
+        for t in range(72):
+            token = [torch.randn(1, 2, 32, generator=generator) for _ in range(3)]
+            p.run(pages, [0], [t], *token, impl)
+        found.append([p.long_range(pages, 0, h, 71) for h in range(2)])
+    assert found[0] == found[1] and [len(head) for head in found[0]] == [72 - 5 - 2] * 2
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads, requests, every", [(2, 1, 1), (2, 1, 40), (5, 2, 1), (16, 1, 8)])
 def test_one_head_is_shared_among_threads(dtype, threads, requests, every):

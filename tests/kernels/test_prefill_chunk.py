@@ -194,11 +194,11 @@ def test_pieces_longer_than_one(impl, window):
     "size, group, q_dtype",
     [(64, 3, torch.bfloat16), (128, 4, torch.bfloat16), (80, 7, torch.bfloat16), (96, 1, torch.float32)],
 )
-def test_bfloat16_is_within_its_roundings(isa, size, group, q_dtype):
+def test_bfloat16_is_within_its_roundings(isa, size, group, q_dtype, every=1):
     """What is exact, the same numbers in float32 tell. Rounding the weights to bfloat16 (2^-9 of each, and not in their
     sum) moves an output by at most 2^-8 of the weighted mean of the values' magnitudes, its own rounding by 2^-8 of itself.
     """
-    kind = dict(length=500, size=size, group=group, seed=size)
+    kind = dict(length=500, size=size, group=group, every=every, seed=size)
     rounded, exact = Problem("linear", 4, 32, 200, dtype=torch.bfloat16, **kind), Problem("linear", 4, 32, 200, **kind)
     rounded.q = rounded.q.to(q_dtype)
     exact.q, exact.k, exact.v = rounded.q.float(), rounded.k.float(), rounded.v.float()
@@ -213,11 +213,17 @@ def test_bfloat16_is_within_its_roundings(isa, size, group, q_dtype):
     torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("isa", _C.isa_levels())
+def test_bfloat16_on_a_grid_is_within_its_roundings(isa):
+    test_bfloat16_is_within_its_roundings(isa, 64, 3, torch.bfloat16, every=50)
+
+
 @pytest.mark.parametrize("several", [[28, 17], [98, 300], [300, 98]])
 @pytest.mark.parametrize("impl", IMPLS)
-def test_unequal_budgets_equal_single_heads(impl, several):
+@pytest.mark.parametrize("every", [1, 9])
+def test_unequal_budgets_equal_single_heads(impl, several, every):
     """Heads with different budgets behave as if each were alone with its own."""
-    problem = Problem("linear", 2, 6, max(several) - 8, length=400, seed=5)
+    problem = Problem("linear", 2, 6, max(several) - 8, length=400, every=every, seed=5)
     problem.budgets = torch.tensor(several, dtype=torch.int32)
     out, _, _ = problem.prefill([400, 1], impl)
     for head, budget in enumerate(several):

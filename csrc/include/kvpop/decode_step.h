@@ -48,7 +48,7 @@ struct Scorer {
     bool delayed = true;
 };
 
-// Roles of the slots, and when tokens are decided upon (kvpop_vllm/kernels/ops/rules.py, RetentionRule).
+// Roles of the slots, and when tokens are decided upon (kvpop_vllm/roles.py, SlotRoles).
 struct Roles {
     int64_t sinks, window, decide_every;
 

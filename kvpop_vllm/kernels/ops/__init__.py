@@ -8,7 +8,7 @@ Axes, once for all docstrings::
     P  entries of a page-table row       F  features of the mLSTM           Dv value width of the mLSTM
     M  hidden width of the MLP scorer
 
-Symbols follow the paper (KVpop, arXiv version "Predictive Online Pruning"): ``s`` sinks, ``w`` window, ``k = B - s - w``
+Symbols follow the paper (KVpop, arXiv version "Predictive Online Pruning"): ``s`` sinks, ``w`` window, ``k = B - s - w`` (less ``e - 1``, see :mod:`kvpop_vllm.roles`)
 long-range slots, ``q`` the position of the current token, ``u = q - w`` the token leaving the window, ``r_t`` raw scores.
 
 Every op takes ``impl="auto" | "reference" | "cpp" | "triton"``. ``auto`` takes the fastest implementation that supports
