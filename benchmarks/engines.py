@@ -75,6 +75,7 @@ def add_options(parser, *, budget: int, rounds: int) -> None:
         "--decide-every", nargs="+", type=int, default=[1], metavar="E", help="kvpop policies once for each (default 1)"
     )
     parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
+    parser.set_defaults(load_format="auto")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
 
 
@@ -242,6 +243,7 @@ class Child:
             kv_cache_memory_bytes=int(asked.pool_tokens * self._token_bytes()),
             enable_prefix_caching=False,
             enforce_eager=asked.eager,
+            load_format=asked.load_format,
             additional_config={"kv_policy": asked.policy} if asked.policy else {},
         )
         self.engine = self.llm.llm_engine
