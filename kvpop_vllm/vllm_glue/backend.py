@@ -111,7 +111,8 @@ def _log_kernels(dtype: torch.dtype) -> None:
             "decoding with the slow reference kernels: kvpop_vllm._C is not built, or has none for %s", dtype
         )
     else:
-        logger.info_once("decoding with the %s kernels", chosen)
+        isa = f" ({dispatch.load_extension().current_isa()})" if chosen == "cpp" else ""
+        logger.info_once("decoding with the %s kernels%s", chosen, isa)
 
 
 @dataclass

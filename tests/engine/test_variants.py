@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -121,6 +122,17 @@ def test_reference_kernels(case, watch, monkeypatch):
     with watch(case("qwen3", "kvpop")) as engine:
         engine.chunk(7)
         engine.verdict(engine.serve([Job(1, new=24), Job(100, new=8)]))
+
+
+def test_the_fast_kernels_run(case, watch, monkeypatch):
+    """In every layer, C++ for the prompt and for each token after it, and nothing else."""
+    ran, find = Counter(), dispatch._implementation
+    monkeypatch.setattr(dispatch, "_implementation", lambda op, impl: ran.update([(op, impl)]) or find(op, impl))
+    with watch(case("qwen3", "kvpop")) as engine:
+        engine.chunk(None)
+        ran.clear()
+        engine.verdict(engine.serve([Job(100, new=8)]))
+    assert ran == {("prefill_chunk", "cpp"): 2, ("decode_step", "cpp"): 2 * 7}
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])

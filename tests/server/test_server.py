@@ -15,7 +15,7 @@ import openai
 import pytest
 from serving import Server
 
-from kvpop_vllm import policies
+from kvpop_vllm import _C, policies
 from kvpop_vllm.config import FLAGS, PolicySettings
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape
@@ -80,7 +80,7 @@ def test_it_runs_with_the_fast_kernels_and_compiled_unless_told(served):
     server, _, _ = served
     eager = "--enforce-eager" in server.options
     assert ("Warming up model for the compilation" in server.log()) is not eager
-    assert "decoding with the cpp kernels" in server.log()
+    assert f"decoding with the cpp kernels ({_C.isa_levels()[-1]})" in server.log()
 
 
 def test_chat_and_streaming_agree(served):
