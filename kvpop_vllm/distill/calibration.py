@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kvpop_vllm.distill.retention import Roles, running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
@@ -90,23 +89,26 @@ class _Observer:
 
 
 @torch.no_grad()
-def calibrate(student: Student, rows: Sequence[torch.Tensor]) -> float:
-    """Sets every head's decay to the one of :func:`decay_grid` under which its scorer loses least attention on ``rows``.
+def calibrate(student: Student, rows: Sequence[torch.Tensor], decay: Decay) -> tuple[torch.Tensor, float]:
+    """For every head the decay of :func:`decay_grid` under which its scorer loses least attention on ``rows``.
 
     Attention is that of the dense model. Least is meant in the mean of log lost mass over the recipe's budgets, so that
     no budget outweighs another. Not in the paper, which learns the decay with the rest (KVpop section 3.3).
 
     Args:
-        rows: ``[S]`` tokens each, the same in all processes, with S above the largest budget.
+        rows: ``[S]`` tokens each, the same in all processes, with S above the largest budget. decay: the range.
 
     Returns:
-        The lost mass under the chosen decays, mean over layers, heads, budgets and rows.
+        The decays' parameter ``decay_logit [layers, H]`` float32, within that range, and the mass lost under them, mean
+        over layers, heads, budgets and rows.
+
+    Raises:
+        ValueError: there are no rows, or they are too short.
     """
     longest = max(roles.budget for roles in map(student.roles, range(len(student.recipe.topk))))
     if not rows or min(map(len, rows)) <= longest:
         raise ValueError(f"calibration needs rows of more than {longest} tokens, the largest budget")
-    device, decay = next(student.parameters()).device, student.scorers[0].scorer.config.decay
-    log_gammas = decay_grid(decay)
+    device, log_gammas = next(student.parameters()).device, decay_grid(decay)
     observer = _Observer(student, log_gammas)
     for row in rows:
         student.read(row.unsqueeze(0).to(device), observer)
@@ -118,10 +120,4 @@ def calibrate(student: Student, rows: Sequence[torch.Tensor]) -> float:
     chosen = lost.clamp_min(FLOOR).log().mean(1).argmin(1)
     low, high = math.log(decay.min), math.log(decay.max)
     logits = torch.special.logit((log_gammas[chosen] - low) / (high - low)).float()
-    for scorer, own in zip(student.scorers, logits, strict=True):
-        parameter = scorer.scorer.decay_logit
-        own = own.to(parameter.device)
-        if isinstance(parameter, DTensor):
-            own = distribute_tensor(own, parameter.device_mesh, parameter.placements)
-        parameter.copy_(own)
-    return lost.gather(2, chosen[:, None, None, :].expand(-1, lost.shape[1], 1, -1)).mean().item()
+    return logits, lost.gather(2, chosen[:, None, None, :].expand(-1, lost.shape[1], 1, -1)).mean().item()

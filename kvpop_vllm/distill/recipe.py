@@ -66,13 +66,12 @@ class Recipe:
     decay_step: int = field(default=1, metadata={"help": "n"})
     decay_min: float = field(default=0.999, metadata={"help": "smallest decay of a head"})
     decay_max: float = field(default=0.999999, metadata={"help": "largest decay of a head"})
-    calibrate: int = field(
-        default=0,
-        metadata={
-            "help": "every so many steps and after the last, set each head's decay to the one that loses least attention;"
-            " 0: decays are learned; phases without scorers have none"
-        },
+    calibrate: bool = field(
+        default=False,
+        metadata={"help": "after the last step, set each head's decay to the one that loses least attention"},
     )
+    calibrate_min: float = field(default=0.98, metadata={"help": "smallest decay that --calibrate may choose"})
+    calibrate_max: float = field(default=0.9999, metadata={"help": "largest decay that --calibrate may choose"})
     calibration_rows: int = field(default=6, metadata={"help": "training rows that --calibrate looks at"})
 
     kl: float = field(default=1.0, metadata={"help": "weight of the KL to the teacher's top tokens (base trained)"})
@@ -119,7 +118,7 @@ class Recipe:
         for name in ("lr_new", "lr_new_end", "lr_base", "clip", "tau"):
             if not 0 < getattr(self, name) < math.inf:
                 refuse(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("kl", "ce", "boundary", "weight_decay", "warmup", "sinks", "calibrate"):
+        for name in ("kl", "ce", "boundary", "weight_decay", "warmup", "sinks"):
             if not 0 <= getattr(self, name) < math.inf:
                 refuse(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("beta1", "beta2"):
@@ -136,8 +135,8 @@ class Recipe:
                 f"length {self.length} must exceed sinks + window + topk = {self.sinks} + {self.window} + {max(self.topk)}:"
                 " raise --length or lower --topk"
             )
-        if self.calibrates and not 0 < self.decay_min < self.decay_max < 1:
-            refuse(f"calibrate needs 0 < decay_min < decay_max < 1, got {self.decay_min} and {self.decay_max}")
+        if not 0 < self.calibrate_min < self.calibrate_max < 1:
+            refuse(f"calibrate needs 0 < min < max < 1, got {self.calibrate_min} and {self.calibrate_max}")
         if self.phase != "sparsify" and not self.train_base:
             refuse(f"phase {self.phase} trains the base model: leave --no-train-base out")
         if self.phase != "uptrain" and self.train_base and not (self.kl > 0 or self.ce > 0):
@@ -146,7 +145,7 @@ class Recipe:
     @property
     def calibrates(self) -> bool:
         """Whether decays are set by calibration; phases without scorers have none."""
-        return self.calibrate > 0 and self.phase == "sparsify"
+        return self.calibrate and self.phase == "sparsify"
 
     @property
     def boundary_options(self) -> BoundaryOptions:
@@ -188,9 +187,9 @@ DEMO = Recipe(
     skip=True,
     window=64,
     topk=[444, 188, 60],
-    decay_min=0.98,
+    decay_min=0.9965,
     decay_max=0.9999,
-    calibrate=60,
+    calibrate=True,
     samples=512,
     warmup=20,
     lr_new=1e-2,
@@ -198,7 +197,7 @@ DEMO = Recipe(
     activation_checkpointing=False,
 )
 """Scorers of the frozen 135M demo model in an hour or two on a CPU core; budgets of a quarter, an eighth and a sixteenth of S. Few rows,
-so a rate ten times the paper's, and every row asked at many positions, which costs next to nothing. The decays lie lower than
-the paper's, as its budgets of 2,048 and 4,096 lie above these: a token fades over a few budgets (LOG "decay")."""
+so a rate ten times the paper's, and every row asked at many positions, which costs next to nothing. The decays that it trains with lie
+lower than the paper's, as its budgets of 2,048 and 4,096 lie above these, and are calibrated at the end (LOG "decay")."""
 
 RECIPES = {"paper": PAPER, "demo": DEMO}

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 
 import torch
@@ -27,7 +27,8 @@ from kvpop_vllm.distill.metrics import Metrics
 from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.scorers import ScorerConfig, build
-from kvpop_vllm.scorers.checkpoint import write_scorer
+from kvpop_vllm.scorers.base import log_gamma
+from kvpop_vllm.scorers.checkpoint import Decay, write_scorer
 from kvpop_vllm.scorers.init import model_shape
 
 
@@ -100,7 +101,7 @@ class Trainer:
             )
         if recipe.calibrates and calibration is None:
             raise ConfigError("this recipe calibrates decays: give the trainer rows to do it on")
-        self.calibration_rows = cache(calibration) if calibration else None
+        self.calibration_rows = calibration
         self.step = 0
         self._check_same_run(str(Path(model).resolve()))
         torch.manual_seed(recipe.seed)
@@ -158,12 +159,11 @@ class Trainer:
         return student
 
     def _optimiser(self) -> torch.optim.Optimizer:
-        """Groups whose ``rate`` is ``new``, ``base`` or, for decays that are calibrated, ``fixed``."""
-        recipe, scorers = self.recipe, list(self.student.scorers.named_parameters())
-        fixed = {name for name, _ in scorers if recipe.calibrates and name.endswith("decay_logit")}
-        decays, new = ([p for name, p in scorers if (name in fixed) == is_fixed] for is_fixed in (True, False))
-        base = list(self.student.base.parameters()) if recipe.train_base else []
-        groups = [{"params": p, "rate": rate} for p, rate in ((new, "new"), (base, "base"), (decays, "fixed")) if p]
+        recipe = self.recipe
+        groups = [{"params": list(self.student.scorers.parameters()), "lr": recipe.lr_new, "new": True}]
+        if recipe.train_base:
+            groups.append({"params": list(self.student.base.parameters()), "lr": recipe.lr_base, "new": False})
+        groups = [g for g in groups if g["params"]]
         return torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2), weight_decay=recipe.weight_decay)
 
     def rate(self, step: int) -> float:
@@ -194,7 +194,11 @@ class Trainer:
         try:
             with Metrics(self.out / "run", step) if is_main() else nullcontext() as metrics:
                 last = self._steps(step, metrics)
-            self._export()
+            config, decays = self.config, None
+            if self.recipe.calibrates:
+                config, decays, lost = self._calibrated()
+                last = last | {"lost_mass": lost}
+            self._export(config, decays)
         except (OSError, SafetensorError, NotFinite) as error:
             raise TrainingError(self._stopped(self.step, str(error))) from None
         return last
@@ -206,8 +210,6 @@ class Trainer:
             for self.step in steps:
                 step = self.step
                 last = self._step(step, rows)
-                if self.recipe.calibrates and ((step + 1) % self.recipe.calibrate == 0 or step + 1 == total):
-                    last |= {"lost_mass": self._calibrate()}
                 if metrics:
                     metrics.add(step, last)
                     steps.set_postfix({name: f"{value:.4f}" for name, value in last.items()})
@@ -219,15 +221,22 @@ class Trainer:
         low = self.recipe.train_base and self.recipe.dtype == "bfloat16"
         return torch.autocast(self.process.device.type, torch.bfloat16, enabled=low)
 
-    def _calibrate(self) -> float:
+    def _calibrated(self) -> tuple[ScorerConfig, torch.Tensor, float]:
+        """The scorers' config with the range of calibrated decays, their parameter and the mass lost; ``calibration.json`` says it."""
+        recipe = self.recipe
+        decay = Decay(recipe.decay_step, recipe.calibrate_min, recipe.calibrate_max)
         with self._autocast():
-            return calibrate(self.student, self.calibration_rows())
+            logits, lost = calibrate(self.student, self.calibration_rows(), decay)
+        if is_main():
+            decays = torch.stack([log_gamma(own, decay) for own in logits]).exp()
+            found = {"lost_mass": lost, "decays": [[round(g, 6) for g in layer] for layer in decays.tolist()]}
+            (self.out / "run" / "calibration.json").write_text(json.dumps(found) + "\n")
+        return dataclasses.replace(self.config, decay=decay), logits, lost
 
     def _step(self, step: int, rows: Iterable[torch.Tensor]) -> dict[str, float]:
         recipe, process, student = self.recipe, self.process, self.student
-        rates = {"new": self.rate(step), "base": recipe.lr_base, "fixed": 0.0}
         for group in self.optimiser.param_groups:
-            group["lr"] = rates[group["rate"]]
+            group["lr"] = self.rate(step) if group["new"] else recipe.lr_base
         share = recipe.batch // process.world
         total: dict[str, float] = {}
         for i in range(share):
@@ -240,7 +249,7 @@ class Trainer:
             (loss / share).backward()
             for name, value in ({"loss": loss.item()} | parts).items():
                 total[name] = total.get(name, 0.0) + value / share
-        parameters = [p for g in self.optimiser.param_groups for p in g["params"] if g["rate"] != "fixed"]
+        parameters = [p for g in self.optimiser.param_groups for p in g["params"]]
         norm = torch.nn.utils.clip_grad_norm_(parameters, recipe.clip)
         total["grad_norm"] = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
         total = self._mean(total)
@@ -268,14 +277,17 @@ class Trainer:
         except OSError as error:
             raise TrainingError(self._stopped(step, str(error))) from None
 
-    def _export(self) -> None:
-        """The adapter folder, and the base model's folder where it was trained."""
+    def _export(self, config: ScorerConfig | None, decays: torch.Tensor | None) -> None:
+        """The adapter folder, with other decays than the trained ones if there are any, and the base model's folder where it
+        was trained."""
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.student, options=options)
         if is_main():
-            if self.config:
-                layers = [self._tensors(state, i) for i in range(self.config.num_layers)]
-                write_scorer(self.out, self.config, layers)
+            if config:
+                layers = [self._tensors(state, i) for i in range(config.num_layers)]
+                if decays is not None:
+                    layers = [own | {"decay_logit": d} for own, d in zip(layers, decays.unbind(), strict=True)]
+                write_scorer(self.out, config, layers)
             if self.recipe.train_base:
                 prefix, dtype, base = "base.", getattr(torch, self.recipe.dtype), self.student.base
                 own = {n[len(prefix) :]: t.to(dtype) for n, t in state.items() if n.startswith(prefix)}

@@ -19,6 +19,7 @@ from kvpop_vllm.distill.student import Student
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.scorers import ScorerConfig, build
+from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import Decay
 from kvpop_vllm.scorers.init import model_shape
 from kvpop_vllm.testing import write_tiny_model
@@ -94,7 +95,7 @@ class Recorder:
 
 def test_every_head_gets_the_decay_that_loses_least(tmp_path):
     model = write_tiny_model(tmp_path / "model", "qwen3")
-    recipe = dataclasses.replace(RECIPE, topk=[20, 9], decay_min=0.8, decay_max=0.999)
+    recipe, decay = dataclasses.replace(RECIPE, topk=[20, 9]), Decay(1, 0.8, 0.999)
     torch.manual_seed(3)
     config = ScorerConfig(**model_shape(model), **recipe.scorer_options())
     config = ScorerConfig.parse(json.loads(json.dumps(config.to_json())), "the test")
@@ -107,9 +108,9 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
                 p.mul_(8)  # a tiny random model attends to everything alike, and no decay is better than another
     rows = Rows(LENGTH)
     rows = [next(rows) for _ in range(2)]
-    least = calibrate(student, rows)
+    logits, least = calibrate(student, rows, decay)
 
-    grid, budgets = decay_grid(config.decay), [student.roles(0), student.roles(1)]
+    grid, budgets = decay_grid(decay), [student.roles(0), student.roles(1)]
     positions = list(range(budgets[0].budget, LENGTH))
     lost = torch.zeros(2, 2, len(grid), config.num_kv_heads)
     for row in rows:
@@ -118,7 +119,7 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
             student.read(row.unsqueeze(0), recorder)
         for layer, (q, k, score, scale) in recorder.seen.items():
             lost[layer] += brute_force(q, k, score, grid, budgets, positions, scale) / 2
-    chosen = torch.stack([s.scorer.log_gamma() for s in student.scorers])
+    chosen = torch.stack([log_gamma(own, decay) for own in logits])
     index = (chosen.unsqueeze(-1) - grid).abs().argmin(-1)
     assert (chosen - grid[index]).abs().max() < 1e-6
     judged = lost.log().mean(1)
@@ -131,13 +132,16 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
 
 def test_what_cannot_be_calibrated_is_refused(tmp_path):
     for change, words in (
-        ({"decay_max": 1.0}, "decay_max < 1"),
-        ({"decay_min": 0.999}, "0.999"),
+        ({"calibrate_max": 1.0}, "max < 1"),
+        ({"calibrate_min": 0.999, "calibrate_max": 0.999}, "0.999"),
         ({"calibration_rows": 0}, "calibration_rows must be at least 1"),
-        ({"calibrate": -1}, "calibrate must be at least 0"),
     ):
         with pytest.raises(ConfigError, match=words):
-            dataclasses.replace(RECIPE, **({"decay_min": 0.9, "decay_max": 0.999} | change))
+            dataclasses.replace(RECIPE, **change)
     model = write_tiny_model(tmp_path / "model", "qwen3")
     with pytest.raises(ConfigError, match="rows"):
         Trainer(model, RECIPE, tmp_path / "out", Rows(LENGTH))
+    student = Trainer(model, RECIPE, tmp_path / "out", Rows(LENGTH), calibration=list).student
+    for rows in ([], [torch.zeros(student.roles(0).budget, dtype=torch.int64)]):
+        with pytest.raises(ValueError, match="rows of more than"):
+            calibrate(student, rows, Decay(1, 0.9, 0.99))

@@ -26,12 +26,12 @@ RECIPE = dataclasses.replace(
     warmup=2,
     dtype="float32",
     lr_new=1e-2,
-    calibrate=5,
+    calibrate=True,
     calibration_rows=2,
 )
 RECIPES = {
     "frozen": RECIPE,
-    "base": dataclasses.replace(RECIPE, calibrate=0, train_base=True, ce=0.5, activation_checkpointing=True),
+    "base": dataclasses.replace(RECIPE, calibrate=False, train_base=True, ce=0.5, activation_checkpointing=True),
 }
 
 
