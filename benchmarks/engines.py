@@ -41,8 +41,7 @@ LEAST_BUDGET = 768
 @contextmanager
 def engines(options):
     """Name -> :class:`Engine` for stock and every policy of ``options``; all are stopped at the end."""
-    if not (Path(options.model) / "config.json").is_file():
-        sys.exit(f"no model in {options.model}: run `make model`")
+    check_model(options)
     with tempfile.TemporaryDirectory(prefix="kvpop-bench-") as folder:
         started = {}
         try:
@@ -114,8 +113,23 @@ def peers(options) -> dict:
     return {name: {"short_prompts": SHORT_PROMPTS, "kvpress_budget": budget} for name, budget in budgets.items()}
 
 
+def check_model(options) -> None:
+    """Ends with a message if there is none."""
+    if not (Path(options.model) / "config.json").is_file():
+        sys.exit(f"no model in {options.model}: run `make model`")
+
+
+def token_bytes(model: str | Path) -> int:
+    """Of a token's keys and values in stock's bfloat16 cache."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * width
+
+
 def check_budget(parser, options) -> None:
-    """Ends with a message if outputs could not be compared."""
+    """Ends with a message if outputs could not be compared, or nothing would be measured."""
+    if options.rounds < 1:
+        parser.error("--rounds must be at least 1")
     least = LEAST_BUDGET + max(options.decide_every) - 1
     if options.budget < least:
         parser.error(
@@ -240,7 +254,7 @@ class Child:
             asked.model,
             dtype="bfloat16",
             max_num_seqs=asked.most_requests,
-            kv_cache_memory_bytes=int(asked.pool_tokens * self._token_bytes()),
+            kv_cache_memory_bytes=int(asked.pool_tokens * token_bytes(asked.model)),
             enable_prefix_caching=False,
             enforce_eager=asked.eager,
             load_format=asked.load_format,
@@ -253,12 +267,6 @@ class Child:
         self.block_bytes = pool_bytes // scheduler.kv_cache_config.num_blocks
         self.free = self.pool.get_num_free_blocks()
         return {"seconds": time.monotonic() - begin, "pool_bytes": pool_bytes}
-
-    def _token_bytes(self) -> int:
-        """Of a token's keys and values in stock's cache."""
-        model = json.loads((Path(self.options.model) / "config.json").read_text())
-        width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-        return 2 * 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * width
 
     def short(self) -> list:
         """Greedy tokens of short prompts, each with its log-probability and its lead over the second."""

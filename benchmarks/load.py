@@ -15,7 +15,7 @@ import urllib.request
 from pathlib import Path
 
 import record
-from engines import SHORT_PROMPTS, add_options, check_budget, configurations, differs, say
+from engines import SHORT_PROMPTS, add_options, check_budget, check_model, configurations, differs, say, token_bytes
 
 sys.path.insert(0, str(record.ROOT / "examples"))
 from serving import Server, ServerError  # noqa: E402
@@ -26,6 +26,7 @@ MEASURES = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "output_throughpu
 
 def main() -> int:
     options = parse_arguments()
+    check_model(options)
     rows, first = [], None
     try:
         with tempfile.TemporaryDirectory(prefix="kvpop-bench-") as folder:
@@ -59,6 +60,8 @@ def parse_arguments():
     )
     options = parser.parse_args()
     check_budget(parser, options)
+    if min(options.prompts, options.input, options.output) < 1 or not options.rate > 0:
+        parser.error("--prompts, --input and --output must be at least 1, and --rate above 0")
     if options.input + options.output > 8192:
         parser.error("a request exceeds the demo model's 8192 positions: lower --input or --output")
     return options
@@ -66,14 +69,13 @@ def parse_arguments():
 
 def one_server(name: str, policy: dict | None, options, folder: Path) -> tuple[list, dict]:
     """Greedy tokens of short prompts, and what the load generator measured."""
-    model = json.loads((Path(options.model) / "config.json").read_text())
-    width = model.get("head_dim") or model["hidden_size"] // model["num_attention_heads"]
-    token = 2 * 2 * model["num_hidden_layers"] * model["num_key_value_heads"] * width
-    flags = ["--kv-cache-memory-bytes", str(int(options.dense_requests * 8192 * token)), "--no-enable-prefix-caching"]
+    pool = int(options.dense_requests * 8192 * token_bytes(options.model))
+    flags = ["--kv-cache-memory-bytes", str(pool), "--no-enable-prefix-caching"]
     flags += ["--enforce-eager"] if options.eager else []
     if policy:
         flags += ["--additional-config", json.dumps({"kv_policy": policy})]
-    with Server(options.model, *flags, wait_s=900, say=lambda line: say(f"{name}:{line}")) as server:
+    environment = {"OMP_NUM_THREADS": str(options.threads)}
+    with Server(options.model, *flags, wait_s=900, say=lambda line: say(f"{name}:{line}"), env=environment) as server:
         answers = [greedy(server.url, options.model, prompt) for prompt in SHORT_PROMPTS]
         result = folder / "load.json"
         command = [str(Path(sys.executable).with_name("vllm")), "bench", "serve", "--base-url", server.url]
@@ -83,7 +85,7 @@ def one_server(name: str, policy: dict | None, options, folder: Path) -> tuple[l
         command += ["--save-result", "--result-dir", str(folder), "--result-filename", result.name]
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            raise ServerError(f"vllm bench serve failed: {done.stderr.strip().splitlines()[-1]}")
+            raise ServerError(f"vllm bench serve failed: {(done.stderr.strip() or 'without a word').splitlines()[-1]}")
         measured = json.loads(result.read_text())
         if measured["completed"] != options.prompts:
             raise ServerError(f"{name}: {measured['completed']} of {options.prompts} requests completed")

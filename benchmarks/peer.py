@@ -49,7 +49,8 @@ class Peer:
         decoding = DecodingPress(
             KnormPress(), compression_interval=INTERVAL, target_size=budget, hidden_states_buffer_size=0
         )
-        prefilling = KnormPress(compression_ratio=1 - budget / context) if context > budget else None
+        # half a token more, since kvpress rounds what it keeps down
+        prefilling = KnormPress(compression_ratio=1 - (budget + 0.5) / context) if context > budget else None
         return PrefillDecodingPress(prefilling_press=prefilling, decoding_press=decoding)(self.model)
 
     def _forward(self, tokens: list[int], position: int):
@@ -98,10 +99,10 @@ class Peer:
         if requests == 0:
             self.press.__exit__(None, None, None)
             self.cache = None
-            return {"held_bytes": 0}
+            return {}
         layers, budget = self.cache.layers, self.options["kvpress_budget"]
         longest = max(layer.keys.shape[2] for layer in layers)
-        if budget is not None and not budget <= longest <= budget + INTERVAL:
+        if budget is not None and not min(budget, self.at) <= longest <= budget + INTERVAL:
             raise RuntimeError(f"kvpress holds {longest} tokens, not its budget of {budget}")
         return {"held_bytes": sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))}
 

@@ -25,11 +25,12 @@ class Server:
 
     Args:
         model: folder or Hub id. options: further arguments. wait_s: seconds to wait for /health.
-        say: called with progress lines.
+        say: called with progress lines. env: variables on top of this process's.
     """
 
-    def __init__(self, model: str, *options: str, wait_s: float = 400, say=print):
+    def __init__(self, model: str, *options: str, wait_s: float = 400, say=print, env: dict[str, str] | None = None):
         self.model, self.options, self.wait_s, self.say = model, options, wait_s, say
+        self.env = os.environ | (env or {})
 
     def __enter__(self) -> Server:
         with socket.socket() as probe:
@@ -39,7 +40,9 @@ class Server:
         command = [str(Path(sys.executable).with_name("vllm")), "serve", self.model, *self.options]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")
-        self.process = subprocess.Popen(command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True)
+        self.process = subprocess.Popen(
+            command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True, env=self.env
+        )
         try:
             self._wait()
         except BaseException:

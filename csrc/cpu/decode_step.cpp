@@ -16,14 +16,19 @@ namespace {
 
 constexpr int64_t LEAST_PART = 256;  // slots; less is not worth a thread
 
-// Into how many parts the heads' slots are cut so that all threads have work.
+// Into how many parts each head's slots are cut so that all threads have work.
 int64_t parts_of_a_head(const DecodeStep& step) {
     const int64_t heads = step.requests * step.heads, threads = at::get_num_threads();
     if (heads == 0 || heads >= 2 * threads || threads == 1) return 1;
     int64_t longest = 0;
     for (int64_t r = 0; r < step.requests; r++)
         for (int64_t h = 0; h < step.heads; h++) longest = std::max(longest, step.valid_slots(r, h));
-    return std::clamp((2 * threads + heads - 1) / heads, int64_t(1), std::max(int64_t(1), longest / LEAST_PART));
+    // Threads get equal shares of the parts, rounded up: the number that makes the largest share of the work smallest.
+    int64_t best = 1, best_share = (heads + threads - 1) / threads;
+    for (int64_t parts = 2; parts <= std::min(longest / LEAST_PART, 2 * threads); parts++)
+        if (const int64_t share = (heads * parts + threads - 1) / threads; share * best < best_share * parts)
+            best = parts, best_share = share;
+    return best;
 }
 
 void in_parts(const DecodeStep& step, const Kernels& kernels, int64_t parts) {

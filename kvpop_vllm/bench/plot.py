@@ -31,10 +31,10 @@ def bench_plot(options) -> None:
         raise ConfigError(f"{path}: the newest measurement has no compiled run of stock vLLM: run `make bench`")
     where = f"{of['machine']}, {of['threads']} thread(s), vLLM {of['vllm']}, {of['date']}, commit {of['commit']}"
     out.mkdir(parents=True, exist_ok=True)
-    (out / TABLE).write_text(f"{table(rows)}\n{where}\n")
     drawing = Figure(figsize=(10, 3.8), layout="constrained")
     draw(drawing, rows, where)
     drawing.savefig(out / FIGURE, dpi=120)
+    (out / TABLE).write_text(f"{table(rows)}\n{where}\n")
     print(f"{out / TABLE} and {out / FIGURE} show {len(rows)} settings of {where}")
 
 

@@ -24,7 +24,7 @@ def newest(path: Path, setting: tuple[str, ...], values: tuple[str, ...]) -> tup
         The :data:`MEASUREMENT` columns, and rows with ``setting`` as they stand and ``values`` as floats.
 
     Raises:
-        ConfigError: there is no such file, it is empty, a column is missing, or a value is not a finite number.
+        ConfigError: there is no such file, it is empty, a column is missing, or a value is not a number above 0.
     """
     try:
         with path.open(newline="") as file:
@@ -52,6 +52,6 @@ def _number(text: str | None, where: str) -> float:
         value = float(text or "nothing")
     except ValueError:
         value = math.nan
-    if not math.isfinite(value):
-        raise ConfigError(f"{where}: {text!r} is not a finite number")
+    if not 0 < value < math.inf:
+        raise ConfigError(f"{where}: {text!r} is not a number above 0")
     return value

@@ -16,7 +16,7 @@ from kvpop_vllm.scorers.checkpoint import Decay
 POINTS = 12
 QUERIES = 256
 FLOOR = 1e-6
-"""Lost mass below which a decay earns nothing more, so that heads which lose nothing do not decide by rounding."""
+"""Lost mass below which a decay earns nothing more; of decays that are equally good a head gets the slowest."""
 
 
 def decay_grid(decay: Decay) -> torch.Tensor:
@@ -82,9 +82,10 @@ class _Observer:
         score, _ = self.student.scorers[layer](k, v, self.budgets[0].window)
         first, last = max(r.budget for r in self.budgets), k.shape[2] - 1
         positions = torch.linspace(first, last, min(QUERIES, last - first + 1), device=k.device).long().unique()
-        self.lost[layer] += lost_mass(
-            q, k, lse, score, self.log_gammas.to(k.device), self.budgets, positions, scale
-        ).cpu()
+        with torch.autocast(k.device.type, enabled=False):  # which would round the logits
+            self.lost[layer] += lost_mass(
+                q, k, lse, score, self.log_gammas.to(k.device), self.budgets, positions, scale
+            ).cpu()
         return out
 
 
@@ -117,7 +118,8 @@ def calibrate(student: Student, rows: Sequence[torch.Tensor], decay: Decay) -> t
         shared = lost.to(device)
         dist.broadcast(shared, 0)
         lost = shared.cpu()
-    chosen = lost.clamp_min(FLOOR).log().mean(1).argmin(1)
+    judged = lost.clamp_min(FLOOR).log().mean(1)
+    chosen = judged.shape[1] - 1 - judged.flip(1).argmin(1)
     low, high = math.log(decay.min), math.log(decay.max)
     logits = torch.special.logit((log_gammas[chosen] - low) / (high - low)).float()
     return logits, lost.gather(2, chosen[:, None, None, :].expand(-1, lost.shape[1], 1, -1)).mean().item()

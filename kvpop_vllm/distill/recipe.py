@@ -70,8 +70,12 @@ class Recipe:
         default=False,
         metadata={"help": "after the last step, set each head's decay to the one that loses least attention"},
     )
-    calibrate_min: float = field(default=0.98, metadata={"help": "smallest decay that --calibrate may choose"})
-    calibrate_max: float = field(default=0.9999, metadata={"help": "largest decay that --calibrate may choose"})
+    calibrate_min: float | None = field(
+        default=None, metadata={"help": "smallest decay that --calibrate may choose (default: decay_min)"}
+    )
+    calibrate_max: float | None = field(
+        default=None, metadata={"help": "largest decay that --calibrate may choose (default: decay_max)"}
+    )
     calibration_rows: int = field(default=6, metadata={"help": "training rows that --calibrate looks at"})
 
     kl: float = field(default=1.0, metadata={"help": "weight of the KL to the teacher's top tokens (base trained)"})
@@ -135,8 +139,9 @@ class Recipe:
                 f"length {self.length} must exceed sinks + window + topk = {self.sinks} + {self.window} + {max(self.topk)}:"
                 " raise --length or lower --topk"
             )
-        if not 0 < self.calibrate_min < self.calibrate_max < 1:
-            refuse(f"calibrate needs 0 < min < max < 1, got {self.calibrate_min} and {self.calibrate_max}")
+        low, high = self.calibrated_range
+        if self.calibrates and not 0 < low < high < 1:
+            refuse(f"calibrate needs 0 < min < max < 1, got {low} and {high}")
         if self.phase != "sparsify" and not self.train_base:
             refuse(f"phase {self.phase} trains the base model: leave --no-train-base out")
         if self.phase != "uptrain" and self.train_base and not (self.kl > 0 or self.ce > 0):
@@ -146,6 +151,13 @@ class Recipe:
     def calibrates(self) -> bool:
         """Whether decays are set by calibration; phases without scorers have none."""
         return self.calibrate and self.phase == "sparsify"
+
+    @property
+    def calibrated_range(self) -> tuple[float, float]:
+        """The smallest and the largest decay that calibration may choose."""
+        low = self.decay_min if self.calibrate_min is None else self.calibrate_min
+        high = self.decay_max if self.calibrate_max is None else self.calibrate_max
+        return low, high
 
     @property
     def boundary_options(self) -> BoundaryOptions:
@@ -190,6 +202,8 @@ DEMO = Recipe(
     decay_min=0.9965,
     decay_max=0.9999,
     calibrate=True,
+    calibrate_min=0.98,
+    calibrate_max=0.9999,
     samples=512,
     warmup=20,
     lr_new=1e-2,

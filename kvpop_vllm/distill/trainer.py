@@ -223,8 +223,7 @@ class Trainer:
 
     def _calibrated(self) -> tuple[ScorerConfig, torch.Tensor, float]:
         """The scorers' config with the range of calibrated decays, their parameter and the mass lost; ``calibration.json`` says it."""
-        recipe = self.recipe
-        decay = Decay(recipe.decay_step, recipe.calibrate_min, recipe.calibrate_max)
+        decay = Decay(self.recipe.decay_step, *self.recipe.calibrated_range)
         with self._autocast():
             logits, lost = calibrate(self.student, self.calibration_rows(), decay)
         if is_main():

@@ -32,11 +32,10 @@ class Setting:
 
     @property
     def positions(self) -> list[int]:
-        """Where recall is asked for: about S / 2 and 3 S / 4, in the middle between two decisions."""
-        return [
-            q // self.decide_every * self.decide_every + self.decide_every // 2
-            for q in (self.length // 2, 3 * self.length // 4)
-        ]
+        """Where recall is asked for: from S / 2 (or B) and 3 S / 4 on the first in the middle between two decisions."""
+        every, middle = self.decide_every, self.decide_every // 2
+        starts = max(self.length // 2, self.budget), 3 * self.length // 4
+        return [min(-(-(q - middle) // every) * every + middle, self.length - 2) for q in starts]
 
     def roles(self, contender: Contender, head_dim: int, dtype: torch.dtype) -> Roles:
         """The contender's k: that of the budget, or less by the slots that its state costs.

@@ -12,7 +12,7 @@ from distill.rows import Rows
 from distill.train_tiny import LENGTH, RECIPE
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.calibration import calibrate, decay_grid, lost_mass
+from kvpop_vllm.distill.calibration import _Observer, calibrate, decay_grid, lost_mass
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.student import Student
@@ -128,6 +128,34 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
     assert (judged.gather(1, index.unsqueeze(1))[:, 0] - best).abs().max() < 1e-5
     kept = lost.gather(2, index[:, None, None, :].expand(-1, 2, 1, -1))
     assert least == pytest.approx(kept.mean().item(), rel=1e-4)
+
+
+def test_equal_decays_and_low_precision(tmp_path):
+    """Heads that lose nothing remember longest, and autocast, under which a bfloat16 base runs, changes no choice."""
+    model, recipe = write_tiny_model(tmp_path / "model", "qwen3"), dataclasses.replace(RECIPE, topk=[20])
+    config = ScorerConfig(**model_shape(model), **recipe.scorer_options())
+    config = ScorerConfig.parse(json.loads(json.dumps(config.to_json())), "the test")
+    student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)
+    row, decay = next(Rows(LENGTH)), Decay(1, 0.8, 0.999)
+    with torch.no_grad():
+        for name, p in student.base.named_parameters():
+            if name.endswith("q_norm.weight"):
+                p.mul_(8)
+    q, k = torch.randn(2, 1, 2, LENGTH, 32, generator=torch.Generator().manual_seed(1))
+    plain = _Observer(student, decay_grid(decay))
+    plain(0, q, k, k, 1.0)
+    low = _Observer(student, decay_grid(decay))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        low(0, q, k, k, 1.0)
+    assert torch.equal(plain.lost[0], low.lost[0]) and plain.lost[0].amin() > 0
+    everything = torch.zeros_like(q)
+    everything[..., 0] = 1e4
+    sink = torch.zeros_like(k)
+    sink[:, :, 0, 0] = 1.0  # all attention goes to the first token, which is never evicted
+    student.read = lambda tokens, observe: [observe(layer, everything, sink, sink, 1.0) for layer in range(2)]
+    logits, lost = calibrate(student, [row], decay)
+    assert lost < 1e-6
+    assert (torch.stack([log_gamma(own, decay) for own in logits]) - decay_grid(decay)[-1]).abs().max() < 1e-6
 
 
 def test_what_cannot_be_calibrated_is_refused(tmp_path):

@@ -211,7 +211,10 @@ def _first_difference(run: OracleRun, held) -> tuple[int, int, int, int] | None:
 
 
 def _nudge(run: OracleRun, policy: OraclePolicy, layer: int, head: int, query: int) -> Nudge:
-    """Decides at ``query`` the other way: of the tokens that were evicted, the best one is kept."""
+    """Decides at ``query`` the other way: of the tokens that were evicted, the best one is kept.
+
+    Of several evictions in one decision only one can be turned: a second near-tie among them would not be excused.
+    """
     row, scores = run.visible[layer][head], run.scores[layer][head].double()
     lost = torch.nonzero(row[query - 1] & ~row[query]).flatten()
     decay = policy.decay(layer, len(run.visible[layer]))[head]

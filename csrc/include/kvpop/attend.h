@@ -270,9 +270,10 @@ KVPOP_INLINE void prefetch_scores(const DecodeStep& a, int64_t r, int64_t h, int
     for (int64_t b = 0; b < 8 * a.block_slots; b += 64) prefetch(p + b);
 }
 
-// Sums of request r, KV head h over runs of slots; q: scratch for the rows of q, 64-byte aligned.
+// Sums of request r, KV head h over runs of slots; q: scratch for the rows of q, 64-byte aligned. fetch_next: the request and
+// head that follow have still to search for a victim.
 template <class A>
-void sum_runs(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, float* q, const Partial& sums) {
+void sum_runs(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, bool fetch_next, float* q, const Partial& sums) {
     using T = typename A::Item;
     const RowShape<T> shape(a.size);
     const int64_t floats = a.group * shape.floats;
@@ -285,7 +286,7 @@ void sum_runs(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, float
     }
     // The request and head that usually follow on this thread: their search for a victim finds its scores in the cache.
     const int64_t next_r = (r + 1) % a.requests, next_h = h + (r + 1) / a.requests;
-    const int64_t searched = next_h < a.heads && a.searches(next_r, next_h) ? a.valid_slots(next_r, next_h) : 0;
+    const int64_t searched = fetch_next && next_h < a.heads && a.searches(next_r, next_h) ? a.valid_slots(next_r, next_h) : 0;
     const int64_t passes = (a.group + MAX_GROUP - 1) / MAX_GROUP;
     int run = 0;
     for (int64_t slot = runs.begin[0]; run < runs.count;) {
@@ -337,7 +338,7 @@ inline void attend(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, 
         Pieces pieces{scratch};
         float* q = pieces.take(a.group * row_floats(a));
         const Partial sums(a, pieces.next);
-        sum_runs<A>(a, r, h, runs, q, sums);
+        sum_runs<A>(a, r, h, runs, true, q, sums);
         write_output<A>(a, r, h, sums);
     });
 }
@@ -346,7 +347,7 @@ inline void attend(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, 
 inline void attend_part(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, int64_t part, int64_t parts,
                         float* sums, float* scratch) {
     with_attention(a, [&](auto way) {
-        sum_runs<decltype(way)>(a, r, h, runs.part(part, parts, TILE), scratch, Partial(a, sums));
+        sum_runs<decltype(way)>(a, r, h, runs.part(part, parts, TILE), false, scratch, Partial(a, sums));
     });
 }
 
