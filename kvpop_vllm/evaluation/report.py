@@ -87,7 +87,7 @@ def _settings(options, sinks: int, window: int) -> list[Setting]:
         if budget <= sinks + window + waiting:
             more = f" and {waiting} tokens between decisions" if waiting else ""
             raise ConfigError(
-                f"a budget of {length} / {share} = {budget} leaves nothing beside {sinks} sinks, a window of {window}{more}"
+                f"a budget of {length} / {share} = {budget} leaves nothing beside {sinks} sinks and a window of {window}{more}"
             )
         if equal == "bytes" and budget < 512:
             raise ConfigError(

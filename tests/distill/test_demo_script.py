@@ -37,5 +37,5 @@ def test_a_minute_of_it(tmp_path):
     assert len(losses) == steps and sum(losses[-4:]) < 0.93 * sum(losses[:4]), losses
     assert read_scorer(str(out))[0].topk == 60
     table = done.stdout[done.stdout.index("== hamlet.txt") :].splitlines()[2:]
-    hindsight = {row[4]: float(row[6]) for row in map(str.split, table) if row[:2] == ["512", "128"]}
+    hindsight = {row[5]: float(row[7]) for row in map(str.split, table) if row[:2] == ["512", "128"]}
     assert hindsight[str(out)] > hindsight["random"] + 0.05, table
