@@ -40,10 +40,20 @@ class Server:
         command = [str(Path(sys.executable).with_name("vllm")), "serve", self.model, *self.options]
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")
-        self.process = subprocess.Popen(
-            command, stdout=self._log, stderr=subprocess.STDOUT, start_new_session=True, env=self.env
-        )
+        self.process, own = None, {signal.SIGTERM, signal.SIGINT}
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, own)  # else one could come when the child has no name yet
         try:
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    stdout=self._log,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env=self.env,
+                    preexec_fn=lambda: signal.pthread_sigmask(signal.SIG_SETMASK, before),
+                )
+            finally:
+                signal.pthread_sigmask(signal.SIG_SETMASK, before)
             self._wait()
         except BaseException:
             self.__exit__(None, None, None)
@@ -67,6 +77,8 @@ class Server:
         raise ServerError(f"vllm serve was not healthy after {self.wait_s:.0f} s:\n{self.tail()}")
 
     def __exit__(self, *_) -> None:
+        if self.process is None:
+            return
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=30)
