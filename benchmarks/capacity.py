@@ -11,7 +11,7 @@ import statistics
 import sys
 
 import record
-from engines import add_options, check_budget, engines, output_problems, say, start
+from engines import add_options, add_pool, check_budget, conclude, engines, output_problems, say, start
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "capacity.csv"
 
@@ -22,14 +22,7 @@ def main() -> int:
         start(started)
         problems = output_problems(started)
         rows = [row for turn in range(options.rounds) for row in one_round(started, turn + 1, options)]
-    for problem in problems:
-        print(f"capacity: output check failed, no ratio is given: {problem}", file=sys.stderr)
-    if problems:
-        return 1
-    print(report(rows))
-    if not options.no_csv:
-        record.append(RESULTS, rows)
-    return 0
+    return conclude(problems, lambda: report(rows), lambda: record.append(RESULTS, rows), options)
 
 
 def parse_arguments():
@@ -38,9 +31,7 @@ def parse_arguments():
     parser.add_argument("--requests", type=int, default=16, help="default 16")
     parser.add_argument("--prompt", type=int, default=6000, help="tokens of each prompt (default 6000)")
     parser.add_argument("--new", type=int, default=2000, help="tokens generated for each (default 2000)")
-    parser.add_argument(
-        "--dense-requests", type=float, default=4.0, help="the pool holds so many requests of 8192 tokens densely"
-    )
+    add_pool(parser)
     options = parser.parse_args()
     check_budget(parser, options)
     if options.prompt + options.new > 8192:

@@ -11,7 +11,19 @@ import sys
 from dataclasses import dataclass
 
 import record
-from engines import EAGER, PEER_NAMES, WARM_UP, add_options, ask_all, check_budget, engines, output_problems, say, start
+from engines import (
+    EAGER,
+    PEER_NAMES,
+    WARM_UP,
+    add_options,
+    ask_all,
+    check_budget,
+    conclude,
+    engines,
+    output_problems,
+    say,
+    start,
+)
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "decode.csv"
 
@@ -61,14 +73,7 @@ def measure(engines: dict, options) -> int:
             rows += cell(engines, context, requests, options)
         for _ in ask_all(engines, "keep", requests=0):
             pass
-    for problem in problems:
-        print(f"decode: output check failed, no ratio is given: {problem}", file=sys.stderr)
-    if problems:
-        return 1
-    print(report(rows))
-    if not options.no_csv:
-        append(rows, options)
-    return 0
+    return conclude(problems, lambda: report(rows), lambda: append(rows, options), options)
 
 
 @dataclass(frozen=True)

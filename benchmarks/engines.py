@@ -168,6 +168,25 @@ def differs(name: str, dense: list, other: list) -> str | None:
     return None if compared >= total / 2 else f"{name}: near ties left only {compared} of {total} tokens to compare"
 
 
+def conclude(problems: list[str], report, write, options) -> int:
+    """Prints ``report()`` and calls ``write()``, or says why there is nothing to compare; returns the exit code."""
+    for problem in problems:
+        print(f"output check failed, no ratio is given: {problem}", file=sys.stderr)
+    if problems:
+        return 1
+    print(report())
+    if not options.no_csv:
+        write()
+    return 0
+
+
+def add_pool(parser) -> None:
+    """The size of the KV pool, for benchmarks in which stock is short of memory."""
+    parser.add_argument(
+        "--dense-requests", type=float, default=4.0, help="the pool holds so many requests of 8192 tokens densely"
+    )
+
+
 def say(line: str) -> None:
     print(f"[bench] {line}", flush=True)
 

@@ -15,7 +15,18 @@ import urllib.request
 from pathlib import Path
 
 import record
-from engines import SHORT_PROMPTS, add_options, check_budget, check_model, configurations, differs, say, token_bytes
+from engines import (
+    SHORT_PROMPTS,
+    add_options,
+    add_pool,
+    check_budget,
+    check_model,
+    conclude,
+    configurations,
+    differs,
+    say,
+    token_bytes,
+)
 
 sys.path.insert(0, str(record.ROOT / "examples"))
 from serving import Server, ServerError  # noqa: E402
@@ -36,16 +47,12 @@ def main() -> int:
                     answers, measured = one_server(name, configuration["policy"], options, Path(folder))
                     first = answers if first is None else first  # stock comes first
                     if problem := differs(name, first, answers):
-                        print(f"load: output check failed, no ratio is given: {problem}", file=sys.stderr)
-                        return 1
+                        return conclude([problem], None, None, options)
                     rows.append(row(name, turn, measured, options))
                     say(f"round {turn}, {name}: " + ", ".join(f"{m} {measured[m]:.0f}" for m in MEASURES))
     except ServerError as error:
         sys.exit(str(error))
-    print(report(rows))
-    if not options.no_csv:
-        record.append(RESULTS, rows)
-    return 0
+    return conclude([], lambda: report(rows), lambda: record.append(RESULTS, rows), options)
 
 
 def parse_arguments():
@@ -55,9 +62,7 @@ def parse_arguments():
     parser.add_argument("--input", type=int, default=4000, help="tokens of each prompt (default 4000)")
     parser.add_argument("--output", type=int, default=128, help="tokens generated for each (default 128)")
     parser.add_argument("--rate", type=float, default=0.5, help="requests per second, Poisson (default 0.5)")
-    parser.add_argument(
-        "--dense-requests", type=float, default=4.0, help="the pool holds so many requests of 8192 tokens densely"
-    )
+    add_pool(parser)
     options = parser.parse_args()
     check_budget(parser, options)
     if min(options.prompts, options.input, options.output) < 1 or not options.rate > 0:

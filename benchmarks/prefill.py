@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import record
-from engines import add_options, check_budget, engines, output_problems, say, start
+from engines import add_options, check_budget, conclude, engines, output_problems, say, start
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "prefill.csv"
 POSITIONS = 8192
@@ -41,16 +41,9 @@ def compare(options) -> int:
         rows = [
             row for turn in rounds for context in options.context for row in one_turn(started, turn, context, options)
         ]
-    for problem in problems:
-        print(f"prefill: output check failed, no ratio is given: {problem}", file=sys.stderr)
-    if problems:
-        return 1
     if options.load_format == "dummy":
         print("random weights, outputs not compared")
-    print(report(rows))
-    if not options.no_csv:
-        record.append(RESULTS, rows)
-    return 0
+    return conclude(problems, lambda: report(rows), lambda: record.append(RESULTS, rows), options)
 
 
 def lengthen(model: Path, folder: Path, positions: int) -> None:
