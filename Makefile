@@ -8,6 +8,7 @@ BUDGET ?= 1024
 KV_MEMORY ?= 1073741824
 PORT ?= 8000
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -80,7 +81,7 @@ format: setup
 	@$(BIN)/ruff format .
 
 bench: model
-	@$(BIN)/python benchmarks/decode.py
+	@$(BIN)/python benchmarks/decode.py $(BENCH_ARGS)
 
 peers: model
 	@echo "[peers] transformers and kvpress in build/peers"

@@ -20,9 +20,10 @@ def main() -> int:
     options = parse_arguments()
     with engines(options) as started:
         start(started)
-        problems = output_problems(started)
+        if problems := output_problems(started):
+            return conclude(problems, None, None, options)
         rows = [row for turn in range(options.rounds) for row in one_round(started, turn + 1, options)]
-    return conclude(problems, lambda: report(rows), lambda: record.append(RESULTS, rows), options)
+    return conclude([], lambda: report(rows), lambda: record.append(RESULTS, rows), options)
 
 
 def parse_arguments():

@@ -14,6 +14,7 @@ import record
 from engines import (
     EAGER,
     PEER_NAMES,
+    STAGGER,
     WARM_UP,
     add_options,
     ask_all,
@@ -36,7 +37,7 @@ def main() -> int:
 
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser, budget=2048, rounds=3)
+    add_options(parser, budget=2048, rounds=5)
     parser.add_argument(
         "--context", nargs="+", type=int, default=[7500], help="tokens of each prompt, about (default 7500)"
     )
@@ -56,15 +57,19 @@ def parse_arguments():
     if max(options.context) + turns * (options.steps + WARM_UP) > 8000:
         parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context")
     options.most_requests = max(options.requests)
-    if min(options.context) <= 16 * options.most_requests or min(options.requests) < 1:
-        parser.error("prompts differ by 16 tokens each and must not be empty: raise --context or lower --requests")
+    if min(options.context) <= STAGGER * options.most_requests or min(options.requests) < 1:
+        parser.error(f"prompts differ by {STAGGER} tokens each and must not be empty: raise --context or lower --requests")
+    if uneven := [every for every in options.decide_every if options.steps % every]:
+        parser.error(f"a turn must hold as many decisions as any other: make --steps a multiple of {uneven[0]}")
     options.pool_tokens = 1.15 * options.most_requests * 8192  # what stock needs for all requests, and a little
     return options
 
 
 def measure(engines: dict, options) -> int:
     start(engines)
-    problems, rows = output_problems(engines), []
+    rows = []
+    if problems := output_problems(engines):
+        return conclude(problems, None, None, options)
     for context in options.context:
         say(f"prefill of {options.most_requests} x about {context} tokens in every engine: this may take minutes")
         for name, reply in ask_all(engines, "prefill", context=context, requests=options.most_requests):
@@ -73,12 +78,12 @@ def measure(engines: dict, options) -> int:
             rows += cell(engines, context, requests, options)
         for _ in ask_all(engines, "keep", requests=0):
             pass
-    return conclude(problems, lambda: report(rows), lambda: append(rows, options), options)
+    return conclude([], lambda: report(rows), lambda: append(rows, options), options)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One configuration's median step in one round; ``ratio`` is stock's in the same round over it."""
+    """One configuration's mean step in one round, so that work done every few steps counts; ``ratio`` is stock's over it."""
 
     context: int
     requests: int
@@ -95,11 +100,11 @@ def cell(engines: dict, context: int, requests: int, options) -> list[Turn]:
     turns = []
     for turn in range(1, options.rounds + 1):
         told = {"requests": requests, "steps": options.steps}
-        medians = {name: statistics.median(engine.ask("steps", **told)["ms"]) for name, engine in engines.items()}
-        shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in medians.items())
+        means = {name: statistics.mean(engine.ask("steps", **told)["ms"]) for name, engine in engines.items()}
+        shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in means.items())
         say(f"{requests} at {context}, round {turn}: {shown}")
         turns += [
-            Turn(context, requests, name, turn, ms, medians["dense"] / ms, held[name]) for name, ms in medians.items()
+            Turn(context, requests, name, turn, ms, means["dense"] / ms, held[name]) for name, ms in means.items()
         ]
     return turns
 

@@ -25,6 +25,7 @@ EAGER = " eager"
 """Ends the name of a policy's eager twin."""
 NEAR_TIE = 0.5  # nats: four steps of a bfloat16 logit between 16 and 32
 WARM_UP = 2  # steps of each turn that are not counted: the caches belong to the process before
+STAGGER = 17  # tokens between the lengths of prompts: a grid of decisions falls on other steps for each
 SHORT_PROMPTS = (
     "The capital of France is",
     "Water boils when it is heated, and it freezes when",
@@ -308,7 +309,7 @@ class Child:
         from vllm import SamplingParams
 
         draw = random.Random(context)
-        lengths = [context - 16 * i for i in range(requests)]
+        lengths = [context - STAGGER * i for i in range(requests)]
         params = SamplingParams(temperature=0, max_tokens=8192 - context, ignore_eos=True, detokenize=False)
         for i, length in enumerate(lengths):
             self.engine.add_request(f"{context}-{i}", {"prompt_token_ids": self._random(draw, length)}, params)

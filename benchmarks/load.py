@@ -32,6 +32,7 @@ sys.path.insert(0, str(record.ROOT / "examples"))
 from serving import Server, ServerError  # noqa: E402
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "load.csv"
+SPREAD = (("least", min), ("largest", max))
 MEASURES = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "output_throughput", "duration")
 
 
@@ -61,7 +62,7 @@ def parse_arguments():
     parser.add_argument("--prompts", type=int, default=24, help="requests (default 24)")
     parser.add_argument("--input", type=int, default=4000, help="tokens of each prompt (default 4000)")
     parser.add_argument("--output", type=int, default=128, help="tokens generated for each (default 128)")
-    parser.add_argument("--rate", type=float, default=0.5, help="requests per second, Poisson (default 0.5)")
+    parser.add_argument("--rate", type=float, default=0.06, help="requests per second, Poisson (default 0.06)")
     add_pool(parser)
     options = parser.parse_args()
     check_budget(parser, options)
@@ -133,8 +134,8 @@ def report(rows: list[dict]) -> str:
     lines = [f"{'':30} " + " ".join(f"{m:>18}" for m in MEASURES)]
     for name in dict.fromkeys(r["configuration"] for r in rows):
         mine = [r for r in rows if r["configuration"] == name]
-        values = (statistics.median(float(r[m]) for r in mine) for m in MEASURES)
-        lines.append(f"{name:30} " + " ".join(f"{v:18.0f}" for v in values))
+        for label, of in ((name, statistics.median), *(((f"  {n}", f) for n, f in SPREAD) if len(mine) > 1 else ())):
+            lines.append(f"{label:30} " + " ".join(f"{of(float(r[m]) for r in mine):18.0f}" for m in MEASURES))
     return "\n".join(lines)
 
 

@@ -1,9 +1,9 @@
 """Prefill of stock vLLM against fixed budgets, paired: one prompt at a time, the engines in turn.
 
 The same children as in decode.py. Nothing is called faster unless every policy gave stock's greedy tokens on prompts
-shorter than its budget; but where a prompt exceeds the demo model's 8,192 positions, all are read by a model of its shape
-with longer rotary tables and random weights, whose outputs say nothing and are not compared: that tells how time grows with
-the prompt. Rows go to benchmarks/results/prefill.csv.
+shorter than its budget. Where a prompt exceeds the demo model's 8,192 positions, all are read by a model of its shape
+with longer rotary tables and random weights, whose outputs say nothing: that tells how time grows with the prompt, and is
+not compared with stock. Rows go to benchmarks/results/prefill.csv.
 """
 
 import argparse
@@ -34,7 +34,8 @@ def compare(options) -> int:
     with engines(options) as started:
         start(started)
         # weights at random make flat logits, whose near ties say nothing
-        problems = [] if options.load_format == "dummy" else output_problems(started)
+        if options.load_format != "dummy" and (problems := output_problems(started)):
+            return conclude(problems, None, None, options)
         for engine in started.values():
             engine.ask("prompt", context=min(options.context))  # the first long one is not counted
         rounds = range(1, options.rounds + 1)
@@ -42,8 +43,8 @@ def compare(options) -> int:
             row for turn in rounds for context in options.context for row in one_turn(started, turn, context, options)
         ]
     if options.load_format == "dummy":
-        print("random weights, outputs not compared")
-    return conclude(problems, lambda: report(rows), lambda: record.append(RESULTS, rows), options)
+        print("random weights: outputs and times are not compared with stock's")
+    return conclude([], lambda: report(rows), lambda: record.append(RESULTS, rows), options)
 
 
 def lengthen(model: Path, folder: Path, positions: int) -> None:
@@ -86,7 +87,7 @@ def one_turn(started: dict, turn: int, context: int, options) -> list[dict]:
             "configuration": name,
             "round": turn,
             "tokens_per_s": f"{r:.1f}",
-            "over_dense": f"{r / rate['dense']:.3f}",
+            "over_dense": "" if options.load_format == "dummy" else f"{r / rate['dense']:.3f}",
         }
         for name, r in rate.items()
     ]
@@ -94,19 +95,20 @@ def one_turn(started: dict, turn: int, context: int, options) -> list[dict]:
 
 def report(rows: list[dict]) -> str:
     lines = [f"{'context':>7} {'':30} {'tokens/s':>8} {'it / dense: median':>19} {'min':>6} {'max':>6}"]
-    contexts, rate = sorted({row["context"] for row in rows}), {}
+    contexts = sorted({row["context"] for row in rows})
     for name in dict.fromkeys(row["configuration"] for row in rows):
+        rate = {}
         for context in contexts:
             mine = [row for row in rows if (row["configuration"], row["context"]) == (name, context)]
-            ratios = [float(row["over_dense"]) for row in mine]
+            ratios = [float(row["over_dense"]) for row in mine if row["over_dense"]]
             rate[context] = statistics.median(float(row["tokens_per_s"]) for row in mine)
-            lines.append(
-                f"{context:7} {name:30} {rate[context]:8.0f} {statistics.median(ratios):19.2f} {min(ratios):6.2f} "
-                f"{max(ratios):6.2f}"
-            )
+            line = f"{context:7} {name:30} {rate[context]:8.0f}"
+            if ratios:
+                line += f" {statistics.median(ratios):19.2f} {min(ratios):6.2f} {max(ratios):6.2f}"
+            lines.append(line)
         if len(contexts) > 1:
-            over = rate[contexts[0]] / rate[contexts[-1]]
-            lines.append(f"        {name}: time per token at {contexts[-1]} / at {contexts[0]} = {over:.2f}")
+            over = max(rate.values()) / min(rate.values())
+            lines.append(f"        {name}: longest / shortest time per token, {contexts[0]} to {contexts[-1]}: {over:.2f}")
     return "\n".join(lines)
 
 

@@ -18,8 +18,9 @@ double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Seconds to read all bytes once, in blocks of block_bytes in the given order; while one is read, the one after it is fetched.
-double read_once(const at::Tensor& bytes, const at::Tensor& order, int64_t block_bytes) {
+// Seconds to read all bytes once, in blocks of block_bytes in the given order; where asked, the block that follows is fetched
+// while one is read, which pays where the processor cannot guess it.
+double read_once(const at::Tensor& bytes, const at::Tensor& order, int64_t block_bytes, bool fetch) {
     const uint8_t* base = bytes.data_ptr<uint8_t>();
     const int64_t* at = order.data_ptr<int64_t>();
     vl sums[4] = {};
@@ -29,7 +30,7 @@ double read_once(const at::Tensor& bytes, const at::Tensor& order, int64_t block
         const uint8_t* ahead = base + at[i + 1 < order.numel() ? i + 1 : i] * block_bytes;
         for (int64_t b = 0; b < block_bytes; b += 256) {
             for (int j = 0; j < 4; j++) {
-                __builtin_prefetch(ahead + b + 64 * j, 0, 2);
+                if (fetch) __builtin_prefetch(ahead + b + 64 * j, 0, 2);
                 vl x;
                 __builtin_memcpy(&x, p + b + 64 * j, 64);
                 sums[j] ^= x;

@@ -113,7 +113,8 @@ def mib(count: int) -> str:
     return f"{count / MIB:8.1f} MiB"
 
 
-def main() -> int:
+def arguments() -> argparse.ArgumentParser:
+    """What it takes."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--policy", default="kvpop", choices=["kvpop", "streaming-llm"])
@@ -123,7 +124,11 @@ def main() -> int:
     parser.add_argument("--tokens", type=int, default=48, help="longest answer")
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--kv-memory", type=int, default=512, metavar="MIB")
-    args = parser.parse_args()
+    return parser
+
+
+def main() -> int:
+    args = arguments().parse_args()
     if not (args.model / "config.json").is_file():
         print(f"no model in {args.model}: run `make model`, or give --model", file=sys.stderr)
         return 2

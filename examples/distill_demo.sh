@@ -14,7 +14,7 @@ model=${MODEL:-$here/models/SmolLM2-135M-Instruct}
 data=${DATA:-$here/data}
 
 [ -x "$kvpop" ] && [ -e "$model/config.json" ] || make -C "$here" model
-[ -e "$data/manifest.json" ] || "$kvpop" distill texts --out "$data"
+[ -n "${DATA:-}" ] || "$kvpop" distill texts --out "$data" # what is there already is left alone
 "$kvpop" distill --recipe demo --model "$model" --data "$data/training" --out "$out" "$@"
 for text in "$data"/held-out/*; do
     echo "== $(basename "$text")"

@@ -50,18 +50,27 @@ def add_distill(commands) -> None:
 
 
 def recipe_of(options) -> Recipe:
-    """The named recipe with what the command line overrides."""
+    """The named recipe with what the command line overrides.
+
+    Raises:
+        ConfigError: a value makes no sense, or options contradict each other.
+    """
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Recipe)}
+    if options.train_base is False and options.phase not in (None, "sparsify"):
+        raise ConfigError(f"--phase {options.phase} trains the base model: leave --no-train-base out")
     return dataclasses.replace(RECIPES[options.recipe], **{n: v for n, v in given.items() if v is not None})
 
 
 def distill(options) -> None:
     """Runs `kvpop distill`."""
     if options.action == "texts":
-        from kvpop_vllm.distill.texts import fetch_texts
+        from kvpop_vllm.distill.texts import KINDS, fetch_texts
 
-        for name, (documents, characters) in fetch_texts(options.out, options.data).items():
+        found = fetch_texts(options.out, options.data)
+        for name, (documents, characters) in found.items():
             print(f"{name}: {documents} documents, {characters} characters")
+        if missing := [name for name in options.data or KINDS if name not in found]:
+            raise ConfigError(f"no {', '.join(missing)} among the texts: to do without, name the other kinds with --data")
         return
     for name in ("model", "data"):
         if not getattr(options, name):

@@ -100,14 +100,14 @@ def train(
             quiet=quiet,
         )
         result = trainer.run()
-        if recipe.train_base and process.rank == 0:
+        if recipe.trains_base and process.rank == 0:
             load_tokenizer(model).save_pretrained(Path(out) / "model")
     return result
 
 
 def _teacher(folder: str | None, model: str, rows: PackedTokens, recipe: Recipe, device) -> Teacher | None:
     """The stored logits in ``folder``, or without one the model itself; None where the recipe has no KL."""
-    if recipe.train_base and recipe.phase != "uptrain" and recipe.kl > 0:
+    if recipe.trains_base and recipe.phase != "uptrain" and recipe.kl > 0:
         return stored_teacher(folder, model, rows, recipe) if folder else OnlineTeacher(model, recipe, device)
     if folder:
         raise ConfigError("--teacher is given, but this recipe has no KL: leave it out, or train the base with --kl")

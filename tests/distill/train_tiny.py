@@ -1,4 +1,4 @@
-"""A tiny training run as a process of its own: ``train_tiny.py MODEL OUT {frozen|base} [DIE_AT_STEP]``; prints the last loss."""
+"""A tiny training run as a process of its own: ``train_tiny.py MODEL OUT {frozen|base|low} [DIE_AT_STEP]``; prints the last loss."""
 
 from __future__ import annotations
 
@@ -31,8 +31,10 @@ RECIPE = dataclasses.replace(
 )
 RECIPES = {
     "frozen": RECIPE,
-    "base": dataclasses.replace(RECIPE, calibrate=False, train_base=True, ce=0.5, activation_checkpointing=True),
+    "base": dataclasses.replace(RECIPE, batch=4, calibrate=False, train_base=True, ce=0.5, activation_checkpointing=True),
 }
+RECIPES["low"] = dataclasses.replace(RECIPES["base"], dtype="bfloat16", ce=0.0)
+"""As the paper trains: scorers and base, bfloat16 with float32 ranking, KL, layers recomputed."""
 
 
 def calibration_rows() -> list[torch.Tensor]:
@@ -57,7 +59,7 @@ def main(model, out, kind, die_at=None):
     process, recipe = Process.start(), RECIPES[kind]
     rows = Mortal(LENGTH, rank=process.rank, world=process.world)
     rows.last = None if die_at is None else int(die_at) * recipe.batch // process.world
-    teacher = teacher_of(load_model(model, torch.float32)) if recipe.train_base else None
+    teacher = teacher_of(load_model(model, torch.float32)) if recipe.trains_base else None
     result = Trainer(
         model,
         recipe,

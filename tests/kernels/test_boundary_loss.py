@@ -6,8 +6,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.ops import serving, training
 from kvpop_vllm.kernels.reference.boundary_loss import _positions
 
 S, SINKS, WINDOW, TOPK = 120, 3, 10, 20
@@ -15,9 +18,9 @@ FIRST = SINKS + WINDOW + TOPK
 OPTIONS = dict(sinks=SINKS, window=WINDOW, topk=TOPK, tau=0.7)
 
 
-def inputs(seed=0, ties=False, dtype=torch.float64):
+def inputs(seed=0, ties=False, dtype=torch.float64, length=S):
     g = torch.Generator().manual_seed(seed)
-    pred, target = (torch.randn(2, 2, S, generator=g, dtype=dtype) * 2 for _ in range(2))
+    pred, target = (torch.randn(2, 2, length, generator=g, dtype=dtype) * 2 for _ in range(2))
     log_gamma = torch.tensor([-1 / 64, -1 / 1024], dtype=torch.float64)  # dyadic: ties are exact
     return pred.requires_grad_(), (target * 2).round() / 2 if ties else target, log_gamma.requires_grad_()
 
@@ -41,29 +44,28 @@ def test_the_first_decision_compares_with_a_token_that_was_there():
         assert touched == sorted({3, bound}), seed
 
 
-def held_by_teacher(target, log_gamma, q, step):
+def held_by_teacher(target, log_gamma, q, step, sinks, window, topk):
     """Positions kept at q, worst first, and the one that left at q; simulated with one eviction per query."""
     held, left = [], None
 
     def effective(t, at):
         return target[t] + (at - t) // step * log_gamma
 
-    for at in range(SINKS + WINDOW, q + 1):
-        held.append(at - WINDOW)
+    for at in range(sinks + window, q + 1):
+        held.append(at - window)
         held.sort(key=lambda t: (effective(t, at), t))
-        left = held.pop(0) if len(held) > TOPK else None
+        left = held.pop(0) if len(held) > topk else None
     return held, left
 
 
-def naive(pred, target, log_gamma, positions, step, margin, balance):
-    terms = []
+def naive(pred, target, log_gamma, positions, step, margin, balance, roles=(SINKS, WINDOW, TOPK)):
+    window, terms = roles[1], []
     for b in range(2):
         for h in range(2):
-            rho = None
             rows = []
             for q in positions:
-                new, gamma = q - WINDOW, float(log_gamma[h].detach())
-                held, left = held_by_teacher([float(x) for x in target[b, h].float()], gamma, q, step)
+                new, gamma = q - window, float(log_gamma[h].detach())
+                held, left = held_by_teacher([float(x) for x in target[b, h].float()], gamma, q, step, *roles)
                 kept, bound = new in held, held[0] if held[0] != new else left
 
                 def gap(score, gamma, new=new, bound=bound, q=q):
@@ -107,6 +109,72 @@ def test_equals_the_definition(step, margin, balance, ties):
     torch.testing.assert_close(loss, expected)
     for a, e in zip(*(torch.autograd.grad(x, (pred, log_gamma)) for x in (loss, expected)), strict=True):
         torch.testing.assert_close(a, e)
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    length=st.integers(1, 50),
+    sinks=st.integers(0, 4),
+    window=st.integers(1, 12),
+    topk=st.integers(0, 12),
+    step=st.sampled_from([1, 4]),
+    ties=st.booleans(),
+    weighted=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_any_shape(length, sinks, window, topk, step, ties, weighted, seed):
+    """Sequences that end before the window or the budget is full among them: these cost nothing."""
+    pred, target, log_gamma = inputs(seed, ties, length=length)
+    margin, balance = ((0.2, 1.0), (0.2, 5.0)) if weighted else (None, None)
+    positions = list(range(sinks + window + topk, length)) if topk else []
+    loss = ops.boundary_loss(
+        pred, target, log_gamma, sinks=sinks, window=window, topk=topk, step=step, tau=0.7, margin=margin, balance=balance,
+        samples=torch.tensor(positions) if positions else 5,
+    )  # fmt: skip
+    if positions:
+        expected = naive(pred, target, log_gamma, positions, step, margin, balance, (sinks, window, topk))
+    else:
+        expected = 0 * (pred.sum() + log_gamma.sum())
+    torch.testing.assert_close(loss, expected)
+    for a, e in zip(*(torch.autograd.grad(x, (pred, log_gamma)) for x in (loss, expected)), strict=True):
+        torch.testing.assert_close(a, e)
+
+
+def test_the_reference_runs_references(monkeypatch):
+    """And "auto" whatever is fastest for the order it needs."""
+    asked = []
+    find = training.resolve
+
+    def resolve(op, impl, tensor):
+        asked.append((op, impl))
+        return find(op, impl, tensor)
+
+    for module in (training, serving):
+        monkeypatch.setattr(module, "resolve", resolve)
+    for step, op in ((1, "running_topk"), (5, "online_topk")):
+        for impl in ("reference", "auto"):
+            asked.clear()
+            ops.boundary_loss(*inputs(), step=step, samples=4, margin=None, balance=None, impl=impl, **OPTIONS)
+            assert asked == [("boundary_loss", impl), (op, impl)]
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda p, t, g: (p[:, :, :9], t, g), r"pred and target must have one shape, got \[2, 2, 9\] and \[2, 2, 120\]"),
+        (lambda p, t, g: (p, t, g[:1]), r"log_gamma and the heads of pred must have one shape, got \[1\] and \[2\]"),
+    ],
+)
+def test_shapes_that_do_not_match_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ops.boundary_loss(*change(*inputs()), step=1, samples=4, margin=None, balance=None, **OPTIONS)
+
+
+@pytest.mark.parametrize("option", [{"step": 0}, {"tau": 0.0}, {"window": 0}, {"sinks": -1}, {"topk": -1}])
+def test_options_that_make_no_sense_are_refused(option):
+    told = dict(step=1, samples=4, margin=None, balance=None) | OPTIONS | option
+    with pytest.raises(ValueError, match="boundary_loss needs"):
+        ops.boundary_loss(*inputs(), **told)
 
 
 @pytest.mark.parametrize("step", [1, 5])

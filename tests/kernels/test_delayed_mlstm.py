@@ -4,23 +4,27 @@ from __future__ import annotations
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.testing import assert_within_budget
 
 EPS = 1e-6
 
 
-def inputs(length, *, features=6, width=5, seed=0, dtype=torch.float64):
-    g = torch.Generator().manual_seed(seed)
-    q, k = (torch.rand(2, 3, length, features, generator=g, dtype=dtype) for _ in range(2))
-    v = torch.randn(2, 3, length, width, generator=g, dtype=dtype)
-    igate, fgate = (2 * torch.randn(2, 3, length, generator=g, dtype=dtype) + c for c in (0, 2))
+def inputs(length, *, batch=2, heads=3, features=6, width=5, seed=0, dtype=torch.float64):
+    g, lead = torch.Generator().manual_seed(seed), (batch, heads, length)
+    q, k = (torch.rand(*lead, features, generator=g, dtype=dtype) for _ in range(2))
+    v = torch.randn(*lead, width, generator=g, dtype=dtype)
+    igate, fgate = (2 * torch.randn(*lead, generator=g, dtype=dtype) + c for c in (0, 2))
     return q, k, v, igate, fgate
 
 
 def recurrence(q, k, v, igate, fgate, delay):
     """Unstabilised, token by token: readout of u at u + delay, zero beyond the end; and the last C and z."""
-    c, z = torch.zeros(2, 3, k.shape[-1], v.shape[-1], dtype=k.dtype), torch.zeros(2, 3, k.shape[-1], dtype=k.dtype)
+    lead = (*k.shape[:2], k.shape[-1])
+    c, z = torch.zeros(*lead, v.shape[-1], dtype=k.dtype), torch.zeros(*lead, dtype=k.dtype)
     h = torch.zeros_like(v)
     for t in range(k.shape[2]):
         f, i = torch.sigmoid(fgate[..., t]), torch.exp(igate[..., t])
@@ -41,6 +45,52 @@ def test_equals_the_recurrence(delay, chunk):
     torch.testing.assert_close(h, expected, rtol=1e-9, atol=1e-9)
     torch.testing.assert_close(c * m.exp()[..., None, None], c_end, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(z * m.exp()[..., None], z_end, rtol=1e-9, atol=1e-12)
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    batch=st.integers(1, 2),
+    heads=st.integers(1, 3),
+    length=st.integers(1, 90),
+    features=st.integers(1, 9),
+    width=st.integers(1, 7),
+    delay=st.integers(0, 100),
+    chunk=st.integers(1, 70),
+    seed=st.integers(0, 2**30),
+)
+def test_any_shape(batch, heads, length, features, width, delay, chunk, seed):
+    """In float64 to its rounding, in float32 within the error of the recurrence itself in float32."""
+    args = inputs(length, batch=batch, heads=heads, features=features, width=width, seed=seed)
+    expected, c_end, z_end = recurrence(*args, delay)
+    h, (c, z, m) = ops.delayed_mlstm(*args, delay=delay, chunk=chunk, impl="reference")
+    torch.testing.assert_close(h, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(c * m.exp()[..., None, None], c_end, rtol=1e-9, atol=1e-12)
+    torch.testing.assert_close(z * m.exp()[..., None], z_end, rtol=1e-9, atol=1e-12)
+    single = [x.float() for x in args]
+    exact, eager = recurrence(*(x.double() for x in single), delay)[0], recurrence(*single, delay)[0]
+    h, _ = ops.delayed_mlstm(*single, delay=delay, chunk=chunk, impl="reference")
+    assert_within_budget(h, exact, eager)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (lambda q, k, v, i, f: (q[..., :2], k, v, i, f), "q and k must have one shape"),
+        (lambda q, k, v, i, f: (q, k, v[:, :, :4], i, f), "v and k, but for the last axis, must have one shape"),
+        (lambda q, k, v, i, f: (q, k, v, i[:, :1], f), "igate and k, but for the last axis, must have one shape"),
+        (lambda q, k, v, i, f: (q, k, v, i, f[:, :1]), "fgate and igate must have one shape"),
+        (lambda *all_: [x[:, :, :0] for x in all_], "chunk >= 1 and tokens, got 0, 64 and 0 tokens"),
+    ],
+)
+def test_shapes_that_do_not_match_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        ops.delayed_mlstm(*change(*inputs(10)), delay=0)
+
+
+@pytest.mark.parametrize("option", [{"delay": -1}, {"delay": 0, "chunk": 0}])
+def test_options_that_make_no_sense_are_refused(option):
+    with pytest.raises(ValueError, match="needs delay >= 0, chunk >= 1"):
+        ops.delayed_mlstm(*inputs(10), **option)
 
 
 def test_continues_from_a_state():

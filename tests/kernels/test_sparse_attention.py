@@ -97,6 +97,26 @@ def test_a_mask_from_a_simulation_of_evictions():
     torch.testing.assert_close(out, masked_attention(q, k, v, visible[None, None], 0.25)[0])
 
 
+@pytest.mark.parametrize("impl", ["reference", "triton"])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"q": (1, 3, 20, 8)}, r"q \[B, Hq, S, D\] and k \[B, H, S, D\], Hq a multiple of H, got \[1, 3, 20, 8\]"),
+        ({"q": (1, 4, 19, 8)}, "Hq a multiple of H"),
+        ({"v": (1, 2, 20, 9)}, "k and v must have one shape"),
+        ({"rank": (1, 1, 20)}, r"rank and k, but for the last axis, must have one shape, got \[1, 1, 20\]"),
+        ({"cutoff": (1, 2, 10)}, "cutoff and rank must have one shape"),
+        ({"window": 0}, "window >= 1"),
+    ],
+)
+def test_shapes_that_do_not_match_are_refused(impl, change, message):
+    """Before any implementation is asked, which could read beyond the end."""
+    shapes = {"q": (1, 4, 20, 8), "k": (1, 2, 20, 8), "v": (1, 2, 20, 8), "rank": (1, 2, 20), "cutoff": (1, 2, 20)}
+    tensors = [torch.zeros((shapes | change)[name], dtype=torch.int32 if len(shapes[name]) == 3 else None) for name in shapes]
+    with pytest.raises(ValueError, match=message):
+        ops.sparse_attention(*tensors, sinks=1, window=change.get("window", 4), scale=1.0, impl=impl)
+
+
 def test_memory_is_linear():
     def run(length):
         q, k, v = (torch.randn(1, n, length, 8, requires_grad=True) for n in (1, 1, 1))

@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from serving import ServerError
 from kvpop_vllm import policies
 from kvpop_vllm.config import PolicySettings
 from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import write_tiny_model
 
 
@@ -47,6 +49,15 @@ def test_sigterm_stops_the_server_too(tmp_path):
         for server in servers:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(server, signal.SIGKILL)
+
+
+def test_the_shipped_scorer_is_served_unless_another_is_asked_for():
+    args = demo.arguments().parse_args([])
+    assert args.policy == "kvpop" and args.scorer == Path(demo.__file__).parent / "scorers/smollm2-135m-kvpop"
+    config, layers = read_scorer(str(args.scorer))
+    assert (config.scorer, config.delayed, len(layers)) == ("mlstm", True, 30)
+    (recipe,) = re.findall(r"^demo: .*\n\t(.*)", (Path(demo.__file__).parents[1] / "Makefile").read_text(), re.M)
+    assert recipe.endswith("examples/demo.py")  # no option beside
 
 
 def test_the_report(tmp_path, capsys):

@@ -2,9 +2,30 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from kvpop_vllm.kernels.dispatch import resolve
+
+
+def _same(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
+    if a.shape != b.shape:
+        raise ValueError(f"{what} must have one shape, got {list(a.shape)} and {list(b.shape)}")
+
+
+def _grouped(op: str, q: torch.Tensor, k: torch.Tensor) -> None:
+    """q ``[B, Hq, S, D]`` of as many heads as k ``[B, H, S, D]``, or a multiple."""
+    fits = q.dim() == k.dim() == 4 and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+    if not fits or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
+        raise ValueError(
+            f"{op} needs q [B, Hq, S, D] and k [B, H, S, D], Hq a multiple of H, got {list(q.shape)} and {list(k.shape)}"
+        )
+
+
+def _roles(op: str, sinks: int, window: int, topk: int) -> None:
+    if window < 1 or sinks < 0 or topk < 0:
+        raise ValueError(f"{op} needs window >= 1 and sinks, topk >= 0, got {window}, {sinks}, {topk}")
 
 
 def delayed_mlstm(
@@ -33,8 +54,14 @@ def delayed_mlstm(
         ``h [B, H, S, Dv]`` float32, zero where ``u + delay >= S``, and the state after S tokens.
 
     Raises:
-        ValueError: a state together with ``delay > 0``.
+        ValueError: a state together with ``delay > 0``, shapes that do not match, no tokens, or ``delay < 0``.
     """
+    _same("q and k", q, k)
+    _same("v and k, but for the last axis,", v[..., 0], k[..., 0])
+    _same("igate and k, but for the last axis,", igate, k[..., 0])
+    _same("fgate and igate", fgate, igate)
+    if delay < 0 or chunk < 1 or k.shape[2] < 1:
+        raise ValueError(f"delayed_mlstm needs delay >= 0, chunk >= 1 and tokens, got {delay}, {chunk} and {k.shape[2]} tokens")
     run = resolve("delayed_mlstm", impl, q)
     return run(q, k, v, igate, fgate, delay=delay, state=state, chunk=chunk)
 
@@ -60,8 +87,7 @@ def running_topk(
     Raises:
         ValueError: a priority is NaN, or w < 1, or s or k negative.
     """
-    if window < 1 or sinks < 0 or topk < 0:
-        raise ValueError(f"running_topk needs window >= 1 and sinks, topk >= 0, got {window}, {sinks}, {topk}")
+    _roles("running_topk", sinks, window, topk)
     if priority.isnan().any():
         raise ValueError("running_topk got a NaN priority: the scores are not finite")
     run = resolve("running_topk", impl, priority)
@@ -91,7 +117,15 @@ def sparse_attention(
     Returns:
         ``out [B, Hq, S, D]`` in q's dtype; ``lse [B, Hq, S]``, float32 (float64 for float64), the natural log-sum-exp of
         the scaled visible logits, without gradient.
+
+    Raises:
+        ValueError: shapes that do not match, w < 1 or s < 0.
     """
+    _grouped("sparse_attention", q, k)
+    _same("k and v", k, v)
+    _same("rank and k, but for the last axis,", rank, k[..., 0])
+    _same("cutoff and rank", cutoff, rank)
+    _roles("sparse_attention", sinks, window, 0)
     run = resolve("sparse_attention", impl, q)
     return run(q, k, v, rank, cutoff, sinks=sinks, window=window, scale=scale)
 
@@ -117,7 +151,12 @@ def future_attention_mass(
 
     Returns:
         ``[B, Hq, S]``, float32 (float64 for float64); -inf for ``t >= S - w``, which no query follows.
+
+    Raises:
+        ValueError: shapes that do not match, w < 1 or L < 0.
     """
+    _grouped("future_attention_mass", q, k)
+    _same("lse and q, but for the last axis,", lse, q[..., 0])
     if window < 1 or (lookahead is not None and lookahead < 0):
         raise ValueError(f"future_attention_mass needs window >= 1 and lookahead >= 0, got {window} and {lookahead}")
     run = resolve("future_attention_mass", impl, q)
@@ -161,8 +200,21 @@ def boundary_loss(
 
     Returns:
         Mean over sequences, heads and samples, a scalar in pred's dtype; 0 where k = 0 or no position qualifies.
+
+    Raises:
+        ValueError: shapes that do not match, positions at which nothing is decided, w < 1, n < 1, s or k negative, or tau
+            not above 0.
     """
+    _same("pred and target", pred, target)
+    _same("log_gamma and the heads of pred", log_gamma, pred[0, :, 0])
+    _roles("boundary_loss", sinks, window, topk)
+    if step < 1 or tau <= 0:
+        raise ValueError(f"boundary_loss needs step >= 1 and tau > 0, got {step} and {tau}")
     run = resolve("boundary_loss", impl, pred)
+    if impl == "auto":  # one implementation, but the order that it needs has fast ones
+        from kvpop_vllm.kernels.reference.boundary_loss import loss_by
+
+        run = functools.partial(loss_by, "auto")
     return run(
         pred, target, log_gamma, sinks=sinks, window=window, topk=topk, step=step, tau=tau, samples=samples,
         margin=margin, balance=balance, generator=generator,

@@ -1,4 +1,4 @@
-"""The boundary loss, plain torch."""
+"""The boundary loss, plain torch; the order of the teacher's scores comes from other ops."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ def boundary_loss(
     pred, target, log_gamma, *, sinks, window, topk, step, tau, samples, margin, balance, generator=None
 ):  # fmt: skip
     """See :func:`kvpop_vllm.kernels.ops.boundary_loss`."""
+    return loss_by(
+        "reference", pred, target, log_gamma, sinks=sinks, window=window, topk=topk, step=step, tau=tau, samples=samples,
+        margin=margin, balance=balance, generator=generator,
+    )  # fmt: skip
+
+
+def loss_by(
+    order, pred, target, log_gamma, *, sinks, window, topk, step, tau, samples, margin, balance, generator
+):  # fmt: skip
+    """The same with implementation ``order`` of the ops that order scores, which may be "auto"."""
     first, length = sinks + window + topk, pred.shape[-1]
     q = _positions(samples, pred.shape, first, generator, pred.device)
     if topk == 0 or q.numel() == 0:
@@ -21,7 +31,7 @@ def boundary_loss(
     with torch.no_grad():
         decay = log_gamma.detach().double()
         teacher = _static_teacher if step == 1 else _aged_teacher
-        kept, boundary = teacher(target.detach(), decay, q, sinks, window, topk, step)
+        kept, boundary = teacher(target.detach(), decay, q, sinks, window, topk, step, order)
         y = torch.where(kept, 1.0, -1.0).to(pred.dtype)
         gap = _gap(target.detach().double(), decay, q, q - window, boundary, step)
         weight = _weights(y, gap, margin, balance).to(pred.dtype)
@@ -47,11 +57,11 @@ def _gap(score, log_gamma, q, a, b, step):
     return score.gather(-1, a) - score.gather(-1, b) + age_steps * log_gamma.unsqueeze(-1)
 
 
-def _static_teacher(target, log_gamma, q, sinks, window, topk, step):
+def _static_teacher(target, log_gamma, q, sinks, window, topk, step, order):
     """Whether the teacher keeps ``q - w``, and the token to compare it with, from one running top-k."""
     t = torch.arange(target.shape[-1], device=target.device)
     priority = target.double() - t * log_gamma.unsqueeze(-1)
-    rank, cutoff = (x.long() for x in ops.running_topk(priority, sinks=sinks, window=window, topk=topk))
+    rank, cutoff = (x.long() for x in ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl=order))
     by_rank = torch.empty_like(rank).scatter_(-1, rank, t.expand_as(rank))
     own, last = rank.gather(-1, q - window), cutoff.gather(-1, q)
     dropped = cutoff.gather(-1, q - 1)  # the last kept one before t_new came; where t_new took its place, it left
@@ -60,7 +70,7 @@ def _static_teacher(target, log_gamma, q, sinks, window, topk, step):
     return own <= last, by_rank.gather(-1, torch.where(own == last, dropped, last))
 
 
-def _aged_teacher(target, log_gamma, q, sinks, window, topk, step):
+def _aged_teacher(target, log_gamma, q, sinks, window, topk, step, order):
     """The same where the order changes with q: evictions simulated, then the weakest of those held at each sampled q."""
     batch, heads, length = target.shape
     target = target.float()  # raw scores are float32 by definition
@@ -73,6 +83,7 @@ def _aged_teacher(target, log_gamma, q, sinks, window, topk, step):
         window=window,
         log_gamma=log_gamma.repeat(batch),
         decay_step=step,
+        impl=order,
     ).view(batch, heads, -1)
     kept = gone.gather(-1, q - window - sinks) > q
     at, new = q.unsqueeze(-1), (q - window).unsqueeze(-1)
