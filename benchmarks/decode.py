@@ -58,7 +58,9 @@ def parse_arguments():
         parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context")
     options.most_requests = max(options.requests)
     if min(options.context) <= STAGGER * options.most_requests or min(options.requests) < 1:
-        parser.error(f"prompts differ by {STAGGER} tokens each and must not be empty: raise --context or lower --requests")
+        parser.error(
+            f"prompts differ by {STAGGER} tokens each and must not be empty: raise --context or lower --requests"
+        )
     if uneven := [every for every in options.decide_every if options.steps % every]:
         parser.error(f"a turn must hold as many decisions as any other: make --steps a multiple of {uneven[0]}")
     options.pool_tokens = 1.15 * options.most_requests * 8192  # what stock needs for all requests, and a little

@@ -108,7 +108,9 @@ def report(rows: list[dict]) -> str:
             lines.append(line)
         if len(contexts) > 1:
             over = max(rate.values()) / min(rate.values())
-            lines.append(f"        {name}: longest / shortest time per token, {contexts[0]} to {contexts[-1]}: {over:.2f}")
+            lines.append(
+                f"        {name}: longest / shortest time per token, {contexts[0]} to {contexts[-1]}: {over:.2f}"
+            )
     return "\n".join(lines)
 
 

@@ -54,7 +54,9 @@ def parse_arguments():
     parser.add_argument("--budgets", type=int, nargs="+", default=[1024, 2048, 4096], help="B")
     parser.add_argument("--heads", type=int, default=3, help="KV heads (default 3)")
     parser.add_argument("--group", type=int, default=3, help="query heads per KV head (default 3)")
-    parser.add_argument("--every", type=int, nargs="*", default=[8], help="steps that decide every e tokens (default 8)")
+    parser.add_argument(
+        "--every", type=int, nargs="*", default=[8], help="steps that decide every e tokens (default 8)"
+    )
     parser.add_argument("--rounds", type=int, default=9, help="paired repetitions, the median counts (default 9)")
     parser.add_argument("--isa", help=f"instruction set, of {', '.join(load_extension().isa_levels())}")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results/roofline.csv")
@@ -152,7 +154,9 @@ def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
     scoring = scorer_operations(weights, size) * lanes
 
     def told(op, moved, operations, seconds):
-        return row(op, size, budget, requests, (moved, *operations), [t["rate"] for t in times], seconds, machine, options)
+        return row(
+            op, size, budget, requests, (moved, *operations), [t["rate"] for t in times], seconds, machine, options
+        )
 
     rows = [told("attention", slots, (products, 0), [t["attention"] for t in times])]
     extra = [t[1] - t["attention"] for t in times]

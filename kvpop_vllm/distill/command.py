@@ -70,7 +70,9 @@ def distill(options) -> None:
         for name, (documents, characters) in found.items():
             print(f"{name}: {documents} documents, {characters} characters")
         if missing := [name for name in options.data or KINDS if name not in found]:
-            raise ConfigError(f"no {', '.join(missing)} among the texts: to do without, name the other kinds with --data")
+            raise ConfigError(
+                f"no {', '.join(missing)} among the texts: to do without, name the other kinds with --data"
+            )
         return
     for name in ("model", "data"):
         if not getattr(options, name):

@@ -49,7 +49,8 @@ class Recipe:
     steps: int = field(default=2000, metadata={"help": "optimiser steps"})
     seed: int = field(default=0, metadata={"help": "of initialisation, data order and sampled positions"})
     train_base: bool = field(
-        default=False, metadata={"help": "sparsify: train the base model too (full fine-tune); other phases train it anyway"}
+        default=False,
+        metadata={"help": "sparsify: train the base model too (full fine-tune); other phases train it anyway"},
     )
 
     scorer: str = field(default="mlstm", metadata={"help": "mlstm, mlp or linear"})

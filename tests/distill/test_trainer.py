@@ -60,6 +60,20 @@ def last_loss(run) -> float:
     return float(lines[0].split()[1])
 
 
+@pytest.fixture(scope="module")
+def whole(model, tmp_path_factory):
+    """Folder and last loss of a run of its own process or processes that nothing disturbed; each is run once."""
+    done = {}
+
+    def run(kind, processes=1):
+        if (kind, processes) not in done:
+            folder = tmp_path_factory.mktemp("whole")
+            done[kind, processes] = folder, last_loss(launch(model, folder, kind, processes=processes))
+        return done[kind, processes]
+
+    return run
+
+
 def train(model, out, recipe=RECIPE, rows=None, **options):
     teacher = teacher_of(load_model(model, torch.float32)) if recipe.trains_base else None
     given = {"teacher": teacher, "calibration": calibration_rows, "save_every": 3, "quiet": True} | options
@@ -67,26 +81,26 @@ def train(model, out, recipe=RECIPE, rows=None, **options):
 
 
 @pytest.mark.parametrize("kind, processes", [("frozen", 1), ("low", 1), ("base", 2)])
-def test_a_kill_changes_nothing(model, tmp_path, kind, processes):
+def test_a_kill_changes_nothing(model, tmp_path, whole, kind, processes):
     """Scorers alone; the base too in bfloat16; and both under two processes, all of which the launcher then stops."""
-    whole = last_loss(launch(model, tmp_path / "whole", kind, processes=processes))
+    undisturbed, loss = whole(kind, processes)
     killed = launch(model, tmp_path / "cut", kind, 5, processes=processes)
     assert killed.returncode == (-9 if processes == 1 else 1) and "RESULT" not in killed.stdout
     assert [p.name for p in (tmp_path / "cut/run").glob("step-*")] == ["step-3"]
-    assert last_loss(launch(model, tmp_path / "cut", kind, processes=processes)) == whole
+    assert last_loss(launch(model, tmp_path / "cut", kind, processes=processes)) == loss
     assert [row["step"] for row in read_metrics(tmp_path / "cut/run/metrics.jsonl")] == list(range(RECIPE.steps))
-    a, b = (load_file(tmp_path / f"{n}/kvpop_scorer.safetensors") for n in ("whole", "cut"))
+    a, b = (load_file(folder / "kvpop_scorer.safetensors") for folder in (undisturbed, tmp_path / "cut"))
     assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 @pytest.mark.parametrize("kind", ["frozen", "base"])
-def test_two_processes_equal_one(model, tmp_path, kind, one_thread):
-    train(model, tmp_path / "one", RECIPES[kind]).run()
-    last_loss(launch(model, tmp_path / "two", kind, processes=2))
-    one, two = (read_metrics(tmp_path / f"{n}/run/metrics.jsonl") for n in ("one", "two"))
+def test_two_processes_equal_one(model, tmp_path, whole, kind, one_thread):
+    train(model, tmp_path, RECIPES[kind]).run()
+    folders = tmp_path, whole(kind, 2)[0]
+    one, two = (read_metrics(folder / "run/metrics.jsonl") for folder in folders)
     for a, b in zip(one, two, strict=True):
         assert b == pytest.approx(a, rel=1e-4)
-    a, b = (load_file(tmp_path / f"{n}/kvpop_scorer.safetensors") for n in ("one", "two"))
+    a, b = (load_file(folder / "kvpop_scorer.safetensors") for folder in folders)
     for name in a:  # Adam turns rounding of a small gradient into a step of full size, so single entries may differ
         if name.endswith("out.bias"):  # it cancels in every comparison: its gradient is rounding and nothing else
             continue
@@ -192,21 +206,21 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(mode
     assert again["loss"] == train(model, tmp_path / "other").run()["loss"]
 
 
-def test_a_full_disk_stops_and_keeps_the_last_good_checkpoint(model, tmp_path):
+def test_a_full_disk_stops_and_keeps_the_last_good_checkpoint(model, tmp_path, whole):
     def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
 
     def stopped_at(step, checkpoint):
-        run = launch(model, tmp_path / "full", "frozen", limit=small_files)
+        run = launch(model, tmp_path, "frozen", limit=small_files)
         last = run.stderr.strip().splitlines()[-1]
         assert run.returncode != 0 and f"TrainingError: training stopped at step {step}" in last and checkpoint in last
-        assert not list((tmp_path / "full/run").glob("draft-*"))
-        return [p.name for p in (tmp_path / "full/run").glob("step-*")]
+        assert not list((tmp_path / "run").glob("draft-*"))
+        return [p.name for p in (tmp_path / "run").glob("step-*")]
 
     assert stopped_at(3, "no checkpoint") == []
-    assert launch(model, tmp_path / "full", "frozen", 5).returncode == -9
+    assert launch(model, tmp_path, "frozen", 5).returncode == -9
     assert stopped_at(6, "the checkpoint of step 3 is good") == ["step-3"]
-    assert last_loss(launch(model, tmp_path / "full", "frozen")) == last_loss(launch(model, tmp_path / "whole", "frozen"))
+    assert last_loss(launch(model, tmp_path, "frozen")) == whole("frozen")[1]
 
 
 def test_what_another_run_or_command_wrote_is_not_overwritten(model, tmp_path):

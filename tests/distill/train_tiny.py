@@ -31,7 +31,9 @@ RECIPE = dataclasses.replace(
 )
 RECIPES = {
     "frozen": RECIPE,
-    "base": dataclasses.replace(RECIPE, batch=4, calibrate=False, train_base=True, ce=0.5, activation_checkpointing=True),
+    "base": dataclasses.replace(
+        RECIPE, batch=4, calibrate=False, train_base=True, ce=0.5, activation_checkpointing=True
+    ),
 }
 RECIPES["low"] = dataclasses.replace(RECIPES["base"], dtype="bfloat16", ce=0.0)
 """As the paper trains: scorers and base, bfloat16 with float32 ranking, KL, layers recomputed."""

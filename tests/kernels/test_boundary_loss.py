@@ -161,7 +161,10 @@ def test_the_reference_runs_references(monkeypatch):
 @pytest.mark.parametrize(
     "change, message",
     [
-        (lambda p, t, g: (p[:, :, :9], t, g), r"pred and target must have one shape, got \[2, 2, 9\] and \[2, 2, 120\]"),
+        (
+            lambda p, t, g: (p[:, :, :9], t, g),
+            r"pred and target must have one shape, got \[2, 2, 9\] and \[2, 2, 120\]",
+        ),
         (lambda p, t, g: (p, t, g[:1]), r"log_gamma and the heads of pred must have one shape, got \[1\] and \[2\]"),
     ],
 )

@@ -112,7 +112,9 @@ def test_a_mask_from_a_simulation_of_evictions():
 def test_shapes_that_do_not_match_are_refused(impl, change, message):
     """Before any implementation is asked, which could read beyond the end."""
     shapes = {"q": (1, 4, 20, 8), "k": (1, 2, 20, 8), "v": (1, 2, 20, 8), "rank": (1, 2, 20), "cutoff": (1, 2, 20)}
-    tensors = [torch.zeros((shapes | change)[name], dtype=torch.int32 if len(shapes[name]) == 3 else None) for name in shapes]
+    tensors = [
+        torch.zeros((shapes | change)[name], dtype=torch.int32 if len(shapes[name]) == 3 else None) for name in shapes
+    ]
     with pytest.raises(ValueError, match=message):
         ops.sparse_attention(*tensors, sinks=1, window=change.get("window", 4), scale=1.0, impl=impl)
 

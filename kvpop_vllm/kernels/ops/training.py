@@ -61,7 +61,9 @@ def delayed_mlstm(
     _same("igate and k, but for the last axis,", igate, k[..., 0])
     _same("fgate and igate", fgate, igate)
     if delay < 0 or chunk < 1 or k.shape[2] < 1:
-        raise ValueError(f"delayed_mlstm needs delay >= 0, chunk >= 1 and tokens, got {delay}, {chunk} and {k.shape[2]} tokens")
+        raise ValueError(
+            f"delayed_mlstm needs delay >= 0, chunk >= 1 and tokens, got {delay}, {chunk} and {k.shape[2]} tokens"
+        )
     run = resolve("delayed_mlstm", impl, q)
     return run(q, k, v, igate, fgate, delay=delay, state=state, chunk=chunk)
 
