@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,20 @@ def test_every_fast_file_belongs_to_an_op():
     sources = [p.stem for p in (ROOT / "csrc/cpu").glob("*.cpp")]
     assert {p.stem for p in (ROOT / "triton_kernels").glob("[!_]*.py")} == set(dispatch.TRITON_DTYPES)
     assert sources and all(stem in OPS or stem.startswith("kernels_") for stem in sources)
+
+
+def test_every_instruction_set_of_this_processor_is_there():
+    """So that tests which force each of ``isa_levels()`` force all that users can get here."""
+    flags = set(re.search(r"^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M).group(1).split())
+    needed = {
+        "baseline": set(),
+        "avx2": {"avx2", "fma"},
+        "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+        "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
+    }
+    assert dispatch.load_extension().isa_levels() == [name for name, those in needed.items() if those <= flags]
+    sources = {p.stem.removeprefix("kernels_") for p in (ROOT / "csrc/cpu").glob("kernels_*.cpp")}
+    assert sources == set(needed)
 
 
 def test_unknown_names_are_refused():
