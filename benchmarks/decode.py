@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import record
 from engines import (
     EAGER,
+    PEER_INTERVAL,
     PEER_NAMES,
     STAGGER,
     WARM_UP,
@@ -25,6 +26,8 @@ from engines import (
     say,
     start,
 )
+
+from kvpop_vllm.argument_types import positive
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "decode.csv"
 
@@ -42,7 +45,7 @@ def parse_arguments():
         "--context", nargs="+", type=int, default=[7500], help="tokens of each prompt, about (default 7500)"
     )
     parser.add_argument("--requests", nargs="+", type=int, default=[8], help="requests decoded together (default 8)")
-    parser.add_argument("--steps", type=int, default=24, help="counted steps of a turn (default 24)")
+    parser.add_argument("--steps", type=positive, default=24, help="counted steps of a turn (default 24)")
     parser.add_argument(
         "--peers", action="store_true", help="transformers and kvpress too, with --requests 1 (`make peers` first)"
     )
@@ -61,7 +64,9 @@ def parse_arguments():
         parser.error(
             f"prompts differ by {STAGGER} tokens each and must not be empty: raise --context or lower --requests"
         )
-    if uneven := [every for every in options.decide_every if options.steps % every]:
+    grids = options.decide_every if any(name.startswith("kvpop") for name in options.policies) else []
+    grids = [*grids, PEER_INTERVAL] if options.peers else grids
+    if uneven := [every for every in grids if options.steps % every]:
         parser.error(f"a turn must hold as many decisions as any other: make --steps a multiple of {uneven[0]}")
     options.pool_tokens = 1.15 * options.most_requests * 8192  # what stock needs for all requests, and a little
     return options

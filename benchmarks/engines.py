@@ -16,8 +16,11 @@ from pathlib import Path
 
 from record import ROOT
 
+from kvpop_vllm.argument_types import positive
+
 DEMO_MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 PEERS = ROOT / "build" / "peers" / "bin" / "python"
+PEER_INTERVAL = 64  # tokens between kvpress's compressions; its default of 512 would keep up to 512 above the budget
 PEER_NAMES = ("transformers", "kvpress, key norm")
 PEER = ROOT / "benchmarks" / "peer.py"
 SHIPPED_SCORER = ROOT / "examples" / "scorers" / "smollm2-135m-kvpop"
@@ -72,7 +75,12 @@ def add_options(parser, *, budget: int, rounds: int) -> None:
     parser.add_argument("--policies", nargs="+", default=["streaming-llm", "kvpop"], help="compared with stock")
     parser.add_argument("--scorer", default=str(SHIPPED_SCORER), help="of kvpop (default: the shipped one)")
     parser.add_argument(
-        "--decide-every", nargs="+", type=int, default=[1], metavar="E", help="kvpop policies once for each (default 1)"
+        "--decide-every",
+        nargs="+",
+        type=positive,
+        default=[1],
+        metavar="E",
+        help="kvpop policies once for each (default 1)",
     )
     parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
     parser.set_defaults(load_format="auto")
@@ -111,7 +119,10 @@ def peers(options) -> dict:
     if not PEERS.is_file():
         sys.exit("the peers have no environment: run `make peers`")
     budgets = dict(zip(PEER_NAMES, (None, options.budget), strict=True))
-    return {name: {"short_prompts": SHORT_PROMPTS, "kvpress_budget": budget} for name, budget in budgets.items()}
+    return {
+        name: {"short_prompts": SHORT_PROMPTS, "kvpress_budget": budget, "interval": PEER_INTERVAL}
+        for name, budget in budgets.items()
+    }
 
 
 def check_model(options) -> None:

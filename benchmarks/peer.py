@@ -11,7 +11,6 @@ import sys
 import time
 from contextlib import nullcontext
 
-INTERVAL = 64  # tokens between kvpress's compressions; its default of 512 would keep up to 512 tokens above the budget
 WARM_UP = 2
 
 
@@ -47,7 +46,10 @@ class Peer:
         from kvpress import DecodingPress, KnormPress, PrefillDecodingPress
 
         decoding = DecodingPress(
-            KnormPress(), compression_interval=INTERVAL, target_size=budget, hidden_states_buffer_size=0
+            KnormPress(),
+            compression_interval=self.options["interval"],
+            target_size=budget,
+            hidden_states_buffer_size=0,
         )
         # half a token more, since kvpress rounds what it keeps down
         prefilling = KnormPress(compression_ratio=1 - (budget + 0.5) / context) if context > budget else None
@@ -102,7 +104,7 @@ class Peer:
             return {}
         layers, budget = self.cache.layers, self.options["kvpress_budget"]
         longest = max(layer.keys.shape[2] for layer in layers)
-        if budget is not None and not min(budget, self.at) <= longest <= budget + INTERVAL:
+        if budget is not None and not min(budget, self.at) <= longest <= budget + self.options["interval"]:
             raise RuntimeError(f"kvpress holds {longest} tokens, not its budget of {budget}")
         return {"held_bytes": sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))}
 

@@ -1,9 +1,9 @@
 """What the bytes and the operations allow on one core, beside what the CPU kernels take.
 
-First the machine: bytes read per second, in one stream and in blocks of a page in random order, and multiply-adds per
+First the machine: bytes read per second, in one stream and in pages in random order, and multiply-adds per
 second in float32 and bfloat16. Then decode steps, their caches well beyond the processor's, and prefill behind a full
 cache: bytes that must be moved and operations that must be done, counted; the time these allow at least (the floor), the time
-measured, and their ratio. Every round reads a stream and does each step once, and its ratios are to that round's bandwidth. A step
+measured, and their ratio. Every round reads a stream and goes once from one decision to the next, and its ratios are to that round's bandwidth. A step
 of attention alone has a free slot and no scorer; what the whole step takes longer is the share of scorer and eviction.
 Rows go to benchmarks/results/roofline.csv.
 
@@ -39,6 +39,8 @@ def main() -> int:
         print(f"{name:24} {value / 1e9:8.1f} G/s")
     rows = []
     for size in options.sizes:
+        machine.pages = machine.page_rate(size)
+        print(f"{f'read, pages of D = {size}':24} {machine.pages / 1e9:8.1f} G/s")
         for budget in options.budgets:
             rows += decode(size, budget, options, machine)
             rows += prefill(size, budget, options, machine)
@@ -75,18 +77,20 @@ class Machine:
         source = Path(__file__).with_suffix(".cpp")
         self.native = load("kvpop_roofline", [str(source)], extra_cflags=["-O3", "-march=native"])
         self.memory, self.stream = torch.zeros(CACHES, dtype=torch.uint8), torch.arange(CACHES >> 20)
-        page = PageLayout(1, 64, torch.bfloat16).region_bytes // 256 * 256
-        pages = torch.randperm(CACHES // page)
-        shuffled = min(self.native.read_once(self.memory, pages, page, True) for _ in range(7))
         self.float32 = max(self.native.float_rate(10_000_000) for _ in range(3))
         self.rates = {
             "read, one stream": max(self.read_rate() for _ in range(7)),
-            "read, pages shuffled": len(pages) * page / shuffled,
             "float32 operations": self.float32,
             "bfloat16 operations": max(self.native.bf16_rate(10_000_000) for _ in range(3)),
         }
         low = self.rates["bfloat16 operations"] if load_extension().current_isa() == "avx512_bf16" else 0
         self.products = low or self.float32
+
+    def page_rate(self, size: int) -> float:
+        """Of a head's pages in random order, the next one fetched while one is read."""
+        page = PageLayout(1, size, torch.bfloat16).region_bytes // 256 * 256
+        order = torch.randperm(CACHES // page)
+        return len(order) * page / min(self.native.read_once(self.memory, order, page, True) for _ in range(7))
 
     def read_rate(self) -> float:
         """Of one stream."""
@@ -142,7 +146,7 @@ def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
     requests = max(1, CACHES // (options.heads * budget * 4 * size))
     shape = size, budget, requests, options.heads, options.group
     problems = {"attention": Problem(*shape, free=BLOCK_SLOTS)}
-    problems |= {every: Problem(*shape, "mlstm", every=every) for every in [1, *options.every]}
+    problems |= {every: Problem(*shape, "mlstm", every=every) for every in dict.fromkeys([1, *options.every])}
     times = []
     with torch.no_grad():
         for _ in range(options.rounds + 2):
@@ -161,7 +165,7 @@ def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
     rows = [told("attention", slots, (products, 0), [t["attention"] for t in times])]
     extra = [t[1] - t["attention"] for t in times]
     rows.append(told("scorer and eviction", state + 8 * budget * lanes, (0, scoring), extra))
-    for every in [1, *options.every]:
+    for every in dict.fromkeys([1, *options.every]):
         moved = slots + (state + 8 * budget * lanes) / every
         rows.append(told(f"decode, e = {every}", moved, (products, scoring), [t[every] for t in times]))
     return rows
@@ -221,7 +225,7 @@ def row(op, size, budget, requests, needs, rates, seconds, machine: Machine, opt
         "least": f"{min(ratios):.2f}",
         "largest": f"{max(ratios):.2f}",
         "stream_gb_s": f"{statistics.median(rates) / 1e9:.1f}",
-        "pages_gb_s": f"{machine.rates['read, pages shuffled'] / 1e9:.1f}",
+        "pages_gb_s": f"{machine.pages / 1e9:.1f}",
         "products_g_s": f"{machine.products / 1e9:.1f}",
         "float32_g_s": f"{machine.float32 / 1e9:.1f}",
     }

@@ -3,7 +3,8 @@
 #
 #   examples/distill_demo.sh [OUT [OPTIONS of `kvpop distill`]]        stopped at any time, the same command goes on
 #
-# DATA (folder made by `kvpop distill texts`), LENGTHS, SHARES and ROWS (of the comparison) can be set.
+# DATA (a folder that `kvpop distill texts` has filled; without it data/ is filled, with all kinds of text or with those in KINDS),
+# LENGTHS, SHARES and ROWS (of the comparison) can be set.
 set -euo pipefail
 
 out=${1:-runs/smollm2-135m-kvpop}
@@ -14,7 +15,7 @@ model=${MODEL:-$here/models/SmolLM2-135M-Instruct}
 data=${DATA:-$here/data}
 
 [ -x "$kvpop" ] && [ -e "$model/config.json" ] || make -C "$here" model
-[ -n "${DATA:-}" ] || "$kvpop" distill texts --out "$data" # what is there already is left alone
+[ -n "${DATA:-}" ] || "$kvpop" distill texts --out "$data" ${KINDS:+--data $KINDS} # what is there already is left alone
 "$kvpop" distill --recipe demo --model "$model" --data "$data/training" --out "$out" "$@"
 for text in "$data"/held-out/*; do
     echo "== $(basename "$text")"

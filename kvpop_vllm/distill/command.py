@@ -14,7 +14,7 @@ from kvpop_vllm.distill.recipe import RECIPES, Recipe
 
 def add_distill(commands) -> None:
     """Adds `kvpop distill` to argparse's ``commands``."""
-    summary = "train scorers for MODEL (and the model with them); 'teacher' writes its logits to disk; 'texts' fetches real text"
+    summary = "train scorers for MODEL (with --train-base the model too); 'teacher' writes its logits to disk; 'texts' fetches real text"
     command = commands.add_parser("distill", help=summary, description=summary)
     command.add_argument("action", nargs="?", choices=("train", "teacher", "texts"), default="train")
     command.add_argument("--model", metavar="MODEL", help="folder of the base model")
@@ -22,7 +22,9 @@ def add_distill(commands) -> None:
     command.add_argument("--out", required=True, metavar="DIR", help="folder to write; a stopped run is continued")
     command.add_argument("--recipe", choices=sorted(RECIPES), default="paper", help="defaults of all that follows")
     command.add_argument(
-        "--teacher", metavar="DIR", help="logits written by 'kvpop distill teacher', instead of a teacher"
+        "--teacher",
+        metavar="DIR",
+        help="logits written by 'kvpop distill teacher', instead of a teacher (which only a base that is trained has)",
     )
     command.add_argument(
         "--save-every", type=positive, default=50, help="optimiser steps between checkpoints (default 50)"
@@ -56,9 +58,15 @@ def recipe_of(options) -> Recipe:
         ConfigError: a value makes no sense, or options contradict each other.
     """
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Recipe)}
-    if options.train_base is False and options.phase not in (None, "sparsify"):
+    recipe = dataclasses.replace(RECIPES[options.recipe], **{n: v for n, v in given.items() if v is not None})
+    if options.train_base is False and recipe.trains_base:
         raise ConfigError(f"--phase {options.phase} trains the base model: leave --no-train-base out")
-    return dataclasses.replace(RECIPES[options.recipe], **{n: v for n, v in given.items() if v is not None})
+    if unused := [n for n in ("kl", "ce", "lr_base") if given[n] is not None and not recipe.trains_base]:
+        flag = "--" + unused[0].replace("_", "-")
+        raise ConfigError(
+            f"{flag} is about training the base model, which is frozen: leave it out, or give --train-base"
+        )
+    return recipe
 
 
 def distill(options) -> None:

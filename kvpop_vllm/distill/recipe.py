@@ -148,6 +148,8 @@ class Recipe:
             refuse(f"calibrate needs 0 < min < max < 1, got {low} and {high}")
         if self.phase != "uptrain" and self.trains_base and not (self.kl > 0 or self.ce > 0):
             refuse("the base model is trained but neither --kl nor --ce is above 0: give one")
+        if not self.trains_base and self.boundary == 0:
+            refuse("with --boundary 0 and the base model frozen nothing learns: give --boundary, or --train-base")
 
     @property
     def trains_base(self) -> bool:
@@ -190,8 +192,8 @@ class Recipe:
         return options
 
     def to_json(self) -> dict:
-        """All fields."""
-        return dataclasses.asdict(self)
+        """All fields, ``train_base`` as it takes effect."""
+        return dataclasses.asdict(self) | {"train_base": self.trains_base}
 
 
 PAPER = Recipe()

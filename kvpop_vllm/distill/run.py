@@ -109,8 +109,14 @@ def _teacher(folder: str | None, model: str, rows: PackedTokens, recipe: Recipe,
     """The stored logits in ``folder``, or without one the model itself; None where the recipe has no KL."""
     if recipe.trains_base and recipe.phase != "uptrain" and recipe.kl > 0:
         return stored_teacher(folder, model, rows, recipe) if folder else OnlineTeacher(model, recipe, device)
+    if folder and recipe.phase == "uptrain":
+        raise ConfigError("phase uptrain has no teacher: leave --teacher out")
+    if folder and not recipe.trains_base:
+        raise ConfigError(
+            "a teacher is for training the base model, which is frozen: leave --teacher out, or give --train-base"
+        )
     if folder:
-        raise ConfigError("--teacher is given, but this recipe has no KL: leave it out, or train the base with --kl")
+        raise ConfigError("with --kl 0 there is no use for a teacher: leave --teacher out, or give --kl")
     return None
 
 

@@ -51,9 +51,7 @@ def evaluate_text(options) -> list[dict]:
         raise ConfigError("nothing to evaluate: give --policies or --scorer")
     names = [contender.name for contender in contenders]
     if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(
-            f"two of what is compared are called {twice!r}: name each policy once, and rename a scorer's folder"
-        )
+        raise ConfigError(f"{twice!r} is to be compared twice: give it once")
     settings = _settings(options, 4 if sinks is None else sinks, 64 if window is None else window)
     rows = PackedTokens(
         options.data,

@@ -7,6 +7,7 @@ import csv
 import importlib
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,34 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def modules():
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        yield {name: importlib.import_module(name) for name in ("engines", "record", "prefill")}
+        yield {
+            name: importlib.import_module(name)
+            for name in ("engines", "record", "decode", "prefill", "capacity", "load", "roofline")
+        }
     finally:
         sys.path.remove(str(BENCHMARKS))
+
+
+class Stub:
+    """An engine that answers some commands; ``prompt`` maps contexts to seconds."""
+
+    def __init__(self, **answers):
+        self.answers = answers
+
+    def send(self, command, **arguments):
+        self.asked = command, arguments
+
+    def receive(self):
+        command, arguments = self.asked
+        if command == "start":
+            return {"seconds": 1.0, "pool_bytes": 2**20}
+        return (
+            {"seconds": self.answers["prompt"][arguments["context"]]} if command == "prompt" else self.answers[command]
+        )
+
+    def ask(self, command, **arguments):
+        self.send(command, **arguments)
+        return self.receive()
 
 
 def told(tokens, *, gaps=None, shift=0.0):
@@ -63,17 +89,41 @@ def test_nothing_is_called_faster_when_outputs_differ(modules, capsys, problems,
 
 
 def test_weights_at_random_give_no_ratio(modules, capsys):
-    rows = [
-        {"context": context, "configuration": name, "tokens_per_s": rate, "over_dense": ratio}
-        for name, rate, ratio in (("dense", "100", ""), ("kvpop", "300", ""))
-        for context in (4000, 32000)
+    prefill = modules["prefill"]
+    options = argparse.Namespace(threads=1, eager=False, load_format="dummy", budget=1024)
+    engines = {
+        "dense": Stub(prompt={4000: 40, 8000: 100, 16000: 200}),
+        "kvpop": Stub(prompt={4000: 10, 8000: 16, 16000: 40}),
+    }
+    rows = [row for context in (4000, 8000, 16000) for row in prefill.one_turn(engines, 1, context, options)]
+    assert {row["over_dense"] for row in rows} == {""}
+    capsys.readouterr()
+    assert [line.split() for line in prefill.report(rows).splitlines()[1:]] == [
+        ["4000", "dense", "100"],
+        ["8000", "dense", "80"],
+        ["16000", "dense", "80"],
+        "dense: longest / shortest time per token, 4000 to 16000: 1.25".split(),
+        ["4000", "kvpop", "400"],
+        ["8000", "kvpop", "500"],
+        ["16000", "kvpop", "400"],
+        "kvpop: longest / shortest time per token, 4000 to 16000: 1.25".split(),
     ]
-    lines = modules["prefill"].report(rows).splitlines()
-    assert lines[1:4] == [
-        f"{4000:7} {'dense':30}      100",
-        f"{32000:7} {'dense':30}      100",
-        "        dense: longest / shortest time per token, 4000 to 32000: 1.00",
-    ]
+    options.load_format = "auto"
+    assert [row["over_dense"] for row in prefill.one_turn(engines, 1, 4000, options)] == ["1.000", "4.000"]
+
+
+def test_every_benchmark_stops_when_outputs_differ(modules, capsys, monkeypatch):
+    """Before anything is timed: the stubs know of nothing else."""
+    options = argparse.Namespace(no_csv=False, load_format="auto", context=[7500], rounds=1)
+    for name in ("decode", "prefill", "capacity"):
+        module = modules[name]
+        engines = {"dense": Stub(start={}, short=STOCK), "kvpop": Stub(start={}, short=[told([9, 2, 3, 4]), STOCK[1]])}
+        monkeypatch.setattr(module, "engines", lambda options, engines=engines: nullcontext(engines))
+        monkeypatch.setattr(module, "parse_arguments", lambda: options)
+        assert module.main() == 1
+        out, err = capsys.readouterr()
+        assert err == "output check failed, no ratio is given: kvpop, prompt 0, token 0: 9 instead of 1, gap 2.00\n"
+        assert " / it" not in out and "tokens/s" not in out
 
 
 def test_rows_carry_machine_date_and_commit(modules, tmp_path):

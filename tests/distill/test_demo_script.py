@@ -16,6 +16,29 @@ from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.scorers.checkpoint import read_scorer
 
 TESTS = Path(__file__).parents[1]
+SCRIPT = TESTS.parent / "examples/distill_demo.sh"
+
+
+@pytest.mark.parametrize("kinds, asked", [("", ""), ("champ perl", " --data champ perl")])
+def test_texts_are_fetched_first_unless_a_folder_of_them_is_named(tmp_path, kinds, asked):
+    """A stand-in for the command writes down what it is asked."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text("{}")
+    (tmp_path / "data/held-out").mkdir(parents=True)
+    (tmp_path / "data/held-out/champ.jsonl").touch()
+    stand_in = tmp_path / "kvpop"
+    stand_in.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
+    stand_in.chmod(0o755)
+    told = {"PATH": os.environ["PATH"], "KVPOP": str(stand_in), "MODEL": str(tmp_path / "model"), "KINDS": kinds}
+    for folder in ({}, {"DATA": str(tmp_path / "data")}):
+        subprocess.run([SCRIPT, tmp_path / "out", "--steps", "2"], env=told | folder, check=True, capture_output=True)
+    lines = (tmp_path / "asked").read_text().splitlines()
+    fetches = [line for line in lines if line.startswith("distill texts")]
+    assert fetches == [f"distill texts --out {SCRIPT.parent.parent / 'data'}{asked}"] and lines[0] == fetches[0]
+    assert [f"--data {tmp_path}/data/training --out {tmp_path}/out --steps 2" in line for line in lines].count(
+        True
+    ) == 1
+    assert lines[-1].startswith("eval ") and f"--data {tmp_path}/data/held-out/champ.jsonl" in lines[-1]
 
 
 @pytest.mark.slow
@@ -23,15 +46,13 @@ def test_a_minute_of_it(tmp_path):
     data, out, steps = tmp_path / "data", tmp_path / "out", 16
     (data / "training").mkdir(parents=True)
     (data / "held-out").mkdir()
-    (data / "manifest.json").write_text("{}")  # nothing is fetched
     lines = (json.dumps({"text": text}) + "\n" for text in topics.values())
     (data / "training/python.jsonl").write_text("".join(lines))
     shutil.copy(TESTS / "data/hamlet.txt", data / "held-out")
     size = {"DATA": str(data), "LENGTHS": "512", "SHARES": "4", "ROWS": "1"}
     environment = os.environ | size | {"KVPOP": str(Path(sys.executable).with_name("kvpop")), "OMP_NUM_THREADS": "1"}
     options = f"--length 512 --topk 60 --steps {steps} --warmup 2".split()
-    script = TESTS.parent / "examples/distill_demo.sh"
-    done = subprocess.run([script, out, *options], env=environment, capture_output=True, text=True, timeout=400)
+    done = subprocess.run([SCRIPT, out, *options], env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [row["loss"] for row in read_metrics(out / "run/metrics.jsonl")]
     assert len(losses) == steps and sum(losses[-4:]) < 0.93 * sum(losses[:4]), losses

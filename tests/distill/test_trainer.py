@@ -89,8 +89,9 @@ def test_a_kill_changes_nothing(model, tmp_path, whole, kind, processes):
     assert [p.name for p in (tmp_path / "cut/run").glob("step-*")] == ["step-3"]
     assert last_loss(launch(model, tmp_path / "cut", kind, processes=processes)) == loss
     assert [row["step"] for row in read_metrics(tmp_path / "cut/run/metrics.jsonl")] == list(range(RECIPE.steps))
-    a, b = (load_file(folder / "kvpop_scorer.safetensors") for folder in (undisturbed, tmp_path / "cut"))
-    assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    for name in ["kvpop_scorer", *(["model/model"] if RECIPES[kind].trains_base else [])]:
+        a, b = (load_file(folder / f"{name}.safetensors") for folder in (undisturbed, tmp_path / "cut"))
+        assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
 @pytest.mark.parametrize("kind", ["frozen", "base"])
@@ -277,6 +278,16 @@ def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
     assert json.loads((tmp_path / "run/run.json").read_text())["steps"] == 8
 
 
+def test_a_phase_that_trains_the_base_anyway_goes_on_whether_it_was_asked_for_or_not(model, tmp_path):
+    asked, unasked = (dataclasses.replace(RECIPES["low"], phase="uptrain", train_base=asked) for asked in (True, False))
+    result = train(model, tmp_path, asked).run()
+    assert train(model, tmp_path, unasked).run()["loss"] == result["loss"]
+    frozen, trained = (dataclasses.replace(RECIPES["low"], train_base=base) for base in (False, True))
+    train(model, tmp_path / "sparsify", trained).run()
+    with pytest.raises(ConfigError, match="holds a run with train_base = True, not False"):
+        train(model, tmp_path / "sparsify", frozen)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -286,6 +297,7 @@ def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
         ({"topk": []}, "topk must be at least 1"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"phase": "streaming-plus", "kl": 0.0}, "neither --kl nor --ce"),
+        ({"boundary": 0.0}, "nothing learns: give --boundary, or --train-base"),
         ({"train_base": True, "kl": 0.0}, "neither --kl nor --ce"),
     ],
 )
@@ -295,7 +307,7 @@ def test_recipes_that_make_no_sense_are_refused(change, message):
 
 
 def test_the_papers_recipe_is_table_3():
-    """But for the base, which is trained only if asked."""
+    """But for the base, which is trained only if asked, and the steps, which are the text's."""
     r = Recipe()
     assert (r.length, r.batch, r.window, r.sinks, r.topk, r.steps) == (16384, 128, 256, 4, [2016], 2000)
     assert (r.lr_base, r.lr_new, r.lr_new_end, r.warmup, r.weight_decay) == (8e-5, 1e-3, 8e-5, 100, 1e-4)

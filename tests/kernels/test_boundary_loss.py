@@ -113,7 +113,7 @@ def test_equals_the_definition(step, margin, balance, ties):
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    length=st.integers(1, 50),
+    length=st.integers(0, 50),
     sinks=st.integers(0, 4),
     window=st.integers(1, 12),
     topk=st.integers(0, 12),
@@ -165,6 +165,7 @@ def test_the_reference_runs_references(monkeypatch):
             lambda p, t, g: (p[:, :, :9], t, g),
             r"pred and target must have one shape, got \[2, 2, 9\] and \[2, 2, 120\]",
         ),
+        (lambda p, t, g: (p[0], t[0], g), r"needs pred \[B, H, S\], got \[2, 120\]"),
         (lambda p, t, g: (p, t, g[:1]), r"log_gamma and the heads of pred must have one shape, got \[1\] and \[2\]"),
     ],
 )
@@ -173,7 +174,10 @@ def test_shapes_that_do_not_match_are_refused(change, message):
         ops.boundary_loss(*change(*inputs()), step=1, samples=4, margin=None, balance=None, **OPTIONS)
 
 
-@pytest.mark.parametrize("option", [{"step": 0}, {"tau": 0.0}, {"window": 0}, {"sinks": -1}, {"topk": -1}])
+@pytest.mark.parametrize(
+    "option",
+    [{"step": 0}, {"tau": 0.0}, {"tau": math.nan}, {"samples": -1}, {"window": 0}, {"sinks": -1}, {"topk": -1}],
+)
 def test_options_that_make_no_sense_are_refused(option):
     told = dict(step=1, samples=4, margin=None, balance=None) | OPTIONS | option
     with pytest.raises(ValueError, match="boundary_loss needs"):

@@ -79,12 +79,30 @@ def test_any_shape(batch, heads, length, features, width, delay, chunk, seed):
         (lambda q, k, v, i, f: (q, k, v[:, :, :4], i, f), "v and k, but for the last axis, must have one shape"),
         (lambda q, k, v, i, f: (q, k, v, i[:, :1], f), "igate and k, but for the last axis, must have one shape"),
         (lambda q, k, v, i, f: (q, k, v, i, f[:, :1]), "fgate and igate must have one shape"),
+        (lambda *all_: [x[0] for x in all_], r"needs k \[B, H, S, F\], got \[3, 10, 6\]"),
         (lambda *all_: [x[:, :, :0] for x in all_], "chunk >= 1 and tokens, got 0, 64 and 0 tokens"),
     ],
 )
 def test_shapes_that_do_not_match_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         ops.delayed_mlstm(*change(*inputs(10)), delay=0)
+
+
+@pytest.mark.parametrize(
+    "shapes, message",
+    [
+        (
+            ((1, 1, 6, 5), (1, 1, 6), (1, 1)),
+            r"the state's C and what k and v ask for must have one shape, got \[1, 1, 6, 5\]",
+        ),
+        (((2, 3, 6, 1), (2, 3, 6), (2, 3)), "the state's C "),
+        (((2, 3, 6, 5), (2, 3, 1), (2, 3)), "the state's z "),
+        (((2, 3, 6, 5), (2, 3, 6), (2, 1)), "the state's m "),
+    ],
+)
+def test_a_state_of_another_shape_is_refused(shapes, message):
+    with pytest.raises(ValueError, match=message):
+        ops.delayed_mlstm(*inputs(10), delay=0, state=tuple(torch.zeros(shape) for shape in shapes))
 
 
 @pytest.mark.parametrize("option", [{"delay": -1}, {"delay": 0, "chunk": 0}])

@@ -103,6 +103,7 @@ def test_a_mask_from_a_simulation_of_evictions():
     [
         ({"q": (1, 3, 20, 8)}, r"q \[B, Hq, S, D\] and k \[B, H, S, D\], Hq a multiple of H, got \[1, 3, 20, 8\]"),
         ({"q": (1, 4, 19, 8)}, "Hq a multiple of H"),
+        ({"q": (1, 0, 20, 8)}, "Hq a multiple of H"),
         ({"v": (1, 2, 20, 9)}, "k and v must have one shape"),
         ({"rank": (1, 1, 20)}, r"rank and k, but for the last axis, must have one shape, got \[1, 1, 20\]"),
         ({"cutoff": (1, 2, 10)}, "cutoff and rank must have one shape"),

@@ -1,7 +1,7 @@
 // Vectors of KVPOP_VECTOR_BYTES bytes in GCC's vector notation, in the namespace KVPOP_ISA of one instruction set.
 // Standard headers must be included before the target pragma that precedes this header: inline functions of the
 // standard library compiled for a newer processor could otherwise be linked into code for an older one. Lambdas in
-// these headers call functions and nothing else: GCC compiles them without the target.
+// these headers use no vectors: GCC compiles them without the target.
 
 #pragma once
 

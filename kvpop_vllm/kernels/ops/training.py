@@ -9,14 +9,20 @@ import torch
 from kvpop_vllm.kernels.dispatch import resolve
 
 
-def _same(what: str, a: torch.Tensor, b: torch.Tensor) -> None:
-    if a.shape != b.shape:
-        raise ValueError(f"{what} must have one shape, got {list(a.shape)} and {list(b.shape)}")
+def _same(what: str, a, b) -> None:
+    """``a`` and ``b``: shapes."""
+    if tuple(a) != tuple(b):
+        raise ValueError(f"{what} must have one shape, got {list(a)} and {list(b)}")
+
+
+def _axes(op: str, name: str, x: torch.Tensor, axes: str) -> None:
+    if x.dim() != len(axes.split()):
+        raise ValueError(f"{op} needs {name} [{', '.join(axes.split())}], got {list(x.shape)}")
 
 
 def _grouped(op: str, q: torch.Tensor, k: torch.Tensor) -> None:
     """q ``[B, Hq, S, D]`` of as many heads as k ``[B, H, S, D]``, or a multiple."""
-    fits = q.dim() == k.dim() == 4 and k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
+    fits = q.dim() == k.dim() == 4 and q.shape[1] >= k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     if not fits or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise ValueError(
             f"{op} needs q [B, Hq, S, D] and k [B, H, S, D], Hq a multiple of H, got {list(q.shape)} and {list(k.shape)}"
@@ -56,10 +62,15 @@ def delayed_mlstm(
     Raises:
         ValueError: a state together with ``delay > 0``, shapes that do not match, no tokens, or ``delay < 0``.
     """
-    _same("q and k", q, k)
-    _same("v and k, but for the last axis,", v[..., 0], k[..., 0])
-    _same("igate and k, but for the last axis,", igate, k[..., 0])
-    _same("fgate and igate", fgate, igate)
+    _axes("delayed_mlstm", "k", k, "B H S F")
+    _same("q and k", q.shape, k.shape)
+    _same("v and k, but for the last axis,", v.shape[:-1], k.shape[:-1])
+    _same("igate and k, but for the last axis,", igate.shape, k.shape[:-1])
+    _same("fgate and igate", fgate.shape, igate.shape)
+    if state is not None:
+        lead = (*k.shape[:2], k.shape[3])
+        for name, given, own in zip("Czm", state, ((*lead, v.shape[3]), lead, lead[:2]), strict=True):
+            _same(f"the state's {name} and what k and v ask for", given.shape, own)
     if delay < 0 or chunk < 1 or k.shape[2] < 1:
         raise ValueError(
             f"delayed_mlstm needs delay >= 0, chunk >= 1 and tokens, got {delay}, {chunk} and {k.shape[2]} tokens"
@@ -124,9 +135,9 @@ def sparse_attention(
         ValueError: shapes that do not match, w < 1 or s < 0.
     """
     _grouped("sparse_attention", q, k)
-    _same("k and v", k, v)
-    _same("rank and k, but for the last axis,", rank, k[..., 0])
-    _same("cutoff and rank", cutoff, rank)
+    _same("k and v", k.shape, v.shape)
+    _same("rank and k, but for the last axis,", rank.shape, k.shape[:-1])
+    _same("cutoff and rank", cutoff.shape, rank.shape)
     _roles("sparse_attention", sinks, window, 0)
     run = resolve("sparse_attention", impl, q)
     return run(q, k, v, rank, cutoff, sinks=sinks, window=window, scale=scale)
@@ -158,7 +169,7 @@ def future_attention_mass(
         ValueError: shapes that do not match, w < 1 or L < 0.
     """
     _grouped("future_attention_mass", q, k)
-    _same("lse and q, but for the last axis,", lse, q[..., 0])
+    _same("lse and q, but for the last axis,", lse.shape, q.shape[:-1])
     if window < 1 or (lookahead is not None and lookahead < 0):
         raise ValueError(f"future_attention_mass needs window >= 1 and lookahead >= 0, got {window} and {lookahead}")
     run = resolve("future_attention_mass", impl, q)
@@ -207,11 +218,12 @@ def boundary_loss(
         ValueError: shapes that do not match, positions at which nothing is decided, w < 1, n < 1, s or k negative, or tau
             not above 0.
     """
-    _same("pred and target", pred, target)
-    _same("log_gamma and the heads of pred", log_gamma, pred[0, :, 0])
+    _axes("boundary_loss", "pred", pred, "B H S")
+    _same("pred and target", pred.shape, target.shape)
+    _same("log_gamma and the heads of pred", log_gamma.shape, pred.shape[1:2])
     _roles("boundary_loss", sinks, window, topk)
-    if step < 1 or tau <= 0:
-        raise ValueError(f"boundary_loss needs step >= 1 and tau > 0, got {step} and {tau}")
+    if step < 1 or not tau > 0 or (not isinstance(samples, torch.Tensor) and samples < 0):
+        raise ValueError(f"boundary_loss needs step >= 1, tau > 0 and samples >= 0, got {step}, {tau} and {samples}")
     run = resolve("boundary_loss", impl, pred)
     if impl == "auto":  # one implementation, but the order that it needs has fast ones
         from kvpop_vllm.kernels.reference.boundary_loss import loss_by
