@@ -41,29 +41,39 @@ def bench_plot(options) -> None:
 def table(rows: list[dict]) -> str:
     """Markdown: milliseconds a step and how many times faster than stock in the same run, by setting."""
     lines = [
-        "| requests x context | B | cache | ms per step | dense / it | KV MiB |",
+        "| requests x context | B | cache | ms per step | dense / it (least to largest) | KV MiB |",
         "|---|---|---|---|---|---|",
     ]
     for row in sorted(rows, key=lambda r: (-r["requests"], -r["context"], r["budget"], -r["step_ms"])):
+        ratio = f"{row['dense_over_it']:.2f}"
+        if row["least dense_over_it"] != row["largest dense_over_it"]:
+            ratio += f" ({row['least dense_over_it']:.2f} to {row['largest dense_over_it']:.2f})"
         lines.append(
             f"| {row['requests']:.0f} x {row['context']:,.0f} | {row['budget']:,.0f} | {_name(row)} | {row['step_ms']:.1f} "
-            f"| {row['dense_over_it']:.2f} | {row['kv_bytes'] / 2**20:,.0f} |"
+            f"| {ratio} | {row['kv_bytes'] / 2**20:,.0f} |"
         )
     return "\n".join(lines) + "\n"
 
 
 def draw(drawing, rows: list[dict], title: str) -> None:
-    """Step time against context at the most requests measured, and throughput against requests at the longest context."""
+    """Step time against context at the most requests measured, and throughput against requests at the longest context.
+
+    Medians, with bars from the least to the largest of the rounds.
+    """
     left, right = drawing.subplots(1, 2)
     most, longest = max(r["requests"] for r in rows), max(r["context"] for r in rows)
     for axis, along, fixed, at in ((left, "context", "requests", most), (right, "requests", "context", longest)):
-        curves: dict[str, dict[float, list[float]]] = {}
+        curves: dict[str, dict[float, list[tuple[float, ...]]]] = {}
         for row in (r for r in rows if r[fixed] == at):
-            value = row["step_ms"] if axis is left else 1e3 * row["requests"] / row["step_ms"]
-            curves.setdefault(_label(row), {}).setdefault(row[along], []).append(value)
+            values = [row[name] for name in ("step_ms", "least step_ms", "largest step_ms")]
+            if axis is right:
+                values = [1e3 * row["requests"] / ms for ms in values]
+            curves.setdefault(_label(row), {}).setdefault(row[along], []).append((values[0], min(values), max(values)))
         for name, points in curves.items():
             x = sorted(points)
-            axis.plot(x, [statistics.median(points[p]) for p in x], marker="o", label=name)
+            (line,) = axis.plot(x, [statistics.median(v[0] for v in points[p]) for p in x], marker="o", label=name)
+            least, largest = ([of(v[i] for v in points[p]) for p in x] for i, of in ((1, min), (2, max)))
+            axis.vlines(x, least, largest, color=line.get_color(), alpha=0.5)
         axis.legend(fontsize=8)
         axis.set_ylim(bottom=0)
     left.set(title=f"{most:.0f} requests", xlabel="context, tokens", ylabel="ms per decode step")

@@ -21,7 +21,8 @@ def newest(path: Path, setting: tuple[str, ...], values: tuple[str, ...]) -> tup
         values: number columns; each becomes the median over the rows of a setting.
 
     Returns:
-        The :data:`MEASUREMENT` columns, and rows with ``setting`` as they stand and ``values`` as floats.
+        The :data:`MEASUREMENT` columns, and rows with ``setting`` as they stand, ``values`` as floats, and the least and
+        largest of each as ``least NAME`` and ``largest NAME``.
 
     Raises:
         ConfigError: there is no such file, it is empty, a column is missing, or a value is not a number above 0.
@@ -41,10 +42,14 @@ def newest(path: Path, setting: tuple[str, ...], values: tuple[str, ...]) -> tup
         if {name: row[name] for name in MEASUREMENT} == of:
             numbers = {name: _number(row[name], f"{path}, line {line}, {name}") for name in values}
             groups.setdefault(tuple(row[name] for name in setting), []).append(numbers)
-    return of, [
-        dict(zip(setting, asked, strict=True)) | {n: statistics.median(m[n] for m in members) for n in values}
-        for asked, members in groups.items()
-    ]
+    found = []
+    for asked, members in groups.items():
+        row = dict(zip(setting, asked, strict=True))
+        for name in values:
+            column = [member[name] for member in members]
+            row |= {name: statistics.median(column), f"least {name}": min(column), f"largest {name}": max(column)}
+        found.append(row)
+    return of, found
 
 
 def _number(text: str | None, where: str) -> float:

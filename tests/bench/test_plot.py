@@ -50,7 +50,7 @@ def test_the_table_and_the_figure(tmp_path, capsys):
     assert lines[2:] == [
         "| 8 x 7,500 | 1,024 | kvpress (eager) | 300.0 | 0.70 | 2 |",
         "| 8 x 7,500 | 1,024 | dense | 210.0 | 1.00 | 2 |",
-        "| 8 x 7,500 | 1,024 | kvpop | 42.0 | 5.00 | 2 |",
+        "| 8 x 7,500 | 1,024 | kvpop | 42.0 | 5.00 (4.00 to 6.50) | 2 |",
         "| 8 x 7,500 | 2,048 | dense | 212.0 | 1.00 | 2 |",
         "| 8 x 7,500 | 2,048 | kvpop | 60.0 | 3.50 | 2 |",
         "| 2 x 1,000 | 1,024 | kvpop | 35.0 | 0.86 | 2 |",
@@ -66,12 +66,18 @@ def test_the_curves():
     """Stock's runs beside several budgets are one curve; throughput is in tokens per second."""
     from matplotlib.figure import Figure
 
-    numbers = [{k: v for k, v in r.items()} for r in ROWS if r["commit"] == "a" and r["machine"] == "m"]
+    numbers = [
+        r | {"least step_ms": 0.9 * r["step_ms"], "largest step_ms": 2 * r["step_ms"]}
+        for r in ROWS
+        if r["commit"] == "a" and r["machine"] == "m"
+    ]
     drawing = Figure()
     draw(drawing, [r for r in numbers if r["mode"] == "compiled"], "title")
     left, right = ({line.get_label(): line.get_xydata().tolist() for line in axis.lines} for axis in drawing.axes)
     assert left["stock vLLM, dense"] == [[7500, 211]] and left["kvpop, B = 2,048"] == [[7500, 60]]
     assert right["stock vLLM, dense"] == [[8, pytest.approx((8000 / 210 + 8000 / 212) / 2)]]
+    bars = [path.vertices.tolist() for path in drawing.axes[1].collections[0].get_paths()]
+    assert bars == [[[8, pytest.approx(8000 / 520)], [8, pytest.approx(8000 / 180)]]]
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path, capsys):
