@@ -126,13 +126,42 @@ def _check_compression(value) -> None:
 
 
 @dataclass(frozen=True)
+class TrainedBudget:
+    """Window w and long-range slots k that a scorer was trained with."""
+
+    window: int
+    topk: int
+
+
+@dataclass(frozen=True)
 class ScorerShape:
-    """What a scorer's config says about retention: sinks s, window w, long-range slots k, and whether it is delayed."""
+    """What a scorer's config says about retention: sinks s, window w, long-range slots k, whether it is delayed, and all
+    budgets that it was trained with if there were others."""
 
     sinks: int
     window: int
     topk: int
     delayed: bool
+    trained: tuple[TrainedBudget, ...] = ()
+
+    def window_for(self, budget: int) -> int:
+        """Window of the largest trained budget within B, or of the smallest one."""
+        known = self.trained or (TrainedBudget(self.window, self.topk),)
+        sizes = {self.sinks + own.window + own.topk: own.window for own in reversed(known)}
+        return sizes[max((size for size in sizes if size <= budget), default=min(sizes))]
+
+    def check_window(self, window: int, flag: str) -> None:
+        """A delayed scorer reads a token when it leaves the window, and has learned to at some distances only.
+
+        Raises:
+            ConfigError: naming the option ``flag``, the window is outside of what it was trained with.
+        """
+        known = [own.window for own in self.trained] or [self.window]
+        if self.delayed and not min(known) <= window <= max(known):
+            those = f"windows from {min(known)} to {max(known)}" if min(known) < max(known) else f"window {known[0]}"
+            raise ConfigError(
+                f"{flag} {window} is not what the delayed scorer was trained with, {those}: leave {flag} out"
+            )
 
 
 def resolve_retention(
@@ -151,12 +180,10 @@ def resolve_retention(
     if keeps_all and settings.sinks is None:
         sinks = min(sinks, max(0, max_model_len - 2))
     budget = _budget(settings, max_model_len, scorer, sinks, keeps_all)
-    if scorer and scorer.delayed and settings.window not in (None, scorer.window):
-        raise ConfigError(
-            f"--kv-window {settings.window} differs from the window {scorer.window} the delayed scorer was trained with: leave --kv-window out"
-        )
+    if scorer and settings.window is not None:
+        scorer.check_window(settings.window, "--kv-window")
     every = settings.decide_every or 1
-    default_window = scorer.window if scorer else max(1, budget - sinks - every)
+    default_window = scorer.window_for(budget) if scorer else max(1, budget - sinks - every)
     window = settings.window if settings.window is not None else default_window
     least = sinks + window + every
     if budget < least:

@@ -36,7 +36,7 @@ def lost_mass(
     q: torch.Tensor,
     k: torch.Tensor,
     lse: torch.Tensor,
-    score: torch.Tensor,
+    scores: Sequence[torch.Tensor],
     log_gammas: torch.Tensor,
     budgets: Sequence[Roles],
     positions: torch.Tensor,
@@ -45,25 +45,25 @@ def lost_mass(
     """Attention that queries give to tokens which have been evicted, for each budget and decay.
 
     Args:
-        q ``[B, Hq, S, D]``, k ``[B, H, S, D]``, lse ``[B, Hq, S]``: of dense attention. score: ``[B, H, S]``.
-        log_gammas: ``[G]``. budgets: with the same sinks and window. positions: ``[P]`` queries asked about.
+        q ``[B, Hq, S, D]``, k ``[B, H, S, D]``, lse ``[B, Hq, S]``: of dense attention. scores: ``[B, H, S]`` for each budget.
+        log_gammas: ``[G]``. budgets: with the same sinks. positions: ``[P]`` queries asked about.
 
     Returns:
         ``[len(budgets), G, H]``, a share of all attention: mean over sequences, positions and the query heads of a KV head.
     """
     heads, length = k.shape[1], k.shape[2]
-    sinks, window = budgets[0].sinks, budgets[0].window
     asked = q[:, :, positions].float().unflatten(1, (heads, -1))
     logits = asked @ k.float().unsqueeze(2).transpose(-1, -2) * scale
     mass = torch.exp(logits - lse[:, :, positions].unflatten(1, (heads, -1)).unsqueeze(-1)).mean(2)
     t = torch.arange(length, device=k.device)
-    mass *= (t >= sinks) & (t <= positions.unsqueeze(-1) - window)
+    mass *= t >= budgets[0].sinks
     found = []
-    for roles in budgets:
+    for roles, score in zip(budgets, scores, strict=True):
+        left = mass * (t <= positions.unsqueeze(-1) - roles.window)
         for log_gamma in log_gammas:
             rank, cutoff = running_cutoffs(score, log_gamma.expand(heads), roles)
             evicted = rank.unsqueeze(2) > cutoff[:, :, positions].unsqueeze(-1)
-            found.append((mass * evicted).sum(-1).mean((0, 2)))
+            found.append((left * evicted).sum(-1).mean((0, 2)))
     return torch.stack(found).view(len(budgets), len(log_gammas), heads)
 
 
@@ -72,19 +72,20 @@ class _Observer:
 
     def __init__(self, student: Student, log_gammas: torch.Tensor):
         self.student, self.log_gammas = student, log_gammas
-        self.budgets = [student.roles(row) for row in range(len(student.recipe.topk))]
+        self.budgets = [student.roles(row) for row in range(len(student.recipe.trained))]
         layers, heads = len(student.scorers), student.scorers[0].scorer.config.num_kv_heads
         self.lost = torch.zeros(layers, len(self.budgets), len(log_gammas), heads, dtype=torch.float64)
 
     def __call__(self, layer, q, k, v, scale):
         """See :class:`kvpop_vllm.distill.hook.Attend`."""
         out, lse = dense_attention(q, k, v, scale)
-        score, _ = self.student.scorers[layer](k, v, self.budgets[0].window)
+        by_window = {w: self.student.score(layer, k, v, w)[0] for w in {r.window for r in self.budgets}}
+        scores = [by_window[r.window] for r in self.budgets]
         first, last = max(r.budget for r in self.budgets), k.shape[2] - 1
         positions = torch.linspace(first, last, min(QUERIES, last - first + 1), device=k.device).long().unique()
         with torch.autocast(k.device.type, enabled=False):  # which would round the logits
             self.lost[layer] += lost_mass(
-                q, k, lse, score, self.log_gammas.to(k.device), self.budgets, positions, scale
+                q, k, lse, scores, self.log_gammas.to(k.device), self.budgets, positions, scale
             ).cpu()
         return out
 
@@ -106,13 +107,13 @@ def calibrate(student: Student, rows: Sequence[torch.Tensor], decay: Decay) -> t
     Raises:
         ValueError: there are no rows, or they are too short.
     """
-    longest = max(roles.budget for roles in map(student.roles, range(len(student.recipe.topk))))
+    longest = max(roles.budget for roles in map(student.roles, range(len(student.recipe.trained))))
     if not rows or min(map(len, rows)) <= longest:
         raise ValueError(f"calibration needs rows of more than {longest} tokens, the largest budget")
     device, log_gammas = next(student.parameters()).device, decay_grid(decay)
     observer = _Observer(student, log_gammas)
-    for row in rows:
-        student.read(row.unsqueeze(0).to(device), observer)
+    for number, row in enumerate(rows):
+        student.read(row.unsqueeze(0).to(device), observer, number)
     lost = observer.lost / len(rows)
     if dist.is_initialized():
         shared = lost.to(device)

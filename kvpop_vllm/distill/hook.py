@@ -93,6 +93,19 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
     return model
 
 
+def require_static_rotation(model: torch.nn.Module) -> None:
+    """Positions count by their differences only.
+
+    Raises:
+        ConfigError: the model has no rotary embeddings, or changes their frequencies with the length of the context.
+    """
+    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
+    kind = rope.get("rope_type")
+    if kind is None or "dynamic" in kind or kind == "longrope":
+        found = f"rotary embeddings of type {kind}" if kind else "no rotary embeddings of one type"
+        raise ConfigError(f"the model has {found}, whose rows cannot begin anywhere: leave --positions out")
+
+
 def _refuse_rescaled_logits(config, folder: str | Path) -> None:
     for name in RESCALED:
         if getattr(config, name, None) not in (None, 1.0):

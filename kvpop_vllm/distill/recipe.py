@@ -6,7 +6,7 @@ import dataclasses
 import math
 from dataclasses import dataclass, field
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import ConfigError, TrainedBudget
 
 PHASES = ("uptrain", "sparsify", "streaming-plus")
 
@@ -45,6 +45,13 @@ class Recipe:
 
     phase: str = field(default="sparsify", metadata={"help": "uptrain, sparsify or streaming-plus"})
     length: int = field(default=16384, metadata={"help": "S, tokens per packed row"})
+    positions: int | None = field(
+        default=None,
+        metadata={
+            "help": "rows begin at random positions and end before this one, so that scorers meet the rotated keys of longer"
+            " contexts (default: rows begin at 0)"
+        },
+    )
     batch: int = field(default=128, metadata={"help": "rows per optimiser step, over all processes"})
     steps: int = field(default=2000, metadata={"help": "optimiser steps"})
     seed: int = field(default=0, metadata={"help": "of initialisation, data order and sampled positions"})
@@ -60,7 +67,10 @@ class Recipe:
     norm: bool = field(default=False, metadata={"help": "mlstm: headwise RMSNorm of the readout"})
     skip: bool = field(default=False, metadata={"help": "mlstm: skip connection from the scored token"})
     sinks: int = field(default=4, metadata={"help": "s, tokens always kept at the start"})
-    window: int = field(default=256, metadata={"help": "w, protected newest tokens"})
+    window: list[int] = field(
+        default_factory=lambda: [256],
+        metadata={"help": "w, protected newest tokens; one, or one for each of --topk"},
+    )
     topk: list[int] = field(
         default_factory=lambda: [2016],
         metadata={
@@ -120,7 +130,7 @@ class Recipe:
             refuse(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
         if self.groups not in ("max", "mean"):
             refuse(f"groups must be max or mean, got {self.groups!r}")
-        for name in ("length", "batch", "steps", "samples", "window", "decay_step", "kl_top", "calibration_rows"):
+        for name in ("length", "batch", "steps", "samples", "decay_step", "kl_top", "calibration_rows"):
             if getattr(self, name) < 1:
                 refuse(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("lr_new", "lr_new_end", "lr_base", "clip", "tau"):
@@ -134,13 +144,20 @@ class Recipe:
                 refuse(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
         if not 0 <= self.seed < 2**31:
             refuse(f"seed must be from 0 to {2**31 - 1}, got {self.seed}")
+        if self.positions is not None and self.positions < self.length:
+            refuse(f"positions must be at least the length, {self.length}, got {self.positions}")
         if self.lookahead is not None and self.lookahead < 0:
             refuse(f"lookahead must be at least 0, got {self.lookahead}")
         if not self.topk or min(self.topk) < 1:
             refuse(f"topk must be at least 1, got {self.topk}")
-        if self.phase != "uptrain" and self.length <= self.sinks + self.window + max(self.topk):
+        if not self.window or min(self.window) < 1:
+            refuse(f"window must be at least 1, got {self.window}")
+        if len(self.window) not in (1, len(self.topk)):
+            refuse(f"window needs one value, or one for each of the {len(self.topk)} of topk, got {self.window}")
+        window, topk = max(self.trained, key=sum)
+        if self.phase != "uptrain" and self.length <= self.sinks + window + topk:
             refuse(
-                f"length {self.length} must exceed sinks + window + topk = {self.sinks} + {self.window} + {max(self.topk)}:"
+                f"length {self.length} must exceed sinks + window + topk = {self.sinks} + {window} + {topk}:"
                 " raise --length or lower --topk"
             )
         low, high = self.calibrated_range
@@ -155,6 +172,12 @@ class Recipe:
     def trains_base(self) -> bool:
         """Whether the base model is trained: if asked, and by the phases that train nothing else."""
         return self.train_base or self.phase != "sparsify"
+
+    @property
+    def trained(self) -> list[tuple[int, int]]:
+        """Window and k of the rows, which take turns."""
+        windows = self.window * len(self.topk) if len(self.window) == 1 else self.window
+        return list(zip(windows, self.topk, strict=True))
 
     @property
     def calibrates(self) -> bool:
@@ -184,7 +207,10 @@ class Recipe:
 
     def scorer_options(self) -> dict:
         """Fields of a :class:`~kvpop_vllm.scorers.ScorerConfig` beside the model's shape."""
-        options = {"scorer": self.scorer, "sinks": self.sinks, "window": self.window, "topk": self.topk[0]}
+        window, topk = self.trained[0]
+        options = {"scorer": self.scorer, "sinks": self.sinks, "window": window, "topk": topk}
+        if len(self.trained) > 1:
+            options["trained"] = tuple(TrainedBudget(*budget) for budget in self.trained)
         options["decay"] = {"step": self.decay_step, "min": self.decay_min, "max": self.decay_max}
         if self.scorer == "mlstm":
             names = ("delayed", "feature_map", "gate_softcap", "norm", "skip")
@@ -202,11 +228,12 @@ PAPER = Recipe()
 
 DEMO = Recipe(
     length=2048,
+    positions=8192,
     batch=1,
     steps=360,
     skip=True,
-    window=64,
-    topk=[444, 188, 60],
+    window=[256, 64, 64, 128],
+    topk=[764, 60, 188, 380],
     decay_min=0.9965,
     decay_max=0.9999,
     calibrate=True,

@@ -10,11 +10,12 @@ import torch
 from kvpop_vllm.distill.retention import Roles, running_cutoffs
 from kvpop_vllm.kernels import ops
 
-Score = Callable[[int, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""``score(layer, k [B, H, S, D], v [B, H, S, D]) -> (raw scores [B, H, S] float32, log_gamma [H])``."""
+Score = Callable[[int, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""``score(layer, k [B, H, S, D], v [B, H, S, D], window) -> (raw scores [B, H, S] float32, log_gamma [H])``; the window is a
+delayed scorer's delay."""
 
 
-def recency(layer, k, v):
+def recency(layer, k, v, window):
     """A :data:`Score` under which sinks and the newest B - s tokens are kept.
 
     The score is the position and nothing decays, so that a teacher that shares the decay looks at attention alone.
@@ -57,7 +58,7 @@ class Sparse:
 
     def __call__(self, layer, q, k, v, scale):
         """See :class:`kvpop_vllm.distill.hook.Attend`."""
-        score, log_gamma = self.score(layer, k.detach(), v.detach())
+        score, log_gamma = self.score(layer, k.detach(), v.detach(), self.roles.window)
         rank, cutoff = running_cutoffs(score, log_gamma, self.roles)
         out, lse = ops.sparse_attention(
             q, k, v, rank, cutoff, sinks=self.roles.sinks, window=self.roles.window, scale=scale

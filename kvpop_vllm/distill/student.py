@@ -54,11 +54,25 @@ class Student(nn.Module):
     def roles(self, row: int) -> Roles:
         """The budget of a row: those of the recipe take turns."""
         r = self.recipe
-        return Roles(r.sinks, r.window, r.topk[row % len(r.topk)], r.decay_step)
+        window, topk = r.trained[row % len(r.trained)]
+        return Roles(r.sinks, window, topk, r.decay_step)
 
-    def read(self, tokens: torch.Tensor, attend: Attend) -> torch.Tensor:
-        """Hidden states of ``[B, S]`` tokens under ``attend``: ``[B, S, hidden]``."""
-        return self.base.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state
+    def score(self, layer: int, k: torch.Tensor, v: torch.Tensor, window: int):
+        """See :data:`kvpop_vllm.distill.sparse.Score`."""
+        return self.scorers[layer](k, v, window)
+
+    def first_position(self, row: int) -> int:
+        """Where a row begins. Attention does not feel it, as RoPE is relative, but scorers see rotated keys, and those of
+        positions that they were not trained at are strange to them."""
+        last = (self.recipe.positions or self.recipe.length) - self.recipe.length
+        generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + row)
+        return int(torch.randint(0, last + 1, (), generator=generator))
+
+    def read(self, tokens: torch.Tensor, attend: Attend, row: int) -> torch.Tensor:
+        """Hidden states of ``[B, S]`` tokens under ``attend``, at the positions of row number ``row``: ``[B, S, hidden]``."""
+        first = self.first_position(row)
+        positions = torch.arange(first, first + tokens.shape[1], device=tokens.device).unsqueeze(0)
+        return self.base.get_decoder()(input_ids=tokens, position_ids=positions, attend=attend).last_hidden_state
 
     def forward(
         self, tokens: torch.Tensor, row: int, teacher: Teacher | None = None
@@ -80,8 +94,8 @@ class Student(nn.Module):
         else:
             roles = self.roles(row)
             observer = RetentionLoss(roles, recipe.boundary_options, seed=recipe.seed * 1_000_003 + row)
-            attend = Sparse(lambda layer, k, v: self.scorers[layer](k, v, roles.window), roles, observer)
-        hidden = self.read(tokens, attend)
+            attend = Sparse(self.score, roles, observer)
+        hidden = self.read(tokens, attend, row)
         loss, parts = self._distillation(hidden, tokens, row, teacher) if recipe.trains_base else (0.0, {})
         if observer is not None:
             boundary = observer.total()

@@ -21,7 +21,9 @@ def add_eval(commands) -> None:
     command.add_argument("--length", nargs="+", type=positive, default=[1024], metavar="S", help="tokens per row")
     command.add_argument("--share", nargs="+", type=positive, default=[4], metavar="C", help="budgets: B = S / C")
     command.add_argument("--sinks", type=non_negative, help="s (default: the scorer's, else 4)")
-    command.add_argument("--window", type=positive, help="w (default: the scorer's, else 64)")
+    command.add_argument(
+        "--window", type=positive, help="w (default: what the scorer was trained with at each budget, else 64)"
+    )
     command.add_argument("--decide-every", type=positive, default=1, metavar="E", help="tokens between decisions")
     command.add_argument("--rows", type=positive, default=4, help="rows of text (default 4)")
     command.add_argument("--seed", type=int, default=0)

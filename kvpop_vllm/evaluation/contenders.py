@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import ConfigError, ScorerShape
 from kvpop_vllm.distill.sparse import Score, recency
 from kvpop_vllm.kernels.ops import MLSTMWeights
 from kvpop_vllm.kernels.pages import PageLayout
@@ -31,12 +31,12 @@ class Contender:
         return -(-4 * self.state_floats // PageLayout(1, head_dim, dtype).slot_bytes)
 
 
-def _l2norm(layer, k, v):
+def _l2norm(layer, k, v, window):
     """Tokens whose keys have a small norm stay (Devoto et al., A simple and effective L2 norm-based strategy)."""
     return -k.float().norm(dim=-1), torch.zeros(k.shape[1], device=k.device)
 
 
-def _random(layer, k, v):
+def _random(layer, k, v, window):
     generator = torch.Generator().manual_seed(layer)
     return torch.rand(k.shape[:3], generator=generator).to(k.device), torch.zeros(k.shape[1], device=k.device)
 
@@ -55,8 +55,8 @@ def training_free(name: str) -> Contender:
     return Contender(name, TRAINING_FREE[name])
 
 
-def learned(folder: str, model: str | Path) -> tuple[Contender, int, int]:
-    """A scorer folder's policy, and its sinks and window.
+def learned(folder: str, model: str | Path) -> tuple[Contender, ScorerShape]:
+    """A scorer folder's policy, and the sinks and windows that it was trained with.
 
     Raises:
         ConfigError: not a scorer, or one of another model.
@@ -65,10 +65,10 @@ def learned(folder: str, model: str | Path) -> tuple[Contender, int, int]:
     check_model(config, **model_shape(model), source=folder)
     scorers = [from_tensors(config, tensors) for tensors in layers]
 
-    def score(layer, k, v):
+    def score(layer, k, v, window):
         scorer = scorers[layer].to(k.device)
-        return scorer(k, v, window=config.window), scorer.log_gamma()
+        return scorer(k, v, window=window), scorer.log_gamma()
 
     weights = scorers[0].weights()
     floats = weights.state_floats if isinstance(weights, MLSTMWeights) else 0
-    return Contender(folder, score, config.decay.step, floats), config.sinks, config.window
+    return Contender(folder, score, config.decay.step, floats), config.retention

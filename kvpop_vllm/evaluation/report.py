@@ -9,26 +9,18 @@ from contextlib import nullcontext
 import torch
 from transformers import AutoConfig
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.evaluation.contenders import learned, training_free
-from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
+from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
 
-COLUMNS = (
-    "length",
-    "budget",
-    "equal",
-    "topk",
-    "decide_every",
-    "policy",
-    "teacher",
-    "hindsight",
-    "mass",
-    "perplexity",
-    "accuracy",
-)
+COLUMNS = (*KEYS, "teacher", "hindsight", "mass", "perplexity", "accuracy")
+
+
+DEFAULT_WINDOW = 64
+"""w where neither ``--window`` nor a scorer says it."""
 
 
 def evaluate_text(options) -> list[dict]:
@@ -36,23 +28,16 @@ def evaluate_text(options) -> list[dict]:
     if options.threads:
         torch.set_num_threads(options.threads)
     contenders = [training_free(name) for name in options.policies]
-    sinks, window = options.sinks, options.window
+    shapes = {}
     for folder in options.scorer:
-        contender, own_sinks, own_window = learned(folder, options.model)
+        contender, shapes[folder] = learned(folder, options.model)
         contenders.append(contender)
-        if sinks is None:
-            sinks = own_sinks
-        elif options.sinks is None and sinks != own_sinks:
-            raise ConfigError(f"{folder} was trained with {own_sinks} sinks, the one before with {sinks}: give --sinks")
-        if window is not None and window != own_window:
-            raise ConfigError(f"{folder} was trained with window {own_window}, not {window}: evaluate it apart")
-        window = own_window
     if not contenders:
         raise ConfigError("nothing to evaluate: give --policies or --scorer")
     names = [contender.name for contender in contenders]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice!r} is to be compared twice: give it once")
-    settings = _settings(options, 4 if sinks is None else sinks, 64 if window is None else window)
+    settings = _settings(options, shapes)
     rows = PackedTokens(
         options.data,
         load_tokenizer(options.model),
@@ -80,12 +65,41 @@ def evaluate_text(options) -> list[dict]:
     return table
 
 
-def _settings(options, sinks: int, window: int) -> list[Setting]:
-    settings = []
+def _sinks(options, shapes: dict[str, ScorerShape]) -> int:
+    if options.sinks is not None:
+        return options.sinks
+    (first, one), *others = [*shapes.items()] or [(None, None)]
+    for folder, other in others:
+        if other.sinks != one.sinks:
+            raise ConfigError(
+                f"{folder} was trained with {other.sinks} sinks, {first} with {one.sinks}: give --sinks, or evaluate them apart"
+            )
+    return one.sinks if one else DEFAULT_SINKS
+
+
+def _window(options, shapes: dict[str, ScorerShape], budget: int) -> int:
+    """One for all who are compared: what ``--window`` says, or what the scorers were trained with at this budget."""
+    if options.window is not None:
+        for folder, shape in shapes.items():
+            shape.check_window(options.window, f"{folder}: --window")
+        return options.window
+    (first, one), *others = [*shapes.items()] or [(None, None)]
+    for folder, other in others:
+        if other.window_for(budget) != one.window_for(budget):
+            raise ConfigError(
+                f"{folder} was trained with window {other.window_for(budget)} at a budget of {budget}, {first} with"
+                f" {one.window_for(budget)}: give --window, or evaluate them apart"
+            )
+    return one.window_for(budget) if one else DEFAULT_WINDOW
+
+
+def _settings(options, shapes: dict[str, ScorerShape]) -> list[Setting]:
+    settings, sinks = [], _sinks(options, shapes)
     for length, share, equal in itertools.product(options.length, options.share, options.equal):
         budget = length // share
         if share < 2:
             raise ConfigError(f"--share {share} keeps everything, and recall is undefined then: give at least 2")
+        window = _window(options, shapes, budget)
         waiting = options.decide_every - 1
         if budget <= sinks + window + waiting:
             more = f" and {waiting} tokens between decisions" if waiting else ""

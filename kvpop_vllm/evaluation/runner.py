@@ -17,6 +17,9 @@ from kvpop_vllm.distill.sparse import Sparse, dense_attention
 from kvpop_vllm.evaluation.contenders import Contender
 from kvpop_vllm.evaluation.recall import Judge
 
+KEYS = ("length", "budget", "equal", "window", "topk", "decide_every", "policy")
+"""What tells the lines of a table apart."""
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -66,7 +69,7 @@ def evaluate(
             setting; the first ``length`` tokens are used.
 
     Yields:
-        Records with ``row, length, budget, equal, topk, decide_every, policy``, nll (nats per token), accuracy (of the next token), and
+        Records with ``row, length, budget, equal, window, topk, decide_every, policy``, nll (nats per token), accuracy (of the next token), and
         for policies teacher, hindsight and mass: means over layers and heads; ``*_by_layer`` are lists of layers of heads.
     """
     head_dim, dtype = _head_dim(model), next(model.parameters()).dtype
@@ -81,7 +84,7 @@ def evaluate(
             yield base | {"policy": "dense"} | _next_token(model, tokens, observer)
             for i, (setting, contender, roles) in enumerate(pairs):
                 names = {"budget": setting.budget, "equal": setting.equal, "topk": roles.topk, "policy": contender.name}
-                names["decide_every"] = setting.decide_every
+                names |= {"window": roles.window, "decide_every": setting.decide_every}
                 quality = _next_token(model, tokens, Sparse(contender.score, roles))
                 yield base | names | quality | observer.record(i)
 
@@ -97,9 +100,10 @@ class _Observer:
         out, lse = dense_attention(q, k, v, scale)
         judge, scores = Judge(q, k, lse, scale), {}
         for found, (setting, contender, roles) in zip(self.layers, self.pairs, strict=True):
-            if contender.name not in scores:
-                scores[contender.name] = contender.score(layer, k, v)
-            found.append(judge.recall(*scores[contender.name], roles, setting.positions))
+            name = contender.name, roles.window
+            if name not in scores:
+                scores[name] = contender.score(layer, k, v, roles.window)
+            found.append(judge.recall(*scores[name], roles, setting.positions))
         return out
 
     def record(self, i: int) -> dict:
@@ -128,22 +132,14 @@ def _head_dim(model) -> int:
 
 
 def summarise(records: list[dict]) -> list[dict]:
-    """Means over rows: one record per length, budget, what is equal, and policy; ``perplexity = exp(mean nll)``."""
+    """Means over rows: one record per length, budget, window, what is equal, and policy; ``perplexity = exp(mean nll)``."""
     groups: dict[tuple, list[dict]] = {}
     for record in records:
-        key = tuple(record.get(name) for name in ("length", "budget", "equal", "topk", "decide_every", "policy"))
+        key = tuple(record.get(name) for name in KEYS)
         groups.setdefault(key, []).append(record)
     table = []
-    for (length, budget, equal, topk, every, policy), members in groups.items():
-        line = {
-            "length": length,
-            "budget": budget,
-            "equal": equal,
-            "topk": topk,
-            "decide_every": every,
-            "policy": policy,
-            "rows": len(members),
-        }
+    for key, members in groups.items():
+        line = dict(zip(KEYS, key, strict=True)) | {"rows": len(members)}
         for name in ("nll", "accuracy", "teacher", "hindsight", "mass"):
             if name in members[0]:
                 line[name] = sum(m[name] for m in members) / len(members)

@@ -20,7 +20,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kvpop_vllm.config import MAX_BUDGET, SCORER_KINDS, ConfigError, ScorerShape
+from kvpop_vllm.config import MAX_BUDGET, SCORER_KINDS, ConfigError, ScorerShape, TrainedBudget
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
@@ -43,6 +43,7 @@ _MODEL_NAMES = re.compile(
 """Llama's and Qwen3's own tensors; only used to tell them apart in an error message."""
 
 _MLSTM_KEYS = ("feature_map", "gate_softcap", "norm", "skip", "delayed")
+_OPTIONAL_KEYS = ("trained",)
 _COMMON_KEYS = ("model_type", "num_layers", "num_kv_heads", "head_dim", "scorer", "sinks", "window", "topk", "decay")
 
 
@@ -58,6 +59,8 @@ class Decay:
 @dataclass(frozen=True)
 class ScorerConfig:
     """Contents of ``kvpop_config.json``; mlstm options are meaningless for the other scorers.
+
+    ``trained`` lists the budgets it was trained with where there were several, the config's own window and topk first.
 
     Raises:
         ConfigError: a value of wrong type or range, from :meth:`parse`.
@@ -77,10 +80,12 @@ class ScorerConfig:
     norm: bool = False
     skip: bool = False
     delayed: bool = True
+    trained: tuple[TrainedBudget, ...] = ()
 
     @property
     def retention(self) -> ScorerShape:
-        return ScorerShape(self.sinks, self.window, self.topk, self.scorer == "mlstm" and self.delayed)
+        delayed = self.scorer == "mlstm" and self.delayed
+        return ScorerShape(self.sinks, self.window, self.topk, delayed, self.trained)
 
     @classmethod
     def parse(cls, raw: object, source: str) -> ScorerConfig:
@@ -95,23 +100,24 @@ class ScorerConfig:
             raise ConfigError(f"{source}: scorer must be one of {', '.join(SCORER_KINDS)}, got {raw.get('scorer')!r}")
         required = _COMMON_KEYS + (_MLSTM_KEYS if raw["scorer"] == "mlstm" else ())
         given = {key: value for key, value in raw.items() if key not in ("format", "version")}
-        if unknown := sorted(set(given) - set(required)):
+        if unknown := sorted(set(given) - {*required, *_OPTIONAL_KEYS}):
             raise ConfigError(f"{source}: unknown key {unknown[0]!r}")
         if missing := [key for key in required if key not in given]:
             raise ConfigError(f"{source}: key {missing[0]!r} is missing")
         _check_values(given, source)
-        return cls(**{**given, "decay": Decay(**given["decay"])})
+        trained = tuple(TrainedBudget(**budget) for budget in given.get("trained", ()))
+        return cls(**{**given, "decay": Decay(**given["decay"]), "trained": trained})
 
     def to_json(self) -> dict:
         keys = _COMMON_KEYS + (_MLSTM_KEYS if self.scorer == "mlstm" else ())
+        keys += ("trained",) if self.trained else ()
         return {"format": FORMAT, "version": VERSION, **{k: v for k, v in asdict(self).items() if k in keys}}
 
 
 def _check_values(given: Mapping, source: str) -> None:
     least = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "sinks": 0, "window": 1, "topk": 0}
-    for key, low in least.items():
-        if not isinstance(given[key], int) or isinstance(given[key], bool) or not low <= given[key] <= MAX_BUDGET:
-            raise ConfigError(f"{source}: {key} must be an integer from {low} to {MAX_BUDGET}, got {given[key]!r}")
+    _check_integers(given, least, source)
+    _check_trained(given, source)
     decay = given["decay"]
     if not isinstance(decay, Mapping) or sorted(decay) != ["max", "min", "step"]:
         raise ConfigError(f"{source}: decay must be an object with step, min and max, got {decay!r}")
@@ -131,6 +137,26 @@ def _check_values(given: Mapping, source: str) -> None:
     for key in ("norm", "skip", "delayed"):
         if not isinstance(given[key], bool):
             raise ConfigError(f"{source}: {key} must be true or false, got {given[key]!r}")
+
+
+def _check_integers(given: Mapping, least: Mapping[str, int], source: str) -> None:
+    for key, low in least.items():
+        if not isinstance(given[key], int) or isinstance(given[key], bool) or not low <= given[key] <= MAX_BUDGET:
+            raise ConfigError(f"{source}: {key} must be an integer from {low} to {MAX_BUDGET}, got {given[key]!r}")
+
+
+def _check_trained(given: Mapping, source: str) -> None:
+    budgets = given.get("trained", [])
+    if not isinstance(budgets, list) or not all(
+        isinstance(b, Mapping) and set(b) == {"window", "topk"} for b in budgets
+    ):
+        raise ConfigError(f"{source}: trained must be a list of objects with window and topk, got {budgets!r}")
+    for budget in budgets:
+        _check_integers(budget, {"window": 1, "topk": 0}, f"{source}: trained")
+    if budgets and budgets[0] != {"window": given["window"], "topk": given["topk"]}:
+        raise ConfigError(
+            f"{source}: trained must begin with window {given['window']} and topk {given['topk']}, got {budgets[0]!r}"
+        )
 
 
 def _in_float32(number: float) -> bool:

@@ -1,5 +1,6 @@
 """Settings and retention: every rule, and that each message is one line that names what to change."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -10,6 +11,7 @@ from kvpop_vllm.config import (
     PolicySettings,
     Retention,
     ScorerShape,
+    TrainedBudget,
     check_spelling,
     resolve_retention,
 )
@@ -172,7 +174,26 @@ def test_flags_override_a_scorers_budget_and_sinks():
 def test_a_delayed_scorers_window_is_fixed():
     assert resolve_retention(settings(window=16), 1000, DELAYED).window == 16
     message = refusal(resolve_retention, settings(window=32), 1000, DELAYED)
-    assert "--kv-window 32" in message and "16" in message
+    assert "--kv-window 32" in message and "window 16" in message
+
+
+def test_a_scorer_trained_with_several_windows():
+    """Each budget has its own, of the largest trained budget within it; the first of equal budgets counts."""
+    budgets = [TrainedBudget(*t) for t in ((16, 44), (8, 12), (32, 92), (24, 36))]
+    several = ScorerShape(4, 16, 44, True, tuple(budgets))
+    assert resolve_retention(settings(), 1000, several) == Retention(64, 4, 16)
+    for budget, window in ((14, 8), (24, 8), (63, 8), (64, 16), (127, 16), (128, 32), (999, 32)):
+        assert resolve_retention(settings(budget=budget), 1000, several) == Retention(budget, 4, window)
+    assert resolve_retention(settings(compression=5), 1000, several).window == 32
+    assert resolve_retention(settings(budget=128, window=8), 1000, several).window == 8
+    assert resolve_retention(settings(budget=128, window=11), 1000, several).window == 11
+    for window in (7, 33):
+        message = refusal(resolve_retention, settings(budget=128, window=window), 1000, several)
+        assert f"--kv-window {window}" in message and "windows from 8 to 32" in message
+    assert "--kv-budget to at least 13" in refusal(resolve_retention, settings(budget=12), 1000, several)
+    immediate = dataclasses.replace(several, delayed=False)
+    assert resolve_retention(settings(budget=128, window=90), 1000, immediate).window == 90
+    assert resolve_retention(settings(budget=128), 1000, immediate).window == 32
 
 
 def test_no_budget_to_be_had():

@@ -175,6 +175,12 @@ def test_a_config_that_is_no_json_object(scorer, text):
         ({"decay": {"step": 1, "min": 0.99, "max": 0.9}}, "min <= max"),
         ({"decay": {"step": 1, "min": 0, "max": 0.9}}, "0 < min"),
         ({"decay": {"step": 1, "min": 0.9, "max": "1"}}, "min <= max"),
+        ({"trained": 5}, "trained"),
+        ({"trained": [[16, 44]]}, "window and topk"),
+        ({"trained": [{"window": 16}]}, "window and topk"),
+        ({"trained": [{"window": 0, "topk": 1}]}, "trained: window must be"),
+        ({"trained": [{"window": 1, "topk": True}]}, "trained: topk must be"),
+        ({"trained": [{"window": 1, "topk": 1}]}, "trained must begin with window"),
     ],
 )
 def test_wrong_config_values(scorer, changes, named):

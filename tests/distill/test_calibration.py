@@ -43,7 +43,7 @@ def evicted_mass(q, k, score, log_gamma, roles, positions, scale):
     return sum(lost[p] for p in positions) / len(positions)
 
 
-def brute_force(q, k, score, log_gammas, budgets, positions, scale):
+def brute_force(q, k, scores, log_gammas, budgets, positions, scale):
     heads = k.shape[0]
     q = q.unflatten(0, (heads, -1))
     return torch.tensor(
@@ -52,7 +52,7 @@ def brute_force(q, k, score, log_gammas, budgets, positions, scale):
                 [evicted_mass(q[h], k[h], score[h], lg.item(), b, positions, scale) for h in range(heads)]
                 for lg in log_gammas
             ]
-            for b in budgets
+            for b, score in zip(budgets, scores, strict=True)
         ]
     )
 
@@ -60,13 +60,17 @@ def brute_force(q, k, score, log_gammas, budgets, positions, scale):
 def test_lost_mass_is_what_evicted_tokens_would_have_got():
     g = torch.Generator().manual_seed(0)
     q, k = torch.randn(1, 4, 50, 8, generator=g), torch.randn(1, 2, 50, 8, generator=g)
-    score = torch.randn(1, 2, 50, generator=g) * 0.2
-    budgets, positions, grid = [Roles(2, 5, 6), Roles(2, 5, 13)], [13, 20, 21, 37, 49], decay_grid(Decay(1, 0.9, 0.999))
+    scores = torch.randn(3, 1, 2, 50, generator=g) * 0.2
+    budgets, positions, grid = (
+        [Roles(2, 5, 6), Roles(2, 5, 13), Roles(2, 9, 4)],
+        [15, 20, 21, 37, 49],
+        decay_grid(Decay(1, 0.9, 0.999)),
+    )
     _, lse = ops.sparse_attention(
         q, k, k, *[torch.zeros(1, 2, 50, dtype=torch.int32)] * 2, sinks=0, window=1, scale=0.7
     )
-    found = lost_mass(q, k, lse, score, grid, budgets, torch.tensor(positions), 0.7)
-    expected = brute_force(q[0], k[0], score[0], grid, budgets, positions, 0.7)
+    found = lost_mass(q, k, lse, scores, grid, budgets, torch.tensor(positions), 0.7)
+    expected = brute_force(q[0], k[0], scores[:, 0], grid, budgets, positions, 0.7)
     assert (found - expected).abs().max() < 1e-5
     assert expected.amin() > 0.01 and expected.amax(1).sub(expected.amin(1)).min() > 0.02  # decays do matter here
 
@@ -87,15 +91,15 @@ class Recorder:
         self.student, self.seen = student, {}
 
     def __call__(self, layer, q, k, v, scale):
-        score = self.student.scorers[layer](k, v, RECIPE.window)[0]
-        self.seen[layer] = (q[0], k[0], score[0], scale)
+        scores = [self.student.scorers[layer](k, v, window)[0][0] for window in (8, 12)]
+        self.seen[layer] = (q[0], k[0], scores, scale)
         rank = torch.zeros(k.shape[:3], dtype=torch.int32)
         return ops.sparse_attention(q, k, v, rank, rank, sinks=0, window=1, scale=scale, impl="reference")[0]
 
 
 def test_every_head_gets_the_decay_that_loses_least(tmp_path):
     model = write_tiny_model(tmp_path / "model", "qwen3")
-    recipe, decay = dataclasses.replace(RECIPE, topk=[20, 9]), Decay(1, 0.8, 0.999)
+    recipe, decay = dataclasses.replace(RECIPE, window=[8, 12], topk=[20, 9]), Decay(1, 0.8, 0.999)
     torch.manual_seed(3)
     config = ScorerConfig(**model_shape(model), **recipe.scorer_options())
     config = ScorerConfig.parse(json.loads(json.dumps(config.to_json())), "the test")
@@ -116,9 +120,9 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
     for row in rows:
         recorder = Recorder(student)
         with torch.no_grad():
-            student.read(row.unsqueeze(0), recorder)
-        for layer, (q, k, score, scale) in recorder.seen.items():
-            lost[layer] += brute_force(q, k, score, grid, budgets, positions, scale) / 2
+            student.read(row.unsqueeze(0), recorder, 0)
+        for layer, (q, k, scores, scale) in recorder.seen.items():
+            lost[layer] += brute_force(q, k, scores, grid, budgets, positions, scale) / 2
     chosen = torch.stack([log_gamma(own, decay) for own in logits])
     index = (chosen.unsqueeze(-1) - grid).abs().argmin(-1)
     assert (chosen - grid[index]).abs().max() < 1e-6
@@ -152,7 +156,7 @@ def test_equal_decays_and_low_precision(tmp_path):
     everything[..., 0] = 1e4
     sink = torch.zeros_like(k)
     sink[:, :, 0, 0] = 1.0  # all attention goes to the first token, which is never evicted
-    student.read = lambda tokens, observe: [observe(layer, everything, sink, sink, 1.0) for layer in range(2)]
+    student.read = lambda tokens, observe, row: [observe(layer, everything, sink, sink, 1.0) for layer in range(2)]
     logits, lost = calibrate(student, [row], decay)
     assert lost < 1e-6
     assert (torch.stack([log_gamma(own, decay) for own in logits]) - decay_grid(decay)[-1]).abs().max() < 1e-6

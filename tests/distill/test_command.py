@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import signal
@@ -26,6 +27,7 @@ from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.distill.trainer import Process, Trainer
 from kvpop_vllm.evaluation.contenders import learned
+from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
 RECIPE = ["--recipe=demo", "--length=96", "--window=8", "--samples=32", "--warmup=2", "--dtype=float32", "--topk", "20"]
@@ -211,11 +213,15 @@ def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monke
             answer = llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)[0].outputs[0].token_ids
         finally:
             stop(llm)
-    contender, sinks, window = learned("both", "both/model")
+    contender, shape = learned("both", "both/model")
     model = load_model("both/model", torch.float32).eval()
     tokens = torch.tensor([[*prompt, *answer]])
     with torch.inference_mode():
-        sparse = model(tokens, attend=Sparse(contender.score, Roles(sinks, window, 20))).logits[0].log_softmax(-1)
+        sparse = (
+            model(tokens, attend=Sparse(contender.score, Roles(shape.sinks, shape.window, 20)))
+            .logits[0]
+            .log_softmax(-1)
+        )
         dense = model(tokens, attend=Dense()).logits[0].log_softmax(-1)
     assert (sparse - dense)[budget + 40 :].abs().max() > 0.1, "the budget shows in nothing"
     best = sparse[len(prompt) - 1 : -1].topk(2)
@@ -244,6 +250,33 @@ def test_eval_compares_policies_with_dense(kvpop):
     assert {r["policy"] for r in records} == {"dense", "streaming-llm", "l2norm", "random", "scorer"}
     for record in records:
         assert record["policy"] == "dense" or (record["budget"] == record["length"] // 3 and 0 <= record["mass"] <= 1)
+
+
+def test_eval_takes_the_windows_that_a_scorer_was_trained_with(kvpop):
+    distill(kvpop, "several", "--steps=2", "--window", "8", "16", "--topk", "20", "44")
+    words = "eval --model=qwen3 --data text.jsonl --split=all --policies streaming-llm --length 128 --share 2 4 --rows=1 --dtype=float32"
+    status, output, errors = kvpop(*words.split(), "--scorer=several", "--out=windows.jsonl")
+    assert status in (0, None), errors
+    records = [json.loads(line) for line in Path("windows.jsonl").read_text().splitlines()]
+    found = {(r["policy"], r["budget"], r["window"], r["topk"]) for r in records if r["policy"] != "dense"}
+    assert found == {(name, *t) for name in ("several", "streaming-llm") for t in ((64, 16, 44), (32, 8, 20))}
+    assert output.split()[3] == "window"
+    config, layers = read_scorer("several")
+    by_hand = {}
+    for window in (8, 16):
+        write_scorer(f"only{window}", dataclasses.replace(config, window=window, trained=()), layers)
+        kvpop(*words.split(), f"--scorer=only{window}", f"--out=only{window}.jsonl")
+        for line in Path(f"only{window}.jsonl").read_text().splitlines():
+            record = json.loads(line)
+            by_hand[record.get("window"), record.get("budget")] = record["nll"], record.get("hindsight")
+    for record in records:
+        if record["policy"] == "several":
+            assert by_hand[record["window"], record["budget"]] == (record["nll"], record["hindsight"])
+    status, _, errors = kvpop(*words.split(), "--scorer=several", "--scorer=only8")
+    assert status == 2 and "only8 was trained with window 8 at a budget of 64, several with 16: give --window" in errors
+    status, _, errors = kvpop(*words.split(), "--scorer=several", "--window=17")
+    assert status == 2 and "several: --window 17" in errors and "windows from 8 to 16" in errors
+    assert kvpop(*words.split(), "--scorer=several", "--scorer=only8", "--window=8")[0] in (0, None)
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ def tokens():
     return torch.randint(0, 256, (2, 80), generator=torch.Generator().manual_seed(1))
 
 
-def scores(layer, k, v):
+def scores(layer, k, v, window):
     return (k[..., 0] + layer).float(), torch.tensor([-0.01, -0.002])
 
 
@@ -52,7 +52,7 @@ def test_the_sparse_pass_equals_a_masked_model(folder, tokens):
     """Every layer's attention under sets that a sort for every query finds, inside the whole model."""
 
     def naive(layer, q, k, v, scale):
-        score, log_gamma = scores(layer, k, v)
+        score, log_gamma = scores(layer, k, v, 6)
         priority = score.double() - torch.arange(80) * log_gamma.double()[:, None]
         return masked_attention(q, k, v, kept_sets(priority, 2, 6, 9), scale)[0]
 
@@ -66,12 +66,12 @@ def test_the_sparse_pass_equals_a_masked_model(folder, tokens):
 def test_scores_see_detached_keys_and_values(folder, tokens):
     grads = []
 
-    def watched(layer, k, v):
-        grads.append((k.requires_grad, v.requires_grad))
-        return scores(layer, k, v)
+    def watched(layer, k, v, window):
+        grads.append((k.requires_grad, v.requires_grad, window))
+        return scores(layer, k, v, window)
 
     load_model(folder, torch.float32)(tokens, attend=Sparse(watched, ROLES)).logits.sum().backward()
-    assert grads == [(False, False)] * 2
+    assert grads == [(False, False, ROLES.window)] * 2
 
 
 @pytest.mark.parametrize("step", [1, 4])

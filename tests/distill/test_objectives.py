@@ -120,7 +120,7 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch,
     assert loss == pytest.approx(0.7 * parts["kl"] + 0.3 * parts["ce"] + 2.0 * parts["boundary"], rel=1e-5)
     tokens = next(Rows(LENGTH)).unsqueeze(0)
     roles = trainer.student.roles(0)
-    attend = Sparse(lambda i, k, v: trainer.student.scorers[i](k, v, roles.window), roles)
+    attend = Sparse(lambda i, k, v, w: trainer.student.scorers[i](k, v, roles.window), roles)
     with torch.no_grad():
         logits = trainer.student.base(tokens, attend=attend).logits
         dense = trainer.student.base(tokens, attend=Dense()).logits
@@ -135,7 +135,7 @@ def test_streaming_plus_attends_to_sinks_and_the_newest(model, tmp_path):
     trainer = Trainer(model, recipe, tmp_path, Rows(LENGTH), quiet=True)
     tokens, base = next(Rows(LENGTH)).unsqueeze(0), trainer.student.base
     q, t = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
-    mask = (t <= q) & ((t < recipe.sinks) | (t > q - recipe.window - 20))
+    mask = (t <= q) & ((t < recipe.sinks) | (t > q - 8 - 20))
 
     def naive(layer, q, k, v, scale):
         return masked_attention(q, k, v, mask.expand(*k.shape[:2], -1, -1), scale)[0]
@@ -149,7 +149,7 @@ def test_streaming_plus_attends_to_sinks_and_the_newest(model, tmp_path):
 @pytest.mark.parametrize("step", [1, 3])
 def test_recency_is_the_same_order_for_every_decay_step(step):
     """That of a decay with equal scores, though its teacher sees no decay."""
-    score, log_gamma = recency(0, torch.zeros(1, 2, S, 8), None)
+    score, log_gamma = recency(0, torch.zeros(1, 2, S, 8), None, WINDOW)
     assert not log_gamma.any()
     roles = Roles(2, WINDOW, 6, step)
     kept = visible_keys(*running_cutoffs(score, log_gamma, roles), 2, WINDOW)

@@ -52,7 +52,7 @@ def row(folder):
 def student(request, model, folder):
     config, layers = read_scorer(folder / "scorer")
     scorers = [from_tensors(config, tensors) for tensors in layers] if request.param == "sparsify" else []
-    recipe = dataclasses.replace(RECIPES["base"], phase=request.param, window=WINDOW, topk=[20])
+    recipe = dataclasses.replace(RECIPES["base"], phase=request.param, window=[WINDOW], topk=[20])
     return Student(model, scorers, recipe)
 
 
@@ -84,7 +84,7 @@ def test_students_positions_run_on(student, row):
     attend = {
         "uptrain": Dense(),
         "streaming-plus": Sparse(recency, roles),
-        "sparsify": Sparse(lambda layer, k, v: student.scorers[layer](k, v, WINDOW), roles),
+        "sparsify": Sparse(lambda layer, k, v, w: student.scorers[layer](k, v, WINDOW), roles),
     }[student.recipe.phase]
     expected = student.base.get_decoder()(input_ids=row, position_ids=torch.arange(LENGTH)[None], attend=attend)
     torch.testing.assert_close(hidden_of(student, row), expected.last_hidden_state)

@@ -285,7 +285,9 @@ def test_a_row_of_another_shape_is_an_error(settings, tmp_path):
 
 
 def test_more_logits_than_the_vocabulary_has_are_all_of_them(folder, model, tmp_path):
-    recipe = dataclasses.replace(DEMO, length=96, window=8, topk=[20], dtype="float32", kl_top=1000, steps=1, batch=3)
+    recipe = dataclasses.replace(
+        DEMO, length=96, positions=None, window=[8], topk=[20], dtype="float32", kl_top=1000, steps=1, batch=3
+    )
     name, data = str(folder / "model"), [str(folder / "text.jsonl")]
     for count in (1, None):
         write_teacher(name, data, str(tmp_path), recipe, rows=count)

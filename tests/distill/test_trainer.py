@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -15,12 +16,14 @@ from distill.rows import Rows, teacher_of
 from distill.train_tiny import LENGTH, RECIPE, RECIPES, calibration_rows
 from safetensors.torch import load_file
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import ConfigError, TrainedBudget
 from kvpop_vllm.distill.calibration import decay_grid
 from kvpop_vllm.distill.checkpoints import Checkpoints
-from kvpop_vllm.distill.hook import Dense, load_model
+from kvpop_vllm.distill.hook import Dense, load_model, require_static_rotation
 from kvpop_vllm.distill.metrics import Metrics, read_metrics
 from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.retention import Roles
+from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.distill.trainer import Trainer, TrainingError
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import Decay, read_scorer
@@ -269,6 +272,71 @@ def test_metrics_that_cannot_be_written_stop_it_too(model, tmp_path, monkeypatch
         train(model, tmp_path).run()
 
 
+def test_windows_take_turns_with_the_budgets(model, tmp_path, monkeypatch):
+    """Row by row in scores, mask and loss; the scorer's config says all of them, the first as its own."""
+    seen = []
+    plain = Sparse.__init__
+
+    def watched(self, score, roles, observe=None):
+        seen.append(roles)
+        plain(self, lambda *asked: seen.append(asked[3]) or score(*asked), roles, observe)
+
+    monkeypatch.setattr(Sparse, "__init__", watched)
+    recipe = dataclasses.replace(RECIPE, window=[8, 12, 5], topk=[20, 9, 10], steps=2, calibrate=False)
+    train(model, tmp_path, recipe).run()
+    turns = [(8, 20), (12, 9), (5, 10), (8, 20)]
+    assert seen == [x for w, k in turns for x in (Roles(4, w, k), w, w)]  # two layers
+    config, _ = read_scorer(str(tmp_path))
+    assert (config.window, config.topk, config.trained) == (8, 20, tuple(TrainedBudget(*t) for t in turns[:3]))
+    assert [config.retention.window_for(budget) for budget in (1, 19, 24, 25, 31, 32, 99)] == [5, 5, 5, 12, 12, 8, 8]
+
+
+def test_rows_begin_at_random_positions(model, tmp_path):
+    """The scorers meet keys of all positions below the bound, and nothing else about the row changes."""
+    recipe = dataclasses.replace(RECIPE, positions=900, calibrate=False)
+    student = train(model, tmp_path, recipe).student
+    first = [student.first_position(row) for row in range(200)]
+    assert first == [student.first_position(row) for row in range(200)] and len(set(first)) > 150
+    assert 0 <= min(first) < 50 and 750 < max(first) <= 900 - LENGTH
+    assert train(model, tmp_path / "at-zero").student.first_position(7) == 0
+    tokens, keys, plain = next(Rows(LENGTH)).unsqueeze(0), [], []
+
+    def watched(kept):
+        return lambda layer, q, k, v, scale: kept.append(k) or Dense()(layer, q, k, v, scale)
+
+    with torch.no_grad():
+        hidden = student.read(tokens, watched(keys), 3)
+        expected = student.base.get_decoder()(input_ids=tokens, attend=watched(plain)).last_hidden_state
+        long = torch.cat([tokens.new_zeros(1, first[3]), tokens], 1)  # layer 0 sees embeddings only
+        later = []
+        student.base.get_decoder()(input_ids=long, attend=watched(later))
+    torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(keys[0], later[0][:, :, first[3] :], rtol=1e-3, atol=1e-4)
+    assert first[3] > 0 and (keys[0] - plain[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_need_a_rotation_that_stays(model, tmp_path, kind):
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+    if kind == "longrope":
+        half = config["head_dim"] // 2
+        rope |= {"short_factor": [1.0] * half, "long_factor": [2.0] * half}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": rope, "rope_parameters": rope}))
+    with pytest.raises(ConfigError, match=f"rotary embeddings of type {kind}.*leave --positions out"):
+        train(folder, tmp_path / "out", dataclasses.replace(RECIPE, positions=200))
+    train(folder, tmp_path / "out")
+
+
+def test_positions_need_rotary_embeddings(model):
+    base = load_model(model, torch.float32)
+    require_static_rotation(base)
+    base.config.rope_parameters = None
+    with pytest.raises(ConfigError, match="no rotary embeddings"):
+        require_static_rotation(base)
+
+
 def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
     train(model, tmp_path)
     train(model, tmp_path, dataclasses.replace(RECIPE, steps=7))  # nothing has been trained yet
@@ -295,6 +363,10 @@ def test_a_phase_that_trains_the_base_anyway_goes_on_whether_it_was_asked_for_or
         ({"phase": "prune"}, "phase must be one of uptrain, sparsify, streaming-plus, got 'prune'"),
         ({"dtype": "float16"}, "dtype must be bfloat16 or float32"),
         ({"topk": []}, "topk must be at least 1"),
+        ({"positions": 95}, "positions must be at least the length, 96, got 95"),
+        ({"window": [0]}, "window must be at least 1, got"),
+        ({"window": [8, 9, 10]}, "window needs one value, or one for each of the 2 of topk"),
+        ({"window": [70, 8], "topk": [22, 30]}, "length 96 must exceed .* = 4 [+] 70 [+] 22"),
         ({"batch": 0}, "batch must be at least 1, got 0"),
         ({"phase": "streaming-plus", "kl": 0.0}, "neither --kl nor --ce"),
         ({"boundary": 0.0}, "nothing learns: give --boundary, or --train-base"),
@@ -309,7 +381,7 @@ def test_recipes_that_make_no_sense_are_refused(change, message):
 def test_the_papers_recipe_is_table_3():
     """But for the base, which is trained only if asked, and the steps, which are the text's."""
     r = Recipe()
-    assert (r.length, r.batch, r.window, r.sinks, r.topk, r.steps) == (16384, 128, 256, 4, [2016], 2000)
+    assert (r.length, r.batch, r.window, r.sinks, r.topk, r.steps) == (16384, 128, [256], 4, [2016], 2000)
     assert (r.lr_base, r.lr_new, r.lr_new_end, r.warmup, r.weight_decay) == (8e-5, 1e-3, 8e-5, 100, 1e-4)
     assert (r.beta1, r.beta2, r.kl_top, r.tau, r.margin, r.decay_step) == (0.9, 0.95, 256, 1.0, True, 1)
     assert (r.decay_min, r.decay_max, r.trains_base, r.dtype) == (0.999, 0.999999, False, "bfloat16")

@@ -42,7 +42,8 @@ def run():
         length = held[0][-1].seen
         tensors = {(layer, name): t[:length] for (_, layer, name), t in engine.recorder.tensors.items()}
         config, layers = read_scorer(str(SCORER))
-        roles = Roles(config.sinks, config.window, BUDGET - config.sinks - config.window)
+        window = config.retention.window_for(BUDGET)
+        roles = Roles(config.sinks, window, BUDGET - config.sinks - window)
         modules = [from_tensors(config, layer) for layer in layers]
         yield SimpleNamespace(held=held, tensors=tensors, length=length, roles=roles, scorers=modules)
 

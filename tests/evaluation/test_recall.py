@@ -85,11 +85,11 @@ def test_positions_where_nothing_was_evicted_are_refused(layer):
 
 def test_recency_keeps_the_newest_and_l2norm_small_keys(layer):
     _, k, _ = layer
-    score, log_gamma = training_free("streaming-llm").score(0, k, k)
+    score, log_gamma = training_free("streaming-llm").score(0, k, k, 6)
     priority = score.double() - torch.arange(S) * log_gamma.double()[:, None]
     kept = kept_sets(priority, 2, 6, 8)[0, 0, 60]
     assert kept.nonzero().flatten().tolist() == [0, 1, *range(47, 61)]
-    score, _ = training_free("l2norm").score(0, k, k)
+    score, _ = training_free("l2norm").score(0, k, k, 6)
     assert torch.equal(score.argmax(-1), k.norm(dim=-1).argmin(-1))
 
 
