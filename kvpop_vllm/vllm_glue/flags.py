@@ -15,7 +15,11 @@ _HELP = {
     "budget": (int, "B", "Tokens kept per KV head; default: what the scorer's config says."),
     "compression": (float, "C", "Set the budget to max-model-len / C."),
     "sinks": (int, "S", "First tokens that are always kept; default: the scorer's, or 4."),
-    "window": (int, "W", "Most recent tokens that are always kept; default: the scorer's."),
+    "window": (
+        int,
+        "W",
+        "Most recent tokens that are always kept; default: what the scorer was trained with at this budget.",
+    ),
     "decide_every": (
         int,
         "E",
