@@ -132,6 +132,11 @@ class TrainedBudget:
     window: int
     topk: int
 
+    @property
+    def slots(self) -> int:
+        """``B - s``."""
+        return self.window + self.topk
+
 
 @dataclass(frozen=True)
 class ScorerShape:
@@ -144,17 +149,17 @@ class ScorerShape:
     delayed: bool
     trained: tuple[TrainedBudget, ...] = ()
 
-    def window_for(self, budget: int) -> int:
-        """Window of the largest trained budget within B, or of the smallest one."""
+    def window_for(self, slots: int) -> int:
+        """Of ``B - s`` slots: the window of the largest trained budget that needs no more, or of the smallest one."""
         known = self.trained or (TrainedBudget(self.window, self.topk),)
-        sizes = {self.sinks + own.window + own.topk: own.window for own in reversed(known)}
-        return sizes[max((size for size in sizes if size <= budget), default=min(sizes))]
+        fitting = [own for own in known if own.slots <= slots] or [min(known, key=lambda own: own.slots)]
+        return max(fitting, key=lambda own: own.slots).window
 
     def check_window(self, window: int, flag: str) -> None:
         """A delayed scorer reads a token when it leaves the window, and has learned to at some distances only.
 
         Raises:
-            ConfigError: naming the option ``flag``, the window is outside of what it was trained with.
+            ConfigError: the window, given by the option ``flag``, is outside of what it was trained with.
         """
         known = [own.window for own in self.trained] or [self.window]
         if self.delayed and not min(known) <= window <= max(known):
@@ -183,10 +188,12 @@ def resolve_retention(
     if scorer and settings.window is not None:
         scorer.check_window(settings.window, "--kv-window")
     every = settings.decide_every or 1
-    default_window = scorer.window_for(budget) if scorer else max(1, budget - sinks - every)
+    default_window = scorer.window_for(budget - sinks) if scorer else max(1, budget - sinks - every)
     window = settings.window if settings.window is not None else default_window
     least = sinks + window + every
     if budget < least:
+        while scorer and settings.window is None and least < sinks + scorer.window_for(least - sinks) + every:
+            least = sinks + scorer.window_for(least - sinks) + every
         remedy = _remedy(settings, max_model_len, least, keeps_all)
         undecided = f" + {every - 1} undecided" if every > 1 else ""
         raise ConfigError(

@@ -23,6 +23,8 @@ RESCALED = (
     "output_multiplier",
 )  # fmt: skip
 """Settings of models that change logits behind the output layer, where nothing here looks."""
+SCALED_BY_POSITION = "llama_4_scaling_beta", "attn_temperature_tuning"
+"""Settings of models that scale queries by their position."""
 
 
 class Attend(Protocol):
@@ -93,17 +95,22 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
     return model
 
 
-def require_static_rotation(model: torch.nn.Module) -> None:
-    """Positions count by their differences only.
+def check_positions(model: torch.nn.Module, positions: int) -> None:
+    """The model attends by differences of positions only, so that a text may begin anywhere before ``positions``.
 
     Raises:
-        ConfigError: the model has no rotary embeddings, or changes their frequencies with the length of the context.
+        ConfigError: no rotary embeddings, a rotation or attention that changes with the position, or too many positions.
     """
-    rope = getattr(model.config.get_text_config(), "rope_parameters", None) or {}
-    kind = rope.get("rope_type")
-    if kind is None or "dynamic" in kind or kind == "longrope":
-        found = f"rotary embeddings of type {kind}" if kind else "no rotary embeddings of one type"
-        raise ConfigError(f"the model has {found}, whose rows cannot begin anywhere: leave --positions out")
+    config = model.config.get_text_config()
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope] if "rope_type" in rope else [own for own in rope.values() if isinstance(own, dict)]
+    moves = [own["rope_type"] for own in kinds if "dynamic" in own["rope_type"] or own["rope_type"] == "longrope"]
+    moves += [name for name in SCALED_BY_POSITION if rope.get(name) or getattr(config, name, None)]
+    if moves or not kinds:
+        found = f"attends differently further out ({moves[0]})" if moves else "has no rotary embeddings"
+        raise ConfigError(f"the model {found}, so its rows must begin at 0: set --positions to the value of --length")
+    if positions > config.max_position_embeddings:
+        raise ConfigError(f"the model has {config.max_position_embeddings} positions: lower --positions {positions}")
 
 
 def _refuse_rescaled_logits(config, folder: str | Path) -> None:

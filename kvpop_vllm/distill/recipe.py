@@ -49,7 +49,7 @@ class Recipe:
         default=None,
         metadata={
             "help": "rows begin at random positions and end before this one, so that scorers meet the rotated keys of longer"
-            " contexts (default: rows begin at 0)"
+            " contexts; --length: rows begin at 0"
         },
     )
     batch: int = field(default=128, metadata={"help": "rows per optimiser step, over all processes"})
@@ -145,7 +145,7 @@ class Recipe:
         if not 0 <= self.seed < 2**31:
             refuse(f"seed must be from 0 to {2**31 - 1}, got {self.seed}")
         if self.positions is not None and self.positions < self.length:
-            refuse(f"positions must be at least the length, {self.length}, got {self.positions}")
+            refuse(f"length {self.length} exceeds positions {self.positions}: raise --positions to at least the length")
         if self.lookahead is not None and self.lookahead < 0:
             refuse(f"lookahead must be at least 0, got {self.lookahead}")
         if not self.topk or min(self.topk) < 1:
@@ -153,7 +153,9 @@ class Recipe:
         if not self.window or min(self.window) < 1:
             refuse(f"window must be at least 1, got {self.window}")
         if len(self.window) not in (1, len(self.topk)):
-            refuse(f"window needs one value, or one for each of the {len(self.topk)} of topk, got {self.window}")
+            refuse(
+                f"window needs one value, or one for each of the {len(self.topk)} of topk, got {self.window}: give --window"
+            )
         window, topk = max(self.trained, key=sum)
         if self.phase != "uptrain" and self.length <= self.sinks + window + topk:
             refuse(
@@ -172,6 +174,11 @@ class Recipe:
     def trains_base(self) -> bool:
         """Whether the base model is trained: if asked, and by the phases that train nothing else."""
         return self.train_base or self.phase != "sparsify"
+
+    @property
+    def moves_rows(self) -> bool:
+        """Whether rows begin at random positions."""
+        return self.positions is not None and self.positions > self.length and self.phase == "sparsify"
 
     @property
     def trained(self) -> list[tuple[int, int]]:
@@ -245,7 +252,7 @@ DEMO = Recipe(
     lr_new_end=8e-4,
     activation_checkpointing=False,
 )
-"""Scorers of the frozen 135M demo model in an hour or two on a CPU core; budgets of a quarter, an eighth and a sixteenth of S. Few rows,
+"""Scorers of the frozen 135M demo model in an hour or two on a CPU core; budgets from a half to a sixteenth of S. Few rows,
 so a rate ten times the paper's, and every row asked at many positions, which costs next to nothing. The decays that it trains with lie
 lower than the paper's, as its budgets of 2,048 and 4,096 lie above these, and are calibrated at the end (LOG "decay")."""
 

@@ -64,7 +64,9 @@ class Student(nn.Module):
     def first_position(self, row: int) -> int:
         """Where a row begins. Attention does not feel it, as RoPE is relative, but scorers see rotated keys, and those of
         positions that they were not trained at are strange to them."""
-        last = (self.recipe.positions or self.recipe.length) - self.recipe.length
+        if not self.recipe.moves_rows:
+            return 0
+        last = self.recipe.positions - self.recipe.length
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + row)
         return int(torch.randint(0, last + 1, (), generator=generator))
 

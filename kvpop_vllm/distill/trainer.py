@@ -22,7 +22,7 @@ from tqdm import tqdm
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.calibration import calibrate
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
-from kvpop_vllm.distill.hook import load_model, require_static_rotation
+from kvpop_vllm.distill.hook import check_positions, load_model
 from kvpop_vllm.distill.metrics import Metrics
 from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
@@ -143,8 +143,8 @@ class Trainer:
         """Frozen parameters in the recipe's dtype; those that are trained in float32, computed with in that dtype."""
         recipe, low = self.recipe, getattr(torch, self.recipe.dtype)
         base = load_model(model, torch.float32 if recipe.trains_base else low)
-        if recipe.positions is not None:
-            require_static_rotation(base)
+        if recipe.moves_rows:
+            check_positions(base, recipe.positions)
         base.requires_grad_(recipe.trains_base).train(recipe.trains_base)
         if recipe.activation_checkpointing and recipe.trains_base:
             base.gradient_checkpointing_enable({"use_reentrant": False})

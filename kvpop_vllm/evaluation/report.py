@@ -65,41 +65,33 @@ def evaluate_text(options) -> list[dict]:
     return table
 
 
-def _sinks(options, shapes: dict[str, ScorerShape]) -> int:
-    if options.sinks is not None:
-        return options.sinks
-    (first, one), *others = [*shapes.items()] or [(None, None)]
-    for folder, other in others:
-        if other.sinks != one.sinks:
+def _agreed(values: dict[str, int], name: str, default: int, where: str = "") -> int:
+    """What all scorer folders say alike."""
+    first = next(iter(values), None)
+    for folder, value in values.items():
+        if value != values[first]:
             raise ConfigError(
-                f"{folder} was trained with {other.sinks} sinks, {first} with {one.sinks}: give --sinks, or evaluate them apart"
+                f"{folder} was trained with {name} {value}{where}, {first} with {values[first]}: give --{name}, or"
+                " evaluate them apart"
             )
-    return one.sinks if one else DEFAULT_SINKS
-
-
-def _window(options, shapes: dict[str, ScorerShape], budget: int) -> int:
-    """One for all who are compared: what ``--window`` says, or what the scorers were trained with at this budget."""
-    if options.window is not None:
-        for folder, shape in shapes.items():
-            shape.check_window(options.window, f"{folder}: --window")
-        return options.window
-    (first, one), *others = [*shapes.items()] or [(None, None)]
-    for folder, other in others:
-        if other.window_for(budget) != one.window_for(budget):
-            raise ConfigError(
-                f"{folder} was trained with window {other.window_for(budget)} at a budget of {budget}, {first} with"
-                f" {one.window_for(budget)}: give --window, or evaluate them apart"
-            )
-    return one.window_for(budget) if one else DEFAULT_WINDOW
+    return values[first] if values else default
 
 
 def _settings(options, shapes: dict[str, ScorerShape]) -> list[Setting]:
-    settings, sinks = [], _sinks(options, shapes)
+    settings, sinks = [], options.sinks
+    if sinks is None:
+        sinks = _agreed({folder: shape.sinks for folder, shape in shapes.items()}, "sinks", DEFAULT_SINKS)
+    for shape in shapes.values():
+        if options.window is not None:
+            shape.check_window(options.window, "--window")
     for length, share, equal in itertools.product(options.length, options.share, options.equal):
         budget = length // share
         if share < 2:
             raise ConfigError(f"--share {share} keeps everything, and recall is undefined then: give at least 2")
-        window = _window(options, shapes, budget)
+        window = options.window
+        if window is None:
+            own = {folder: shape.window_for(budget - sinks) for folder, shape in shapes.items()}
+            window = _agreed(own, "window", DEFAULT_WINDOW, f" at a budget of {budget}")
         waiting = options.decide_every - 1
         if budget <= sinks + window + waiting:
             more = f" and {waiting} tokens between decisions" if waiting else ""

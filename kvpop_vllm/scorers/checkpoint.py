@@ -111,7 +111,8 @@ class ScorerConfig:
     def to_json(self) -> dict:
         keys = _COMMON_KEYS + (_MLSTM_KEYS if self.scorer == "mlstm" else ())
         keys += ("trained",) if self.trained else ()
-        return {"format": FORMAT, "version": VERSION, **{k: v for k, v in asdict(self).items() if k in keys}}
+        values = asdict(self) | {"trained": [asdict(budget) for budget in self.trained]}
+        return {"format": FORMAT, "version": VERSION, **{k: v for k, v in values.items() if k in keys}}
 
 
 def _check_values(given: Mapping, source: str) -> None:

@@ -191,6 +191,13 @@ def test_a_scorer_trained_with_several_windows():
         message = refusal(resolve_retention, settings(budget=128, window=window), 1000, several)
         assert f"--kv-window {window}" in message and "windows from 8 to 32" in message
     assert "--kv-budget to at least 13" in refusal(resolve_retention, settings(budget=12), 1000, several)
+    assert resolve_retention(settings(sinks=0), 1000, several) == Retention(60, 0, 16)
+    assert resolve_retention(settings(sinks=20), 1000, several) == Retention(80, 20, 16)
+    assert resolve_retention(settings(decide_every=8), 1000, several) == Retention(64, 4, 16, 8)
+    message = refusal(resolve_retention, settings(budget=60, decide_every=60), 1000, several)
+    assert "4 sinks + window 8 + 59 undecided" in message and "--kv-budget to at least 80" in message
+    assert resolve_retention(settings(budget=80, decide_every=60), 1000, several).topk == 1
+    refusal(resolve_retention, settings(budget=79, decide_every=60), 1000, several)
     immediate = dataclasses.replace(several, delayed=False)
     assert resolve_retention(settings(budget=128, window=90), 1000, immediate).window == 90
     assert resolve_retention(settings(budget=128), 1000, immediate).window == 32

@@ -117,10 +117,10 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
     grid, budgets = decay_grid(decay), [student.roles(0), student.roles(1)]
     positions = list(range(budgets[0].budget, LENGTH))
     lost = torch.zeros(2, 2, len(grid), config.num_kv_heads)
-    for row in rows:
+    for number, row in enumerate(rows):
         recorder = Recorder(student)
         with torch.no_grad():
-            student.read(row.unsqueeze(0), recorder, 0)
+            student.read(row.unsqueeze(0), recorder, number)
         for layer, (q, k, scores, scale) in recorder.seen.items():
             lost[layer] += brute_force(q, k, scores, grid, budgets, positions, scale) / 2
     chosen = torch.stack([log_gamma(own, decay) for own in logits])
@@ -136,7 +136,7 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
 
 def test_equal_decays_and_low_precision(tmp_path):
     """Heads that lose nothing remember longest, and autocast, under which a bfloat16 base runs, changes no choice."""
-    model, recipe = write_tiny_model(tmp_path / "model", "qwen3"), dataclasses.replace(RECIPE, topk=[20])
+    model, recipe = write_tiny_model(tmp_path / "model", "qwen3"), dataclasses.replace(RECIPE, window=[8], topk=[20])
     config = ScorerConfig(**model_shape(model), **recipe.scorer_options())
     config = ScorerConfig.parse(json.loads(json.dumps(config.to_json())), "the test")
     student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)

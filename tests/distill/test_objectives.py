@@ -131,7 +131,7 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch,
 
 
 def test_streaming_plus_attends_to_sinks_and_the_newest(model, tmp_path):
-    recipe = dataclasses.replace(RECIPES["base"], phase="streaming-plus", topk=[20])
+    recipe = dataclasses.replace(RECIPES["base"], phase="streaming-plus", window=[8], topk=[20])
     trainer = Trainer(model, recipe, tmp_path, Rows(LENGTH), quiet=True)
     tokens, base = next(Rows(LENGTH)).unsqueeze(0), trainer.student.base
     q, t = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)

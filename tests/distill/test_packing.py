@@ -86,7 +86,8 @@ def test_students_positions_run_on(student, row):
         "streaming-plus": Sparse(recency, roles),
         "sparsify": Sparse(lambda layer, k, v, w: student.scorers[layer](k, v, WINDOW), roles),
     }[student.recipe.phase]
-    expected = student.base.get_decoder()(input_ids=row, position_ids=torch.arange(LENGTH)[None], attend=attend)
+    positions = torch.arange(LENGTH) + student.first_position(0)
+    expected = student.base.get_decoder()(input_ids=row, position_ids=positions[None], attend=attend)
     torch.testing.assert_close(hidden_of(student, row), expected.last_hidden_state)
 
 

@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,12 +20,13 @@ from safetensors.torch import load_file
 from kvpop_vllm.config import ConfigError, TrainedBudget
 from kvpop_vllm.distill.calibration import decay_grid
 from kvpop_vllm.distill.checkpoints import Checkpoints
-from kvpop_vllm.distill.hook import Dense, load_model, require_static_rotation
+from kvpop_vllm.distill.hook import Dense, check_positions, load_model
 from kvpop_vllm.distill.metrics import Metrics, read_metrics
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.distill.trainer import Trainer, TrainingError
+from kvpop_vllm.scorers import ScorerConfig
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import Decay, read_scorer
 from kvpop_vllm.scorers.init import init_scorer
@@ -136,7 +138,7 @@ def test_the_loss_falls_and_the_result_is_served_from_disk(model, tmp_path):
             self.drawn = 0
             return super().__next__()
 
-    recipe = dataclasses.replace(RECIPE, steps=60, lr_new=2e-2, topk=[20])
+    recipe = dataclasses.replace(RECIPE, steps=60, lr_new=2e-2, window=[8], topk=[20])
     train(model, tmp_path, recipe, OneRow(LENGTH), save_every=60).run()
     loss = [row["boundary"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
     assert sum(loss[-10:]) < 0.8 * sum(loss[:10])
@@ -272,23 +274,30 @@ def test_metrics_that_cannot_be_written_stop_it_too(model, tmp_path, monkeypatch
         train(model, tmp_path).run()
 
 
-def test_windows_take_turns_with_the_budgets(model, tmp_path, monkeypatch):
-    """Row by row in scores, mask and loss; the scorer's config says all of them, the first as its own."""
-    seen = []
+def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
+    """Row by row in scores, mask, loss and where a row begins; the scorer's config says all windows, the first as its own."""
+    seen, begun = [], []
     plain = Sparse.__init__
 
-    def watched(self, score, roles, observe=None):
-        seen.append(roles)
+    def watched(self, score, roles, observe):
+        seen.extend((roles, observe.roles))
         plain(self, lambda *asked: seen.append(asked[3]) or score(*asked), roles, observe)
 
     monkeypatch.setattr(Sparse, "__init__", watched)
-    recipe = dataclasses.replace(RECIPE, window=[8, 12, 5], topk=[20, 9, 10], steps=2, calibrate=False)
-    train(model, tmp_path, recipe).run()
+    recipe = dataclasses.replace(RECIPE, window=[8, 12, 5], topk=[20, 9, 10], steps=2, positions=900)
+    run = train(model, tmp_path, recipe)
+    run.student.base.get_decoder().register_forward_pre_hook(
+        lambda module, args, given: begun.append(int(given["position_ids"][0, 0])), with_kwargs=True
+    )
+    run.run()
     turns = [(8, 20), (12, 9), (5, 10), (8, 20)]
-    assert seen == [x for w, k in turns for x in (Roles(4, w, k), w, w)]  # two layers
+    assert seen == [x for w, k in turns for x in (Roles(4, w, k), Roles(4, w, k), w, w)]  # two layers
+    assert begun == [run.student.first_position(row) for row in (0, 1, 2, 3, 0, 1)]  # and two to calibrate on
+    assert len(set(begun)) == 4
     config, _ = read_scorer(str(tmp_path))
     assert (config.window, config.topk, config.trained) == (8, 20, tuple(TrainedBudget(*t) for t in turns[:3]))
-    assert [config.retention.window_for(budget) for budget in (1, 19, 24, 25, 31, 32, 99)] == [5, 5, 5, 12, 12, 8, 8]
+    assert ScorerConfig.parse(config.to_json(), "its own") == config
+    assert [config.retention.window_for(slots) for slots in (1, 15, 20, 21, 27, 28, 99)] == [5, 5, 5, 12, 12, 8, 8]
 
 
 def test_rows_begin_at_random_positions(model, tmp_path):
@@ -298,7 +307,9 @@ def test_rows_begin_at_random_positions(model, tmp_path):
     first = [student.first_position(row) for row in range(200)]
     assert first == [student.first_position(row) for row in range(200)] and len(set(first)) > 150
     assert 0 <= min(first) < 50 and 750 < max(first) <= 900 - LENGTH
-    assert train(model, tmp_path / "at-zero").student.first_position(7) == 0
+    for change in ({"positions": None}, {"positions": LENGTH}, {"phase": "uptrain"}):
+        at_zero = dataclasses.replace(recipe, **change)
+        assert train(model, tmp_path / "at-zero", at_zero).student.first_position(7) == 0
     tokens, keys, plain = next(Rows(LENGTH)).unsqueeze(0), [], []
 
     def watched(kept):
@@ -324,17 +335,27 @@ def test_positions_need_a_rotation_that_stays(model, tmp_path, kind):
         half = config["head_dim"] // 2
         rope |= {"short_factor": [1.0] * half, "long_factor": [2.0] * half}
     (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": rope, "rope_parameters": rope}))
-    with pytest.raises(ConfigError, match=f"rotary embeddings of type {kind}.*leave --positions out"):
+    with pytest.raises(ConfigError, match=rf"\({kind}\), so its rows must begin at 0: set --positions to"):
         train(folder, tmp_path / "out", dataclasses.replace(RECIPE, positions=200))
-    train(folder, tmp_path / "out")
+    train(folder, tmp_path / "out", dataclasses.replace(RECIPE, positions=LENGTH))
 
 
-def test_positions_need_rotary_embeddings(model):
-    base = load_model(model, torch.float32)
-    require_static_rotation(base)
-    base.config.rope_parameters = None
+def test_models_that_attend_by_position_are_known(model):
+    config = load_model(model, torch.float32).config
+    asked = SimpleNamespace(config=config)
+    check_positions(asked, config.max_position_embeddings)
+    with pytest.raises(ConfigError, match="positions: lower --positions"):
+        check_positions(asked, config.max_position_embeddings + 1)
+    plain = config.rope_parameters
+    config.rope_parameters = {"full_attention": plain, "sliding_attention": plain}
+    check_positions(asked, 100)
+    for rope in (plain | {"llama_4_scaling_beta": 0.1}, {"a": plain, "b": plain | {"rope_type": "dynamic"}}):
+        config.rope_parameters = rope
+        with pytest.raises(ConfigError, match="attends differently further out"):
+            check_positions(asked, 100)
+    config.rope_parameters = None
     with pytest.raises(ConfigError, match="no rotary embeddings"):
-        require_static_rotation(base)
+        check_positions(asked, 100)
 
 
 def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
@@ -363,7 +384,7 @@ def test_a_phase_that_trains_the_base_anyway_goes_on_whether_it_was_asked_for_or
         ({"phase": "prune"}, "phase must be one of uptrain, sparsify, streaming-plus, got 'prune'"),
         ({"dtype": "float16"}, "dtype must be bfloat16 or float32"),
         ({"topk": []}, "topk must be at least 1"),
-        ({"positions": 95}, "positions must be at least the length, 96, got 95"),
+        ({"positions": 95}, "length 96 exceeds positions 95: raise --positions"),
         ({"window": [0]}, "window must be at least 1, got"),
         ({"window": [8, 9, 10]}, "window needs one value, or one for each of the 2 of topk"),
         ({"window": [70, 8], "topk": [22, 30]}, "length 96 must exceed .* = 4 [+] 70 [+] 22"),
