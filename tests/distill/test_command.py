@@ -30,7 +30,17 @@ from kvpop_vllm.evaluation.contenders import learned
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
-RECIPE = ["--recipe=demo", "--length=96", "--window=8", "--samples=32", "--warmup=2", "--dtype=float32", "--topk", "20"]
+RECIPE = [
+    "--recipe=demo",
+    "--length=96",
+    "--positions=300",
+    "--window=8",
+    "--samples=32",
+    "--warmup=2",
+    "--dtype=float32",
+    "--topk",
+    "20",
+]
 
 
 @pytest.fixture(scope="module")
@@ -275,7 +285,7 @@ def test_eval_takes_the_windows_that_a_scorer_was_trained_with(kvpop):
     status, _, errors = kvpop(*words.split(), "--scorer=several", "--scorer=only8")
     assert status == 2 and "only8 was trained with window 8 at a budget of 64, several with 16: give --window" in errors
     status, _, errors = kvpop(*words.split(), "--scorer=several", "--window=17")
-    assert status == 2 and "several: --window 17" in errors and "windows from 8 to 16" in errors
+    assert status == 2 and "--window 17" in errors and "windows from 8 to 16" in errors
     assert kvpop(*words.split(), "--scorer=several", "--scorer=only8", "--window=8")[0] in (0, None)
 
 
