@@ -60,7 +60,7 @@ class Exact:
         return self.read(x)
 
     def step(self, position, q, k, v, scale):
-        """Output [G, D], lse [G] and the margin of the decision taken."""
+        """Output [G, D], lse [G], the weighted mean of the values' magnitudes [G, D] and the margin of the decision taken."""
         rule, margin = self.rule, float("inf")
         k, v, q = k.double(), v.double(), q.double()
         x = torch.cat([k, v])
@@ -85,7 +85,8 @@ class Exact:
                 del self.tokens[t]
         keys, values = (torch.stack(rows) for rows in zip(*self.tokens.values(), strict=True))
         logits = q @ keys.T * scale
-        return logits.softmax(-1) @ values, logits.logsumexp(-1), margin
+        weights = logits.softmax(-1)
+        return weights @ values, logits.logsumexp(-1), weights @ values.abs(), margin
 
     def long_range(self, position):
         """Tokens in long-range slots after step ``position``: those that have been decided upon and kept."""

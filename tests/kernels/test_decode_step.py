@@ -152,10 +152,11 @@ def problems(draw):
 
 
 def follow(p: Problem):
-    """All engines and the exact loop in lockstep until one decides otherwise; outputs by engine."""
+    """All engines and the exact loop in lockstep until one decides otherwise; outputs and lse by engine, the exact ones
+    with the outputs' magnitudes."""
     engines = {name: poisoned_pages(p.layout, p.num_blocks) for name in ("reference", *_C.isa_levels())}
     exact = [[Exact(p.rule, h, int(p.budgets[r, h])) for h in range(p.heads)] for r in range(p.requests)]
-    results = {name: ([], []) for name in ("exact", *engines)}
+    results = {name: ([], []) for name in engines} | {"exact": ([], [], [])}
     positions = [0] * p.requests
     for tick in range(int(p.budgets.max()) + p.beyond):
         active = list(range(min(tick + 1, p.requests)))
@@ -170,13 +171,14 @@ def follow(p: Problem):
         steps = [exact[r][h].step(now[r], q[r, rows], k[r, h], v[r, h], p.scale) for r, h, rows in heads]
         results["exact"][0].append(torch.cat([s[0] for s in steps]).view(q.shape))
         results["exact"][1].append(torch.cat([s[1] for s in steps]).view(q.shape[:2]))
-        for (r, h, _), (_, _, margin) in zip(heads, steps, strict=True):
+        results["exact"][2].append(torch.cat([s[2] for s in steps]).view(q.shape))
+        for (r, h, _), (*_, margin) in zip(heads, steps, strict=True):
             expected = exact[r][h].long_range(now[r]).keys()
             wrong = {name for name, pages in engines.items() if p.long_range(pages, r, h, now[r]).keys() != expected}
             if wrong:
                 assert margin < CLOSE, f"{wrong} retained other tokens at {now[r]}, margin {margin}"
                 excused.append(margin)
-                return engines, exact, {name: (o[:-1], z[:-1]) for name, (o, z) in results.items()}, positions
+                return engines, exact, {n: [kept[:-1] for kept in found] for n, found in results.items()}, positions
         for r in active:
             positions[r] += 1
     return engines, exact, results, positions
@@ -239,6 +241,15 @@ def test_one_head_is_shared_among_threads(dtype, threads, requests, every):
     torch.testing.assert_close(shared, alone, rtol=0, atol=2e-5 if dtype == torch.float32 else 2**-8)
 
 
+def check_roundings(p, results, name):
+    """Every output by itself: weights rounded to the cache's dtype move it by so much of the values' magnitudes, its own
+    rounding by so much of itself; float32 sums and the approximated exponential by less than 2^-19."""
+    unit = 2.0**-8 if p.dtype == torch.bfloat16 else 2.0**-19
+    for out, wide, magnitude in zip(results[name][0], results["exact"][0], results["exact"][2], strict=True):
+        error = (out.double() - wide).abs()
+        assert (error <= unit * (magnitude + wide.abs()) + 1e-6).all(), (name, float(error.max()))
+
+
 def check_budgets(p):
     engines, exact, results, positions = follow(p.prepare())
     decided = min(positions) > p.rule.first_long + p.every
@@ -251,6 +262,7 @@ def check_budgets(p):
                 scores[name] += [found[t] for t in held]
         scores["exact"] += [held[t] for t in held]
     for name in _C.isa_levels():
+        check_roundings(p, results, name)
         for i, what in enumerate(("out", "lse")):
             if results["exact"][i]:
                 of = {engine: flat(results[engine][i]) for engine in results}
