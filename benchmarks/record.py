@@ -16,7 +16,7 @@ def append(path: Path, rows: list[dict]) -> None:
     """Adds rows of the same columns to a file, which is made with a heading where there is none.
 
     Raises:
-        ValueError: the file has other columns.
+        ValueError: the file has other columns; the rows are in a file beside it then.
     """
     keyed = [KEY | row for row in rows]
     names = list(keyed[0])
@@ -26,7 +26,11 @@ def append(path: Path, rows: list[dict]) -> None:
         with path.open(newline="") as file:
             there = next(csv.reader(file))
         if set(there) != set(names):
-            raise ValueError(f"{path} has the columns {', '.join(there)}, not {', '.join(names)}: move it away")
+            beside = path.with_name(f"{path.stem}-{datetime.datetime.now():%Y%m%d-%H%M%S}{path.suffix}")
+            append(beside, rows)
+            raise ValueError(
+                f"{path} has the columns {', '.join(there)}, not {', '.join(names)}: move it away; these rows are in {beside}"
+            )
         names = there
     with path.open("a", newline="") as file:
         writer = csv.DictWriter(file, names, lineterminator="\n")

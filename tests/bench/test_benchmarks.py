@@ -126,6 +126,24 @@ def test_every_benchmark_stops_when_outputs_differ(modules, capsys, monkeypatch)
         assert " / it" not in out and "tokens/s" not in out
 
 
+def test_load_stops_when_outputs_differ(modules, capsys, monkeypatch, tmp_path):
+    """Servers are stubs here; what they measured is neither told nor written."""
+    load = modules["load"]
+    options = argparse.Namespace(no_csv=False, load_format="auto", rounds=1)
+    answers = {"dense": STOCK, "kvpop": [told([9, 2, 3, 4]), STOCK[1]]}
+    measured = dict.fromkeys(load.MEASURES, 1.0)
+    monkeypatch.setattr(load, "RESULTS", tmp_path / "load.csv")
+    monkeypatch.setattr(load, "parse_arguments", lambda: options)
+    monkeypatch.setattr(load, "check_model", lambda options: None)
+    monkeypatch.setattr(load, "configurations", lambda options, folder: {name: {"policy": None} for name in answers})
+    monkeypatch.setattr(load, "one_server", lambda name, *asked: (answers[name], measured))
+    monkeypatch.setattr(load, "row", lambda *asked: {})
+    assert load.main() == 1
+    out, err = capsys.readouterr()
+    assert err.endswith("output check failed, no ratio is given: kvpop, prompt 0, token 0: 9 instead of 1, gap 2.00\n")
+    assert "kvpop" not in out and not (tmp_path / "load.csv").exists()
+
+
 def test_rows_carry_machine_date_and_commit(modules, tmp_path):
     record, path = modules["record"], tmp_path / "results" / "some.csv"
     record.append(path, [{"budget": 1, "ms": "2.0"}])
@@ -133,8 +151,10 @@ def test_rows_carry_machine_date_and_commit(modules, tmp_path):
     rows = list(csv.DictReader(path.open()))
     assert [(row["budget"], row["ms"]) for row in rows] == [("1", "2.0"), ("4", "3.0")]
     assert all(row[name] for row in rows for name in ("machine", "cores", "date", "commit"))
-    with pytest.raises(ValueError, match="has the columns .*, not .*other: move it away"):
+    with pytest.raises(ValueError, match="has the columns .*, not .*other: move it away; these rows are in") as error:
         record.append(path, [{"budget": 1, "other": 2}])
+    (kept,) = csv.DictReader(open(str(error.value).split()[-1]))
+    assert (kept["budget"], kept["other"]) == ("1", "2") and len(path.read_text().splitlines()) == 3
 
 
 def test_only_what_is_measured_marks_a_commit_as_changed(modules, tmp_path, monkeypatch):
