@@ -4,7 +4,8 @@ First the machine: bytes read per second, in one stream and in pages in random o
 second in float32 and bfloat16. Then decode steps, their caches well beyond the processor's, and prefill behind a full
 cache: bytes that must be moved and operations that must be done, counted; the time these allow at least (the floor), the time
 measured, and their ratio. Every round reads a stream and goes once from one decision to the next, and its ratios are to that round's bandwidth. A step
-of attention alone has a free slot and no scorer; what the whole step takes longer is the share of scorer and eviction.
+of attention alone has a free slot and no scorer; what the whole step takes longer is the share of scorer and eviction. A scorer alone
+is that of requests which keep two tokens, so many of them that their states are beyond the caches.
 Rows go to benchmarks/results/roofline.csv.
 
     python benchmarks/roofline.py [--sizes 64 128] [--budgets 1024 2048 4096] [--every 8]
@@ -41,6 +42,7 @@ def main() -> int:
     for size in options.sizes:
         machine.pages = machine.page_rate(size)
         print(f"{f'read, pages of D = {size}':24} {machine.pages / 1e9:8.1f} G/s")
+        rows.append(scorer(size, options, machine))
         for budget in options.budgets:
             rows += decode(size, budget, options, machine)
             rows += prefill(size, budget, options, machine)
@@ -100,14 +102,14 @@ class Machine:
 class Problem:
     """Full caches of R requests and one more token for each; ``free``: slots beyond the budget, so that nothing is evicted."""
 
-    def __init__(self, size, budget, requests, heads, group, kind=None, *, every=1, free=0):
+    def __init__(self, size, budget, requests, heads, group, kind=None, *, every=1, free=0, sinks=SINKS, window=WINDOW):
         self.scorer, self.every = None, every
         if kind:
-            config = ScorerConfig("llama", 1, heads, size, kind, SINKS, WINDOW, budget - SINKS - WINDOW, skip=True)
+            config = ScorerConfig("llama", 1, heads, size, kind, sinks, window, budget - sinks - window, skip=True)
             self.scorer = build(config)
         weights = self.scorer.weights() if self.scorer else None
         log_gamma = torch.full((heads,), -1e-3, dtype=torch.float64)
-        self.rule = RetentionRule(SINKS, WINDOW, log_gamma, 1, weights, decide_every=every)
+        self.rule = RetentionRule(sinks, window, log_gamma, 1, weights, decide_every=every)
         self.layout = PageLayout(heads, size, torch.bfloat16, state_floats=getattr(weights, "state_floats", 0))
         self.blocks = self.layout.blocks(budget + free, budget + free)
         raw = torch.zeros(requests * self.blocks, heads, self.layout.region_bytes, dtype=torch.uint8)
@@ -171,6 +173,22 @@ def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
     return rows
 
 
+def scorer(size: int, options, machine: Machine) -> dict:
+    """The state is read and written, all else is small: two slots, the weights once."""
+    probe = Problem(size, 2, 1, options.heads, options.group, "mlstm", sinks=0, window=1)
+    floats = probe.rule.scorer.state_floats
+    requests = max(1, CACHES // (options.heads * 4 * floats))
+    problem = Problem(size, 2, requests, options.heads, options.group, "mlstm", sinks=0, window=1)
+    lanes, rates, seconds = requests * options.heads, [], []
+    with torch.no_grad():
+        for _ in range(options.rounds + 2):
+            rates.append(machine.read_rate())
+            seconds.append(problem.seconds())
+    moved = (2 * 4 * floats + 2 * (4 * size + 8)) * lanes + sum(t.numel() for t in problem.scorer.parameters()) * 4
+    operations = 4 * size * 2 * options.group * lanes, scorer_operations(problem.rule.scorer, size) * lanes
+    return row("scorer alone", size, 2, requests, (moved, *operations), rates[2:], seconds[2:], machine, options)
+
+
 def scorer_operations(weights, size: int) -> int:
     """Of one head and token: three projections, and the state written and read once."""
     columns, features, values = weights.q_proj.shape[2], weights.features, weights.value_size
@@ -225,6 +243,7 @@ def row(op, size, budget, requests, needs, rates, seconds, machine: Machine, opt
         "least": f"{min(ratios):.2f}",
         "largest": f"{max(ratios):.2f}",
         "stream_gb_s": f"{statistics.median(rates) / 1e9:.1f}",
+        "best_stream_gb_s": f"{machine.rates['read, one stream'] / 1e9:.1f}",
         "pages_gb_s": f"{machine.pages / 1e9:.1f}",
         "products_g_s": f"{machine.products / 1e9:.1f}",
         "float32_g_s": f"{machine.float32 / 1e9:.1f}",
