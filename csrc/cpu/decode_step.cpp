@@ -63,7 +63,11 @@ void decode_step(const DecodeStep& step) {
     // Heads outermost, so that a head's scorer weights stay in the cache from one request to the next.
     at::parallel_for(0, step.heads * step.requests, 1, [&](int64_t begin, int64_t end) {
         float* scratch = scratch_of_this_thread(floats);
-        for (int64_t i = begin; i < end; i++) kernels.decode_head(step, i % step.requests, i / step.requests, scratch);
+        for (int64_t i = begin, count; i < end; i += count) {
+            const int64_t r = i % step.requests;
+            count = std::min({end - i, step.requests - r, kernels.batch});
+            kernels.decode_heads(step, r, count, i / step.requests, scratch);
+        }
     });
 }
 

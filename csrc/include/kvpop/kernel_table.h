@@ -7,11 +7,13 @@
 
 namespace kvpop {
 
-// One instruction set's kernels. decode_head does the whole step of request r, head h; retain all but attention, which
+// One instruction set's kernels. decode_heads does the whole step of head h of `count` requests from r on, at most `batch`, whose
+// scorers share their products; retain that of request r but for attention, which
 // attend_part and merge_parts then do (attend.h); the others see prefill.h.
 struct Kernels {
     int64_t (*scratch_floats)(const DecodeStep&);
-    void (*decode_head)(const DecodeStep&, int64_t r, int64_t h, float* scratch);
+    int64_t batch;
+    void (*decode_heads)(const DecodeStep&, int64_t r, int64_t count, int64_t h, float* scratch);
     Runs (*retain)(const DecodeStep&, int64_t r, int64_t h, float* scratch);
     int64_t (*partial_floats)(const DecodeStep&);
     void (*attend_part)(const DecodeStep&, int64_t r, int64_t h, const Runs&, int64_t part, int64_t parts, float* sums,

@@ -27,9 +27,8 @@ void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float
     const PrefillHead& work = chunk.heads[h];
     const Head<T> head{a, 0, h};
     Pieces pieces{scratch};
-    float *x = pieces.take(2 * a.size), *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
-    const MLSTMScratch buffers{pieces.take(s.features), pieces.take(s.features), pieces.take(s.values),
-                               pieces.take(s.values), pieces.take(s.columns)};
+    MLSTMBatch batch(a, pieces);
+    float *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
     const State state{a, 0, h};
     const Roles& roles = a.roles;
     // Where token t lies: in its slot if it came before the piece, else among the chunk's.
@@ -41,17 +40,23 @@ void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float
     const auto inserted = [&](int64_t t) { return t < piece.a ? head.score(roles.ring_slot(t)) : work.inserted + t - piece.a; };
     for (int64_t i = 0; i < piece.tokens(); i++) work.inserted[i] = 0;
     int64_t left = 0;
-    for (int64_t t = roles.taken(piece.a); t < roles.taken(piece.b); t++) {
+    const int64_t first = roles.taken(piece.a), end = roles.taken(piece.b);
+    for (int64_t t = first; t < end; t++) {
         const int64_t u = t - roles.window;
         const bool leaving = u >= roles.sinks;
         float score = 0;
-        if (leaving && s.kind != ScorerKind::None) head.read(row(u).key, row(u).value, x_u);
+        if (leaving && (s.kind == ScorerKind::Linear || s.kind == ScorerKind::MLP)) head.read(row(u).key, row(u).value, x_u);
         if (leaving && s.kind == ScorerKind::Linear) score = linear_score(s, h, x_u, 2 * a.size);
         if (leaving && s.kind == ScorerKind::MLP) score = mlp_score(s, h, x_u, 2 * a.size, hidden);
         if (s.kind == ScorerKind::MLSTM) {
-            head.read(row(t).key, row(t).value, x);
+            const int64_t number = (t - first) % BATCH, count = t + BATCH < end ? BATCH : end - t;
+            for (int64_t i = 0; number == 0 && i < count; i++) {
+                const Row<T> taken = row(t + i), leaves = u + i >= roles.sinks ? row(u + i) : taken;
+                into_batch(head, taken, u + i >= roles.sinks ? &leaves : nullptr, batch, i);
+            }
+            if (number == 0) mlstm_project(a, h, count, batch);
             if (t == 0) state.reset();
-            const float read = mlstm_step(a, state, x, s.delayed ? (leaving ? x_u : nullptr) : x, buffers);
+            const float read = mlstm_step(a, state, batch, number);
             if (s.delayed) score = read;
             else *inserted(t) = read;
             if (!s.delayed && leaving) score = *inserted(u);

@@ -93,8 +93,7 @@ struct Head {
 
 inline int64_t retain_scratch(const DecodeStep& a) {
     const Scorer& s = a.scorer;
-    return 2 * Pieces::round(2 * a.size) + Pieces::round(s.hidden) + 2 * Pieces::round(s.features) +
-           2 * Pieces::round(s.values) + Pieces::round(s.columns);
+    return Pieces::round(2 * a.size) + Pieces::round(s.hidden) + MLSTMBatch::floats(a);
 }
 inline int64_t scratch_floats(const DecodeStep& a) { return retain_scratch(a) + attend_scratch(a); }
 
@@ -104,9 +103,38 @@ struct Row {
     const T *key, *value;
 };
 
-// All of the step but attention; returns the slots to attend over.
+// The row of request r, head h, that the step adds.
 template <class T>
-Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
+KVPOP_INLINE Row<T> new_row(const DecodeStep& a, int64_t r, int64_t h) {
+    return {static_cast<const T*>(a.k) + r * a.k_stride[0] + h * a.k_stride[1],
+            static_cast<const T*>(a.v) + r * a.v_stride[0] + h * a.v_stride[1]};
+}
+
+// Token t of request r as number i of a batch: `row` is taken in, and it or the one that leaves the window is read out.
+template <class T>
+KVPOP_INLINE void into_batch(const Head<T>& head, const Row<T>& row, const Row<T>* leaves, MLSTMBatch& batch, int64_t i) {
+    const int64_t wide = 2 * head.a.size;
+    head.read(row.key, row.value, batch.x + i * wide);
+    const Row<T>* read = head.a.scorer.delayed ? leaves : &row;
+    batch.reads[i] = read != nullptr;
+    if (read) head.read(read->key, read->value, batch.x_read + i * wide);
+}
+
+// Tokens [t, end) of a request from number i on, out of its slots but for the newest, which is `own`.
+template <class T>
+void batch_of(const Head<T>& head, int64_t t, int64_t end, int64_t q, const Row<T>& own, MLSTMBatch& batch, int64_t i) {
+    const Roles& roles = head.a.roles;
+    for (; t < end; t++, i++) {
+        const int64_t at = roles.ring_slot(t), u = t - roles.window, from = u >= roles.sinks ? roles.ring_slot(u) : 0;
+        const Row<T> row = t == q ? own : Row<T>{head.k(at), head.v(at)}, leaves{head.k(from), head.v(from)};
+        into_batch(head, row, u >= roles.sinks ? &leaves : nullptr, batch, i);
+    }
+}
+
+// All of the step but attention; returns the slots to attend over. projected: which of the batch's tokens is the request's,
+// or -1 if none is yet.
+template <class T>
+Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, MLSTMBatch& batch, int64_t projected, Pieces pieces) {
     const Head<T> head{a, r, h};
     const Scorer& s = a.scorer;
     const Roles& roles = a.roles;
@@ -114,29 +142,30 @@ Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
     int64_t valid = a.valid_slots(r, h);
     for (int64_t i = 0; i < valid && a.searches(r, h); i += a.block_slots) prefetch_scores(a, r, h, i);
 
-    const Row<T> own{static_cast<const T*>(a.k) + r * a.k_stride[0] + h * a.k_stride[1],
-                     static_cast<const T*>(a.v) + r * a.v_stride[0] + h * a.v_stride[1]};
-    Pieces pieces{scratch};
-    float *x = pieces.take(2 * a.size), *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
-    const MLSTMScratch buffers{pieces.take(s.features), pieces.take(s.features), pieces.take(s.values),
-                               pieces.take(s.values), pieces.take(s.columns)};
+    const Row<T> own = new_row<T>(a, r, h);
+    float *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
     const State state{a, r, h};
     float inserted = 0;
-    for (int64_t t = q + 1 - roles.decide_every; t <= q && roles.decides_at(q); t++) {
-        const int64_t u = t - roles.window, at = roles.ring_slot(t);
+    const int64_t first = q + 1 - roles.decide_every;
+    for (int64_t t = first; t <= q && roles.decides_at(q); t++) {
+        const int64_t u = t - roles.window;
         const bool leaving = u >= roles.sinks;
         const int64_t from = leaving ? roles.ring_slot(u) : 0;
         float score = 0;
-        if (leaving && s.kind != ScorerKind::None) head.read(head.k(from), head.v(from), x_u);
+        if (leaving && (s.kind == ScorerKind::Linear || s.kind == ScorerKind::MLP))
+            head.read(head.k(from), head.v(from), x_u);
         if (leaving && s.kind == ScorerKind::Linear) score = linear_score(s, h, x_u, 2 * a.size);
         if (leaving && s.kind == ScorerKind::MLP) score = mlp_score(s, h, x_u, 2 * a.size, hidden);
         if (s.kind == ScorerKind::MLSTM) {
-            const Row<T> row = t == q ? own : Row<T>{head.k(at), head.v(at)};
-            head.read(row.key, row.value, x);
+            const int64_t number = (t - first) % BATCH, end = t + BATCH < q + 1 ? t + BATCH : q + 1;
+            if (projected < 0 && number == 0) {
+                batch_of(head, t, end, q, own, batch, 0);
+                mlstm_project(a, h, end - t, batch);
+            }
             if (t == 0) state.reset();
-            const float read = mlstm_step(a, state, x, s.delayed ? (leaving ? x_u : nullptr) : x, buffers);
+            const float read = mlstm_step(a, state, batch, projected < 0 ? number : projected);
             (s.delayed ? score : inserted) = read;
-            if (t < q) *head.score(at) = inserted;
+            if (t < q) *head.score(roles.ring_slot(t)) = inserted;
             if (!s.delayed && leaving) score = *head.score(from);
         }
         const int64_t target = leaving ? head.place(u, score, valid, q) : -1;
@@ -150,12 +179,33 @@ Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
 }
 
 inline Runs retain(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
-    return a.cache_is_bf16 ? retain_of<bf16>(a, r, h, scratch) : retain_of<float>(a, r, h, scratch);
+    Pieces pieces{scratch};
+    MLSTMBatch batch(a, pieces);
+    return a.cache_is_bf16 ? retain_of<bf16>(a, r, h, batch, -1, pieces) : retain_of<float>(a, r, h, batch, -1, pieces);
 }
 
-inline void decode_head(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
-    const Runs runs = retain(a, r, h, scratch);
-    attend(a, r, h, runs, scratch + retain_scratch(a));
+// The whole step of head h of `count` requests from r on, at most BATCH.
+template <class T>
+void decode_heads_of(const DecodeStep& a, int64_t r, int64_t count, int64_t h, float* scratch) {
+    Pieces pieces{scratch};
+    MLSTMBatch batch(a, pieces);
+    const bool together = a.scorer.kind == ScorerKind::MLSTM && a.roles.decide_every == 1;
+    if (together) {
+        for (int64_t i = 0; i < count; i++) {
+            const int64_t q = a.position(r + i);
+            batch_of(Head<T>{a, r + i, h}, q, q + 1, q, new_row<T>(a, r + i, h), batch, i);
+        }
+        mlstm_project(a, h, count, batch);
+    }
+    for (int64_t i = 0; i < count; i++) {
+        const Runs runs = retain_of<T>(a, r + i, h, batch, together ? i : -1, pieces);
+        attend(a, r + i, h, runs, scratch + retain_scratch(a));
+    }
+}
+
+inline void decode_heads(const DecodeStep& a, int64_t r, int64_t count, int64_t h, float* scratch) {
+    if (a.cache_is_bf16) decode_heads_of<bf16>(a, r, count, h, scratch);
+    else decode_heads_of<float>(a, r, count, h, scratch);
 }
 
 }  // namespace kvpop::KVPOP_ISA

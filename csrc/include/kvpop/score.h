@@ -16,30 +16,54 @@ KVPOP_INLINE float dot(const float* a, const float* b, int64_t n) {
     return s;
 }
 
-// WIDE vectors of columns of x [rows] times w [rows, columns], ROWS rows at a time in separate accumulators.
-template <int WIDE, int ROWS>
-KVPOP_INLINE void matvec_columns(const float* x, const float* w, int64_t rows, int64_t columns, float* out) {
-    vf acc[ROWS][WIDE] = {};
-    for (int64_t i = 0; i < rows; i += ROWS)
-        for (int j = 0; j < ROWS; j++)
-            for (int c = 0; c < WIDE; c++) acc[j][c] += x[i + j] * load(w + (i + j) * columns + c * VL);
-    for (int c = 0; c < WIDE; c++) {
-        vf s = acc[0][c];
-        for (int j = 1; j < ROWS; j++) s += acc[j][c];
-        store(out + c * VL, s);
-    }
+// Tokens whose products with the same weights are formed together.
+constexpr int64_t BATCH = VL == 16 ? 6 : 3;
+constexpr int SPLIT = 4;  // sums of every product, so that few tokens do not wait for one; the same for any number of them
+
+// VECTORS vectors of columns of x [ROWS, rows] times w [rows, columns].
+template <int ROWS, int VECTORS>
+KVPOP_INLINE void product_block(const float* x, int64_t x_stride, const float* w, int64_t rows, int64_t columns,
+                                float* out, int64_t out_stride) {
+    vf acc[SPLIT][ROWS][VECTORS] = {};
+    for (int64_t i = 0; i < rows; i += SPLIT)
+        for (int j = 0; j < SPLIT; j++)
+            for (int c = 0; c < VECTORS; c++) {
+                const vf column = load(w + (i + j) * columns + c * VL);
+                for (int r = 0; r < ROWS; r++) acc[j][r][c] += x[r * x_stride + i + j] * column;
+            }
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < VECTORS; c++)
+            store(out + r * out_stride + c * VL, (acc[0][r][c] + acc[1][r][c]) + (acc[2][r][c] + acc[3][r][c]));
 }
 
-// out [columns] = x [rows] times w [rows, columns]; rows is a multiple of 4.
-inline void matvec(const float* x, const float* w, int64_t rows, int64_t columns, float* out) {
+template <int ROWS>
+void product_of(const float* x, int64_t x_stride, const float* w, int64_t rows, int64_t columns, float* out,
+                int64_t out_stride) {
+    constexpr int WIDE = VL == 16 ? (ROWS == 1 ? 4 : ROWS <= 3 ? 2 : 1) : (ROWS == 1 ? 2 : 1);
     int64_t c = 0;
-    for (; c + 4 * VL <= columns; c += 4 * VL) matvec_columns<4, 2>(x, w + c, rows, columns, out + c);
-    for (; c + 2 * VL <= columns; c += 2 * VL) matvec_columns<2, 4>(x, w + c, rows, columns, out + c);
-    for (; c + VL <= columns; c += VL) matvec_columns<1, 4>(x, w + c, rows, columns, out + c);
-    for (; c < columns; c++) {
-        float s = 0;
-        for (int64_t i = 0; i < rows; i++) s += x[i] * w[i * columns + c];
-        out[c] = s;
+    for (; c + WIDE * VL <= columns; c += WIDE * VL)
+        product_block<ROWS, WIDE>(x, x_stride, w + c, rows, columns, out + c, out_stride);
+    for (; c + VL <= columns; c += VL) product_block<ROWS, 1>(x, x_stride, w + c, rows, columns, out + c, out_stride);
+    for (; c < columns; c++)
+        for (int r = 0; r < ROWS; r++) {
+            float s = 0;
+            for (int64_t i = 0; i < rows; i++) s += x[r * x_stride + i] * w[i * columns + c];
+            out[r * out_stride + c] = s;
+        }
+}
+
+// out [count, columns] = x [count, rows] times w [rows, columns], count <= BATCH; rows is a multiple of 4.
+inline void product(int64_t count, const float* x, int64_t x_stride, const float* w, int64_t rows, int64_t columns,
+                    float* out, int64_t out_stride) {
+    switch (count) {
+        case 1: return product_of<1>(x, x_stride, w, rows, columns, out, out_stride);
+        case 2: return product_of<2>(x, x_stride, w, rows, columns, out, out_stride);
+        case 3: return product_of<3>(x, x_stride, w, rows, columns, out, out_stride);
+#if KVPOP_VECTOR_BYTES == 64
+        case 4: return product_of<4>(x, x_stride, w, rows, columns, out, out_stride);
+        case 5: return product_of<5>(x, x_stride, w, rows, columns, out, out_stride);
+        case 6: return product_of<6>(x, x_stride, w, rows, columns, out, out_stride);
+#endif
     }
 }
 
@@ -51,8 +75,14 @@ inline void silu(float* x, int64_t n) {
 // out = softmax(sign * a), n values.
 inline void softmax(const float* a, int64_t n, float sign, float* out) {
     float top = sign * a[0], total = 0;
-    for (int64_t i = 1; i < n; i++) top = sign * a[i] > top ? sign * a[i] : top;
     int64_t i = 0;
+    if (n >= VL) {
+        vf tops = sign * load(a);
+        for (i = VL; i + VL <= n; i += VL) tops = max(tops, sign * load(a + i));
+        top = max(tops);
+    }
+    for (; i < n; i++) top = sign * a[i] > top ? sign * a[i] : top;
+    i = 0;
     vf part{};
     for (; i + VL <= n; i += VL) {
         const vf e = exp(sign * load(a + i) - top);
@@ -61,15 +91,8 @@ inline void softmax(const float* a, int64_t n, float sign, float* out) {
     }
     total = sum(part);
     for (; i < n; i++) total += out[i] = __builtin_expf(sign * a[i] - top);
-    for (i = 0; i < n; i++) out[i] /= total;
-}
-
-// phi(projection of x): F features into out; scratch holds the Fp columns.
-inline void features(const Scorer& s, const float* projection, int64_t h, const float* x, int64_t wide, float* scratch,
-                     float* out) {
-    matvec(x, projection + h * wide * s.columns, wide, s.columns, scratch);
-    softmax(scratch, s.columns, 1.0f, out);
-    if (s.hedgehog) softmax(scratch, s.columns, -1.0f, out + s.columns);
+    for (i = 0; i + VL <= n; i += VL) store(out + i, load(out + i) / total);
+    for (; i < n; i++) out[i] /= total;
 }
 
 KVPOP_INLINE float softcap(float a, float cap) { return cap == 0 ? a : cap * __builtin_tanhf(a / cap); }
@@ -83,7 +106,7 @@ inline float linear_score(const Scorer& s, int64_t h, const float* x, int64_t wi
 
 // hidden: scratch of M floats, rounded up to VL.
 inline float mlp_score(const Scorer& s, int64_t h, const float* x, int64_t wide, float* hidden) {
-    matvec(x, s.fc1_weight + h * wide * s.hidden, wide, s.hidden, hidden);
+    product(1, x, wide, s.fc1_weight + h * wide * s.hidden, wide, s.hidden, hidden, s.hidden);
     const float* bias = s.fc1_bias + h * s.hidden;
     for (int64_t i = 0; i < s.hidden; i++) hidden[i] += bias[i];
     silu(hidden, s.hidden);
@@ -126,58 +149,142 @@ KVPOP_INLINE void update_row(float* c, int64_t n, float keep, float write, const
     }
 }
 
-// Buffers of one head's mLSTM step, each rounded up to VL floats.
-struct MLSTMScratch {
-    float *key, *query, *value, *numerator, *columns;
+// The same for `rows` whole rows of VECTORS vectors, row f with write[f] and read[f].
+template <int VECTORS>
+KVPOP_INLINE void update_rows_of(float* c, int64_t rows, float keep, float gain, const float* write, const float* v,
+                                 const float* read, float* sum) {
+    vf value[VECTORS], total[VECTORS];
+    for (int j = 0; j < VECTORS; j++) value[j] = load(v + j * VL), total[j] = load(sum + j * VL);
+    for (int64_t f = 0; f < rows; f++, c += VECTORS * VL) {
+        const float in = gain * write[f];
+        for (int j = 0; j < VECTORS; j++) {
+            const vf cell = keep * load(c + j * VL) + in * value[j];
+            store(c + j * VL, cell);
+            total[j] += read[f] * cell;
+        }
+    }
+    for (int j = 0; j < VECTORS; j++) store(sum + j * VL, total[j]);
+}
+inline void update_rows(float* c, int64_t rows, int64_t n, float keep, float gain, const float* write, const float* v,
+                        const float* read, float* sum) {
+    if (n == 2 * VL) return update_rows_of<2>(c, rows, keep, gain, write, v, read, sum);
+    if (n == 4 * VL) return update_rows_of<4>(c, rows, keep, gain, write, v, read, sum);
+    if (n == 8 * VL && VL == 16) return update_rows_of<8>(c, rows, keep, gain, write, v, read, sum);
+    for (int64_t f = 0; f < rows; f++) update_row(c + f * n, n, keep, gain * write[f], v, read[f], sum);
+}
+
+// Up to BATCH tokens of one head on their way into states: what is asked, and what needs no state.
+struct MLSTMBatch {
+    float *x, *x_read;                      // [BATCH, 2D]: the token that is taken in, and the one to be read out
+    float *key, *query, *value, *columns;   // [BATCH, F], [BATCH, F], [BATCH, Dv], [BATCH, Fp], rows of whole cache lines
+    float* numerator;                       // [Dv]
+    bool reads[BATCH];
+    float igate[BATCH], log_f[BATCH];
+
+    static int64_t row(int64_t n) { return (n + 15) / 16 * 16; }
+    static int64_t floats(const DecodeStep& a) {
+        const Scorer& s = a.scorer;
+        return 2 * Pieces::round(BATCH * 2 * a.size) + 2 * Pieces::round(BATCH * row(s.features)) +
+               Pieces::round(BATCH * row(s.values)) + Pieces::round(BATCH * row(s.columns)) + Pieces::round(s.values);
+    }
+    MLSTMBatch(const DecodeStep& a, Pieces& pieces)
+        : x(pieces.take(BATCH * 2 * a.size)),
+          x_read(pieces.take(BATCH * 2 * a.size)),
+          key(pieces.take(BATCH * row(a.scorer.features))),
+          query(pieces.take(BATCH * row(a.scorer.features))),
+          value(pieces.take(BATCH * row(a.scorer.values))),
+          columns(pieces.take(BATCH * row(a.scorer.columns))),
+          numerator(pieces.take(a.scorer.values)) {}
 };
 
-// Takes token x_q = x into the state; with x_read, also returns the score of that token read from the new state.
-inline float mlstm_step(const DecodeStep& a, const State& state, const float* x, const float* x_read,
-                        const MLSTMScratch& w) {
+// phi(projection of x) of `count` tokens into out [count, F].
+inline void features(const Scorer& s, const float* projection, int64_t h, int64_t count, const float* x, int64_t wide,
+                     float* columns, float* out) {
+    const int64_t row = MLSTMBatch::row(s.columns), out_row = MLSTMBatch::row(s.features);
+    product(count, x, wide, projection + h * wide * s.columns, wide, s.columns, columns, row);
+    for (int64_t i = 0; i < count; i++) {
+        softmax(columns + i * row, s.columns, 1.0f, out + i * out_row);
+        if (s.hedgehog) softmax(columns + i * row, s.columns, -1.0f, out + i * out_row + s.columns);
+    }
+}
+
+// Keys, values, gates and queries of the batch's first `count` tokens. The result of a token does not depend on the others.
+inline void mlstm_project(const DecodeStep& a, int64_t h, int64_t count, MLSTMBatch& batch) {
+    const Scorer& s = a.scorer;
+    const int64_t wide = 2 * a.size, value_row = MLSTMBatch::row(s.values), feature_row = MLSTMBatch::row(s.features);
+    features(s, s.k_proj, h, count, batch.x, wide, batch.columns, batch.key);
+    if (s.v_proj)
+        product(count, batch.x, wide, s.v_proj + h * wide * s.values, wide, s.values, batch.value, value_row);
+    bool reads = false;
+    for (int64_t i = 0; i < count; i++) {
+        const float* x = batch.x + i * wide;
+        if (!s.v_proj) __builtin_memcpy(batch.value + i * value_row, x + a.size, size_t(s.values) * 4);
+        batch.igate[i] = softcap(dot(x, s.igate_weight + h * wide, wide) + s.igate_bias[h], s.softcap);
+        batch.log_f[i] = log_sigmoid(softcap(dot(x, s.fgate_weight + h * wide, wide) + s.fgate_bias[h], s.softcap));
+        reads |= batch.reads[i];
+        for (int64_t e = 0; e < wide && !batch.reads[i]; e++) batch.x_read[i * wide + e] = 0;
+    }
+    if (reads) features(s, s.q_proj, h, count, batch.x_read, wide, batch.columns, batch.query);
+    for (int64_t i = 0; i < count; i++)
+        for (int64_t f = 0; f < s.features && !batch.reads[i]; f++) batch.query[i * feature_row + f] = 0;
+}
+
+// Takes token i of a projected batch into the state; returns the score of the one to be read, from the new state.
+inline float mlstm_step(const DecodeStep& a, const State& state, const MLSTMBatch& batch, int64_t i) {
     const Scorer& s = a.scorer;
     const int64_t h = state.h, wide = 2 * a.size, cells = s.features * s.values;
-    features(s, s.k_proj, h, x, wide, w.columns, w.key);
-    const float* value = x + a.size;
-    if (s.v_proj) {
-        matvec(x, s.v_proj + h * wide * s.values, wide, s.values, w.value);
-        value = w.value;
-    }
-    for (int64_t i = 0; i < s.features; i++) w.query[i] = 0;
-    for (int64_t i = 0; i < s.values; i++) w.numerator[i] = 0;
-    if (x_read) features(s, s.q_proj, h, x_read, wide, w.columns, w.query);
-
-    const float igate = softcap(dot(x, s.igate_weight + h * wide, wide) + s.igate_bias[h], s.softcap);
-    const float log_f = log_sigmoid(softcap(dot(x, s.fgate_weight + h * wide, wide) + s.fgate_bias[h], s.softcap));
+    const float* key = batch.key + i * MLSTMBatch::row(s.features);
+    const float* query = batch.query + i * MLSTMBatch::row(s.features);
+    const float* value = batch.value + i * MLSTMBatch::row(s.values);
+    const float* x_read = batch.x_read + i * wide;
+    const float igate = batch.igate[i], log_f = batch.log_f[i];
+    float* numerator = batch.numerator;
+    for (int64_t c = 0; c < s.values; c++) numerator[c] = 0;
     int64_t count;
     float* m = state.words(cells + s.features, 1, count);
     const float old = log_f + *m, top = old > igate ? old : igate;
     const float keep = __builtin_expf(old - top), gain = __builtin_expf(igate - top);
     *m = top;
-    for (int64_t f = 0; f < s.features; f++)
-        for (int64_t c = 0; c < s.values; c += count) {
+    for (int64_t f = 0; f < s.features;) {
+        float* rows = state.words(f * s.values, (s.features - f) * s.values, count);
+        const int64_t whole = count / s.values;
+        update_rows(rows, whole, s.values, keep, gain, key + f, value, query + f, numerator);
+        f += whole;
+        if (f == s.features) break;
+        for (int64_t c = 0; c < s.values; c += count) {  // a row that lies in two blocks
             float* row = state.words(f * s.values + c, s.values - c, count);
-            update_row(row, count, keep, gain * w.key[f], value + c, w.query[f], w.numerator + c);
+            update_row(row, count, keep, gain * key[f], value + c, query[f], numerator + c);
         }
+        f++;
+    }
+    vf parts{};
     float qz = 0;
     for (int64_t f = 0; f < s.features; f += count) {
         float* z = state.words(cells + f, s.features - f, count);
-        for (int64_t i = 0; i < count; i++) {
-            z[i] = keep * z[i] + gain * w.key[f + i];
-            qz += w.query[f + i] * z[i];
+        int64_t j = 0;
+        for (; j + VL <= count; j += VL) {
+            const vf cell = keep * load(z + j) + gain * load(key + f + j);
+            store(z + j, cell);
+            parts += load(query + f + j) * cell;
+        }
+        for (; j < count; j++) {
+            z[j] = keep * z[j] + gain * key[f + j];
+            qz += query[f + j] * z[j];
         }
     }
-    if (!x_read) return 0;
+    qz += sum(parts);
+    if (!batch.reads[i]) return 0;
 
     const float bounded = top < -60 ? -60 : (top > 60 ? 60 : top);
     const float denominator = qz + READOUT_EPS * __builtin_expf(-bounded);
-    for (int64_t i = 0; i < s.values; i++) w.numerator[i] /= denominator;
+    for (int64_t c = 0; c < s.values; c++) numerator[c] /= denominator;
     if (s.norm_weight) {
         const float* weight = s.norm_weight + h * s.values;
-        const float rms = 1 / __builtin_sqrtf(dot(w.numerator, w.numerator, s.values) / float(s.values) + NORM_EPS);
-        for (int64_t i = 0; i < s.values; i++) w.numerator[i] *= rms * weight[i];
+        const float rms = 1 / __builtin_sqrtf(dot(numerator, numerator, s.values) / float(s.values) + NORM_EPS);
+        for (int64_t c = 0; c < s.values; c++) numerator[c] *= rms * weight[c];
     }
-    silu(w.numerator, s.values);
-    const float score = dot(w.numerator, s.out_weight + h * s.values, s.values) + s.out_bias[h];
+    silu(numerator, s.values);
+    const float score = dot(numerator, s.out_weight + h * s.values, s.values) + s.out_bias[h];
     return s.skip_weight ? score + dot(x_read, s.skip_weight + h * wide, wide) : score;
 }
 
