@@ -63,12 +63,13 @@ class Student(nn.Module):
 
     def first_position(self, row: int) -> int:
         """Where a row begins. Attention does not feel it, as RoPE is relative, but scorers see rotated keys, and those of
-        positions that they were not trained at are strange to them."""
+        positions that they were not trained at are strange to them. A share of ``length / positions`` of the rows begins
+        at 0, as all texts do: without those the first positions would hardly be met."""
+        length, positions = self.recipe.length, self.recipe.positions
         if not self.recipe.moves_rows:
             return 0
-        last = self.recipe.positions - self.recipe.length
         generator = torch.Generator().manual_seed(self.recipe.seed * 1_000_003 + row)
-        return int(torch.randint(0, last + 1, (), generator=generator))
+        return max(0, int(torch.randint(-length, positions - length + 1, (), generator=generator)))
 
     def read(self, tokens: torch.Tensor, attend: Attend, row: int) -> torch.Tensor:
         """Hidden states of ``[B, S]`` tokens under ``attend``, at the positions of row number ``row``: ``[B, S, hidden]``."""

@@ -293,7 +293,7 @@ def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
     turns = [(8, 20), (12, 9), (5, 10), (8, 20)]
     assert seen == [x for w, k in turns for x in (Roles(4, w, k), Roles(4, w, k), w, w)]  # two layers
     assert begun == [run.student.first_position(row) for row in (0, 1, 2, 3, 0, 1)]  # and two to calibrate on
-    assert len(set(begun)) == 4
+    assert len(set(begun)) > 2
     config, _ = read_scorer(str(tmp_path))
     assert (config.window, config.topk, config.trained) == (8, 20, tuple(TrainedBudget(*t) for t in turns[:3]))
     assert ScorerConfig.parse(config.to_json(), "its own") == config
@@ -306,7 +306,8 @@ def test_rows_begin_at_random_positions(model, tmp_path):
     student = train(model, tmp_path, recipe).student
     first = [student.first_position(row) for row in range(200)]
     assert first == [student.first_position(row) for row in range(200)] and len(set(first)) > 150
-    assert 0 <= min(first) < 50 and 750 < max(first) <= 900 - LENGTH
+    assert 0.5 < first.count(0) / len(first) * 900 / LENGTH < 2
+    assert min(first) == 0 and 750 < max(first) <= 900 - LENGTH
     for change in ({"positions": None}, {"positions": LENGTH}, {"phase": "uptrain"}):
         at_zero = dataclasses.replace(recipe, **change)
         assert train(model, tmp_path / "at-zero", at_zero).student.first_position(7) == 0
