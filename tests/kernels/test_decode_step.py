@@ -278,6 +278,22 @@ def check_budgets(p):
 
 
 @pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize("case", ["mlstm", "mlstm-immediate", "mlstm-odd-widths"])
+def test_company_changes_nothing(isa, case):
+    """Requests share the products with a scorer's weights; all that is in the pages is the same to the bit without."""
+    _C.set_isa(isa)
+    p = Problem(case, requests=8, heads=2, topk=9, dtype=torch.bfloat16, q_dtype=torch.bfloat16).prepare()
+    together, alone = (poisoned_pages(p.layout, p.num_blocks) for _ in range(2))
+    for t in range(24):
+        token = p.inputs(range(8))
+        p.run(together, list(range(8)), [t] * 8, *token, "cpp")
+        for r in range(8):
+            p.run(alone, [r], [t], *(x[r : r + 1] for x in token), "cpp")
+        assert torch.equal(together.raw, alone.raw), t
+    assert (together.raw != 255).any()
+
+
+@pytest.mark.parametrize("isa", _C.isa_levels())
 @pytest.mark.parametrize("decay_step", [1, 4])
 def test_victim_far_out_and_ties(isa, decay_step):
     """At positions beyond 131,072, with many exactly equal effective scores: the older token leaves."""
