@@ -5,7 +5,7 @@ second in float32 and bfloat16. Then decode steps, their caches well beyond the 
 cache: bytes that must be moved and operations that must be done, counted; the time these allow at least (the floor), the time
 measured, and their ratio. Every round reads a stream and goes once from one decision to the next, and its ratios are to that round's bandwidth. A step
 of attention alone has a free slot and no scorer; what the whole step takes longer is the share of scorer and eviction. A scorer alone
-is that of requests which keep two tokens, so many of them that their states are beyond the caches.
+is what steps take longer with it than without for requests which keep two tokens, so many that their states are beyond the caches.
 Rows go to benchmarks/results/roofline.csv.
 
     python benchmarks/roofline.py [--sizes 64 128] [--budgets 1024 2048 4096] [--every 8]
@@ -55,7 +55,7 @@ def main() -> int:
 def parse_arguments():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="D (default 64 128)")
-    parser.add_argument("--budgets", type=int, nargs="+", default=[1024, 2048, 4096], help="B")
+    parser.add_argument("--budgets", type=int, nargs="*", default=[1024, 2048, 4096], help="B; none: a scorer alone")
     parser.add_argument("--heads", type=int, default=3, help="KV heads (default 3)")
     parser.add_argument("--group", type=int, default=3, help="query heads per KV head (default 3)")
     parser.add_argument(
@@ -174,18 +174,20 @@ def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
 
 
 def scorer(size: int, options, machine: Machine) -> dict:
-    """The state is read and written, all else is small: two slots, the weights once."""
+    """The state is read and written, and the weights once."""
     probe = Problem(size, 2, 1, options.heads, options.group, "mlstm", sinks=0, window=1)
     floats = probe.rule.scorer.state_floats
     requests = max(1, CACHES // (options.heads * 4 * floats))
-    problem = Problem(size, 2, requests, options.heads, options.group, "mlstm", sinks=0, window=1)
+    problem, without = (
+        Problem(size, 2, requests, options.heads, options.group, kind, sinks=0, window=1) for kind in ("mlstm", None)
+    )
     lanes, rates, seconds = requests * options.heads, [], []
     with torch.no_grad():
         for _ in range(options.rounds + 2):
             rates.append(machine.read_rate())
-            seconds.append(problem.seconds())
-    moved = (2 * 4 * floats + 2 * (4 * size + 8)) * lanes + sum(t.numel() for t in problem.scorer.parameters()) * 4
-    operations = 4 * size * 2 * options.group * lanes, scorer_operations(problem.rule.scorer, size) * lanes
+            seconds.append(problem.seconds() - without.seconds())
+    moved = 2 * 4 * floats * lanes + sum(t.numel() for t in problem.scorer.parameters()) * 4
+    operations = 0, scorer_operations(problem.rule.scorer, size) * lanes
     return row("scorer alone", size, 2, requests, (moved, *operations), rates[2:], seconds[2:], machine, options)
 
 
