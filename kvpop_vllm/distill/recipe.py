@@ -49,7 +49,7 @@ class Recipe:
         default=None,
         metadata={
             "help": "rows begin at random positions and end before this one, so that scorers meet the rotated keys of longer"
-            " contexts; --length: rows begin at 0"
+            " contexts (the same as --length: rows begin at 0)"
         },
     )
     batch: int = field(default=128, metadata={"help": "rows per optimiser step, over all processes"})

@@ -1,0 +1,116 @@
+"""Rows that begin at other positions and windows that take turns: what reaches scorers, mask, loss and the written config."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from types import SimpleNamespace
+
+import pytest
+import torch
+from distill.rows import Rows
+from distill.train_tiny import LENGTH, RECIPE, calibration_rows
+
+from kvpop_vllm.config import ConfigError, TrainedBudget
+from kvpop_vllm.distill.hook import Dense, check_positions, load_model
+from kvpop_vllm.distill.retention import Roles
+from kvpop_vllm.distill.sparse import Sparse
+from kvpop_vllm.distill.trainer import Trainer
+from kvpop_vllm.scorers import ScorerConfig
+from kvpop_vllm.scorers.checkpoint import read_scorer
+from kvpop_vllm.testing import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
+def train(model, out, recipe=RECIPE):
+    return Trainer(model, recipe, out, Rows(recipe.length), calibration=calibration_rows, save_every=3, quiet=True)
+
+
+def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
+    """Row by row in scores, mask, loss and where a row begins; the scorer's config says all windows, the first as its own."""
+    seen, begun = [], []
+    plain = Sparse.__init__
+
+    def watched(self, score, roles, observe):
+        seen.extend((roles, observe.roles))
+        plain(self, lambda *asked: seen.append(asked[3]) or score(*asked), roles, observe)
+
+    monkeypatch.setattr(Sparse, "__init__", watched)
+    recipe = dataclasses.replace(RECIPE, window=[8, 12, 5], topk=[20, 9, 10], steps=2, positions=900)
+    run = train(model, tmp_path, recipe)
+    run.student.base.get_decoder().register_forward_pre_hook(
+        lambda module, args, given: begun.append(int(given["position_ids"][0, 0])), with_kwargs=True
+    )
+    run.run()
+    turns = [(8, 20), (12, 9), (5, 10), (8, 20)]
+    assert seen == [x for w, k in turns for x in (Roles(4, w, k), Roles(4, w, k), w, w)]  # two layers
+    assert begun == [run.student.first_position(row) for row in (0, 1, 2, 3, 0, 1)]  # and two to calibrate on
+    assert len(set(begun)) > 2
+    config, _ = read_scorer(str(tmp_path))
+    assert (config.window, config.topk, config.trained) == (8, 20, tuple(TrainedBudget(*t) for t in turns[:3]))
+    assert ScorerConfig.parse(config.to_json(), "its own") == config
+    assert [config.retention.window_for(slots) for slots in (1, 15, 20, 21, 27, 28, 99)] == [5, 5, 5, 12, 12, 8, 8]
+
+
+def test_rows_begin_at_random_positions(model, tmp_path):
+    """The scorers meet keys of all positions below the bound, and nothing else about the row changes."""
+    recipe = dataclasses.replace(RECIPE, positions=900, calibrate=False)
+    student = train(model, tmp_path, recipe).student
+    first = [student.first_position(row) for row in range(200)]
+    assert first == [student.first_position(row) for row in range(200)] and len(set(first)) > 150
+    assert 0.5 < first.count(0) / len(first) * 900 / LENGTH < 2
+    assert min(first) == 0 and 750 < max(first) <= 900 - LENGTH
+    for change in ({"positions": None}, {"positions": LENGTH}, {"phase": "uptrain"}):
+        at_zero = dataclasses.replace(recipe, **change)
+        assert train(model, tmp_path / "at-zero", at_zero).student.first_position(7) == 0
+    tokens, keys, plain = next(Rows(LENGTH)).unsqueeze(0), [], []
+
+    def watched(kept):
+        return lambda layer, q, k, v, scale: kept.append(k) or Dense()(layer, q, k, v, scale)
+
+    with torch.no_grad():
+        hidden = student.read(tokens, watched(keys), 3)
+        expected = student.base.get_decoder()(input_ids=tokens, attend=watched(plain)).last_hidden_state
+        long = torch.cat([tokens.new_zeros(1, first[3]), tokens], 1)  # layer 0 sees embeddings only
+        later = []
+        student.base.get_decoder()(input_ids=long, attend=watched(later))
+    torch.testing.assert_close(hidden, expected, rtol=1e-3, atol=1e-4)
+    torch.testing.assert_close(keys[0], later[0][:, :, first[3] :], rtol=1e-3, atol=1e-4)
+    assert first[3] > 0 and (keys[0] - plain[0]).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_need_a_rotation_that_stays(model, tmp_path, kind):
+    folder = shutil.copytree(model, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+    if kind == "longrope":
+        half = config["head_dim"] // 2
+        rope |= {"short_factor": [1.0] * half, "long_factor": [2.0] * half}
+    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": rope, "rope_parameters": rope}))
+    with pytest.raises(ConfigError, match=rf"\({kind}\), so its rows must begin at 0: set --positions to"):
+        train(folder, tmp_path / "out", dataclasses.replace(RECIPE, positions=200))
+    train(folder, tmp_path / "out", dataclasses.replace(RECIPE, positions=LENGTH))
+
+
+def test_models_that_attend_by_position_are_known(model):
+    config = load_model(model, torch.float32).config
+    asked = SimpleNamespace(config=config)
+    check_positions(asked, config.max_position_embeddings)
+    with pytest.raises(ConfigError, match="positions: lower --positions"):
+        check_positions(asked, config.max_position_embeddings + 1)
+    plain = config.rope_parameters
+    config.rope_parameters = {"full_attention": plain, "sliding_attention": plain}
+    check_positions(asked, 100)
+    for rope in (plain | {"llama_4_scaling_beta": 0.1}, {"a": plain, "b": plain | {"rope_type": "dynamic"}}):
+        config.rope_parameters = rope
+        with pytest.raises(ConfigError, match="attends differently further out"):
+            check_positions(asked, 100)
+    config.rope_parameters = None
+    with pytest.raises(ConfigError, match="no rotary embeddings"):
+        check_positions(asked, 100)
