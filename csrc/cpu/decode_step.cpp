@@ -16,19 +16,21 @@ namespace {
 
 constexpr int64_t LEAST_PART = 256;  // slots; less is not worth a thread
 
-// Into how many parts each head's slots are cut so that all threads have work.
+// Into how many parts each head's slots are cut so that all threads have work. Heads that are cut lose the products of several
+// requests together, so the longest share of a thread must become a tenth shorter: from 8 heads a thread on it hardly can.
 int64_t parts_of_a_head(const DecodeStep& step) {
     const int64_t heads = step.requests * step.heads, threads = at::get_num_threads();
-    if (heads == 0 || heads >= 2 * threads || threads == 1) return 1;
+    if (heads == 0 || heads >= 8 * threads || threads == 1) return 1;
     int64_t longest = 0;
     for (int64_t r = 0; r < step.requests; r++)
         for (int64_t h = 0; h < step.heads; h++) longest = std::max(longest, step.valid_slots(r, h));
     // Threads get equal shares of the parts, rounded up: the number that makes the largest share of the work smallest.
-    int64_t best = 1, best_share = (heads + threads - 1) / threads;
+    const int64_t whole = (heads + threads - 1) / threads;
+    int64_t best = 1, best_share = whole;
     for (int64_t parts = 2; parts <= std::min(longest / LEAST_PART, 2 * threads); parts++)
         if (const int64_t share = (heads * parts + threads - 1) / threads; share * best < best_share * parts)
             best = parts, best_share = share;
-    return best;
+    return 10 * best_share <= 9 * whole * best ? best : 1;
 }
 
 void in_parts(const DecodeStep& step, const Kernels& kernels, int64_t parts) {

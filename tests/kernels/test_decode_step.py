@@ -218,9 +218,9 @@ def test_scores_do_not_depend_on_the_grid(case, impl):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("threads, requests, every", [(2, 1, 1), (2, 1, 40), (5, 2, 1), (16, 1, 8)])
+@pytest.mark.parametrize("threads, requests, every", [(2, 1, 1), (2, 1, 40), (5, 2, 1), (16, 1, 8), (2, 5, 1)])
 def test_one_head_is_shared_among_threads(dtype, threads, requests, every):
-    """Fewer heads than threads: their slots are cut into parts. The result is that of one thread to rounding."""
+    """Heads that threads cannot share evenly: slots are cut into parts. The result is that of one thread to rounding."""
     p = Problem("mlstm", requests, 1, 3, 64, 16, 4, 300, 1200, every=every, dtype=dtype, q_dtype=dtype).prepare()
     pages = [poisoned_pages(p.layout, p.num_blocks) for _ in range(2)]
     active, outs, prompt = list(range(requests)), [], int(p.budgets.max()) - 20

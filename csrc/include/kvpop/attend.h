@@ -44,7 +44,10 @@ struct Paired {
         const int64_t step = e / 32, lane = e % 32 / 8, inside = e % 8;
         return (2 * step + inside / 4) * VL + lane * 4 + inside % 4;
     }
-    static KVPOP_INLINE void put_q(float* row, int64_t e, float x) { reinterpret_cast<bf16*>(row)[e] = to_bf16(x); }
+    static KVPOP_INLINE void put_q(float* row, int64_t e, float x) {
+        const bf16 rounded = to_bf16(x);  // two to a float, copied as bytes
+        __builtin_memcpy(reinterpret_cast<uint8_t*>(row) + e * sizeof(bf16), &rounded, sizeof(bf16));
+    }
 };
 #endif
 
