@@ -237,7 +237,7 @@ DEMO = Recipe(
     length=2048,
     positions=8192,
     batch=1,
-    steps=720,
+    steps=480,
     skip=True,
     window=[256, 64, 64, 128],
     topk=[764, 60, 188, 380],
@@ -252,7 +252,7 @@ DEMO = Recipe(
     lr_new_end=8e-4,
     activation_checkpointing=False,
 )
-"""Scorers of the frozen 135M demo model in two and a half hours on a CPU core; budgets from a half to a sixteenth of S. Few rows,
+"""Scorers of the frozen 135M demo model in an hour and a half on a CPU core; budgets from a half to a sixteenth of S. Few rows,
 so a rate ten times the paper's, and every row asked at many positions, which costs next to nothing. The decays that it trains with lie
 lower than the paper's, as its budgets of 2,048 and 4,096 lie above these, and are calibrated at the end (LOG "decay")."""
 
