@@ -1,7 +1,12 @@
-"""Conversations: read from records, written as text in the model's own chat format with nothing that was said left out."""
+"""Conversations: read from records, written as text in the model's own chat format with nothing that was said left out.
+
+What is not said is: a list of tools on offer beside the messages is not read.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import json
 import re
 from collections.abc import Callable
 
@@ -14,7 +19,8 @@ FIELDS = ("text", "messages", "prompt", "response", *REASONING)
 
 
 def content_of(record: dict, where: Callable[[], str]) -> str | list[dict]:
-    """The ``text`` of a record or its ``messages``; ``prompt`` and ``response`` are a conversation of two messages.
+    """The ``messages`` of a record, or its ``text`` where it has none (of records with both, the text is the messages written
+    out in some format); ``prompt`` and ``response`` are a conversation of two messages.
 
     Args:
         where: what errors call the record.
@@ -70,6 +76,11 @@ def render(tokenizer, messages: list[dict], where: Callable[[], str]) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(f"{where()} is a conversation, but the tokenizer has no chat template: give `text` instead")
     text = _apply(tokenizer, messages, where)
+    for i, message in enumerate(messages):
+        if lost := next((said for said in _calls(message) if said not in text), None):
+            raise ConfigError(
+                f"{where()}: the chat template leaves the tool call of message {i} out ({lost[:40]!r}): write it into its content"
+            )
     if _in_order(text, [part for message in messages for part in (_reasoning(message), message["content"])]):
         return text
     contents = [_whole(message) for message in messages]
@@ -89,6 +100,30 @@ def render(tokenizer, messages: list[dict], where: Callable[[], str]) -> str:
             text = re.sub(r"<think>\s*</think>\s*" + stand_in, stand_in, text)
         text = text.replace(stand_in, content)
     return text
+
+
+def _calls(message: dict) -> list[str]:
+    """Names and arguments' texts of a message's tool calls, as they should stand in what a template writes."""
+    found = []
+
+    def collect(value):
+        if isinstance(value, dict):
+            for part in value.values():
+                collect(part)
+        elif isinstance(value, list):
+            for part in value:
+                collect(part)
+        elif isinstance(value, str) and value.isalnum():  # others may be escaped in more than one way
+            found.append(value)
+
+    for call in message.get("tool_calls") or []:
+        called = call.get("function", call) if isinstance(call, dict) else {}
+        arguments = called.get("arguments")
+        if isinstance(arguments, str):
+            with contextlib.suppress(ValueError):
+                arguments = json.loads(arguments)
+        collect([called.get("name"), arguments])
+    return found
 
 
 def _apply(tokenizer, messages: list[dict], where: Callable[[], str]) -> str:

@@ -1,8 +1,9 @@
-"""Training state on disk: what is written is complete or not there at all."""
+"""Training state on disk: what is written is complete or not there at all, and on the disk before older ones go."""
 
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import warnings
@@ -58,6 +59,7 @@ class Checkpoints:
                 warnings.simplefilter("ignore")  # torch warns that one process alone saves "non-collectively"
                 dcp.save(_state(model, optimiser), checkpoint_id=draft)
             torch.save({"data": data} | _random_state(), draft / f"process-{rank}.pt")
+            _to_disk(draft / f"process-{rank}.pt")
         except (Exception, CheckpointException) as error:  # the latter is no Exception
             shutil.rmtree(draft, ignore_errors=True)
             free = shutil.disk_usage(self.folder).free >> 20
@@ -67,7 +69,10 @@ class Checkpoints:
         barrier()
         if is_main():
             (draft / "meta.json").write_text(json.dumps({"step": step, "processes": _world()}))
+            _to_disk(draft / "meta.json")
+            _to_disk(draft)
             draft.rename(self.folder / f"step-{step}")
+            _to_disk(self.folder)
             for old in self.steps()[:-KEEP]:
                 shutil.rmtree(self.folder / f"step-{old}")
         barrier()
@@ -79,17 +84,23 @@ class Checkpoints:
             Steps taken and the data position.
 
         Raises:
-            ValueError: it was written by another number of processes.
+            ValueError: it was written by another number of processes, or is damaged: no older one is taken unasked.
         """
-        if not self.steps():
+        steps = self.steps()
+        if not steps:
             return 0, None
-        step, rank = self.steps()[-1], dist.get_rank() if dist.is_initialized() else 0
-        folder = self.folder / f"step-{step}"
-        meta = json.loads((folder / "meta.json").read_text())
-        if meta["processes"] != _world():
-            raise ValueError(
-                f"{folder} was written by {meta['processes']} processes, not {_world()}: use as many again"
-            )
+        folder = self.folder / f"step-{steps[-1]}"
+        try:
+            processes = json.loads((folder / "meta.json").read_text())["processes"]
+            if processes == _world():
+                return steps[-1], self._load(folder, model, optimiser)
+        except (Exception, CheckpointException) as error:
+            rest = f"the checkpoint of step {steps[-2]}" if len(steps) > 1 else "the start"
+            raise ValueError(f"{folder} is damaged ({_cause(error)}): remove it to go on from {rest}") from None
+        raise ValueError(f"{folder} was written by {processes} processes, not {_world()}: use as many again")
+
+    @staticmethod
+    def _load(folder: Path, model, optimiser) -> dict:
         state = _state(model, optimiser)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -97,12 +108,22 @@ class Checkpoints:
         set_state_dict(
             model, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"], options=_OPTIONS
         )
+        rank = dist.get_rank() if dist.is_initialized() else 0
         own = torch.load(folder / f"process-{rank}.pt", weights_only=True)
         _set_random_state(own)
-        return step, own["data"]
+        return own["data"]
 
 
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
+
+
+def _to_disk(path: Path) -> None:
+    """Of a file or folder, what the system may still hold back."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _state(model, optimiser) -> dict:

@@ -20,15 +20,13 @@ def add_distill(commands) -> None:
     command.add_argument("--model", metavar="MODEL", help="folder of the base model")
     command.add_argument("--data", nargs="+", metavar="TEXT", help="text, JSONL, Parquet or datasets folders")
     command.add_argument("--out", required=True, metavar="DIR", help="folder to write; a stopped run is continued")
-    command.add_argument("--recipe", choices=sorted(RECIPES), default="paper", help="defaults of all that follows")
+    command.add_argument("--recipe", choices=sorted(RECIPES), help="defaults of all that follows (default: paper)")
     command.add_argument(
         "--teacher",
         metavar="DIR",
         help="logits written by 'kvpop distill teacher', instead of a teacher (which only a base that is trained has)",
     )
-    command.add_argument(
-        "--save-every", type=positive, default=50, help="optimiser steps between checkpoints (default 50)"
-    )
+    command.add_argument("--save-every", type=positive, help="optimiser steps between checkpoints (default 50)")
     command.add_argument(
         "--rows", type=positive, help="teacher: rows of tokens to write (default: all that the recipe needs)"
     )
@@ -36,7 +34,7 @@ def add_distill(commands) -> None:
     group = command.add_argument_group("recipe", "each overrides the named recipe")
     hints = typing.get_type_hints(Recipe)
     for item in dataclasses.fields(Recipe):
-        flag, hint, text = "--" + item.name.replace("_", "-"), hints[item.name], item.metadata["help"]
+        flag, hint, text = _flag(item.name), hints[item.name], item.metadata["help"]
         if hint is bool:
             group.add_argument(flag, action=argparse.BooleanOptionalAction, default=None, help=text)
         elif typing.get_origin(hint) is list:
@@ -58,19 +56,43 @@ def recipe_of(options) -> Recipe:
         ConfigError: a value makes no sense, or options contradict each other.
     """
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Recipe)}
-    recipe = dataclasses.replace(RECIPES[options.recipe], **{n: v for n, v in given.items() if v is not None})
+    recipe = dataclasses.replace(
+        RECIPES[options.recipe or "paper"], **{n: v for n, v in given.items() if v is not None}
+    )
     if options.train_base is False and recipe.trains_base:
         raise ConfigError(f"--phase {options.phase} trains the base model: leave --no-train-base out")
-    if unused := [n for n in ("kl", "ce", "lr_base") if given[n] is not None and not recipe.trains_base]:
-        flag = "--" + unused[0].replace("_", "-")
-        raise ConfigError(
-            f"{flag} is about training the base model, which is frozen: leave it out, or give --train-base"
-        )
+    off = [f.name for f in dataclasses.fields(Recipe) if f.default is False and given[f.name] is False]
+    if unused := recipe.without_effect([n for n, value in given.items() if value is not None and n not in off]):
+        name, why = unused
+        remedy = ", or give --train-base" if "frozen" in why else ""
+        raise ConfigError(f"{_flag(name)} {why}: leave it out{remedy}")
     return recipe
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _refuse_options_of_others(options) -> None:
+    """What an action does nothing with is not to be given to it.
+
+    Raises:
+        ConfigError: naming the option.
+    """
+    recipe = tuple(f.name for f in dataclasses.fields(Recipe))
+    others = {
+        "train": ("rows",),
+        "teacher": ("teacher", "save_every"),
+        "texts": ("model", "recipe", "teacher", "save_every", "rows", "threads", *recipe),
+    }
+    for name in others[options.action]:
+        if getattr(options, name) is not None:
+            raise ConfigError(f"kvpop distill {options.action} has no use for {_flag(name)}: leave it out")
 
 
 def distill(options) -> None:
     """Runs `kvpop distill`."""
+    _refuse_options_of_others(options)
     if options.action == "texts":
         from kvpop_vllm.distill.texts import KINDS, fetch_texts
 
@@ -89,6 +111,8 @@ def distill(options) -> None:
 
     recipe = recipe_of(options)
     if options.action == "teacher":
+        if recipe.phase == "uptrain":
+            raise ConfigError("phase uptrain has no teacher: there are no logits to write for it")
         write_teacher(options.model, options.data, options.out, recipe, rows=options.rows, threads=options.threads)
     else:
         train(
@@ -97,6 +121,6 @@ def distill(options) -> None:
             options.out,
             recipe,
             teacher=options.teacher,
-            save_every=options.save_every,
+            save_every=options.save_every or 50,
             threads=options.threads,
         )

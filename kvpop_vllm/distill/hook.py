@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
@@ -77,22 +78,72 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
     """A causal language model from a local folder, whose forward takes ``attend``.
 
     Raises:
-        ConfigError: not a model folder, or a model whose attention cannot be handed over, or which rescales its logits.
+        ConfigError: not a model folder, weights that are damaged, missing or of other shapes than its config says, a model
+            whose attention cannot be handed over, or which rescales its logits.
     """
-    if not (Path(folder) / "config.json").is_file():
-        raise ConfigError(f"{folder} has no config.json: give the folder of a Hugging Face model")
+    config = load_config(folder)
+    _refuse_rescaled_logits(config.get_text_config(), folder)
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
-        _refuse_rescaled_logits(config.get_text_config(), folder)
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=NAME, local_files_only=True
+        model, loaded = AutoModelForCausalLM.from_pretrained(
+            folder,
+            dtype=dtype,
+            attn_implementation=NAME,
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+    if wrong := sorted(loaded["mismatched_keys"]):
+        name, found, told = wrong[0]
+        raise ConfigError(
+            f"{folder}: {name} is {list(found)} and should be {list(told)} by config.json: one of the two is another model's"
+        )
+    if missing := sorted(loaded["missing_keys"]):
+        raise ConfigError(f"{folder} has no weights for {missing[0]}, which would be random: complete the model")
     if getattr(config, "is_encoder_decoder", False) or getattr(config, "num_attention_heads", None) is None:
         raise ConfigError(f"{folder} is not a decoder-only language model with attention layers: choose another model")
     model.config.use_cache = False
     return model
+
+
+def load_config(folder: str | Path):
+    """A model folder's config.
+
+    Raises:
+        ConfigError: there is none, or none that transformers knows.
+    """
+    if not (Path(folder) / "config.json").is_file():
+        raise ConfigError(f"{folder} has no config.json: give the folder of a Hugging Face model")
+    try:
+        return AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder} cannot be loaded: {str(error).splitlines()[0]}") from None
+
+
+def vocabulary_of(folder: str | Path) -> int:
+    """How many tokens a model knows; errors as of :func:`load_config`."""
+    return load_config(folder).get_text_config().vocab_size
+
+
+def longest(config) -> int | None:
+    """Positions a model was made for, those that a rotation is stretched to among them; None where nothing says it."""
+    text = config.get_text_config()
+    rope, told = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None)
+    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
+    stretched = int(factor * original) if factor and original else 0
+    return max(told, stretched) if told else None
+
+
+def check_length(folder: str | Path, length: int) -> None:
+    """A model has positions for rows of ``length`` tokens.
+
+    Raises:
+        ConfigError: it has fewer.
+    """
+    most = longest(load_config(folder))
+    if most is not None and length > most:
+        raise ConfigError(f"the model has {most} positions: lower --length {length}")
 
 
 def check_positions(model: torch.nn.Module, positions: int) -> None:
@@ -109,8 +160,9 @@ def check_positions(model: torch.nn.Module, positions: int) -> None:
     if moves or not kinds:
         found = f"attends differently further out ({moves[0]})" if moves else "has no rotary embeddings"
         raise ConfigError(f"the model {found}, so its rows must begin at 0: set --positions to the value of --length")
-    if positions > config.max_position_embeddings:
-        raise ConfigError(f"the model has {config.max_position_embeddings} positions: lower --positions {positions}")
+    most = longest(model.config)
+    if most is not None and positions > most:
+        raise ConfigError(f"the model has {most} positions: lower --positions {positions}")
 
 
 def _refuse_rescaled_logits(config, folder: str | Path) -> None:

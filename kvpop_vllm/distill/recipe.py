@@ -4,10 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvpop_vllm.config import ConfigError, TrainedBudget
 
+_OF_MLSTM = "delayed feature_map gate_softcap norm skip features value_size project_values"
+_OF_BOUNDARY = "tau samples margin balance lookahead normalise groups exact_targets"
+_OF_CALIBRATION = "calibrate_min calibrate_max calibration_rows"
+_OF_SCORERS = (
+    f"scorer hidden positions boundary decay_step decay_min decay_max calibrate lr_new lr_new_end warmup {_OF_MLSTM}"
+    f" {_OF_BOUNDARY} {_OF_CALIBRATION}"
+)
 PHASES = ("uptrain", "sparsify", "streaming-plus")
 
 
@@ -66,6 +74,15 @@ class Recipe:
     gate_softcap: float | None = field(default=None, metadata={"help": "mlstm: c of c * tanh(a / c) on the gates"})
     norm: bool = field(default=False, metadata={"help": "mlstm: headwise RMSNorm of the readout"})
     skip: bool = field(default=False, metadata={"help": "mlstm: skip connection from the scored token"})
+    features: int | None = field(
+        default=None,
+        metadata={"help": "mlstm: columns of its q and k projections (default: D / 2 for hedgehog, else D)"},
+    )
+    value_size: int | None = field(default=None, metadata={"help": "mlstm: width of its value projection (default: D)"})
+    project_values: bool = field(
+        default=True, metadata={"help": "mlstm: project values; else they are used as they are"}
+    )
+    hidden: int | None = field(default=None, metadata={"help": "mlp: its hidden width (default: D)"})
     sinks: int = field(default=4, metadata={"help": "s, tokens always kept at the start"})
     window: list[int] = field(
         default_factory=lambda: [256],
@@ -146,6 +163,9 @@ class Recipe:
             refuse(f"seed must be from 0 to {2**31 - 1}, got {self.seed}")
         if self.positions is not None and self.positions < self.length:
             refuse(f"length {self.length} exceeds positions {self.positions}: raise --positions to at least the length")
+        for name in ("features", "value_size", "hidden"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                refuse(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.lookahead is not None and self.lookahead < 0:
             refuse(f"lookahead must be at least 0, got {self.lookahead}")
         if not self.topk or min(self.topk) < 1:
@@ -223,6 +243,32 @@ class Recipe:
             names = ("delayed", "feature_map", "gate_softcap", "norm", "skip")
             options |= {name: getattr(self, name) for name in names}
         return options
+
+    def scorer_sizes(self) -> dict:
+        """Sizes of the scorer's tensors, as :func:`kvpop_vllm.scorers.build` takes them."""
+        names = {"mlstm": ("features", "value_size", "project_values"), "mlp": ("hidden",)}.get(self.scorer, ())
+        return {name: getattr(self, name) for name in names}
+
+    def without_effect(self, given: Iterable[str]) -> tuple[str, str] | None:
+        """The first of the fields ``given`` that changes nothing here, and why."""
+        base, scorers = self.trains_base, self.phase == "sparsify"
+        kl = base and self.phase != "uptrain" and self.kl > 0
+        reasons = (
+            (base, "is about training the base model, which is frozen", "kl ce lr_base activation_checkpointing"),
+            (self.phase != "uptrain", "is about sparse attention, and phase uptrain is dense", "sinks window topk"),
+            (self.phase != "uptrain", "is a weight beside others, and phase uptrain has cross-entropy alone", "kl ce"),
+            (scorers, f"is about scorers, and phase {self.phase} has none", _OF_SCORERS),
+            (self.scorer == "mlstm", f"is about mlstm scorers, not {self.scorer}", _OF_MLSTM),
+            (self.scorer == "mlp", f"is about mlp scorers, not {self.scorer}", "hidden"),
+            (self.project_values, "is about the value projection, and there is none", "value_size"),
+            (self.calibrates, "is about calibration: give --calibrate", _OF_CALIBRATION),
+            (self.boundary > 0, "is about the boundary loss, which has weight 0", _OF_BOUNDARY),
+            (kl, "is about the KL to a teacher, and there is none", "kl_top"),
+        )
+        for applies, why, names in reasons:
+            if not applies and (found := next((name for name in given if name in names.split()), None)):
+                return found, why
+        return None
 
     def to_json(self) -> dict:
         """All fields, ``train_base`` as it takes effect."""

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoTokenizer
+from transformers import AutoTokenizer
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import PackedTokens
-from kvpop_vllm.distill.hook import Dense, load_model
+from kvpop_vllm.distill.hook import Dense, check_length, load_model, vocabulary_of
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.student import Teacher
 from kvpop_vllm.distill.teacher import TeacherReader, TeacherWriter, settings_of, teacher_logits, write_rows
@@ -32,6 +33,7 @@ def load_tokenizer(model: str | Path):
 
 def packed(model, data, recipe: Recipe, process: Process) -> PackedTokens:
     """This process's training rows."""
+    check_length(model, recipe.length)
     return PackedTokens(
         data,
         load_tokenizer(model),
@@ -40,7 +42,7 @@ def packed(model, data, recipe: Recipe, process: Process) -> PackedTokens:
         seed=recipe.seed,
         rank=process.rank,
         world_size=process.world,
-        vocab_size=AutoConfig.from_pretrained(model, local_files_only=True).vocab_size,
+        vocab_size=vocabulary_of(model),
     )
 
 
@@ -131,10 +133,12 @@ def write_teacher(
     """
     if threads:
         torch.set_num_threads(threads)
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("kvpop distill teacher runs in one process: leave torchrun out")
     asked = OnlineTeacher(model, recipe, default_device())
     tokens = packed(model, data, recipe, Process())
-    vocabulary = asked.model.config.vocab_size
-    settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary))
+    vocabulary = vocabulary_of(model)
+    settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary), recipe.dtype)
     writer = TeacherWriter(out, settings, vocab_size=vocabulary)
     write_rows(asked.model, tokens, writer, rows or recipe.steps * recipe.batch, attend=Dense())
 
@@ -145,6 +149,5 @@ def stored_teacher(folder: str, model: str, rows: PackedTokens, recipe: Recipe) 
     Raises:
         ConfigError: the folder holds logits of other rows, of another model, or too few.
     """
-    vocabulary = AutoConfig.from_pretrained(model, local_files_only=True).vocab_size
-    settings = settings_of(model, rows, min(recipe.kl_top, vocabulary))
+    settings = settings_of(model, rows, min(recipe.kl_top, vocabulary_of(model)), recipe.dtype)
     return TeacherReader(folder, settings, rows=recipe.steps * recipe.batch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -195,7 +196,7 @@ FORMATS = {".txt": TextFile, ".jsonl": Jsonl, ".parquet": Parquet}
 def find_sources(paths: Iterable[str | Path] | str | Path) -> list[Source]:
     """The sources that ``paths`` name, folders searched through, in the order of their resolved paths, each once.
 
-    In folders files of other kinds and hidden ones are passed over.
+    In folders files of other kinds and hidden ones are passed over; how many others there were is said.
 
     Raises:
         ConfigError: there is no such file, it is of another kind, or a folder holds none.
@@ -217,6 +218,7 @@ def find_sources(paths: Iterable[str | Path] | str | Path) -> list[Source]:
 
 
 def _search(folder: Path) -> Iterator[tuple[Path, type[Source]]]:
+    others: list[str] = []
     for parent, folders, files in os.walk(folder):
         parent = Path(parent)
         if "dataset_dict.json" in files:
@@ -231,6 +233,11 @@ def _search(folder: Path) -> Iterator[tuple[Path, type[Source]]]:
         for file in (parent / name for name in files if not name.startswith(".")):
             if file.suffix.lower() in FORMATS:
                 yield file, FORMATS[file.suffix.lower()]
+            else:
+                others.append(file.suffix or file.name)
+    if others and os.environ.get("RANK", "0") == "0":
+        kinds = ", ".join(sorted(set(others))[:5])
+        print(f"{folder}: {len(others)} files of other kinds are passed over ({kinds})", file=sys.stderr)
 
 
 def _columns(names: list[str], path: Path) -> list[str]:

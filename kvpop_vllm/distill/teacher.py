@@ -74,13 +74,15 @@ def teacher_logits(model, tokens: torch.Tensor, top: int = 256, **options) -> tu
     return top_logits(model, tokens, top, **options)[:2]
 
 
-def settings_of(model: str | Path, rows, top: int = 256) -> dict:
+def settings_of(model: str | Path, rows, top: int = 256, dtype: str = "bfloat16") -> dict:
     """What logits depend on.
 
     Args:
         model: folder of the teacher. rows: a :class:`kvpop_vllm.distill.data.PackedTokens`. top: K.
+        dtype: what the teacher computes with.
     """
     return {
+        "dtype": dtype,
         "length": rows.length,
         "seed": rows.seed,
         "top": top,

@@ -254,10 +254,13 @@ def say(line: str) -> None:
 
 def _read_manifest(out: Path) -> dict:
     try:
-        return json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+        manifest = json.loads((out / "manifest.json").read_text(encoding="utf-8"))
+        if all({"documents", "characters"} <= entry.keys() for entry in manifest.values()):
+            return manifest
+        raise ValueError("an entry lacks fields")
     except FileNotFoundError:
         return {}
-    except ValueError:
+    except (ValueError, AttributeError):
         raise ConfigError(f"{out / 'manifest.json'} cannot be read: remove {out} and fetch the texts again") from None
 
 

@@ -121,7 +121,10 @@ class Trainer:
                 )
         own = json.loads(json.dumps({"model": model} | self.recipe.to_json()))
         if path.exists() and started:
-            before = json.loads(path.read_text())
+            try:
+                before = json.loads(path.read_text())
+            except ValueError:
+                raise ConfigError(f"{path} is damaged, so nobody can tell what it was: choose another --out") from None
             if differ := sorted(name for name in own if own[name] != before.get(name)):
                 name = differ[0]
                 raise ConfigError(
@@ -148,7 +151,8 @@ class Trainer:
         base.requires_grad_(recipe.trains_base).train(recipe.trains_base)
         if recipe.activation_checkpointing and recipe.trains_base:
             base.gradient_checkpointing_enable({"use_reentrant": False})
-        scorers = [build(self.config) for _ in range(self.config.num_layers)] if self.config else []
+        sizes = recipe.scorer_sizes()
+        scorers = [build(self.config, **sizes) for _ in range(self.config.num_layers)] if self.config else []
         student = Student(base, scorers, recipe).to(self.process.device)
         if self.process.world > 1:
             mesh = init_device_mesh(self.process.device.type, (self.process.world,))

@@ -31,7 +31,9 @@ def add_eval(commands) -> None:
     command.add_argument(
         "--equal", nargs="+", choices=("k", "bytes"), default=["k"], help="what is equal between policies"
     )
-    command.add_argument("--out", metavar="FILE.jsonl", help="all records, one per line")
+    command.add_argument(
+        "--out", metavar="FILE.jsonl", help="all records, one per line (until all are there, in FILE.jsonl.draft)"
+    )
     command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
     command.set_defaults(run=run_eval)
 

@@ -11,7 +11,7 @@ import torch
 from kvpop_vllm.config import ConfigError, ScorerShape
 from kvpop_vllm.distill.sparse import Score, recency
 from kvpop_vllm.kernels.ops import MLSTMWeights
-from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
@@ -26,9 +26,12 @@ class Contender:
     step: int = 1
     state_floats: int = 0
 
-    def state_slots(self, head_dim: int, dtype: torch.dtype) -> int:
-        """Slots that the state's bytes would hold: by so much k is lowered when allocated bytes are to be equal."""
-        return -(-4 * self.state_floats // PageLayout(1, head_dim, dtype).slot_bytes)
+    def budget_of_equal_bytes(self, budget: int, head_dim: int, dtype: torch.dtype) -> int:
+        """The largest budget whose pages, those of the state among them, are no more than a stateless policy's of ``budget``
+        (pages of the default number of slots; a whole request, :mod:`kvpop_vllm.cache.accounting`)."""
+        layout = PageLayout(1, head_dim, dtype, state_floats=self.state_floats)
+        free = cdiv(budget, layout.block_slots) - layout.state_blocks
+        return max(0, min(budget, free * layout.block_slots))
 
 
 def _l2norm(layer, k, v, window):

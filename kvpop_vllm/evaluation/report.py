@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import json
-from contextlib import nullcontext
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import torch
-from transformers import AutoConfig
 
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
 from kvpop_vllm.distill.data import PackedTokens
-from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.distill.hook import check_length, load_model, vocabulary_of
 from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.evaluation.contenders import learned, training_free
 from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
@@ -38,6 +39,7 @@ def evaluate_text(options) -> list[dict]:
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice!r} is to be compared twice: give it once")
     settings = _settings(options, shapes)
+    check_length(options.model, max(options.length))
     rows = PackedTokens(
         options.data,
         load_tokenizer(options.model),
@@ -45,24 +47,38 @@ def evaluate_text(options) -> list[dict]:
         split=options.split,
         seed=options.seed,
         repeat=False,
-        vocab_size=AutoConfig.from_pretrained(options.model, local_files_only=True).vocab_size,
+        vocab_size=vocabulary_of(options.model),
     )
-    out = open(options.out, "w", encoding="utf-8") if options.out else nullcontext()  # here, before the work is done
-    model = load_model(options.model, getattr(torch, options.dtype)).eval().to(default_device())
     records = []
-    with out as file:
+    with _records(options.out) if options.out else nullcontext() as file:  # here, before the work is done
+        model = load_model(options.model, getattr(torch, options.dtype)).eval().to(default_device())
         for record in evaluate(model, itertools.islice(rows, options.rows), contenders, settings):
             records.append(record)
             if file:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
-    if not records:
-        raise ConfigError(f"the {options.split} split holds no row of {max(options.length)} tokens: give more text")
+        if not records:
+            raise ConfigError(f"the {options.split} split holds no row of {max(options.length)} tokens: give more text")
     if (found := 1 + records[-1]["row"]) < options.rows:
         print(f"only {found} of {options.rows} rows: the {options.split} split holds no more")
     table = summarise(records)
     print(format_table(table))
     return table
+
+
+@contextmanager
+def _records(path: str) -> Iterator:
+    """A file that becomes ``path`` when all is written. Until then, and for good if that never comes, what stood there
+    stays, and what was written is in ``path.draft``."""
+    draft = f"{path}.draft"
+    try:
+        with open(draft, "w", encoding="utf-8") as file:
+            yield file
+    except BaseException:
+        if os.path.exists(draft) and os.path.getsize(draft) == 0:
+            os.remove(draft)
+        raise
+    os.replace(draft, path)
 
 
 def _agreed(values: dict[str, int], name: str, default: int, where: str = "") -> int:

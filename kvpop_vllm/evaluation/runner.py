@@ -41,13 +41,13 @@ class Setting:
         return [min(-(-(q - middle) // every) * every + middle, self.length - 2) for q in starts]
 
     def roles(self, contender: Contender, head_dim: int, dtype: torch.dtype) -> Roles:
-        """The contender's k: that of the budget, or less by the slots that its state costs.
+        """The contender's k: that of the budget, or the largest with which its pages are no more than a stateless policy's.
 
         Raises:
             ConfigError: nothing is left.
         """
-        state = contender.state_slots(head_dim, dtype) if self.equal == "bytes" else 0
-        topk = self.budget - self.sinks - self.window - (self.decide_every - 1) - state
+        budget = contender.budget_of_equal_bytes(self.budget, head_dim, dtype) if self.equal == "bytes" else self.budget
+        topk, state = budget - self.sinks - self.window - (self.decide_every - 1), self.budget - budget
         if topk < 1:
             raise ConfigError(
                 f"a budget of {self.budget} leaves {contender.name} no long-range tokens: {self.sinks} sinks, window"
@@ -127,7 +127,7 @@ def _next_token(model, tokens, attend) -> dict[str, float]:
 
 
 def _head_dim(model) -> int:
-    config = model.config
+    config = model.config.get_text_config()
     return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 

@@ -300,13 +300,25 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
     partial = {name: folder / f".{name}.{os.getpid()}.partial" for name in (TENSORS_NAME, CONFIG_NAME)}
     try:
         partial[CONFIG_NAME].write_text(json.dumps(config.to_json(), indent=2) + "\n")
-        save_file(flat, partial[TENSORS_NAME], metadata={"format": "pt"})
-        shutil.copymode(partial[CONFIG_NAME], partial[TENSORS_NAME])  # safetensors writes for the owner only
+        save_tensors(flat, partial[TENSORS_NAME], mode_of=partial[CONFIG_NAME])
         for name, file in partial.items():
             os.replace(file, folder / name)
     finally:
         for file in partial.values():
             file.unlink(missing_ok=True)
+
+
+def save_tensors(tensors: dict[str, torch.Tensor], path: Path, mode_of: Path) -> None:
+    """Writes a safetensors file with the permissions of another file (safetensors writes for the owner only).
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        raise OSError(f"{path} cannot be written: {error}") from None
+    shutil.copymode(mode_of, path)
 
 
 def full_checkpoint_name(name: str) -> str | None:

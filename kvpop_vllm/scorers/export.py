@@ -10,10 +10,15 @@ from collections import Counter
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from kvpop_vllm.config import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, ConfigError
-from kvpop_vllm.scorers.checkpoint import check_model, full_checkpoint_target, looks_like_scorer, read_scorer
+from kvpop_vllm.scorers.checkpoint import (
+    check_model,
+    full_checkpoint_target,
+    looks_like_scorer,
+    read_scorer,
+    save_tensors,
+)
 from kvpop_vllm.scorers.init import model_shape
 
 INDEX = "model.safetensors.index.json"
@@ -114,8 +119,7 @@ class _Shards:
             names = {"model.safetensors": "model-00001-of-00001.safetensors"}
         for source, name in names.items():
             shutil.copyfile(self.base / source, target / name)
-        save_file(scorer, target / SCORER_SHARD, metadata={"format": "pt"})
-        shutil.copymode(target / name, target / SCORER_SHARD)  # safetensors writes for the owner only
+        save_tensors(scorer, target / SCORER_SHARD, mode_of=target / name)
         headers = {names[source]: header for source, header in self.headers.items()}
         headers[SCORER_SHARD] = _header(target / SCORER_SHARD)
         index = {

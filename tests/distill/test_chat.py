@@ -80,3 +80,14 @@ def test_what_does_not_fit_the_template_is_refused(case):
     template, message = REFUSED[case]
     with pytest.raises(ConfigError, match=message):
         said(template, turns("Why?", "So."))
+
+
+def test_tool_calls_that_the_template_leaves_out_are_refused():
+    call = {"type": "function", "function": {"name": "weather", "arguments": '{"place": {"city": "Oslo"}}'}}
+    messages = [*turns("Cold?"), {"role": "assistant", "content": "", "tool_calls": [call]}]
+    with pytest.raises(ConfigError, match="^here: the chat template leaves the tool call of message 1 out .'weather'"):
+        said(PLAIN, messages)
+    shows = PLAIN.replace("{% endfor %}", "{{ m.tool_calls | tojson if m.tool_calls else '' }}{% endfor %}")
+    assert "Oslo" in said(shows, messages)
+    with pytest.raises(ConfigError, match="'Oslo'"):
+        said(shows.replace("m.tool_calls | tojson", "m.tool_calls[0].function.name"), messages)

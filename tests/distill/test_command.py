@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from kvpop_vllm.cli import main
@@ -69,12 +69,27 @@ def kvpop(folder, capfd, monkeypatch):
     return run
 
 
-def distill(kvpop, out, *options, action="train"):
+def distill(kvpop, out, *options, action="train", recipe=RECIPE):
     status, _, errors = kvpop(
-        "distill", action, "--model=qwen3", "--data", "text.jsonl", f"--out={out}", *RECIPE, *options
+        "distill", action, "--model=qwen3", "--data", "text.jsonl", f"--out={out}", *recipe, *options
     )
     assert status in (0, None), errors
     return read_metrics(Path(out) / "run/metrics.jsonl")
+
+
+ALL_OPTIONS = "--feature-map=softmax --gate-softcap=3 --norm --skip --no-project-values --features=9".split()
+
+
+def test_every_option_of_the_mlstm_is_trained_as_it_is_written(kvpop):
+    distill(kvpop, "options", "--steps=3", "--batch=2", *ALL_OPTIONS)
+    config, layers = read_scorer("options")
+    assert (config.feature_map, config.gate_softcap, config.norm, config.skip) == ("softmax", 3.0, True, True)
+    assert all("v_proj" not in own and own["q_proj"].shape[-1] == 9 for own in layers)
+    assert all(own[name].abs().max() > 0 for own in layers for name in ("out.weight", "skip.weight")), "not trained"
+    distill(kvpop, "wide", "--steps=1", "--value-size=7", "--features=5")
+    assert all(own["v_proj"].shape[-1] == own["out.weight"].shape[-1] == 7 for own in read_scorer("wide")[1])
+    distill(kvpop, "hidden", "--steps=1", "--scorer=mlp", "--hidden=6")
+    assert all(own["fc1.weight"].shape[-1] == 6 for own in read_scorer("hidden")[1])
 
 
 @pytest.mark.parametrize("kind", ["mlstm", "immediate", "mlp", "linear"])
@@ -241,7 +256,10 @@ def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monke
 
 @pytest.mark.parametrize("phase", ["uptrain", "streaming-plus"])
 def test_phases_without_a_scorer_write_a_model(kvpop, phase):
-    steps = distill(kvpop, phase, f"--phase={phase}", *BASE)
+    roles = ["--window=8", "--topk=20"] if phase == "streaming-plus" else []
+    recipe = ["--recipe=demo", "--length=96", "--dtype=float32", *roles]
+    base = BASE if phase == "streaming-plus" else [option for option in BASE if not option.startswith("--kl")]
+    steps = distill(kvpop, phase, f"--phase={phase}", *base, recipe=recipe)
     assert ("kl" in steps[0]) == (phase == "streaming-plus") and "boundary" not in steps[0]
     assert not Path(phase, "kvpop_config.json").exists()
     load_model(f"{phase}/model", torch.float32)
@@ -289,9 +307,39 @@ def test_eval_takes_the_windows_that_a_scorer_was_trained_with(kvpop):
     assert kvpop(*words.split(), "--scorer=several", "--scorer=only8", "--window=8")[0] in (0, None)
 
 
+def test_records_of_before_stay_until_the_new_ones_are_there(kvpop, monkeypatch):
+    Path("kept.jsonl").write_text("before\n")
+    words = "eval --model=qwen3 --data text.jsonl --split=all --policies random --length 512 --out=kept.jsonl".split()
+    assert kvpop(*words, "--split=test", "--length=513")[0] == 2  # nothing could be read
+    assert Path("kept.jsonl").read_text() == "before\n" and not Path("kept.jsonl.draft").exists()
+
+    def fails(*given):
+        yield {"row": 0, "policy": "dense"}
+        raise OSError("gone")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpop_vllm.evaluation.report.evaluate", fails)
+        assert kvpop(*words)[0] == 2
+    assert Path("kept.jsonl").read_text() == "before\n" and json.loads(Path("kept.jsonl.draft").read_text())["row"] == 0
+    assert kvpop(*words)[0] in (0, None)
+    assert {json.loads(line)["policy"] for line in Path("kept.jsonl").read_text().splitlines()} == {"dense", "random"}
+    assert not Path("kept.jsonl.draft").exists()
+
+
 @pytest.fixture(scope="module")
 def others(folder):
     """What cannot be used."""
+    for name in ("damaged", "holed", "mixed"):
+        write_byte_tokenizer(write_tiny_model(folder / name, vocab=VOCABULARY))
+        weights, config = folder / name / "model.safetensors", folder / name / "config.json"
+        if name == "damaged":
+            weights.write_bytes(weights.read_bytes()[:-100])
+        elif name == "holed":
+            tensors = load_file(weights)
+            del tensors["model.layers.1.self_attn.k_proj.weight"]
+            save_file(tensors, weights, metadata={"format": "pt"})
+        else:
+            config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": 1}))
     (folder / "empty.txt").write_text("")
     (folder / "short.txt").write_text("A few words.")
     write_random_scorer(folder / "other", write_tiny_model(folder / "wide", "qwen3", kv_heads=4), "mlstm")
@@ -304,17 +352,40 @@ def others(folder):
 REFUSED = {
     "distill --out=x --model=qwen3": "needs --data",
     "distill --out=x --model=absent --data text.jsonl": "absent",
-    "distill --out=x --model=qwen3 --data absent.txt": "absent.txt",
+    "distill --out=x --model=qwen3 --data absent.txt --length=96 --window=8 --topk 20": "absent.txt",
     "distill --out=x --model=qwen3 --data empty.txt --length=96 --window=8 --topk 20": "empty.txt",
     "distill --out=x --model=qwen3 --data short.txt --length=96 --window=8 --topk 20": "too few for one row",
     "distill --out=x --model=small --data text.jsonl --length=96 --window=8 --topk 20": "the model knows 200",
     "distill --out=x --model=capped --data text.jsonl --recipe=demo --steps=1": "rescales its logits",
     "distill teacher --out=x --model=capped --data text.jsonl --recipe=demo --rows=1": "rescales its logits",
     "distill --out=x --model=qwen3 --data text.jsonl --length=2000": "raise --length or lower --topk",
-    "distill --out=x --model=qwen3 --data text.jsonl --recipe=demo --teacher=logits": "which is frozen: leave --teacher out",
-    "distill --out=x --model=qwen3 --data text.jsonl --phase=uptrain --teacher=logits": "phase uptrain has no teacher",
-    "distill --out=x --model=qwen3 --data text.jsonl --train-base --kl=0 --ce=1 --teacher=logits": "no use for a teacher",
+    "distill --out=x --model=qwen3 --data text.jsonl --recipe=demo --positions=96 --teacher=logits --length=96 --window=8 --topk 20": "which is frozen: leave --teacher out",
+    "distill --out=x --model=qwen3 --data text.jsonl --phase=uptrain --length=96 --teacher=logits": "phase uptrain has no teacher",
+    "distill --out=x --model=qwen3 --data text.jsonl --train-base --kl=0 --ce=1 --teacher=logits --length=96 --window=8 --topk 20": "no use for a teacher",
     "distill --out=x --model=qwen3 --data text.jsonl --lr-base=1e-5": "--lr-base is about training the base model",
+    "distill --out=x --model=qwen3 --data text.jsonl --positions=5000 --length=96 --window=8 --topk 20": "the model has 4096 positions: lower --positions 5000",
+    "distill --out=x --model=qwen3 --data text.jsonl": "the model has 4096 positions: lower --length 16384",
+    "distill teacher --out=x --model=qwen3 --data text.jsonl": "the model has 4096 positions: lower --length 16384",
+    "distill --out=x --model=qwen3 --data text.jsonl --scorer=linear --norm": "--norm is about mlstm scorers, not linear",
+    "distill --out=x --model=qwen3 --data text.jsonl --scorer=mlp --no-delayed": "--delayed is about mlstm scorers",
+    "distill --out=x --model=qwen3 --data text.jsonl --hidden=9": "--hidden is about mlp scorers, not mlstm",
+    "distill --out=x --model=qwen3 --data text.jsonl --no-project-values --value-size=9": "--value-size is about the value projection",
+    "distill --out=x --model=qwen3 --data text.jsonl --calibration-rows=3": "is about calibration: give --calibrate",
+    "distill --out=x --model=qwen3 --data text.jsonl --phase=streaming-plus --samples=3": "phase streaming-plus has none",
+    "distill --out=x --model=qwen3 --data text.jsonl --phase=uptrain --topk=3": "phase uptrain is dense",
+    "distill --out=x --model=qwen3 --data text.jsonl --phase=uptrain --ce=0.5": "phase uptrain has cross-entropy alone",
+    "distill --out=x --model=qwen3 --data text.jsonl --train-base --boundary=0 --tau=2": "boundary loss, which has weight 0",
+    "distill --out=x --model=qwen3 --data text.jsonl --train-base --kl=0 --ce=1 --kl-top=9": "--kl-top is about the KL",
+    "distill --out=x --model=qwen3 --data text.jsonl --features=0": "features must be at least 1",
+    "distill --out=x --model=qwen3 --data text.jsonl --rows=3": "kvpop distill train has no use for --rows",
+    "distill teacher --out=x --model=qwen3 --data text.jsonl --teacher=logits": "teacher has no use for --teacher",
+    "distill teacher --out=x --model=qwen3 --data text.jsonl --length=96 --phase=uptrain": "phase uptrain has no teacher",
+    "distill texts --out=x --steps=5": "kvpop distill texts has no use for --steps",
+    "distill --out=x --model=damaged --data text.jsonl --recipe=demo --length=96 --positions=96 --window=8 --topk 20": "damaged cannot be loaded",
+    "distill --out=x --model=holed --data text.jsonl --recipe=demo --length=96 --positions=96 --window=8 --topk 20": "has no weights for model.layers.1.self_attn.k_proj.weight",
+    "distill --out=x --model=mixed --data text.jsonl --recipe=demo --length=96 --positions=96 --window=8 --topk 20": "k_proj.weight is [64, 64] and should be [32, 64] by config.json",
+    "eval --model=holed --data text.jsonl --split=all --length 512": "has no weights for",
+    "eval --model=qwen3 --data text.jsonl --split=all --length 5000": "the model has 4096 positions: lower --length 5000",
     "distill --out=x --model=qwen3 --data text.jsonl --phase=foo --no-train-base": "phase must be one of",
     "distill --out=x --model=qwen3 --data text.jsonl --phase=uptrain --no-train-base": "leave --no-train-base out",
     "distill --out=x --model=qwen3 --data text.jsonl --recipe=demo --kl-top=0": "kl_top must be at least 1",
@@ -331,7 +402,7 @@ REFUSED = {
     "eval --model=qwen3 --data text.jsonl --split=all --length 512 --equal k bytes": "--equal bytes compares budgets of at least 512",
     "eval --model=qwen3 --data text.jsonl --split=all --length 512 --out=nowhere/x": "nowhere/x",
     "eval --model=qwen3 --data short.txt --split=all --length 512": "too few for one row",
-    "eval --model=qwen3 --data text.jsonl --split=all --length 8192 --rows=0": "--rows: 0 is not at least 1",
+    "eval --model=qwen3 --data text.jsonl --split=all --length 512 --rows=0": "--rows: 0 is not at least 1",
 }
 
 

@@ -144,7 +144,7 @@ def test_byte_order_marks_and_blank_documents_are_left_out(tmp_path):
     assert sorted(documents(tmp_path, split="all")) == ["one", "three", "two"]
 
 
-def test_folders_are_searched_and_nothing_is_read_twice(tmp_path):
+def test_folders_are_searched_and_nothing_is_read_twice(tmp_path, capsys):
     for i, folder in enumerate((".hidden", "deep/deeper", "other")):
         (tmp_path / folder).mkdir(parents=True)
         write(tmp_path / folder, "own", "txt", records([f"text {i}"]))
@@ -152,6 +152,7 @@ def test_folders_are_searched_and_nothing_is_read_twice(tmp_path):
     (tmp_path / "link.txt").symlink_to(tmp_path / "other/own.txt")
     found = sources.find_sources([tmp_path, tmp_path / "other", tmp_path / "deep/../other/own.txt"])
     assert sorted(source.path.parent.name for source in found) in (["deeper", "other"], ["deeper", tmp_path.name])
+    assert capsys.readouterr().err == f"{tmp_path}: 1 files of other kinds are passed over (.md)\n"
 
 
 # packing

@@ -41,6 +41,13 @@ def test_texts_are_fetched_first_unless_a_folder_of_them_is_named(tmp_path, kind
     assert lines[-1].startswith("eval ") and f"--data {tmp_path}/data/held-out/champ.jsonl" in lines[-1]
 
 
+def test_a_folder_without_text_to_compare_on_is_refused_before_anything_is_trained(tmp_path):
+    (tmp_path / "training").mkdir()
+    told = {"PATH": os.environ["PATH"], "KVPOP": sys.executable, "MODEL": str(SCRIPT.parent), "DATA": str(tmp_path)}
+    done = subprocess.run(["bash", SCRIPT, tmp_path / "out"], env=told, capture_output=True, text=True)
+    assert done.returncode == 2 and "held-out holds no text to compare on" in done.stderr
+
+
 @pytest.mark.slow
 def test_a_minute_of_it(tmp_path):
     data, out, steps = tmp_path / "data", tmp_path / "out", 16

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import resource
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -267,6 +268,21 @@ def test_metrics_that_cannot_be_written_stop_it_too(model, tmp_path, monkeypatch
     monkeypatch.setattr(Metrics, "add", full)
     with pytest.raises(TrainingError, match="stopped at step 5: .*No space left.*; the checkpoint of step 3 is good"):
         train(model, tmp_path).run()
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", "process-0.pt", "meta.json"])
+def test_a_damaged_checkpoint_is_named_and_no_older_one_taken_unasked(model, tmp_path, name):
+    whole = train(model, tmp_path).run()
+    newest, older = (tmp_path / f"run/step-{step}" for step in (8, 6))
+    (newest / name).write_bytes((newest / name).read_bytes()[:-40])
+    with pytest.raises(ConfigError, match="step-8 is damaged .*: remove it to go on from the checkpoint of step 6"):
+        train(model, tmp_path).run()
+    shutil.rmtree(newest)
+    assert train(model, tmp_path).run() == whole
+    (tmp_path / "run/run.json").write_text("")
+    with pytest.raises(ConfigError, match="run.json is damaged"):
+        train(model, tmp_path)
+    assert older.exists()
 
 
 def test_another_run_in_the_same_folder_is_refused(model, tmp_path):

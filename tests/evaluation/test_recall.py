@@ -10,6 +10,7 @@ import torch
 from kernels.naive import kept_sets
 from transformers import AutoModelForCausalLM
 
+from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.retention import Roles
@@ -18,6 +19,8 @@ from kvpop_vllm.evaluation.contenders import Contender, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.report import format_table
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
+from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import OracleModel, OraclePolicy, write_tiny_model
 
 S, ROLES, Q0 = 90, Roles(sinks=2, window=6, topk=8), [40, 70]
@@ -93,11 +96,23 @@ def test_recency_keeps_the_newest_and_l2norm_small_keys(layer):
     assert torch.equal(score.argmax(-1), k.norm(dim=-1).argmin(-1))
 
 
-def test_equal_bytes_lowers_k_by_the_slots_of_the_state():
-    """D = 64, bfloat16: a slot is 264 bytes, a state of 128 x 64 + 128 + 1 words 33,284, that is 126.08 slots."""
-    contender, setting = Contender("c", None, state_floats=128 * 64 + 128 + 1), Setting(4096, 1024, 4, 64, "bytes")
-    assert setting.roles(contender, 64, torch.bfloat16) == Roles(4, 64, 1024 - 68 - 127)
-    assert dataclasses.replace(setting, equal="k").roles(contender, 64, torch.bfloat16).topk == 1024 - 68
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [32, 64, 80, 96, 128])
+@pytest.mark.parametrize("budget", [512, 1000, 1024])
+@pytest.mark.parametrize("every", [1, 20])
+def test_equal_bytes_are_equal_and_k_is_the_largest(dtype, size, budget, every):
+    state = size * size + size + 1
+    contender, setting = Contender("c", None, state_floats=state), Setting(4096, budget, 4, 64, "bytes", every)
+    roles = setting.roles(contender, size, dtype)
+
+    def bytes_of(topk, floats):
+        kept = Retention(4 + 64 + every - 1 + topk, 4, 64, every)
+        return request_bytes(PageLayout(2, size, dtype, state_floats=floats), 3, 4096, kept).allocated
+
+    stateless = bytes_of(budget - 68 - every + 1, 0)
+    assert bytes_of(roles.topk, state) <= stateless < bytes_of(roles.topk + 1, state)
+    assert bytes_of(roles.topk, state) == stateless, "blocks are left over"
+    assert dataclasses.replace(setting, equal="k").roles(contender, size, dtype).topk == budget - 68 - every + 1
 
 
 @pytest.mark.parametrize("positions", [7, S])
