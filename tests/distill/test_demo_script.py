@@ -30,11 +30,17 @@ def test_texts_are_fetched_first_unless_a_folder_of_them_is_named(tmp_path, kind
     stand_in.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     stand_in.chmod(0o755)
     told = {"PATH": os.environ["PATH"], "KVPOP": str(stand_in), "MODEL": str(tmp_path / "model"), "KINDS": kinds}
+    own = tmp_path / "repository/data/held-out"  # what the stand-in does not fetch
+    own.mkdir(parents=True)
+    (own / "bible.jsonl").touch()
+    script = tmp_path / "repository/examples" / SCRIPT.name
+    script.parent.mkdir()
+    shutil.copy(SCRIPT, script)
     for folder in ({}, {"DATA": str(tmp_path / "data")}):
-        subprocess.run([SCRIPT, tmp_path / "out", "--steps", "2"], env=told | folder, check=True, capture_output=True)
+        subprocess.run([script, tmp_path / "out", "--steps", "2"], env=told | folder, check=True, capture_output=True)
     lines = (tmp_path / "asked").read_text().splitlines()
     fetches = [line for line in lines if line.startswith("distill texts")]
-    assert fetches == [f"distill texts --out {SCRIPT.parent.parent / 'data'}{asked}"] and lines[0] == fetches[0]
+    assert fetches == [f"distill texts --out {own.parent}{asked}"] and lines[0] == fetches[0]
     assert [f"--data {tmp_path}/data/training --out {tmp_path}/out --steps 2" in line for line in lines].count(
         True
     ) == 1
