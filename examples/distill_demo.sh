@@ -16,7 +16,7 @@ data=${DATA:-$here/data}
 
 [ -x "$kvpop" ] && [ -e "$model/config.json" ] || make -C "$here" model
 [ -n "${DATA:-}" ] || "$kvpop" distill texts --out "$data" ${KINDS:+--data $KINDS} # what is there already is left alone
-[ -n "$(ls "$data/held-out" 2> /dev/null)" ] || { echo "$data/held-out holds no text to compare on: add a kind of it to KINDS" >&2; exit 2; }
+[ -n "$(ls "$data/held-out" 2> /dev/null)" ] || { echo "$data/held-out holds no text to compare on: put some there, or leave KINDS out" >&2; exit 2; }
 "$kvpop" distill --recipe demo --model "$model" --data "$data/training" --out "$out" "$@"
 for text in "$data"/held-out/*; do
     echo "== $(basename "$text")"

@@ -5,6 +5,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <memory>
 #include <vector>
 
 #include "kvpop/isa.h"
@@ -15,6 +16,8 @@ namespace kvpop {
 namespace {
 
 constexpr int64_t LEAST_PART = 256;  // slots; less is not worth a thread
+
+constexpr int64_t MOST_PARTS = 4;    // where there are two heads for each thread or more: parts have to be merged
 
 // Into how many parts each head's slots are cut so that all threads have work. Heads that are cut lose the products of several
 // requests together, so the longest share of a thread must become a tenth shorter: from 8 heads a thread on it hardly can.
@@ -27,7 +30,8 @@ int64_t parts_of_a_head(const DecodeStep& step) {
     // Threads get equal shares of the parts, rounded up: the number that makes the largest share of the work smallest.
     const int64_t whole = (heads + threads - 1) / threads;
     int64_t best = 1, best_share = whole;
-    for (int64_t parts = 2; parts <= std::min(longest / LEAST_PART, 2 * threads); parts++)
+    const int64_t most = heads < 2 * threads ? 2 * threads : MOST_PARTS;
+    for (int64_t parts = 2; parts <= std::min(longest / LEAST_PART, most); parts++)
         if (const int64_t share = (heads * parts + threads - 1) / threads; share * best < best_share * parts)
             best = parts, best_share = share;
     return 10 * best_share <= 9 * whole * best ? best : 1;
@@ -37,8 +41,8 @@ void in_parts(const DecodeStep& step, const Kernels& kernels, int64_t parts) {
     const int64_t heads = step.requests * step.heads, floats = kernels.scratch_floats(step);
     const int64_t sums = kernels.partial_floats(step);
     std::vector<Runs> runs(static_cast<size_t>(heads));
-    std::vector<float> memory(static_cast<size_t>(heads * parts * sums + 16));
-    float* partial = aligned(memory.data());
+    const std::unique_ptr<float[]> memory(new float[static_cast<size_t>(heads * parts * sums + 16)]);
+    float* partial = aligned(memory.get());
     at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
         float* scratch = scratch_of_this_thread(floats);
         for (int64_t i = begin; i < end; i++)
@@ -52,8 +56,10 @@ void in_parts(const DecodeStep& step, const Kernels& kernels, int64_t parts) {
                                 partial + j * sums, scratch);
         }
     });
-    for (int64_t i = 0; i < heads; i++)
-        kernels.merge_parts(step, i % step.requests, i / step.requests, parts, partial + i * parts * sums);
+    at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t i = begin; i < end; i++)
+            kernels.merge_parts(step, i % step.requests, i / step.requests, parts, partial + i * parts * sums);
+    });
 }
 
 }  // namespace

@@ -84,7 +84,7 @@ class Checkpoints:
             Steps taken and the data position.
 
         Raises:
-            ValueError: it was written by another number of processes, or is damaged: no older one is taken unasked.
+            ValueError: it was written by another number of processes, or cannot be read: no older one is taken unasked.
         """
         steps = self.steps()
         if not steps:
@@ -94,9 +94,13 @@ class Checkpoints:
             processes = json.loads((folder / "meta.json").read_text())["processes"]
             if processes == _world():
                 return steps[-1], self._load(folder, model, optimiser)
+        except torch.OutOfMemoryError:
+            raise
         except (Exception, CheckpointException) as error:
             rest = f"the checkpoint of step {steps[-2]}" if len(steps) > 1 else "the start"
-            raise ValueError(f"{folder} is damaged ({_cause(error)}): remove it to go on from {rest}") from None
+            raise ValueError(
+                f"{folder} cannot be read ({_cause(error)}): if it is damaged, remove it to go on from {rest}"
+            ) from error
         raise ValueError(f"{folder} was written by {processes} processes, not {_world()}: use as many again")
 
     @staticmethod

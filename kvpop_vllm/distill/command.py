@@ -61,6 +61,8 @@ def recipe_of(options) -> Recipe:
     )
     if options.train_base is False and recipe.trains_base:
         raise ConfigError(f"--phase {options.phase} trains the base model: leave --no-train-base out")
+    if options.action == "teacher":  # the recipe says which run the logits are for
+        return recipe
     off = [f.name for f in dataclasses.fields(Recipe) if f.default is False and given[f.name] is False]
     if unused := recipe.without_effect([n for n, value in given.items() if value is not None and n not in off]):
         name, why = unused
@@ -74,7 +76,7 @@ def _flag(name: str) -> str:
 
 
 def _refuse_options_of_others(options) -> None:
-    """What an action does nothing with is not to be given to it.
+    """What an action does nothing with is not to be given to it; 'teacher' takes all of the recipe that its logits are for.
 
     Raises:
         ConfigError: naming the option.

@@ -130,9 +130,13 @@ def longest(config) -> int | None:
     """Positions a model was made for, those that a rotation is stretched to among them; None where nothing says it."""
     text = config.get_text_config()
     rope, told = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None)
-    factor, original = rope.get("factor"), rope.get("original_max_position_embeddings")
-    stretched = int(factor * original) if factor and original else 0
-    return max(told, stretched) if told else None
+    kinds = [rope, *(own for own in rope.values() if isinstance(own, dict))]
+    stretched = [
+        own["factor"] * (own.get("original_max_position_embeddings") or told)
+        for own in kinds
+        if told and own.get("factor")
+    ]
+    return int(max([told, *stretched])) if told else None
 
 
 def check_length(folder: str | Path, length: int) -> None:

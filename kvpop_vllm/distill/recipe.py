@@ -254,7 +254,7 @@ class Recipe:
         base, scorers = self.trains_base, self.phase == "sparsify"
         kl = base and self.phase != "uptrain" and self.kl > 0
         reasons = (
-            (base, "is about training the base model, which is frozen", "kl ce lr_base activation_checkpointing"),
+            (base, "is about training the base model, which is frozen", "kl ce lr_base"),
             (self.phase != "uptrain", "is about sparse attention, and phase uptrain is dense", "sinks window topk"),
             (self.phase != "uptrain", "is a weight beside others, and phase uptrain has cross-entropy alone", "kl ce"),
             (scorers, f"is about scorers, and phase {self.phase} has none", _OF_SCORERS),
@@ -269,6 +269,11 @@ class Recipe:
             if not applies and (found := next((name for name in given if name in names.split()), None)):
                 return found, why
         return None
+
+    @staticmethod
+    def defaults() -> dict:
+        """The fields that have a plain default, with it."""
+        return {f.name: f.default for f in dataclasses.fields(Recipe) if f.default is not dataclasses.MISSING}
 
     def to_json(self) -> dict:
         """All fields, ``train_base`` as it takes effect."""
@@ -298,7 +303,7 @@ DEMO = Recipe(
     lr_new_end=8e-4,
     activation_checkpointing=False,
 )
-"""Scorers of the frozen 135M demo model in an hour and a half on a CPU core; budgets from a half to a sixteenth of S. Few rows,
+"""Scorers of the frozen 135M demo model in an hour and a quarter on two CPU cores; budgets from a half to a sixteenth of S. Few rows,
 so a rate ten times the paper's, and every row asked at many positions, which costs next to nothing. The decays that it trains with lie
 lower than the paper's, as its budgets of 2,048 and 4,096 lie above these, and are calibrated at the end (LOG "decay")."""
 

@@ -266,7 +266,7 @@ def read_index(folder: Path) -> dict:
 
 def _refuse_others(folder: Path, before: dict, settings: dict) -> None:
     for name, value in settings.items():
-        if before.get(name) != value:
+        if before.get(name, value if name == "dtype" else None) != value:  # older folders do not say their dtype
             raise ConfigError(
                 f"{folder} holds teacher logits with {name} = {before.get(name)!r}, not {value!r}: use the same"
                 f" {name}, or another folder"

@@ -125,6 +125,7 @@ class Trainer:
                 before = json.loads(path.read_text())
             except ValueError:
                 raise ConfigError(f"{path} is damaged, so nobody can tell what it was: choose another --out") from None
+            before = self.recipe.defaults() | before  # runs of before an option was there had its default
             if differ := sorted(name for name in own if own[name] != before.get(name)):
                 name = differ[0]
                 raise ConfigError(

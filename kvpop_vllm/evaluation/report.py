@@ -69,7 +69,14 @@ def evaluate_text(options) -> list[dict]:
 @contextmanager
 def _records(path: str) -> Iterator:
     """A file that becomes ``path`` when all is written. Until then, and for good if that never comes, what stood there
-    stays, and what was written is in ``path.draft``."""
+    stays, and what was written is in ``path.draft``. Devices and pipes are written to as they are."""
+    if os.path.isdir(path):
+        raise ConfigError(f"--out {path} is a folder: name a file")
+    if os.path.exists(path) and not os.path.isfile(path):
+        with open(path, "w", encoding="utf-8") as file:
+            yield file
+        return
+    path = os.path.realpath(path)
     draft = f"{path}.draft"
     try:
         with open(draft, "w", encoding="utf-8") as file:

@@ -412,3 +412,25 @@ def test_bad_input_is_refused_in_one_line(kvpop, others, line):
     own = [text for text in errors.splitlines() if text.startswith("kvpop: ") or ": error: " in text]
     assert status == 2 and len(own) == 1 and REFUSED[line] in own[0], errors
     assert not Path("x/kvpop_config.json").exists()
+
+
+def test_records_go_to_files_alone_or_straight_to_devices(kvpop, folder):
+    words = "eval --model=qwen3 --data text.jsonl --split=all --policies random --length 512 --rows=1".split()
+    Path("own").mkdir()
+    status, _, errors = kvpop(*words, "--out=own")
+    assert status == 2 and "--out own is a folder" in errors and not Path("own.draft").exists()
+    (folder / "real.jsonl").write_text("before")
+    (folder / "link.jsonl").symlink_to("real.jsonl")
+    assert kvpop(*words, "--out=link.jsonl")[0] in (0, None)
+    assert Path("link.jsonl").is_symlink() and len(Path("real.jsonl").read_text().splitlines()) == 2
+    assert kvpop(*words, "--out=/dev/null")[0] in (0, None)
+    assert Path("/dev/null").is_char_device()
+
+
+def test_what_a_frozen_base_and_the_teacher_do_use_is_taken(kvpop):
+    distill(kvpop, "frugal", "--steps=1", "--activation-checkpointing")
+    words = (
+        "distill teacher --model=qwen3 --data text.jsonl --out=few --rows=1 --kl-top=9 --length=96 --window=8 --topk 20"
+    )
+    assert kvpop(*words.split())[0] in (0, None)
+    assert load_file("few/rows-00000.safetensors")["ids"].shape[-1] == 9

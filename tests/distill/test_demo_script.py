@@ -49,7 +49,8 @@ def test_texts_are_fetched_first_unless_a_folder_of_them_is_named(tmp_path, kind
 
 def test_a_folder_without_text_to_compare_on_is_refused_before_anything_is_trained(tmp_path):
     (tmp_path / "training").mkdir()
-    told = {"PATH": os.environ["PATH"], "KVPOP": sys.executable, "MODEL": str(SCRIPT.parent), "DATA": str(tmp_path)}
+    (tmp_path / "config.json").write_text("{}")
+    told = {"PATH": os.environ["PATH"], "KVPOP": sys.executable, "MODEL": str(tmp_path), "DATA": str(tmp_path)}
     done = subprocess.run(["bash", SCRIPT, tmp_path / "out"], env=told, capture_output=True, text=True)
     assert done.returncode == 2 and "held-out holds no text to compare on" in done.stderr
 

@@ -7,10 +7,17 @@ import json
 import pytest
 import torch
 from kernels.naive import kept_sets, masked_attention
-from transformers import AutoModelForCausalLM, CohereConfig, GraniteConfig, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    GraniteConfig,
+    LlamaConfig,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import RESCALED, Dense, load_model
+from kvpop_vllm.distill.hook import RESCALED, Dense, load_model, longest
 from kvpop_vllm.distill.retention import Roles, running_cutoffs
 from kvpop_vllm.distill.sparse import Sparse, dense_attention
 from kvpop_vllm.testing import write_tiny_model
@@ -104,6 +111,16 @@ def test_what_would_be_ignored_is_refused(folder, tokens, tmp_path):
         model(tokens, attention_mask=mask, attend=Dense())
     with pytest.raises(ConfigError, match="has no config.json"):
         load_model(tmp_path)
+
+
+def test_positions_of_stretched_rotations():
+    def of(**rope):
+        return longest(LlamaConfig(max_position_embeddings=4096, rope_parameters={"rope_theta": 1e4, **rope}))
+
+    assert of(rope_type="default") == 4096
+    assert of(rope_type="linear", factor=4.0) == of(rope_type="dynamic", factor=4.0) == 16384
+    assert of(rope_type="yarn", factor=4.0, original_max_position_embeddings=2048) == 8192
+    assert of(rope_type="yarn", factor=1.5, original_max_position_embeddings=2048) == 4096
 
 
 @pytest.mark.parametrize("name", RESCALED)

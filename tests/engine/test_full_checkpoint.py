@@ -11,12 +11,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.tiny_engine import generate, start
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from vllm.engine.arg_utils import EngineArgs
 
 from kvpop_vllm.cli import main
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.scorers import export
 from kvpop_vllm.scorers.export import INDEX, SCORER_SHARD, export_checkpoint
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue import engine_policy
@@ -346,7 +346,11 @@ def test_export_leaves_nothing_half_done(qwen3, tmp_path, monkeypatch):
     (tmp_path / "full" / "note.txt").write_text("mine")
     with pytest.raises(ConfigError, match="not an empty folder"):
         export_checkpoint(qwen3.base, qwen3.adapter, tmp_path / "full")
-    monkeypatch.setattr(export, "save_file", lambda *args, **options: (_ for _ in ()).throw(OSError("disk full")))
+
+    def full(*args, **options):
+        raise SafetensorError("disk full")
+
+    monkeypatch.setattr("kvpop_vllm.scorers.checkpoint.save_file", full)
     with pytest.raises(OSError, match="disk full"):
         export_checkpoint(qwen3.base, qwen3.adapter, tmp_path / "out")
     assert [f.name for f in tmp_path.iterdir()] == ["full"]
