@@ -8,6 +8,8 @@ BUDGET ?= 1024
 KV_MEMORY ?= 1073741824
 PORT ?= 8000
 PYTEST_ARGS ?=
+# Test modules run side by side; an engine or server that a module starts is its own.
+WORKERS ?= 2
 BENCH_ARGS ?=
 
 VENV := .venv
@@ -59,7 +61,7 @@ serve: model
 	    --kv-cache-memory-bytes $(KV_MEMORY) --port $(PORT)
 
 test: model
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q tests $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope tests $(PYTEST_ARGS)
 
 $(SANITIZED): $(SOURCES) setup.py $(PACKAGE)
 	@mkdir -p $(@D)
