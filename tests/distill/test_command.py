@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import signal
@@ -15,11 +14,11 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+from distill.tiny_text import VOCABULARY, write_byte_tokenizer
+from distill.typed import RECIPE, distill
 from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
-from kvpop_vllm.cli import main
 from kvpop_vllm.distill import run
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.metrics import read_metrics
@@ -27,55 +26,8 @@ from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.distill.trainer import Process, Trainer
 from kvpop_vllm.evaluation.contenders import learned
-from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
+from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
-
-RECIPE = [
-    "--recipe=demo",
-    "--length=96",
-    "--positions=300",
-    "--window=8",
-    "--samples=32",
-    "--warmup=2",
-    "--dtype=float32",
-    "--topk",
-    "20",
-]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    root = tmp_path_factory.mktemp("command")
-    for kind in ("qwen3", "llama"):
-        write_byte_tokenizer(
-            write_tiny_model(root / kind, kind, vocab=VOCABULARY, kv_heads=2 if kind == "qwen3" else 4)
-        )
-    write_text(root / "text.jsonl")
-    return root
-
-
-@pytest.fixture
-def kvpop(folder, capfd, monkeypatch):
-    """Runs a command line in the folder; returns status, output and errors."""
-    monkeypatch.chdir(folder)
-
-    def run(*words):
-        try:
-            status = main([str(word) for word in words])
-        except SystemExit as stop:  # argparse
-            status = stop.code
-        return status, *capfd.readouterr()
-
-    return run
-
-
-def distill(kvpop, out, *options, action="train", recipe=RECIPE):
-    status, _, errors = kvpop(
-        "distill", action, "--model=qwen3", "--data", "text.jsonl", f"--out={out}", *recipe, *options
-    )
-    assert status in (0, None), errors
-    return read_metrics(Path(out) / "run/metrics.jsonl")
-
 
 ALL_OPTIONS = "--feature-map=softmax --gate-softcap=3 --norm --skip --no-project-values --features=9".split()
 
@@ -265,67 +217,6 @@ def test_phases_without_a_scorer_write_a_model(kvpop, phase):
     load_model(f"{phase}/model", torch.float32)
 
 
-def test_eval_compares_policies_with_dense(kvpop):
-    distill(kvpop, "scorer", "--steps=2")
-    words = "eval --model=qwen3 --data text.jsonl --split=all --scorer=scorer --length 128 96 --share 3 --rows=2"
-    status, output, errors = kvpop(*words.split(), "--dtype=float32", "--out=records.jsonl")
-    assert status in (0, None), errors
-    header, *lines = (line.split() for line in output.splitlines())
-    assert header[:2] == ["length", "budget"] and len(lines) == 2 * 5  # dense, three training-free, the scorer
-    assert [line[-3] for line in lines if "dense" in line], output
-    records = [json.loads(line) for line in Path("records.jsonl").read_text().splitlines()]
-    assert len(records) == 2 * len(lines)
-    assert {r["policy"] for r in records} == {"dense", "streaming-llm", "l2norm", "random", "scorer"}
-    for record in records:
-        assert record["policy"] == "dense" or (record["budget"] == record["length"] // 3 and 0 <= record["mass"] <= 1)
-
-
-def test_eval_takes_the_windows_that_a_scorer_was_trained_with(kvpop):
-    distill(kvpop, "several", "--steps=2", "--window", "8", "16", "--topk", "20", "44")
-    words = "eval --model=qwen3 --data text.jsonl --split=all --policies streaming-llm --length 128 --share 2 4 --rows=1 --dtype=float32"
-    status, output, errors = kvpop(*words.split(), "--scorer=several", "--out=windows.jsonl")
-    assert status in (0, None), errors
-    records = [json.loads(line) for line in Path("windows.jsonl").read_text().splitlines()]
-    found = {(r["policy"], r["budget"], r["window"], r["topk"]) for r in records if r["policy"] != "dense"}
-    assert found == {(name, *t) for name in ("several", "streaming-llm") for t in ((64, 16, 44), (32, 8, 20))}
-    assert output.split()[3] == "window"
-    config, layers = read_scorer("several")
-    by_hand = {}
-    for window in (8, 16):
-        write_scorer(f"only{window}", dataclasses.replace(config, window=window, trained=()), layers)
-        kvpop(*words.split(), f"--scorer=only{window}", f"--out=only{window}.jsonl")
-        for line in Path(f"only{window}.jsonl").read_text().splitlines():
-            record = json.loads(line)
-            by_hand[record.get("window"), record.get("budget")] = record["nll"], record.get("hindsight")
-    for record in records:
-        if record["policy"] == "several":
-            assert by_hand[record["window"], record["budget"]] == (record["nll"], record["hindsight"])
-    status, _, errors = kvpop(*words.split(), "--scorer=several", "--scorer=only8")
-    assert status == 2 and "only8 was trained with window 8 at a budget of 64, several with 16: give --window" in errors
-    status, _, errors = kvpop(*words.split(), "--scorer=several", "--window=17")
-    assert status == 2 and "--window 17" in errors and "windows from 8 to 16" in errors
-    assert kvpop(*words.split(), "--scorer=several", "--scorer=only8", "--window=8")[0] in (0, None)
-
-
-def test_records_of_before_stay_until_the_new_ones_are_there(kvpop, monkeypatch):
-    Path("kept.jsonl").write_text("before\n")
-    words = "eval --model=qwen3 --data text.jsonl --split=all --policies random --length 512 --out=kept.jsonl".split()
-    assert kvpop(*words, "--split=test", "--length=513")[0] == 2  # nothing could be read
-    assert Path("kept.jsonl").read_text() == "before\n" and not Path("kept.jsonl.draft").exists()
-
-    def fails(*given):
-        yield {"row": 0, "policy": "dense"}
-        raise OSError("gone")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("kvpop_vllm.evaluation.report.evaluate", fails)
-        assert kvpop(*words)[0] == 2
-    assert Path("kept.jsonl").read_text() == "before\n" and json.loads(Path("kept.jsonl.draft").read_text())["row"] == 0
-    assert kvpop(*words)[0] in (0, None)
-    assert {json.loads(line)["policy"] for line in Path("kept.jsonl").read_text().splitlines()} == {"dense", "random"}
-    assert not Path("kept.jsonl.draft").exists()
-
-
 @pytest.fixture(scope="module")
 def others(folder):
     """What cannot be used."""
@@ -412,19 +303,6 @@ def test_bad_input_is_refused_in_one_line(kvpop, others, line):
     own = [text for text in errors.splitlines() if text.startswith("kvpop: ") or ": error: " in text]
     assert status == 2 and len(own) == 1 and REFUSED[line] in own[0], errors
     assert not Path("x/kvpop_config.json").exists()
-
-
-def test_records_go_to_files_alone_or_straight_to_devices(kvpop, folder):
-    words = "eval --model=qwen3 --data text.jsonl --split=all --policies random --length 512 --rows=1".split()
-    Path("own").mkdir()
-    status, _, errors = kvpop(*words, "--out=own")
-    assert status == 2 and "--out own is a folder" in errors and not Path("own.draft").exists()
-    (folder / "real.jsonl").write_text("before")
-    (folder / "link.jsonl").symlink_to("real.jsonl")
-    assert kvpop(*words, "--out=link.jsonl")[0] in (0, None)
-    assert Path("link.jsonl").is_symlink() and len(Path("real.jsonl").read_text().splitlines()) == 2
-    assert kvpop(*words, "--out=/dev/null")[0] in (0, None)
-    assert Path("/dev/null").is_char_device()
 
 
 def test_what_a_frozen_base_and_the_teacher_do_use_is_taken(kvpop):

@@ -1,0 +1,35 @@
+"""Tiny models and text, and the command line run among them."""
+
+from __future__ import annotations
+
+import pytest
+from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+
+from kvpop_vllm.cli import main
+from kvpop_vllm.testing import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("command")
+    for kind in ("qwen3", "llama"):
+        write_byte_tokenizer(
+            write_tiny_model(root / kind, kind, vocab=VOCABULARY, kv_heads=2 if kind == "qwen3" else 4)
+        )
+    write_text(root / "text.jsonl")
+    return root
+
+
+@pytest.fixture
+def kvpop(folder, capfd, monkeypatch):
+    """Runs a command line in the folder; returns status, output and errors."""
+    monkeypatch.chdir(folder)
+
+    def run(*words):
+        try:
+            status = main([str(word) for word in words])
+        except SystemExit as stop:  # argparse
+            status = stop.code
+        return status, *capfd.readouterr()
+
+    return run
