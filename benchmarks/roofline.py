@@ -85,8 +85,10 @@ class Machine:
             "float32 operations": self.float32,
             "bfloat16 operations": max(self.native.bf16_rate(10_000_000) for _ in range(3)),
         }
-        low = self.rates["bfloat16 operations"] if load_extension().current_isa() == "avx512_bf16" else 0
+        low = self.rates["bfloat16 operations"] if load_extension().current_isa().endswith("_bf16") else 0
         self.products = low or self.float32
+        tiles = load_extension().current_isa().startswith("amx")  # prefill's products then; torch's are the best known
+        self.prefill_products = max(matrix_rate() for _ in range(5)) if tiles else self.products
 
     def page_rate(self, size: int) -> float:
         """Of a head's pages in random order, the next one fetched while one is read."""
@@ -217,16 +219,26 @@ def prefill(size: int, budget: int, options, machine: Machine) -> list[dict]:
     scoring = scorer_operations(problem.rule.scorer, size) * heads * length
     moved = heads * (budget + length) * 4 * size + 2 * length * heads * group * size * 2
     rates, seconds = zip(*times[1:], strict=True)
-    return [row("prefill", size, budget, 1, (moved, products, scoring), rates, seconds, machine, options)]
+    needs, fast = (moved, products, scoring), machine.prefill_products
+    return [row("prefill", size, budget, 1, needs, rates, seconds, machine, options, fast)]
 
 
-def row(op, size, budget, requests, needs, rates, seconds, machine: Machine, options) -> dict:
-    """``needs``: bytes, operations with keys and values (in bfloat16 where the kernels can), operations in float32.
+def matrix_rate() -> float:
+    """Operations a second of torch's product of bfloat16 matrices as wide as a model's."""
+    a, b = torch.randn(2048, 576).bfloat16(), torch.randn(576, 1536).bfloat16()
+    begin = time.perf_counter()
+    a @ b
+    return 2 * a.numel() * b.shape[1] / (time.perf_counter() - begin)
+
+
+def row(op, size, budget, requests, needs, rates, seconds, machine: Machine, options, fast: float = 0) -> dict:
+    """``needs``: bytes, operations with keys and values (in bfloat16 where the kernels can), operations in float32. ``fast``:
+    rate of those with keys and values, if not the machine's.
 
     ``rates`` and ``seconds`` are of the rounds, whose ratios are given by their median, least and largest.
     """
     moved, products, scoring = needs
-    compute = products / machine.products + scoring / machine.float32
+    compute = products / (fast or machine.products) + scoring / machine.float32
     floors = [max(moved / rate, compute) for rate in rates]
     ratios = [s / f for s, f in zip(seconds, floors, strict=True)]
     return {
@@ -247,7 +259,7 @@ def row(op, size, budget, requests, needs, rates, seconds, machine: Machine, opt
         "stream_gb_s": f"{statistics.median(rates) / 1e9:.1f}",
         "best_stream_gb_s": f"{machine.rates['read, one stream'] / 1e9:.1f}",
         "pages_gb_s": f"{machine.pages / 1e9:.1f}",
-        "products_g_s": f"{machine.products / 1e9:.1f}",
+        "products_g_s": f"{(fast or machine.products) / 1e9:.1f}",
         "float32_g_s": f"{machine.float32 / 1e9:.1f}",
     }
 

@@ -39,8 +39,9 @@ void check(const Tensor& t, const char* name, at::ScalarType dtype, at::IntArray
 class Rule {
   public:
     Rule(int64_t sinks, int64_t window, int64_t decide_every, int64_t decay_step, const Tensor& log_gamma, const std::string& kind,
-         std::map<std::string, Tensor> weights, bool hedgehog, std::optional<double> softcap, bool delayed)
-        : roles{sinks, window, decide_every}, decay_step(decay_step), log_gamma(log_gamma), weights_(std::move(weights)) {
+         std::map<std::string, Tensor> weights, bool hedgehog, std::optional<double> softcap, bool delayed, bool mean,
+         bool corrects)
+        : roles{sinks, window, decide_every}, decay_step(decay_step), corrects(corrects), log_gamma(log_gamma), weights_(std::move(weights)) {
         TORCH_CHECK_VALUE(sinks >= 0 && window >= 1 && decide_every >= 1 && decay_step >= 1,
                           "need sinks >= 0, window >= 1, decide_every >= 1, decay_step >= 1");
         TORCH_CHECK_VALUE(std::max({sinks, window, decide_every}) <= INT32_MAX,
@@ -52,19 +53,21 @@ class Rule {
         scorer_.hedgehog = hedgehog;
         scorer_.softcap = softcap ? float(*softcap) : 0;
         scorer_.delayed = delayed;
+        scorer_.mean = mean;
         if (kind == "linear") read_linear();
         else if (kind == "mlp") read_mlp();
         else if (kind == "mlstm") read_mlstm();
+        else if (kind == "key_norm") scorer_.kind = ScorerKind::KeyNorm;
+        else if (kind == "attention_mass") scorer_.kind = ScorerKind::AttentionMass;
+        else if (kind == "moment_residual") scorer_.kind = ScorerKind::MomentResidual;
         else TORCH_CHECK_VALUE(kind == "none", "unknown scorer '", kind, "'");
     }
 
-    int64_t state_floats() const {
-        return scorer_.kind == ScorerKind::MLSTM ? scorer_.features * (scorer_.values + 1) + 1 : 0;
-    }
     const Scorer& scorer() const { return scorer_; }
 
     kvpop::Roles roles;
-    int64_t decay_step, heads, size = 0;  // size: D of the scorer, 0 without one
+    int64_t decay_step, heads = 0, size = 0;  // size: D of the scorer, 0 without one
+    bool corrects;
     Tensor log_gamma;
 
   private:
@@ -168,8 +171,9 @@ void fill_pages(DecodeStep& step, const Tensor& raw, int64_t block_slots, int64_
     TORCH_CHECK_VALUE(raw.stride(2) == 1 && raw.stride(0) % 4 == 0 && raw.stride(1) % 4 == 0 &&
                           reinterpret_cast<uintptr_t>(raw.data_ptr()) % 4 == 0,
                       "the bytes of one block and head must be contiguous and aligned");
-    TORCH_CHECK_VALUE(state_blocks * region >= 4 * rule.state_floats(),
-                      "the layout's state blocks hold less than the scorer's state");
+    const int64_t moments = step.keeps_moments() ? step.size * (step.size + 2) : 0;
+    TORCH_CHECK_VALUE(state_blocks * region >= 4 * (rule.scorer().state_floats() + moments),
+                      "the layout's state blocks hold less than the rule's state");
     step.raw = raw.data_ptr<uint8_t>();
     step.block_stride_bytes = raw.stride(0), step.head_stride_bytes = raw.stride(1);
     step.region_bytes = region, step.block_slots = block_slots, step.state_blocks = state_blocks;
@@ -190,8 +194,8 @@ void fill_requests(DecodeStep& step, const Tensor& page_table, const Tensor& pos
     for (int i = 0; i < 2; i++) step.valid_stride[i] = valid.stride(i), step.budgets_stride[i] = budgets.stride(i);
 }
 
-// Everything that the kernels would otherwise read out of bounds when each request takes in so many tokens.
-void check_requests(const DecodeStep& step, int64_t tokens, int64_t entries, int64_t num_blocks) {
+// Everything that the kernels would otherwise read out of bounds when each request takes in so many tokens; sets mass_row.
+void check_requests(DecodeStep& step, int64_t tokens, int64_t entries, int64_t num_blocks) {
     const int64_t ring_end = step.roles.first_long();
     for (int64_t r = 0; r < step.requests; r++) {
         const int64_t q = step.positions[r * step.positions_stride];
@@ -206,6 +210,8 @@ void check_requests(const DecodeStep& step, int64_t tokens, int64_t entries, int
             const int64_t longest = arrivals ? std::min(std::max(valid, ring_end) + arrivals, budget) : valid;
             const int64_t slots = std::max(longest, std::min(q + tokens, ring_end));
             const int64_t needed = step.state_blocks + (slots + step.block_slots - 1) / step.block_slots;
+            if (step.scorer.coupled())
+                step.mass_row = std::max(step.mass_row, (needed - step.state_blocks) * step.block_slots);
             TORCH_CHECK_INDEX(needed <= entries, "request ", r, ": its page-table row has ", entries, " entries, ",
                               needed, " are needed");
             const int32_t* row = step.page_table + r * step.table_stride[0] + h * step.table_stride[1];
@@ -237,6 +243,7 @@ void fill_rule(DecodeStep& step, const Rule& rule, double scale) {
     step.roles = rule.roles, step.decay_step = rule.decay_step;
     step.log_gamma = rule.log_gamma.data_ptr<double>();
     step.scorer = rule.scorer();
+    step.corrects = rule.corrects;
 }
 
 // Output like q and its log-sum-exps, with the step's pointers set to them.
@@ -326,9 +333,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::register_exception<StepOrder>(module, "StepOrder", PyExc_RuntimeError);
     py::class_<Rule>(module, "Rule", "A RetentionRule, checked and unpacked.")
         .def(py::init<int64_t, int64_t, int64_t, int64_t, const Tensor&, const std::string&, std::map<std::string, Tensor>, bool,
-                      std::optional<double>, bool>(),
+                      std::optional<double>, bool, bool, bool>(),
              arg("sinks"), arg("window"), arg("decide_every"), arg("decay_step"), arg("log_gamma"), arg("kind"), arg("weights"),
-             arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true);
+             arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true,
+             arg("mean") = false, arg("corrects") = false);
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
     module.def("prefill_chunk", &prefill_chunk, nogil, "See kvpop_vllm.kernels.ops.prefill_chunk.");
     module.def("online_topk", &online_topk, nogil, "See kvpop_vllm.kernels.ops.online_topk.");

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvpop_vllm import __version__
 from kvpop_vllm.argument_types import non_negative, positive
-from kvpop_vllm.config import SCORER_KINDS
+from kvpop_vllm.config import CORRECTIONS, SCORER_KINDS
 from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.evaluation.command import add_eval
@@ -93,14 +93,56 @@ def add_bench(commands: Commands) -> None:
     plot = add_command(group, "plot", "draw their CSV files as one figure, and write one table")
     plot.add_argument("--results", default="benchmarks/results", metavar="DIR", help="folder of the CSV files")
     plot.add_argument("--out", metavar="DIR", help="folder to write figure.png and table.md (default: the same)")
+    plot.add_argument("--commit", help="the measurement of this commit, rather than the newest")
+    plot.add_argument("--machine", metavar="TEXT", help="the newest measurement of a machine with TEXT in its name")
     plot.set_defaults(run=bench_plot)
+
+
+def plan(options: argparse.Namespace) -> None:
+    from kvpop_vllm.plan import plan
+
+    plan(options)
+
+
+def memory(text: str) -> int:
+    from kvpop_vllm.plan import memory
+
+    return memory(text)
+
+
+def add_plan(commands: Commands) -> None:
+    command = add_command(commands, "plan", "bytes of a request and how many fit, for every policy and budget")
+    command.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder; its config.json is read")
+    command.add_argument("--max-model-len", required=True, type=positive, metavar="N", help="tokens of a request")
+    command.add_argument("--kv-memory", required=True, type=memory, metavar="SIZE", help="of the pool, such as 40GiB")
+    command.add_argument(
+        "--budget", nargs="+", type=positive, metavar="B", help="tokens per KV head (default: 1/2, 1/4 and 1/8 of N)"
+    )
+    command.add_argument(
+        "--scorer", metavar="DIR", help="of the kvpop policies (default: the size of an untrained one)"
+    )
+    command.add_argument("--correction", choices=CORRECTIONS, help="as --kv-correction")
+    command.add_argument("--decide-every", type=positive, metavar="E", help="as --kv-decide-every")
+    command.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the cache (default: the model's)")
+    command.add_argument("--block-size", type=positive, default=64, metavar="N", help="slots of a block (default 64)")
+    command.add_argument(
+        "--dense-block-size",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="tokens of stock's (default 128, as on a CPU)",
+    )
+    command.add_argument(
+        "--tensor-parallel", type=positive, default=1, metavar="R", help="ranks; all numbers are then those of one"
+    )
+    command.set_defaults(run=plan)
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvpop", description="Fixed-budget KV caches for vLLM.")
     parser.add_argument("--version", action="version", version=f"kvpop {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (add_fetch, add_init, add_distill, add_eval, add_export, add_policies, add_bench):
+    for add in (add_fetch, add_init, add_distill, add_eval, add_export, add_policies, add_plan, add_bench):
         add(commands)
     return parser
 

@@ -26,8 +26,14 @@ FLAGS = {
     "window": "--kv-window",
     "decide_every": "--kv-decide-every",
     "scorer": "--kv-scorer",
+    "correction": "--kv-correction",
 }
 """Setting -> the flag users know it by; error messages name the flag."""
+
+SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128)
+
+CORRECTIONS = ("none", "moment")
+"""What ``--kv-correction`` takes."""
 
 SCORER_KINDS = ("mlstm", "mlp", "linear")
 """What a scorer's config may name."""
@@ -72,6 +78,7 @@ class PolicySettings:
     Attributes:
         policy: registered name. budget: B, tokens per KV head. compression: c with B = max-model-len / c.
         sinks: s. window: w. decide_every: e, tokens between decisions. scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
+        correction: what outputs gain from the evicted tokens, one of CORRECTIONS.
     """
 
     policy: str
@@ -81,6 +88,7 @@ class PolicySettings:
     window: int | None = None
     decide_every: int | None = None
     scorer: str | None = None
+    correction: str | None = None
 
     @classmethod
     def parse(cls, given: Mapping) -> PolicySettings:
@@ -106,6 +114,8 @@ class PolicySettings:
         _check_compression(values["compression"])
         if values["scorer"] is not None and not isinstance(values["scorer"], str):
             raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
+        if values["correction"] not in (None, *CORRECTIONS):
+            raise ConfigError(f"--kv-correction must be one of {', '.join(CORRECTIONS)}, got {values['correction']!r}")
         if values["budget"] is not None and values["compression"] is not None:
             raise ConfigError("--kv-budget and --kv-compression both set the budget: give only one of them")
         return cls(**values)
@@ -170,25 +180,38 @@ class ScorerShape:
 
 
 def resolve_retention(
-    settings: PolicySettings, max_model_len: int, scorer: ScorerShape | None, *, keeps_all: bool = False
+    settings: PolicySettings,
+    max_model_len: int,
+    scorer: ScorerShape | None,
+    *,
+    keeps_all: bool = False,
+    sinks: int = DEFAULT_SINKS,
+    window_share: float = 1.0,
 ) -> Retention:
     """The budget and its parts; flags override what a scorer's config says for budget and sinks.
 
     Args:
         settings: the user's. max_model_len: longest sequence, tokens. scorer: from the scorer's config, if there is one.
         keeps_all: the policy never evicts, so that B is max_model_len.
+        sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
 
     Raises:
         ConfigError: no budget to be had, budget below sinks + window + decide_every, or a window the scorer was not trained with.
     """
-    sinks = settings.sinks if settings.sinks is not None else (scorer.sinks if scorer else DEFAULT_SINKS)
+    if settings.sinks is not None:
+        sinks = settings.sinks
+    elif scorer:
+        sinks = scorer.sinks
     if keeps_all and settings.sinks is None:
         sinks = min(sinks, max(0, max_model_len - 2))
     budget = _budget(settings, max_model_len, scorer, sinks, keeps_all)
     if scorer and settings.window is not None:
         scorer.check_window(settings.window, "--kv-window")
     every = settings.decide_every or 1
-    default_window = scorer.window_for(budget - sinks) if scorer else max(1, budget - sinks - every)
+    if scorer:
+        default_window = scorer.window_for(budget - sinks)
+    else:  # one token at least is to be decided upon
+        default_window = max(1, min(int(window_share * (budget - sinks)), budget - sinks - every))
     window = settings.window if settings.window is not None else default_window
     least = sinks + window + every
     if budget < least:

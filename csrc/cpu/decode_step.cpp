@@ -23,7 +23,7 @@ constexpr int64_t MOST_PARTS = 4;    // where there are two heads for each threa
 // requests together, so the longest share of a thread must become a tenth shorter: from 8 heads a thread on it hardly can.
 int64_t parts_of_a_head(const DecodeStep& step) {
     const int64_t heads = step.requests * step.heads, threads = at::get_num_threads();
-    if (heads == 0 || heads >= 8 * threads || threads == 1) return 1;
+    if (heads == 0 || heads >= 8 * threads || threads == 1 || step.sequential()) return 1;
     int64_t longest = 0;
     for (int64_t r = 0; r < step.requests; r++)
         for (int64_t h = 0; h < step.heads; h++) longest = std::max(longest, step.valid_slots(r, h));

@@ -9,6 +9,7 @@
 #define KVPOP_ISA avx512
 #define KVPOP_VECTOR_BYTES 64
 #define KVPOP_BF16_DOT 0
+#define KVPOP_AMX 0
 #include "kvpop/kernels.h"
 
 #endif

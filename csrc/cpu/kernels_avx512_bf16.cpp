@@ -11,6 +11,7 @@
 #define KVPOP_ISA avx512_bf16
 #define KVPOP_VECTOR_BYTES 64
 #define KVPOP_BF16_DOT 1
+#define KVPOP_AMX 0
 #include "kvpop/kernels.h"
 
 #endif

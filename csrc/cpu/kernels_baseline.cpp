@@ -5,4 +5,5 @@
 #define KVPOP_ISA baseline
 #define KVPOP_VECTOR_BYTES 16
 #define KVPOP_BF16_DOT 0
+#define KVPOP_AMX 0
 #include "kvpop/kernels.h"

@@ -25,10 +25,13 @@ def bench_plot(options) -> None:
     except ImportError:
         raise ConfigError("kvpop bench plot needs matplotlib: pip install 'kvpop_vllm[distill]'") from None
     path, out = Path(options.results) / "decode.csv", Path(options.out or options.results)
-    of, rows = newest(path, SETTING, VALUES)
+    of, rows = newest(path, SETTING, VALUES, options.commit, options.machine)
     rows = [row for row in rows if row["mode"] == "compiled" or row["configuration"] != "dense"]
     if not any(row["configuration"] == "dense" for row in rows):
-        raise ConfigError(f"{path}: the newest measurement has no compiled run of stock vLLM: run `make bench`")
+        which = (
+            "newest measurement" if not (options.commit or options.machine) else f"measurement of commit {of['commit']}"
+        )
+        raise ConfigError(f"{path}: the {which} has no compiled run of stock vLLM: run `make bench`")
     where = f"{of['machine']}, {of['threads']} thread(s), vLLM {of['vllm']}, {of['date']}, commit {of['commit']}"
     out.mkdir(parents=True, exist_ok=True)
     drawing = Figure(figsize=(10, 3.8), layout="constrained")

@@ -13,19 +13,23 @@ MEASUREMENT = ("machine", "cores", "threads", "vllm", "date", "commit")
 """Columns that tell measurements apart; only rows that agree in all of them are compared."""
 
 
-def newest(path: Path, setting: tuple[str, ...], values: tuple[str, ...]) -> tuple[dict, list[dict]]:
+def newest(
+    path: Path, setting: tuple[str, ...], values: tuple[str, ...], commit: str | None = None, machine: str | None = None
+) -> tuple[dict, list[dict]]:
     """The measurement of a file's last row, and one row per setting of it.
 
     Args:
         path: written by a script in ``benchmarks/``; later rows are newer. setting: columns that say what was asked.
         values: number columns; each becomes the median over the rows of a setting.
+        commit, machine: only rows of this commit, and of machines with this in their name.
 
     Returns:
         The :data:`MEASUREMENT` columns, and rows with ``setting`` as they stand, ``values`` as floats, and the least and
         largest of each as ``least NAME`` and ``largest NAME``.
 
     Raises:
-        ConfigError: there is no such file, it is empty, a column is missing, or a value is not a number above 0.
+        ConfigError: there is no such file, it is empty or has no such rows, a column is missing, or a value is not a number
+            above 0.
     """
     try:
         with path.open(newline="") as file:
@@ -36,7 +40,13 @@ def newest(path: Path, setting: tuple[str, ...], values: tuple[str, ...]) -> tup
         raise ConfigError(f"{path} holds no rows: run the benchmark that writes it first")
     if missing := sorted({*setting, *values, *MEASUREMENT} - set(rows[0])):
         raise ConfigError(f"{path} has no column {missing[0]!r}: it was not written by this version's benchmarks")
-    of = {name: rows[-1][name] for name in MEASUREMENT}
+    fitting = [
+        row for row in rows if commit in (None, row["commit"]) and (machine or "").lower() in row["machine"].lower()
+    ]
+    if not fitting:
+        asked = [f"commit {commit!r}"] * (commit is not None) + [f"machine {machine!r}"] * (machine is not None)
+        raise ConfigError(f"{path} holds no rows of {' and '.join(asked)}: ask for others")
+    of = {name: fitting[-1][name] for name in MEASUREMENT}
     groups: dict[tuple, list[dict]] = {}
     for line, row in enumerate(rows, start=2):
         if {name: row[name] for name in MEASUREMENT} == of:

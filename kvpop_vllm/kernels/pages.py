@@ -8,7 +8,7 @@ lays them out as four arrays, a **state block** as one flat float32 region::
 
 A request's block-table row is ``[state blocks..., slot blocks...]``. Slots have fixed roles: sinks ``[0, s)``, ring
 ``[s, s + w + e - 1)``, long-range from there to B; only long-range slots use score and position (scorers that score at
-insertion keep a token's score in its ring slot as well). Slot 0 is therefore never long-range, and its position word
+insertion keep a token's score in its ring slot as well, and attention masses lie in every slot's score word). Slot 0 is therefore never long-range, and its position word
 holds ``tokens_seen``, the number of tokens this head has processed.
 """
 
@@ -25,6 +25,12 @@ BLOCK_SLOTS = 64
 def cdiv(a: int, b: int) -> int:
     """Ceiling division of two non-negative integers."""
     return -(-a // b)
+
+
+def moment_floats(head_size: int) -> int:
+    """float32 words of a head's moments: mean key [D], mean value [D], sum of the products of their deviations [D, D] with
+    a row per channel of the key. Their number follows from the position."""
+    return head_size * (head_size + 2)
 
 
 @dataclass(frozen=True)

@@ -1,35 +1,83 @@
-"""What to keep: one file, one class, one paper."""
+"""What to keep: one file, one class, one paper. Other packages bring theirs through the entry-point group ``kvpop_vllm.policies``."""
 
 from __future__ import annotations
+
+from importlib.metadata import entry_points
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.policies.full import Full
+from kvpop_vllm.policies.h2o import H2O
 from kvpop_vllm.policies.kvpop import KVpop, KVpopLinear, KVpopMLP
+from kvpop_vllm.policies.l2norm import L2Norm
+from kvpop_vllm.policies.momentkv import MomentKV
 from kvpop_vllm.policies.streaming_llm import StreamingLLM
+from kvpop_vllm.policies.tova import TOVA
 
-POLICIES: dict[str, type[Policy]] = {cls.name: cls for cls in (KVpop, KVpopMLP, KVpopLinear, StreamingLLM, Full)}
+POLICIES: dict[str, type[Policy]] = {
+    cls.name: cls for cls in (KVpop, KVpopMLP, KVpopLinear, StreamingLLM, L2Norm, H2O, TOVA, MomentKV, Full)
+}
+"""The policies of this package by name."""
+
+ENTRY_POINTS = "kvpop_vllm.policies"
+"""``name = "module:Class"``, the class a :class:`Policy` of that name."""
+
+
+def known() -> list[str]:
+    """Names of all policies, those of other packages last; imports none of these."""
+    return [*POLICIES, *sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)} - set(POLICIES))]
 
 
 def get(name: str) -> type[Policy]:
     """The policy class of that name.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none, several packages bring one, or what a package brings is not a policy of that name.
     """
-    if name not in POLICIES:
-        raise ConfigError(f"unknown policy {name!r}: --kv-policy takes {', '.join(POLICIES)}")
-    return POLICIES[name]
+    brought = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == name]
+    packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in brought))
+    if brought and (name in POLICIES or len(brought) > 1):
+        ours = " and kvpop_vllm" if name in POLICIES else ""
+        raise ConfigError(f"policy {name!r} is brought by {packages}{ours}: uninstall all but one")
+    if name in POLICIES:
+        return POLICIES[name]
+    if not brought:
+        raise ConfigError(f"unknown policy {name!r}: --kv-policy takes {', '.join(known())}")
+    try:
+        cls = brought[0].load()
+    except Exception as error:
+        raise ConfigError(f"policy {name!r} of {packages} cannot be imported ({error!r}): mend that package") from error
+    if not (isinstance(cls, type) and issubclass(cls, Policy)) or getattr(cls, "name", None) != name:
+        raise ConfigError(
+            f"entry point {name!r} of {packages} must be a kvpop_vllm.policies.base.Policy with name = {name!r}, got {cls!r}"
+        )
+    lacking = [said for said in ("paper", "cost") if not isinstance(getattr(cls, said, None), str)]
+    lacking += sorted(cls.__abstractmethods__)
+    if lacking:
+        raise ConfigError(f"policy {name!r} of {packages} does not say {', '.join(lacking)}: mend that package")
+    return cls
+
+
+def loadable() -> tuple[list[type[Policy]], list[str]]:
+    """All policies that can be had, and of each that cannot the message that says why."""
+    found, broken = [], []
+    for name in known():
+        try:
+            found.append(get(name))
+        except ConfigError as error:
+            broken.append(str(error))
+    return found, broken
 
 
 def describe() -> str:
-    """A table of all policies: name, what it scores from, order, cost per step, paper."""
-    rows = [("policy", "scorer", "scores from", "order", "cost per step", "paper")]
-    for cls in POLICIES.values():
-        order = "static, or aged for decay step > 1" if cls.scorer_kind else cls.order.value
+    """A table of all policies: name, the scorer it needs, what it scores from, order, state, cost per step, paper; below it
+    a line for each that cannot be used."""
+    rows = [("policy", "needs scorer", "scores from", "order", "state per layer and head", "cost per step", "paper")]
+    found, broken = loadable()
+    for cls in found:
+        order = "static, or aged for decay step > 1" if cls.scorer_kind else getattr(cls.order, "value", "-")
         signals = ", ".join(sorted(s.value for s in cls.signals)) or "-"
-        rows.append((cls.name, cls.scorer_kind or "-", signals, order, cls.cost, cls.paper))
+        rows.append((cls.name, cls.scorer_kind or "-", signals, order, cls.state, cls.cost, cls.paper))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    return "\n".join(lines + broken)

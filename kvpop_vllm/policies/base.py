@@ -9,14 +9,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import ClassVar
 
 import torch
 
-from kvpop_vllm.config import ConfigError, PolicySettings, Retention, ScorerShape, resolve_retention
-from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.config import (
+    CORRECTIONS,
+    DEFAULT_SINKS,
+    ConfigError,
+    PolicySettings,
+    Retention,
+    ScorerShape,
+    resolve_retention,
+)
+from kvpop_vllm.kernels.ops import RetentionRule, ScorerWeights
 
 
 class Signal(Enum):
@@ -74,6 +82,11 @@ class ModelShape:
     max_model_len: int
 
 
+def moment_fields(head_dim: int) -> dict[str, int]:
+    """State fields of the moments of evicted tokens, float32 words per layer and KV head."""
+    return {"mean key": head_dim, "mean value": head_dim, "covariance": head_dim * head_dim}
+
+
 @dataclass
 class Policy(ABC):
     """Base class of all policies.
@@ -83,26 +96,29 @@ class Policy(ABC):
 
     Class attributes:
         name: what ``--kv-policy`` takes. paper: where it is defined. cost: what a step costs beyond attention.
+        state: recurrent state per layer and KV head, in words; ``state_fields`` are its sizes.
         signals: see :class:`Signal`. order: see :class:`Order`. decide: see :class:`Decide`.
         slot_fields: float32 words per slot beyond score and position, by name.
+        default_sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
+        default_correction: where ``--kv-correction`` is not given.
         keeps_all: never evicts. uniform_shares: all heads of all layers hold B slots.
     """
 
     name: ClassVar[str]
     paper: ClassVar[str]
     cost: ClassVar[str]
+    state: ClassVar[str] = "-"
     signals: ClassVar[frozenset[Signal]] = frozenset()
     order: ClassVar[Order] = Order.STATIC
     decide: ClassVar[Decide] = Decide.STEP
     slot_fields: ClassVar[dict[str, int]] = {}
+    default_sinks: ClassVar[int] = DEFAULT_SINKS
+    window_share: ClassVar[float] = 1.0
+    default_correction: ClassVar[str] = "none"
     keeps_all: ClassVar[bool] = False
     uniform_shares: ClassVar[bool] = True
     scorer_kind: ClassVar[str | None] = None
 
-    on_evict: ClassVar[Callable | None] = None
-    """``on_evict(state, k [D], v [D], score)``: called for every token that leaves, also inside a prefill chunk."""
-    correct: ClassVar[Callable | None] = None
-    """``correct(out [G, D], lse [G], q [G, D], state) -> out``: output correction from the evicted tokens' statistics."""
     preload: ClassVar[Callable[[], Preload] | None] = None
     """Returns what is in the slots before the first token."""
 
@@ -113,8 +129,15 @@ class Policy(ABC):
     def __post_init__(self):
         self.prepare()
         self.check_realised()
+        if self.keeps_all and self.corrects:
+            raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-correction out")
         self.retention = resolve_retention(
-            self.settings, self.model.max_model_len, self.scorer_shape(), keeps_all=self.keeps_all
+            self.settings,
+            self.model.max_model_len,
+            self.scorer_shape(),
+            keeps_all=self.keeps_all,
+            sinks=self.default_sinks,
+            window_share=self.window_share,
         )
 
     def check_realised(self) -> None:
@@ -124,15 +147,16 @@ class Policy(ABC):
             ConfigError: naming the first one.
         """
         beyond = {
-            "signals": not self.signals <= {Signal.KEY, Signal.VALUE},
-            "order": self.order is Order.COUPLED,
+            "signals": not self.signals <= {Signal.KEY, Signal.VALUE, Signal.MASS},
             "decide": self.decide is not Decide.STEP,
             "slot_fields": bool(self.slot_fields),
             "uniform_shares": not self.uniform_shares,
-            "on_evict": self.on_evict is not None,
-            "correct": self.correct is not None,
             "preload": self.preload is not None,
         }
+        if self.default_correction not in CORRECTIONS:
+            raise ConfigError(
+                f"--kv-policy {self.name} declares the correction {self.default_correction!r}: mend it to one of {', '.join(CORRECTIONS)}"
+            )
         for name, there in beyond.items():
             if there:
                 raise ConfigError(
@@ -160,9 +184,15 @@ class Policy(ABC):
         return {}
 
     @property
+    def corrects(self) -> bool:
+        """Whether outputs gain what the moments of evicted tokens say (``--kv-correction moment``)."""
+        return (self.settings.correction or self.default_correction) == "moment"
+
+    @property
     def state_floats(self) -> int:
-        """float32 words of recurrent state per layer and KV head."""
-        return sum(self.state_fields.values())
+        """float32 words of recurrent state per layer and KV head, those of a correction among them."""
+        moments = moment_fields(self.model.head_dim) if self.corrects else {}
+        return sum((self.state_fields | moments).values())
 
     def shares(self) -> torch.Tensor:
         """Budget ``[layers, H]`` int32 of every head; the default gives all the same."""
@@ -170,4 +200,23 @@ class Policy(ABC):
 
     @abstractmethod
     def rule(self, layer: int, heads: slice) -> RetentionRule:
-        """What the kernels need for ``layer`` and these KV heads (a tensor-parallel rank's)."""
+        """What the kernels need for ``layer`` and these KV heads (a tensor-parallel rank's), but for the correction."""
+
+    def layer_rule(self, layer: int, heads: slice) -> RetentionRule:
+        """:meth:`rule`, with the correction asked for.
+
+        Raises:
+            ConfigError: the rule is not of the order that the policy declares.
+        """
+        rule = self.rule(layer, heads)
+        if rule.coupled != (self.order is Order.COUPLED):
+            raise ConfigError(
+                f"--kv-policy {self.name} declares the order {self.order.value!r}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
+            )
+        return replace(rule, moment_correction=True) if self.corrects else rule
+
+    def training_free_rule(self, heads: slice, scorer: ScorerWeights, log_gamma: float = 0.0) -> RetentionRule:
+        """The same for all layers and heads: ``scorer`` has no tensors; log_gamma in nats per token."""
+        count, kept = len(range(*heads.indices(self.model.num_kv_heads))), self.retention
+        decay = torch.full((count,), log_gamma, dtype=torch.float64)
+        return RetentionRule(kept.sinks, kept.window, decay, scorer=scorer, decide_every=kept.decide_every)

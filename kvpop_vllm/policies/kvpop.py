@@ -88,6 +88,7 @@ class KVpop(_Learned):
     name, scorer_kind = "kvpop", "mlstm"
     paper = "Hauzenberger et al., KVpop, sections 3.3, E.3, E.4"
     cost = "three [2D, D/2..D] projections and one pass over a D x D state per head"
+    state = "D x (D + 1) + 1 float32"
 
     @property
     def state_fields(self):

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
-from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.policies.base import Policy
 
 
@@ -20,7 +17,4 @@ class StreamingLLM(Policy):
     cost = "none"
 
     def rule(self, layer, heads):
-        count = len(range(*heads.indices(self.model.num_kv_heads)))
-        recency = torch.full((count,), -1.0, dtype=torch.float64)
-        kept = self.retention
-        return RetentionRule(kept.sinks, kept.window, recency, decide_every=kept.decide_every)
+        return self.training_free_rule(heads, None, log_gamma=-1.0)

@@ -25,12 +25,18 @@ def model_shape(model: str | Path) -> dict:
         config = json.loads(path.read_text())
         heads = config["num_attention_heads"]
         kind = config["model_type"]
-        return {
+        found = {
             "model_type": kind.removesuffix(FULL_CHECKPOINT_SUFFIX) if isinstance(kind, str) else kind,
             "num_layers": config["num_hidden_layers"],
             "num_kv_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
         }
+        for name, number in found.items():
+            if name != "model_type" and (type(number) is not int or number < 1):
+                raise ConfigError(f"{path}: {name} is {number!r}: give the folder of a decoder-only language model")
+        return found
+    except ConfigError:
+        raise
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}; give the folder of a Hugging Face model") from None
     except (TypeError, AttributeError, ZeroDivisionError):

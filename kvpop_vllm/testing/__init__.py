@@ -12,12 +12,12 @@ from .models import (
 )
 from .oracle import (
     OracleModel,
-    OraclePolicy,
     OracleRun,
     derived_budget,
     derived_margin_bound,
-    masked_attention,
 )
+from .oracle_coupled import corrected_attention, follow_attention
+from .oracle_policy import Decided, OraclePolicy, masked_attention
 from .oracle_scores import log_gamma, raw_scores, read_scorer
 from .oracle_sets import (
     decision_margins,
@@ -27,15 +27,18 @@ from .oracle_sets import (
 )
 
 __all__ = [
+    "Decided",
     "ErrorBudget",
     "OracleModel",
     "OraclePolicy",
     "OracleRun",
     "assert_within_budget",
+    "corrected_attention",
     "decision_margins",
     "derived_budget",
     "derived_margin_bound",
     "error_budget",
+    "follow_attention",
     "log_gamma",
     "masked_attention",
     "random_prompt",

@@ -10,69 +10,14 @@ size, ``E`` hidden size.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 
-from .oracle_scores import RECENCY, log_gamma, raw_scores, read_scorer
-from .oracle_sets import decision_margins, retained_sets
-
-
-@dataclass(frozen=True, eq=False)
-class OraclePolicy:
-    """What to keep, per KV head; ``B = sinks + window + interval - 1 + topk``.
-
-    Attributes:
-        scorer: ``"recency"`` or the result of :func:`read_scorer`.
-        sinks, window, topk: ``s``, ``w``, ``k`` in tokens.
-        step: ``n``, positions per decay step.
-        interval: ``e``, tokens between decisions.
-        log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
-            recency).
-    """
-
-    scorer: str | dict
-    sinks: int
-    window: int
-    topk: int
-    step: int = 1
-    interval: int = 1
-    log_gamma: Sequence[Sequence[float]] | None = None
-
-    @classmethod
-    def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
-        """Policy of a scorer folder; ``changes`` override its sinks, window, topk or step, or set the interval."""
-        scorer = read_scorer(folder)
-        config = scorer["config"]
-        fields = {name: config[name] for name in ("sinks", "window", "topk")}
-        fields["step"] = config["decay"]["step"]
-        return cls(scorer=scorer, **(fields | changes))
-
-    @classmethod
-    def streaming(cls, sinks: int, window: int, topk: int) -> OraclePolicy:
-        """StreamingLLM: long-range tokens rank by position."""
-        return cls(RECENCY, sinks, window, topk)
-
-    @classmethod
-    def full(cls) -> OraclePolicy:
-        """Keeps everything."""
-        return cls(RECENCY, sinks=0, window=2**62, topk=0)
-
-    @property
-    def budget(self) -> int:
-        """``B`` in tokens per KV head."""
-        return self.sinks + self.window + self.interval - 1 + self.topk
-
-    def decay(self, layer: int, heads: int) -> list[float]:
-        """``log gamma`` of each head of one layer."""
-        if self.log_gamma is not None:
-            return list(self.log_gamma[layer])
-        return [0.0] * heads if self.scorer == RECENCY else log_gamma(self.scorer, layer)
+from .oracle_policy import OraclePolicy
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,14 +27,14 @@ class OracleRun:
     Attributes:
         logprobs: ``[S, V]``; row ``t`` predicts token ``t + 1``.
         visible: bool ``[H, S, S]``; ``visible[layer][h, q]`` is the retained set at step ``q``.
-        margins: float64 ``[H, S]``, see :func:`decision_margins`.
-        scores: raw ``r_t``, ``[H, S]``, NaN where undefined.
+        margins, scores, lost: see :class:`Decided`.
     """
 
     logprobs: torch.Tensor
     visible: list[torch.Tensor]
     margins: list[torch.Tensor]
     scores: list[torch.Tensor]
+    lost: list[torch.Tensor]
 
     @property
     def top2_gap(self) -> torch.Tensor:
@@ -129,6 +74,7 @@ class OracleModel:
         token_ids: Sequence[int],
         policy: OraclePolicy | None = None,
         visible: Sequence[torch.Tensor] | None = None,
+        bias: Sequence[tuple[int, int, int, float]] = (),
     ) -> OracleRun:
         """Process a whole sequence, prompt and generated tokens alike.
 
@@ -137,23 +83,31 @@ class OracleModel:
             policy: what to keep; everything if omitted.
             visible: force these retained sets, bool ``[H, S, S]`` per layer, instead of the
                 policy's own; scores are still computed and the margins then judge the given sets.
+            bias: ``(layer, head, token, by)``: the token scores so much more when sets are made.
         """
         policy = policy or OraclePolicy.full()
         cos, sin = self._rope(len(token_ids))
         hidden = self.weights["model.embed_tokens.weight"][torch.tensor(token_ids)]
-        run = OracleRun(torch.empty(0), [], [], [])
+        run = OracleRun(torch.empty(0), [], [], [], [])
         for layer in range(self.layers):
             prefix = f"model.layers.{layer}"
             normed = self._norm(hidden, f"{prefix}.input_layernorm")
             query, key, value = self._qkv(normed, f"{prefix}.self_attn", cos, sin)
             forced = None if visible is None else visible[layer]
-            self._decide(run, policy, layer, key, value, forced)
-            mixed = masked_attention(query, key, value, run.visible[layer])
+            nudged = [(head, token, by) for where, head, token, by in bias if where == layer]
+            decided = policy.decide(layer, query, key, value, forced, nudged)
+            for found, of_layer in zip(
+                (run.visible, run.margins, run.scores, run.lost),
+                (decided.visible, decided.margins, decided.scores, decided.lost),
+                strict=True,
+            ):
+                found.append(of_layer)
+            mixed = policy.attend(query, key, value, run.visible[layer])
             hidden = hidden + self._linear(mixed, f"{prefix}.self_attn.o_proj")
             normed = self._norm(hidden, f"{prefix}.post_attention_layernorm")
             hidden = hidden + self._mlp(normed, f"{prefix}.mlp")
         logits = self._logits(self._norm(hidden, "model.norm"))
-        return OracleRun(logits.log_softmax(-1), run.visible, run.margins, run.scores)
+        return replace(run, logprobs=logits.log_softmax(-1))
 
     def greedy(self, token_ids: Sequence[int], n_new: int, policy: OraclePolicy | None = None) -> list[int]:
         """``n_new`` greedy tokens, everything recomputed for each; for short tests only."""
@@ -161,24 +115,6 @@ class OracleModel:
         for _ in range(n_new):
             tokens.append(int(self.run(tokens, policy).logprobs[-1].argmax()))
         return tokens[len(token_ids) :]
-
-    def _decide(
-        self,
-        run: OracleRun,
-        policy: OraclePolicy,
-        layer: int,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        forced: torch.Tensor | None,
-    ) -> None:
-        """Append one layer's scores, retained sets and margins to ``run``."""
-        scores = raw_scores(policy.scorer, layer, key, value, policy.window)
-        decay = policy.decay(layer, self.kv_heads)
-        rule = (decay, policy.sinks, policy.window, policy.topk, policy.step, policy.interval)
-        sets = retained_sets(scores.numpy(), *rule) if forced is None else np.asarray(forced)
-        run.scores.append(scores)
-        run.visible.append(torch.from_numpy(sets))
-        run.margins.append(torch.from_numpy(decision_margins(sets, scores.numpy(), *rule)))
 
     def _linear(self, x: torch.Tensor, name: str) -> torch.Tensor:
         y = x @ self.weights[f"{name}.weight"].T
@@ -244,20 +180,6 @@ def _check_known(config: dict) -> None:
     unknown = [name for name, fine in known.items() if not fine]
     if unknown:
         raise ValueError(f"the oracle does not know this model's {', '.join(unknown)}")
-
-
-def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
-) -> torch.Tensor:
-    """Dense softmax attention under a boolean mask.
-
-    ``query [H * G, S, D]``, ``key`` and ``value [H, S, D]``, ``visible [H, S, S]`` -> ``[S, H * G * D]``.
-    """
-    group = query.shape[0] // key.shape[0]
-    key, value, visible = (t.repeat_interleave(group, dim=0) for t in (key, value, visible))
-    logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
-    weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
-    return (weights @ value).transpose(0, 1).reshape(query.shape[1], -1)
 
 
 def derived_budget(run32: OracleRun, run64: OracleRun) -> float:

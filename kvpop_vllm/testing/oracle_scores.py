@@ -15,7 +15,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
-RECENCY = "recency"
+RECENCY, KEY_NORM = "recency", "key norm"
+NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL = "newest mass", "mean mass", "moment residual"
 _EPSILON = 1e-6
 _START_STABILISER = -1e30
 
@@ -47,7 +48,7 @@ def raw_scores(scorer: str | dict, layer: int, keys: torch.Tensor, values: torch
     """``r_t`` of every token of one layer, ``[H, S]`` in the dtype of ``keys``.
 
     Args:
-        scorer: ``"recency"`` or what :func:`read_scorer` returns.
+        scorer: ``"recency"``, ``"key norm"`` or what :func:`read_scorer` returns.
         layer: layer index.
         keys: ``[H, S, D]`` as cached (after QK-norm and RoPE).
         values: ``[H, S, D]``.
@@ -59,6 +60,9 @@ def raw_scores(scorer: str | dict, layer: int, keys: torch.Tensor, values: torch
     if scorer == RECENCY:
         positions = torch.arange(keys.shape[1], dtype=keys.dtype)
         return positions.expand(keys.shape[0], -1).clone()
+    if scorer == KEY_NORM:
+        norm = keys.double().square().sum(-1).sqrt()
+        return -norm.float().to(keys.dtype)  # score words are float32: norms that are one there tie
     config = scorer["config"]
     params = {name: t.to(keys.dtype) for name, t in scorer["layers"][layer].items()}
     x = torch.cat([keys, values], dim=-1)

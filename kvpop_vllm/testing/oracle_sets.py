@@ -153,6 +153,19 @@ def decision_margins(
     return margins
 
 
+def best_lost(visible: np.ndarray, scores: np.ndarray, log_gamma: Sequence[float], step: int = 1) -> np.ndarray:
+    """Of the tokens that are seen at ``q - 1`` and no more at ``q``, the one of highest effective score; -1 where there is
+    none. ``[H, S]`` int64."""
+    heads, length = scores.shape
+    best = np.full((heads, length), -1, dtype=np.int64)
+    for h in range(heads):
+        for q in range(1, length):
+            lost = np.flatnonzero(visible[h, q - 1] & ~visible[h, q]).tolist()
+            if lost:
+                best[h, q] = max(lost, key=lambda t: _effective(scores[h], t, q, step, log_gamma[h]))
+    return best
+
+
 def _long_range(row: np.ndarray, h: int, q: int, sinks: int, window: int) -> set[int]:
     """Visible tokens of one query that are neither sink nor window; checks that those are there."""
     base = _base_row(len(row), q, sinks, window)

@@ -187,10 +187,14 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         name = next(n for n, layer in context.items() if getattr(layer, "impl", None) is self)
         ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         heads = heads_of_rank(*ranks, self.policy.model.num_kv_heads, self.num_kv_heads)
-        rule = self.policy.rule(extract_layer_index(name), heads)
+        rule = self.policy.layer_rule(extract_layer_index(name), heads)
         kept = self.policy.retention
         if (rule.sinks, rule.window, rule.decide_every) != (kept.sinks, kept.window, kept.decide_every):
             raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
+        if rule.state_floats(self.head_size) > self.policy.state_floats:
+            raise RuntimeError(
+                f"{type(self.policy).__name__}.rule() needs {rule.state_floats(self.head_size)} words of state, its state_fields have {self.policy.state_floats}"
+            )
         layout = for_config(self.vllm_config).layout(self.num_kv_heads, self.head_size, act_dtype)
         self.attention = FixedBudgetAttention(layout, rule, self.scale)
         _log_kernels(act_dtype)

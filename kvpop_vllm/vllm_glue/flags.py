@@ -14,11 +14,11 @@ _HELP = {
     ),
     "budget": (int, "B", "Tokens kept per KV head; default: what the scorer's config says."),
     "compression": (float, "C", "Set the budget to max-model-len / C."),
-    "sinks": (int, "S", "First tokens that are always kept; default: the scorer's, or 4."),
+    "sinks": (int, "S", "First tokens that are always kept; default: the scorer's, or the policy's own."),
     "window": (
         int,
         "W",
-        "Most recent tokens that are always kept; default: what the scorer was trained with at this budget.",
+        "Most recent tokens that are always kept; default: what the scorer was trained with at this budget, or the policy's own.",
     ),
     "decide_every": (
         int,
@@ -27,6 +27,12 @@ _HELP = {
         "budget's tokens; default: 1.",
     ),
     "scorer": (str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors."),
+    "correction": (
+        str,
+        "NAME",
+        "'moment' adds to every output what the moments of the evicted tokens say of theirs, under any policy (MomentKV); "
+        "'none' does not; default: none, but for momentkv.",
+    ),
 }
 
 

@@ -169,13 +169,14 @@ def _config_with_policy(engine_args, original, args, kwargs):
         _log_unused_scorers(vllm_config, f"by --kv-policy {settings.policy}")
     kept = policy.retention
     logger.info(
-        "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range%s)",
+        "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range%s)%s",
         settings.policy,
         kept.budget,
         kept.sinks,
         kept.window,
         kept.topk,
         f", decided every {kept.decide_every} tokens" if kept.decide_every > 1 else "",
+        ", outputs corrected by the moments of evicted tokens" if policy.corrects else "",
     )
     return vllm_config
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from kvpop_vllm.config import ConfigError
-
-SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128)
+from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, ConfigError
 
 
 def check_arguments(args: Any) -> None:

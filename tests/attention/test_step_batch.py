@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.factories import random_page_table, random_rule, random_scorer, state_floats
+from kernels.factories import random_page_table, random_rule, random_scorer
 
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
 from kvpop_vllm.kernels.ops import StepOrderError
@@ -19,7 +19,7 @@ def layer():
     """A layer with an mLSTM scorer, its pages, and block-table rows of four requests."""
     g = torch.Generator().manual_seed(0)
     scorer = random_scorer("mlstm", HEADS, SIZE, g)
-    layout = PageLayout(HEADS, SIZE, torch.float32, 16, state_floats(scorer))
+    layout = PageLayout(HEADS, SIZE, torch.float32, 16, scorer.state_floats)
     attention = FixedBudgetAttention(layout, random_rule(scorer, HEADS, SINKS, WINDOW, g), SIZE**-0.5)
     pages, table = random_page_table(layout, 4, BUDGET, g)
     return attention, pages, table[:, 0]

@@ -62,6 +62,26 @@ def test_the_table_and_the_figure(tmp_path, capsys):
     assert "7 settings of m, 1 thread(s)" in capsys.readouterr().out
 
 
+def test_another_measurement_than_the_newest(tmp_path, capsys):
+    write(tmp_path / "decode.csv", [*ROWS, row("dense", 90, 1, machine="Intel X", commit="b", context=2000)])
+
+    def last(*options):
+        assert main(["bench", "plot", "--results", str(tmp_path), *options]) == 0
+        return (tmp_path / "table.md").read_text().splitlines()[-1]
+
+    assert (
+        last()
+        == last("--machine", "intel")
+        == last("--commit", "b")
+        == "Intel X, 1 thread(s), vLLM 0, 2026-01-01, commit b"
+    )
+    assert last("--commit", "old").startswith("m,") and last("--commit", "old").endswith("commit old")
+    assert last("--commit", "a").endswith("commit a")
+    capsys.readouterr()
+    assert main(["bench", "plot", "--results", str(tmp_path), "--commit", "old", "--machine", "intel"]) == 2
+    assert "holds no rows of commit 'old' and machine 'intel'" in capsys.readouterr().err
+
+
 def test_the_curves():
     """Stock's runs beside several budgets are one curve; throughput is in tokens per second."""
     from matplotlib.figure import Figure

@@ -36,6 +36,8 @@ def settings(**given):
 def test_all_keys_are_taken():
     given = {"policy": "kvpop", "budget": 64, "sinks": 0, "window": 1, "decide_every": 8, "scorer": "folder"}
     assert PolicySettings.parse(given) == PolicySettings("kvpop", 64, None, 0, 1, 8, "folder")
+    assert settings(correction="moment").correction == "moment"
+    assert "--kv-correction must be one of none, moment, got 'momentum'" in refusal(settings, correction="momentum")
     assert settings(compression=1.5).compression == 1.5
     assert settings(budget=None, sinks=None) == PolicySettings("p")
 

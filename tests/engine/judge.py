@@ -15,7 +15,6 @@ from kvpop_vllm.testing import (
     OracleRun,
     derived_budget,
     derived_margin_bound,
-    retained_sets,
 )
 
 MOST_NEAR_TIES = 1e-3
@@ -84,24 +83,9 @@ class Judge:
         key = tuple(tokens), nudges
         if key not in self.known:
             exact, low = self.models
-            run = exact.run(tokens, self.policy)
-            if nudges:
-                run = self._steered(tokens, nudges, run.visible)
+            run = exact.run(tokens, self.policy, bias=nudges)
             self.known[key] = Reference(run, low.run(tokens, self.policy, visible=run.visible))
         return self.known[key]
-
-    def _steered(self, tokens, nudges, sets) -> OracleRun:
-        """Layer by layer, as a layer's scores depend on what those before it retained."""
-        exact, policy, sets = self.models[0], self.policy, list(sets)
-        for layer in range(exact.layers):
-            scores = exact.run(tokens, policy, visible=sets).scores[layer].clone()
-            for nudge in nudges:
-                if nudge.layer == layer:
-                    scores[nudge.head, nudge.token] += nudge.by
-            decay = policy.decay(layer, exact.kv_heads)
-            rule = decay, policy.sinks, policy.window, policy.topk, policy.step, policy.interval
-            sets[layer] = torch.from_numpy(retained_sets(scores.numpy(), *rule))
-        return exact.run(tokens, policy, visible=sets)
 
     def check(self, answers, held) -> Verdict:
         """All requests of a run, against budgets pooled over all of their positions.
@@ -159,7 +143,7 @@ class Judge:
                 f"{where}: other tokens are retained than by the oracle, whose smallest margin is {margin:.2e} "
                 f"(near-tie below {bounds[layer]:.1e})"
             )
-            nudges += (_nudge(reference.exact, self.policy, layer, head, query),)
+            nudges += (_nudge(reference.exact, layer, head, query),)
 
     def _settle_inside(self, tokens, held, bounds, answer, nudges, budget) -> tuple[Reference, tuple[Nudge, ...]]:
         """As :meth:`settle`, with one more near-tie: one inside a chunk, after which the same tokens are left at the
@@ -171,7 +155,7 @@ class Judge:
                 inside[step.seen - step.new : step.seen - 1] = True
             margins = reference.exact.margins[layer]
             for head, query in ((margins >= 0) & (margins < bound) & inside).nonzero().tolist():
-                more = (*nudges, _nudge(reference.exact, self.policy, layer, head, query))
+                more = (*nudges, _nudge(reference.exact, layer, head, query))
                 other = self.reference(tokens, more)
                 if _first_difference(other.exact, held) is None and _within(answer, other.exact, budget):
                     return other, more
@@ -210,15 +194,12 @@ def _first_difference(run: OracleRun, held) -> tuple[int, int, int, int] | None:
     return None
 
 
-def _nudge(run: OracleRun, policy: OraclePolicy, layer: int, head: int, query: int) -> Nudge:
+def _nudge(run: OracleRun, layer: int, head: int, query: int) -> Nudge:
     """Decides at ``query`` the other way: of the tokens that were evicted, the best one is kept.
 
     Of several evictions in one decision only one can be turned: a second near-tie among them would not be excused.
     """
-    row, scores = run.visible[layer][head], run.scores[layer][head].double()
-    lost = torch.nonzero(row[query - 1] & ~row[query]).flatten()
-    decay = policy.decay(layer, len(run.visible[layer]))[head]
-    victim = int(lost[(scores[lost] + (query - lost) // policy.step * decay).argmax()])
+    victim = int(run.lost[layer][head, query])
     return Nudge(layer, head, victim, 2 * abs(float(run.margins[layer][head, query])) + 1e-12)
 
 

@@ -2,19 +2,36 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from engine.judge import Judge
 
+from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import OraclePolicy, write_random_scorer
 
 SINKS, WINDOW, TOPK = 4, 16, 36
 BUDGET = SINKS + WINDOW + TOPK
 SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "kvpop-linear": "linear"}
 MATRIX = [(kind, policy) for kind in ("qwen3", "llama") for policy in (*SCORERS, "streaming-llm")]
-STATE_BLOCKS = {"kvpop": 2}
-"""The mLSTM's state is 32 * 32 + 32 + 1 float32 a head, a block 16 * (2 * 32 * 4 + 8) bytes; the others have none."""
+MATRIX += [("qwen3", "h2o"), ("llama", "tova"), ("llama", "momentkv")]
+TRAINING_FREE = {
+    "l2norm": ("key norm", 0, 1),
+    "tova": ("newest mass", 0, 1),
+    "h2o": ("mean mass", 0, BUDGET // 2),
+    "momentkv": ("moment residual", 1, 1),
+}
+"""Policy -> the oracle's scorer, and the default sinks and window. l2norm is not in the matrix: in a first layer equal tokens
+have keys of equal norm, which only their rounding tells apart; test_variants judges it on the engine's own keys."""
+STATE, MOMENTS = {"kvpop": 32 * 32 + 32 + 1}, 32 * 32 + 2 * 32
+"""float32 words a head of the mLSTM and of moments."""
+
+
+def state_blocks(policy: str, corrected: bool = False) -> int:
+    """A block has 16 * (2 * 32 * 4 + 8) bytes a head."""
+    words = STATE.get(policy, 0) + (MOMENTS if corrected or policy == "momentkv" else 0)
+    return cdiv(4 * words, 16 * (2 * 32 * 4 + 8))
 
 
 class Case(NamedTuple):
@@ -26,9 +43,13 @@ class Case(NamedTuple):
 
 
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
-    """``options`` of :func:`write_random_scorer`, and ``every``, tokens between decisions; ``folder`` is where the scorer
-    goes."""
-    every = options.pop("every", 1)
+    """``options`` of :func:`write_random_scorer`, ``every``, tokens between decisions, and ``correction``; ``folder`` is where
+    the scorer goes."""
+    every, correction = options.pop("every", 1), options.pop("correction", None)
+    if correction is not None:
+        plain = make_case(model, folder, policy, every=every, **options)
+        oracle = replace(plain.judge.policy, corrected=correction == "moment")
+        return Case(model, plain.settings | {"correction": correction}, Judge(model, oracle))
     grid = {"decide_every": every} if every > 1 else {}
     if policy == "streaming-llm" and every > 1:
         settings = {"policy": policy, "budget": BUDGET, "sinks": SINKS, "window": WINDOW} | grid
@@ -38,6 +59,12 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         sinks = options.get("sinks", SINKS)  # the oracle has another window on purpose: it must not matter
         settings = {"policy": policy, "budget": BUDGET, "sinks": sinks, "window": WINDOW}
         return Case(model, settings, Judge(model, OraclePolicy.streaming(sinks, BUDGET - sinks - 1, 1)))
+    if policy in TRAINING_FREE:
+        scorer, sinks, window = TRAINING_FREE[policy]
+        sinks, window = options.get("sinks", sinks), options.get("window", window)
+        oracle = OraclePolicy(scorer, sinks, window, BUDGET - sinks - window - every + 1, interval=every)
+        oracle = replace(oracle, corrected=policy == "momentkv")
+        return Case(model, {"policy": policy, "budget": BUDGET} | options | grid, Judge(model, oracle))
     shape = {"sinks": SINKS, "window": WINDOW, "topk": TOPK} | options
     write_random_scorer(folder, model, SCORERS[policy], **shape)
     oracle = OraclePolicy.from_scorer(folder, topk=TOPK - every + 1, interval=every)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 from engine.driving import BLOCK, Job, watched
-from engine.matrix import BUDGET, STATE_BLOCKS
+from engine.matrix import BUDGET, state_blocks
 
 from kvpop_vllm.kernels.pages import cdiv
 
 JOBS = [Job(n, new=20, scored=False) for n in (1, 14, 16, 17, BUDGET - 5, BUDGET, 90, 300)]
 
 
-@pytest.fixture(scope="module", params=["kvpop", "streaming-llm"])
+@pytest.fixture(scope="module", params=["kvpop", "streaming-llm", "l2norm"])
 def policy(request):
     return request.param
 
@@ -28,9 +28,9 @@ def test_the_formula_at_every_step(engine, policy, chunk):
     engine.chunk(chunk)
     free = engine.recorder.pool.get_num_free_blocks()
     answers = engine.serve(JOBS)
-    assert engine.check_blocks(STATE_BLOCKS.get(policy, 0), BUDGET) >= 20
+    assert engine.check_blocks(state_blocks(policy), BUDGET) >= 20
     most = {name: max(len(s.running[name][1]) for s in engine.recorder.blocks if name in s.running) for name in answers}
-    assert max(most.values()) == STATE_BLOCKS.get(policy, 0) + cdiv(BUDGET, BLOCK) and len(set(most.values())) > 1
+    assert max(most.values()) == state_blocks(policy) + cdiv(BUDGET, BLOCK) and len(set(most.values())) > 1
     assert engine.recorder.pool.get_num_free_blocks() == free
 
 
@@ -51,7 +51,7 @@ def test_blocks_come_back(engine, policy):
             assert pool.get_num_free_blocks() == free
 
     engine.serve(JOBS, interrupt)
-    assert engine.check_blocks(STATE_BLOCKS.get(policy, 0), BUDGET) >= 20
+    assert engine.check_blocks(state_blocks(policy), BUDGET) >= 20
     assert pool.get_num_free_blocks() == free and not engine.recorder.manager.req_to_blocks
 
 

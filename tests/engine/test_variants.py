@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine.driving import BLOCK, Job, one_thread, watched
 from engine.judge import Judge
-from engine.matrix import BUDGET, MATRIX, STATE_BLOCKS
+from engine.matrix import BUDGET, MATRIX, state_blocks
 from engine.recorder import Held
 
 from kvpop_vllm.kernels import dispatch
@@ -18,11 +18,8 @@ from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import (
     OraclePolicy,
     assert_within_budget,
-    decision_margins,
     masked_attention,
     random_prompt,
-    raw_scores,
-    retained_sets,
 )
 
 JOBS = [Job(1, new=70), Job(BUDGET), Job(130), Job(300, new=40)]
@@ -37,15 +34,19 @@ OPTIONS = {
     "grid-not-delayed": ("kvpop", {"every": 5, "delayed": False}),
     "grid-mlp": ("kvpop-mlp", {"every": 8}),
     "grid-recency": ("streaming-llm", {"every": 8}),
+    "grid-newest-mass": ("tova", {"every": 8, "sinks": 2, "window": 5}),
+    "grid-mean-mass": ("h2o", {"every": 25, "sinks": 4, "window": 20}),
+    "grid-moments": ("momentkv", {"every": 8}),
+    "moments-without-correction": ("momentkv", {"correction": "none"}),
+    "corrected": ("kvpop", {"correction": "moment"}),
+    "corrected-recency": ("streaming-llm", {"correction": "moment", "every": 8}),
+    "corrected-mass": ("h2o", {"correction": "moment"}),
     "all-else": (
         "kvpop",
         {"norm": True, "skip": True, "feature_map": "softmax", "gate_softcap": 2.0, "v_proj": False},
     ),
 }
 WITHOUT = {"norm": False, "skip": False, "feature_map": "hedgehog", "gate_softcap": None, "delayed": True}
-
-WIDE = (torch.float64, torch.float32)
-EAGER = (torch.float64, torch.bfloat16)
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -55,7 +56,8 @@ def test_scorer_options(case, watch, name):
         for chunk in (7, None):
             engine.chunk(chunk)
             engine.verdict(engine.serve(JOBS))
-        engine.check_blocks(STATE_BLOCKS.get(policy, 0), BUDGET, options.get("every", 1))
+        state = state_blocks(policy, options.get("correction") == "moment")
+        engine.check_blocks(state, BUDGET, options.get("every", 1))
 
 
 def test_the_decay_step_matters(case):
@@ -102,7 +104,7 @@ def test_each_scorer_option_matters(case, name, option):
 @pytest.mark.parametrize("kind, policy", MATRIX)
 def test_a_pool_too_small_for_all(case, watch, kind, policy):
     """Six requests that are admitted with a block or two of slots each and outgrow a pool for two."""
-    state = STATE_BLOCKS.get(policy, 0)
+    state = state_blocks(policy)
     blocks = 2 * (state + cdiv(BUDGET, BLOCK))
     with watch(case(kind, policy), num_gpu_blocks_override=blocks + 1) as engine:
         assert engine.recorder.pool.get_num_free_blocks() == blocks
@@ -148,12 +150,18 @@ def test_full_equals_stock(tiny_model, kind):
     assert tokens[True] == tokens[False]
 
 
-@pytest.mark.parametrize("policy", ["kvpop", "kvpop-mlp", "streaming-llm"])
-def test_bfloat16(case, watch, policy):
+OWN_KEYS = [
+    (policy, "bfloat16") for policy in ("kvpop", "kvpop-mlp", "streaming-llm", "l2norm", "tova", "h2o", "momentkv")
+]
+OWN_KEYS.append(("l2norm", "float32"))
+
+
+@pytest.mark.parametrize("policy, dtype", OWN_KEYS)
+def test_judged_on_its_own_keys(case, watch, policy, dtype):
     """In bfloat16 the chunking changes keys by rounding, so each run is judged by the oracle on its own cached keys."""
     found, ties = case("llama", policy), []
-    with watch(found, dtype="bfloat16") as engine:
-        for chunk in (1, 7, None):
+    with watch(found, dtype=dtype) as engine:
+        for chunk in (1, 7, 64, None) if dtype == "float32" else (1, 7, None):
             engine.chunk(chunk)
             for name in engine.serve([Job(1, new=205 // (chunk or 205) + 1), Job(BUDGET), Job(200)]):
                 for layer, held in engine.recorder.held[name].items():
@@ -167,22 +175,21 @@ def _judge_layer(recorder, policy, name, layer, held) -> list[bool]:
     seen = held[-1].seen
     parts = [recorder.tensors[name, layer, part][:seen].transpose(0, 1) for part in ("query", "key", "value", "out")]
     query, key, value, out = parts
-    scores, low = (raw_scores(policy.scorer, layer, key.to(t), value.to(t), policy.window) for t in WIDE)
-    rule = (policy.decay(layer, len(key)), policy.sinks, policy.window, policy.topk, policy.step)
-    sets = retained_sets(scores.numpy(), *rule)
-    margins = decision_margins(sets, scores.numpy(), *rule)
-    bound = 8 * float((scores - low.double()).nan_to_num().abs().max())
+    exact = policy.decide(layer, query.double(), key.double(), value.double())
+    low = policy.decide(layer, query.float(), key.float(), value.float(), forced=exact.visible)
+    sets, margins = exact.visible, exact.margins
+    bound = 8 * float((exact.scores - low.scores.double()).nan_to_num().abs().max())
     ties, others = [False] * int((margins < float("inf")).sum()), [*range(len(key))]
     for head in range(len(key)):
         before = 0
         for step in held:
-            if step.positions[head] != sets[head, step.seen - 1].nonzero()[0].tolist():
+            if step.positions[head] != sets[head, step.seen - 1].nonzero().flatten().tolist():
                 assert margins[head, before : step.seen].min() < bound, f"{name}, layer {layer}, head {head}, {step}"
                 ties.append(True)
                 others.remove(head)
                 break
             before = step.seen
-    exact, eager = (masked_attention(query.to(t), key.to(t), value.to(t), torch.from_numpy(sets)) for t in EAGER)
+    exact, eager = (policy.attend(query.to(t), key.to(t), value.to(t), sets) for t in (torch.float64, key.dtype))
     group = len(query) // len(key)
     rows = [head * group + i for head in others for i in range(group)]  # a head with a near-tie sees other tokens
     found, exact, eager = (
@@ -196,9 +203,8 @@ def test_a_near_tie_excuses_its_own_head_only(case, monkeypatch):
     policy, length = case("llama", "kvpop-linear").judge.policy, 130
     draw = torch.Generator().manual_seed(0)
     query, key, value = (torch.randn(heads, length, 32, generator=draw).bfloat16() for heads in (4, 2, 2))
-    scores = raw_scores(policy.scorer, 0, key.double(), value.double(), policy.window)
-    rule = policy.decay(0, 2), policy.sinks, policy.window, policy.topk, policy.step
-    sets = torch.from_numpy(retained_sets(scores.numpy(), *rule))
+    decided = policy.decide(0, query.double(), key.double(), value.double())
+    sets = decided.visible
     out = masked_attention(query, key, value, sets).unflatten(-1, (4, -1)).transpose(0, 1)
     tensors = {
         ("0", 0, n): t.transpose(0, 1) for n, t in zip(("query", "key", "value"), (query, key, value), strict=True)
@@ -213,7 +219,12 @@ def test_a_near_tie_excuses_its_own_head_only(case, monkeypatch):
     held[0].positions[0][policy.sinks] -= 1
     with pytest.raises(AssertionError, match="layer 0, head 0"):
         ties(out)
-    monkeypatch.setitem(globals(), "decision_margins", lambda *_: torch.zeros(2, length))
+    tied = dataclasses.replace(decided, margins=torch.zeros(2, length))
+
+    def decide(policy, layer, query, key, value, forced=None):
+        return tied if query.dtype is torch.float64 else dataclasses.replace(tied, scores=tied.scores + 1e-3)
+
+    monkeypatch.setattr(OraclePolicy, "decide", decide)
     assert ties(out) == 1
     with pytest.raises(AssertionError, match="exceeds"):
         ties(out + torch.tensor([0, 0, 0, 1])[:, None, None])

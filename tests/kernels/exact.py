@@ -19,6 +19,7 @@ class Exact:
     tokens: dict = field(default_factory=dict)  # position -> (k, v)
     score: dict = field(default_factory=dict)
     state: tuple = (0.0, 0.0)
+    gone: list = field(default_factory=list)  # (k, v) of all that was evicted
 
     def weight(self, name):
         tensor = getattr(self.rule.scorer, name)
@@ -52,6 +53,8 @@ class Exact:
         w = self.rule.scorer
         if w is None:
             return 0.0
+        if isinstance(w, ops.KeyNorm):
+            return -float(x[: len(x) // 2].norm())
         if isinstance(w, ops.LinearWeights):
             return float(self.weight("weight") @ x + self.weight("bias"))
         if isinstance(w, ops.MLPWeights):
@@ -73,8 +76,13 @@ class Exact:
         if leaving >= rule.sinks and leaving not in self.score:
             self.score[leaving] = self.raw_score(torch.cat(self.tokens[leaving]))
         if (position + 1) % rule.decide_every == 0:
+            novelty = self.novelty(scale) if isinstance(rule.scorer, ops.MomentResidual) else {}
             ranked = sorted(
-                (self.score[t] + (position - t) // rule.decay_step * float(rule.log_gamma[self.head]), t)
+                (
+                    self.ranked_by(t, position) * novelty.get(t, 1.0)
+                    + (position - t) // rule.decay_step * float(rule.log_gamma[self.head]),
+                    t,
+                )
                 for t in self.tokens
                 if rule.sinks <= t <= leaving
             )
@@ -82,11 +90,45 @@ class Exact:
             if 0 < surplus < len(ranked):
                 margin = ranked[surplus][0] - ranked[surplus - 1][0]
             for _, t in ranked[: max(0, surplus)]:
-                del self.tokens[t]
+                self.gone.append(self.tokens.pop(t))
         keys, values = (torch.stack(rows) for rows in zip(*self.tokens.values(), strict=True))
         logits = q @ keys.T * scale
         weights = logits.softmax(-1)
-        return weights @ values, logits.logsumexp(-1), weights @ values.abs(), margin
+        if isinstance(rule.scorer, ops.AttentionMass | ops.MomentResidual):
+            for t, mass in zip(self.tokens, weights.mean(0).tolist(), strict=True):
+                self.score[t] = mass + (self.score.get(t, 0.0) if self.mean else 0.0)
+        out, lse, magnitude = weights @ values, logits.logsumexp(-1), weights @ values.abs()
+        if rule.moment_correction and self.gone:
+            out, magnitude = self.corrected(out, lse, magnitude, q, scale)
+        return out, lse, magnitude, margin
+
+    def evicted(self):
+        """Number, mean key and value, and value-key covariance ``[D, D]`` of all that was evicted."""
+        keys, values = (torch.stack(rows) for rows in zip(*self.gone, strict=True))
+        outer = torch.einsum("tv,tk->vk", values, keys) / len(keys)
+        return len(keys), keys.mean(0), values.mean(0), outer - torch.outer(values.mean(0), keys.mean(0))
+
+    def corrected(self, out, lse, magnitude, q, scale):
+        count, key, value, covariance = self.evicted()
+        weight = (count * torch.exp(scale * q @ key - lse)).unsqueeze(-1)  # relative to what is retained
+        added = value + scale * q @ covariance.T
+        largest = value.abs() + scale * q.abs() @ covariance.abs().T
+        return (out + weight * added) / (1 + weight), (magnitude + weight * largest) / (1 + weight)
+
+    @property
+    def mean(self):
+        return isinstance(self.rule.scorer, ops.AttentionMass) and self.rule.scorer.mean
+
+    def ranked_by(self, t, position):
+        """Score of token t without its decay, before the query at ``position`` attends."""
+        return self.score[t] / (position - t) if self.mean else self.score[t]
+
+    def novelty(self, scale):
+        """How far each token's value is from what the moments of the evicted ones predict."""
+        if not self.gone:
+            return {t: float(v.norm()) for t, (_, v) in self.tokens.items()}
+        _, _, value, covariance = self.evicted()
+        return {t: float((v - value - scale * covariance @ k).norm()) for t, (k, v) in self.tokens.items()}
 
     def long_range(self, position):
         """Tokens in long-range slots after step ``position``: those that have been decided upon and kept."""

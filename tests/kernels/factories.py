@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.ops import LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+from kvpop_vllm.kernels.ops import (
+    AttentionMass,
+    KeyNorm,
+    LinearWeights,
+    MLPWeights,
+    MLSTMWeights,
+    MomentResidual,
+    RetentionRule,
+)
 from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
 
 
@@ -19,6 +27,12 @@ def random_scorer(kind: str | None, heads: int, size: int, generator: torch.Gene
     spread = 2 * wide**-0.5
     if kind is None:
         return None
+    if kind == "key-norm":
+        return KeyNorm()
+    if kind == "mass":
+        return AttentionMass(**options)
+    if kind == "moment":
+        return MomentResidual()
     if kind == "linear":
         return LinearWeights(normal(heads, wide, scale=spread), normal(heads))
     if kind == "mlp":
@@ -45,10 +59,6 @@ def random_scorer(kind: str | None, heads: int, size: int, generator: torch.Gene
     )
 
 
-def state_floats(scorer) -> int:
-    return scorer.state_floats if isinstance(scorer, MLSTMWeights) else 0
-
-
 def random_rule(
     scorer,
     heads: int,
@@ -57,10 +67,13 @@ def random_rule(
     generator: torch.Generator,
     decay_step: int = 1,
     decide_every: int = 1,
+    moment_correction: bool = False,
 ) -> RetentionRule:
     gamma = 0.9 + 0.0999 * torch.rand(heads, generator=generator, dtype=torch.float64)
+    if isinstance(scorer, AttentionMass | MomentResidual):
+        gamma = 1 - 1e-3 * (1 - gamma)  # masses are of order 1 / B
     log_gamma = torch.log(gamma) if scorer is not None else torch.full((heads,), -1.0, dtype=torch.float64)
-    return RetentionRule(sinks, window, log_gamma, decay_step, scorer, decide_every)
+    return RetentionRule(sinks, window, log_gamma, decay_step, scorer, decide_every, moment_correction)
 
 
 def poisoned_pages(layout: PageLayout, num_blocks: int) -> Pages:

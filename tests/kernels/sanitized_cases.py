@@ -85,6 +85,12 @@ DECODE = [
     dict(case="mlstm", size=64, group=3, slots=16, dtype=BF16, q_dtype=BF16, every=7, window=3),
     dict(case="mlstm-immediate", size=32, group=1, slots=16, every=16, sinks=0, topk=20),
     dict(case="none", size=128, group=2, slots=64, dtype=BF16, q_dtype=BF16, every=90, unequal=True),
+    dict(case="key-norm", size=48, group=1, slots=16, dtype=BF16, q_dtype=BF16, sinks=0, window=1),
+    dict(case="mass-newest", size=64, group=5, slots=48, dtype=BF16, q_dtype=BF16, sinks=0, window=1, topk=61),
+    dict(case="mass-mean", size=80, group=3, slots=16, sinks=3, unequal=True, every=7),
+    dict(case="moment-corrected", size=64, group=3, slots=64, dtype=BF16, q_dtype=BF16, sinks=1, window=1, topk=30),
+    dict(case="moment", size=32, group=7, slots=16, unequal=True, every=4),
+    dict(case="mlstm-corrected", size=48, group=2, slots=16, every=5),
 ]
 
 
@@ -113,6 +119,11 @@ PREFILL = [
     ([60], dict(case="mlstm-direct-values", sinks=2, window=8, topk=10, length=60, size=128, group=1, slots=16)),
     ([1, 29], dict(case="mlstm", sinks=2, window=5, topk=30, length=90, size=64, slots=16, every=12)),
     ([3, 177], dict(case="mlstm-immediate", sinks=0, window=9, topk=20, length=180, size=32, slots=16, every=140)),
+    ([3, 87], dict(case="key-norm", sinks=0, window=1, topk=40, length=90, size=16, slots=16)),
+    ([3, 87], dict(case="mass-newest", sinks=0, window=1, topk=60, length=90, size=32, group=5, slots=16)),
+    ([3, 87], dict(case="moment-corrected", sinks=1, window=1, topk=40, length=90, size=32, group=3, slots=16)),
+    ([40, 50], dict(case="mlstm-corrected", sinks=2, window=8, topk=10, length=90, size=48, slots=48)),
+    ([40, 50], dict(case="mass-mean", sinks=1, window=20, topk=10, length=90, size=48, group=3, slots=48, every=6)),
     ([50, 130], dict(case="mlstm-immediate", sinks=2, window=140, topk=10, length=180, size=48, group=5, heads=3)),
 ]
 
@@ -126,7 +137,7 @@ def test_prefill_chunk(chunks, problem):
 
 
 @pytest.mark.parametrize("isa", _C.isa_levels())
-@pytest.mark.parametrize("shape", [(16, 2, BF16), (80, 2, BF16), (96, 1, F32)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 2, BF16), (80, 2, BF16), (96, 3, BF16), (96, 1, F32)], ids=str)
 def test_prefill_chunk_of_bfloat16(isa, shape):
     prefill.test_bfloat16_is_within_its_roundings(isa, *shape)
 

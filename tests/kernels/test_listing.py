@@ -56,6 +56,7 @@ def test_every_instruction_set_of_this_processor_is_there():
         "avx2": {"avx2", "fma"},
         "avx512": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
         "avx512_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16"},
+        "amx_bf16": {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16", "amx_tile", "amx_bf16"},
     }
     assert dispatch.load_extension().isa_levels() == [name for name, those in needed.items() if those <= flags]
     sources = {p.stem.removeprefix("kernels_") for p in (ROOT / "csrc/cpu").glob("kernels_*.cpp")}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kernels.factories import random_page_table, random_rule, random_scorer, state_floats
+from kernels.exact import Exact
+from kernels.factories import random_page_table, random_rule, random_scorer
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
@@ -17,6 +20,14 @@ IMPLS = ["reference", *_C.isa_levels()]
 
 CASES = {
     "none": (None, {}),
+    "key-norm": ("key-norm", {}),
+    "mass-newest": ("mass", {"mean": False}),
+    "mass-mean": ("mass", {"mean": True}),
+    "moment": ("moment", {}),
+    "moment-corrected": ("moment", {"correction": True}),
+    "none-corrected": (None, {"correction": True}),
+    "mass-mean-corrected": ("mass", {"mean": True, "correction": True}),
+    "mlstm-corrected": ("mlstm", {"correction": True}),
     "linear": ("linear", {}),
     "mlp": ("mlp", {}),
     "mlstm": ("mlstm", {}),
@@ -27,8 +38,8 @@ CASES = {
 }
 
 
-SCORE_NOISE = 2e-6
-"""Paths round raw scores of order 1 to 3 differently by up to this much (float32, states of up to 120 tokens)."""
+SCORE_NOISE, MASS_NOISE = 2e-6, 2e-7
+"""Attention masses, of order 1 / B, and their products with residuals by a tenth of that. Paths round raw scores of order 1 to 3 differently by up to this much (float32, states of up to 120 tokens)."""
 
 
 @pytest.fixture(autouse=True)
@@ -43,10 +54,12 @@ class Problem:
     def __init__(self, case, sinks, window, topk, length, *, heads=2, group=2, size=32, slots=16, step=1, every=1, seed=0, dtype=torch.float32):  # fmt: skip
         kind, options = CASES[case]
         self.generator = torch.Generator().manual_seed(seed)
-        scorer = random_scorer(kind, heads, size, self.generator, **dict(options))
-        self.rule = random_rule(scorer, heads, sinks, window, self.generator, step, every)
+        options = dict(options)
+        correction = options.pop("correction", False)
+        scorer = random_scorer(kind, heads, size, self.generator, **options)
+        self.rule = random_rule(scorer, heads, sinks, window, self.generator, step, every, correction)
         self.budget, self.heads, self.length, self.scale = self.rule.first_long + topk, heads, length, size**-0.5
-        self.layout = PageLayout(heads, size, dtype, slots, state_floats(scorer))
+        self.layout = PageLayout(heads, size, dtype, slots, self.rule.state_floats(size))
         self.q, self.k, self.v = (
             torch.randn(length, n, size, generator=self.generator).to(dtype) for n in (heads * group, heads, heads)
         )
@@ -55,7 +68,7 @@ class Problem:
     def pages(self):
         return random_page_table(self.layout, 1, self.budget, self.generator)
 
-    def decode(self):
+    def decode(self, impl="reference"):
         pages, table = self.pages()
         rows = []
         for t in range(self.length):
@@ -66,7 +79,7 @@ class Problem:
             rows.append(
                 ops.decode_step(
                     self.q[cut], self.k[cut], self.v[cut], pages, table, torch.tensor([t]), valid, self.budgets.expand(1, -1),
-                    rule=self.rule, scale=self.scale, impl="reference",
+                    rule=self.rule, scale=self.scale, impl=impl,
                 )
             )  # fmt: skip
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
@@ -89,8 +102,19 @@ class Problem:
             start, i = start + count, i + 1
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
 
+    def closest_coupled_decision(self):
+        """The same, where it depends on what was evicted before."""
+        closest, group = torch.inf, self.q.shape[1] // self.heads
+        for h in range(self.heads):
+            exact, rows = Exact(self.rule, h, self.budget), slice(h * group, (h + 1) * group)
+            for t in range(self.length):
+                closest = min(closest, exact.step(t, self.q[t, rows], self.k[t, h], self.v[t, h], self.scale)[-1])
+        return closest
+
     def closest_decision(self):
         """Smallest difference in float64 priority between the worst kept and the best dropped token, over all steps."""
+        if self.rule.coupled:
+            return self.closest_coupled_decision()
         pages, table = random_page_table(self.layout, 1, self.rule.first_long + self.length, self.generator)
         everything = torch.full_like(self.budgets, self.rule.first_long + self.length)
         ops.prefill_chunk(
@@ -135,10 +159,19 @@ def check_same(actual, expected):
 @pytest.mark.parametrize("every", [1, 6])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_equals_decode_steps(case, roles, every, impl):
+    problem, expected = decoded(case, roles, every)
+    one_by_one = impl == "reference" and (problem.rule.coupled or problem.rule.moment_correction)
+    if not one_by_one:  # by decode steps itself
+        check_same(problem.prefill([90], impl), expected)
+    if not one_by_one or roles == (2, 8, 10):
+        check_same(problem.prefill([1, 13, 30], impl), expected)
+
+
+@functools.cache
+def decoded(case, roles, every):
+    """A problem, and what the reference's decode steps make of it."""
     problem = Problem(case, *roles, length=90, every=every, seed=sum(roles) + len(case))
-    expected = problem.decode()
-    check_same(problem.prefill([90], impl), expected)
-    check_same(problem.prefill([1, 13, 30], impl), expected)
+    return problem, problem.decode()
 
 
 def test_the_reference_runs_no_other_implementation(monkeypatch):
@@ -175,7 +208,8 @@ def test_decay_steps_beyond_one(case, step, every, impl):
 def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, group, slots, size, every, impl, seed):
     shape = dict(heads=heads, group=group, slots=slots, size=size)
     problem = Problem(case, sinks, window, topk, length, every=every, seed=seed, **shape)
-    assume(CASES[case][0] is None or problem.closest_decision() > 10 * SCORE_NOISE)
+    noise = MASS_NOISE if problem.rule.coupled else SCORE_NOISE
+    assume(CASES[case][0] is None or problem.closest_decision() > 10 * noise)
     check_same(problem.prefill(chunks, impl), problem.decode())
 
 
@@ -192,7 +226,15 @@ def test_pieces_longer_than_one(impl, window):
 @pytest.mark.parametrize("isa", _C.isa_levels())
 @pytest.mark.parametrize(
     "size, group, q_dtype",
-    [(64, 3, torch.bfloat16), (128, 4, torch.bfloat16), (80, 7, torch.bfloat16), (96, 1, torch.float32)],
+    [
+        (64, 3, torch.bfloat16),
+        (128, 4, torch.bfloat16),
+        (80, 7, torch.bfloat16),
+        (96, 3, torch.bfloat16),
+        (32, 5, torch.bfloat16),
+        (32, 1, torch.bfloat16),
+        (96, 1, torch.float32),
+    ],
 )
 def test_bfloat16_is_within_its_roundings(isa, size, group, q_dtype, every=1):
     """What is exact, the same numbers in float32 tell. Rounding the weights to bfloat16 (2^-9 of each, and not in their
@@ -221,16 +263,41 @@ def test_bfloat16_on_a_grid_is_within_its_roundings(isa):
 @pytest.mark.parametrize("several", [[28, 17], [98, 300], [300, 98]])
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("every", [1, 9])
-def test_unequal_budgets_equal_single_heads(impl, several, every):
+def test_unequal_budgets_equal_single_heads(impl, several, every, case="linear", length=400, how="reference"):
     """Heads with different budgets behave as if each were alone with its own."""
-    problem = Problem("linear", 2, 6, max(several) - 8, length=400, every=every, seed=5)
+    problem = Problem(case, 2, 6, max(several) - 8, length=length, every=every, seed=5)
     problem.budgets = torch.tensor(several, dtype=torch.int32)
-    out, _, _ = problem.prefill([400, 1], impl)
+    out, _, _ = problem.prefill([length, 1], impl)
     for head, budget in enumerate(several):
         problem.budgets = torch.full((2,), budget, dtype=torch.int32)
-        alone = problem.prefill([400])[0]
+        alone = problem.prefill([length], how)[0]
         rows = slice(2 * head, 2 * head + 2)
         torch.testing.assert_close(out[:, rows], alone[:, rows], rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("case", ["mass-newest", "mass-mean", "moment-corrected", "mlstm-corrected"])
+@pytest.mark.parametrize("impl, how", [("reference", _C.isa_levels()[-1]), (_C.isa_levels()[-1], _C.isa_levels()[-1])])
+def test_unequal_budgets_token_by_token(case, impl, how):
+    test_unequal_budgets_equal_single_heads(impl, [17, 40], 9, case, 60, how)
+
+
+@pytest.mark.parametrize(
+    "case", ["mass-newest", "mass-mean", "moment", "none-corrected", "moment-corrected", "mlstm-corrected"]
+)
+@pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize("every", [1, 6])
+def test_chunks_change_nothing_token_by_token(case, isa, every):
+    """Of rules that are worked off token by token: to the bit, outputs and all that is in the pages."""
+    _C.set_isa(isa)
+    problem, found = Problem(case, 2, 5, 40, length=130, every=every, seed=3), []
+    pages, table = problem.pages()
+    for chunks in ([130], [1, 13, 30], None):
+        problem.pages = lambda: (problem.layout.view(torch.full_like(pages.raw, 255)), table)
+        held, problem.held = problem.held, lambda own, _: own.raw
+        found.append(problem.prefill(chunks, isa) if chunks else problem.decode("cpp"))
+        problem.held = held
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -17,6 +17,10 @@ KINDS = {
     "kvpop-mlp": ("kvpop-mlp", {}),
     "kvpop-linear": ("kvpop-linear", {}),
     "streaming-llm": ("streaming-llm", None),
+    "l2norm": ("l2norm", None),
+    "tova": ("tova", None),
+    "h2o": ("h2o", None),
+    "momentkv": ("momentkv", None),
     "full": ("full", None),
 }
 
@@ -37,13 +41,10 @@ def policy(request, model, tmp_path):
 
 
 DECLARED = {
-    "signals": frozenset({Signal.KEY, Signal.MASS}),
-    "order": Order.COUPLED,
+    "signals": frozenset({Signal.KEY, Signal.HIDDEN}),
     "decide": Decide.GRID,
     "slot_fields": {"votes": 4},
     "uniform_shares": False,
-    "on_evict": lambda self: None,
-    "correct": lambda self: None,
     "preload": lambda self: None,
 }
 
@@ -82,3 +83,59 @@ def test_layers_differ(policy):
     if policy.scorer_kind is not None:
         first, second = (tensors(policy.rule(layer, slice(0, HEADS))) for layer in (0, 1))
         assert not any(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.mark.parametrize(
+    "name, given, kept",
+    [
+        ("streaming-llm", {}, (4, 59)),
+        ("l2norm", {}, (0, 1)),
+        ("tova", {}, (0, 1)),
+        ("h2o", {}, (0, 32)),
+        ("h2o", {"sinks": 4}, (4, 30)),
+        ("h2o", {"decide_every": 40}, (0, 24)),
+        ("tova", {"sinks": 2, "window": 9}, (2, 9)),
+        ("momentkv", {}, (1, 1)),
+    ],
+)
+def test_default_sinks_and_windows(name, given, kept):
+    policy = policies.get(name)(PolicySettings(name, 64, **given), ModelShape("llama", 2, HEADS, 32, 256))
+    assert (policy.retention.sinks, policy.retention.window) == kept
+    rule = policy.rule(0, slice(1, 3))
+    assert (rule.sinks, rule.window, rule.decide_every) == (*kept, given.get("decide_every", 1))
+    assert rule.coupled == (policy.order is Order.COUPLED) == (name in ("tova", "h2o", "momentkv"))
+
+
+@pytest.mark.parametrize(
+    "name, given, corrects, floats",
+    [
+        ("streaming-llm", {}, False, 0),
+        ("streaming-llm", {"correction": "moment"}, True, 32 * 34),
+        ("h2o", {"correction": "moment"}, True, 32 * 34),
+        ("momentkv", {}, True, 32 * 34),
+        ("momentkv", {"correction": "moment"}, True, 32 * 34),
+        ("momentkv", {"correction": "none"}, False, 32 * 34),
+    ],
+)
+def test_corrections(name, given, corrects, floats):
+    policy = policies.get(name)(PolicySettings(name, 64, **given), ModelShape("llama", 2, HEADS, 32, 256))
+    rule = policy.layer_rule(0, slice(0, HEADS))
+    assert (rule.moment_correction, policy.state_floats, rule.state_floats(32)) == (corrects, floats, floats)
+
+
+def test_correcting_a_learned_policy_adds_to_its_state(model, tmp_path):
+    scorer = str(write_random_scorer(tmp_path / "scorer", model, "mlstm"))
+    plain, corrected = (
+        policies.get("kvpop")(
+            PolicySettings("kvpop", scorer=scorer, correction=how), ModelShape("llama", 2, HEADS, 32, 256)
+        )
+        for how in ("none", "moment")
+    )
+    assert corrected.state_floats - plain.state_floats == 32 * 34
+    assert plain.layer_rule(0, slice(0, 1)).state_floats(32) == plain.state_floats
+    assert corrected.layer_rule(0, slice(0, 1)).state_floats(32) == corrected.state_floats
+
+
+def test_nothing_to_correct_where_all_is_kept():
+    with pytest.raises(ConfigError, match="--kv-policy full keeps every token: leave --kv-correction out"):
+        policies.get("full")(PolicySettings("full", correction="moment"), ModelShape("llama", 2, HEADS, 32, 256))

@@ -59,6 +59,8 @@ struct Softmax {
     float* total;
     int64_t floats;  // between rows of q and acc
     float scale;
+    float* logits;  // where the tile's go, per query head a row, or null
+    int64_t logits_row;
 };
 
 template <class T>
@@ -212,6 +214,7 @@ void attend_tile(const Tile<T>& tile, const RowShape<T>& shape, const Softmax& s
     alignas(64) float weight[GT][TILE];
     float factor[GT];
     tile_logits<A, GT>(tile.k, shape, s, n, reinterpret_cast<const uint8_t*>(tile.next_k), weight);
+    for (int g = 0; g < GT && s.logits; g++) __builtin_memcpy(s.logits + g * s.logits_row, weight[g], size_t(n) * 4);
     tile_softmax<GT>(weight, n, s, factor);
     int64_t step = 0;
     for (; step + WIDEST <= shape.full_steps; step += WIDEST)
@@ -239,7 +242,10 @@ inline int64_t row_floats(const DecodeStep& a) {
 inline int64_t partial_floats(const DecodeStep& a) {
     return Pieces::round(a.group * row_floats(a)) + 2 * Pieces::round(a.group);
 }
-inline int64_t attend_scratch(const DecodeStep& a) { return Pieces::round(a.group * row_floats(a)) + partial_floats(a); }
+inline int64_t attend_scratch(const DecodeStep& a) {
+    return Pieces::round(a.group * row_floats(a)) + partial_floats(a) + Pieces::round(a.group * a.mass_row) +
+           correction_scratch(a);
+}
 
 // What one head has summed up over some of its slots: per query head a row of the output, maximum, sum.
 struct Partial {
@@ -249,16 +255,6 @@ struct Partial {
         acc = pieces.take(a.group * row_floats(a)), maximum = pieces.take(a.group), total = pieces.take(a.group);
     }
 };
-
-KVPOP_INLINE float read_q(const DecodeStep& a, int64_t r, int64_t head, int64_t e) {
-    const int64_t at = r * a.q_stride[0] + head * a.q_stride[1] + e;
-    return a.q_is_bf16 ? to_float(static_cast<const bf16*>(a.q)[at]) : static_cast<const float*>(a.q)[at];
-}
-
-template <class T>
-KVPOP_INLINE const T* key_row(const DecodeStep& a, int64_t r, int64_t h, int64_t slot) {
-    return reinterpret_cast<const T*>(a.slot_region(r, h, slot)) + slot % a.block_slots * a.size;
-}
 
 // Slots of the tile that starts at `slot`: up to the end of the block, of the run, or TILE.
 KVPOP_INLINE int64_t tile_slots(const DecodeStep& a, int64_t slot, int64_t end) {
@@ -274,9 +270,10 @@ KVPOP_INLINE void prefetch_scores(const DecodeStep& a, int64_t r, int64_t h, int
 }
 
 // Sums of request r, KV head h over runs of slots; q: scratch for the rows of q, 64-byte aligned. fetch_next: the request and
-// head that follow have still to search for a victim.
+// head that follow have still to search for a victim. logits: [G, mass_row] by slot, or null.
 template <class A>
-void sum_runs(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, bool fetch_next, float* q, const Partial& sums) {
+void sum_runs(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, bool fetch_next, float* q, const Partial& sums,
+              float* logits) {
     using T = typename A::Item;
     const RowShape<T> shape(a.size);
     const int64_t floats = a.group * shape.floats;
@@ -296,6 +293,7 @@ void sum_runs(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, bool 
         if (slot % a.block_slots == 0 && slot < searched) prefetch_scores(a, next_r, next_h, slot);
         const int64_t n = tile_slots(a, slot, runs.end[run]), to_v = a.block_slots * a.size;
         const T* k = key_row<T>(a, r, h, slot);
+        float* own = logits ? logits + slot : nullptr;
         slot += n;
         if (slot == runs.end[run] && ++run < runs.count) slot = runs.begin[run];
         const T* next = run < runs.count ? key_row<T>(a, r, h, slot) : k;
@@ -303,23 +301,42 @@ void sum_runs(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, bool 
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t g = a.group * pass / passes, end = a.group * (pass + 1) / passes;
             const int64_t row = g * shape.floats;
-            const Softmax s{q + row, acc + row, maximum + g, total + g, shape.floats, a.scale};
+            const Softmax s{q + row,      acc + row, maximum + g, total + g,
+                            shape.floats, a.scale,   own ? own + g * a.mass_row : nullptr, a.mass_row};
             attend_group<A>(int(end - g), tile, shape, s);
         }
     }
 }
 
-// Sums into output and log-sum-exps.
+// Sums into output and log-sum-exps; evicted: what the evicted tokens add to the output, or null.
 template <class A>
-void write_output(const DecodeStep& a, int64_t r, int64_t h, const Partial& sums) {
+void write_output(const DecodeStep& a, int64_t r, int64_t h, const Partial& sums, const Correction* evicted) {
     const int64_t floats = row_floats(a);
     for (int64_t g = 0; g < a.group; g++) {
         const int64_t row = (r * a.heads + h) * a.group + g;
         a.lse[row] = sums.maximum[g] + __builtin_logf(sums.total[g]);
         for (int64_t e = 0; e < a.size; e++) {
-            const float x = sums.acc[g * floats + A::place(e)] / sums.total[g];
+            float x = sums.acc[g * floats + A::place(e)] / sums.total[g];
+            if (evicted) x += evicted->share[g] * (evicted->out[g * a.size + e] - x);
             if (a.q_is_bf16) static_cast<bf16*>(a.out)[row * a.size + e] = to_bf16(x);
             else static_cast<float*>(a.out)[row * a.size + e] = x;
+        }
+    }
+}
+
+// Adds the query's weights, averaged over the query heads, to the score words of the slots it saw, or writes them there.
+inline void put_mass(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, const float* logits, const Partial& sums) {
+    for (int run = 0; run < runs.count; run++) {
+        for (int64_t slot = runs.begin[run] / VL * VL; slot < runs.end[run]; slot += VL) {  // a block is whole vectors
+            vf mass{};
+            for (int64_t g = 0; g < a.group; g++)
+                mass += exp(load(logits + g * a.mass_row + slot) - sums.maximum[g]) / sums.total[g];
+            mass /= float(a.group);
+            float* scores = a.scores(a.slot_region(r, h, slot)) + slot % a.block_slots;
+            const vi at = lanes() + int32_t(slot);
+            const vi inside = (at >= int32_t(runs.begin[run])) & (at < int32_t(runs.end[run]));
+            const vf before = load(scores);
+            store(scores, inside ? (a.scorer.mean ? before + mass : mass) : before);
         }
     }
 }
@@ -340,9 +357,14 @@ inline void attend(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, 
         using A = decltype(way);
         Pieces pieces{scratch};
         float* q = pieces.take(a.group * row_floats(a));
+        float* logits = a.scorer.coupled() ? pieces.take(a.group * a.mass_row) : nullptr;
         const Partial sums(a, pieces.next);
-        sum_runs<A>(a, r, h, runs, true, q, sums);
-        write_output<A>(a, r, h, sums);
+        sum_runs<A>(a, r, h, runs, true, q, sums, logits);
+        Correction evicted;
+        const int64_t count = a.corrects ? a.evicted(r, h, a.position(r) + 1) : 0;
+        if (count > 0) evicted = correction(a, r, h, float(count), sums.maximum, sums.total, {pieces.next + partial_floats(a)});
+        write_output<A>(a, r, h, sums, count > 0 ? &evicted : nullptr);
+        if (logits) put_mass(a, r, h, runs, logits, sums);
     });
 }
 
@@ -350,7 +372,7 @@ inline void attend(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, 
 inline void attend_part(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, int64_t part, int64_t parts,
                         float* sums, float* scratch) {
     with_attention(a, [&](auto way) {
-        sum_runs<decltype(way)>(a, r, h, runs.part(part, parts, TILE), false, scratch, Partial(a, sums));
+        sum_runs<decltype(way)>(a, r, h, runs.part(part, parts, TILE), false, scratch, Partial(a, sums), nullptr);
     });
 }
 
@@ -370,7 +392,7 @@ inline void merge_parts(const DecodeStep& a, int64_t r, int64_t h, int64_t parts
             whole.maximum[g] = top;
         }
     }
-    with_attention(a, [&](auto way) { write_output<decltype(way)>(a, r, h, whole); });
+    with_attention(a, [&](auto way) { write_output<decltype(way)>(a, r, h, whole, nullptr); });
 }
 
 }  // namespace kvpop::KVPOP_ISA

@@ -17,7 +17,7 @@ constexpr float STATE_M_START = -1e30f;  // stabiliser of an empty mLSTM state
 constexpr float READOUT_EPS = 1e-6f;
 constexpr float NORM_EPS = 1e-6f;
 
-enum class ScorerKind { None, Linear, MLP, MLSTM };
+enum class ScorerKind { None, Linear, MLP, MLSTM, KeyNorm, AttentionMass, MomentResidual };
 
 // Weights of all heads, contiguous float32; head h's part starts at h times a head's number of elements.
 struct Scorer {
@@ -46,6 +46,11 @@ struct Scorer {
     float softcap = 0;                   // 0: none
     bool hedgehog = true;
     bool delayed = true;
+    bool mean = false;  // of an attention mass: over all queries, not the newest one's
+
+    // Scores depend on what earlier queries saw.
+    bool coupled() const { return kind == ScorerKind::AttentionMass || kind == ScorerKind::MomentResidual; }
+    int64_t state_floats() const { return kind == ScorerKind::MLSTM ? features * (values + 1) + 1 : 0; }
 };
 
 // Roles of the slots, and when tokens are decided upon (kvpop_vllm/roles.py, SlotRoles).
@@ -129,12 +134,23 @@ struct DecodeStep {
     int64_t positions_stride;
     const int32_t *valid, *budgets;
     int64_t valid_stride[2], budgets_stride[2];
+    int64_t mass_row;  // where attention masses are asked for: most slots of a head by the end, in whole blocks
 
     float scale;
     Roles roles;
     int64_t decay_step;
     const double* log_gamma;  // [H]
     Scorer scorer;
+    bool corrects;  // outputs by the moments of the evicted tokens
+
+    bool keeps_moments() const { return corrects || scorer.kind == ScorerKind::MomentResidual; }
+    // Whether a token's step needs that of the token before it, so that a chunk's are done one by one.
+    bool sequential() const { return corrects || scorer.coupled(); }
+    // How many tokens have been evicted before `position`.
+    int64_t evicted(int64_t r, int64_t h, int64_t position) const {
+        const int64_t over = roles.decided(position) - roles.sinks - (budget(r, h) - roles.first_long());
+        return over > 0 ? over : 0;
+    }
 
     int64_t item_bytes() const { return cache_is_bf16 ? 2 : 4; }
     uint8_t* region(int64_t r, int64_t h, int64_t entry) const {

@@ -2,6 +2,12 @@
 
 #pragma once
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include <atomic>
 #include <stdexcept>
 #include <string>
@@ -16,6 +22,16 @@ struct Isa {
     const Kernels* kernels;
 };
 
+#if defined(__x86_64__)
+// The processor has tiles for bfloat16, and the kernel grants them to this process.
+inline bool may_use_amx() {
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & (1u << 22)) || !(d & (1u << 24))) return false;
+    constexpr int REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;  // arch_prctl(2)
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+}
+#endif
+
 // What this processor runs, slowest first.
 inline const std::vector<Isa>& isa_levels() {
     static const std::vector<Isa> levels = [] {
@@ -28,6 +44,9 @@ inline const std::vector<Isa>& isa_levels() {
             found.push_back({"avx512", &avx512::kernels});
         if (found.back().kernels == &avx512::kernels && __builtin_cpu_supports("avx512bf16"))
             found.push_back({"avx512_bf16", &avx512_bf16::kernels});
+#if KVPOP_HAS_AMX
+        if (found.back().kernels == &avx512_bf16::kernels && may_use_amx()) found.push_back({"amx_bf16", &amx_bf16::kernels});
+#endif
 #endif
         return found;
     }();

@@ -37,5 +37,11 @@ extern const Kernels kernels;
 namespace avx512_bf16 {
 extern const Kernels kernels;
 }
+#if defined(__x86_64__) && __GNUC__ >= 11
+#define KVPOP_HAS_AMX 1  // the compiler knows it
+namespace amx_bf16 {
+extern const Kernels kernels;
+}
+#endif
 
 }  // namespace kvpop

@@ -5,9 +5,16 @@
 #include "kvpop/simd.h"
 
 #include "kvpop/gemm.h"
+#if KVPOP_AMX
+#include "kvpop/amx.h"
+#endif
+
+#include "kvpop/access.h"
+#include "kvpop/score.h"
+
+#include "kvpop/moments.h"
 
 #include "kvpop/attend.h"
-#include "kvpop/score.h"
 
 #include "kvpop/retain.h"
 

@@ -44,10 +44,7 @@ void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float
     for (int64_t t = first; t < end; t++) {
         const int64_t u = t - roles.window;
         const bool leaving = u >= roles.sinks;
-        float score = 0;
-        if (leaving && (s.kind == ScorerKind::Linear || s.kind == ScorerKind::MLP)) head.read(row(u).key, row(u).value, x_u);
-        if (leaving && s.kind == ScorerKind::Linear) score = linear_score(s, h, x_u, 2 * a.size);
-        if (leaving && s.kind == ScorerKind::MLP) score = mlp_score(s, h, x_u, 2 * a.size, hidden);
+        float score = leaving ? stateless_score(head, row(u), 0, x_u, hidden) : 0;
         if (s.kind == ScorerKind::MLSTM) {
             const int64_t number = (t - first) % BATCH, count = t + BATCH < end ? BATCH : end - t;
             for (int64_t i = 0; number == 0 && i < count; i++) {
@@ -94,7 +91,8 @@ KVPOP_INLINE void store_weights(uint32_t* out, const vf* p, FloatWords) {
     for (int64_t i = 0; i < TILE_KEYS / VL; i++) store(reinterpret_cast<float*>(out) + i * VL, p[i]);
 }
 #if KVPOP_BF16_DOT
-KVPOP_INLINE void store_weights(uint32_t* out, const vf* p, Bf16Words) {
+template <class W>
+KVPOP_INLINE void store_weights(uint32_t* out, const vf* p, W) {
     for (int64_t i = 0; i < TILE_KEYS / VL; i += 2) {
         const __m512bh pair = _mm512_cvtne2ps_pbh((__m512)p[i + 1], (__m512)p[i]);
         __builtin_memcpy(out + i * VL / 2, &pair, sizeof pair);
@@ -191,6 +189,12 @@ void prefill_attend_of(const PrefillChunk& chunk, const Piece& piece, int64_t h,
 
 inline void prefill_attend(const PrefillChunk& chunk, const Piece& piece, int64_t h, int64_t first, int64_t queries,
                            float* scratch) {
+#if KVPOP_AMX
+    if (chunk.packed.per == 2 && chunk.step.size / AmxWords::PER % AMX_WORDS == 0) {
+        const AmxTiles tiles;
+        return prefill_attend_of<AmxWords>(chunk, piece, h, first, queries, scratch);
+    }
+#endif
 #if KVPOP_BF16_DOT
     if (chunk.packed.per == 2) return prefill_attend_of<Bf16Words>(chunk, piece, h, first, queries, scratch);
 #endif

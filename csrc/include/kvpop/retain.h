@@ -22,8 +22,8 @@ struct Victim {
     double effective, age, slot;  // slot -1: none
 };
 
-// The lowest effective score among slots [first, end); of equal ones the oldest token.
-inline Victim lowest(const DecodeStep& a, int64_t r, int64_t h, int64_t first, int64_t end, int64_t q) {
+// The lowest effective score among slots [first, end); of equal ones the oldest token. factors: of raw scores by slot, or null.
+inline Victim lowest(const DecodeStep& a, int64_t r, int64_t h, int64_t first, int64_t end, int64_t q, const float* factors) {
     const double log_gamma = a.log_gamma[h];
     vd iota;
     for (int i = 0; i < DL; i++) iota[i] = i;
@@ -39,8 +39,10 @@ inline Victim lowest(const DecodeStep& a, int64_t r, int64_t h, int64_t first, i
             vd steps = age;
             if (a.decay_step != 1)  // exact: both are integers below 2^31
                 steps = __builtin_convertvector(__builtin_convertvector(age / double(a.decay_step), half_i), vd);
-            const vd effective =
-                __builtin_convertvector(load_as<half_f>(scores + i), vd) + rounded_product(steps, log_gamma);
+            vd raw = __builtin_convertvector(load_as<half_f>(scores + i), vd);
+            if (a.scorer.mean) raw /= age;
+            if (factors) raw *= __builtin_convertvector(load_as<half_f>(factors + block * a.block_slots + i), vd);
+            const vd effective = raw + rounded_product(steps, log_gamma);
             const vl inside = (slot >= double(first)) & (slot < double(end));
             const vl take = inside & ((effective < best) | ((effective == best) & (age > best_age)));
             best = take ? effective : best;
@@ -79,21 +81,24 @@ struct Head {
         for (int64_t e = 0; e < a.size; e++) x[a.size + e] = to_float(value[e]);
     }
     // The slot for token u that leaves the window: the next free one, or that of a worse token; -1 drops u.
-    int64_t place(int64_t u, float score_, int64_t valid, int64_t q) const {
+    int64_t place(int64_t u, float score_, int64_t valid, int64_t q, const float* factors) const {
         const int64_t first = a.roles.first_long(), free = valid > first ? valid : first;
         if (free < a.budget(r, h)) return free;
-        const Victim victim = lowest(a, r, h, first, valid, q);
+        const Victim victim = lowest(a, r, h, first, valid, q, factors);
         double decay = double((q - u) / a.decay_step) * a.log_gamma[h];
 #if defined(__x86_64__)
         __asm__("" : "+x"(decay));  // as in rounded_product
 #endif
-        return double(score_) + decay < victim.effective ? -1 : int64_t(victim.slot);
+        double raw = a.scorer.mean ? double(score_) / double(q - u) : double(score_);
+        if (factors) raw *= double(factors[a.roles.ring_slot(u)]);
+        return raw + decay < victim.effective ? -1 : int64_t(victim.slot);
     }
 };
 
 inline int64_t retain_scratch(const DecodeStep& a) {
     const Scorer& s = a.scorer;
-    return Pieces::round(2 * a.size) + Pieces::round(s.hidden) + MLSTMBatch::floats(a);
+    return Pieces::round(2 * a.size) + Pieces::round(s.hidden) + MLSTMBatch::floats(a) + Pieces::round(a.size) +
+           residual_scratch(a);
 }
 inline int64_t scratch_floats(const DecodeStep& a) { return retain_scratch(a) + attend_scratch(a); }
 
@@ -131,6 +136,21 @@ void batch_of(const Head<T>& head, int64_t t, int64_t end, int64_t q, const Row<
     }
 }
 
+// Raw score of a token that leaves the window, of scorers without a state. parked: its score word; x, hidden: scratch.
+template <class T>
+KVPOP_INLINE float stateless_score(const Head<T>& head, const Row<T>& row, float parked, float* x, float* hidden) {
+    const Scorer& s = head.a.scorer;
+    const int64_t size = head.a.size;
+    switch (s.kind) {
+        case ScorerKind::Linear: head.read(row.key, row.value, x); return linear_score(s, head.h, x, 2 * size);
+        case ScorerKind::MLP: head.read(row.key, row.value, x); return mlp_score(s, head.h, x, 2 * size, hidden);
+        case ScorerKind::KeyNorm: return key_norm_score(row.key, size);
+        case ScorerKind::AttentionMass:
+        case ScorerKind::MomentResidual: return parked;
+        default: return 0;
+    }
+}
+
 // All of the step but attention; returns the slots to attend over. projected: which of the batch's tokens is the request's,
 // or -1 if none is yet.
 template <class T>
@@ -145,17 +165,19 @@ Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, MLSTMBatch& batch, int
     const Row<T> own = new_row<T>(a, r, h);
     float *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
     const State state{a, r, h};
-    float inserted = 0;
+    const Moments moments(a, r, h);
+    float inserted = 0, *deviation = pieces.take(a.size);
     const int64_t first = q + 1 - roles.decide_every;
+    int64_t evicted = a.evicted(r, h, q);
+    float* factors = nullptr;
+    if (s.kind == ScorerKind::MomentResidual && a.evicted(r, h, q + 1) > evicted)
+        factors = residuals_of<T>(a, r, h, q, valid, pieces);
     for (int64_t t = first; t <= q && roles.decides_at(q); t++) {
         const int64_t u = t - roles.window;
         const bool leaving = u >= roles.sinks;
         const int64_t from = leaving ? roles.ring_slot(u) : 0;
-        float score = 0;
-        if (leaving && (s.kind == ScorerKind::Linear || s.kind == ScorerKind::MLP))
-            head.read(head.k(from), head.v(from), x_u);
-        if (leaving && s.kind == ScorerKind::Linear) score = linear_score(s, h, x_u, 2 * a.size);
-        if (leaving && s.kind == ScorerKind::MLP) score = mlp_score(s, h, x_u, 2 * a.size, hidden);
+        const Row<T> leaves{head.k(from), head.v(from)};
+        float score = leaving ? stateless_score(head, leaves, *head.score(from), x_u, hidden) : 0;
         if (s.kind == ScorerKind::MLSTM) {
             const int64_t number = (t - first) % BATCH, end = t + BATCH < q + 1 ? t + BATCH : q + 1;
             if (projected < 0 && number == 0) {
@@ -168,8 +190,14 @@ Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, MLSTMBatch& batch, int
             if (t < q) *head.score(roles.ring_slot(t)) = inserted;
             if (!s.delayed && leaving) score = *head.score(from);
         }
-        const int64_t target = leaving ? head.place(u, score, valid, q) : -1;
+        const int64_t target = leaving ? head.place(u, score, valid, q, factors) : -1;
+        if (leaving && target < valid && a.keeps_moments()) {
+            const int64_t gone = target < 0 ? from : target;
+            head.read(head.k(gone), head.v(gone), x_u);
+            moments.take_in(float(++evicted), x_u, deviation);
+        }
         if (target < 0) continue;
+        if (factors) factors[target] = factors[from];
         head.write(target, head.k(from), head.v(from), score, u);
         valid = target < valid ? valid : target + 1;
     }

@@ -104,6 +104,14 @@ inline float linear_score(const Scorer& s, int64_t h, const float* x, int64_t wi
     return dot(x, s.weight + h * wide, wide) + s.bias[h];
 }
 
+// Summed in float64, so that the float32 hardly ever depends on the order.
+template <class T>
+KVPOP_INLINE float key_norm_score(const T* key, int64_t size) {
+    double squares = 0;
+    for (int64_t e = 0; e < size; e++) squares += double(to_float(key[e])) * double(to_float(key[e]));
+    return -float(__builtin_sqrt(squares));
+}
+
 // hidden: scratch of M floats, rounded up to VL.
 inline float mlp_score(const Scorer& s, int64_t h, const float* x, int64_t wide, float* hidden) {
     product(1, x, wide, s.fc1_weight + h * wide * s.hidden, wide, s.hidden, hidden, s.hidden);

@@ -7,10 +7,27 @@ import weakref
 import torch
 
 from kvpop_vllm.kernels.dispatch import load_extension
-from kvpop_vllm.kernels.ops import LinearWeights, MLPWeights, MLSTMWeights, RetentionRule, StepOrderError
+from kvpop_vllm.kernels.ops import (
+    AttentionMass,
+    KeyNorm,
+    LinearWeights,
+    MLPWeights,
+    MLSTMWeights,
+    MomentResidual,
+    RetentionRule,
+    StepOrderError,
+)
 
 _C = load_extension()
-_KINDS = {type(None): "none", LinearWeights: "linear", MLPWeights: "mlp", MLSTMWeights: "mlstm"}
+_KINDS = {
+    type(None): "none",
+    LinearWeights: "linear",
+    MLPWeights: "mlp",
+    MLSTMWeights: "mlstm",
+    KeyNorm: "key_norm",
+    AttentionMass: "attention_mass",
+    MomentResidual: "moment_residual",
+}
 _packed: dict[int, _C.Rule] = {}  # by id of a living rule
 
 
@@ -23,10 +40,12 @@ def _pack(rule: RetentionRule) -> _C.Rule:
             raise ValueError(f"feature_map must be one of {kinds}, got {rule.scorer.feature_map!r}")
         hedgehog = rule.scorer.feature_map == "hedgehog"
         options = {"hedgehog": hedgehog, "softcap": rule.scorer.gate_softcap, "delayed": rule.scorer.delayed}
+    if isinstance(rule.scorer, AttentionMass):
+        options = {"mean": rule.scorer.mean}
     weights = {name: value.detach() for name, value in fields.items() if isinstance(value, torch.Tensor)}
     kind = _KINDS[type(rule.scorer)]
     roles = rule.sinks, rule.window, rule.decide_every, rule.decay_step
-    made = _C.Rule(*roles, rule.log_gamma.detach(), kind, weights, **options)
+    made = _C.Rule(*roles, rule.log_gamma.detach(), kind, weights, corrects=rule.moment_correction, **options)
     _packed[id(rule)] = made
     weakref.finalize(rule, _packed.pop, id(rule), None)
     return made

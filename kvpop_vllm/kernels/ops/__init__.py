@@ -17,9 +17,12 @@ the tensors (see :mod:`kvpop_vllm.kernels.dispatch`); a name asked for explicitl
 
 from kvpop_vllm.kernels.ops.rules import (
     STATE_M_START,
+    AttentionMass,
+    KeyNorm,
     LinearWeights,
     MLPWeights,
     MLSTMWeights,
+    MomentResidual,
     RetentionRule,
     ScorerWeights,
     StepOrderError,
@@ -35,9 +38,12 @@ from kvpop_vllm.kernels.ops.training import (
 
 __all__ = [
     "STATE_M_START",
+    "AttentionMass",
+    "KeyNorm",
     "LinearWeights",
     "MLPWeights",
     "MLSTMWeights",
+    "MomentResidual",
     "RetentionRule",
     "ScorerWeights",
     "StepOrderError",

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpop_vllm.kernels.pages import moment_floats
 from kvpop_vllm.roles import SlotRoles
 
 STATE_M_START = -1e30
@@ -83,7 +84,35 @@ class MLSTMWeights:
         return self.features * self.value_size + self.features + 1
 
 
-ScorerWeights = LinearWeights | MLPWeights | MLSTMWeights | None
+@dataclass(frozen=True)
+class KeyNorm:
+    """``r = -|k|_2`` of the key as cached, summed in float64 and rounded to float32: low norms stay (L2-norm,
+    arXiv:2406.11430)."""
+
+
+@dataclass(frozen=True)
+class AttentionMass:
+    """Attention that a token has got from the queries before the one that decides; what leaves depends on what earlier
+    queries still saw, so prefill runs token by token (H2O, arXiv:2306.14048; TOVA, arXiv:2401.06104).
+
+    A query's weights are those over the tokens that it sees, averaged over the G query heads of a KV head. They lie in the
+    score words, also those of the ring.
+
+    Attributes:
+        mean: sum over all queries from the token's own on, and their mean ``r_t(q) = sum / (q - t)`` ranks; else those of
+            the newest query alone.
+    """
+
+    mean: bool
+
+
+@dataclass(frozen=True)
+class MomentResidual:
+    """``r_t(q) = a_t |v_t - vb - scale Sig k_t|``, a_t the newest query's attention as in :class:`AttentionMass`, and the
+    moments those of what has been evicted before q (MomentKV, eq. 10); with nothing evicted, ``a_t |v_t|``."""
+
+
+ScorerWeights = LinearWeights | MLPWeights | MLSTMWeights | KeyNorm | AttentionMass | MomentResidual | None
 """What scores a token; None scores every token 0."""
 
 
@@ -94,6 +123,10 @@ class RetentionRule(SlotRoles):
     ``effective_t(q) = r_t + floor((q - t) / decay_step) * log_gamma[h]``, formed and compared in float64; of equal
     scores the older token is evicted. log_gamma [H] float64.
 
+    ``moment_correction``: outputs gain what the moments of the evicted tokens say of theirs (MomentKV, eqs. 9, 11, 12),
+    ``(Z_R o_R + Z_E o_E) / (Z_R + Z_E)`` with ``o_E = vb + scale Sig q`` and ``log Z_E = log n + scale q . kb``; the victim of
+    a step counts before its query attends.
+
     For when tokens are decided upon and where they lie see :class:`SlotRoles`; k is ``B - s - w - e + 1``.
     """
 
@@ -103,3 +136,19 @@ class RetentionRule(SlotRoles):
     decay_step: int = 1
     scorer: ScorerWeights = None
     decide_every: int = 1
+    moment_correction: bool = False
+
+    @property
+    def coupled(self) -> bool:
+        """Whether scores depend on what earlier queries saw."""
+        return isinstance(self.scorer, AttentionMass | MomentResidual)
+
+    @property
+    def keeps_moments(self) -> bool:
+        """Whether the moments of evicted tokens lie behind the scorer's state (:func:`kvpop_vllm.kernels.pages.moment_floats`)."""
+        return self.moment_correction or isinstance(self.scorer, MomentResidual)
+
+    def state_floats(self, head_size: int) -> int:
+        """float32 words of one head's state."""
+        own = self.scorer.state_floats if isinstance(self.scorer, MLSTMWeights) else 0
+        return own + (moment_floats(head_size) if self.keeps_moments else 0)

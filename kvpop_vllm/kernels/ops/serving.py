@@ -35,6 +35,8 @@ def decode_step(
     e tokens in order, each read out as ever, all ranked as of q; the ring has ``w + e - 1`` slots, and attention leaves
     out those of tokens that have been decided upon.
 
+    Where scores come from attention, the query's weights are added to the score words, or written there, at the end.
+
     Args:
         q: ``[R, Hq, D]``, k, v: ``[R, H, D]`` in the cache's dtype. Last axis contiguous.
         pages: the layer's cache; written in place.
@@ -46,8 +48,8 @@ def decode_step(
         rule: what is kept. scale: factor on q . k.
 
     Returns:
-        ``out [R, Hq, D]`` in q's dtype and ``lse [R, Hq]`` float32, the natural log-sum-exp of the scaled logits over the
-        retained tokens.
+        ``out [R, Hq, D]`` in q's dtype, corrected if the rule says so, and ``lse [R, Hq]`` float32, the natural log-sum-exp
+        of the scaled logits over the retained tokens.
 
     Raises:
         StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been written.
@@ -72,7 +74,8 @@ def prefill_chunk(
     """The L tokens ``[start, start + L)`` of one request; equals L decode steps to rounding (DESIGN "One step").
 
     Each query sees the slots retained before the chunk and the chunk's own tokens, under its own cutoff; afterwards the
-    survivors are written into the slots. Memory is bounded by B slots plus the chunk.
+    survivors are written into the slots. Memory is bounded by B slots plus the chunk. Where the rule is ``coupled`` or
+    corrects outputs the chunk's tokens are done one after another, as in L decode steps.
 
     Args:
         q: ``[L, Hq, D]``, k, v: ``[L, H, D]`` in the cache's dtype.

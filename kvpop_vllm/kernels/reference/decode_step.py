@@ -4,8 +4,18 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.ops import STATE_M_START, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+from kvpop_vllm.kernels.ops import (
+    STATE_M_START,
+    AttentionMass,
+    KeyNorm,
+    LinearWeights,
+    MLPWeights,
+    MLSTMWeights,
+    MomentResidual,
+    RetentionRule,
+)
 from kvpop_vllm.kernels.reference import scoring
+from kvpop_vllm.kernels.reference.moments import HeadMoments
 from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen
 
 
@@ -19,15 +29,23 @@ def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, 
     for r in range(requests):
         for h in range(heads):
             slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]))
-            held = _retain(slots, k[r, h], v[r, h], starts[r], int(valid[r, h]), rule, h)
+            moments = HeadMoments(slots, rule, starts[r], scale) if rule.keeps_moments else None
+            held = _retain(slots, k[r, h], v[r, h], starts[r], int(valid[r, h]), rule, h, moments)
             seen = torch.arange(held)
             seen = seen[~rule.stale(seen, starts[r] + 1)]
             rows = slice(h * group, (h + 1) * group)
-            out[r, rows], lse[r, rows] = _attend(q[r, rows], slots, seen, scale)
+            plain, lse[r, rows], weights = _attend(q[r, rows], slots, seen, scale)
+            out[r, rows] = moments.correct(plain, lse[r, rows], q[r, rows]) if rule.moment_correction else plain
+            if rule.coupled:
+                slots.put_mass(seen, weights.mean(0), add=_mean(rule))
     return out, lse
 
 
-def _retain(slots: HeadSlots, k, v, q: int, valid: int, rule: RetentionRule, head: int) -> int:
+def _mean(rule: RetentionRule) -> bool:
+    return isinstance(rule.scorer, AttentionMass) and rule.scorer.mean
+
+
+def _retain(slots: HeadSlots, k, v, q: int, valid: int, rule: RetentionRule, head: int, moments=None) -> int:
     """Where decisions fall state updates, scores and evictions; then the write of token q. Returns how many slots are in use."""
     ring = rule.ring_slot(q)
     insertion_score = 0.0
@@ -37,13 +55,22 @@ def _retain(slots: HeadSlots, k, v, q: int, valid: int, rule: RetentionRule, hea
             own, leaving = rule.ring_slot(t), t - rule.window
             x = torch.cat([k, v] if t == q else [slots.k(own), slots.v(own)]).float()
             insertion_score = _take_in(slots, x, t, rule, head)
-            if t < q:
+            if t < q and not rule.coupled:
                 slots.set_score(own, insertion_score)
             if leaving >= rule.sinks:
                 scored.append((leaving, _boundary_score(slots, rule.ring_slot(leaving), rule, head)))
+        factors = None
+        if isinstance(rule.scorer, MomentResidual):  # as before the first of these evictions
+            factors = torch.ones(slots.budget, dtype=torch.float64)
+            ranked = [rule.ring_slot(t) for t, _ in scored] + list(range(rule.first_long, valid))
+            factors[ranked] = moments.residuals(torch.tensor(ranked, dtype=torch.int64)).double()
         for leaving, score in scored:
             free = max(valid, rule.first_long)
-            target = free if free < slots.budget else _victim(slots, score, leaving, q, rule, head)
+            target = free if free < slots.budget else _victim(slots, score, leaving, q, rule, head, factors)
+            if moments is not None and free >= slots.budget:
+                moments.take_in(rule.ring_slot(leaving) if target is None else target)
+            if target is not None and factors is not None:
+                factors[target] = factors[rule.ring_slot(leaving)]
             if target is not None:
                 slots.move(rule.ring_slot(leaving), target, score, leaving)
                 valid = max(valid, target + 1)
@@ -79,6 +106,10 @@ def _boundary_score(slots, ring, rule, head) -> float:
     weights = rule.scorer
     if weights is None:
         return 0.0
+    if rule.coupled:
+        return slots.score(ring)
+    if isinstance(weights, KeyNorm):
+        return float(scoring.key_norm_score(slots.k(ring)))
     x = torch.cat([slots.k(ring), slots.v(ring)]).float()
     w = _one_head(weights, head)
     if isinstance(w, LinearWeights):
@@ -105,12 +136,20 @@ def _one_head(weights, head):
     return type(weights)(**cut)
 
 
-def _victim(slots, score, leaving, q, rule, head) -> int | None:
-    """The long-range slot whose token has the lowest effective score, None if that is the leaving token itself."""
+def _victim(slots, score, leaving, q, rule, head, factors=None) -> int | None:
+    """The long-range slot whose token has the lowest effective score, None if that is the leaving token itself.
+
+    factors: ``[B]`` float64 by slot, of raw scores.
+    """
     first, log_gamma = rule.first_long, float(rule.log_gamma[head])
     scores, positions = slots.long_range(first)
-    effective = scores.double() + ((q - positions) // rule.decay_step) * log_gamma
-    own = score + ((q - leaving) // rule.decay_step) * log_gamma
+    raw, own = scores.double(), score
+    if _mean(rule):
+        raw, own = raw / (q - positions), own / (q - leaving)
+    if factors is not None:
+        raw, own = raw * factors[first:], own * float(factors[rule.ring_slot(leaving)])
+    effective = raw + ((q - positions) // rule.decay_step) * log_gamma
+    own = own + ((q - leaving) // rule.decay_step) * log_gamma
     if len(effective) == 0 or own < float(effective.min()):
         return None  # of equal scores the older leaves, and every long-range token is older
     lowest = torch.where(effective == effective.min(), positions, torch.iinfo(torch.int64).max)
@@ -118,8 +157,9 @@ def _victim(slots, score, leaving, q, rule, head) -> int | None:
 
 
 def _attend(q, slots, seen, scale):
-    """Softmax attention of ``q [G, D]`` over the slots ``seen [n]``, float32."""
+    """Softmax attention of ``q [G, D]`` over the slots ``seen [n]``, and its weights ``[G, n]``; all float32."""
     keys, values = slots.gather(seen)
     logits = q.float() @ keys.float().T * scale
     lse = logits.logsumexp(-1)
-    return (torch.exp(logits - lse.unsqueeze(-1)) @ values.float()).to(q.dtype), lse
+    weights = torch.exp(logits - lse.unsqueeze(-1))
+    return weights @ values.float(), lse, weights

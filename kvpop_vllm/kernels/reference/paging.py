@@ -65,6 +65,11 @@ class HeadSlots:
     def set_score(self, slot: int, score: float) -> None:
         self.pages.score[self._at(slot)] = score
 
+    def put_mass(self, slots: torch.Tensor, mass: torch.Tensor, add: bool) -> None:
+        """``mass [n]`` into the score words of ``slots [n]``, or added to them."""
+        at = self._all_at(slots)
+        self.pages.score[at] = self.pages.score[at] + mass if add else mass
+
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V ``[n, D]`` of ``slots [n]``."""
         at = self._all_at(slots)
@@ -78,12 +83,13 @@ class HeadSlots:
     def _all_at(self, slots: torch.Tensor):
         return torch.tensor(self.slot_row)[slots // self.n], self.head, slots % self.n
 
-    def load_state(self, floats: int) -> torch.Tensor:
-        """A copy ``[floats]`` of the head's state."""
-        return self.pages.state[self.state_row, self.head].flatten()[:floats].clone()
+    def load_state(self, floats: int, first: int = 0) -> torch.Tensor:
+        """A copy ``[floats]`` of the head's state, from word ``first`` on."""
+        return self.pages.state[self.state_row, self.head].flatten()[first : first + floats].clone()
 
-    def store_state(self, state: torch.Tensor) -> None:
+    def store_state(self, state: torch.Tensor, first: int = 0) -> None:
         region = self.pages.state.shape[-1]
+        whole = self.pages.state[self.state_row, self.head].flatten()
+        whole[first : first + len(state)] = state
         for i, block in enumerate(self.state_row):
-            part = state[i * region : (i + 1) * region]
-            self.pages.state[block, self.head, : len(part)] = part
+            self.pages.state[block, self.head] = whole[i * region : (i + 1) * region]

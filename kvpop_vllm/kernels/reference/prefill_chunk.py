@@ -10,8 +10,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvpop_vllm.kernels.ops import LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+from kvpop_vllm.kernels.ops import KeyNorm, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
 from kvpop_vllm.kernels.reference import scoring
+from kvpop_vllm.kernels.reference.decode_step import decode_step
 from kvpop_vllm.kernels.reference.delayed_mlstm import delayed_mlstm, empty_state
 from kvpop_vllm.kernels.reference.masked_attention import masked_attention
 from kvpop_vllm.kernels.reference.online_topk import NEVER, online_topk
@@ -35,6 +36,8 @@ class Retained:
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_tokens_seen(pages, page_table.unsqueeze(0), [start])
+    if rule.coupled or rule.moment_correction:
+        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
     for budget in budgets.unique().tolist():
@@ -43,6 +46,18 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale):
         part = _Heads(pages, page_table, heads, budget, _select_heads(rule, heads), scale)
         out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start)
     return out, lse
+
+
+def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale):
+    steps = []
+    for i in range(len(q)):
+        at = torch.tensor([start + i])
+        valid = torch.tensor([[rule.extent(start + i, budget) for budget in budgets.tolist()]])
+        token = (x[i : i + 1] for x in (q, k, v))
+        table, own = page_table.unsqueeze(0), budgets.unsqueeze(0)
+        steps.append(decode_step(*token, pages, table, at, valid, own, rule=rule, scale=scale))
+    outs, lses = zip(*steps, strict=True)
+    return torch.cat(outs), torch.cat(lses)
 
 
 def _select_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
@@ -131,6 +146,8 @@ class _Heads:
         own = torch.cat([held.score, torch.zeros(len(self.heads), count - held.k.shape[1])], 1)
         if weights is None:
             return torch.zeros(len(self.heads), len(leaving)), own, None
+        if isinstance(weights, KeyNorm):
+            return scoring.key_norm_score(keys[:, self._where(leaving, a, held.k.shape[1])]), own, None
         x = self._inputs(keys, values, leaving, a, held)
         if isinstance(weights, LinearWeights):
             return scoring.linear_score(weights, x), own, None

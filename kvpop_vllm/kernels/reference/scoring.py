@@ -21,6 +21,11 @@ def headwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return x @ weight
 
 
+def key_norm_score(key: torch.Tensor) -> torch.Tensor:
+    """``r = -|k|_2``: ``[..., D]`` -> ``[...]`` float32."""
+    return -key.double().square().sum(-1).sqrt().float()
+
+
 def linear_score(weights: LinearWeights, x: torch.Tensor) -> torch.Tensor:
     """``r = weight . x + bias``: x ``[..., H, S, 2D]`` -> ``[..., H, S]``."""
     return headwise(x, weights.weight) + weights.bias.unsqueeze(-1)

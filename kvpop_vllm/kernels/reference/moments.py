@@ -1,0 +1,57 @@
+"""Moments of a head's evicted tokens and what follows from them (MomentKV, section 4; DESIGN "Moments"), plain torch, float32."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.kernels.pages import moment_floats
+from kvpop_vllm.kernels.reference.paging import HeadSlots
+
+
+class HeadMoments:
+    """The moments of one request and head in its pages, during the step at ``q``.
+
+    Attributes:
+        count: n, tokens evicted so far, which follows from the position.
+    """
+
+    def __init__(self, slots: HeadSlots, rule: RetentionRule, q: int, scale: float):
+        self.slots, self.scale = slots, scale
+        self.size = slots.pages.layout.head_size
+        self.count = max(0, rule.decided(q) - rule.sinks - (slots.budget - rule.first_long))
+        self.first = rule.state_floats(self.size) - moment_floats(self.size)
+
+    def _load(self):
+        """Mean key and value ``[D]``, sum of products of deviations ``[D, D]``, a row per channel of the key."""
+        if self.count == 0:
+            zeros = torch.zeros(self.size)
+            return zeros, zeros.clone(), torch.zeros(self.size, self.size)
+        flat = self.slots.load_state(moment_floats(self.size), self.first)
+        return flat[: self.size], flat[self.size : 2 * self.size], flat[2 * self.size :].view(self.size, self.size)
+
+    def take_in(self, slot: int) -> None:
+        """The token in ``slot`` is evicted (Welford's update)."""
+        key, value, products = self._load()
+        k, v = self.slots.k(slot).float(), self.slots.v(slot).float()
+        self.count += 1
+        deviation = v - value
+        key, value = key + (k - key) / self.count, value + deviation / self.count
+        products = products + torch.outer(k - key, deviation)
+        self.slots.store_state(torch.cat([key, value, products.flatten()]), self.first)
+
+    def residuals(self, slots: torch.Tensor) -> torch.Tensor:
+        """``|v - vb - scale Sig k|`` of the tokens in ``slots [n]`` (eq. 10)."""
+        _, value, products = self._load()
+        keys, values = (x.float() for x in self.slots.gather(slots))
+        return (values - value - self.scale / max(1, self.count) * keys @ products).norm(dim=-1)
+
+    def correct(self, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+        """``out [G, D]`` with what the evicted tokens add to it (eqs. 9, 11, 12); lse ``[G]``: over what is retained."""
+        if self.count == 0:
+            return out
+        key, value, products = self._load()
+        evicted = value + self.scale / self.count * q.float() @ products
+        mass = torch.log(torch.tensor(float(self.count))) + self.scale * q.float() @ key
+        share = torch.sigmoid(mass - lse).unsqueeze(-1)
+        return out + share * (evicted - out)

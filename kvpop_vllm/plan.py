@@ -1,0 +1,181 @@
+"""`kvpop plan`: bytes of a request and how many fit, for every policy and budget, before anything is served."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from fractions import Fraction
+from pathlib import Path
+
+import torch
+
+from kvpop_vllm import policies
+from kvpop_vllm.cache.accounting import CacheBytes, dense_request_bytes, request_bytes
+from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, ConfigError, PolicySettings
+from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.policies.base import ModelShape, Policy
+from kvpop_vllm.scorers import ScorerConfig, build
+from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
+from kvpop_vllm.scorers.init import model_shape
+
+UNITS = {
+    "": 1,
+    **{u: 1000 ** (i + 1) for i, u in enumerate("KMG")},
+    **{f"{u}i": 1024 ** (i + 1) for i, u in enumerate("KMG")},
+}
+SHARES = (2, 4, 8)
+"""Budgets where none are given: the longest request's tokens divided by these."""
+SINKS, LARGEST_WINDOW = 4, 256
+"""Of a learned policy for which no scorer is given: those of an untrained one, its window a quarter of the budget at most."""
+
+
+def memory(text: str) -> int:
+    """Bytes: a number with K, M, G (1000) or Ki, Mi, Gi (1024) behind it, and a B if one likes.
+
+    Raises:
+        argparse.ArgumentTypeError: it is none.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?|)B?", text.strip())
+    count = int(Fraction(match[1]) * UNITS[match[2]]) if match else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 536870912, 512MiB or 40GB")
+    return count
+
+
+def plan(options) -> None:
+    """Runs `kvpop plan`.
+
+    Raises:
+        ConfigError: the model's config, the scorer, a budget or another option cannot work.
+    """
+    shape = ModelShape(**model_shape(options.model), max_model_len=options.max_model_len)
+    model = json.loads((Path(options.model) / "config.json").read_text())
+    _check_served(options.model, shape, model)
+    if shape.num_kv_heads % options.tensor_parallel and options.tensor_parallel % shape.num_kv_heads:
+        raise ConfigError(
+            f"--tensor-parallel {options.tensor_parallel} does not divide {shape.num_kv_heads} KV heads, nor they it: choose another"
+        )
+    heads = max(1, shape.num_kv_heads // options.tensor_parallel)
+    dtype = _dtype(options, model)
+    budgets = options.budget or sorted({-(-options.max_model_len // share) for share in SHARES}, reverse=True)
+    source = f"{options.model}: config.json, section kvpop"
+    own = ScorerConfig.parse(model["kvpop"], source) if model.get("kvpop") is not None else None
+    given = None
+    if options.scorer:
+        config = read_scorer(options.scorer)[0]
+        check_model(config, **model_shape(options.model), source=options.scorer)
+        given = config.scorer
+    found, notes = policies.loadable()
+    rows = []
+    stock = dense_request_bytes(
+        shape.num_layers, heads, shape.head_dim, dtype, shape.max_model_len, options.dense_block_size
+    )
+    rows.append(_row("dense, stock vLLM", shape.max_model_len, stock, options.kv_memory, stock))
+    for budget in budgets:
+        for cls in found:
+            if cls.keeps_all:
+                continue
+            try:
+                policy = _policy(cls, budget, shape, options, given, own)
+            except ConfigError as error:
+                notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
+                continue
+            layout = PageLayout(heads, shape.head_dim, dtype, options.block_size, policy.state_floats)
+            held = request_bytes(layout, shape.num_layers, shape.max_model_len, policy.retention)
+            rows.append(_row(cls.name, budget, held, options.kv_memory, stock))
+    if len(rows) == 1:
+        raise ConfigError(notes[-1])
+    parallel = f" a rank of {options.tensor_parallel}" if options.tensor_parallel > 1 else ""
+    print(
+        f"{shape.num_layers} layers, {heads} KV heads of {shape.head_dim}{parallel}, {str(dtype).removeprefix('torch.')}; requests of "
+        f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {options.block_size} slots a block"
+    )
+    print(_table(rows))
+    if given != "mlstm" and (own is None or own.scorer != "mlstm"):
+        notes.insert(0, "kvpop's state is that of a scorer of default size: give --scorer DIR for another")
+    print("\n".join(notes), end="\n" if notes else "")
+
+
+def _check_served(folder: str, shape: ModelShape, config: dict) -> None:
+    """What ``config.json`` alone tells of models that no policy serves.
+
+    Raises:
+        ConfigError: it is one.
+    """
+    kinds = config.get("layer_types") or ()
+    windows = config.get("sliding_window") and config.get("use_sliding_window", True)
+    refused = {
+        f"head size {shape.head_dim}": shape.head_dim not in SUPPORTED_HEAD_SIZES,
+        "latent attention (MLA)": config.get("kv_lora_rank") is not None,
+        "sliding-window or chunked layers": windows or any("sliding" in kind or "chunked" in kind for kind in kinds),
+        "attention logit soft-capping": bool(config.get("attn_logit_softcapping")),
+    }
+    if reasons := [what for what, there in refused.items() if there]:
+        raise ConfigError(f"{folder} has {', '.join(reasons)}, which no policy serves: choose another model")
+
+
+def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: str | None, own) -> Policy:
+    """The policy with its scorer: ``--scorer``, of the kind ``given``, the checkpoint's ``own``, or an untrained one, the
+    last two without numbers."""
+    mine = options.scorer if given is not None and given == cls.scorer_kind else None
+    settings = PolicySettings(
+        cls.name, budget, decide_every=options.decide_every, scorer=mine, correction=options.correction
+    )
+    if cls.scorer_kind is None or mine:
+        return cls(settings, shape)
+    window = max(1, min(LARGEST_WINDOW, budget // 4))
+    config = (
+        own
+        if own is not None and own.scorer == cls.scorer_kind
+        else ScorerConfig(
+            shape.model_type,
+            shape.num_layers,
+            shape.num_kv_heads,
+            shape.head_dim,
+            cls.scorer_kind,
+            SINKS,
+            window,
+            max(0, budget - SINKS - window),
+        )
+    )
+    policy = cls(settings, shape, checkpoint=config)
+    with torch.device("meta"):
+        policy.set_tensors(0, dict(build(config).state_dict()))
+    return policy
+
+
+def _dtype(options, config: dict) -> torch.dtype:
+    if options.dtype:
+        return getattr(torch, options.dtype)
+    named = config.get("dtype") or config.get("torch_dtype")
+    dtype = getattr(torch, str(named), None)
+    if dtype is torch.float16:
+        raise ConfigError(f"{options.model} is in float16, which no policy serves: give --dtype bfloat16 or float32")
+    if dtype not in (torch.bfloat16, torch.float32):
+        raise ConfigError(f"{options.model}: config.json names the dtype {named!r}: give --dtype bfloat16 or float32")
+    return dtype
+
+
+def _row(name: str, budget: int, held: CacheBytes, pool: int, stock: CacheBytes) -> tuple[str, ...]:
+    def fit(one: CacheBytes) -> Fraction:  # as vLLM reports it: whole blocks of the pool over blocks of a request
+        return Fraction(pool // (one.allocated // one.blocks), one.blocks)
+
+    more = f"{float(fit(held) / fit(stock)):.2f}" if fit(stock) else "-"
+    return name, str(budget), _size(held.canonical), _size(held.allocated), f"{float(fit(held)):.1f}", more
+
+
+def _table(rows: list[tuple[str, ...]]) -> str:
+    rows = [("policy", "tokens", "canonical", "allocated", "requests", "x dense"), *rows]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return "\n".join(
+        row[0].ljust(widths[0]) + "".join(f"  {cell.rjust(w)}" for cell, w in zip(row[1:], widths[1:], strict=True))
+        for row in rows
+    )
+
+
+def _size(count: int) -> str:
+    for unit in ("GiB", "MiB", "KiB"):
+        if count >= UNITS[unit[:-1]]:
+            return f"{count / UNITS[unit[:-1]]:.1f} {unit}"
+    return f"{count} B"

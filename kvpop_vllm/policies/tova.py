@@ -1,0 +1,27 @@
+"""TOVA: the token with the least attention from the newest query leaves (Oren et al., 2024, arXiv 2401.06104)."""
+
+from __future__ import annotations
+
+from kvpop_vllm.kernels.ops import AttentionMass
+from kvpop_vllm.policies.base import Order, Policy, Signal
+
+
+class TOVA(Policy):
+    """``r_t(q)``: attention of query q - 1 to token t, averaged over the query heads of a KV head.
+
+    The paper averages over all heads of a layer, so that these keep the same tokens, and finds that as good as heads of
+    their own; here every KV head keeps its own. It has neither sinks nor a window; the window is the newest token, which
+    no query has seen when it comes in. At position q the paper lets query q itself vote before the victim leaves, with
+    B + 1 tokens in the cache; here the cache never holds more than B, so the victim leaves by the weights of q - 1 before
+    q attends. Weights below e^-87 are 0, and tie.
+    """
+
+    name = "tova"
+    paper = "Oren et al. 2024, arXiv:2401.06104"
+    cost = "the attention weights once more, averaged over query heads"
+    signals = frozenset({Signal.MASS})
+    order = Order.COUPLED
+    default_sinks, window_share = 0, 0.0
+
+    def rule(self, layer, heads):
+        return self.training_free_rule(heads, AttentionMass(mean=False))

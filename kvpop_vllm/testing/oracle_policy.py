@@ -1,0 +1,143 @@
+"""What a policy keeps, as the oracle sees it; part of the naive oracle."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from .oracle_coupled import corrected_attention, follow_attention
+from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL, NEWEST_MASS, RECENCY, log_gamma, raw_scores, read_scorer
+from .oracle_sets import best_lost, decision_margins, retained_sets
+
+
+def masked_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+) -> torch.Tensor:
+    """Dense softmax attention under a boolean mask.
+
+    ``query [H * G, S, D]``, ``key`` and ``value [H, S, D]``, ``visible [H, S, S]`` -> ``[S, H * G * D]``.
+    """
+    group = query.shape[0] // key.shape[0]
+    key, value, visible = (t.repeat_interleave(group, dim=0) for t in (key, value, visible))
+    logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
+    weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
+    return (weights @ value).transpose(0, 1).reshape(query.shape[1], -1)
+
+
+@dataclass(frozen=True, eq=False)
+class Decided:
+    """One layer's decisions.
+
+    Attributes:
+        visible: bool ``[H, S, S]``; ``visible[h, q]`` is the retained set at step ``q``.
+        margins: float64 ``[H, S]``, see :func:`decision_margins`.
+        scores: raw ``r_t``, ``[H, S]``, NaN where undefined; of attention masses, which change with ``q``, those of the best
+            victim and of the worst that stays, ``[H, S, 2]`` over queries.
+        lost: int64 ``[H, S]``, the best of the tokens evicted at ``q``, -1 where none is.
+    """
+
+    visible: torch.Tensor
+    margins: torch.Tensor
+    scores: torch.Tensor
+    lost: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class OraclePolicy:
+    """What to keep, per KV head; ``B = sinks + window + interval - 1 + topk``.
+
+    Attributes:
+        scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"`` (see
+            :func:`follow_attention`); or the result of :func:`read_scorer`.
+        sinks, window, topk: ``s``, ``w``, ``k`` in tokens.
+        step: ``n``, positions per decay step.
+        interval: ``e``, tokens between decisions.
+        log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
+            the others).
+        corrected: outputs are corrected by the moments of evicted tokens.
+    """
+
+    scorer: str | dict
+    sinks: int
+    window: int
+    topk: int
+    step: int = 1
+    interval: int = 1
+    log_gamma: Sequence[Sequence[float]] | None = None
+    corrected: bool = False
+
+    @classmethod
+    def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
+        """Policy of a scorer folder; ``changes`` override its sinks, window, topk or step, or set the interval."""
+        scorer = read_scorer(folder)
+        config = scorer["config"]
+        fields = {name: config[name] for name in ("sinks", "window", "topk")}
+        fields["step"] = config["decay"]["step"]
+        return cls(scorer=scorer, **(fields | changes))
+
+    @classmethod
+    def streaming(cls, sinks: int, window: int, topk: int) -> OraclePolicy:
+        """StreamingLLM: long-range tokens rank by position."""
+        return cls(RECENCY, sinks, window, topk)
+
+    @classmethod
+    def full(cls) -> OraclePolicy:
+        """Keeps everything."""
+        return cls(RECENCY, sinks=0, window=2**62, topk=0)
+
+    @property
+    def budget(self) -> int:
+        """``B`` in tokens per KV head."""
+        return self.sinks + self.window + self.interval - 1 + self.topk
+
+    def decay(self, layer: int, heads: int) -> list[float]:
+        """``log gamma`` of each head of one layer."""
+        if self.log_gamma is not None:
+            return list(self.log_gamma[layer])
+        return [0.0] * heads if isinstance(self.scorer, str) else log_gamma(self.scorer, layer)
+
+    def attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+    ) -> torch.Tensor:
+        """Outputs ``[S, H * G * D]`` under the retained sets ``[H, S, S]``."""
+        attention = corrected_attention if self.corrected else masked_attention
+        return attention(query, key, value, visible)
+
+    def decide(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        forced: torch.Tensor | None = None,
+        bias: Sequence[tuple[int, int, float]] = (),
+    ) -> Decided:
+        """What a layer keeps of a whole sequence.
+
+        Args:
+            query: ``[H * G, S, D]``. key, value: ``[H, S, D]``, as cached.
+            forced: judge these retained sets, bool ``[H, S, S]``, instead of making them.
+            bias: ``(head, token, by)``: the token scores so much more when sets are made; margins are judged without.
+        """
+        decay = self.decay(layer, len(key))
+        shape = (self.sinks, self.window, self.topk)
+        if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL):
+            if self.step != 1 or self.log_gamma is not None:
+                raise ValueError("the oracle knows no decay of attention masses")
+            followed = follow_attention(query, key, value, self.scorer, *shape, self.interval, forced, bias)
+            return Decided(*followed)
+        scores = raw_scores(self.scorer, layer, key, value, self.window)
+        rule = (decay, *shape, self.step, self.interval)
+        if forced is None:
+            biased = scores.double().numpy().copy()
+            for head, token, by in bias:
+                biased[head, token] += by
+            forced = torch.from_numpy(retained_sets(biased, *rule))
+        sets = np.asarray(forced)
+        margins, lost = decision_margins(sets, scores.numpy(), *rule), best_lost(sets, scores.numpy(), decay, self.step)
+        return Decided(forced, torch.from_numpy(margins), scores, torch.from_numpy(lost))

@@ -1,0 +1,33 @@
+"""A policy of another package in the engine: one file and one entry point of its own, and a row like those of the matrix."""
+
+from __future__ import annotations
+
+import torch
+from engine.driving import Job, watched
+from engine.judge import Judge
+from engine.matrix import BUDGET
+from policies.outside import install
+
+from kvpop_vllm import policies
+from kvpop_vllm.config import PolicySettings
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.testing import OraclePolicy
+
+
+def test_random_from_outside(tiny_model, tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    install(tmp_path)
+    settings = {"policy": "random", "budget": BUDGET}
+    policy = policies.get("random")(PolicySettings(**settings), ModelShape("qwen3", 2, 2, 32, 1024))
+    scorer = {
+        "config": {"scorer": "linear"},
+        "layers": [{"weight": policy.weight(layer).double(), "bias": torch.zeros(2).double()} for layer in (0, 1)],
+    }
+    kept = policy.retention
+    oracle = OraclePolicy(scorer, kept.sinks, kept.window, kept.topk, log_gamma=[[0.0, 0.0]] * 2)
+    model = tiny_model("qwen3")
+    with watched(model, settings, Judge(model, oracle)) as engine:
+        for chunk in (7, None):
+            engine.chunk(chunk)
+            engine.verdict(engine.serve([Job(1, new=70), Job(BUDGET), Job(300, new=20)]))
+        engine.check_blocks(0, BUDGET)

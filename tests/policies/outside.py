@@ -1,0 +1,45 @@
+"""An installed distribution that brings policies, as another package would."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+RANDOM = '''
+"""A policy from outside: scores are a random projection of the key."""
+
+import torch
+
+from kvpop_vllm.kernels.ops import LinearWeights, RetentionRule
+from kvpop_vllm.policies.base import Policy, Signal
+
+
+class Random(Policy):
+    name = "random"
+    paper = "-"
+    cost = "one dot product of length 2D per head"
+    signals = frozenset({Signal.KEY})
+    default_sinks, window_share = 4, 0.25
+
+    def weight(self, layer):
+        """[H, 2D], of the whole model."""
+        generator = torch.Generator().manual_seed(layer)
+        weight = torch.randn(self.model.num_kv_heads, 2 * self.model.head_dim, generator=generator)
+        weight[:, self.model.head_dim :] = 0
+        return weight
+
+    def rule(self, layer, heads):
+        weight = self.weight(layer)[heads].contiguous()
+        return self.training_free_rule(heads, LinearWeights(weight, torch.zeros(len(weight))))
+'''
+
+
+def install(
+    folder: Path, entry: str = "random = outside_policies:Random", name: str = "outside-policies", code: str = RANDOM
+):
+    """A distribution in ``folder``, which is to be on ``sys.path``, with ``entry`` in our group."""
+    module = entry.split("=")[1].split(":")[0].strip()
+    (folder / f"{module}.py").write_text(code)
+    info = folder / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[kvpop_vllm.policies]\n{entry}\n")

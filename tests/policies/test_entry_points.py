@@ -1,0 +1,89 @@
+"""Policies of other packages."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+from policies.outside import RANDOM, install
+
+from kvpop_vllm import policies
+from kvpop_vllm.cli import main
+from kvpop_vllm.config import ConfigError, PolicySettings
+from kvpop_vllm.policies.base import ModelShape
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    before = set(sys.modules)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if name.startswith("outside"):
+            del sys.modules[name]
+
+
+def refusal(name):
+    with pytest.raises(ConfigError) as caught:
+        policies.get(name)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_a_policy_from_outside(folder, capsys):
+    assert "random" not in policies.known() and "random" not in refusal("nonsense")
+    install(folder)
+    assert policies.known()[-1] == "random" and "full, random" in refusal("nonsense")
+    assert "outside_policies" not in sys.modules, "imported though nobody asked for it"
+    policy = policies.get("random")(PolicySettings("random", 64), ModelShape("llama", 2, 4, 32, 256))
+    assert policy.rule(1, slice(2, 4)).scorer.weight.shape == (2, 64) and policy.retention.window == 15
+    assert main(["policies"]) in (0, None)
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "random"
+
+
+def test_what_is_wrong_with_it(folder):
+    install(folder, "tova = outside_policies:Random")
+    assert "policy 'tova' is brought by outside-policies and kvpop_vllm: uninstall" in refusal("tova")
+    install(folder, "other = outside_policies:Random", "outside-other")
+    assert (
+        "entry point 'other' of outside-other must be a kvpop_vllm.policies.base.Policy with name = 'other'"
+        in refusal("other")
+    )
+    install(folder, "plain = outside_plain:value", "outside-plain", "value = 3\n")
+    assert "entry point 'plain' of outside-plain must be" in refusal("plain")
+    install(folder, "broken = outside_broken:Random", "outside-broken", "import nothing_of_this_name\n")
+    assert "policy 'broken' of outside-broken cannot be imported" in refusal("broken")
+    install(folder, "absent = outside_policies:Absent", "outside-absent")
+    assert "policy 'absent' of outside-absent cannot be imported" in refusal("absent")
+
+
+def test_a_class_that_says_too_little(folder, capsys):
+    """It can be asked for, and is refused; the others are listed all the same."""
+    little = RANDOM.replace('paper = "-"', "").replace("def rule", "def role")
+    install(folder, "random = outside_little:Random", "outside-little", little)
+    assert "policy 'random' of outside-little does not say paper, rule: mend that package" in refusal("random")
+    assert main(["policies"]) in (0, None)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[-1] == refusal("random") and lines[1].startswith("kvpop ") and len(lines) == 2 + len(policies.POLICIES)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (("signals =", 'default_correction = "momentum"\n    signals ='), "declares the correction 'momentum'"),
+        (("signals =", "order = Order.COUPLED\n    signals ="), "declares the order 'attention-coupled', but its rule scores by LinearWeights"),
+    ],
+)  # fmt: skip
+def test_declarations_that_do_not_hold(folder, change, message):
+    code = RANDOM.replace("import Policy, Signal", "import Order, Policy, Signal").replace(*change)
+    install(folder, "random = outside_other:Random", "outside-other", code)
+    with pytest.raises(ConfigError, match=message):
+        policies.get("random")(PolicySettings("random", 64), ModelShape("llama", 2, 4, 32, 256)).layer_rule(
+            0, slice(0, 4)
+        )
+
+
+def test_two_packages_bring_one_name(folder):
+    install(folder)
+    install(folder, "random = outside_more:Random", "outside-more", RANDOM)
+    assert "policy 'random' is brought by outside-more, outside-policies: uninstall all but one" in refusal("random")

@@ -1,0 +1,131 @@
+"""One identity of each training-free policy, from its paper or its definition, in the reference and the C++ kernels."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kernels.factories import random_page_table
+
+from kvpop_vllm import policies
+from kvpop_vllm.config import PolicySettings
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.policies.base import ModelShape
+
+HEADS, GROUP, SIZE, LENGTH = 2, 3, 32, 120
+SCALE = SIZE**-0.5
+TRAINING_FREE = ["streaming-llm", "l2norm", "h2o", "tova", "momentkv"]
+
+
+@pytest.fixture(params=["reference", "cpp"])
+def impl(request):
+    return request.param
+
+
+def tokens(seed=0):
+    """q ``[L, Hq, D]``, k, v ``[L, H, D]``."""
+    draw = torch.Generator().manual_seed(seed)
+    return [torch.randn(LENGTH, n, SIZE, generator=draw) for n in (HEADS * GROUP, HEADS, HEADS)]
+
+
+def serve(name, q, k, v, impl, budget=40, **settings):
+    """Outputs ``[L, Hq, D]`` of a whole prompt, and the positions held at its end, per head."""
+    shape = ModelShape("llama", 1, HEADS, SIZE, LENGTH)
+    rule = policies.get(name)(PolicySettings(name, budget, **settings), shape).layer_rule(0, slice(0, HEADS))
+    layout = PageLayout(HEADS, SIZE, torch.float32, 16, rule.state_floats(SIZE))
+    pages, table = random_page_table(layout, 1, budget, torch.Generator().manual_seed(1))
+    budgets = torch.full((HEADS,), budget, dtype=torch.int32)
+    out, _ = ops.prefill_chunk(q, k, v, pages, table[0], 0, budgets, rule=rule, scale=SCALE, impl=impl)
+    slots = torch.arange(rule.first_long, min(budget, LENGTH))
+    blocks = table[0, 0, layout.state_blocks + slots // 16].long()
+    near = [t for t in range(LENGTH) if t < rule.sinks or t > LENGTH - 1 - rule.window]
+    return out, [sorted(near + pages.position[blocks, h, slots % 16].tolist()) for h in range(HEADS)]
+
+
+def dense(q, k, v):
+    """Causal attention, float64."""
+    k, v = (x.double().repeat_interleave(GROUP, 1).transpose(0, 1) for x in (k, v))
+    logits = q.double().transpose(0, 1) @ k.transpose(1, 2) * SCALE
+    causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
+    return (logits.masked_fill(~causal, -torch.inf).softmax(-1) @ v).transpose(0, 1)
+
+
+@pytest.mark.parametrize("correction", ["none", "moment"])
+@pytest.mark.parametrize("name", TRAINING_FREE)
+def test_a_budget_of_the_whole_sequence_is_dense(name, correction, impl):
+    q, k, v = tokens()
+    out, held = serve(name, q, k, v, impl, budget=LENGTH, correction=correction)
+    torch.testing.assert_close(out.double(), dense(q, k, v), rtol=0, atol=1e-5)
+    assert held == [list(range(LENGTH))] * HEADS
+
+
+@pytest.mark.parametrize("name", ["momentkv", "streaming-llm", "tova", "h2o", "l2norm"])
+def test_identical_evicted_keys_are_corrected_exactly(name, impl):
+    """MomentKV, appendix B: where all evicted keys are one, covariance and Jensen's gap vanish and the corrected output is
+    the dense one, whatever the values. Without the correction it is not."""
+    q, k, v = tokens()
+    k[:] = k[7]
+    exact = dense(q, k, v)
+    corrected, _ = serve(name, q, k, v, impl, correction="moment")
+    torch.testing.assert_close(corrected.double(), exact, rtol=0, atol=1e-5)
+    plain, _ = serve(name, q, k, v, impl, correction="none")
+    assert (plain.double() - exact).abs()[60:].mean() > 0.05
+
+
+def test_the_correction_follows_the_query(impl):
+    """Evicted keys that differ little: to first order in their spread the correction is exact, so that its error falls
+    with the square of the spread (MomentKV, eq. 9)."""
+    q, k, v = tokens()
+    errors = []
+    for spread in (0.04, 0.02, 0.01):
+        near = k[7] + spread * (k - k[7])
+        out, _ = serve("streaming-llm", q, near, v, impl, correction="moment")
+        errors.append(float((out.double() - dense(q, near, v))[60:].abs().max()))
+    assert errors[0] > 3 * errors[1] > 9 * errors[2] > 0
+
+
+def test_l2norm_keeps_the_lowest_norms(impl):
+    q, k, v = tokens()
+    _, held = serve("l2norm", q, k, v, impl)
+    for h in range(HEADS):
+        norms = k[: LENGTH - 1, h].double().norm(dim=-1)
+        assert held[h] == sorted([*norms.argsort()[:39].tolist(), LENGTH - 1])
+
+
+def test_tova_is_a_window_where_attention_is_even(impl):
+    """Of equal weights the oldest token leaves."""
+    q, k, v = tokens()
+    _, held = serve("tova", q, torch.zeros_like(k), v, impl)
+    assert held == [list(range(LENGTH - 40, LENGTH))] * HEADS
+
+
+def test_tova_drops_what_the_last_query_ignores(impl):
+    """The token that the newest query attends to least leaves next, however much it got before."""
+    q, k, v = tokens()
+    q[:, :], k[:] = 0, 0
+    k[3, :, 0], q[:60, :, 0] = 20.0, 20.0  # the favourite of sixty queries
+    q[60:, :, 0] = -20.0
+    _, held = serve("tova", q, k, v, impl)
+    assert all(3 not in head for head in held)
+    _, held = serve("h2o", q, k, v, impl)
+    assert all(3 in head for head in held)
+
+
+def test_h2o_divides_by_the_number_of_queries(impl):
+    """When token 50 leaves the window, at 84, it has had all the attention of 22 queries since 62, token 5 that of 25 until
+    29: the sum of token 5 is larger, its mean over all queries since smaller. With room for one of them the mean decides."""
+    q, k, v = tokens()
+    q[:], k[:] = 0, 0
+    k[5, :, 0], k[50, :, 1], q[:30, :, 0], q[62:, :, 1] = 20.0, 20.0, 40.0, 40.0
+    _, held = serve("h2o", q, k, v, impl, budget=40, sinks=5, window=34)  # one token beside first five and window
+    assert all(50 in head and 5 not in head for head in held)
+    q[62:, :, 1] = 0
+    _, held = serve("h2o", q, k, v, impl, budget=40, sinks=5, window=34)
+    assert all(5 in head and 50 not in head for head in held)
+
+
+def test_h2o_of_even_attention_keeps_the_oldest(impl):
+    """The first queries spread theirs over fewer tokens."""
+    q, k, v = tokens()
+    _, held = serve("h2o", q, torch.zeros_like(k), v, impl)
+    assert held == [[*range(20), *range(LENGTH - 20, LENGTH)]] * HEADS

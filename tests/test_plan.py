@@ -1,0 +1,131 @@
+"""`kvpop plan`: what it prints is what the engine's accounting says, and what vLLM reports."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from kvpop_vllm import policies
+from kvpop_vllm.cli import main
+from kvpop_vllm.plan import memory
+from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+
+DEMO = dict(model_type="llama", num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576, dtype="bfloat16")  # fmt: skip
+QWEN3_8B = dict(model_type="qwen3", num_hidden_layers=36, num_attention_heads=32, num_key_value_heads=8, hidden_size=4096, head_dim=128, dtype="bfloat16")  # fmt: skip
+
+
+@pytest.fixture
+def planned(tmp_path, capsys):
+    """``(config, *options) -> (lines, {(policy, tokens): cells})``"""
+
+    def run(config, *options):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        assert main(["plan", "--model", str(tmp_path), *options]) == 0, capsys.readouterr().err
+        lines = capsys.readouterr().out.splitlines()
+        rows = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in lines[2:]]
+        return lines, {(row[0], int(row[1])): row[2:] for row in rows if len(row) == 6}
+
+    return run
+
+
+def test_the_demo_models_numbers(planned):
+    """Those that `make demo` prints beside vLLM's own: 20.8 requests with the mLSTM's state, 22.1 without, 2.8 dense."""
+    _, rows = planned(DEMO, "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024")
+    assert rows["dense, stock vLLM", 8192] == ["180.0 MiB", "180.0 MiB", "2.8", "1.00"]
+    assert rows["kvpop", 1024] == ["22.5 MiB", "24.7 MiB", "20.8", "7.30"]
+    assert rows["streaming-llm", 1024] == rows["h2o", 1024] == ["22.5 MiB", "23.2 MiB", "22.1", "7.76"]
+    assert rows["momentkv", 1024] == ["22.5 MiB", "24.7 MiB", "20.8", "7.30"]
+    assert {name for name, _ in rows} == {*policies.known(), "dense, stock vLLM"} - {"full"}
+
+
+def test_corrections_grids_and_budgets(planned):
+    size = "--max-model-len", "8192", "--kv-memory", "512MiB"
+    lines, rows = planned(DEMO, *size)
+    assert sorted({tokens for _, tokens in rows}) == [1024, 2048, 4096, 8192]
+    assert lines[0].startswith("30 layers, 3 KV heads of 64, bfloat16; requests of 8192 tokens, 512.0 MiB of KV memory")
+    _, corrected = planned(DEMO, *size, "--correction", "moment", "--budget", "1024")
+    blocks = {name: float(cells[1].split()[0]) for (name, _), cells in corrected.items()}
+    plain = {name: float(cells[1].split()[0]) for (name, tokens), cells in rows.items() if tokens == 1024}
+    page = 3 * 16896 * 30 / 2**20
+    assert blocks["streaming-llm"] == pytest.approx(plain["streaming-llm"] + page, abs=0.1)
+    assert blocks["kvpop"] == pytest.approx(plain["kvpop"] + page, abs=0.1)
+    assert blocks["momentkv"] == plain["momentkv"]
+    _, wide = planned(
+        DEMO, *size, "--block-size", "256", "--budget", "1000", "--decide-every", "8", "--dtype", "float32"
+    )
+    assert wide["streaming-llm", 1000][1] == f"{4 * 256 * 520 * 3 * 30 / 2**20:.1f} MiB"
+
+
+def test_a_budget_that_some_cannot_have(planned):
+    """Their rows are missing, and a line says why; the others are there."""
+    lines, rows = planned(DEMO, "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "5", "1024")
+    assert ("tova", 5) in rows and ("kvpop", 1024) in rows and ("streaming-llm", 5) not in rows
+    said = [line for line in lines if line.startswith("streaming-llm, 5 tokens:")]
+    assert said == [
+        "streaming-llm, 5 tokens: a budget of 5 is too small for 4 sinks + window 1 + 1: raise --budget to at least 6"
+    ]
+
+
+def test_the_checkpoints_own_scorer(planned):
+    own = dict(format="kvpop-scorer", version=1, model_type="llama", num_layers=30, num_kv_heads=3, head_dim=64, scorer="mlstm", sinks=4, window=256, topk=764, decay=dict(step=1, min=0.999, max=0.999999), feature_map="softmax", gate_softcap=None, norm=False, skip=False, delayed=True)  # fmt: skip
+    size = "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024"
+    config = DEMO | {"model_type": "llama_kvpop", "kvpop": own}
+    lines, _ = planned(config, *size)
+    assert not any("default size" in line for line in lines)
+    assert any("default size" in line for line in planned(DEMO, *size)[0])
+
+
+def test_ranks_hold_their_heads(planned):
+    size = "--max-model-len", "32768", "--kv-memory", "40GB", "--budget", "4096"
+    _, whole = planned(QWEN3_8B, *size)
+    lines, half = planned(QWEN3_8B, *size, "--tensor-parallel", "2")
+    assert whole["dense, stock vLLM", 32768][0] == "4.5 GiB" and half["dense, stock vLLM", 32768][0] == "2.2 GiB"
+    assert "4 KV heads of 128 a rank of 2" in lines[0]
+    assert float(half["kvpop", 4096][2]) == pytest.approx(2 * float(whole["kvpop", 4096][2]), rel=0.01)
+    lines, more = planned(QWEN3_8B, *size, "--tensor-parallel", "16")
+    assert "1 KV heads" in lines[0]
+
+
+def test_a_scorer_of_another_size(tmp_path, capsys):
+    model = write_tiny_model(tmp_path / "model", "llama")
+    scorer = write_random_scorer(tmp_path / "scorer", model, "mlstm", topk=1000)
+    options = ["plan", "--model", str(model), "--max-model-len", "512", "--kv-memory", "8MB", "--budget", "100"]
+    assert main(options) == 0 and "kvpop's state is that of a scorer of default size" in capsys.readouterr().out
+    assert main([*options, "--scorer", str(scorer)]) == 0 and "default size" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("text, size", [("536870912", 2**29), ("512MiB", 2**29), ("512Mi", 2**29), ("1.5 GB", 1500000000), ("2k", 0), ("", 0), ("0", 0), ("-1", 0)])  # fmt: skip
+def test_sizes(text, size):
+    if size:
+        assert memory(text) == size
+    else:
+        with pytest.raises(Exception, match="is not a size such as"):
+            memory(text)
+
+
+@pytest.mark.parametrize(
+    "config, options, message",
+    [
+        (DEMO, ["--budget", "1"], "a budget of 1 is too small"),
+        (DEMO | {"num_hidden_layers": 0}, [], "num_layers is 0"),
+        (DEMO | {"num_hidden_layers": None}, [], "num_layers is None"),
+        (DEMO | {"num_key_value_heads": "3"}, [], "num_kv_heads is '3'"),
+        (DEMO | {"head_dim": 10}, [], "head size 10, which no policy serves"),
+        (DEMO | {"sliding_window": 4096}, [], "sliding-window or chunked layers, which no policy serves"),
+        (DEMO | {"kv_lora_rank": 512}, [], "latent attention (MLA), which no policy serves"),
+        (DEMO | {"kvpop": {"format": "x"}}, [], "config.json, section kvpop says format 'x'"),
+        (DEMO, ["--block-size", "60"], "slots per block must be a positive multiple of 16"),
+        (DEMO, ["--tensor-parallel", "2"], "--tensor-parallel 2 does not divide 3 KV heads"),
+        (DEMO | {"dtype": "float16"}, [], "give --dtype bfloat16 or float32"),
+        (DEMO | {"dtype": None}, [], "config.json names the dtype None: give --dtype"),
+        ({"model_type": "llama"}, [], "config.json has no 'num_attention_heads'"),
+        (DEMO, ["--scorer", "nowhere"], "nowhere"),
+    ],
+)
+def test_bad_input_is_one_line(tmp_path, capsys, config, options, message):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    size = "--max-model-len", "8192", "--kv-memory", "512MiB"
+    assert main(["plan", "--model", str(tmp_path), *size, *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.count("\n") == 1
