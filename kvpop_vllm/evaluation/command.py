@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from kvpop_vllm.argument_types import non_negative, positive
+from kvpop_vllm.config import CORRECTIONS
 
 
 def add_eval(commands) -> None:
@@ -18,11 +19,18 @@ def add_eval(commands) -> None:
         "--scorer", action="append", default=[], metavar="DIR", help="a scorer folder; may be repeated"
     )
     command.add_argument("--policies", nargs="*", default=["streaming-llm", "l2norm", "random"], metavar="NAME")
+    command.add_argument(
+        "--correction",
+        choices=CORRECTIONS,
+        help="moment: each that can be served with plain and with corrected outputs (MomentKV); none: momentkv without its own; both on the kernels of serving",
+    )
     command.add_argument("--length", nargs="+", type=positive, default=[1024], metavar="S", help="tokens per row")
     command.add_argument("--share", nargs="+", type=positive, default=[4], metavar="C", help="budgets: B = S / C")
-    command.add_argument("--sinks", type=non_negative, help="s (default: the scorer's, else 4)")
+    command.add_argument("--sinks", type=non_negative, help="s of all policies alike (default: the scorer's, else 4)")
     command.add_argument(
-        "--window", type=positive, help="w (default: what the scorer was trained with at each budget, else 64)"
+        "--window",
+        type=positive,
+        help="w of all policies alike (default: what the scorer was trained with at each budget, else 64)",
     )
     command.add_argument("--decide-every", type=positive, default=1, metavar="E", help="tokens between decisions")
     command.add_argument("--rows", type=positive, default=4, help="rows of text (default 4)")

@@ -67,24 +67,35 @@ class Judge:
         Raises:
             ValueError: nothing has been evicted yet at one of the positions, or k is 0.
         """
+        self._check(roles, positions)
+        rank, cutoff = running_cutoffs(score, log_gamma, roles)
+        kept = [kept_at(rank, cutoff, q0, roles) for q0 in positions]
+        return self.recall_of(kept, log_gamma, roles, positions)
+
+    def _check(self, roles: Roles, positions: list[int]) -> None:
         if not roles.topk or min(positions) < roles.budget or max(positions) > self.k.shape[2] - 2:
             raise ValueError(
                 f"recall needs k >= 1 and positions from B = {roles.budget} to S - 2, got k = {roles.topk} and {positions}"
             )
-        rank, cutoff = running_cutoffs(score, log_gamma, roles)
+
+    @torch.no_grad()
+    def recall_of(
+        self, kept: list[torch.Tensor], log_gamma: torch.Tensor, roles: Roles, positions: list[int]
+    ) -> Recall:
+        """The same of what is kept at each of ``positions``: ``[B, H, E]`` booleans each, as of :func:`kept_at`."""
+        self._check(roles, positions)
         teacher_rank, teacher_cutoff = running_cutoffs(self.target(roles.window), log_gamma, roles)
         rows = []
-        for q0 in positions:
-            kept = kept_at(rank, cutoff, q0, roles)
+        for q0, held in zip(positions, kept, strict=True):
             teacher = kept_at(teacher_rank, teacher_cutoff, q0, roles)
-            mass, count = self.later_mass(q0, roles.sinks, roles.window), int(kept[0, 0].sum())
+            mass, count = self.later_mass(q0, roles.sinks, roles.window), int(held[0, 0].sum())
             best = mass.topk(count, dim=-1)
             rows.append(
                 torch.stack(
                     [
-                        (kept & teacher).sum(-1) / count,
-                        kept.gather(-1, best.indices).float().mean(-1),
-                        (mass * kept).sum(-1) / best.values.sum(-1),
+                        (held & teacher).sum(-1) / count,
+                        held.gather(-1, best.indices).float().mean(-1),
+                        (mass * held).sum(-1) / best.values.sum(-1),
                     ]
                 )
             )

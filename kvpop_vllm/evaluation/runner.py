@@ -13,7 +13,7 @@ from torch import nn
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import POSITIONS
 from kvpop_vllm.distill.retention import Roles
-from kvpop_vllm.distill.sparse import Sparse, dense_attention
+from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.contenders import Contender
 from kvpop_vllm.evaluation.recall import Judge
 
@@ -85,7 +85,7 @@ def evaluate(
             for i, (setting, contender, roles) in enumerate(pairs):
                 names = {"budget": setting.budget, "equal": setting.equal, "topk": roles.topk, "policy": contender.name}
                 names |= {"window": roles.window, "decide_every": setting.decide_every}
-                quality = _next_token(model, tokens, Sparse(contender.score, roles))
+                quality = _next_token(model, tokens, contender.attend(roles))
                 yield base | names | quality | observer.record(i)
 
 
@@ -100,10 +100,7 @@ class _Observer:
         out, lse = dense_attention(q, k, v, scale)
         judge, scores = Judge(q, k, lse, scale), {}
         for found, (setting, contender, roles) in zip(self.layers, self.pairs, strict=True):
-            name = contender.name, roles.window
-            if name not in scores:
-                scores[name] = contender.score(layer, k, v, roles.window)
-            found.append(judge.recall(*scores[name], roles, setting.positions))
+            found.append(contender.recall(judge, layer, v, roles, setting.positions, scores))
         return out
 
     def record(self, i: int) -> dict:

@@ -206,14 +206,18 @@ class Policy(ABC):
         """:meth:`rule`, with the correction asked for.
 
         Raises:
-            ConfigError: the rule is not of the order that the policy declares.
+            ConfigError: the rule is not of the order that the policy declares, or needs more state.
         """
-        rule = self.rule(layer, heads)
+        rule = replace(self.rule(layer, heads), moment_correction=self.corrects)
         if rule.coupled != (self.order is Order.COUPLED):
             raise ConfigError(
                 f"--kv-policy {self.name} declares the order {self.order.value!r}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
             )
-        return replace(rule, moment_correction=True) if self.corrects else rule
+        if (needed := rule.state_floats(self.model.head_dim)) > self.state_floats:
+            raise ConfigError(
+                f"--kv-policy {self.name} declares {self.state_floats} words of state, but its rule needs {needed}: mend that policy"
+            )
+        return rule
 
     def training_free_rule(self, heads: slice, scorer: ScorerWeights, log_gamma: float = 0.0) -> RetentionRule:
         """The same for all layers and heads: ``scorer`` has no tensors; log_gamma in nats per token."""

@@ -191,10 +191,6 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         kept = self.policy.retention
         if (rule.sinks, rule.window, rule.decide_every) != (kept.sinks, kept.window, kept.decide_every):
             raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
-        if rule.state_floats(self.head_size) > self.policy.state_floats:
-            raise RuntimeError(
-                f"{type(self.policy).__name__}.rule() needs {rule.state_floats(self.head_size)} words of state, its state_fields have {self.policy.state_floats}"
-            )
         layout = for_config(self.vllm_config).layout(self.num_kv_heads, self.head_size, act_dtype)
         self.attention = FixedBudgetAttention(layout, rule, self.scale)
         _log_kernels(act_dtype)

@@ -83,3 +83,26 @@ def test_records_go_to_files_alone_or_straight_to_devices(kvpop, folder):
     assert Path("link.jsonl").is_symlink() and len(Path("real.jsonl").read_text().splitlines()) == 2
     assert kvpop(*words, "--out=/dev/null")[0] in (0, None)
     assert Path("/dev/null").is_char_device()
+
+
+def test_policies_that_follow_attention_and_corrections(kvpop):
+    distill(kvpop, "corrected", "--steps=2")
+    words = "eval --model=qwen3 --data text.jsonl --split=all --length 128 --share 3 --rows=1 --dtype=float32 --scorer=corrected"
+    names = ["streaming-llm", "h2o", "tova", "momentkv"]
+    status, output, errors = kvpop(*words.split(), "--policies", *names, "--correction=moment", "--out=moments.jsonl")
+    assert status in (0, None), errors
+    records = {r["policy"]: r for r in map(json.loads, Path("moments.jsonl").read_text().splitlines())}
+    corrected = {f"{name}+moment" for name in (*names, "corrected")}
+    assert records.keys() == {"dense", "corrected", *names} | corrected
+    for name in ("streaming-llm", "corrected"):  # which tokens stay does not change, what is made of them does
+        plain, more = records[name], records[f"{name}+moment"]
+        assert plain["nll"] != more["nll"]
+        assert all(plain[measure] == more[measure] for measure in ("teacher", "hindsight", "mass"))
+    status, output, _ = kvpop(
+        *words.split(), "--policies", "random", "momentkv", "--correction=none", "--out=none.jsonl"
+    )
+    found = {r["policy"]: r for r in map(json.loads, Path("none.jsonl").read_text().splitlines())}
+    assert found.keys() == {"dense", "random", "momentkv", "corrected"}
+    assert found["momentkv"]["nll"] == records["momentkv"]["nll"] != records["momentkv+moment"]["nll"]
+    status, output, errors = kvpop(*words.split(), "--correction=moment")  # the default policies
+    assert status in (0, None) and "random cannot be served, so it is not corrected" in output, errors

@@ -1,0 +1,135 @@
+"""Policies that evaluation runs on the kernels of serving, against the naive oracle and against the same policies by scores."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from kvpop_vllm import policies
+from kvpop_vllm.config import ConfigError, PolicySettings
+from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
+from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.evaluation.contenders import TRAINING_FREE, learned, training_free
+from kvpop_vllm.evaluation.recall import Judge
+from kvpop_vllm.evaluation.runner import Setting, evaluate
+from kvpop_vllm.evaluation.served import kept_at_positions
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.testing import (
+    OracleModel,
+    OraclePolicy,
+    follow_attention,
+    write_random_scorer,
+    write_tiny_model,
+)
+
+S, Q0 = 90, [40, 70]
+ORACLES = {"streaming-llm": "recency", "h2o": "mean mass", "tova": "newest mass", "momentkv": "moment residual"}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "model", "llama")
+
+
+@pytest.fixture(scope="module")
+def layer():
+    g = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(2, heads, S, 32, generator=g) for heads in (4, 2, 2))
+    return q, k, v
+
+
+def row(seed=1):
+    return torch.randint(0, 256, (S,), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("name", ORACLES)
+def test_next_tokens_are_the_oracles(model, name, corrected, every):
+    contender, setting = training_free(name), Setting(S, 30, 2, 6, "k", every)
+    if corrected and not contender.corrects:
+        contender = contender.corrected()
+    _, record = evaluate(load_model(model, torch.float32), [row()], [contender], [setting])
+    policy = OraclePolicy(
+        ORACLES[name], 2, 6, record["topk"], interval=every, corrected=corrected or name == "momentkv"
+    )
+    run, plain = (OracleModel(model).run(row().tolist(), chosen) for chosen in (policy, None))
+    nll, dense = (float(-r.logprobs[:-1].gather(-1, row()[1:, None]).mean()) for r in (run, plain))
+    assert record["nll"] == pytest.approx(nll, rel=1e-5) and abs(nll - dense) > 1e-4
+    assert 0 < record["hindsight"] <= 1 and 0 < record["mass"] <= 1.0001
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("name", ["h2o", "tova", "momentkv"])
+def test_recall_is_of_the_sets_on_dense_queries(layer, name, every):
+    q, k, v = layer
+    roles = Roles(2, 6, 8, decide_every=every)
+    rule = training_free(name).rule(roles, 0, 2)
+    kept = kept_at_positions(rule, roles, q, k, v, 32**-0.5, Q0)
+    for b in range(2):
+        visible, margins, _, _ = follow_attention(q[b], k[b], v[b], ORACLES[name], 2, 6, 8, every)
+        assert margins.min() > 1e-6
+        for q0, found in zip(Q0, kept, strict=True):
+            assert torch.equal(found[b], visible[:, q0, 2 : q0 - 5])
+    judge = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5)
+    recall = training_free(name).recall(judge, 0, v, roles, Q0, {})
+    again = judge.recall_of(kept, torch.zeros(2), roles, Q0)
+    assert torch.equal(recall.hindsight, again.hindsight) and torch.equal(recall.mass, again.mass)
+    order = kept_at_positions(rule, roles, q, k, v, 32**-0.5, Q0[::-1])
+    assert all(torch.equal(a, b) for a, b in zip(order[::-1], kept, strict=True))
+
+
+@pytest.mark.parametrize("every", [1, 5])
+@pytest.mark.parametrize("kind", ["streaming-llm", "l2norm", "mlstm", "mlp"])
+def test_both_ways_are_one(model, layer, tmp_path, kind, every):
+    """Policies that scores describe: the mask of training, and the pages of serving."""
+    if kind in TRAINING_FREE:
+        contender, roles = training_free(kind), Roles(2, 6, 8, decide_every=every)
+    else:
+        folder = str(write_random_scorer(tmp_path / "scorer", model, kind, sinks=2, window=6, topk=8, decay_step=3))
+        contender, _ = learned(folder, model)
+        roles = Roles(2, 6, 8, contender.step, every)
+    q, k, v = layer
+    rank, cutoff = running_cutoffs(*contender.score(0, k, v, 6), roles)
+    kept = kept_at_positions(contender.rule(roles, 0, 2), roles, q, k, v, 32**-0.5, Q0)
+    for q0, found in zip(Q0, kept, strict=True):
+        assert torch.equal(found, kept_at(rank, cutoff, q0, roles))
+    by_scores = contender.attend(roles)(0, q, k, v, 32**-0.5)
+    served = dataclasses.replace(contender, score=None).attend(roles)(0, q, k, v, 32**-0.5)
+    torch.testing.assert_close(served, by_scores, rtol=0, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", ["streaming-llm", "h2o"])
+def test_a_correction_changes_no_decision(layer, name):
+    """And no measure of decisions: the teacher's decay is the same."""
+    q, k, v = layer
+    judge, roles = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5), Roles(2, 6, 8)
+    plain, corrected = (
+        c.recall(judge, 0, v, roles, Q0, {}) for c in (training_free(name), training_free(name).corrected())
+    )
+    for measure in ("teacher", "hindsight", "mass"):
+        assert torch.equal(getattr(plain, measure), getattr(corrected, measure)), measure
+
+
+@pytest.mark.parametrize("name", ["streaming-llm", "l2norm", "h2o", "tova", "momentkv"])
+def test_evaluated_is_what_is_served(name):
+    """The same scorer, decay and correction as the policy of that name."""
+    policy = policies.get(name)(PolicySettings(name, 40, sinks=2, window=6), ModelShape("llama", 2, 2, 32, 256))
+    served, evaluated = policy.layer_rule(0, slice(0, 2)), training_free(name).rule(Roles(2, 6, 32), 0, 2)
+    assert dataclasses.replace(served, log_gamma=None) == dataclasses.replace(evaluated, log_gamma=None)
+    assert torch.equal(served.log_gamma, evaluated.log_gamma)
+
+
+def test_equal_bytes_count_the_moments():
+    """At D = 64 they are one page of 64 slots to the byte."""
+    plain = training_free("h2o")
+    for contender, budget in ((plain, 1024), (plain.corrected(), 960), (training_free("momentkv"), 960)):
+        assert contender.budget_of_equal_bytes(1024, 64, torch.bfloat16) == budget
+
+
+def test_what_cannot_be_served_cannot_be_corrected():
+    with pytest.raises(ConfigError, match="'random' cannot be corrected"):
+        training_free("random").corrected()
