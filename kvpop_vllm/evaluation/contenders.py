@@ -11,10 +11,11 @@ import torch
 
 from kvpop_vllm.config import ConfigError, ScorerShape
 from kvpop_vllm.distill.hook import Attend
-from kvpop_vllm.distill.retention import Roles
+from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Score, Sparse, recency
 from kvpop_vllm.evaluation.recall import Judge, Recall
-from kvpop_vllm.evaluation.served import Served, kept_at_positions
+from kvpop_vllm.evaluation.served import Served, attend_and_keep
+from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import AttentionMass, KeyNorm, MLSTMWeights, MomentResidual, RetentionRule, ScorerWeights
 from kvpop_vllm.kernels.pages import PageLayout, cdiv, moment_floats
 from kvpop_vllm.scorers import from_tensors
@@ -80,20 +81,25 @@ class Contender:
             roles.sinks, roles.window, decay, roles.step, scorer, roles.decide_every, moment_correction=self.corrects
         )
 
-    def recall(
+    def on_dense(
         self, judge: Judge, layer: int, v: torch.Tensor, roles: Roles, positions: list[int], scores: dict
-    ) -> Recall:
-        """Its recall on a layer of the dense model; ``scores`` keeps what several settings share."""
+    ) -> tuple[Recall, torch.Tensor]:
+        """Its recall on a layer of the dense model, and what it makes of the layer's attention, ``[B, Hq, S, D]``; ``scores``
+        keeps what several settings share."""
         log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.name, roles.window)
         if self.score is not None:
             if key not in scores:
                 scores[key] = self.score(layer, judge.k, v, roles.window)
             score, log_gamma = scores[key]
-            if self.by_scores:
-                return judge.recall(score, log_gamma, roles, positions)
-        rule = self.rule(roles, layer, judge.k.shape[1])
-        kept = kept_at_positions(rule, roles, judge.q, judge.k, v, judge.scale, positions)
-        return judge.recall_of(kept, log_gamma, roles, positions)
+        if self.by_scores:
+            rank, cutoff = running_cutoffs(score, log_gamma, roles)
+            near = dict(sinks=roles.sinks, window=roles.window, scale=judge.scale)
+            out, _ = ops.sparse_attention(judge.q, judge.k, v, rank, cutoff, **near)
+            kept = [kept_at(rank, cutoff, q0, roles) for q0 in positions]
+        else:
+            rule = self.rule(roles, layer, judge.k.shape[1])
+            out, kept = attend_and_keep(rule, roles.budget, judge.q, judge.k, v, judge.scale, positions)
+        return judge.recall_of(kept, log_gamma, roles, positions), out
 
 
 def _l2norm(layer, k, v, window):

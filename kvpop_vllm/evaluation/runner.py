@@ -70,7 +70,8 @@ def evaluate(
 
     Yields:
         Records with ``row, length, budget, equal, window, topk, decide_every, policy``, nll (nats per token), accuracy (of the next token), and
-        for policies teacher, hindsight and mass: means over layers and heads; ``*_by_layer`` are lists of layers of heads.
+        for policies teacher, hindsight and mass: means over layers and heads; and error, the relative error of attention
+        outputs on the dense model's queries, keys and values from position B on; ``*_by_layer`` are lists of layers of heads.
     """
     head_dim, dtype = _head_dim(model), next(model.parameters()).dtype
     device = next(model.parameters()).device
@@ -100,15 +101,24 @@ class _Observer:
         out, lse = dense_attention(q, k, v, scale)
         judge, scores = Judge(q, k, lse, scale), {}
         for found, (setting, contender, roles) in zip(self.layers, self.pairs, strict=True):
-            found.append(contender.recall(judge, layer, v, roles, setting.positions, scores))
+            recall, own = contender.on_dense(judge, layer, v, roles, setting.positions, scores)
+            found.append((recall, _output_error(own, out, roles.budget)))
         return out
 
     def record(self, i: int) -> dict:
         found = {}
         for name in ("teacher", "hindsight", "mass"):
-            values = torch.stack([getattr(r, name) for r in self.layers[i]])
+            values = torch.stack([getattr(recall, name) for recall, _ in self.layers[i]])
             found |= {name: values.mean().item(), f"{name}_by_layer": values.tolist()}
-        return found
+        errors = torch.stack([error for _, error in self.layers[i]])
+        return found | {"error": errors.mean().item(), "error_by_layer": errors.tolist()}
+
+
+def _output_error(out: torch.Tensor, exact: torch.Tensor, first: int) -> torch.Tensor:
+    """``|out - exact| / |exact|`` of attention outputs ``[B, Hq, S, D]``, mean over sequences and the queries from ``first``
+    on: ``[Hq]``."""
+    out, exact = out[:, :, first:].float(), exact[:, :, first:].float()
+    return ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).mean(dim=(0, 2))
 
 
 @torch.inference_mode()
@@ -137,7 +147,7 @@ def summarise(records: list[dict]) -> list[dict]:
     table = []
     for key, members in groups.items():
         line = dict(zip(KEYS, key, strict=True)) | {"rows": len(members)}
-        for name in ("nll", "accuracy", "teacher", "hindsight", "mass"):
+        for name in ("nll", "accuracy", "teacher", "hindsight", "mass", "error"):
             if name in members[0]:
                 line[name] = sum(m[name] for m in members) / len(members)
         table.append(line | {"perplexity": math.exp(line["nll"])})

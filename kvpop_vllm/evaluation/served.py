@@ -6,7 +6,6 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.cache.retained import retained_positions
-from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
@@ -39,12 +38,12 @@ class Sequence:
         self.seen += q.shape[1]
         return out.transpose(0, 1)
 
-    def kept(self, roles: Roles) -> torch.Tensor:
+    def kept(self) -> torch.Tensor:
         """``[H, E]`` booleans: which tokens of ``E(q)`` are held, q being the newest token, oldest first."""
-        end = self.seen - roles.window
-        found = torch.zeros(len(self.budgets), max(0, end - roles.sinks), dtype=torch.bool)
+        sinks, end = self.rule.sinks, self.seen - self.rule.window
+        found = torch.zeros(len(self.budgets), max(0, end - sinks), dtype=torch.bool)
         for head, positions in enumerate(retained_positions(self.pages, self.table, self.seen, self.retention)):
-            found[head, [t - roles.sinks for t in positions if roles.sinks <= t < end]] = True
+            found[head, [t - sinks for t in positions if sinks <= t < end]] = True
         return found
 
 
@@ -59,22 +58,31 @@ class Served:
         self.rule, self.budget = rule, budget
 
     def __call__(self, layer, q, k, v, scale):
-        rows = zip(*(x.detach().cpu() for x in (q, k, v)), strict=True)
-        rule = self.rule(layer, k.shape[1])
-        outs = [Sequence(rule, self.budget, row[1]).attend(*row, scale) for row in rows]
-        return torch.stack(outs).to(q.device)
+        return attend_and_keep(self.rule(layer, k.shape[1]), self.budget, q, k, v, scale, [])[0]
 
 
-def kept_at_positions(
-    rule: RetentionRule, roles: Roles, q, k, v, scale: float, positions: list[int]
-) -> list[torch.Tensor]:
-    """Which tokens of ``E(q0)`` are held at each of ``positions``, of sequences ``q [B, Hq, S, D]``, ``k, v [B, H, S, D]``:
-    ``[B, H, E]`` booleans each, in the order of ``positions``."""
-    found: dict[int, list[torch.Tensor]] = {q0: [] for q0 in sorted(positions)}
+def attend_and_keep(
+    rule: RetentionRule,
+    budget: int,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    scale: float,
+    positions: list[int],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Sequences ``q [B, Hq, S, D]``, ``k, v [B, H, S, D]`` as serving attends to them.
+
+    Returns:
+        ``out [B, Hq, S, D]``, and for each of ``positions``, in their order, ``[B, H, E]`` booleans: which tokens of
+        ``E(q0)`` are held at q0, oldest first.
+    """
+    outs, stops = [], sorted({*positions, q.shape[2] - 1})
+    found: dict[int, list[torch.Tensor]] = {q0: [] for q0 in stops}
     for row in zip(*(x.detach().cpu() for x in (q, k, v)), strict=True):
-        sequence = Sequence(rule, roles.budget, row[1])
-        for q0, kept in found.items():
-            if q0 + 1 > sequence.seen:
-                sequence.attend(*(x[:, sequence.seen : q0 + 1] for x in row), scale)
-            kept.append(sequence.kept(roles))
-    return [torch.stack(found[q0]).to(q.device) for q0 in positions]
+        sequence, parts = Sequence(rule, budget, row[1]), []
+        for q0 in stops:
+            parts.append(sequence.attend(*(x[:, sequence.seen : q0 + 1] for x in row), scale))
+            if q0 in positions:
+                found[q0].append(sequence.kept())
+        outs.append(torch.cat(parts, 1))
+    return torch.stack(outs).to(q.device), [torch.stack(found[q0]).to(q.device) for q0 in positions]

@@ -15,7 +15,7 @@ from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.contenders import TRAINING_FREE, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate
-from kvpop_vllm.evaluation.served import kept_at_positions
+from kvpop_vllm.evaluation.served import attend_and_keep
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.testing import (
     OracleModel,
@@ -68,17 +68,18 @@ def test_recall_is_of_the_sets_on_dense_queries(layer, name, every):
     q, k, v = layer
     roles = Roles(2, 6, 8, decide_every=every)
     rule = training_free(name).rule(roles, 0, 2)
-    kept = kept_at_positions(rule, roles, q, k, v, 32**-0.5, Q0)
+    out, kept = attend_and_keep(rule, roles.budget, q, k, v, 32**-0.5, Q0)
     for b in range(2):
         visible, margins, _, _ = follow_attention(q[b], k[b], v[b], ORACLES[name], 2, 6, 8, every)
         assert margins.min() > 1e-6
         for q0, found in zip(Q0, kept, strict=True):
             assert torch.equal(found[b], visible[:, q0, 2 : q0 - 5])
     judge = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5)
-    recall = training_free(name).recall(judge, 0, v, roles, Q0, {})
-    again = judge.recall_of(kept, torch.zeros(2), roles, Q0)
-    assert torch.equal(recall.hindsight, again.hindsight) and torch.equal(recall.mass, again.mass)
-    order = kept_at_positions(rule, roles, q, k, v, 32**-0.5, Q0[::-1])
+    recall, again = training_free(name).on_dense(judge, 0, v, roles, Q0, {})
+    expected = judge.recall_of(kept, torch.zeros(2), roles, Q0)
+    assert torch.equal(recall.hindsight, expected.hindsight) and torch.equal(recall.mass, expected.mass)
+    assert torch.equal(again, out)
+    _, order = attend_and_keep(rule, roles.budget, q, k, v, 32**-0.5, Q0[::-1])
     assert all(torch.equal(a, b) for a, b in zip(order[::-1], kept, strict=True))
 
 
@@ -94,7 +95,7 @@ def test_both_ways_are_one(model, layer, tmp_path, kind, every):
         roles = Roles(2, 6, 8, contender.step, every)
     q, k, v = layer
     rank, cutoff = running_cutoffs(*contender.score(0, k, v, 6), roles)
-    kept = kept_at_positions(contender.rule(roles, 0, 2), roles, q, k, v, 32**-0.5, Q0)
+    _, kept = attend_and_keep(contender.rule(roles, 0, 2), roles.budget, q, k, v, 32**-0.5, Q0)
     for q0, found in zip(Q0, kept, strict=True):
         assert torch.equal(found, kept_at(rank, cutoff, q0, roles))
     by_scores = contender.attend(roles)(0, q, k, v, 32**-0.5)
@@ -107,11 +108,28 @@ def test_a_correction_changes_no_decision(layer, name):
     """And no measure of decisions: the teacher's decay is the same."""
     q, k, v = layer
     judge, roles = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5), Roles(2, 6, 8)
-    plain, corrected = (
-        c.recall(judge, 0, v, roles, Q0, {}) for c in (training_free(name), training_free(name).corrected())
-    )
+    both = training_free(name), training_free(name).corrected()
+    (plain, _), (corrected, _) = (contender.on_dense(judge, 0, v, roles, Q0, {}) for contender in both)
     for measure in ("teacher", "hindsight", "mass"):
         assert torch.equal(getattr(plain, measure), getattr(corrected, measure)), measure
+
+
+@pytest.mark.parametrize("name", ["streaming-llm", "momentkv"])
+def test_the_error_of_outputs_by_definition(model, name):
+    """Of the first layer, whose queries, keys and values are the same with every policy."""
+    records = list(evaluate(load_model(model, torch.float32), [row()], [training_free(name)], [Setting(S, 30, 2, 6)]))
+    kept = {}
+
+    def capture(layer, q, k, v, scale):
+        kept.setdefault(layer, tuple(x[0].detach().double() for x in (q, k, v)))
+        return dense_attention(q, k, v, scale)[0]
+
+    load_model(model, torch.float32).get_decoder()(input_ids=row()[None], attend=capture)
+    policy, full = OraclePolicy(ORACLES[name], 2, 6, 22, corrected=name == "momentkv"), OraclePolicy.full()
+    q, k, v = kept[0]
+    own, exact = (p.attend(q, k, v, p.decide(0, q, k, v).visible).unflatten(-1, (4, -1))[30:] for p in (policy, full))
+    expected = ((own - exact).norm(dim=-1) / exact.norm(dim=-1)).mean(0)
+    assert records[1]["error_by_layer"][0] == pytest.approx(expected.tolist(), rel=1e-4) and expected.min() > 0.01
 
 
 @pytest.mark.parametrize("name", ["streaming-llm", "l2norm", "h2o", "tova", "momentkv"])
