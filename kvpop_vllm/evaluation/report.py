@@ -18,7 +18,7 @@ from kvpop_vllm.distill.run import default_device, load_tokenizer
 from kvpop_vllm.evaluation.contenders import Contender, learned, training_free
 from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
 
-COLUMNS = (*KEYS, "teacher", "hindsight", "mass", "error", "perplexity", "accuracy")
+COLUMNS = (*KEYS, "teacher", "hindsight", "mass", "error", "kl", "perplexity", "accuracy")
 
 
 DEFAULT_WINDOW = 64

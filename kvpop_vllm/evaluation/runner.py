@@ -70,7 +70,7 @@ def evaluate(
 
     Yields:
         Records with ``row, length, budget, equal, window, topk, decide_every, policy``, nll (nats per token), accuracy (of the next token), and
-        for policies teacher, hindsight and mass: means over layers and heads; and error, the relative error of attention
+        for policies kl, the divergence ``KL(dense || policy)`` of their predictions in nats per token, teacher, hindsight and mass: means over layers and heads; and error, the relative error of attention
         outputs on the dense model's queries, keys and values from position B on; ``*_by_layer`` are lists of layers of heads.
     """
     head_dim, dtype = _head_dim(model), next(model.parameters()).dtype
@@ -82,11 +82,12 @@ def evaluate(
             pairs = [(s, c, s.roles(c, head_dim, dtype)) for s in here for c in contenders]
             observer = _Observer(pairs)
             base = {"row": number, "length": length}
-            yield base | {"policy": "dense"} | _next_token(model, tokens, observer)
+            quality, dense = _next_token(model, tokens, observer)
+            yield base | {"policy": "dense"} | quality
             for i, (setting, contender, roles) in enumerate(pairs):
                 names = {"budget": setting.budget, "equal": setting.equal, "topk": roles.topk, "policy": contender.name}
                 names |= {"window": roles.window, "decide_every": setting.decide_every}
-                quality = _next_token(model, tokens, contender.attend(roles))
+                quality, _ = _next_token(model, tokens, contender.attend(roles), dense)
                 yield base | names | quality | observer.record(i)
 
 
@@ -122,15 +123,21 @@ def _output_error(out: torch.Tensor, exact: torch.Tensor, first: int) -> torch.T
 
 
 @torch.inference_mode()
-def _next_token(model, tokens, attend) -> dict[str, float]:
+def _next_token(model, tokens, attend, dense=None) -> tuple[dict[str, float], torch.Tensor]:
+    """Quality of the predictions, and the hidden states ``[S - 1, E]`` that they come from; with those of the ``dense`` model,
+    also the divergence from its predictions."""
     hidden = model.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state[0, :-1]
     head, expected = model.get_output_embeddings(), tokens[0, 1:]
-    loss = hits = 0.0
+    loss = hits = divergence = 0.0
     for a in range(0, len(hidden), POSITIONS):
         logits = head(hidden[a : a + POSITIONS]).float()
         loss += F.cross_entropy(logits, expected[a : a + POSITIONS], reduction="sum").item()
         hits += (logits.argmax(-1) == expected[a : a + POSITIONS]).sum().item()
-    return {"nll": loss / len(hidden), "accuracy": hits / len(hidden)}
+        if dense is not None:
+            exact = head(dense[a : a + POSITIONS]).float().log_softmax(-1)
+            divergence += F.kl_div(logits.log_softmax(-1), exact, reduction="sum", log_target=True).item()
+    found = {"nll": loss / len(hidden), "accuracy": hits / len(hidden)}
+    return found | ({} if dense is None else {"kl": divergence / len(hidden)}), hidden
 
 
 def _head_dim(model) -> int:
@@ -147,7 +154,7 @@ def summarise(records: list[dict]) -> list[dict]:
     table = []
     for key, members in groups.items():
         line = dict(zip(KEYS, key, strict=True)) | {"rows": len(members)}
-        for name in ("nll", "accuracy", "teacher", "hindsight", "mass", "error"):
+        for name in ("nll", "accuracy", "teacher", "hindsight", "mass", "error", "kl"):
             if name in members[0]:
                 line[name] = sum(m[name] for m in members) / len(members)
         table.append(line | {"perplexity": math.exp(line["nll"])})

@@ -129,6 +129,7 @@ def test_next_token_quality_by_definition(tmp_path, monkeypatch, positions):
         nll = -logp.gather(-1, row[1:, None]).mean().item()
         assert record["nll"] == pytest.approx(nll, rel=1e-4)
         assert record["accuracy"] == pytest.approx((logp.argmax(-1) == row[1:]).float().mean().item())
+        assert "kl" not in record
     lines = {line["policy"]: line for line in summarise(records)}
     nll = sum(r["nll"] for r in records if r["policy"] == "l2norm") / 2
     assert lines["l2norm"]["perplexity"] == pytest.approx(math.exp(nll)) and lines["l2norm"]["rows"] == 2

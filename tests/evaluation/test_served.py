@@ -59,6 +59,8 @@ def test_next_tokens_are_the_oracles(model, name, corrected, every):
     run, plain = (OracleModel(model).run(row().tolist(), chosen) for chosen in (policy, None))
     nll, dense = (float(-r.logprobs[:-1].gather(-1, row()[1:, None]).mean()) for r in (run, plain))
     assert record["nll"] == pytest.approx(nll, rel=1e-5) and abs(nll - dense) > 1e-4
+    exact, own = plain.logprobs[:-1], run.logprobs[:-1]
+    assert record["kl"] == pytest.approx(float((exact.exp() * (exact - own)).sum(-1).mean()), rel=1e-3)
     assert 0 < record["hindsight"] <= 1 and 0 < record["mass"] <= 1.0001
 
 
