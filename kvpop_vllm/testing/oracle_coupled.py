@@ -93,8 +93,7 @@ def follow_attention(
             surplus = max(0, len(candidates) - topk) if (q + 1) % interval == 0 else 0
             rank = {t: float(total[t] / (q - t) if how == MEAN_MASS else newest[t]) for t in candidates}
             if surplus and how == MOMENT_RESIDUAL:
-                novelty = _residuals(key[h, :q], value[h, :q], visible[h, q - 1, :q])
-                rank = {t: rank[t] * float(novelty[t]) for t in candidates}
+                rank = _with_novelty(rank, key[h, :q], value[h, :q], visible[h, q - 1, :q])
             if forced is None:
                 worst_first = sorted(candidates, key=lambda t: (rank[t] + more.get(t, 0.0), t))
                 lost = set(worst_first[:surplus])
@@ -121,6 +120,14 @@ def follow_attention(
             newest[seen] = logits.softmax(-1).mean(0)
             total = total + newest
     return visible, margins, scores, lost_best
+
+
+def _with_novelty(
+    rank: dict[int, float], key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
+) -> dict[int, float]:
+    """Each token's mass times its residual."""
+    novelty = _residuals(key, value, seen)
+    return {t: mass * float(novelty[t]) for t, mass in rank.items()}
 
 
 def _residuals(key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
