@@ -21,6 +21,7 @@ namespace {
 
 using at::Tensor;
 using kvpop::DecodeStep;
+using kvpop::Roles;
 using kvpop::Scorer;
 using kvpop::ScorerKind;
 
@@ -40,7 +41,7 @@ class Rule {
   public:
     Rule(int64_t sinks, int64_t window, int64_t decide_every, int64_t decay_step, const Tensor& log_gamma, const std::string& kind,
          std::map<std::string, Tensor> weights, bool hedgehog, std::optional<double> softcap, bool delayed, bool mean,
-         bool corrects)
+         bool corrects, bool ages, std::optional<double> threshold, int64_t pool)
         : roles{sinks, window, decide_every}, decay_step(decay_step), corrects(corrects), log_gamma(log_gamma), weights_(std::move(weights)) {
         TORCH_CHECK_VALUE(sinks >= 0 && window >= 1 && decide_every >= 1 && decay_step >= 1,
                           "need sinks >= 0, window >= 1, decide_every >= 1, decay_step >= 1");
@@ -54,12 +55,20 @@ class Rule {
         scorer_.softcap = softcap ? float(*softcap) : 0;
         scorer_.delayed = delayed;
         scorer_.mean = mean;
+        scorer_.ages = ages;
+        scorer_.bounded = threshold.has_value();
+        scorer_.threshold = float(threshold.value_or(0));
+        scorer_.pool = pool;
+        TORCH_CHECK_VALUE(pool >= 1 && pool % 2 == 1 && pool <= INT32_MAX, "pool must be odd and positive");
+        TORCH_CHECK_VALUE(!threshold || sinks >= 1, "a threshold needs at least one sink");
         if (kind == "linear") read_linear();
         else if (kind == "mlp") read_mlp();
         else if (kind == "mlstm") read_mlstm();
         else if (kind == "key_norm") scorer_.kind = ScorerKind::KeyNorm;
         else if (kind == "attention_mass") scorer_.kind = ScorerKind::AttentionMass;
         else if (kind == "moment_residual") scorer_.kind = ScorerKind::MomentResidual;
+        else if (kind == "given") scorer_.kind = ScorerKind::Given;
+        else if (kind == "votes") scorer_.kind = ScorerKind::Votes;
         else TORCH_CHECK_VALUE(kind == "none", "unknown scorer '", kind, "'");
     }
 
@@ -194,6 +203,25 @@ void fill_requests(DecodeStep& step, const Tensor& page_table, const Tensor& pos
     for (int i = 0; i < 2; i++) step.valid_stride[i] = valid.stride(i), step.budgets_stride[i] = budgets.stride(i);
 }
 
+// Scores that come with their tokens, and prompt lengths of as many requests, where the rule needs them.
+void fill_extras(DecodeStep& step, const std::optional<Tensor>& given, const std::optional<Tensor>& prompts,
+                 at::IntArrayRef tokens_and_heads, int64_t requests) {
+    TORCH_CHECK_VALUE(given.has_value() == (step.scorer.kind == ScorerKind::Given), "given scores go with that scorer");
+    TORCH_CHECK_VALUE(prompts.has_value() == (step.scorer.kind == ScorerKind::Votes), "prompt lengths go with votes");
+    if (given) {
+        check(*given, "given", at::kFloat, tokens_and_heads);
+        step.given = given->data_ptr<float>();
+        for (int i = 0; i < 2; i++) step.given_stride[i] = given->stride(i);
+    }
+    if (prompts) {
+        check(*prompts, "prompts", at::kLong, {requests});
+        step.prompts = prompts->data_ptr<int64_t>(), step.prompts_stride = prompts->stride(0);
+        for (int64_t r = 0; r < requests; r++)
+            TORCH_CHECK_VALUE(step.prompt(r) >= 1 && step.prompt(r) <= INT32_MAX, "request ", r, ": a prompt of ", step.prompt(r),
+                              " tokens is out of range");
+    }
+}
+
 // Everything that the kernels would otherwise read out of bounds when each request takes in so many tokens; sets mass_row.
 void check_requests(DecodeStep& step, int64_t tokens, int64_t entries, int64_t num_blocks) {
     const int64_t ring_end = step.roles.first_long();
@@ -206,7 +234,8 @@ void check_requests(DecodeStep& step, int64_t tokens, int64_t entries, int64_t n
                               " is smaller than sinks and ring = ", ring_end);
             TORCH_CHECK_VALUE(valid >= std::min(q, ring_end) && valid <= budget, "request ", r, ", head ", h, ": ",
                               valid, " valid slots do not fit position ", q, " and budget ", budget);
-            const int64_t arrivals = step.roles.decided(q + tokens) - step.roles.decided(q);
+            const Roles roles = step.roles_of(r);
+            const int64_t arrivals = roles.decided(q + tokens) - roles.decided(q);
             const int64_t longest = arrivals ? std::min(std::max(valid, ring_end) + arrivals, budget) : valid;
             const int64_t slots = std::max(longest, std::min(q + tokens, ring_end));
             const int64_t needed = step.state_blocks + (slots + step.block_slots - 1) / step.block_slots;
@@ -258,12 +287,14 @@ std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
 std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
                                        int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
                                        const Tensor& positions, const Tensor& valid, const Tensor& budgets,
-                                       const Rule& rule, double scale) {
+                                       const Rule& rule, double scale, const std::optional<Tensor>& given,
+                                       const std::optional<Tensor>& prompts) {
     DecodeStep step{};
     fill_tokens(step, q, k, v);
     fill_rule(step, rule, scale);
     fill_pages(step, raw, block_slots, state_blocks, rule);
     fill_requests(step, page_table, positions, valid, budgets);
+    fill_extras(step, given, prompts, {step.requests, step.heads}, step.requests);
     check_requests(step, 1, page_table.size(2), raw.size(0));
     check_order(step);
     const auto results = allocate_results(step, q);
@@ -273,7 +304,8 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
 
 std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
                                          int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
-                                         int64_t start, const Tensor& budgets, const Rule& rule, double scale) {
+                                         int64_t start, const Tensor& budgets, const Rule& rule, double scale,
+                                         const std::optional<Tensor>& given, const std::optional<Tensor>& prompts) {
     kvpop::PrefillChunk chunk;
     DecodeStep& step = chunk.step = {};
     fill_tokens(step, q, k, v);
@@ -282,10 +314,11 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
     fill_rule(step, rule, scale);
     fill_pages(step, raw, block_slots, state_blocks, rule);
     check(budgets, "budgets", at::kInt, {step.heads});
+    fill_extras(step, given, prompts, {chunk.length, step.heads}, 1);
     const Tensor position = at::full({1}, start, at::kLong), valid = at::empty({step.heads}, at::kInt);
     TORCH_CHECK_VALUE(start >= 0 && start <= INT32_MAX, "request 0: position ", start, " is out of range");
     for (int64_t h = 0; h < step.heads; h++)
-        valid.data_ptr<int32_t>()[h] = int32_t(step.roles.extent(start, budgets.data_ptr<int32_t>()[h * budgets.stride(0)]));
+        valid.data_ptr<int32_t>()[h] = int32_t(step.roles_of(0).extent(start, budgets.data_ptr<int32_t>()[h * budgets.stride(0)]));
     TORCH_CHECK_VALUE(page_table.dim() == 2, "page_table must be [H, P]");
     fill_requests(step, page_table.unsqueeze(0), position, valid.unsqueeze(0), budgets.unsqueeze(0));
     check_requests(step, chunk.length, page_table.size(1), raw.size(0));
@@ -296,7 +329,7 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
 }
 
 Tensor online_topk(const Tensor& score, const Tensor& position, int64_t held, int64_t topk, int64_t window,
-                   const Tensor& log_gamma, int64_t decay_step, int64_t decide_every) {
+                   const Tensor& log_gamma, int64_t decay_step, int64_t decide_every, bool ages) {
     TORCH_CHECK_VALUE(score.dim() == 2, "score must be [H, T]");
     check(score, "score", at::kFloat, score.sizes());
     check(position, "position", at::kLong, score.sizes());
@@ -307,7 +340,7 @@ Tensor online_topk(const Tensor& score, const Tensor& position, int64_t held, in
     const Tensor s = score.contiguous(), p = position.contiguous(), g = log_gamma.contiguous();
     Tensor evicted_at = at::empty(score.sizes(), p.options());
     kvpop::online_topk(s.data_ptr<float>(), p.data_ptr<int64_t>(), s.size(0), s.size(1), held, topk,
-                       kvpop::Roles{0, window, decide_every}, g.data_ptr<double>(), decay_step, evicted_at.data_ptr<int64_t>());
+                       kvpop::Roles{0, window, decide_every}, g.data_ptr<double>(), decay_step, ages, evicted_at.data_ptr<int64_t>());
     return evicted_at;
 }
 
@@ -333,10 +366,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::register_exception<StepOrder>(module, "StepOrder", PyExc_RuntimeError);
     py::class_<Rule>(module, "Rule", "A RetentionRule, checked and unpacked.")
         .def(py::init<int64_t, int64_t, int64_t, int64_t, const Tensor&, const std::string&, std::map<std::string, Tensor>, bool,
-                      std::optional<double>, bool, bool, bool>(),
+                      std::optional<double>, bool, bool, bool, bool, std::optional<double>, int64_t>(),
              arg("sinks"), arg("window"), arg("decide_every"), arg("decay_step"), arg("log_gamma"), arg("kind"), arg("weights"),
              arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true,
-             arg("mean") = false, arg("corrects") = false);
+             arg("mean") = false, arg("corrects") = false, arg("ages") = false, arg("threshold") = py::none(), arg("pool") = 1);
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
     module.def("prefill_chunk", &prefill_chunk, nogil, "See kvpop_vllm.kernels.ops.prefill_chunk.");
     module.def("online_topk", &online_topk, nogil, "See kvpop_vllm.kernels.ops.online_topk.");

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from typing import Self
+
     import torch
 
 
@@ -17,12 +19,13 @@ class SlotRoles:
     e = 1 none ever is.
 
     Attributes:
-        sinks: s. window: w. decide_every: e.
+        sinks: s. window: w. decide_every: e. phase: decisions fall where ``(q + 1 + phase) % e == 0`` instead.
     """
 
     sinks: int
     window: int
     decide_every: int
+    phase: int = 0
 
     @property
     def ring(self) -> int:
@@ -40,11 +43,16 @@ class SlotRoles:
 
     def taken(self, position: int) -> int:
         """Tokens ``[0, taken)`` have been taken into a scorer's state before ``position``."""
-        return position - position % self.decide_every
+        return position - (position + self.phase) % self.decide_every
 
     def decided(self, position: int) -> int:
         """Tokens ``[s, decided)`` have been decided upon before ``position``."""
         return max(self.sinks, self.taken(position) - self.window)
+
+    @property
+    def prompt_grid(self) -> bool:
+        """Whether decisions fall on the first generated token, and every e tokens before and after it."""
+        return False
 
     def extent(self, position: int, budget: int) -> int:
         """Slots ``[0, extent)`` are in use before ``position``, stale ones among them; ``min(position, B)`` for e = 1."""
@@ -56,6 +64,11 @@ class SlotRoles:
         decided = self.decided(position)
         kept = min(decided - self.sinks, budget - self.first_long)
         return min(position, self.sinks) + max(0, position - decided) + kept
+
+    def for_prompt(self, prompt: int) -> Self:
+        """The roles of a request whose prompt has so many tokens: where decisions are to fall on its first generated token,
+        with their phase, else themselves."""
+        return replace(self, phase=-(prompt + 1) % self.decide_every) if self.prompt_grid else self
 
     def stale(self, slots: torch.Tensor, position: int) -> torch.Tensor:
         """Which of ``slots [n]`` are stale before ``position``."""
@@ -71,6 +84,8 @@ class Retention(SlotRoles):
     sinks: int
     window: int
     decide_every: int = 1
+    phase: int = 0
+    prompt_grid: bool = False
 
     @property
     def topk(self) -> int:

@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "kvpop/isa.h"
@@ -63,6 +64,24 @@ void in_parts(const DecodeStep& step, const Kernels& kernels, int64_t parts) {
 }
 
 }  // namespace
+
+void pool_votes(const DecodeStep& a, int64_t r, int64_t h, int64_t q, int64_t used) {
+    const Roles roles = a.roles_of(r);
+    const auto score = [&](int64_t slot) { return a.scores(a.slot_region(r, h, slot)) + slot % a.block_slots; };
+    std::vector<std::pair<int64_t, float*>> ranked;  // by position
+    for (int64_t slot = roles.first_long(); slot < used; slot++)
+        ranked.emplace_back(a.slot_positions(a.slot_region(r, h, slot))[slot % a.block_slots], score(slot));
+    for (int64_t u = roles.decided(q); u < roles.decided(q + 1); u++) ranked.emplace_back(u, score(roles.ring_slot(u)));
+    std::sort(ranked.begin(), ranked.end());
+    const int64_t count = int64_t(ranked.size()), half = a.scorer.pool / 2;
+    std::vector<float> votes(ranked.size());
+    for (int64_t i = 0; i < count; i++) votes[size_t(i)] = *ranked[size_t(i)].second;
+    for (int64_t i = 0; i < count; i++) {
+        float sum = 0;
+        for (int64_t j = std::max(i - half, int64_t(0)); j <= std::min(i + half, count - 1); j++) sum += votes[size_t(j)];
+        *ranked[size_t(i)].second = sum / float(a.scorer.pool);
+    }
+}
 
 void decode_step(const DecodeStep& step) {
     const Kernels& kernels = *current_isa().kernels;

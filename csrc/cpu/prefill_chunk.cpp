@@ -83,7 +83,8 @@ class HeadOfChunk {
             const int64_t from = roles_.ring_slot(u);
             write(slot++, held ? key(from) : new_key(u), held ? value(from) : new_value(u), work_.leaving[u - u0], u);
         }
-        for (int64_t t = piece.a; t < std::min(piece.b, roles_.sinks); t++) write(t, new_key(t), new_value(t), 0, t);
+        for (int64_t t = piece.a; t < std::min(piece.b, roles_.sinks); t++)
+            write(t, new_key(t), new_value(t), work_.inserted[t - piece.a], t);
         for (int64_t t = std::max({piece.a, piece.b - roles_.ring(), roles_.sinks}); t < piece.b; t++)
             write(roles_.ring_slot(t), new_key(t), new_value(t), work_.inserted[t - piece.a], t);
         *a_.tokens_seen(0, h_) = int32_t(piece.b);
@@ -124,7 +125,7 @@ class HeadOfChunk {
             score[size_t(held + i)] = work_.leaving[i];
             position[size_t(held + i)] = u0 + i;
         }
-        OnlineTopk simulation(score.data(), position.data(), total, a_.log_gamma[h_], a_.decay_step, roles_);
+        OnlineTopk simulation(score.data(), position.data(), total, a_.log_gamma[h_], a_.decay_step, roles_, a_.scorer.ages);
         simulation.run(total, held, topk_, evicted_at.data());
         for (int64_t i = 0; i < total; i++) {
             if (evicted_at[size_t(i)] == std::numeric_limits<int64_t>::max()) continue;
@@ -170,6 +171,7 @@ class HeadOfChunk {
 void token_by_token(const PrefillChunk& chunk, const Kernels& kernels) {
     const DecodeStep& whole = chunk.step;
     const int64_t floats = kernels.scratch_floats(whole), q_bytes = whole.q_is_bf16 ? 2 : 4;
+    const Roles roles = whole.roles_of(0);
     at::parallel_for(0, whole.heads, 1, [&](int64_t begin, int64_t end) {
         float* scratch = scratch_of_this_thread(floats);
         int64_t position;
@@ -184,7 +186,8 @@ void token_by_token(const PrefillChunk& chunk, const Kernels& kernels) {
             for (int64_t i = 0; i < chunk.length; i++) {
                 const int64_t query_heads = i * whole.heads * whole.group;
                 position = chunk.start + i;
-                valid = int32_t(whole.roles.extent(position, whole.budget(0, h)));
+                valid = int32_t(roles.extent(position, whole.budget(0, h)));
+                if (whole.given) step.given = whole.given + i * whole.given_stride[0];
                 step.q = token(whole.q, i * whole.q_stride[0], q_bytes);
                 step.k = token(whole.k, i * whole.k_stride[0], whole.item_bytes());
                 step.v = token(whole.v, i * whole.v_stride[0], whole.item_bytes());

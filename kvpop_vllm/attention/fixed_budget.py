@@ -14,12 +14,14 @@ from kvpop_vllm.roles import Retention
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens ``[first, last)`` of the flat batch belong to one request, from position ``start`` on; ``row [H, P]``."""
+    """Tokens ``[first, last)`` of the flat batch belong to one request, from position ``start`` on; ``row [H, P]``;
+    ``prompt``: tokens of its prompt."""
 
     first: int
     last: int
     start: int
     row: torch.Tensor
+    prompt: int | None = None
 
 
 @dataclass(frozen=True)
@@ -33,6 +35,7 @@ class StepBatch:
         prefills: the other requests, in order.
         starts: ``[n]`` int64, position each request with tokens goes on from, in order. slot_zero: ``[n]`` int64, the
             block of its slot 0, which knows how many tokens were seen.
+        prompts: ``[R]`` int64, tokens of each prompt, where decisions depend on them.
     """
 
     decodes: int
@@ -44,6 +47,7 @@ class StepBatch:
     prefills: tuple[PrefillChunk, ...]
     starts: torch.Tensor
     slot_zero: torch.Tensor
+    prompts: torch.Tensor | None = None
 
     @classmethod
     def build(
@@ -53,13 +57,17 @@ class StepBatch:
         query_lens: list[int],
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
+        prompts: torch.Tensor | None = None,
     ) -> StepBatch:
         """Splits a batch into decodes and prefills.
 
         Args:
             retention: of all heads and layers. query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
             block_table: ``[requests, >= P]`` int32, state blocks first.
+            prompts: ``[requests]`` int64, tokens of each prompt, where decisions depend on them (``retention.prompt_grid``).
         """
+        prompts = prompts if retention.prompt_grid else None
+        known = prompts.tolist() if prompts is not None else [None] * len(query_lens)
         heads, budget = layout.num_kv_heads, retention.budget
         width = layout.blocks(budget, budget)
         rows = block_table[:, :width].unsqueeze(1).expand(-1, heads, -1)
@@ -70,19 +78,23 @@ class StepBatch:
                 singles.append(i)
                 at.append(first)
             elif count > 1:
-                prefills.append(PrefillChunk(first, first + count, lengths[i] - count, rows[i]))
+                prefills.append(PrefillChunk(first, first + count, lengths[i] - count, rows[i], known[i]))
             first += count
         together = at == list(range(len(at))) and singles == at
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
         positions = seq_lens[chosen].long() - 1
-        in_use = [retention.extent(position, budget) for position in positions.tolist()]
+        roles = [retention if known[i] is None else retention.for_prompt(known[i]) for i in singles]
+        in_use = [own.extent(position, budget) for own, position in zip(roles, positions.tolist(), strict=True)]
         valid = torch.tensor(in_use, dtype=torch.int32).unsqueeze(1).expand(-1, heads)
         budgets = torch.full((heads,), budget, dtype=torch.int32)
         tokens = chosen if together else torch.tensor(at)
         busy = torch.tensor([i for i, count in enumerate(query_lens) if count], dtype=torch.int64)
         starts = torch.tensor([lengths[i] - count for i, count in enumerate(query_lens) if count], dtype=torch.int64)
         slot_zero = block_table[busy, layout.state_blocks].long()
-        return cls(len(singles), tokens, rows[chosen], positions, valid, budgets, tuple(prefills), starts, slot_zero)
+        own = None if prompts is None else prompts[chosen]
+        return cls(
+            len(singles), tokens, rows[chosen], positions, valid, budgets, tuple(prefills), starts, slot_zero, own
+        )
 
 
 class FixedBudgetAttention:
@@ -97,12 +109,20 @@ class FixedBudgetAttention:
         self.layout, self.rule, self.scale, self.impl = layout, rule, scale, impl
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, pages: Pages, batch: StepBatch, out: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        pages: Pages,
+        batch: StepBatch,
+        out: torch.Tensor,
+        given: torch.Tensor | None = None,
     ) -> None:
         """Runs one step for all requests of the batch.
 
         Args:
             q ``[T, Hq, D]``, k, v ``[T, H, D]``: the flat batch of tokens. out: ``[T, Hq, D]``, written in place.
+            given: ``[T, H]`` float32, scores of the tokens, where the rule takes them.
 
         Raises:
             StepOrderError: a request's step does not start where its cache ends; nothing has been written. A step that
@@ -123,6 +143,8 @@ class FixedBudgetAttention:
                 batch.budgets.expand(batch.decodes, -1),
                 rule=self.rule,
                 scale=self.scale,
+                given=None if given is None else given[at],
+                prompts=batch.prompts,
                 impl=self.impl,
             )
         for chunk in batch.prefills:
@@ -137,6 +159,8 @@ class FixedBudgetAttention:
                 batch.budgets,
                 rule=self.rule,
                 scale=self.scale,
+                given=None if given is None else given[cut],
+                prompt=chunk.prompt,
                 impl=self.impl,
             )
 

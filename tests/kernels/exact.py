@@ -20,6 +20,8 @@ class Exact:
     score: dict = field(default_factory=dict)
     state: tuple = (0.0, 0.0)
     gone: list = field(default_factory=list)  # (k, v) of all that was evicted
+    prompt: int | None = None  # tokens of the prompt, where its votes rank
+    votes: list = field(default_factory=list)  # of each query of the prompt: {token: weight}
 
     def weight(self, name):
         tensor = getattr(self.rule.scorer, name)
@@ -62,7 +64,19 @@ class Exact:
             return float(self.weight("fc2_weight") @ (hidden * torch.sigmoid(hidden)) + self.weight("fc2_bias"))
         return self.read(x)
 
-    def step(self, position, q, k, v, scale):
+    def decides(self, position):
+        """Decisions fall on the first generated token and every e tokens before and after it, or on multiples of e less one."""
+        return (position + 1 if self.prompt is None else position - self.prompt) % self.rule.decide_every == 0
+
+    def count_votes(self, position, ranked):
+        """Scores at ``position`` of the tokens ``ranked``, by position: votes of the last e queries, pooled."""
+        last = self.votes[max(0, position - self.rule.decide_every) : position]
+        counted = [sum(query.get(t, 0.0) for query in last) for t in ranked]
+        half = self.rule.scorer.pool // 2
+        for i, t in enumerate(ranked):
+            self.score[t] = sum(counted[max(0, i - half) : i + half + 1]) / self.rule.scorer.pool
+
+    def step(self, position, q, k, v, scale, given=None):
         """Output [G, D], lse [G], the weighted mean of the values' magnitudes [G, D] and the margin of the decision taken."""
         rule, margin = self.rule, float("inf")
         k, v, q = k.double(), v.double(), q.double()
@@ -73,9 +87,17 @@ class Exact:
                 self.score[position] = self.read(x)
         self.tokens[position] = (k, v)
         leaving = position - rule.window
-        if leaving >= rule.sinks and leaving not in self.score:
+        if given is not None:
+            self.score[position] = float(given)
+        if self.prompt is not None and leaving >= rule.sinks and position > self.prompt:
+            self.score[leaving] = 2.0**100
+        elif self.prompt is None and leaving >= rule.sinks and leaving not in self.score:
             self.score[leaving] = self.raw_score(torch.cat(self.tokens[leaving]))
-        if (position + 1) % rule.decide_every == 0:
+        if self.decides(position):
+            if self.prompt is not None and position <= self.prompt:
+                self.count_votes(position, sorted(t for t in self.tokens if rule.sinks <= t <= leaving))
+            for t in [t for t in self.tokens if self.below(t, leaving)]:
+                self.gone.append(self.tokens.pop(t))
             novelty = self.novelty(scale) if isinstance(rule.scorer, ops.MomentResidual) else {}
             ranked = sorted(
                 (
@@ -94,6 +116,7 @@ class Exact:
         keys, values = (torch.stack(rows) for rows in zip(*self.tokens.values(), strict=True))
         logits = q @ keys.T * scale
         weights = logits.softmax(-1)
+        self.votes.append(dict(zip(self.tokens, weights.mean(0).tolist(), strict=True)))
         if isinstance(rule.scorer, ops.AttentionMass | ops.MomentResidual):
             for t, mass in zip(self.tokens, weights.mean(0).tolist(), strict=True):
                 self.score[t] = mass + (self.score.get(t, 0.0) if self.mean else 0.0)
@@ -101,6 +124,12 @@ class Exact:
         if rule.moment_correction and self.gone:
             out, magnitude = self.corrected(out, lse, magnitude, q, scale)
         return out, lse, magnitude, margin
+
+    def below(self, t, leaving):
+        """Whether a token that has left the window scores too little to stay, whatever room there is."""
+        scorer, sinks = self.rule.scorer, self.rule.sinks
+        least = scorer.threshold if isinstance(scorer, ops.GivenScore) else None
+        return least is not None and sinks <= t <= leaving and self.score[t] < least
 
     def evicted(self):
         """Number, mean key and value, and value-key covariance ``[D, D]`` of all that was evicted."""
@@ -121,6 +150,8 @@ class Exact:
 
     def ranked_by(self, t, position):
         """Score of token t without its decay, before the query at ``position`` attends."""
+        if isinstance(self.rule.scorer, ops.GivenScore) and self.rule.scorer.ages:
+            return self.score[t] * (position - t)
         return self.score[t] / (position - t) if self.mean else self.score[t]
 
     def novelty(self, scale):
@@ -132,5 +163,5 @@ class Exact:
 
     def long_range(self, position):
         """Tokens in long-range slots after step ``position``: those that have been decided upon and kept."""
-        decided = (position + 1) // self.rule.decide_every * self.rule.decide_every - self.rule.window
+        decided = 1 + max((q for q in range(position + 1) if self.decides(q)), default=-1) - self.rule.window
         return {t: self.score[t] for t in self.tokens if self.rule.sinks <= t < decided}

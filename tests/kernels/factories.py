@@ -6,6 +6,8 @@ import torch
 
 from kvpop_vllm.kernels.ops import (
     AttentionMass,
+    AttentionVotes,
+    GivenScore,
     KeyNorm,
     LinearWeights,
     MLPWeights,
@@ -31,6 +33,10 @@ def random_scorer(kind: str | None, heads: int, size: int, generator: torch.Gene
         return KeyNorm()
     if kind == "mass":
         return AttentionMass(**options)
+    if kind == "given":
+        return GivenScore(**options)
+    if kind == "votes":
+        return AttentionVotes(**options)
     if kind == "moment":
         return MomentResidual()
     if kind == "linear":
@@ -59,6 +65,13 @@ def random_scorer(kind: str | None, heads: int, size: int, generator: torch.Gene
     )
 
 
+def given_scores(rule: RetentionRule, k: torch.Tensor) -> torch.Tensor | None:
+    """Scores ``[.., H]`` that come with tokens ``k [.., H, D]``, as random as their first channel; where they age, decays."""
+    if not isinstance(rule.scorer, GivenScore):
+        return None
+    return -torch.exp(k[..., 0].float() - 3) if rule.ages else k[..., 0].float()
+
+
 def random_rule(
     scorer,
     heads: int,
@@ -70,7 +83,7 @@ def random_rule(
     moment_correction: bool = False,
 ) -> RetentionRule:
     gamma = 0.9 + 0.0999 * torch.rand(heads, generator=generator, dtype=torch.float64)
-    if isinstance(scorer, AttentionMass | MomentResidual):
+    if isinstance(scorer, AttentionMass | MomentResidual | AttentionVotes):
         gamma = 1 - 1e-3 * (1 - gamma)  # masses are of order 1 / B
     log_gamma = torch.log(gamma) if scorer is not None else torch.full((heads,), -1.0, dtype=torch.float64)
     return RetentionRule(sinks, window, log_gamma, decay_step, scorer, decide_every, moment_correction)

@@ -13,7 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernels.exact import Exact
-from kernels.factories import poisoned_pages, random_page_table, random_rule, random_scorer
+from kernels.factories import given_scores, poisoned_pages, random_page_table, random_rule, random_scorer
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
@@ -40,6 +40,10 @@ CASES = {
     "mass-newest": ("mass", {"mean": False}),
     "mass-mean": ("mass", {"mean": True}),
     "moment": ("moment", {}),
+    "given": ("given", {}),
+    "given-ages": ("given", {"ages": True}),
+    "given-threshold": ("given", {"threshold": -0.5}),
+    "votes": ("votes", {"pool": 3}),
     "linear": ("linear", {}),
     "mlp": ("mlp", {}),
     "mlstm": ("mlstm", {}),
@@ -90,6 +94,8 @@ class Problem:
         if self.case.startswith("mlstm-odd-widths"):
             narrow = {"q_proj": 13, "k_proj": 13, "v_proj": 23, "out_weight": 23, "norm_weight": 23}
             scorer = replace(scorer, **{n: getattr(scorer, n)[..., :width].contiguous() for n, width in narrow.items()})
+        if self.case.startswith("given-threshold"):
+            self.sinks = max(1, self.sinks)
         roles = self.sinks, self.window, self.generator, self.step, self.every
         self.rule = random_rule(scorer, self.heads, *roles, correction)
         self.layout = PageLayout(self.heads, self.size, self.dtype, self.slots, self.rule.state_floats(self.size))
@@ -104,6 +110,7 @@ class Problem:
             blocks = self.requests * self.heads * width
             self.table = torch.randperm(blocks + 3, generator=self.generator)[:blocks].int().view(*shape, width)
             pages = poisoned_pages(self.layout, blocks + 3)
+        self.prompts = torch.randint(1, base + self.topk + self.beyond, (self.requests,), generator=self.generator)
         self.num_blocks, self.scale = pages.num_blocks, self.size**-0.5
         return self
 
@@ -117,19 +124,30 @@ class Problem:
             normal(self.heads, self.dtype),
         )
 
+    def roles(self, r):
+        return self.rule.for_prompt(int(self.prompts[r]))
+
+    def exact(self, r, h):
+        prompt = int(self.prompts[r]) if self.rule.prompt_grid else None
+        return Exact(self.rule, h, int(self.budgets[r, h]), prompt=prompt)
+
     def run(self, pages, active, positions, q, k, v, impl):
         budgets = self.budgets[active]
         at = torch.tensor(positions)
-        extents = [[self.rule.extent(p, int(b)) for b in row] for p, row in zip(positions, budgets, strict=True)]
-        valid = torch.tensor(extents, dtype=torch.int32)
+        asked = zip(active, positions, budgets, strict=True)
+        valid = torch.tensor([[self.roles(r).extent(p, int(b)) for b in row] for r, p, row in asked], dtype=torch.int32)
+        more = dict(given=given_scores(self.rule, k), prompts=self.prompts[active])
         return ops.decode_step(
-            q, k, v, pages, self.table[active], at, valid, budgets, rule=self.rule, scale=self.scale, impl=impl
+            q, k, v, pages, self.table[active], at, valid, budgets, rule=self.rule, scale=self.scale, impl=impl, **more
         )
 
     def long_range(self, pages, r, h, position):
         """``{position: score}`` of the long-range slots after the step at ``position``."""
         first = self.rule.first_long
-        slots = torch.arange(first, max(first, self.rule.extent(position + 1, int(self.budgets[r, h]))))
+        end = self.roles(r).extent(position + 1, int(self.budgets[r, h]))
+        if self.rule.threshold is not None:
+            end = first + int(pages.score[self.table[r, h, self.layout.state_blocks], h, 0])
+        slots = torch.arange(first, max(first, end))
         at = self.table[r, h, self.layout.state_blocks + slots // self.slots].long(), h, slots % self.slots
         return dict(zip(pages.position[at].tolist(), pages.score[at].tolist(), strict=True))
 
@@ -163,7 +181,7 @@ def follow(p: Problem):
     """All engines and the exact loop in lockstep until one decides otherwise; outputs and lse by engine, the exact ones
     with the outputs' magnitudes."""
     engines = {name: poisoned_pages(p.layout, p.num_blocks) for name in ("reference", *_C.isa_levels())}
-    exact = [[Exact(p.rule, h, int(p.budgets[r, h])) for h in range(p.heads)] for r in range(p.requests)]
+    exact = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
     results = {name: ([], []) for name in engines} | {"exact": ([], [], [])}
     positions = [0] * p.requests
     for tick in range(int(p.budgets.max()) + p.beyond):
@@ -176,7 +194,11 @@ def follow(p: Problem):
             out, lse = p.run(pages, active, now, q, k, v, "reference" if name == "reference" else "cpp")
             results[name][0].append(out), results[name][1].append(lse)
         heads = [(r, h, slice(h * p.group, (h + 1) * p.group)) for r in active for h in range(p.heads)]
-        steps = [exact[r][h].step(now[r], q[r, rows], k[r, h], v[r, h], p.scale) for r, h, rows in heads]
+        given = given_scores(p.rule, k)
+        steps = [
+            exact[r][h].step(now[r], q[r, rows], k[r, h], v[r, h], p.scale, None if given is None else given[r, h])
+            for r, h, rows in heads
+        ]
         results["exact"][0].append(torch.cat([s[0] for s in steps]).view(q.shape))
         results["exact"][1].append(torch.cat([s[1] for s in steps]).view(q.shape[:2]))
         results["exact"][2].append(torch.cat([s[2] for s in steps]).view(q.shape))
@@ -251,7 +273,7 @@ def test_one_head_is_shared_among_threads(dtype, threads, requests, every):
     torch.testing.assert_close(shared, alone, rtol=0, atol=2e-5 if dtype == torch.float32 else 2**-8)
 
 
-@pytest.mark.parametrize("case", ["mass-newest", "mass-mean", "moment-corrected", "mlstm-corrected"])
+@pytest.mark.parametrize("case", ["mass-newest", "mass-mean", "moment-corrected", "mlstm-corrected", "votes"])
 def test_rules_that_need_a_whole_head_are_not_cut(case):
     """Masses and corrections need all of a head's slots: more threads change nothing, to the bit."""
     p = Problem(case, 1, 1, 3, 32, 16, 4, 100, 700).prepare()
@@ -259,7 +281,7 @@ def test_rules_that_need_a_whole_head_are_not_cut(case):
     q, k, v = (torch.randn(prompt + 12, n, 32, generator=p.generator) for n in (3, 1, 1))
     for own in pages:
         chunk = q[:prompt], k[:prompt], v[:prompt], own, p.table[0], 0, p.budgets[0]
-        ops.prefill_chunk(*chunk, rule=p.rule, scale=p.scale, impl="cpp")
+        ops.prefill_chunk(*chunk, rule=p.rule, scale=p.scale, prompt=int(p.prompts[0]), impl="cpp")
     for t in range(prompt, prompt + 12):
         outs = []
         for number, own in zip((1, 2, 5), pages, strict=True):
@@ -307,7 +329,17 @@ def check_budgets(p):
 
 @pytest.mark.parametrize("isa", _C.isa_levels())
 @pytest.mark.parametrize(
-    "case", ["mlstm", "mlstm-immediate", "mlstm-odd-widths", "mass-mean", "moment-corrected", "mlstm-corrected"]
+    "case",
+    [
+        "mlstm",
+        "mlstm-immediate",
+        "mlstm-odd-widths",
+        "mass-mean",
+        "moment-corrected",
+        "mlstm-corrected",
+        "votes",
+        "given",
+    ],
 )
 def test_company_changes_nothing(isa, case):
     """Requests share the products with a scorer's weights; all that is in the pages is the same to the bit without."""

@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kernels.exact import Exact
-from kernels.factories import random_page_table, random_rule, random_scorer
+from kernels.factories import given_scores, random_page_table, random_rule, random_scorer
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
@@ -24,6 +24,10 @@ CASES = {
     "mass-newest": ("mass", {"mean": False}),
     "mass-mean": ("mass", {"mean": True}),
     "moment": ("moment", {}),
+    "given": ("given", {}),
+    "given-ages": ("given", {"ages": True}),
+    "given-threshold": ("given", {"threshold": -0.5}),
+    "votes": ("votes", {"pool": 3}),
     "moment-corrected": ("moment", {"correction": True}),
     "none-corrected": (None, {"correction": True}),
     "mass-mean-corrected": ("mass", {"mean": True, "correction": True}),
@@ -53,12 +57,15 @@ class Problem:
 
     def __init__(self, case, sinks, window, topk, length, *, heads=2, group=2, size=32, slots=16, step=1, every=1, seed=0, dtype=torch.float32):  # fmt: skip
         kind, options = CASES[case]
+        sinks = max(1, sinks) if case == "given-threshold" else sinks
         self.generator = torch.Generator().manual_seed(seed)
         options = dict(options)
         correction = options.pop("correction", False)
         scorer = random_scorer(kind, heads, size, self.generator, **options)
         self.rule = random_rule(scorer, heads, sinks, window, self.generator, step, every, correction)
         self.budget, self.heads, self.length, self.scale = self.rule.first_long + topk, heads, length, size**-0.5
+        self.prompt = 1 + int(torch.randint(length, (1,), generator=self.generator))
+        self.roles = self.rule.for_prompt(self.prompt)
         self.layout = PageLayout(heads, size, dtype, slots, self.rule.state_floats(size))
         self.q, self.k, self.v = (
             torch.randn(length, n, size, generator=self.generator).to(dtype) for n in (heads * group, heads, heads)
@@ -74,12 +81,13 @@ class Problem:
         for t in range(self.length):
             cut, valid = (
                 slice(t, t + 1),
-                torch.full((1, self.heads), self.rule.extent(t, self.budget), dtype=torch.int32),
+                torch.full((1, self.heads), self.roles.extent(t, self.budget), dtype=torch.int32),
             )
             rows.append(
                 ops.decode_step(
                     self.q[cut], self.k[cut], self.v[cut], pages, table, torch.tensor([t]), valid, self.budgets.expand(1, -1),
-                    rule=self.rule, scale=self.scale, impl=impl,
+                    rule=self.rule, scale=self.scale, given=given_scores(self.rule, self.k[cut]), prompts=torch.tensor([self.prompt]),
+                    impl=impl,
                 )
             )  # fmt: skip
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
@@ -96,7 +104,8 @@ class Problem:
             rows.append(
                 ops.prefill_chunk(
                     self.q[cut], self.k[cut], self.v[cut], pages, table[0], start, self.budgets,
-                    rule=self.rule, scale=self.scale, impl="reference" if impl == "reference" else "cpp",
+                    rule=self.rule, scale=self.scale, given=given_scores(self.rule, self.k[cut]), prompt=self.prompt,
+                    impl="reference" if impl == "reference" else "cpp",
                 )
             )  # fmt: skip
             start, i = start + count, i + 1
@@ -106,14 +115,17 @@ class Problem:
         """The same, where it depends on what was evicted before."""
         closest, group = torch.inf, self.q.shape[1] // self.heads
         for h in range(self.heads):
-            exact, rows = Exact(self.rule, h, self.budget), slice(h * group, (h + 1) * group)
+            prompt = self.prompt if self.rule.prompt_grid else None
+            exact, rows = Exact(self.rule, h, self.budget, prompt=prompt), slice(h * group, (h + 1) * group)
+            given = given_scores(self.rule, self.k)
             for t in range(self.length):
-                closest = min(closest, exact.step(t, self.q[t, rows], self.k[t, h], self.v[t, h], self.scale)[-1])
+                token = self.q[t, rows], self.k[t, h], self.v[t, h]
+                closest = min(closest, exact.step(t, *token, self.scale, None if given is None else given[t, h])[-1])
         return closest
 
     def closest_decision(self):
         """Smallest difference in float64 priority between the worst kept and the best dropped token, over all steps."""
-        if self.rule.coupled:
+        if self.rule.coupled or isinstance(self.rule.scorer, ops.GivenScore):
             return self.closest_coupled_decision()
         pages, table = random_page_table(self.layout, 1, self.rule.first_long + self.length, self.generator)
         everything = torch.full_like(self.budgets, self.rule.first_long + self.length)
@@ -135,15 +147,14 @@ class Problem:
 
     def held(self, pages, table):
         """Sorted positions in the long-range slots of each head, and tokens_seen."""
-        first, filled = self.rule.first_long, self.rule.extent(self.length, self.budget)
-        slots = torch.arange(first, max(first, filled))
-        blocks = table[0, 0, self.layout.state_blocks :].long()
-        found = [
-            sorted(
-                pages.position[blocks[slots // self.layout.block_slots], h, slots % self.layout.block_slots].tolist()
-            )
-            for h in range(self.heads)
-        ]
+        first, n = self.rule.first_long, self.layout.block_slots
+        blocks, found = table[0, 0, self.layout.state_blocks :].long(), []
+        for h in range(self.heads):
+            end = self.roles.extent(self.length, self.budget)
+            if self.rule.threshold is not None:
+                end = first + int(pages.score[blocks[0], h, 0])
+            slots = torch.arange(first, max(first, end))
+            found.append(sorted(pages.position[blocks[slots // n], h, slots % n].tolist()))
         return found, [int(pages.position[blocks[0], h, 0]) for h in range(self.heads)]
 
 
@@ -160,7 +171,7 @@ def check_same(actual, expected):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_equals_decode_steps(case, roles, every, impl):
     problem, expected = decoded(case, roles, every)
-    one_by_one = impl == "reference" and (problem.rule.coupled or problem.rule.moment_correction)
+    one_by_one = impl == "reference" and problem.rule.sequential
     if not one_by_one:  # by decode steps itself
         check_same(problem.prefill([90], impl), expected)
     if not one_by_one or roles == (2, 8, 10):
@@ -282,7 +293,17 @@ def test_unequal_budgets_token_by_token(case, impl, how):
 
 
 @pytest.mark.parametrize(
-    "case", ["mass-newest", "mass-mean", "moment", "none-corrected", "moment-corrected", "mlstm-corrected"]
+    "case",
+    [
+        "mass-newest",
+        "mass-mean",
+        "moment",
+        "none-corrected",
+        "moment-corrected",
+        "mlstm-corrected",
+        "votes",
+        "given-threshold",
+    ],
 )
 @pytest.mark.parametrize("isa", _C.isa_levels())
 @pytest.mark.parametrize("every", [1, 6])

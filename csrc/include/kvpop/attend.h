@@ -326,6 +326,8 @@ void write_output(const DecodeStep& a, int64_t r, int64_t h, const Partial& sums
 
 // Adds the query's weights, averaged over the query heads, to the score words of the slots it saw, or writes them there.
 inline void put_mass(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, const float* logits, const Partial& sums) {
+    const bool votes = a.scorer.kind == ScorerKind::Votes, adds = votes ? !a.roles_of(r).decides_at(a.position(r)) : a.scorer.mean;
+    if (votes && a.position(r) >= a.prompt(r)) return;
     for (int run = 0; run < runs.count; run++) {
         for (int64_t slot = runs.begin[run] / VL * VL; slot < runs.end[run]; slot += VL) {  // a block is whole vectors
             vf mass{};
@@ -336,7 +338,7 @@ inline void put_mass(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs
             const vi at = lanes() + int32_t(slot);
             const vi inside = (at >= int32_t(runs.begin[run])) & (at < int32_t(runs.end[run]));
             const vf before = load(scores);
-            store(scores, inside ? (a.scorer.mean ? before + mass : mass) : before);
+            store(scores, inside ? (adds ? before + mass : mass) : before);
         }
     }
 }

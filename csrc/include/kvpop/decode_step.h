@@ -17,7 +17,9 @@ constexpr float STATE_M_START = -1e30f;  // stabiliser of an empty mLSTM state
 constexpr float READOUT_EPS = 1e-6f;
 constexpr float NORM_EPS = 1e-6f;
 
-enum class ScorerKind { None, Linear, MLP, MLSTM, KeyNorm, AttentionMass, MomentResidual };
+constexpr float GENERATED = 0x1p100f;  // score of a token that leaves the window after the prompt, where votes rank
+
+enum class ScorerKind { None, Linear, MLP, MLSTM, KeyNorm, AttentionMass, MomentResidual, Given, Votes };
 
 // Weights of all heads, contiguous float32; head h's part starts at h times a head's number of elements.
 struct Scorer {
@@ -47,21 +49,27 @@ struct Scorer {
     bool hedgehog = true;
     bool delayed = true;
     bool mean = false;  // of an attention mass: over all queries, not the newest one's
+    bool ages = false;  // a given score is multiplied by the token's age
+    bool bounded = false;  // a token of a given score below `threshold` is evicted though slots are free
+    float threshold = 0;
+    int64_t pool = 1;  // of votes: neighbours
 
     // Scores depend on what earlier queries saw.
-    bool coupled() const { return kind == ScorerKind::AttentionMass || kind == ScorerKind::MomentResidual; }
+    bool coupled() const {
+        return kind == ScorerKind::AttentionMass || kind == ScorerKind::MomentResidual || kind == ScorerKind::Votes;
+    }
     int64_t state_floats() const { return kind == ScorerKind::MLSTM ? features * (values + 1) + 1 : 0; }
 };
 
 // Roles of the slots, and when tokens are decided upon (kvpop_vllm/roles.py, SlotRoles).
 struct Roles {
-    int64_t sinks, window, decide_every;
+    int64_t sinks, window, decide_every, phase = 0;
 
     int64_t ring() const { return window + decide_every - 1; }
     int64_t first_long() const { return sinks + ring(); }
     int64_t ring_slot(int64_t t) const { return t < sinks ? t : sinks + (t - sinks) % ring(); }
     // Tokens that have been scored before `position`, and the end of those that have been decided upon.
-    int64_t taken(int64_t position) const { return position - position % decide_every; }
+    int64_t taken(int64_t position) const { return position - (position + phase) % decide_every; }
     int64_t decided(int64_t position) const {
         const int64_t end = taken(position) - window;
         return end > sinks ? end : sinks;
@@ -136,8 +144,13 @@ struct DecodeStep {
     int64_t valid_stride[2], budgets_stride[2];
     int64_t mass_row;  // where attention masses are asked for: most slots of a head by the end, in whole blocks
 
+    const float* given;  // scores [R, H], or null
+    int64_t given_stride[2];
+    const int64_t* prompts;  // [R], or null
+    int64_t prompts_stride;
+
     float scale;
-    Roles roles;
+    Roles roles;  // but for the phase of a request: see roles_of
     int64_t decay_step;
     const double* log_gamma;  // [H]
     Scorer scorer;
@@ -145,11 +158,26 @@ struct DecodeStep {
 
     bool keeps_moments() const { return corrects || scorer.kind == ScorerKind::MomentResidual; }
     // Whether a token's step needs that of the token before it, so that a chunk's are done one by one.
-    bool sequential() const { return corrects || scorer.coupled(); }
-    // How many tokens have been evicted before `position`.
+    bool sequential() const { return corrects || scorer.coupled() || scorer.bounded; }
+    int64_t prompt(int64_t r) const { return prompts[r * prompts_stride]; }
+    // Roles of a request: where votes rank, decisions fall on the first token after its prompt.
+    Roles roles_of(int64_t r) const {
+        Roles own = roles;
+        if (prompts) own.phase = roles.decide_every - 1 - prompt(r) % roles.decide_every;
+        return own;
+    }
+    float given_score(int64_t r, int64_t h) const { return given ? given[r * given_stride[0] + h * given_stride[1]] : 0; }
+    // Slots in use before the step.
+    int64_t in_use(int64_t r, int64_t h) const {
+        if (!scorer.bounded) return valid_slots(r, h);
+        const int64_t q = position(r);
+        return roles.decided(q) > roles.sinks ? roles.first_long() + int64_t(*filled(r, h)) : q;
+    }
+    // How many of the tokens that were decided upon before `position` have been evicted.
     int64_t evicted(int64_t r, int64_t h, int64_t position) const {
-        const int64_t over = roles.decided(position) - roles.sinks - (budget(r, h) - roles.first_long());
-        return over > 0 ? over : 0;
+        const int64_t arrived = roles_of(r).decided(position) - roles.sinks, room = budget(r, h) - roles.first_long();
+        if (arrived == 0) return 0;
+        return arrived - (scorer.bounded ? int64_t(*filled(r, h)) : arrived < room ? arrived : room);
     }
 
     int64_t item_bytes() const { return cache_is_bf16 ? 2 : 4; }
@@ -171,11 +199,16 @@ struct DecodeStep {
     int64_t position(int64_t r) const { return positions[r * positions_stride]; }
     // Whether the step looks for a victim.
     bool searches(int64_t r, int64_t h) const {
-        return valid_slots(r, h) == budget(r, h) && roles.decides_at(position(r));
+        return valid_slots(r, h) == budget(r, h) && roles_of(r).decides_at(position(r));
     }
+    // Where a threshold decides how many long-range slots are filled, that number: the score word of slot 0.
+    float* filled(int64_t r, int64_t h) const { return scores(slot_region(r, h, 0)); }
     // tokens_seen of head h: the position word of slot 0.
     int32_t* tokens_seen(int64_t r, int64_t h) const { return slot_positions(slot_region(r, h, 0)); }
 };
+
+// Replaces the votes of all tokens that a decision at q ranks by their means over neighbours; `used` slots are in use.
+void pool_votes(const DecodeStep& step, int64_t r, int64_t h, int64_t q, int64_t used);
 
 // Runs the step for all requests and heads in parallel. The arguments have been checked.
 void decode_step(const DecodeStep& step);

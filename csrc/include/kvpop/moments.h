@@ -91,7 +91,7 @@ inline int64_t residual_scratch(const DecodeStep& a) {
 // Residuals [mass_row] by slot of the tokens that a decision at q ranks: those that leave the window, and the long-range ones.
 template <class T>
 float* residuals_of(const DecodeStep& a, int64_t r, int64_t h, int64_t q, int64_t valid, Pieces pieces) {
-    const Roles& roles = a.roles;
+    const Roles roles = a.roles_of(r);
     const Moments moments(a, r, h);
     float *keys = pieces.take(BATCH * a.size), *predicted = pieces.take(BATCH * a.size), *out = pieces.take(a.mass_row);
     float *mean_key = pieces.take(a.size), *mean_value = pieces.take(a.size), *copy = pieces.take(a.size * a.size);

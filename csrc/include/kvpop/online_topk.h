@@ -17,8 +17,8 @@ namespace kvpop {
 class OnlineTopk {
   public:
     OnlineTopk(const float* score, const int64_t* position, int64_t tokens, double log_gamma, int64_t decay_step,
-               const Roles& roles)
-        : score_(score), position_(position), log_gamma_(log_gamma), step_(decay_step), roles_(roles) {
+               const Roles& roles, bool ages)
+        : score_(score), position_(position), log_gamma_(log_gamma), step_(decay_step), ages_(ages), roles_(roles) {
         first_ = tokens ? *std::min_element(position, position + tokens) : 0;
         const int64_t last = tokens ? *std::max_element(position, position + tokens) : 0;
         classes_.resize(size_t(std::min(step_, last - first_ + 1)));
@@ -27,6 +27,7 @@ class OnlineTopk {
     // Writes evicted_at [tokens]; the first `held` tokens are there from the start.
     void run(int64_t tokens, int64_t held, int64_t topk, int64_t* evicted_at) {
         std::fill(evicted_at, evicted_at + tokens, std::numeric_limits<int64_t>::max());
+        if (ages_) return run_ages(tokens, held, topk, evicted_at);
         for (int64_t i = 0; i < tokens; i++) {
             add(i);
             if (i < held || i < topk) continue;
@@ -36,6 +37,28 @@ class OnlineTopk {
     }
 
   private:
+    // Every token has a decay of its own, so that any two may change places: all are looked at at each arrival.
+    void run_ages(int64_t tokens, int64_t held, int64_t topk, int64_t* evicted_at) {
+        std::vector<int64_t> there;
+        for (int64_t i = 0; i < tokens; i++) {
+            there.push_back(i);
+            if (i < held || i < topk) continue;
+            const int64_t q = roles_.decision_after(position_[i] + roles_.window);
+            size_t lowest = 0;
+            double least = 0;
+            for (size_t j = 0; j < there.size(); j++) {
+                const int64_t t = there[j], age = q - position_[t];
+                const double value = double(score_[t]) * double(age) + decayed(age);
+                const bool older = position_[t] < position_[there[lowest]];
+                if (j == 0 || value < least || (value == least && older)) lowest = j, least = value;
+            }
+            evicted_at[there[lowest]] = q;
+            there[lowest] = there.back();
+            there.pop_back();
+        }
+    }
+    double decayed(int64_t age) const { return double(age / step_) * log_gamma_; }
+
     struct Entry {
         double priority;  // orders the tokens of a class
         int64_t position, token;
@@ -77,12 +100,13 @@ class OnlineTopk {
     const int64_t* position_;
     double log_gamma_;
     int64_t step_, first_;
+    bool ages_;
     Roles roles_;
     std::vector<std::vector<Entry>> classes_;
 };
 
 // score, position, evicted_at [heads, tokens], contiguous.
 void online_topk(const float* score, const int64_t* position, int64_t heads, int64_t tokens, int64_t held, int64_t topk,
-                 const Roles& roles, const double* log_gamma, int64_t decay_step, int64_t* evicted_at);
+                 const Roles& roles, const double* log_gamma, int64_t decay_step, bool ages, int64_t* evicted_at);
 
 }  // namespace kvpop

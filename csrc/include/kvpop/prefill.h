@@ -38,13 +38,13 @@ void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float
                            : Row<T>{token<T>(a.k, a.k_stride, at, h), token<T>(a.v, a.v_stride, at, h)};
     };
     const auto inserted = [&](int64_t t) { return t < piece.a ? head.score(roles.ring_slot(t)) : work.inserted + t - piece.a; };
-    for (int64_t i = 0; i < piece.tokens(); i++) work.inserted[i] = 0;
+    for (int64_t i = 0; i < piece.tokens(); i++) work.inserted[i] = a.given_score(piece.a - chunk.start + i, h);
     int64_t left = 0;
     const int64_t first = roles.taken(piece.a), end = roles.taken(piece.b);
     for (int64_t t = first; t < end; t++) {
         const int64_t u = t - roles.window;
         const bool leaving = u >= roles.sinks;
-        float score = leaving ? stateless_score(head, row(u), 0, x_u, hidden) : 0;
+        float score = leaving ? stateless_score(head, row(u), s.kind == ScorerKind::Given ? *inserted(u) : 0, x_u, hidden) : 0;
         if (s.kind == ScorerKind::MLSTM) {
             const int64_t number = (t - first) % BATCH, count = t + BATCH < end ? BATCH : end - t;
             for (int64_t i = 0; number == 0 && i < count; i++) {

@@ -41,6 +41,7 @@ inline Victim lowest(const DecodeStep& a, int64_t r, int64_t h, int64_t first, i
                 steps = __builtin_convertvector(__builtin_convertvector(age / double(a.decay_step), half_i), vd);
             vd raw = __builtin_convertvector(load_as<half_f>(scores + i), vd);
             if (a.scorer.mean) raw /= age;
+            if (a.scorer.ages) raw *= age;
             if (factors) raw *= __builtin_convertvector(load_as<half_f>(factors + block * a.block_slots + i), vd);
             const vd effective = raw + rounded_product(steps, log_gamma);
             const vl inside = (slot >= double(first)) & (slot < double(end));
@@ -83,6 +84,7 @@ struct Head {
     // The slot for token u that leaves the window: the next free one, or that of a worse token; -1 drops u.
     int64_t place(int64_t u, float score_, int64_t valid, int64_t q, const float* factors) const {
         const int64_t first = a.roles.first_long(), free = valid > first ? valid : first;
+        if (a.scorer.bounded && score_ < a.scorer.threshold) return -1;
         if (free < a.budget(r, h)) return free;
         const Victim victim = lowest(a, r, h, first, valid, q, factors);
         double decay = double((q - u) / a.decay_step) * a.log_gamma[h];
@@ -90,6 +92,7 @@ struct Head {
         __asm__("" : "+x"(decay));  // as in rounded_product
 #endif
         double raw = a.scorer.mean ? double(score_) / double(q - u) : double(score_);
+        if (a.scorer.ages) raw *= double(q - u);
         if (factors) raw *= double(factors[a.roles.ring_slot(u)]);
         return raw + decay < victim.effective ? -1 : int64_t(victim.slot);
     }
@@ -146,7 +149,9 @@ KVPOP_INLINE float stateless_score(const Head<T>& head, const Row<T>& row, float
         case ScorerKind::MLP: head.read(row.key, row.value, x); return mlp_score(s, head.h, x, 2 * size, hidden);
         case ScorerKind::KeyNorm: return key_norm_score(row.key, size);
         case ScorerKind::AttentionMass:
-        case ScorerKind::MomentResidual: return parked;
+        case ScorerKind::MomentResidual:
+        case ScorerKind::Given:
+        case ScorerKind::Votes: return parked;
         default: return 0;
     }
 }
@@ -157,27 +162,29 @@ template <class T>
 Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, MLSTMBatch& batch, int64_t projected, Pieces pieces) {
     const Head<T> head{a, r, h};
     const Scorer& s = a.scorer;
-    const Roles& roles = a.roles;
+    const Roles roles = a.roles_of(r);
     const int64_t q = a.position(r), slot = roles.ring_slot(q);
-    int64_t valid = a.valid_slots(r, h);
+    int64_t valid = a.in_use(r, h);
     for (int64_t i = 0; i < valid && a.searches(r, h); i += a.block_slots) prefetch_scores(a, r, h, i);
 
     const Row<T> own = new_row<T>(a, r, h);
     float *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
     const State state{a, r, h};
     const Moments moments(a, r, h);
-    float inserted = 0, *deviation = pieces.take(a.size);
+    float inserted = a.given_score(r, h), *deviation = pieces.take(a.size);
     const int64_t first = q + 1 - roles.decide_every;
     int64_t evicted = a.evicted(r, h, q);
     float* factors = nullptr;
     if (s.kind == ScorerKind::MomentResidual && a.evicted(r, h, q + 1) > evicted)
         factors = residuals_of<T>(a, r, h, q, valid, pieces);
+    const bool generated = s.kind == ScorerKind::Votes && q > a.prompt(r);
+    if (s.kind == ScorerKind::Votes && !generated && roles.decides_at(q)) pool_votes(a, r, h, q, valid);
     for (int64_t t = first; t <= q && roles.decides_at(q); t++) {
         const int64_t u = t - roles.window;
         const bool leaving = u >= roles.sinks;
         const int64_t from = leaving ? roles.ring_slot(u) : 0;
         const Row<T> leaves{head.k(from), head.v(from)};
-        float score = leaving ? stateless_score(head, leaves, *head.score(from), x_u, hidden) : 0;
+        float score = leaving ? stateless_score(head, leaves, generated ? GENERATED : *head.score(from), x_u, hidden) : 0;
         if (s.kind == ScorerKind::MLSTM) {
             const int64_t number = (t - first) % BATCH, end = t + BATCH < q + 1 ? t + BATCH : q + 1;
             if (projected < 0 && number == 0) {
@@ -203,6 +210,7 @@ Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, MLSTMBatch& batch, int
     }
     head.write(slot, own.key, own.value, inserted, q);
     *a.tokens_seen(r, h) = int32_t(q + 1);
+    if (s.bounded) *a.filled(r, h) = float(valid > roles.first_long() ? valid - roles.first_long() : 0);
     return fresh_runs(roles, q + 1, slot < valid ? valid : slot + 1);
 }
 

@@ -16,8 +16,11 @@ the tensors (see :mod:`kvpop_vllm.kernels.dispatch`); a name asked for explicitl
 """
 
 from kvpop_vllm.kernels.ops.rules import (
+    GENERATED,
     STATE_M_START,
     AttentionMass,
+    AttentionVotes,
+    GivenScore,
     KeyNorm,
     LinearWeights,
     MLPWeights,
@@ -37,8 +40,11 @@ from kvpop_vllm.kernels.ops.training import (
 )
 
 __all__ = [
+    "GENERATED",
     "STATE_M_START",
     "AttentionMass",
+    "AttentionVotes",
+    "GivenScore",
     "KeyNorm",
     "LinearWeights",
     "MLPWeights",

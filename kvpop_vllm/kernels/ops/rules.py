@@ -112,7 +112,49 @@ class MomentResidual:
     moments those of what has been evicted before q (MomentKV, eq. 10); with nothing evicted, ``a_t |v_t|``."""
 
 
-ScorerWeights = LinearWeights | MLPWeights | MLSTMWeights | KeyNorm | AttentionMass | MomentResidual | None
+@dataclass(frozen=True)
+class GivenScore:
+    """A score that is computed outside of the kernels, from what they do not see, and comes with its token (``given``).
+
+    Attributes:
+        ages: ``effective_t(q) = (q - t) r_t``, with ``r_t = log beta_t`` a token's own decay (TRIM-KV, arXiv:2512.03324),
+            instead of r_t.
+        threshold: a token that leaves the window with a lower score is evicted though slots are free (DMS,
+            arXiv:2506.05345). How many are filled then depends on the tokens, and is kept in the score word of slot 0,
+            which must be a sink.
+    """
+
+    ages: bool = False
+    threshold: float | None = None
+
+
+@dataclass(frozen=True)
+class AttentionVotes:
+    """Attention of the last e queries before a decision, of the prompt only (SnapKV, arXiv:2404.14469).
+
+    Decisions fall on the first generated token, and every e tokens before and after it. Up to there a token's score is the
+    sum over the last e queries of their weights, averaged over the G query heads of a KV head, and then over ``pool``
+    neighbours of all that is ranked, by position, zeros beyond the ends. Afterwards these scores stand, and tokens that
+    leave the window score :data:`GENERATED`.
+    """
+
+    pool: int
+
+
+GENERATED = 2.0**100
+"""Score of a token that leaves the window after the prompt: above all votes, so that among themselves the oldest leaves."""
+
+ScorerWeights = (
+    LinearWeights
+    | MLPWeights
+    | MLSTMWeights
+    | KeyNorm
+    | AttentionMass
+    | MomentResidual
+    | GivenScore
+    | AttentionVotes
+    | None
+)
 """What scores a token; None scores every token 0."""
 
 
@@ -137,11 +179,38 @@ class RetentionRule(SlotRoles):
     scorer: ScorerWeights = None
     decide_every: int = 1
     moment_correction: bool = False
+    phase: int = 0
 
     @property
     def coupled(self) -> bool:
         """Whether scores depend on what earlier queries saw."""
-        return isinstance(self.scorer, AttentionMass | MomentResidual)
+        return isinstance(self.scorer, AttentionMass | MomentResidual | AttentionVotes)
+
+    @property
+    def prompt_grid(self) -> bool:
+        """Whether decisions fall on the first generated token, and every e tokens before and after it."""
+        return isinstance(self.scorer, AttentionVotes)
+
+    @property
+    def ages(self) -> bool:
+        """Whether each token decays at its own rate, its score."""
+        return isinstance(self.scorer, GivenScore) and self.scorer.ages
+
+    @property
+    def threshold(self) -> float | None:
+        """The score below which a token is evicted though slots are free."""
+        return self.scorer.threshold if isinstance(self.scorer, GivenScore) else None
+
+    @property
+    def sequential(self) -> bool:
+        """Whether a token's step needs that of the token before it, so that those of a chunk are done one by one."""
+        return self.coupled or self.moment_correction or self.threshold is not None
+
+    def __post_init__(self):
+        if self.threshold is not None and self.sinks < 1:
+            raise ValueError("a threshold needs at least one sink: set --kv-sinks to 1 or more")
+        if isinstance(self.scorer, AttentionVotes) and (self.scorer.pool < 1 or self.scorer.pool % 2 == 0):
+            raise ValueError(f"votes are pooled over an odd number of neighbours, not {self.scorer.pool}")
 
     @property
     def keeps_moments(self) -> bool:

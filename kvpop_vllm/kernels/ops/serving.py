@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.kernels.dispatch import resolve
-from kvpop_vllm.kernels.ops.rules import RetentionRule
+from kvpop_vllm.kernels.ops.rules import GivenScore, RetentionRule
 from kvpop_vllm.kernels.pages import Pages
 
 
@@ -21,6 +21,8 @@ def decode_step(
     *,
     rule: RetentionRule,
     scale: float,
+    given: torch.Tensor | None = None,
+    prompts: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """One token for each of R requests: state update, delayed readout, score, argmin, slot move, attention.
@@ -36,6 +38,7 @@ def decode_step(
     out those of tokens that have been decided upon.
 
     Where scores come from attention, the query's weights are added to the score words, or written there, at the end.
+    A score that is given lies in its token's score word from the start.
 
     Args:
         q: ``[R, Hq, D]``, k, v: ``[R, H, D]`` in the cache's dtype. Last axis contiguous.
@@ -46,6 +49,8 @@ def decode_step(
             step is ``min(position, budget)``.
         budgets: ``[R, H]`` int32, B of each head.
         rule: what is kept. scale: factor on q . k.
+        given: ``[R, H]`` float32, scores of the tokens, where the rule's scorer is :class:`GivenScore`, else None.
+        prompts: ``[R]`` int64, tokens of each request's prompt, where it is :class:`AttentionVotes`, else ignored.
 
     Returns:
         ``out [R, Hq, D]`` in q's dtype, corrected if the rule says so, and ``lse [R, Hq]`` float32, the natural log-sum-exp
@@ -53,9 +58,31 @@ def decode_step(
 
     Raises:
         StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been written.
+        ValueError: given scores or prompts are missing where the rule needs them, or of another shape.
     """
     run = resolve("decode_step", impl, q)
-    return run(q, k, v, pages, page_table, positions, valid, budgets, rule=rule, scale=scale)
+    more = _checked(rule, given, prompts, k.shape[:2], (len(k),))
+    return run(q, k, v, pages, page_table, positions, valid, budgets, rule=rule, scale=scale, **more)
+
+
+def _checked(rule: RetentionRule, given, prompts, scores: tuple, requests: tuple) -> dict:
+    """What the rule needs beside tensors of every step.
+
+    Raises:
+        ValueError: it is not there, or of another shape.
+    """
+    for name, value, needed, shape in (
+        ("given", given, isinstance(rule.scorer, GivenScore), scores),
+        ("prompts", prompts, rule.prompt_grid, requests),
+    ):
+        if needed and (value is None or value.shape != shape):
+            raise ValueError(
+                f"{name} must be {tuple(shape)} for {type(rule.scorer).__name__}, got {None if value is None else tuple(value.shape)}"
+            )
+    return {
+        "given": given if isinstance(rule.scorer, GivenScore) else None,
+        "prompts": prompts if rule.prompt_grid else None,
+    }
 
 
 def prefill_chunk(
@@ -69,27 +96,32 @@ def prefill_chunk(
     *,
     rule: RetentionRule,
     scale: float,
+    given: torch.Tensor | None = None,
+    prompt: int | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The L tokens ``[start, start + L)`` of one request; equals L decode steps to rounding (DESIGN "One step").
 
     Each query sees the slots retained before the chunk and the chunk's own tokens, under its own cutoff; afterwards the
-    survivors are written into the slots. Memory is bounded by B slots plus the chunk. Where the rule is ``coupled`` or
-    corrects outputs the chunk's tokens are done one after another, as in L decode steps.
+    survivors are written into the slots. Memory is bounded by B slots plus the chunk. Where the rule is
+    ``sequential`` the chunk's tokens are done one after another, as in L decode steps.
 
     Args:
         q: ``[L, Hq, D]``, k, v: ``[L, H, D]`` in the cache's dtype.
         page_table: ``[H, P]`` int32. start: position of the first token. budgets: ``[H]`` int32.
+        given: ``[L, H]`` float32. prompt: tokens of the request's prompt, of which the chunk may be a part or what follows.
         The rest as in :func:`decode_step`.
 
     Returns:
         ``out [L, Hq, D]`` in q's dtype, ``lse [L, Hq]`` float32.
 
     Raises:
-        StepOrderError: as in :func:`decode_step`.
+        StepOrderError, ValueError: as in :func:`decode_step`.
     """
     run = resolve("prefill_chunk", impl, q)
-    return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale)
+    more = _checked(rule, given, None if prompt is None else torch.tensor([prompt]), k.shape[:2], (1,))
+    own = None if more["prompts"] is None else prompt
+    return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale, given=more["given"], prompt=own)
 
 
 def online_topk(
@@ -102,6 +134,7 @@ def online_topk(
     log_gamma: torch.Tensor,
     decay_step: int = 1,
     decide_every: int = 1,
+    ages: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor:
     """When each token is evicted from k long-range slots, arrivals one by one, evictions permanent.
@@ -112,7 +145,7 @@ def online_topk(
 
     Args:
         score: ``[H, T]`` float32 raw scores. position: ``[H, T]`` int64; the arrivals' positions increase by one.
-        log_gamma: ``[H]`` float64.
+        log_gamma: ``[H]`` float64. ages: a token's effective score is its age times its score instead.
 
     Returns:
         ``evicted_at [H, T]`` int64: the query position at which a token is first missing, or ``torch.iinfo(int64).max``.
@@ -127,4 +160,5 @@ def online_topk(
         log_gamma=log_gamma,
         decay_step=decay_step,
         decide_every=decide_every,
+        ages=ages,
     )

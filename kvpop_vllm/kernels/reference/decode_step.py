@@ -5,8 +5,10 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.kernels.ops import (
+    GENERATED,
     STATE_M_START,
     AttentionMass,
+    GivenScore,
     KeyNorm,
     LinearWeights,
     MLPWeights,
@@ -19,7 +21,7 @@ from kvpop_vllm.kernels.reference.moments import HeadMoments
 from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen
 
 
-def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, scale):
+def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, scale, given=None, prompts=None):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
     requests, heads, size = k.shape
     group = q.shape[1] // heads
@@ -27,16 +29,24 @@ def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, 
     starts = positions.tolist()
     check_tokens_seen(pages, page_table, starts)
     for r in range(requests):
+        prompt = None if prompts is None else int(prompts[r])
+        own = rule if prompt is None else rule.for_prompt(prompt)
         for h in range(heads):
             slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]))
-            moments = HeadMoments(slots, rule, starts[r], scale) if rule.keeps_moments else None
-            held = _retain(slots, k[r, h], v[r, h], starts[r], int(valid[r, h]), rule, h, moments)
+            in_use = int(valid[r, h])
+            if rule.threshold is not None:
+                in_use = slots.in_use(rule, starts[r])
+            moments = HeadMoments(slots, own, starts[r], in_use, scale) if rule.keeps_moments else None
+            score = None if given is None else float(given[r, h])
+            held = _retain(slots, k[r, h], v[r, h], starts[r], in_use, own, h, moments, score, prompt)
             seen = torch.arange(held)
-            seen = seen[~rule.stale(seen, starts[r] + 1)]
+            seen = seen[~own.stale(seen, starts[r] + 1)]
             rows = slice(h * group, (h + 1) * group)
             plain, lse[r, rows], weights = _attend(q[r, rows], slots, seen, scale)
             out[r, rows] = moments.correct(plain, lse[r, rows], q[r, rows]) if rule.moment_correction else plain
-            if rule.coupled:
+            if prompt is not None and starts[r] < prompt:  # votes since the last decision
+                slots.put_mass(seen, weights.mean(0), add=own.taken(starts[r] + 1) != starts[r] + 1)
+            elif rule.coupled and prompt is None:
                 slots.put_mass(seen, weights.mean(0), add=_mean(rule))
     return out, lse
 
@@ -45,20 +55,24 @@ def _mean(rule: RetentionRule) -> bool:
     return isinstance(rule.scorer, AttentionMass) and rule.scorer.mean
 
 
-def _retain(slots: HeadSlots, k, v, q: int, valid: int, rule: RetentionRule, head: int, moments=None) -> int:
+def _retain(slots: HeadSlots, k, v, q: int, valid: int, rule: RetentionRule, head: int, moments, given, prompt) -> int:
     """Where decisions fall state updates, scores and evictions; then the write of token q. Returns how many slots are in use."""
     ring = rule.ring_slot(q)
-    insertion_score = 0.0
+    insertion_score = given or 0.0
     if rule.taken(q + 1) == q + 1:
         scored = []
-        for t in range(q + 1 - rule.decide_every, q + 1):
+        if prompt is not None and q <= prompt:
+            _pool_votes(slots, rule, q, valid)
+        for t in range(max(0, q + 1 - rule.decide_every), q + 1):
             own, leaving = rule.ring_slot(t), t - rule.window
-            x = torch.cat([k, v] if t == q else [slots.k(own), slots.v(own)]).float()
-            insertion_score = _take_in(slots, x, t, rule, head)
-            if t < q and not rule.coupled:
-                slots.set_score(own, insertion_score)
+            if isinstance(rule.scorer, MLSTMWeights):
+                x = torch.cat([k, v] if t == q else [slots.k(own), slots.v(own)]).float()
+                insertion_score = _take_in(slots, x, t, rule.scorer, head)
+                if t < q:
+                    slots.set_score(own, insertion_score)
             if leaving >= rule.sinks:
-                scored.append((leaving, _boundary_score(slots, rule.ring_slot(leaving), rule, head)))
+                score = _boundary_score(slots, rule.ring_slot(leaving), rule, head)
+                scored.append((leaving, GENERATED if prompt is not None and q > prompt else score))
         factors = None
         if isinstance(rule.scorer, MomentResidual):  # as before the first of these evictions
             factors = torch.ones(slots.budget, dtype=torch.float64)
@@ -66,8 +80,12 @@ def _retain(slots: HeadSlots, k, v, q: int, valid: int, rule: RetentionRule, hea
             factors[ranked] = moments.residuals(torch.tensor(ranked, dtype=torch.int64)).double()
         for leaving, score in scored:
             free = max(valid, rule.first_long)
-            target = free if free < slots.budget else _victim(slots, score, leaving, q, rule, head, factors)
-            if moments is not None and free >= slots.budget:
+            if rule.threshold is not None and score < rule.threshold:
+                target, gone = None, True
+            else:
+                target = free if free < slots.budget else _victim(slots, score, leaving, q, rule, head, factors)
+                gone = free >= slots.budget
+            if moments is not None and gone:
                 moments.take_in(rule.ring_slot(leaving) if target is None else target)
             if target is not None and factors is not None:
                 factors[target] = factors[rule.ring_slot(leaving)]
@@ -76,14 +94,27 @@ def _retain(slots: HeadSlots, k, v, q: int, valid: int, rule: RetentionRule, hea
                 valid = max(valid, target + 1)
     slots.write(ring, k, v, insertion_score, q)
     slots.set_tokens_seen(q + 1)
+    if rule.threshold is not None:
+        slots.set_score(0, max(0, valid - rule.first_long))
     return max(valid, ring + 1)
 
 
-def _take_in(slots, x, q, rule, head) -> float:
-    """Updates the mLSTM state with ``x_q`` (eqs. 38, 39); returns the score a token gets at insertion, 0 for most scorers."""
-    weights = rule.scorer
-    if not isinstance(weights, MLSTMWeights):
-        return 0.0
+def _pool_votes(slots: HeadSlots, rule: RetentionRule, q: int, valid: int) -> None:
+    """Replaces the votes of all that is ranked at q by their means over neighbours."""
+    leaving = range(max(rule.sinks, q + 1 - rule.decide_every - rule.window), q - rule.window + 1)
+    _, positions = slots.long_range(rule.first_long)
+    ranked = [(int(positions[slot - rule.first_long]), slot) for slot in range(rule.first_long, valid)]
+    order = [slot for _, slot in sorted(ranked)] + [rule.ring_slot(t) for t in leaving]
+    votes = torch.tensor([slots.score(slot) for slot in order], dtype=torch.float32)
+    pool = rule.scorer.pool
+    if order:
+        pooled = torch.nn.functional.avg_pool1d(votes.view(1, -1), pool, stride=1, padding=pool // 2)[0]
+        for slot, mean in zip(order, pooled.tolist(), strict=True):
+            slots.set_score(slot, mean)
+
+
+def _take_in(slots, x, q, weights, head) -> float:
+    """Updates the mLSTM state with ``x_q`` (eqs. 38, 39); returns the score a token gets at insertion, if any."""
     w = _one_head(weights, head)
     state = slots.load_state(w.state_floats)
     if q == 0:
@@ -106,7 +137,7 @@ def _boundary_score(slots, ring, rule, head) -> float:
     weights = rule.scorer
     if weights is None:
         return 0.0
-    if rule.coupled:
+    if rule.coupled or isinstance(weights, GivenScore):
         return slots.score(ring)
     if isinstance(weights, KeyNorm):
         return float(scoring.key_norm_score(slots.k(ring)))
@@ -146,6 +177,8 @@ def _victim(slots, score, leaving, q, rule, head, factors=None) -> int | None:
     raw, own = scores.double(), score
     if _mean(rule):
         raw, own = raw / (q - positions), own / (q - leaving)
+    if rule.ages:
+        raw, own = raw * (q - positions), own * (q - leaving)
     if factors is not None:
         raw, own = raw * factors[first:], own * float(factors[rule.ring_slot(leaving)])
     effective = raw + ((q - positions) // rule.decay_step) * log_gamma

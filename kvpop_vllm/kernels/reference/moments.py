@@ -13,13 +13,13 @@ class HeadMoments:
     """The moments of one request and head in its pages, during the step at ``q``.
 
     Attributes:
-        count: n, tokens evicted so far, which follows from the position.
+        count: n, tokens evicted so far, which follows from the position and the slots in use.
     """
 
-    def __init__(self, slots: HeadSlots, rule: RetentionRule, q: int, scale: float):
+    def __init__(self, slots: HeadSlots, rule: RetentionRule, q: int, in_use: int, scale: float):
         self.slots, self.scale = slots, scale
         self.size = slots.pages.layout.head_size
-        self.count = max(0, rule.decided(q) - rule.sinks - (slots.budget - rule.first_long))
+        self.count = max(0, rule.decided(q) - rule.sinks - max(0, in_use - rule.first_long))
         self.first = rule.state_floats(self.size) - moment_floats(self.size)
 
     def _load(self):

@@ -7,15 +7,15 @@ import torch
 NEVER = torch.iinfo(torch.int64).max
 
 
-def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, decide_every=1):
+def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, decide_every=1, ages=False):
     """See :func:`kvpop_vllm.kernels.ops.online_topk`."""
     arrivals = score.shape[-1] - held
     if arrivals <= 0 or held + arrivals <= topk:
         return torch.full(position.shape, NEVER, dtype=torch.int64, device=score.device)
-    if decay_step == 1:
+    if decay_step == 1 and not ages:
         gone = _static_order(score, position, held, topk, window, log_gamma)
         return torch.where(gone == NEVER, NEVER, decision_after(gone, decide_every))
-    return _aged_order(score, position, held, topk, window, log_gamma, decay_step, decide_every)
+    return _aged_order(score, position, held, topk, window, log_gamma, decay_step, decide_every, ages)
 
 
 def decision_after(q: torch.Tensor, decide_every: int) -> torch.Tensor:
@@ -52,8 +52,8 @@ def _worst_first(priority, position):
     return by_age.gather(-1, priority.gather(-1, by_age).argsort(dim=-1, stable=True))
 
 
-def _aged_order(score, position, held, topk, window, log_gamma, decay_step, decide_every):
-    """With n > 1 the order changes with q: every arrival is simulated."""
+def _aged_order(score, position, held, topk, window, log_gamma, decay_step, decide_every, ages):
+    """With n > 1, or a decay of each token's own, the order changes with q: every arrival is simulated."""
     heads, total = score.shape
     evicted_at = torch.full((heads, total), NEVER, dtype=torch.int64, device=score.device)
     alive = torch.zeros(heads, total, dtype=torch.bool, device=score.device)
@@ -63,7 +63,8 @@ def _aged_order(score, position, held, topk, window, log_gamma, decay_step, deci
         if j < topk:
             continue
         q = decision_after(position[:, j : j + 1] + window, decide_every)
-        effective = score.double() + ((q - position) // decay_step) * log_gamma.unsqueeze(-1)
+        effective = score.double() * (q - position if ages else 1)
+        effective = effective + ((q - position) // decay_step) * log_gamma.unsqueeze(-1)
         effective = torch.where(alive, effective, torch.inf)
         lowest = effective == effective.amin(-1, keepdim=True)
         victim = torch.where(lowest & alive, position, NEVER).argmin(-1, keepdim=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.ops import StepOrderError
+from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import Pages
 
 
@@ -58,6 +58,11 @@ class HeadSlots:
         self.pages.k[at], self.pages.v[at], self.pages.score[at] = k, v, score
         if slot > 0:  # slot 0's position word holds tokens_seen
             self.pages.position[at] = position
+
+    def in_use(self, rule: RetentionRule, q: int) -> int:
+        """Slots in use before ``q`` where a threshold decides how many long-range ones are: slot 0's score word says it."""
+        filled = int(self.score(0)) if q > 0 else 0
+        return rule.first_long + filled if rule.decided(q) > rule.sinks else q
 
     def set_tokens_seen(self, count: int) -> None:
         self.pages.position[self._at(0)] = count

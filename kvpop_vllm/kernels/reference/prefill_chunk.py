@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvpop_vllm.kernels.ops import KeyNorm, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+from kvpop_vllm.kernels.ops import GivenScore, KeyNorm, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
 from kvpop_vllm.kernels.reference import scoring
 from kvpop_vllm.kernels.reference.decode_step import decode_step
 from kvpop_vllm.kernels.reference.delayed_mlstm import delayed_mlstm, empty_state
@@ -33,29 +33,33 @@ class Retained:
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
 
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale):
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prompt=None):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_tokens_seen(pages, page_table.unsqueeze(0), [start])
-    if rule.coupled or rule.moment_correction:
-        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale)
+    if rule.sequential:
+        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prompt)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
     for budget in budgets.unique().tolist():
         heads = (budgets == budget).nonzero().flatten()
         rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
         part = _Heads(pages, page_table, heads, budget, _select_heads(rule, heads), scale)
-        out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start)
+        own = None if given is None else given[:, heads]
+        out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start, own)
     return out, lse
 
 
-def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale):
+def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prompt):
     steps = []
+    roles = rule if prompt is None else rule.for_prompt(prompt)
+    prompts = None if prompt is None else torch.tensor([prompt])
     for i in range(len(q)):
         at = torch.tensor([start + i])
-        valid = torch.tensor([[rule.extent(start + i, budget) for budget in budgets.tolist()]])
+        valid = torch.tensor([[roles.extent(start + i, budget) for budget in budgets.tolist()]])
         token = (x[i : i + 1] for x in (q, k, v))
         table, own = page_table.unsqueeze(0), budgets.unsqueeze(0)
-        steps.append(decode_step(*token, pages, table, at, valid, own, rule=rule, scale=scale))
+        more = dict(given=None if given is None else given[i : i + 1], prompts=prompts)
+        steps.append(decode_step(*token, pages, table, at, valid, own, rule=rule, scale=scale, **more))
     outs, lses = zip(*steps, strict=True)
     return torch.cat(outs), torch.cat(lses)
 
@@ -85,25 +89,26 @@ class _Heads:
         table = page_table[heads].long()
         self.state_rows, self.slot_rows = table[:, : pages.layout.state_blocks], table[:, pages.layout.state_blocks :]
 
-    def run(self, q, k, v, start):
+    def run(self, q, k, v, start, given):
         retained = self._load(start)
         outs, lses = [], []
         for a in range(0, len(q), PIECE):
             cut = slice(a, a + PIECE)
             keys, values = k[cut].transpose(0, 1), v[cut].transpose(0, 1)
-            out, lse, retained = self._piece(q[cut], keys, values, start + a, retained)
+            own = None if given is None else given[cut].transpose(0, 1)
+            out, lse, retained = self._piece(q[cut], keys, values, own, start + a, retained)
             outs.append(out)
             lses.append(lse)
         self._store(retained, start + len(q))
         return torch.cat(outs), torch.cat(lses)
 
-    def _piece(self, q, k, v, a, held: Retained):
+    def _piece(self, q, k, v, given, a, held: Retained):
         b, rule = a + len(q), self.rule
         new = torch.arange(a, b)
         leaving = torch.arange(rule.decided(a), rule.decided(b))
         keys, values = torch.cat([held.k, k], 1), torch.cat([held.v, v], 1)
         at = self._where(leaving, a, held.k.shape[1])
-        score, own, state = self._score(keys, values, leaving, a, b, held)
+        score, own, state = self._score(keys, values, given, leaving, a, b, held)
         evicted_at = torch.full((len(self.heads), keys.shape[1]), NEVER)
         first, slots = rule.first_long, torch.arange(held.k.shape[1])
         evicted_at[:, slots[rule.stale(slots, a)]] = -1
@@ -119,6 +124,7 @@ class _Heads:
             log_gamma=rule.log_gamma,
             decay_step=rule.decay_step,
             decide_every=rule.decide_every,
+            ages=rule.ages,
         )
         evicted_at[:, first : first + held_long] = gone[:, :held_long]
         evicted_at[:, at] = gone[:, held_long:]
@@ -139,13 +145,16 @@ class _Heads:
         ring = self.rule.sinks + (tokens - self.rule.sinks) % self.rule.ring
         return torch.where(tokens < a, torch.where(tokens < self.rule.sinks, tokens, ring), tokens - a + held)
 
-    def _score(self, keys, values, leaving, a, b, held):
+    def _score(self, keys, values, given, leaving, a, b, held):
         """Raw scores ``[H, leaving]`` at the boundary; those of [held slots; tokens from a on] as they stand otherwise,
         with what is scored at insertion; and the scorer's state."""
         weights, count = self.rule.scorer, keys.shape[1]
         own = torch.cat([held.score, torch.zeros(len(self.heads), count - held.k.shape[1])], 1)
         if weights is None:
             return torch.zeros(len(self.heads), len(leaving)), own, None
+        if isinstance(weights, GivenScore):
+            own[:, held.k.shape[1] :] = given
+            return own[:, self._where(leaving, a, held.k.shape[1])], own, None
         if isinstance(weights, KeyNorm):
             return scoring.key_norm_score(keys[:, self._where(leaving, a, held.k.shape[1])]), own, None
         x = self._inputs(keys, values, leaving, a, held)
