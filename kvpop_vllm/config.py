@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
@@ -187,6 +187,8 @@ def resolve_retention(
     keeps_all: bool = False,
     sinks: int = DEFAULT_SINKS,
     window_share: float = 1.0,
+    decide_every: int = 1,
+    default_window: Callable[[int], int | None] = lambda every: None,
 ) -> Retention:
     """The budget and its parts; flags override what a scorer's config says for budget and sinks.
 
@@ -194,6 +196,7 @@ def resolve_retention(
         settings: the user's. max_model_len: longest sequence, tokens. scorer: from the scorer's config, if there is one.
         keeps_all: the policy never evicts, so that B is max_model_len.
         sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
+        decide_every: the default e. default_window: the default w for e, or None where ``window_share`` says it.
 
     Raises:
         ConfigError: no budget to be had, budget below sinks + window + decide_every, or a window the scorer was not trained with.
@@ -207,12 +210,14 @@ def resolve_retention(
     budget = _budget(settings, max_model_len, scorer, sinks, keeps_all)
     if scorer and settings.window is not None:
         scorer.check_window(settings.window, "--kv-window")
-    every = settings.decide_every or 1
+    every = settings.decide_every or decide_every
     if scorer:
-        default_window = scorer.window_for(budget - sinks)
+        window = scorer.window_for(budget - sinks)
+    elif (own := default_window(every)) is not None:
+        window = own
     else:  # one token at least is to be decided upon
-        default_window = max(1, min(int(window_share * (budget - sinks)), budget - sinks - every))
-    window = settings.window if settings.window is not None else default_window
+        window = max(1, min(int(window_share * (budget - sinks)), budget - sinks - every))
+    window = settings.window if settings.window is not None else window
     least = sinks + window + every
     if budget < least:
         while scorer and settings.window is None and least < sinks + scorer.window_for(least - sinks) + every:

@@ -50,7 +50,7 @@ class Order(Enum):
 
 class Decide(Enum):
     """When evictions are decided: at every step (every e with ``--kv-decide-every``), on a grid of the policy's own, or
-    once at the prompt's end."""
+    on the first generated token and every e tokens before and after it."""
 
     STEP = "every step"
     GRID = "grid"
@@ -99,7 +99,8 @@ class Policy(ABC):
         state: recurrent state per layer and KV head, in words; ``state_fields`` are its sizes.
         signals: see :class:`Signal`. order: see :class:`Order`. decide: see :class:`Decide`.
         slot_fields: float32 words per slot beyond score and position, by name.
-        default_sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
+        default_sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w
+            (:meth:`default_window` may say another). default_decide_every: e where ``--kv-decide-every`` is not given.
         default_correction: where ``--kv-correction`` is not given.
         keeps_all: never evicts. uniform_shares: all heads of all layers hold B slots.
     """
@@ -114,6 +115,7 @@ class Policy(ABC):
     slot_fields: ClassVar[dict[str, int]] = {}
     default_sinks: ClassVar[int] = DEFAULT_SINKS
     window_share: ClassVar[float] = 1.0
+    default_decide_every: ClassVar[int] = 1
     default_correction: ClassVar[str] = "none"
     keeps_all: ClassVar[bool] = False
     uniform_shares: ClassVar[bool] = True
@@ -138,7 +140,10 @@ class Policy(ABC):
             keeps_all=self.keeps_all,
             sinks=self.default_sinks,
             window_share=self.window_share,
+            decide_every=self.default_decide_every,
+            default_window=self.default_window,
         )
+        self.retention = replace(self.retention, prompt_grid=self.decide is Decide.PROMPT_END)
 
     def check_realised(self) -> None:
         """Refuses declarations that no kernel acts on yet, rather than ignore them.
@@ -148,7 +153,7 @@ class Policy(ABC):
         """
         beyond = {
             "signals": not self.signals <= {Signal.KEY, Signal.VALUE, Signal.MASS},
-            "decide": self.decide is not Decide.STEP,
+            "decide": self.decide is Decide.GRID,
             "slot_fields": bool(self.slot_fields),
             "uniform_shares": not self.uniform_shares,
             "preload": self.preload is not None,
@@ -173,6 +178,10 @@ class Policy(ABC):
             raise ConfigError(
                 f"--kv-policy {self.name} uses no scorer: leave --kv-scorer out, or choose a kvpop policy"
             )
+
+    def default_window(self, decide_every: int) -> int | None:
+        """w for e tokens between decisions, where ``window_share`` does not say it."""
+        return None
 
     def scorer_shape(self) -> ScorerShape | None:
         """What a scorer's config says about retention, if there is one."""
@@ -212,6 +221,10 @@ class Policy(ABC):
         if rule.coupled != (self.order is Order.COUPLED):
             raise ConfigError(
                 f"--kv-policy {self.name} declares the order {self.order.value!r}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
+            )
+        if rule.prompt_grid != self.retention.prompt_grid:
+            raise ConfigError(
+                f"--kv-policy {self.name} declares to decide at {self.decide.value}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
             )
         if (needed := rule.state_floats(self.model.head_dim)) > self.state_floats:
             raise ConfigError(

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .oracle_coupled import corrected_attention, follow_attention
-from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL, NEWEST_MASS, RECENCY, log_gamma, raw_scores, read_scorer
+from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL, NEWEST_MASS, RECENCY, VOTES, log_gamma, raw_scores, read_scorer
 from .oracle_sets import best_lost, decision_margins, retained_sets
 
 
@@ -52,7 +52,7 @@ class OraclePolicy:
     """What to keep, per KV head; ``B = sinks + window + interval - 1 + topk``.
 
     Attributes:
-        scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"`` (see
+        scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"``, ``"votes"`` (see
             :func:`follow_attention`); or the result of :func:`read_scorer`.
         sinks, window, topk: ``s``, ``w``, ``k`` in tokens.
         step: ``n``, positions per decay step.
@@ -116,6 +116,7 @@ class OraclePolicy:
         value: torch.Tensor,
         forced: torch.Tensor | None = None,
         bias: Sequence[tuple[int, int, float]] = (),
+        prompt: int | None = None,
     ) -> Decided:
         """What a layer keeps of a whole sequence.
 
@@ -123,13 +124,14 @@ class OraclePolicy:
             query: ``[H * G, S, D]``. key, value: ``[H, S, D]``, as cached.
             forced: judge these retained sets, bool ``[H, S, S]``, instead of making them.
             bias: ``(head, token, by)``: the token scores so much more when sets are made; margins are judged without.
+            prompt: how many of the tokens are the prompt, where votes rank.
         """
         decay = self.decay(layer, len(key))
         shape = (self.sinks, self.window, self.topk)
-        if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL):
+        if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL, VOTES):
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
-            followed = follow_attention(query, key, value, self.scorer, *shape, self.interval, forced, bias)
+            followed = follow_attention(query, key, value, self.scorer, *shape, self.interval, forced, bias, prompt)
             return Decided(*followed)
         scores = raw_scores(self.scorer, layer, key, value, self.window)
         rule = (decay, *shape, self.step, self.interval)

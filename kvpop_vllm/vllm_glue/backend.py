@@ -24,6 +24,7 @@ from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
+from kvpop_vllm.vllm_glue import prompt_lengths
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
@@ -133,12 +134,18 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
+        if self.retention.prompt_grid:
+            self.prompts = None  # [requests] int64, set before each build
+            prompt_lengths.apply()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         common = common_attn_metadata
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
-        batch = StepBatch.build(self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor)
+        prompts = self.prompts[: len(query_lens)].clamp_min(1) if self.retention.prompt_grid else None  # 0: a dummy run
+        batch = StepBatch.build(
+            self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, prompts
+        )
         return FixedBudgetMetadata(batch, int(starts[-1]))
 
 

@@ -81,6 +81,13 @@ LEDGER = (
         "neither on the budget nor on the scorer: with a policy, only its name counts.",
         "when a plugin can name its own factors",
     ),
+    Patch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
+        False,
+        "(prompt_lengths.py) Attention metadata do not say how long a request's prompt is: where a policy decides by it, the "
+        "runner's own numbers are handed to the metadata builder first.",
+        "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
+    ),
 )
 
 _MARK = "_kvpop_wrapped"

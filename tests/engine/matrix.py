@@ -15,12 +15,15 @@ SINKS, WINDOW, TOPK = 4, 16, 36
 BUDGET = SINKS + WINDOW + TOPK
 SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "kvpop-linear": "linear"}
 MATRIX = [(kind, policy) for kind in ("qwen3", "llama") for policy in (*SCORERS, "streaming-llm")]
-MATRIX += [("qwen3", "h2o"), ("llama", "tova"), ("llama", "momentkv")]
+MATRIX += [("qwen3", "h2o"), ("llama", "tova"), ("llama", "momentkv"), ("qwen3", "snapkv")]
+EVERY = {"snapkv": 4}
+"""Policy -> tokens between decisions, where it is not one; of snapkv with a window of one more."""
 TRAINING_FREE = {
     "l2norm": ("key norm", 0, 1),
     "tova": ("newest mass", 0, 1),
     "h2o": ("mean mass", 0, BUDGET // 2),
     "momentkv": ("moment residual", 1, 1),
+    "snapkv": ("votes", 0, 5),
 }
 """Policy -> the oracle's scorer, and the default sinks and window. l2norm is not in the matrix: in a first layer equal tokens
 have keys of equal norm, which only their rounding tells apart; test_variants judges it on the engine's own keys."""
@@ -45,7 +48,7 @@ class Case(NamedTuple):
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
     """``options`` of :func:`write_random_scorer`, ``every``, tokens between decisions, and ``correction``; ``folder`` is where
     the scorer goes."""
-    every, correction = options.pop("every", 1), options.pop("correction", None)
+    every, correction = options.pop("every", EVERY.get(policy, 1)), options.pop("correction", None)
     if correction is not None:
         plain = make_case(model, folder, policy, every=every, **options)
         oracle = replace(plain.judge.policy, corrected=correction == "moment")

@@ -29,6 +29,7 @@ class Row(NamedTuple):
     new: int
     seen: int
     blocks: torch.Tensor
+    prompt: int
 
 
 @dataclass
@@ -102,9 +103,16 @@ class Recorder:
     def _batch(self, common) -> list[Row]:
         """The batch as the runner sees it, from its own request ids, not from what the backend made of it."""
         starts, seen = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-        ids = self.runner.input_batch.req_ids
+        ids, requests = self.runner.input_batch.req_ids, self.scheduler.requests
         return [
-            Row(name, starts[i], starts[i + 1] - starts[i], seen[i], common.block_table_tensor[i].clone())
+            Row(
+                name,
+                starts[i],
+                starts[i + 1] - starts[i],
+                seen[i],
+                common.block_table_tensor[i].clone(),
+                requests[name].num_prompt_tokens,
+            )
             for i, name in enumerate(ids)
         ]
 
@@ -120,7 +128,7 @@ class Recorder:
                 retention.window,
                 retention.decide_every,
             )
-            slots = slot_positions(pages, row.blocks, row.seen, retention)
+            slots = slot_positions(pages, row.blocks, row.seen, retention.for_prompt(row.prompt))
             self._check_content(pages, row, layer, slots)
             positions = [sorted(t for t in head if t != STALE) for head in slots.tolist()]
             self.held[row.request][layer].append(Held(row.seen, row.new, positions))

@@ -41,6 +41,7 @@ OPTIONS = {
     "corrected": ("kvpop", {"correction": "moment"}),
     "corrected-recency": ("streaming-llm", {"correction": "moment", "every": 8}),
     "corrected-mass": ("h2o", {"correction": "moment"}),
+    "corrected-votes": ("snapkv", {"correction": "moment", "every": 8, "window": 9, "sinks": 1}),
     "all-else": (
         "kvpop",
         {"norm": True, "skip": True, "feature_map": "softmax", "gate_softcap": 2.0, "v_proj": False},
