@@ -27,6 +27,7 @@ FLAGS = {
     "decide_every": "--kv-decide-every",
     "scorer": "--kv-scorer",
     "correction": "--kv-correction",
+    "allocator": "--kv-allocator",
 }
 """Setting -> the flag users know it by; error messages name the flag."""
 
@@ -34,6 +35,9 @@ SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128)
 
 CORRECTIONS = ("none", "moment")
 """What ``--kv-correction`` takes."""
+
+ALLOCATORS = ("uniform", "pyramid")
+"""What ``--kv-allocator`` takes."""
 
 SCORER_KINDS = ("mlstm", "mlp", "linear")
 """What a scorer's config may name."""
@@ -79,6 +83,7 @@ class PolicySettings:
         policy: registered name. budget: B, tokens per KV head. compression: c with B = max-model-len / c.
         sinks: s. window: w. decide_every: e, tokens between decisions. scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
         correction: what outputs gain from the evicted tokens, one of CORRECTIONS.
+        allocator: how layers and heads share the budget, one of ALLOCATORS.
     """
 
     policy: str
@@ -89,6 +94,7 @@ class PolicySettings:
     decide_every: int | None = None
     scorer: str | None = None
     correction: str | None = None
+    allocator: str | None = None
 
     @classmethod
     def parse(cls, given: Mapping) -> PolicySettings:
@@ -114,8 +120,9 @@ class PolicySettings:
         _check_compression(values["compression"])
         if values["scorer"] is not None and not isinstance(values["scorer"], str):
             raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
-        if values["correction"] not in (None, *CORRECTIONS):
-            raise ConfigError(f"--kv-correction must be one of {', '.join(CORRECTIONS)}, got {values['correction']!r}")
+        for name, known in (("correction", CORRECTIONS), ("allocator", ALLOCATORS)):
+            if values[name] not in (None, *known):
+                raise ConfigError(f"{FLAGS[name]} must be one of {', '.join(known)}, got {values[name]!r}")
         if values["budget"] is not None and values["compression"] is not None:
             raise ConfigError("--kv-budget and --kv-compression both set the budget: give only one of them")
         return cls(**values)

@@ -11,12 +11,14 @@ from kvpop_vllm.policies.h2o import H2O
 from kvpop_vllm.policies.kvpop import KVpop, KVpopLinear, KVpopMLP
 from kvpop_vllm.policies.l2norm import L2Norm
 from kvpop_vllm.policies.momentkv import MomentKV
+from kvpop_vllm.policies.pyramidkv import PyramidKV
 from kvpop_vllm.policies.snapkv import SnapKV
 from kvpop_vllm.policies.streaming_llm import StreamingLLM
 from kvpop_vllm.policies.tova import TOVA
 
 POLICIES: dict[str, type[Policy]] = {
-    cls.name: cls for cls in (KVpop, KVpopMLP, KVpopLinear, StreamingLLM, L2Norm, H2O, SnapKV, TOVA, MomentKV, Full)
+    cls.name: cls
+    for cls in (KVpop, KVpopMLP, KVpopLinear, StreamingLLM, L2Norm, H2O, SnapKV, PyramidKV, TOVA, MomentKV, Full)
 }
 """The policies of this package by name."""
 

@@ -25,6 +25,8 @@ from kvpop_vllm.config import (
     resolve_retention,
 )
 from kvpop_vllm.kernels.ops import RetentionRule, ScorerWeights
+from kvpop_vllm.kernels.regions import Shares
+from kvpop_vllm.policies.allocators import ALLOCATORS
 
 
 class Signal(Enum):
@@ -102,7 +104,8 @@ class Policy(ABC):
         default_sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w
             (:meth:`default_window` may say another). default_decide_every: e where ``--kv-decide-every`` is not given.
         default_correction: where ``--kv-correction`` is not given.
-        keeps_all: never evicts. uniform_shares: all heads of all layers hold B slots.
+        default_allocator: where ``--kv-allocator`` is not given.
+        keeps_all: never evicts.
     """
 
     name: ClassVar[str]
@@ -117,8 +120,8 @@ class Policy(ABC):
     window_share: ClassVar[float] = 1.0
     default_decide_every: ClassVar[int] = 1
     default_correction: ClassVar[str] = "none"
+    default_allocator: ClassVar[str] = "uniform"
     keeps_all: ClassVar[bool] = False
-    uniform_shares: ClassVar[bool] = True
     scorer_kind: ClassVar[str | None] = None
 
     preload: ClassVar[Callable[[], Preload] | None] = None
@@ -133,6 +136,8 @@ class Policy(ABC):
         self.check_realised()
         if self.keeps_all and self.corrects:
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-correction out")
+        if self.keeps_all and self.allocator != "uniform":
+            raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-allocator out")
         self.retention = resolve_retention(
             self.settings,
             self.model.max_model_len,
@@ -155,13 +160,16 @@ class Policy(ABC):
             "signals": not self.signals <= {Signal.KEY, Signal.VALUE, Signal.MASS},
             "decide": self.decide is Decide.GRID,
             "slot_fields": bool(self.slot_fields),
-            "uniform_shares": not self.uniform_shares,
             "preload": self.preload is not None,
         }
-        if self.default_correction not in CORRECTIONS:
-            raise ConfigError(
-                f"--kv-policy {self.name} declares the correction {self.default_correction!r}: mend it to one of {', '.join(CORRECTIONS)}"
-            )
+        for what, value, known in (
+            ("correction", self.default_correction, CORRECTIONS),
+            ("allocator", self.default_allocator, ALLOCATORS),
+        ):
+            if value not in known:
+                raise ConfigError(
+                    f"--kv-policy {self.name} declares the {what} {value!r}: mend it to one of {', '.join(known)}"
+                )
         for name, there in beyond.items():
             if there:
                 raise ConfigError(
@@ -203,9 +211,31 @@ class Policy(ABC):
         moments = moment_fields(self.model.head_dim) if self.corrects else {}
         return sum((self.state_fields | moments).values())
 
+    @property
+    def allocator(self) -> str:
+        """How layers and heads share the budget (``--kv-allocator``)."""
+        return self.settings.allocator or self.default_allocator
+
     def shares(self) -> torch.Tensor:
-        """Budget ``[layers, H]`` int32 of every head; the default gives all the same."""
-        return torch.full((self.model.num_layers, self.model.num_kv_heads), self.retention.budget, dtype=torch.int32)
+        """Budget ``[layers, H]`` int32 of every head, B on average, as the allocator says it."""
+        return ALLOCATORS[self.allocator](self.retention, self.model.num_layers, self.model.num_kv_heads)
+
+    def checked_shares(self, heads: slice) -> Shares | None:
+        """Those of these KV heads, or None if all are the same.
+
+        Raises:
+            ConfigError: they are misshapen, too small, or more than B on average.
+        """
+        budgets, shape = self.shares(), (self.model.num_layers, self.model.num_kv_heads)
+        if tuple(budgets.shape) != shape or budgets.dtype != torch.int32:
+            raise ConfigError(f"--kv-policy {self.name} gives shares that are not {shape} int32: mend that policy")
+        if (least := int(budgets.min())) < self.retention.first_long:
+            raise ConfigError(
+                f"--kv-allocator {self.allocator} leaves a head {least} tokens, less than sinks and window: raise --kv-budget"
+            )
+        if int(budgets.sum()) > self.retention.budget * budgets.numel():
+            raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: mend that policy")
+        return Shares.of(budgets[:, heads])
 
     @abstractmethod
     def rule(self, layer: int, heads: slice) -> RetentionRule:

@@ -54,7 +54,7 @@ class OraclePolicy:
     Attributes:
         scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"``, ``"votes"`` (see
             :func:`follow_attention`); or the result of :func:`read_scorer`.
-        sinks, window, topk: ``s``, ``w``, ``k`` in tokens.
+        sinks, window, topk: ``s``, ``w``, ``k`` in tokens; k of each layer, where they differ.
         step: ``n``, positions per decay step.
         interval: ``e``, tokens between decisions.
         log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
@@ -65,7 +65,7 @@ class OraclePolicy:
     scorer: str | dict
     sinks: int
     window: int
-    topk: int
+    topk: int | tuple[int, ...]
     step: int = 1
     interval: int = 1
     log_gamma: Sequence[Sequence[float]] | None = None
@@ -92,8 +92,13 @@ class OraclePolicy:
 
     @property
     def budget(self) -> int:
-        """``B`` in tokens per KV head."""
-        return self.sinks + self.window + self.interval - 1 + self.topk
+        """``B`` in tokens per KV head; of the layer that holds least, where they differ."""
+        return min(self.budgets(1))
+
+    def budgets(self, layers: int) -> list[int]:
+        """``B`` of each of so many layers, or of all that have a ``k`` of their own."""
+        topk = self.topk if isinstance(self.topk, tuple) else (self.topk,) * layers
+        return [self.sinks + self.window + self.interval - 1 + k for k in topk]
 
     def decay(self, layer: int, heads: int) -> list[float]:
         """``log gamma`` of each head of one layer."""
@@ -127,7 +132,8 @@ class OraclePolicy:
             prompt: how many of the tokens are the prompt, where votes rank.
         """
         decay = self.decay(layer, len(key))
-        shape = (self.sinks, self.window, self.topk)
+        topk = self.topk[layer] if isinstance(self.topk, tuple) else self.topk
+        shape = (self.sinks, self.window, topk)
         if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL, VOTES):
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")

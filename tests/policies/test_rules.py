@@ -45,7 +45,6 @@ DECLARED = {
     "signals": frozenset({Signal.KEY, Signal.HIDDEN}),
     "decide": Decide.GRID,
     "slot_fields": {"votes": 4},
-    "uniform_shares": False,
     "preload": lambda self: None,
 }
 
