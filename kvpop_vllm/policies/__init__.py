@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.policies.adakv import AdaKV
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.policies.full import Full
 from kvpop_vllm.policies.h2o import H2O
@@ -18,7 +19,7 @@ from kvpop_vllm.policies.tova import TOVA
 
 POLICIES: dict[str, type[Policy]] = {
     cls.name: cls
-    for cls in (KVpop, KVpopMLP, KVpopLinear, StreamingLLM, L2Norm, H2O, SnapKV, PyramidKV, TOVA, MomentKV, Full)
+    for cls in (KVpop, KVpopMLP, KVpopLinear, StreamingLLM, L2Norm, H2O, SnapKV, PyramidKV, AdaKV, TOVA, MomentKV, Full)
 }
 """The policies of this package by name."""
 
