@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
-from kernels.factories import random_rule, random_scorer
+from kernels.factories import given_scores, random_rule, random_scorer
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
@@ -79,7 +79,11 @@ class Problem:
         while a < self.length:
             b = min(self.length, a + chunks[len(held) % len(chunks)])
             own = dict(
-                rule=self.rule, scale=SIZE**-0.5, prompt=self.prompt, impl="reference" if impl == "reference" else "cpp"
+                rule=self.rule,
+                scale=SIZE**-0.5,
+                prompt=self.prompt,
+                given=given_scores(self.rule, self.k[r, a:b]),
+                impl="reference" if impl == "reference" else "cpp",
             )
             cut = (x[r, a:b] for x in (self.q, self.k, self.v))
             outs.append(ops.prefill_chunk(*cut, pages, rows[r], a, budgets, **own)[0])
@@ -162,6 +166,35 @@ def test_chunks_change_nothing(case, impl):
     one, whole, some = (p.serve(chunks, impl) for chunks in ([1], [p.length], [13, 40, 2]))
     assert one[1][-1] == whole[1][-1] == some[1][-1]
     assert torch.equal(one[0], whole[0]) and torch.equal(one[0], some[0])
+
+
+KINDS = {
+    "mlstm": {},
+    "mlstm-immediate": {"delayed": False},
+    "mlp": {},
+    "given": {},
+    "given-ages": {"ages": True},
+    "mass-newest": {"mean": False},
+}
+
+
+@pytest.mark.parametrize("corrected", [False, True])
+@pytest.mark.parametrize("every", [1, 6])
+@pytest.mark.parametrize("kind", KINDS)
+def test_other_scores(kind, every, corrected):
+    """What the oracle above does not score: C++ equals the reference."""
+    p = Problem(kind="key-norm", every=every, corrected=corrected, seed=20 + every)
+    draw = torch.Generator().manual_seed(7)
+    scorer = random_scorer(kind.split("-")[0], p.heads, SIZE, draw, **KINDS[kind])
+    rule = random_rule(scorer, p.heads, p.sinks, p.window, draw, 1, every, corrected)
+    p.rule = replace(rule, share_pages=p.rule.share_pages)
+    p.layout = PageLayout(p.heads, SIZE, torch.float32, N, p.rule.state_floats(SIZE))
+    width = p.layout.state_blocks + cdiv(p.budget, N) + 1
+    p.num_blocks, p.blocks = width + 1, torch.arange(1, width + 1).int().view(1, -1)
+    found = [p.serve([40, 1, 60], impl) for impl in ("reference", _C.isa_levels()[-1])]
+    assert found[0][1] == found[1][1]
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=0, atol=1e-4)
+    assert len({len(head) for head in found[0][1][-1][1]}) > 1, "all shares are equal"
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
