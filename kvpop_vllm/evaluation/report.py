@@ -15,14 +15,10 @@ from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import check_length, load_model, vocabulary_of
 from kvpop_vllm.distill.run import default_device, load_tokenizer
-from kvpop_vllm.evaluation.contenders import Contender, learned, training_free
+from kvpop_vllm.evaluation.contenders import DEFAULT_WINDOW, Contender, learned, training_free
 from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
 
 COLUMNS = (*KEYS, "teacher", "hindsight", "mass", "error", "kl", "perplexity", "accuracy")
-
-
-DEFAULT_WINDOW = 64
-"""w where neither ``--window`` nor a scorer says it."""
 
 
 def evaluate_text(options) -> list[dict]:
@@ -37,7 +33,7 @@ def evaluate_text(options) -> list[dict]:
     if not contenders:
         raise ConfigError("nothing to evaluate: give --policies or --scorer")
     if options.correction is not None:
-        contenders = _with_correction(contenders, options.correction)
+        contenders = with_correction(contenders, options.correction)
     names = [contender.name for contender in contenders]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice!r} is to be compared twice: give it once")
@@ -69,15 +65,15 @@ def evaluate_text(options) -> list[dict]:
     return table
 
 
-def _with_correction(contenders: list[Contender], correction: str) -> list[Contender]:
+def with_correction(contenders: list[Contender], correction: str) -> list[Contender]:
     """All that can be served on the kernels of serving, so that nothing else differs; with ``moment`` each of them also
     corrected, with ``none`` none of them."""
-    found = [replace(c, serve=True, corrects=False) if c.kernel else c for c in contenders]
+    found = [replace(c, serve=True, correction="none") if c.policy else c for c in contenders]
     if correction == "moment":
         for contender in contenders:
-            if contender.kernel is None:
+            if contender.policy is None:
                 print(f"{contender.name} cannot be served, so it is not corrected")
-        found += [contender.corrected() for contender in found if contender.kernel]
+        found += [contender.corrected() for contender in found if contender.policy]
     return found
 
 
