@@ -16,9 +16,9 @@ from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.contenders import budget_of_equal_bytes, training_free
+from kvpop_vllm.evaluation.output import format_table
 from kvpop_vllm.evaluation.recall import Judge
-from kvpop_vllm.evaluation.report import format_table
-from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
+from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention
@@ -153,7 +153,7 @@ def test_decisions_on_a_grid_are_the_oracles(tmp_path):
     plain = -OracleModel(model).run(row.tolist()).logprobs[:-1].gather(-1, row[1:, None]).mean().item()
     assert record["nll"] == pytest.approx(nll, rel=1e-5) and abs(nll - plain) > 1e-3
     assert 0 < record["hindsight"] <= 1 and 0 < record["teacher"] <= 1
-    assert "decide_every" in format_table(summarise([record]))
+    assert "decide_every" in format_table(summarise([record]), KEYS)
     with pytest.raises(ConfigError, match="a budget of 30 leaves streaming-llm no long-range tokens"):
         shape = ModelShape("llama", 2, 2, 32, S)
         dataclasses.replace(setting, decide_every=23).deploy(training_free("streaming-llm"), shape, torch.float32)
