@@ -147,7 +147,7 @@ class Deployed:
     def on_dense(
         self, judge: Judge, layer: int, v: torch.Tensor, positions: list[int], scores: dict
     ) -> tuple[Recall | None, torch.Tensor]:
-        """Its recall on a layer of the dense model (None for uneven budgets), and what it makes of the layer's attention, ``[B, Hq, S, D]``;
+        """Its recall on a layer of the dense model (None for uneven budgets, or without positions), and what it makes of the layer's attention, ``[B, Hq, S, D]``;
         ``scores`` keeps what several settings share. Scores that are learned share their decay with the teacher."""
         roles, score = self.roles, self.contender.score
         log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.contender.name, roles.window)
@@ -164,7 +164,8 @@ class Deployed:
             out, kept = attend_and_keep(
                 self.rule(layer), self.budgets(layer), judge.q, judge.k, v, judge.scale, positions
             )
-        return judge.recall_of(kept, log_gamma, roles, positions) if self.even else None, out
+        asked = self.even and positions
+        return judge.recall_of(kept, log_gamma, roles, positions) if asked else None, out
 
 
 def budget_of_equal_bytes(budget: int, state_floats: int, head_dim: int, dtype: torch.dtype) -> int:

@@ -99,7 +99,8 @@ def draw_maps(drawing, maps: list[dict]) -> None:
     axes = drawing.subplots(len(names), len(budgets), squeeze=False)
     for one in maps:
         axis = axes[names.index(one["policy"])][budgets.index((one["budget"], one["equal"]))]
-        extent = (0, one["length"], len(one["held"]) - 0.5, -0.5)
+        end = one["tokens_per_bin"] * len(one["held"][0])
+        extent = (0, end, len(one["held"]) - 0.5, -0.5)
         image = axis.imshow(one["held"], aspect="auto", vmin=0, vmax=1, extent=extent, interpolation="nearest")
         equal = " (equal bytes)" if one["equal"] == "bytes" else ""
         axis.set_title(f"{one['policy']}, B = {one['budget']:,}{equal}", fontsize=9)

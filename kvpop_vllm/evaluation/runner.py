@@ -63,8 +63,13 @@ class Setting:
 
 
 def evaluate(
-    model: nn.Module, rows: Iterable[torch.Tensor], contenders: list[Contender], settings: list[Setting]
-) -> Iterator[dict]:  # fmt: skip
+    model: nn.Module,
+    rows: Iterable[torch.Tensor],
+    contenders: list[Contender],
+    settings: list[Setting],
+    *,
+    recall: bool = True,
+) -> Iterator[dict]:
     """One record per row of text, setting and policy (and one per row for ``dense``).
 
     Recall is taken on the dense model's keys and queries, so that all policies are asked about the same; cross-entropy
@@ -72,7 +77,7 @@ def evaluate(
 
     Args:
         model: from :func:`kvpop_vllm.distill.hook.load_model`. rows: ``[S]`` tokens, each at least as long as the longest
-            setting; the first ``length`` tokens are used.
+            setting; the first ``length`` tokens are used. recall: take it (the teacher's pass costs more than all else).
 
     Yields:
         Records with ``row, length, budget, equal, window, topk, decide_every, policy``, nll (nats per token), accuracy (of the next token), and
@@ -85,7 +90,7 @@ def evaluate(
             tokens = row[None, :length].to(device)
             here = [s for s in settings if s.length == length]
             pairs = [(s, s.deploy(c, shape_of(model, length), dtype)) for s in here for c in contenders]
-            observer = _Observer(pairs)
+            observer = _Observer(pairs, recall)
             base = {"row": number, "length": length}
             quality, dense = _next_token(model, tokens, observer)
             yield base | {"policy": "dense"} | quality
@@ -109,23 +114,24 @@ def told(setting: Setting, deployed: Deployed) -> dict:
 
 
 class _Observer:
-    """Attends densely and asks every pair for its recall, layer by layer."""
+    """Attends densely and asks every pair for its recall and its outputs, layer by layer."""
 
-    def __init__(self, pairs):
-        self.pairs = pairs
+    def __init__(self, pairs, recall: bool):
+        self.pairs, self.recall = pairs, recall
         self.layers: list[list] = [[] for _ in pairs]
 
     def __call__(self, layer, q, k, v, scale):
         out, lse = dense_attention(q, k, v, scale)
         judge, scores = Judge(q, k, lse, scale), {}
         for found, (setting, deployed) in zip(self.layers, self.pairs, strict=True):
-            recall, own = deployed.on_dense(judge, layer, v, setting.positions, scores)
+            positions = setting.positions if self.recall else []
+            recall, own = deployed.on_dense(judge, layer, v, positions, scores)
             found.append((recall, _output_error(own, out, deployed.roles.budget)))
         return out
 
     def record(self, i: int) -> dict:
         found = {}
-        for name in RECALL if self.pairs[i][1].even else ():
+        for name in RECALL if self.recall and self.pairs[i][1].even else ():
             values = torch.stack([getattr(recall, name) for recall, _ in self.layers[i]])
             found |= {name: values.mean().item(), f"{name}_by_layer": values.tolist()}
         errors = torch.stack([error for _, error in self.layers[i]])
