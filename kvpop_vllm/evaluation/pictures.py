@@ -65,6 +65,7 @@ class Report:
     def _leave_out(self, why: str) -> None:
         if why not in self.left_out:
             self.left_out.append(why)
+            print(why)
 
     def write(self, task: str, table: list[dict], columns: tuple[str, ...], data: str) -> None:
         """Writes everything and says where."""

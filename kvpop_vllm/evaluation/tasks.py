@@ -15,13 +15,15 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay, retrieval
-from kvpop_vllm.evaluation.contenders import Contender, known_training_free
+from kvpop_vllm.evaluation.contenders import Contender, Deployed, known_training_free
 from kvpop_vllm.evaluation.haystack import replay_rows, sentences
 from kvpop_vllm.evaluation.output import format_table, records_file
 from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.report import budgets, check_equal_bytes, contenders_of, longest_of
 from kvpop_vllm.evaluation.runner import Setting, told
 from kvpop_vllm.evaluation.running import Backend, Run
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.init import model_shape
 
 KEYS = ("length", "budget", "equal", "window", "topk", "decide_every", "policy")
 RETRIEVAL_COLUMNS = (*KEYS, "kind", "examples", *retrieval.MEASURES)
@@ -55,13 +57,16 @@ def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Back
     if unserved := [c.name for c in contenders if c.policy is None]:
         raise ConfigError(f"--task {options.task} runs what can be served, and {unserved[0]} cannot: leave it out")
     settings = _settings(options)
-    check_length(options.model, max(options.length))
+    longest, dtype = max(options.length), getattr(torch, options.dtype)
+    check_length(options.model, longest)
+    shape = ModelShape(**model_shape(options.model), max_model_len=longest)
+    deployments = deploy_all(contenders, settings, shape, dtype)
     report = Report(options.report) if options.report else None
     task = {"retrieval": _retrieval, "replay": _replay}[options.task](options)
     records = []
     with records_file(options.out) if options.out else nullcontext() as file:
-        backend = backend_class(options.model, getattr(torch, options.dtype), max(options.length))
-        for record in run_task(task, backend, contenders, settings):
+        backend = backend_class(options.model, dtype, longest)
+        for record in run_task(task, backend, deployments):
             record = {"task": options.task, "backend": options.backend} | record
             records.append(record)
             if file:
@@ -70,27 +75,43 @@ def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Back
     table = task.summarise(records)
     print(format_table(table, task.columns))
     if report:
-        longest = max(options.length)
         for setting, contender in itertools.product(longest_of(settings), contenders):
             report.add_map(backend, setting, contender, task.example(longest))
         report.write(options.task, table, task.columns, " ".join(options.data))
     return table
 
 
-def run_task(task: Task, backend: Backend, contenders: list[Contender], settings: list[Setting]) -> Iterator[dict]:
-    """Records of the dense model, then of every policy with every budget; what cannot be deployed is refused before anything runs."""
-    groups: dict[tuple, tuple] = {}
+class Deployment(NamedTuple):
+    """A contender with one budget, and the settings (lengths) that it is to run with."""
+
+    deployed: Deployed
+    settings: list[Setting]
+
+
+def deploy_all(
+    contenders: list[Contender], settings: list[Setting], shape: ModelShape, dtype: torch.dtype
+) -> list[Deployment]:
+    """Every contender with every budget; nothing has been loaded yet.
+
+    Raises:
+        ConfigError: one cannot be used so.
+    """
+    found: dict[tuple, Deployment] = {}
     for contender, setting in itertools.product(contenders, settings):
-        deployed = setting.deploy(contender, backend.shape, backend.dtype)
-        key = contender.name, setting.budget, setting.equal
-        groups.setdefault(key, (deployed, []))[1].append(setting)
+        deployed, key = setting.deploy(contender, shape, dtype), (contender.name, setting.budget, setting.equal)
+        found.setdefault(key, Deployment(deployed, [])).settings.append(setting)
+    return list(found.values())
+
+
+def run_task(task: Task, backend: Backend, deployments: list[Deployment]) -> Iterator[dict]:
+    """Records of the dense model, then of every policy with every budget."""
     with backend.start(None) as run:
         for length in task.material:
             for record in task.ask(run, length):
                 yield {"length": length, "policy": "dense"} | record
-    for deployed, mine in groups.values():
+    for deployed, settings in deployments:
         with backend.start(deployed) as run:
-            for setting in mine:
+            for setting in settings:
                 for record in task.ask(run, setting.length):
                     yield {"length": setting.length} | told(setting, deployed) | record
 
