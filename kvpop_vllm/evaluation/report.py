@@ -124,8 +124,10 @@ def budgets(options, length: int) -> list[tuple[int, str]]:
 
 
 def check_equal_bytes(budget: int, said: str) -> None:
-    """Raises:
-    ConfigError: the budget is too small to be compared at equal bytes.
+    """A budget, as :func:`budgets` says it, is large enough to be compared at equal bytes.
+
+    Raises:
+        ConfigError: it is not.
     """
     if budget < LEAST_AT_EQUAL_BYTES:
         raise ConfigError(

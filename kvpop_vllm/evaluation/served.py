@@ -92,11 +92,12 @@ class Request:
         self.layers: dict[int, Sequence] = {}
 
     def __call__(self, layer, q, k, v, scale):
+        device = q.device
         q, k, v = (x.detach().cpu()[0] for x in (q, k, v))
         if layer not in self.layers:
             sizes = {"length": self.length, "prompt": self.prompt}
             self.layers[layer] = Sequence(self.rule(layer), self.budgets(layer), k, **sizes)
-        return self.layers[layer].attend(q, k, v, scale)[None]
+        return self.layers[layer].attend(q, k, v, scale)[None].to(device)
 
     def held(self) -> torch.Tensor:
         """``[layers, H, seen]`` booleans: which tokens are held."""

@@ -15,7 +15,7 @@ from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.contenders import in_registry, known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate
-from kvpop_vllm.evaluation.served import attend_and_keep
+from kvpop_vllm.evaluation.served import Sequence, attend_and_keep
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.testing import (
     OracleModel,
@@ -136,6 +136,26 @@ def test_the_error_of_outputs_by_definition(model, name):
     own, exact = (p.attend(q, k, v, p.decide(0, q, k, v).visible).unflatten(-1, (4, -1))[30:] for p in (policy, full))
     expected = ((own - exact).norm(dim=-1) / exact.norm(dim=-1)).mean(0)
     assert records[1]["error_by_layer"][0] == pytest.approx(expected.tolist(), rel=1e-4) and expected.min() > 0.01
+
+
+@pytest.mark.parametrize("name", ["streaming-llm", "h2o"])
+def test_heads_may_hold_different_budgets(layer, name):
+    """Each head is as it would be if all had its budget; in a chunk, and token by token."""
+    q, k, v = (x[0] for x in layer)
+    uneven, rule = torch.tensor([20, 33], dtype=torch.int32), training_free(name).deploy(SHAPE, 33, 2, 6).rule(0)
+
+    def run(budget):
+        sequence, parts = Sequence(rule, budget, k, length=S, prompt=S), []
+        for a, b in ((0, 70), *((t, t + 1) for t in range(70, S))):
+            parts.append(sequence.attend(*(x[:, a:b] for x in (q, k, v)), 32**-0.5))
+        return torch.cat(parts, 1), sequence.held()
+
+    (out, held), alone = run(uneven), [run(int(b)) for b in uneven]
+    assert held.sum(-1).tolist() == [20, 33]
+    for head in range(2):
+        assert torch.equal(held[head], alone[head][1][head])
+        mine = slice(2 * head, 2 * head + 2)
+        torch.testing.assert_close(out[mine], alone[head][0][mine], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", known_training_free())
