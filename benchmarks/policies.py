@@ -106,7 +106,7 @@ def measure(options) -> int:
             setting = cells.setting(contender, budget, equal)
         except ConfigError as error:
             say(f"left out: {error}")
-            problems += 1
+            problems += options.policies is not None
             continue
         if setting is None:
             continue

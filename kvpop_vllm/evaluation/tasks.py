@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 
+from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
@@ -60,6 +61,8 @@ def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Back
     longest, dtype = max(options.length), getattr(torch, options.dtype)
     check_length(options.model, longest)
     shape = ModelShape(**model_shape(options.model), max_model_len=longest)
+    if options.policies is None:
+        contenders = _deployable(contenders, settings, shape, dtype)
     deployments = deploy_all(contenders, settings, shape, dtype)
     report = Report(options.report) if options.report else None
     task = {"retrieval": _retrieval, "replay": _replay}[options.task](options)
@@ -101,6 +104,28 @@ def deploy_all(
         deployed, key = setting.deploy(contender, shape, dtype), (contender.name, setting.budget, setting.equal)
         found.setdefault(key, Deployment(deployed, [])).settings.append(setting)
     return list(found.values())
+
+
+def _deployable(contenders: list[Contender], settings: list[Setting], shape: ModelShape, dtype) -> list[Contender]:
+    """Those of the registry's that can be used so, where nobody has named any; says why others are left out.
+
+    Raises:
+        ConfigError: none can.
+    """
+    found, why = [], list(policies.loadable()[1])
+    for contender in contenders:
+        try:
+            deploy_all([contender], settings, shape, dtype)
+            found.append(contender)
+        except ConfigError as error:
+            if contender.scorer is not None:
+                raise
+            why.append(str(error))
+    if not found:
+        raise ConfigError(why[-1])
+    for line in why:
+        print(f"left out: {line}")
+    return found
 
 
 def run_task(task: Task, backend: Backend, deployments: list[Deployment]) -> Iterator[dict]:

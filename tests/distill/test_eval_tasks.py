@@ -10,6 +10,8 @@ from distill.tiny_text import write_text
 from distill.typed import distill
 
 from kvpop_vllm.evaluation.contenders import known_training_free
+from kvpop_vllm.policies import POLICIES
+from kvpop_vllm.policies.base import Signal
 
 COMMON = "--model=qwen3 --data long.jsonl --split=all --dtype=float32"
 
@@ -45,6 +47,24 @@ def test_replay_of_all_policies_with_their_own_defaults(kvpop):
     assert all(sum(layer) * m["tokens_per_bin"] == pytest.approx(60, abs=4) for m in maps for layer in m["held"])
     status, _, errors = kvpop(*words.split()[:-2], "--policies", "tova", "--window=5", "--sinks=3", "--out=alike.jsonl")
     assert status in (0, None) and {r.get("window") for r in records("alike.jsonl")} == {None, 5}, errors
+
+
+def test_what_the_registry_cannot_run_is_left_out_unless_it_is_named(kvpop, monkeypatch):
+    class NeedsHidden(POLICIES["tova"]):
+        """Of a kind that no backend of evaluation can serve."""
+
+        name, signals = "needs-hidden", frozenset({Signal.HIDDEN, Signal.MASS})
+
+    monkeypatch.setitem(POLICIES, "needs-hidden", NeedsHidden)
+    words = f"eval --task=replay {COMMON} --length 100 --budget 40 --rows=1 --out=left.jsonl".split()
+    status, output, errors = kvpop(*words)
+    assert status in (0, None), errors
+    assert "left out: needs-hidden: --policy needs-hidden declares signals, which this version cannot serve" in output
+    assert {r["policy"] for r in records("left.jsonl")} == {"dense", *known_training_free()} - {"needs-hidden"}
+    status, _, errors = kvpop(*words, "--policies", "tova", "needs-hidden")
+    assert status == 2 and "needs-hidden: --policy needs-hidden declares signals" in errors
+    status, _, errors = kvpop(*words, "--window=40")
+    assert status == 2 and "no long-range tokens" in errors
 
 
 def test_retrieval_with_a_report(kvpop):
