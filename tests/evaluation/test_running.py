@@ -99,12 +99,12 @@ def test_generated_tokens_are_the_oracles(model, backend, both, name):
 
 @pytest.mark.parametrize("name", [None, "h2o", "kvpop"])
 def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
-    """In chunks and single tokens, to the outputs of the whole row."""
+    """In chunks and single tokens, before and after the budget is full, to the outputs of the whole row."""
     (deployed, _), loaded = both(name), load_model(model, torch.float32)
     tokens = torch.tensor(random_prompt(S))
     request = DenseRequest() if name is None else Request(deployed.rule, deployed.budgets, length=S, prompt=40)
     parts, at = [], 0
-    for count in (40, 1, 1, 17, 1, S - 60):
+    for count in (10, 1, 1, 28, 1, 17, 1, S - 59):
         positions = torch.arange(at, at + count)[None]
         inputs = {"input_ids": tokens[None, at : at + count], "position_ids": positions}
         with torch.inference_mode():
