@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
@@ -213,16 +213,19 @@ def training_free(name: str) -> Contender:
 
 
 def _scores_of(cls: type[Policy]) -> Score | None:
-    """What :data:`BY_SCORES` has for its rule; the smallest model and budget say which that is."""
+    """What :data:`BY_SCORES` has for its rule, if nothing else is in it; a small model and budget say which that is."""
     try:
         policy = cls(PolicySettings(cls.name, 64), ModelShape("llama", 1, 1, 64, 128))
         rule = policy.layer_rule(0, slice(0, 1))
     except ConfigError:
         return None  # deploy() says why
-    simple = type(rule) is RetentionRule and policy.uniform_shares and rule.decay_step == 1
-    if rule.scorer is None and (rule.log_gamma >= 0).any():
-        return None  # equal scores without decay: not recency
-    return BY_SCORES.get(type(rule.scorer)) if simple else None
+    plain = RetentionRule(rule.sinks, rule.window, rule.log_gamma, scorer=rule.scorer, decide_every=rule.decide_every)
+    same = all(
+        getattr(rule, f.name) is getattr(plain, f.name) or getattr(rule, f.name) == getattr(plain, f.name)
+        for f in fields(rule)
+    )
+    recent = rule.scorer is not None or bool((rule.log_gamma < 0).all())  # equal scores without decay are not recency
+    return BY_SCORES.get(type(rule.scorer)) if same and recent and policy.uniform_shares else None
 
 
 def known_training_free() -> list[str]:
