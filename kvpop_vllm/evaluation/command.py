@@ -65,7 +65,9 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         help="w of all policies alike (default for text: what the scorer was trained with at each budget, else 64; otherwise"
         " each policy's own)",
     )
-    command.add_argument("--decide-every", type=positive, default=1, metavar="E", help="tokens between decisions")
+    command.add_argument(
+        "--decide-every", type=positive, metavar="E", help="tokens between decisions (default: each policy's own)"
+    )
     command.add_argument(
         "--rows", type=positive, default=4, help="rows of text, or examples of each kind of retrieval (default 4)"
     )

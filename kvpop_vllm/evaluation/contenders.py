@@ -68,22 +68,22 @@ class Contender:
         budget: int,
         sinks: int | None = None,
         window: int | None = None,
-        decide_every: int = 1,
+        decide_every: int | None = None,
     ) -> Deployed:
-        """The policy with a budget of B tokens per KV head, and its own sinks and window where they are None.
+        """The policy with a budget of B tokens per KV head, and its own sinks, window and e where they are None.
 
         Raises:
             ConfigError: the policy cannot be used so; the message names options of `kvpop eval`.
         """
         if self.policy is None:
-            s, w = DEFAULT_SINKS if sinks is None else sinks, window or DEFAULT_WINDOW
-            return Deployed(self, model, Roles(s, w, budget - s - w - decide_every + 1, 1, decide_every), None)
+            s, w, e = DEFAULT_SINKS if sinks is None else sinks, window or DEFAULT_WINDOW, decide_every or 1
+            return Deployed(self, model, Roles(s, w, budget - s - w - e + 1, 1, e), None)
         settings = PolicySettings(
             self.policy,
             budget,
             sinks=sinks,
             window=window,
-            decide_every=decide_every if decide_every > 1 else None,
+            decide_every=decide_every,
             scorer=self.scorer,
             correction=self.correction,
         )
@@ -119,11 +119,6 @@ class Deployed:
         own = self.contender
         return own.score is not None and not own.corrects and not own.serve
 
-    @property
-    def even(self) -> bool:
-        """Whether all heads of all layers hold the same number of tokens, without which recall at equal k means nothing."""
-        return self.policy is None or self.policy.uniform_shares
-
     def rule(self, layer: int) -> RetentionRule:
         """What the kernels of serving run, for all heads of a layer.
 
@@ -147,7 +142,7 @@ class Deployed:
     def on_dense(
         self, judge: Judge, layer: int, v: torch.Tensor, positions: list[int], scores: dict
     ) -> tuple[Recall | None, torch.Tensor]:
-        """Its recall on a layer of the dense model (None for uneven budgets, or without positions), and what it makes of the layer's attention, ``[B, Hq, S, D]``;
+        """Its recall on a layer of the dense model (None without positions, or where heads hold different numbers of tokens), and what it makes of the layer's attention, ``[B, Hq, S, D]``;
         ``scores`` keeps what several settings share. Scores that are learned share their decay with the teacher."""
         roles, score = self.roles, self.contender.score
         log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.contender.name, roles.window)
@@ -164,8 +159,8 @@ class Deployed:
             out, kept = attend_and_keep(
                 self.rule(layer), self.budgets(layer), judge.q, judge.k, v, judge.scale, positions
             )
-        asked = self.even and positions
-        return judge.recall_of(kept, log_gamma, roles, positions) if asked else None, out
+        even = all(len(held.sum(-1).unique()) == 1 for held in kept)
+        return judge.recall_of(kept, log_gamma, roles, positions) if positions and even else None, out
 
 
 def budget_of_equal_bytes(budget: int, state_floats: int, head_dim: int, dtype: torch.dtype) -> int:
@@ -215,7 +210,7 @@ def training_free(name: str) -> Contender:
 def _scores_of(cls: type[Policy]) -> Score | None:
     """What :data:`BY_SCORES` has for its rule, if nothing else is in it; a small model and budget say which that is."""
     try:
-        policy = cls(PolicySettings(cls.name, 64), ModelShape("llama", 1, 1, 64, 128))
+        policy = cls(PolicySettings(cls.name, 64), ModelShape("llama", 4, 1, 64, 128))
         rule = policy.layer_rule(0, slice(0, 1))
     except ConfigError:
         return None  # deploy() says why
@@ -225,7 +220,8 @@ def _scores_of(cls: type[Policy]) -> Score | None:
         for f in fields(rule)
     )
     recent = rule.scorer is not None or bool((rule.log_gamma < 0).all())  # equal scores without decay are not recency
-    return BY_SCORES.get(type(rule.scorer)) if same and recent and policy.uniform_shares else None
+    even = len(policy.shares().unique()) == 1
+    return BY_SCORES.get(type(rule.scorer)) if same and recent and even else None
 
 
 def known_training_free() -> list[str]:

@@ -153,7 +153,7 @@ def _settings(options, shapes: dict[str, ScorerShape]) -> list[Setting]:
             if window is None:
                 own = {folder: shape.window_for(budget - sinks) for folder, shape in shapes.items()}
                 window = _agreed(own, "window", DEFAULT_WINDOW, f" at a budget of {budget}")
-            waiting = options.decide_every - 1
+            waiting = (options.decide_every or 1) - 1
             if budget <= sinks + window + waiting:
                 more = f" and {waiting} tokens between decisions" if waiting else ""
                 raise ConfigError(

@@ -26,19 +26,20 @@ RECALL = ("teacher", "hindsight", "mass")
 @dataclass(frozen=True)
 class Setting:
     """A length S and a budget B = s + w + e - 1 + k at which policies are compared, deciding every e tokens; ``equal`` is
-    what is equal: ``k`` or ``bytes``. Where sinks or window are None, each policy has its own."""
+    what is equal: ``k`` or ``bytes``. Where sinks, window or e are None, each policy has its own."""
 
     length: int
     budget: int
     sinks: int | None
     window: int | None
     equal: str = "k"
-    decide_every: int = 1
+    decide_every: int | None = None
 
     @property
     def positions(self) -> list[int]:
         """Where recall is asked for: from S / 2 (or B) and 3 S / 4 on the first in the middle between two decisions."""
-        every, middle = self.decide_every, self.decide_every // 2
+        every = self.decide_every or 1
+        middle = every // 2
         starts = max(self.length // 2, self.budget), 3 * self.length // 4
         return [min(-(-(q - middle) // every) * every + middle, self.length - 2) for q in starts]
 
@@ -49,7 +50,7 @@ class Setting:
             ConfigError: nothing is left for the long range, or the policy cannot be used so.
         """
         near = {"sinks": self.sinks, "window": self.window, "decide_every": self.decide_every}
-        budget, waiting = self.budget, self.decide_every - 1
+        budget, waiting = self.budget, (self.decide_every or 1) - 1
         if self.equal == "bytes":
             words = contender.deploy(model, self.budget, **near).state_floats
             budget = budget_of_equal_bytes(self.budget, words, model.head_dim, dtype)
@@ -109,7 +110,7 @@ def told(setting: Setting, deployed: Deployed) -> dict:
         "topk": roles.topk,
         "policy": deployed.contender.name,
         "window": roles.window,
-        "decide_every": setting.decide_every,
+        "decide_every": roles.decide_every,
     }
 
 
@@ -130,8 +131,8 @@ class _Observer:
         return out
 
     def record(self, i: int) -> dict:
-        found = {}
-        for name in RECALL if self.recall and self.pairs[i][1].even else ():
+        found, known = {}, all(recall is not None for recall, _ in self.layers[i])
+        for name in RECALL if known else ():
             values = torch.stack([getattr(recall, name) for recall, _ in self.layers[i]])
             found |= {name: values.mean().item(), f"{name}_by_layer": values.tolist()}
         errors = torch.stack([error for _, error in self.layers[i]])
@@ -186,7 +187,7 @@ def summarise(records: list[dict]) -> list[dict]:
     for key, members in groups.items():
         line = dict(zip(KEYS, key, strict=True)) | {"rows": len(members)}
         for name in ("nll", "accuracy", *RECALL, "error", "kl"):
-            if name in members[0]:
+            if all(name in member for member in members):
                 line[name] = sum(m[name] for m in members) / len(members)
         table.append(line | {"perplexity": math.exp(line["nll"])})
     return table

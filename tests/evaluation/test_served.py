@@ -14,7 +14,7 @@ from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.contenders import in_registry, known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
-from kvpop_vllm.evaluation.runner import Setting, evaluate
+from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
 from kvpop_vllm.evaluation.served import Sequence, attend_and_keep
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.testing import (
@@ -156,6 +156,27 @@ def test_heads_may_hold_different_budgets(layer, name):
         assert torch.equal(held[head], alone[head][1][head])
         mine = slice(2 * head, 2 * head + 2)
         torch.testing.assert_close(out[mine], alone[head][0][mine], rtol=0, atol=2e-5)
+
+
+def test_recall_is_left_out_where_heads_hold_different_numbers(model, monkeypatch):
+    """At equal k of all heads it would mean nothing; everything else is there, and the shares are in force."""
+
+    class Uneven(policies.get("h2o")):
+        name = "uneven"
+
+        def shares(self):
+            return torch.tensor([[24, 36], [30, 30]], dtype=torch.int32)
+
+    monkeypatch.setitem(policies.POLICIES, "uneven", Uneven)
+    contenders, setting = [training_free("h2o"), training_free("uneven")], Setting(S, 30, 2, 6)
+    records = list(evaluate(load_model(model, torch.float32), [row()], contenders, [setting]))
+    even, uneven = records[1:]
+    assert {"teacher", "hindsight", "mass"} <= even.keys() and not {"teacher", "hindsight", "mass"} & uneven.keys()
+    assert uneven["kl"] > 0 and uneven["nll"] != even["nll"]
+    by_layer = [record["error_by_layer"] for record in (even, uneven)]
+    assert by_layer[0][1] == by_layer[1][1] and all(a != b for a, b in zip(by_layer[0][0], by_layer[1][0], strict=True))
+    (line,) = (x for x in summarise(records) if x["policy"] == "uneven")
+    assert "mass" not in line and line["kl"] == uneven["kl"]
 
 
 @pytest.mark.parametrize("name", known_training_free())
