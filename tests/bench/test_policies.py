@@ -98,6 +98,9 @@ def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkey
     monkeypatch.setitem(modules["record"].KEY, "commit", "abc+")
     _, changed, said = bench("--budget", "128", "--policies", "tova")
     assert len(changed) == len(more) + 2 and "no row can be taken over" in said.out
+    monkeypatch.setitem(modules["record"].KEY, "commit", "def")
+    _, other, _ = bench("--budget", "128", "--policies", "tova")
+    assert [row["commit"] for row in other[len(changed) :]] == ["def", "def"]
 
 
 def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, modules, monkeypatch):
