@@ -109,10 +109,10 @@ class Cells:
 
     def quality(self, deployed, setting) -> dict:
         """Means over rows: ``error`` of attention outputs from position B on, ``perplexity``, ``kl`` in nats a token, and ``kl_before``,
-        that of the first B tokens alone."""
+        that of as many tokens as every head can hold."""
         records, before = [], []
         served = [] if deployed is None else [dataclasses.replace(deployed.contender, serve=True)]
-        first = setting.budget if deployed is None else deployed.roles.budget
+        first = deployed and max(2, deployed.least)
         for row in self.rows:
             *_, last = evaluate(self.backend.model, [row], served, [setting], recall=False)
             records.append(last)
@@ -129,8 +129,8 @@ class Cells:
         }
 
     def keeps_all(self, deployed) -> bool:
-        """Whether the policy holds every token of a text of B tokens, as all do that evict only where there is no room."""
-        return bool(self.backend.held(deployed, self.rows[0][: deployed.roles.budget]).all())
+        """Whether the policy holds all of a text for which there is room, as all do that evict nothing before."""
+        return bool(self.backend.held(deployed, self.rows[0][: deployed.least]).all())
 
     def found(self, deployed) -> dict:
         """Needles: ``exact`` and ``partial`` credit, means."""

@@ -135,6 +135,11 @@ class Deployed:
         """B of each head of a layer, ``[H]`` int32."""
         return self.policy.shares()[layer].int()
 
+    @property
+    def least(self) -> int:
+        """B of the head that holds fewest tokens."""
+        return int(self.policy.shares().min()) if self.policy else self.roles.budget
+
     def attend(self) -> Attend:
         """What runs it in all layers of a model, on whole rows."""
         return Sparse(self.contender.score, self.roles) if self.by_scores else Served(self.rule, self.budgets)

@@ -27,14 +27,14 @@ def records(path):
 
 def test_replay_of_all_policies_with_their_own_defaults(kvpop):
     distill(kvpop, "replayed", "--steps=2")
-    words = f"eval --task=replay {COMMON} --length 200 150 --budget 60 --rows=2 --bucket=30 --out=replay.jsonl --scorer=replayed"
+    words = f"eval --task=replay {COMMON} --length 200 150 --budget 80 --rows=2 --bucket=30 --out=replay.jsonl --scorer=replayed"
     status, output, errors = kvpop(*words.split(), "--report=replay")
     assert status in (0, None), errors
     found = records("replay.jsonl")
     names = {*known_training_free(), "replayed"}
     assert {r["policy"] for r in found} == names | {"dense"} and len(found) == 4 * (1 + len(names))
     windows = {r["policy"]: r["window"] for r in found if r["policy"] != "dense"}
-    assert (windows["h2o"], windows["tova"], windows["streaming-llm"], windows["replayed"]) == (30, 1, 55, 8)
+    assert (windows["h2o"], windows["tova"], windows["streaming-llm"], windows["replayed"]) == (40, 1, 75, 8)
     for record in found:
         assert record["task"] == "replay" and record["backend"] == "transformers" and record["bucket"] == 30
         assert len(record["kl_by_position"]) == -(-(record["length"] - 1) // 30)
@@ -44,7 +44,9 @@ def test_replay_of_all_policies_with_their_own_defaults(kvpop):
     assert "| streaming-llm | 2 |" in Path("replay/table.md").read_text()
     maps = records("replay/retained.jsonl")
     assert {m["policy"] for m in maps} == names and {m["length"] for m in maps} == {200}
-    assert all(sum(layer) * m["tokens_per_bin"] == pytest.approx(60, abs=4) for m in maps for layer in m["held"])
+    for m in maps:
+        if m["policy"] in ("h2o", "tova", "streaming-llm", "replayed"):
+            assert all(sum(layer) * m["tokens_per_bin"] == pytest.approx(80, abs=4) for layer in m["held"])
     status, _, errors = kvpop(*words.split()[:-2], "--policies", "tova", "--window=5", "--sinks=3", "--out=alike.jsonl")
     assert status in (0, None) and {r.get("window") for r in records("alike.jsonl")} == {None, 5}, errors
 
@@ -56,14 +58,14 @@ def test_what_the_registry_cannot_run_is_left_out_unless_it_is_named(kvpop, monk
         name, signals = "needs-hidden", frozenset({Signal.HIDDEN, Signal.MASS})
 
     monkeypatch.setitem(POLICIES, "needs-hidden", NeedsHidden)
-    words = f"eval --task=replay {COMMON} --length 100 --budget 40 --rows=1 --out=left.jsonl".split()
+    words = f"eval --task=replay {COMMON} --length 120 --budget 80 --rows=1 --out=left.jsonl".split()
     status, output, errors = kvpop(*words)
     assert status in (0, None), errors
     assert "left out: needs-hidden: --policy needs-hidden declares signals, which this version cannot serve" in output
     assert {r["policy"] for r in records("left.jsonl")} == {"dense", *known_training_free()} - {"needs-hidden"}
     status, _, errors = kvpop(*words, "--policies", "tova", "needs-hidden")
     assert status == 2 and "needs-hidden: --policy needs-hidden declares signals" in errors
-    status, _, errors = kvpop(*words, "--window=40")
+    status, _, errors = kvpop(*words, "--window=80")
     assert status == 2 and "no long-range tokens" in errors
 
 
