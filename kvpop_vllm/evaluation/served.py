@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 
-from kvpop_vllm.cache.retained import STALE, slot_positions
+from kvpop_vllm.cache.retained import STALE, divided, slot_positions
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.kernels.regions import HeadRegions
 from kvpop_vllm.roles import Retention
 
 
@@ -18,8 +19,7 @@ class Sequence:
 
     Args:
         rule: of the layer. budget: B of all heads, or of each, ``[H]`` int32. like: keys ``[H, ..., D]``, for the sizes and the
-            dtype. length: tokens it has room for. prompt: tokens of the prompt; what follows has been generated. No kernel
-            asks for it yet.
+            dtype. length: tokens it has room for. prompt: tokens of the prompt; what follows has been generated.
     """
 
     def __init__(
@@ -29,10 +29,19 @@ class Sequence:
         self.budgets = torch.as_tensor(budget, dtype=torch.int32).expand(heads).contiguous()
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
         blocks = layout.blocks(length, int(self.budgets.max()), rule.decide_every)
-        raw = torch.zeros(blocks, heads, layout.region_bytes, dtype=torch.uint8)
-        self.rule, self.pages, self.seen, self.prompt = rule, layout.view(raw), 0, prompt
-        self.table = torch.arange(blocks, dtype=torch.int32).expand(heads, -1)
-        self.retentions = [Retention(b, rule.sinks, rule.window, rule.decide_every) for b in self.budgets.tolist()]
+        self.rule, self.seen, self.prompt = rule, 0, prompt
+        if rule.share_pages:
+            blocks = max(blocks, layout.blocks(budget := int(self.budgets.max()), budget)) + HeadRegions.spare
+            regions = HeadRegions(layout, budget, blocks)
+            self.pages = regions.view(torch.zeros(blocks, heads, layout.region_bytes, dtype=torch.uint8))
+            self.table = regions.rows(0, torch.arange(blocks, dtype=torch.int32)[None])[0]
+        else:
+            self.pages = layout.view(torch.zeros(blocks, heads, layout.region_bytes, dtype=torch.uint8))
+            self.table = torch.arange(blocks, dtype=torch.int32).expand(heads, -1)
+        roles = rule.for_prompt(prompt)
+        self.retentions = [
+            Retention(b, rule.sinks, rule.window, rule.decide_every, roles.phase) for b in self.budgets.tolist()
+        ]
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
         """The next tokens: ``q [Hq, L, D]``, ``k, v [H, L, D]`` -> ``[Hq, L, D]``. One token is a decode step."""
@@ -48,21 +57,25 @@ class Sequence:
                 self.budgets[None],
                 rule=self.rule,
                 scale=scale,
+                prompts=torch.tensor([self.prompt]),
             )
         else:
-            out, _ = ops.prefill_chunk(
-                *tokens, self.pages, self.table, self.seen, self.budgets, rule=self.rule, scale=scale
-            )
+            own = dict(rule=self.rule, scale=scale, prompt=self.prompt)
+            out, _ = ops.prefill_chunk(*tokens, self.pages, self.table, self.seen, self.budgets, **own)
         self.seen += len(tokens[0])
         return out.transpose(0, 1)
 
     def held(self) -> torch.Tensor:
         """``[H, seen]`` booleans: which tokens are held."""
         found = torch.zeros(len(self.budgets), self.seen, dtype=torch.bool)
+        table, filled = self.table, None
+        if self.rule.share_pages:
+            shares = divided(self.pages, self.table, self.rule)
+            table, filled = shares.row, shares.filled
         slots: dict[int, torch.Tensor] = {}
         for head, retention in enumerate(self.retentions):
             if retention.budget not in slots:
-                slots[retention.budget] = slot_positions(self.pages, self.table, self.seen, retention)
+                slots[retention.budget] = slot_positions(self.pages, table, self.seen, retention, filled)
             own = slots[retention.budget][head]
             found[head, own[own != STALE]] = True
         return found
