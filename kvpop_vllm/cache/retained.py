@@ -11,7 +11,9 @@ STALE = -1
 """Stands for the position of a slot whose token is not held any more."""
 
 
-def slot_positions(pages: Pages, row: torch.Tensor, seen: int, retention: Retention) -> torch.Tensor:
+def slot_positions(
+    pages: Pages, row: torch.Tensor, seen: int, retention: Retention, counted: bool = False
+) -> torch.Tensor:
     """The position of the token in each slot in use, in slot order.
 
     Sinks and ring follow from ``seen``; long-range slots say it in their position words. Equal budgets only.
@@ -20,9 +22,11 @@ def slot_positions(pages: Pages, row: torch.Tensor, seen: int, retention: Retent
         pages: one layer's cache.
         row: the request's block numbers ``[P]`` or, per head, ``[H, P]``; state blocks first.
         seen: tokens the request has processed.
+        counted: how many long-range slots a head fills depends on its tokens (a rule with a threshold), and lies in slot 0's
+            score word.
 
     Returns:
-        ``[H, n]`` int64, :data:`STALE` in ring slots whose token has been decided upon; n is ``min(seen, budget)`` for
+        ``[H, n]`` int64, :data:`STALE` in ring slots whose token has been decided upon, and in slots that are not filled; n is ``min(seen, budget)`` for
         decisions at every step.
 
     Raises:
@@ -38,13 +42,19 @@ def slot_positions(pages: Pages, row: torch.Tensor, seen: int, retention: Retent
     newest = slots + (seen - 1 - slots) // retention.ring * retention.ring  # the newest token of each residue
     ring = (slots >= retention.sinks) & (slots < retention.first_long)
     found = torch.where(slots < retention.sinks, slots, torch.where(ring, newest, words))
-    return torch.where(retention.stale(slots, seen), STALE, found)
+    stale = retention.stale(slots, seen)
+    if counted:
+        filled = pages.score[blocks[:, :1], heads, 0] if seen > 0 else torch.zeros(len(heads), 1)
+        stale = stale | (slots - retention.first_long >= filled)
+    return torch.where(stale, STALE, found)
 
 
-def retained_positions(pages: Pages, row: torch.Tensor, seen: int, retention: Retention) -> list[list[int]]:
+def retained_positions(
+    pages: Pages, row: torch.Tensor, seen: int, retention: Retention, counted: bool = False
+) -> list[list[int]]:
     """The sorted positions a request holds after ``seen`` tokens, one list per KV head of one layer.
 
     Arguments and errors as in :func:`slot_positions`.
     """
-    found = slot_positions(pages, row, seen, retention)
+    found = slot_positions(pages, row, seen, retention, counted)
     return [sorted(t for t in head if t != STALE) for head in found.tolist()]

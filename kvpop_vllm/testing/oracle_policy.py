@@ -60,6 +60,8 @@ class OraclePolicy:
         log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
             the others).
         corrected: outputs are corrected by the moments of evicted tokens.
+        ages: a token's score counts as often as it is old (TRIM-KV). threshold: a lower score is dropped when it leaves the
+            window (DMS).
     """
 
     scorer: str | dict
@@ -70,6 +72,8 @@ class OraclePolicy:
     interval: int = 1
     log_gamma: Sequence[Sequence[float]] | None = None
     corrected: bool = False
+    ages: bool = False
+    threshold: float | None = None
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
@@ -77,7 +81,9 @@ class OraclePolicy:
         scorer = read_scorer(folder)
         config = scorer["config"]
         fields = {name: config[name] for name in ("sinks", "window", "topk")}
-        fields["step"] = config["decay"]["step"]
+        fields["step"] = config["decay"]["step"] if "decay" in config else 1
+        fields["ages"] = config["scorer"] == "trimkv"
+        fields["threshold"] = 0.0 if config["scorer"] == "dms" else None
         return cls(scorer=scorer, **(fields | changes))
 
     @classmethod
@@ -99,7 +105,13 @@ class OraclePolicy:
         """``log gamma`` of each head of one layer."""
         if self.log_gamma is not None:
             return list(self.log_gamma[layer])
-        return [0.0] * heads if isinstance(self.scorer, str) else log_gamma(self.scorer, layer)
+        undecayed = isinstance(self.scorer, str) or "decay" not in self.scorer["config"]
+        return [0.0] * heads if undecayed else log_gamma(self.scorer, layer)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the last channel of each KV head's first query is a gate's, and 0 in the query itself."""
+        return isinstance(self.scorer, dict) and self.scorer["config"].get("reads") == "query"
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
@@ -116,6 +128,8 @@ class OraclePolicy:
         value: torch.Tensor,
         forced: torch.Tensor | None = None,
         bias: Sequence[tuple[int, int, float]] = (),
+        hidden: torch.Tensor | None = None,
+        channel: torch.Tensor | None = None,
     ) -> Decided:
         """What a layer keeps of a whole sequence.
 
@@ -123,6 +137,7 @@ class OraclePolicy:
             query: ``[H * G, S, D]``. key, value: ``[H, S, D]``, as cached.
             forced: judge these retained sets, bool ``[H, S, S]``, instead of making them.
             bias: ``(head, token, by)``: the token scores so much more when sets are made; margins are judged without.
+            hidden, channel: see :func:`raw_scores`.
         """
         decay = self.decay(layer, len(key))
         shape = (self.sinks, self.window, self.topk)
@@ -131,13 +146,13 @@ class OraclePolicy:
                 raise ValueError("the oracle knows no decay of attention masses")
             followed = follow_attention(query, key, value, self.scorer, *shape, self.interval, forced, bias)
             return Decided(*followed)
-        scores = raw_scores(self.scorer, layer, key, value, self.window)
-        rule = (decay, *shape, self.step, self.interval)
+        scores = raw_scores(self.scorer, layer, key, value, self.window, hidden, channel)
+        rule = (decay, *shape, self.step, self.interval, self.ages, self.threshold)
         if forced is None:
             biased = scores.double().numpy().copy()
             for head, token, by in bias:
                 biased[head, token] += by
             forced = torch.from_numpy(retained_sets(biased, *rule))
-        sets = np.asarray(forced)
-        margins, lost = decision_margins(sets, scores.numpy(), *rule), best_lost(sets, scores.numpy(), decay, self.step)
+        sets, raw = np.asarray(forced), scores.numpy()
+        margins, lost = decision_margins(sets, raw, *rule), best_lost(sets, raw, decay, self.step, self.ages)
         return Decided(forced, torch.from_numpy(margins), scores, torch.from_numpy(lost))

@@ -21,6 +21,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
+from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
@@ -179,6 +180,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
                 f"--kv-policy {self.policy.settings.policy} cannot serve a model with {', '.join(reasons)}: leave --kv-policy out"
             )
         self.attention: FixedBudgetAttention | None = None
+        self.gates: torch.nn.ModuleList | None = None
         self._pages = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -187,7 +189,10 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         name = next(n for n, layer in context.items() if getattr(layer, "impl", None) is self)
         ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         heads = heads_of_rank(*ranks, self.policy.model.num_kv_heads, self.num_kv_heads)
-        rule = self.policy.layer_rule(extract_layer_index(name), heads)
+        index = extract_layer_index(name)
+        if self.policy.gated:
+            self._add_gate(index, heads, ranks[1])
+        rule = self.policy.layer_rule(index, heads)
         kept = self.policy.retention
         if (rule.sinks, rule.window, rule.decide_every) != (kept.sinks, kept.window, kept.decide_every):
             raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
@@ -195,14 +200,49 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         self.attention = FixedBudgetAttention(layout, rule, self.scale)
         _log_kernels(act_dtype)
 
+    def _add_gate(self, layer: int, heads: slice, ranks: int) -> None:
+        """Puts the layer's gate where its attention module looks for it.
+
+        Raises:
+            ConfigError: the module is none that hands over what a gate sees, or has not all that the gate needs.
+        """
+        name = self.policy.name
+        if self.gates is None:
+            raise ConfigError(
+                f"--kv-policy {name} needs a model whose attention hands over {', '.join(sorted(s.value for s in self.policy.signals))}:"
+                " choose a Llama or Qwen3 model, or another policy"
+            )
+        gate = self.policy.gate(layer, heads)
+        if gate.borrows and ranks > self.policy.model.num_kv_heads:
+            raise ConfigError(
+                f"--kv-policy {name} borrows a channel of each KV head's first query head: set --tensor-parallel-size to at most"
+                f" {self.policy.model.num_kv_heads}"
+            )
+        del self.gates[:]
+        self.gates.append(gate.to(self.vllm_config.device_config.device_type))
+
     def forward(
-        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
+        output_block_scale=None,
+        given=None,
     ):
-        """query ``[T, Hq, D]``, key, value ``[T, H, D]``, kv_cache ``[blocks, H, N, C / itemsize]`` -> output ``[T, Hq, D]``."""
+        """query ``[T, Hq, D]``, key, value ``[T, H, D]``, kv_cache ``[blocks, H, N, C / itemsize]``, given ``[T, H]`` of a
+        policy with a gate -> output ``[T, Hq, D]``."""
         if attn_metadata is None:  # profiling run
             return output.fill_(0)
-        n = attn_metadata.num_tokens
-        self.attention.forward(query[:n], key[:n], value[:n], self._bind(kv_cache), attn_metadata.batch, output[:n])
+        n, pages = attn_metadata.num_tokens, self._bind(kv_cache)
+        given = None if given is None else given[:n]
+        if self.policy.shifted:
+            given = shift(given, pages, attn_metadata.batch, self.attention.rule)
+        self.attention.forward(query[:n], key[:n], value[:n], pages, attn_metadata.batch, output[:n], given)
         return output
 
     def _bind(self, kv_cache: torch.Tensor):

@@ -120,7 +120,7 @@ class Recorder:
                 retention.window,
                 retention.decide_every,
             )
-            slots = slot_positions(pages, row.blocks, row.seen, retention)
+            slots = slot_positions(pages, row.blocks, row.seen, retention, rule.threshold is not None)
             self._check_content(pages, row, layer, slots)
             positions = [sorted(t for t in head if t != STALE) for head in slots.tolist()]
             self.held[row.request][layer].append(Held(row.seen, row.new, positions))
@@ -134,13 +134,15 @@ class Recorder:
 
     def _check_content(self, pages, row: Row, layer: int, slots: torch.Tensor) -> None:
         """Every valid slot holds, bit for bit, the key and value of the token it stands for."""
-        layout, at = pages.layout, (slots[0] != STALE).nonzero().flatten()
-        slots = slots[:, at]
-        blocks, head = row.blocks[layout.state_blocks + at // layout.block_slots].long(), torch.arange(len(slots))
+        layout, held = pages.layout, slots.T != STALE  # [slots, H]; heads may hold different numbers
+        at, head = torch.arange(slots.shape[1]), torch.arange(len(slots))
+        blocks = row.blocks[layout.state_blocks + at // layout.block_slots].long()
         for name, array in (("key", pages.k), ("value", pages.v)):
             stored = array[blocks, :, at % layout.block_slots]  # [slots, H, D]
             given = self.tensors[row.request, layer, name][slots.T, head]
-            assert torch.equal(stored, given), f"request {row.request}, layer {layer}: a slot holds another {name}"
+            assert torch.equal(stored[held], given[held]), (
+                f"request {row.request}, layer {layer}: a slot holds another {name}"
+            )
 
     def _after_schedule(self) -> None:
         running = {}
