@@ -306,6 +306,7 @@ class Recipe:
         base, scorers, phase = self.trains_base, self.phase == "sparsify", self.phase
         kl = self.distils and phase != "uptrain" and self.kl > 0
         reasons = (
+            (phase != "trimkv", "is about training the base model, and phase trimkv trains gates alone", "lr_base"),
             (base, "is about training the base model, which is frozen", "lr_base"),
             (self.distils, "is about training the base model, which is frozen", "kl ce"),
             (phase == "trimkv", f"is about TRIM-KV's gates, and phase {phase} has none", _OF_TRIMKV),

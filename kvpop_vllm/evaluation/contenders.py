@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from kvpop_vllm.config import ConfigError, ScorerShape
+from kvpop_vllm.config import GATE_KINDS, ConfigError, ScorerShape
 from kvpop_vllm.distill.hook import Attend
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Score, Sparse, recency
@@ -144,6 +144,10 @@ def learned(folder: str, model: str | Path) -> tuple[Contender, ScorerShape]:
     """
     config, layers = read_scorer(folder)
     check_model(config, **model_shape(model), source=folder)
+    if config.scorer in GATE_KINDS:
+        raise ConfigError(
+            f"{folder} holds gates ({config.scorer}), which kvpop eval does not run: serve them with --kv-policy {config.scorer}"
+        )
     scorers = [from_tensors(config, tensors) for tensors in layers]
 
     def score(layer, k, v, window):

@@ -211,6 +211,14 @@ class Policy(ABC):
         them. What it returns is the ``given`` of :class:`kvpop_vllm.kernels.ops.GivenScore`."""
         return None
 
+    def check_ranks(self, ranks: int) -> None:
+        """Whether its gate works on the KV heads of one of so many tensor-parallel ranks.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        return
+
     @property
     def gated(self) -> bool:
         """Whether it has a gate."""

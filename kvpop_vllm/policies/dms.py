@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels.ops import GivenScore
 from kvpop_vllm.policies.base import Signal
 from kvpop_vllm.policies.learned import Gated
@@ -20,6 +21,16 @@ class DMS(Gated):
     paper = "Lancucki et al. 2025, arXiv:2506.05345"
     cost = "one [E, H] product per layer, or none"
     signals = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
+
+    def __post_init__(self):
+        super().__post_init__()
+        kept = self.retention
+        if kept.sinks < 1:
+            raise ConfigError(f"--kv-policy {self.name} needs a sink: set --kv-sinks to at least 1")
+        if self.config.shifted and kept.window < 2:
+            raise ConfigError(
+                f"--kv-policy {self.name} decides on a token when the next one is there: set --kv-window to at least 2"
+            )
 
     @property
     def shifted(self):

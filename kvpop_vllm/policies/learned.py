@@ -77,12 +77,18 @@ class Learned(Policy):
 class Gated(Learned):
     """A learned policy whose scores come from a gate."""
 
-    def gate(self, layer, heads):
-        every = range(self.model.num_kv_heads)
-        if self.config.reads == "kv" and range(*heads.indices(len(every))) != every:
+    def check_ranks(self, ranks):
+        if self.config.reads == "kv" and ranks > 1:
             raise ConfigError(
                 f"--kv-policy {self.name} reads the keys and values of all heads: set --tensor-parallel-size 1"
             )
+        if self.config.reads == "query" and ranks > self.model.num_kv_heads:
+            raise ConfigError(
+                f"--kv-policy {self.name} borrows a channel of each KV head's first query head: set --tensor-parallel-size to at most"
+                f" {self.model.num_kv_heads}"
+            )
+
+    def gate(self, layer, heads):
         return gate_from_tensors(self.config, of_heads(self.loaded(layer), heads))
 
     @property

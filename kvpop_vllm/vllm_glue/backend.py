@@ -191,7 +191,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         heads = heads_of_rank(*ranks, self.policy.model.num_kv_heads, self.num_kv_heads)
         index = extract_layer_index(name)
         if self.policy.gated:
-            self._add_gate(index, heads, ranks[1])
+            self._add_gate(index, heads)
         rule = self.policy.layer_rule(index, heads)
         kept = self.policy.retention
         if (rule.sinks, rule.window, rule.decide_every) != (kept.sinks, kept.window, kept.decide_every):
@@ -200,25 +200,19 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         self.attention = FixedBudgetAttention(layout, rule, self.scale)
         _log_kernels(act_dtype)
 
-    def _add_gate(self, layer: int, heads: slice, ranks: int) -> None:
+    def _add_gate(self, layer: int, heads: slice) -> None:
         """Puts the layer's gate where its attention module looks for it.
 
         Raises:
-            ConfigError: the module is none that hands over what a gate sees, or has not all that the gate needs.
+            ConfigError: the module is none that hands over what a gate sees.
         """
-        name = self.policy.name
         if self.gates is None:
             raise ConfigError(
-                f"--kv-policy {name} needs a model whose attention hands over {', '.join(sorted(s.value for s in self.policy.signals))}:"
+                f"--kv-policy {self.policy.name} needs a model whose attention hands over {', '.join(sorted(s.value for s in self.policy.signals))}:"
                 " choose a Llama or Qwen3 model, or another policy"
             )
-        gate = self.policy.gate(layer, heads)
-        if gate.borrows and ranks > self.policy.model.num_kv_heads:
-            raise ConfigError(
-                f"--kv-policy {name} borrows a channel of each KV head's first query head: set --tensor-parallel-size to at most"
-                f" {self.policy.model.num_kv_heads}"
-            )
         del self.gates[:]
+        gate = self.policy.gate(layer, heads)
         self.gates.append(gate.to(self.vllm_config.device_config.device_type))
 
     def forward(

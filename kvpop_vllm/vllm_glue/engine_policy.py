@@ -99,9 +99,10 @@ def choose_model_class(vllm_config: VllmConfig) -> None:
     """Has vLLM build the model that can be gated, where the policy has a gate and the model is not one that carries scorers.
 
     Raises:
-        ConfigError: there is no such class for this model.
+        ConfigError: there is no such class for this model, or the gate needs all heads in one rank.
     """
     policy, model = engine_policy(vllm_config), vllm_config.model_config
+    policy.check_ranks(vllm_config.parallel_config.tensor_parallel_size)
     if not policy.gated or set(model.architectures) & set(ARCHITECTURES.values()):
         return
     if unknown := set(model.architectures) - set(STOCK_ARCHITECTURES):

@@ -9,7 +9,7 @@ import torch
 from config.test_scorer_files import edit, edit_tensors, refusal
 
 from kvpop_vllm import policies
-from kvpop_vllm.config import ConfigError, PolicySettings
+from kvpop_vllm.config import PolicySettings
 from kvpop_vllm.kernels.ops import GivenScore
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers import Signals, checkpoint, gate_from_tensors
@@ -74,16 +74,22 @@ def test_a_gate_scores_as_the_oracle_does(written, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_together_have_every_head_once(written, name):
-    """Heads of two ranks score as those of one, but where a gate reads the keys and values of all."""
+    """Heads of two ranks score as those of one, but where a gate reads the keys and values of all; with more ranks than KV
+    heads, a rank has not the query that lends its channel."""
     kind = KINDS[name][0]
     policy = policies.get(kind)(PolicySettings(kind, scorer=str(written(name))), SHAPE)
     draw = torch.Generator().manual_seed(0)
     seen = Signals(*(torch.randn(*shape, generator=draw) for shape in ((9, 64), (9, 2, 32), (9, 2, 32), (9, 2))))
     whole = policy.gate(1, slice(0, 2))(seen)
+    policy.check_ranks(1)
     if policy.config.reads == "kv":
-        with pytest.raises(ConfigError, match="reads the keys and values of all heads: set --tensor-parallel-size 1"):
-            policy.gate(1, slice(0, 1))
+        assert "of all heads: set --tensor-parallel-size 1" in refusal(policy.check_ranks, 2)
         return
+    policy.check_ranks(2)
+    if policy.config.reads == "query":
+        assert "set --tensor-parallel-size to at most 2" in refusal(policy.check_ranks, 4)
+    else:
+        policy.check_ranks(4)
     for head in range(2):
         own = seen._replace(channel=seen.channel[:, head : head + 1])
         torch.testing.assert_close(policy.gate(1, slice(head, head + 1))(own)[:, 0], whole[:, head])

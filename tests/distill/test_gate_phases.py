@@ -11,7 +11,7 @@ from distill.typed import distill
 from kvpop_vllm.distill.hook import Dense, load_model, show_hidden_states
 from kvpop_vllm.scorers import Signals, gate_from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
-from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt
+from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_random_scorer
 
 TRIMKV = [
     "--recipe=trimkv",
@@ -42,7 +42,9 @@ def trained(request, folder):
         def kvpop(*words):
             return main([str(word) for word in words]), "", ""
 
-        steps = distill(kvpop, request.param, recipe=RECIPES[request.param])
+        before = torch.get_num_threads()
+        steps = distill(kvpop, request.param, "--threads=1", recipe=RECIPES[request.param])
+        torch.set_num_threads(before)
         yield request.param, folder, steps
 
 
@@ -110,3 +112,35 @@ def test_an_engine_serves_what_was_trained(trained, chunk):
         engine.chunk(chunk)
         verdict = engine.verdict(engine.serve([Job(1, new=60), Job(31), Job(90), Job(150)]))
         assert verdict.decisions > 100
+
+
+START = "distill --out=x --model=qwen3 --data text.jsonl --length=96"
+REFUSED = {
+    "--recipe=trimkv --topk 23 --train-base": "phase trimkv trains gates alone: leave --train-base out",
+    "--recipe=trimkv --topk 23 --lr-base=1e-5": "--lr-base is about training the base model, and phase trimkv trains gates alone",
+    "--recipe=dms --window=8 --topk 23 --lr-base=1e-5": "--lr-base is about training the base model, which is frozen",
+    "--recipe=dms --window=8 --topk 23 --capacity=2": "--capacity is about TRIM-KV's gates, and phase dms has none",
+    "--recipe=trimkv --topk 23 --compression=4": "--compression is about DMS's gates, and phase trimkv has none",
+    "--recipe=trimkv --topk 23 --scorer=mlp": "--scorer is about scorers, and phase trimkv has none",
+    "--recipe=trimkv --topk 23 --kl=0 --ce=0": "gates are trained but neither --kl nor --ce is above 0",
+    "--recipe=trimkv --topk 23 --gate-reads=query": "gate_reads must be hidden or kv",
+    "--recipe=trimkv --topk 23 --gate-width=0": "gate_width must be at least 1",
+    "--recipe=trimkv --topk 23 --capacity=-1": "capacity must be at least 0",
+    "--recipe=dms --window=8 --topk 23 --compression=0.5": "compression must be at least 1",
+    "--recipe=dms --window=8 --topk 23 --gumbel-tau=0": "gumbel_tau must be above 0",
+    "--recipe=dms --window=8 --topk 23 --sinks=0": "sinks must be an integer from 1",
+    "--recipe=trimkv --topk 511": "length 96 must exceed sinks + window + topk",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_bad_input_is_refused_in_one_line(kvpop, line):
+    status, _, errors = kvpop(*START.split(), *line.split())
+    own = [text for text in errors.splitlines() if text.startswith("kvpop: ")]
+    assert status == 2 and len(own) == 1 and REFUSED[line] in own[0], errors
+
+
+def test_eval_says_that_it_does_not_run_gates(kvpop, folder):
+    write_random_scorer(folder / "gates", folder / "qwen3", "trimkv")
+    status, _, errors = kvpop(*"eval --model=qwen3 --data text.jsonl --split=all --scorer=gates --length 96".split())
+    assert status == 2 and "kvpop: gates holds gates (trimkv), which kvpop eval does not run" in errors
