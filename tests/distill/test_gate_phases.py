@@ -7,6 +7,8 @@ import dataclasses
 import pytest
 import torch
 from distill.typed import distill
+from engine.driving import Job, one_thread, watched
+from engine.judge import Judge
 
 from kvpop_vllm.distill.hook import Dense, load_model, show_hidden_states
 from kvpop_vllm.scorers import Signals, gate_from_tensors
@@ -42,9 +44,8 @@ def trained(request, folder):
         def kvpop(*words):
             return main([str(word) for word in words]), "", ""
 
-        before = torch.get_num_threads()
-        steps = distill(kvpop, request.param, "--threads=1", recipe=RECIPES[request.param])
-        torch.set_num_threads(before)
+        with one_thread():
+            steps = distill(kvpop, request.param, recipe=RECIPES[request.param])
         yield request.param, folder, steps
 
 
@@ -102,9 +103,6 @@ def test_training_and_serving_and_the_oracle_score_alike(trained):
 @pytest.mark.parametrize("chunk", [7, None])
 def test_an_engine_serves_what_was_trained(trained, chunk):
     """Retained sets and log-probabilities are the oracle's, whose gates are its own."""
-    from engine.driving import Job, watched
-    from engine.judge import Judge
-
     name, folder, _ = trained
     settings = {"policy": name.partition("-")[0], "scorer": str(folder / name)}
     judge = Judge(str(folder / "qwen3"), OraclePolicy.from_scorer(folder / name))

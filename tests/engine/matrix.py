@@ -24,7 +24,7 @@ GATES = {
 }
 """Name of a case -> policy, which is also the scorer's kind, and what its gate is like. That of dms evicts most tokens: in a first
 layer equal tokens have equal logits up to rounding, so that few decisions may be left to the budget."""
-MATRIX += [("llama", "trimkv"), ("qwen3", "trimkv-kv"), ("qwen3", "dms"), ("llama", "dms-query")]
+MATRIX += [("qwen3", "trimkv"), ("llama", "dms-query")]
 TRAINING_FREE = {
     "l2norm": ("key norm", 0, 1),
     "tova": ("newest mass", 0, 1),
