@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
@@ -27,6 +27,7 @@ FLAGS = {
     "decide_every": "--kv-decide-every",
     "scorer": "--kv-scorer",
     "correction": "--kv-correction",
+    "allocator": "--kv-allocator",
 }
 """Setting -> the flag users know it by; error messages name the flag."""
 
@@ -34,6 +35,9 @@ SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128)
 
 CORRECTIONS = ("none", "moment")
 """What ``--kv-correction`` takes."""
+
+ALLOCATORS = ("uniform", "pyramid")
+"""What ``--kv-allocator`` takes."""
 
 SCORER_KINDS = ("mlstm", "mlp", "linear", "trimkv", "dms")
 """What a scorer's config may name."""
@@ -86,6 +90,7 @@ class PolicySettings:
         policy: registered name. budget: B, tokens per KV head. compression: c with B = max-model-len / c.
         sinks: s. window: w. decide_every: e, tokens between decisions. scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
         correction: what outputs gain from the evicted tokens, one of CORRECTIONS.
+        allocator: how layers and heads share the budget, one of ALLOCATORS.
     """
 
     policy: str
@@ -96,6 +101,7 @@ class PolicySettings:
     decide_every: int | None = None
     scorer: str | None = None
     correction: str | None = None
+    allocator: str | None = None
 
     @classmethod
     def parse(cls, given: Mapping) -> PolicySettings:
@@ -121,8 +127,9 @@ class PolicySettings:
         _check_compression(values["compression"])
         if values["scorer"] is not None and not isinstance(values["scorer"], str):
             raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
-        if values["correction"] not in (None, *CORRECTIONS):
-            raise ConfigError(f"--kv-correction must be one of {', '.join(CORRECTIONS)}, got {values['correction']!r}")
+        for name, known in (("correction", CORRECTIONS), ("allocator", ALLOCATORS)):
+            if values[name] not in (None, *known):
+                raise ConfigError(f"{FLAGS[name]} must be one of {', '.join(known)}, got {values[name]!r}")
         if values["budget"] is not None and values["compression"] is not None:
             raise ConfigError("--kv-budget and --kv-compression both set the budget: give only one of them")
         return cls(**values)
@@ -194,6 +201,8 @@ def resolve_retention(
     keeps_all: bool = False,
     sinks: int = DEFAULT_SINKS,
     window_share: float = 1.0,
+    decide_every: int = 1,
+    default_window: Callable[[int], int | None] = lambda every: None,
 ) -> Retention:
     """The budget and its parts; flags override what a scorer's config says for budget and sinks.
 
@@ -201,6 +210,7 @@ def resolve_retention(
         settings: the user's. max_model_len: longest sequence, tokens. scorer: from the scorer's config, if there is one.
         keeps_all: the policy never evicts, so that B is max_model_len.
         sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
+        decide_every: the default e. default_window: the default w for e, or None where ``window_share`` says it.
 
     Raises:
         ConfigError: no budget to be had, budget below sinks + window + decide_every, or a window the scorer was not trained with.
@@ -214,12 +224,14 @@ def resolve_retention(
     budget = _budget(settings, max_model_len, scorer, sinks, keeps_all)
     if scorer and settings.window is not None:
         scorer.check_window(settings.window, "--kv-window")
-    every = settings.decide_every or 1
+    every = settings.decide_every or decide_every
     if scorer:
-        default_window = scorer.window_for(budget - sinks)
+        window = scorer.window_for(budget - sinks)
+    elif (own := default_window(every)) is not None:
+        window = own
     else:  # one token at least is to be decided upon
-        default_window = max(1, min(int(window_share * (budget - sinks)), budget - sinks - every))
-    window = settings.window if settings.window is not None else default_window
+        window = max(1, min(int(window_share * (budget - sinks)), budget - sinks - every))
+    window = settings.window if settings.window is not None else window
     least = sinks + window + every
     if budget < least:
         while scorer and settings.window is None and least < sinks + scorer.window_for(least - sinks) + every:

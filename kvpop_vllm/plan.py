@@ -82,7 +82,8 @@ def plan(options) -> None:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue
             layout = PageLayout(heads, shape.head_dim, dtype, options.block_size, policy.state_floats)
-            held = request_bytes(layout, shape.num_layers, shape.max_model_len, policy.retention)
+            shares = policy.checked_shares(slice(0, heads))
+            held = request_bytes(layout, shape.num_layers, shape.max_model_len, policy.retention, shares)
             rows.append(_row(cls.name, budget, held, options.kv_memory, stock))
     if len(rows) == 1:
         raise ConfigError(notes[-1])

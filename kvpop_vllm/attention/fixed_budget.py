@@ -9,6 +9,7 @@ import torch
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages
+from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.roles import Retention
 
 
@@ -33,8 +34,8 @@ class StepBatch:
             first. table: ``[R, H, P]`` int32. positions: ``[R]`` int64.
         valid: ``[R, H]`` int32, slots in use before the step. budgets: ``[H]`` int32, B of each head.
         prefills: the other requests, in order.
-        starts: ``[n]`` int64, position each request with tokens goes on from, in order. slot_zero: ``[n]`` int64, the
-            block of its slot 0, which knows how many tokens were seen.
+        starts: ``[n]`` int64, position each request with tokens goes on from, in order. slot_zero: ``[n, H]`` int64, the
+            page of each head's slot 0, which knows how many tokens were seen.
         prompts: ``[R]`` int64, tokens of each prompt, where decisions depend on them.
     """
 
@@ -58,19 +59,26 @@ class StepBatch:
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         prompts: torch.Tensor | None = None,
+        regions: RegionMap | None = None,
+        layer: int = 0,
     ) -> StepBatch:
         """Splits a batch into decodes and prefills.
 
         Args:
             retention: of all heads and layers. query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
             block_table: ``[requests, >= P]`` int32, state blocks first.
+            regions, layer: where heads hold different numbers of tokens, where their pages are, and of which layer.
             prompts: ``[requests]`` int64, tokens of each prompt, where decisions depend on them (``retention.prompt_grid``).
         """
         prompts = prompts if retention.prompt_grid else None
         known = prompts.tolist() if prompts is not None else [None] * len(query_lens)
-        heads, budget = layout.num_kv_heads, retention.budget
-        width = layout.blocks(budget, budget)
-        rows = block_table[:, :width].unsqueeze(1).expand(-1, heads, -1)
+        heads = layout.num_kv_heads
+        if regions is None:
+            budgets = torch.full((heads,), retention.budget, dtype=torch.int32)
+            width = layout.blocks(retention.budget, retention.budget)
+            rows = block_table[:, :width].unsqueeze(1).expand(-1, heads, -1)
+        else:
+            budgets, rows = regions.budgets(layer), regions.rows(layer, block_table)
         lengths = seq_lens.tolist()
         singles, at, prefills, first = [], [], [], 0
         for i, count in enumerate(query_lens):
@@ -84,13 +92,14 @@ class StepBatch:
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
         positions = seq_lens[chosen].long() - 1
         roles = [retention if known[i] is None else retention.for_prompt(known[i]) for i in singles]
-        in_use = [own.extent(position, budget) for own, position in zip(roles, positions.tolist(), strict=True)]
-        valid = torch.tensor(in_use, dtype=torch.int32).unsqueeze(1).expand(-1, heads)
-        budgets = torch.full((heads,), budget, dtype=torch.int32)
+        valid = torch.empty((len(singles), heads), dtype=torch.int32)
+        for budget in budgets.unique().tolist():
+            in_use = [own.extent(position, budget) for own, position in zip(roles, positions.tolist(), strict=True)]
+            valid[:, budgets == budget] = torch.tensor(in_use, dtype=torch.int32).unsqueeze(1)
         tokens = chosen if together else torch.tensor(at)
         busy = torch.tensor([i for i, count in enumerate(query_lens) if count], dtype=torch.int64)
         starts = torch.tensor([lengths[i] - count for i, count in enumerate(query_lens) if count], dtype=torch.int64)
-        slot_zero = block_table[busy, layout.state_blocks].long()
+        slot_zero = rows[busy, :, layout.state_blocks].long()
         own = None if prompts is None else prompts[chosen]
         return cls(
             len(singles), tokens, rows[chosen], positions, valid, budgets, tuple(prefills), starts, slot_zero, own
@@ -171,7 +180,7 @@ def _check_starts(pages: Pages, batch: StepBatch) -> None:
     Raises:
         StepOrderError: a request does not go on where its cache ends.
     """
-    seen = pages.position[batch.slot_zero, :, 0]  # [n, H]
+    seen = pages.position[batch.slot_zero, torch.arange(pages.layout.num_kv_heads), 0]  # [n, H]
     wrong = (seen != batch.starts.unsqueeze(1)) & (batch.starts.unsqueeze(1) > 0)
     if wrong.any():
         r, h = wrong.nonzero()[0].tolist()

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
+from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.roles import Retention
 
 
@@ -39,11 +40,18 @@ class PoolBytes:
     requests: float
 
 
-def request_bytes(layout: PageLayout, num_layers: int, length: int, retention: Retention) -> CacheBytes:
-    """What a request holds whose cache has taken in ``length`` tokens."""
-    held = retention.held(length, retention.budget)
-    blocks = layout.blocks(length, retention.budget, retention.decide_every)
-    per_token = 2 * layout.num_kv_heads * layout.head_size * layout.dtype.itemsize * num_layers
+def request_bytes(
+    layout: PageLayout, num_layers: int, length: int, retention: Retention, shares: Shares | None = None
+) -> CacheBytes:
+    """What a request holds whose cache has taken in ``length`` tokens; ``shares``: of its heads, where they are unequal."""
+    counts = shares.counts if shares else {retention.budget: num_layers * layout.num_kv_heads}
+    held = sum(many * retention.held(length, budget) for budget, many in counts.items())
+    every = retention.decide_every
+    if shares:
+        blocks = shares.blocks(layout.state_blocks, layout.block_slots, length, every)
+    else:
+        blocks = layout.blocks(length, retention.budget, every)
+    per_token = 2 * layout.head_size * layout.dtype.itemsize
     page = layout.num_kv_heads * layout.region_bytes * num_layers
     return CacheBytes(canonical=held * per_token, allocated=blocks * page, blocks=blocks)
 

@@ -128,3 +128,11 @@ class Pages:
     @property
     def num_blocks(self) -> int:
         return self.raw.shape[0]
+
+    def put(self, array: torch.Tensor, at: tuple, values: torch.Tensor) -> None:
+        """``array[at] = values`` for one of the arrays and ``at = (block, head, slot)``, also where regions are the same for
+        every head."""
+        if self.raw.stride(1) == 0:
+            array[:, 0][at[0], at[2]] = values
+        else:
+            array[at] = values

@@ -12,13 +12,29 @@ from kvpop_vllm.policies.h2o import H2O
 from kvpop_vllm.policies.kvpop import KVpop, KVpopLinear, KVpopMLP
 from kvpop_vllm.policies.l2norm import L2Norm
 from kvpop_vllm.policies.momentkv import MomentKV
+from kvpop_vllm.policies.pyramidkv import PyramidKV
+from kvpop_vllm.policies.snapkv import SnapKV
 from kvpop_vllm.policies.streaming_llm import StreamingLLM
 from kvpop_vllm.policies.tova import TOVA
 from kvpop_vllm.policies.trimkv import TrimKV
 
 POLICIES: dict[str, type[Policy]] = {
     cls.name: cls
-    for cls in (KVpop, KVpopMLP, KVpopLinear, TrimKV, DMS, StreamingLLM, L2Norm, H2O, TOVA, MomentKV, Full)
+    for cls in (
+        KVpop,
+        KVpopMLP,
+        KVpopLinear,
+        TrimKV,
+        DMS,
+        StreamingLLM,
+        L2Norm,
+        H2O,
+        SnapKV,
+        PyramidKV,
+        TOVA,
+        MomentKV,
+        Full,
+    )
 }
 """The policies of this package by name."""
 

@@ -25,6 +25,8 @@ from kvpop_vllm.config import (
     resolve_retention,
 )
 from kvpop_vllm.kernels.ops import GivenScore, RetentionRule, ScorerWeights
+from kvpop_vllm.kernels.regions import Shares
+from kvpop_vllm.policies.allocators import ALLOCATORS
 from kvpop_vllm.scorers.gates import Gate
 
 
@@ -55,7 +57,7 @@ class Order(Enum):
 
 class Decide(Enum):
     """When evictions are decided: at every step (every e with ``--kv-decide-every``), on a grid of the policy's own, or
-    once at the prompt's end."""
+    on the first generated token and every e tokens before and after it."""
 
     STEP = "every step"
     GRID = "grid"
@@ -106,9 +108,11 @@ class Policy(ABC):
         state: recurrent state per layer and KV head, in words; ``state_fields`` are its sizes.
         signals: see :class:`Signal`. order: see :class:`Order`. decide: see :class:`Decide`.
         slot_fields: float32 words per slot beyond score and position, by name.
-        default_sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
+        default_sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w
+            (:meth:`default_window` may say another). default_decide_every: e where ``--kv-decide-every`` is not given.
         default_correction: where ``--kv-correction`` is not given.
-        keeps_all: never evicts. uniform_shares: all heads of all layers hold B slots.
+        default_allocator: where ``--kv-allocator`` is not given.
+        keeps_all: never evicts.
     """
 
     name: ClassVar[str]
@@ -121,9 +125,10 @@ class Policy(ABC):
     slot_fields: ClassVar[dict[str, int]] = {}
     default_sinks: ClassVar[int] = DEFAULT_SINKS
     window_share: ClassVar[float] = 1.0
+    default_decide_every: ClassVar[int] = 1
     default_correction: ClassVar[str] = "none"
+    default_allocator: ClassVar[str] = "uniform"
     keeps_all: ClassVar[bool] = False
-    uniform_shares: ClassVar[bool] = True
     scorer_kind: ClassVar[str | None] = None
 
     preload: ClassVar[Callable[[], Preload] | None] = None
@@ -138,6 +143,8 @@ class Policy(ABC):
         self.check_realised()
         if self.keeps_all and self.corrects:
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-correction out")
+        if self.keeps_all and self.allocator != "uniform":
+            raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-allocator out")
         self.retention = resolve_retention(
             self.settings,
             self.model.max_model_len,
@@ -145,7 +152,10 @@ class Policy(ABC):
             keeps_all=self.keeps_all,
             sinks=self.default_sinks,
             window_share=self.window_share,
+            decide_every=self.default_decide_every,
+            default_window=self.default_window,
         )
+        self.retention = replace(self.retention, prompt_grid=self.decide is Decide.PROMPT_END)
 
     def check_realised(self) -> None:
         """Refuses declarations that no kernel acts on yet, rather than ignore them.
@@ -156,15 +166,18 @@ class Policy(ABC):
         brings_gate = type(self).gate is not Policy.gate
         beyond = {
             "signals": Signal.QUERY in self.signals or self.gated != brings_gate,
-            "decide": self.decide is not Decide.STEP,
+            "decide": self.decide is Decide.GRID,
             "slot_fields": bool(self.slot_fields),
-            "uniform_shares": not self.uniform_shares,
             "preload": self.preload is not None,
         }
-        if self.default_correction not in CORRECTIONS:
-            raise ConfigError(
-                f"--kv-policy {self.name} declares the correction {self.default_correction!r}: mend it to one of {', '.join(CORRECTIONS)}"
-            )
+        for what, value, known in (
+            ("correction", self.default_correction, CORRECTIONS),
+            ("allocator", self.default_allocator, ALLOCATORS),
+        ):
+            if value not in known:
+                raise ConfigError(
+                    f"--kv-policy {self.name} declares the {what} {value!r}: mend it to one of {', '.join(known)}"
+                )
         for name, there in beyond.items():
             if there:
                 raise ConfigError(
@@ -181,6 +194,10 @@ class Policy(ABC):
             raise ConfigError(
                 f"--kv-policy {self.name} uses no scorer: leave --kv-scorer out, or choose a kvpop policy"
             )
+
+    def default_window(self, decide_every: int) -> int | None:
+        """w for e tokens between decisions, where ``window_share`` does not say it."""
+        return None
 
     def scorer_shape(self) -> ScorerShape | None:
         """What a scorer's config says about retention, if there is one."""
@@ -202,9 +219,31 @@ class Policy(ABC):
         moments = moment_fields(self.model.head_dim) if self.corrects else {}
         return sum((self.state_fields | moments).values())
 
+    @property
+    def allocator(self) -> str:
+        """How layers and heads share the budget (``--kv-allocator``)."""
+        return self.settings.allocator or self.default_allocator
+
     def shares(self) -> torch.Tensor:
-        """Budget ``[layers, H]`` int32 of every head; the default gives all the same."""
-        return torch.full((self.model.num_layers, self.model.num_kv_heads), self.retention.budget, dtype=torch.int32)
+        """Budget ``[layers, H]`` int32 of every head, B on average, as the allocator says it."""
+        return ALLOCATORS[self.allocator](self.retention, self.model.num_layers, self.model.num_kv_heads)
+
+    def checked_shares(self, heads: slice) -> Shares | None:
+        """Those of these KV heads, or None if all are the same.
+
+        Raises:
+            ConfigError: they are misshapen, too small, or more than B on average.
+        """
+        budgets, shape = self.shares(), (self.model.num_layers, self.model.num_kv_heads)
+        if tuple(budgets.shape) != shape or budgets.dtype != torch.int32:
+            raise ConfigError(f"--kv-policy {self.name} gives shares that are not {shape} int32: mend that policy")
+        if (least := int(budgets.min())) < self.retention.first_long:
+            raise ConfigError(
+                f"--kv-allocator {self.allocator} leaves a head {least} tokens, less than sinks and window: raise --kv-budget"
+            )
+        if int(budgets.sum()) > self.retention.budget * budgets.numel():
+            raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: mend that policy")
+        return Shares.of(budgets[:, heads])
 
     def gate(self, layer: int, heads: slice) -> Gate | None:
         """The module that scores the tokens of ``layer`` for these KV heads when they come in, or None where the kernels score
@@ -252,6 +291,10 @@ class Policy(ABC):
         if isinstance(rule.scorer, GivenScore) != self.gated:
             raise ConfigError(
                 f"--kv-policy {self.name} {'has a' if self.gated else 'has no'} gate, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
+            )
+        if rule.prompt_grid != self.retention.prompt_grid:
+            raise ConfigError(
+                f"--kv-policy {self.name} declares to decide at {self.decide.value}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
             )
         if (needed := rule.state_floats(self.model.head_dim)) > self.state_floats:
             raise ConfigError(

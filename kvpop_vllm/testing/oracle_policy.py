@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from .oracle_coupled import corrected_attention, follow_attention
-from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL, NEWEST_MASS, RECENCY, log_gamma, raw_scores, read_scorer
+from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL, NEWEST_MASS, RECENCY, VOTES, log_gamma, raw_scores, read_scorer
 from .oracle_sets import best_lost, decision_margins, retained_sets
 
 
@@ -52,9 +52,9 @@ class OraclePolicy:
     """What to keep, per KV head; ``B = sinks + window + interval - 1 + topk``.
 
     Attributes:
-        scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"`` (see
+        scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"``, ``"votes"`` (see
             :func:`follow_attention`); or the result of :func:`read_scorer`.
-        sinks, window, topk: ``s``, ``w``, ``k`` in tokens.
+        sinks, window, topk: ``s``, ``w``, ``k`` in tokens; k of each layer, where they differ.
         step: ``n``, positions per decay step.
         interval: ``e``, tokens between decisions.
         log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
@@ -67,7 +67,7 @@ class OraclePolicy:
     scorer: str | dict
     sinks: int
     window: int
-    topk: int
+    topk: int | tuple[int, ...]
     step: int = 1
     interval: int = 1
     log_gamma: Sequence[Sequence[float]] | None = None
@@ -98,8 +98,13 @@ class OraclePolicy:
 
     @property
     def budget(self) -> int:
-        """``B`` in tokens per KV head."""
-        return self.sinks + self.window + self.interval - 1 + self.topk
+        """``B`` in tokens per KV head; of the layer that holds least, where they differ."""
+        return min(self.budgets(1))
+
+    def budgets(self, layers: int) -> list[int]:
+        """``B`` of each of so many layers, or of all that have a ``k`` of their own."""
+        topk = self.topk if isinstance(self.topk, tuple) else (self.topk,) * layers
+        return [self.sinks + self.window + self.interval - 1 + k for k in topk]
 
     def decay(self, layer: int, heads: int) -> list[float]:
         """``log gamma`` of each head of one layer."""
@@ -128,6 +133,7 @@ class OraclePolicy:
         value: torch.Tensor,
         forced: torch.Tensor | None = None,
         bias: Sequence[tuple[int, int, float]] = (),
+        prompt: int | None = None,
         hidden: torch.Tensor | None = None,
         channel: torch.Tensor | None = None,
     ) -> Decided:
@@ -137,14 +143,16 @@ class OraclePolicy:
             query: ``[H * G, S, D]``. key, value: ``[H, S, D]``, as cached.
             forced: judge these retained sets, bool ``[H, S, S]``, instead of making them.
             bias: ``(head, token, by)``: the token scores so much more when sets are made; margins are judged without.
+            prompt: how many of the tokens are the prompt, where votes rank.
             hidden, channel: see :func:`raw_scores`.
         """
         decay = self.decay(layer, len(key))
-        shape = (self.sinks, self.window, self.topk)
-        if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL):
+        topk = self.topk[layer] if isinstance(self.topk, tuple) else self.topk
+        shape = (self.sinks, self.window, topk)
+        if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL, VOTES):
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
-            followed = follow_attention(query, key, value, self.scorer, *shape, self.interval, forced, bias)
+            followed = follow_attention(query, key, value, self.scorer, *shape, self.interval, forced, bias, prompt)
             return Decided(*followed)
         scores = raw_scores(self.scorer, layer, key, value, self.window, hidden, channel)
         rule = (decay, *shape, self.step, self.interval, self.ages, self.threshold)

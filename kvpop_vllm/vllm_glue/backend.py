@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -24,7 +25,9 @@ from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
+from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
+from kvpop_vllm.kernels.regions import RegionMap, Shares
+from kvpop_vllm.vllm_glue import prompt_lengths
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
@@ -81,8 +84,15 @@ class FixedBudgetBackend(AttentionBackend):
             budget=cls.policy.retention.budget,
             decide_every=cls.policy.retention.decide_every,
             state_blocks=layout.state_blocks,
+            shares=cls.shares(spec.num_kv_heads),
             max_tp_shards=spec.max_tp_shards,
         )
+
+    @classmethod
+    def shares(cls, num_kv_heads: int) -> Shares | None:
+        """Budgets of this rank's heads, None where all are the same."""
+        ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
+        return cls.policy.checked_shares(heads_of_rank(*ranks, cls.policy.model.num_kv_heads, num_kv_heads))
 
     @classmethod
     def layout(cls, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> PageLayout:
@@ -118,10 +128,19 @@ def _log_kernels(dtype: torch.dtype) -> None:
 
 @dataclass
 class FixedBudgetMetadata:
-    """One step's metadata: the batch, the same for all layers, and the number of its tokens."""
+    """One step's metadata: the batch of each layer, the same for all but where heads have unequal shares, and the number of
+    its tokens. Unequal ones are built as the layers ask for them, in the same step."""
 
-    batch: StepBatch
+    build: Callable[[RegionMap | None, int], StepBatch]
     num_tokens: int
+    batches: dict[int, StepBatch] = field(default_factory=dict)
+
+    def batch(self, layer: int, regions: RegionMap | None) -> StepBatch:
+        """Of layer ``layer``; regions: where its pages are, if shares are unequal."""
+        key = 0 if regions is None else layer
+        if key not in self.batches:
+            self.batches[key] = self.build(regions, layer)
+        return self.batches[key]
 
 
 class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
@@ -134,13 +153,21 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
+        self.unequal = kv_cache_spec.shares is not None
+        if self.retention.prompt_grid:
+            self.prompts = None  # [requests] int64, set before each build
+            prompt_lengths.apply()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         common = common_attn_metadata
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
-        batch = StepBatch.build(self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor)
-        return FixedBudgetMetadata(batch, int(starts[-1]))
+        prompts = self.prompts[: len(query_lens)].clamp_min(1) if self.retention.prompt_grid else None  # 0: a dummy run
+        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, prompts
+        metadata = FixedBudgetMetadata(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
+        if not self.unequal:
+            metadata.batch(0, None)
+        return metadata
 
 
 class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
@@ -180,6 +207,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
                 f"--kv-policy {self.policy.settings.policy} cannot serve a model with {', '.join(reasons)}: leave --kv-policy out"
             )
         self.attention: FixedBudgetAttention | None = None
+        self.layer, self.shares = None, None
         self.gates: torch.nn.ModuleList | None = None
         self._pages = None
 
@@ -189,10 +217,10 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         name = next(n for n, layer in context.items() if getattr(layer, "impl", None) is self)
         ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         heads = heads_of_rank(*ranks, self.policy.model.num_kv_heads, self.num_kv_heads)
-        index = extract_layer_index(name)
+        self.layer, self.shares = extract_layer_index(name), self.policy.checked_shares(heads)
         if self.policy.gated:
-            self._add_gate(index, heads)
-        rule = self.policy.layer_rule(index, heads)
+            self._add_gate(self.layer, heads)
+        rule = self.policy.layer_rule(self.layer, heads)
         kept = self.policy.retention
         if (rule.sinks, rule.window, rule.decide_every) != (kept.sinks, kept.window, kept.decide_every):
             raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
@@ -232,17 +260,38 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         policy with a gate -> output ``[T, Hq, D]``."""
         if attn_metadata is None:  # profiling run
             return output.fill_(0)
-        n, pages = attn_metadata.num_tokens, self._bind(kv_cache)
+        n = attn_metadata.num_tokens
+        pages, regions = self._bind(kv_cache)
+        batch = attn_metadata.batch(self.layer, regions)
         given = None if given is None else given[:n]
         if self.policy.shifted:
-            given = shift(given, pages, attn_metadata.batch, self.attention.rule)
-        self.attention.forward(query[:n], key[:n], value[:n], pages, attn_metadata.batch, output[:n], given)
+            given = shift(given, pages, batch, self.attention.rule)
+        self.attention.forward(query[:n], key[:n], value[:n], pages, batch, output[:n], given)
         return output
 
-    def _bind(self, kv_cache: torch.Tensor):
-        """Typed views of this layer's cache, made once per allocation."""
+    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | None]:
+        """Typed views of this layer's cache or, where shares are unequal, of all layers' and its map; made once per
+        allocation."""
         key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
         if self._pages is None or self._pages[0] != key:
             layout = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype)
-            self._pages = key, layout.view(kv_cache.view(torch.uint8))
+            if self.shares is None:
+                self._pages = key, (layout.view(kv_cache.view(torch.uint8)), None)
+            else:
+                regions = RegionMap(self.shares, layout, kv_cache.shape[0])
+                self._pages = key, (regions.view(_all_layers(kv_cache, self.layer)), regions)
         return self._pages[1]
+
+
+def _all_layers(kv_cache: torch.Tensor, layer: int) -> torch.Tensor:
+    """The allocation that all layers' caches lie in, one after another; kv_cache: that of layer ``layer``.
+
+    Raises:
+        RuntimeError: they do not lie so.
+    """
+    at = kv_cache.storage_offset() * kv_cache.element_size()
+    if not kv_cache.is_contiguous() or at != layer * kv_cache.nbytes:
+        raise RuntimeError(
+            f"layer {layer}'s cache starts at byte {at}: unequal shares need the layers one after another"
+        )
+    return torch.empty(0, dtype=torch.uint8).set_(kv_cache.untyped_storage())

@@ -10,6 +10,8 @@ from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
+from kvpop_vllm.kernels.regions import Shares
+
 
 class FixedBudgetManager(SingleTypeKVCacheManager):
     """Claims blocks as a sequence grows, up to its budget; nothing is shared between requests."""
@@ -64,7 +66,8 @@ KVCacheSpecRegistry._ensure_registered()
 @register_kv_cache_spec(manager_class=FixedBudgetManager)
 @dataclass(frozen=True, kw_only=True)
 class FixedBudgetSpec(AttentionSpec):
-    """A layer whose request holds ``state_blocks + cdiv(min(length + e - 1, budget), block_size)`` blocks.
+    """A layer whose request holds ``state_blocks + cdiv(min(length + e - 1, budget), block_size)`` blocks or, where heads have
+    unequal ``shares``, the same number on average, rounded up (:class:`kvpop_vllm.kernels.regions.Shares`).
 
     ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head; ``decide_every`` is e.
     """
@@ -72,11 +75,15 @@ class FixedBudgetSpec(AttentionSpec):
     budget: int
     state_blocks: int
     decide_every: int
+    shares: Shares | None = None
 
     def blocks(self, length: int) -> int:
         """Blocks of a request of ``length`` tokens; 0 for an empty one."""
-        slots = min(length + self.decide_every - 1, self.budget)
-        return self.state_blocks + cdiv(slots, self.block_size) if length > 0 else 0
+        if length == 0:
+            return 0
+        if self.shares is not None:
+            return self.shares.blocks(self.state_blocks, self.block_size, length, self.decide_every)
+        return self.state_blocks + cdiv(min(length + self.decide_every - 1, self.budget), self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config) -> int:
         return self.blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes

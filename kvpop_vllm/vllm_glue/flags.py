@@ -33,6 +33,12 @@ _HELP = {
         "'moment' adds to every output what the moments of the evicted tokens say of theirs, under any policy (MomentKV); "
         "'none' does not; default: none, but for momentkv.",
     ),
+    "allocator": (
+        str,
+        "NAME",
+        "How layers and heads share the budget: 'uniform', or 'pyramid', more in lower layers (PyramidKV), under any policy; "
+        "default: uniform, but for pyramidkv.",
+    ),
 }
 
 

@@ -81,6 +81,13 @@ LEDGER = (
         "neither on the budget nor on the scorer: with a policy, only its name counts.",
         "when a plugin can name its own factors",
     ),
+    Patch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
+        False,
+        "(prompt_lengths.py) Attention metadata do not say how long a request's prompt is: where a policy decides by it, the "
+        "runner's own numbers are handed to the metadata builder first.",
+        "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
+    ),
 )
 
 _MARK = "_kvpop_wrapped"
@@ -168,6 +175,9 @@ def _config_with_policy(engine_args, original, args, kwargs):
     wrap("vllm.v1.attention.selector:_cached_get_attn_backend", _cached_get_attn_backend)
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {settings.policy}")
+    parallel = vllm_config.parallel_config.pipeline_parallel_size
+    if policy.checked_shares(slice(None)) is not None and parallel > 1:
+        raise ConfigError("--kv-allocator shares blocks among all layers: set --pipeline-parallel-size 1")
     kept = policy.retention
     logger.info(
         "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range%s)%s",

@@ -15,7 +15,9 @@ SINKS, WINDOW, TOPK = 4, 16, 36
 BUDGET = SINKS + WINDOW + TOPK
 SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "kvpop-linear": "linear"}
 MATRIX = [(kind, policy) for kind in ("qwen3", "llama") for policy in (*SCORERS, "streaming-llm")]
-MATRIX += [("qwen3", "h2o"), ("llama", "tova"), ("llama", "momentkv")]
+MATRIX += [("qwen3", "h2o"), ("llama", "tova"), ("llama", "momentkv"), ("qwen3", "snapkv"), ("llama", "pyramidkv")]
+EVERY = {"snapkv": 4, "pyramidkv": 4}
+"""Policy -> tokens between decisions, where it is not one; of snapkv with a window of one more."""
 GATES = {
     "trimkv": ("trimkv", {}),
     "trimkv-kv": ("trimkv", {"reads": "kv", "gated": True}),
@@ -30,6 +32,8 @@ TRAINING_FREE = {
     "tova": ("newest mass", 0, 1),
     "h2o": ("mean mass", 0, BUDGET // 2),
     "momentkv": ("moment residual", 1, 1),
+    "snapkv": ("votes", 0, 5),
+    "pyramidkv": ("votes", 0, 5),
 }
 """Policy -> the oracle's scorer, and the default sinks and window. l2norm is not in the matrix: in a first layer equal tokens
 have keys of equal norm, which only their rounding tells apart; test_variants judges it on the engine's own keys."""
@@ -51,10 +55,24 @@ class Case(NamedTuple):
     judge: Judge
 
 
+UNDERNEATH = {"pyramidkv": "snapkv"}
+"""Policy -> the one that it is with equal shares."""
+
+
+def in_a_pyramid(plain: Case, policy: str, allocator: str) -> Case:
+    """The same with more tokens in lower layers: two layers whose k are to each other as 39 to 1 (PyramidKV, beta 20)."""
+    topk = plain.judge.policy.topk
+    last = topk // 20 + (topk % 20 > 10)
+    shares = replace(plain.judge.policy, topk=(2 * topk - last, last))
+    return Case(plain.model, plain.settings | {"policy": policy, "allocator": allocator}, Judge(plain.model, shares))
+
+
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
     """``options`` of :func:`write_random_scorer`, ``every``, tokens between decisions, and ``correction``; ``folder`` is where
     the scorer goes."""
-    every, correction = options.pop("every", 1), options.pop("correction", None)
+    if (allocator := options.pop("allocator", "pyramid" if policy == "pyramidkv" else None)) is not None:
+        return in_a_pyramid(make_case(model, folder, UNDERNEATH.get(policy, policy), **options), policy, allocator)
+    every, correction = options.pop("every", EVERY.get(policy, 1)), options.pop("correction", None)
     if correction is not None:
         plain = make_case(model, folder, policy, every=every, **options)
         oracle = replace(plain.judge.policy, corrected=correction == "moment")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import torch
@@ -29,6 +29,7 @@ class Row(NamedTuple):
     new: int
     seen: int
     blocks: torch.Tensor
+    prompt: int
 
 
 @dataclass
@@ -102,15 +103,22 @@ class Recorder:
     def _batch(self, common) -> list[Row]:
         """The batch as the runner sees it, from its own request ids, not from what the backend made of it."""
         starts, seen = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-        ids = self.runner.input_batch.req_ids
+        ids, requests = self.runner.input_batch.req_ids, self.scheduler.requests
         return [
-            Row(name, starts[i], starts[i + 1] - starts[i], seen[i], common.block_table_tensor[i].clone())
+            Row(
+                name,
+                starts[i],
+                starts[i + 1] - starts[i],
+                seen[i],
+                common.block_table_tensor[i].clone(),
+                requests[name].num_prompt_tokens,
+            )
             for i, name in enumerate(ids)
         ]
 
     def _after_layer(self, impl, layer: int, kv_cache, query, key, value, out) -> None:
         rule, layout, retention = impl.attention.rule, impl.attention.layout, impl.policy.retention
-        pages = layout.view(kv_cache.view(torch.uint8))
+        pages, regions = impl._bind(kv_cache)
         for row in self._rows:
             last = row.first + row.new
             for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
@@ -120,8 +128,13 @@ class Recorder:
                 retention.window,
                 retention.decide_every,
             )
-            slots = slot_positions(pages, row.blocks, row.seen, retention, rule.threshold is not None)
-            self._check_content(pages, row, layer, slots)
+            table, own = row.blocks.expand(layout.num_kv_heads, -1), retention.for_prompt(row.prompt)
+            if regions is not None:
+                table, budgets = regions.rows(layer, row.blocks.unsqueeze(0))[0], set(regions.budgets(layer).tolist())
+                assert len(budgets) == 1, "heads of one layer differ"
+                own = replace(own, budget=budgets.pop())
+            slots = slot_positions(pages, table, row.seen, own, rule.threshold is not None)
+            self._check_content(pages, row, layer, slots, table)
             positions = [sorted(t for t in head if t != STALE) for head in slots.tolist()]
             self.held[row.request][layer].append(Held(row.seen, row.new, positions))
 
@@ -132,14 +145,14 @@ class Recorder:
             known = self.tensors[row.request, layer, name] = new.new_full((longest, *new.shape[1:]), torch.nan)
         known[row.seen - row.new : row.seen] = new
 
-    def _check_content(self, pages, row: Row, layer: int, slots: torch.Tensor) -> None:
+    def _check_content(self, pages, row: Row, layer: int, slots: torch.Tensor, table: torch.Tensor) -> None:
         """Every valid slot holds, bit for bit, the key and value of the token it stands for."""
-        layout, held = pages.layout, slots.T != STALE  # [slots, H]; heads may hold different numbers
-        at, head = torch.arange(slots.shape[1]), torch.arange(len(slots))
-        blocks = row.blocks[layout.state_blocks + at // layout.block_slots].long()
+        layout, held = pages.layout, slots != STALE  # [H, slots]; heads may hold different numbers
+        at, head = torch.arange(slots.shape[1]), torch.arange(len(slots)).unsqueeze(1)
+        blocks = table[:, layout.state_blocks + at // layout.block_slots].long()
         for name, array in (("key", pages.k), ("value", pages.v)):
-            stored = array[blocks, :, at % layout.block_slots]  # [slots, H, D]
-            given = self.tensors[row.request, layer, name][slots.T, head]
+            stored = array[blocks, head, at % layout.block_slots]  # [H, slots, D]
+            given = self.tensors[row.request, layer, name][slots, head]
             assert torch.equal(stored[held], given[held]), (
                 f"request {row.request}, layer {layer}: a slot holds another {name}"
             )

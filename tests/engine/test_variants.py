@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine.driving import BLOCK, Job, one_thread, watched
 from engine.judge import Judge
-from engine.matrix import BUDGET, MATRIX, state_blocks
+from engine.matrix import BUDGET, EVERY, MATRIX, state_blocks
 from engine.recorder import Held
 
 from kvpop_vllm.kernels import dispatch
@@ -49,6 +49,13 @@ OPTIONS = {
     "late-gate-narrow": ("dms", {"shifted": True, "sinks": 1, "window": 2, "topk": BUDGET - 3}),
     "late-gate-on-a-grid": ("dms", {"shifted": True, "every": 25}),
     "corrected-threshold": ("dms", {"correction": "moment"}),
+    "pyramid": ("kvpop", {"allocator": "pyramid"}),
+    "pyramid-on-a-grid": ("kvpop-linear", {"allocator": "pyramid", "every": 8}),
+    "pyramid-mass": ("h2o", {"allocator": "pyramid"}),
+    "pyramid-gate": ("trimkv", {"allocator": "pyramid"}),
+    "pyramid-late-gate": ("dms", {"allocator": "pyramid", "shifted": True}),
+    "pyramid-corrected": ("streaming-llm", {"allocator": "pyramid", "correction": "moment", "every": 8}),
+    "corrected-votes": ("snapkv", {"correction": "moment", "every": 8, "window": 9, "sinks": 1}),
     "all-else": (
         "kvpop",
         {"norm": True, "skip": True, "feature_map": "softmax", "gate_softcap": 2.0, "v_proj": False},
@@ -65,7 +72,7 @@ def test_scorer_options(case, watch, name):
             engine.chunk(chunk)
             engine.verdict(engine.serve(JOBS))
         state = state_blocks(policy, options.get("correction") == "moment")
-        engine.check_blocks(state, BUDGET, options.get("every", 1))
+        engine.check_blocks(state, *engine.judge.policy.budgets(1), every=options.get("every", 1))
 
 
 def test_the_decay_step_matters(case):
@@ -113,8 +120,10 @@ def test_each_scorer_option_matters(case, name, option):
 def test_a_pool_too_small_for_all(case, watch, kind, policy):
     """Six requests that are admitted with a block or two of slots each and outgrow a pool for two."""
     state = state_blocks(policy)
-    blocks = 2 * (state + cdiv(BUDGET, BLOCK))
-    with watch(case(kind, policy), num_gpu_blocks_override=blocks + 1) as engine:
+    found = case(kind, policy)
+    budgets = found.judge.policy.budgets(1)
+    blocks = 2 * cdiv(sum(state + cdiv(budget, BLOCK) for budget in budgets), len(budgets))
+    with watch(found, num_gpu_blocks_override=blocks + 1) as engine:
         assert engine.recorder.pool.get_num_free_blocks() == blocks
         answers = engine.serve([Job(9 + i, new=60, scored=False) for i in range(6)])
         preempted = sum(engine.recorder.preemptions.values())
@@ -122,7 +131,7 @@ def test_a_pool_too_small_for_all(case, watch, kind, policy):
         assert preempted > 0 and len(answers) == 6
         assert min(step.free for step in engine.recorder.blocks) == 0
         engine.verdict(answers)
-        engine.check_blocks(state, BUDGET)
+        engine.check_blocks(state, *budgets, every=EVERY.get(policy, 1))
         assert engine.recorder.pool.get_num_free_blocks() == blocks
 
 

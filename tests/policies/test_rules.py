@@ -20,6 +20,7 @@ KINDS = {
     "l2norm": ("l2norm", None),
     "tova": ("tova", None),
     "h2o": ("h2o", None),
+    "snapkv": ("snapkv", None),
     "momentkv": ("momentkv", None),
     "full": ("full", None),
 }
@@ -33,7 +34,7 @@ def model(tmp_path_factory):
 @pytest.fixture(params=KINDS)
 def policy(request, model, tmp_path):
     name, options = KINDS[request.param]
-    settings = {"scorer": None, "budget": None if name == "full" else 64}
+    settings = {"scorer": None, "budget": {"full": None, "snapkv": 96}.get(name, 64)}
     if options is not None:
         kind = policies.get(name).scorer_kind
         settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, kind, decay_step=2, **options))
@@ -44,7 +45,6 @@ DECLARED = {
     "signals": frozenset({Signal.KEY, Signal.HIDDEN}),
     "decide": Decide.GRID,
     "slot_fields": {"votes": 4},
-    "uniform_shares": False,
     "preload": lambda self: None,
 }
 
@@ -103,7 +103,7 @@ def test_default_sinks_and_windows(name, given, kept):
     assert (policy.retention.sinks, policy.retention.window) == kept
     rule = policy.rule(0, slice(1, 3))
     assert (rule.sinks, rule.window, rule.decide_every) == (*kept, given.get("decide_every", 1))
-    assert rule.coupled == (policy.order is Order.COUPLED) == (name in ("tova", "h2o", "momentkv"))
+    assert rule.coupled == (policy.order is Order.COUPLED) == (name in ("tova", "h2o", "snapkv", "momentkv"))
 
 
 @pytest.mark.parametrize(

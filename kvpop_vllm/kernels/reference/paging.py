@@ -73,7 +73,7 @@ class HeadSlots:
     def put_mass(self, slots: torch.Tensor, mass: torch.Tensor, add: bool) -> None:
         """``mass [n]`` into the score words of ``slots [n]``, or added to them."""
         at = self._all_at(slots)
-        self.pages.score[at] = self.pages.score[at] + mass if add else mass
+        self.pages.put(self.pages.score, at, self.pages.score[at] + mass if add else mass)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """K and V ``[n, D]`` of ``slots [n]``."""

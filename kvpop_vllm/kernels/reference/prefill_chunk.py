@@ -244,13 +244,15 @@ class _Heads:
         pages, n = self.pages, self.pages.layout.block_slots
         slots = torch.arange(held.k.shape[1])
         at = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
-        pages.k[at], pages.v[at], pages.score[at] = held.k, held.v, held.score
         held.position[:, 0] = seen  # slot 0's position word holds tokens_seen
-        pages.position[at] = held.position.int()
+        arrays = (pages.k, held.k), (pages.v, held.v), (pages.score, held.score), (pages.position, held.position.int())
+        for array, values in arrays:
+            pages.put(array, at, values)
         if held.state is not None:
             c, z, m = held.state
             flat = torch.cat([c[0].flatten(1), z[0], m[0].unsqueeze(1)], 1)
             region = pages.state.shape[-1]
             for i in range(self.state_rows.shape[1]):
                 part = flat[:, i * region : (i + 1) * region]
-                pages.state[self.state_rows[:, i], self.heads, : part.shape[1]] = part
+                words = slice(0, part.shape[1])
+                pages.put(pages.state[..., words], (self.state_rows[:, i], self.heads, slice(None)), part)

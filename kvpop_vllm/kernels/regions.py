@@ -1,0 +1,113 @@
+"""Unequal budgets within the blocks of a request (DESIGN "Pages").
+
+Of a request's blocks each layer and head has one **region** a block. Where heads hold different numbers of tokens, a head's
+pages may be regions of any layer and head: all those of a request's blocks are numbered, block by block, and handed out page
+by page, the first page of every head before the second of any. As a sequence grows the heads whose budgets are full
+claim no more, so that the regions claimed are always the first ones, and what is reserved is less than a block more than
+what is used.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+
+from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Budgets of all heads of all layers that share a request's blocks.
+
+    Attributes:
+        budgets: ``[layers][H]``, tokens.
+    """
+
+    budgets: tuple[tuple[int, ...], ...]
+
+    @classmethod
+    def of(cls, budgets: torch.Tensor) -> Shares | None:
+        """Of budgets ``[layers, H]``; None where they are all the same, which needs no regions."""
+        if (budgets == budgets[0, 0]).all():
+            return None
+        return cls(tuple(tuple(layer) for layer in budgets.tolist()))
+
+    @property
+    def layers(self) -> int:
+        return len(self.budgets)
+
+    @property
+    def heads(self) -> int:
+        return len(self.budgets[0])
+
+    @cached_property
+    def counts(self) -> Counter[int]:
+        """How many heads have each budget."""
+        return Counter(budget for layer in self.budgets for budget in layer)
+
+    def blocks(self, state_blocks: int, block_slots: int, length: int, decide_every: int = 1) -> int:
+        """Blocks that a request of ``length`` tokens holds, the same of every layer."""
+        slots = length + decide_every - 1
+        pages = sum(
+            many * (state_blocks + cdiv(min(slots, budget), block_slots)) for budget, many in self.counts.items()
+        )
+        return cdiv(pages, self.layers * self.heads)
+
+    def pages_of_head(self, layout: PageLayout, layer: int, head: int) -> int:
+        """State and slot pages of a head that is full."""
+        budget = self.budgets[layer][head]
+        return layout.blocks(budget, budget)
+
+
+class RegionMap:
+    """Which of a request's regions are the pages of which head.
+
+    Args:
+        shares: budgets of this rank's heads. layout: of all layers. num_blocks: of the pool.
+    """
+
+    def __init__(self, shares: Shares, layout: PageLayout, num_blocks: int):
+        self.shares, self.layout, self.num_blocks = shares, layout, num_blocks
+        per_block = shares.layers * shares.heads
+        full = torch.tensor(
+            [[shares.pages_of_head(layout, i, h) for h in range(shares.heads)] for i in range(shares.layers)]
+        )
+        claimed = (
+            torch.arange(int(full.max())).view(-1, 1, 1) < full
+        )  # [P, layers, H]: in the order they are handed out
+        number = claimed.flatten().cumsum(0).view_as(claimed) - 1
+        self.ordinal = number // per_block  # which of the request's blocks
+        layer, head = number % per_block // shares.heads, number % shares.heads
+        self.offset = layer * num_blocks * shares.heads + head
+
+    def rows(self, layer: int, block_table: torch.Tensor) -> torch.Tensor:
+        """Region numbers ``[R, H, P]`` int32 of a layer's pages; ``block_table [R, W]``: blocks of each request.
+
+        Pages that have not been claimed yet, or never will be, have the number of some other region.
+        """
+        ordinal = self.ordinal[:, layer].T  # [H, P]
+        block = block_table.long()[:, ordinal.clamp_max(block_table.shape[1] - 1)]
+        return (block * self.shares.heads + self.offset[:, layer].T).int()
+
+    def budgets(self, layer: int) -> torch.Tensor:
+        """``[H]`` int32."""
+        return torch.tensor(self.shares.budgets[layer], dtype=torch.int32)
+
+    def view(self, storage: torch.Tensor) -> Pages:
+        """All regions of the pool for the kernels: ``[layers * num_blocks * H, H, N * C]``, the same for every head.
+
+        Args:
+            storage: uint8, all layers one after another, each ``[num_blocks, H, N * C]``.
+
+        Raises:
+            ValueError: it holds less.
+        """
+        size, regions = self.layout.region_bytes, self.shares.layers * self.num_blocks * self.shares.heads
+        if storage.numel() < regions * size:
+            raise ValueError(
+                f"{storage.numel()} bytes do not hold {self.num_blocks} blocks of {self.shares.layers} layers"
+            )
+        return self.layout.view(storage.as_strided((regions, self.shares.heads, size), (size, 0, 1)))

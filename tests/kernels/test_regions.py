@@ -1,0 +1,103 @@
+"""Regions of unequal heads: each page has one of its own, from the first blocks of its request, and nothing else changes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels.factories import poisoned_pages, random_rule, random_scorer
+
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.pages import PageLayout, cdiv
+from kvpop_vllm.kernels.regions import RegionMap, Shares
+
+N, SIZE = 16, 32
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    layers=st.integers(1, 5),
+    heads=st.integers(1, 4),
+    state=st.integers(0, 2),
+    every=st.sampled_from([1, 9]),
+    seed=st.integers(0, 1000),
+)
+def test_pages_have_regions_of_their_own(layers, heads, state, every, seed):
+    """Of three requests with random blocks, at every length: all pages that are filled lie in blocks held, none twice, and
+    less than a block is held beyond them."""
+    draw = torch.Generator().manual_seed(seed)
+    shares = Shares.of(
+        torch.randint(1, 130, (layers, heads), generator=draw).index_put_((torch.tensor(0),) * 2, torch.tensor(131))
+    )
+    if shares is None:
+        return
+    layout = PageLayout(heads, SIZE, torch.float32, N, state * N * (2 * SIZE * 4 + 8) // 4)
+    assert layout.state_blocks == state
+    longest = shares.blocks(state, N, 10_000, every)
+    num_blocks = 3 * longest + 1
+    blocks = 1 + torch.randperm(3 * longest, generator=draw).view(3, longest)
+    regions = RegionMap(shares, layout, num_blocks)
+    rows = [regions.rows(layer, blocks.int()) for layer in range(layers)]
+    for length in [*range(1, 140), 10_000]:
+        held, seen = shares.blocks(state, N, length, every), set()
+        used = 0
+        for layer in range(layers):
+            for h in range(heads):
+                pages = state + cdiv(min(length + every - 1, shares.budgets[layer][h]), N)
+                used += pages
+                for r in range(3):
+                    for region in rows[layer][r, h, :pages].tolist():
+                        block = region % (num_blocks * heads) // heads
+                        assert block in blocks[r, :held].tolist() and region < layers * num_blocks * heads
+                        seen.add(region)
+        assert len(seen) == 3 * used
+        assert 0 <= held * layers * heads - used < layers * heads
+
+
+def test_equal_shares_need_none():
+    assert Shares.of(torch.full((3, 2), 40, dtype=torch.int32)) is None
+
+
+@pytest.mark.parametrize("kind", ["mlstm", "mass", "moment", "given"])
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_kernels_do_not_care_where_pages_lie(kind, impl):
+    """Three layers and two heads with budgets of their own in one pool: what each head gives and holds is what it does in
+    pages of its own, to the bit; in chunks and token by token."""
+    layers, heads, length = 3, 2, 90
+    draw = torch.Generator().manual_seed(3)
+    budgets = torch.tensor([[60, 25], [33, 47], [18, 64]], dtype=torch.int32)
+    shares = Shares.of(budgets)
+    options = {"mass": {"mean": True}}.get(kind, {})
+    rules = [random_rule(random_scorer(kind, heads, SIZE, draw, **options), heads, 2, 6, draw) for _ in range(layers)]
+    layout = PageLayout(heads, SIZE, torch.float32, N, rules[0].state_floats(SIZE))
+    count = shares.blocks(layout.state_blocks, N, length)
+    blocks = torch.randperm(count + 5, generator=draw)[:count].int().view(1, -1)
+    regions = RegionMap(shares, layout, count + 5)
+    pool = torch.full((layers * (count + 5) * heads * layout.region_bytes,), 255, dtype=torch.uint8)
+    for layer, rule in enumerate(rules):
+        q, k, v = (torch.randn(length, n, SIZE, generator=draw) for n in (2 * heads, heads, heads))
+        given_ = torch.randn(length, heads, generator=draw)
+        width = int(layout.blocks(64, 64))
+        alone = poisoned_pages(layout, width + 1), torch.arange(1, width + 1).int().expand(heads, -1)
+        shared = regions.view(pool), regions.rows(layer, blocks)[0]
+        found = []
+        for pages, table in (alone, shared):
+            outs = []
+            for a, b in ((0, 50), (50, 51), (51, length)):
+                own = dict(rule=rule, scale=SIZE**-0.5, given=given_[a:b], impl=impl)
+                outs.append(ops.prefill_chunk(q[a:b], k[a:b], v[a:b], pages, table, a, budgets[layer], **own)[0])
+            held = [
+                pages.position[table[h, layout.state_blocks + s // N].long(), h, s % N].tolist()
+                for h in range(heads)
+                for s in [torch.arange(8, int(budgets[layer, h]))]
+            ]
+            found.append((torch.cat(outs), held))
+        assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+
+
+def test_too_small_a_pool_is_refused():
+    shares = Shares.of(torch.tensor([[20, 40]], dtype=torch.int32))
+    regions = RegionMap(shares, PageLayout(2, SIZE, torch.float32, N), 4)
+    with pytest.raises(ValueError, match="100 bytes do not hold 4 blocks of 1 layers"):
+        regions.view(torch.zeros(100, dtype=torch.uint8))

@@ -1,0 +1,61 @@
+"""Allocators against their papers, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpop_vllm import policies
+from kvpop_vllm.config import ConfigError, PolicySettings
+from kvpop_vllm.policies.base import ModelShape
+
+SHAPE = ModelShape("llama", 30, 3, 64, 8192)
+
+
+def made(name="streaming-llm", budget=1024, shape=SHAPE, **settings):
+    return policies.get(name)(PolicySettings(name, budget, **settings), shape)
+
+
+@pytest.mark.parametrize("name, budget", [("pyramidkv", 1024), ("pyramidkv", 333), ("h2o", 512)])
+def test_pyramid_is_an_arithmetic_sequence(name, budget):
+    """From 2 k - k / 20 down to k / 20, all layers together what equal ones hold."""
+    policy = made(name, budget, allocator="pyramid")
+    shares, kept = policy.shares(), policy.retention
+    assert shares.dtype == torch.int32 and shares.shape == (30, 3) and (shares == shares[:, :1]).all()
+    assert int(shares.sum()) == budget * 90
+    long_range = (shares[:, 0] - kept.first_long).double()
+    exact = torch.linspace(2 * kept.topk - kept.topk / 20, kept.topk / 20, 30, dtype=torch.float64)
+    assert (long_range - exact).abs().max() <= 1
+
+
+def test_the_allocator_is_the_policys_own_or_the_one_asked_for():
+    assert made("pyramidkv").allocator == "pyramid" and made("snapkv").allocator == "uniform"
+    assert made("pyramidkv", allocator="uniform").checked_shares(slice(0, 3)) is None
+    assert made("snapkv", allocator="pyramid").checked_shares(slice(1, 3)).heads == 2
+
+
+def test_one_layer_is_no_pyramid():
+    policy = made("pyramidkv", 256, ModelShape("llama", 1, 3, 64, 8192))
+    assert policy.shares().tolist() == [[256] * 3]
+
+
+def test_refusals():
+    with pytest.raises(ConfigError, match="full keeps every token: leave --kv-allocator out"):
+        made("full", None, allocator="pyramid")
+    with pytest.raises(ConfigError, match="--kv-allocator must be one of uniform, pyramid, got 'cone'"):
+        PolicySettings.parse({"policy": "h2o", "budget": 100, "allocator": "cone"})
+
+
+@pytest.mark.parametrize(
+    "shares, message",
+    [
+        (lambda own: torch.full((30, 2), 100, dtype=torch.int32), r"gives shares that are not \(30, 3\) int32"),
+        (lambda own: torch.full((30, 3), 1025, dtype=torch.int32), "gives shares of more than the budget"),
+        (lambda own: torch.full((30, 3), 5, dtype=torch.int32), "leaves a head 5 tokens, less than sinks and window"),
+    ],
+)
+def test_shares_of_other_packages_are_checked(monkeypatch, shares, message):
+    policy = made()
+    monkeypatch.setattr(type(policy), "shares", shares)
+    with pytest.raises(ConfigError, match=message):
+        policy.checked_shares(slice(0, 3))
