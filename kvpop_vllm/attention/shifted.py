@@ -33,12 +33,16 @@ def shift(given: torch.Tensor, pages: Pages, batch: StepBatch, roles: SlotRoles)
 
 
 def _replace(score: torch.Tensor, pages: Pages, table: torch.Tensor, starts: torch.Tensor, roles: SlotRoles) -> None:
-    """Writes ``score [R, H]`` to the words of the tokens before ``starts [R]``, where those are in the ring."""
-    layout, heads = pages.layout, torch.arange(score.shape[1])
+    """Writes ``score [R, H]`` to the words of the tokens before ``starts [R]``, where those are in the ring; table ``[R, H, P]``."""
+    layout, words = pages.layout, pages.score
     seen = pages.position[table[:, 0, layout.state_blocks].long(), 0, 0]
-    for r, start in enumerate(starts.tolist()):
-        if start <= roles.sinks or int(seen[r]) != start:
-            continue
-        slot = roles.ring_slot(start - 1)
-        blocks = table[r, :, layout.state_blocks + slot // layout.block_slots].long()
-        pages.score[blocks, heads, slot % layout.block_slots] = score[r]
+    there = (starts > roles.sinks) & (seen == starts)
+    slots = roles.sinks + (starts[there] - 1 - roles.sinks) % roles.ring
+    columns = layout.state_blocks + slots // layout.block_slots
+    blocks = table[there].gather(2, columns.view(-1, 1, 1).expand(-1, table.shape[1], 1))[..., 0].long()  # [n, H]
+    # by place in memory: with unequal shares heads overlap in this view
+    strides, heads = words.stride(), torch.arange(table.shape[1], device=words.device)
+    places = words.storage_offset() + blocks * strides[0] + heads * strides[1]
+    places += (slots % layout.block_slots).unsqueeze(1) * strides[2]
+    memory = words.as_strided((words.untyped_storage().nbytes() // words.itemsize,), (1,), 0)
+    memory[places] = score[there]
