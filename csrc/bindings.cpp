@@ -41,8 +41,12 @@ class Rule {
   public:
     Rule(int64_t sinks, int64_t window, int64_t decide_every, int64_t decay_step, const Tensor& log_gamma, const std::string& kind,
          std::map<std::string, Tensor> weights, bool hedgehog, std::optional<double> softcap, bool delayed, bool mean,
-         bool corrects, bool ages, std::optional<double> threshold, int64_t pool)
-        : roles{sinks, window, decide_every}, decay_step(decay_step), corrects(corrects), log_gamma(log_gamma), weights_(std::move(weights)) {
+         bool corrects, bool ages, std::optional<double> threshold, int64_t pool, int64_t share_pages)
+        : roles{sinks, window, decide_every}, decay_step(decay_step), share_pages(share_pages), corrects(corrects),
+          log_gamma(log_gamma), weights_(std::move(weights)) {
+        TORCH_CHECK_VALUE(share_pages >= 0 && share_pages <= INT32_MAX, "share_pages is out of range");
+        TORCH_CHECK_VALUE(share_pages == 0 || (!threshold && kind != "moment_residual"),
+                          "heads cannot divide a budget by these scores");
         TORCH_CHECK_VALUE(sinks >= 0 && window >= 1 && decide_every >= 1 && decay_step >= 1,
                           "need sinks >= 0, window >= 1, decide_every >= 1, decay_step >= 1");
         TORCH_CHECK_VALUE(std::max({sinks, window, decide_every}) <= INT32_MAX,
@@ -75,7 +79,7 @@ class Rule {
     const Scorer& scorer() const { return scorer_; }
 
     kvpop::Roles roles;
-    int64_t decay_step, heads = 0, size = 0;  // size: D of the scorer, 0 without one
+    int64_t decay_step, share_pages, heads = 0, size = 0;  // size: D of the scorer, 0 without one
     bool corrects;
     Tensor log_gamma;
 
@@ -181,7 +185,8 @@ void fill_pages(DecodeStep& step, const Tensor& raw, int64_t block_slots, int64_
                           reinterpret_cast<uintptr_t>(raw.data_ptr()) % 4 == 0,
                       "the bytes of one block and head must be contiguous and aligned");
     const int64_t moments = step.keeps_moments() ? step.size * (step.size + 2) : 0;
-    TORCH_CHECK_VALUE(state_blocks * region >= 4 * (rule.scorer().state_floats() + moments),
+    const int64_t share = step.share_pages ? 2 + step.share_pages : 0;
+    TORCH_CHECK_VALUE(state_blocks * region >= 4 * (rule.scorer().state_floats() + moments + share),
                       "the layout's state blocks hold less than the rule's state");
     step.raw = raw.data_ptr<uint8_t>();
     step.block_stride_bytes = raw.stride(0), step.head_stride_bytes = raw.stride(1);
@@ -207,7 +212,8 @@ void fill_requests(DecodeStep& step, const Tensor& page_table, const Tensor& pos
 void fill_extras(DecodeStep& step, const std::optional<Tensor>& given, const std::optional<Tensor>& prompts,
                  at::IntArrayRef tokens_and_heads, int64_t requests) {
     TORCH_CHECK_VALUE(given.has_value() == (step.scorer.kind == ScorerKind::Given), "given scores go with that scorer");
-    TORCH_CHECK_VALUE(prompts.has_value() == (step.scorer.kind == ScorerKind::Votes), "prompt lengths go with votes");
+    TORCH_CHECK_VALUE(prompts.has_value() == (step.scorer.kind == ScorerKind::Votes || step.share_pages > 0),
+                      "prompt lengths go with votes and shares");
     if (given) {
         check(*given, "given", at::kFloat, tokens_and_heads);
         step.given = given->data_ptr<float>();
@@ -238,9 +244,16 @@ void check_requests(DecodeStep& step, int64_t tokens, int64_t entries, int64_t n
             const int64_t arrivals = roles.decided(q + tokens) - roles.decided(q);
             const int64_t longest = arrivals ? std::min(std::max(valid, ring_end) + arrivals, budget) : valid;
             const int64_t slots = std::max(longest, std::min(q + tokens, ring_end));
-            const int64_t needed = step.state_blocks + (slots + step.block_slots - 1) / step.block_slots;
+            int64_t needed = step.state_blocks + (slots + step.block_slots - 1) / step.block_slots;
             if (step.scorer.coupled())
                 step.mass_row = std::max(step.mass_row, (needed - step.state_blocks) * step.block_slots);
+            if (step.share_pages) {
+                const int64_t own = (budget + step.block_slots - 1) / step.block_slots;
+                TORCH_CHECK_VALUE(budget == step.budget(r, 0) && own <= step.share_pages && (own + 1) * step.heads < (1 << 24),
+                                  "request ", r, ": shares of a budget of ", budget, " do not fit ", step.share_pages, " pages a head");
+                needed += q + tokens + step.roles.decide_every > budget;  // one block more once shares are unequal
+                step.mass_row = step.scorer.coupled() ? step.share_pages * step.block_slots : 0;
+            }
             TORCH_CHECK_INDEX(needed <= entries, "request ", r, ": its page-table row has ", entries, " entries, ",
                               needed, " are needed");
             const int32_t* row = step.page_table + r * step.table_stride[0] + h * step.table_stride[1];
@@ -273,6 +286,7 @@ void fill_rule(DecodeStep& step, const Rule& rule, double scale) {
     step.log_gamma = rule.log_gamma.data_ptr<double>();
     step.scorer = rule.scorer();
     step.corrects = rule.corrects;
+    step.share_pages = rule.share_pages;
 }
 
 // Output like q and its log-sum-exps, with the step's pointers set to them.
@@ -366,10 +380,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     py::register_exception<StepOrder>(module, "StepOrder", PyExc_RuntimeError);
     py::class_<Rule>(module, "Rule", "A RetentionRule, checked and unpacked.")
         .def(py::init<int64_t, int64_t, int64_t, int64_t, const Tensor&, const std::string&, std::map<std::string, Tensor>, bool,
-                      std::optional<double>, bool, bool, bool, bool, std::optional<double>, int64_t>(),
+                      std::optional<double>, bool, bool, bool, bool, std::optional<double>, int64_t, int64_t>(),
              arg("sinks"), arg("window"), arg("decide_every"), arg("decay_step"), arg("log_gamma"), arg("kind"), arg("weights"),
              arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true,
-             arg("mean") = false, arg("corrects") = false, arg("ages") = false, arg("threshold") = py::none(), arg("pool") = 1);
+             arg("mean") = false, arg("corrects") = false, arg("ages") = false, arg("threshold") = py::none(), arg("pool") = 1,
+             arg("share_pages") = 0);
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
     module.def("prefill_chunk", &prefill_chunk, nogil, "See kvpop_vllm.kernels.ops.prefill_chunk.");
     module.def("online_topk", &online_topk, nogil, "See kvpop_vllm.kernels.ops.online_topk.");

@@ -83,7 +83,8 @@ def plan(options) -> None:
                 continue
             layout = PageLayout(heads, shape.head_dim, dtype, options.block_size, policy.state_floats)
             shares = policy.checked_shares(slice(0, heads))
-            held = request_bytes(layout, shape.num_layers, shape.max_model_len, policy.retention, shares)
+            lengths = layout, shape.num_layers, shape.max_model_len
+            held = request_bytes(*lengths, policy.retention, shares, policy.spare_blocks)
             rows.append(_row(cls.name, budget, held, options.kv_memory, stock))
     if len(rows) == 1:
         raise ConfigError(notes[-1])

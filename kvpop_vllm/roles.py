@@ -65,7 +65,7 @@ class SlotRoles:
         kept = min(decided - self.sinks, budget - self.first_long)
         return min(position, self.sinks) + max(0, position - decided) + kept
 
-    def for_prompt(self, prompt: int) -> Self:
+    def for_prompt(self, prompt: int | None) -> Self:
         """The roles of a request whose prompt has so many tokens: where decisions are to fall on its first generated token,
         with their phase, else themselves."""
         return replace(self, phase=-(prompt + 1) % self.decide_every) if self.prompt_grid else self

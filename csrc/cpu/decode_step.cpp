@@ -11,6 +11,7 @@
 
 #include "kvpop/isa.h"
 #include "kvpop/scratch.h"
+#include "kvpop/shared_heads.h"
 
 namespace kvpop {
 
@@ -85,6 +86,12 @@ void pool_votes(const DecodeStep& a, int64_t r, int64_t h, int64_t q, int64_t us
 
 void decode_step(const DecodeStep& step) {
     const Kernels& kernels = *current_isa().kernels;
+    if (step.share_pages) {
+        at::parallel_for(0, step.requests, 1, [&](int64_t begin, int64_t end) {
+            for (int64_t r = begin; r < end; r++) SharedHeads(step, r, kernels).step(r, step.position(r));
+        });
+        return;
+    }
     if (const int64_t parts = parts_of_a_head(step); parts > 1) return in_parts(step, kernels, parts);
     const int64_t floats = kernels.scratch_floats(step);
     // Heads outermost, so that a head's scorer weights stay in the cache from one request to the next.

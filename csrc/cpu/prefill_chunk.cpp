@@ -12,6 +12,7 @@
 #include "kvpop/isa.h"
 #include "kvpop/online_topk.h"
 #include "kvpop/scratch.h"
+#include "kvpop/shared_heads.h"
 
 namespace kvpop {
 
@@ -167,32 +168,25 @@ class HeadOfChunk {
     int64_t h_, budget_, topk_;
 };
 
-// One decode step after another, head by head.
+// One decode step after another, head by head or, where heads wait for each other, all heads at once.
 void token_by_token(const PrefillChunk& chunk, const Kernels& kernels) {
     const DecodeStep& whole = chunk.step;
-    const int64_t floats = kernels.scratch_floats(whole), q_bytes = whole.q_is_bf16 ? 2 : 4;
+    if (whole.share_pages) {
+        SharedHeads heads(whole, 0, kernels);
+        for (int64_t i = 0; i < chunk.length; i++) heads.step(i, chunk.start + i);
+        return;
+    }
+    const int64_t floats = kernels.scratch_floats(whole);
     const Roles roles = whole.roles_of(0);
     at::parallel_for(0, whole.heads, 1, [&](int64_t begin, int64_t end) {
         float* scratch = scratch_of_this_thread(floats);
-        int64_t position;
-        int32_t valid;
-        DecodeStep step = whole;
-        step.positions = &position, step.positions_stride = 0;
-        step.valid = &valid, step.valid_stride[0] = step.valid_stride[1] = 0;
-        const auto token = [](const void* base, int64_t items, int64_t bytes) {
-            return static_cast<const uint8_t*>(base) + items * bytes;
-        };
         for (int64_t h = begin; h < end; h++) {
             for (int64_t i = 0; i < chunk.length; i++) {
-                const int64_t query_heads = i * whole.heads * whole.group;
-                position = chunk.start + i;
-                valid = int32_t(roles.extent(position, whole.budget(0, h)));
-                if (whole.given) step.given = whole.given + i * whole.given_stride[0];
-                step.q = token(whole.q, i * whole.q_stride[0], q_bytes);
-                step.k = token(whole.k, i * whole.k_stride[0], whole.item_bytes());
-                step.v = token(whole.v, i * whole.v_stride[0], whole.item_bytes());
-                step.out = static_cast<uint8_t*>(whole.out) + query_heads * whole.size * q_bytes;
-                step.lse = whole.lse + query_heads;
+                DecodeStep step = only_token(whole, i);
+                const int64_t position = chunk.start + i;
+                const int32_t valid = int32_t(roles.extent(position, whole.budget(0, h)));
+                step.positions = &position, step.positions_stride = 0;
+                step.valid = &valid, step.valid_stride[0] = step.valid_stride[1] = 0;
                 kernels.decode_heads(step, 0, 1, h, scratch);
             }
         }

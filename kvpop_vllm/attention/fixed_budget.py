@@ -9,7 +9,7 @@ import torch
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages
-from kvpop_vllm.kernels.regions import RegionMap
+from kvpop_vllm.kernels.regions import HeadRegions, RegionMap
 from kvpop_vllm.roles import Retention
 
 
@@ -59,7 +59,7 @@ class StepBatch:
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         prompts: torch.Tensor | None = None,
-        regions: RegionMap | None = None,
+        regions: RegionMap | HeadRegions | None = None,
         layer: int = 0,
     ) -> StepBatch:
         """Splits a batch into decodes and prefills.
@@ -68,9 +68,8 @@ class StepBatch:
             retention: of all heads and layers. query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
             block_table: ``[requests, >= P]`` int32, state blocks first.
             regions, layer: where heads hold different numbers of tokens, where their pages are, and of which layer.
-            prompts: ``[requests]`` int64, tokens of each prompt, where decisions depend on them (``retention.prompt_grid``).
+            prompts: ``[requests]`` int64, tokens of each prompt, where decisions depend on them.
         """
-        prompts = prompts if retention.prompt_grid else None
         known = prompts.tolist() if prompts is not None else [None] * len(query_lens)
         heads = layout.num_kv_heads
         if regions is None:
@@ -91,7 +90,7 @@ class StepBatch:
         together = at == list(range(len(at))) and singles == at
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
         positions = seq_lens[chosen].long() - 1
-        roles = [retention if known[i] is None else retention.for_prompt(known[i]) for i in singles]
+        roles = [retention.for_prompt(known[i]) for i in singles]
         valid = torch.empty((len(singles), heads), dtype=torch.int32)
         for budget in budgets.unique().tolist():
             in_use = [own.extent(position, budget) for own, position in zip(roles, positions.tolist(), strict=True)]

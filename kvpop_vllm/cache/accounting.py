@@ -41,16 +41,17 @@ class PoolBytes:
 
 
 def request_bytes(
-    layout: PageLayout, num_layers: int, length: int, retention: Retention, shares: Shares | None = None
+    layout: PageLayout, num_layers: int, length: int, retention: Retention, shares: Shares | None = None, spare: int = 0
 ) -> CacheBytes:
-    """What a request holds whose cache has taken in ``length`` tokens; ``shares``: of its heads, where they are unequal."""
+    """What a request holds whose cache has taken in ``length`` tokens; ``shares``: of its heads, where they are unequal;
+    ``spare``: blocks more from where its heads divide the budget."""
     counts = shares.counts if shares else {retention.budget: num_layers * layout.num_kv_heads}
     held = sum(many * retention.held(length, budget) for budget, many in counts.items())
     every = retention.decide_every
     if shares:
         blocks = shares.blocks(layout.state_blocks, layout.block_slots, length, every)
     else:
-        blocks = layout.blocks(length, retention.budget, every)
+        blocks = layout.blocks(length, retention.budget, every) + spare * (length + every - 1 > retention.budget)
     per_token = 2 * layout.head_size * layout.dtype.itemsize
     page = layout.num_kv_heads * layout.region_bytes * num_layers
     return CacheBytes(canonical=held * per_token, allocated=blocks * page, blocks=blocks)

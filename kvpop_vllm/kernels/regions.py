@@ -111,3 +111,47 @@ class RegionMap:
                 f"{storage.numel()} bytes do not hold {self.num_blocks} blocks of {self.shares.layers} layers"
             )
         return self.layout.view(storage.as_strided((regions, self.shares.heads, size), (size, 0, 1)))
+
+
+class HeadRegions:
+    """Regions of a layer whose heads divide its budget by the data: kernels hand them out, see
+    :mod:`kvpop_vllm.kernels.reference.shared_heads`.
+
+    Args:
+        layout: of the layer, its state with the heads' shares. budget: B, of a head on average. num_blocks: of the pool.
+    """
+
+    spare = 1
+    """Blocks beyond B, because each head's last page is not full."""
+
+    def __init__(self, layout: PageLayout, budget: int, num_blocks: int):
+        self.layout, self.budget, self.num_blocks = layout, budget, num_blocks
+        self.width = layout.blocks(budget, budget) + self.spare
+
+    def rows(self, layer: int, block_table: torch.Tensor) -> torch.Tensor:
+        """Region numbers ``[R, H, P]`` int32 of a request's blocks ``block_table [R, W]``, the same for every layer."""
+        heads = torch.arange(self.layout.num_kv_heads, dtype=torch.int32)
+        return block_table[:, None, : self.width] * self.layout.num_kv_heads + heads.view(-1, 1)
+
+    def budgets(self, layer: int) -> torch.Tensor:
+        """``[H]`` int32, of equal shares."""
+        return torch.full((self.layout.num_kv_heads,), self.budget, dtype=torch.int32)
+
+    def view(self, raw: torch.Tensor) -> Pages:
+        """All regions of the layer for the kernels: ``[num_blocks * H, H, N * C]``, the same for every head.
+
+        Args:
+            raw: uint8 ``[num_blocks, H, N * C]`` or ``[num_blocks, H, N, C]``, contiguous.
+
+        Raises:
+            ValueError: it is not.
+        """
+        heads, size = self.layout.num_kv_heads, self.layout.region_bytes
+        if not raw.is_contiguous() or raw.numel() != self.num_blocks * heads * size:
+            raise ValueError(
+                f"a cache of shape {tuple(raw.shape)} does not hold {self.num_blocks} x {heads} regions of {size}"
+            )
+        flat = raw.view(-1)
+        return self.layout.view(
+            flat.as_strided((self.num_blocks * heads, heads, size), (size, 0, 1), flat.storage_offset())
+        )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.policies.adakv import AdaKV
 from kvpop_vllm.policies.base import Order, Policy
 from kvpop_vllm.policies.dms import DMS
 from kvpop_vllm.policies.full import Full
@@ -31,6 +32,7 @@ POLICIES: dict[str, type[Policy]] = {
         H2O,
         SnapKV,
         PyramidKV,
+        AdaKV,
         TOVA,
         MomentKV,
         Full,

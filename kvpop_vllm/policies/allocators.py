@@ -32,5 +32,9 @@ def pyramid(kept: Retention, layers: int, heads: int) -> torch.Tensor:
     return (kept.first_long + long_range).int().unsqueeze(1).repeat(1, heads)
 
 
-ALLOCATORS: dict[str, Callable[[Retention, int, int], torch.Tensor]] = {"uniform": uniform, "pyramid": pyramid}
+ALLOCATORS: dict[str, Callable[[Retention, int, int], torch.Tensor]] = {
+    "uniform": uniform,
+    "pyramid": pyramid,
+    "ada": uniform,  # to begin with: the kernels divide it by the data
+}
 """``allocator(retention, layers, H) -> [layers, H]`` int32 budgets, by the name that ``--kv-allocator`` takes; B on average."""

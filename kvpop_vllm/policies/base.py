@@ -25,7 +25,8 @@ from kvpop_vllm.config import (
     resolve_retention,
 )
 from kvpop_vllm.kernels.ops import GivenScore, RetentionRule, ScorerWeights
-from kvpop_vllm.kernels.regions import Shares
+from kvpop_vllm.kernels.pages import cdiv
+from kvpop_vllm.kernels.regions import HeadRegions, Shares
 from kvpop_vllm.policies.allocators import ALLOCATORS
 from kvpop_vllm.scorers.gates import Gate
 
@@ -112,6 +113,7 @@ class Policy(ABC):
             (:meth:`default_window` may say another). default_decide_every: e where ``--kv-decide-every`` is not given.
         default_correction: where ``--kv-correction`` is not given.
         default_allocator: where ``--kv-allocator`` is not given.
+        scores_compare: heads can be compared by their scores, so that they may divide a budget by them.
         keeps_all: never evicts.
     """
 
@@ -128,6 +130,7 @@ class Policy(ABC):
     default_decide_every: ClassVar[int] = 1
     default_correction: ClassVar[str] = "none"
     default_allocator: ClassVar[str] = "uniform"
+    scores_compare: ClassVar[bool] = True
     keeps_all: ClassVar[bool] = False
     scorer_kind: ClassVar[str | None] = None
 
@@ -145,6 +148,10 @@ class Policy(ABC):
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-correction out")
         if self.keeps_all and self.allocator != "uniform":
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-allocator out")
+        if self.divides and not self.scores_compare:
+            raise ConfigError(
+                f"--kv-policy {self.name} has no scores that heads can divide a budget by: leave --kv-allocator out"
+            )
         self.retention = resolve_retention(
             self.settings,
             self.model.max_model_len,
@@ -217,7 +224,28 @@ class Policy(ABC):
     def state_floats(self) -> int:
         """float32 words of recurrent state per layer and KV head, those of a correction among them."""
         moments = moment_fields(self.model.head_dim) if self.corrects else {}
-        return sum((self.state_fields | moments).values())
+        share = 2 + self.share_pages if self.divides else 0
+        return sum((self.state_fields | moments).values()) + share
+
+    @property
+    def divides(self) -> bool:
+        """Whether the heads of a layer divide its budget by their scores (``--kv-allocator ada``)."""
+        return self.allocator == "ada"
+
+    @property
+    def share_pages(self) -> int:
+        """Pages that one head may hold at most then, with the smallest blocks there are; 0 where they do not."""
+        return (cdiv(self.retention.budget, 16) + 1) * self.model.num_kv_heads if self.divides else 0
+
+    @property
+    def spare_blocks(self) -> int:
+        """Blocks beyond those of equal shares, where heads divide the budget: each head's last page is not full."""
+        return HeadRegions.spare if self.divides else 0
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether its decisions depend on how long a request's prompt is."""
+        return self.retention.prompt_grid or self.divides
 
     @property
     def allocator(self) -> str:
@@ -283,7 +311,7 @@ class Policy(ABC):
         Raises:
             ConfigError: the rule is not of the order that the policy declares, or needs more state.
         """
-        rule = replace(self.rule(layer, heads), moment_correction=self.corrects)
+        rule = replace(self.rule(layer, heads), moment_correction=self.corrects, share_pages=self.share_pages)
         if rule.coupled != (self.order is Order.COUPLED):
             raise ConfigError(
                 f"--kv-policy {self.name} declares the order {self.order.value!r}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"

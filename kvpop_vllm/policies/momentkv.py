@@ -25,6 +25,7 @@ class MomentKV(Policy):
     state = "D x (D + 2) float32"
     signals = frozenset({Signal.KEY, Signal.VALUE, Signal.MASS})
     order = Order.COUPLED
+    scores_compare = False
     default_sinks, window_share = 1, 0.0
     default_correction = "moment"
 

@@ -13,6 +13,7 @@ import torch
 from .oracle_coupled import corrected_attention, follow_attention
 from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL, NEWEST_MASS, RECENCY, VOTES, log_gamma, raw_scores, read_scorer
 from .oracle_sets import best_lost, decision_margins, retained_sets
+from .oracle_shared import follow_shared
 
 
 def masked_attention(
@@ -62,6 +63,7 @@ class OraclePolicy:
         corrected: outputs are corrected by the moments of evicted tokens.
         ages: a token's score counts as often as it is old (TRIM-KV). threshold: a lower score is dropped when it leaves the
             window (DMS).
+        divided: the heads of a layer divide its long-range tokens by their scores (see :func:`follow_shared`).
     """
 
     scorer: str | dict
@@ -74,6 +76,7 @@ class OraclePolicy:
     corrected: bool = False
     ages: bool = False
     threshold: float | None = None
+    divided: bool = False
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
@@ -149,6 +152,12 @@ class OraclePolicy:
         decay = self.decay(layer, len(key))
         topk = self.topk[layer] if isinstance(self.topk, tuple) else self.topk
         shape = (self.sinks, self.window, topk)
+        if self.divided:
+            how = self.scorer
+            if self.scorer not in (NEWEST_MASS, MEAN_MASS, VOTES):
+                how = raw_scores(self.scorer, layer, key, value, self.window)
+            rest = shape, self.interval, prompt, decay, self.step, forced, bias
+            return Decided(*follow_shared(query, key, value, how, *rest[0], *rest[1:]))
         if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL, VOTES):
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")

@@ -26,12 +26,15 @@ from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
-from kvpop_vllm.kernels.regions import RegionMap, Shares
+from kvpop_vllm.kernels.regions import HeadRegions, RegionMap, Shares
 from kvpop_vllm.vllm_glue import prompt_lengths
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
 logger = init_logger("vllm.kvpop_vllm")
+
+Regions = RegionMap | HeadRegions | None
+"""Where pages are, of heads that hold different numbers of tokens."""
 
 
 class FixedBudgetBackend(AttentionBackend):
@@ -85,6 +88,7 @@ class FixedBudgetBackend(AttentionBackend):
             decide_every=cls.policy.retention.decide_every,
             state_blocks=layout.state_blocks,
             shares=cls.shares(spec.num_kv_heads),
+            spare_blocks=cls.policy.spare_blocks,
             max_tp_shards=spec.max_tp_shards,
         )
 
@@ -131,13 +135,13 @@ class FixedBudgetMetadata:
     """One step's metadata: the batch of each layer, the same for all but where heads have unequal shares, and the number of
     its tokens. Unequal ones are built as the layers ask for them, in the same step."""
 
-    build: Callable[[RegionMap | None, int], StepBatch]
+    build: Callable[[Regions, int], StepBatch]
     num_tokens: int
     batches: dict[int, StepBatch] = field(default_factory=dict)
 
-    def batch(self, layer: int, regions: RegionMap | None) -> StepBatch:
+    def batch(self, layer: int, regions: Regions) -> StepBatch:
         """Of layer ``layer``; regions: where its pages are, if shares are unequal."""
-        key = 0 if regions is None else layer
+        key = layer if isinstance(regions, RegionMap) else 0
         if key not in self.batches:
             self.batches[key] = self.build(regions, layer)
         return self.batches[key]
@@ -153,8 +157,9 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
-        self.unequal = kv_cache_spec.shares is not None
-        if self.retention.prompt_grid:
+        self.unequal = kv_cache_spec.shares is not None or backend.policy.divides
+        self.needs_prompt = backend.policy.needs_prompt
+        if self.needs_prompt:
             self.prompts = None  # [requests] int64, set before each build
             prompt_lengths.apply()
 
@@ -162,7 +167,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         common = common_attn_metadata
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
-        prompts = self.prompts[: len(query_lens)].clamp_min(1) if self.retention.prompt_grid else None  # 0: a dummy run
+        prompts = self.prompts[: len(query_lens)].clamp_min(1) if self.needs_prompt else None  # 0: a dummy run
         step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, prompts
         metadata = FixedBudgetMetadata(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
         if not self.unequal:
@@ -269,13 +274,16 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         self.attention.forward(query[:n], key[:n], value[:n], pages, batch, output[:n], given)
         return output
 
-    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | None]:
+    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, Regions]:
         """Typed views of this layer's cache or, where shares are unequal, of all layers' and its map; made once per
         allocation."""
         key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
         if self._pages is None or self._pages[0] != key:
             layout = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype)
-            if self.shares is None:
+            if self.policy.divides:
+                regions = HeadRegions(layout, self.policy.retention.budget, kv_cache.shape[0])
+                self._pages = key, (regions.view(kv_cache.view(torch.uint8)), regions)
+            elif self.shares is None:
                 self._pages = key, (layout.view(kv_cache.view(torch.uint8)), None)
             else:
                 regions = RegionMap(self.shares, layout, kv_cache.shape[0])

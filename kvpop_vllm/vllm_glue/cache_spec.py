@@ -67,7 +67,8 @@ KVCacheSpecRegistry._ensure_registered()
 @dataclass(frozen=True, kw_only=True)
 class FixedBudgetSpec(AttentionSpec):
     """A layer whose request holds ``state_blocks + cdiv(min(length + e - 1, budget), block_size)`` blocks or, where heads have
-    unequal ``shares``, the same number on average, rounded up (:class:`kvpop_vllm.kernels.regions.Shares`).
+    unequal ``shares``, the same number on average, rounded up (:class:`kvpop_vllm.kernels.regions.Shares`). Where heads divide
+    the budget by the data, ``spare_blocks`` more from where they do.
 
     ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head; ``decide_every`` is e.
     """
@@ -76,6 +77,7 @@ class FixedBudgetSpec(AttentionSpec):
     state_blocks: int
     decide_every: int
     shares: Shares | None = None
+    spare_blocks: int = 0
 
     def blocks(self, length: int) -> int:
         """Blocks of a request of ``length`` tokens; 0 for an empty one."""
@@ -83,7 +85,9 @@ class FixedBudgetSpec(AttentionSpec):
             return 0
         if self.shares is not None:
             return self.shares.blocks(self.state_blocks, self.block_size, length, self.decide_every)
-        return self.state_blocks + cdiv(min(length + self.decide_every - 1, self.budget), self.block_size)
+        slots = length + self.decide_every - 1
+        spare = self.spare_blocks if slots > self.budget else 0
+        return self.state_blocks + cdiv(min(slots, self.budget), self.block_size) + spare
 
     def max_memory_usage_bytes(self, vllm_config) -> int:
         return self.blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes

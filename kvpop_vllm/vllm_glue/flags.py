@@ -36,8 +36,8 @@ _HELP = {
     "allocator": (
         str,
         "NAME",
-        "How layers and heads share the budget: 'uniform', or 'pyramid', more in lower layers (PyramidKV), under any policy; "
-        "default: uniform, but for pyramidkv.",
+        "How layers and heads share the budget, under any policy: 'uniform'; 'pyramid', more in lower layers (PyramidKV); "
+        "'ada', heads of a layer by their scores (Ada-KV); default: uniform, but for pyramidkv and adakv.",
     ),
 }
 

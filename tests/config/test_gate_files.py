@@ -105,6 +105,8 @@ def test_the_policys_rule(written, name):
     assert rule.scorer == (GivenScore(ages=True) if kind == "trimkv" else GivenScore(threshold=0.0))
     assert not rule.log_gamma.any() and policy.shifted == (name == "dms-query") and policy.gated
     assert policy.state_floats == 0
+    divided = PolicySettings(kind, budget=40, scorer=str(written(name)), sinks=2, window=5, allocator="ada")
+    assert "no scores that heads can divide a budget by" in refusal(policies.get(kind), divided, SHAPE)
 
 
 def test_compiled_graphs_differ_by_what_they_compute(written, model, tmp_path):

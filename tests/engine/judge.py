@@ -82,7 +82,7 @@ class Judge:
     def reference(self, tokens: Sequence[int], nudges: tuple[Nudge, ...] = (), prompt: int | None = None) -> Reference:
         """prompt: how many of the tokens are the prompt; all of them if it is not said."""
         prompt = len(tokens) if prompt is None else prompt
-        key = tuple(tokens), nudges, prompt if self.policy.scorer == "votes" else None
+        key = tuple(tokens), nudges, prompt if self.policy.scorer == "votes" or self.policy.divided else None
         if key not in self.known:
             exact, low = self.models
             run = exact.run(tokens, self.policy, bias=nudges, prompt=prompt)

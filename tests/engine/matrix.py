@@ -15,8 +15,17 @@ SINKS, WINDOW, TOPK = 4, 16, 36
 BUDGET = SINKS + WINDOW + TOPK
 SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "kvpop-linear": "linear"}
 MATRIX = [(kind, policy) for kind in ("qwen3", "llama") for policy in (*SCORERS, "streaming-llm")]
-MATRIX += [("qwen3", "h2o"), ("llama", "tova"), ("llama", "momentkv"), ("qwen3", "snapkv"), ("llama", "pyramidkv")]
-EVERY = {"snapkv": 4, "pyramidkv": 4}
+MATRIX += [
+    ("qwen3", "h2o"),
+    ("llama", "tova"),
+    ("llama", "momentkv"),
+    ("qwen3", "snapkv"),
+    ("llama", "pyramidkv"),
+    ("qwen3", "adakv"),
+]
+EVERY = {"snapkv": 4, "pyramidkv": 4, "adakv": 4}
+SPARE = {"adakv": 1}
+"""Policy -> blocks more from where the budget is outgrown."""
 """Policy -> tokens between decisions, where it is not one; of snapkv with a window of one more."""
 GATES = {
     "trimkv": ("trimkv", {}),
@@ -34,6 +43,7 @@ TRAINING_FREE = {
     "momentkv": ("moment residual", 1, 1),
     "snapkv": ("votes", 0, 5),
     "pyramidkv": ("votes", 0, 5),
+    "adakv": ("votes", 0, 5),
 }
 """Policy -> the oracle's scorer, and the default sinks and window. l2norm is not in the matrix: in a first layer equal tokens
 have keys of equal norm, which only their rounding tells apart; test_variants judges it on the engine's own keys."""
@@ -41,9 +51,10 @@ STATE, MOMENTS = {"kvpop": 32 * 32 + 32 + 1}, 32 * 32 + 2 * 32
 """float32 words a head of the mLSTM and of moments."""
 
 
-def state_blocks(policy: str, corrected: bool = False) -> int:
-    """A block has 16 * (2 * 32 * 4 + 8) bytes a head."""
-    words = STATE.get(policy, 0) + (MOMENTS if corrected or policy == "momentkv" else 0)
+def state_blocks(policy: str, corrected: bool = False, divided: bool = False) -> int:
+    """A block has 16 * (2 * 32 * 4 + 8) bytes a head; a share takes a word for every page of two heads, and two."""
+    words = 2 + 2 * (cdiv(BUDGET, 16) + 1) if divided or policy == "adakv" else 0
+    words += STATE.get(policy, 0) + (MOMENTS if corrected or policy == "momentkv" else 0)
     return cdiv(4 * words, 16 * (2 * 32 * 4 + 8))
 
 
@@ -55,23 +66,23 @@ class Case(NamedTuple):
     judge: Judge
 
 
-UNDERNEATH = {"pyramidkv": "snapkv"}
-"""Policy -> the one that it is with equal shares."""
-
-
-def in_a_pyramid(plain: Case, policy: str, allocator: str) -> Case:
-    """The same with more tokens in lower layers: two layers whose k are to each other as 39 to 1 (PyramidKV, beta 20)."""
-    topk = plain.judge.policy.topk
-    last = topk // 20 + (topk % 20 > 10)
-    shares = replace(plain.judge.policy, topk=(2 * topk - last, last))
-    return Case(plain.model, plain.settings | {"policy": policy, "allocator": allocator}, Judge(plain.model, shares))
+def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:
+    """The same with unequal shares: more tokens in lower layers, two layers whose k are to each other as 39 to 1
+    (PyramidKV, beta 20), or divided among the heads of a layer."""
+    if allocator == "ada":
+        return replace(plain, divided=True)
+    last = plain.topk // 20 + (plain.topk % 20 > 10)
+    return replace(plain, topk=(2 * plain.topk - last, last))
 
 
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
     """``options`` of :func:`write_random_scorer`, ``every``, tokens between decisions, and ``correction``; ``folder`` is where
     the scorer goes."""
-    if (allocator := options.pop("allocator", "pyramid" if policy == "pyramidkv" else None)) is not None:
-        return in_a_pyramid(make_case(model, folder, UNDERNEATH.get(policy, policy), **options), policy, allocator)
+    own = {"pyramidkv": "pyramid", "adakv": "ada"}
+    if (allocator := options.pop("allocator", own.get(policy))) is not None:
+        plain = make_case(model, folder, "snapkv" if policy in own else policy, **options)
+        asked = plain.settings | {"policy": policy} | ({} if policy in own else {"allocator": allocator})
+        return Case(model, asked, Judge(model, allocated(plain.judge.policy, allocator)))
     every, correction = options.pop("every", EVERY.get(policy, 1)), options.pop("correction", None)
     if correction is not None:
         plain = make_case(model, folder, policy, every=every, **options)

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvpop_vllm.cache.retained import STALE, slot_positions
+from kvpop_vllm.cache.retained import STALE, counted, divided, slot_positions
 from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl, FixedBudgetMetadataBuilder
 
 
@@ -129,11 +129,19 @@ class Recorder:
                 retention.decide_every,
             )
             table, own = row.blocks.expand(layout.num_kv_heads, -1), retention.for_prompt(row.prompt)
-            if regions is not None:
+            filled = None
+            if impl.policy.divides:
+                table = regions.rows(layer, row.blocks.unsqueeze(0))[0]
+                shares = divided(pages, table, rule)
+                table, filled = shares.row, shares.filled
+                assert int((shares.capacity + retention.first_long).sum()) == retention.budget * len(filled)
+            elif regions is not None:
                 table, budgets = regions.rows(layer, row.blocks.unsqueeze(0))[0], set(regions.budgets(layer).tolist())
                 assert len(budgets) == 1, "heads of one layer differ"
                 own = replace(own, budget=budgets.pop())
-            slots = slot_positions(pages, table, row.seen, own, rule.threshold is not None)
+            if rule.threshold is not None and filled is None:
+                filled = counted(pages, table)
+            slots = slot_positions(pages, table, row.seen, own, filled)
             self._check_content(pages, row, layer, slots, table)
             positions = [sorted(t for t in head if t != STALE) for head in slots.tolist()]
             self.held[row.request][layer].append(Held(row.seen, row.new, positions))
@@ -147,13 +155,14 @@ class Recorder:
 
     def _check_content(self, pages, row: Row, layer: int, slots: torch.Tensor, table: torch.Tensor) -> None:
         """Every valid slot holds, bit for bit, the key and value of the token it stands for."""
-        layout, held = pages.layout, slots != STALE  # [H, slots]; heads may hold different numbers
-        at, head = torch.arange(slots.shape[1]), torch.arange(len(slots)).unsqueeze(1)
+        layout, at = pages.layout, (slots != STALE).any(0).nonzero().flatten()
+        slots = slots[:, at]
+        head = torch.arange(len(slots)).unsqueeze(1)
         blocks = table[:, layout.state_blocks + at // layout.block_slots].long()
         for name, array in (("key", pages.k), ("value", pages.v)):
-            stored = array[blocks, head, at % layout.block_slots]  # [H, slots, D]
-            given = self.tensors[row.request, layer, name][slots, head]
-            assert torch.equal(stored[held], given[held]), (
+            stored = array[blocks.clamp_min(0), head, at % layout.block_slots]  # [H, slots, D]
+            given = self.tensors[row.request, layer, name][slots.clamp_min(0), head]
+            assert torch.equal(stored[slots != STALE], given[slots != STALE]), (
                 f"request {row.request}, layer {layer}: a slot holds another {name}"
             )
 

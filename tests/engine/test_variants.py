@@ -10,7 +10,7 @@ import pytest
 import torch
 from engine.driving import BLOCK, Job, one_thread, watched
 from engine.judge import Judge
-from engine.matrix import BUDGET, EVERY, MATRIX, state_blocks
+from engine.matrix import BUDGET, EVERY, MATRIX, SPARE, state_blocks
 from engine.recorder import Held
 
 from kvpop_vllm.kernels import dispatch
@@ -49,6 +49,9 @@ OPTIONS = {
     "late-gate-narrow": ("dms", {"shifted": True, "sinks": 1, "window": 2, "topk": BUDGET - 3}),
     "late-gate-on-a-grid": ("dms", {"shifted": True, "every": 25}),
     "corrected-threshold": ("dms", {"correction": "moment"}),
+    "ada-mass": ("h2o", {"allocator": "ada"}),
+    "ada-scorer": ("kvpop", {"allocator": "ada", "every": 8, "decay_step": 2}),
+    "ada-corrected": ("tova", {"allocator": "ada", "correction": "moment", "sinks": 1, "window": 4}),
     "pyramid": ("kvpop", {"allocator": "pyramid"}),
     "pyramid-on-a-grid": ("kvpop-linear", {"allocator": "pyramid", "every": 8}),
     "pyramid-mass": ("h2o", {"allocator": "pyramid"}),
@@ -71,8 +74,10 @@ def test_scorer_options(case, watch, name):
         for chunk in (7, None):
             engine.chunk(chunk)
             engine.verdict(engine.serve(JOBS))
-        state = state_blocks(policy, options.get("correction") == "moment")
-        engine.check_blocks(state, *engine.judge.policy.budgets(1), every=options.get("every", 1))
+        divided = options.get("allocator") == "ada"
+        state = state_blocks(policy, options.get("correction") == "moment", divided)
+        budgets, every = engine.judge.policy.budgets(1), options.get("every", 1)
+        engine.check_blocks(state, *budgets, every=every, spare=int(divided))
 
 
 def test_the_decay_step_matters(case):
@@ -122,7 +127,8 @@ def test_a_pool_too_small_for_all(case, watch, kind, policy):
     state = state_blocks(policy)
     found = case(kind, policy)
     budgets = found.judge.policy.budgets(1)
-    blocks = 2 * cdiv(sum(state + cdiv(budget, BLOCK) for budget in budgets), len(budgets))
+    spare = SPARE.get(policy, 0)
+    blocks = 2 * (cdiv(sum(state + cdiv(budget, BLOCK) for budget in budgets), len(budgets)) + spare)
     with watch(found, num_gpu_blocks_override=blocks + 1) as engine:
         assert engine.recorder.pool.get_num_free_blocks() == blocks
         answers = engine.serve([Job(9 + i, new=60, scored=False) for i in range(6)])
@@ -131,7 +137,7 @@ def test_a_pool_too_small_for_all(case, watch, kind, policy):
         assert preempted > 0 and len(answers) == 6
         assert min(step.free for step in engine.recorder.blocks) == 0
         engine.verdict(answers)
-        engine.check_blocks(state, *budgets, every=EVERY.get(policy, 1))
+        engine.check_blocks(state, *budgets, every=EVERY.get(policy, 1), spare=spare)
         assert engine.recorder.pool.get_num_free_blocks() == blocks
 
 

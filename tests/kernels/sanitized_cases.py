@@ -13,6 +13,7 @@ from kernels import sanitized
 from kernels import test_decode_step as decode
 from kernels import test_prefill_chunk as prefill
 from kernels import test_running_topk as running
+from kernels import test_shared_heads as shared
 from kernels.test_decode_step import (  # noqa: F401  (tests and fixtures that run here too)
     check_budgets,
     fastest_isa_afterwards,
@@ -91,7 +92,16 @@ DECODE = [
     dict(case="moment-corrected", size=64, group=3, slots=64, dtype=BF16, q_dtype=BF16, sinks=1, window=1, topk=30),
     dict(case="moment", size=32, group=7, slots=16, unequal=True, every=4),
     dict(case="mlstm-corrected", size=48, group=2, slots=16, every=5),
+    dict(case="votes", size=64, group=3, slots=16, dtype=BF16, q_dtype=BF16, every=5, topk=30),
+    dict(case="votes-corrected", size=32, group=1, slots=48, every=16, unequal=True),
+    dict(case="given-ages", size=80, group=2, slots=16, every=3),
+    dict(case="given-threshold-corrected", size=48, group=2, slots=16, dtype=BF16, q_dtype=F32, every=5),
 ]
+
+
+@pytest.mark.parametrize("case", ["votes-corrected", "mass-corrected", "linear", "nothing"])
+def test_heads_that_divide_a_budget(case):
+    shared.test_equals_the_oracle(case, _C.isa_levels()[-1])
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])

@@ -155,29 +155,32 @@ struct DecodeStep {
     const double* log_gamma;  // [H]
     Scorer scorer;
     bool corrects;  // outputs by the moments of the evicted tokens
+    int64_t share_pages;  // more than 0: heads divide the layer's budget, see shared_heads.h
 
     bool keeps_moments() const { return corrects || scorer.kind == ScorerKind::MomentResidual; }
     // Whether a token's step needs that of the token before it, so that a chunk's are done one by one.
-    bool sequential() const { return corrects || scorer.coupled() || scorer.bounded; }
+    bool sequential() const { return corrects || scorer.coupled() || scorer.bounded || share_pages > 0; }
+    // Whether the data decide how many slots a head has filled.
+    bool counts_slots() const { return scorer.bounded || share_pages > 0; }
     int64_t prompt(int64_t r) const { return prompts[r * prompts_stride]; }
     // Roles of a request: where votes rank, decisions fall on the first token after its prompt.
     Roles roles_of(int64_t r) const {
         Roles own = roles;
-        if (prompts) own.phase = roles.decide_every - 1 - prompt(r) % roles.decide_every;
+        if (scorer.kind == ScorerKind::Votes) own.phase = roles.decide_every - 1 - prompt(r) % roles.decide_every;
         return own;
     }
     float given_score(int64_t r, int64_t h) const { return given ? given[r * given_stride[0] + h * given_stride[1]] : 0; }
     // Slots in use before the step.
     int64_t in_use(int64_t r, int64_t h) const {
-        if (!scorer.bounded) return valid_slots(r, h);
+        if (!counts_slots()) return valid_slots(r, h);
         const int64_t q = position(r);
-        return roles.decided(q) > roles.sinks ? roles.first_long() + int64_t(*filled(r, h)) : q;
+        return roles_of(r).decided(q) > roles.sinks ? roles.first_long() + int64_t(*filled(r, h)) : q;
     }
     // How many of the tokens that were decided upon before `position` have been evicted.
     int64_t evicted(int64_t r, int64_t h, int64_t position) const {
         const int64_t arrived = roles_of(r).decided(position) - roles.sinks, room = budget(r, h) - roles.first_long();
         if (arrived == 0) return 0;
-        return arrived - (scorer.bounded ? int64_t(*filled(r, h)) : arrived < room ? arrived : room);
+        return arrived - (counts_slots() ? int64_t(*filled(r, h)) : arrived < room ? arrived : room);
     }
 
     int64_t item_bytes() const { return cache_is_bf16 ? 2 : 4; }
@@ -201,8 +204,13 @@ struct DecodeStep {
     bool searches(int64_t r, int64_t h) const {
         return valid_slots(r, h) == budget(r, h) && roles_of(r).decides_at(position(r));
     }
-    // Where a threshold decides how many long-range slots are filled, that number: the score word of slot 0.
-    float* filled(int64_t r, int64_t h) const { return scores(slot_region(r, h, 0)); }
+    // Where the data decide how many long-range slots are filled, that number: the score word of slot 0, or one of the share's.
+    float* filled(int64_t r, int64_t h) const { return share_pages ? share_word(r, h, 1) : scores(slot_region(r, h, 0)); }
+    // A head's share behind its state and moments: long-range slots, how many are filled, numbers of its pages.
+    float* share_word(int64_t r, int64_t h, int64_t i) const {
+        const int64_t at = scorer.state_floats() + (keeps_moments() ? size * (size + 2) : 0) + i, region_floats = region_bytes / 4;
+        return reinterpret_cast<float*>(region(r, h, at / region_floats)) + at % region_floats;
+    }
     // tokens_seen of head h: the position word of slot 0.
     int32_t* tokens_seen(int64_t r, int64_t h) const { return slot_positions(slot_region(r, h, 0)); }
 };

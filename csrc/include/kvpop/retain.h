@@ -156,30 +156,23 @@ KVPOP_INLINE float stateless_score(const Head<T>& head, const Row<T>& row, float
     }
 }
 
-// All of the step but attention; returns the slots to attend over. projected: which of the batch's tokens is the request's,
+// What a token that leaves the window scores lies in its score word afterwards, and the state has taken in what it is to, where
+// decisions fall; returns the score of the new token at its insertion. projected: which of the batch's tokens is the request's,
 // or -1 if none is yet.
 template <class T>
-Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, MLSTMBatch& batch, int64_t projected, Pieces pieces) {
+float score_of(const DecodeStep& a, int64_t r, int64_t h, MLSTMBatch& batch, int64_t projected, Pieces pieces) {
     const Head<T> head{a, r, h};
     const Scorer& s = a.scorer;
     const Roles roles = a.roles_of(r);
-    const int64_t q = a.position(r), slot = roles.ring_slot(q);
-    int64_t valid = a.in_use(r, h);
-    for (int64_t i = 0; i < valid && a.searches(r, h); i += a.block_slots) prefetch_scores(a, r, h, i);
-
+    const int64_t q = a.position(r), first = q + 1 - roles.decide_every;
+    float inserted = a.given_score(r, h);
+    if (!roles.decides_at(q)) return inserted;
     const Row<T> own = new_row<T>(a, r, h);
     float *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
     const State state{a, r, h};
-    const Moments moments(a, r, h);
-    float inserted = a.given_score(r, h), *deviation = pieces.take(a.size);
-    const int64_t first = q + 1 - roles.decide_every;
-    int64_t evicted = a.evicted(r, h, q);
-    float* factors = nullptr;
-    if (s.kind == ScorerKind::MomentResidual && a.evicted(r, h, q + 1) > evicted)
-        factors = residuals_of<T>(a, r, h, q, valid, pieces);
     const bool generated = s.kind == ScorerKind::Votes && q > a.prompt(r);
-    if (s.kind == ScorerKind::Votes && !generated && roles.decides_at(q)) pool_votes(a, r, h, q, valid);
-    for (int64_t t = first; t <= q && roles.decides_at(q); t++) {
+    if (s.kind == ScorerKind::Votes && !generated) pool_votes(a, r, h, q, a.in_use(r, h));
+    for (int64_t t = first; t <= q; t++) {
         const int64_t u = t - roles.window;
         const bool leaving = u >= roles.sinks;
         const int64_t from = leaving ? roles.ring_slot(u) : 0;
@@ -197,21 +190,85 @@ Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, MLSTMBatch& batch, int
             if (t < q) *head.score(roles.ring_slot(t)) = inserted;
             if (!s.delayed && leaving) score = *head.score(from);
         }
-        const int64_t target = leaving ? head.place(u, score, valid, q, factors) : -1;
-        if (leaving && target < valid && a.keeps_moments()) {
+        if (leaving) *head.score(from) = score;
+    }
+    return inserted;
+}
+
+// The rest of the step but attention: evictions, slot moves, the new token; returns the slots to attend over.
+template <class T>
+Runs place_of(const DecodeStep& a, int64_t r, int64_t h, float inserted, Pieces pieces) {
+    const Head<T> head{a, r, h};
+    const Roles roles = a.roles_of(r);
+    const int64_t q = a.position(r), slot = roles.ring_slot(q);
+    int64_t valid = a.in_use(r, h), evicted = a.evicted(r, h, q);
+    const Row<T> own = new_row<T>(a, r, h);
+    float *x_u = pieces.take(2 * a.size), *deviation = pieces.take(a.size), *factors = nullptr;
+    const Moments moments(a, r, h);
+    if (a.scorer.kind == ScorerKind::MomentResidual && a.evicted(r, h, q + 1) > evicted)
+        factors = residuals_of<T>(a, r, h, q, valid, pieces);
+    for (int64_t t = q + 1 - roles.decide_every; t <= q && roles.decides_at(q); t++) {
+        const int64_t u = t - roles.window;
+        if (u < roles.sinks) continue;
+        const int64_t from = roles.ring_slot(u), target = head.place(u, *head.score(from), valid, q, factors);
+        if (target < valid && a.keeps_moments()) {
             const int64_t gone = target < 0 ? from : target;
             head.read(head.k(gone), head.v(gone), x_u);
             moments.take_in(float(++evicted), x_u, deviation);
         }
         if (target < 0) continue;
         if (factors) factors[target] = factors[from];
-        head.write(target, head.k(from), head.v(from), score, u);
+        head.write(target, head.k(from), head.v(from), *head.score(from), u);
         valid = target < valid ? valid : target + 1;
     }
     head.write(slot, own.key, own.value, inserted, q);
     *a.tokens_seen(r, h) = int32_t(q + 1);
-    if (s.bounded) *a.filled(r, h) = float(valid > roles.first_long() ? valid - roles.first_long() : 0);
+    if (a.counts_slots()) *a.filled(r, h) = float(valid > roles.first_long() ? valid - roles.first_long() : 0);
     return fresh_runs(roles, q + 1, slot < valid ? valid : slot + 1);
+}
+
+// All of the step but attention.
+template <class T>
+Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, MLSTMBatch& batch, int64_t projected, Pieces pieces) {
+    const int64_t valid = a.valid_slots(r, h);
+    for (int64_t i = 0; i < valid && a.searches(r, h); i += a.block_slots) prefetch_scores(a, r, h, i);
+    const float inserted = score_of<T>(a, r, h, batch, projected, pieces);
+    return place_of<T>(a, r, h, inserted, pieces);
+}
+
+// Evicts the `count` lowest long-range tokens; the last ones move into their slots.
+template <class T>
+void shrink_of(const DecodeStep& a, int64_t r, int64_t h, int64_t count, Pieces pieces) {
+    const Head<T> head{a, r, h};
+    const int64_t q = a.position(r), first = a.roles.first_long();
+    int64_t used = a.in_use(r, h), evicted = a.evicted(r, h, q);
+    float *x = pieces.take(2 * a.size), *deviation = pieces.take(a.size);
+    const Moments moments(a, r, h);
+    for (; count > 0; count--) {
+        const int64_t gone = int64_t(lowest(a, r, h, first, used, q, nullptr).slot), last = --used;
+        if (a.keeps_moments()) {
+            head.read(head.k(gone), head.v(gone), x);
+            moments.take_in(float(++evicted), x, deviation);
+        }
+        if (gone == last) continue;
+        const int64_t position = a.slot_positions(a.slot_region(r, h, last))[last % a.block_slots];
+        head.write(gone, head.k(last), head.v(last), *head.score(last), position);
+    }
+    *a.filled(r, h) = float(used - first);
+}
+
+// The step of a head in three, for heads that have to wait for each other between them.
+inline float score(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
+    Pieces pieces{scratch};
+    MLSTMBatch batch(a, pieces);
+    return a.cache_is_bf16 ? score_of<bf16>(a, r, h, batch, -1, pieces) : score_of<float>(a, r, h, batch, -1, pieces);
+}
+inline void shrink(const DecodeStep& a, int64_t r, int64_t h, int64_t count, float* scratch) {
+    a.cache_is_bf16 ? shrink_of<bf16>(a, r, h, count, {scratch}) : shrink_of<float>(a, r, h, count, {scratch});
+}
+inline void finish(const DecodeStep& a, int64_t r, int64_t h, float inserted, float* scratch) {
+    const Runs runs = a.cache_is_bf16 ? place_of<bf16>(a, r, h, inserted, {scratch}) : place_of<float>(a, r, h, inserted, {scratch});
+    attend(a, r, h, runs, scratch + retain_scratch(a));
 }
 
 inline Runs retain(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {

@@ -49,7 +49,15 @@ def _pack(rule: RetentionRule) -> _C.Rule:
     weights = {name: value.detach() for name, value in fields.items() if isinstance(value, torch.Tensor)}
     kind = _KINDS[type(rule.scorer)]
     roles = rule.sinks, rule.window, rule.decide_every, rule.decay_step
-    made = _C.Rule(*roles, rule.log_gamma.detach(), kind, weights, corrects=rule.moment_correction, **options)
+    made = _C.Rule(
+        *roles,
+        rule.log_gamma.detach(),
+        kind,
+        weights,
+        corrects=rule.moment_correction,
+        share_pages=rule.share_pages,
+        **options,
+    )
     _packed[id(rule)] = made
     weakref.finalize(rule, _packed.pop, id(rule), None)
     return made

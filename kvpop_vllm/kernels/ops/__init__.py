@@ -16,6 +16,7 @@ the tensors (see :mod:`kvpop_vllm.kernels.dispatch`); a name asked for explicitl
 """
 
 from kvpop_vllm.kernels.ops.rules import (
+    FLOOR,
     GENERATED,
     STATE_M_START,
     AttentionMass,
@@ -40,6 +41,7 @@ from kvpop_vllm.kernels.ops.training import (
 )
 
 __all__ = [
+    "FLOOR",
     "GENERATED",
     "STATE_M_START",
     "AttentionMass",

@@ -144,6 +144,9 @@ class AttentionVotes:
 GENERATED = 2.0**100
 """Score of a token that leaves the window after the prompt: above all votes, so that among themselves the oldest leaves."""
 
+FLOOR = (1, 5)
+"""alpha of Ada-KV: the part of an equal share that every head gets."""
+
 ScorerWeights = (
     LinearWeights
     | MLPWeights
@@ -169,6 +172,11 @@ class RetentionRule(SlotRoles):
     ``(Z_R o_R + Z_E o_E) / (Z_R + Z_E)`` with ``o_E = vb + scale Sig q`` and ``log Z_E = log n + scale q . kb``; the victim of
     a step counts before its query attends.
 
+    ``share_pages`` more than 0: the heads of a layer divide its budget by their scores at every decision up to the one on the
+    first generated token (Ada-KV, arXiv:2407.11550): of all that is ranked in all heads the ``H k`` best are counted, and
+    a head may fill :data:`FLOOR` of k and of the rest as many as it has among them. Its share, and which regions
+    its slot pages are, ``share_pages`` at most, lie behind the moments.
+
     For when tokens are decided upon and where they lie see :class:`SlotRoles`; k is ``B - s - w - e + 1``.
     """
 
@@ -180,6 +188,7 @@ class RetentionRule(SlotRoles):
     decide_every: int = 1
     moment_correction: bool = False
     phase: int = 0
+    share_pages: int = 0
 
     @property
     def coupled(self) -> bool:
@@ -204,9 +213,21 @@ class RetentionRule(SlotRoles):
     @property
     def sequential(self) -> bool:
         """Whether a token's step needs that of the token before it, so that those of a chunk are done one by one."""
-        return self.coupled or self.moment_correction or self.threshold is not None
+        return self.coupled or self.moment_correction or self.threshold is not None or self.share_pages > 0
+
+    @property
+    def needs_prompt(self) -> bool:
+        """Whether it matters how many tokens the prompt has."""
+        return self.prompt_grid or self.share_pages > 0
+
+    @property
+    def share_floats(self) -> int:
+        """float32 words of one head's share: its long-range slots, how many are filled, and its pages."""
+        return 2 + self.share_pages if self.share_pages else 0
 
     def __post_init__(self):
+        if self.share_pages and (self.threshold is not None or isinstance(self.scorer, MomentResidual)):
+            raise ValueError(f"heads cannot divide a budget by the scores of {type(self.scorer).__name__}")
         if self.threshold is not None and self.sinks < 1:
             raise ValueError("a threshold needs at least one sink: set --kv-sinks to 1 or more")
         if isinstance(self.scorer, AttentionVotes) and (self.scorer.pool < 1 or self.scorer.pool % 2 == 0):
@@ -220,4 +241,4 @@ class RetentionRule(SlotRoles):
     def state_floats(self, head_size: int) -> int:
         """float32 words of one head's state."""
         own = self.scorer.state_floats if isinstance(self.scorer, MLSTMWeights) else 0
-        return own + (moment_floats(head_size) if self.keeps_moments else 0)
+        return own + (moment_floats(head_size) if self.keeps_moments else 0) + self.share_floats

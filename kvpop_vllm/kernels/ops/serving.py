@@ -43,14 +43,15 @@ def decode_step(
     Args:
         q: ``[R, Hq, D]``, k, v: ``[R, H, D]`` in the cache's dtype. Last axis contiguous.
         pages: the layer's cache; written in place.
-        page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is fine.
+        page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is fine. Where heads divide the
+            budget, region numbers, pages that are the same for every head, and one slot page a head more than B needs.
         positions: ``[R]`` int64, position of each request's token.
         valid: ``[R, H]`` int32, slots in use before the step: :meth:`RetentionRule.extent`, which for decisions at every
             step is ``min(position, budget)``.
         budgets: ``[R, H]`` int32, B of each head.
         rule: what is kept. scale: factor on q . k.
         given: ``[R, H]`` float32, scores of the tokens, where the rule's scorer is :class:`GivenScore`, else None.
-        prompts: ``[R]`` int64, tokens of each request's prompt, where it is :class:`AttentionVotes`, else ignored.
+        prompts: ``[R]`` int64, tokens of each request's prompt, where the rule asks for it (``needs_prompt``), else ignored.
 
     Returns:
         ``out [R, Hq, D]`` in q's dtype, corrected if the rule says so, and ``lse [R, Hq]`` float32, the natural log-sum-exp
@@ -73,7 +74,7 @@ def _checked(rule: RetentionRule, given, prompts, scores: tuple, requests: tuple
     """
     for name, value, needed, shape in (
         ("given", given, isinstance(rule.scorer, GivenScore), scores),
-        ("prompts", prompts, rule.prompt_grid, requests),
+        ("prompts", prompts, rule.needs_prompt, requests),
     ):
         if needed and (value is None or value.shape != shape):
             raise ValueError(
@@ -81,7 +82,7 @@ def _checked(rule: RetentionRule, given, prompts, scores: tuple, requests: tuple
             )
     return {
         "given": given if isinstance(rule.scorer, GivenScore) else None,
-        "prompts": prompts if rule.prompt_grid else None,
+        "prompts": prompts if rule.needs_prompt else None,
     }
 
 

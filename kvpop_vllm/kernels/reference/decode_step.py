@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.kernels.ops import (
+    FLOOR,
     GENERATED,
     STATE_M_START,
     AttentionMass,
@@ -19,6 +20,7 @@ from kvpop_vllm.kernels.ops import (
 from kvpop_vllm.kernels.reference import scoring
 from kvpop_vllm.kernels.reference.moments import HeadMoments
 from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen
+from kvpop_vllm.kernels.reference.shared_heads import SharedHeads, divide
 
 
 def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, scale, given=None, prompts=None):
@@ -30,73 +32,149 @@ def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, 
     check_tokens_seen(pages, page_table, starts)
     for r in range(requests):
         prompt = None if prompts is None else int(prompts[r])
-        own = rule if prompt is None else rule.for_prompt(prompt)
-        for h in range(heads):
-            slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]))
-            in_use = int(valid[r, h])
-            if rule.threshold is not None:
-                in_use = slots.in_use(rule, starts[r])
-            moments = HeadMoments(slots, own, starts[r], in_use, scale) if rule.keeps_moments else None
-            score = None if given is None else float(given[r, h])
-            held = _retain(slots, k[r, h], v[r, h], starts[r], in_use, own, h, moments, score, prompt)
-            seen = torch.arange(held)
-            seen = seen[~own.stale(seen, starts[r] + 1)]
+        own = rule.for_prompt(prompt)
+        steps = [
+            _HeadStep(own, h, starts[r], prompt, scale, k[r, h], v[r, h], None if given is None else float(given[r, h]))
+            for h in range(heads)
+        ]
+        if rule.share_pages:
+            _divide(steps, SharedHeads(pages, page_table[r], own, int(budgets[r, 0])))
+        else:
+            for h, step in enumerate(steps):
+                step.begin(HeadSlots(pages, page_table[r, h], h, int(budgets[r, h])), int(valid[r, h]))
+        for h, step in enumerate(steps):
             rows = slice(h * group, (h + 1) * group)
-            plain, lse[r, rows], weights = _attend(q[r, rows], slots, seen, scale)
-            out[r, rows] = moments.correct(plain, lse[r, rows], q[r, rows]) if rule.moment_correction else plain
-            if prompt is not None and starts[r] < prompt:  # votes since the last decision
-                slots.put_mass(seen, weights.mean(0), add=own.taken(starts[r] + 1) != starts[r] + 1)
-            elif rule.coupled and prompt is None:
-                slots.put_mass(seen, weights.mean(0), add=_mean(rule))
+            out[r, rows], lse[r, rows] = step.finish(q[r, rows])
     return out, lse
+
+
+class _HeadStep:
+    """The step of one head: what it scores, what it evicts, and its attention, one after another."""
+
+    def __init__(self, rule, head, q, prompt, scale, k, v, given):
+        self.rule, self.head, self.q, self.prompt, self.scale = rule, head, q, prompt, scale
+        self.k, self.v, self.inserted = k, v, given or 0.0
+        self.share = None
+
+    @property
+    def generated(self) -> bool:
+        """Whether votes are over: what leaves the window ranks above them."""
+        return self.rule.prompt_grid and self.q > self.prompt
+
+    def begin(self, slots: HeadSlots, in_use: int) -> None:
+        """Takes tokens into the state and scores those that leave the window, where decisions fall."""
+        rule, q = self.rule, self.q
+        self.slots, self.in_use = slots, slots.in_use(rule, q) if rule.threshold is not None else in_use
+        self.leaving = []
+        if rule.taken(q + 1) != q + 1:
+            return
+        if rule.prompt_grid and not self.generated:
+            _pool_votes(slots, rule, q, self.in_use)
+        for t in range(max(0, q + 1 - rule.decide_every), q + 1):
+            own, u = rule.ring_slot(t), t - rule.window
+            if isinstance(rule.scorer, MLSTMWeights):
+                x = torch.cat([self.k, self.v] if t == q else [slots.k(own), slots.v(own)]).float()
+                self.inserted = _take_in(slots, x, t, rule.scorer, self.head)
+                if t < q:
+                    slots.set_score(own, self.inserted)
+            if u >= rule.sinks:
+                score = GENERATED if self.generated else _boundary_score(slots, rule.ring_slot(u), rule, self.head)
+                self.leaving.append((u, score))
+
+    def finish(self, query):
+        """Evictions, the write of token q, attention ``[G, D]`` of ``query`` and its log-sum-exps ``[G]``."""
+        rule, slots, q = self.rule, self.slots, self.q
+        moments = HeadMoments(slots, rule, q, self.in_use, self.scale) if rule.keeps_moments else None
+        in_use = _place(slots, q, self.in_use, rule, self.head, self.leaving, moments)
+        ring = rule.ring_slot(q)
+        slots.write(ring, self.k, self.v, self.inserted, q)
+        slots.set_tokens_seen(q + 1)
+        filled = max(0, in_use - rule.first_long)
+        if rule.threshold is not None:
+            slots.set_score(0, filled)
+        if self.share is not None:
+            self.share.set_filled(self.head, filled)
+        seen = torch.arange(max(in_use, ring + 1))
+        seen = seen[~rule.stale(seen, q + 1)]
+        out, lse, weights = _attend(query, slots, seen, self.scale)
+        if rule.prompt_grid and q < self.prompt:  # votes since the last decision
+            slots.put_mass(seen, weights.mean(0), add=rule.taken(q + 1) != q + 1)
+        elif rule.coupled and not rule.prompt_grid:
+            slots.put_mass(seen, weights.mean(0), add=_mean(rule))
+        return moments.correct(out, lse, query) if rule.moment_correction else out, lse
+
+    def effective(self) -> list[tuple[float, int]]:
+        """Effective scores and positions of what is ranked at q."""
+        scores, positions = self.slots.long_range(self.rule.first_long)
+        held = range(max(0, self.in_use - self.rule.first_long))
+        ranked = [(float(scores[i]), int(positions[i])) for i in held] + [(score, u) for u, score in self.leaving]
+        return [(_effective(self.rule, self.head, self.q, t, score), t) for score, t in ranked]
+
+    def shrink(self, count: int) -> None:
+        """Evicts the ``count`` lowest of the long-range tokens; the last ones move into their slots."""
+        rule, slots, first = self.rule, self.slots, self.rule.first_long
+        moments = HeadMoments(slots, rule, self.q, self.in_use, self.scale) if rule.keeps_moments else None
+        for _ in range(count):
+            scores, positions = slots.long_range(first)
+            ranked = [
+                (_effective(rule, self.head, self.q, int(positions[i]), float(scores[i])), int(positions[i]), first + i)
+                for i in range(self.in_use - first)
+            ]
+            victim, last = min(ranked)[2], self.in_use - 1
+            if moments is not None:
+                moments.take_in(victim)
+            if victim != last:
+                slots.move(last, victim, float(scores[last - first]), int(positions[last - first]))
+            self.in_use -= 1
+
+
+def _divide(steps: list[_HeadStep], shared: SharedHeads) -> None:
+    """Begins the heads of one request with the shares that they have and, where that is decided at q, gives them new ones."""
+    first = steps[0]
+    if first.q == 0:
+        shared.start()
+    for h, step in enumerate(steps):
+        long_range = shared.filled(h) if first.rule.decided(first.q) > first.rule.sinks else None
+        step.share = shared
+        step.begin(shared.head(h), first.q if long_range is None else first.rule.first_long + long_range)
+    if first.rule.taken(first.q + 1) != first.q + 1 or first.q > first.prompt:
+        return
+    capacities = divide([step.effective() for step in steps], shared.topk, FLOOR)
+    if capacities is None:
+        return
+    for step, capacity in zip(steps, capacities, strict=True):
+        step.shrink(max(0, step.in_use - step.rule.first_long - capacity))
+    shared.set_capacities(capacities)
+    for h, step in enumerate(steps):
+        step.slots = shared.head(h)
 
 
 def _mean(rule: RetentionRule) -> bool:
     return isinstance(rule.scorer, AttentionMass) and rule.scorer.mean
 
 
-def _retain(slots: HeadSlots, k, v, q: int, valid: int, rule: RetentionRule, head: int, moments, given, prompt) -> int:
-    """Where decisions fall state updates, scores and evictions; then the write of token q. Returns how many slots are in use."""
-    ring = rule.ring_slot(q)
-    insertion_score = given or 0.0
-    if rule.taken(q + 1) == q + 1:
-        scored = []
-        if prompt is not None and q <= prompt:
-            _pool_votes(slots, rule, q, valid)
-        for t in range(max(0, q + 1 - rule.decide_every), q + 1):
-            own, leaving = rule.ring_slot(t), t - rule.window
-            if isinstance(rule.scorer, MLSTMWeights):
-                x = torch.cat([k, v] if t == q else [slots.k(own), slots.v(own)]).float()
-                insertion_score = _take_in(slots, x, t, rule.scorer, head)
-                if t < q:
-                    slots.set_score(own, insertion_score)
-            if leaving >= rule.sinks:
-                score = _boundary_score(slots, rule.ring_slot(leaving), rule, head)
-                scored.append((leaving, GENERATED if prompt is not None and q > prompt else score))
-        factors = None
-        if isinstance(rule.scorer, MomentResidual):  # as before the first of these evictions
-            factors = torch.ones(slots.budget, dtype=torch.float64)
-            ranked = [rule.ring_slot(t) for t, _ in scored] + list(range(rule.first_long, valid))
-            factors[ranked] = moments.residuals(torch.tensor(ranked, dtype=torch.int64)).double()
-        for leaving, score in scored:
-            free = max(valid, rule.first_long)
-            if rule.threshold is not None and score < rule.threshold:
-                target, gone = None, True
-            else:
-                target = free if free < slots.budget else _victim(slots, score, leaving, q, rule, head, factors)
-                gone = free >= slots.budget
-            if moments is not None and gone:
-                moments.take_in(rule.ring_slot(leaving) if target is None else target)
-            if target is not None and factors is not None:
-                factors[target] = factors[rule.ring_slot(leaving)]
-            if target is not None:
-                slots.move(rule.ring_slot(leaving), target, score, leaving)
-                valid = max(valid, target + 1)
-    slots.write(ring, k, v, insertion_score, q)
-    slots.set_tokens_seen(q + 1)
-    if rule.threshold is not None:
-        slots.set_score(0, max(0, valid - rule.first_long))
-    return max(valid, ring + 1)
+def _place(slots: HeadSlots, q: int, valid: int, rule: RetentionRule, head: int, scored, moments) -> int:
+    """Tokens that leave the window go into free slots, over worse ones, or nowhere. Returns how many slots are in use."""
+    factors = None
+    if isinstance(rule.scorer, MomentResidual) and scored:  # as before the first of these evictions
+        factors = torch.ones(slots.budget, dtype=torch.float64)
+        ranked = [rule.ring_slot(t) for t, _ in scored] + list(range(rule.first_long, valid))
+        factors[ranked] = moments.residuals(torch.tensor(ranked, dtype=torch.int64)).double()
+    for leaving, score in scored:
+        free = max(valid, rule.first_long)
+        if rule.threshold is not None and score < rule.threshold:
+            target, gone = None, True
+        else:
+            target = free if free < slots.budget else _victim(slots, score, leaving, q, rule, head, factors)
+            gone = free >= slots.budget
+        if moments is not None and gone:
+            moments.take_in(rule.ring_slot(leaving) if target is None else target)
+        if target is not None and factors is not None:
+            factors[target] = factors[rule.ring_slot(leaving)]
+        if target is not None:
+            slots.move(rule.ring_slot(leaving), target, score, leaving)
+            valid = max(valid, target + 1)
+    return valid
 
 
 def _pool_votes(slots: HeadSlots, rule: RetentionRule, q: int, valid: int) -> None:
@@ -165,6 +243,12 @@ def _split_state(state, w):
 def _one_head(weights, head):
     cut = {name: t[head : head + 1] if isinstance(t, torch.Tensor) else t for name, t in vars(weights).items()}
     return type(weights)(**cut)
+
+
+def _effective(rule: RetentionRule, head: int, q: int, t: int, score: float) -> float:
+    """How token t ranks at q."""
+    raw = score / (q - t) if _mean(rule) else score * (q - t) if rule.ages else score
+    return raw + ((q - t) // rule.decay_step) * float(rule.log_gamma[head])
 
 
 def _victim(slots, score, leaving, q, rule, head, factors=None) -> int | None:

@@ -51,7 +51,7 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
 
 def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prompt):
     steps = []
-    roles = rule if prompt is None else rule.for_prompt(prompt)
+    roles = rule.for_prompt(prompt)
     prompts = None if prompt is None else torch.tensor([prompt])
     for i in range(len(q)):
         at = torch.tensor([start + i])
