@@ -32,6 +32,14 @@ def init_scorer(options: argparse.Namespace) -> None:
     print(f"wrote an untrained {options.scorer} scorer to {options.directory}")
 
 
+def import_gates(options: argparse.Namespace) -> None:
+    from kvpop_vllm.scorers.published import import_gates
+
+    roles = {name: getattr(options, name) for name in ("sinks", "window", "topk")}
+    config = import_gates(options.source, options.directory, **roles)
+    print(f"wrote a {config.scorer} scorer to {options.directory}")
+
+
 def export(options: argparse.Namespace) -> None:
     from kvpop_vllm.scorers.export import export_checkpoint
 
@@ -66,6 +74,19 @@ def add_init(commands: Commands) -> None:
     command.add_argument("--topk", type=positive, help="long-range tokens per KV head that serving starts from")
     command.add_argument("--seed", type=int, default=0, help="of the random weights (default 0)")
     command.set_defaults(run=init_scorer)
+
+
+def add_import(commands: Commands) -> None:
+    purpose = "write the gates of a published TRIM-KV or DMS checkpoint into DIR as a scorer"
+    command = add_command(commands, "import", purpose)
+    command.add_argument("source", metavar="SOURCE", help="folder with its config.json and weights")
+    command.add_argument("directory", metavar="DIR", help="folder to write")
+    command.add_argument("--sinks", type=non_negative, help="first tokens always kept (default: TRIM-KV 0, DMS 1)")
+    command.add_argument("--window", type=positive, help="latest tokens always kept (default: TRIM-KV 1, DMS its own)")
+    command.add_argument(
+        "--topk", type=positive, help="long-range tokens per KV head (default: TRIM-KV its memory size)"
+    )
+    command.set_defaults(run=import_gates)
 
 
 def add_export(commands: Commands) -> None:
@@ -152,7 +173,18 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvpop", description="Fixed-budget KV caches for vLLM.")
     parser.add_argument("--version", action="version", version=f"kvpop {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (add_fetch, add_init, add_distill, add_evaluation, add_export, add_policies, add_plan, add_bench):
+    parts = (
+        add_fetch,
+        add_init,
+        add_import,
+        add_distill,
+        add_evaluation,
+        add_export,
+        add_policies,
+        add_plan,
+        add_bench,
+    )
+    for add in parts:
         add(commands)
     return parser
 

@@ -39,14 +39,21 @@ CORRECTIONS = ("none", "moment")
 ALLOCATORS = ("uniform", "pyramid", "ada")
 """What ``--kv-allocator`` takes."""
 
-SCORER_KINDS = ("mlstm", "mlp", "linear")
+SCORER_KINDS = ("mlstm", "mlp", "linear", "trimkv", "dms")
 """What a scorer's config may name."""
+
+GATE_KINDS = ("trimkv", "dms")
+"""Those that score a token when it comes in, from what no attention backend sees."""
 
 FULL_CHECKPOINT_SUFFIX = "_kvpop"
 """What a full checkpoint's model type has behind that of its base model."""
 
 ARCHITECTURES = {"llama": "LlamaKVpopForCausalLM", "qwen3": "Qwen3KVpopForCausalLM"}
 """Base model type -> architecture of the full checkpoint, which is also the name of its class in the vLLM glue."""
+
+
+STOCK_ARCHITECTURES = {name.replace("KVpop", ""): name for name in ARCHITECTURES.values()}
+"""Architecture of a base model -> that of its full checkpoint."""
 
 
 class ConfigError(ValueError):

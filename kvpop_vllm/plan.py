@@ -139,6 +139,7 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
             SINKS,
             window,
             max(0, budget - SINKS - window),
+            hidden_size=shape.hidden_size,
         )
     )
     policy = cls(settings, shape, checkpoint=config)

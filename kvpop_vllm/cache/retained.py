@@ -38,6 +38,12 @@ def divided(pages: Pages, row: torch.Tensor, rule: RetentionRule) -> Divided:
     return Divided(torch.cat([row[:, : layout.state_blocks], own.where(numbers >= 0, -1)], 1), *words[:, :2].long().T)
 
 
+def counted(pages: Pages, row: torch.Tensor) -> torch.Tensor:
+    """``[H]`` long-range slots that each head has filled under a rule with a threshold: slot 0's score word says it. row ``[H, P]``."""
+    heads = torch.arange(pages.layout.num_kv_heads)
+    return pages.score[row[:, pages.layout.state_blocks].long(), heads, 0].long()
+
+
 def slot_positions(
     pages: Pages, row: torch.Tensor, seen: int, retention: Retention, filled: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -76,10 +82,12 @@ def slot_positions(
     return torch.where(retention.stale(slots, seen), STALE, found)
 
 
-def retained_positions(pages: Pages, row: torch.Tensor, seen: int, retention: Retention) -> list[list[int]]:
+def retained_positions(
+    pages: Pages, row: torch.Tensor, seen: int, retention: Retention, filled: torch.Tensor | None = None
+) -> list[list[int]]:
     """The sorted positions a request holds after ``seen`` tokens, one list per KV head of one layer.
 
     Arguments and errors as in :func:`slot_positions`.
     """
-    found = slot_positions(pages, row, seen, retention)
+    found = slot_positions(pages, row, seen, retention, filled)
     return [sorted(t for t in head if t != STALE) for head in found.tolist()]

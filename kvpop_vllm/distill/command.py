@@ -9,7 +9,8 @@ import typing
 
 from kvpop_vllm.argument_types import positive
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.recipe import RECIPES, Recipe
+from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.recipes import RECIPES
 
 
 def add_distill(commands) -> None:

@@ -64,6 +64,25 @@ AttentionInterface.register(NAME, _attention)
 AttentionMaskInterface.register(NAME, _no_mask)
 
 
+def show_hidden_states(model: torch.nn.Module) -> None:
+    """Has every attention block hand its input to an ``attend`` that has a method ``see``, just before it attends.
+
+    Raises:
+        ConfigError: the model's layers have no attention block of the usual name.
+    """
+    for layer in model.get_decoder().layers:
+        if not hasattr(layer, "self_attn"):
+            raise ConfigError(
+                "the model's layers have no self_attn, so that gates cannot be trained for it: choose another model"
+            )
+        layer.self_attn.register_forward_pre_hook(_show, with_kwargs=True)
+
+
+def _show(module, positional, named):
+    if hasattr(attend := named.get("attend"), "see"):
+        attend.see(module.layer_idx, named["hidden_states"] if "hidden_states" in named else positional[0])
+
+
 class Dense:
     """Causal attention over everything: the teacher."""
 

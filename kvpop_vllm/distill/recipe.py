@@ -7,16 +7,16 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvpop_vllm.config import ConfigError, TrainedBudget
+from kvpop_vllm.config import GATE_KINDS, ConfigError, TrainedBudget
 
 _OF_MLSTM = "delayed feature_map gate_softcap norm skip features value_size project_values"
 _OF_BOUNDARY = "tau samples margin balance lookahead normalise groups exact_targets"
 _OF_CALIBRATION = "calibrate_min calibrate_max calibration_rows"
-_OF_SCORERS = (
-    f"scorer hidden positions boundary decay_step decay_min decay_max calibrate lr_new lr_new_end warmup {_OF_MLSTM}"
-    f" {_OF_BOUNDARY} {_OF_CALIBRATION}"
-)
-PHASES = ("uptrain", "sparsify", "streaming-plus")
+_OF_SCORERS = f"scorer hidden positions boundary decay_step decay_min decay_max calibrate {_OF_MLSTM} {_OF_BOUNDARY} {_OF_CALIBRATION}"
+_OF_NEW = "lr_new lr_new_end warmup"
+_OF_TRIMKV = "gate_reads gate_gated gate_width gate_bias capacity"
+_OF_DMS = "gate_scale gumbel_tau compression"
+PHASES = ("uptrain", "sparsify", "streaming-plus", "trimkv", "dms")
 
 
 class TrainingError(RuntimeError):
@@ -48,10 +48,11 @@ class Recipe:
     only if asked.
 
     Phases: ``uptrain`` trains the base with dense attention and cross-entropy; ``sparsify`` trains scorers, and the base
-    with them if asked, under the sparse mask; ``streaming-plus`` trains the base under sinks and window alone.
+    with them if asked, under the sparse mask; ``streaming-plus`` trains the base under sinks and window alone. ``trimkv`` and
+    ``dms`` train the gates of these papers by what they cost at the output; the base is frozen, or trained too (dms) if asked.
     """
 
-    phase: str = field(default="sparsify", metadata={"help": "uptrain, sparsify or streaming-plus"})
+    phase: str = field(default="sparsify", metadata={"help": ", ".join(PHASES)})
     length: int = field(default=16384, metadata={"help": "S, tokens per packed row"})
     positions: int | None = field(
         default=None,
@@ -65,7 +66,9 @@ class Recipe:
     seed: int = field(default=0, metadata={"help": "of initialisation, data order and sampled positions"})
     train_base: bool = field(
         default=False,
-        metadata={"help": "sparsify: train the base model too (full fine-tune); other phases train it anyway"},
+        metadata={
+            "help": "sparsify, dms: train the base model too (full fine-tune); uptrain and streaming-plus train it anyway"
+        },
     )
 
     scorer: str = field(default="mlstm", metadata={"help": "mlstm, mlp or linear"})
@@ -83,6 +86,14 @@ class Recipe:
         default=True, metadata={"help": "mlstm: project values; else they are used as they are"}
     )
     hidden: int | None = field(default=None, metadata={"help": "mlp: its hidden width (default: D)"})
+    gate_reads: str = field(
+        default="hidden",
+        metadata={"help": "trimkv: hidden (what goes into attention) or kv (keys and values of all heads)"},
+    )
+    gate_gated: bool = field(default=False, metadata={"help": "trimkv: a gated first layer (SwiGLU)"})
+    gate_width: int = field(default=512, metadata={"help": "trimkv: hidden units of a layer's gate"})
+    gate_bias: float = field(default=8.0, metadata={"help": "trimkv: initial bias, beta = sigmoid of it"})
+    gate_scale: float = field(default=100.0, metadata={"help": "dms: factor on what the gate reads"})
     sinks: int = field(default=4, metadata={"help": "s, tokens always kept at the start"})
     window: list[int] = field(
         default_factory=lambda: [256],
@@ -109,8 +120,10 @@ class Recipe:
     )
     calibration_rows: int = field(default=6, metadata={"help": "training rows that --calibrate looks at"})
 
-    kl: float = field(default=1.0, metadata={"help": "weight of the KL to the teacher's top tokens (base trained)"})
-    ce: float = field(default=0.0, metadata={"help": "weight of cross-entropy (base trained)"})
+    kl: float = field(
+        default=1.0, metadata={"help": "weight of the KL to the teacher's top tokens (base or gates trained)"}
+    )
+    ce: float = field(default=0.0, metadata={"help": "weight of cross-entropy (base or gates trained)"})
     kl_top: int = field(default=256, metadata={"help": "teacher logits in the KL"})
     boundary: float = field(default=1.0, metadata={"help": "weight of the boundary loss"})
     tau: float = field(default=1.0, metadata={"help": "temperature of the boundary loss"})
@@ -123,6 +136,14 @@ class Recipe:
     )
     groups: str = field(default="max", metadata={"help": "query heads of a KV head: max or mean"})
     exact_targets: bool = field(default=False, metadata={"help": "targets from dense log-normalisers (one more pass)"})
+
+    capacity: float = field(
+        default=1.0, metadata={"help": "trimkv: weight of the capacity loss; M is sinks + window + topk"}
+    )
+    compression: float = field(
+        default=8.0, metadata={"help": "dms: tokens per token kept that training ends with; it begins with 1"}
+    )
+    gumbel_tau: float = field(default=0.1, metadata={"help": "dms: temperature of the relaxed decisions"})
 
     lr_new: float = field(default=1e-3, metadata={"help": "peak learning rate of scorers: warm-up, then cosine"})
     lr_new_end: float = field(default=8e-5, metadata={"help": "learning rate of scorers at the last step"})
@@ -147,13 +168,15 @@ class Recipe:
             refuse(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
         if self.groups not in ("max", "mean"):
             refuse(f"groups must be max or mean, got {self.groups!r}")
-        for name in ("length", "batch", "steps", "samples", "decay_step", "kl_top", "calibration_rows"):
+        if self.gate_reads not in ("hidden", "kv"):
+            refuse(f"gate_reads must be hidden or kv, got {self.gate_reads!r}")
+        for name in ("length", "batch", "steps", "samples", "decay_step", "kl_top", "calibration_rows", "gate_width"):
             if getattr(self, name) < 1:
                 refuse(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("lr_new", "lr_new_end", "lr_base", "clip", "tau"):
+        for name in ("lr_new", "lr_new_end", "lr_base", "clip", "tau", "gate_scale", "gumbel_tau"):
             if not 0 < getattr(self, name) < math.inf:
                 refuse(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("kl", "ce", "boundary", "weight_decay", "warmup", "sinks"):
+        for name in ("kl", "ce", "boundary", "weight_decay", "warmup", "sinks", "capacity"):
             if not 0 <= getattr(self, name) < math.inf:
                 refuse(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("beta1", "beta2"):
@@ -185,15 +208,37 @@ class Recipe:
         low, high = self.calibrated_range
         if self.calibrates and not 0 < low < high < 1:
             refuse(f"calibrate needs 0 < min < max < 1, got {low} and {high}")
-        if self.phase != "uptrain" and self.trains_base and not (self.kl > 0 or self.ce > 0):
-            refuse("the base model is trained but neither --kl nor --ce is above 0: give one")
-        if not self.trains_base and self.boundary == 0:
+        if not math.isfinite(self.gate_bias):
+            refuse(f"gate_bias must be a number, got {self.gate_bias}")
+        if not 1 <= self.compression < math.inf:
+            refuse(f"compression must be at least 1, got {self.compression}")
+        if self.phase == "trimkv" and self.train_base:
+            refuse("phase trimkv trains gates alone: leave --train-base out")
+        if self.phase != "uptrain" and self.distils and not (self.kl > 0 or self.ce > 0):
+            trained = "the base model is" if self.trains_base else "gates are"
+            refuse(f"{trained} trained but neither --kl nor --ce is above 0: give one")
+        if self.phase == "sparsify" and not self.trains_base and self.boundary == 0:
             refuse("with --boundary 0 and the base model frozen nothing learns: give --boundary, or --train-base")
 
     @property
     def trains_base(self) -> bool:
         """Whether the base model is trained: if asked, and by the phases that train nothing else."""
-        return self.train_base or self.phase != "sparsify"
+        return self.train_base or self.phase in ("uptrain", "streaming-plus")
+
+    @property
+    def trains_gates(self) -> bool:
+        """Whether what is trained is a gate, by what its evictions cost."""
+        return self.phase in GATE_KINDS
+
+    @property
+    def has_scorers(self) -> bool:
+        """Whether scorers or gates are trained, and written at the end."""
+        return self.phase == "sparsify" or self.trains_gates
+
+    @property
+    def distils(self) -> bool:
+        """Whether the loss looks at the model's outputs, so that gradients pass through it."""
+        return self.trains_base or self.trains_gates
 
     @property
     def moves_rows(self) -> bool:
@@ -235,9 +280,14 @@ class Recipe:
     def scorer_options(self) -> dict:
         """Fields of a :class:`~kvpop_vllm.scorers.ScorerConfig` beside the model's shape."""
         window, topk = self.trained[0]
-        options = {"scorer": self.scorer, "sinks": self.sinks, "window": window, "topk": topk}
+        kind = self.phase if self.trains_gates else self.scorer
+        options = {"scorer": kind, "sinks": self.sinks, "window": window, "topk": topk}
         if len(self.trained) > 1:
             options["trained"] = tuple(TrainedBudget(*budget) for budget in self.trained)
+        if self.phase == "trimkv":
+            return options | {"reads": self.gate_reads, "gated": self.gate_gated}
+        if self.phase == "dms":
+            return options | {"reads": "hidden", "scale": self.gate_scale}
         options["decay"] = {"step": self.decay_step, "min": self.decay_min, "max": self.decay_max}
         if self.scorer == "mlstm":
             names = ("delayed", "feature_map", "gate_softcap", "norm", "skip")
@@ -246,15 +296,22 @@ class Recipe:
 
     def scorer_sizes(self) -> dict:
         """Sizes of the scorer's tensors, as :func:`kvpop_vllm.scorers.build` takes them."""
+        if self.trains_gates:
+            return {"width": self.gate_width, "bias": self.gate_bias} if self.phase == "trimkv" else {}
         names = {"mlstm": ("features", "value_size", "project_values"), "mlp": ("hidden",)}.get(self.scorer, ())
         return {name: getattr(self, name) for name in names}
 
     def without_effect(self, given: Iterable[str]) -> tuple[str, str] | None:
         """The first of the fields ``given`` that changes nothing here, and why."""
-        base, scorers = self.trains_base, self.phase == "sparsify"
-        kl = base and self.phase != "uptrain" and self.kl > 0
+        base, scorers, phase = self.trains_base, self.phase == "sparsify", self.phase
+        kl = self.distils and phase != "uptrain" and self.kl > 0
         reasons = (
-            (base, "is about training the base model, which is frozen", "kl ce lr_base"),
+            (phase != "trimkv", "is about training the base model, and phase trimkv trains gates alone", "lr_base"),
+            (base, "is about training the base model, which is frozen", "lr_base"),
+            (self.distils, "is about training the base model, which is frozen", "kl ce"),
+            (phase == "trimkv", f"is about TRIM-KV's gates, and phase {phase} has none", _OF_TRIMKV),
+            (phase == "dms", f"is about DMS's gates, and phase {phase} has none", _OF_DMS),
+            (self.has_scorers, f"is about scorers, and phase {phase} has none", _OF_NEW),
             (self.phase != "uptrain", "is about sparse attention, and phase uptrain is dense", "sinks window topk"),
             (self.phase != "uptrain", "is a weight beside others, and phase uptrain has cross-entropy alone", "kl ce"),
             (scorers, f"is about scorers, and phase {self.phase} has none", _OF_SCORERS),
@@ -278,33 +335,3 @@ class Recipe:
     def to_json(self) -> dict:
         """All fields, ``train_base`` as it takes effect."""
         return dataclasses.asdict(self) | {"train_base": self.trains_base}
-
-
-PAPER = Recipe()
-"""KVpop Table 3, whose base is trained too: `--train-base`. Its 2 billion tokens and the text's 2,000 steps differ: 2,000 steps of
-128 rows of 16,384 tokens are 4.2 billion. The steps are taken, as schedules are given in them."""
-
-DEMO = Recipe(
-    length=2048,
-    positions=8192,
-    batch=1,
-    steps=480,
-    skip=True,
-    window=[256, 64, 64, 128],
-    topk=[764, 60, 188, 380],
-    decay_min=0.9965,
-    decay_max=0.9999,
-    calibrate=True,
-    calibrate_min=0.98,
-    calibrate_max=0.9999,
-    samples=512,
-    warmup=20,
-    lr_new=1e-2,
-    lr_new_end=8e-4,
-    activation_checkpointing=False,
-)
-"""Scorers of the frozen 135M demo model in an hour and a quarter on two CPU cores; budgets from a half to a sixteenth of S. Few rows,
-so a rate ten times the paper's, and every row asked at many positions, which costs next to nothing. The decays that it trains with lie
-lower than the paper's, as its budgets of 2,048 and 4,096 lie above these, and are calibrated at the end (LOG "decay")."""
-
-RECIPES = {"paper": PAPER, "demo": DEMO}

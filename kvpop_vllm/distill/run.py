@@ -109,11 +109,11 @@ def train(
 
 def _teacher(folder: str | None, model: str, rows: PackedTokens, recipe: Recipe, device) -> Teacher | None:
     """The stored logits in ``folder``, or without one the model itself; None where the recipe has no KL."""
-    if recipe.trains_base and recipe.phase != "uptrain" and recipe.kl > 0:
+    if recipe.distils and recipe.phase != "uptrain" and recipe.kl > 0:
         return stored_teacher(folder, model, rows, recipe) if folder else OnlineTeacher(model, recipe, device)
     if folder and recipe.phase == "uptrain":
         raise ConfigError("phase uptrain has no teacher: leave --teacher out")
-    if folder and not recipe.trains_base:
+    if folder and not recipe.distils:
         raise ConfigError(
             "a teacher is for training the base model, which is frozen: leave --teacher out, or give --train-base"
         )

@@ -9,12 +9,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from kvpop_vllm.distill.gates import DMSAttend, TrimKVAttend, eviction_target
 from kvpop_vllm.distill.hook import POSITIONS, Attend, Dense
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipe import NotFinite, Recipe
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse, recency
-from kvpop_vllm.scorers import Scorer
+from kvpop_vllm.scorers import Gate, Scorer, Signals
 
 Teacher = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """``teacher(tokens [1, S], row) -> (logits [1, S, K], indices [1, S, K])``, the top K of every position."""
@@ -39,17 +40,35 @@ class LayerScorer(nn.Module):
             return score, self.scorer.log_gamma()
 
 
+class LayerGate(nn.Module):
+    """A layer's gate; one call, so that sharded parameters are gathered once."""
+
+    def __init__(self, gate: Gate):
+        super().__init__()
+        self.scorer = gate
+
+    def forward(self, seen: Signals) -> torch.Tensor:
+        """Tokens ``[B, S]`` -> ``[B, S, H]`` float32 whatever the model's dtype."""
+        with torch.autocast(self.scorer.bias.device.type, enabled=False):
+            score = self.scorer(seen)
+        if not bool(score.isfinite().all()):
+            raise NotFinite("scores are not finite")
+        return score
+
+
 class Student(nn.Module):
     """A causal language model from :func:`kvpop_vllm.distill.hook.load_model` and one scorer per layer.
 
     Args:
-        base: the model. scorers: one per layer; none for phases that train the base alone. recipe: see :class:`Recipe`.
+        base: the model; for phases with gates, after :func:`kvpop_vllm.distill.hook.show_hidden_states`.
+        scorers: one per layer, or gates; none for phases that train the base alone. recipe: see :class:`Recipe`.
     """
 
-    def __init__(self, base: nn.Module, scorers: list[Scorer], recipe: Recipe):
+    def __init__(self, base: nn.Module, scorers: list[Scorer] | list[Gate], recipe: Recipe):
         super().__init__()
         self.base, self.recipe = base, recipe
-        self.scorers = nn.ModuleList(LayerScorer(s, recipe.activation_checkpointing) for s in scorers)
+        again = recipe.activation_checkpointing
+        self.scorers = nn.ModuleList(LayerGate(s) if isinstance(s, Gate) else LayerScorer(s, again) for s in scorers)
 
     def roles(self, row: int) -> Roles:
         """The budget of a row: those of the recipe take turns."""
@@ -60,6 +79,18 @@ class Student(nn.Module):
     def score(self, layer: int, k: torch.Tensor, v: torch.Tensor, window: int):
         """See :data:`kvpop_vllm.distill.sparse.Score`."""
         return self.scorers[layer](k, v, window)
+
+    def given(self, layer: int, seen: Signals) -> torch.Tensor:
+        """See :data:`kvpop_vllm.distill.gates.Given`."""
+        return self.scorers[layer](seen)
+
+    def gated(self, row: int) -> TrimKVAttend | DMSAttend:
+        """What attends in a phase that trains gates, for one row."""
+        recipe, roles = self.recipe, self.roles(row)
+        if recipe.phase == "trimkv":
+            return TrimKVAttend(self.given, roles.budget)
+        target = eviction_target(row // recipe.batch, recipe.steps, recipe.compression)
+        return DMSAttend(self.given, roles, target, recipe.gumbel_tau, seed=recipe.seed * 1_000_003 + row)
 
     def first_position(self, row: int) -> int:
         """Where a row begins. Attention does not feel it, as RoPE is relative, but scorers see rotated keys, and those of
@@ -90,7 +121,9 @@ class Student(nn.Module):
             The scalar loss and its parts.
         """
         recipe, observer = self.recipe, None
-        if recipe.phase == "uptrain":
+        if recipe.trains_gates:
+            attend = self.gated(row)
+        elif recipe.phase == "uptrain":
             attend = Dense()
         elif recipe.phase == "streaming-plus":
             attend = Sparse(recency, self.roles(row))
@@ -99,7 +132,11 @@ class Student(nn.Module):
             observer = RetentionLoss(roles, recipe.boundary_options, seed=recipe.seed * 1_000_003 + row)
             attend = Sparse(self.score, roles, observer)
         hidden = self.read(tokens, attend, row)
-        loss, parts = self._distillation(hidden, tokens, row, teacher) if recipe.trains_base else (0.0, {})
+        loss, parts = self._distillation(hidden, tokens, row, teacher) if recipe.distils else (0.0, {})
+        if recipe.trains_gates:
+            cost, more = attend.loss()
+            loss = loss + (recipe.capacity if recipe.phase == "trimkv" else 1.0) * cost
+            parts |= more
         if observer is not None:
             boundary = observer.total()
             loss = loss + recipe.boundary * boundary

@@ -22,7 +22,7 @@ from tqdm import tqdm
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.calibration import calibrate
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
-from kvpop_vllm.distill.hook import check_positions, load_model
+from kvpop_vllm.distill.hook import check_positions, load_model, show_hidden_states
 from kvpop_vllm.distill.metrics import Metrics
 from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
@@ -105,7 +105,7 @@ class Trainer:
         self.step = 0
         self._check_same_run(str(Path(model).resolve()))
         torch.manual_seed(recipe.seed)
-        self.config = self._scorer_config(model) if recipe.phase == "sparsify" else None
+        self.config = self._scorer_config(model) if recipe.has_scorers else None
         self.student = self._student(model)
         self.optimiser = self._optimiser()
         self.checkpoints = Checkpoints(self.out / "run")
@@ -149,8 +149,10 @@ class Trainer:
         base = load_model(model, torch.float32 if recipe.trains_base else low)
         if recipe.moves_rows:
             check_positions(base, recipe.positions)
-        base.requires_grad_(recipe.trains_base).train(recipe.trains_base)
-        if recipe.activation_checkpointing and recipe.trains_base:
+        if recipe.trains_gates:
+            show_hidden_states(base)
+        base.requires_grad_(recipe.trains_base).train(recipe.distils)
+        if recipe.activation_checkpointing and recipe.distils:
             base.gradient_checkpointing_enable({"use_reentrant": False})
         sizes = recipe.scorer_sizes()
         scorers = [build(self.config, **sizes) for _ in range(self.config.num_layers)] if self.config else []

@@ -6,7 +6,8 @@ from importlib.metadata import entry_points
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.policies.adakv import AdaKV
-from kvpop_vllm.policies.base import Policy
+from kvpop_vllm.policies.base import Order, Policy
+from kvpop_vllm.policies.dms import DMS
 from kvpop_vllm.policies.full import Full
 from kvpop_vllm.policies.h2o import H2O
 from kvpop_vllm.policies.kvpop import KVpop, KVpopLinear, KVpopMLP
@@ -16,10 +17,26 @@ from kvpop_vllm.policies.pyramidkv import PyramidKV
 from kvpop_vllm.policies.snapkv import SnapKV
 from kvpop_vllm.policies.streaming_llm import StreamingLLM
 from kvpop_vllm.policies.tova import TOVA
+from kvpop_vllm.policies.trimkv import TrimKV
 
 POLICIES: dict[str, type[Policy]] = {
     cls.name: cls
-    for cls in (KVpop, KVpopMLP, KVpopLinear, StreamingLLM, L2Norm, H2O, SnapKV, PyramidKV, AdaKV, TOVA, MomentKV, Full)
+    for cls in (
+        KVpop,
+        KVpopMLP,
+        KVpopLinear,
+        TrimKV,
+        DMS,
+        StreamingLLM,
+        L2Norm,
+        H2O,
+        SnapKV,
+        PyramidKV,
+        AdaKV,
+        TOVA,
+        MomentKV,
+        Full,
+    )
 }
 """The policies of this package by name."""
 
@@ -79,7 +96,7 @@ def describe() -> str:
     rows = [("policy", "needs scorer", "scores from", "order", "state per layer and head", "cost per step", "paper")]
     found, broken = loadable()
     for cls in found:
-        order = "static, or aged for decay step > 1" if cls.scorer_kind else getattr(cls.order, "value", "-")
+        order = cls.order.value if isinstance(cls.order, Order) else "static, or aged for decay step > 1"
         signals = ", ".join(sorted(s.value for s in cls.signals)) or "-"
         rows.append((cls.name, cls.scorer_kind or "-", signals, order, cls.state, cls.cost, cls.paper))
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]

@@ -24,15 +24,16 @@ from kvpop_vllm.config import (
     ScorerShape,
     resolve_retention,
 )
-from kvpop_vllm.kernels.ops import RetentionRule, ScorerWeights
+from kvpop_vllm.kernels.ops import GivenScore, RetentionRule, ScorerWeights
 from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.kernels.regions import HeadRegions, Shares
 from kvpop_vllm.policies.allocators import ALLOCATORS
+from kvpop_vllm.scorers.gates import Gate
 
 
 class Signal(Enum):
     """What a policy scores from. KEY, VALUE and QUERY reach an attention backend; MASS comes out of the attention kernel;
-    the others need the model subclasses that full checkpoints use."""
+    HIDDEN and PRE_ROPE are seen by a policy's gate, :meth:`Policy.gate`, in the attention modules of models that have one."""
 
     KEY = "k"
     VALUE = "v"
@@ -40,6 +41,10 @@ class Signal(Enum):
     MASS = "attention mass"
     HIDDEN = "hidden states"
     PRE_ROPE = "pre-RoPE q and k"
+
+
+GATED = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
+"""Signals that only a gate sees."""
 
 
 class Order(Enum):
@@ -76,13 +81,15 @@ class Preload:
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The model as a policy sees it: layers, KV heads H of the whole model, head size D, longest sequence in tokens."""
+    """The model as a policy sees it: layers, KV heads H of the whole model, head size D, longest sequence in tokens, width
+    E of its hidden states if that is known."""
 
     model_type: str
     num_layers: int
     num_kv_heads: int
     head_dim: int
     max_model_len: int
+    hidden_size: int | None = None
 
 
 def moment_fields(head_dim: int) -> dict[str, int]:
@@ -163,8 +170,9 @@ class Policy(ABC):
         Raises:
             ConfigError: naming the first one.
         """
+        brings_gate = type(self).gate is not Policy.gate
         beyond = {
-            "signals": not self.signals <= {Signal.KEY, Signal.VALUE, Signal.MASS},
+            "signals": Signal.QUERY in self.signals or self.gated != brings_gate,
             "decide": self.decide is Decide.GRID,
             "slot_fields": bool(self.slot_fields),
             "preload": self.preload is not None,
@@ -265,6 +273,34 @@ class Policy(ABC):
             raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: mend that policy")
         return Shares.of(budgets[:, heads])
 
+    def gate(self, layer: int, heads: slice) -> Gate | None:
+        """The module that scores the tokens of ``layer`` for these KV heads when they come in, or None where the kernels score
+        them. What it returns is the ``given`` of :class:`kvpop_vllm.kernels.ops.GivenScore`."""
+        return None
+
+    def check_ranks(self, ranks: int) -> None:
+        """Whether its gate works on the KV heads of one of so many tensor-parallel ranks.
+
+        Raises:
+            ConfigError: it does not.
+        """
+        return
+
+    @property
+    def gated(self) -> bool:
+        """Whether it has a gate."""
+        return bool(self.signals & GATED)
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the gate's score of token t + 1 is token t's."""
+        return False
+
+    @property
+    def graph(self) -> str:
+        """What a model's compiled graph depends on beyond the policy's name: the gate's make and sizes."""
+        return ""
+
     @abstractmethod
     def rule(self, layer: int, heads: slice) -> RetentionRule:
         """What the kernels need for ``layer`` and these KV heads (a tensor-parallel rank's), but for the correction."""
@@ -279,6 +315,10 @@ class Policy(ABC):
         if rule.coupled != (self.order is Order.COUPLED):
             raise ConfigError(
                 f"--kv-policy {self.name} declares the order {self.order.value!r}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
+            )
+        if isinstance(rule.scorer, GivenScore) != self.gated:
+            raise ConfigError(
+                f"--kv-policy {self.name} {'has a' if self.gated else 'has no'} gate, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
             )
         if rule.prompt_grid != self.retention.prompt_grid:
             raise ConfigError(

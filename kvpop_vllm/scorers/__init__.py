@@ -8,6 +8,7 @@ import torch
 
 from kvpop_vllm.scorers.base import Scorer, log_gamma
 from kvpop_vllm.scorers.checkpoint import Decay, ScorerConfig
+from kvpop_vllm.scorers.gates import GATES, Gate, Signals
 from kvpop_vllm.scorers.linear import LinearScorer
 from kvpop_vllm.scorers.mlp import MLPScorer
 from kvpop_vllm.scorers.mlstm import MLSTMScorer
@@ -15,22 +16,26 @@ from kvpop_vllm.scorers.mlstm import MLSTMScorer
 SCORERS: dict[str, type[Scorer]] = {"mlstm": MLSTMScorer, "mlp": MLPScorer, "linear": LinearScorer}
 
 __all__ = [
+    "GATES",
     "SCORERS",
     "Decay",
+    "Gate",
     "LinearScorer",
     "MLPScorer",
     "MLSTMScorer",
     "Scorer",
     "ScorerConfig",
+    "Signals",
     "build",
     "from_tensors",
+    "gate_from_tensors",
     "log_gamma",
 ]
 
 
-def build(config: ScorerConfig, **sizes) -> Scorer:
-    """A freshly initialised scorer of one layer; ``sizes`` as in the class."""
-    return SCORERS[config.scorer](config, **sizes)
+def build(config: ScorerConfig, **sizes) -> Scorer | Gate:
+    """A freshly initialised scorer or gate of one layer; ``sizes`` as in the class."""
+    return (SCORERS | GATES)[config.scorer](config, **sizes)
 
 
 def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scorer:
@@ -46,6 +51,17 @@ def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scor
         sizes = {"hidden": tensors["fc1.weight"].shape[-1]}
     heads = tensors["decay_logit"].shape[0]
     module = build(_with_heads(config, heads), **sizes).float()  # vLLM loads under the model's dtype as default
+    module.load_state_dict(tensors)
+    return module.requires_grad_(False)
+
+
+def gate_from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Gate:
+    """One layer's gate with the tensors of a (checked) file, float32, no gradients; of all heads, or of some if it reads no keys
+    and values."""
+    sizes = {}
+    if config.scorer == "trimkv":
+        sizes["width"] = tensors["gate_proj.weight" if config.gated else "linear1.weight"].shape[0]
+    module = build(_with_heads(config, tensors["bias"].shape[0]), **sizes).float()
     module.load_state_dict(tensors)
     return module.requires_grad_(False)
 

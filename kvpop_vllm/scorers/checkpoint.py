@@ -11,8 +11,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,18 +19,20 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kvpop_vllm.config import MAX_BUDGET, SCORER_KINDS, ConfigError, ScorerShape, TrainedBudget
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.scorers.scorer_config import Decay, ScorerConfig, of_heads, tensor_shapes
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
-FORMAT, VERSION = "kvpop-scorer", 1
-_INT32_MAX = 2**31 - 1
+__all__ = ["Decay", "ScorerConfig", "of_heads", "tensor_shapes"]
 T = TypeVar("T")
 
 FULL_CHECKPOINT_NAMES = (
     (re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.self_attn\.kvpop\.(?P<name>.+)$"), "{name}"),
+    (re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.self_attn\.retention_gate\.(?P<name>.+)$"), "{name}"),
 )
-"""(pattern with groups ``layer`` and ``name``, the tensor's name here) of each known layout of full checkpoints.
+"""(pattern with groups ``layer`` and ``name``, the tensor's name here) of each known layout of full checkpoints: our own, and that
+of TRIM-KV's authors.
 
 A published layout is one more row; the second column may use every group of its pattern.
 """
@@ -41,147 +42,6 @@ _MODEL_NAMES = re.compile(
     r"(self_attn\.([qkvo]_proj|qkv_proj|[qk]_norm|rotary_emb)|mlp|input_layernorm|post_attention_layernorm))\."
 )
 """Llama's and Qwen3's own tensors; only used to tell them apart in an error message."""
-
-_MLSTM_KEYS = ("feature_map", "gate_softcap", "norm", "skip", "delayed")
-_OPTIONAL_KEYS = ("trained",)
-_COMMON_KEYS = ("model_type", "num_layers", "num_kv_heads", "head_dim", "scorer", "sinks", "window", "topk", "decay")
-
-
-@dataclass(frozen=True)
-class Decay:
-    """``log gamma = log min + sigmoid(alpha) (log max - log min)``, applied every ``step`` tokens (KVpop eq. 18)."""
-
-    step: int = 1
-    min: float = 0.999
-    max: float = 0.999999
-
-
-@dataclass(frozen=True)
-class ScorerConfig:
-    """Contents of ``kvpop_config.json``; mlstm options are meaningless for the other scorers.
-
-    ``trained`` lists the budgets it was trained with where there were several, the config's own window and topk first.
-
-    Raises:
-        ConfigError: a value of wrong type or range, from :meth:`parse`.
-    """
-
-    model_type: str
-    num_layers: int
-    num_kv_heads: int
-    head_dim: int
-    scorer: str
-    sinks: int
-    window: int
-    topk: int
-    decay: Decay = field(default_factory=Decay)
-    feature_map: str = "hedgehog"
-    gate_softcap: float | None = None
-    norm: bool = False
-    skip: bool = False
-    delayed: bool = True
-    trained: tuple[TrainedBudget, ...] = ()
-
-    @property
-    def retention(self) -> ScorerShape:
-        delayed = self.scorer == "mlstm" and self.delayed
-        return ScorerShape(self.sinks, self.window, self.topk, delayed, self.trained)
-
-    @classmethod
-    def parse(cls, raw: object, source: str) -> ScorerConfig:
-        """Checks a decoded JSON object; ``source`` names it in errors."""
-        if not isinstance(raw, Mapping):
-            raise ConfigError(f"{source} must hold a JSON object")
-        if raw.get("format") != FORMAT or raw.get("version") != VERSION:
-            raise ConfigError(
-                f"{source} says format {raw.get('format')!r} version {raw.get('version')!r}; this kvpop_vllm reads {FORMAT!r} version {VERSION}"
-            )
-        if raw.get("scorer") not in SCORER_KINDS:
-            raise ConfigError(f"{source}: scorer must be one of {', '.join(SCORER_KINDS)}, got {raw.get('scorer')!r}")
-        required = _COMMON_KEYS + (_MLSTM_KEYS if raw["scorer"] == "mlstm" else ())
-        given = {key: value for key, value in raw.items() if key not in ("format", "version")}
-        if unknown := sorted(set(given) - {*required, *_OPTIONAL_KEYS}):
-            raise ConfigError(f"{source}: unknown key {unknown[0]!r}")
-        if missing := [key for key in required if key not in given]:
-            raise ConfigError(f"{source}: key {missing[0]!r} is missing")
-        _check_values(given, source)
-        trained = tuple(TrainedBudget(**budget) for budget in given.get("trained", ()))
-        return cls(**{**given, "decay": Decay(**given["decay"]), "trained": trained})
-
-    def to_json(self) -> dict:
-        keys = _COMMON_KEYS + (_MLSTM_KEYS if self.scorer == "mlstm" else ())
-        keys += ("trained",) if self.trained else ()
-        values = asdict(self) | {"trained": [asdict(budget) for budget in self.trained]}
-        return {"format": FORMAT, "version": VERSION, **{k: v for k, v in values.items() if k in keys}}
-
-
-def _check_values(given: Mapping, source: str) -> None:
-    least = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "sinks": 0, "window": 1, "topk": 0}
-    _check_integers(given, least, source)
-    _check_trained(given, source)
-    decay = given["decay"]
-    if not isinstance(decay, Mapping) or sorted(decay) != ["max", "min", "step"]:
-        raise ConfigError(f"{source}: decay must be an object with step, min and max, got {decay!r}")
-    if not isinstance(decay["step"], int) or isinstance(decay["step"], bool) or not 1 <= decay["step"] <= _INT32_MAX:
-        raise ConfigError(f"{source}: decay.step must be an integer from 1 to {_INT32_MAX}, got {decay['step']!r}")
-    if not all(isinstance(decay[k], int | float) for k in ("min", "max")) or not 0 < decay["min"] <= decay["max"] <= 1:
-        raise ConfigError(f"{source}: decay needs 0 < min <= max <= 1, got {decay!r}")
-    if not isinstance(given["model_type"], str):
-        raise ConfigError(f"{source}: model_type must be a string, got {given['model_type']!r}")
-    if given["scorer"] != "mlstm":
-        return
-    if given["feature_map"] not in ("hedgehog", "softmax"):
-        raise ConfigError(f"{source}: feature_map must be 'hedgehog' or 'softmax', got {given['feature_map']!r}")
-    cap = given["gate_softcap"]
-    if cap is not None and (isinstance(cap, bool) or not isinstance(cap, int | float) or not _in_float32(cap)):
-        raise ConfigError(f"{source}: gate_softcap must be null or a positive float32 number, got {cap!r}")
-    for key in ("norm", "skip", "delayed"):
-        if not isinstance(given[key], bool):
-            raise ConfigError(f"{source}: {key} must be true or false, got {given[key]!r}")
-
-
-def _check_integers(given: Mapping, least: Mapping[str, int], source: str) -> None:
-    for key, low in least.items():
-        if not isinstance(given[key], int) or isinstance(given[key], bool) or not low <= given[key] <= MAX_BUDGET:
-            raise ConfigError(f"{source}: {key} must be an integer from {low} to {MAX_BUDGET}, got {given[key]!r}")
-
-
-def _check_trained(given: Mapping, source: str) -> None:
-    budgets = given.get("trained", [])
-    if not isinstance(budgets, list) or not all(
-        isinstance(b, Mapping) and set(b) == {"window", "topk"} for b in budgets
-    ):
-        raise ConfigError(f"{source}: trained must be a list of objects with window and topk, got {budgets!r}")
-    for budget in budgets:
-        _check_integers(budget, {"window": 1, "topk": 0}, f"{source}: trained")
-    if budgets and budgets[0] != {"window": given["window"], "topk": given["topk"]}:
-        raise ConfigError(
-            f"{source}: trained must begin with window {given['window']} and topk {given['topk']}, got {budgets[0]!r}"
-        )
-
-
-def _in_float32(number: float) -> bool:
-    """Whether a positive number is neither infinite nor lost in float32, in which the kernels take it."""
-    return torch.finfo(torch.float32).tiny <= number <= torch.finfo(torch.float32).max
-
-
-def tensor_shapes(config: ScorerConfig) -> dict[str, tuple]:
-    """Name -> shape of one layer's tensors. Letters stand for sizes the tensors themselves decide (F, V, M)."""
-    h, x = config.num_kv_heads, 2 * config.head_dim
-    shapes: dict[str, tuple] = {"decay_logit": (h,)}
-    if config.scorer == "linear":
-        return shapes | {"weight": (h, x), "bias": (h,)}
-    if config.scorer == "mlp":
-        return shapes | {"fc1.weight": (h, x, "M"), "fc1.bias": (h, "M"), "fc2.weight": (h, "M"), "fc2.bias": (h,)}
-    shapes |= {name: (h, x, "F") for name in ("q_proj", "k_proj")}
-    for gate in ("igate", "fgate"):
-        shapes |= {f"{gate}.weight": (h, x), f"{gate}.bias": (h,)}
-    shapes |= {"v_proj": (h, x, "V"), "out.weight": (h, "V"), "out.bias": (h,)}
-    if config.norm:
-        shapes["norm.weight"] = (h, "V")
-    if config.skip:
-        shapes["skip.weight"] = (h, x)
-    return shapes
 
 
 def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]], source: str) -> None:
@@ -359,7 +219,14 @@ def check_layout(names: Iterable[str], source: str) -> None:
 
 
 def check_model(
-    config: ScorerConfig, *, model_type: str, num_layers: int, num_kv_heads: int, head_dim: int, source: str
+    config: ScorerConfig,
+    *,
+    model_type: str,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    hidden_size: int | None = None,
+    source: str,
 ) -> None:
     """The scorer was made for this model.
 
@@ -367,6 +234,8 @@ def check_model(
         ConfigError: naming the first property that differs.
     """
     model = {"model_type": model_type, "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+    if config.hidden_size is not None:
+        model["hidden_size"] = hidden_size
     for key, value in model.items():
         if getattr(config, key) != value:
             raise ConfigError(

@@ -13,7 +13,7 @@ from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, write_score
 
 
 def model_shape(model: str | Path) -> dict:
-    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``.
+    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``, and ``hidden_size`` if it is there.
 
     The model type of a full checkpoint is that of its base model, which is what its scorers are made for.
 
@@ -30,6 +30,7 @@ def model_shape(model: str | Path) -> dict:
             "num_layers": config["num_hidden_layers"],
             "num_kv_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+            **({"hidden_size": config["hidden_size"]} if config.get("hidden_size") is not None else {}),
         }
         for name, number in found.items():
             if name != "model_type" and (type(number) is not int or number < 1):

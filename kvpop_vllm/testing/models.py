@@ -141,11 +141,16 @@ def write_random_scorer(
     decay_step: int = 1,
     decay_min: float = 0.99,
     decay_max: float = 0.9999,
+    reads: str = "hidden",
+    gated: bool = False,
+    scale: float = 3.0,
+    shifted: bool = False,
+    evict: float = 0.0,
 ) -> Path:
     """Write a scorer folder, format version 1, whose scores differ well from token to token.
 
     ``features`` is F (default D / 2 for Hedgehog, D for softmax), ``value_width`` is Dv (default D;
-    ignored without ``v_proj``), ``mlp_width`` is M. Options that ``scorer`` does not know are ignored.
+    ignored without ``v_proj``), ``mlp_width`` is M of mlp and trimkv. ``evict`` shifts the eviction logits of dms. Options that ``scorer`` does not know are ignored.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -162,9 +167,14 @@ def write_random_scorer(
         "sinks": sinks,
         "window": window,
         "topk": topk,
-        "decay": {"step": decay_step, "min": decay_min, "max": decay_max},
     }
     sizes = {"M": mlp_width}
+    if scorer in ("trimkv", "dms"):
+        config |= {"hidden_size": model["hidden_size"], "reads": reads}
+        config |= {"gated": gated} if scorer == "trimkv" else {"scale": scale, "shifted": shifted}
+        sizes["evict"] = evict
+    else:
+        config["decay"] = {"step": decay_step, "min": decay_min, "max": decay_max}
     if scorer == "mlstm":
         config |= {"feature_map": feature_map, "gate_softcap": gate_softcap}
         config |= {"norm": norm, "skip": skip, "delayed": delayed}
@@ -189,6 +199,8 @@ def _scorer_weights(
     def normal(*shape: int, std: float) -> torch.Tensor:
         return std * torch.randn(heads, *shape, generator=generator)
 
+    if config["scorer"] in ("trimkv", "dms"):
+        return _gate_weights(config, sizes, generator)
     unit = 1.0 / math.sqrt(pair)
     weights = {"decay_logit": normal(std=1.0)}
     if config["scorer"] == "linear":
@@ -218,6 +230,29 @@ def _scorer_weights(
     if config["skip"]:
         weights["skip.weight"] = normal(pair, std=unit)
     return weights
+
+
+def _gate_weights(config: dict, sizes: dict, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """One layer's gate: betas from far below 1 to next to it, eviction logits around ``evict``."""
+    heads, inner = config["num_kv_heads"], sizes["M"]
+
+    def normal(*shape: int, std: float) -> torch.Tensor:
+        return std * torch.randn(*shape, generator=generator)
+
+    if config["scorer"] == "dms":
+        weights = {"bias": sizes["evict"] + normal(heads, std=0.3)}
+        if config["reads"] == "hidden":
+            std = 1.5 / config["scale"] / math.sqrt(config["hidden_size"])
+            weights["weight"] = normal(heads, config["hidden_size"], std=std)
+        return weights
+    width = config["hidden_size"] if config["reads"] == "hidden" else 2 * heads * config["head_dim"]
+    unit, out = 1.5 / math.sqrt(width), 4.0 / math.sqrt(inner)
+    weights = {"bias": 3.0 + normal(heads, std=0.5)}
+    if config["gated"]:
+        weights |= {f"{name}_proj.weight": normal(inner, width, std=unit) for name in ("gate", "up")}
+        return weights | {"down_proj.weight": normal(heads, inner, std=out)}
+    weights |= {"linear1.weight": normal(inner, width, std=unit), "linear1.bias": normal(inner, std=0.5)}
+    return weights | {"linear2.weight": normal(heads, inner, std=out)}
 
 
 def random_prompt(length: int, vocab: int = 256, seed: int = 0) -> list[int]:

@@ -94,10 +94,10 @@ class OracleModel:
         for layer in range(self.layers):
             prefix = f"model.layers.{layer}"
             normed = self._norm(hidden, f"{prefix}.input_layernorm")
-            query, key, value = self._qkv(normed, f"{prefix}.self_attn", cos, sin)
+            query, key, value, channel = self._qkv(normed, f"{prefix}.self_attn", cos, sin, policy.borrows)
             forced = None if visible is None else visible[layer]
             nudged = [(head, token, by) for where, head, token, by in bias if where == layer]
-            decided = policy.decide(layer, query, key, value, forced, nudged, prompt)
+            decided = policy.decide(layer, query, key, value, forced, nudged, prompt, normed, channel)
             for found, of_layer in zip(
                 (run.visible, run.margins, run.scores, run.lost),
                 (decided.visible, decided.margins, decided.scores, decided.lost),
@@ -139,21 +139,27 @@ class OracleModel:
         return x @ self.weights[name].T
 
     def _qkv(
-        self, x: torch.Tensor, name: str, cos: torch.Tensor, sin: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``[S, E]`` -> query ``[H * G, S, D]``, key and value ``[H, S, D]``, as cached."""
-        parts = []
+        self, x: torch.Tensor, name: str, cos: torch.Tensor, sin: torch.Tensor, borrow: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """``[S, E]`` -> query ``[H * G, S, D]``, key and value ``[H, S, D]``, as cached; and of the first query head of each KV
+        head the last channel before RoPE, ``[H, S]``, which is 0 in the query, before and after RoPE, if it is borrowed."""
+        parts, first = [], slice(None, None, self.q_heads // self.kv_heads)
         for part in "qkv":
             y = self._linear(x, f"{name}.{part}_proj")
             y = y.view(len(x), -1, self.head_dim).transpose(0, 1)
             if part != "v":
                 if f"{name}.{part}_norm.weight" in self.weights:
                     y = self._norm(y, f"{name}.{part}_norm")
+                if part == "q":
+                    channel, y = y[first, :, -1].clone(), y.clone()
+                    y[first, :, -1] *= not borrow
                 half = self.head_dim // 2
                 turned = torch.cat([-y[..., half:], y[..., :half]], dim=-1)
                 y = y * cos + turned * sin
+            if part == "q":
+                y[first, :, -1] *= not borrow
             parts.append(y)
-        return parts[0], parts[1], parts[2]
+        return parts[0], parts[1], parts[2], channel
 
     def _rope(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotary tables ``[S, D]``.

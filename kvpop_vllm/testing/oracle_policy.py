@@ -61,6 +61,8 @@ class OraclePolicy:
         log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
             the others).
         corrected: outputs are corrected by the moments of evicted tokens.
+        ages: a token's score counts as often as it is old (TRIM-KV). threshold: a lower score is dropped when it leaves the
+            window (DMS).
         divided: the heads of a layer divide its long-range tokens by their scores (see :func:`follow_shared`).
     """
 
@@ -72,6 +74,8 @@ class OraclePolicy:
     interval: int = 1
     log_gamma: Sequence[Sequence[float]] | None = None
     corrected: bool = False
+    ages: bool = False
+    threshold: float | None = None
     divided: bool = False
 
     @classmethod
@@ -80,7 +84,9 @@ class OraclePolicy:
         scorer = read_scorer(folder)
         config = scorer["config"]
         fields = {name: config[name] for name in ("sinks", "window", "topk")}
-        fields["step"] = config["decay"]["step"]
+        fields["step"] = config["decay"]["step"] if "decay" in config else 1
+        fields["ages"] = config["scorer"] == "trimkv"
+        fields["threshold"] = 0.0 if config["scorer"] == "dms" else None
         return cls(scorer=scorer, **(fields | changes))
 
     @classmethod
@@ -107,7 +113,13 @@ class OraclePolicy:
         """``log gamma`` of each head of one layer."""
         if self.log_gamma is not None:
             return list(self.log_gamma[layer])
-        return [0.0] * heads if isinstance(self.scorer, str) else log_gamma(self.scorer, layer)
+        undecayed = isinstance(self.scorer, str) or "decay" not in self.scorer["config"]
+        return [0.0] * heads if undecayed else log_gamma(self.scorer, layer)
+
+    @property
+    def borrows(self) -> bool:
+        """Whether the last channel of each KV head's first query is a gate's, and 0 in the query itself."""
+        return isinstance(self.scorer, dict) and self.scorer["config"].get("reads") == "query"
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
@@ -125,6 +137,8 @@ class OraclePolicy:
         forced: torch.Tensor | None = None,
         bias: Sequence[tuple[int, int, float]] = (),
         prompt: int | None = None,
+        hidden: torch.Tensor | None = None,
+        channel: torch.Tensor | None = None,
     ) -> Decided:
         """What a layer keeps of a whole sequence.
 
@@ -133,6 +147,7 @@ class OraclePolicy:
             forced: judge these retained sets, bool ``[H, S, S]``, instead of making them.
             bias: ``(head, token, by)``: the token scores so much more when sets are made; margins are judged without.
             prompt: how many of the tokens are the prompt, where votes rank.
+            hidden, channel: see :func:`raw_scores`.
         """
         decay = self.decay(layer, len(key))
         topk = self.topk[layer] if isinstance(self.topk, tuple) else self.topk
@@ -148,13 +163,13 @@ class OraclePolicy:
                 raise ValueError("the oracle knows no decay of attention masses")
             followed = follow_attention(query, key, value, self.scorer, *shape, self.interval, forced, bias, prompt)
             return Decided(*followed)
-        scores = raw_scores(self.scorer, layer, key, value, self.window)
-        rule = (decay, *shape, self.step, self.interval)
+        scores = raw_scores(self.scorer, layer, key, value, self.window, hidden, channel)
+        rule = (decay, *shape, self.step, self.interval, self.ages, self.threshold)
         if forced is None:
             biased = scores.double().numpy().copy()
             for head, token, by in bias:
                 biased[head, token] += by
             forced = torch.from_numpy(retained_sets(biased, *rule))
-        sets = np.asarray(forced)
-        margins, lost = decision_margins(sets, scores.numpy(), *rule), best_lost(sets, scores.numpy(), decay, self.step)
+        sets, raw = np.asarray(forced), scores.numpy()
+        margins, lost = decision_margins(sets, raw, *rule), best_lost(sets, raw, decay, self.step, self.ages)
         return Decided(forced, torch.from_numpy(margins), scores, torch.from_numpy(lost))

@@ -44,7 +44,15 @@ def log_gamma(scorer: dict, layer: int) -> list[float]:
     return [low + (high - low) / (1.0 + math.exp(-alpha)) for alpha in logits]
 
 
-def raw_scores(scorer: str | dict, layer: int, keys: torch.Tensor, values: torch.Tensor, window: int) -> torch.Tensor:
+def raw_scores(
+    scorer: str | dict,
+    layer: int,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    window: int,
+    hidden: torch.Tensor | None = None,
+    channel: torch.Tensor | None = None,
+) -> torch.Tensor:
     """``r_t`` of every token of one layer, ``[H, S]`` in the dtype of ``keys``.
 
     Args:
@@ -53,6 +61,8 @@ def raw_scores(scorer: str | dict, layer: int, keys: torch.Tensor, values: torch
         keys: ``[H, S, D]`` as cached (after QK-norm and RoPE).
         values: ``[H, S, D]``.
         window: ``w``, the delay of a delayed readout.
+        hidden: ``[S, E]``, what goes into attention. channel: ``[H, S]``, the last channel of each KV head's first query,
+            before RoPE. For gates.
 
     Returns:
         Scores; NaN where none exists (a delayed readout has none for ``t > S - 1 - window``).
@@ -65,6 +75,10 @@ def raw_scores(scorer: str | dict, layer: int, keys: torch.Tensor, values: torch
         return -norm.float().to(keys.dtype)  # score words are float32: norms that are one there tie
     config = scorer["config"]
     params = {name: t.to(keys.dtype) for name, t in scorer["layers"][layer].items()}
+    if config["scorer"] == "trimkv":
+        return _log_beta(params, config, hidden, keys, values)
+    if config["scorer"] == "dms":
+        return _keep_logit(params, config, hidden, channel)
     x = torch.cat([keys, values], dim=-1)
     if config["scorer"] == "linear":
         return _headwise(x, params["weight"], params["bias"])
@@ -73,6 +87,33 @@ def raw_scores(scorer: str | dict, layer: int, keys: torch.Tensor, values: torch
     if config["scorer"] == "mlstm":
         return _mlstm_scores(params, config, x, values, window)
     raise ValueError(f"the oracle knows no scorer {config['scorer']!r}")
+
+
+def _log_beta(
+    params: dict, config: dict, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+) -> torch.Tensor:
+    """TRIM-KV's gate: the log of ``beta = 1 / (1 + exp(-a))``, ``[H, S]``."""
+    x = hidden
+    if config["reads"] == "kv":
+        pairs = [part[head] for head in range(len(keys)) for part in (keys, values)]
+        x = torch.cat(pairs, dim=-1)
+    if config["gated"]:
+        a = x @ params["gate_proj.weight"].T
+        inner = a / (1 + torch.exp(-a)) * (x @ params["up_proj.weight"].T)
+        out = inner @ params["down_proj.weight"].T
+    else:
+        a = x @ params["linear1.weight"].T + params["linear1.bias"]
+        out = a / (1 + torch.exp(-a)) @ params["linear2.weight"].T
+    return -torch.log1p(torch.exp(-(out + params["bias"]))).T
+
+
+def _keep_logit(params: dict, config: dict, hidden: torch.Tensor, channel: torch.Tensor | None) -> torch.Tensor:
+    """DMS's eviction logit, negated, ``[H, S]``; NaN for a last token whose successor would decide."""
+    read = channel if config["reads"] == "query" else (hidden @ params["weight"].T).T
+    score = -(config["scale"] * read + params["bias"][:, None])
+    if config["shifted"]:
+        score = torch.cat([score[:, 1:], torch.full_like(score[:, :1], math.nan)], dim=1)
+    return score
 
 
 def _headwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

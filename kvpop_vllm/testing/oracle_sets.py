@@ -12,8 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 
-def _effective(raw: np.ndarray, t: int, q: int, step: int, log_gamma: float) -> float:
-    """Score of token ``t`` as query ``q`` ranks it (KVpop, eq. 18)."""
+def _effective(raw: np.ndarray, t: int, q: int, step: int, log_gamma: float, ages: bool = False) -> float:
+    """Score of token ``t`` as query ``q`` ranks it (KVpop, eq. 18; with ``ages``, the log of TRIM-KV's ``beta_t^(q - t)``)."""
+    if ages:
+        return (q - t) * float(raw[t])
     return float(raw[t]) + math.floor((q - t) / step) * log_gamma
 
 
@@ -31,6 +33,8 @@ def retained_sets(
     topk: int,
     step: int = 1,
     interval: int = 1,
+    ages: bool = False,
+    threshold: float | None = None,
 ) -> np.ndarray:
     """Which tokens each query sees under the online rule: what is evicted never returns.
 
@@ -43,6 +47,8 @@ def retained_sets(
         sinks, window, topk: ``s``, ``w``, ``k``.
         step: ``n`` of the decay.
         interval: ``e``, tokens between decisions.
+        ages: a token's score counts as often as it is old, and nothing else decays.
+        threshold: a token with a lower score is dropped when it leaves the window, whatever room there is.
 
     Returns:
         Boolean ``[H, S, S]``.
@@ -57,17 +63,20 @@ def retained_sets(
             if q - window >= sinks:
                 waiting.append(q - window)
             if (q + 1) % interval == 0:
-                kept, waiting = _best(scores[h], kept + waiting, q, topk, step, log_gamma[h]), []
+                passed = [t for t in waiting if threshold is None or scores[h][t] >= threshold]
+                kept, waiting = _best(scores[h], kept + passed, q, topk, step, log_gamma[h], ages), []
             visible[h, q] = _base_row(length, q, sinks, window)
             visible[h, q, kept + waiting] = True
     return visible
 
 
-def _best(raw: np.ndarray, candidates: list[int], q: int, topk: int, step: int, log_gamma: float) -> list[int]:
+def _best(
+    raw: np.ndarray, candidates: list[int], q: int, topk: int, step: int, log_gamma: float, ages: bool = False
+) -> list[int]:
     """The ``topk`` best candidates at ``q``; of equal scores the newer is better."""
     if len(candidates) <= topk:
         return candidates
-    worst_first = sorted(candidates, key=lambda t: (_effective(raw, t, q, step, log_gamma), t))
+    worst_first = sorted(candidates, key=lambda t: (_effective(raw, t, q, step, log_gamma, ages), t))
     return worst_first[len(candidates) - topk :]
 
 
@@ -118,13 +127,17 @@ def decision_margins(
     topk: int,
     step: int = 1,
     interval: int = 1,
+    ages: bool = False,
+    threshold: float | None = None,
 ) -> np.ndarray:
     """Margin of every eviction decision in given retained sets, ``[H, S]`` float64.
 
     At ``q`` it is the lowest effective score among the kept candidates minus the best victim's: zero
     for a tie, *negative* where ``scores`` would have evicted another token, ``inf`` where there was
     nothing to decide. So sets made elsewhere can be judged one decision after the other, without
-    one near-tie spoiling every later comparison.
+    one near-tie spoiling every later comparison. With ``ages`` it is divided by the best victim's age, and so in the
+    units of raw scores. With a ``threshold`` the smallest of all that was decided: that a token passed it, or that a
+    victim either did not or was the lowest.
 
     Raises:
         ValueError: the sets cannot come from this budget (sinks or window missing, a future or
@@ -136,24 +149,51 @@ def decision_margins(
     margins = np.full((heads, length), math.inf)
     for h in range(heads):
         kept: set[int] = set()
+        new: set[int] = set()
         for q in range(length):
-            candidates = kept | ({q - window} if q - window >= sinks else set())
+            if q - window >= sinks:
+                new.add(q - window)
+            candidates = kept | new
             now = _long_range(visible[h, q], h, q, sinks, window)
-            lost = candidates - now
-            surplus = max(0, len(candidates) - topk) if (q + 1) % interval == 0 else 0
-            if now - candidates or len(lost) != surplus:
+            lost, decides = candidates - now, (q + 1) % interval == 0
+            surplus = max(0, len(candidates) - topk) if decides else 0
+            more = decides and threshold is not None and surplus <= len(lost) and (len(now) == topk or lost <= new)
+            if now - candidates or (len(lost) != surplus and not more):
                 raise ValueError(
                     f"head {h}, query {q}: long-range tokens {sorted(now)} cannot follow from "
                     f"candidates {sorted(candidates)} with k = {topk}"
                 )
-            if lost and now:
-                effective = {t: _effective(scores[h], t, q, step, log_gamma[h]) for t in candidates}
-                margins[h, q] = min(effective[t] for t in now) - max(effective[t] for t in lost)
-            kept = now
+            effective = {t: _effective(scores[h], t, q, step, log_gamma[h], ages) for t in candidates}
+            if threshold is not None and decides:
+                margins[h, q] = _threshold_margin(scores[h], effective, now, lost, new, topk, threshold)
+            elif lost and now:
+                best = max(lost, key=effective.__getitem__)
+                margins[h, q] = (min(effective[t] for t in now) - effective[best]) / (q - best if ages else 1)
+            kept, new = now, set() if decides else new
     return margins
 
 
-def best_lost(visible: np.ndarray, scores: np.ndarray, log_gamma: Sequence[float], step: int = 1) -> np.ndarray:
+def _threshold_margin(
+    raw: np.ndarray,
+    effective: dict[int, float],
+    now: set[int],
+    lost: set[int],
+    new: set[int],
+    topk: int,
+    threshold: float,
+) -> float:
+    """Smallest margin of a decision with a threshold that ``new`` tokens had to pass; ``inf`` where nothing was decided."""
+    margins = [float(raw[t]) - threshold for t in new & now]
+    lowest = min((effective[t] for t in now), default=math.inf) if len(now) == topk and topk > 0 else -math.inf
+    for t in lost:
+        reasons = [threshold - float(raw[t])] if t in new else []
+        margins.append(max([*reasons, lowest - effective[t]]))
+    return min(margins, default=math.inf)
+
+
+def best_lost(
+    visible: np.ndarray, scores: np.ndarray, log_gamma: Sequence[float], step: int = 1, ages: bool = False
+) -> np.ndarray:
     """Of the tokens that are seen at ``q - 1`` and no more at ``q``, the one of highest effective score; -1 where there is
     none. ``[H, S]`` int64."""
     heads, length = scores.shape
@@ -162,7 +202,7 @@ def best_lost(visible: np.ndarray, scores: np.ndarray, log_gamma: Sequence[float
         for q in range(1, length):
             lost = np.flatnonzero(visible[h, q - 1] & ~visible[h, q]).tolist()
             if lost:
-                best[h, q] = max(lost, key=lambda t: _effective(scores[h], t, q, step, log_gamma[h]))
+                best[h, q] = max(lost, key=lambda t: _effective(scores[h], t, q, step, log_gamma[h], ages))
     return best
 
 

@@ -22,6 +22,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
+from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
@@ -212,6 +213,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             )
         self.attention: FixedBudgetAttention | None = None
         self.layer, self.shares = None, None
+        self.gates: torch.nn.ModuleList | None = None
         self._pages = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -221,6 +223,8 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         heads = heads_of_rank(*ranks, self.policy.model.num_kv_heads, self.num_kv_heads)
         self.layer, self.shares = extract_layer_index(name), self.policy.checked_shares(heads)
+        if self.policy.gated:
+            self._add_gate(self.layer, heads)
         rule = self.policy.layer_rule(self.layer, heads)
         kept = self.policy.retention
         if (rule.sinks, rule.window, rule.decide_every) != (kept.sinks, kept.window, kept.decide_every):
@@ -229,16 +233,45 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         self.attention = FixedBudgetAttention(layout, rule, self.scale)
         _log_kernels(act_dtype)
 
+    def _add_gate(self, layer: int, heads: slice) -> None:
+        """Puts the layer's gate where its attention module looks for it.
+
+        Raises:
+            ConfigError: the module is none that hands over what a gate sees.
+        """
+        if self.gates is None:
+            raise ConfigError(
+                f"--kv-policy {self.policy.name} needs a model whose attention hands over {', '.join(sorted(s.value for s in self.policy.signals))}:"
+                " choose a Llama or Qwen3 model, or another policy"
+            )
+        del self.gates[:]
+        gate = self.policy.gate(layer, heads)
+        self.gates.append(gate.to(self.vllm_config.device_config.device_type))
+
     def forward(
-        self, layer, query, key, value, kv_cache, attn_metadata, output, output_scale=None, output_block_scale=None
+        self,
+        layer,
+        query,
+        key,
+        value,
+        kv_cache,
+        attn_metadata,
+        output,
+        output_scale=None,
+        output_block_scale=None,
+        given=None,
     ):
-        """query ``[T, Hq, D]``, key, value ``[T, H, D]``, kv_cache ``[blocks, H, N, C / itemsize]`` -> output ``[T, Hq, D]``."""
+        """query ``[T, Hq, D]``, key, value ``[T, H, D]``, kv_cache ``[blocks, H, N, C / itemsize]``, given ``[T, H]`` of a
+        policy with a gate -> output ``[T, Hq, D]``."""
         if attn_metadata is None:  # profiling run
             return output.fill_(0)
         n = attn_metadata.num_tokens
         pages, regions = self._bind(kv_cache)
         batch = attn_metadata.batch(self.layer, regions)
-        self.attention.forward(query[:n], key[:n], value[:n], pages, batch, output[:n])
+        given = None if given is None else given[:n]
+        if self.policy.shifted:
+            given = shift(given, pages, batch, self.attention.rule)
+        self.attention.forward(query[:n], key[:n], value[:n], pages, batch, output[:n], given)
         return output
 
     def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, Regions]:

@@ -10,7 +10,7 @@ import copy
 from contextlib import contextmanager
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY
-from kvpop_vllm.vllm_glue.engine_policy import requested
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
 from kvpop_vllm.vllm_glue.patches import wrap
 
 _HOOK = "finalize_loading"
@@ -52,8 +52,9 @@ def _hash_factors(original):
         if not requested(vllm_config):
             return original(vllm_config)
         neutral = copy.copy(vllm_config)
-        name = vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]["policy"]
-        neutral.additional_config = {**vllm_config.additional_config, ADDITIONAL_CONFIG_KEY: {"policy": name}}
+        policy = engine_policy(vllm_config)
+        setting = {"policy": policy.name} | ({"graph": policy.graph} if policy.gated else {})
+        neutral.additional_config = {**vllm_config.additional_config, ADDITIONAL_CONFIG_KEY: setting}
         return original(neutral)
 
     return aot_compile_hash_factors

@@ -10,6 +10,7 @@ from kvpop_vllm.config import (
     ADDITIONAL_CONFIG_KEY,
     ARCHITECTURES,
     FULL_CHECKPOINT_SUFFIX,
+    STOCK_ARCHITECTURES,
     ConfigError,
     PolicySettings,
 )
@@ -94,6 +95,24 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     checkpoint.check_shapes(policy.config, layers, model.model)
 
 
+def choose_model_class(vllm_config: VllmConfig) -> None:
+    """Has vLLM build the model that can be gated, where the policy has a gate and the model is not one that carries scorers.
+
+    Raises:
+        ConfigError: there is no such class for this model, or the gate needs all heads in one rank.
+    """
+    policy, model = engine_policy(vllm_config), vllm_config.model_config
+    policy.check_ranks(vllm_config.parallel_config.tensor_parallel_size)
+    if not policy.gated or set(model.architectures) & set(ARCHITECTURES.values()):
+        return
+    if unknown := set(model.architectures) - set(STOCK_ARCHITECTURES):
+        raise ConfigError(
+            f"--kv-policy {policy.name} scores from {', '.join(sorted(s.value for s in policy.signals))}, which"
+            f" {', '.join(sorted(unknown))} does not hand over: serve {' or '.join(STOCK_ARCHITECTURES)}, or choose another policy"
+        )
+    model.hf_config.architectures = [STOCK_ARCHITECTURES[name] for name in model.architectures]
+
+
 def _resolve(vllm_config: VllmConfig) -> Policy:
     from kvpop_vllm import policies
     from kvpop_vllm.policies.base import ModelShape
@@ -113,6 +132,7 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
         num_kv_heads=model.get_total_num_kv_heads(),
         head_dim=model.get_head_size(),
         max_model_len=model.max_model_len,
+        hidden_size=model.get_hidden_size(),
     )
     if cls.scorer_kind is None:
         return cls(settings, shape)

@@ -1,4 +1,5 @@
-"""Models of full checkpoints: vLLM's own, which take the scorer tensors out of the weight stream."""
+"""Models of full checkpoints, and of policies with a gate: vLLM's own, which take the scorer tensors out of the weight stream and
+hand their gates' scores to attention."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from vllm.model_executor.models.llama import LlamaForCausalLM
 from vllm.model_executor.models.qwen3 import Qwen3ForCausalLM
 
 from kvpop_vllm.scorers import checkpoint
-from kvpop_vllm.vllm_glue.engine_policy import policy_from_checkpoint
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy, policy_from_checkpoint, requested
+from kvpop_vllm.vllm_glue.gated_attention import prepare
 
 
 class _CarriesScorers:
@@ -22,6 +24,8 @@ class _CarriesScorers:
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
         super().__init__(vllm_config=vllm_config, prefix=prefix)
         self._engine_config = vllm_config
+        if requested(vllm_config):
+            prepare(self, engine_policy(vllm_config))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         policy, source = policy_from_checkpoint(self._engine_config), self._engine_config.model_config.model

@@ -157,7 +157,7 @@ def _config_with_policy(engine_args, original, args, kwargs):
     from vllm.logger import init_logger
 
     from kvpop_vllm import policies
-    from kvpop_vllm.vllm_glue.engine_policy import check_checkpoint, engine_policy
+    from kvpop_vllm.vllm_glue.engine_policy import check_checkpoint, choose_model_class, engine_policy
 
     settings = PolicySettings.parse(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
     policies.get(settings.policy)
@@ -170,6 +170,7 @@ def _config_with_policy(engine_args, original, args, kwargs):
     refusals.check_config(vllm_config)
     policy = engine_policy(vllm_config)
     check_checkpoint(vllm_config)
+    choose_model_class(vllm_config)
     wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
     wrap("vllm.v1.attention.selector:_cached_get_attn_backend", _cached_get_attn_backend)
     if policy.scorer_kind is None:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from kvpop_vllm.config import SCORER_KINDS, ConfigError
-from kvpop_vllm.scorers import SCORERS, checkpoint, from_tensors
+from kvpop_vllm.config import GATE_KINDS, SCORER_KINDS, ConfigError
+from kvpop_vllm.scorers import GATES, SCORERS, checkpoint, from_tensors
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, TENSORS_NAME, Decay, ScorerConfig
 from kvpop_vllm.scorers.init import init_scorer, model_shape
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
@@ -18,7 +18,7 @@ KINDS = ("mlstm", "mlp", "linear")
 
 
 def test_every_kind_has_its_class():
-    assert tuple(SCORERS) == SCORER_KINDS == KINDS
+    assert tuple(SCORERS) == KINDS and tuple(GATES) == GATE_KINDS and (*KINDS, *GATE_KINDS) == SCORER_KINDS
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,8 @@ from kernels.naive import masked_attention, visible_keys
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
-from kvpop_vllm.distill.recipe import PAPER, BoundaryOptions
+from kvpop_vllm.distill.recipe import BoundaryOptions
+from kvpop_vllm.distill.recipes import PAPER
 from kvpop_vllm.distill.retention import Roles, running_cutoffs
 from kvpop_vllm.distill.sparse import Sparse, dense_attention, recency
 from kvpop_vllm.distill.targets import retention_target

@@ -18,7 +18,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill import teacher
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import Dense, load_model
-from kvpop_vllm.distill.recipe import DEMO
+from kvpop_vllm.distill.recipes import DEMO
 from kvpop_vllm.distill.run import load_tokenizer, stored_teacher, write_teacher
 from kvpop_vllm.distill.teacher import TeacherReader, TeacherWriter, TopLogits, settings_of, top_logits, write_rows
 from kvpop_vllm.testing import write_tiny_model

@@ -11,7 +11,7 @@ import torch
 from distill.rows import Rows, teacher_of
 
 from kvpop_vllm.distill.hook import load_model
-from kvpop_vllm.distill.recipe import DEMO
+from kvpop_vllm.distill.recipes import DEMO
 from kvpop_vllm.distill.trainer import Process, Trainer
 
 LENGTH = 96

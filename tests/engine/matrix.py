@@ -27,6 +27,15 @@ EVERY = {"snapkv": 4, "pyramidkv": 4, "adakv": 4}
 SPARE = {"adakv": 1}
 """Policy -> blocks more from where the budget is outgrown."""
 """Policy -> tokens between decisions, where it is not one; of snapkv with a window of one more."""
+GATES = {
+    "trimkv": ("trimkv", {}),
+    "trimkv-kv": ("trimkv", {"reads": "kv", "gated": True}),
+    "dms": ("dms", {"evict": 1.5}),
+    "dms-query": ("dms", {"reads": "query", "evict": 0.5}),
+}
+"""Name of a case -> policy, which is also the scorer's kind, and what its gate is like. That of dms evicts most tokens: in a first
+layer equal tokens have equal logits up to rounding, so that few decisions may be left to the budget."""
+MATRIX += [("qwen3", "trimkv"), ("llama", "dms-query")]
 TRAINING_FREE = {
     "l2norm": ("key norm", 0, 1),
     "tova": ("newest mass", 0, 1),
@@ -94,7 +103,8 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         oracle = OraclePolicy(scorer, sinks, window, BUDGET - sinks - window - every + 1, interval=every)
         oracle = replace(oracle, corrected=policy == "momentkv")
         return Case(model, {"policy": policy, "budget": BUDGET} | options | grid, Judge(model, oracle))
-    shape = {"sinks": SINKS, "window": WINDOW, "topk": TOPK} | options
-    write_random_scorer(folder, model, SCORERS[policy], **shape)
-    oracle = OraclePolicy.from_scorer(folder, topk=TOPK - every + 1, interval=every)
+    policy, own = GATES.get(policy, (policy, {}))
+    shape = {"sinks": SINKS, "window": WINDOW, "topk": TOPK} | own | options
+    write_random_scorer(folder, model, SCORERS.get(policy, policy), **shape)
+    oracle = OraclePolicy.from_scorer(folder, topk=shape["topk"] - every + 1, interval=every)
     return Case(model, {"policy": policy, "scorer": str(folder)} | grid, Judge(model, oracle))

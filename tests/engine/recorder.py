@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvpop_vllm.cache.retained import STALE, divided, slot_positions
+from kvpop_vllm.cache.retained import STALE, counted, divided, slot_positions
 from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl, FixedBudgetMetadataBuilder
 
 
@@ -139,6 +139,8 @@ class Recorder:
                 table, budgets = regions.rows(layer, row.blocks.unsqueeze(0))[0], set(regions.budgets(layer).tolist())
                 assert len(budgets) == 1, "heads of one layer differ"
                 own = replace(own, budget=budgets.pop())
+            if rule.threshold is not None and filled is None:
+                filled = counted(pages, table)
             slots = slot_positions(pages, table, row.seen, own, filled)
             self._check_content(pages, row, layer, slots, table)
             positions = [sorted(t for t in head if t != STALE) for head in slots.tolist()]

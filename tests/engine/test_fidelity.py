@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 from engine.driving import Job
-from engine.matrix import BUDGET
+from engine.matrix import BUDGET, SINKS, WINDOW
 
-from kvpop_vllm.testing import random_prompt
+from kvpop_vllm.testing import OraclePolicy, random_prompt
 
 TOGETHER = [Job(n) for n in (1, 2, 13, 17, 31, 55, 56, 57, 70, 90, 112, 130, 200, 300, 10 * BUDGET)]
 TOGETHER.append(Job(40, new=4 * BUDGET + 20))
@@ -35,10 +35,11 @@ def test_sixteen_together(served):
 
 def test_eviction_shows(served):
     """What the judge demands could not be met by keeping everything, nor by another set of tokens."""
-    prompt = random_prompt(10 * BUDGET, seed=10 * BUDGET)
-    bounded, dense = served.judge.reference(prompt), served.judge.models[0].run(prompt)
+    prompt, policy = random_prompt(10 * BUDGET, seed=10 * BUDGET), served.judge.policy
+    everything = OraclePolicy(policy.scorer, sinks=0, window=2**62, topk=0) if policy.borrows else OraclePolicy.full()
+    bounded, dense = served.judge.reference(prompt), served.judge.models[0].run(prompt, everything)
     off = (bounded.exact.logprobs - dense.logprobs).abs().amax(-1)
-    whole = served.judge.policy.budget - served.judge.policy.interval + 1
+    whole = policy.budget - policy.interval + 1 if policy.threshold is None else SINKS + WINDOW
     assert off[:whole].max() < 1e-12
     assert off[4 * BUDGET :].median() > 1000 * bounded.budget
 

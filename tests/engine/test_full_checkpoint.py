@@ -21,7 +21,7 @@ from kvpop_vllm.scorers.export import INDEX, SCORER_SHARD, export_checkpoint
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue import engine_policy
 
-POLICIES = {"mlstm": "kvpop", "mlp": "kvpop-mlp", "linear": "kvpop-linear"}
+POLICIES = {"mlstm": "kvpop", "mlp": "kvpop-mlp", "linear": "kvpop-linear", "trimkv": "trimkv", "dms": "dms"}
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -92,12 +92,24 @@ def test_without_a_policy_it_serves_densely_with_one_line(each, caplog):
     assert "--kv-policy" in line.getMessage() and "\n" not in line.getMessage()
 
 
-@pytest.mark.parametrize("scorer", ["mlp", "linear"])
+@pytest.mark.parametrize("scorer", ["mlp", "linear", "trimkv", "dms"])
 def test_other_scorers(qwen3, tmp_path, scorer):
     adapter = write_random_scorer(tmp_path / "adapter", qwen3.base, scorer)
     export_checkpoint(qwen3.base, adapter, tmp_path / "out")
     policy = {"policy": POLICIES[scorer]}
     assert generate(tmp_path / "out", policy) == generate(qwen3.base, policy | {"scorer": str(adapter)})
+
+
+def test_the_layout_of_trimkvs_authors(qwen3, tmp_path):
+    """Gates among the model's own tensors under the names that they have there."""
+    adapter = write_random_scorer(tmp_path / "adapter", qwen3.base, "trimkv")
+    export_checkpoint(qwen3.base, adapter, tmp_path / "out")
+    edit_scorer(
+        tmp_path / "out", lambda t: {n.replace("self_attn.kvpop", "self_attn.retention_gate"): x for n, x in t.items()}
+    )
+    policy = {"policy": "trimkv"}
+    bounded = generate(tmp_path / "out", policy)
+    assert bounded == generate(qwen3.base, policy | {"scorer": str(adapter)}) and bounded[3] != qwen3.dense[3]
 
 
 def test_an_adapter_given_by_name_goes_before_the_checkpoints_own(qwen3, tmp_path):

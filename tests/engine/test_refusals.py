@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from engine.tiny_configs import FP8_CACHE, LLAMA, REFUSED, SERVED
+from engine.tiny_configs import FP8_CACHE, LLAMA, REFUSED, SERVED, text
 from vllm.engine.arg_utils import EngineArgs
 from vllm.model_executor.models import registry
 from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -213,6 +213,23 @@ def test_a_scorer_of_another_model(folder, scorer):
 
 def test_a_scorer_of_another_kind_names_its_policy(llama, scorer):
     assert "--kv-policy kvpop" in refusal(llama, {"policy": "kvpop-mlp", "scorer": str(scorer)})
+
+
+def test_models_that_do_not_hand_over_what_a_gate_sees(folder, llama, tmp_path):
+    qwen2 = folder("qwen2", text("Qwen2ForCausalLM", "qwen2"))
+    gates = {name: write_random_scorer(tmp_path / name, qwen2, name) for name in ("trimkv", "dms")}
+    for name, scorer in gates.items():
+        message = refusal(qwen2, {"policy": name, "scorer": str(scorer)})
+        assert "hidden states" in message and "Qwen2ForCausalLM does not hand over" in message
+    over_kv = write_random_scorer(tmp_path / "kv", llama, "trimkv", reads="kv")
+    message = refusal(llama, {"policy": "trimkv", "scorer": str(over_kv)}, tensor_parallel_size=2)
+    assert message.endswith("reads the keys and values of all heads: set --tensor-parallel-size 1")
+
+
+def test_dms_needs_a_sink_and_a_window_of_two_where_the_next_token_decides(llama, tmp_path):
+    scorer = str(write_random_scorer(tmp_path / "own", llama, "dms", shifted=True))
+    assert "set --kv-sinks to at least 1" in refusal(llama, {"policy": "dms", "scorer": scorer, "sinks": 0})
+    assert "set --kv-window to at least 2" in refusal(llama, {"policy": "dms", "scorer": scorer, "window": 1})
 
 
 def test_another_window_than_a_delayed_scorers(llama, scorer):

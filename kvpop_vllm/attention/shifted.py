@@ -1,0 +1,48 @@
+"""Scores that come one token late: that of token t + 1 decides on token t (DMS as its authors' code has it)."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.attention.fixed_budget import StepBatch
+from kvpop_vllm.kernels.pages import Pages
+from kvpop_vllm.roles import SlotRoles
+
+
+def shift(given: torch.Tensor, pages: Pages, batch: StepBatch, roles: SlotRoles) -> torch.Tensor:
+    """The score of every token of a step, which is that of the token after it.
+
+    The score of a request's first token goes where the one before it lies, into the score word of its ring slot: with a
+    window of two or more nothing has been decided upon that token yet. A last token keeps its own until the next step
+    replaces it. Requests whose step does not start where their cache ends are left alone, for the kernels to refuse.
+
+    Args:
+        given: ``[T, H]`` float32, by token of the flat batch; left as it is.
+
+    Returns:
+        ``[T, H]``.
+    """
+    shifted = given.clone()
+    if batch.decodes:
+        _replace(given[batch.tokens], pages, batch.table, batch.positions, roles)
+    for chunk in batch.prefills:
+        shifted[chunk.first : chunk.last - 1] = given[chunk.first + 1 : chunk.last]
+        start = torch.tensor([chunk.start])
+        _replace(given[chunk.first].unsqueeze(0), pages, chunk.row.unsqueeze(0), start, roles)
+    return shifted
+
+
+def _replace(score: torch.Tensor, pages: Pages, table: torch.Tensor, starts: torch.Tensor, roles: SlotRoles) -> None:
+    """Writes ``score [R, H]`` to the words of the tokens before ``starts [R]``, where those are in the ring; table ``[R, H, P]``."""
+    layout, words = pages.layout, pages.score
+    seen = pages.position[table[:, 0, layout.state_blocks].long(), 0, 0]
+    there = (starts > roles.sinks) & (seen == starts)
+    slots = roles.sinks + (starts[there] - 1 - roles.sinks) % roles.ring
+    columns = layout.state_blocks + slots // layout.block_slots
+    blocks = table[there].gather(2, columns.view(-1, 1, 1).expand(-1, table.shape[1], 1))[..., 0].long()  # [n, H]
+    # by place in memory: with unequal shares heads overlap in this view
+    strides, heads = words.stride(), torch.arange(table.shape[1], device=words.device)
+    places = words.storage_offset() + blocks * strides[0] + heads * strides[1]
+    places += (slots % layout.block_slots).unsqueeze(1) * strides[2]
+    memory = words.as_strided((words.untyped_storage().nbytes() // words.itemsize,), (1,), 0)
+    memory[places] = score[there]

@@ -1,0 +1,101 @@
+"""What all learned policies share: where their scorer comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from kvpop_vllm import policies
+from kvpop_vllm.config import ConfigError, ScorerShape
+from kvpop_vllm.policies.base import Policy
+from kvpop_vllm.scorers import gate_from_tensors
+from kvpop_vllm.scorers.checkpoint import ScorerConfig, check_model, of_heads, read_scorer
+
+
+@dataclass
+class Learned(Policy):
+    """A policy whose raw scores come from a scorer folder or from the model's own checkpoint.
+
+    Attributes:
+        checkpoint: the scorer config of a full checkpoint, whose tensors arrive with the model's weights.
+    """
+
+    checkpoint: ScorerConfig | None = None
+    config: ScorerConfig = field(init=False)
+
+    def prepare(self):
+        if self.settings.scorer is not None:
+            source = self.settings.scorer
+            self.config, self._layers = read_scorer(source)
+        elif self.checkpoint is not None:
+            source = "the checkpoint's kvpop section"
+            self.config, self._layers = self.checkpoint, [{} for _ in range(self.checkpoint.num_layers)]
+        else:
+            raise ConfigError(
+                f"--kv-policy {self.name} needs a scorer: give --kv-scorer DIR (untrained ones come from 'kvpop init-scorer MODEL DIR')"
+            )
+        if self.config.scorer != self.scorer_kind:
+            raise ConfigError(
+                f"--kv-policy {self.name} needs a scorer of kind {self.scorer_kind!r}, {source} holds {self.config.scorer!r}: use --kv-policy {self._policy_of(self.config.scorer)}"
+            )
+        m = self.model
+        check_model(
+            self.config,
+            model_type=m.model_type,
+            num_layers=m.num_layers,
+            num_kv_heads=m.num_kv_heads,
+            head_dim=m.head_dim,
+            hidden_size=m.hidden_size,
+            source=source,
+        )
+
+    @staticmethod
+    def _policy_of(kind: str) -> str:
+        return next(cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == kind)
+
+    def scorer_shape(self) -> ScorerShape:
+        return self.config.retention
+
+    def set_tensors(self, layer: int, tensors: dict[str, torch.Tensor]) -> None:
+        """Hands over a full checkpoint's (checked) tensors of one layer, all heads, float32."""
+        self._layers[layer] = tensors
+
+    def loaded(self, layer: int) -> dict[str, torch.Tensor]:
+        """A layer's tensors, all heads.
+
+        Raises:
+            ConfigError: they are to come with the checkpoint's weights, and have not.
+        """
+        if not self._layers[layer]:
+            raise ConfigError(
+                f"the checkpoint's weights brought no scorer tensors for layer {layer} (dummy weights bring none): give --kv-scorer DIR"
+            )
+        return self._layers[layer]
+
+
+class Gated(Learned):
+    """A learned policy whose scores come from a gate. What a threshold or a decay of a token's own would mean among heads that
+    divide a budget is not defined here."""
+
+    scores_compare = False
+
+    def check_ranks(self, ranks):
+        if self.config.reads == "kv" and ranks > 1:
+            raise ConfigError(
+                f"--kv-policy {self.name} reads the keys and values of all heads: set --tensor-parallel-size 1"
+            )
+        if self.config.reads == "query" and ranks > self.model.num_kv_heads:
+            raise ConfigError(
+                f"--kv-policy {self.name} borrows a channel of each KV head's first query head: set --tensor-parallel-size to at most"
+                f" {self.model.num_kv_heads}"
+            )
+
+    def gate(self, layer, heads):
+        return gate_from_tensors(self.config, of_heads(self.loaded(layer), heads))
+
+    @property
+    def graph(self):
+        config, first = self.config, self.loaded(0)
+        shapes = {name: tuple(tensor.shape) for name, tensor in sorted(first.items())}
+        return f"{config.reads} {config.gated} {config.scale} {shapes}"

@@ -1,0 +1,162 @@
+"""``kvpop import``: gates that the authors of TRIM-KV and DMS published, as a scorer folder.
+
+============  ==========================================================================================================
+TRIM-KV       a folder with ``config.json`` (``retention_gate``: rg, rg2 or rg3; ``memory_size``: M) and the gates alone, in
+              ``trimkv_weights.safetensors`` or ``trimkv_weights.pth``; it is served with the base model.
+DMS           a whole model with ``dms_*`` keys in its ``config.json``; it is served itself, with the scorer folder. Its
+              separate projections read the residual stream through a norm of their own, which is folded into them:
+              both norms divide by the same root mean square.
+============  ==========================================================================================================
+
+A ``.pth`` file is a pickle. It is read with ``weights_only=True``: tensors and plain containers, and nothing is ever executed.
+"""
+
+from __future__ import annotations
+
+import json
+import pickle
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, check_tensors, full_checkpoint_name, write_scorer
+from kvpop_vllm.scorers.init import model_shape
+
+TRIMKV_FILES = ("trimkv_weights.safetensors", "trimkv_weights.pth")
+RETENTION_GATES = {
+    "rg": {"reads": "hidden", "gated": False},
+    "rg2": {"reads": "kv", "gated": False},
+    "rg3": {"reads": "kv", "gated": True},
+}
+"""What the authors' names stand for."""
+
+
+def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None, topk=None) -> ScorerConfig:
+    """Writes a scorer folder.
+
+    Args:
+        source: published folder. out: folder to write. sinks, window, topk: s, w, k; by default TRIM-KV's are 0, 1 and
+            ``M - 1``, DMS's 1 and its own window, without a k.
+
+    Raises:
+        ConfigError: it is none that is known, something is missing or damaged, or DMS is asked for without a k.
+    """
+    source = Path(source)
+    if (Path(out) / CONFIG_NAME).exists():
+        raise ConfigError(f"{out} holds a scorer already: choose another folder")
+    shape = model_shape(source)
+    raw = json.loads((source / "config.json").read_text())
+    if "retention_gate" in raw:
+        config, layers = _trimkv(source, raw, shape, sinks, window, topk)
+    elif "dms_alpha_scale" in raw:
+        config, layers = _dms(source, raw, shape, sinks, window, topk)
+    else:
+        raise ConfigError(
+            f"{source}: config.json has neither retention_gate (TRIM-KV) nor dms_alpha_scale (DMS): give a folder of one of them"
+        )
+    config = ScorerConfig.parse(json.loads(json.dumps(config.to_json())), f"{source}: config.json")
+    check_tensors(config, layers, str(source))
+    write_scorer(out, config, layers)
+    return config
+
+
+def _trimkv(source, raw, shape, sinks, window, topk):
+    kind = raw["retention_gate"]
+    if kind not in list(RETENTION_GATES):
+        raise ConfigError(
+            f"{source}: retention_gate is {kind!r}, and only {', '.join(RETENTION_GATES)} are TRIM-KV's: give another checkpoint"
+        )
+    sinks, window, size = sinks or 0, window or 1, raw.get("memory_size")
+    if topk is None:
+        if not isinstance(size, int | float) or size < 2:
+            raise ConfigError(f"{source}: memory_size is {size!r}, which is no number of tokens: give --topk")
+        topk = max(1, int(size) - sinks - window)
+    config = ScorerConfig(**shape, scorer="trimkv", sinks=sinks, window=window, topk=topk, **RETENTION_GATES[kind])
+    layers: list[dict[str, torch.Tensor]] = [{} for _ in range(config.num_layers)]
+    for name, tensor in _weights(source).items():
+        own = full_checkpoint_name(name)
+        match = re.match(r"^layers\.(\d+)\.(.+)$", own) if own else None
+        if match is None or int(match[1]) >= config.num_layers:
+            raise ConfigError(
+                f"{source} holds {name}, which is no retention gate's: what changes the model itself cannot be imported"
+            )
+        layers[int(match[1])][match[2]] = tensor.float()
+    return config, layers
+
+
+def _weights(source: Path) -> dict[str, torch.Tensor]:
+    found = [source / name for name in TRIMKV_FILES if (source / name).is_file()]
+    if not found:
+        raise ConfigError(f"{source} has neither {' nor '.join(TRIMKV_FILES)}: give a published TRIM-KV folder")
+    path = found[0]
+    try:
+        if path.suffix == ".safetensors":
+            return load_file(path)
+        weights = torch.load(path, map_location="cpu", weights_only=True)
+    except (SafetensorError, OSError, EOFError, RuntimeError, ValueError, pickle.UnpicklingError) as error:
+        raise ConfigError(f"{path} cannot be read as tensors alone: {str(error).splitlines()[0]}") from None
+    if not isinstance(weights, dict) or not all(isinstance(t, torch.Tensor) for t in weights.values()):
+        raise ConfigError(f"{path} holds something else than named tensors: give a published TRIM-KV folder")
+    return weights
+
+
+def _dms(source, raw, shape, sinks, window, topk):
+    if topk is None:
+        raise ConfigError("DMS bounds no cache, so its checkpoint says no number of tokens: give --topk")
+    if raw.get("dms_alpha_per", "head") != "head":
+        raise ConfigError(f"{source}: dms_alpha_per is {raw['dms_alpha_per']!r}, and heads decide for themselves here")
+    if not isinstance(raw.get("dms_window_size"), int):
+        raise ConfigError(f"{source}: config.json has no dms_window_size: give a folder of a DMS model")
+    offset = float(raw.get("dms_initial_alpha_offset", 5.0))
+    separate = bool(raw.get("dms_separate_alpha", False))
+    config = ScorerConfig(
+        **shape,
+        scorer="dms",
+        sinks=1 if sinks is None else sinks,
+        window=window or raw["dms_window_size"] + 1,  # theirs does not count the newest token
+        topk=topk,
+        reads="hidden" if separate else "query",
+        scale=float(raw["dms_alpha_scale"]),
+        shifted=True,
+    )
+    bias = torch.full((config.num_kv_heads,), -offset)
+    if not separate:
+        return config, [{"bias": bias.clone()} for _ in range(config.num_layers)]
+    find = _Tensors(source)
+    return config, [_projection(find, i, config.scale, bias) for i in range(config.num_layers)]
+
+
+def _projection(find: _Tensors, layer: int, scale: float, bias: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The projection on the attention block's input: ``W (n_a * x / rms)`` is ``(W n_a / n_in) (n_in * x / rms)``."""
+    prefix = f"model.layers.{layer}"
+    norm = find(f"{prefix}.input_layernorm.weight")
+    if not bool(norm.all()):
+        raise ConfigError(f"{prefix}.input_layernorm.weight has zeros: its projection cannot be taken over")
+    weight = find(f"{prefix}.self_attn.dms_proj_alpha.weight") * find(f"{prefix}.self_attn.dms_proj_alpha_norm.weight")
+    more = find(f"{prefix}.self_attn.dms_proj_alpha.bias", optional=True)
+    return {"weight": weight / norm, "bias": bias + (0 if more is None else scale * more)}
+
+
+class _Tensors:
+    """Named tensors of a model folder's safetensors files, float32."""
+
+    def __init__(self, source: Path):
+        self.source, self.where = source, {}
+        for path in sorted(source.glob("*.safetensors")):
+            try:
+                with safe_open(path, "pt") as file:
+                    self.where |= dict.fromkeys(file.keys(), path)
+            except (SafetensorError, OSError) as error:
+                raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+
+    def __call__(self, name: str, optional: bool = False) -> torch.Tensor | None:
+        if name not in self.where:
+            if optional:
+                return None
+            raise ConfigError(f"{self.source} has no {name} in its safetensors files: give a folder of a DMS model")
+        with safe_open(self.where[name], "pt") as file:
+            return file.get_tensor(name).float()

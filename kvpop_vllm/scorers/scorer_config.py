@@ -1,0 +1,216 @@
+"""What a scorer's ``kvpop_config.json`` may say, and which tensors follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+
+import torch
+
+from kvpop_vllm.config import GATE_KINDS, MAX_BUDGET, SCORER_KINDS, ConfigError, ScorerShape, TrainedBudget
+
+FORMAT, VERSION = "kvpop-scorer", 1
+_INT32_MAX = 2**31 - 1
+_OPTIONAL_KEYS = ("trained",)
+_COMMON_KEYS = ("model_type", "num_layers", "num_kv_heads", "head_dim", "scorer", "sinks", "window", "topk")
+_KEYS = {
+    "mlstm": ("decay", "feature_map", "gate_softcap", "norm", "skip", "delayed"),
+    "mlp": ("decay",),
+    "linear": ("decay",),
+    "trimkv": ("hidden_size", "reads", "gated"),
+    "dms": ("hidden_size", "reads", "scale", "shifted"),
+}
+"""Keys of each kind beside the common ones; all are required."""
+
+_READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query")}
+"""What the gate of each kind may read: the attention block's input; keys and values as cached, of all heads; a channel of the
+queries before RoPE."""
+
+_SHARED = ("linear1.weight", "linear1.bias", "gate_proj.weight", "up_proj.weight")
+"""Tensors of gates that all heads share; all others have heads first."""
+
+
+@dataclass(frozen=True)
+class Decay:
+    """``log gamma = log min + sigmoid(alpha) (log max - log min)``, applied every ``step`` tokens (KVpop eq. 18)."""
+
+    step: int = 1
+    min: float = 0.999
+    max: float = 0.999999
+
+
+@dataclass(frozen=True)
+class ScorerConfig:
+    """Contents of ``kvpop_config.json``; what a kind has no key for is meaningless for it.
+
+    ``trained`` lists the budgets it was trained with where there were several, the config's own window and topk first.
+    ``hidden_size`` is E, the width of the model. ``reads``: what a gate looks at, "hidden" (the attention block's input), "kv"
+    (trimkv: keys and values of all heads as cached) or "query" (dms: a borrowed channel). ``gated`` (trimkv): a gated first
+    layer. ``scale`` (dms): factor on what the gate reads. ``shifted`` (dms): the logit of token t + 1 decides on token t.
+
+    Raises:
+        ConfigError: a value of wrong type or range, from :meth:`parse`.
+    """
+
+    model_type: str
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    scorer: str
+    sinks: int
+    window: int
+    topk: int
+    decay: Decay = field(default_factory=Decay)
+    feature_map: str = "hedgehog"
+    gate_softcap: float | None = None
+    norm: bool = False
+    skip: bool = False
+    delayed: bool = True
+    trained: tuple[TrainedBudget, ...] = ()
+    hidden_size: int | None = None
+    reads: str = "hidden"
+    gated: bool = False
+    scale: float = 100.0
+    shifted: bool = False
+
+    @property
+    def retention(self) -> ScorerShape:
+        delayed = self.scorer == "mlstm" and self.delayed
+        return ScorerShape(self.sinks, self.window, self.topk, delayed, self.trained)
+
+    @classmethod
+    def parse(cls, raw: object, source: str) -> ScorerConfig:
+        """Checks a decoded JSON object; ``source`` names it in errors."""
+        if not isinstance(raw, Mapping):
+            raise ConfigError(f"{source} must hold a JSON object")
+        if raw.get("format") != FORMAT or raw.get("version") != VERSION:
+            raise ConfigError(
+                f"{source} says format {raw.get('format')!r} version {raw.get('version')!r}; this kvpop_vllm reads {FORMAT!r} version {VERSION}"
+            )
+        if raw.get("scorer") not in SCORER_KINDS:
+            raise ConfigError(f"{source}: scorer must be one of {', '.join(SCORER_KINDS)}, got {raw.get('scorer')!r}")
+        required = _COMMON_KEYS + _KEYS[raw["scorer"]]
+        given = {key: value for key, value in raw.items() if key not in ("format", "version")}
+        if unknown := sorted(set(given) - {*required, *_OPTIONAL_KEYS}):
+            raise ConfigError(f"{source}: unknown key {unknown[0]!r}")
+        if missing := [key for key in required if key not in given]:
+            raise ConfigError(f"{source}: key {missing[0]!r} is missing")
+        _check_values(given, source)
+        trained = tuple(TrainedBudget(**budget) for budget in given.get("trained", ()))
+        decay = {"decay": Decay(**given["decay"])} if "decay" in given else {}
+        return cls(**{**given, **decay, "trained": trained})
+
+    def to_json(self) -> dict:
+        keys = _COMMON_KEYS + _KEYS[self.scorer] + (("trained",) if self.trained else ())
+        values = asdict(self) | {"trained": [asdict(budget) for budget in self.trained]}
+        return {"format": FORMAT, "version": VERSION, **{k: v for k, v in values.items() if k in keys}}
+
+
+def _check_values(given: Mapping, source: str) -> None:
+    least = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "sinks": 0, "window": 1, "topk": 0}
+    if given["scorer"] in GATE_KINDS:
+        least["hidden_size"] = 1
+    if given["scorer"] == "dms":  # a token dropped below the threshold leaves a slot free, which slot 0 keeps count of
+        least |= {"sinks": 1, "window": 2 if given["shifted"] is True else 1}
+    _check_integers(given, least, source)
+    _check_trained(given, source)
+    if not isinstance(given["model_type"], str):
+        raise ConfigError(f"{source}: model_type must be a string, got {given['model_type']!r}")
+    if "decay" in given:
+        _check_decay(given["decay"], source)
+    if given["scorer"] == "mlstm":
+        _check_mlstm(given, source)
+    if given["scorer"] in GATE_KINDS:
+        _check_gate(given, source)
+
+
+def _check_decay(decay: object, source: str) -> None:
+    if not isinstance(decay, Mapping) or sorted(decay) != ["max", "min", "step"]:
+        raise ConfigError(f"{source}: decay must be an object with step, min and max, got {decay!r}")
+    if not isinstance(decay["step"], int) or isinstance(decay["step"], bool) or not 1 <= decay["step"] <= _INT32_MAX:
+        raise ConfigError(f"{source}: decay.step must be an integer from 1 to {_INT32_MAX}, got {decay['step']!r}")
+    if not all(isinstance(decay[k], int | float) for k in ("min", "max")) or not 0 < decay["min"] <= decay["max"] <= 1:
+        raise ConfigError(f"{source}: decay needs 0 < min <= max <= 1, got {decay!r}")
+
+
+def _check_mlstm(given: Mapping, source: str) -> None:
+    if given["feature_map"] not in ("hedgehog", "softmax"):
+        raise ConfigError(f"{source}: feature_map must be 'hedgehog' or 'softmax', got {given['feature_map']!r}")
+    cap = given["gate_softcap"]
+    if cap is not None and not _positive(cap):
+        raise ConfigError(f"{source}: gate_softcap must be null or a positive float32 number, got {cap!r}")
+    _check_flags(given, ("norm", "skip", "delayed"), source)
+
+
+def _check_gate(given: Mapping, source: str) -> None:
+    kind = given["scorer"]
+    if given["reads"] not in _READS[kind]:
+        raise ConfigError(f"{source}: reads must be one of {', '.join(_READS[kind])}, got {given['reads']!r}")
+    _check_flags(given, [key for key in ("gated", "shifted") if key in _KEYS[kind]], source)
+    if kind == "dms" and not _positive(given["scale"]):
+        raise ConfigError(f"{source}: scale must be a positive float32 number, got {given['scale']!r}")
+
+
+def _check_flags(given: Mapping, keys: Iterable[str], source: str) -> None:
+    for key in keys:
+        if not isinstance(given[key], bool):
+            raise ConfigError(f"{source}: {key} must be true or false, got {given[key]!r}")
+
+
+def _check_integers(given: Mapping, least: Mapping[str, int], source: str) -> None:
+    for key, low in least.items():
+        if not isinstance(given[key], int) or isinstance(given[key], bool) or not low <= given[key] <= MAX_BUDGET:
+            raise ConfigError(f"{source}: {key} must be an integer from {low} to {MAX_BUDGET}, got {given[key]!r}")
+
+
+def _check_trained(given: Mapping, source: str) -> None:
+    budgets = given.get("trained", [])
+    if not isinstance(budgets, list) or not all(
+        isinstance(b, Mapping) and set(b) == {"window", "topk"} for b in budgets
+    ):
+        raise ConfigError(f"{source}: trained must be a list of objects with window and topk, got {budgets!r}")
+    for budget in budgets:
+        _check_integers(budget, {"window": 1, "topk": 0}, f"{source}: trained")
+    if budgets and budgets[0] != {"window": given["window"], "topk": given["topk"]}:
+        raise ConfigError(
+            f"{source}: trained must begin with window {given['window']} and topk {given['topk']}, got {budgets[0]!r}"
+        )
+
+
+def _positive(number: object) -> bool:
+    """Whether it is a positive number, neither infinite nor lost in float32, in which the kernels take it."""
+    if isinstance(number, bool) or not isinstance(number, int | float):
+        return False
+    return torch.finfo(torch.float32).tiny <= number <= torch.finfo(torch.float32).max
+
+
+def tensor_shapes(config: ScorerConfig) -> dict[str, tuple]:
+    """Name -> shape of one layer's tensors. Letters stand for sizes the tensors themselves decide (F, V, M)."""
+    h, x = config.num_kv_heads, 2 * config.head_dim
+    if config.scorer == "dms":
+        return {"bias": (h,)} | ({"weight": (h, config.hidden_size)} if config.reads == "hidden" else {})
+    if config.scorer == "trimkv":
+        width = config.hidden_size if config.reads == "hidden" else h * x
+        if config.gated:
+            first = {"gate_proj.weight": ("M", width), "up_proj.weight": ("M", width)}
+            return first | {"down_proj.weight": (h, "M"), "bias": (h,)}
+        return {"linear1.weight": ("M", width), "linear1.bias": ("M",), "linear2.weight": (h, "M"), "bias": (h,)}
+    shapes: dict[str, tuple] = {"decay_logit": (h,)}
+    if config.scorer == "linear":
+        return shapes | {"weight": (h, x), "bias": (h,)}
+    if config.scorer == "mlp":
+        return shapes | {"fc1.weight": (h, x, "M"), "fc1.bias": (h, "M"), "fc2.weight": (h, "M"), "fc2.bias": (h,)}
+    shapes |= {name: (h, x, "F") for name in ("q_proj", "k_proj")}
+    for gate in ("igate", "fgate"):
+        shapes |= {f"{gate}.weight": (h, x), f"{gate}.bias": (h,)}
+    shapes |= {"v_proj": (h, x, "V"), "out.weight": (h, "V"), "out.bias": (h,)}
+    if config.norm:
+        shapes["norm.weight"] = (h, "V")
+    if config.skip:
+        shapes["skip.weight"] = (h, x)
+    return shapes
+
+
+def of_heads(tensors: dict[str, torch.Tensor], heads: slice) -> dict[str, torch.Tensor]:
+    """One layer's tensors for these KV heads."""
+    return {name: t if name in _SHARED else t[heads] for name, t in tensors.items()}

@@ -1,0 +1,170 @@
+"""Scorer folders of gates (TRIM-KV, DMS): round trips, what a gate makes of its tensors, and each way the files can be wrong."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from config.test_scorer_files import edit, edit_tensors, refusal
+
+from kvpop_vllm import policies
+from kvpop_vllm.config import PolicySettings
+from kvpop_vllm.kernels.ops import GivenScore
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers import Signals, checkpoint, gate_from_tensors
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME
+from kvpop_vllm.scorers.init import init_scorer
+from kvpop_vllm.testing import raw_scores, read_scorer, write_random_scorer, write_tiny_model
+
+KINDS = {
+    "rg": ("trimkv", {}),
+    "rg2": ("trimkv", {"reads": "kv"}),
+    "rg3": ("trimkv", {"reads": "kv", "gated": True}),
+    "gated-hidden": ("trimkv", {"gated": True}),
+    "dms": ("dms", {}),
+    "dms-query": ("dms", {"reads": "query", "shifted": True}),
+}
+SHAPE = ModelShape("qwen3", 2, 2, 32, 256, hidden_size=64)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3", layers=2)
+
+
+@pytest.fixture
+def written(model, tmp_path):
+    return lambda name: write_random_scorer(tmp_path / name, model, KINDS[name][0], **KINDS[name][1])
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_written_is_read_again(written, tmp_path, name):
+    config, layers = checkpoint.read_scorer(written(name))
+    checkpoint.write_scorer(tmp_path / "b", config, layers)
+    again, same = checkpoint.read_scorer(tmp_path / "b")
+    assert again == config and len(layers) == 2 and not config.retention.delayed
+    assert config.to_json().keys() == json.loads((tmp_path / "b" / CONFIG_NAME).read_text()).keys()
+    assert all(torch.equal(a[n], b[n]) for a, b in zip(layers, same, strict=True) for n in a | b)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_gate_scores_as_the_oracle_does(written, name):
+    """With the model's dtype as torch's default, as vLLM loads weights; inputs in bfloat16 are taken as they are."""
+    folder, draw = written(name), torch.Generator().manual_seed(0)
+    config, layers = checkpoint.read_scorer(folder)
+    hidden, k, v = torch.randn(20, 64, generator=draw), *torch.randn(2, 20, 2, 32, generator=draw)
+    hidden, k, v, channel = (x.bfloat16() for x in (hidden, k, v, k[..., 0]))
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        gate = gate_from_tensors(config, layers[1])
+        found = gate(Signals(hidden, k, v, channel))
+    finally:
+        torch.set_default_dtype(before)
+    assert (
+        found.dtype == torch.float32 and found.shape == (20, 2) and not any(p.requires_grad for p in gate.parameters())
+    )
+    heads_first = (x.double().transpose(0, 1) for x in (k, v))
+    exact = raw_scores(read_scorer(folder), 1, *heads_first, 16, hidden.double(), channel.double().T).T
+    last = len(exact) - config.shifted
+    torch.testing.assert_close(found[config.shifted :].double(), exact[:last], rtol=1e-5, atol=1e-5)
+    assert found.std(0).min() > 0.1
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_ranks_together_have_every_head_once(written, name):
+    """Heads of two ranks score as those of one, but where a gate reads the keys and values of all; with more ranks than KV
+    heads, a rank has not the query that lends its channel."""
+    kind = KINDS[name][0]
+    policy = policies.get(kind)(PolicySettings(kind, scorer=str(written(name))), SHAPE)
+    draw = torch.Generator().manual_seed(0)
+    seen = Signals(*(torch.randn(*shape, generator=draw) for shape in ((9, 64), (9, 2, 32), (9, 2, 32), (9, 2))))
+    whole = policy.gate(1, slice(0, 2))(seen)
+    policy.check_ranks(1)
+    if policy.config.reads == "kv":
+        assert "of all heads: set --tensor-parallel-size 1" in refusal(policy.check_ranks, 2)
+        return
+    policy.check_ranks(2)
+    if policy.config.reads == "query":
+        assert "set --tensor-parallel-size to at most 2" in refusal(policy.check_ranks, 4)
+    else:
+        policy.check_ranks(4)
+    for head in range(2):
+        own = seen._replace(channel=seen.channel[:, head : head + 1])
+        torch.testing.assert_close(policy.gate(1, slice(head, head + 1))(own)[:, 0], whole[:, head])
+    assert not torch.equal(policy.gate(0, slice(0, 2))(seen), whole), "layers are the same"
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_the_policys_rule(written, name):
+    kind = KINDS[name][0]
+    policy = policies.get(kind)(PolicySettings(kind, budget=40, scorer=str(written(name)), sinks=2, window=5), SHAPE)
+    rule = policy.layer_rule(0, slice(0, 2))
+    assert (rule.sinks, rule.window, policy.retention.topk) == (2, 5, 33)
+    assert rule.scorer == (GivenScore(ages=True) if kind == "trimkv" else GivenScore(threshold=0.0))
+    assert not rule.log_gamma.any() and policy.shifted == (name == "dms-query") and policy.gated
+    assert policy.state_floats == 0
+    divided = PolicySettings(kind, budget=40, scorer=str(written(name)), sinks=2, window=5, allocator="ada")
+    assert "no scores that heads can divide a budget by" in refusal(policies.get(kind), divided, SHAPE)
+
+
+def test_compiled_graphs_differ_by_what_they_compute(written, model, tmp_path):
+    graphs = {}
+    for name, (kind, _) in KINDS.items():
+        graphs[name] = policies.get(kind)(PolicySettings(kind, scorer=str(written(name))), SHAPE).graph
+    wider = write_random_scorer(tmp_path / "wider", model, "trimkv", mlp_width=24)
+    graphs["wider"] = policies.get("trimkv")(PolicySettings("trimkv", scorer=str(wider)), SHAPE).graph
+    assert len(set(graphs.values())) == len(graphs)
+
+
+WRONG = {
+    "reads": ("rg", {"reads": "query"}, "reads must be one of hidden, kv, got 'query'"),
+    "dms reads": ("dms", {"reads": "kv"}, "reads must be one of hidden, query, got 'kv'"),
+    "gated": ("rg", {"gated": 1}, "gated must be true or false, got 1"),
+    "hidden_size": ("rg", {"hidden_size": "64"}, "hidden_size must be an integer from 1"),
+    "no hidden_size": ("dms", {"hidden_size": ...}, "key 'hidden_size' is missing"),
+    "decay": ("rg", {"decay": {"step": 1, "min": 0.9, "max": 0.99}}, "unknown key 'decay'"),
+    "scale": ("dms", {"scale": 0}, "scale must be a positive float32 number, got 0"),
+    "sinks": ("dms", {"sinks": 0}, "sinks must be an integer from 1"),
+    "window": ("dms-query", {"window": 1}, "window must be an integer from 2"),
+    "shape by width": ("rg", {"hidden_size": 65}, "tensor layers.0.linear1.weight has shape (16, 64), expected (16, 65)"),
+    "other input": ("rg", {"reads": "kv"}, "tensor layers.0.linear1.weight has shape (16, 64), expected (16, 128)"),
+    "other make": ("rg", {"gated": True}, "tensor layers.0.linear1.bias does not belong to this trimkv scorer"),
+    "no channel": ("dms-query", {"reads": "hidden"}, "tensor layers.0.weight is missing"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_configs(written, case):
+    name, change, message = WRONG[case]
+    folder = written(name)
+    edit(folder / CONFIG_NAME, **change)
+    assert message in refusal(checkpoint.read_scorer, folder)
+
+
+def test_wrong_tensors(written):
+    folder = written("rg")
+    edit_tensors(folder, lambda t: t.update({"layers.1.linear2.weight": torch.zeros(2, 17)}))
+    assert "layers.1.linear2.weight has shape (2, 17), expected (2, 16)" in refusal(checkpoint.read_scorer, folder)
+    edit_tensors(folder, lambda t: t.pop("layers.1.linear2.weight"))
+    assert "layers.1.linear2.weight is missing" in refusal(checkpoint.read_scorer, folder)
+
+
+def test_a_gate_of_a_wider_model_names_the_difference(written):
+    settings = PolicySettings("trimkv", scorer=str(written("rg")))
+    message = refusal(policies.get("trimkv"), settings, ModelShape("qwen3", 2, 2, 32, 256, hidden_size=128))
+    assert "hidden_size = 64, this one has 128" in message
+    assert "--kv-policy dms needs a scorer of kind 'dms'" in refusal(policies.get("dms"), settings, SHAPE)
+    assert "use --kv-policy trimkv" in refusal(policies.get("dms"), settings, SHAPE)
+
+
+@pytest.mark.parametrize("kind", ["trimkv", "dms"])
+def test_an_untrained_gate_says_the_same_of_every_token(model, tmp_path, kind):
+    """TRIM-KV's then is a sliding window, with beta next to 1; DMS's evicts nothing while there is room."""
+    config = init_scorer(model, tmp_path / kind, scorer=kind)
+    _, layers = checkpoint.read_scorer(tmp_path / kind)
+    given = gate_from_tensors(config, layers[0])(Signals(torch.randn(12, 64)))
+    assert torch.equal(given, given[:1].expand(12, -1))
+    expected = -torch.log1p(torch.exp(torch.tensor(-8.0))) if kind == "trimkv" else torch.tensor(5.0)
+    torch.testing.assert_close(given[0], expected.expand(2))

@@ -1,0 +1,144 @@
+"""`kvpop distill --recipe trimkv` and `--recipe dms` as they are typed, up to an engine that serves what they wrote."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from distill.typed import distill
+from engine.driving import Job, one_thread, watched
+from engine.judge import Judge
+
+from kvpop_vllm.distill.hook import Dense, load_model, show_hidden_states
+from kvpop_vllm.scorers import Signals, gate_from_tensors
+from kvpop_vllm.scorers.checkpoint import read_scorer
+from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_random_scorer
+
+TRIMKV = [
+    "--recipe=trimkv",
+    "--length=96",
+    "--topk",
+    "23",
+    "--warmup=2",
+    "--dtype=float32",
+    "--batch=2",
+    "--gate-width=16",
+]
+DMS = ["--recipe=dms", "--length=96", "--window=8", "--topk", "23", "--warmup=2", "--dtype=float32", "--batch=2"]
+RECIPES = {
+    "trimkv": [*TRIMKV, "--gate-bias=5", "--lr-new=2e-2", "--ce=0", "--steps=25"],
+    "trimkv-kv": [*TRIMKV, "--gate-bias=5", "--lr-new=2e-2", "--ce=0", "--steps=25", "--gate-reads=kv", "--gate-gated"],
+    "dms": [*DMS, "--lr-new=5e-3", "--steps=30", "--compression=4", "--gate-scale=5"],
+}
+
+
+@pytest.fixture(scope="module", params=RECIPES)
+def trained(request, folder):
+    """Name, folder and metrics of a run."""
+    from kvpop_vllm.cli import main
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+
+        def kvpop(*words):
+            return main([str(word) for word in words]), "", ""
+
+        with one_thread():
+            steps = distill(kvpop, request.param, recipe=RECIPES[request.param])
+        yield request.param, folder, steps
+
+
+def mean(steps, name):
+    return sum(row[name] for row in steps) / len(steps)
+
+
+def test_what_the_phase_is_for_is_learned(trained):
+    """Of TRIM-KV the loss falls, and of it what is beyond the capacity; of DMS evictions follow their target."""
+    name, folder, steps = trained
+    first, last = steps[:5], steps[-5:]
+    if name == "dms":
+        assert steps[0]["target"] == 0 and steps[-1]["target"] == 0.75
+        assert mean(last, "evicted") > mean(first, "evicted") + 0.2
+        return
+    assert mean(last, "capacity") < 0.5 * mean(first, "capacity")
+    assert mean(last, "loss") < mean(first, "loss")
+
+
+def test_only_gates_are_written(trained):
+    name, folder, _ = trained
+    assert not (folder / name / "model").exists()
+    config, layers = read_scorer(folder / name)
+    assert config.scorer == name.partition("-")[0] and config.reads == ("kv" if name == "trimkv-kv" else "hidden")
+    kept = (1, 8, 23) if name == "dms" else (0, 1, 23)
+    assert (config.sinks, config.window, config.topk) == kept
+    assert all(t.abs().max() > 0 for own in layers for t in own.values()), "a tensor was not trained"
+
+
+def test_training_and_serving_and_the_oracle_score_alike(trained):
+    """A gate inside of transformers' model, from the folder that serving reads, and the oracle's from its own forward pass."""
+    name, folder, _ = trained
+    config, layers = read_scorer(folder / name)
+    model, tokens, found = load_model(folder / "qwen3", torch.float32).eval(), random_prompt(60), {}
+    show_hidden_states(model)
+
+    class Look(Dense):
+        def see(self, layer, hidden):
+            self.hidden = hidden
+
+        def __call__(self, layer, q, k, v, scale):
+            gate = gate_from_tensors(config, layers[layer])
+            found[layer] = gate(Signals(self.hidden, k.transpose(1, 2), v.transpose(1, 2)))[0].T
+            return super().__call__(layer, q, k, v, scale)
+
+    with torch.no_grad():
+        model(torch.tensor([tokens]), attend=Look())
+    everything = dataclasses.replace(OraclePolicy.from_scorer(folder / name, topk=1000), threshold=None)
+    exact = OracleModel(folder / "qwen3").run(tokens, everything)
+    for layer, scores in enumerate(exact.scores):
+        torch.testing.assert_close(found[layer], scores.float(), rtol=1e-4, atol=1e-6)
+        assert (scores.std(-1) > 0.1 * scores.abs().mean(-1)).all(), "all tokens score alike"
+
+
+@pytest.mark.parametrize("chunk", [7, None])
+def test_an_engine_serves_what_was_trained(trained, chunk):
+    """Retained sets and log-probabilities are the oracle's, whose gates are its own."""
+    name, folder, _ = trained
+    settings = {"policy": name.partition("-")[0], "scorer": str(folder / name)}
+    judge = Judge(str(folder / "qwen3"), OraclePolicy.from_scorer(folder / name))
+    with watched(folder / "qwen3", settings, judge) as engine:
+        engine.chunk(chunk)
+        verdict = engine.verdict(engine.serve([Job(1, new=60), Job(31), Job(90), Job(150)]))
+        assert verdict.decisions > 100
+
+
+START = "distill --out=x --model=qwen3 --data text.jsonl --length=96"
+REFUSED = {
+    "--recipe=trimkv --topk 23 --train-base": "phase trimkv trains gates alone: leave --train-base out",
+    "--recipe=trimkv --topk 23 --lr-base=1e-5": "--lr-base is about training the base model, and phase trimkv trains gates alone",
+    "--recipe=dms --window=8 --topk 23 --lr-base=1e-5": "--lr-base is about training the base model, which is frozen",
+    "--recipe=dms --window=8 --topk 23 --capacity=2": "--capacity is about TRIM-KV's gates, and phase dms has none",
+    "--recipe=trimkv --topk 23 --compression=4": "--compression is about DMS's gates, and phase trimkv has none",
+    "--recipe=trimkv --topk 23 --scorer=mlp": "--scorer is about scorers, and phase trimkv has none",
+    "--recipe=trimkv --topk 23 --kl=0 --ce=0": "gates are trained but neither --kl nor --ce is above 0",
+    "--recipe=trimkv --topk 23 --gate-reads=query": "gate_reads must be hidden or kv",
+    "--recipe=trimkv --topk 23 --gate-width=0": "gate_width must be at least 1",
+    "--recipe=trimkv --topk 23 --capacity=-1": "capacity must be at least 0",
+    "--recipe=dms --window=8 --topk 23 --compression=0.5": "compression must be at least 1",
+    "--recipe=dms --window=8 --topk 23 --gumbel-tau=0": "gumbel_tau must be above 0",
+    "--recipe=dms --window=8 --topk 23 --sinks=0": "sinks must be an integer from 1",
+    "--recipe=trimkv --topk 511": "length 96 must exceed sinks + window + topk",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_bad_input_is_refused_in_one_line(kvpop, line):
+    status, _, errors = kvpop(*START.split(), *line.split())
+    own = [text for text in errors.splitlines() if text.startswith("kvpop: ")]
+    assert status == 2 and len(own) == 1 and REFUSED[line] in own[0], errors
+
+
+def test_eval_says_that_it_does_not_run_gates(kvpop, folder):
+    write_random_scorer(folder / "gates", folder / "qwen3", "trimkv")
+    status, _, errors = kvpop(*"eval --model=qwen3 --data text.jsonl --split=all --scorer=gates --length 96".split())
+    assert status == 2 and "kvpop: gates holds gates (trimkv), which kvpop eval does not run" in errors

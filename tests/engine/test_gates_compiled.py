@@ -1,0 +1,100 @@
+"""Policies with a gate where vLLM compiles the model, which is its default: the same tokens are kept as without."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.driving import one_thread
+from engine.matrix import BUDGET, make_case
+from engine.recorder import Recorder
+from engine.tiny_engine import stop
+
+from kvpop_vllm.testing import random_prompt, write_tiny_model
+
+LENGTHS = (1, 17, 64, 130, 3 * BUDGET, 40, 41, 99)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("compiled")
+
+
+@pytest.fixture(scope="module")
+def compiler_cache(folder):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+        patch.setenv("VLLM_CACHE_ROOT", str(folder / "vllm"))
+        yield
+
+
+def serve(case, eager: bool):
+    """Answers and retained sets of eight requests together, prompts in chunks of 64; and how many models were compiled and
+    loaded."""
+    from vllm import LLM, SamplingParams
+    from vllm.compilation.counter import compilation_counter as counter
+
+    before = counter.num_aot_compiles, counter.num_aot_artifacts_loaded
+    with pytest.MonkeyPatch.context() as patch, one_thread():
+        llm = LLM(
+            case.model,
+            skip_tokenizer_init=True,
+            enforce_eager=eager,
+            max_model_len=512,
+            max_num_seqs=8,
+            block_size=16,
+            long_prefill_token_threshold=64,
+            kv_cache_memory_bytes=8 << 20,
+            dtype="float32",
+            additional_config={"kv_policy": case.settings},
+        )
+        torch._C.set_num_threads(1)
+        recorder = Recorder(llm)
+        recorder.attach(patch)
+        try:
+            params = SamplingParams(temperature=0, max_tokens=BUDGET, logprobs=3, prompt_logprobs=3, detokenize=False, ignore_eos=True)  # fmt: skip
+            prompts = [{"prompt_token_ids": random_prompt(n, seed=n)} for n in LENGTHS]
+            answers = {a.request_id: a for a in llm.generate(prompts, params, use_tqdm=False)}
+        finally:
+            stop(llm)
+    named = {name: answers[name.split("-")[0]] for name in recorder.held}
+    return named, recorder.held, (counter.num_aot_compiles - before[0], counter.num_aot_artifacts_loaded - before[1])
+
+
+def test_compiled_equals_eager_and_the_oracle(folder, compiler_cache):
+    """And what was compiled is loaded for other weights of the same shapes, which are no part of it."""
+    model = str(write_tiny_model(folder / "llama", "llama", layers=2))
+    case, other = (make_case(model, folder / f"trimkv-{seed}", "trimkv", seed=seed) for seed in (0, 1))
+    for judged, eager, counts in ((case, False, (1, 0)), (case, True, (0, 0)), (other, False, (0, 1))):
+        check(judged, eager, counts)
+
+
+def test_a_borrowed_channel_compiled(folder, compiler_cache):
+    model = str(write_tiny_model(folder / "qwen3", "qwen3", layers=1))
+    check(make_case(model, folder / "query", "dms-query"), False, (1, 0))
+
+
+def check(case, eager: bool, counts: tuple[int, int]) -> None:
+    answers, held, compiled = serve(case, eager)
+    assert compiled == counts and len(answers) == len(LENGTHS)
+    print(case.judge.check(answers, held))
+    case.judge.check_near_ties()
+
+
+def test_gates_of_another_make_are_compiled_anew(folder, compiler_cache, monkeypatch):
+    from vllm.compilation import caching
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
+
+    from kvpop_vllm.vllm_glue import compile_cache
+
+    monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
+    compile_cache.apply()
+    model = str(write_tiny_model(folder / "one", "llama", layers=1))
+
+    def factors(name, **options):
+        settings = make_case(model, folder / f"{name}-{len(options)}", name, **options).settings
+        arguments = EngineArgs(model, skip_tokenizer_init=True, additional_config={"kv_policy": settings})
+        return str(caching.aot_compile_hash_factors(arguments.create_engine_config()))
+
+    found = [factors("trimkv"), factors("trimkv", mlp_width=24), factors("trimkv-kv"), factors("dms")]
+    assert len(set(found)) == 4 and factors("trimkv", seed=3, topk=50, mlp_width=24) == found[1]

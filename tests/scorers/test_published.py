@@ -1,0 +1,176 @@
+"""`kvpop import`: folders as the authors of TRIM-KV and DMS publish theirs, and each way they can be wrong."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from kvpop_vllm.cli import main
+from kvpop_vllm.scorers import Signals, gate_from_tensors
+from kvpop_vllm.scorers.checkpoint import read_scorer
+from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+
+MAKES = {"rg": {}, "rg2": {"reads": "kv"}, "rg3": {"reads": "kv", "gated": True}}
+
+
+def edit(folder, **changes):
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({k: v for k, v in config.items() if v is not ...}))
+
+
+@pytest.fixture
+def trimkv(tmp_path):
+    """``make -> (published folder, the random gates in it as our layers)``; weights as a pickle, as they are published."""
+
+    def write(make="rg", suffix="pth"):
+        source = write_tiny_model(tmp_path / "published", "qwen3")
+        gates = write_random_scorer(tmp_path / "gates", source, "trimkv", **MAKES[make])
+        (source / "model.safetensors").unlink()
+        edit(source, retention_gate=make, memory_size=128, retention_gate_intermediate_size=16, base_model="x")
+        tensors = load_file(gates / "kvpop_scorer.safetensors")
+        theirs = {f"model.{name.replace('layers.0.', 'layers.0.self_attn.retention_gate.').replace('layers.1.', 'layers.1.self_attn.retention_gate.')}": t for name, t in tensors.items()}  # fmt: skip
+        if suffix == "pth":
+            torch.save(theirs, source / "trimkv_weights.pth")
+        else:
+            save_file(theirs, source / "trimkv_weights.safetensors")
+        return source, read_scorer(gates)[1]
+
+    return write
+
+
+@pytest.fixture
+def run(capsys, tmp_path):
+    """`kvpop import SOURCE DIR` with more words; the error's line, or None."""
+
+    def call(source, *words):
+        status = main(["import", str(source), str(tmp_path / "out"), *map(str, words)])
+        error = capsys.readouterr().err
+        assert (status == 2) == bool(error) and error.count("\n") <= 1
+        return error or None
+
+    return call
+
+
+@pytest.mark.parametrize("make, suffix", [("rg", "pth"), ("rg2", "pth"), ("rg3", "safetensors")])
+def test_trimkv(trimkv, run, tmp_path, make, suffix):
+    source, gates = trimkv(make, suffix)
+    assert run(source) is None
+    config, layers = read_scorer(tmp_path / "out")
+    assert (config.scorer, config.sinks, config.window, config.topk) == ("trimkv", 0, 1, 127)
+    assert (config.reads, config.gated) == (MAKES[make].get("reads", "hidden"), MAKES[make].get("gated", False))
+    for own, expected in zip(layers, gates, strict=True):
+        assert own.keys() == expected.keys() and all(torch.equal(own[n], expected[n]) for n in own)
+    assert "holds a scorer already" in run(source)
+
+
+def test_roles_can_be_chosen(trimkv, run, tmp_path):
+    source, _ = trimkv()
+    edit(source, memory_size=0.25)
+    assert "memory_size is 0.25, which is no number of tokens: give --topk" in run(source)
+    assert run(source, "--sinks", 4, "--window", 32, "--topk", 92) is None
+    config = read_scorer(tmp_path / "out")[0]
+    assert (config.sinks, config.window, config.topk) == (4, 32, 92)
+
+
+class Evil:
+    """What a pickle can do when it is loaded."""
+
+    def __reduce__(self):
+        return os.mkdir, ("executed",)
+
+
+def test_a_pickle_is_never_executed(trimkv, run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    source, _ = trimkv()
+    torch.save({"model.layers.0.self_attn.retention_gate.bias": Evil()}, source / "trimkv_weights.pth")
+    assert "trimkv_weights.pth cannot be read as tensors alone" in run(source)
+    assert not (tmp_path / "executed").exists() and not (tmp_path / "out").exists()
+
+
+def test_wrong_trimkv_folders(trimkv, run):
+    source, _ = trimkv()
+    weights = torch.load(source / "trimkv_weights.pth", weights_only=True)
+
+    def refused(change):
+        torch.save(change, source / "trimkv_weights.pth")
+        return run(source)
+
+    bias = "model.layers.1.self_attn.retention_gate.bias"
+    assert "layers.1.bias is missing" in refused({n: t for n, t in weights.items() if n != bias})
+    assert "layers.1.bias has shape (3,), expected (2,)" in refused(weights | {bias: torch.zeros(3)})
+    moved = {"model.layers.0.self_attn.q_proj.weight": torch.zeros(2, 2)}
+    assert "holds model.layers.0.self_attn.q_proj.weight, which is no retention gate's" in refused(weights | moved)
+    assert "layers.7" in refused(weights | {bias.replace("1", "7"): torch.zeros(2)})
+    assert "something else than named tensors" in refused([torch.zeros(2)])
+    (source / "trimkv_weights.pth").write_bytes(b"no pickle")
+    assert "cannot be read as tensors alone" in run(source)
+    (source / "trimkv_weights.pth").unlink()
+    assert "has neither trimkv_weights.safetensors nor trimkv_weights.pth" in run(source)
+    edit(source, retention_gate="rg10")
+    assert "retention_gate is 'rg10', and only rg, rg2, rg3 are TRIM-KV's" in run(source)
+    edit(source, retention_gate=...)
+    assert "neither retention_gate (TRIM-KV) nor dms_alpha_scale (DMS)" in run(source)
+
+
+DMS = {"dms_alpha_scale": 100.0, "dms_initial_alpha_offset": 5.0, "dms_window_size": 512, "dms_cr": 8}
+
+
+def test_dms_with_a_borrowed_channel(run, tmp_path):
+    source = write_tiny_model(tmp_path / "published", "qwen3")
+    edit(source, **DMS)
+    assert "give --topk" in run(source)
+    assert run(source, "--topk", 1000) is None
+    config, layers = read_scorer(tmp_path / "out")
+    assert (config.reads, config.scale, config.shifted) == ("query", 100.0, True)
+    assert (config.sinks, config.window, config.topk) == (1, 513, 1000)
+    channel = torch.tensor([[0.04, 0.06]])
+    given = gate_from_tensors(config, layers[1])(Signals(channel=channel))
+    torch.testing.assert_close(given, -(100 * channel - 5))
+
+
+def test_dms_with_a_separate_projection(run, tmp_path):
+    """It reads the residual stream through its own norm; folded, it gives the same logits from the attention block's input."""
+    source = write_tiny_model(tmp_path / "published", "qwen3")
+    edit(source, **DMS, dms_separate_alpha=True)
+    weights, draw = load_file(source / "model.safetensors"), torch.Generator().manual_seed(0)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.self_attn.dms_proj_alpha"
+        weights[f"{prefix}.weight"] = torch.randn(2, 64, generator=draw) / 100
+        weights[f"{prefix}_norm.weight"] = 1 + 0.3 * torch.randn(64, generator=draw)
+    save_file(weights, source / "model.safetensors")
+    assert run(source, "--topk", 90) is None
+    config, layers = read_scorer(tmp_path / "out")
+    stream = torch.randn(9, 64, generator=draw) * 7
+    normed = stream / (stream.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    for layer in range(2):
+        name = f"model.layers.{layer}.self_attn.dms_proj_alpha"
+        theirs = 100 * (normed * weights[f"{name}_norm.weight"]) @ weights[f"{name}.weight"].T - 5
+        hidden = normed * weights[f"model.layers.{layer}.input_layernorm.weight"]
+        given = gate_from_tensors(config, layers[layer])(Signals(hidden))
+        torch.testing.assert_close(-given, theirs, rtol=1e-4, atol=1e-4)
+    assert config.reads == "hidden" and config.shifted
+
+
+def test_wrong_dms_folders(run, tmp_path):
+    source = write_tiny_model(tmp_path / "published", "qwen3")
+    edit(source, **DMS, dms_separate_alpha=True)
+    assert "has no model.layers.0.self_attn.dms_proj_alpha.weight" in run(source, "--topk", 9)
+    weights = load_file(source / "model.safetensors")
+    weights["model.layers.0.input_layernorm.weight"][3] = 0
+    save_file(weights, source / "model.safetensors")
+    assert "input_layernorm.weight has zeros" in run(source, "--topk", 9)
+    edit(source, dms_alpha_per="layer")
+    assert "dms_alpha_per is 'layer'" in run(source, "--topk", 9)
+    edit(source, dms_alpha_per="head", dms_window_size=...)
+    assert "has no dms_window_size" in run(source, "--topk", 9)
+    assert "sinks must be an integer from 1" in run(dms_borrowed(tmp_path), "--topk", 9, "--sinks", 0)
+
+
+def dms_borrowed(tmp_path):
+    source = write_tiny_model(tmp_path / "borrowed", "qwen3")
+    edit(source, **DMS)
+    return source
