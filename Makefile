@@ -22,10 +22,10 @@ SANITIZED := build/sanitized/.extension
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test sanitize lint format bench peers clean
+.PHONY: help setup model demo serve test sanitize lint format bench policies peers clean
 
 help:
-	@echo "make setup | model | demo | serve | test | sanitize | lint | format | bench | peers | clean"
+	@echo "make setup | model | demo | serve | test | sanitize | lint | format | bench | policies | peers | clean"
 
 setup: $(EXTENSION)
 
@@ -84,6 +84,9 @@ format: setup
 
 bench: model
 	@$(BIN)/python benchmarks/decode.py $(BENCH_ARGS)
+
+policies: model
+	@$(BIN)/python benchmarks/policies.py $(BENCH_ARGS)
 
 peers: model
 	@echo "[peers] transformers and kvpress in build/peers"

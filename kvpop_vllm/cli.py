@@ -98,6 +98,16 @@ def add_export(commands: Commands) -> None:
     command.set_defaults(run=export)
 
 
+def vllm_backend() -> type:
+    from kvpop_vllm.vllm_glue.evaluation import EngineBackend
+
+    return EngineBackend
+
+
+def add_evaluation(commands: Commands) -> None:
+    add_eval(commands, vllm_backend)
+
+
 def add_policies(commands: Commands) -> None:
     add_command(commands, "policies", "list the policies that --kv-policy takes").set_defaults(run=policies)
 
@@ -163,7 +173,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvpop", description="Fixed-budget KV caches for vLLM.")
     parser.add_argument("--version", action="version", version=f"kvpop {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (add_fetch, add_init, add_import, add_distill, add_eval, add_export, add_policies, add_plan, add_bench):
+    for add in (
+        add_fetch,
+        add_init,
+        add_import,
+        add_distill,
+        add_evaluation,
+        add_export,
+        add_policies,
+        add_plan,
+        add_bench,
+    ):
         add(commands)
     return parser
 

@@ -2,38 +2,82 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvpop_vllm.argument_types import non_negative, positive
-from kvpop_vllm.config import CORRECTIONS
+from kvpop_vllm.config import CORRECTIONS, ConfigError
+from kvpop_vllm.evaluation.examples import KINDS
+
+TASKS = "text", "retrieval", "replay"
 
 
-def add_eval(commands) -> None:
-    """Adds `kvpop eval` to argparse's ``commands``."""
-    summary = "compare policies on text: retention recall, hindsight recall, perplexity and accuracy"
+def add_eval(commands, engine: Callable[[], type]) -> None:
+    """Adds `kvpop eval` to argparse's ``commands``; ``engine()`` imports vLLM's backend."""
+    summary = (
+        "compare policies: recall, divergence from dense and perplexity on text; what they find again; long replay"
+    )
     command = commands.add_parser("eval", help=summary, description=summary)
     command.add_argument("--model", required=True, metavar="MODEL", help="folder of the base model")
     command.add_argument(
         "--data", required=True, nargs="+", metavar="TEXT", help="text, JSONL, Parquet, datasets folders"
     )
+    command.add_argument(
+        "--task",
+        choices=TASKS,
+        default="text",
+        help="text: recall, errors of outputs, divergence, perplexity, with sinks and window of all policies alike (default); retrieval: RULER's needles"
+        " and lists, answers generated under the policy; replay: divergence from dense by position in long documents; the last"
+        " two with each policy's own sinks and window",
+    )
+    command.add_argument(
+        "--backend",
+        choices=("transformers", "vllm"),
+        default="transformers",
+        help="what runs retrieval and replay: transformers with the kernels of serving (default), or vLLM's engine",
+    )
     command.add_argument("--split", choices=("train", "validation", "test", "all"), default="test")
     command.add_argument(
         "--scorer", action="append", default=[], metavar="DIR", help="a scorer folder; may be repeated"
     )
-    command.add_argument("--policies", nargs="*", default=["streaming-llm", "l2norm", "random"], metavar="NAME")
+    command.add_argument(
+        "--policies",
+        nargs="*",
+        metavar="NAME",
+        help="default: streaming-llm, l2norm and random for text, else all that need no scorer",
+    )
     command.add_argument(
         "--correction",
         choices=CORRECTIONS,
         help="moment: each that can be served with plain and with corrected outputs (MomentKV); none: momentkv without its own; both on the kernels of serving",
     )
     command.add_argument("--length", nargs="+", type=positive, default=[1024], metavar="S", help="tokens per row")
-    command.add_argument("--share", nargs="+", type=positive, default=[4], metavar="C", help="budgets: B = S / C")
-    command.add_argument("--sinks", type=non_negative, help="s of all policies alike (default: the scorer's, else 4)")
+    size = command.add_mutually_exclusive_group()
+    size.add_argument("--share", nargs="+", type=positive, metavar="C", help="budgets: B = S / C (default 4)")
+    size.add_argument("--budget", nargs="+", type=positive, metavar="B", help="budgets, tokens per KV head")
+    command.add_argument(
+        "--sinks",
+        type=non_negative,
+        help="s of all policies alike (default for text: the scorer's, else 4; otherwise each policy's own)",
+    )
     command.add_argument(
         "--window",
         type=positive,
-        help="w of all policies alike (default: what the scorer was trained with at each budget, else 64)",
+        help="w of all policies alike (default for text: what the scorer was trained with at each budget, else 64; otherwise"
+        " each policy's own)",
     )
-    command.add_argument("--decide-every", type=positive, default=1, metavar="E", help="tokens between decisions")
-    command.add_argument("--rows", type=positive, default=4, help="rows of text (default 4)")
+    command.add_argument(
+        "--decide-every", type=positive, metavar="E", help="tokens between decisions (default: each policy's own)"
+    )
+    command.add_argument(
+        "--rows", type=positive, default=4, help="rows of text, or examples of each kind of retrieval (default 4)"
+    )
+    command.add_argument("--kinds", nargs="+", choices=KINDS, help="of retrieval (default: all)")
+    command.add_argument(
+        "--digits", type=positive, choices=range(2, 10), metavar="N", help="of a needle's number, 2 to 9 (default 4)"
+    )
+    command.add_argument(
+        "--bucket", type=positive, metavar="N", help="positions that replay takes together (default: S / 16)"
+    )
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     command.add_argument(
@@ -42,12 +86,40 @@ def add_eval(commands) -> None:
     command.add_argument(
         "--out", metavar="FILE.jsonl", help="all records, one per line (until all are there, in FILE.jsonl.draft)"
     )
+    command.add_argument(
+        "--report", metavar="DIR", help="write table.md, figure.png and a map of what each layer retains into DIR"
+    )
     command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
-    command.set_defaults(run=run_eval)
+    command.set_defaults(run=lambda options: run_eval(options, engine))
 
 
-def run_eval(options) -> None:
-    """Runs `kvpop eval`."""
-    from kvpop_vllm.evaluation.report import evaluate_text
+def run_eval(options, engine: Callable[[], type]) -> None:
+    """Runs `kvpop eval`.
 
-    evaluate_text(options)
+    Raises:
+        ConfigError: an option belongs to another task, or whatever the task refuses.
+    """
+    _check_options(options)
+    if options.task == "text":
+        from kvpop_vllm.evaluation.report import evaluate_text
+
+        evaluate_text(options)
+        return
+    from kvpop_vllm.evaluation.running import TransformersBackend
+    from kvpop_vllm.evaluation.tasks import evaluate_task
+
+    evaluate_task(options, engine() if options.backend == "vllm" else TransformersBackend)
+
+
+def _check_options(options) -> None:
+    beside = {
+        "--backend vllm": (options.backend == "vllm", ("retrieval", "replay")),
+        "--kinds": (options.kinds is not None, ("retrieval",)),
+        "--digits": (options.digits is not None, ("retrieval",)),
+        "--bucket": (options.bucket is not None, ("replay",)),
+    }
+    for name, (given, tasks) in beside.items():
+        if given and options.task not in tasks:
+            raise ConfigError(f"{name} says nothing to --task {options.task}: leave it out, or give --task {tasks[0]}")
+    options.kinds, options.digits = options.kinds or list(KINDS), options.digits or 4
+    options.kinds = list(dict.fromkeys(options.kinds))

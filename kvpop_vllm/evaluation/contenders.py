@@ -1,109 +1,182 @@
-"""Scores of the policies that are compared, for whole sequences."""
+"""The policies that are compared: each is the registered policy itself, asked for its rule as serving asks it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import torch
 
-from kvpop_vllm.config import GATE_KINDS, ConfigError, ScorerShape
+from kvpop_vllm import policies
+from kvpop_vllm.config import DEFAULT_SINKS, GATE_KINDS, ConfigError, PolicySettings, ScorerShape
 from kvpop_vllm.distill.hook import Attend
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Score, Sparse, recency
 from kvpop_vllm.evaluation.recall import Judge, Recall
 from kvpop_vllm.evaluation.served import Served, attend_and_keep
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.ops import AttentionMass, KeyNorm, MLSTMWeights, MomentResidual, RetentionRule, ScorerWeights
-from kvpop_vllm.kernels.pages import PageLayout, cdiv, moment_floats
+from kvpop_vllm.kernels.ops import KeyNorm, RetentionRule
+from kvpop_vllm.kernels.pages import PageLayout, cdiv
+from kvpop_vllm.policies import Policy
+from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
 
+DEFAULT_WINDOW = 64
+"""w of what is no registered policy."""
+
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy as evaluation sees it.
+    """A policy that is compared, before there is a budget.
 
     Attributes:
-        name: of its lines in a table. score: its scores for whole sequences, or None where they depend on attention. step:
-            n of its decay. state_floats: float32 words of its scorer's state per head.
-        kernel: ``kernel(layer) -> (scorer, log_gamma, [H] or one number)``, as the kernels of serving take it, or None if
-            they do not know it. corrects: outputs are corrected by the moments of evicted tokens. serve: the kernels of serving
-            run it, though scores would do.
+        name: of its lines in a table. policy: its name in the registry; None if it cannot be served.
+        scorer: folder. correction: as ``--kv-correction``, None for the policy's own.
+        score: its scores for whole sequences, if they say all that it does but for a correction.
+        serve: the kernels of serving run it, though scores would do.
     """
 
     name: str
-    score: Score | None
-    step: int = 1
-    state_floats: int = 0
-    kernel: Callable[[int], tuple[ScorerWeights, torch.Tensor | float]] | None = None
-    corrects: bool = False
+    policy: str | None
+    scorer: str | None = None
+    correction: str | None = None
+    score: Score | None = None
     serve: bool = False
 
-    def budget_of_equal_bytes(self, budget: int, head_dim: int, dtype: torch.dtype) -> int:
-        """The largest budget whose pages, those of the state among them, are no more than a stateless policy's of ``budget``
-        (pages of the default number of slots; a whole request, :mod:`kvpop_vllm.cache.accounting`)."""
-        moments = self.corrects or (self.kernel is not None and isinstance(self.kernel(0)[0], MomentResidual))
-        floats = self.state_floats + (moment_floats(head_dim) if moments else 0)
-        layout = PageLayout(1, head_dim, dtype, state_floats=floats)
-        free = cdiv(budget, layout.block_slots) - layout.state_blocks
-        return max(0, min(budget, free * layout.block_slots))
+    @property
+    def corrects(self) -> bool:
+        """Whether outputs are corrected by the moments of evicted tokens."""
+        own = policies.get(self.policy).default_correction if self.policy else None
+        return (self.correction or own) == "moment"
 
     def corrected(self) -> Contender:
         """The same with corrected outputs.
 
         Raises:
-            ConfigError: the kernels of serving do not know it.
+            ConfigError: it cannot be served.
         """
-        if self.kernel is None:
+        if self.policy is None:
             raise ConfigError(f"{self.name!r} cannot be corrected, it is no policy that can be served: leave it out")
-        return replace(self, name=f"{self.name}+moment", corrects=True)
+        return replace(self, name=f"{self.name}+moment", correction="moment")
+
+    def deploy(
+        self,
+        model: ModelShape,
+        budget: int,
+        sinks: int | None = None,
+        window: int | None = None,
+        decide_every: int | None = None,
+    ) -> Deployed:
+        """The policy with a budget of B tokens per KV head, and its own sinks, window and e where they are None.
+
+        Raises:
+            ConfigError: the policy cannot be used so; the message names options of `kvpop eval`.
+        """
+        if self.policy is None:
+            s, w, e = DEFAULT_SINKS if sinks is None else sinks, window or DEFAULT_WINDOW, decide_every or 1
+            return Deployed(self, model, Roles(s, w, budget - s - w - e + 1, 1, e), None)
+        settings = PolicySettings(
+            self.policy,
+            budget,
+            sinks=sinks,
+            window=window,
+            decide_every=decide_every,
+            scorer=self.scorer,
+            correction=self.correction,
+        )
+        try:
+            policy = policies.get(self.policy)(settings, model)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {str(error).replace('--kv-', '--')}") from None
+        kept = policy.retention
+        step = policy.layer_rule(0, slice(0, model.num_kv_heads)).decay_step
+        return Deployed(self, model, Roles(kept.sinks, kept.window, kept.topk, step, kept.decide_every), policy)
+
+
+class Deployed:
+    """A contender at a budget.
+
+    Attributes:
+        contender, model: see :meth:`Contender.deploy`. roles: what the budget is made of. policy: as an engine would resolve
+            it; None if it cannot be served.
+    """
+
+    def __init__(self, contender: Contender, model: ModelShape, roles: Roles, policy: Policy | None):
+        self.contender, self.model, self.roles, self.policy = contender, model, roles, policy
+        self._rules: dict[int, RetentionRule] = {}
+
+    @property
+    def state_floats(self) -> int:
+        """float32 words of recurrent state per layer and KV head."""
+        return self.policy.state_floats if self.policy else 0
 
     @property
     def by_scores(self) -> bool:
-        """Whether scores say all that it does."""
-        return self.score is not None and not self.corrects and not self.serve
+        """Whether scores run it, rather than the kernels of serving."""
+        own = self.contender
+        return own.score is not None and not own.corrects and not own.serve
 
-    def attend(self, roles: Roles) -> Attend:
-        """What runs it in all layers of a model."""
-        if self.by_scores:
-            return Sparse(self.score, roles)
-        return Served(partial(self.rule, roles), roles.budget)
+    def rule(self, layer: int) -> RetentionRule:
+        """What the kernels of serving run, for all heads of a layer.
 
-    def rule(self, roles: Roles, layer: int, heads: int) -> RetentionRule:
-        """What the kernels of serving run."""
-        scorer, log_gamma = self.kernel(layer)
-        decay = torch.as_tensor(log_gamma, dtype=torch.float64).expand(heads).contiguous()
-        return RetentionRule(
-            roles.sinks, roles.window, decay, roles.step, scorer, roles.decide_every, moment_correction=self.corrects
-        )
+        Raises:
+            ConfigError: it cannot be served.
+        """
+        if self.policy is None:
+            raise ConfigError(f"{self.contender.name} is no policy that can be served: leave it out")
+        if layer not in self._rules:
+            self._rules[layer] = self.policy.layer_rule(layer, slice(0, self.model.num_kv_heads))
+        return self._rules[layer]
+
+    def budgets(self, layer: int) -> torch.Tensor:
+        """B of each head of a layer, ``[H]`` int32."""
+        return self.policy.shares()[layer].int()
+
+    @property
+    def least(self) -> int:
+        """B of the head that holds fewest tokens."""
+        return int(self.policy.shares().min()) if self.policy else self.roles.budget
+
+    def attend(self) -> Attend:
+        """What runs it in all layers of a model, on whole rows."""
+        return Sparse(self.contender.score, self.roles) if self.by_scores else Served(self.rule, self.budgets)
 
     def on_dense(
-        self, judge: Judge, layer: int, v: torch.Tensor, roles: Roles, positions: list[int], scores: dict
-    ) -> tuple[Recall, torch.Tensor]:
-        """Its recall on a layer of the dense model, and what it makes of the layer's attention, ``[B, Hq, S, D]``; ``scores``
-        keeps what several settings share."""
-        log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.name, roles.window)
-        if self.score is not None:
+        self, judge: Judge, layer: int, v: torch.Tensor, positions: list[int], scores: dict
+    ) -> tuple[Recall | None, torch.Tensor]:
+        """Its recall on a layer of the dense model (None without positions, or where heads hold different numbers of tokens), and what it makes of the layer's attention, ``[B, Hq, S, D]``;
+        ``scores`` keeps what several settings share. Scores that are learned share their decay with the teacher."""
+        roles, score = self.roles, self.contender.score
+        log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.contender.name, roles.window)
+        if score is not None:
             if key not in scores:
-                scores[key] = self.score(layer, judge.k, v, roles.window)
-            score, log_gamma = scores[key]
+                scores[key] = score(layer, judge.k, v, roles.window)
+            raw, log_gamma = scores[key]
         if self.by_scores:
-            rank, cutoff = running_cutoffs(score, log_gamma, roles)
+            rank, cutoff = running_cutoffs(raw, log_gamma, roles)
             near = dict(sinks=roles.sinks, window=roles.window, scale=judge.scale)
             out, _ = ops.sparse_attention(judge.q, judge.k, v, rank, cutoff, **near)
             kept = [kept_at(rank, cutoff, q0, roles) for q0 in positions]
         else:
-            rule = self.rule(roles, layer, judge.k.shape[1])
-            out, kept = attend_and_keep(rule, roles.budget, judge.q, judge.k, v, judge.scale, positions)
-        return judge.recall_of(kept, log_gamma, roles, positions), out
+            out, kept = attend_and_keep(
+                self.rule(layer), self.budgets(layer), judge.q, judge.k, v, judge.scale, positions
+            )
+        even = all(len(held.sum(-1).unique()) == 1 for held in kept)
+        return judge.recall_of(kept, log_gamma, roles, positions) if positions and even else None, out
 
 
-def _l2norm(layer, k, v, window):
-    """Tokens whose keys have a small norm stay (Devoto et al., A simple and effective L2 norm-based strategy)."""
+def budget_of_equal_bytes(budget: int, state_floats: int, head_dim: int, dtype: torch.dtype) -> int:
+    """The largest budget whose pages, those of the state among them, are no more than a stateless policy's of ``budget``
+    (pages of the default number of slots; a whole request, :mod:`kvpop_vllm.cache.accounting`)."""
+    layout = PageLayout(1, head_dim, dtype, state_floats=state_floats)
+    free = cdiv(budget, layout.block_slots) - layout.state_blocks
+    return max(0, min(budget, free * layout.block_slots))
+
+
+def _key_norm(layer, k, v, window):
     return -k.float().norm(dim=-1), torch.zeros(k.shape[1], device=k.device)
 
 
@@ -112,28 +185,53 @@ def _random(layer, k, v, window):
     return torch.rand(k.shape[:3], generator=generator).to(k.device), torch.zeros(k.shape[1], device=k.device)
 
 
-TRAINING_FREE: dict[str, Contender] = {
-    contender.name: contender
-    for contender in (
-        Contender("streaming-llm", recency, kernel=lambda layer: (None, -1.0)),
-        Contender("l2norm", _l2norm, kernel=lambda layer: (KeyNorm(), 0.0)),
-        Contender("h2o", None, kernel=lambda layer: (AttentionMass(mean=True), 0.0)),
-        Contender("tova", None, kernel=lambda layer: (AttentionMass(mean=False), 0.0)),
-        Contender("momentkv", None, kernel=lambda layer: (MomentResidual(), 0.0), corrects=True),
-        Contender("random", _random),
-    )
-}
+BY_SCORES: dict[type, Score] = {type(None): recency, KeyNorm: _key_norm}
+"""Scores for whole sequences of the scorers of serving that have no tensors; policies with others run on the kernels of
+serving."""
+
+RANDOM = "random"
+"""Keeps tokens by lot; for comparison, it cannot be served."""
 
 
 def training_free(name: str) -> Contender:
-    """A policy without a scorer.
+    """A policy that needs no scorer, or :data:`RANDOM`.
 
     Raises:
-        ConfigError: unknown name.
+        ConfigError: unknown name, a policy that needs a scorer, or one that evicts nothing.
     """
-    if name not in TRAINING_FREE:
-        raise ConfigError(f"unknown policy {name!r}: choose from {', '.join(TRAINING_FREE)}, or give --scorer DIR")
-    return TRAINING_FREE[name]
+    if name == RANDOM:
+        return Contender(RANDOM, None, score=_random)
+    if name not in policies.known():
+        names = ", ".join([*sorted(known_training_free()), RANDOM])
+        raise ConfigError(f"unknown policy {name!r}: choose from {names}, or give --scorer DIR")
+    cls = policies.get(name)
+    if cls.scorer_kind is not None:
+        raise ConfigError(f"policy {name!r} needs a scorer: give --scorer DIR instead of its name")
+    if cls.keeps_all:
+        raise ConfigError(f"policy {name!r} evicts nothing, and dense is compared with anyway: leave it out")
+    return Contender(name, name, score=_scores_of(cls))
+
+
+def _scores_of(cls: type[Policy]) -> Score | None:
+    """What :data:`BY_SCORES` has for its rule, if nothing else is in it; a small model and budget say which that is."""
+    try:
+        policy = cls(PolicySettings(cls.name, 64), ModelShape("llama", 4, 1, 64, 128))
+        rule = policy.layer_rule(0, slice(0, 1))
+    except ConfigError:
+        return None  # deploy() says why
+    plain = RetentionRule(rule.sinks, rule.window, rule.log_gamma, scorer=rule.scorer, decide_every=rule.decide_every)
+    same = all(
+        getattr(rule, f.name) is getattr(plain, f.name) or getattr(rule, f.name) == getattr(plain, f.name)
+        for f in fields(rule)
+    )
+    recent = rule.scorer is not None or bool((rule.log_gamma < 0).all())  # equal scores without decay are not recency
+    even = len(policy.shares().unique()) == 1
+    return BY_SCORES.get(type(rule.scorer)) if same and recent and even else None
+
+
+def known_training_free() -> list[str]:
+    """Names of the registered policies that evict and need no scorer."""
+    return [cls.name for cls in policies.loadable()[0] if cls.scorer_kind is None and not cls.keeps_all]
 
 
 def learned(folder: str, model: str | Path) -> tuple[Contender, ScorerShape]:
@@ -154,11 +252,32 @@ def learned(folder: str, model: str | Path) -> tuple[Contender, ScorerShape]:
         scorer = scorers[layer].to(k.device)
         return scorer(k, v, window=window), scorer.log_gamma()
 
-    weights = scorers[0].weights()
-    floats = weights.state_floats if isinstance(weights, MLSTMWeights) else 0
+    (policy,) = (cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == config.scorer)
+    return Contender(folder, policy, scorer=folder, score=score), config.retention
 
-    def kernel(layer):
-        scorer = scorers[layer].cpu()
-        return scorer.weights(), scorer.log_gamma()
 
-    return Contender(folder, score, config.decay.step, floats, kernel), config.retention
+def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[Contender], list[str]]:
+    """Every registered policy that evicts: those that need a scorer once for each of ``scorers`` that is of their kind.
+
+    Returns:
+        The contenders, named after their policies (and folders, where a policy has several), and for each policy that is left
+        out a line that says why.
+    """
+    found, broken = policies.loadable()
+    folders: dict[str, list[Contender]] = {}
+    for folder in scorers:
+        contender, _ = learned(folder, model)
+        folders.setdefault(contender.policy, []).append(contender)
+    contenders = []
+    for cls in found:
+        if cls.keeps_all:
+            continue
+        if cls.scorer_kind is None:
+            contenders.append(training_free(cls.name))
+            continue
+        mine = folders.get(cls.name, [])
+        if not mine:
+            broken.append(f"{cls.name} needs a scorer of kind {cls.scorer_kind!r}: give --scorer DIR")
+        one = len(mine) == 1
+        contenders += [replace(c, name=cls.name if one else f"{cls.name}, {c.scorer}") for c in mine]
+    return contenders, broken

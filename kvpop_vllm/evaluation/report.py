@@ -4,45 +4,35 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
 
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
 from kvpop_vllm.distill.data import PackedTokens
-from kvpop_vllm.distill.hook import check_length, load_model, vocabulary_of
-from kvpop_vllm.distill.run import default_device, load_tokenizer
-from kvpop_vllm.evaluation.contenders import Contender, learned, training_free
+from kvpop_vllm.distill.hook import check_length, vocabulary_of
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.evaluation.contenders import DEFAULT_WINDOW, Contender, learned, training_free
+from kvpop_vllm.evaluation.output import format_table, records_file
+from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
+from kvpop_vllm.evaluation.running import TransformersBackend
 
 COLUMNS = (*KEYS, "teacher", "hindsight", "mass", "error", "kl", "perplexity", "accuracy")
-
-
-DEFAULT_WINDOW = 64
-"""w where neither ``--window`` nor a scorer says it."""
+DEFAULT_POLICIES = "streaming-llm", "l2norm", "random"
+DEFAULT_SHARES = (4,)
+LEAST_AT_EQUAL_BYTES = 512
 
 
 def evaluate_text(options) -> list[dict]:
     """Evaluates what the command line names, prints the table and writes the records; returns the table."""
     if options.threads:
         torch.set_num_threads(options.threads)
-    contenders = [training_free(name) for name in options.policies]
-    shapes = {}
-    for folder in options.scorer:
-        contender, shapes[folder] = learned(folder, options.model)
-        contenders.append(contender)
-    if not contenders:
-        raise ConfigError("nothing to evaluate: give --policies or --scorer")
-    if options.correction is not None:
-        contenders = _with_correction(contenders, options.correction)
-    names = [contender.name for contender in contenders]
-    if twice := next((name for name in names if names.count(name) > 1), None):
-        raise ConfigError(f"{twice!r} is to be compared twice: give it once")
+    contenders, shapes = contenders_of(options, DEFAULT_POLICIES)
     settings = _settings(options, shapes)
     check_length(options.model, max(options.length))
+    report = Report(options.report) if options.report else None
     rows = PackedTokens(
         options.data,
         load_tokenizer(options.model),
@@ -52,10 +42,11 @@ def evaluate_text(options) -> list[dict]:
         repeat=False,
         vocab_size=vocabulary_of(options.model),
     )
-    records = []
-    with _records(options.out) if options.out else nullcontext() as file:  # here, before the work is done
-        model = load_model(options.model, getattr(torch, options.dtype)).eval().to(default_device())
-        for record in evaluate(model, itertools.islice(rows, options.rows), contenders, settings):
+    records, first = [], next(iter(rows), None)
+    with records_file(options.out) if options.out else nullcontext() as file:  # here, before the work is done
+        backend = TransformersBackend(options.model, getattr(torch, options.dtype), max(options.length))
+        used = [first, *itertools.islice(rows, options.rows - 1)] if first is not None else []
+        for record in evaluate(backend.model, used, contenders, settings):
             records.append(record)
             if file:
                 file.write(json.dumps(record) + "\n")
@@ -65,42 +56,50 @@ def evaluate_text(options) -> list[dict]:
     if (found := 1 + records[-1]["row"]) < options.rows:
         print(f"only {found} of {options.rows} rows: the {options.split} split holds no more")
     table = summarise(records)
-    print(format_table(table))
+    print(format_table(table, COLUMNS))
+    if report:
+        for setting, contender in itertools.product(longest_of(settings), contenders):
+            report.add_map(backend, setting, contender, first)
+        report.write("text", table, COLUMNS, " ".join(options.data))
     return table
 
 
-def _with_correction(contenders: list[Contender], correction: str) -> list[Contender]:
+def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], dict[str, ScorerShape]]:
+    """What ``--policies`` (or else ``default``), ``--scorer`` and ``--correction`` name, and what each scorer was trained with.
+
+    Raises:
+        ConfigError: there is nothing, something twice, or something that cannot be used.
+    """
+    names, shapes = default if options.policies is None else options.policies, {}
+    contenders = [training_free(name) for name in names]
+    for folder in options.scorer:
+        contender, shapes[folder] = learned(folder, options.model)
+        contenders.append(contender)
+    if not contenders:
+        raise ConfigError("nothing to evaluate: give --policies or --scorer")
+    if options.correction is not None:
+        contenders = with_correction(contenders, options.correction)
+    names = [contender.name for contender in contenders]
+    if twice := next((name for name in names if names.count(name) > 1), None):
+        raise ConfigError(f"{twice!r} is to be compared twice: give it once")
+    return contenders, shapes
+
+
+def longest_of(settings: list[Setting]) -> list[Setting]:
+    """Those of the greatest length."""
+    return [setting for setting in settings if setting.length == max(s.length for s in settings)]
+
+
+def with_correction(contenders: list[Contender], correction: str) -> list[Contender]:
     """All that can be served on the kernels of serving, so that nothing else differs; with ``moment`` each of them also
     corrected, with ``none`` none of them."""
-    found = [replace(c, serve=True, corrects=False) if c.kernel else c for c in contenders]
+    found = [replace(c, serve=True, correction="none") if c.policy else c for c in contenders]
     if correction == "moment":
         for contender in contenders:
-            if contender.kernel is None:
+            if contender.policy is None:
                 print(f"{contender.name} cannot be served, so it is not corrected")
-        found += [contender.corrected() for contender in found if contender.kernel]
+        found += [contender.corrected() for contender in found if contender.policy]
     return found
-
-
-@contextmanager
-def _records(path: str) -> Iterator:
-    """A file that becomes ``path`` when all is written. Until then, and for good if that never comes, what stood there
-    stays, and what was written is in ``path.draft``. Devices and pipes are written to as they are."""
-    if os.path.isdir(path):
-        raise ConfigError(f"--out {path} is a folder: name a file")
-    if os.path.exists(path) and not os.path.isfile(path):
-        with open(path, "w", encoding="utf-8") as file:
-            yield file
-        return
-    path = os.path.realpath(path)
-    draft = f"{path}.draft"
-    try:
-        with open(draft, "w", encoding="utf-8") as file:
-            yield file
-    except BaseException:
-        if os.path.exists(draft) and os.path.getsize(draft) == 0:
-            os.remove(draft)
-        raise
-    os.replace(draft, path)
 
 
 def _agreed(values: dict[str, int], name: str, default: int, where: str = "") -> int:
@@ -115,6 +114,28 @@ def _agreed(values: dict[str, int], name: str, default: int, where: str = "") ->
     return values[first] if values else default
 
 
+def budgets(options, length: int) -> list[tuple[int, str]]:
+    """Budgets for rows of ``length`` tokens, each with how it came about."""
+    if options.budget:
+        return [(budget, str(budget)) for budget in options.budget]
+    if 1 in (options.share or ()):
+        raise ConfigError("--share 1 keeps everything, and there is nothing to compare: give at least 2")
+    return [(length // share, f"{length} / {share} = {length // share}") for share in options.share or DEFAULT_SHARES]
+
+
+def check_equal_bytes(budget: int, said: str) -> None:
+    """A budget, as :func:`budgets` says it, is large enough to be compared at equal bytes.
+
+    Raises:
+        ConfigError: it is not.
+    """
+    if budget < LEAST_AT_EQUAL_BYTES:
+        raise ConfigError(
+            f"--equal bytes compares budgets of at least {LEAST_AT_EQUAL_BYTES} tokens, where a scorer's state is a small part,"
+            f" and {said} is less: raise --length or --budget, or lower --share"
+        )
+
+
 def _settings(options, shapes: dict[str, ScorerShape]) -> list[Setting]:
     settings, sinks = [], options.sinks
     if sinks is None:
@@ -122,34 +143,23 @@ def _settings(options, shapes: dict[str, ScorerShape]) -> list[Setting]:
     for shape in shapes.values():
         if options.window is not None:
             shape.check_window(options.window, "--window")
-    for length, share, equal in itertools.product(options.length, options.share, options.equal):
-        budget = length // share
-        if share < 2:
-            raise ConfigError(f"--share {share} keeps everything, and recall is undefined then: give at least 2")
-        window = options.window
-        if window is None:
-            own = {folder: shape.window_for(budget - sinks) for folder, shape in shapes.items()}
-            window = _agreed(own, "window", DEFAULT_WINDOW, f" at a budget of {budget}")
-        waiting = options.decide_every - 1
-        if budget <= sinks + window + waiting:
-            more = f" and {waiting} tokens between decisions" if waiting else ""
-            raise ConfigError(
-                f"a budget of {length} / {share} = {budget} leaves nothing beside {sinks} sinks and a window of {window}{more}"
-            )
-        if equal == "bytes" and budget < 512:
-            raise ConfigError(
-                f"--equal bytes compares budgets of at least 512 tokens, where a scorer's state is a small part, and"
-                f" {length} / {share} is {budget}: raise --length or lower --share"
-            )
-        settings.append(Setting(length, budget, sinks, window, equal, options.decide_every))
+    for length in options.length:
+        for (budget, said), equal in itertools.product(budgets(options, length), options.equal):
+            if budget > length - 2:
+                raise ConfigError(
+                    f"a budget of {budget} keeps all of {length} tokens: lower --budget or raise --length"
+                )
+            window = options.window
+            if window is None:
+                own = {folder: shape.window_for(budget - sinks) for folder, shape in shapes.items()}
+                window = _agreed(own, "window", DEFAULT_WINDOW, f" at a budget of {budget}")
+            waiting = (options.decide_every or 1) - 1
+            if budget <= sinks + window + waiting:
+                more = f" and {waiting} tokens between decisions" if waiting else ""
+                raise ConfigError(
+                    f"a budget of {said} leaves nothing beside {sinks} sinks and a window of {window}{more}"
+                )
+            if equal == "bytes":
+                check_equal_bytes(budget, said)
+            settings.append(Setting(length, budget, sinks, window, equal, options.decide_every))
     return settings
-
-
-def format_table(table: list[dict]) -> str:
-    """Right-aligned columns; numbers with four digits after the point."""
-    rows = [list(COLUMNS)]
-    for line in table:
-        values = (line.get(name) for name in COLUMNS)
-        rows.append(["" if v is None else f"{v:.4f}" if isinstance(v, float) else str(v) for v in values])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(COLUMNS))]
-    return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)

@@ -12,53 +12,65 @@ from torch import nn
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import POSITIONS
-from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.evaluation.contenders import Contender
+from kvpop_vllm.evaluation.contenders import Contender, Deployed, budget_of_equal_bytes
 from kvpop_vllm.evaluation.recall import Judge
+from kvpop_vllm.policies.base import ModelShape
 
 KEYS = ("length", "budget", "equal", "window", "topk", "decide_every", "policy")
 """What tells the lines of a table apart."""
+RECALL = ("teacher", "hindsight", "mass")
+"""Measures of :class:`kvpop_vllm.evaluation.recall.Recall`."""
 
 
 @dataclass(frozen=True)
 class Setting:
     """A length S and a budget B = s + w + e - 1 + k at which policies are compared, deciding every e tokens; ``equal`` is
-    what is equal: ``k`` or ``bytes``."""
+    what is equal: ``k`` or ``bytes``. Where sinks, window or e are None, each policy has its own."""
 
     length: int
     budget: int
-    sinks: int
-    window: int
+    sinks: int | None
+    window: int | None
     equal: str = "k"
-    decide_every: int = 1
+    decide_every: int | None = None
 
     @property
     def positions(self) -> list[int]:
         """Where recall is asked for: from S / 2 (or B) and 3 S / 4 on the first in the middle between two decisions."""
-        every, middle = self.decide_every, self.decide_every // 2
+        every = self.decide_every or 1
+        middle = every // 2
         starts = max(self.length // 2, self.budget), 3 * self.length // 4
         return [min(-(-(q - middle) // every) * every + middle, self.length - 2) for q in starts]
 
-    def roles(self, contender: Contender, head_dim: int, dtype: torch.dtype) -> Roles:
-        """The contender's k: that of the budget, or the largest with which its pages are no more than a stateless policy's.
+    def deploy(self, contender: Contender, model: ModelShape, dtype: torch.dtype) -> Deployed:
+        """The contender with this budget, or with the largest at which its pages are no more than a stateless policy's.
 
         Raises:
-            ConfigError: nothing is left.
+            ConfigError: nothing is left for the long range, or the policy cannot be used so.
         """
-        budget = contender.budget_of_equal_bytes(self.budget, head_dim, dtype) if self.equal == "bytes" else self.budget
-        topk, state = budget - self.sinks - self.window - (self.decide_every - 1), self.budget - budget
-        if topk < 1:
+        near = {"sinks": self.sinks, "window": self.window, "decide_every": self.decide_every}
+        budget, waiting = self.budget, (self.decide_every or 1) - 1
+        if self.equal == "bytes":
+            words = contender.deploy(model, self.budget, **near).state_floats
+            budget = budget_of_equal_bytes(self.budget, words, model.head_dim, dtype)
+        sinks, window = self.sinks or 0, self.window or 1
+        if budget - sinks - window - waiting < 1:
             raise ConfigError(
-                f"a budget of {self.budget} leaves {contender.name} no long-range tokens: {self.sinks} sinks, window"
-                f" {self.window}, {self.decide_every - 1} between decisions, {state} slots of state: raise it"
+                f"a budget of {self.budget} leaves {contender.name} no long-range tokens: {sinks} sinks, window"
+                f" {window}, {waiting} between decisions, {self.budget - budget} slots of state: raise it"
             )
-        return Roles(self.sinks, self.window, topk, contender.step, self.decide_every)
+        return contender.deploy(model, budget, **near)
 
 
 def evaluate(
-    model: nn.Module, rows: Iterable[torch.Tensor], contenders: list[Contender], settings: list[Setting]
-) -> Iterator[dict]:  # fmt: skip
+    model: nn.Module,
+    rows: Iterable[torch.Tensor],
+    contenders: list[Contender],
+    settings: list[Setting],
+    *,
+    recall: bool = True,
+) -> Iterator[dict]:
     """One record per row of text, setting and policy (and one per row for ``dense``).
 
     Recall is taken on the dense model's keys and queries, so that all policies are asked about the same; cross-entropy
@@ -66,49 +78,61 @@ def evaluate(
 
     Args:
         model: from :func:`kvpop_vllm.distill.hook.load_model`. rows: ``[S]`` tokens, each at least as long as the longest
-            setting; the first ``length`` tokens are used.
+            setting; the first ``length`` tokens are used. recall: take it (the teacher's pass costs more than all else).
 
     Yields:
         Records with ``row, length, budget, equal, window, topk, decide_every, policy``, nll (nats per token), accuracy (of the next token), and
-        for policies kl, the divergence ``KL(dense || policy)`` of their predictions in nats per token, teacher, hindsight and mass: means over layers and heads; and error, the relative error of attention
+        for policies kl, the divergence ``KL(dense || policy)`` of their predictions in nats per token, teacher, hindsight and mass: means over layers and heads (not where budgets are uneven); and error, the relative error of attention
         outputs on the dense model's queries, keys and values from position B on; ``*_by_layer`` are lists of layers of heads.
     """
-    head_dim, dtype = _head_dim(model), next(model.parameters()).dtype
-    device = next(model.parameters()).device
+    dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
     for number, row in enumerate(rows):
         for length in sorted({s.length for s in settings}):
             tokens = row[None, :length].to(device)
             here = [s for s in settings if s.length == length]
-            pairs = [(s, c, s.roles(c, head_dim, dtype)) for s in here for c in contenders]
-            observer = _Observer(pairs)
+            pairs = [(s, s.deploy(c, shape_of(model, length), dtype)) for s in here for c in contenders]
+            observer = _Observer(pairs, recall)
             base = {"row": number, "length": length}
             quality, dense = _next_token(model, tokens, observer)
             yield base | {"policy": "dense"} | quality
-            for i, (setting, contender, roles) in enumerate(pairs):
-                names = {"budget": setting.budget, "equal": setting.equal, "topk": roles.topk, "policy": contender.name}
-                names |= {"window": roles.window, "decide_every": setting.decide_every}
-                quality, _ = _next_token(model, tokens, contender.attend(roles), dense)
+            for i, (setting, deployed) in enumerate(pairs):
+                names = told(setting, deployed)
+                quality, _ = _next_token(model, tokens, deployed.attend(), dense)
                 yield base | names | quality | observer.record(i)
 
 
-class _Observer:
-    """Attends densely and asks every pair for its recall, layer by layer."""
+def told(setting: Setting, deployed: Deployed) -> dict:
+    """What a record says of a policy, beside its length."""
+    roles = deployed.roles
+    return {
+        "budget": setting.budget,
+        "equal": setting.equal,
+        "topk": roles.topk,
+        "policy": deployed.contender.name,
+        "window": roles.window,
+        "decide_every": roles.decide_every,
+    }
 
-    def __init__(self, pairs):
-        self.pairs = pairs
+
+class _Observer:
+    """Attends densely and asks every pair for its recall and its outputs, layer by layer."""
+
+    def __init__(self, pairs, recall: bool):
+        self.pairs, self.recall = pairs, recall
         self.layers: list[list] = [[] for _ in pairs]
 
     def __call__(self, layer, q, k, v, scale):
         out, lse = dense_attention(q, k, v, scale)
         judge, scores = Judge(q, k, lse, scale), {}
-        for found, (setting, contender, roles) in zip(self.layers, self.pairs, strict=True):
-            recall, own = contender.on_dense(judge, layer, v, roles, setting.positions, scores)
-            found.append((recall, _output_error(own, out, roles.budget)))
+        for found, (setting, deployed) in zip(self.layers, self.pairs, strict=True):
+            positions = setting.positions if self.recall else []
+            recall, own = deployed.on_dense(judge, layer, v, positions, scores)
+            found.append((recall, _output_error(own, out, deployed.roles.budget)))
         return out
 
     def record(self, i: int) -> dict:
-        found = {}
-        for name in ("teacher", "hindsight", "mass"):
+        found, known = {}, all(recall is not None for recall, _ in self.layers[i])
+        for name in RECALL if known else ():
             values = torch.stack([getattr(recall, name) for recall, _ in self.layers[i]])
             found |= {name: values.mean().item(), f"{name}_by_layer": values.tolist()}
         errors = torch.stack([error for _, error in self.layers[i]])
@@ -140,9 +164,17 @@ def _next_token(model, tokens, attend, dense=None) -> tuple[dict[str, float], to
     return found | ({} if dense is None else {"kl": divergence / len(hidden)}), hidden
 
 
-def _head_dim(model) -> int:
+def shape_of(model: nn.Module, longest: int) -> ModelShape:
+    """A transformers model as policies see it; ``longest`` sequences in tokens."""
     config = model.config.get_text_config()
-    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    heads = config.num_attention_heads
+    return ModelShape(
+        config.model_type,
+        config.num_hidden_layers,
+        getattr(config, "num_key_value_heads", None) or heads,
+        getattr(config, "head_dim", None) or config.hidden_size // heads,
+        longest,
+    )
 
 
 def summarise(records: list[dict]) -> list[dict]:
@@ -154,8 +186,8 @@ def summarise(records: list[dict]) -> list[dict]:
     table = []
     for key, members in groups.items():
         line = dict(zip(KEYS, key, strict=True)) | {"rows": len(members)}
-        for name in ("nll", "accuracy", "teacher", "hindsight", "mass", "error", "kl"):
-            if name in members[0]:
+        for name in ("nll", "accuracy", *RECALL, "error", "kl"):
+            if all(name in member for member in members):
                 line[name] = sum(m[name] for m in members) / len(members)
         table.append(line | {"perplexity": math.exp(line["nll"])})
     return table

@@ -15,11 +15,12 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.evaluation.contenders import Contender, training_free
+from kvpop_vllm.evaluation.contenders import budget_of_equal_bytes, training_free
+from kvpop_vllm.evaluation.output import format_table
 from kvpop_vllm.evaluation.recall import Judge
-from kvpop_vllm.evaluation.report import format_table
-from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
+from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
 from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import OracleModel, OraclePolicy, write_tiny_model
 
@@ -101,18 +102,21 @@ def test_recency_keeps_the_newest_and_l2norm_small_keys(layer):
 @pytest.mark.parametrize("budget", [512, 1000, 1024])
 @pytest.mark.parametrize("every", [1, 20])
 def test_equal_bytes_are_equal_and_k_is_the_largest(dtype, size, budget, every):
-    state = size * size + size + 1
-    contender, setting = Contender("c", None, state_floats=state), Setting(4096, budget, 4, 64, "bytes", every)
-    roles = setting.roles(contender, size, dtype)
+    """Of MomentKV, whose moments are D x (D + 2) words, and of as many words as an mLSTM has."""
+    shape, setting = ModelShape("llama", 3, 2, size, 4096), Setting(4096, budget, 4, 64, "bytes", every)
 
-    def bytes_of(topk, floats):
-        kept = Retention(4 + 64 + every - 1 + topk, 4, 64, every)
+    def bytes_of(budget, floats):
+        kept = Retention(budget, 4, 64, every)
         return request_bytes(PageLayout(2, size, dtype, state_floats=floats), 3, 4096, kept).allocated
 
-    stateless = bytes_of(budget - 68 - every + 1, 0)
-    assert bytes_of(roles.topk, state) <= stateless < bytes_of(roles.topk + 1, state)
-    assert bytes_of(roles.topk, state) == stateless, "blocks are left over"
-    assert dataclasses.replace(setting, equal="k").roles(contender, size, dtype).topk == budget - 68 - every + 1
+    moments, mlstm = size * (size + 2), size * size + size + 1
+    found = setting.deploy(training_free("momentkv"), shape, dtype).roles.budget
+    for own, state in ((found, moments), (budget_of_equal_bytes(budget, mlstm, size, dtype), mlstm)):
+        assert bytes_of(own, state) == bytes_of(budget, 0) < bytes_of(own + 1, state)
+    equal_k = dataclasses.replace(setting, equal="k").deploy(training_free("momentkv"), shape, dtype)
+    assert (
+        equal_k.roles.topk == budget - 68 - every + 1 == setting.deploy(training_free("h2o"), shape, dtype).roles.topk
+    )
 
 
 @pytest.mark.parametrize("positions", [7, S])
@@ -149,6 +153,7 @@ def test_decisions_on_a_grid_are_the_oracles(tmp_path):
     plain = -OracleModel(model).run(row.tolist()).logprobs[:-1].gather(-1, row[1:, None]).mean().item()
     assert record["nll"] == pytest.approx(nll, rel=1e-5) and abs(nll - plain) > 1e-3
     assert 0 < record["hindsight"] <= 1 and 0 < record["teacher"] <= 1
-    assert "decide_every" in format_table(summarise([record]))
+    assert "decide_every" in format_table(summarise([record]), KEYS)
     with pytest.raises(ConfigError, match="a budget of 30 leaves streaming-llm no long-range tokens"):
-        dataclasses.replace(setting, decide_every=23).roles(training_free("streaming-llm"), 32, torch.float32)
+        shape = ModelShape("llama", 2, 2, 32, S)
+        dataclasses.replace(setting, decide_every=23).deploy(training_free("streaming-llm"), shape, torch.float32)

@@ -12,10 +12,10 @@ from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.evaluation.contenders import TRAINING_FREE, learned, training_free
+from kvpop_vllm.evaluation.contenders import in_registry, known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
-from kvpop_vllm.evaluation.runner import Setting, evaluate
-from kvpop_vllm.evaluation.served import attend_and_keep
+from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
+from kvpop_vllm.evaluation.served import Sequence, attend_and_keep
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.testing import (
     OracleModel,
@@ -26,6 +26,7 @@ from kvpop_vllm.testing import (
 )
 
 S, Q0 = 90, [40, 70]
+SHAPE = ModelShape("llama", 2, 2, 32, 256)
 ORACLES = {"streaming-llm": "recency", "h2o": "mean mass", "tova": "newest mass", "momentkv": "moment residual"}
 
 
@@ -69,19 +70,20 @@ def test_next_tokens_are_the_oracles(model, name, corrected, every):
 def test_recall_is_of_the_sets_on_dense_queries(layer, name, every):
     q, k, v = layer
     roles = Roles(2, 6, 8, decide_every=every)
-    rule = training_free(name).rule(roles, 0, 2)
-    out, kept = attend_and_keep(rule, roles.budget, q, k, v, 32**-0.5, Q0)
+    deployed = training_free(name).deploy(SHAPE, roles.budget, 2, 6, every)
+    assert deployed.roles == roles
+    out, kept = attend_and_keep(deployed.rule(0), roles.budget, q, k, v, 32**-0.5, Q0)
     for b in range(2):
         visible, margins, _, _ = follow_attention(q[b], k[b], v[b], ORACLES[name], 2, 6, 8, every)
         assert margins.min() > 1e-6
         for q0, found in zip(Q0, kept, strict=True):
             assert torch.equal(found[b], visible[:, q0, 2 : q0 - 5])
     judge = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5)
-    recall, again = training_free(name).on_dense(judge, 0, v, roles, Q0, {})
+    recall, again = deployed.on_dense(judge, 0, v, Q0, {})
     expected = judge.recall_of(kept, torch.zeros(2), roles, Q0)
     assert torch.equal(recall.hindsight, expected.hindsight) and torch.equal(recall.mass, expected.mass)
     assert torch.equal(again, out)
-    _, order = attend_and_keep(rule, roles.budget, q, k, v, 32**-0.5, Q0[::-1])
+    _, order = attend_and_keep(deployed.rule(0), roles.budget, q, k, v, 32**-0.5, Q0[::-1])
     assert all(torch.equal(a, b) for a, b in zip(order[::-1], kept, strict=True))
 
 
@@ -89,29 +91,31 @@ def test_recall_is_of_the_sets_on_dense_queries(layer, name, every):
 @pytest.mark.parametrize("kind", ["streaming-llm", "l2norm", "mlstm", "mlp"])
 def test_both_ways_are_one(model, layer, tmp_path, kind, every):
     """Policies that scores describe: the mask of training, and the pages of serving."""
-    if kind in TRAINING_FREE:
-        contender, roles = training_free(kind), Roles(2, 6, 8, decide_every=every)
+    if kind in policies.POLICIES:
+        contender = training_free(kind)
     else:
         folder = str(write_random_scorer(tmp_path / "scorer", model, kind, sinks=2, window=6, topk=8, decay_step=3))
         contender, _ = learned(folder, model)
-        roles = Roles(2, 6, 8, contender.step, every)
+    deployed = contender.deploy(SHAPE, 16 + every - 1, 2, 6, every)
+    roles = deployed.roles
+    assert roles == Roles(2, 6, 8, 1 if kind in policies.POLICIES else 3, every) and deployed.by_scores
     q, k, v = layer
     rank, cutoff = running_cutoffs(*contender.score(0, k, v, 6), roles)
-    _, kept = attend_and_keep(contender.rule(roles, 0, 2), roles.budget, q, k, v, 32**-0.5, Q0)
+    _, kept = attend_and_keep(deployed.rule(0), roles.budget, q, k, v, 32**-0.5, Q0)
     for q0, found in zip(Q0, kept, strict=True):
         assert torch.equal(found, kept_at(rank, cutoff, q0, roles))
-    by_scores = contender.attend(roles)(0, q, k, v, 32**-0.5)
-    served = dataclasses.replace(contender, score=None).attend(roles)(0, q, k, v, 32**-0.5)
-    torch.testing.assert_close(served, by_scores, rtol=0, atol=2e-5)
+    by_scores = deployed.attend()(0, q, k, v, 32**-0.5)
+    served = dataclasses.replace(contender, serve=True).deploy(SHAPE, 16 + every - 1, 2, 6, every)
+    torch.testing.assert_close(served.attend()(0, q, k, v, 32**-0.5), by_scores, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["streaming-llm", "h2o"])
 def test_a_correction_changes_no_decision(layer, name):
     """And no measure of decisions: the teacher's decay is the same."""
     q, k, v = layer
-    judge, roles = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5), Roles(2, 6, 8)
+    judge = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5)
     both = training_free(name), training_free(name).corrected()
-    (plain, _), (corrected, _) = (contender.on_dense(judge, 0, v, roles, Q0, {}) for contender in both)
+    (plain, _), (corrected, _) = (c.deploy(SHAPE, 16, 2, 6).on_dense(judge, 0, v, Q0, {}) for c in both)
     for measure in ("teacher", "hindsight", "mass"):
         assert torch.equal(getattr(plain, measure), getattr(corrected, measure)), measure
 
@@ -134,20 +138,96 @@ def test_the_error_of_outputs_by_definition(model, name):
     assert records[1]["error_by_layer"][0] == pytest.approx(expected.tolist(), rel=1e-4) and expected.min() > 0.01
 
 
-@pytest.mark.parametrize("name", ["streaming-llm", "l2norm", "h2o", "tova", "momentkv"])
+@pytest.mark.parametrize("name", ["streaming-llm", "h2o"])
+def test_heads_may_hold_different_budgets(layer, name):
+    """Each head is as it would be if all had its budget; in a chunk, and token by token."""
+    q, k, v = (x[0] for x in layer)
+    uneven, rule = torch.tensor([20, 33], dtype=torch.int32), training_free(name).deploy(SHAPE, 33, 2, 6).rule(0)
+
+    def run(budget):
+        sequence, parts = Sequence(rule, budget, k, length=S, prompt=S), []
+        for a, b in ((0, 70), *((t, t + 1) for t in range(70, S))):
+            parts.append(sequence.attend(*(x[:, a:b] for x in (q, k, v)), 32**-0.5))
+        return torch.cat(parts, 1), sequence.held()
+
+    (out, held), alone = run(uneven), [run(int(b)) for b in uneven]
+    assert held.sum(-1).tolist() == [20, 33]
+    for head in range(2):
+        assert torch.equal(held[head], alone[head][1][head])
+        mine = slice(2 * head, 2 * head + 2)
+        torch.testing.assert_close(out[mine], alone[head][0][mine], rtol=0, atol=2e-5)
+
+
+def test_recall_is_left_out_where_heads_hold_different_numbers(model, monkeypatch):
+    """At equal k of all heads it would mean nothing; everything else is there, and the shares are in force."""
+
+    class Uneven(policies.get("h2o")):
+        name = "uneven"
+
+        def shares(self):
+            return torch.tensor([[24, 36], [30, 30]], dtype=torch.int32)
+
+    monkeypatch.setitem(policies.POLICIES, "uneven", Uneven)
+    contenders, setting = [training_free("h2o"), training_free("uneven")], Setting(S, 30, 2, 6)
+    records = list(evaluate(load_model(model, torch.float32), [row()], contenders, [setting]))
+    even, uneven = records[1:]
+    assert {"teacher", "hindsight", "mass"} <= even.keys() and not {"teacher", "hindsight", "mass"} & uneven.keys()
+    assert uneven["kl"] > 0 and uneven["nll"] != even["nll"]
+    by_layer = [record["error_by_layer"] for record in (even, uneven)]
+    assert by_layer[0][1] == by_layer[1][1] and all(a != b for a, b in zip(by_layer[0][0], by_layer[1][0], strict=True))
+    (line,) = (x for x in summarise(records) if x["policy"] == "uneven")
+    assert "mass" not in line and line["kl"] == uneven["kl"]
+
+
+@pytest.mark.parametrize("name", known_training_free())
 def test_evaluated_is_what_is_served(name):
-    """The same scorer, decay and correction as the policy of that name."""
-    policy = policies.get(name)(PolicySettings(name, 40, sinks=2, window=6), ModelShape("llama", 2, 2, 32, 256))
-    served, evaluated = policy.layer_rule(0, slice(0, 2)), training_free(name).rule(Roles(2, 6, 32), 0, 2)
-    assert dataclasses.replace(served, log_gamma=None) == dataclasses.replace(evaluated, log_gamma=None)
-    assert torch.equal(served.log_gamma, evaluated.log_gamma)
+    """Each policy that needs no scorer comes with its own defaults, or with those asked for, as an engine would resolve them."""
+    for asked in ({}, {"sinks": 2, "window": 6, "decide_every": 5}):
+        policy = policies.get(name)(PolicySettings(name, 128, **asked), SHAPE)
+        deployed = training_free(name).deploy(SHAPE, 128, **asked)
+        served, evaluated = policy.layer_rule(1, slice(0, 2)), deployed.rule(1)
+        assert dataclasses.replace(served, log_gamma=None) == dataclasses.replace(evaluated, log_gamma=None)
+        assert torch.equal(served.log_gamma, evaluated.log_gamma)
+        kept, roles = policy.retention, deployed.roles
+        assert (roles.budget, roles.sinks, roles.window) == (128, kept.sinks, kept.window)
+        assert torch.equal(deployed.budgets(1), policy.shares()[1])
+
+
+def test_every_registered_policy_comes_with_its_scorer(model, tmp_path):
+    folders = [str(write_random_scorer(tmp_path / str(i), model, "mlstm", seed=i)) for i in range(2)]
+    contenders, left_out = in_registry(folders, model)
+    names = [c.name for c in contenders]
+    assert set(names) == {*known_training_free(), *(f"kvpop, {folder}" for folder in folders)}
+    assert {"streaming-llm", "l2norm", "h2o", "tova", "momentkv"} <= set(names) and not {"full", "random"} & set(names)
+    others = [cls.name for cls in policies.POLICIES.values() if cls.scorer_kind not in (None, "mlstm")]
+    assert [line.split()[0] for line in left_out] == others and "kvpop-mlp" in others
+    contenders, _ = in_registry(folders[:1], model)
+    assert "kvpop" in [c.name for c in contenders]
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("kvpop", "'kvpop' needs a scorer: give --scorer DIR"),
+        ("full", "'full' evicts nothing"),
+        ("l2", "unknown policy 'l2': choose from .*l2norm.* or give --scorer DIR"),
+    ],
+)
+def test_names_that_cannot_be_compared_are_refused(name, message):
+    with pytest.raises(ConfigError, match=message):
+        training_free(name)
 
 
 def test_equal_bytes_count_the_moments():
     """At D = 64 they are one page of 64 slots to the byte."""
-    plain = training_free("h2o")
+    plain, shape, setting = (
+        training_free("h2o"),
+        ModelShape("llama", 2, 2, 64, 4096),
+        Setting(4096, 1024, None, None, "bytes"),
+    )
     for contender, budget in ((plain, 1024), (plain.corrected(), 960), (training_free("momentkv"), 960)):
-        assert contender.budget_of_equal_bytes(1024, 64, torch.bfloat16) == budget
+        deployed = setting.deploy(contender, shape, torch.bfloat16)
+        assert deployed.roles.budget == budget and (contender is not plain or deployed.roles.window == 512)
 
 
 def test_what_cannot_be_served_cannot_be_corrected():

@@ -115,7 +115,7 @@ ARROWS = {
     "testing": set(),
     "bench": {"config"},
     "distill": {"scorers", "kernels", "config", "argument_types"},
-    "evaluation": {"distill", "scorers", "cache", "kernels", "config", "roles", "argument_types"},
+    "evaluation": {"distill", "policies", "scorers", "cache", "kernels", "config", "roles", "argument_types"},
     "plan": {"policies", "cache", "scorers", "kernels", "config"},
 }
 """Room -> the rooms it may import from, as DESIGN.md draws them."""

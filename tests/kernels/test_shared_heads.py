@@ -134,6 +134,7 @@ CASES = {
     "votes": {},
     "votes-corrected": {"corrected": True, "seed": 1},
     "votes-late": {"every": 16, "window": 17, "topk": 40, "seed": 2},
+    "more-at-once-than-fit": {"every": 32, "window": 33, "topk": 10, "seed": 13},
     "one-head": {"heads": 1, "seed": 3},
     "mass": {"kind": "mass", "every": 1, "seed": 4},
     "mass-corrected": {"kind": "mass", "every": 6, "corrected": True, "seed": 5},

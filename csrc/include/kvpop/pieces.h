@@ -15,9 +15,11 @@ namespace kvpop {
 #if defined(__SANITIZE_ADDRESS__)
 constexpr int64_t FORBIDDEN = 16;  // floats behind every piece
 inline void forbid(const float* from, int64_t floats) { ASAN_POISON_MEMORY_REGION(from, size_t(floats) * 4); }
+inline void allow(const float* from, int64_t floats) { ASAN_UNPOISON_MEMORY_REGION(from, size_t(floats) * 4); }
 #else
 constexpr int64_t FORBIDDEN = 0;
 inline void forbid(const float*, int64_t) {}
+inline void allow(const float*, int64_t) {}
 #endif
 
 // Hands out pieces of a buffer, each a whole number of cache lines.
@@ -27,6 +29,7 @@ struct Pieces {
     float* take(int64_t n) {
         float* p = next;
         next += round(n);
+        allow(p, next - FORBIDDEN - p);  // it may have been cut otherwise before
         forbid(next - FORBIDDEN, FORBIDDEN);
         return p;
     }

@@ -254,7 +254,7 @@ void shrink_of(const DecodeStep& a, int64_t r, int64_t h, int64_t count, Pieces 
         const int64_t position = a.slot_positions(a.slot_region(r, h, last))[last % a.block_slots];
         head.write(gone, head.k(last), head.v(last), *head.score(last), position);
     }
-    *a.filled(r, h) = float(used - first);
+    *a.filled(r, h) = float(used > first ? used - first : 0);
 }
 
 // The step of a head in three, for heads that have to wait for each other between them.

@@ -1,0 +1,159 @@
+"""Every policy of the registry on one page: what it costs and what it still knows, `make policies`.
+
+On held-out text, at each budget B: the error of attention outputs on the dense model's queries, perplexity and divergence
+from dense under the policy, needles found (RULER's wording), and the time of a decode step of the serving kernel alone (attention, scorer and cache
+of all layers, no matrix products of the model), in turn with the same kernel keeping everything. Each policy has its own defaults of serving; once at equal k,
+and for B >= 512 of those with a state at equal allocated bytes.
+
+Each (policy, B) is appended to benchmarks/results/policies.csv as it is done, and a rerun of the same commit goes on behind what is there. Nothing
+is compared unless the policy gives the dense model's predictions where nothing has been evicted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import itertools
+import sys
+from pathlib import Path
+
+import record
+from engines import DEMO_MODEL, SHIPPED_SCORER, check_model, say
+from policy_cells import EQUAL_BYTES_FROM, Cells
+
+from kvpop_vllm.argument_types import positive
+from kvpop_vllm.config import ConfigError
+
+RESULTS = record.ROOT / "benchmarks" / "results" / "policies.csv"
+HELD_OUT = record.ROOT / "data" / "held-out"
+TEXTS = [str(HELD_OUT / f"{name}.jsonl") for name in ("transcripts", "champ", "shakespeare")]
+HAYSTACK = str(HELD_OUT / "bible.jsonl")
+ASKED = "threads model text haystack_text length rows needles context requests rounds seed".split()
+CELL = (*ASKED, "scorer", "equal", "budget", "policy")
+"""Columns that say what was asked; machine and commit beside them tell measurements apart."""
+
+
+def main() -> int:
+    options = parse_arguments()
+    if options.table:
+        print(table(there(options)))
+        return 0
+    try:
+        return measure(options)
+    except ConfigError as error:
+        sys.exit(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--scorer", nargs="*", default=[str(SHIPPED_SCORER)], help="of learned policies")
+    parser.add_argument("--policies", nargs="+", help="only these, and dense (default: all of the registry)")
+    parser.add_argument("--budget", nargs="+", type=positive, default=[256, 512, 1024])
+    parser.add_argument(
+        "--data", nargs="+", default=TEXTS, help="texts that are predicted (default: three held-out kinds)"
+    )
+    parser.add_argument("--haystack", default=HAYSTACK, help="text that needles are hidden in")
+    parser.add_argument("--length", type=positive, default=2048, help="tokens of a row, and of a prompt (default 2048)")
+    parser.add_argument("--rows", type=positive, default=1, help="of each text (default 1)")
+    parser.add_argument("--needles", type=positive, default=10, help="prompts with a needle (default 10)")
+    parser.add_argument("--context", type=positive, default=4096, help="tokens before a timed step (default 4096)")
+    parser.add_argument("--requests", type=positive, default=4, help="decoded together when timed (default 4)")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of policy and dense (default 5)")
+    parser.add_argument("--threads", type=positive, default=1)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--table", action="store_true", help="only print the table of this commit's rows")
+    parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
+    options = parser.parse_args()
+    check_model(options)
+    for path in (*options.data, options.haystack):
+        if not Path(path).exists():
+            parser.error(
+                f"there is no {path}: `kvpop distill texts --out data` brings the held-out texts, or give others"
+            )
+    if max(options.budget) >= options.length or max(options.budget) >= options.context:
+        parser.error("a budget must be below --length and --context: lower --budget")
+    options.text, options.haystack_text = (
+        " ".join(Path(path).stem for path in options.data),
+        Path(options.haystack).stem,
+    )
+    options.model_folder, options.model = options.model, Path(options.model).resolve().name
+    return options
+
+
+def measure(options) -> int:
+    import torch
+
+    torch.set_num_threads(options.threads)
+    from kvpop_vllm.evaluation.contenders import in_registry
+
+    contenders, left_out = in_registry(options.scorer, options.model_folder)
+    for line in left_out:
+        say(f"left out: {line}")
+    if unknown := set(options.policies or ()) - {c.name for c in contenders}:
+        raise ConfigError(
+            f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(c.name for c in contenders)}"
+        )
+    chosen = [c for c in contenders if not options.policies or c.name in options.policies]
+    cells, done, problems = Cells(options), there(options), 0
+    if record.KEY["commit"].endswith("+"):
+        say("tracked files differ from the commit: no row can be taken over, all is measured")
+    rows = []
+    for budget, contender, equal in [(None, None, "k"), *itertools.product(options.budget, chosen, ("k", "bytes"))]:
+        try:
+            setting = cells.setting(contender, budget, equal)
+        except ConfigError as error:
+            say(f"left out: {error}")
+            problems += options.policies is not None
+            continue
+        if setting is None:
+            continue
+        name = "dense" if contender is None else contender.name
+        scorer = Path(contender.scorer).name if contender and contender.scorer else ""
+        asked = {column: str(vars(options)[column]) for column in ASKED} | {"scorer": scorer}
+        asked |= {"equal": equal, "budget": str(budget or ""), "policy": name}
+        row = next((row for row in done if {column: row[column] for column in CELL} == asked), None)
+        if row is None:
+            row = cells.measure(contender, setting, asked)
+            if row is None:
+                problems += 1
+                continue
+            if not options.no_csv:
+                record.append(RESULTS, [row])
+        rows.append(row)
+    print(table(rows))
+    return int(problems > 0)
+
+
+def there(options) -> list[dict]:
+    """Rows of this machine and commit; none if files differ from the commit."""
+    if not RESULTS.exists() or record.KEY["commit"].endswith("+"):
+        return []
+    with RESULTS.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    return [row for row in rows if all(row[name] == str(record.KEY[name]) for name in ("machine", "cores", "commit"))]
+
+
+def table(rows: list[dict]) -> str:
+    """Markdown, a line for each row, by budget and error; one that stands for equal bytes too says so."""
+    lines = [
+        "| B | policy | equal | k | KiB | error of outputs | perplexity | KL | needles, exact (partial) | ms per step | dense / it |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
+    by_bytes = {(row["budget"], row["policy"]) for row in rows if row["equal"] == "bytes"}
+    for row in sorted(rows, key=lambda r: (int(r["budget"] or 0), r["equal"] == "bytes", float(r["error"]))):
+        alone = int(row["budget"] or 0) < EQUAL_BYTES_FROM or (row["budget"], row["policy"]) in by_bytes
+        equal = row["equal"] if alone else "k, bytes"
+        lines.append(
+            f"| {row['budget'] or 'all'} | {row['policy']} | {equal if row['budget'] else ''} | {row['topk']} "
+            f"| {int(row['allocated_bytes']) / 1024:,.0f} | {float(row['error']):.3f} | {float(row['perplexity']):.2f} "
+            f"| {float(row['kl']):.4f} | {float(row['exact']):.2f} ({float(row['partial']):.2f}) | {float(row['step_ms']):.2f} "
+            f"| {float(row['dense_over_it']):.2f} ({float(row['least']):.2f} to {float(row['largest']):.2f}) |"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

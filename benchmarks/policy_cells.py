@@ -1,0 +1,169 @@
+"""One row of `benchmarks/policies.py`: a policy at a budget, on text, on needles, and its decode kernel against the clock."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import statistics
+import time
+
+import torch
+from engines import say
+from kernel_steps import Steps
+
+from kvpop_vllm.cache.accounting import dense_request_bytes
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import vocabulary_of
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.evaluation import replay
+from kvpop_vllm.evaluation.contenders import Contender
+from kvpop_vllm.evaluation.haystack import replay_rows, sentences
+from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
+from kvpop_vllm.evaluation.runner import Setting, evaluate
+from kvpop_vllm.evaluation.running import TransformersBackend
+from kvpop_vllm.evaluation.tasks import CHARACTERS
+from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.init import model_shape
+
+SAME = 0.02
+"""Nats a token that bfloat16 may make of a difference in rounding before anything is evicted; 0.002 is usual."""
+EQUAL_BYTES_FROM = 512
+STEPS, WARM_UP = 8, 2
+"""Decode steps of a turn, and before the first turn."""
+
+
+class Cells:
+    """What is measured; model, text and needles are made when the first cell needs them.
+
+    Args:
+        options: of `benchmarks/policies.py`.
+    """
+
+    def __init__(self, options):
+        self.options, self.dtype = options, torch.bfloat16
+        self.backend = None
+
+    def load(self) -> None:
+        if self.backend is not None:
+            return
+        o = self.options
+        self.tokenizer = load_tokenizer(o.model_folder)
+        told = {"split": "all", "seed": o.seed, "vocab_size": vocabulary_of(o.model_folder)}
+        self.rows = []
+        for path in o.data:
+            found = list(itertools.islice(replay_rows([path], self.tokenizer, o.length, **told), o.rows))
+            if len(found) < o.rows:
+                raise ConfigError(f"{path} holds {len(found)} rows of {o.length} tokens: lower --rows or --length")
+            self.rows += found
+        text = sentences([o.haystack], "all", CHARACTERS * o.length)
+        self.needles = make_examples(["needle"], self.tokenizer, text, o.length, o.needles, seed=o.seed, digits=4)
+        self.backend = TransformersBackend(o.model_folder, self.dtype, o.length)
+
+    def setting(self, contender, budget: int | None, equal: str):
+        """None where a cell would say the same as another, or is not asked for.
+
+        Raises:
+            ConfigError: the policy cannot have this budget.
+        """
+        if contender is None:
+            return Setting(self.options.length, 0, None, None)
+        plain = self._deploy(contender, Setting(self.options.length, budget, None, None, "k"))
+        if equal == "k":
+            return Setting(self.options.length, budget, None, None, "k")
+        if budget < EQUAL_BYTES_FROM or not plain.state_floats:
+            return None
+        setting = Setting(self.options.length, budget, None, None, "bytes")
+        return setting if self._deploy(contender, setting).roles.budget < budget else None
+
+    def _deploy(self, contender, setting):
+        shape = ModelShape(**model_shape(self.options.model_folder), max_model_len=self.options.length)
+        return setting.deploy(contender, shape, self.dtype)
+
+    def measure(self, contender, setting, asked: dict) -> dict | None:
+        """One row, or None if predictions differ before anything is evicted."""
+        self.load()
+        begin = time.monotonic()
+        deployed = contender and self._deploy(contender, setting)
+        quality = self.quality(deployed, setting)
+        if quality["kl_before"] > SAME and self.keeps_all(deployed):
+            say(
+                f"{asked['policy']}, B = {setting.budget}: output check failed, KL {quality['kl_before']:.3f} before eviction"
+            )
+            return None
+        found = quality | self.found(deployed) | self.speed(deployed)
+        found["seconds"] = time.monotonic() - begin
+        say(
+            f"{asked['policy']}, B = {setting.budget or 'all'}, equal {setting.equal}: "
+            + ", ".join(f"{k} {v:.4g}" for k, v in found.items())
+        )
+        roles = deployed and deployed.roles
+        about = {
+            "topk": roles.topk if roles else "",
+            "sinks": roles.sinks if roles else "",
+            "window": roles.window if roles else "",
+            "allocated_bytes": self.allocated(deployed),
+        }
+        return asked | about | {name: f"{value:.6g}" for name, value in found.items()}
+
+    def quality(self, deployed, setting) -> dict:
+        """Means over rows: ``error`` of attention outputs from position B on, ``perplexity``, ``kl`` in nats a token, and ``kl_before``,
+        that of as many tokens as every head can hold."""
+        records, before = [], []
+        served = [] if deployed is None else [dataclasses.replace(deployed.contender, serve=True)]
+        first = deployed and max(2, deployed.least)
+        for row in self.rows:
+            *_, last = evaluate(self.backend.model, [row], served, [setting], recall=False)
+            records.append(last)
+            if deployed is not None:
+                with self.backend.start(None) as dense, self.backend.start(deployed) as run:
+                    told = replay.predictions(dense, row[:first])
+                    before.append(replay.compare(run, row[:first], told, first)["kl"])
+        mean = {name: statistics.mean(r.get(name, 0.0) for r in records) for name in ("error", "kl", "nll")}
+        return {
+            "error": mean["error"],
+            "perplexity": math.exp(mean["nll"]),
+            "kl": mean["kl"],
+            "kl_before": statistics.mean(before) if before else 0.0,
+        }
+
+    def keeps_all(self, deployed) -> bool:
+        """Whether the policy holds all of a text for which there is room, as all do that evict nothing before."""
+        return bool(self.backend.held(deployed, self.rows[0][: deployed.least]).all())
+
+    def found(self, deployed) -> dict:
+        """Needles: ``exact`` and ``partial`` credit, means."""
+        with self.backend.start(deployed) as run:
+            given = list(answers(run, self.tokenizer, self.needles))
+        return {name: statistics.mean(answer[name] for answer in given) for name in MEASURES}
+
+    def speed(self, deployed) -> dict:
+        """Milliseconds of a step of the kernel, and of the same kernel keeping everything, in turn: medians over rounds."""
+        o, config = self.options, self.backend.model.config.get_text_config()
+        most = o.rounds * STEPS + WARM_UP
+        shape = vars(self.backend.shape) | {"max_model_len": o.context + most}
+        full = Contender("full", "full").deploy(ModelShape(**shape), None)
+        told = (config.num_attention_heads, o.requests, o.context, most, self.dtype)
+        runs = {"dense_ms": Steps(full, *told)} | ({"step_ms": Steps(deployed, *told)} if deployed else {})
+        times = {name: [] for name in runs}
+        for run in runs.values():
+            run.seconds(WARM_UP)
+        for _ in range(o.rounds):
+            for name, run in runs.items():
+                times[name].append(1e3 * run.seconds(STEPS))
+        times.setdefault("step_ms", times["dense_ms"])
+        over = [dense / own for dense, own in zip(times["dense_ms"], times["step_ms"], strict=True)]
+        medians = {name: statistics.median(values) for name, values in times.items()}
+        return medians | {"dense_over_it": statistics.median(over), "least": min(over), "largest": max(over)}
+
+    def allocated(self, deployed) -> int:
+        """Bytes of a request of ``--length`` tokens, pages and state; dense: keys and values alone."""
+        shape, length = self.backend.shape, self.options.length
+        sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
+        if deployed is None:
+            return dense_request_bytes(*sizes, self.dtype, length, 128).allocated
+        layout = PageLayout(1, shape.head_dim, self.dtype, state_floats=deployed.state_floats)
+        every = deployed.roles.decide_every
+        heads = [b for layer in range(shape.num_layers) for b in deployed.budgets(layer).tolist()]
+        return sum(layout.blocks(length, b, every) for b in heads) * layout.region_bytes

@@ -1,0 +1,179 @@
+"""`kvpop eval --report`: a table, plots, and what each layer still holds at the end of a text (KVpop Figure 6)."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import torch
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.evaluation.contenders import Contender
+from kvpop_vllm.evaluation.output import markdown_table
+from kvpop_vllm.evaluation.runner import Setting
+from kvpop_vllm.evaluation.running import Backend
+
+TABLE, FIGURE, MAP, MAP_DATA = "table.md", "figure.png", "retained.png", "retained.jsonl"
+MOST_BINS = 64
+"""Of positions, in a map."""
+
+
+class Report:
+    """A folder that a table, a figure and the map of retained tokens are written to.
+
+    Args:
+        folder: made if it is not there.
+
+    Raises:
+        ConfigError: it is a file, or matplotlib is not installed.
+    """
+
+    def __init__(self, folder: str):
+        try:
+            from matplotlib.figure import Figure
+        except ImportError:
+            raise ConfigError("--report needs matplotlib: pip install 'kvpop_vllm[distill]'") from None
+        self.folder, self.new_figure = Path(folder), Figure
+        if self.folder.exists() and not self.folder.is_dir():
+            raise ConfigError(f"--report {folder} is a file: name a folder")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.maps: list[dict] = []
+        self.left_out: list[str] = []
+
+    def add_map(self, backend: Backend, setting: Setting, contender: Contender, tokens: torch.Tensor) -> None:
+        """Runs the policy on ``tokens [S]`` once more and looks at its caches; where that cannot be done the table says so."""
+        if contender.policy is None:
+            return self._leave_out(f"{contender.name} cannot be served: it has no map of retained tokens")
+        deployed = setting.deploy(contender, backend.shape, backend.dtype)
+        if not hasattr(backend, "held"):
+            return self._leave_out("this backend does not show its caches: no map of retained tokens")
+        held = backend.held(deployed, tokens)
+        width = -(-held.shape[-1] // MOST_BINS)
+        self.maps.append(
+            {
+                "policy": contender.name,
+                "length": len(tokens),
+                "budget": setting.budget,
+                "equal": setting.equal,
+                "tokens_per_bin": width,
+                "held": retention_map(held, width).tolist(),
+            }
+        )
+        return None
+
+    def _leave_out(self, why: str) -> None:
+        if why not in self.left_out:
+            self.left_out.append(why)
+            print(why)
+
+    def write(self, task: str, table: list[dict], columns: tuple[str, ...], data: str) -> None:
+        """Writes everything and says where."""
+        notes = "".join(f"\n{line}.\n" for line in self.left_out)
+        (self.folder / TABLE).write_text(
+            f"`kvpop eval --task {task}` on {data}\n\n{markdown_table(table, columns)}{notes}"
+        )
+        drawing = self.new_figure(layout="constrained")
+        DRAW[task](drawing, table)
+        drawing.savefig(self.folder / FIGURE, dpi=120)
+        written = [TABLE, FIGURE]
+        if self.maps:
+            (self.folder / MAP_DATA).write_text("".join(json.dumps(one) + "\n" for one in self.maps))
+            drawing = self.new_figure(layout="constrained")
+            draw_maps(drawing, self.maps)
+            drawing.savefig(self.folder / MAP, dpi=120)
+            written += [MAP, MAP_DATA]
+        print(f"{self.folder} holds {', '.join(written)}")
+
+
+def retention_map(held: torch.Tensor, width: int) -> torch.Tensor:
+    """``held [layers, H, S]`` booleans -> ``[layers, bins]``: of each bin of ``width`` positions (the last may be shorter), the share that
+    is held, mean over heads."""
+    return torch.stack([part.float().mean(dim=(1, 2)) for part in held.split(width, dim=-1)], dim=1)
+
+
+def draw_maps(drawing, maps: list[dict]) -> None:
+    """One picture for each policy (rows) and budget (columns): layers downwards, positions to the right."""
+    names = list(dict.fromkeys(one["policy"] for one in maps))
+    budgets = list(dict.fromkeys((one["budget"], one["equal"]) for one in maps))
+    drawing.set_size_inches(1 + 4 * len(budgets), 0.8 + 2.1 * len(names))
+    axes = drawing.subplots(len(names), len(budgets), squeeze=False)
+    for one in maps:
+        axis = axes[names.index(one["policy"])][budgets.index((one["budget"], one["equal"]))]
+        end = one["tokens_per_bin"] * len(one["held"][0])
+        extent = (0, end, len(one["held"]) - 0.5, -0.5)
+        image = axis.imshow(one["held"], aspect="auto", vmin=0, vmax=1, extent=extent, interpolation="nearest")
+        equal = " (equal bytes)" if one["equal"] == "bytes" else ""
+        axis.set_title(f"{one['policy']}, B = {one['budget']:,}{equal}", fontsize=9)
+        axis.set(xlabel="position", ylabel="layer")
+    drawing.colorbar(image, ax=axes, label="share of heads and positions that is held")
+
+
+def _curves(table: list[dict], along: str, value: str) -> dict[str, list[tuple[float, float]]]:
+    """Policy -> points, in order."""
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for line in table:
+        if line.get(along) is not None and line.get(value) is not None:
+            name = line["policy"] + (" (equal bytes)" if line.get("equal") == "bytes" else "")
+            curves.setdefault(name, []).append((line[along], line[value]))
+    return {name: sorted(points) for name, points in curves.items()}
+
+
+def _against_budget(axis, lines: list[dict], value: str) -> None:
+    for name, points in _curves(lines, "budget", value).items():
+        axis.plot(*zip(*points, strict=True), marker="o", label=name)
+    dense = [line[value] for line in lines if line["policy"] == "dense" and line.get(value) is not None]
+    if dense:
+        axis.axhline(sum(dense) / len(dense), color="black", linestyle=":", label="dense")
+    axis.set(xlabel="budget B, tokens per KV head", ylabel=value)
+
+
+def draw_text(drawing, table: list[dict]) -> None:
+    """Perplexity, divergence and error of outputs against the budget; a row of pictures for each length."""
+    lengths, values = sorted({line["length"] for line in table}), ("perplexity", "kl", "error")
+    drawing.set_size_inches(4 * len(values), 3.4 * len(lengths))
+    axes = drawing.subplots(len(lengths), len(values), squeeze=False)
+    for row, length in zip(axes, lengths, strict=True):
+        for axis, value in zip(row, values, strict=True):
+            _against_budget(axis, [line for line in table if line["length"] == length], value)
+            axis.set_title(f"{length:,} tokens", fontsize=9)
+        row[0].legend(fontsize=7)
+
+
+def draw_retrieval(drawing, table: list[dict]) -> None:
+    """Partial credit against the budget; a row of pictures for each length, a column for each kind."""
+    lengths = sorted({line["length"] for line in table})
+    kinds = list(dict.fromkeys(line["kind"] for line in table))
+    drawing.set_size_inches(4 * len(kinds), 3.4 * len(lengths))
+    axes = drawing.subplots(len(lengths), len(kinds), squeeze=False)
+    for row, length in zip(axes, lengths, strict=True):
+        for axis, kind in zip(row, kinds, strict=True):
+            _against_budget(axis, [x for x in table if x["length"] == length and x["kind"] == kind], "partial")
+            axis.set(title=f"{kind}, {length:,} tokens", ylim=(-0.03, 1.03))
+        row[0].legend(fontsize=7)
+
+
+def draw_replay(drawing, table: list[dict]) -> None:
+    """Divergence and agreement against position; a row of pictures for each length and budget."""
+    settings = list(dict.fromkeys((x["length"], x["budget"], x["equal"]) for x in table if x["budget"]))
+    drawing.set_size_inches(10, 3.2 * len(settings))
+    axes = drawing.subplots(len(settings), 2, squeeze=False)
+    for row, setting in zip(axes, settings, strict=True):
+        for line in (x for x in table if (x["length"], x["budget"], x["equal"]) == setting):
+            for axis, value in zip(row, ("kl", "agreement"), strict=True):
+                means = line[f"{value}_by_position"]
+                middles = [min((i + 0.5) * line["bucket"], line["length"]) for i in range(len(means))]
+                axis.plot(middles, means, marker=".", label=line["policy"])
+        for axis, label in zip(row, ("KL from dense, nats a token", "same most likely token"), strict=True):
+            axis.axvline(setting[1], color="black", linewidth=0.5)
+            axis.set(xlabel="position", ylabel=label)
+        equal = " (equal bytes)" if setting[2] == "bytes" else ""
+        row[0].set_title(f"{setting[0]:,} tokens, B = {setting[1]:,}{equal}", fontsize=9)
+        positive = [x for line in table for x in line["kl_by_position"] if x > 1e-6]
+        if positive:
+            row[0].set_yscale("log")
+            row[0].set_ylim(bottom=10 ** math.floor(math.log10(min(positive))))
+        row[1].legend(fontsize=7)
+
+
+DRAW = {"text": draw_text, "retrieval": draw_retrieval, "replay": draw_replay}

@@ -1,0 +1,57 @@
+"""Retrieval: what a policy still finds in its cache, asked by generating answers under it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvpop_vllm.evaluation.examples import NEW_TOKENS, Example, credit, make_example
+from kvpop_vllm.evaluation.running import Run
+
+MEASURES = ("exact", "partial")
+
+
+def make_examples(
+    kinds: list[str], tokenizer, sentences: list[str], length: int, count: int, *, seed: int, digits: int
+) -> list[Example]:
+    """``count`` examples of each kind, single needles at evenly spaced depths; prompts and answers together have at most
+    ``length`` tokens.
+
+    Raises:
+        ConfigError: as of :func:`kvpop_vllm.evaluation.examples.make_example`.
+    """
+    return [
+        make_example(
+            kind,
+            tokenizer,
+            sentences,
+            length - NEW_TOKENS[kind],
+            seed=f"{seed}/{length}/{i}",
+            depth=(i + 0.5) / count,
+            digits=digits,
+        )
+        for kind in kinds
+        for i in range(count)
+    ]
+
+
+def answers(run: Run, tokenizer, examples: list[Example]) -> Iterator[dict]:
+    """One record for each example: ``kind, example, tokens`` of the prompt, ``chat, depth, expected, answer, exact, partial``
+    (:class:`kvpop_vllm.evaluation.examples.Credit`)."""
+    stop = {tokenizer.eos_token_id} - {None}
+    numbers: dict[str, int] = {}
+    for example in examples:
+        found = run.generate(example.prompt, NEW_TOKENS[example.kind], stop)
+        answer = tokenizer.decode(found, skip_special_tokens=True)
+        worth = credit(example.expected, answer)
+        number = numbers[example.kind] = numbers.get(example.kind, -1) + 1
+        yield {
+            "kind": example.kind,
+            "example": number,
+            "tokens": len(example.prompt),
+            "chat": example.chat,
+            "depth": example.depth,
+            "expected": list(example.expected),
+            "answer": answer,
+            "exact": worth.exact,
+            "partial": worth.partial,
+        }

@@ -1,0 +1,114 @@
+"""A model that runs under a policy, whatever runs it: what the tasks ask of a backend, and the one in transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Protocol
+
+import torch
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.distill.run import default_device
+from kvpop_vllm.evaluation.contenders import Deployed
+from kvpop_vllm.evaluation.served import DenseRequest, Request
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.init import model_shape
+
+
+class Run(Protocol):
+    """A model under one policy and budget, or dense. Every call is a request of its own."""
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Last hidden states ``[S, E]`` of a prompt ``[S]``."""
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[n, E] -> [n, V]`` float32, over the whole vocabulary."""
+
+    def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
+        """At most ``new`` greedy tokens; ends before one of ``stop``."""
+
+
+class Backend(Protocol):
+    """What runs models under policies.
+
+    Attributes:
+        shape: the model as policies see it. dtype: it computes in.
+    """
+
+    shape: ModelShape
+    dtype: torch.dtype
+
+    def __init__(self, model: str, dtype: torch.dtype, longest: int): ...
+
+    def start(self, deployed: Deployed | None) -> AbstractContextManager[Run]:
+        """A run under a policy; dense for None. One at a time."""
+
+
+class TransformersBackend:
+    """The model in transformers; policies run on the kernels of serving, prompts by ``prefill_chunk`` and generated tokens by
+    ``decode_step``, dense attention is torch's own.
+
+    Args:
+        model: folder. dtype: of weights and cache. longest: request, in tokens, answers included.
+    """
+
+    def __init__(self, model: str, dtype: torch.dtype, longest: int):
+        self.shape, self.dtype, self.longest = ModelShape(**model_shape(model), max_model_len=longest), dtype, longest
+        self.model = load_model(model, dtype).eval().to(default_device())
+
+    @contextmanager
+    def start(self, deployed: Deployed | None) -> Iterator[TransformersRun]:
+        if deployed is not None and deployed.policy is None:
+            raise ConfigError(f"{deployed.contender.name} is no policy that can be served: leave it out")
+        yield TransformersRun(self, deployed)
+
+    def held(self, deployed: Deployed, tokens: torch.Tensor) -> torch.Tensor:
+        """``[layers, H, S]`` booleans: which tokens of a prompt ``[S]`` are held at its end."""
+        with self.start(deployed) as run:
+            return run.held(tokens)
+
+
+class TransformersRun:
+    """See :class:`Run`."""
+
+    def __init__(self, backend: TransformersBackend, deployed: Deployed | None):
+        self.model, self.longest, self.deployed = backend.model, backend.longest, deployed
+        self.device = next(self.model.parameters()).device
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self._forward(tokens, self._request(len(tokens)), 0)
+
+    @torch.inference_mode()
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.model.get_output_embeddings()(hidden).float()
+
+    def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
+        request, found, tokens = self._request(len(prompt)), [], prompt
+        for seen in range(len(prompt), len(prompt) + new):
+            hidden = self._forward(torch.tensor(tokens), request, seen - len(tokens))
+            token = int(self.logits(hidden[-1:]).argmax())
+            if token in stop:
+                break
+            found.append(token)
+            tokens = [token]
+        return found
+
+    def held(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See :meth:`TransformersBackend.held`."""
+        request = self._request(len(tokens))
+        self._forward(tokens, request, 0)
+        return request.held()
+
+    def _request(self, prompt: int) -> Request | DenseRequest:
+        if self.deployed is None:
+            return DenseRequest()
+        return Request(self.deployed.rule, self.deployed.budgets, length=self.longest, prompt=prompt)
+
+    @torch.inference_mode()
+    def _forward(self, tokens: torch.Tensor, request, start: int) -> torch.Tensor:
+        """The next tokens of a request, the first at position ``start``: ``[L, E]``."""
+        positions = torch.arange(start, start + len(tokens), device=self.device)[None]
+        inputs = {"input_ids": tokens.to(self.device)[None], "position_ids": positions}
+        return self.model.get_decoder()(**inputs, attend=request).last_hidden_state[0]

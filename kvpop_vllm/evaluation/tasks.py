@@ -1,0 +1,252 @@
+"""`kvpop eval --task retrieval` and `--task replay`: every policy with its own defaults of serving, on either backend."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+
+from kvpop_vllm import policies
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import check_length, vocabulary_of
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.evaluation import replay, retrieval
+from kvpop_vllm.evaluation.contenders import Contender, Deployed, known_training_free
+from kvpop_vllm.evaluation.haystack import replay_rows, sentences
+from kvpop_vllm.evaluation.output import format_table, records_file
+from kvpop_vllm.evaluation.pictures import Report
+from kvpop_vllm.evaluation.report import budgets, check_equal_bytes, contenders_of, longest_of
+from kvpop_vllm.evaluation.runner import Setting, told
+from kvpop_vllm.evaluation.running import Backend, Run
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.init import model_shape
+
+KEYS = ("length", "budget", "equal", "window", "topk", "decide_every", "policy")
+RETRIEVAL_COLUMNS = (*KEYS, "kind", "examples", *retrieval.MEASURES)
+REPLAY_COLUMNS = (*KEYS, "rows", "perplexity", "kl", "kl, first B", "kl, last quarter", "agreement")
+BUCKETS = 16
+"""Of a row's positions, where ``--bucket`` does not say how long one is."""
+CHARACTERS = 16
+"""Of text for a token of haystack, more than any."""
+
+
+class Task(NamedTuple):
+    """What is done under each policy.
+
+    Attributes:
+        material: length -> rows or examples. ask: records of a run on material of one length. example: ``[S]`` tokens of the first
+            of it, for the map of what is retained. summarise, columns: records as a table.
+    """
+
+    material: dict[int, list]
+    ask: Callable[[Run, int], Iterator[dict]]
+    example: Callable[[int], torch.Tensor]
+    summarise: Callable[[list[dict]], list[dict]]
+    columns: tuple[str, ...]
+
+
+def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Backend]) -> list[dict]:
+    """Runs the task that the command line names, prints its table, and writes records and report; returns the table."""
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    contenders, _ = contenders_of(options, tuple(known_training_free()))
+    if unserved := [c.name for c in contenders if c.policy is None]:
+        raise ConfigError(f"--task {options.task} runs what can be served, and {unserved[0]} cannot: leave it out")
+    settings = _settings(options)
+    longest, dtype = max(options.length), getattr(torch, options.dtype)
+    check_length(options.model, longest)
+    shape = ModelShape(**model_shape(options.model), max_model_len=longest)
+    if options.policies is None:
+        contenders = _deployable(contenders, settings, shape, dtype)
+    deployments = deploy_all(contenders, settings, shape, dtype)
+    report = Report(options.report) if options.report else None
+    task = {"retrieval": _retrieval, "replay": _replay}[options.task](options)
+    records = []
+    with records_file(options.out) if options.out else nullcontext() as file:
+        backend = backend_class(options.model, dtype, longest)
+        for record in run_task(task, backend, deployments):
+            record = {"task": options.task, "backend": options.backend} | record
+            records.append(record)
+            if file:
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+    table = task.summarise(records)
+    print(format_table(table, task.columns))
+    if report:
+        for setting, contender in itertools.product(longest_of(settings), contenders):
+            report.add_map(backend, setting, contender, task.example(longest))
+        report.write(options.task, table, task.columns, " ".join(options.data))
+    return table
+
+
+class Deployment(NamedTuple):
+    """A contender with one budget, and the settings (lengths) that it is to run with."""
+
+    deployed: Deployed
+    settings: list[Setting]
+
+
+def deploy_all(
+    contenders: list[Contender], settings: list[Setting], shape: ModelShape, dtype: torch.dtype
+) -> list[Deployment]:
+    """Every contender with every budget; nothing has been loaded yet.
+
+    Raises:
+        ConfigError: one cannot be used so.
+    """
+    found: dict[tuple, Deployment] = {}
+    for contender, setting in itertools.product(contenders, settings):
+        deployed, key = setting.deploy(contender, shape, dtype), (contender.name, setting.budget, setting.equal)
+        found.setdefault(key, Deployment(deployed, [])).settings.append(setting)
+    return list(found.values())
+
+
+def _deployable(contenders: list[Contender], settings: list[Setting], shape: ModelShape, dtype) -> list[Contender]:
+    """Those of the registry's that can be used so, where nobody has named any; says why others are left out.
+
+    Raises:
+        ConfigError: none can.
+    """
+    found, why = [], list(policies.loadable()[1])
+    for contender in contenders:
+        try:
+            deploy_all([contender], settings, shape, dtype)
+            found.append(contender)
+        except ConfigError as error:
+            if contender.scorer is not None:
+                raise
+            why.append(str(error))
+    if not found:
+        raise ConfigError(why[-1])
+    for line in why:
+        print(f"left out: {line}")
+    return found
+
+
+def run_task(task: Task, backend: Backend, deployments: list[Deployment]) -> Iterator[dict]:
+    """Records of the dense model, then of every policy with every budget."""
+    with backend.start(None) as run:
+        for length in task.material:
+            for record in task.ask(run, length):
+                yield {"length": length, "policy": "dense"} | record
+    for deployed, settings in deployments:
+        with backend.start(deployed) as run:
+            for setting in settings:
+                for record in task.ask(run, setting.length):
+                    yield {"length": setting.length} | told(setting, deployed) | record
+
+
+def _settings(options) -> list[Setting]:
+    settings = []
+    for length in dict.fromkeys(options.length):
+        for (budget, said), equal in itertools.product(budgets(options, length), options.equal):
+            if budget >= length:
+                raise ConfigError(
+                    f"a budget of {budget} keeps all of {length} tokens: lower --budget or raise --length"
+                )
+            if equal == "bytes":
+                check_equal_bytes(budget, said)
+            settings.append(Setting(length, budget, options.sinks, options.window, equal, options.decide_every))
+    return settings
+
+
+def _retrieval(options) -> Task:
+    tokenizer = load_tokenizer(options.model)
+    text = sentences(options.data, options.split, CHARACTERS * max(options.length))
+    made = {"count": options.rows, "seed": options.seed, "digits": options.digits}
+    material = {n: retrieval.make_examples(options.kinds, tokenizer, text, n, **made) for n in options.length}
+    if not tokenizer.chat_template:
+        print(f"{options.model} has no chat template: prompts are plain text")
+    return Task(
+        material,
+        lambda run, length: retrieval.answers(run, tokenizer, material[length]),
+        lambda length: torch.tensor(material[length][0].prompt),
+        summarise_retrieval,
+        RETRIEVAL_COLUMNS,
+    )
+
+
+def summarise_retrieval(records: list[dict]) -> list[dict]:
+    """Means over examples: a line for each length, budget, policy and kind."""
+    table = []
+    for line, members in _groups(records, (*KEYS, "kind")):
+        means = {name: sum(m[name] for m in members) / len(members) for name in retrieval.MEASURES}
+        table.append(line | {"examples": len(members)} | means)
+    return table
+
+
+def _replay(options) -> Task:
+    rows_of = {
+        "split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)
+    }  # fmt: skip
+    longest = max(options.length)
+    found = replay_rows(options.data, load_tokenizer(options.model), longest, **rows_of)
+    rows = list(itertools.islice(found, options.rows))
+    if not rows:
+        raise ConfigError(
+            f"the {options.split} split holds no row of {longest} tokens: give more text or lower --length"
+        )
+    if len(rows) < options.rows:
+        print(f"only {len(rows)} of {options.rows} rows: the {options.split} split holds no more")
+    material = {length: [row[:length] for row in rows] for length in options.length}
+    return Task(
+        material,
+        Replay(material, options.bucket),
+        lambda length: material[length][0],
+        summarise_replay,
+        REPLAY_COLUMNS,
+    )
+
+
+class Replay:
+    """Asks a run for its predictions of rows; the first run that is asked is the dense one.
+
+    Args:
+        material: length -> rows ``[length]``. bucket: positions of one; None for a sixteenth of the row.
+    """
+
+    def __init__(self, material: dict[int, list[torch.Tensor]], bucket: int | None):
+        self.material, self.bucket = material, bucket
+        self.dense: dict[int, list[torch.Tensor]] = {}
+
+    def __call__(self, run: Run, length: int) -> Iterator[dict]:
+        bucket = self.bucket or max(1, length // BUCKETS)
+        rows = self.material[length]
+        if length not in self.dense:
+            self.dense[length] = [replay.predictions(run, row) for row in rows]
+        for number, (row, dense) in enumerate(zip(rows, self.dense[length], strict=True)):
+            yield {"row": number} | replay.compare(run, row, dense, bucket)
+
+
+def summarise_replay(records: list[dict]) -> list[dict]:
+    """Means over rows. ``kl, first B`` is that of the buckets that end before anything is evicted, ``kl, last quarter`` that of
+    those which begin in the last quarter of the row."""
+    table = []
+    for line, members in _groups(records, KEYS):
+        means = {name: sum(m[name] for m in members) / len(members) for name in replay.MEASURES}
+        curves = {
+            f"{name}_by_position": [sum(part) / len(members) for part in zip(*(m[f"{name}_by_position"] for m in members), strict=True)]
+            for name in replay.MEASURES
+        }  # fmt: skip
+        bucket, kl = members[0]["bucket"], curves["kl_by_position"]
+        early = [x for i, x in enumerate(kl) if line["budget"] and (i + 1) * bucket <= line["budget"]]
+        late = [x for i, x in enumerate(kl) if i * bucket >= 0.75 * (line["length"] - 1)]
+        found = {"rows": len(members), "perplexity": math.exp(means["nll"]), "bucket": bucket}
+        if line["budget"]:
+            found |= {"kl, first B": sum(early) / len(early) if early else None}
+            found |= {"kl, last quarter": sum(late) / len(late) if late else None}
+        table.append(line | found | means | curves)
+    return table
+
+
+def _groups(records: list[dict], keys: tuple[str, ...]) -> Iterator[tuple[dict, list[dict]]]:
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        groups.setdefault(tuple(record.get(name) for name in keys), []).append(record)
+    for key, members in groups.items():
+        yield dict(zip(keys, key, strict=True)), members

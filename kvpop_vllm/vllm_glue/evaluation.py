@@ -1,0 +1,114 @@
+"""vLLM as a backend of `kvpop eval`: the engine itself, in this process, with the policy as any user would set it."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from kvpop_vllm.cache.accounting import dense_request_bytes
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
+from kvpop_vllm.evaluation.contenders import Deployed
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.init import model_shape
+
+SPARE_BYTES = 32 << 20
+"""Of KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
+IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
+
+
+class EngineBackend:
+    """An eager engine for each policy and budget. The hidden states that predictions are made from are taken where the model
+    hands them to vLLM's runner, and become logits by its own output layer, so that divergences are over the whole vocabulary.
+
+    Args:
+        model: folder. dtype: of weights and cache. longest: request, in tokens, answers included.
+    """
+
+    def __init__(self, model: str, dtype: torch.dtype, longest: int):
+        self.model, self.dtype, self.longest = model, dtype, longest
+        self.shape = ModelShape(**model_shape(model), max_model_len=longest)
+
+    @contextmanager
+    def start(self, deployed: Deployed | None) -> Iterator[EngineRun]:
+        """See :class:`kvpop_vllm.evaluation.running.Backend`."""
+        if deployed is not None and deployed.policy is None:
+            raise ConfigError(f"{deployed.contender.name} is no policy that can be served: leave it out")
+        llm = self._engine({} if deployed is None else {ADDITIONAL_CONFIG_KEY: settings_of(deployed)})
+        try:
+            yield EngineRun(llm)
+        finally:
+            llm.llm_engine.engine_core.shutdown()
+
+    def _engine(self, additional: dict):
+        from vllm import LLM
+
+        shape = self.shape
+        request = dense_request_bytes(
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype, self.longest, 128
+        )
+        before = os.environ.get(IN_PROCESS)
+        os.environ[IN_PROCESS] = "0"
+        try:
+            return LLM(
+                str(self.model),
+                dtype=str(self.dtype).removeprefix("torch."),
+                max_model_len=self.longest,
+                max_num_seqs=1,
+                kv_cache_memory_bytes=2 * request.allocated + SPARE_BYTES,
+                enforce_eager=True,
+                enable_prefix_caching=False,
+                skip_tokenizer_init=True,
+                additional_config=additional,
+            )
+        finally:
+            if before is None:
+                del os.environ[IN_PROCESS]
+            else:
+                os.environ[IN_PROCESS] = before
+
+
+def settings_of(deployed: Deployed) -> dict:
+    """``kv_policy`` of a deployed contender."""
+    given = dataclasses.asdict(deployed.policy.settings)
+    return {name: value for name, value in given.items() if value is not None}
+
+
+class EngineRun:
+    """See :class:`kvpop_vllm.evaluation.running.Run`."""
+
+    def __init__(self, llm):
+        self.llm, self.steps = llm, []
+
+        def watch(model):
+            model.register_forward_hook(lambda module, inputs, hidden: self.steps.append(hidden.detach().clone()))
+
+        llm.apply_model(watch)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        self._answer(tokens.tolist(), 1, set())
+        found = torch.cat(self.steps)
+        if len(found) != len(tokens):
+            raise RuntimeError(f"vLLM handed over {len(found)} hidden states for {len(tokens)} tokens")
+        return found
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        (found,) = self.llm.apply_model(lambda model: model.compute_logits(hidden))
+        return found.float()
+
+    def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
+        found = list(self._answer(prompt, new, stop))
+        return found[:-1] if found and found[-1] in stop else found
+
+    def _answer(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
+        from vllm import SamplingParams
+
+        self.steps.clear()
+        options = SamplingParams(
+            temperature=0, max_tokens=new, stop_token_ids=sorted(stop), ignore_eos=True, detokenize=False
+        )
+        (answer,) = self.llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)
+        return answer.outputs[0].token_ids

@@ -1,0 +1,156 @@
+"""`benchmarks/policies.py` at tiny sizes: a row for each policy and budget, taken over when the same commit runs again."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+
+from kvpop_vllm.evaluation.contenders import Contender, known_training_free
+from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def modules():
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield {name: importlib.import_module(name) for name in ("policies", "policy_cells", "kernel_steps", "record")}
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    root = tmp_path_factory.mktemp("policies")
+    write_byte_tokenizer(write_tiny_model(root / "model", "llama", vocab=VOCABULARY))
+    write_random_scorer(root / "scorer", root / "model", sinks=4, window=16, topk=80)
+    write_text(root / "text.jsonl", documents=200)
+    return root
+
+
+@pytest.fixture
+def bench(modules, folder, tmp_path, monkeypatch, capsys):
+    """Runs the script with options; returns its status, its rows and what it printed."""
+    monkeypatch.setattr(modules["policies"], "RESULTS", tmp_path / "policies.csv")
+    monkeypatch.setitem(modules["record"].KEY, "commit", "abc")
+
+    def run(*options):
+        text = str(folder / "text.jsonl")
+        words = f"--model {folder / 'model'} --scorer {folder / 'scorer'} --data {text} --haystack {text} --length 700 --context 700"
+        words += " --needles 2 --requests 2 --rounds 3"
+        monkeypatch.setattr(sys, "argv", ["policies.py", *words.split(), *options])
+        threads = torch.get_num_threads()
+        status = modules["policies"].main()
+        torch.set_num_threads(threads)
+        path = tmp_path / "policies.csv"
+        rows = list(csv.DictReader(path.open())) if path.exists() else []
+        return status, rows, capsys.readouterr()
+
+    return run
+
+
+def table_of(said):
+    return [line for line in said.out.splitlines() if line.startswith("|")]
+
+
+def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkeypatch):
+    status, rows, said = bench("--budget", "128")
+    names = {*known_training_free(), "kvpop"}
+    assert status == 0 and {row["policy"] for row in rows} == names | {"dense"} and len(rows) == len(names) + 1
+    dense, *others = rows
+    assert dense["policy"] == "dense" and float(dense["kl"]) == float(dense["error"]) == 0
+    for row in others:
+        assert float(row["kl"]) > 0.05 > float(row["kl_before"]) and 0 < float(row["error"]) < 2
+        assert float(row["perplexity"]) > 1 and float(row["step_ms"]) > 0 < float(row["dense_ms"])
+        assert float(row["least"]) <= float(row["dense_over_it"]) <= float(row["largest"])
+        assert (row["commit"], row["budget"], row["equal"], row["text"]) == ("abc", "128", "k", "text")
+    windows = {row["policy"]: int(row["window"]) for row in others}
+    assert windows["h2o"] == 64 and windows["tova"] == 1 and windows["kvpop"] == 16
+    assert {row["policy"]: row["scorer"] for row in rows}["kvpop"] == "scorer"
+    table = [line for line in table_of(said) if line.startswith("| 128 |")]
+    assert len(table) == len(names) and "left out: kvpop-mlp needs a scorer" in said.out
+
+    def again(*asked):
+        raise AssertionError("measured again")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(modules["policy_cells"].Cells, "measure", again)
+        status, same, repeated = bench("--budget", "128")
+        assert status == 0 and same == rows
+        assert table_of(repeated) == table_of(said) == table_of(bench("--table", "--budget", "128")[2])
+    status, more, _ = bench("--budget", "128", "512", "--policies", "momentkv", "--length", "720")
+    assert [(r["policy"], r["budget"], r["equal"], r["topk"]) for r in more[len(rows) :]] == [
+        ("dense", "", "k", ""), ("momentkv", "128", "k", "126"), ("momentkv", "512", "k", "510"),
+        ("momentkv", "512", "bytes", str(512 - 64 - 2)),
+    ]  # fmt: skip
+    sizes = {(r["policy"], r["budget"], r["equal"]): int(r["allocated_bytes"]) for r in more}
+    assert sizes["momentkv", "512", "bytes"] == 8 * 2 * 2 * 64 * (2 * 32 * 2 + 8) < sizes["momentkv", "512", "k"]
+    monkeypatch.setitem(modules["record"].KEY, "commit", "abc+")
+    _, changed, said = bench("--budget", "128", "--policies", "tova")
+    assert len(changed) == len(more) + 2 and "no row can be taken over" in said.out
+    monkeypatch.setitem(modules["record"].KEY, "commit", "def")
+    _, other, _ = bench("--budget", "128", "--policies", "tova")
+    assert [row["commit"] for row in other[len(changed) :]] == ["def", "def"]
+
+
+def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, modules, monkeypatch):
+    """A decode or prefill kernel that is wrong from the first token on gives no row."""
+    right = ops.prefill_chunk
+
+    def wrong(q, *arguments, **options):
+        out, lse = right(q, *arguments, **options)
+        return 0.5 * out, lse
+
+    monkeypatch.setattr("kvpop_vllm.kernels.ops.prefill_chunk", wrong)
+    status, rows, said = bench("--budget", "128", "--policies", "tova")
+    assert status == 1 and [row["policy"] for row in rows] == ["dense"]
+    assert "tova, B = 128: output check failed" in said.out and "| 128 |" not in said.out
+
+
+def test_what_cannot_be_measured_is_refused(bench):
+    with pytest.raises(SystemExit, match="'l2' cannot be compared: choose from .*l2norm"):
+        bench("--policies", "l2", "--budget", "64")
+    with pytest.raises(SystemExit, match="holds 0 rows of 900000 tokens"):
+        bench("--length", "900000", "--budget", "64")
+    with pytest.raises(SystemExit, match="2"):
+        bench("--budget", "700")
+    with pytest.raises(SystemExit, match="2"):
+        bench("--data", "nothing.jsonl")
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "streaming-llm"])
+def test_timed_steps_are_real_ones(modules, name):
+    """The same kernel on the same bytes gives the outputs that prefill of the whole text gives."""
+    shape, context, count = ModelShape("llama", 2, 2, 32, 64), 50, 6
+    deployed = Contender(name, name).deploy(shape, None if name == "full" else 24)
+    steps = modules["kernel_steps"].Steps(deployed, 4, 3, context, count, torch.float32)
+    given, outs = [], []
+
+    def watch(tokens, rule, pages, table, budgets, positions, valid):
+        out, _ = ops.decode_step(*tokens, pages, table, positions, valid, budgets, rule=rule, scale=32**-0.5)
+        given.append(tokens)
+        outs.append(out)
+
+    steps._step = watch
+    assert steps.seconds(2) > 0 and steps.seconds(4) > 0 and steps.position == context + count
+    draw = torch.Generator().manual_seed(0)
+    prompt = [torch.randn(context, heads, 32, generator=draw) for heads in (4, 2, 2)]
+    for layer, request in ((0, 0), (1, 2)):
+        texts = [
+            torch.cat([start, *(step[i][request][None] for step in given[layer::2])]).transpose(0, 1)
+            for i, start in enumerate(prompt)
+        ]
+        sequence = Sequence(deployed.rule(layer), deployed.budgets(layer), texts[1], length=56, prompt=50)
+        whole = sequence.attend(*texts, 32**-0.5)[:, context:]
+        own = torch.stack([out[request] for out in outs[layer::2]], 1)
+        torch.testing.assert_close(own, whole, rtol=0, atol=2e-5)

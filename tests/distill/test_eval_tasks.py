@@ -1,0 +1,131 @@
+"""`kvpop eval --task retrieval` and `--task replay` as they are typed, at tiny sizes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from distill.tiny_text import write_text
+from distill.typed import distill
+
+from kvpop_vllm.evaluation.contenders import known_training_free
+from kvpop_vllm.policies import POLICIES
+from kvpop_vllm.policies.base import Signal
+
+COMMON = "--model=qwen3 --data long.jsonl --split=all --dtype=float32"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def long_text(folder):
+    write_text(folder / "long.jsonl", documents=200)
+
+
+def records(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def test_replay_of_all_policies_with_their_own_defaults(kvpop):
+    distill(kvpop, "replayed", "--steps=2")
+    words = f"eval --task=replay {COMMON} --length 200 150 --budget 80 --rows=2 --bucket=30 --out=replay.jsonl --scorer=replayed"
+    status, output, errors = kvpop(*words.split(), "--report=replay")
+    assert status in (0, None), errors
+    found = records("replay.jsonl")
+    names = {*known_training_free(), "replayed"}
+    assert {r["policy"] for r in found} == names | {"dense"} and len(found) == 4 * (1 + len(names))
+    windows = {r["policy"]: r["window"] for r in found if r["policy"] != "dense"}
+    assert (windows["h2o"], windows["tova"], windows["streaming-llm"], windows["replayed"]) == (40, 1, 75, 8)
+    for record in found:
+        assert record["task"] == "replay" and record["backend"] == "transformers" and record["bucket"] == 30
+        assert len(record["kl_by_position"]) == -(-(record["length"] - 1) // 30)
+        early, late = record["kl_by_position"][0], record["kl_by_position"][-1]
+        assert abs(early) < 1e-6 and (record["policy"] == "dense" or late > 1e-4)
+    assert output.splitlines()[0].split()[-1] == "agreement"
+    assert "| streaming-llm | 2 |" in Path("replay/table.md").read_text()
+    maps = records("replay/retained.jsonl")
+    assert {m["policy"] for m in maps} == names and {m["length"] for m in maps} == {200}
+    for m in maps:
+        if m["policy"] in ("h2o", "tova", "streaming-llm", "replayed"):
+            assert all(sum(layer) * m["tokens_per_bin"] == pytest.approx(80, abs=4) for layer in m["held"])
+    status, _, errors = kvpop(*words.split()[:-2], "--policies", "tova", "--window=5", "--sinks=3", "--out=alike.jsonl")
+    assert status in (0, None) and {r.get("window") for r in records("alike.jsonl")} == {None, 5}, errors
+
+
+def test_what_the_registry_cannot_run_is_left_out_unless_it_is_named(kvpop, monkeypatch):
+    class NeedsHidden(POLICIES["tova"]):
+        """Of a kind that no backend of evaluation can serve."""
+
+        name, signals = "needs-hidden", frozenset({Signal.HIDDEN, Signal.MASS})
+
+    monkeypatch.setitem(POLICIES, "needs-hidden", NeedsHidden)
+    words = f"eval --task=replay {COMMON} --length 120 --budget 80 --rows=1 --out=left.jsonl".split()
+    status, output, errors = kvpop(*words)
+    assert status in (0, None), errors
+    assert "left out: needs-hidden: --policy needs-hidden declares signals, which this version cannot serve" in output
+    assert {r["policy"] for r in records("left.jsonl")} == {"dense", *known_training_free()} - {"needs-hidden"}
+    status, _, errors = kvpop(*words, "--policies", "tova", "needs-hidden")
+    assert status == 2 and "needs-hidden: --policy needs-hidden declares signals" in errors
+    status, _, errors = kvpop(*words, "--window=80")
+    assert status == 2 and "no long-range tokens" in errors
+
+
+def test_retrieval_with_a_report(kvpop):
+    words = (
+        f"eval --task=retrieval {COMMON} --length 700 --share 4 8 --rows=2 --kinds needle --digits 3 --out=found.jsonl"
+    )
+    status, output, errors = kvpop(*words.split(), "--policies", "h2o", "--correction=moment", "--report=retrieval")
+    assert status in (0, None), errors
+    assert "qwen3 has no chat template: prompts are plain text" in output
+    found = records("found.jsonl")
+    assert [(r["policy"], r.get("budget")) for r in found[::2]] == [
+        ("dense", None), *((name, budget) for name in ("h2o", "h2o+moment") for budget in (175, 87)),
+    ]  # fmt: skip
+    for record in found:
+        assert record["kind"] == "needle" and not record["chat"] and len(record["expected"][0]) == 3
+        assert 0 <= record["partial"] <= 1 and record["tokens"] + 16 <= 700 and record["depth"] in (0.25, 0.75)
+    assert {tuple(r["expected"]) for r in found if r["example"] == 0} == {tuple(found[0]["expected"])}
+    assert sorted(p.name for p in Path("retrieval").iterdir()) == [
+        "figure.png", "retained.jsonl", "retained.png", "table.md",
+    ]  # fmt: skip
+
+
+def test_text_has_a_report_too(kvpop):
+    words = f"eval {COMMON} --length 128 --budget 40 --window=8 --rows=1 --policies h2o random --report=text"
+    status, output, errors = kvpop(*words.split())
+    assert status in (0, None) and "random cannot be served" in output, errors
+    (one,) = records("text/retained.jsonl")
+    assert one["policy"] == "h2o" and "| h2o |" in Path("text/table.md").read_text()
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ("--backend=vllm", "--backend vllm says nothing to --task text: leave it out, or give --task retrieval"),
+        ("--bucket=3 --task=retrieval", "--bucket says nothing to --task retrieval"),
+        ("--kinds words --task=replay", "--kinds says nothing to --task replay"),
+        ("--digits 3", "--digits says nothing to --task text"),
+        ("--task=replay --policies random", "--task replay runs what can be served, and random cannot: leave it out"),
+        ("--task=replay --budget 128", "a budget of 128 keeps all of 128 tokens: lower --budget"),
+        ("--budget 127", "a budget of 127 keeps all of 128 tokens"),
+        ("--task=replay --budget 5 --policies streaming-llm", "streaming-llm: a budget of 5 is too small for 4 sinks"),
+        ("--task=replay --budget 60 --policies kvpop", "policy 'kvpop' needs a scorer: give --scorer DIR"),
+        ("--task=replay --budget 60 --equal bytes", "--equal bytes compares budgets of at least 512 tokens"),
+        ("--task=retrieval --budget 60 --policies h2o --kinds needle", "has no room for 'needle'"),
+        (
+            "--task=replay --budget 60 --policies h2o --length 90000",
+            "the model has 4096 positions: lower --length 90000",
+        ),
+        (
+            "--task=replay --budget 60 --policies h2o --length 4000 --data text.jsonl",
+            "the test split holds no row of 4000",
+        ),
+        ("--task=replay --share 4 --budget 60", "not allowed with argument"),
+        ("--task=replay --budget 60 --report=long.jsonl", "--report long.jsonl is a file: name a folder"),
+    ],
+)
+def test_what_cannot_be_evaluated_is_one_line(kvpop, options, message):
+    split = "" if "--data" in options else COMMON
+    words = f"eval --model=qwen3 {split} --length 128 {options}"
+    status, _, errors = kvpop(*words.split())
+    assert status == 2 and message in errors, errors
+    assert errors.count("\n") == 1 or "usage" in errors

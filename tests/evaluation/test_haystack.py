@@ -1,0 +1,74 @@
+"""Rows for replay begin where documents begin; sentences lose no word."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from distill.tiny_text import VOCABULARY, write_byte_tokenizer
+from transformers import AutoTokenizer
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.data import split_of
+from kvpop_vllm.evaluation.haystack import LONGEST_SENTENCE, documents, replay_rows, sentences
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("tokenizer")
+    write_byte_tokenizer(folder)
+    return AutoTokenizer.from_pretrained(folder)
+
+
+def write(path, texts):
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    return [str(path)]
+
+
+def rows(paths, tokenizer, length, split="all", seed=0):
+    found = replay_rows(paths, tokenizer, length, split=split, seed=seed, vocab_size=VOCABULARY)
+    return [tokenizer.decode(row) for row in found]
+
+
+def test_rows_begin_with_documents_and_go_on_with_the_next(tokenizer, tmp_path):
+    texts = [chr(97 + i) * n for i, n in enumerate((30, 12, 95, 7, 40, 8))]
+    paths = write(tmp_path / "text.jsonl", texts)
+    for seed in range(4):
+        found = rows(paths, tokenizer, 32, seed=seed)
+        order = [c for row in found for c in dict.fromkeys(row.replace("<end>", ""))]
+        assert len(order) == len(set(order)) and all(len(tokenizer(row)["input_ids"]) == 32 for row in found)
+        for row in found:
+            parts = row.split("<end>")
+            assert all(part in texts for part in parts[:-1]), "only the last document of a row is cut"
+            assert any(text.startswith(parts[-1]) for text in texts)
+    assert len({tuple(rows(paths, tokenizer, 32, seed=seed)) for seed in range(4)}) > 1
+    assert rows(paths, tokenizer, 32, seed=2) == rows(paths, tokenizer, 32, seed=2)
+    assert rows(paths, tokenizer, 32000) == []
+
+
+def test_a_split_holds_its_documents(tokenizer, tmp_path):
+    texts = [f"document {i} " * 5 for i in range(200)]
+    paths = write(tmp_path / "text.jsonl", texts)
+    held = [document.content for _, document in documents(paths, "test")]
+    assert 0 < len(held) < 40 and held == [text for text in texts if split_of(text, 0.05, 0.05) == "test"]
+    assert sentences(paths, "test", 1) == [" ".join(text.split()) for text in held]
+
+
+def test_sentences_are_short_and_lose_nothing(tmp_path):
+    long = " ".join(f"word{i}" for i in range(300))
+    paths = write(tmp_path / "text.jsonl", ["One is here. Is two? Yes!\nThree\n\n", long, "x" * 1000])
+    found = sentences(paths, "all", 1)
+    assert found[:4] == ["One is here.", "Is two?", "Yes!", "Three"]
+    assert " ".join(found) == f"One is here. Is two? Yes! Three {long} {'x' * 1000}"
+    assert all(len(sentence) <= LONGEST_SENTENCE for sentence in found[:-1])
+    with pytest.raises(ConfigError, match="the train split of .*text.jsonl holds no text"):
+        sentences(write(tmp_path / "text.jsonl", [" "]), "train", 1)
+
+
+def test_conversations_are_text_too(tokenizer, tmp_path):
+    path = tmp_path / "talk.jsonl"
+    turns = [{"role": "user", "content": "What now?"}, {"role": "assistant", "content": "Nothing. Wait."}]
+    path.write_text(json.dumps({"messages": turns}))
+    assert sentences([str(path)], "all", 1) == ["What now?", "Nothing.", "Wait."]
+    tokenizer.chat_template = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    assert rows([str(path)], tokenizer, 20) == ["<user>What now?<assistant>"[:20]]

@@ -1,0 +1,135 @@
+"""`kvpop eval --report`: tables and figures hold the numbers they are given."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.evaluation.contenders import training_free
+from kvpop_vllm.evaluation.output import format_table, markdown_table
+from kvpop_vllm.evaluation.pictures import Report, draw_maps, draw_replay, draw_retrieval, draw_text
+from kvpop_vllm.evaluation.runner import Setting
+from kvpop_vllm.evaluation.running import TransformersBackend
+from kvpop_vllm.evaluation.tasks import summarise_replay, summarise_retrieval
+from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_tiny_model
+
+DENSE = {"length": 100, "budget": None, "equal": None}
+
+
+def line(policy, budget, **values):
+    return {"length": 100, "budget": budget, "equal": "k", "policy": policy} | values
+
+
+def points(axis):
+    return {found.get_label(): found.get_xydata().tolist() for found in axis.lines}
+
+
+def test_tables_have_the_same_cells():
+    table = [{"policy": "dense", "kl": None}, {"policy": "x", "kl": 0.25, "topk": 3}]
+    columns = ("policy", "topk", "kl")
+    assert markdown_table(table, columns).splitlines() == [
+        "| policy | topk | kl |",
+        "|---|---|---|",
+        "| dense |  |  |",
+        "| x | 3 | 0.2500 |",
+    ]
+    assert format_table(table, columns).splitlines()[2].split() == ["x", "3", "0.2500"]
+
+
+def test_text_against_the_budget():
+    table = [DENSE | {"policy": "dense", "perplexity": 4.0}]
+    table += [line("x", b, perplexity=p, kl=p - 4, error=0.1) for b, p in ((32, 5.0), (16, 6.0))]
+    table += [line("x", 32, perplexity=7.0, kl=3.0, error=0.2) | {"equal": "bytes"}]
+    drawing = Figure()
+    draw_text(drawing, table)
+    assert len(drawing.axes) == 3
+    curves = points(drawing.axes[0])
+    assert curves["x"] == [[16, 6], [32, 5]] and curves["x (equal bytes)"] == [[32, 7]]
+    assert [y for _, y in curves["dense"]] == [4, 4] and points(drawing.axes[1])["x"] == [[16, 2], [32, 1]]
+
+
+def test_retrieval_is_averaged_by_kind_and_drawn():
+    records = [
+        line("x", 16, kind=kind, exact=e, partial=p)
+        for kind, e, p in (("needle", 0, 0.5), ("needle", 1, 1.0), ("words", 0, 0.2))
+    ]
+    records += [{"length": 100, "policy": "dense", "kind": "needle", "exact": 1, "partial": 1.0}]
+    table = summarise_retrieval(records)
+    assert [(x["policy"], x["kind"], x["examples"], x["exact"], x["partial"]) for x in table] == [
+        ("x", "needle", 2, 0.5, 0.75),
+        ("x", "words", 1, 0, 0.2),
+        ("dense", "needle", 1, 1, 1.0),
+    ]
+    drawing = Figure()
+    draw_retrieval(drawing, table)
+    needle, words = drawing.axes
+    assert points(needle)["x"] == [[16, 0.75]] and "dense" in points(needle) and points(words) == {"x": [[16, 0.2]]}
+
+
+def test_replay_is_averaged_by_position_and_drawn():
+    curves = [([0.0, 0.2, 0.4, 0.6, 0.8], [1.0, 0.9, 0.8, 0.7, 0.6]), ([0.0, 0.4, 0.6, 0.8, 1.0], [1.0] * 5)]
+    records = [
+        line("x", 20, row=i, nll=1.0 + i, kl=sum(kl) / 5, agreement=sum(same) / 5, bucket=20)
+        | {"nll_by_position": [1.0] * 5, "kl_by_position": kl, "agreement_by_position": same}
+        for i, (kl, same) in enumerate(curves)
+    ]
+    (table,) = summarise_replay(records)
+    assert table["kl_by_position"] == pytest.approx([0, 0.3, 0.5, 0.7, 0.9]) and table["rows"] == 2
+    assert table["kl"] == pytest.approx(0.48) and table["agreement"] == pytest.approx(0.9)
+    assert table["perplexity"] == pytest.approx(4.4816890)  # e^1.5
+    assert table["kl, first B"] == 0 and table["kl, last quarter"] == pytest.approx(0.9)
+    drawing = Figure()
+    draw_replay(drawing, [table])
+    kl, agreement = drawing.axes
+    for axis, name in ((kl, "kl"), (agreement, "agreement")):
+        x, y = zip(*points(axis)["x"], strict=True)
+        assert x == (10, 30, 50, 70, 90) and list(y) == table[f"{name}_by_position"]
+
+
+def test_a_report_holds_what_the_oracle_holds(tmp_path, capsys):
+    """The map of a policy on a text, by layer and bin; a policy that cannot be served is named instead."""
+    model = write_tiny_model(tmp_path / "model", "llama")
+    length, budget = 150, 40
+    backend = TransformersBackend(str(model), torch.float32, length)
+    report, setting = Report(str(tmp_path / "report")), Setting(length, budget, None, None)
+    tokens = random_prompt(length)
+    for name in ("h2o", "random"):
+        report.add_map(backend, setting, training_free(name), torch.tensor(tokens))
+    table = [line("h2o", budget, perplexity=5.0, kl=0.5, error=0.1)]
+    report.write("text", table, ("policy", "kl"), "some text")
+    folder = tmp_path / "report"
+    assert sorted(p.name for p in folder.iterdir()) == ["figure.png", "retained.jsonl", "retained.png", "table.md"]
+    assert (folder / "table.md").read_text().splitlines() == [
+        "`kvpop eval --task text` on some text",
+        "",
+        "| policy | kl |",
+        "|---|---|",
+        "| h2o | 0.5000 |",
+        "",
+        "random cannot be served: it has no map of retained tokens.",
+    ]
+    assert "random cannot be served" in capsys.readouterr().out
+    (found,) = (json.loads(text) for text in (folder / "retained.jsonl").read_text().splitlines())
+    assert (found["policy"], found["length"], found["budget"], found["tokens_per_bin"]) == ("h2o", length, budget, 3)
+    run = OracleModel(model).run(tokens, OraclePolicy("mean mass", 0, budget // 2, budget // 2))
+    for layer, visible in enumerate(run.visible):
+        held = [sum(t in run.retained(layer, head, length - 1) for head in range(2)) / 2 for t in range(length)]
+        by_hand = [sum(held[a : a + 3]) / 3 for a in range(0, length, 3)]
+        assert found["held"][layer] == pytest.approx(by_hand), layer
+        assert int(visible[:, length - 1].sum()) == 2 * budget
+    drawing = Figure()
+    draw_maps(drawing, [found])
+    (image,) = drawing.axes[0].images
+    assert image.get_array().tolist() == found["held"]
+    assert drawing.axes[0].get_title() == "h2o, B = 40"
+    assert all((folder / name).stat().st_size > 5000 for name in ("figure.png", "retained.png"))
+
+
+def test_a_file_is_no_report(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="--report .*file is a file: name a folder"):
+        Report(str(tmp_path / "file"))

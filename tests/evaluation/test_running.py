@@ -1,0 +1,150 @@
+"""Requests under policies, prompts and generated tokens, against the naive oracle; replay by its definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.evaluation import replay
+from kvpop_vllm.evaluation.contenders import learned, training_free
+from kvpop_vllm.evaluation.pictures import retention_map
+from kvpop_vllm.evaluation.running import TransformersBackend
+from kvpop_vllm.evaluation.served import DenseRequest, Request
+from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_random_scorer, write_tiny_model
+
+S, B, NEW = 90, 30, 12
+OWN = {  # the oracle's scorer, and each policy's own sinks and window at this budget
+    "streaming-llm": ("recency", 4, B - 5),
+    "h2o": ("mean mass", 0, B // 2),
+    "tova": ("newest mass", 0, 1),
+    "momentkv": ("moment residual", 1, 1),
+}
+NAMES = (None, *OWN, "kvpop")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return str(write_tiny_model(tmp_path_factory.mktemp("model") / "model", "llama"))
+
+
+@pytest.fixture(scope="module")
+def scorer(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("scorer") / "scorer"
+    return str(write_random_scorer(folder, model, sinks=2, window=6, topk=B - 8))
+
+
+@pytest.fixture(scope="module")
+def backend(model):
+    return TransformersBackend(model, torch.float32, S + NEW)
+
+
+@pytest.fixture(scope="module")
+def both(model, scorer, backend):
+    """``name -> (deployed, the oracle's policy)``; None is dense."""
+
+    def make(name, every=1):
+        if name is None:
+            return None, None
+        if name == "kvpop":
+            oracle = OraclePolicy.from_scorer(scorer, topk=B - 8 - every + 1, interval=every)
+            return learned(scorer, model)[0].deploy(backend.shape, B, decide_every=every), oracle
+        kind, sinks, window = OWN[name]
+        window = window if name != "streaming-llm" else B - sinks - every
+        topk = B - sinks - window - every + 1
+        oracle = OraclePolicy(kind, sinks, window, topk, interval=every, corrected=name == "momentkv")
+        return training_free(name).deploy(backend.shape, B, decide_every=every), oracle
+
+    return make
+
+
+@pytest.mark.parametrize("every", [1, 4])
+@pytest.mark.parametrize("name", NAMES[1:])
+def test_a_policy_has_its_own_defaults_and_holds_what_the_oracle_holds(model, backend, both, name, every):
+    tokens, (deployed, oracle) = random_prompt(S), both(name, every)
+    roles = deployed.roles
+    assert (roles.sinks, roles.window, roles.topk, roles.budget) == (oracle.sinks, oracle.window, oracle.topk, B)
+    run, found = OracleModel(model).run(tokens, oracle), backend.held(deployed, torch.tensor(tokens))
+    for layer, visible in enumerate(run.visible):
+        assert torch.equal(found[layer], visible[:, S - 1])
+    assert found.sum(-1).max() == B or every > 1
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_predictions_of_a_prompt_are_the_oracles(model, backend, both, name):
+    tokens, (deployed, oracle) = random_prompt(S), both(name)
+    exact = OracleModel(model).run(tokens, oracle).logprobs
+    with backend.start(deployed) as run:
+        own = run.logits(run.hidden(torch.tensor(tokens))).log_softmax(-1)
+    assert own.dtype == torch.float32
+    torch.testing.assert_close(own.double(), exact, rtol=0, atol=2e-4)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_generated_tokens_are_the_oracles(model, backend, both, name):
+    """By decode steps, from the same caches that the prompt has filled. Near-ties of two tokens end the comparison."""
+    prompt, (deployed, oracle) = random_prompt(60, seed=3), both(name)
+    naive = OracleModel(model)
+    exact = naive.greedy(prompt, NEW, oracle)
+    gaps = naive.run(prompt + exact, oracle).top2_gap[len(prompt) - 1 : -1]
+    assert gaps.min() > 1e-3 and len(set(exact)) > 4
+    assert name is None or exact != naive.greedy(prompt, NEW), "the budget shows in nothing"
+    with backend.start(deployed) as run:
+        assert run.generate(prompt, NEW, set()) == exact
+        assert run.generate(prompt, 3, set()) == exact[:3], "a request knows nothing of the one before"
+        stop = exact[5]
+        assert run.generate(prompt, NEW, {stop}) == exact[: exact.index(stop)]
+
+
+@pytest.mark.parametrize("name", [None, "h2o", "kvpop"])
+def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
+    """In chunks and single tokens, before and after the budget is full, to the outputs of the whole row."""
+    (deployed, _), loaded = both(name), load_model(model, torch.float32)
+    tokens = torch.tensor(random_prompt(S))
+    request = DenseRequest() if name is None else Request(deployed.rule, deployed.budgets, length=S, prompt=40)
+    parts, at = [], 0
+    for count in (10, 1, 1, 28, 1, 17, 1, S - 59):
+        positions = torch.arange(at, at + count)[None]
+        inputs = {"input_ids": tokens[None, at : at + count], "position_ids": positions}
+        with torch.inference_mode():
+            parts.append(loaded.get_decoder()(**inputs, attend=request).last_hidden_state[0])
+        at += count
+    with backend.start(deployed) as run:
+        whole = run.hidden(tokens)
+    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=5e-5)
+    assert name is None or all(sequence.prompt == 40 for sequence in request.layers.values())
+
+
+@pytest.mark.parametrize("positions, bucket", [(512, 20), (7, 20), (512, 89)])
+def test_replay_by_definition(model, backend, both, monkeypatch, positions, bucket):
+    monkeypatch.setattr("kvpop_vllm.evaluation.replay.POSITIONS", positions)
+    tokens, (deployed, oracle) = random_prompt(S), both("h2o")
+    exact, own = (OracleModel(model).run(tokens, policy).logprobs[:-1] for policy in (None, oracle))
+    kl = (exact.exp() * (exact - own)).sum(-1)
+    same = (exact.argmax(-1) == own.argmax(-1)).double()
+    nll = -own.gather(-1, torch.tensor(tokens)[1:, None])[:, 0]
+    with backend.start(None) as run:
+        dense = replay.predictions(run, torch.tensor(tokens))
+        itself = replay.compare(run, torch.tensor(tokens), dense, bucket)
+    with backend.start(deployed) as run:
+        found = replay.compare(run, torch.tensor(tokens), dense, bucket)
+    for name, values in (("nll", nll), ("kl", kl), ("agreement", same)):
+        by_hand = [values[a : a + bucket].mean().item() for a in range(0, S - 1, bucket)]
+        assert found[f"{name}_by_position"] == pytest.approx(by_hand, rel=1e-3, abs=1e-6), name
+        assert found[name] == pytest.approx(values.mean().item(), rel=1e-4)
+    assert (found["kl"] > 0.01 > abs(itself["kl"])) and itself["agreement"] == 1 > found["agreement"]
+    assert bucket != 20 or found["kl_by_position"][0] < 1e-6 < 1e-2 < found["kl_by_position"][-1]
+
+
+def test_maps_are_means_over_heads_and_positions():
+    held = torch.zeros(2, 3, 10, dtype=torch.bool)
+    held[0, :, 0] = held[0, 1, 5] = held[1, 2, 8:] = True
+    torch.testing.assert_close(retention_map(held, 4), torch.tensor([[3 / 12, 1 / 12, 0], [0, 0, 2 / 6]]))
+
+
+def test_what_cannot_be_served_has_no_run(backend):
+    deployed = training_free("random").deploy(backend.shape, B, 2, 6)
+    with pytest.raises(ConfigError, match="random is no policy that can be served: leave it out"):
+        with backend.start(deployed):
+            pass
