@@ -51,7 +51,8 @@ LEDGER = (
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
         True,
         "The only point between the arguments and the loading of weights: refuses keys of additional_config that are "
-        "misspelt; with a policy, refuses what cannot work and switches prefix caching off.",
+        "misspelt; with a policy, refuses what cannot work, switches prefix caching off and, for a policy with a gate, names "
+        "the model class that has room for it.",
         "when platforms consult a backend's validate_configuration on CPU too (vLLM issue 42449 is about such hooks)",
     ),
     Patch(
@@ -78,7 +79,7 @@ LEDGER = (
         "vllm.compilation.caching:aot_compile_hash_factors",
         False,
         "(compile_cache.py) The key of that cache holds all of additional_config, though the compiled graph depends "
-        "neither on the budget nor on the scorer: with a policy, only its name counts.",
+        "neither on the budget nor on the scorer: with a policy, only its name and the make of its gate count.",
         "when a plugin can name its own factors",
     ),
     Patch(

@@ -112,6 +112,17 @@ def test_an_engine_serves_what_was_trained(trained, chunk):
         assert verdict.decisions > 100
 
 
+def test_stored_logits_do_for_the_model_itself(kvpop):
+    """Half-precision log-probabilities aside, the same run."""
+    recipe = [*TRIMKV, "--steps=3", "--kl-top=32"]
+    with one_thread():
+        distill(kvpop, "logits", action="teacher", recipe=recipe)
+        online, stored = (distill(kvpop, out, recipe=[*recipe, *more]) for out, more in (("on", ()), ("off", ["--teacher=logits"])))  # fmt: skip
+    for a, b in zip(online, stored, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], rel=1e-4) and a["kl"] > 0
+    assert read_scorer("on")[0] == read_scorer("off")[0]
+
+
 START = "distill --out=x --model=qwen3 --data text.jsonl --length=96"
 REFUSED = {
     "--recipe=trimkv --topk 23 --train-base": "phase trimkv trains gates alone: leave --train-base out",
