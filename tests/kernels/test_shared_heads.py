@@ -247,6 +247,17 @@ def test_division(seed):
         assert sum(found) == heads * topk and min(found) >= topk // 5
 
 
+@pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize("case", ["votes-corrected", "norm"])
+def test_scores_that_are_no_numbers_break_nothing(case, isa):
+    """A model that has come to NaN: outputs are, slots and pages stay in order."""
+    p = Problem(**CASES[case])
+    p.k[:, 40:45], p.v[:, 60] = torch.nan, torch.nan
+    out, held = p.serve([7], isa)
+    assert out[:40].isfinite().all() and out[40].isnan().all()
+    assert all(sum(len(head) for head in heads) <= p.heads * p.budget for _, heads in held)
+
+
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
 def test_prompt_lengths_are_asked_for(impl):
     p = Problem()

@@ -245,7 +245,8 @@ void shrink_of(const DecodeStep& a, int64_t r, int64_t h, int64_t count, Pieces 
     float *x = pieces.take(2 * a.size), *deviation = pieces.take(a.size);
     const Moments moments(a, r, h);
     for (; count > 0; count--) {
-        const int64_t gone = int64_t(lowest(a, r, h, first, used, q, nullptr).slot), last = --used;
+        const int64_t lowest_slot = int64_t(lowest(a, r, h, first, used, q, nullptr).slot), last = --used;
+        const int64_t gone = lowest_slot < 0 ? last : lowest_slot;  // no score is a number
         if (a.keeps_moments()) {
             head.read(head.k(gone), head.v(gone), x);
             moments.take_in(float(++evicted), x, deviation);

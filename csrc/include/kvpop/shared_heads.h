@@ -7,6 +7,7 @@
 #include <ATen/Parallel.h>
 
 #include <algorithm>
+#include <limits>
 #include <stdexcept>
 #include <tuple>
 #include <vector>
@@ -143,7 +144,8 @@ class SharedHeads {
     double effective(double raw, int64_t age, int64_t h) const {
         if (whole_.scorer.mean) raw /= double(age);
         if (whole_.scorer.ages) raw *= double(age);
-        return raw + double(age / whole_.decay_step) * whole_.log_gamma[h];
+        const double value = raw + double(age / whole_.decay_step) * whole_.log_gamma[h];
+        return value == value ? value : -std::numeric_limits<double>::infinity();  // no number has no place in an order
     }
 
     // New shares; pages that a head needs no more go to those that need more.
