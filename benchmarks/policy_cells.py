@@ -12,7 +12,7 @@ import torch
 from engines import say
 from kernel_steps import Steps
 
-from kvpop_vllm.cache.accounting import dense_request_bytes
+from kvpop_vllm.cache.accounting import dense_request_bytes, request_bytes
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
@@ -163,7 +163,6 @@ class Cells:
         sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
         if deployed is None:
             return dense_request_bytes(*sizes, self.dtype, length, 128).allocated
-        layout = PageLayout(1, shape.head_dim, self.dtype, state_floats=deployed.state_floats)
-        every = deployed.roles.decide_every
-        heads = [b for layer in range(shape.num_layers) for b in deployed.budgets(layer).tolist()]
-        return sum(layout.blocks(length, b, every) for b in heads) * layout.region_bytes
+        layout, policy = PageLayout(sizes[1], sizes[2], self.dtype, state_floats=deployed.state_floats), deployed.policy
+        shares = policy.checked_shares(slice(0, sizes[1]))
+        return request_bytes(layout, sizes[0], length, policy.retention, shares, policy.spare_blocks).allocated

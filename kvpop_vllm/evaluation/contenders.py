@@ -115,6 +115,11 @@ class Deployed:
         return self.policy.state_floats if self.policy else 0
 
     @property
+    def spare_blocks(self) -> int:
+        """Blocks of a request beyond those of equal shares."""
+        return self.policy.spare_blocks if self.policy else 0
+
+    @property
     def by_scores(self) -> bool:
         """Whether scores run it, rather than the kernels of serving."""
         own = self.contender
@@ -198,11 +203,13 @@ class Deployed:
         return judge.recall_of(kept, log_gamma, roles, positions) if positions and even else None, out
 
 
-def budget_of_equal_bytes(budget: int, state_floats: int, head_dim: int, dtype: torch.dtype) -> int:
-    """The largest budget whose pages, those of the state among them, are no more than a stateless policy's of ``budget``
+def budget_of_equal_bytes(
+    budget: int, state_floats: int, head_dim: int, dtype: torch.dtype, spare_blocks: int = 0
+) -> int:
+    """The largest budget whose pages, those of the state and spare ones among them, are no more than a stateless policy's of ``budget``
     (pages of the default number of slots; a whole request, :mod:`kvpop_vllm.cache.accounting`)."""
     layout = PageLayout(1, head_dim, dtype, state_floats=state_floats)
-    free = cdiv(budget, layout.block_slots) - layout.state_blocks
+    free = cdiv(budget, layout.block_slots) - layout.state_blocks - spare_blocks
     return max(0, min(budget, free * layout.block_slots))
 
 

@@ -52,8 +52,8 @@ class Setting:
         near = {"sinks": self.sinks, "window": self.window, "decide_every": self.decide_every}
         budget, waiting = self.budget, (self.decide_every or 1) - 1
         if self.equal == "bytes":
-            words = contender.deploy(model, self.budget, **near).state_floats
-            budget = budget_of_equal_bytes(self.budget, words, model.head_dim, dtype)
+            alike = contender.deploy(model, self.budget, **near)
+            budget = budget_of_equal_bytes(self.budget, alike.state_floats, model.head_dim, dtype, alike.spare_blocks)
         sinks, window = self.sinks or 0, self.window or 1
         if budget - sinks - window - waiting < 1:
             raise ConfigError(
