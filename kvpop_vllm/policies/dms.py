@@ -21,6 +21,7 @@ class DMS(Gated):
     paper = "Lancucki et al. 2025, arXiv:2506.05345"
     cost = "one [E, H] product per layer, or none"
     signals = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
+    scores_compare = False  # a head holds as many tokens as its decisions leave
 
     def __post_init__(self):
         super().__post_init__()
