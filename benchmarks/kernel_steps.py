@@ -8,8 +8,9 @@ import torch
 
 from kvpop_vllm.evaluation.contenders import Deployed
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.kernels.ops import GivenScore, RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages
+from kvpop_vllm.kernels.regions import HeadRegions
 from kvpop_vllm.roles import Retention
 
 
@@ -28,6 +29,7 @@ class Steps:
         self.draw = torch.Generator().manual_seed(0)
         self.queries, self.requests, self.position, self.dtype = queries, requests, context, dtype
         self.size, self.heads = shape.head_dim, shape.num_kv_heads
+        self.prompts = torch.full((requests,), context)
         prompt = [self._random(context, heads) for heads in (queries, self.heads, self.heads)]
         filled: dict[tuple, torch.Tensor] = {}
         self.layers = []
@@ -45,19 +47,43 @@ class Steps:
     def _prefill(self, rule: RetentionRule, layout: PageLayout, budgets, prompt, length: int) -> torch.Tensor:
         """Bytes of one request's pages after the prompt."""
         blocks = layout.blocks(length, int(budgets.max()), rule.decide_every)
+        if rule.share_pages:
+            blocks = layout.blocks(int(budgets[0]), int(budgets[0])) + HeadRegions.spare
         raw = torch.zeros(blocks, self.heads, layout.region_bytes, dtype=torch.uint8)
-        table = torch.arange(blocks, dtype=torch.int32).expand(self.heads, -1)
-        ops.prefill_chunk(*prompt, layout.view(raw), table, 0, budgets, rule=rule, scale=self.size**-0.5)
+        pages, table = self._pages(rule, layout, budgets, raw, torch.arange(blocks, dtype=torch.int32)[None])
+        told = {
+            "rule": rule,
+            "scale": self.size**-0.5,
+            "given": self._given(rule, len(prompt[0])),
+            "prompt": len(prompt[0]),
+        }
+        ops.prefill_chunk(*prompt, pages, table[0], 0, budgets, **told)
         return raw
+
+    def _pages(self, rule: RetentionRule, layout: PageLayout, budgets, pool: torch.Tensor, rows: torch.Tensor):
+        """Views of a pool, and the tables ``[R, H, P]`` of requests with blocks ``rows [R, P]``."""
+        if rule.share_pages:
+            regions = HeadRegions(layout, int(budgets[0]), len(pool))
+            return regions.view(pool), regions.rows(0, rows)
+        return layout.view(pool), rows[:, None].expand(-1, self.heads, -1)
+
+    def _given(self, rule: RetentionRule, tokens: int) -> torch.Tensor | None:
+        """Scores of a gate, by lot, that evict nothing while there is room; its own time is not counted."""
+        if not isinstance(rule.scorer, GivenScore):
+            return None
+        drawn = torch.rand(tokens, self.heads, generator=self.draw)
+        return drawn if rule.threshold is not None else -0.01 * drawn
 
     def _layer(self, rule: RetentionRule, layout: PageLayout, budgets, raw: torch.Tensor) -> tuple:
         blocks = len(raw)
         order = torch.randperm(self.requests * blocks, generator=self.draw)
         pool = torch.empty(self.requests * blocks, *raw.shape[1:], dtype=torch.uint8)
         pool[order] = raw.repeat(self.requests, 1, 1)
-        table = order.int().view(self.requests, 1, blocks).expand(-1, self.heads, -1)
-        retentions = [Retention(b, rule.sinks, rule.window, rule.decide_every) for b in budgets.tolist()]
-        return rule, layout.view(pool), table, budgets.expand(self.requests, -1).contiguous(), retentions
+        pages, table = self._pages(rule, layout, budgets, pool, order.int().view(self.requests, blocks))
+        roles = {"sinks": rule.sinks, "window": rule.window, "decide_every": rule.decide_every}
+        own = [Retention(b, **roles, prompt_grid=rule.prompt_grid) for b in budgets.tolist()]
+        retentions = [retention.for_prompt(self.position) for retention in own]
+        return rule, pages, table, budgets.expand(self.requests, -1).contiguous(), retentions
 
     def seconds(self, steps: int) -> float:
         """Of a step, mean over so many: what is done only every few steps counts."""
@@ -78,4 +104,10 @@ class Steps:
         return torch.tensor(in_use, dtype=torch.int32).expand(self.requests, -1)
 
     def _step(self, tokens, rule, pages: Pages, table, budgets, positions, valid) -> None:
-        ops.decode_step(*tokens, pages, table, positions, valid, budgets, rule=rule, scale=self.size**-0.5)
+        told = {
+            "rule": rule,
+            "scale": self.size**-0.5,
+            "given": self._given(rule, self.requests),
+            "prompts": self.prompts,
+        }
+        ops.decode_step(*tokens, pages, table, positions, valid, budgets, **told)

@@ -173,7 +173,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="kvpop", description="Fixed-budget KV caches for vLLM.")
     parser.add_argument("--version", action="version", version=f"kvpop {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (
+    parts = (
         add_fetch,
         add_init,
         add_import,
@@ -183,7 +183,8 @@ def make_parser() -> argparse.ArgumentParser:
         add_policies,
         add_plan,
         add_bench,
-    ):
+    )
+    for add in parts:
         add(commands)
     return parser
 

@@ -20,7 +20,7 @@ from kvpop_vllm.kernels.ops import KeyNorm, RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers import from_tensors
+from kvpop_vllm.scorers import Gate, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
 
@@ -107,6 +107,7 @@ class Deployed:
     def __init__(self, contender: Contender, model: ModelShape, roles: Roles, policy: Policy | None):
         self.contender, self.model, self.roles, self.policy = contender, model, roles, policy
         self._rules: dict[int, RetentionRule] = {}
+        self._gates: dict[int, Gate | None] = {}
 
     @property
     def state_floats(self) -> int:
@@ -135,6 +136,26 @@ class Deployed:
         """B of each head of a layer, ``[H]`` int32."""
         return self.policy.shares()[layer].int()
 
+    def gate(self, layer: int) -> Gate | None:
+        """What scores a layer's tokens when they come in, if the kernels do not.
+
+        Raises:
+            ConfigError: it reads what transformers does not show.
+        """
+        if layer not in self._gates:
+            gate = self.policy.gate(layer, slice(0, self.model.num_kv_heads))
+            if gate is not None and gate.borrows:
+                raise ConfigError(
+                    f"{self.contender.name} reads queries before their rotation, which transformers does not show: give --backend vllm"
+                )
+            self._gates[layer] = gate
+        return self._gates[layer]
+
+    @property
+    def shifted(self) -> bool:
+        """Whether the gate's score of token t + 1 is token t's."""
+        return self.policy.shifted
+
     @property
     def least(self) -> int:
         """B of the head that holds fewest tokens."""
@@ -142,13 +163,19 @@ class Deployed:
 
     def attend(self) -> Attend:
         """What runs it in all layers of a model, on whole rows."""
-        return Sparse(self.contender.score, self.roles) if self.by_scores else Served(self.rule, self.budgets)
+        return Sparse(self.contender.score, self.roles) if self.by_scores else Served(self)
 
     def on_dense(
-        self, judge: Judge, layer: int, v: torch.Tensor, positions: list[int], scores: dict
+        self,
+        judge: Judge,
+        layer: int,
+        v: torch.Tensor,
+        positions: list[int],
+        scores: dict,
+        hidden: torch.Tensor | None = None,
     ) -> tuple[Recall | None, torch.Tensor]:
         """Its recall on a layer of the dense model (None without positions, or where heads hold different numbers of tokens), and what it makes of the layer's attention, ``[B, Hq, S, D]``;
-        ``scores`` keeps what several settings share. Scores that are learned share their decay with the teacher."""
+        ``scores`` keeps what several settings share; ``hidden [B, S, E]`` is the layer's input, for gates. Scores that are learned share their decay with the teacher."""
         roles, score = self.roles, self.contender.score
         log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.contender.name, roles.window)
         if score is not None:
@@ -161,8 +188,11 @@ class Deployed:
             out, _ = ops.sparse_attention(judge.q, judge.k, v, rank, cutoff, **near)
             kept = [kept_at(rank, cutoff, q0, roles) for q0 in positions]
         else:
+            served = Served(self)
+            served.see(layer, hidden)
+            own = {"given": served.given(layer, judge.k, v), "shifted": self.shifted}
             out, kept = attend_and_keep(
-                self.rule(layer), self.budgets(layer), judge.q, judge.k, v, judge.scale, positions
+                self.rule(layer), self.budgets(layer), judge.q, judge.k, v, judge.scale, positions, **own
             )
         even = all(len(held.sum(-1).unique()) == 1 for held in kept)
         return judge.recall_of(kept, log_gamma, roles, positions) if positions and even else None, out
@@ -242,17 +272,15 @@ def learned(folder: str, model: str | Path) -> tuple[Contender, ScorerShape]:
     """
     config, layers = read_scorer(folder)
     check_model(config, **model_shape(model), source=folder)
+    (policy,) = (cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == config.scorer)
     if config.scorer in GATE_KINDS:
-        raise ConfigError(
-            f"{folder} holds gates ({config.scorer}), which kvpop eval does not run: serve them with --kv-policy {config.scorer}"
-        )
+        return Contender(folder, policy, scorer=folder), config.retention
     scorers = [from_tensors(config, tensors) for tensors in layers]
 
     def score(layer, k, v, window):
         scorer = scorers[layer].to(k.device)
         return scorer(k, v, window=window), scorer.log_gamma()
 
-    (policy,) = (cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == config.scorer)
     return Contender(folder, policy, scorer=folder, score=score), config.retention
 
 

@@ -120,13 +120,18 @@ class _Observer:
     def __init__(self, pairs, recall: bool):
         self.pairs, self.recall = pairs, recall
         self.layers: list[list] = [[] for _ in pairs]
+        self.hidden: dict[int, torch.Tensor] = {}
+
+    def see(self, layer: int, hidden: torch.Tensor) -> None:
+        """What the layer's gate would look at (:func:`kvpop_vllm.distill.hook.show_hidden_states`)."""
+        self.hidden[layer] = hidden
 
     def __call__(self, layer, q, k, v, scale):
         out, lse = dense_attention(q, k, v, scale)
-        judge, scores = Judge(q, k, lse, scale), {}
+        judge, scores, hidden = Judge(q, k, lse, scale), {}, self.hidden.pop(layer, None)
         for found, (setting, deployed) in zip(self.layers, self.pairs, strict=True):
             positions = setting.positions if self.recall else []
-            recall, own = deployed.on_dense(judge, layer, v, positions, scores)
+            recall, own = deployed.on_dense(judge, layer, v, positions, scores, hidden)
             found.append((recall, _output_error(own, out, deployed.roles.budget)))
         return out
 
@@ -174,6 +179,7 @@ def shape_of(model: nn.Module, longest: int) -> ModelShape:
         getattr(config, "num_key_value_heads", None) or heads,
         getattr(config, "head_dim", None) or config.hidden_size // heads,
         longest,
+        config.hidden_size,
     )
 
 

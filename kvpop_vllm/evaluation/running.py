@@ -9,7 +9,7 @@ from typing import Protocol
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.contenders import Deployed
 from kvpop_vllm.evaluation.served import DenseRequest, Request
@@ -57,6 +57,7 @@ class TransformersBackend:
     def __init__(self, model: str, dtype: torch.dtype, longest: int):
         self.shape, self.dtype, self.longest = ModelShape(**model_shape(model), max_model_len=longest), dtype, longest
         self.model = load_model(model, dtype).eval().to(default_device())
+        show_hidden_states(self.model)
 
     @contextmanager
     def start(self, deployed: Deployed | None) -> Iterator[TransformersRun]:
@@ -104,7 +105,7 @@ class TransformersRun:
     def _request(self, prompt: int) -> Request | DenseRequest:
         if self.deployed is None:
             return DenseRequest()
-        return Request(self.deployed.rule, self.deployed.budgets, length=self.longest, prompt=prompt)
+        return Request(self.deployed, length=self.longest, prompt=prompt)
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, request, start: int) -> torch.Tensor:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
-from kvpop_vllm.cache.retained import STALE, divided, slot_positions
+from kvpop_vllm.attention.fixed_budget import PrefillChunk, StepBatch
+from kvpop_vllm.attention.shifted import shift
+from kvpop_vllm.cache.retained import STALE, counted, divided, slot_positions
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.kernels.pages import PageLayout, Pages
 from kvpop_vllm.kernels.regions import HeadRegions
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.scorers import Gate, Signals
 
 
 class Sequence:
@@ -20,50 +23,59 @@ class Sequence:
     Args:
         rule: of the layer. budget: B of all heads, or of each, ``[H]`` int32. like: keys ``[H, ..., D]``, for the sizes and the
             dtype. length: tokens it has room for. prompt: tokens of the prompt; what follows has been generated.
+        shifted: the score given with token t + 1 is token t's.
     """
 
     def __init__(
-        self, rule: RetentionRule, budget: int | torch.Tensor, like: torch.Tensor, *, length: int, prompt: int
+        self,
+        rule: RetentionRule,
+        budget: int | torch.Tensor,
+        like: torch.Tensor,
+        *,
+        length: int,
+        prompt: int,
+        shifted: bool = False,
     ):
         heads, size = like.shape[0], like.shape[-1]
         self.budgets = torch.as_tensor(budget, dtype=torch.int32).expand(heads).contiguous()
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
         blocks = layout.blocks(length, int(self.budgets.max()), rule.decide_every)
-        self.rule, self.seen, self.prompt = rule, 0, prompt
-        if rule.share_pages:
-            blocks = max(blocks, layout.blocks(budget := int(self.budgets.max()), budget)) + HeadRegions.spare
-            regions = HeadRegions(layout, budget, blocks)
-            self.pages = regions.view(torch.zeros(blocks, heads, layout.region_bytes, dtype=torch.uint8))
-            self.table = regions.rows(0, torch.arange(blocks, dtype=torch.int32)[None])[0]
-        else:
-            self.pages = layout.view(torch.zeros(blocks, heads, layout.region_bytes, dtype=torch.uint8))
-            self.table = torch.arange(blocks, dtype=torch.int32).expand(heads, -1)
-        roles = rule.for_prompt(prompt)
-        self.retentions = [
-            Retention(b, rule.sinks, rule.window, rule.decide_every, roles.phase) for b in self.budgets.tolist()
-        ]
+        self.rule, self.seen, self.prompt, self.shifted = rule, 0, prompt, shifted
+        self.pages, self.table = fresh_pages(rule, layout, int(self.budgets.max()), blocks)
+        roles = {"sinks": rule.sinks, "window": rule.window, "decide_every": rule.decide_every}
+        own = [Retention(b, **roles, prompt_grid=rule.prompt_grid) for b in self.budgets.tolist()]
+        self.retentions = [retention.for_prompt(prompt) for retention in own]
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
-        """The next tokens: ``q [Hq, L, D]``, ``k, v [H, L, D]`` -> ``[Hq, L, D]``. One token is a decode step."""
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, given: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The next tokens: ``q [Hq, L, D]``, ``k, v [H, L, D]``, ``given [H, L]`` -> ``[Hq, L, D]``. One token is a decode step."""
         tokens = [x.transpose(0, 1).contiguous() for x in (q, k, v)]
+        more = {
+            "rule": self.rule,
+            "scale": scale,
+            "given": None if given is None else self._given(given.T.contiguous()),
+        }
         if len(tokens[0]) == 1:
             valid = torch.tensor([[r.extent(self.seen, r.budget) for r in self.retentions]], dtype=torch.int32)
-            out, _ = ops.decode_step(
-                *tokens,
-                self.pages,
-                self.table[None],
-                torch.tensor([self.seen]),
-                valid,
-                self.budgets[None],
-                rule=self.rule,
-                scale=scale,
-                prompts=torch.tensor([self.prompt]),
-            )
+            positions, prompts = torch.tensor([self.seen]), torch.tensor([self.prompt])
+            where = (self.pages, self.table[None], positions, valid, self.budgets[None])
+            out, _ = ops.decode_step(*tokens, *where, prompts=prompts, **more)
         else:
-            own = dict(rule=self.rule, scale=scale, prompt=self.prompt)
-            out, _ = ops.prefill_chunk(*tokens, self.pages, self.table, self.seen, self.budgets, **own)
+            where = (self.pages, self.table, self.seen, self.budgets)
+            out, _ = ops.prefill_chunk(*tokens, *where, prompt=self.prompt, **more)
         self.seen += len(tokens[0])
         return out.transpose(0, 1)
+
+    def _given(self, given: torch.Tensor) -> torch.Tensor:
+        """Scores ``[L, H]`` as the tokens are to have them."""
+        if not self.shifted:
+            return given
+        one, start = len(given) == 1, torch.tensor([self.seen])
+        chunks = () if one else (PrefillChunk(0, len(given), self.seen, self.table),)
+        unused = torch.empty(0)
+        batch = StepBatch(int(one), slice(0, 1), self.table[None], start, unused, unused, chunks, start, unused)
+        return shift(given, self.pages, batch, self.rule)
 
     def held(self) -> torch.Tensor:
         """``[H, seen]`` booleans: which tokens are held."""
@@ -72,6 +84,8 @@ class Sequence:
         if self.rule.share_pages:
             shares = divided(self.pages, self.table, self.rule)
             table, filled = shares.row, shares.filled
+        elif self.rule.threshold is not None:
+            filled = counted(self.pages, self.table)
         slots: dict[int, torch.Tensor] = {}
         for head, retention in enumerate(self.retentions):
             if retention.budget not in slots:
@@ -85,32 +99,72 @@ class Sequence:
         return self.held()[:, self.rule.sinks : max(self.rule.sinks, self.seen - self.rule.window)]
 
 
-class Request:
+def fresh_pages(rule: RetentionRule, layout: PageLayout, budget: int, blocks: int) -> tuple[Pages, torch.Tensor]:
+    """Empty pages of one request of at most B tokens a head in so many blocks, and its table ``[H, P]``."""
+    heads = layout.num_kv_heads
+    if rule.share_pages:
+        blocks = layout.blocks(budget, budget) + HeadRegions.spare
+    raw, row = torch.zeros(blocks, heads, layout.region_bytes, dtype=torch.uint8), torch.arange(blocks).int()
+    if rule.share_pages:
+        regions = HeadRegions(layout, budget, blocks)
+        return regions.view(raw), regions.rows(0, row[None])[0]
+    return layout.view(raw), row.expand(heads, -1)
+
+
+class Policy(Protocol):
+    """What runs in every layer of a model; :class:`kvpop_vllm.evaluation.contenders.Deployed` is one."""
+
+    shifted: bool
+
+    def rule(self, layer: int) -> RetentionRule:
+        """Of all heads."""
+
+    def budgets(self, layer: int) -> torch.Tensor:
+        """``[H]`` int32."""
+
+    def gate(self, layer: int) -> Gate | None:
+        """What scores tokens when they come in, if the kernels do not."""
+
+
+class Gated:
+    """Remembers what goes into a layer's attention, and what its gate says of it."""
+
+    def __init__(self, policy: Policy):
+        self.policy, self.hidden = policy, {}
+
+    def see(self, layer: int, hidden: torch.Tensor) -> None:
+        """``[B, L, E]``, just before the layer attends (:func:`kvpop_vllm.distill.hook.show_hidden_states`)."""
+        self.hidden[layer] = hidden
+
+    def given(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+        """``[B, H, L]`` for k, v ``[B, H, L, D]``, on the CPU; None without a gate."""
+        hidden, gate = self.hidden.pop(layer, None), self.policy.gate(layer)
+        if gate is None:
+            return None
+        seen = Signals(hidden, k.transpose(1, 2), v.transpose(1, 2))
+        return gate.to(k.device)(seen).transpose(1, 2).detach().cpu()
+
+
+class Request(Gated):
     """The caches of all layers of one request, an :class:`kvpop_vllm.distill.hook.Attend` that goes on where it stopped.
 
     Args:
-        rule: ``rule(layer) -> RetentionRule``. budgets: ``budgets(layer) -> [H]`` int32.
-        length: tokens it has room for. prompt: tokens of its prompt.
+        policy: what runs. length: tokens it has room for. prompt: tokens of its prompt.
     """
 
-    def __init__(
-        self,
-        rule: Callable[[int], RetentionRule],
-        budgets: Callable[[int], torch.Tensor],
-        *,
-        length: int,
-        prompt: int,
-    ):
-        self.rule, self.budgets, self.length, self.prompt = rule, budgets, length, prompt
+    def __init__(self, policy: Policy, *, length: int, prompt: int):
+        super().__init__(policy)
+        self.length, self.prompt = length, prompt
         self.layers: dict[int, Sequence] = {}
 
     def __call__(self, layer, q, k, v, scale):
-        device = q.device
+        device, given = q.device, self.given(layer, k, v)
         q, k, v = (x.detach().cpu()[0] for x in (q, k, v))
         if layer not in self.layers:
-            sizes = {"length": self.length, "prompt": self.prompt}
-            self.layers[layer] = Sequence(self.rule(layer), self.budgets(layer), k, **sizes)
-        return self.layers[layer].attend(q, k, v, scale)[None].to(device)
+            sizes = {"length": self.length, "prompt": self.prompt, "shifted": self.policy.shifted}
+            self.layers[layer] = Sequence(self.policy.rule(layer), self.policy.budgets(layer), k, **sizes)
+        out = self.layers[layer].attend(q, k, v, scale, None if given is None else given[0])
+        return out[None].to(device)
 
     def held(self) -> torch.Tensor:
         """``[layers, H, seen]`` booleans: which tokens are held."""
@@ -134,18 +188,13 @@ class DenseRequest:
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **seen)
 
 
-class Served:
-    """Attends to whole rows as serving does; an :class:`kvpop_vllm.distill.hook.Attend`. The whole row counts as prompt.
-
-    Args:
-        rule: ``rule(layer) -> RetentionRule``. budgets: ``budgets(layer) -> [H]`` int32.
-    """
-
-    def __init__(self, rule: Callable[[int], RetentionRule], budgets: Callable[[int], torch.Tensor]):
-        self.rule, self.budgets = rule, budgets
+class Served(Gated):
+    """Attends to whole rows as serving does; an :class:`kvpop_vllm.distill.hook.Attend`. The whole row counts as prompt."""
 
     def __call__(self, layer, q, k, v, scale):
-        return attend_and_keep(self.rule(layer), self.budgets(layer), q, k, v, scale, [])[0]
+        given, policy = self.given(layer, k, v), self.policy
+        own = {"given": given, "shifted": policy.shifted}
+        return attend_and_keep(policy.rule(layer), policy.budgets(layer), q, k, v, scale, [], **own)[0]
 
 
 def attend_and_keep(
@@ -156,8 +205,11 @@ def attend_and_keep(
     v: torch.Tensor,
     scale: float,
     positions: list[int],
+    *,
+    given: torch.Tensor | None = None,
+    shifted: bool = False,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Sequences ``q [B, Hq, S, D]``, ``k, v [B, H, S, D]`` as serving attends to them.
+    """Sequences ``q [B, Hq, S, D]``, ``k, v [B, H, S, D]`` as serving attends to them; ``given [B, H, S]`` from a gate.
 
     Returns:
         ``out [B, Hq, S, D]``, and for each of ``positions``, in their order, ``[B, H, E]`` booleans: which tokens of
@@ -166,10 +218,13 @@ def attend_and_keep(
     length = q.shape[2]
     outs, stops = [], sorted({*positions, length - 1})
     found: dict[int, list[torch.Tensor]] = {q0: [] for q0 in stops}
-    for row in zip(*(x.detach().cpu() for x in (q, k, v)), strict=True):
-        sequence, parts = Sequence(rule, budget, row[1], length=length, prompt=length), []
+    scores = [None] * len(q) if given is None else given
+    for score, *row in zip(scores, *(x.detach().cpu() for x in (q, k, v)), strict=True):
+        sequence, parts = Sequence(rule, budget, row[1], length=length, prompt=length, shifted=shifted), []
         for q0 in stops:
-            parts.append(sequence.attend(*(x[:, sequence.seen : q0 + 1] for x in row), scale))
+            a, b = sequence.seen, q0 + 1
+            own = None if score is None else score[:, a:b]
+            parts.append(sequence.attend(*(x[:, a:b] for x in row), scale, own))
             if q0 in positions:
                 found[q0].append(sequence.kept())
         outs.append(torch.cat(parts, 1))

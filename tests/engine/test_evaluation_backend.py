@@ -36,6 +36,8 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("backends")
     write_byte_tokenizer(write_tiny_model(root / "model", "qwen3", vocab=VOCABULARY))
     write_random_scorer(root / "scorer", root / "model", sinks=4, window=16, topk=B - 20)
+    for kind in ("trimkv", "dms"):
+        write_random_scorer(root / kind, root / "model", kind, sinks=4, window=16, topk=B - 20)
     write_text(root / "text.jsonl", documents=200)
     return root
 
@@ -54,6 +56,10 @@ def small():
         ("h2o", {"decide_every": 4}),
         ("momentkv", {"sinks": 2, "window": 8}),
         ("kvpop", {}),
+        ("trimkv", {}),
+        ("dms", {}),
+        ("snapkv", {"decide_every": 4}),
+        ("pyramidkv", {"decide_every": 4}),
     ],
 )
 def test_both_backends_are_one(folder, name, options):
@@ -62,9 +68,10 @@ def test_both_backends_are_one(folder, name, options):
     assert backends[0].shape == backends[1].shape
     deployed = None
     if name is not None:
-        contender = learned(str(folder / "scorer"), model)[0] if name == "kvpop" else training_free(name)
+        folders = {"kvpop": "scorer", "trimkv": "trimkv", "dms": "dms"}
+        contender = learned(str(folder / folders[name]), model)[0] if name in folders else training_free(name)
         deployed = contender.deploy(backends[0].shape, B, **options)
-        expected = {"policy": name, "budget": B} | options | ({"scorer": contender.scorer} if name == "kvpop" else {})
+        expected = {"policy": name, "budget": B} | options | ({"scorer": contender.scorer} if name in folders else {})
         assert settings_of(deployed) == expected
     rows = [torch.tensor(random_prompt(LONGEST, VOCABULARY - 1, seed=i)) for i in range(2)]
     prompts = [random_prompt(length, VOCABULARY - 1, seed=9) for length in (20, 200)]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.contenders import learned, training_free
 from kvpop_vllm.evaluation.pictures import retention_map
@@ -21,7 +21,10 @@ OWN = {  # the oracle's scorer, and each policy's own sinks and window at this b
     "tova": ("newest mass", 0, 1),
     "momentkv": ("moment residual", 1, 1),
 }
-NAMES = (None, *OWN, "kvpop")
+GATES = {"trimkv": {}, "dms": {"evict": 0.5}, "dms, shifted": {"evict": 0.5, "shifted": True}}
+VOTES = ("snapkv", "pyramidkv")
+"""With decisions every four tokens, so that their own window is five."""
+NAMES = (None, *OWN, "kvpop", *GATES, *VOTES)
 
 
 @pytest.fixture(scope="module")
@@ -41,12 +44,23 @@ def backend(model):
 
 
 @pytest.fixture(scope="module")
-def both(model, scorer, backend):
+def both(model, scorer, backend, tmp_path_factory):
     """``name -> (deployed, the oracle's policy)``; None is dense."""
 
     def make(name, every=1):
         if name is None:
             return None, None
+        if name in VOTES:
+            k = B - 5 - 3
+            topk = k if name == "snapkv" else (2 * k - round(k / 20), round(k / 20))
+            deployed = training_free(name).deploy(backend.shape, B, decide_every=4)
+            return deployed, OraclePolicy("votes", 0, 5, topk, interval=4)
+        if name in GATES:
+            folder = tmp_path_factory.mktemp("gate") / "gate"
+            kind = name.split(",")[0]
+            write_random_scorer(folder, model, kind, sinks=2, window=6, topk=B - 8, **GATES[name])
+            deployed = learned(str(folder), model)[0].deploy(backend.shape, B, decide_every=every)
+            return deployed, OraclePolicy.from_scorer(folder, topk=B - 8 - every + 1, interval=every)
         if name == "kvpop":
             oracle = OraclePolicy.from_scorer(scorer, topk=B - 8 - every + 1, interval=every)
             return learned(scorer, model)[0].deploy(backend.shape, B, decide_every=every), oracle
@@ -63,18 +77,21 @@ def both(model, scorer, backend):
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_a_policy_has_its_own_defaults_and_holds_what_the_oracle_holds(model, backend, both, name, every):
     tokens, (deployed, oracle) = random_prompt(S), both(name, every)
-    roles = deployed.roles
-    assert (roles.sinks, roles.window, roles.topk, roles.budget) == (oracle.sinks, oracle.window, oracle.topk, B)
-    run, found = OracleModel(model).run(tokens, oracle), backend.held(deployed, torch.tensor(tokens))
+    roles, layers = deployed.roles, len(deployed.policy.shares())
+    assert (roles.sinks, roles.window, roles.budget) == (oracle.sinks, oracle.window, B)
+    assert [deployed.budgets(layer).unique().tolist() for layer in range(layers)] == [
+        [b] for b in oracle.budgets(layers)
+    ]
+    run, found = OracleModel(model).run(tokens, oracle, prompt=S), backend.held(deployed, torch.tensor(tokens))
     for layer, visible in enumerate(run.visible):
         assert torch.equal(found[layer], visible[:, S - 1])
-    assert found.sum(-1).max() == B or every > 1
+    assert found.sum(-1).max() == B or every > 1 or name in (*GATES, *VOTES)
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_predictions_of_a_prompt_are_the_oracles(model, backend, both, name):
     tokens, (deployed, oracle) = random_prompt(S), both(name)
-    exact = OracleModel(model).run(tokens, oracle).logprobs
+    exact = OracleModel(model).run(tokens, oracle, prompt=S).logprobs
     with backend.start(deployed) as run:
         own = run.logits(run.hidden(torch.tensor(tokens))).log_softmax(-1)
     assert own.dtype == torch.float32
@@ -86,8 +103,10 @@ def test_generated_tokens_are_the_oracles(model, backend, both, name):
     """By decode steps, from the same caches that the prompt has filled. Near-ties of two tokens end the comparison."""
     prompt, (deployed, oracle) = random_prompt(60, seed=3), both(name)
     naive = OracleModel(model)
-    exact = naive.greedy(prompt, NEW, oracle)
-    gaps = naive.run(prompt + exact, oracle).top2_gap[len(prompt) - 1 : -1]
+    exact = []
+    for _ in range(NEW):
+        exact.append(int(naive.run(prompt + exact, oracle, prompt=len(prompt)).logprobs[-1].argmax()))
+    gaps = naive.run(prompt + exact, oracle, prompt=len(prompt)).top2_gap[len(prompt) - 1 : -1]
     assert gaps.min() > 1e-3 and len(set(exact)) > 4
     assert name is None or exact != naive.greedy(prompt, NEW), "the budget shows in nothing"
     with backend.start(deployed) as run:
@@ -97,12 +116,13 @@ def test_generated_tokens_are_the_oracles(model, backend, both, name):
         assert run.generate(prompt, NEW, {stop}) == exact[: exact.index(stop)]
 
 
-@pytest.mark.parametrize("name", [None, "h2o", "kvpop"])
+@pytest.mark.parametrize("name", [None, "h2o", "kvpop", "trimkv", "dms, shifted", "pyramidkv"])
 def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
     """In chunks and single tokens, before and after the budget is full, to the outputs of the whole row."""
     (deployed, _), loaded = both(name), load_model(model, torch.float32)
+    show_hidden_states(loaded)
     tokens = torch.tensor(random_prompt(S))
-    request = DenseRequest() if name is None else Request(deployed.rule, deployed.budgets, length=S, prompt=40)
+    request = DenseRequest() if name is None else Request(deployed, length=S, prompt=S)
     parts, at = [], 0
     for count in (10, 1, 1, 28, 1, 17, 1, S - 59):
         positions = torch.arange(at, at + count)[None]
@@ -113,7 +133,7 @@ def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
     with backend.start(deployed) as run:
         whole = run.hidden(tokens)
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=5e-5)
-    assert name is None or all(sequence.prompt == 40 for sequence in request.layers.values())
+    assert name is None or all(sequence.prompt == S for sequence in request.layers.values())
 
 
 @pytest.mark.parametrize("positions, bucket", [(512, 20), (7, 20), (512, 89)])

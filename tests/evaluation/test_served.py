@@ -9,7 +9,7 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
-from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.contenders import in_registry, known_training_free, learned, training_free
@@ -63,6 +63,24 @@ def test_next_tokens_are_the_oracles(model, name, corrected, every):
     exact, own = plain.logprobs[:-1], run.logprobs[:-1]
     assert record["kl"] == pytest.approx(float((exact.exp() * (exact - own)).sum(-1).mean()), rel=1e-3)
     assert 0 < record["hindsight"] <= 1 and 0 < record["mass"] <= 1.0001
+
+
+@pytest.mark.parametrize("name", ["trimkv", "dms", "snapkv", "pyramidkv"])
+def test_next_tokens_with_gates_and_votes_are_the_oracles(model, tmp_path, name):
+    """The whole row is the prompt; recall is left out where heads or layers hold different numbers."""
+    if name in ("trimkv", "dms"):
+        folder = write_random_scorer(tmp_path / "gate", model, name, sinks=2, window=6, topk=22, evict=0.5)
+        contender, policy, every = learned(str(folder), model)[0], OraclePolicy.from_scorer(folder), None
+    else:
+        contender, every, topk = training_free(name), 4, 22 if name == "snapkv" else (43, 1)
+        policy = OraclePolicy("votes", 0, 5, topk, interval=4)
+    loaded = load_model(model, torch.float32)
+    show_hidden_states(loaded)
+    _, record = evaluate(loaded, [row()], [contender], [Setting(S, 30, None, None, "k", every)])
+    run, plain = (OracleModel(model).run(row().tolist(), chosen, prompt=S) for chosen in (policy, None))
+    nll, dense = (float(-r.logprobs[:-1].gather(-1, row()[1:, None]).mean()) for r in (run, plain))
+    assert record["nll"] == pytest.approx(nll, rel=1e-5) and abs(nll - dense) > 1e-4
+    assert record["error"] > 0.01 and ("mass" in record) == (name in ("trimkv", "snapkv", "pyramidkv"))
 
 
 @pytest.mark.parametrize("every", [1, 5])

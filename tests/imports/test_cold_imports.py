@@ -115,7 +115,17 @@ ARROWS = {
     "testing": set(),
     "bench": {"config"},
     "distill": {"scorers", "kernels", "config", "argument_types"},
-    "evaluation": {"distill", "policies", "scorers", "cache", "kernels", "config", "roles", "argument_types"},
+    "evaluation": {
+        "attention",
+        "distill",
+        "policies",
+        "scorers",
+        "cache",
+        "kernels",
+        "config",
+        "roles",
+        "argument_types",
+    },
     "plan": {"policies", "cache", "scorers", "kernels", "config"},
 }
 """Room -> the rooms it may import from, as DESIGN.md draws them."""

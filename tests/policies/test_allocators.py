@@ -42,7 +42,7 @@ def test_one_layer_is_no_pyramid():
 def test_refusals():
     with pytest.raises(ConfigError, match="full keeps every token: leave --kv-allocator out"):
         made("full", None, allocator="pyramid")
-    with pytest.raises(ConfigError, match="--kv-allocator must be one of uniform, pyramid, got 'cone'"):
+    with pytest.raises(ConfigError, match="--kv-allocator must be one of uniform, pyramid, ada, got 'cone'"):
         PolicySettings.parse({"policy": "h2o", "budget": 100, "allocator": "cone"})
 
 
