@@ -76,7 +76,7 @@ def whole(model, tmp_path_factory):
 
 
 def train(model, out, recipe=RECIPE, rows=None, **options):
-    teacher = teacher_of(load_model(model, torch.float32)) if recipe.trains_base else None
+    teacher = teacher_of(load_model(model, torch.float32)) if recipe.distils else None
     given = {"teacher": teacher, "calibration": calibration_rows, "save_every": 3, "quiet": True} | options
     return Trainer(model, recipe, out, rows or Rows(recipe.length), **given)
 
@@ -95,7 +95,7 @@ def test_a_kill_changes_nothing(model, tmp_path, whole, kind, processes):
         assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
-@pytest.mark.parametrize("kind", ["frozen", "base"])
+@pytest.mark.parametrize("kind", ["frozen", "base", "gates"])
 def test_two_processes_equal_one(model, tmp_path, whole, kind, one_thread):
     train(model, tmp_path, RECIPES[kind]).run()
     folders = tmp_path, whole(kind, 2)[0]

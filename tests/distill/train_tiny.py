@@ -1,4 +1,4 @@
-"""A tiny training run as a process of its own: ``train_tiny.py MODEL OUT {frozen|base|low} [DIE_AT_STEP]``; prints the last loss."""
+"""A tiny training run as a process of its own: ``train_tiny.py MODEL OUT {frozen|base|low|gates} [DIE_AT_STEP]``; prints the last loss."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from distill.rows import Rows, teacher_of
 
 from kvpop_vllm.distill.hook import load_model
-from kvpop_vllm.distill.recipes import DEMO
+from kvpop_vllm.distill.recipes import DEMO, TRIMKV
 from kvpop_vllm.distill.trainer import Process, Trainer
 
 LENGTH = 96
@@ -38,6 +38,9 @@ RECIPES = {
 }
 RECIPES["low"] = dataclasses.replace(RECIPES["base"], dtype="bfloat16", ce=0.0)
 """As the paper trains: scorers and base, bfloat16 with float32 ranking, KL, layers recomputed."""
+RECIPES["gates"] = dataclasses.replace(
+    TRIMKV, batch=2, length=LENGTH, topk=[23], steps=8, warmup=2, dtype="float32", gate_width=16, gate_bias=5.0
+)
 
 
 def calibration_rows() -> list[torch.Tensor]:
@@ -62,7 +65,7 @@ def main(model, out, kind, die_at=None):
     process, recipe = Process.start(), RECIPES[kind]
     rows = Mortal(LENGTH, rank=process.rank, world=process.world)
     rows.last = None if die_at is None else int(die_at) * recipe.batch // process.world
-    teacher = teacher_of(load_model(model, torch.float32)) if recipe.trains_base else None
+    teacher = teacher_of(load_model(model, torch.float32)) if recipe.distils else None
     result = Trainer(
         model,
         recipe,

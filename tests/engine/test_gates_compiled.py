@@ -9,6 +9,7 @@ from engine.matrix import BUDGET, make_case
 from engine.recorder import Recorder
 from engine.tiny_engine import stop
 
+from kvpop_vllm.scorers.export import export_checkpoint
 from kvpop_vllm.testing import random_prompt, write_tiny_model
 
 LENGTHS = (1, 17, 64, 130, 3 * BUDGET, 40, 41, 99)
@@ -68,9 +69,12 @@ def test_compiled_equals_eager_and_the_oracle(folder, compiler_cache):
         check(judged, eager, counts)
 
 
-def test_a_borrowed_channel_compiled(folder, compiler_cache):
+def test_a_full_checkpoint_compiled(folder, compiler_cache):
+    """Of Qwen3, with a borrowed channel; the gate comes with the model's weights."""
     model = str(write_tiny_model(folder / "qwen3", "qwen3", layers=1))
-    check(make_case(model, folder / "query", "dms-query"), False, (1, 0))
+    case = make_case(model, folder / "query", "dms-query")
+    export_checkpoint(model, folder / "query", folder / "full")
+    check(case._replace(model=str(folder / "full"), settings={"policy": "dms"}), False, (1, 0))
 
 
 def check(case, eager: bool, counts: tuple[int, int]) -> None:
