@@ -86,7 +86,7 @@ bench: model
 	@$(BIN)/python benchmarks/decode.py $(BENCH_ARGS)
 
 policies: model
-	@$(BIN)/python benchmarks/policies.py $(BENCH_ARGS)
+	@$(BIN)/python benchmarks/policy_table.py $(BENCH_ARGS)
 
 peers: model
 	@echo "[peers] transformers and kvpress in build/peers"

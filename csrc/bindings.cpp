@@ -61,7 +61,7 @@ class Rule {
         scorer_.mean = mean;
         scorer_.ages = ages;
         scorer_.bounded = threshold.has_value();
-        scorer_.threshold = float(threshold.value_or(0));
+        scorer_.threshold = threshold.value_or(0);
         scorer_.pool = pool;
         TORCH_CHECK_VALUE(pool >= 1 && pool % 2 == 1 && pool <= INT32_MAX, "pool must be odd and positive");
         TORCH_CHECK_VALUE(!threshold || sinks >= 1, "a threshold needs at least one sink");
@@ -248,11 +248,15 @@ void check_requests(DecodeStep& step, int64_t tokens, int64_t entries, int64_t n
             if (step.scorer.coupled())
                 step.mass_row = std::max(step.mass_row, (needed - step.state_blocks) * step.block_slots);
             if (step.share_pages) {
-                const int64_t own = (budget + step.block_slots - 1) / step.block_slots;
-                TORCH_CHECK_VALUE(budget == step.budget(r, 0) && own <= step.share_pages && (own + 1) * step.heads < (1 << 24),
-                                  "request ", r, ": shares of a budget of ", budget, " do not fit ", step.share_pages, " pages a head");
-                needed += q + tokens + step.roles.decide_every > budget;  // one block more once shares are unequal
-                step.mass_row = step.scorer.coupled() ? step.share_pages * step.block_slots : 0;
+                const int64_t n = step.block_slots, own = (budget + n - 1) / n;
+                const int64_t most = (ring_end + step.heads * (budget - ring_end) + n - 1) / n;  // pages of one head
+                TORCH_CHECK_VALUE(budget == step.budget(r, 0), "request ", r, ": heads that divide a budget must have equal ones");
+                TORCH_CHECK_VALUE(most <= step.share_pages && step.heads * (budget + n) < (1 << 24), "request ", r,
+                                  ": shares of a budget of ", budget, " do not fit ", step.share_pages, " pages a head");
+                TORCH_CHECK_INDEX(entries >= step.state_blocks + own + 1, "request ", r, ": its page-table row has ", entries,
+                                  " entries, shares need ", step.state_blocks + own + 1);
+                needed += q + tokens + step.roles.decide_every - 1 > budget;  // one block more once shares are unequal
+                step.mass_row = step.scorer.coupled() ? most * n : 0;
             }
             TORCH_CHECK_INDEX(needed <= entries, "request ", r, ": its page-table row has ", entries, " entries, ",
                               needed, " are needed");

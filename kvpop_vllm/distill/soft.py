@@ -62,6 +62,11 @@ def _recomputed(function, *arguments):
 
 
 def _attend_rows(q, k, v, term, first, weigh, scale):
+    with torch.autocast(q.device.type, enabled=False):
+        return _rows_of(q, k, v, term, first, weigh, scale)
+
+
+def _rows_of(q, k, v, term, first, weigh, scale):
     dtype = torch.promote_types(q.dtype, torch.float32)
     grouped = q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, H, G, rows, D]
     logits = grouped @ k.to(dtype).unsqueeze(2).transpose(-1, -2) * scale

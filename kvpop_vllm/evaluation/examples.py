@@ -101,10 +101,10 @@ def _prompt(tokenizer, body: str, answer: str) -> list[int]:
 
 
 def _hidden(sentences: list[str], needles: list[str], depths: list[float]) -> str:
-    """The sentences with each needle at its depth."""
+    """The sentences with each needle at its depth; needles of one depth in their order."""
     parts, at = list(sentences), [int(depth * len(sentences)) for depth in depths]
-    for place, needle in sorted(zip(at, needles, strict=True), reverse=True, key=lambda pair: pair[0]):
-        parts.insert(place, needle)
+    for place, needle in reversed(sorted(zip(at, needles, strict=True), key=lambda pair: pair[0])):
+        parts.insert(place, needle)  # from behind, so that of one place the first comes first
     return " ".join(parts)
 
 

@@ -83,6 +83,9 @@ class Report:
             draw_maps(drawing, self.maps)
             drawing.savefig(self.folder / MAP, dpi=120)
             written += [MAP, MAP_DATA]
+        else:  # those of an earlier run are not this one's
+            for name in (MAP, MAP_DATA):
+                (self.folder / name).unlink(missing_ok=True)
         print(f"{self.folder} holds {', '.join(written)}")
 
 

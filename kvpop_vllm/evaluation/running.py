@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
 from typing import Protocol
 
 import torch
@@ -46,6 +48,19 @@ class Backend(Protocol):
         """A run under a policy; dense for None. One at a time."""
 
 
+def check_plain(model: str) -> None:
+    """Stock attention is the dense model's own.
+
+    Raises:
+        ConfigError: a query channel of the model is its eviction logit (DMS), which stock attention would attend with.
+    """
+    config = json.loads((Path(model) / "config.json").read_text())
+    if "dms_alpha_scale" in config and not config.get("dms_separate_alpha", False):
+        raise ConfigError(
+            f"{model} borrows a query channel (DMS), so no dense model is there to compare with: give another --model"
+        )
+
+
 class TransformersBackend:
     """The model in transformers; policies run on the kernels of serving, prompts by ``prefill_chunk`` and generated tokens by
     ``decode_step``, dense attention is torch's own.
@@ -55,6 +70,7 @@ class TransformersBackend:
     """
 
     def __init__(self, model: str, dtype: torch.dtype, longest: int):
+        check_plain(model)
         self.shape, self.dtype, self.longest = ModelShape(**model_shape(model), max_model_len=longest), dtype, longest
         self.model = load_model(model, dtype).eval().to(default_device())
         show_hidden_states(self.model)

@@ -9,6 +9,7 @@ what is used.
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,9 +30,9 @@ class Shares:
     budgets: tuple[tuple[int, ...], ...]
 
     @classmethod
-    def of(cls, budgets: torch.Tensor) -> Shares | None:
-        """Of budgets ``[layers, H]``; None where they are all the same, which needs no regions."""
-        if (budgets == budgets[0, 0]).all():
+    def of(cls, budgets: torch.Tensor, budget: int) -> Shares | None:
+        """Of budgets ``[layers, H]``; None where they are all B, which needs no regions."""
+        if (budgets == budget).all():
             return None
         return cls(tuple(tuple(layer) for layer in budgets.tolist()))
 
@@ -113,6 +114,12 @@ class RegionMap:
         return self.layout.view(storage.as_strided((regions, self.shares.heads, size), (size, 0, 1)))
 
 
+@functools.lru_cache(maxsize=8)
+def region_map(shares: Shares, layout: PageLayout, num_blocks: int) -> RegionMap:
+    """The map that all layers of an engine share."""
+    return RegionMap(shares, layout, num_blocks)
+
+
 class HeadRegions:
     """Regions of a layer whose heads divide its budget by the data: kernels hand them out, see
     :mod:`kvpop_vllm.kernels.reference.shared_heads`.
@@ -131,7 +138,10 @@ class HeadRegions:
     def rows(self, layer: int, block_table: torch.Tensor) -> torch.Tensor:
         """Region numbers ``[R, H, P]`` int32 of a request's blocks ``block_table [R, W]``, the same for every layer."""
         heads = torch.arange(self.layout.num_kv_heads, dtype=torch.int32)
-        return block_table[:, None, : self.width] * self.layout.num_kv_heads + heads.view(-1, 1)
+        columns = torch.arange(self.width).clamp_max(
+            block_table.shape[1] - 1
+        )  # short sequences never come to the others
+        return block_table[:, columns].unsqueeze(1) * self.layout.num_kv_heads + heads.view(-1, 1)
 
     def budgets(self, layer: int) -> torch.Tensor:
         """``[H]`` int32, of equal shares."""

@@ -271,7 +271,12 @@ class Policy(ABC):
             )
         if int(budgets.sum()) > self.retention.budget * budgets.numel():
             raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: mend that policy")
-        return Shares.of(budgets[:, heads])
+        own = budgets[:, heads]
+        if own.shape[1] < budgets.shape[1] and (budgets != budgets[:, :1]).any():
+            raise ConfigError(
+                f"--kv-policy {self.name} gives heads of a layer shares of their own: set --tensor-parallel-size 1"
+            )
+        return Shares.of(own, self.retention.budget)
 
     def gate(self, layer: int, heads: slice) -> Gate | None:
         """The module that scores the tokens of ``layer`` for these KV heads when they come in, or None where the kernels score
@@ -311,7 +316,11 @@ class Policy(ABC):
         Raises:
             ConfigError: the rule is not of the order that the policy declares, or needs more state.
         """
-        rule = replace(self.rule(layer, heads), moment_correction=self.corrects, share_pages=self.share_pages)
+        own = self.rule(layer, heads)
+        try:
+            rule = replace(own, moment_correction=self.corrects, share_pages=self.share_pages)
+        except ValueError as error:
+            raise ConfigError(f"--kv-policy {self.name} with --kv-allocator {self.allocator}: {error}") from None
         if rule.coupled != (self.order is Order.COUPLED):
             raise ConfigError(
                 f"--kv-policy {self.name} declares the order {self.order.value!r}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"

@@ -139,6 +139,8 @@ def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source:
         match = re.match(r"^layers\.(0|[1-9][0-9]{0,8})\.(.+)$", name)
         if match is None or int(match[1]) >= config.num_layers:
             raise ConfigError(f"{source}: unexpected tensor {name!r}")
+        if match[2] in layers[int(match[1])]:
+            raise ConfigError(f"{source}: tensor {name!r} is there under two names")
         floating = isinstance(tensor, torch.Tensor) and tensor.is_floating_point()
         layers[int(match[1])][match[2]] = tensor.float() if floating else tensor
     return layers

@@ -14,6 +14,7 @@ A ``.pth`` file is a pickle. It is read with ``weights_only=True``: tensors and 
 from __future__ import annotations
 
 import json
+import math
 import pickle
 import re
 from pathlib import Path
@@ -22,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, check_tensors, full_checkpoint_name, write_scorer
 from kvpop_vllm.scorers.init import model_shape
 
@@ -70,11 +71,17 @@ def _trimkv(source, raw, shape, sinks, window, topk):
         raise ConfigError(
             f"{source}: retention_gate is {kind!r}, and only {', '.join(RETENTION_GATES)} are TRIM-KV's: give another checkpoint"
         )
+    if (activation := raw.get("hidden_act", "silu")) != "silu":
+        raise ConfigError(f"{source}: hidden_act is {activation!r}, and gates here know silu alone")
     sinks, window, size = sinks or 0, window or 1, raw.get("memory_size")
     if topk is None:
-        if not isinstance(size, int | float) or size < 2:
+        if isinstance(size, bool) or not isinstance(size, int | float) or not 2 <= size < MAX_BUDGET:
             raise ConfigError(f"{source}: memory_size is {size!r}, which is no number of tokens: give --topk")
-        topk = max(1, int(size) - sinks - window)
+        topk = int(size) - sinks - window
+        if topk < 1:
+            raise ConfigError(
+                f"{source}: memory_size {size} leaves nothing beside {sinks} sinks and window {window}: lower --window"
+            )
     config = ScorerConfig(**shape, scorer="trimkv", sinks=sinks, window=window, topk=topk, **RETENTION_GATES[kind])
     layers: list[dict[str, torch.Tensor]] = [{} for _ in range(config.num_layers)]
     for name, tensor in _weights(source).items():
@@ -84,7 +91,9 @@ def _trimkv(source, raw, shape, sinks, window, topk):
             raise ConfigError(
                 f"{source} holds {name}, which is no retention gate's: what changes the model itself cannot be imported"
             )
-        layers[int(match[1])][match[2]] = tensor.float()
+        if match[2] in layers[int(match[1])]:
+            raise ConfigError(f"{source} holds {own} under two names: give a published TRIM-KV folder")
+        layers[int(match[1])][match[2]] = tensor.float() if tensor.is_floating_point() else tensor
     return config, layers
 
 
@@ -109,8 +118,17 @@ def _dms(source, raw, shape, sinks, window, topk):
         raise ConfigError("DMS bounds no cache, so its checkpoint says no number of tokens: give --topk")
     if raw.get("dms_alpha_per", "head") != "head":
         raise ConfigError(f"{source}: dms_alpha_per is {raw['dms_alpha_per']!r}, and heads decide for themselves here")
-    if not isinstance(raw.get("dms_window_size"), int):
+    if type(raw.get("dms_window_size")) is not int:
         raise ConfigError(f"{source}: config.json has no dms_window_size: give a folder of a DMS model")
+    for name in ("dms_initial_alpha_offset", "dms_alpha_scale"):
+        if (
+            isinstance(value := raw.get(name, 5.0), bool)
+            or not isinstance(value, int | float)
+            or not math.isfinite(value)
+        ):
+            raise ConfigError(f"{source}: {name} is {value!r}, which is no number: give a folder of a DMS model")
+    if "dms_alpha_scale" not in raw:
+        raise ConfigError(f"{source}: config.json has no dms_alpha_scale: give a folder of a DMS model")
     offset = float(raw.get("dms_initial_alpha_offset", 5.0))
     separate = bool(raw.get("dms_separate_alpha", False))
     config = ScorerConfig(

@@ -26,7 +26,7 @@ from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
-from kvpop_vllm.kernels.regions import HeadRegions, RegionMap, Shares
+from kvpop_vllm.kernels.regions import HeadRegions, RegionMap, Shares, region_map
 from kvpop_vllm.vllm_glue import prompt_lengths
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
@@ -167,6 +167,8 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         common = common_attn_metadata
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
+        if self.needs_prompt and self.prompts is None:
+            raise RuntimeError("this model runner does not say how long prompts are: set VLLM_USE_V2_MODEL_RUNNER=0")
         prompts = self.prompts[: len(query_lens)].clamp_min(1) if self.needs_prompt else None  # 0: a dummy run
         step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, prompts
         metadata = FixedBudgetMetadata(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
@@ -286,7 +288,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             elif self.shares is None:
                 self._pages = key, (layout.view(kv_cache.view(torch.uint8)), None)
             else:
-                regions = RegionMap(self.shares, layout, kv_cache.shape[0])
+                regions = region_map(self.shares, layout, kv_cache.shape[0])
                 self._pages = key, (regions.view(_all_layers(kv_cache, self.layer)), regions)
         return self._pages[1]
 

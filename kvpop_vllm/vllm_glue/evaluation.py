@@ -12,6 +12,7 @@ import torch
 from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.evaluation.contenders import Deployed
+from kvpop_vllm.evaluation.running import check_plain
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import model_shape
 
@@ -29,6 +30,7 @@ class EngineBackend:
     """
 
     def __init__(self, model: str, dtype: torch.dtype, longest: int):
+        check_plain(model)
         self.model, self.dtype, self.longest = model, dtype, longest
         self.shape = ModelShape(**model_shape(model), max_model_len=longest)
 

@@ -14,6 +14,9 @@ from kvpop_vllm.scorers import checkpoint
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy, policy_from_checkpoint, requested
 from kvpop_vllm.vllm_glue.gated_attention import prepare
 
+_DMS_PROJECTION = ".self_attn.dms_proj_alpha"
+"""In the names of a DMS model's eviction projections and of their norms."""
+
 
 class _CarriesScorers:
     """Mixed in before a vLLM model: scorer tensors go to the policy in force, or nowhere if none wants them.
@@ -33,6 +36,8 @@ class _CarriesScorers:
 
         def models_own() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
+                if _DMS_PROJECTION in name and requested(self._engine_config):
+                    continue  # imported into a scorer folder (kvpop import)
                 if checkpoint.looks_like_scorer(name):
                     scorers[name] = tensor.clone() if policy else None  # a loader may reuse its buffers
                 else:

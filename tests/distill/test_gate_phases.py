@@ -13,7 +13,7 @@ from engine.judge import Judge
 from kvpop_vllm.distill.hook import Dense, load_model, show_hidden_states
 from kvpop_vllm.scorers import Signals, gate_from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
-from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_random_scorer
+from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt
 
 TRIMKV = [
     "--recipe=trimkv",
@@ -147,9 +147,3 @@ def test_bad_input_is_refused_in_one_line(kvpop, line):
     status, _, errors = kvpop(*START.split(), *line.split())
     own = [text for text in errors.splitlines() if text.startswith("kvpop: ")]
     assert status == 2 and len(own) == 1 and REFUSED[line] in own[0], errors
-
-
-def test_eval_says_that_it_does_not_run_gates(kvpop, folder):
-    write_random_scorer(folder / "gates", folder / "qwen3", "trimkv")
-    status, _, errors = kvpop(*"eval --model=qwen3 --data text.jsonl --split=all --scorer=gates --length 96".split())
-    assert status == 2 and "kvpop: gates holds gates (trimkv), which kvpop eval does not run" in errors

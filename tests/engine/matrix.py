@@ -24,9 +24,9 @@ MATRIX += [
     ("qwen3", "adakv"),
 ]
 EVERY = {"snapkv": 4, "pyramidkv": 4, "adakv": 4}
+"""Policy -> tokens between decisions, where it is not one; of snapkv with a window of one more."""
 SPARE = {"adakv": 1}
 """Policy -> blocks more from where the budget is outgrown."""
-"""Policy -> tokens between decisions, where it is not one; of snapkv with a window of one more."""
 GATES = {
     "trimkv": ("trimkv", {}),
     "trimkv-kv": ("trimkv", {"reads": "kv", "gated": True}),

@@ -27,11 +27,7 @@ def test_pages_have_regions_of_their_own(layers, heads, state, every, seed):
     """Of three requests with random blocks, at every length: all pages that are filled lie in blocks held, none twice, and
     less than a block is held beyond them."""
     draw = torch.Generator().manual_seed(seed)
-    shares = Shares.of(
-        torch.randint(1, 130, (layers, heads), generator=draw).index_put_((torch.tensor(0),) * 2, torch.tensor(131))
-    )
-    if shares is None:
-        return
+    shares = Shares.of(torch.randint(1, 130, (layers, heads), generator=draw), budget=131)
     layout = PageLayout(heads, SIZE, torch.float32, N, state * N * (2 * SIZE * 4 + 8) // 4)
     assert layout.state_blocks == state
     longest = shares.blocks(state, N, 10_000, every)
@@ -56,7 +52,8 @@ def test_pages_have_regions_of_their_own(layers, heads, state, every, seed):
 
 
 def test_equal_shares_need_none():
-    assert Shares.of(torch.full((3, 2), 40, dtype=torch.int32)) is None
+    budgets = torch.full((3, 2), 40, dtype=torch.int32)
+    assert Shares.of(budgets, 40) is None and Shares.of(budgets, 41).counts == {40: 6}
 
 
 @pytest.mark.parametrize("kind", ["mlstm", "mass", "moment", "given"])
@@ -67,7 +64,7 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
     layers, heads, length = 3, 2, 90
     draw = torch.Generator().manual_seed(3)
     budgets = torch.tensor([[60, 25], [33, 47], [18, 64]], dtype=torch.int32)
-    shares = Shares.of(budgets)
+    shares = Shares.of(budgets, 64)
     options = {"mass": {"mean": True}}.get(kind, {})
     rules = [random_rule(random_scorer(kind, heads, SIZE, draw, **options), heads, 2, 6, draw) for _ in range(layers)]
     layout = PageLayout(heads, SIZE, torch.float32, N, rules[0].state_floats(SIZE))
@@ -97,7 +94,7 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
 
 
 def test_too_small_a_pool_is_refused():
-    shares = Shares.of(torch.tensor([[20, 40]], dtype=torch.int32))
+    shares = Shares.of(torch.tensor([[20, 40]], dtype=torch.int32), 30)
     regions = RegionMap(shares, PageLayout(2, SIZE, torch.float32, N), 4)
     with pytest.raises(ValueError, match="100 bytes do not hold 4 blocks of 1 layers"):
         regions.view(torch.zeros(100, dtype=torch.uint8))

@@ -258,6 +258,47 @@ def test_scores_that_are_no_numbers_break_nothing(case, isa):
     assert all(sum(len(head) for head in heads) <= p.heads * p.budget for _, heads in held)
 
 
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("budget", [40, 48])
+@pytest.mark.parametrize("every", [1, 4])
+def test_blocks_that_are_not_claimed_are_not_touched(impl, budget, every):
+    """Rows as vLLM has them, narrower than the budget for short sequences; a page that is not claimed is another's."""
+    p = Problem(every=every, topk=budget - 2 - 5 - every + 1)
+    assert p.budget == budget
+    whole = p.blocks.clone()
+    for length in (1, 30, budget - every, budget - every + 1, budget - every + 2, p.length):
+        slots = length + every - 1
+        claimed = p.layout.state_blocks + cdiv(min(slots, budget), N) + (slots > budget)
+        p.blocks = whole[:, :claimed].clone()
+        kept, p.length = p.length, length
+        held = p.serve([length], impl)[1][-1][1]
+        assert all(len(head) == length for head in held) or slots > budget
+        p.length = kept
+
+
+def test_tables_of_shares_that_are_too_small_are_refused():
+    p = Problem()
+    p.rule = replace(p.rule, share_pages=3)
+    with pytest.raises(ValueError, match="shares of a budget of 30 do not fit 3 pages a head"):
+        p.serve([10], _C.isa_levels()[-1])
+
+
+@pytest.mark.parametrize("isa", _C.isa_levels())
+def test_no_number_reaches_another_request(isa):
+    """Every score of a head is NaN: what it evicts lies in its own pages all the same."""
+    p = Problem(**CASES["votes-corrected"])
+    mine = set(p.blocks.flatten().tolist())
+    others = [block for block in range(p.num_blocks) if block not in mine]
+    p.q[:, 30:, : 2 * GROUP] = torch.nan
+    _C.set_isa(isa)
+    regions = HeadRegions(p.layout, p.budget, p.num_blocks)
+    raw = torch.full((p.num_blocks, p.heads, p.layout.region_bytes), 255, dtype=torch.uint8)
+    own = dict(rule=p.rule, scale=SIZE**-0.5, prompt=p.prompt, impl="cpp")
+    tokens, budgets = (x[0] for x in (p.q, p.k, p.v)), torch.full((p.heads,), p.budget, dtype=torch.int32)
+    ops.prefill_chunk(*tokens, regions.view(raw), regions.rows(0, p.blocks)[0], 0, budgets, **own)
+    assert (raw[others] == 255).all()
+
+
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
 def test_prompt_lengths_are_asked_for(impl):
     p = Problem()

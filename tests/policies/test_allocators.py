@@ -46,6 +46,21 @@ def test_refusals():
         PolicySettings.parse({"policy": "h2o", "budget": 100, "allocator": "cone"})
 
 
+def test_equal_shares_below_the_budget_are_what_was_asked_for(monkeypatch):
+    policy = made()
+    monkeypatch.setattr(type(policy), "shares", lambda own: torch.full((30, 3), 1023, dtype=torch.int32))
+    assert policy.checked_shares(slice(0, 3)).counts == {1023: 90}
+
+
+def test_ranks_cannot_have_shares_of_their_own(monkeypatch):
+    policy = made()
+    unlike = torch.tensor([1023, 1024, 1025], dtype=torch.int32).repeat(30, 1)
+    monkeypatch.setattr(type(policy), "shares", lambda own: unlike)
+    assert policy.checked_shares(slice(0, 3)).heads == 3
+    with pytest.raises(ConfigError, match="set --tensor-parallel-size 1"):
+        policy.checked_shares(slice(0, 2))
+
+
 @pytest.mark.parametrize(
     "shares, message",
     [

@@ -51,7 +51,7 @@ struct Scorer {
     bool mean = false;  // of an attention mass: over all queries, not the newest one's
     bool ages = false;  // a given score is multiplied by the token's age
     bool bounded = false;  // a token of a given score below `threshold` is evicted though slots are free
-    float threshold = 0;
+    double threshold = 0;
     int64_t pool = 1;  // of votes: neighbours
 
     // Scores depend on what earlier queries saw.

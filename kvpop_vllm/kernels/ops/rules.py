@@ -172,7 +172,7 @@ class RetentionRule(SlotRoles):
     ``(Z_R o_R + Z_E o_E) / (Z_R + Z_E)`` with ``o_E = vb + scale Sig q`` and ``log Z_E = log n + scale q . kb``; the victim of
     a step counts before its query attends.
 
-    ``share_pages`` more than 0: the heads of a layer divide its budget by their scores at every decision up to the one on the
+    ``share_pages`` more than 0: the heads of a layer divide its budget by their scores at every decision up to the
     first generated token (Ada-KV, arXiv:2407.11550): of all that is ranked in all heads the ``H k`` best are counted, and
     a head may fill :data:`FLOOR` of k and of the rest as many as it has among them. Its share, and which regions
     its slot pages are, ``share_pages`` at most, lie behind the moments.
@@ -226,6 +226,8 @@ class RetentionRule(SlotRoles):
         return 2 + self.share_pages if self.share_pages else 0
 
     def __post_init__(self):
+        if self.phase and not self.prompt_grid:
+            raise ValueError("only decisions that depend on the prompt have a phase")
         if self.share_pages and (self.threshold is not None or isinstance(self.scorer, MomentResidual)):
             raise ValueError(f"heads cannot divide a budget by the scores of {type(self.scorer).__name__}")
         if self.threshold is not None and self.sinks < 1:

@@ -1,4 +1,4 @@
-"""`benchmarks/policies.py` at tiny sizes: a row for each policy and budget, taken over when the same commit runs again."""
+"""`benchmarks/policy_table.py` at tiny sizes: a row for each policy and budget, taken over when the same commit runs again."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 def modules():
     sys.path.insert(0, str(BENCHMARKS))
     try:
-        yield {name: importlib.import_module(name) for name in ("policies", "policy_cells", "kernel_steps", "record")}
+        yield {
+            name: importlib.import_module(name) for name in ("policy_table", "policy_cells", "kernel_steps", "record")
+        }
     finally:
         sys.path.remove(str(BENCHMARKS))
 
@@ -41,7 +43,7 @@ def folder(tmp_path_factory):
 @pytest.fixture
 def bench(modules, folder, tmp_path, monkeypatch, capsys):
     """Runs the script with options; returns its status, its rows and what it printed."""
-    monkeypatch.setattr(modules["policies"], "RESULTS", tmp_path / "policies.csv")
+    monkeypatch.setattr(modules["policy_table"], "RESULTS", tmp_path / "policies.csv")
     monkeypatch.setitem(modules["record"].KEY, "commit", "abc")
 
     def run(*options):
@@ -50,7 +52,7 @@ def bench(modules, folder, tmp_path, monkeypatch, capsys):
         words += " --needles 2 --requests 2 --rounds 3"
         monkeypatch.setattr(sys, "argv", ["policies.py", *words.split(), *options])
         threads = torch.get_num_threads()
-        status = modules["policies"].main()
+        status = modules["policy_table"].main()
         torch.set_num_threads(threads)
         path = tmp_path / "policies.csv"
         rows = list(csv.DictReader(path.open())) if path.exists() else []

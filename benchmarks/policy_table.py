@@ -2,7 +2,7 @@
 
 On held-out text, at each budget B: the error of attention outputs on the dense model's queries, perplexity and divergence
 from dense under the policy, needles found (RULER's wording), and the time of a decode step of the serving kernel alone (attention, scorer and cache
-of all layers, no matrix products of the model), in turn with the same kernel keeping everything. Each policy has its own defaults of serving; once at equal k,
+of all layers, no matrix products of the model, and no gates), in turn with the same kernel keeping everything. Each policy has its own defaults of serving; once at equal k,
 and for B >= 512 of those with a state at equal allocated bytes.
 
 Each (policy, B) is appended to benchmarks/results/policies.csv as it is done, and a rerun of the same commit goes on behind what is there. Nothing
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import hashlib
 import itertools
 import sys
 from pathlib import Path
@@ -111,12 +112,16 @@ def measure(options) -> int:
         if setting is None:
             continue
         name = "dense" if contender is None else contender.name
-        scorer = Path(contender.scorer).name if contender and contender.scorer else ""
+        scorer = fingerprint(Path(contender.scorer)) if contender and contender.scorer else ""
         asked = {column: str(vars(options)[column]) for column in ASKED} | {"scorer": scorer}
         asked |= {"equal": equal, "budget": str(budget or ""), "policy": name}
         row = next((row for row in done if {column: row[column] for column in CELL} == asked), None)
         if row is None:
-            row = cells.measure(contender, setting, asked)
+            try:
+                row = cells.measure(contender, setting, asked)
+            except ConfigError as error:
+                say(f"left out: {error}")
+                row = None
             if row is None:
                 problems += 1
                 continue
@@ -125,6 +130,14 @@ def measure(options) -> int:
         rows.append(row)
     print(table(rows))
     return int(problems > 0)
+
+
+def fingerprint(folder: Path) -> str:
+    """A scorer folder's name and what tells its contents from those of another of that name."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.glob("kvpop_*")):
+        digest.update(path.read_bytes())
+    return f"{folder.name}@{digest.hexdigest()[:8]}"
 
 
 def there(options) -> list[dict]:
