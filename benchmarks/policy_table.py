@@ -117,6 +117,7 @@ def measure(options) -> int:
         asked |= {"equal": equal, "budget": str(budget or ""), "policy": name}
         row = next((row for row in done if {column: row[column] for column in CELL} == asked), None)
         if row is None:
+            cells.load()
             try:
                 row = cells.measure(contender, setting, asked)
             except ConfigError as error:

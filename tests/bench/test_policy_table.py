@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import importlib
+import shutil
 import sys
 from pathlib import Path
 
@@ -78,7 +79,7 @@ def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkey
         assert (row["commit"], row["budget"], row["equal"], row["text"]) == ("abc", "128", "k", "text")
     windows = {row["policy"]: int(row["window"]) for row in others}
     assert windows["h2o"] == 64 and windows["tova"] == 1 and windows["kvpop"] == 16
-    assert {row["policy"]: row["scorer"] for row in rows}["kvpop"] == "scorer"
+    assert {row["policy"]: row["scorer"] for row in rows}["kvpop"].startswith("scorer@")
     table = [line for line in table_of(said) if line.startswith("| 128 |")]
     assert len(table) == len(names) and "left out: kvpop-mlp needs a scorer" in said.out
 
@@ -117,6 +118,15 @@ def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, modu
     status, rows, said = bench("--budget", "128", "--policies", "tova")
     assert status == 1 and [row["policy"] for row in rows] == ["dense"]
     assert "tova, B = 128: output check failed" in said.out and "| 128 |" not in said.out
+
+
+def test_scorers_of_one_name_are_told_apart(modules, folder, tmp_path):
+    """By what is in their folders: a row of one must not stand for another."""
+    name, other = modules["policy_table"].fingerprint(folder / "scorer"), tmp_path / "scorer"
+    shutil.copytree(folder / "scorer", other)
+    assert modules["policy_table"].fingerprint(other) == name
+    write_random_scorer(other, folder / "model", sinks=4, window=16, topk=80, seed=5)
+    assert modules["policy_table"].fingerprint(other) != name
 
 
 def test_what_cannot_be_measured_is_refused(bench):
