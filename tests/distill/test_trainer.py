@@ -311,7 +311,7 @@ def test_a_phase_that_trains_the_base_anyway_goes_on_whether_it_was_asked_for_or
     "change, message",
     [
         ({"length": 32}, "length 32 must exceed sinks .* = 4 [+] 8 [+] 20: raise --length or lower --topk"),
-        ({"phase": "prune"}, "phase must be one of uptrain, sparsify, streaming-plus, got 'prune'"),
+        ({"phase": "prune"}, "phase must be one of uptrain, sparsify, streaming-plus, trimkv, dms, got 'prune'"),
         ({"dtype": "float16"}, "dtype must be bfloat16 or float32"),
         ({"topk": []}, "topk must be at least 1"),
         ({"positions": 95}, "length 96 exceeds positions 95: raise --positions"),
