@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from kvpop_vllm import __version__
 from kvpop_vllm.argument_types import non_negative, positive
-from kvpop_vllm.config import CORRECTIONS, SCORER_KINDS
+from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, SCORER_KINDS
 from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.evaluation.command import add_eval
@@ -153,6 +153,7 @@ def add_plan(commands: Commands) -> None:
         "--scorer", metavar="DIR", help="of the kvpop policies (default: the size of an untrained one)"
     )
     command.add_argument("--correction", choices=CORRECTIONS, help="as --kv-correction")
+    command.add_argument("--allocator", choices=ALLOCATORS, help="as --kv-allocator")
     command.add_argument("--decide-every", type=positive, metavar="E", help="as --kv-decide-every")
     command.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the cache (default: the model's)")
     command.add_argument("--block-size", type=positive, default=64, metavar="N", help="slots of a block (default 64)")

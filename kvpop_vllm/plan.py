@@ -122,7 +122,12 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
     last two without numbers."""
     mine = options.scorer if given is not None and given == cls.scorer_kind else None
     settings = PolicySettings(
-        cls.name, budget, decide_every=options.decide_every, scorer=mine, correction=options.correction
+        cls.name,
+        budget,
+        decide_every=options.decide_every,
+        scorer=mine,
+        correction=options.correction,
+        allocator=options.allocator,
     )
     if cls.scorer_kind is None or mine:
         return cls(settings, shape)

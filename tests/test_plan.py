@@ -51,6 +51,12 @@ def test_corrections_grids_and_budgets(planned):
     assert blocks["streaming-llm"] == pytest.approx(plain["streaming-llm"] + page, abs=0.1)
     assert blocks["kvpop"] == pytest.approx(plain["kvpop"] + page, abs=0.1)
     assert blocks["momentkv"] == plain["momentkv"]
+    lines, shared = planned(DEMO, *size, "--allocator", "ada", "--budget", "1024")
+    assert float(shared["h2o", 1024][1].split()[0]) == pytest.approx(
+        plain["h2o"] + 2 * page, abs=0.1
+    )  # a state and a spare block
+    assert shared["adakv", 1024] == shared["snapkv", 1024] == rows["adakv", 1024]
+    assert any("momentkv has no scores that heads can divide a budget by" in line for line in lines)
     _, wide = planned(
         DEMO, *size, "--block-size", "256", "--budget", "1000", "--decide-every", "8", "--dtype", "float32"
     )
