@@ -166,6 +166,14 @@ class Deployed:
         """B of the head that holds fewest tokens."""
         return int(self.policy.shares().min()) if self.policy else self.roles.budget
 
+    @property
+    def whole(self) -> int:
+        """Tokens of which every head still holds all, whatever they are."""
+        if self.policy is None:
+            return self.roles.budget - self.roles.decide_every + 1
+        rule = self.rule(0)
+        return rule.sinks + rule.window if rule.threshold is not None else self.least - rule.decide_every + 1
+
     def attend(self) -> Attend:
         """What runs it in all layers of a model, on whole rows."""
         return Sparse(self.contender.score, self.roles) if self.by_scores else Served(self)

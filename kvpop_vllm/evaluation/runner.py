@@ -106,6 +106,7 @@ def told(setting: Setting, deployed: Deployed) -> dict:
     roles = deployed.roles
     return {
         "budget": setting.budget,
+        "whole": deployed.whole,
         "equal": setting.equal,
         "topk": roles.topk,
         "policy": deployed.contender.name,

@@ -28,7 +28,7 @@ from kvpop_vllm.scorers.init import model_shape
 
 KEYS = ("length", "budget", "equal", "window", "topk", "decide_every", "policy")
 RETRIEVAL_COLUMNS = (*KEYS, "kind", "examples", *retrieval.MEASURES)
-REPLAY_COLUMNS = (*KEYS, "rows", "perplexity", "kl", "kl, first B", "kl, last quarter", "agreement")
+REPLAY_COLUMNS = (*KEYS, "rows", "perplexity", "kl", "kl, all held", "kl, last quarter", "agreement")
 BUCKETS = 16
 """Of a row's positions, where ``--bucket`` does not say how long one is."""
 CHARACTERS = 16
@@ -224,7 +224,7 @@ class Replay:
 
 
 def summarise_replay(records: list[dict]) -> list[dict]:
-    """Means over rows. ``kl, first B`` is that of the buckets that end before anything is evicted, ``kl, last quarter`` that of
+    """Means over rows. ``kl, all held`` is that of the buckets that end before anything is evicted, ``kl, last quarter`` that of
     those which begin in the last quarter of the row."""
     table = []
     for line, members in _groups(records, KEYS):
@@ -234,11 +234,11 @@ def summarise_replay(records: list[dict]) -> list[dict]:
             for name in replay.MEASURES
         }  # fmt: skip
         bucket, kl = members[0]["bucket"], curves["kl_by_position"]
-        early = [x for i, x in enumerate(kl) if line["budget"] and (i + 1) * bucket <= line["budget"]]
+        early = [x for i, x in enumerate(kl) if (i + 1) * bucket <= members[0].get("whole", 0)]
         late = [x for i, x in enumerate(kl) if i * bucket >= 0.75 * (line["length"] - 1)]
         found = {"rows": len(members), "perplexity": math.exp(means["nll"]), "bucket": bucket}
         if line["budget"]:
-            found |= {"kl, first B": sum(early) / len(early) if early else None}
+            found |= {"kl, all held": sum(early) / len(early) if early else None}
             found |= {"kl, last quarter": sum(late) / len(late) if late else None}
         table.append(line | found | means | curves)
     return table

@@ -73,7 +73,7 @@ def test_retrieval_is_averaged_by_kind_and_drawn():
 def test_replay_is_averaged_by_position_and_drawn():
     curves = [([0.0, 0.2, 0.4, 0.6, 0.8], [1.0, 0.9, 0.8, 0.7, 0.6]), ([0.0, 0.4, 0.6, 0.8, 1.0], [1.0] * 5)]
     records = [
-        line("x", 20, row=i, nll=1.0 + i, kl=sum(kl) / 5, agreement=sum(same) / 5, bucket=20)
+        line("x", 20, row=i, nll=1.0 + i, kl=sum(kl) / 5, agreement=sum(same) / 5, bucket=20, whole=20)
         | {"nll_by_position": [1.0] * 5, "kl_by_position": kl, "agreement_by_position": same}
         for i, (kl, same) in enumerate(curves)
     ]
@@ -81,7 +81,7 @@ def test_replay_is_averaged_by_position_and_drawn():
     assert table["kl_by_position"] == pytest.approx([0, 0.3, 0.5, 0.7, 0.9]) and table["rows"] == 2
     assert table["kl"] == pytest.approx(0.48) and table["agreement"] == pytest.approx(0.9)
     assert table["perplexity"] == pytest.approx(4.4816890)  # e^1.5
-    assert table["kl, first B"] == 0 and table["kl, last quarter"] == pytest.approx(0.9)
+    assert table["kl, all held"] == 0 and table["kl, last quarter"] == pytest.approx(0.9)
     drawing = Figure()
     draw_replay(drawing, [table])
     kl, agreement = drawing.axes

@@ -251,3 +251,18 @@ def test_equal_bytes_count_the_moments():
 def test_what_cannot_be_served_cannot_be_corrected():
     with pytest.raises(ConfigError, match="'random' cannot be corrected"):
         training_free("random").corrected()
+
+
+@pytest.mark.parametrize(
+    "name, every, shares", [("streaming-llm", 1, None), ("h2o", 7, None), ("pyramidkv", 4, "least")]
+)
+def test_how_many_tokens_are_all_held(layer, name, every, shares):
+    """That many, whatever they are, and after some more not."""
+    q, k, v = layer
+    deployed = training_free(name).deploy(SHAPE, 40, decide_every=every)
+    assert (deployed.least < 40) == (shares is not None)
+    sequence = Sequence(deployed.rule(0), deployed.least, k[0], length=len(k[0, 0]), prompt=len(k[0, 0]))
+    sequence.attend(*(x[0, :, : deployed.whole] for x in (q, k, v)), 32**-0.5)
+    assert sequence.held().all()
+    sequence.attend(*(x[0, :, deployed.whole : deployed.whole + every] for x in (q, k, v)), 32**-0.5)
+    assert not sequence.held().all()
