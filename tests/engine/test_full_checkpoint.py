@@ -370,3 +370,22 @@ def test_export_leaves_nothing_half_done(qwen3, tmp_path, monkeypatch):
     (tmp_path / "empty").mkdir()
     export_checkpoint(qwen3.base, qwen3.adapter, tmp_path / "empty")
     assert (tmp_path / "empty" / SCORER_SHARD).is_file()
+
+
+def test_a_dms_model_with_projections_of_its_own_is_served(tmp_path):
+    """Imported they are a scorer folder; in the model's weights they belong to nobody and are passed over."""
+    plain, source, gates = (tmp_path / name for name in ("plain", "source", "gates"))
+    write_tiny_model(plain, "qwen3")
+    shutil.copytree(plain, source)
+    config = json.loads((source / "config.json").read_text())
+    config |= {"dms_window_size": 8, "dms_alpha_scale": 100.0, "dms_separate_alpha": True}
+    (source / "config.json").write_text(json.dumps(config))
+    weights, draw = load_file(source / "model.safetensors"), torch.Generator().manual_seed(0)
+    for layer in range(2):
+        prefix = f"model.layers.{layer}.self_attn.dms_proj_alpha"
+        weights[f"{prefix}.weight"] = torch.randn(2, 64, generator=draw) / 100
+        weights[f"{prefix}_norm.weight"] = torch.ones(64)
+    save_file(weights, source / "model.safetensors", metadata={"format": "pt"})
+    assert main(["import", str(source), str(gates), "--topk", "12"]) in (0, None)
+    settings = {"policy": "dms", "scorer": str(gates)}
+    assert generate(source, settings) == generate(plain, settings) != generate(plain, None)
