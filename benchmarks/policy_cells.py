@@ -104,6 +104,7 @@ class Cells:
             "sinks": roles.sinks if roles else "",
             "window": roles.window if roles else "",
             "allocated_bytes": self.allocated(deployed),
+            "state": deployed.state_floats if deployed else 0,
         }
         return asked | about | {name: f"{value:.6g}" for name, value in found.items()}
 

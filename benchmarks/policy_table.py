@@ -156,10 +156,9 @@ def table(rows: list[dict]) -> str:
         "| B | policy | equal | k | KiB | error of outputs | perplexity | KL | needles, exact (partial) | ms per step | dense / it |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    by_bytes = {(row["budget"], row["policy"]) for row in rows if row["equal"] == "bytes"}
     for row in sorted(rows, key=lambda r: (int(r["budget"] or 0), r["equal"] == "bytes", float(r["error"]))):
-        alone = int(row["budget"] or 0) < EQUAL_BYTES_FROM or (row["budget"], row["policy"]) in by_bytes
-        equal = row["equal"] if alone else "k, bytes"
+        both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and row["state"] == "0"  # without a state they are one
+        equal = "k, bytes" if both else row["equal"]
         lines.append(
             f"| {row['budget'] or 'all'} | {row['policy']} | {equal if row['budget'] else ''} | {row['topk']} "
             f"| {int(row['allocated_bytes']) / 1024:,.0f} | {float(row['error']):.3f} | {float(row['perplexity']):.2f} "
