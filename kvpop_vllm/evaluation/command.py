@@ -50,6 +50,26 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         choices=CORRECTIONS,
         help="moment: each that can be served with plain and with corrected outputs (MomentKV); none: momentkv without its own; both on the kernels of serving",
     )
+    _add_settings(command)
+    command.add_argument("--kinds", nargs="+", choices=KINDS, help="of retrieval (default: all)")
+    command.add_argument(
+        "--digits", type=positive, choices=range(2, 10), metavar="N", help="of a needle's number, 2 to 9 (default 4)"
+    )
+    command.add_argument(
+        "--bucket", type=positive, metavar="N", help="positions that replay takes together (default: S / 16)"
+    )
+    command.add_argument(
+        "--out", metavar="FILE.jsonl", help="all records, one per line (until all are there, in FILE.jsonl.draft)"
+    )
+    command.add_argument(
+        "--report", metavar="DIR", help="write table.md, figure.png and a map of what each layer retains into DIR"
+    )
+    command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
+    command.set_defaults(run=lambda options: run_eval(options, engine))
+
+
+def _add_settings(command) -> None:
+    """Lengths, budgets and what they are made of, rows and dtype."""
     command.add_argument("--length", nargs="+", type=positive, default=[1024], metavar="S", help="tokens per row")
     size = command.add_mutually_exclusive_group()
     size.add_argument("--share", nargs="+", type=positive, metavar="C", help="budgets: B = S / C (default 4)")
@@ -71,26 +91,11 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
     command.add_argument(
         "--rows", type=positive, default=4, help="rows of text, or examples of each kind of retrieval (default 4)"
     )
-    command.add_argument("--kinds", nargs="+", choices=KINDS, help="of retrieval (default: all)")
-    command.add_argument(
-        "--digits", type=positive, choices=range(2, 10), metavar="N", help="of a needle's number, 2 to 9 (default 4)"
-    )
-    command.add_argument(
-        "--bucket", type=positive, metavar="N", help="positions that replay takes together (default: S / 16)"
-    )
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     command.add_argument(
         "--equal", nargs="+", choices=("k", "bytes"), default=["k"], help="what is equal between policies"
     )
-    command.add_argument(
-        "--out", metavar="FILE.jsonl", help="all records, one per line (until all are there, in FILE.jsonl.draft)"
-    )
-    command.add_argument(
-        "--report", metavar="DIR", help="write table.md, figure.png and a map of what each layer retains into DIR"
-    )
-    command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
-    command.set_defaults(run=lambda options: run_eval(options, engine))
 
 
 def run_eval(options, engine: Callable[[], type]) -> None:

@@ -52,6 +52,16 @@ def corrected_attention(
     return out.flatten(1)
 
 
+def _undecided(heads: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
+    """Visible sets, margins, scores and tokens lost, before the first query."""
+    return (
+        torch.zeros(heads, length, length, dtype=torch.bool),
+        torch.full((heads, length), math.inf, dtype=torch.float64),
+        torch.full((heads, length, 2), math.nan, dtype=dtype),
+        torch.full((heads, length), -1),
+    )
+
+
 def follow_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -86,10 +96,7 @@ def follow_attention(
     """
     heads, length, size = key.shape
     group = len(query) // heads
-    visible = torch.zeros(heads, length, length, dtype=torch.bool)
-    margins = torch.full((heads, length), math.inf, dtype=torch.float64)
-    scores = torch.full((heads, length, 2), math.nan, dtype=key.dtype)
-    lost_best = torch.full((heads, length), -1)
+    visible, margins, scores, lost_best = _undecided(heads, length, key.dtype)
     for h in range(heads):
         more = {token: by for head, token, by in bias if head == h}
         total, newest = torch.zeros(length, dtype=key.dtype), torch.zeros(length, dtype=key.dtype)

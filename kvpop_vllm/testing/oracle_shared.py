@@ -11,7 +11,7 @@ from fractions import Fraction
 
 import torch
 
-from .oracle_coupled import GENERATED, _pooled_votes
+from .oracle_coupled import GENERATED, _pooled_votes, _undecided
 from .oracle_scores import MEAN_MASS, VOTES
 
 FLOOR = Fraction(1, 5)
@@ -63,10 +63,7 @@ def follow_shared(
     """
     heads, length, size = key.shape
     group = len(query) // heads
-    visible = torch.zeros(heads, length, length, dtype=torch.bool)
-    margins = torch.full((heads, length), math.inf, dtype=torch.float64)
-    scores = torch.full((heads, length, 2), math.nan, dtype=key.dtype)
-    lost_best = torch.full((heads, length), -1)
+    visible, margins, scores, lost_best = _undecided(heads, length, key.dtype)
     kept: list[list[int]] = [[] for _ in range(heads)]
     shares, waiting = [topk] * heads, []
     masses: list[torch.Tensor] = []  # of each query, [H, S]
