@@ -81,23 +81,17 @@ class Cells:
         shape = ModelShape(**model_shape(self.options.model_folder), max_model_len=self.options.length)
         return setting.deploy(contender, shape, self.dtype)
 
-    def measure(self, contender, setting, asked: dict) -> dict | None:
-        """One row, or None if predictions differ before anything is evicted."""
-        self.load()
+    def quality(self, contender, setting, asked: dict) -> dict | None:
+        """A row of what is still known, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
         deployed = contender and self._deploy(contender, setting)
-        quality = self.quality(deployed, setting)
-        if quality["kl_before"] > SAME and self.keeps_all(deployed):
+        read = self.read(deployed, setting)
+        if read["kl_before"] > SAME and self.keeps_all(deployed):
             say(
-                f"{asked['policy']}, B = {setting.budget}: output check failed, KL {quality['kl_before']:.3f} before eviction"
+                f"{asked['policy']}, B = {setting.budget}: output check failed, KL {read['kl_before']:.3f} before eviction"
             )
             return None
-        found = quality | self.found(deployed) | self.speed(deployed)
-        found["seconds"] = time.monotonic() - begin
-        say(
-            f"{asked['policy']}, B = {setting.budget or 'all'}, equal {setting.equal}: "
-            + ", ".join(f"{k} {v:.4g}" for k, v in found.items())
-        )
+        found = read | self.found(deployed)
         roles = deployed and deployed.roles
         about = {
             "topk": roles.topk if roles else "",
@@ -106,9 +100,22 @@ class Cells:
             "allocated_bytes": self.allocated(deployed),
             "state": deployed.state_floats if deployed else 0,
         }
+        return self._row(asked, setting, about, found, begin)
+
+    def steps(self, contender, setting, asked: dict) -> dict:
+        """A row of times."""
+        begin = time.monotonic()
+        return self._row(asked, setting, {}, self.speed(contender and self._deploy(contender, setting)), begin)
+
+    def _row(self, asked: dict, setting, about: dict, found: dict, begin: float) -> dict:
+        found = found | {"seconds": time.monotonic() - begin}
+        say(
+            f"{asked['policy']}, B = {asked['budget'] or 'all'}, equal {setting.equal}: "
+            + ", ".join(f"{k} {v:.4g}" for k, v in found.items())
+        )
         return asked | about | {name: f"{value:.6g}" for name, value in found.items()}
 
-    def quality(self, deployed, setting) -> dict:
+    def read(self, deployed, setting) -> dict:
         """Means over rows: ``error`` of attention outputs from position B on, ``perplexity``, ``kl`` in nats a token, and ``kl_before``,
         that of as many tokens as every head can hold."""
         records, before = [], []

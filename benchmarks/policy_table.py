@@ -1,12 +1,13 @@
 """Every policy of the registry on one page: what it costs and what it still knows, `make policies`.
 
 On held-out text, at each budget B: the error of attention outputs on the dense model's queries, perplexity and divergence
-from dense under the policy, needles found (RULER's wording), and the time of a decode step of the serving kernel alone (attention, scorer and cache
-of all layers, no matrix products of the model, and no gates), in turn with the same kernel keeping everything. Each policy has its own defaults of serving; once at equal k,
-and for B >= 512 of those with a state at equal allocated bytes.
+from dense under the policy, needles found (RULER's wording), and then, in minutes that want a quiet machine, the time of a decode step of the
+serving kernel alone (attention, scorer and cache of all layers, no matrix products of the model, and no gates), in turn with the same
+kernel keeping everything. Each policy has its own defaults of serving; once at equal k, and for B >= 512 of those with a state at equal
+allocated bytes.
 
-Each (policy, B) is appended to benchmarks/results/policies.csv as it is done, and a rerun of the same commit goes on behind what is there. Nothing
-is compared unless the policy gives the dense model's predictions where nothing has been evicted.
+Each (policy, B) is appended to benchmarks/results/policies.csv, its times to policy-steps.csv, as it is done, and a rerun of the same commit goes
+on behind what is there. Nothing is compared or timed unless the policy gives the dense model's predictions where nothing has been evicted.
 """
 
 from __future__ import annotations
@@ -25,19 +26,24 @@ from policy_cells import EQUAL_BYTES_FROM, Cells
 from kvpop_vllm.argument_types import positive
 from kvpop_vllm.config import ConfigError
 
-RESULTS = record.ROOT / "benchmarks" / "results" / "policies.csv"
+RESULTS = record.ROOT / "benchmarks" / "results"
 HELD_OUT = record.ROOT / "data" / "held-out"
 TEXTS = [str(HELD_OUT / f"{name}.jsonl") for name in ("transcripts", "champ", "shakespeare")]
 HAYSTACK = str(HELD_OUT / "bible.jsonl")
-ASKED = "threads model text haystack_text length rows needles context requests rounds seed".split()
-CELL = (*ASKED, "scorer", "equal", "budget", "policy")
+FILES = {"quality": "policies.csv", "steps": "policy-steps.csv"}
+"""The parts of a table, in the order in which they are measured."""
+ASKED = {
+    "quality": "threads model text haystack_text length rows needles seed".split(),
+    "steps": "threads model length context requests rounds".split(),
+}
+CELL = ("scorer", "equal", "budget", "policy")
 """Columns that say what was asked; machine and commit beside them tell measurements apart."""
 
 
 def main() -> int:
     options = parse_arguments()
     if options.table:
-        print(table(there(options)))
+        print(table(*(there(options, part) for part in FILES)))
         return 0
     try:
         return measure(options)
@@ -63,6 +69,7 @@ def parse_arguments():
     parser.add_argument("--context", type=positive, default=4096, help="tokens before a timed step (default 4096)")
     parser.add_argument("--requests", type=positive, default=4, help="decoded together when timed (default 4)")
     parser.add_argument("--rounds", type=positive, default=5, help="turns of policy and dense (default 5)")
+    parser.add_argument("--parts", nargs="+", choices=list(FILES), default=list(FILES), help="default: all")
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="only print the table of this commit's rows")
@@ -98,10 +105,9 @@ def measure(options) -> int:
             f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(c.name for c in contenders)}"
         )
     chosen = [c for c in contenders if not options.policies or c.name in options.policies]
-    cells, done, problems = Cells(options), there(options), 0
     if record.KEY["commit"].endswith("+"):
         say("tracked files differ from the commit: no row can be taken over, all is measured")
-    rows = []
+    cells, settings, problems = Cells(options), [], 0
     for budget, contender, equal in [(None, None, "k"), *itertools.product(options.budget, chosen, ("k", "bytes"))]:
         try:
             setting = cells.setting(contender, budget, equal)
@@ -109,28 +115,45 @@ def measure(options) -> int:
             say(f"left out: {error}")
             problems += options.policies is not None
             continue
-        if setting is None:
+        if setting is not None:
+            settings.append((contender, setting, equal))
+    rows = {part: [] for part in FILES}
+    for part in FILES:
+        if part not in options.parts:
             continue
-        name = "dense" if contender is None else contender.name
-        scorer = fingerprint(Path(contender.scorer)) if contender and contender.scorer else ""
-        asked = {column: str(vars(options)[column]) for column in ASKED} | {"scorer": scorer}
-        asked |= {"equal": equal, "budget": str(budget or ""), "policy": name}
-        row = next((row for row in done if {column: row[column] for column in CELL} == asked), None)
-        if row is None:
-            cells.load()
-            try:
-                row = cells.measure(contender, setting, asked)
-            except ConfigError as error:
-                say(f"left out: {error}")
-                row = None
-            if row is None:
-                problems += 1
-                continue
-            if not options.no_csv:
-                record.append(RESULTS, [row])
-        rows.append(row)
-    print(table(rows))
+        done, passed = there(options, part), []
+        for contender, setting, equal in settings:
+            row = cell(options, cells, part, done, contender, setting, equal)
+            problems += row is None
+            if row is not None:
+                rows[part].append(row)
+                passed.append((contender, setting, equal))
+        settings = passed
+    print(table(*(rows[part] if part in options.parts else there(options, part) for part in FILES)))
     return int(problems > 0)
+
+
+def cell(options, cells, part: str, done: list[dict], contender, setting, equal: str) -> dict | None:
+    """A row that is there, or is measured and appended now; None if it cannot be had."""
+    scorer = fingerprint(Path(contender.scorer)) if contender and contender.scorer else ""
+    about = scorer, equal, str(setting.budget if contender else ""), contender.name if contender else "dense"
+    named = dict(zip(CELL, about, strict=True))
+    for row in done:
+        if {column: row[column] for column in CELL} == named:
+            return row
+    cells.load()
+    try:
+        row = getattr(cells, part)(contender, setting, asked_of(options, part) | named)
+    except ConfigError as error:
+        say(f"left out: {error}")
+        return None
+    if row is not None and not options.no_csv:
+        record.append(RESULTS / FILES[part], [row])
+    return row
+
+
+def asked_of(options, part: str) -> dict[str, str]:
+    return {column: str(vars(options)[column]) for column in ASKED[part]}
 
 
 def fingerprint(folder: Path) -> str:
@@ -141,29 +164,33 @@ def fingerprint(folder: Path) -> str:
     return f"{folder.name}@{digest.hexdigest()[:8]}"
 
 
-def there(options) -> list[dict]:
-    """Rows of this machine and commit; none if files differ from the commit."""
-    if not RESULTS.exists() or record.KEY["commit"].endswith("+"):
+def there(options, part: str) -> list[dict]:
+    """Rows of this machine and commit that were asked the same; none if files differ from the commit."""
+    path = RESULTS / FILES[part]
+    if not path.exists() or record.KEY["commit"].endswith("+"):
         return []
-    with RESULTS.open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    return [row for row in rows if all(row[name] == str(record.KEY[name]) for name in ("machine", "cores", "commit"))]
+    asked = asked_of(options, part) | {name: str(record.KEY[name]) for name in ("machine", "cores", "commit")}
+    with path.open(newline="") as file:
+        return [row for row in csv.DictReader(file) if {name: row[name] for name in asked} == asked]
 
 
-def table(rows: list[dict]) -> str:
-    """Markdown, a line for each row, by budget and error; one that stands for equal bytes too says so."""
+def table(quality: list[dict], steps: list[dict]) -> str:
+    """Markdown, a line for each row of quality, by budget and error; one that stands for equal bytes too says so."""
+    times = {tuple(row[column] for column in CELL): row for row in steps}
     lines = [
         "| B | policy | equal | k | KiB | error of outputs | perplexity | KL | needles, exact (partial) | ms per step | dense / it |",
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(rows, key=lambda r: (int(r["budget"] or 0), r["equal"] == "bytes", float(r["error"]))):
+    for row in sorted(quality, key=lambda r: (int(r["budget"] or 0), r["equal"] == "bytes", float(r["error"]))):
         both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and row["state"] == "0"  # without a state they are one
         equal = "k, bytes" if both else row["equal"]
+        time = times.get(tuple(row[column] for column in CELL))
+        own = time and {name: float(time[name]) for name in ("step_ms", "dense_over_it", "least", "largest")}
         lines.append(
             f"| {row['budget'] or 'all'} | {row['policy']} | {equal if row['budget'] else ''} | {row['topk']} "
             f"| {int(row['allocated_bytes']) / 1024:,.0f} | {float(row['error']):.3f} | {float(row['perplexity']):.2f} "
-            f"| {float(row['kl']):.4f} | {float(row['exact']):.2f} ({float(row['partial']):.2f}) | {float(row['step_ms']):.2f} "
-            f"| {float(row['dense_over_it']):.2f} ({float(row['least']):.2f} to {float(row['largest']):.2f}) |"
+            f"| {float(row['kl']):.4f} | {float(row['exact']):.2f} ({float(row['partial']):.2f}) | "
+            + ("{step_ms:.2f} | {dense_over_it:.2f} ({least:.2f} to {largest:.2f}) |".format(**own) if own else "| |")
         )
     return "\n".join(lines)
 

@@ -43,8 +43,8 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def bench(modules, folder, tmp_path, monkeypatch, capsys):
-    """Runs the script with options; returns its status, its rows and what it printed."""
-    monkeypatch.setattr(modules["policy_table"], "RESULTS", tmp_path / "policies.csv")
+    """Runs the script with options; returns its status, its rows, those of times, and what it printed."""
+    monkeypatch.setattr(modules["policy_table"], "RESULTS", tmp_path)
     monkeypatch.setitem(modules["record"].KEY, "commit", "abc")
 
     def run(*options):
@@ -55,9 +55,9 @@ def bench(modules, folder, tmp_path, monkeypatch, capsys):
         threads = torch.get_num_threads()
         status = modules["policy_table"].main()
         torch.set_num_threads(threads)
-        path = tmp_path / "policies.csv"
-        rows = list(csv.DictReader(path.open())) if path.exists() else []
-        return status, rows, capsys.readouterr()
+        paths = [tmp_path / name for name in ("policies.csv", "policy-steps.csv")]
+        rows, times = (list(csv.DictReader(path.open())) if path.exists() else [] for path in paths)
+        return status, rows, times, capsys.readouterr()
 
     return run
 
@@ -67,16 +67,24 @@ def table_of(said):
 
 
 def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkeypatch):
-    status, rows, said = bench("--budget", "128")
+    status, rows, times, said = bench("--budget", "128")
     names = {*known_training_free(), "kvpop"}
     assert status == 0 and {row["policy"] for row in rows} == names | {"dense"} and len(rows) == len(names) + 1
     dense, *others = rows
     assert dense["policy"] == "dense" and float(dense["kl"]) == float(dense["error"]) == 0
     for row in others:
         assert float(row["kl"]) > 0.05 > float(row["kl_before"]) and 0 < float(row["error"]) < 2
-        assert float(row["perplexity"]) > 1 and float(row["step_ms"]) > 0 < float(row["dense_ms"])
+        assert float(row["perplexity"]) > 1 and (row["commit"], row["budget"], row["equal"], row["text"]) == (
+            "abc",
+            "128",
+            "k",
+            "text",
+        )
+    named = [[tuple(row[name] for name in ("policy", "budget", "scorer")) for row in part] for part in (rows, times)]
+    assert named[0] == named[1]
+    for row in times:
+        assert float(row["step_ms"]) > 0 < float(row["dense_ms"])
         assert float(row["least"]) <= float(row["dense_over_it"]) <= float(row["largest"])
-        assert (row["commit"], row["budget"], row["equal"], row["text"]) == ("abc", "128", "k", "text")
     windows = {row["policy"]: int(row["window"]) for row in others}
     assert windows["h2o"] == 64 and windows["tova"] == 1 and windows["kvpop"] == 16
     assert {row["policy"]: row["scorer"] for row in rows}["kvpop"].startswith("scorer@")
@@ -87,11 +95,14 @@ def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkey
         raise AssertionError("measured again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(modules["policy_cells"].Cells, "measure", again)
-        status, same, repeated = bench("--budget", "128")
+        for part in ("quality", "steps"):
+            patch.setattr(modules["policy_cells"].Cells, part, again)
+        status, same, _, repeated = bench("--budget", "128")
         assert status == 0 and same == rows
-        assert table_of(repeated) == table_of(said) == table_of(bench("--table", "--budget", "128")[2])
-    status, more, _ = bench("--budget", "128", "512", "--policies", "momentkv", "--length", "720")
+        assert table_of(repeated) == table_of(said) == table_of(bench("--table", "--budget", "128")[3])
+    status, more, _, _ = bench(
+        "--budget", "128", "512", "--policies", "momentkv", "--length", "720", "--parts", "quality"
+    )
     assert [(r["policy"], r["budget"], r["equal"], r["topk"]) for r in more[len(rows) :]] == [
         ("dense", "", "k", ""), ("momentkv", "128", "k", "126"), ("momentkv", "512", "k", "510"),
         ("momentkv", "512", "bytes", str(512 - 64 - 2)),
@@ -99,11 +110,16 @@ def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkey
     sizes = {(r["policy"], r["budget"], r["equal"]): int(r["allocated_bytes"]) for r in more}
     assert sizes["momentkv", "512", "bytes"] == 8 * 2 * 2 * 64 * (2 * 32 * 2 + 8) < sizes["momentkv", "512", "k"]
     monkeypatch.setitem(modules["record"].KEY, "commit", "abc+")
-    _, changed, said = bench("--budget", "128", "--policies", "tova")
-    assert len(changed) == len(more) + 2 and "no row can be taken over" in said.out
+    _, changed, _, said = bench("--budget", "128", "--policies", "tova", "--parts", "quality")
+    assert (
+        all(line.endswith("| |") for line in table_of(said)[2:])
+        and len(changed) == len(more) + 2
+        and "no row can be taken over" in said.out
+    )
     monkeypatch.setitem(modules["record"].KEY, "commit", "def")
-    _, other, _ = bench("--budget", "128", "--policies", "tova")
+    _, other, late, _ = bench("--budget", "128", "--policies", "tova")
     assert [row["commit"] for row in other[len(changed) :]] == ["def", "def"]
+    assert [row["commit"] for row in late[len(times) :]] == ["def", "def"]
 
 
 def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, modules, monkeypatch):
@@ -115,8 +131,8 @@ def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, modu
         return 0.5 * out, lse
 
     monkeypatch.setattr("kvpop_vllm.kernels.ops.prefill_chunk", wrong)
-    status, rows, said = bench("--budget", "128", "--policies", "tova")
-    assert status == 1 and [row["policy"] for row in rows] == ["dense"]
+    status, rows, times, said = bench("--budget", "128", "--policies", "tova")
+    assert status == 1 and [row["policy"] for row in rows] == [row["policy"] for row in times] == ["dense"]
     assert "tova, B = 128: output check failed" in said.out and "| 128 |" not in said.out
 
 
