@@ -91,3 +91,27 @@ def retained_positions(
     """
     found = slot_positions(pages, row, seen, retention, filled)
     return [sorted(t for t in head if t != STALE) for head in found.tolist()]
+
+
+def held_tokens(
+    pages: Pages, table: torch.Tensor, seen: int, retentions: list[Retention], rule: RetentionRule
+) -> torch.Tensor:
+    """``[H, seen]`` booleans: which tokens a request holds in one layer, whatever its rule and the budgets of its heads.
+
+    Args:
+        table: ``[H, P]`` as the layer's kernels take it. retentions: of each head, for this request's prompt.
+    """
+    found = torch.zeros(len(retentions), seen, dtype=torch.bool)
+    filled = None
+    if rule.share_pages:
+        shares = divided(pages, table, rule)
+        table, filled = shares.row, shares.filled
+    elif rule.threshold is not None:
+        filled = counted(pages, table)
+    slots: dict[int, torch.Tensor] = {}
+    for head, retention in enumerate(retentions):
+        if retention.budget not in slots:
+            slots[retention.budget] = slot_positions(pages, table, seen, retention, filled)
+        own = slots[retention.budget][head]
+        found[head, own[own != STALE]] = True
+    return found

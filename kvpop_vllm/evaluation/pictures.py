@@ -46,14 +46,12 @@ class Report:
         if contender.policy is None:
             return self._leave_out(f"{contender.name} cannot be served: it has no map of retained tokens")
         deployed = setting.deploy(contender, backend.shape, backend.dtype)
-        if not hasattr(backend, "held"):
-            return self._leave_out("this backend does not show its caches: no map of retained tokens")
         held = backend.held(deployed, tokens)
         width = -(-held.shape[-1] // MOST_BINS)
         self.maps.append(
             {
                 "policy": contender.name,
-                "length": len(tokens),
+                "length": held.shape[-1],
                 "budget": setting.budget,
                 "equal": setting.equal,
                 "tokens_per_bin": width,

@@ -47,6 +47,10 @@ class Backend(Protocol):
     def start(self, deployed: Deployed | None) -> AbstractContextManager[Run]:
         """A run under a policy; dense for None. One at a time."""
 
+    def held(self, deployed: Deployed, tokens: torch.Tensor) -> torch.Tensor:
+        """``[layers, H, S]`` booleans: which tokens of a prompt ``[S]`` are held at its end; of fewer if the backend cannot run
+        as many."""
+
 
 def check_plain(model: str) -> None:
     """Stock attention is the dense model's own.
@@ -82,7 +86,7 @@ class TransformersBackend:
         yield TransformersRun(self, deployed)
 
     def held(self, deployed: Deployed, tokens: torch.Tensor) -> torch.Tensor:
-        """``[layers, H, S]`` booleans: which tokens of a prompt ``[S]`` are held at its end."""
+        """See :meth:`Backend.held`."""
         with self.start(deployed) as run:
             return run.held(tokens)
 
@@ -113,7 +117,7 @@ class TransformersRun:
         return found
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See :meth:`TransformersBackend.held`."""
+        """See :meth:`Backend.held`."""
         request = self._request(len(tokens))
         self._forward(tokens, request, 0)
         return request.held()

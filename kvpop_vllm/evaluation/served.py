@@ -8,7 +8,7 @@ import torch
 
 from kvpop_vllm.attention.fixed_budget import PrefillChunk, StepBatch
 from kvpop_vllm.attention.shifted import shift
-from kvpop_vllm.cache.retained import STALE, counted, divided, slot_positions
+from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages
@@ -79,20 +79,7 @@ class Sequence:
 
     def held(self) -> torch.Tensor:
         """``[H, seen]`` booleans: which tokens are held."""
-        found = torch.zeros(len(self.budgets), self.seen, dtype=torch.bool)
-        table, filled = self.table, None
-        if self.rule.share_pages:
-            shares = divided(self.pages, self.table, self.rule)
-            table, filled = shares.row, shares.filled
-        elif self.rule.threshold is not None:
-            filled = counted(self.pages, self.table)
-        slots: dict[int, torch.Tensor] = {}
-        for head, retention in enumerate(self.retentions):
-            if retention.budget not in slots:
-                slots[retention.budget] = slot_positions(self.pages, table, self.seen, retention, filled)
-            own = slots[retention.budget][head]
-            found[head, own[own != STALE]] = True
-        return found
+        return held_tokens(self.pages, self.table, self.seen, self.retentions, self.rule)
 
     def kept(self) -> torch.Tensor:
         """``[H, E]`` booleans: which tokens of ``E(q)`` are held, q being the newest token, oldest first."""

@@ -10,7 +10,10 @@ from contextlib import contextmanager
 import torch
 
 from kvpop_vllm.cache.accounting import dense_request_bytes
+from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
+from kvpop_vllm.distill.hook import load_config
+from kvpop_vllm.distill.hook import longest as most_positions
 from kvpop_vllm.evaluation.contenders import Deployed
 from kvpop_vllm.evaluation.running import check_plain
 from kvpop_vllm.policies.base import ModelShape
@@ -33,6 +36,7 @@ class EngineBackend:
         check_plain(model)
         self.model, self.dtype, self.longest = model, dtype, longest
         self.shape = ModelShape(**model_shape(model), max_model_len=longest)
+        self.room = min(longest + 1, most_positions(load_config(model)) or longest + 1)
 
     @contextmanager
     def start(self, deployed: Deployed | None) -> Iterator[EngineRun]:
@@ -44,6 +48,12 @@ class EngineBackend:
             yield EngineRun(llm)
         finally:
             llm.llm_engine.engine_core.shutdown()
+
+    def held(self, deployed: Deployed, tokens: torch.Tensor) -> torch.Tensor:
+        """See :meth:`kvpop_vllm.evaluation.running.Backend.held`. Of a prompt that fills the model, which has no room for an answer then,
+        without the last token."""
+        with self.start(deployed) as run:
+            return run.held(tokens[: self.room - 1])
 
     def _engine(self, additional: dict):
         from vllm import LLM
@@ -58,7 +68,7 @@ class EngineBackend:
             return LLM(
                 str(self.model),
                 dtype=str(self.dtype).removeprefix("torch."),
-                max_model_len=self.longest,
+                max_model_len=self.room,
                 max_num_seqs=1,
                 kv_cache_memory_bytes=2 * request.allocated + SPARE_BYTES,
                 enforce_eager=True,
@@ -83,12 +93,14 @@ class EngineRun:
     """See :class:`kvpop_vllm.evaluation.running.Run`."""
 
     def __init__(self, llm):
-        self.llm, self.steps = llm, []
+        self.llm, self.steps, self.caches = llm, [], None
 
-        def watch(model):
-            model.register_forward_hook(lambda module, inputs, hidden: self.steps.append(hidden.detach().clone()))
+        def step(module, inputs, hidden):
+            self.steps.append(hidden.detach().clone())
+            if self.caches is not None and sum(map(len, self.steps)) == self.caches:
+                self.caches = held_in_step(llm.llm_engine.vllm_config, self.caches)
 
-        llm.apply_model(watch)
+        llm.apply_model(lambda model: model.register_forward_hook(step) and None)
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         self._answer(tokens.tolist(), 1, set())
@@ -105,6 +117,13 @@ class EngineRun:
         found = list(self._answer(prompt, new, stop))
         return found[:-1] if found and found[-1] in stop else found
 
+    def held(self, tokens: torch.Tensor) -> torch.Tensor:
+        """See :meth:`kvpop_vllm.evaluation.running.Backend.held`."""
+        self.caches = len(tokens)
+        self._answer(tokens.tolist(), 1, set())
+        found, self.caches = self.caches, None
+        return found
+
     def _answer(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
         from vllm import SamplingParams
 
@@ -114,3 +133,19 @@ class EngineRun:
         )
         (answer,) = self.llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)
         return answer.outputs[0].token_ids
+
+
+def held_in_step(vllm_config, seen: int) -> torch.Tensor:
+    """``[layers, H, seen]`` booleans: which tokens the only request of the step that runs holds, at the end of its prompt of so many."""
+    from vllm.forward_context import get_forward_context
+
+    layers = {}
+    for name, metadata in get_forward_context().attn_metadata.items():
+        attention = vllm_config.compilation_config.static_forward_context[name]
+        impl, rule = attention.impl, attention.impl.attention.rule
+        pages, regions = impl._bind(attention.kv_cache)
+        batch = metadata.batch(impl.layer, regions)
+        table = batch.table[0] if batch.decodes else batch.prefills[0].row
+        own = [dataclasses.replace(impl.policy.retention, budget=b).for_prompt(seen) for b in batch.budgets.tolist()]
+        layers[impl.layer] = held_tokens(pages, table, seen, own, rule)
+    return torch.stack([layers[layer] for layer in sorted(layers)])
