@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpop_vllm.argument_types import non_negative, positive
-from kvpop_vllm.config import CORRECTIONS, ConfigError
+from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError
 from kvpop_vllm.evaluation.examples import KINDS
 
 TASKS = "text", "retrieval", "replay"
@@ -49,6 +49,12 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         "--correction",
         choices=CORRECTIONS,
         help="moment: each that can be served with plain and with corrected outputs (MomentKV); none: momentkv without its own; both on the kernels of serving",
+    )
+    command.add_argument(
+        "--allocator",
+        nargs="+",
+        choices=ALLOCATORS,
+        help="each that can be served with each of these, as --kv-allocator (default: each policy's own)",
     )
     _add_settings(command)
     command.add_argument("--kinds", nargs="+", choices=KINDS, help="of retrieval (default: all)")

@@ -34,7 +34,7 @@ class Contender:
 
     Attributes:
         name: of its lines in a table. policy: its name in the registry; None if it cannot be served.
-        scorer: folder. correction: as ``--kv-correction``, None for the policy's own.
+        scorer: folder. correction, allocator: as ``--kv-correction`` and ``--kv-allocator``, None for the policy's own.
         score: its scores for whole sequences, if they say all that it does but for a correction.
         serve: the kernels of serving run it, though scores would do.
     """
@@ -45,6 +45,7 @@ class Contender:
     correction: str | None = None
     score: Score | None = None
     serve: bool = False
+    allocator: str | None = None
 
     @property
     def corrects(self) -> bool:
@@ -61,6 +62,18 @@ class Contender:
         if self.policy is None:
             raise ConfigError(f"{self.name!r} cannot be corrected, it is no policy that can be served: leave it out")
         return replace(self, name=f"{self.name}+moment", correction="moment")
+
+    def allocated(self, allocator: str) -> Contender:
+        """The same with that allocator, on the kernels of serving.
+
+        Raises:
+            ConfigError: it cannot be served.
+        """
+        if self.policy is None:
+            raise ConfigError(f"{self.name!r} has no allocator, it is no policy that can be served: leave it out")
+        own = policies.get(self.policy).default_allocator
+        name = self.name if allocator == own else f"{self.name}+{allocator}"
+        return replace(self, name=name, allocator=allocator, serve=True)
 
     def deploy(
         self,
@@ -86,6 +99,7 @@ class Contender:
             decide_every=decide_every,
             scorer=self.scorer,
             correction=self.correction,
+            allocator=self.allocator,
         )
         try:
             policy = policies.get(self.policy)(settings, model)

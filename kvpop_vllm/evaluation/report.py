@@ -65,7 +65,7 @@ def evaluate_text(options) -> list[dict]:
 
 
 def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], dict[str, ScorerShape]]:
-    """What ``--policies`` (or else ``default``), ``--scorer`` and ``--correction`` name, and what each scorer was trained with.
+    """What ``--policies`` (or else ``default``), ``--scorer``, ``--allocator`` and ``--correction`` name, and what each scorer was trained with.
 
     Raises:
         ConfigError: there is nothing, something twice, or something that cannot be used.
@@ -77,6 +77,8 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
         contenders.append(contender)
     if not contenders:
         raise ConfigError("nothing to evaluate: give --policies or --scorer")
+    if options.allocator is not None:
+        contenders = with_allocators(contenders, list(dict.fromkeys(options.allocator)))
     if options.correction is not None:
         contenders = with_correction(contenders, options.correction)
     names = [contender.name for contender in contenders]
@@ -88,6 +90,18 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
 def longest_of(settings: list[Setting]) -> list[Setting]:
     """Those of the greatest length."""
     return [setting for setting in settings if setting.length == max(s.length for s in settings)]
+
+
+def with_allocators(contenders: list[Contender], allocators: list[str]) -> list[Contender]:
+    """All that can be served with each of the allocators, on the kernels of serving."""
+    found = []
+    for contender in contenders:
+        if contender.policy is None:
+            print(f"{contender.name} cannot be served, so it has no allocator")
+            found.append(contender)
+        else:
+            found += [contender.allocated(name) for name in allocators]
+    return found
 
 
 def with_correction(contenders: list[Contender], correction: str) -> list[Contender]:
