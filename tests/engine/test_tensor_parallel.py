@@ -22,11 +22,13 @@ def test_heads_of_each_rank(total, ranks, first):
 
 
 @pytest.mark.slow
-def test_two_ranks_equal_one(case, monkeypatch):
+@pytest.mark.parametrize("policy, options", [("kvpop", {}), ("trimkv", {"allocator": "pyramid"})])
+def test_two_ranks_equal_one(case, monkeypatch, policy, options):
+    """The second with gates, and with pages of layers with unequal budgets."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-    found = case("qwen3", "kvpop")
+    found = case("qwen3", policy, **options)
     one = generate(found.model, found.settings)
     two = generate(found.model, found.settings, tensor_parallel_size=2, distributed_executor_backend="mp")
     for alone, together in zip(one, two, strict=True):
