@@ -25,6 +25,11 @@ class _Gated:
     def __init__(self, given: Given):
         self.given = given
         self.hidden: dict[int, torch.Tensor] = {}
+        self.channel: dict[int, torch.Tensor] = {}
+
+    def see_channel(self, layer: int, channel: torch.Tensor) -> None:
+        """Called with the borrowed channel ``[B, S, H]``, if there is one (:func:`kvpop_vllm.distill.hook.borrow_channel`)."""
+        self.channel[layer] = channel
 
     def see(self, layer: int, hidden: torch.Tensor) -> None:
         """Called with the attention block's input ``[B, S, E]``, just before the layer attends."""
@@ -32,7 +37,8 @@ class _Gated:
 
     def scores(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """``[B, H, S]`` for k, v ``[B, H, S, D]``."""
-        seen = Signals(self.hidden.pop(layer), k.transpose(1, 2), v.transpose(1, 2))
+        hidden, channel = self.hidden.pop(layer), self.channel.pop(layer, None)
+        seen = Signals(hidden, k.transpose(1, 2), v.transpose(1, 2), channel)
         return self.given(layer, seen).transpose(1, 2)
 
 

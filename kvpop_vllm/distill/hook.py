@@ -6,6 +6,7 @@ What attends is passed with the call, ``model(tokens, attend=...)``, so that not
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Protocol
 
@@ -50,6 +51,12 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
         raise ConfigError("attention dropout cannot be combined with retention: set attention_dropout to 0")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     query, key = query.to(value.dtype), key.to(value.dtype)  # autocast leaves them in float32 after RoPE
+    if share := getattr(module, "borrowed", 0.0):
+        by_group = query.transpose(1, 2).unflatten(2, (key.shape[1], -1))
+        query = _without_channel(by_group, share).flatten(2, 3).transpose(1, 2)
+        if hasattr(attend, "see_channel"):
+            attend.see_channel(module.layer_idx, module.channel)
+        del module.channel
     return attend(module.layer_idx, query, key, value, scale).transpose(1, 2), None
 
 
@@ -81,6 +88,39 @@ def show_hidden_states(model: torch.nn.Module) -> None:
 def _show(module, positional, named):
     if hasattr(attend := named.get("attend"), "see"):
         attend.see(module.layer_idx, named["hidden_states"] if "hidden_states" in named else positional[0])
+
+
+def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
+    """Takes the last channel of each KV head's first query, as it is before RoPE, out of the query, before and after RoPE (DMS), and hands
+    it, ``[B, S, H]``, to an ``attend`` that has a method ``see_channel``, just before it attends.
+
+    Args:
+        share: of the channel that is taken out, while a model gets used to it.
+
+    Raises:
+        ConfigError: the model's attention blocks have no queries of the usual name.
+    """
+    for layer in model.get_decoder().layers:
+        block = getattr(layer, "self_attn", None)
+        queries = getattr(block, "q_norm", None) or getattr(block, "q_proj", None)
+        if queries is None:
+            raise ConfigError("the model's layers have no queries to borrow a channel of: choose another model")
+        if not hasattr(block, "borrowed"):
+            queries.register_forward_hook(functools.partial(_take_channel, block))
+        block.borrowed = share
+
+
+def _take_channel(block, module, inputs, queries):
+    by_group = queries.reshape(*queries.shape[:2], -1, block.num_key_value_groups, block.head_dim)
+    block.channel = by_group[..., 0, -1]
+    return _without_channel(by_group, block.borrowed).reshape(queries.shape)
+
+
+def _without_channel(by_group: torch.Tensor, share: float) -> torch.Tensor:
+    """``[.., G, D]`` with the first query's last channel that much smaller."""
+    factor = by_group.new_ones(by_group.shape[-2:])
+    factor[0, -1] = 1 - share
+    return by_group * factor
 
 
 class Dense:

@@ -14,8 +14,9 @@ _OF_BOUNDARY = "tau samples margin balance lookahead normalise groups exact_targ
 _OF_CALIBRATION = "calibrate_min calibrate_max calibration_rows"
 _OF_SCORERS = f"scorer hidden positions boundary decay_step decay_min decay_max calibrate {_OF_MLSTM} {_OF_BOUNDARY} {_OF_CALIBRATION}"
 _OF_NEW = "lr_new lr_new_end warmup"
-_OF_TRIMKV = "gate_reads gate_gated gate_width gate_bias capacity"
-_OF_DMS = "gate_scale gumbel_tau compression"
+_OF_TRIMKV = "gate_gated gate_width gate_bias capacity"
+_OF_DMS = "gate_scale gumbel_tau compression borrow_steps"
+READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query")}
 PHASES = ("uptrain", "sparsify", "streaming-plus", "trimkv", "dms")
 
 
@@ -88,7 +89,10 @@ class Recipe:
     hidden: int | None = field(default=None, metadata={"help": "mlp: its hidden width (default: D)"})
     gate_reads: str = field(
         default="hidden",
-        metadata={"help": "trimkv: hidden (what goes into attention) or kv (keys and values of all heads)"},
+        metadata={
+            "help": "hidden (what goes into attention); trimkv: or kv (keys and values of all heads); dms: or query (a channel of each KV"
+            " head's first query, which the model gives up)"
+        },
     )
     gate_gated: bool = field(default=False, metadata={"help": "trimkv: a gated first layer (SwiGLU)"})
     gate_width: int = field(default=512, metadata={"help": "trimkv: hidden units of a layer's gate"})
@@ -143,6 +147,9 @@ class Recipe:
     compression: float = field(
         default=8.0, metadata={"help": "dms: tokens per token kept that training ends with; it begins with 1"}
     )
+    borrow_steps: int = field(
+        default=0, metadata={"help": "dms: optimiser steps over which a borrowed channel leaves its query (0: at once)"}
+    )
     gumbel_tau: float = field(default=0.1, metadata={"help": "dms: temperature of the relaxed decisions"})
 
     lr_new: float = field(default=1e-3, metadata={"help": "peak learning rate of scorers: warm-up, then cosine"})
@@ -168,15 +175,17 @@ class Recipe:
             refuse(f"dtype must be bfloat16 or float32, got {self.dtype!r}")
         if self.groups not in ("max", "mean"):
             refuse(f"groups must be max or mean, got {self.groups!r}")
-        if self.gate_reads not in ("hidden", "kv"):
-            refuse(f"gate_reads must be hidden or kv, got {self.gate_reads!r}")
+        if self.gate_reads not in (known := READS.get(self.phase, ("hidden",))):
+            refuse(f"gate_reads must be {' or '.join(known)} in phase {self.phase}, got {self.gate_reads!r}")
+        if self.gate_reads == "query" and not self.train_base:
+            refuse("a frozen model's queries say nothing of evictions: with --gate-reads query give --train-base")
         for name in ("length", "batch", "steps", "samples", "decay_step", "kl_top", "calibration_rows", "gate_width"):
             if getattr(self, name) < 1:
                 refuse(f"{name} must be at least 1, got {getattr(self, name)}")
         for name in ("lr_new", "lr_new_end", "lr_base", "clip", "tau", "gate_scale", "gumbel_tau"):
             if not 0 < getattr(self, name) < math.inf:
                 refuse(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("kl", "ce", "boundary", "weight_decay", "warmup", "sinks", "capacity"):
+        for name in ("kl", "ce", "boundary", "weight_decay", "warmup", "sinks", "capacity", "borrow_steps"):
             if not 0 <= getattr(self, name) < math.inf:
                 refuse(f"{name} must be at least 0, got {getattr(self, name)}")
         for name in ("beta1", "beta2"):
@@ -287,7 +296,7 @@ class Recipe:
         if self.phase == "trimkv":
             return options | {"reads": self.gate_reads, "gated": self.gate_gated}
         if self.phase == "dms":
-            return options | {"reads": "hidden", "scale": self.gate_scale}
+            return options | {"reads": self.gate_reads, "scale": self.gate_scale}
         options["decay"] = {"step": self.decay_step, "min": self.decay_min, "max": self.decay_max}
         if self.scorer == "mlstm":
             names = ("delayed", "feature_map", "gate_softcap", "norm", "skip")
@@ -309,6 +318,8 @@ class Recipe:
             (phase != "trimkv", "is about training the base model, and phase trimkv trains gates alone", "lr_base"),
             (base, "is about training the base model, which is frozen", "lr_base"),
             (self.distils, "is about training the base model, which is frozen", "kl ce"),
+            (self.trains_gates, f"is about gates, and phase {phase} has none", "gate_reads"),
+            (self.gate_reads == "query", "is about a borrowed channel: give --gate-reads query", "borrow_steps"),
             (phase == "trimkv", f"is about TRIM-KV's gates, and phase {phase} has none", _OF_TRIMKV),
             (phase == "dms", f"is about DMS's gates, and phase {phase} has none", _OF_DMS),
             (self.has_scorers, f"is about scorers, and phase {phase} has none", _OF_NEW),

@@ -10,7 +10,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kvpop_vllm.distill.gates import DMSAttend, TrimKVAttend, eviction_target
-from kvpop_vllm.distill.hook import POSITIONS, Attend, Dense
+from kvpop_vllm.distill.hook import POSITIONS, Attend, Dense, borrow_channel
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipe import NotFinite, Recipe
 from kvpop_vllm.distill.retention import Roles
@@ -89,7 +89,10 @@ class Student(nn.Module):
         recipe, roles = self.recipe, self.roles(row)
         if recipe.phase == "trimkv":
             return TrimKVAttend(self.given, roles.budget)
-        target = eviction_target(row // recipe.batch, recipe.steps, recipe.compression)
+        step = row // recipe.batch
+        target = eviction_target(step, recipe.steps, recipe.compression)
+        if recipe.gate_reads == "query":
+            borrow_channel(self.base, min(1.0, (step + 1) / recipe.borrow_steps) if recipe.borrow_steps else 1.0)
         return DMSAttend(self.given, roles, target, recipe.gumbel_tau, seed=recipe.seed * 1_000_003 + row)
 
     def first_position(self, row: int) -> int:

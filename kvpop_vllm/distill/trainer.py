@@ -22,14 +22,14 @@ from tqdm import tqdm
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.calibration import calibrate
 from kvpop_vllm.distill.checkpoints import Checkpoints, barrier, is_main
-from kvpop_vllm.distill.hook import check_positions, load_model, show_hidden_states
+from kvpop_vllm.distill.hook import borrow_channel, check_positions, load_model, show_hidden_states
 from kvpop_vllm.distill.metrics import Metrics
 from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.scorers import ScorerConfig, build
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import Decay, write_scorer
-from kvpop_vllm.scorers.init import model_shape
+from kvpop_vllm.scorers.init import BORROWED, model_shape
 
 
 @dataclass(frozen=True)
@@ -151,6 +151,8 @@ class Trainer:
             check_positions(base, recipe.positions)
         if recipe.trains_gates:
             show_hidden_states(base)
+        if recipe.gate_reads == "query":
+            borrow_channel(base)
         base.requires_grad_(recipe.trains_base).train(recipe.distils)
         if recipe.activation_checkpointing and recipe.distils:
             base.gradient_checkpointing_enable({"use_reentrant": False})
@@ -302,6 +304,8 @@ class Trainer:
                 if base.config.tie_word_embeddings:
                     own.pop("lm_head.weight", None)
                 base.config.dtype, base.config.use_cache = dtype, True
+                if self.recipe.gate_reads == "query":
+                    setattr(base.config, BORROWED, True)
                 base.save_pretrained(self.out / "model", state_dict=own)
                 base.config.use_cache = False
         barrier()

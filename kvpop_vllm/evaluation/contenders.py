@@ -156,18 +156,9 @@ class Deployed:
         return self.policy.shares()[layer].int()
 
     def gate(self, layer: int) -> Gate | None:
-        """What scores a layer's tokens when they come in, if the kernels do not.
-
-        Raises:
-            ConfigError: it reads what transformers does not show.
-        """
+        """What scores a layer's tokens when they come in, if the kernels do not."""
         if layer not in self._gates:
-            gate = self.policy.gate(layer, slice(0, self.model.num_kv_heads))
-            if gate is not None and gate.borrows:
-                raise ConfigError(
-                    f"{self.contender.name} reads queries before their rotation, which transformers does not show: give --backend vllm"
-                )
-            self._gates[layer] = gate
+            self._gates[layer] = self.policy.gate(layer, slice(0, self.model.num_kv_heads))
         return self._gates[layer]
 
     @property
@@ -200,9 +191,10 @@ class Deployed:
         positions: list[int],
         scores: dict,
         hidden: torch.Tensor | None = None,
+        channel: torch.Tensor | None = None,
     ) -> tuple[Recall | None, torch.Tensor]:
         """Its recall on a layer of the dense model (None without positions, or where heads hold different numbers of tokens), and what it makes of the layer's attention, ``[B, Hq, S, D]``;
-        ``scores`` keeps what several settings share; ``hidden [B, S, E]`` is the layer's input, for gates. Scores that are learned share their decay with the teacher."""
+        ``scores`` keeps what several settings share; ``hidden [B, S, E]`` is the layer's input and ``channel [B, S, H]`` what it gives up, for gates. Scores that are learned share their decay with the teacher."""
         roles, score = self.roles, self.contender.score
         log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.contender.name, roles.window)
         if score is not None:
@@ -217,6 +209,7 @@ class Deployed:
         else:
             served = Served(self)
             served.see(layer, hidden)
+            served.see_channel(layer, channel)
             own = {"given": served.given(layer, judge.k, v), "shifted": self.shifted}
             out, kept = attend_and_keep(
                 self.rule(layer), self.budgets(layer), judge.q, judge.k, v, judge.scale, positions, **own

@@ -122,17 +122,23 @@ class _Observer:
         self.pairs, self.recall = pairs, recall
         self.layers: list[list] = [[] for _ in pairs]
         self.hidden: dict[int, torch.Tensor] = {}
+        self.channel: dict[int, torch.Tensor] = {}
 
     def see(self, layer: int, hidden: torch.Tensor) -> None:
         """What the layer's gate would look at (:func:`kvpop_vllm.distill.hook.show_hidden_states`)."""
         self.hidden[layer] = hidden
 
+    def see_channel(self, layer: int, channel: torch.Tensor) -> None:
+        """What the layer gives up, if it does (:func:`kvpop_vllm.distill.hook.borrow_channel`)."""
+        self.channel[layer] = channel
+
     def __call__(self, layer, q, k, v, scale):
         out, lse = dense_attention(q, k, v, scale)
         judge, scores, hidden = Judge(q, k, lse, scale), {}, self.hidden.pop(layer, None)
+        channel = self.channel.pop(layer, None)
         for found, (setting, deployed) in zip(self.layers, self.pairs, strict=True):
             positions = setting.positions if self.recall else []
-            recall, own = deployed.on_dense(judge, layer, v, positions, scores, hidden)
+            recall, own = deployed.on_dense(judge, layer, v, positions, scores, hidden, channel)
             found.append((recall, _output_error(own, out, deployed.roles.budget)))
         return out
 

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
-from pathlib import Path
 from typing import Protocol
 
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import load_model, show_hidden_states
+from kvpop_vllm.distill.hook import borrow_channel, load_model, show_hidden_states
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.contenders import Deployed
 from kvpop_vllm.evaluation.served import DenseRequest, Request
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.init import model_shape
+from kvpop_vllm.scorers.init import borrows_channel, model_shape
 
 
 class Run(Protocol):
@@ -52,32 +50,20 @@ class Backend(Protocol):
         as many."""
 
 
-def check_plain(model: str) -> None:
-    """Stock attention is the dense model's own.
-
-    Raises:
-        ConfigError: a query channel of the model is its eviction logit (DMS), which stock attention would attend with.
-    """
-    config = json.loads((Path(model) / "config.json").read_text())
-    if "dms_alpha_scale" in config and not config.get("dms_separate_alpha", False):
-        raise ConfigError(
-            f"{model} borrows a query channel (DMS), so no dense model is there to compare with: give another --model"
-        )
-
-
 class TransformersBackend:
     """The model in transformers; policies run on the kernels of serving, prompts by ``prefill_chunk`` and generated tokens by
-    ``decode_step``, dense attention is torch's own.
+    ``decode_step``, dense attention is torch's own. A model that gives up a query channel (DMS) has none of it under any policy.
 
     Args:
         model: folder. dtype: of weights and cache. longest: request, in tokens, answers included.
     """
 
     def __init__(self, model: str, dtype: torch.dtype, longest: int):
-        check_plain(model)
         self.shape, self.dtype, self.longest = ModelShape(**model_shape(model), max_model_len=longest), dtype, longest
         self.model = load_model(model, dtype).eval().to(default_device())
         show_hidden_states(self.model)
+        if borrows_channel(model):
+            borrow_channel(self.model)
 
     @contextmanager
     def start(self, deployed: Deployed | None) -> Iterator[TransformersRun]:

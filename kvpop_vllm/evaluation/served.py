@@ -9,6 +9,7 @@ import torch
 from kvpop_vllm.attention.fixed_budget import PrefillChunk, StepBatch
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.cache.retained import held_tokens
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages
@@ -117,18 +118,30 @@ class Gated:
     """Remembers what goes into a layer's attention, and what its gate says of it."""
 
     def __init__(self, policy: Policy):
-        self.policy, self.hidden = policy, {}
+        self.policy, self.hidden, self.channel = policy, {}, {}
 
     def see(self, layer: int, hidden: torch.Tensor) -> None:
         """``[B, L, E]``, just before the layer attends (:func:`kvpop_vllm.distill.hook.show_hidden_states`)."""
         self.hidden[layer] = hidden
 
+    def see_channel(self, layer: int, channel: torch.Tensor | None) -> None:
+        """``[B, L, H]``, just before the layer attends, if it gives up a channel (:func:`kvpop_vllm.distill.hook.borrow_channel`)."""
+        self.channel[layer] = channel
+
     def given(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-        """``[B, H, L]`` for k, v ``[B, H, L, D]``, on the CPU; None without a gate."""
-        hidden, gate = self.hidden.pop(layer, None), self.policy.gate(layer)
+        """``[B, H, L]`` for k, v ``[B, H, L, D]``, on the CPU; None without a gate.
+
+        Raises:
+            ConfigError: it reads a channel that the model does not give up.
+        """
+        hidden, channel, gate = self.hidden.pop(layer, None), self.channel.pop(layer, None), self.policy.gate(layer)
         if gate is None:
             return None
-        seen = Signals(hidden, k.transpose(1, 2), v.transpose(1, 2))
+        if gate.borrows and channel is None:
+            raise ConfigError(
+                "this gate reads a query channel that the model has not given up: give --model the model it was trained with"
+            )
+        seen = Signals(hidden, k.transpose(1, 2), v.transpose(1, 2), channel)
         return gate.to(k.device)(seen).transpose(1, 2).detach().cpu()
 
 

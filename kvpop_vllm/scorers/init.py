@@ -11,6 +11,16 @@ from kvpop_vllm.config import FULL_CHECKPOINT_SUFFIX, ConfigError
 from kvpop_vllm.scorers import build
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, write_scorer
 
+BORROWED = "kvpop_borrowed_channel"
+"""Key in the ``config.json`` of a model that was trained here to give a channel up."""
+
+
+def borrows_channel(model: str | Path) -> bool:
+    """Whether the last channel of each KV head's first query is a model's eviction logit (DMS), trained here or in its authors' layout."""
+    config = json.loads((Path(model) / "config.json").read_text())
+    published = "dms_alpha_scale" in config and not config.get("dms_separate_alpha", False)
+    return bool(config.get(BORROWED, False)) or published
+
 
 def model_shape(model: str | Path) -> dict:
     """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``, and ``hidden_size`` if it is there.

@@ -15,9 +15,8 @@ from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.distill.hook import load_config
 from kvpop_vllm.distill.hook import longest as most_positions
 from kvpop_vllm.evaluation.contenders import Deployed
-from kvpop_vllm.evaluation.running import check_plain
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.init import model_shape
+from kvpop_vllm.scorers.init import borrows_channel, model_shape
 
 SPARE_BYTES = 32 << 20
 """Of KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
@@ -33,7 +32,11 @@ class EngineBackend:
     """
 
     def __init__(self, model: str, dtype: torch.dtype, longest: int):
-        check_plain(model)
+        if borrows_channel(model):
+            raise ConfigError(
+                f"{model} gives up a query channel (DMS), which stock vLLM attends with, so there is no dense model to compare with: leave"
+                " --backend vllm out"
+            )
         self.model, self.dtype, self.longest = model, dtype, longest
         self.shape = ModelShape(**model_shape(model), max_model_len=longest)
         self.room = min(longest + 1, most_positions(load_config(model)) or longest + 1)

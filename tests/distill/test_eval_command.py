@@ -73,9 +73,7 @@ def test_records_of_before_stay_until_the_new_ones_are_there(kvpop, monkeypatch)
 
 
 def test_allocators_go_with_any_policy_that_can_be_served(kvpop):
-    words = (
-        "eval --model=qwen3 --data text.jsonl --split=all --length 160 --budget 56 --window 9 --decide-every 8 --rows=1 --dtype=float32"
-    )
+    words = "eval --model=qwen3 --data text.jsonl --split=all --length 160 --budget 56 --window 9 --decide-every 8 --rows=1 --dtype=float32"
     names = ["snapkv", "pyramidkv", "adakv", "random"]
     status, output, errors = kvpop(*words.split(), "--policies", *names, "--out=own.jsonl")
     assert status in (0, None), errors

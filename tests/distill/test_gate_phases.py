@@ -10,9 +10,10 @@ from distill.typed import distill
 from engine.driving import Job, one_thread, watched
 from engine.judge import Judge
 
-from kvpop_vllm.distill.hook import Dense, load_model, show_hidden_states
+from kvpop_vllm.distill.hook import Dense, borrow_channel, load_model, show_hidden_states
 from kvpop_vllm.scorers import Signals, gate_from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
+from kvpop_vllm.scorers.init import borrows_channel
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt
 
 TRIMKV = [
@@ -30,7 +31,23 @@ RECIPES = {
     "trimkv": [*TRIMKV, "--gate-bias=5", "--lr-new=2e-2", "--ce=0", "--steps=25"],
     "trimkv-kv": [*TRIMKV, "--gate-bias=5", "--lr-new=2e-2", "--ce=0", "--steps=25", "--gate-reads=kv", "--gate-gated"],
     "dms": [*DMS, "--lr-new=5e-3", "--steps=30", "--compression=4", "--gate-scale=5"],
+    "dms-query": [
+        *DMS,
+        "--lr-new=5e-3",
+        "--steps=30",
+        "--compression=4",
+        "--gate-scale=5",
+        "--gate-reads=query",
+        "--train-base",
+        "--lr-base=1e-3",
+        "--borrow-steps=10",
+    ],
 }
+
+
+def model_of(name, folder):
+    """The model that the gates of a run are for: its own where it was trained too."""
+    return folder / name / "model" if name == "dms-query" else folder / "qwen3"
 
 
 @pytest.fixture(scope="module", params=RECIPES)
@@ -57,7 +74,7 @@ def test_what_the_phase_is_for_is_learned(trained):
     """Of TRIM-KV the loss falls, and of it what is beyond the capacity; of DMS evictions follow their target."""
     name, folder, steps = trained
     first, last = steps[:5], steps[-5:]
-    if name == "dms":
+    if name.startswith("dms"):
         assert steps[0]["target"] == 0 and steps[-1]["target"] == 0.75
         assert mean(last, "evicted") > mean(first, "evicted") + 0.2
         return
@@ -65,12 +82,15 @@ def test_what_the_phase_is_for_is_learned(trained):
     assert mean(last, "loss") < mean(first, "loss")
 
 
-def test_only_gates_are_written(trained):
+def test_what_is_written(trained):
+    """Gates, and the base only where it was trained."""
     name, folder, _ = trained
-    assert not (folder / name / "model").exists()
+    assert (folder / name / "model").exists() == borrows_channel(model_of(name, folder)) == (name == "dms-query")
     config, layers = read_scorer(folder / name)
-    assert config.scorer == name.partition("-")[0] and config.reads == ("kv" if name == "trimkv-kv" else "hidden")
-    kept = (1, 8, 23) if name == "dms" else (0, 1, 23)
+    assert config.scorer == name.partition("-")[0] and config.reads == {"trimkv-kv": "kv", "dms-query": "query"}.get(
+        name, "hidden"
+    )
+    kept = (1, 8, 23) if name.startswith("dms") else (0, 1, 23)
     assert (config.sinks, config.window, config.topk) == kept
     assert all(t.abs().max() > 0 for own in layers for t in own.values()), "a tensor was not trained"
 
@@ -79,22 +99,30 @@ def test_training_and_serving_and_the_oracle_score_alike(trained):
     """A gate inside of transformers' model, from the folder that serving reads, and the oracle's from its own forward pass."""
     name, folder, _ = trained
     config, layers = read_scorer(folder / name)
-    model, tokens, found = load_model(folder / "qwen3", torch.float32).eval(), random_prompt(60), {}
+    model, tokens, found = load_model(model_of(name, folder), torch.float32).eval(), random_prompt(60), {}
     show_hidden_states(model)
+    if borrows_channel(model_of(name, folder)):
+        borrow_channel(model)
 
     class Look(Dense):
+        channel = None
+
         def see(self, layer, hidden):
             self.hidden = hidden
 
+        def see_channel(self, layer, channel):
+            self.channel = channel
+
         def __call__(self, layer, q, k, v, scale):
             gate = gate_from_tensors(config, layers[layer])
-            found[layer] = gate(Signals(self.hidden, k.transpose(1, 2), v.transpose(1, 2)))[0].T
+            found[layer] = gate(Signals(self.hidden, k.transpose(1, 2), v.transpose(1, 2), self.channel))[0].T
             return super().__call__(layer, q, k, v, scale)
 
     with torch.no_grad():
-        model(torch.tensor([tokens]), attend=Look())
+        logits = model(torch.tensor([tokens]), attend=Look()).logits[0]
     everything = dataclasses.replace(OraclePolicy.from_scorer(folder / name, topk=1000), threshold=None)
-    exact = OracleModel(folder / "qwen3").run(tokens, everything)
+    exact = OracleModel(model_of(name, folder)).run(tokens, everything)
+    torch.testing.assert_close(logits.log_softmax(-1), exact.logprobs.float(), rtol=0, atol=2e-4)
     for layer, scores in enumerate(exact.scores):
         torch.testing.assert_close(found[layer], scores.float(), rtol=1e-4, atol=1e-6)
         assert (scores.std(-1) > 0.1 * scores.abs().mean(-1)).all(), "all tokens score alike"
@@ -105,8 +133,9 @@ def test_an_engine_serves_what_was_trained(trained, chunk):
     """Retained sets and log-probabilities are the oracle's, whose gates are its own."""
     name, folder, _ = trained
     settings = {"policy": name.partition("-")[0], "scorer": str(folder / name)}
-    judge = Judge(str(folder / "qwen3"), OraclePolicy.from_scorer(folder / name))
-    with watched(folder / "qwen3", settings, judge) as engine:
+    model = model_of(name, folder)
+    judge = Judge(str(model), OraclePolicy.from_scorer(folder / name))
+    with watched(model, settings, judge) as engine:
         engine.chunk(chunk)
         verdict = engine.verdict(engine.serve([Job(1, new=60), Job(31), Job(90), Job(150)]))
         assert verdict.decisions > 100
@@ -133,6 +162,9 @@ REFUSED = {
     "--recipe=trimkv --topk 23 --scorer=mlp": "--scorer is about scorers, and phase trimkv has none",
     "--recipe=trimkv --topk 23 --kl=0 --ce=0": "gates are trained but neither --kl nor --ce is above 0",
     "--recipe=trimkv --topk 23 --gate-reads=query": "gate_reads must be hidden or kv",
+    "--recipe=dms --window=8 --topk 23 --gate-reads=kv": "gate_reads must be hidden or query in phase dms, got 'kv'",
+    "--recipe=dms --window=8 --topk 23 --gate-reads=query": "with --gate-reads query give --train-base",
+    "--recipe=dms --window=8 --topk 23 --borrow-steps=3": "--borrow-steps is about a borrowed channel: give --gate-reads query",
     "--recipe=trimkv --topk 23 --gate-width=0": "gate_width must be at least 1",
     "--recipe=trimkv --topk 23 --capacity=-1": "capacity must be at least 0",
     "--recipe=dms --window=8 --topk 23 --compression=0.5": "compression must be at least 1",
