@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -10,6 +13,7 @@ from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.contenders import learned, training_free
 from kvpop_vllm.evaluation.pictures import retention_map
+from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.evaluation.served import DenseRequest, Request
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_random_scorer, write_tiny_model
@@ -134,6 +138,37 @@ def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
         whole = run.hidden(tokens)
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=5e-5)
     assert name is None or all(sequence.prompt == S for sequence in request.layers.values())
+
+
+@pytest.mark.parametrize("kind, mark", [("llama", "kvpop_borrowed_channel"), ("qwen3", "dms_alpha_scale")])
+def test_a_model_that_gives_up_a_channel_has_it_under_no_policy(kind, mark, tmp_path):
+    """Its gate reads the channel; dense attention, tasks on whole rows and other policies go without it too."""
+    folder, scorer = str(write_tiny_model(tmp_path / "model", kind)), str(tmp_path / "gate")
+    write_random_scorer(scorer, folder, "dms", sinks=2, window=6, topk=B - 8, reads="query", evict=0.5)
+    tokens, policy = torch.tensor(random_prompt(S)), OraclePolicy.from_scorer(scorer)
+    contender = learned(scorer, folder)[0]
+    plain = TransformersBackend(folder, torch.float32, S)
+    with plain.start(contender.deploy(plain.shape, B)) as run, pytest.raises(ConfigError, match="has not given up"):
+        run.hidden(tokens)
+    config = Path(folder) / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {mark: 1}))
+    backend, model = TransformersBackend(folder, torch.float32, S), OracleModel(folder)
+    deployed = contender.deploy(backend.shape, B)
+    whole = model.run(tokens.tolist(), OraclePolicy(policy.scorer, sinks=0, window=2**62, topk=0))
+    sparse = model.run(tokens.tolist(), policy)
+    assert not torch.allclose(whole.logprobs, model.run(tokens.tolist(), None).logprobs, atol=1e-2)
+    for exact, own in ((whole, None), (sparse, deployed)):
+        with backend.start(own) as run:
+            logp = run.logits(run.hidden(tokens)).log_softmax(-1)
+        torch.testing.assert_close(logp.double(), exact.logprobs, rtol=0, atol=2e-4)
+    found = backend.held(deployed, tokens)
+    for layer, visible in enumerate(sparse.visible):
+        assert torch.equal(found[layer], visible[:, S - 1])
+    dense, own = evaluate(backend.model, [tokens], [contender], [Setting(S, B, None, None)], recall=False)
+    for record, exact in ((dense, whole), (own, sparse)):
+        nll = -exact.logprobs[:-1].gather(-1, tokens[1:, None]).mean()
+        assert record["nll"] == pytest.approx(float(nll), abs=1e-4)
+    assert own["error"] > 0.01
 
 
 @pytest.mark.parametrize("positions, bucket", [(512, 20), (7, 20), (512, 89)])
