@@ -22,10 +22,10 @@ SANITIZED := build/sanitized/.extension
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test sanitize lint format bench policies peers clean
+.PHONY: help setup model demo serve test sanitize lint format bench policies peers gpu clean
 
 help:
-	@echo "make setup | model | demo | serve | test | sanitize | lint | format | bench | policies | peers | clean"
+	@echo "make setup | model | demo | serve | test | sanitize | lint | format | bench | policies | peers | gpu | clean"
 
 setup: $(EXTENSION)
 
@@ -87,6 +87,10 @@ bench: model
 
 policies: model
 	@$(BIN)/python benchmarks/policy_table.py $(BENCH_ARGS)
+
+# On a machine with a GPU, torch, Triton and transformers, as it is: no environment is made, nothing is installed.
+gpu:
+	@$(PYTHON) benchmarks/gpu.py $(BENCH_ARGS)
 
 peers: model
 	@echo "[peers] transformers and kvpress in build/peers"

@@ -1,0 +1,211 @@
+"""The training kernels on a GPU: right in low precision, and their times at 16,384 tokens beside SDPA, FlexAttention and their own floors.
+
+The rank order is drawn, so the k long-range tokens of a query lie anywhere, as those of a scorer do: no block of keys is skipped
+before queries are far away. SDPA attends to everything; FlexAttention is given the same mask as a function of ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from gpu import Bench
+from gpu_clock import bandwidth, paired, seconds
+from kernels.naive import future_mass, kept_sets, masked_attention
+
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.testing import assert_within_budget
+
+SINKS, WINDOW = 4, 512
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+"""Of Qwen3-8B."""
+
+
+def training_kernels(bench: Bench):
+    """Cases; see :data:`gpu.Section`."""
+    yield "running_topk is right", lambda: topk_right(bench)
+    yield "sparse_attention is right", lambda: attention_right(bench)
+    yield "future_attention_mass is right", lambda: mass_right(bench)
+    yield "delayed_mlstm is right", lambda: mlstm_right(bench)
+    if not bench.small:
+        for length, topk in ((16384, 1532), (16384, 3580)):
+            name = f"S {length}, k {topk}"
+            yield f"attention, {name}", lambda length=length, topk=topk: attention_times(bench, length, topk)
+            yield f"scorer, {name}", lambda length=length, topk=topk: scorer_times(bench, length, topk)
+
+
+def _draw(bench: Bench, seed: int, *shape: int, dtype=None) -> torch.Tensor:
+    """The same numbers on every device."""
+    drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+    return drawn.to(bench.device, dtype or bench.dtype)
+
+
+def _qkv(bench: Bench, length: int, size: int, group: int) -> list[torch.Tensor]:
+    return [_draw(bench, i, 1, heads, length, size) for i, heads in ((1, 2 * group), (2, 2), (3, 2))]
+
+
+def _within(bench: Bench, actual, exact, eager, name: str) -> Iterator[dict]:
+    """The row of an output that is as good as it must be: its error over the eager one's.
+
+    Raises:
+        AssertionError: it is not.
+    """
+    assert_within_budget(actual, exact.detach().cpu(), eager.detach().cpu(), name=name)
+    exact, finite = exact.detach().cpu(), exact.detach().cpu().isfinite()
+    error, low = (float((x.detach().double().cpu() - exact)[finite].abs().max()) for x in (actual, eager))
+    yield bench.row(name, "largest error", error / (low or 1.0), "of the eager one" if low else "absolute")
+
+
+def topk_right(bench: Bench) -> Iterator[dict]:
+    """Equal to the sort for every query."""
+    priority = _draw(bench, 0, 2, 2, 77 if bench.small else 300, dtype=torch.float32)
+    options = dict(sinks=3, window=9, topk=11)
+    rank, cutoff = (x.cpu() for x in ops.running_topk(priority, **options, impl="triton"))
+    from kernels.naive import visible_keys
+
+    same = visible_keys(rank, cutoff, 3, 9) == kept_sets(priority.cpu(), *options.values())
+    assert same.all(), f"{int((~same).sum())} of {same.numel()} differ"
+    yield bench.row("running_topk", "sets that differ", 0, "count")
+
+
+def attention_right(bench: Bench) -> Iterator[dict]:
+    """Outputs, log-sum-exps and all gradients."""
+    sizes = ((77, 16, 2),) if bench.small else ((300, 64, 3), (300, 128, 4), (513, 80, 1))
+    for length, size, group in sizes:
+        inputs, priority = _qkv(bench, length, size, group), _draw(bench, 0, 1, 2, length, dtype=torch.float32)
+        options = dict(sinks=3, window=9, topk=11)
+        visible = kept_sets(priority.cpu(), *options.values()).to(bench.device)
+        order = ops.running_topk(priority, **options, impl="triton")
+        grad, scale = _draw(bench, 4, *inputs[0].shape), size**-0.5
+
+        def sparse(*x, order=order, scale=scale):
+            return ops.sparse_attention(*x, *order, sinks=3, window=9, scale=scale, impl="triton")
+
+        def masked(*x, visible=visible, scale=scale):
+            return masked_attention(*x, visible, scale)
+
+        runs = (sparse, bench.dtype), (masked, torch.float64), (masked, bench.dtype)
+        found = [_complete(run, inputs, grad, dtype) for run, dtype in runs]
+        for name, *three in zip(("out", "lse", "dq", "dk", "dv"), *found, strict=True):
+            yield from _within(bench, *three, f"{name}, D {size}, G {group}")
+
+
+def _complete(run, inputs, grad, dtype):
+    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+    out, lse = run(*leaves)
+    return out, lse, *torch.autograd.grad(out, leaves, grad.to(dtype))
+
+
+def mass_right(bench: Bench) -> Iterator[dict]:
+    """With and without a look-ahead."""
+    length, size = (70, 16) if bench.small else (700, 128)
+    q, k, _ = _qkv(bench, length, size, 2)
+    lse = 3 + _draw(bench, 5, *q.shape[:3], dtype=torch.float32)
+    for lookahead in (None, 13):
+        options = dict(window=9, scale=size**-0.5, lookahead=lookahead)
+        actual = ops.future_attention_mass(q, k, lse, **options, impl="triton")
+        exact, eager = (
+            future_mass(q.to(d), k.to(d), lse.to(d), *options.values()) for d in (torch.float64, bench.dtype)
+        )
+        yield from _within(bench, actual, exact, eager, f"mass, look-ahead {lookahead}")
+
+
+def mlstm_right(bench: Bench) -> Iterator[dict]:
+    """Outputs and gradients against the chunkwise reference in float64; inputs are rounded to the low precision first."""
+    length, features, width, delay = (77, 16, 16, 9) if bench.small else (700, 64, 128, 64)
+    q, k = (_draw(bench, i, 1, 2, length, features).abs() for i in (1, 2))
+    v, igate, fgate = (_draw(bench, i, 1, 2, length, *more) for i, more in ((5, (width,)), (3, ()), (4, ())))
+    inputs, grad = (q, k, v, igate, fgate + 2), _draw(bench, 9, 1, 2, length, width, dtype=torch.float32)
+
+    def complete(impl, dtype):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        h, _ = ops.delayed_mlstm(*leaves, delay=delay, chunk=16, impl=impl)
+        return h, *torch.autograd.grad(h, leaves, grad.to(h.dtype))
+
+    actual, exact = complete("triton", bench.dtype), complete("reference", torch.float64)
+    eager = complete("reference", bench.dtype)
+    for name, *three in zip(("h", "dq", "dk", "dv", "di", "df"), actual, exact, eager, strict=True):
+        yield from _within(bench, *three, f"mlstm {name}")
+
+
+def attention_times(bench: Bench, length: int, topk: int) -> Iterator[dict]:
+    """Forward, and forward with backward, in turn with SDPA and FlexAttention; the floor is the visible logits at the rate that SDPA
+    reaches on all of them."""
+    q, k, v = (_draw(bench, i, 1, heads, length, SIZE) for i, heads in ((1, HEADS), (2, KV_HEADS), (3, KV_HEADS)))
+    priority, scale = _draw(bench, 0, 1, KV_HEADS, length, dtype=torch.float32), SIZE**-0.5
+    rank, cutoff = ops.running_topk(priority, sinks=SINKS, window=WINDOW, topk=topk, impl="triton")
+    flex = _flex(rank, cutoff, length)
+
+    def sparse(*x):
+        return ops.sparse_attention(*x, rank, cutoff, sinks=SINKS, window=WINDOW, scale=scale, impl="triton")[0]
+
+    def dense(*x):
+        return torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True, scale=scale, enable_gqa=True)
+
+    runs = {"sparse": sparse, "SDPA": dense, "FlexAttention": lambda *x: flex(*x, scale)}
+    error = (sparse(q, k, v).float() - runs["FlexAttention"](q, k, v).float()).abs().max()
+    assert error < 0.02, f"sparse_attention and FlexAttention differ by {float(error):.3g}"
+    held = torch.arange(1, length + 1).clamp_max(SINKS + WINDOW + topk).double().mean()
+    share = float(held / ((length + 1) / 2))
+    for what, wrap in (
+        ("forward", lambda run: lambda: run(q, k, v)),
+        ("forward and backward", _with_gradients(q, k, v)),
+    ):
+        times = paired({name: wrap(run) for name, run in runs.items()})
+        for name, value in times.items():
+            floor = 1e3 * times["SDPA"] * share if name == "sparse" else None
+            yield bench.row(name, f"{name}, {what}", 1e3 * value, "ms", floor)
+
+
+def _with_gradients(*inputs):
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    grad = torch.randn_like(inputs[0])
+
+    def wrap(run):
+        return lambda: torch.autograd.grad(run(*leaves), leaves, grad)
+
+    return wrap
+
+
+def _flex(rank, cutoff, length):
+    """FlexAttention compiled for the mask of ``rank`` and ``cutoff`` ``[1, H, S]``, its list of blocks made beforehand."""
+    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+    group = HEADS // KV_HEADS
+
+    def visible(batch, head, query, key):
+        own = head // group
+        kept = (key < SINKS) | (key > query - WINDOW) | (rank[batch, own, key] <= cutoff[batch, own, query])
+        return kept & (key <= query)
+
+    blocks = create_block_mask(visible, 1, HEADS, length, length, device="cuda", _compile=True)
+    compiled = torch.compile(flex_attention, dynamic=False)
+    return lambda q, k, v, scale: compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True)
+
+
+def scorer_times(bench: Bench, length: int, topk: int) -> Iterator[dict]:
+    """What a layer's scorer costs beside its attention: mLSTM forward and backward, order, targets; the floor is its tensors read and
+    written once at the bandwidth of a copy."""
+    speed = bandwidth()
+    q, k = (_draw(bench, i, 1, KV_HEADS, length, SIZE // 2).abs() for i in (1, 2))
+    v, igate, fgate = (_draw(bench, i, 1, KV_HEADS, length, *more) for i, more in ((5, (SIZE,)), (3, ()), (4, ())))
+    inputs = [x.requires_grad_() for x in (q, k, v, igate, fgate)]
+    grad = _draw(bench, 9, *v.shape, dtype=torch.float32)
+
+    def scores():
+        return ops.delayed_mlstm(*inputs, delay=WINDOW, impl="triton")[0]
+
+    bytes_in = sum(x.numel() * x.element_size() for x in inputs)
+    floor = 1e3 * (bytes_in + 4 * grad.numel()) / speed
+    yield bench.row("mlstm", "delayed_mlstm, forward", 1e3 * seconds(scores), "ms", floor)
+    both = seconds(lambda: torch.autograd.grad(scores(), inputs, grad))
+    yield bench.row("mlstm", "delayed_mlstm, forward and backward", 1e3 * both, "ms", 3 * floor)
+    priority = _draw(bench, 0, 1, KV_HEADS, length, dtype=torch.float32)
+    order = seconds(lambda: ops.running_topk(priority, sinks=SINKS, window=WINDOW, topk=topk, impl="triton"))
+    yield bench.row("order", "running_topk", 1e3 * order, "ms", 1e3 * 3 * 4 * priority.numel() / speed)
+    queries, keys = (_draw(bench, i, 1, heads, length, SIZE) for i, heads in ((1, HEADS), (2, KV_HEADS)))
+    lse = 9 + _draw(bench, 5, 1, HEADS, length, dtype=torch.float32)
+    mass = seconds(
+        lambda: ops.future_attention_mass(queries, keys, lse, window=WINDOW, scale=SIZE**-0.5, impl="triton")
+    )
+    yield bench.row("targets", "future_attention_mass", 1e3 * mass, "ms")
