@@ -12,7 +12,7 @@ import torch
 from engines import say
 from kernel_steps import Steps
 
-from kvpop_vllm.cache.accounting import dense_request_bytes, request_bytes
+from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
@@ -23,7 +23,6 @@ from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.evaluation.tasks import CHARACTERS
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import model_shape
 
@@ -69,13 +68,11 @@ class Cells:
         """
         if contender is None:
             return Setting(self.options.length, 0, None, None)
-        plain = self._deploy(contender, Setting(self.options.length, budget, None, None, "k"))
-        if equal == "k":
-            return Setting(self.options.length, budget, None, None, "k")
-        if budget < EQUAL_BYTES_FROM or not plain.state_floats:
+        if equal == "bytes" and budget < EQUAL_BYTES_FROM:
             return None
-        setting = Setting(self.options.length, budget, None, None, "bytes")
-        return setting if self._deploy(contender, setting).roles.budget < budget else None
+        setting = Setting(self.options.length, budget, None, None, equal)
+        found = self._deploy(contender, setting)
+        return None if equal == "bytes" and found.roles.budget == budget else setting
 
     def _deploy(self, contender, setting):
         shape = ModelShape(**model_shape(self.options.model_folder), max_model_len=self.options.length)
@@ -169,9 +166,8 @@ class Cells:
     def allocated(self, deployed) -> int:
         """Bytes of a request of ``--length`` tokens, pages and state; dense: keys and values alone."""
         shape, length = self.backend.shape, self.options.length
-        sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
-        if deployed is None:
-            return dense_request_bytes(*sizes, self.dtype, length, 128).allocated
-        layout, policy = PageLayout(sizes[1], sizes[2], self.dtype, state_floats=deployed.state_floats), deployed.policy
-        shares = policy.checked_shares(slice(0, sizes[1]))
-        return request_bytes(layout, sizes[0], length, policy.retention, shares, policy.spare_blocks).allocated
+        if deployed is not None:
+            return deployed.request_bytes(length, self.dtype).allocated
+        return dense_request_bytes(
+            shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype, length, 128
+        ).allocated

@@ -73,9 +73,12 @@ def parse_arguments():
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="only print the table of this commit's rows")
+    parser.add_argument("--commit", help="with --table: of this commit's, from whatever machine")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
     options = parser.parse_args()
     check_model(options)
+    if options.commit and not options.table:
+        parser.error("--commit chooses rows that are there: give --table with it")
     for path in (*options.data, options.haystack):
         if not Path(path).exists():
             parser.error(
@@ -165,11 +168,14 @@ def fingerprint(folder: Path) -> str:
 
 
 def there(options, part: str) -> list[dict]:
-    """Rows of this machine and commit that were asked the same; none if files differ from the commit."""
-    path = RESULTS / FILES[part]
-    if not path.exists() or record.KEY["commit"].endswith("+"):
+    """Rows of a commit that were asked the same, times on this machine alone, but for a table of another commit; none if files differ from
+    the commit."""
+    path, commit = RESULTS / FILES[part], options.commit or record.KEY["commit"]
+    if not path.exists() or commit.endswith("+"):
         return []
-    asked = asked_of(options, part) | {name: str(record.KEY[name]) for name in ("machine", "cores", "commit")}
+    asked = asked_of(options, part) | {"commit": commit}
+    if part == "steps" and not options.commit:
+        asked |= {name: str(record.KEY[name]) for name in ("machine", "cores")}
     with path.open(newline="") as file:
         return [row for row in csv.DictReader(file) if {name: row[name] for name in asked} == asked]
 
@@ -182,8 +188,9 @@ def table(quality: list[dict], steps: list[dict]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(quality, key=lambda r: (int(r["budget"] or 0), r["equal"] == "bytes", float(r["error"]))):
-        both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and row["state"] == "0"  # without a state they are one
-        equal = "k, bytes" if both else row["equal"]
+        least = min(int(r["allocated_bytes"]) for r in quality if r["budget"] == row["budget"])
+        both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and int(row["allocated_bytes"]) == least
+        equal = "k, bytes" if both and row["equal"] == "k" else row["equal"]
         time = times.get(tuple(row[column] for column in CELL))
         own = time and {name: float(time[name]) for name in ("step_ms", "dense_over_it", "least", "largest")}
         lines.append(

@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import policies
+from kvpop_vllm.cache.accounting import CacheBytes, request_bytes
 from kvpop_vllm.config import DEFAULT_SINKS, GATE_KINDS, ConfigError, PolicySettings, ScorerShape
 from kvpop_vllm.distill.hook import Attend
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
@@ -17,7 +18,7 @@ from kvpop_vllm.evaluation.recall import Judge, Recall
 from kvpop_vllm.evaluation.served import Served, attend_and_keep
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import KeyNorm, RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
+from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers import Gate, from_tensors
@@ -133,6 +134,19 @@ class Deployed:
         """Blocks of a request beyond those of equal shares."""
         return self.policy.spare_blocks if self.policy else 0
 
+    def request_bytes(self, length: int, dtype: torch.dtype) -> CacheBytes:
+        """What a request of ``length`` tokens holds in pages of the default number of slots.
+
+        Raises:
+            ConfigError: it cannot be served.
+        """
+        if self.policy is None:
+            raise ConfigError(f"{self.contender.name} is no policy that can be served: leave it out")
+        model, policy = self.model, self.policy
+        layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=self.state_floats)
+        shares = policy.checked_shares(slice(0, model.num_kv_heads))
+        return request_bytes(layout, model.num_layers, length, policy.retention, shares, policy.spare_blocks)
+
     @property
     def by_scores(self) -> bool:
         """Whether scores run it, rather than the kernels of serving."""
@@ -216,16 +230,6 @@ class Deployed:
             )
         even = all(len(held.sum(-1).unique()) == 1 for held in kept)
         return judge.recall_of(kept, log_gamma, roles, positions) if positions and even else None, out
-
-
-def budget_of_equal_bytes(
-    budget: int, state_floats: int, head_dim: int, dtype: torch.dtype, spare_blocks: int = 0
-) -> int:
-    """The largest budget whose pages, those of the state and spare ones among them, are no more than a stateless policy's of ``budget``
-    (pages of the default number of slots; a whole request, :mod:`kvpop_vllm.cache.accounting`)."""
-    layout = PageLayout(1, head_dim, dtype, state_floats=state_floats)
-    free = cdiv(budget, layout.block_slots) - layout.state_blocks - spare_blocks
-    return max(0, min(budget, free * layout.block_slots))
 
 
 def _key_norm(layer, k, v, window):

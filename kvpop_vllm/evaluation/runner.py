@@ -10,11 +10,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import POSITIONS
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.evaluation.contenders import Contender, Deployed, budget_of_equal_bytes
+from kvpop_vllm.evaluation.contenders import Contender, Deployed
 from kvpop_vllm.evaluation.recall import Judge
+from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.policies.base import ModelShape
 
 KEYS = ("length", "budget", "equal", "window", "topk", "decide_every", "policy")
@@ -49,18 +51,24 @@ class Setting:
         Raises:
             ConfigError: nothing is left for the long range, or the policy cannot be used so.
         """
-        near = {"sinks": self.sinks, "window": self.window, "decide_every": self.decide_every}
-        budget, waiting = self.budget, (self.decide_every or 1) - 1
-        if self.equal == "bytes":
-            alike = contender.deploy(model, self.budget, **near)
-            budget = budget_of_equal_bytes(self.budget, alike.state_floats, model.head_dim, dtype, alike.spare_blocks)
-        sinks, window = self.sinks or 0, self.window or 1
+        deployed = self._deploy(contender, model, self.budget)
+        if self.equal == "k" or deployed.policy is None:
+            return deployed
+        plain = PageLayout(model.num_kv_heads, model.head_dim, dtype)
+        most = request_bytes(plain, model.num_layers, self.length, deployed.policy.retention).allocated
+        while deployed.request_bytes(self.length, dtype).allocated > most:
+            fewer = plain.block_slots * (cdiv(deployed.roles.budget, plain.block_slots) - 1)
+            deployed = self._deploy(contender, model, fewer)
+        return deployed
+
+    def _deploy(self, contender: Contender, model: ModelShape, budget: int) -> Deployed:
+        sinks, window, waiting = self.sinks or 0, self.window or 1, (self.decide_every or 1) - 1
         if budget - sinks - window - waiting < 1:
             raise ConfigError(
                 f"a budget of {self.budget} leaves {contender.name} no long-range tokens: {sinks} sinks, window"
                 f" {window}, {waiting} between decisions, {self.budget - budget} slots of state: raise it"
             )
-        return contender.deploy(model, budget, **near)
+        return contender.deploy(model, budget, self.sinks, self.window, self.decide_every)
 
 
 def evaluate(
