@@ -10,8 +10,9 @@ import pytest
 import torch
 from engine.driving import BLOCK, Job, one_thread, watched
 from engine.judge import Judge
-from engine.matrix import BUDGET, EVERY, MATRIX, SPARE, state_blocks
+from engine.matrix import BUDGET, MATRIX, state_blocks
 from engine.recorder import Held
+from policies.matrix import ROWS
 
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import cdiv
@@ -127,7 +128,7 @@ def test_a_pool_too_small_for_all(case, watch, kind, policy):
     state = state_blocks(policy)
     found = case(kind, policy)
     budgets = found.judge.policy.budgets(1)
-    spare = SPARE.get(policy, 0)
+    spare = int(ROWS[policy].allocator == "ada")
     blocks = 2 * (cdiv(sum(state + cdiv(budget, BLOCK) for budget in budgets), len(budgets)) + spare)
     with watch(found, num_gpu_blocks_override=blocks + 1) as engine:
         assert engine.recorder.pool.get_num_free_blocks() == blocks
@@ -137,7 +138,7 @@ def test_a_pool_too_small_for_all(case, watch, kind, policy):
         assert preempted > 0 and len(answers) == 6
         assert min(step.free for step in engine.recorder.blocks) == 0
         engine.verdict(answers)
-        engine.check_blocks(state, *budgets, every=EVERY.get(policy, 1), spare=spare)
+        engine.check_blocks(state, *budgets, every=ROWS[policy].every, spare=spare)
         assert engine.recorder.pool.get_num_free_blocks() == blocks
 
 

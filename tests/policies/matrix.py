@@ -54,17 +54,17 @@ ROWS = {
     "streaming-llm": Row("recency", sinks=4, window=8, asked=True, engines=("qwen3", "llama")),
     "h2o": Row("mean mass", window=-1, engines=("qwen3",)),
     "tova": Row("newest mass", engines=("llama",)),
-    "momentkv": Row(
-        "moment residual", sinks=1, corrected=True, divides=False, engines=("llama",), state=MOMENTS
-    ),
+    "momentkv": Row("moment residual", sinks=1, corrected=True, divides=False, engines=("llama",)),
     "snapkv": Row(**VOTES, engines=("qwen3",)),
     "pyramidkv": Row(**VOTES, allocator="pyramid", engines=("llama",)),
     "adakv": Row(**VOTES, allocator="ada", engines=("qwen3",)),
-    "trimkv": Row("trimkv", spread={"seed": 3}, divides=False, engines=("qwen3",)),
-    "trimkv-kv": Row("trimkv", "trimkv", {"reads": "kv", "gated": True}, {"seed": 2}, divides=False),
+    "trimkv": Row("trimkv", spread={"seed": 8}, divides=False, engines=("qwen3",)),
+    "trimkv-kv": Row("trimkv", "trimkv", {"reads": "kv", "gated": True}, {"seed": 3}, divides=False),
     # evicts most tokens: equal tokens have equal logits up to rounding in a first layer, so that few decisions may be left to the budget
     "dms": Row("dms", None, {"evict": 1.5}, {"evict": -0.5}, divides=False),
-    "dms-query": Row("dms", "dms", {"reads": "query", "evict": 0.5}, {"evict": -0.5}, divides=False, engines=("llama",)),
+    "dms-query": Row(
+        "dms", "dms", {"reads": "query", "evict": 0.5}, {"evict": -0.5}, divides=False, engines=("llama",)
+    ),
     "dms-late": Row("dms", "dms", {"shifted": True}, {"evict": -0.5}, divides=False),
     # no engine: equal tokens of a first layer have keys of equal norm but for rounding; judged on an engine's own keys instead
     "l2norm": Row("key norm"),
