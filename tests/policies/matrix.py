@@ -20,7 +20,8 @@ class Row:
         sinks, window: defaults of a policy without a folder; -1: half of the budget. asked: whether tests ask for others.
         every: tokens between decisions.
         allocator, corrected: what it does unasked. divides: its heads may divide a budget. keeps_all: it evicts nothing.
-        engines: kinds of models that an engine serves with it.
+        engines: kinds of models that an engine serves with it. longest: its longest prompts there, in budgets. own_blocks: a pool
+            that is too small is tried with it; no other of its make needs other blocks or other words of a prompt.
         state: float32 words a head at D = 32.
     """
 
@@ -37,6 +38,8 @@ class Row:
     divides: bool = True
     keeps_all: bool = False
     engines: tuple[str, ...] = ()
+    longest: int = 5
+    own_blocks: bool = True
     state: int = 0
 
     @property
@@ -48,17 +51,17 @@ DECAY = {"decay_min": 0.9, "decay_max": 0.99}
 MOMENTS = 32 * 32 + 2 * 32
 VOTES = {"scorer": "votes", "window": 5, "every": 4}
 ROWS = {
-    "kvpop": Row("mlstm", spread=DECAY, engines=("qwen3", "llama"), state=32 * 32 + 32 + 1),
-    "kvpop-mlp": Row("mlp", spread=DECAY, engines=("qwen3", "llama")),
-    "kvpop-linear": Row("linear", spread=DECAY | {"decay_step": 3}, engines=("qwen3", "llama")),
-    "streaming-llm": Row("recency", sinks=4, window=8, asked=True, engines=("qwen3", "llama")),
-    "h2o": Row("mean mass", window=-1, engines=("qwen3",)),
-    "tova": Row("newest mass", engines=("llama",)),
+    "kvpop": Row("mlstm", spread=DECAY, engines=("qwen3", "llama"), longest=10, state=32 * 32 + 32 + 1),
+    "kvpop-mlp": Row("mlp", spread=DECAY, engines=("qwen3", "llama"), longest=10),
+    "kvpop-linear": Row("linear", spread=DECAY | {"decay_step": 3}, engines=("qwen3", "llama"), longest=10),
+    "streaming-llm": Row("recency", sinks=4, window=8, asked=True, engines=("qwen3", "llama"), longest=10),
+    "h2o": Row("mean mass", window=-1, engines=("qwen3",), own_blocks=False),
+    "tova": Row("newest mass", engines=("llama",), own_blocks=False),
     "momentkv": Row("moment residual", sinks=1, corrected=True, divides=False, engines=("llama",)),
     "snapkv": Row(**VOTES, engines=("qwen3",)),
     "pyramidkv": Row(**VOTES, allocator="pyramid", engines=("llama",)),
     "adakv": Row(**VOTES, allocator="ada", engines=("qwen3",)),
-    "trimkv": Row("trimkv", spread={"seed": 8}, divides=False, engines=("qwen3",)),
+    "trimkv": Row("trimkv", spread={"seed": 1}, divides=False, engines=("qwen3",), own_blocks=False),
     "trimkv-kv": Row("trimkv", "trimkv", {"reads": "kv", "gated": True}, {"seed": 3}, divides=False),
     # evicts most tokens: equal tokens have equal logits up to rounding in a first layer, so that few decisions may be left to the budget
     "dms": Row("dms", None, {"evict": 1.5}, {"evict": -0.5}, divides=False),

@@ -75,13 +75,15 @@ class Tokens(NamedTuple):
 
 @functools.cache
 def tokens(layer: int) -> Tokens:
-    """Keys of the second head are larger, so that heads differ in what they look at; some have the norms of others, in the
-    other head too, so that norms tie."""
+    """Keys of the second head are larger, so that heads differ in what they look at; every third key has the norm of all others of
+    these, in both heads, so that norms tie."""
     draw = torch.Generator().manual_seed(10 + layer)
     q, k, v = (torch.randn(n, LENGTH, SIZE, generator=draw) for n in (HEADS * GROUP, HEADS, HEADS))
     k, v = 0.6 * k, 0.6 * v
     k[1] *= 1.5
-    k[:, 9::7], k[1, 5::11] = -k[:, 2:-7:7], k[0, 5::11]
+    one = 2.7 * k[0, 0] / k[0, 0].norm()
+    for i, t in enumerate(range(0, LENGTH, 3)):  # no two are the same key
+        k[:, t] = one.roll(i) if i < SIZE else -one.roll(i)
     return Tokens(q, k, v, torch.randn(LENGTH, HIDDEN, generator=draw), torch.randn(HEADS, LENGTH, generator=draw))
 
 
