@@ -17,7 +17,7 @@ from .oracle import (
     derived_margin_bound,
 )
 from .oracle_coupled import corrected_attention, follow_attention
-from .oracle_policy import Decided, OraclePolicy, masked_attention
+from .oracle_policy import Decided, OraclePolicy, masked_attention, masked_lse
 from .oracle_scores import log_gamma, raw_scores, read_scorer
 from .oracle_sets import (
     decision_margins,
@@ -41,6 +41,7 @@ __all__ = [
     "follow_attention",
     "log_gamma",
     "masked_attention",
+    "masked_lse",
     "random_prompt",
     "raw_scores",
     "read_scorer",

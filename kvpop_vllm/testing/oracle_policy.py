@@ -23,11 +23,21 @@ def masked_attention(
 
     ``query [H * G, S, D]``, ``key`` and ``value [H, S, D]``, ``visible [H, S, S]`` -> ``[S, H * G * D]``.
     """
+    weights = _masked_logits(query, key, visible).softmax(-1)
+    mixed = weights @ value.repeat_interleave(len(query) // len(key), dim=0)
+    return mixed.transpose(0, 1).reshape(query.shape[1], -1)
+
+
+def masked_lse(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """The log-sum-exp of each query's logits over what it sees, ``[S, H * G]``; arguments as for :func:`masked_attention`."""
+    return _masked_logits(query, key, visible).logsumexp(-1).T
+
+
+def _masked_logits(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
     group = query.shape[0] // key.shape[0]
-    key, value, visible = (t.repeat_interleave(group, dim=0) for t in (key, value, visible))
+    key, visible = (t.repeat_interleave(group, dim=0) for t in (key, visible))
     logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
-    weights = logits.masked_fill(~visible, -math.inf).softmax(-1)
-    return (weights @ value).transpose(0, 1).reshape(query.shape[1], -1)
+    return logits.masked_fill(~visible, -math.inf)
 
 
 @dataclass(frozen=True, eq=False)

@@ -27,7 +27,7 @@ def records(path):
 
 def test_replay_of_all_policies_with_their_own_defaults(kvpop):
     distill(kvpop, "replayed", "--steps=2")
-    words = f"eval --task=replay {COMMON} --length 200 150 --budget 80 --rows=2 --bucket=30 --out=replay.jsonl --scorer=replayed"
+    words = f"eval --task=replay {COMMON} --length 160 120 --budget 80 --rows=2 --bucket=30 --out=replay.jsonl --scorer=replayed"
     status, output, errors = kvpop(*words.split(), "--report=replay")
     assert status in (0, None), errors
     found = records("replay.jsonl")
@@ -43,7 +43,7 @@ def test_replay_of_all_policies_with_their_own_defaults(kvpop):
     assert output.splitlines()[0].split()[-1] == "agreement"
     assert "| streaming-llm | 2 |" in Path("replay/table.md").read_text()
     maps = records("replay/retained.jsonl")
-    assert {m["policy"] for m in maps} == names and {m["length"] for m in maps} == {200}
+    assert {m["policy"] for m in maps} == names and {m["length"] for m in maps} == {160}
     for m in maps:
         if m["policy"] in ("h2o", "tova", "streaming-llm", "replayed"):
             assert all(sum(layer) * m["tokens_per_bin"] == pytest.approx(80, abs=4) for layer in m["held"])

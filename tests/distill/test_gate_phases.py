@@ -128,17 +128,17 @@ def test_training_and_serving_and_the_oracle_score_alike(trained):
         assert (scores.std(-1) > 0.1 * scores.abs().mean(-1)).all(), "all tokens score alike"
 
 
-@pytest.mark.parametrize("chunk", [7, None])
-def test_an_engine_serves_what_was_trained(trained, chunk):
+def test_an_engine_serves_what_was_trained(trained):
     """Retained sets and log-probabilities are the oracle's, whose gates are its own."""
     name, folder, _ = trained
     settings = {"policy": name.partition("-")[0], "scorer": str(folder / name)}
     model = model_of(name, folder)
     judge = Judge(str(model), OraclePolicy.from_scorer(folder / name))
     with watched(model, settings, judge) as engine:
-        engine.chunk(chunk)
-        verdict = engine.verdict(engine.serve([Job(1, new=60), Job(31), Job(90), Job(150)]))
-        assert verdict.decisions > 100
+        for chunk in (7, None):
+            engine.chunk(chunk)
+            verdict = engine.verdict(engine.serve([Job(1, new=60), Job(31), Job(90), Job(150)]))
+            assert verdict.decisions > 100
 
 
 def test_stored_logits_do_for_the_model_itself(kvpop):

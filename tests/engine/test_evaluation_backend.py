@@ -36,8 +36,7 @@ def folder(tmp_path_factory):
     root = tmp_path_factory.mktemp("backends")
     write_byte_tokenizer(write_tiny_model(root / "model", "qwen3", vocab=VOCABULARY))
     write_random_scorer(root / "scorer", root / "model", sinks=4, window=16, topk=B - 20)
-    for kind in ("trimkv", "dms"):
-        write_random_scorer(root / kind, root / "model", kind, sinks=4, window=16, topk=B - 20)
+    write_random_scorer(root / "dms", root / "model", "dms", sinks=4, window=16, topk=B - 20)
     write_text(root / "text.jsonl", documents=200)
     return root
 
@@ -52,13 +51,10 @@ def small():
     "name, options",
     [
         (None, {}),
-        ("streaming-llm", {}),
         ("h2o", {"decide_every": 4}),
         ("momentkv", {"sinks": 2, "window": 8}),
         ("kvpop", {}),
-        ("trimkv", {}),
         ("dms", {}),
-        ("snapkv", {"decide_every": 4}),
         ("pyramidkv", {"decide_every": 4}),
     ],
 )
@@ -68,7 +64,7 @@ def test_both_backends_are_one(folder, name, options):
     assert backends[0].shape == backends[1].shape
     deployed = None
     if name is not None:
-        folders = {"kvpop": "scorer", "trimkv": "trimkv", "dms": "dms"}
+        folders = {"kvpop": "scorer", "dms": "dms"}
         contender = learned(str(folder / folders[name]), model)[0] if name in folders else training_free(name)
         deployed = contender.deploy(backends[0].shape, B, **options)
         expected = {"policy": name, "budget": B} | options | ({"scorer": contender.scorer} if name in folders else {})

@@ -5,18 +5,26 @@ from __future__ import annotations
 import pytest
 from engine.driving import Job
 from engine.matrix import BUDGET, SINKS, WINDOW
+from policies.matrix import ROWS
 
 from kvpop_vllm.testing import OraclePolicy, random_prompt
 
-TOGETHER = [Job(n) for n in (1, 2, 13, 17, 31, 55, 56, 57, 70, 90, 112, 130, 200, 300, 10 * BUDGET)]
-TOGETHER.append(Job(40, new=4 * BUDGET + 20))
+TOGETHER = [1, 2, 13, 17, 31, 55, 56, 57, 70, 90, 112, 130, 200]
+SOME_ALIKE = [1, 17, 31, 31, 31, 55, 55, 56, 56, 57, 57, 130, 130]
+"""The same number for policies whose oracle is slow: it follows equal requests once."""
+
+
+@pytest.fixture
+def longest(request):
+    """Tokens of the longest prompt."""
+    return ROWS[request.node.callspec.params["served"][1]].longest * BUDGET
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_chunks(served, chunk):
+def test_chunks(served, longest, chunk):
     """vLLM does not cut the prompt of a request that is alone: the first one generates until the last is through."""
     served.chunk(chunk)
-    jobs = [Job(1, new=10 * BUDGET // chunk + 2), Job(31), Job(BUDGET), Job(10 * BUDGET, new=4)]
+    jobs = [Job(1, new=longest // chunk + 2), Job(31), Job(BUDGET), Job(longest, new=4)]
     answers = served.serve(jobs)
     for name, answer in answers.items():
         whole, rest = divmod(len(answer.prompt_token_ids), chunk)
@@ -25,23 +33,24 @@ def test_chunks(served, chunk):
     served.verdict(answers)
 
 
-def test_sixteen_together(served):
+def test_sixteen_together(served, longest):
     served.chunk(None)
-    answers = served.serve(TOGETHER)
+    more = [Job(min(300, longest - 20)), Job(longest), Job(40, new=longest // 2 - 36)]
+    answers = served.serve([*map(Job, TOGETHER if longest == 10 * BUDGET else SOME_ALIKE), *more])
     assert len(answers) == max(len(step.running) for step in served.recorder.blocks) == 16
     assert all(served.chunks(name)[0] == len(answer.prompt_token_ids) for name, answer in answers.items())
     served.verdict(answers)
 
 
-def test_eviction_shows(served):
+def test_eviction_shows(served, longest):
     """What the judge demands could not be met by keeping everything, nor by another set of tokens."""
-    prompt, policy = random_prompt(10 * BUDGET, seed=10 * BUDGET), served.judge.policy
+    prompt, policy = random_prompt(longest, seed=longest), served.judge.policy
     everything = OraclePolicy(policy.scorer, sinks=0, window=2**62, topk=0) if policy.borrows else OraclePolicy.full()
     bounded, dense = served.judge.reference(prompt), served.judge.models[0].run(prompt, everything)
     off = (bounded.exact.logprobs - dense.logprobs).abs().amax(-1)
     whole = policy.budget - policy.interval + 1 if policy.threshold is None else SINKS + WINDOW
     assert off[:whole].max() < 1e-12
-    assert off[4 * BUDGET :].median() > 1000 * bounded.budget
+    assert off[longest * 2 // 5 :].median() > 1000 * bounded.budget
 
 
 # Requests that are interrupted. Long enough chunks of seven tokens for the interruption to meet prompts half done.

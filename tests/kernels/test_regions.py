@@ -15,7 +15,7 @@ from kvpop_vllm.kernels.regions import RegionMap, Shares
 N, SIZE = 16, 32
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     layers=st.integers(1, 5),
     heads=st.integers(1, 4),
@@ -61,7 +61,7 @@ def test_equal_shares_need_none():
 def test_kernels_do_not_care_where_pages_lie(kind, impl):
     """Three layers and two heads with budgets of their own in one pool: what each head gives and holds is what it does in
     pages of its own, to the bit; in chunks and token by token."""
-    layers, heads, length = 3, 2, 90
+    layers, heads, length = 3, 2, 72
     draw = torch.Generator().manual_seed(3)
     budgets = torch.tensor([[60, 25], [33, 47], [18, 64]], dtype=torch.int32)
     shares = Shares.of(budgets, 64)
@@ -81,7 +81,7 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
         found = []
         for pages, table in (alone, shared):
             outs = []
-            for a, b in ((0, 50), (50, 51), (51, length)):
+            for a, b in ((0, 40), (40, 41), (41, length)):
                 own = dict(rule=rule, scale=SIZE**-0.5, given=given_[a:b], impl=impl)
                 outs.append(ops.prefill_chunk(q[a:b], k[a:b], v[a:b], pages, table, a, budgets[layer], **own)[0])
             held = [

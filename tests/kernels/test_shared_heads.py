@@ -37,8 +37,8 @@ class Problem:
     window: int = 5
     topk: int = 20
     every: int = 4
-    length: int = 120
-    prompt: int = 90
+    length: int = 96
+    prompt: int = 72
     corrected: bool = False
     step: int = 1
     requests: int = 1
@@ -186,8 +186,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("corrected", [False, True])
-@pytest.mark.parametrize("every", [1, 6])
+@pytest.mark.parametrize("every, corrected", [(1, True), (6, False)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_other_scores(kind, every, corrected):
     """What the oracle above does not score: C++ equals the reference."""
@@ -209,7 +208,7 @@ def test_other_scores(kind, every, corrected):
 @pytest.mark.parametrize("case", ["votes", "mass-corrected"])
 def test_requests_together(case, impl):
     """Decoded together, and each alone."""
-    p = Problem(**CASES[case] | {"requests": 3})
+    p = Problem(**CASES[case] | {"requests": 3, "length": 60, "prompt": 45})
     pages, rows = p.pages()
     budgets = torch.full((3, p.heads), p.budget, dtype=torch.int32)
     alone = [p.serve([1], "reference" if impl == "reference" else _C.isa_levels()[-1], r) for r in range(3)]

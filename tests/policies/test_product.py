@@ -1,0 +1,232 @@
+"""Every policy with every allocator and every correction, at cache level: retained sets, outputs and log-sum-exps are those of
+the naive oracle, or the combination is refused."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from dataclasses import replace
+from typing import NamedTuple
+
+import pytest
+import torch
+from policies.matrix import ROWS, Row, allocated
+
+from kvpop_vllm import policies
+from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
+from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.kernels import dispatch, ops
+from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.kernels.regions import RegionMap
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.gates import Signals
+from kvpop_vllm.testing import (
+    Decided,
+    OraclePolicy,
+    assert_within_budget,
+    masked_lse,
+    write_random_scorer,
+    write_tiny_model,
+)
+
+LAYERS, HEADS, GROUP, SIZE, HIDDEN = 2, 2, 2, 16, 32
+BUDGET, LENGTH, PROMPT = 24, 72, 50
+CHUNKS = [1, 17, 25, 7, *[1] * (LENGTH - PROMPT)]
+"""The prompt's, and decode steps."""
+MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN)
+COMBINATIONS = list(itertools.product(ROWS, ALLOCATORS, CORRECTIONS))
+
+
+def test_every_policy_has_a_row():
+    lacking = set(policies.POLICIES) - {row.policy or name for name, row in ROWS.items()}
+    assert not lacking, f"give {', '.join(sorted(lacking))} a row in ROWS of tests/policies/matrix.py"
+
+
+def test_rows_say_what_policies_do_unasked():
+    for name, row in ROWS.items():
+        cls = policies.get(row.policy or name)
+        assert (cls.default_allocator, cls.default_correction == "moment") == (row.allocator, row.corrected), name
+        assert (cls.scorer_kind, cls.keeps_all) == (row.scorer if row.learned else None, row.keeps_all), name
+
+
+def refusal(row: Row, allocator: str, correction: str) -> str | None:
+    """What is wrong with a combination, by definition."""
+    if row.keeps_all and correction != "none":
+        return "keeps every token: leave --kv-correction out"
+    if row.keeps_all and allocator != "uniform":
+        return "keeps every token: leave --kv-allocator out"
+    if allocator == "ada" and not row.divides:
+        return "has no scores that heads can divide a budget by: leave --kv-allocator out"
+    return None
+
+
+class Tokens(NamedTuple):
+    """Of one layer: q ``[Hq, S, D]``, k, v ``[H, S, D]``, what goes into attention ``[S, E]``, and a channel ``[H, S]``."""
+
+    q: torch.Tensor
+    k: torch.Tensor
+    v: torch.Tensor
+    hidden: torch.Tensor
+    channel: torch.Tensor
+
+    def to(self, dtype: torch.dtype) -> Tokens:
+        return Tokens(*(x.to(dtype) for x in self))
+
+
+@functools.cache
+def tokens(layer: int) -> Tokens:
+    """Keys of the second head are larger, so that heads differ in what they look at; every third key has the norm of all others of
+    these, in both heads, so that norms tie."""
+    draw = torch.Generator().manual_seed(10 + layer)
+    q, k, v = (torch.randn(n, LENGTH, SIZE, generator=draw) for n in (HEADS * GROUP, HEADS, HEADS))
+    k, v = 0.6 * k, 0.6 * v
+    k[1] *= 1.5
+    one = 2.7 * k[0, 0] / k[0, 0].norm()
+    for i, t in enumerate(range(0, LENGTH, 3)):  # no two are the same key
+        k[:, t] = one.roll(i) if i < SIZE else -one.roll(i)
+    return Tokens(q, k, v, torch.randn(LENGTH, HIDDEN, generator=draw), torch.randn(HEADS, LENGTH, generator=draw))
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory):
+    """Name of a row -> its scorer's folder, or None."""
+    model = write_tiny_model(tmp_path_factory.mktemp("model"), head_dim=SIZE, hidden=HIDDEN, vocab=16)
+
+    @functools.cache
+    def folder(name: str) -> str | None:
+        row = ROWS[name]
+        options = {"sinks": 2, "window": 5, "topk": BUDGET - 7} | row.options | row.spread
+        return (
+            str(write_random_scorer(tmp_path_factory.mktemp(name), model, row.scorer, **options))
+            if row.learned
+            else None
+        )
+
+    return folder
+
+
+def policy(name: str, folder: str | None, allocator: str, correction: str) -> policies.Policy:
+    """As an engine makes it."""
+    row = ROWS[name]
+    asked = {"sinks": row.sinks, "window": row.window} if row.asked else {}
+    asked |= {"decide_every": row.every} if row.every > 1 else {}
+    asked |= {"scorer": folder, "allocator": allocator, "correction": correction}
+    if not row.keeps_all:
+        asked["budget"] = BUDGET
+    return policies.get(row.policy or name)(PolicySettings.parse({"policy": row.policy or name} | asked), MODEL)
+
+
+def decide(own: OraclePolicy, layer: int, dtype: torch.dtype, forced: torch.Tensor | None = None) -> Decided:
+    q, k, v, hidden, channel = tokens(layer).to(dtype)
+    return own.decide(layer, q, k, v, forced, prompt=PROMPT, hidden=hidden, channel=channel)
+
+
+@pytest.fixture(scope="module")
+def oracle(scorer):
+    """``(name, allocator)`` -> the oracle's policy, and what each layer sees, ``[H, S, S]``."""
+
+    @functools.cache
+    def found(name: str, allocator: str) -> tuple[OraclePolicy, list[torch.Tensor]]:
+        row, folder = ROWS[name], scorer(name)
+        window = BUDGET // 2 if row.window < 0 else row.window
+        if row.keeps_all:
+            own = OraclePolicy.full()
+        elif row.learned:
+            own = OraclePolicy.from_scorer(folder)
+        else:
+            topk = BUDGET - row.sinks - window - row.every + 1
+            own = OraclePolicy(row.scorer, row.sinks, window, topk, interval=row.every)
+        own, layers = allocated(own, allocator), []
+        for layer in range(LAYERS):
+            exact = decide(own, layer, torch.float64)
+            low = decide(own, layer, torch.float32, exact.visible)
+            bound = 8 * float((exact.scores - low.scores.double()).nan_to_num().abs().max())
+            smallest = float(exact.margins[exact.margins != 0].min())  # ties are ties with any rounding
+            assert smallest > bound, (
+                f"{name}, {allocator}: a margin of {smallest:.1e} below {bound:.1e}, choose another seed"
+            )
+            layers.append(exact.visible)
+        return own, layers
+
+    return found
+
+
+@pytest.fixture(scope="module")
+def expected(oracle):
+    """``(name, allocator, correction)`` -> for each layer what is seen, and float64 and float32 outputs and log-sum-exps."""
+
+    @functools.cache
+    def found(name: str, allocator: str, correction: str) -> list[tuple]:
+        own, layers = oracle(name, allocator)
+        own, both = replace(own, corrected=correction == "moment"), []
+        for layer, visible in enumerate(layers):
+            exact, low = tokens(layer).to(torch.float64), tokens(layer)
+            outs = [own.attend(x.q, x.k, x.v, visible) for x in (exact, low)]
+            both.append((visible, outs, [masked_lse(x.q, x.k, visible) for x in (exact, low)]))
+        return both
+
+    return found
+
+
+@pytest.fixture
+def logged(monkeypatch):
+    """List that log-sum-exps ``[tokens, Hq]`` of all calls are added to."""
+    seen = []
+
+    def noting(run):
+        def call(*args, **options):
+            out, lse = run(*args, **options)
+            seen.append(lse)
+            return out, lse
+
+        return call
+
+    for op in ("prefill_chunk", "decode_step"):
+        monkeypatch.setattr(ops, op, noting(getattr(ops, op)))
+    return seen
+
+
+def sequences(own: policies.Policy) -> list[Sequence]:
+    """Empty caches of all layers, in pages of NaN; where layers share a request's blocks, they do here."""
+    found, heads = [], slice(0, HEADS)
+    sizes = {"length": LENGTH, "prompt": PROMPT, "shifted": own.shifted}
+    for layer in range(LAYERS):
+        found.append(Sequence(own.layer_rule(layer, heads), own.shares()[layer], tokens(layer).k, **sizes))
+        found[-1].pages.raw.fill_(255)
+    if (shares := own.checked_shares(heads)) is not None:
+        layout = PageLayout(HEADS, SIZE, torch.float32, 16, own.state_floats)
+        blocks = shares.blocks(layout.state_blocks, 16, LENGTH, own.retention.decide_every)
+        regions = RegionMap(shares, layout, blocks + 2)
+        pages = regions.view(torch.full((LAYERS * (blocks + 2) * HEADS * layout.region_bytes,), 255, dtype=torch.uint8))
+        row = torch.arange(blocks, 0, -1, dtype=torch.int32).view(1, -1)
+        for layer, sequence in enumerate(found):
+            sequence.pages, sequence.table = pages, regions.rows(layer, row)[0]
+    return found
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+@pytest.mark.parametrize("name, allocator, correction", COMBINATIONS, ids=lambda x: x)
+def test_product(scorer, expected, logged, monkeypatch, name, allocator, correction, impl):
+    if (reason := refusal(ROWS[name], allocator, correction)) is not None:
+        with pytest.raises(ConfigError) as caught:
+            policy(name, scorer(name), allocator, correction)
+        assert str(caught.value) == f"--kv-policy {ROWS[name].policy or name} {reason}"
+        return
+    own = policy(name, scorer(name), allocator, correction)
+    monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
+    for layer, sequence in enumerate(sequences(own)):
+        seen, (visible, outs, masses) = tokens(layer), expected(name, allocator, correction)[layer]
+        gate, given = own.gate(layer, slice(0, HEADS)), None
+        if gate is not None:
+            k, v = (x.transpose(0, 1) for x in (seen.k, seen.v))
+            given = gate(Signals(seen.hidden, k, v, seen.channel.T)).detach().T
+        parts = []
+        logged.clear()
+        for chunk in CHUNKS:
+            cut = slice(sequence.seen, sequence.seen + chunk)
+            parts.append(
+                sequence.attend(*(x[:, cut] for x in seen[:3]), SIZE**-0.5, None if given is None else given[:, cut])
+            )
+            assert torch.equal(sequence.held(), visible[:, cut.stop - 1, : cut.stop]), f"layer {layer}, {cut}"
+        assert_within_budget(torch.cat(parts, 1).transpose(0, 1).flatten(1), *outs, 4.0, f"layer {layer} out")
+        assert_within_budget(torch.cat(logged), *masses, 4.0, f"layer {layer} lse")
