@@ -11,13 +11,15 @@ import torch
 from transformers import Cache
 
 from kvpop_vllm import policies
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, FULL_CHECKPOINT_SUFFIX, ConfigError, PolicySettings
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
 from kvpop_vllm.distill.hook import longest
+from kvpop_vllm.hf.full_checkpoint import scorer_tensors
 from kvpop_vllm.hf.layer import Clock, LayerPages
 from kvpop_vllm.hf.step import Step
 from kvpop_vllm.hf.takeover import Takes, take_over
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.checkpoint import ScorerConfig
 from kvpop_vllm.scorers.init import shape_of
 
 
@@ -40,6 +42,9 @@ class KVpopCache(Cache, Takes):
             is a full checkpoint.
         max_length: longest sequence in tokens, for ``compression`` and for the policy ``full``; by default the model's.
         prompt_length: tokens of the prompts, of all rows or of each.
+
+    Attributes:
+        policy: as an engine would resolve it. prompts: tokens of each row's prompt, None where nothing depends on it.
 
     Raises:
         ConfigError: the policy cannot be used so, or not with this model; one line that names what to change.
@@ -244,15 +249,17 @@ class KVpopCache(Cache, Takes):
         Raises:
             RuntimeError: a layer has attended to something else.
         """
-        step, self._step = self._step, None
+        step = self._step
         step.over = True
-        if failed and not step.attended:
-            self._lengths = self._lengths if self._columns else []
-            return
-        if failed or len(step.attended) < len(self):
-            self._step = step
+        if step.attended and (failed or len(step.attended) < len(self)):
             if not failed:
-                raise RuntimeError("layers attended without the KVpopCache: leave the model's attention alone during a pass")
+                raise RuntimeError("layers attended without the KVpopCache: leave the model's attention alone in a pass")
+            return  # the step stays, for begin() to see
+        self._step = None
+        if not step.attended:
+            self._lengths = self._lengths if self._columns else []
+            if not failed:
+                raise RuntimeError("the model attended without the KVpopCache: leave its attention alone in a pass")
             return
         self._columns += step.length
         self._lengths = [seen + count for seen, count in zip(self._lengths, step.counts, strict=True)]
@@ -362,7 +369,11 @@ def _resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int |
     section = getattr(config, "kvpop", None)
     if cls.scorer_kind is None or settings.scorer is not None or section is None:
         return cls(settings, shape)
-    raise NotImplementedError(FULL_CHECKPOINT_SUFFIX)
+    source = "the model's config, section kvpop"
+    policy = cls(settings, shape, checkpoint=ScorerConfig.parse(section, source))
+    for layer, tensors in enumerate(scorer_tensors(model.name_or_path, policy.config)):
+        policy.set_tensors(layer, tensors)
+    return policy
 
 
 def _in_python(message: str) -> str:

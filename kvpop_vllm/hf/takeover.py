@@ -12,7 +12,7 @@ import weakref
 import torch
 from transformers import PreTrainedModel
 
-from kvpop_vllm.config import ARCHITECTURES, ConfigError
+from kvpop_vllm.config import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, ConfigError
 from kvpop_vllm.distill.hook import NAME, show_hidden_states
 
 
@@ -47,7 +47,7 @@ def take_over(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     _check(model)
     show_hidden_states(model)
     decoder = model.get_decoder()
-    if borrows and decoder.config.model_type not in ARCHITECTURES:
+    if borrows and decoder.config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX) not in ARCHITECTURES:
         raise ConfigError(
             f"the gate borrows a channel of the queries, which is known where it is in {' and '.join(ARCHITECTURES)} models only: choose another scorer"
         )
