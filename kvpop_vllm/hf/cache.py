@@ -131,7 +131,9 @@ class KVpopCache(Cache, Takes):
             raise RuntimeError("the pass before was broken off when some layers had it: call reset() on the KVpopCache")
         rows, length = inputs.shape[:2]
         if not length:
-            raise ValueError("no new tokens: a KVpopCache goes on with the whole text so far, give generate() all of it")
+            raise ValueError(
+                "no new tokens: a KVpopCache goes on with the whole text so far, give generate() all of it"
+            )
         if self._lengths and rows != len(self._lengths):
             raise ValueError(
                 f"a batch of {rows} rows for a KVpopCache of {len(self._lengths)}: call reset() on it, or make another"
@@ -253,7 +255,9 @@ class KVpopCache(Cache, Takes):
         step.over = True
         if step.attended and (failed or len(step.attended) < len(self)):
             if not failed:
-                raise RuntimeError("layers attended without the KVpopCache: leave the model's attention alone in a pass")
+                raise RuntimeError(
+                    "layers attended without the KVpopCache: leave the model's attention alone in a pass"
+                )
             return  # the step stays, for begin() to see
         self._step = None
         if not step.attended:
@@ -349,7 +353,9 @@ def _refuse(what: str, instead: str):
 def _check_positions(given: torch.Tensor, own: torch.Tensor, counts: list[int]) -> None:
     """Raises ValueError where the caller's positions of real tokens are others than the cache's ``[R, L]``."""
     if given.dim() != 2 or given.shape[1] != own.shape[1] or given.shape[0] not in (1, len(own)):
-        raise ValueError(f"position_ids of shape {tuple(given.shape)} for {tuple(own.shape)} tokens: leave position_ids out")
+        raise ValueError(
+            f"position_ids of shape {tuple(given.shape)} for {tuple(own.shape)} tokens: leave position_ids out"
+        )
     length = own.shape[1]
     real = torch.arange(length) >= length - torch.tensor(counts).unsqueeze(1)
     if bool(((given != own).cpu() & real).any()):

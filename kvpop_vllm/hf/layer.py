@@ -78,7 +78,10 @@ class LayerPages:
     def decode(self) -> StepBatch:
         """A step of one token for every row."""
         rows, clock = len(self.table), self.clock
-        valid, prompts = clock.valid(self.rule, self._budgets, self._key), clock.prompts if self.rule.needs_prompt else None
+        valid, prompts = (
+            clock.valid(self.rule, self._budgets, self._key),
+            clock.prompts if self.rule.needs_prompt else None,
+        )
         unused, of_rows = clock.positions[:0], slice(0, rows)
         return StepBatch(
             rows, of_rows, self.table, clock.positions, valid, self._budgets, (), unused, unused, prompts

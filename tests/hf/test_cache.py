@@ -3,17 +3,15 @@ rows padded on the left."""
 
 from __future__ import annotations
 
-import functools
 from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.driving import one_thread
-from engine.matrix import BUDGET, MATRIX, make_case
-from transformers import AutoModelForCausalLM, StoppingCriteria
+from engine.matrix import MATRIX
+from hf.prompts import distinct, padded
+from transformers import StoppingCriteria
 
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.testing import random_prompt, write_tiny_model
 
 LENGTHS, NEW, TOP = (75, 61), 8, 3
 OPTIONS = {
@@ -25,40 +23,9 @@ OPTIONS = {
     "late": ("qwen3", "dms", {"shifted": True}),
     "borrowed after a norm": ("qwen3", "dms-query", {"shifted": True}),
 }
-CASES = [(kind, policy, {}) for kind, policy in [*MATRIX, ("llama", "l2norm"), ("llama", "dms")]] + list(OPTIONS.values())
-
-
-@pytest.fixture(scope="module", autouse=True)
-def small():
-    with one_thread():
-        yield
-
-
-@pytest.fixture(scope="session")
-def tiny(tmp_path_factory):
-    """``kind -> (folder, model)``, made once."""
-
-    @functools.cache
-    def make(kind: str):
-        folder = str(write_tiny_model(tmp_path_factory.mktemp(kind), kind))
-        return folder, AutoModelForCausalLM.from_pretrained(folder).eval()
-
-    return make
-
-
-@pytest.fixture(scope="session")
-def case(tiny, tmp_path_factory):
-    """``(kind, policy, options) -> (model, Case)``, made once."""
-    known = {}
-
-    def make(kind: str, policy: str, **options):
-        key = kind, policy, *sorted(options.items())
-        if key not in known:
-            folder, model = tiny(kind)
-            known[key] = model, make_case(folder, tmp_path_factory.mktemp("scorer"), policy, **options)
-        return known[key]
-
-    return make
+CASES = [(kind, policy, {}) for kind, policy in [*MATRIX, ("llama", "l2norm"), ("llama", "dms")]] + list(
+    OPTIONS.values()
+)
 
 
 class Watch(StoppingCriteria):
@@ -70,26 +37,6 @@ class Watch(StoppingCriteria):
     def __call__(self, input_ids, scores, **kwargs):
         self.steps.append([self.cache.held(row) for row in range(len(input_ids))])
         return torch.zeros(len(input_ids), dtype=torch.bool)
-
-
-def distinct(length: int) -> list[int]:
-    """Tokens none of which comes twice: in a first layer equal ones would have equal key norms and logits of gates."""
-    return torch.randperm(256, generator=torch.Generator().manual_seed(length))[:length].tolist()
-
-
-def padded(prompts):
-    """``input_ids`` and ``attention_mask`` of rows padded on the left."""
-    width = max(map(len, prompts))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
-    return {"input_ids": ids, "attention_mask": mask}
-
-
-def generate(model, cache, prompts, new=NEW, **options):
-    """Greedy tokens of each row."""
-    inputs = padded(prompts)
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=new, do_sample=False, **options)
-    return out[:, inputs["input_ids"].shape[1] :].tolist()
 
 
 @pytest.mark.parametrize("kind, policy, options", CASES, ids=lambda value: str(value) if value else "")
@@ -113,7 +60,10 @@ def test_sets_log_probabilities_and_tokens_are_the_oracles(case, kind, policy, o
         tokens = out.sequences[row, inputs["input_ids"].shape[1] :].tolist()
         top = [step[row].double().log_softmax(-1).topk(TOP) for step in out.logits]
         entries = [
-            {token: SimpleNamespace(logprob=value) for value, token in zip(*map(torch.Tensor.tolist, step), strict=True)}
+            {
+                token: SimpleNamespace(logprob=value)
+                for value, token in zip(*map(torch.Tensor.tolist, step), strict=True)
+            }
             for step in top
         ]
         output = SimpleNamespace(token_ids=tokens, logprobs=entries)
