@@ -16,7 +16,7 @@ from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.hf.full_checkpoint import scorer_tensors
 from kvpop_vllm.hf.layer import Clock, LayerPages
 from kvpop_vllm.hf.step import Step
-from kvpop_vllm.hf.takeover import Takes, take_over
+from kvpop_vllm.hf.takeover import Takes, check_model, take_over
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.checkpoint import ScorerConfig
@@ -67,6 +67,7 @@ class KVpopCache(Cache, Takes):
         prompt_length: int | Sequence[int] | None = None,
     ):
         super().__init__(layers=[])
+        check_model(model)
         given = dict(policy=policy, budget=budget, compression=compression, sinks=sinks, window=window)
         given |= dict(decide_every=decide_every, correction=correction, allocator=allocator)
         given["scorer"] = str(scorer) if isinstance(scorer, PathLike) else scorer

@@ -14,19 +14,22 @@ from kvpop_vllm.model_types import LlamaKVpopConfig, Qwen3KVpopConfig
 from kvpop_vllm.scorers import checkpoint
 from kvpop_vllm.scorers.checkpoint import ScorerConfig
 
+SCORERS = [r"\.self_attn\.(kvpop|retention_gate)\."]
+"""Names of tensors that are no parameters of the model."""
+
 
 class LlamaKVpopForCausalLM(LlamaForCausalLM):
     """Llama; what its checkpoint has of scorers is left to :func:`scorer_tensors`."""
 
     config_class = LlamaKVpopConfig
-    _keys_to_ignore_on_load_unexpected = [pattern.pattern for pattern, _ in checkpoint.FULL_CHECKPOINT_NAMES]
+    _keys_to_ignore_on_load_unexpected = SCORERS
 
 
 class Qwen3KVpopForCausalLM(Qwen3ForCausalLM):
     """Qwen3, as :class:`LlamaKVpopForCausalLM`."""
 
     config_class = Qwen3KVpopConfig
-    _keys_to_ignore_on_load_unexpected = LlamaKVpopForCausalLM._keys_to_ignore_on_load_unexpected
+    _keys_to_ignore_on_load_unexpected = SCORERS
 
 
 model_types.register()

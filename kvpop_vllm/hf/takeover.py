@@ -44,7 +44,7 @@ def take_over(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     Raises:
         ConfigError: its attention cannot be taken over, or is none that a fixed-size cache can stand in for.
     """
-    _check(model)
+    check_model(model)
     show_hidden_states(model)
     decoder = model.get_decoder()
     if borrows and decoder.config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX) not in ARCHITECTURES:
@@ -60,8 +60,13 @@ def take_over(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     return decoder
 
 
-def _check(model: torch.nn.Module) -> None:
-    if not isinstance(model, PreTrainedModel) or not hasattr(getattr(model, "get_decoder", lambda: None)(), "layers"):
+def check_model(model: torch.nn.Module) -> None:
+    """A fixed-size cache can stand in for the model's own.
+
+    Raises:
+        ConfigError: it cannot, with the first reasons.
+    """
+    if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"{type(model).__name__} is no causal language model of transformers: give one of those")
     text = model.config.get_text_config()
     kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
@@ -78,11 +83,10 @@ def _check(model: torch.nn.Module) -> None:
     }
     if found := [what for what, there in reasons.items() if there]:
         raise ConfigError(f"a fixed-size cache cannot serve a model with {', '.join(found)}: choose another model")
-    layers = model.get_decoder().layers
-    if not all(getattr(layer, "self_attn", None) is not None for layer in layers) or len(
-        {id(layer.self_attn.config) for layer in layers} | {id(model.get_decoder().config)}
-    ) != 1:  # fmt: skip
-        raise ConfigError("the model's layers have no self_attn with the decoder's config: choose another model")
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
+    if not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks):
+        raise ConfigError("the model has no layers with a self_attn of the decoder's config: choose another model")
 
 
 _own: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
-from engine.driving import one_thread
 from engine.matrix import make_case
+from threads import one_thread
 from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.testing import write_tiny_model
