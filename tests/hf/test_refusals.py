@@ -136,6 +136,7 @@ def test_texts_that_do_not_go_on(model, used):
             past_key_values=used,
             attention_mask=torch.ones(2, 42),
             position_ids=torch.arange(5)[None],
+            max_new_tokens=1,
         )
     assert used.lengths == [37, 37] and len(generate(model, used, whole, new=1)) == 2
 
