@@ -28,8 +28,9 @@ class KVpopCache(Cache, Takes):
 
     Every row of the batch is a request of its own, as if it were served alone: pads on its left never enter the cache,
     positions count from its first real token. A later call continues: the tokens beyond those that were seen are
-    appended, as in a chat's next turn. :meth:`reset` starts anew with the same pages. Rows that ended before others hold
-    the pads that ``generate()`` fed them, and cannot leave them out when they are continued.
+    appended, as in a chat's next turn; ``copy.deepcopy`` of a cache lets several texts go on from one beginning. :meth:`reset`
+    starts anew with the same pages. Rows that ended before others hold the pads that ``generate()`` fed them, and cannot
+    leave them out when they are continued.
 
     Where a policy decides by the length of the prompt (snapkv, pyramidkv, adakv, ``allocator="ada"``), that is what the first call
     brings, and all that follows counts as generated, further turns too. ``prompt_length`` says otherwise, and is needed
@@ -209,7 +210,7 @@ class KVpopCache(Cache, Takes):
             return self.prompts
         if self._asked is None:
             return counts
-        asked = [self._asked] * len(lengths) if isinstance(self._asked, int) else list(self._asked)
+        asked = [self._asked] * len(lengths) if isinstance(self._asked, int) else [int(n) for n in self._asked]
         if len(asked) != len(lengths) or min(asked) < 1:
             raise ConfigError(f"prompt_length {self._asked} is not that of {len(lengths)} rows: give a number for each")
         return asked
@@ -369,7 +370,9 @@ def _check_positions(given: torch.Tensor, own: torch.Tensor, counts: list[int]) 
 def _resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | None) -> Policy:
     """As an engine would resolve it."""
     cls, config = policies.get(settings.policy), model.config.get_text_config()
-    length = max_length or longest(model.config)
+    length = longest(model.config) if max_length is None else max_length
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
+        raise ConfigError(f"max_length must be an integer of at least 1, got {max_length!r}")
     if length is None:
         raise ConfigError("the model's config does not say how many positions it has: give max_length")
     shape = ModelShape(**shape_of(config.to_dict(), "the model's config"), max_model_len=length)

@@ -74,18 +74,17 @@ class LayerPages:
         self.pages, self.table = fresh_pages(rule, layout, int(budgets.max()), **where)
         self._budgets, self._key = budgets.to(like.device), tuple(budgets.tolist())
         self.attention = FixedBudgetAttention(layout, rule, scale)
+        self._valid()  # made now, as all that is held
 
     def decode(self) -> StepBatch:
         """A step of one token for every row."""
-        rows, clock = len(self.table), self.clock
-        valid, prompts = (
-            clock.valid(self.rule, self._budgets, self._key),
-            clock.prompts if self.rule.needs_prompt else None,
-        )
-        unused, of_rows = clock.positions[:0], slice(0, rows)
-        return StepBatch(
-            rows, of_rows, self.table, clock.positions, valid, self._budgets, (), unused, unused, prompts
-        )  # fmt: skip
+        rows, positions = len(self.table), self.clock.positions
+        valid, prompts = self._valid(), self.clock.prompts if self.rule.needs_prompt else None
+        none, of_rows = positions[:0], slice(0, rows)
+        return StepBatch(rows, of_rows, self.table, positions, valid, self._budgets, (), none, none, prompts)
+
+    def _valid(self) -> torch.Tensor:
+        return self.clock.valid(self.rule, self._budgets, self._key)
 
     def prefill(self, starts: list[int], counts: list[int], length: int, prompts: list[int | None]) -> StepBatch:
         """The last ``counts[r]`` of a row's ``length`` tokens, from position ``starts[r]`` on; prompts: tokens of each."""

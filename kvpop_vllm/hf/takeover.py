@@ -36,15 +36,15 @@ def take_over(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     """Makes a model ready for caches; may be called again.
 
     Args:
+        model: as :func:`check_model` has it.
         borrows: a channel of the queries is read, and is no part of them (:class:`kvpop_vllm.scorers.gates.DMSGate`).
 
     Returns:
         Its decoder.
 
     Raises:
-        ConfigError: its attention cannot be taken over, or is none that a fixed-size cache can stand in for.
+        ConfigError: it is not known how the channel is borrowed.
     """
-    check_model(model)
     show_hidden_states(model)
     decoder = model.get_decoder()
     if borrows and decoder.config.model_type.removesuffix(FULL_CHECKPOINT_SUFFIX) not in ARCHITECTURES:

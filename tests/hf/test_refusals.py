@@ -43,6 +43,7 @@ def used(model):
         ({"policy": "h2o", "budget": 64, "scorer": "x"}, "policy h2o uses no scorer: leave scorer out"),
         ({"policy": "full", "budget": 64}, "policy full keeps every token: leave budget and compression out"),
         ({"policy": "momentkv", "budget": 64, "allocator": "ada"}, "leave allocator out"),
+        ({"policy": "full", "max_length": 0}, "max_length must be an integer of at least 1, got 0"),
     ],
 )
 def test_settings(model, settings, message):

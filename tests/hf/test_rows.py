@@ -8,7 +8,7 @@ import pytest
 import torch
 from engine.matrix import BUDGET
 from hf.prompts import generate, padded
-from transformers import DynamicCache
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.roles import Retention
@@ -37,7 +37,7 @@ def test_a_row_of_a_padded_batch_is_the_row_alone(case, policy, lengths):
         tokens, own = alone(model, found.settings, prompt)
         assert together[row] == tokens and cache.lengths[row] == own.lengths[0] == len(prompt) + 7
         assert torch.equal(cache.held(row), own.held())
-    again = copy.copy(cache.lengths)
+    again = cache.lengths
     cache.reset()
     assert cache.get_seq_length() == 0 and generate(model, cache, prompts[::-1]) == together[::-1]
     assert cache.lengths == again[::-1]
@@ -119,6 +119,20 @@ def test_a_chat_goes_on(case):
         assert torch.equal(told.held(), cache.held())
 
 
+@pytest.mark.parametrize("policy", ["kvpop", "adakv"])
+def test_texts_with_the_same_beginning(case, policy):
+    model, found = case("llama", policy)
+    start, ends = random_prompt(70), [random_prompt(9, seed=i) for i in (1, 2)]
+    told = {"prompt_length": 70} | found.settings
+    begun = KVpopCache(model, **told)
+    model.generate(torch.tensor([start]), past_key_values=begun, max_new_tokens=1)
+    tokens = [generate(model, copy.deepcopy(begun), [start + end]) for end in ends]
+    assert (
+        tokens == [generate(model, KVpopCache(model, **told), [start + end]) for end in ends] and tokens[0] != tokens[1]
+    )
+    assert begun.lengths == [70]
+
+
 def test_prompts_in_chunks(case):
     """Some of them all pads for a row."""
     model, found = case("qwen3", "kvpop")
@@ -169,6 +183,29 @@ def test_memory_is_constant(case, policy, options):
     slots = sizes[0] / (TOKEN_BYTES + 4 * 8)
     assert BUDGET <= slots < BUDGET + 6 * 64, "pages of 64 slots, those of a state, and small change"
     assert int(cache.held().sum()) <= 4 * BUDGET
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "snapkv", "pyramidkv", "adakv", "trimkv", "dms-query"])
+def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
+    """On the device "meta" tensors have no values, and whoever asks for one fails; the kernels are left out."""
+    model, found = case("llama", policy)
+    with torch.device("meta"):
+        hollow = AutoModelForCausalLM.from_config(model.config)
+    cache, steps = KVpopCache(hollow, **found.settings), []
+
+    def decode_step(q, k, v, pages, table, positions, valid, budgets, **options):
+        steps.append((positions, valid))
+        return torch.empty_like(q), None
+
+    monkeypatch.setattr("kvpop_vllm.kernels.ops.decode_step", decode_step)
+    with torch.no_grad():
+        for length in range(1, 5):
+            tokens = torch.zeros(3, 1, dtype=torch.int64, device="meta")
+            more = {"attention_mask": tokens.expand(3, length), "position_ids": tokens} if length > 1 else {}
+            hollow(tokens, past_key_values=cache, **more)
+    assert cache.lengths == [4, 4, 4] and len(steps) == 8
+    assert all(positions is steps[0][0] and valid.shape == (3, 2) for positions, valid in steps)
+    assert len({id(valid) for _, valid in steps}) == (2 if policy == "pyramidkv" else 1)
 
 
 @pytest.mark.parametrize("every, phase", [(1, 0), (4, 0), (4, 3)])
