@@ -27,8 +27,16 @@ def alone(model, settings, prompt, new=8):
     return generate(model, cache, [prompt], new)[0], cache
 
 
-@pytest.mark.parametrize("lengths", [LENGTHS, (1, 1, 1), (1, 64, 2)], ids=str)
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "policy, lengths",
+    [
+        *((policy, LENGTHS) for policy in POLICIES),
+        ("kvpop", (1, 1, 1)),
+        ("snapkv", (1, 64, 2)),
+        ("dms-query", (1, 64, 2)),
+    ],
+    ids=str,
+)
 def test_a_row_of_a_padded_batch_is_the_row_alone(case, policy, lengths):
     model, found = case("qwen3", policy)
     prompts, cache = [random_prompt(n, seed=n + i) for i, n in enumerate(lengths)], KVpopCache(model, **found.settings)
@@ -167,17 +175,12 @@ def test_sampling_and_several_answers(case):
     assert drawn[0] == drawn[1] and len({tuple(row) for row in drawn[0]}) == 3
 
 
-@pytest.mark.parametrize(
-    "policy, options", [("kvpop", {}), ("snapkv", {}), ("adakv", {}), ("h2o", {"allocator": "pyramid"})]
-)
+@pytest.mark.parametrize("policy, options", [("kvpop", {}), ("adakv", {}), ("h2o", {"allocator": "pyramid"})])
 def test_memory_is_constant(case, policy, options):
     model, found = case("llama", policy, **options)
-    cache, sizes = KVpopCache(model, **found.settings), []
-    text = random_prompt(40)
-    for _ in range(4):
-        text = model.generate(torch.tensor([text]), past_key_values=cache, max_new_tokens=40, do_sample=False)[
-            0
-        ].tolist()
+    cache, sizes, text = KVpopCache(model, **found.settings), [], random_prompt(40)
+    for new in (1, 30, 30):
+        text += generate(model, cache, [text], new=new)[0]
         sizes.append(cache.allocated_bytes())
     assert len(set(sizes)) == 1 and cache.dense_bytes() == (len(text) - 1) * TOKEN_BYTES
     slots = sizes[0] / (TOKEN_BYTES + 4 * 8)
