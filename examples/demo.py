@@ -10,6 +10,7 @@ from pathlib import Path
 
 import openai
 import torch
+from needle import question
 from serving import Server, ServerError
 
 from kvpop_vllm import policies
@@ -22,18 +23,6 @@ from kvpop_vllm.scorers.init import model_shape
 MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
 SCORER = Path(__file__).parent / "scorers" / "smollm2-135m-kvpop"
 MIB = 2**20
-
-
-def question(notes: int) -> str:
-    """A long report, much longer than the budget, with what is asked for near its end."""
-    filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
-    lines = [f"Note {i}: {filler}" for i in range(notes)]
-    lines.insert(-3, "One of the special magic numbers for quokka is: 4719.")
-    body = "\n".join(lines)
-    return (
-        "A special magic number is hidden within the following text. Make sure to memorize it. I will quiz you about the "
-        f"number afterwards.\n{body}\nWhat is the special magic number for quokka mentioned in the provided text?"
-    )
 
 
 def ask(server: Server, prompt: str, tokens: int) -> tuple[str, int, int]:

@@ -59,6 +59,21 @@ class SlotRoles:
         long_range = self.decided(position) - self.sinks
         return min(self.first_long + long_range, budget) if long_range else position
 
+    def extents(
+        self, positions: torch.Tensor, budgets: torch.Tensor, phases: torch.Tensor | int | None = None
+    ) -> torch.Tensor:
+        """:meth:`extent` of many requests, on the tensors' device and without looking at them on the host.
+
+        Args:
+            positions: ``[R, 1]`` int64. budgets: ``[H]``. phases: ``[R, 1]`` of each request, where they are not this one's.
+
+        Returns:
+            ``[R, H]`` int64.
+        """
+        taken = positions - (positions + (self.phase if phases is None else phases)) % self.decide_every
+        long_range = (taken - self.window).clamp_min(self.sinks) - self.sinks
+        return (self.first_long + long_range).minimum(budgets).where(long_range > 0, positions)
+
     def held(self, position: int, budget: int) -> int:
         """How many tokens are held before ``position``; ``min(position, B)`` for e = 1."""
         decided = self.decided(position)
@@ -68,7 +83,11 @@ class SlotRoles:
     def for_prompt(self, prompt: int | None) -> Self:
         """The roles of a request whose prompt has so many tokens: where decisions are to fall on its first generated token,
         with their phase, else themselves."""
-        return replace(self, phase=-(prompt + 1) % self.decide_every) if self.prompt_grid else self
+        return replace(self, phase=self.prompt_phase(prompt)) if self.prompt_grid else self
+
+    def prompt_phase(self, prompt):
+        """The phase that has decisions fall on the first token after so many; of a number or an integer tensor."""
+        return -(prompt + 1) % self.decide_every
 
     def stale(self, slots: torch.Tensor, position: int) -> torch.Tensor:
         """Which of ``slots [n]`` are stale before ``position``."""

@@ -27,7 +27,7 @@ def shift(given: torch.Tensor, pages: Pages, batch: StepBatch, roles: SlotRoles)
         _replace(given[batch.tokens], pages, batch.table, batch.positions, roles)
     for chunk in batch.prefills:
         shifted[chunk.first : chunk.last - 1] = given[chunk.first + 1 : chunk.last]
-        start = torch.tensor([chunk.start])
+        start = torch.tensor([chunk.start], device=given.device)
         _replace(given[chunk.first].unsqueeze(0), pages, chunk.row.unsqueeze(0), start, roles)
     return shifted
 

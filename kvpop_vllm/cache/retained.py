@@ -44,6 +44,36 @@ def counted(pages: Pages, row: torch.Tensor) -> torch.Tensor:
     return pages.score[row[:, pages.layout.state_blocks].long(), heads, 0].long()
 
 
+def held_tokens(
+    pages: Pages, row: torch.Tensor, seen: int, rule: RetentionRule, budgets: torch.Tensor, prompt: int | None = None
+) -> torch.Tensor:
+    """Which tokens a request holds after ``seen``, whatever its rule and its heads' shares.
+
+    Args:
+        pages: one layer's cache, on the CPU. row: ``[H, P]`` as the kernels take it. budgets: ``[H]`` int32. prompt: tokens of
+            its prompt, where decisions depend on them.
+
+    Returns:
+        ``[H, seen]`` booleans.
+
+    Raises:
+        ValueError: the pages have not seen ``seen`` tokens.
+    """
+    found, filled = torch.zeros(len(budgets), seen, dtype=torch.bool), None
+    if rule.share_pages:
+        shares = divided(pages, row, rule)
+        row, filled = shares.row, shares.filled
+    elif rule.threshold is not None:
+        filled = counted(pages, row)
+    roles = {"sinks": rule.sinks, "window": rule.window, "decide_every": rule.decide_every}
+    for budget in budgets.unique().tolist():
+        kept = Retention(budget, **roles, prompt_grid=rule.prompt_grid).for_prompt(prompt)
+        slots = slot_positions(pages, row, seen, kept, filled)
+        for head in (budgets == budget).nonzero().flatten().tolist():
+            found[head, slots[head][slots[head] != STALE]] = True
+    return found
+
+
 def slot_positions(
     pages: Pages, row: torch.Tensor, seen: int, retention: Retention, filled: torch.Tensor | None = None
 ) -> torch.Tensor:
@@ -91,27 +121,3 @@ def retained_positions(
     """
     found = slot_positions(pages, row, seen, retention, filled)
     return [sorted(t for t in head if t != STALE) for head in found.tolist()]
-
-
-def held_tokens(
-    pages: Pages, table: torch.Tensor, seen: int, retentions: list[Retention], rule: RetentionRule
-) -> torch.Tensor:
-    """``[H, seen]`` booleans: which tokens a request holds in one layer, whatever its rule and the budgets of its heads.
-
-    Args:
-        table: ``[H, P]`` as the layer's kernels take it. retentions: of each head, for this request's prompt.
-    """
-    found = torch.zeros(len(retentions), seen, dtype=torch.bool)
-    filled = None
-    if rule.share_pages:
-        shares = divided(pages, table, rule)
-        table, filled = shares.row, shares.filled
-    elif rule.threshold is not None:
-        filled = counted(pages, table)
-    slots: dict[int, torch.Tensor] = {}
-    for head, retention in enumerate(retentions):
-        if retention.budget not in slots:
-            slots[retention.budget] = slot_positions(pages, table, seen, retention, filled)
-        own = slots[retention.budget][head]
-        found[head, own[own != STALE]] = True
-    return found

@@ -72,7 +72,8 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def show_hidden_states(model: torch.nn.Module) -> None:
-    """Has every attention block hand its input to an ``attend`` that has a method ``see``, just before it attends.
+    """Has every attention block hand its input to an ``attend`` that has a method ``see``, just before it attends. May be
+    called again.
 
     Raises:
         ConfigError: the model's layers have no attention block of the usual name.
@@ -82,7 +83,8 @@ def show_hidden_states(model: torch.nn.Module) -> None:
             raise ConfigError(
                 "the model's layers have no self_attn, so that gates cannot be trained for it: choose another model"
             )
-        layer.self_attn.register_forward_pre_hook(_show, with_kwargs=True)
+        if _show not in layer.self_attn._forward_pre_hooks.values():
+            layer.self_attn.register_forward_pre_hook(_show, with_kwargs=True)
 
 
 def _show(module, positional, named):

@@ -7,13 +7,13 @@ from typing import Protocol
 import torch
 
 from kvpop_vllm.attention.fixed_budget import PrefillChunk, StepBatch
+from kvpop_vllm.attention.fresh import fresh_pages
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, Pages
-from kvpop_vllm.kernels.regions import HeadRegions
+from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Signals
 
@@ -40,9 +40,8 @@ class Sequence:
         heads, size = like.shape[0], like.shape[-1]
         self.budgets = torch.as_tensor(budget, dtype=torch.int32).expand(heads).contiguous()
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
-        blocks = layout.blocks(length, int(self.budgets.max()), rule.decide_every)
         self.rule, self.seen, self.prompt, self.shifted = rule, 0, prompt, shifted
-        self.pages, self.table = fresh_pages(rule, layout, int(self.budgets.max()), blocks)
+        self.pages, (self.table,) = fresh_pages(rule, layout, int(self.budgets.max()), length=length)
         roles = {"sinks": rule.sinks, "window": rule.window, "decide_every": rule.decide_every}
         own = [Retention(b, **roles, prompt_grid=rule.prompt_grid) for b in self.budgets.tolist()]
         self.retentions = [retention.for_prompt(prompt) for retention in own]
@@ -80,23 +79,11 @@ class Sequence:
 
     def held(self) -> torch.Tensor:
         """``[H, seen]`` booleans: which tokens are held."""
-        return held_tokens(self.pages, self.table, self.seen, self.retentions, self.rule)
+        return held_tokens(self.pages, self.table, self.seen, self.rule, self.budgets, self.prompt)
 
     def kept(self) -> torch.Tensor:
         """``[H, E]`` booleans: which tokens of ``E(q)`` are held, q being the newest token, oldest first."""
         return self.held()[:, self.rule.sinks : max(self.rule.sinks, self.seen - self.rule.window)]
-
-
-def fresh_pages(rule: RetentionRule, layout: PageLayout, budget: int, blocks: int) -> tuple[Pages, torch.Tensor]:
-    """Empty pages of one request of at most B tokens a head in so many blocks, and its table ``[H, P]``."""
-    heads = layout.num_kv_heads
-    if rule.share_pages:
-        blocks = layout.blocks(budget, budget) + HeadRegions.spare
-    raw, row = torch.zeros(blocks, heads, layout.region_bytes, dtype=torch.uint8), torch.arange(blocks).int()
-    if rule.share_pages:
-        regions = HeadRegions(layout, budget, blocks)
-        return regions.view(raw), regions.rows(0, row[None])[0]
-    return layout.view(raw), row.expand(heads, -1)
 
 
 class Policy(Protocol):

@@ -33,6 +33,14 @@ def model_shape(model: str | Path) -> dict:
     path = Path(model) / "config.json"
     try:
         config = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}; give the folder of a Hugging Face model") from None
+    return shape_of(config, path)
+
+
+def shape_of(config: dict, path: str | Path) -> dict:
+    """The same from what a ``config.json`` says; ``path`` names it in errors."""
+    try:
         heads = config["num_attention_heads"]
         kind = config["model_type"]
         found = {
@@ -48,8 +56,6 @@ def model_shape(model: str | Path) -> dict:
         return found
     except ConfigError:
         raise
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}; give the folder of a Hugging Face model") from None
     except (TypeError, AttributeError, ZeroDivisionError):
         raise ConfigError(f"{path} is not a model's config: give the folder of a decoder-only language model") from None
     except KeyError as error:

@@ -149,6 +149,5 @@ def held_in_step(vllm_config, seen: int) -> torch.Tensor:
         pages, regions = impl._bind(attention.kv_cache)
         batch = metadata.batch(impl.layer, regions)
         table = batch.table[0] if batch.decodes else batch.prefills[0].row
-        own = [dataclasses.replace(impl.policy.retention, budget=b).for_prompt(seen) for b in batch.budgets.tolist()]
-        layers[impl.layer] = held_tokens(pages, table, seen, own, rule)
+        layers[impl.layer] = held_tokens(pages, table, seen, rule, batch.budgets, seen)
     return torch.stack([layers[layer] for layer in sorted(layers)])

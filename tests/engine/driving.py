@@ -11,6 +11,7 @@ import torch
 from engine.judge import Judge, Verdict
 from engine.recorder import Recorder
 from engine.tiny_engine import quick, start, stop
+from threads import one_thread
 
 from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import random_prompt
@@ -107,17 +108,6 @@ def _parameters(job: Job):
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
     )
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from more. Not by the public name, which vLLM replaces."""
-    threads = torch.get_num_threads()
-    torch._C.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch._C.set_num_threads(threads)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue import flags, patches, plugin
 
 TESTS = Path(__file__).resolve().parents[1]
-LIGHT = {"kvpop_vllm", "kvpop_vllm.config", "kvpop_vllm.roles", "kvpop_vllm.vllm_glue"} | {
+LIGHT = {f"kvpop_vllm{name}" for name in ("", ".config", ".model_types", ".roles", ".vllm_glue")} | {
     f"kvpop_vllm.vllm_glue.{name}"
     for name in ("plugin", "patches", "flags", "refusals", "select", "engine_policy", "full_checkpoint")
 }

@@ -35,7 +35,7 @@ def test_imports_cold(module):
     assert outcome.returncode == 0, outcome.stderr
 
 
-PACKAGES = ("attention", "cache", "distill", "evaluation", "kernels", "policies", "scorers", "testing")
+PACKAGES = ("attention", "cache", "distill", "evaluation", "hf", "kernels", "policies", "scorers", "testing")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -125,6 +125,18 @@ ARROWS = {
         "config",
         "roles",
         "argument_types",
+    },
+    "model_types": {"config"},
+    "hf": {
+        "attention",
+        "distill",
+        "policies",
+        "scorers",
+        "cache",
+        "kernels",
+        "config",
+        "roles",
+        "model_types",
     },
     "plan": {"policies", "cache", "scorers", "kernels", "config"},
 }

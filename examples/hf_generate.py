@@ -1,0 +1,66 @@
+"""A fixed-size KV cache under plain transformers: a real model answers from a text longer than its cache, on a CPU."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+import torch
+from needle import question
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hf import KVpopCache
+
+MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
+SCORER = Path(__file__).parent / "scorers" / "smollm2-135m-kvpop"
+MIB = 2**20
+
+
+def run(args: argparse.Namespace) -> str:
+    """Prints the answer and what the cache holds; returns the answer."""
+    tokenizer = AutoTokenizer.from_pretrained(args.model)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
+    scorer = args.scorer if args.policy == "kvpop" else None
+    cache = KVpopCache(model, args.policy, scorer=scorer, budget=args.budget)
+    chat = [{"role": "user", "content": question(args.notes)}]
+    inputs = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+    length = inputs["input_ids"].shape[1]
+    print(f"> {length} tokens of notes, then: what is the special magic number for quokka?\n", flush=True)
+    output = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.tokens, do_sample=False)
+    answer = tokenizer.decode(output[0, length:], skip_special_tokens=True)
+    held = cache.held().float().sum(-1)
+    print(f"{answer}\n\n{cache}: of {cache.lengths[0]} tokens, {held.mean():.0f} are held per head")
+    ours, dense = cache.allocated_bytes() / MIB, cache.dense_bytes() / MIB
+    print(f"{ours:.1f} MiB, however long it gets; dense {dense:.1f} MiB by now, {dense / ours:.1f} times as much")
+    return answer
+
+
+def arguments() -> argparse.ArgumentParser:
+    """What it takes."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", type=Path, default=MODEL)
+    parser.add_argument("--policy", default="kvpop")
+    parser.add_argument("--scorer", type=Path, default=SCORER, help="of the policy kvpop (default: the shipped one)")
+    parser.add_argument("--budget", type=int, default=1024)
+    parser.add_argument("--notes", type=int, default=150, help="lines of the text, about 30 tokens each")
+    parser.add_argument("--tokens", type=int, default=24, help="longest answer")
+    return parser
+
+
+def main() -> int:
+    args = arguments().parse_args()
+    if not (args.model / "config.json").is_file():
+        print(f"no model in {args.model}: run `make model`, or give --model", file=sys.stderr)
+        return 2
+    try:
+        run(args)
+    except ConfigError as error:
+        print(f"hf_generate: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""Empty pages for engines without an allocator of their own."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.kernels.pages import PageLayout, Pages
+from kvpop_vllm.kernels.regions import HeadRegions
+
+
+def fresh_pages(
+    rule: RetentionRule,
+    layout: PageLayout,
+    budget: int,
+    *,
+    length: int | None = None,
+    requests: int = 1,
+    device: torch.device | str = "cpu",
+) -> tuple[Pages, torch.Tensor]:
+    """Pages of one layer for R requests of at most B tokens a head, and their table ``[R, H, P]`` int32.
+
+    Args:
+        budget: B, of the head that has most. length: tokens each has room for, if fewer than B.
+    """
+    length = budget if length is None or rule.share_pages else length
+    blocks = layout.blocks(length, budget, rule.decide_every) + (HeadRegions.spare if rule.share_pages else 0)
+    raw = torch.zeros(requests * blocks, layout.num_kv_heads, layout.region_bytes, dtype=torch.uint8, device=device)
+    rows = torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks)
+    if rule.share_pages:
+        regions = HeadRegions(layout, budget, requests * blocks)
+        return regions.view(raw), regions.rows(0, rows).to(device)
+    return layout.view(raw), rows.to(device).unsqueeze(1).expand(-1, layout.num_kv_heads, -1)

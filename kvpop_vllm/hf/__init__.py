@@ -1,0 +1,5 @@
+"""The fixed-size cache and its policies under plain transformers: ``model.generate(past_key_values=KVpopCache(model, ...))``."""
+
+from kvpop_vllm.hf.cache import KVpopCache
+
+__all__ = ["KVpopCache"]

@@ -1,0 +1,392 @@
+"""The cache that ``generate()`` takes."""
+
+from __future__ import annotations
+
+import re
+import weakref
+from collections.abc import Sequence
+from os import PathLike
+
+import torch
+from transformers import Cache
+
+from kvpop_vllm import policies
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
+from kvpop_vllm.distill.hook import longest
+from kvpop_vllm.hf.full_checkpoint import scorer_tensors
+from kvpop_vllm.hf.layer import Clock, LayerPages
+from kvpop_vllm.hf.step import Step
+from kvpop_vllm.hf.takeover import Takes, check_model, take_over
+from kvpop_vllm.policies import Policy
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.checkpoint import ScorerConfig
+from kvpop_vllm.scorers.init import shape_of
+
+
+class KVpopCache(Cache, Takes):
+    """A KV cache of fixed size for ``model.generate(**inputs, past_key_values=cache)``, under any registered policy.
+
+    Every row of the batch is a request of its own, as if it were served alone: pads on its left never enter the cache,
+    positions count from its first real token. A later call continues: the tokens beyond those that were seen are
+    appended, as in a chat's next turn; ``copy.deepcopy`` of a cache lets several texts go on from one beginning. :meth:`reset`
+    starts anew with the same pages. Rows that ended before others hold the pads that ``generate()`` fed them, and cannot
+    leave them out when they are continued.
+
+    Where a policy decides by the length of the prompt (snapkv, pyramidkv, adakv, ``allocator="ada"``), that is what the first call
+    brings, and all that follows counts as generated, further turns too. ``prompt_length`` says otherwise, and is needed
+    where a prompt comes in pieces.
+
+    Args:
+        model: of transformers. It stays as it is: passes without such a cache are untouched.
+        policy: registered name. budget, compression, sinks, window, decide_every, scorer, correction, allocator: as
+            :class:`kvpop_vllm.config.PolicySettings` and the flags of ``vllm serve``; scorer: a folder, by default the model's own if it
+            is a full checkpoint.
+        max_length: longest sequence in tokens, for ``compression`` and for the policy ``full``; by default the model's.
+        prompt_length: tokens of the prompts, of all rows or of each.
+
+    Attributes:
+        policy: as an engine would resolve it. prompts: tokens of each row's prompt, None where nothing depends on it.
+
+    Raises:
+        ConfigError: the policy cannot be used so, or not with this model; one line that names what to change.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        policy: str,
+        *,
+        budget: int | None = None,
+        compression: float | None = None,
+        sinks: int | None = None,
+        window: int | None = None,
+        decide_every: int | None = None,
+        scorer: str | PathLike | None = None,
+        correction: str | None = None,
+        allocator: str | None = None,
+        max_length: int | None = None,
+        prompt_length: int | Sequence[int] | None = None,
+    ):
+        super().__init__(layers=[])
+        check_model(model)
+        given = dict(policy=policy, budget=budget, compression=compression, sinks=sinks, window=window)
+        given |= dict(decide_every=decide_every, correction=correction, allocator=allocator)
+        given["scorer"] = str(scorer) if isinstance(scorer, PathLike) else scorer
+        try:
+            self.policy = _resolve(model, PolicySettings.parse(given), max_length)
+            heads = self._heads = slice(0, self.policy.model.num_kv_heads)
+            self.policy.checked_shares(heads)
+            self._budgets = self.policy.shares()
+            self._gates = [self.policy.gate(i, heads) for i in range(len(self))]
+        except ConfigError as error:
+            raise ConfigError(_in_python(str(error))) from None
+        self.borrows = any(gate is not None and gate.borrows for gate in self._gates)
+        self._decoder = weakref.ref(take_over(model, self.borrows))
+        self._asked = prompt_length
+        self._layers: dict[int, LayerPages] = {}
+        self._clocks: dict[torch.device, Clock] = {}
+        self._step: Step | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._columns, self._lengths = 0, []
+        self.prompts: list[int | None] = []
+        self._in_pieces = False
+
+    # what it holds
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens that each row has seen, pads left out."""
+        return list(self._lengths)
+
+    def held(self, row: int = 0) -> torch.Tensor:
+        """``[layers, H, seen]`` booleans, on the CPU: which of a row's tokens are held."""
+        seen, prompt = self._lengths[row], self.prompts[row]
+        return torch.stack([self._layers[i].held(row, seen, prompt) for i in range(len(self))])
+
+    def allocated_bytes(self) -> int:
+        """Bytes that are held for the batch, with scores, positions, state and padding; the same from the first token on."""
+        clocks = [tensor for clock in self._clocks.values() for tensor in clock.tensors]
+        own = sum(layer.allocated_bytes() for layer in self._layers.values())
+        return own + sum(tensor.untyped_storage().nbytes() for tensor in clocks)
+
+    def dense_bytes(self) -> int:
+        """Bytes that a ``DynamicCache`` would hold by now, keys and values of all tokens and pads."""
+        dtypes = [layer.pages.layout.dtype for layer in self._layers.values()]
+        shape = self.policy.model
+        tokens = len(self._lengths) * self._columns
+        return sum(2 * tokens * shape.num_kv_heads * shape.head_dim * dtype.itemsize for dtype in dtypes)
+
+    # what a pass does
+
+    def begin(self, decoder, inputs, mask, positions) -> Step:
+        """See :class:`~kvpop_vllm.hf.takeover.Takes`.
+
+        Raises:
+            ConfigError, ValueError: the pass does not go on where the cache ends, or is none that it can serve.
+            RuntimeError: the pass before was broken off.
+        """
+        if decoder is not self._decoder():
+            raise ConfigError("this KVpopCache was made for another model: make one with KVpopCache(model, ...)")
+        if self._step is not None:
+            raise RuntimeError("the pass before was broken off when some layers had it: call reset() on the KVpopCache")
+        rows, length = inputs.shape[:2]
+        if not length:
+            raise ValueError(
+                "no new tokens: a KVpopCache goes on with the whole text so far, give generate() all of it"
+            )
+        if self._lengths and rows != len(self._lengths):
+            raise ValueError(
+                f"a batch of {rows} rows for a KVpopCache of {len(self._lengths)}: call reset() on it, or make another"
+            )
+        lengths = self._lengths or [0] * rows
+        decoding = length == 1 and all(lengths)
+        look = inputs.device.type == "cpu" or not decoding  # on an accelerator the host would wait for the mask
+        counts = self._counts(mask, lengths, length, look)
+        after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
+        if self.policy.keeps_all and max(after) > self.policy.retention.budget:
+            raise ValueError(
+                f"{max(after)} tokens are more than max_length {self.policy.retention.budget}, which {self.policy.name} keeps: raise max_length"
+            )
+        prompts = self._prompts_of(lengths, counts)
+        if self._clocks and len(next(iter(self._clocks.values())).positions) != rows:
+            self._clocks, self._layers = {}, {}
+        clock = self._clock(inputs.device, rows)
+        if decoding or length == 1 and all(counts):
+            own, starts = clock.positions.unsqueeze(1).clone(), None
+        else:
+            shift = torch.tensor([end - length for end in after]).unsqueeze(1)
+            own, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
+        if look and positions is not None:
+            _check_positions(positions, own, counts)
+        self._lengths, self.prompts = lengths, prompts
+        if not self._columns and self.policy.needs_prompt:
+            for each in self._clocks.values():
+                each.prompts.copy_(torch.tensor(prompts))
+        self._step = Step(self, own, starts, counts, length)
+        return self._step
+
+    def _counts(self, mask: torch.Tensor | None, lengths: list[int], length: int, look: bool) -> list[int]:
+        """How many of the pass's columns are tokens of each row, the others being pads on its left.
+
+        Raises:
+            ValueError: the mask says something else.
+        """
+        if mask is None:
+            return [length] * len(lengths)
+        width = self._columns + length
+        if mask.shape != (len(lengths), width):
+            raise ValueError(
+                f"attention_mask is {tuple(mask.shape)} and must be {(len(lengths), width)}: a column for each token so far, pads too"
+            )
+        if not look:
+            return [1] * len(lengths)
+        real = mask.bool().cpu()
+        if bool((real[:, :-1] & ~real[:, 1:]).any()):
+            raise ValueError(
+                "attention_mask has zeros behind a row's first token: pad on the left (padding_side='left'), and continue rows "
+                "that ended early in caches of their own"
+            )
+        counts = real[:, self._columns :].sum(1).tolist()
+        if (seen := real[:, : self._columns].sum(1).tolist()) != lengths:
+            raise ValueError(f"attention_mask says that rows had {seen} tokens, and the KVpopCache has seen {lengths}")
+        return counts
+
+    def _prompts_of(self, lengths: list[int], counts: list[int]) -> list[int | None]:
+        """Tokens of each row's prompt, None where nothing depends on it.
+
+        Raises:
+            ConfigError: nobody says how many.
+        """
+        if not self.policy.needs_prompt:
+            return [None] * len(lengths)
+        many = max(counts) > 1
+        if self._asked is None and (self._in_pieces and many or not all(counts)):
+            raise ConfigError(
+                f"policy {self.policy.name} decides by the length of the prompt, which came in pieces: give KVpopCache(prompt_length=...)"
+            )
+        if self._columns:
+            return self.prompts
+        if self._asked is None:
+            return counts
+        asked = [self._asked] * len(lengths) if isinstance(self._asked, int) else [int(n) for n in self._asked]
+        if len(asked) != len(lengths) or min(asked) < 1:
+            raise ConfigError(f"prompt_length {self._asked} is not that of {len(lengths)} rows: give a number for each")
+        return asked
+
+    def _clock(self, device: torch.device, rows: int) -> Clock:
+        """Of that device, as far as the rows are."""
+        if device not in self._clocks:
+            clock = self._clocks[device] = Clock(rows, device)
+            clock.positions.copy_(torch.tensor(self._lengths or [0] * rows))
+            if self.policy.needs_prompt and self.prompts:
+                clock.prompts.copy_(torch.tensor(self.prompts))
+        return self._clocks[device]
+
+    def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> LayerPages:
+        """The pages of a layer, made when it is first asked for; ``q [R, Hq, L, D]``, ``k, v [R, H, L, D]``.
+
+        Raises:
+            ConfigError: the layer has other heads than the model's config says, or keys and values of different sizes.
+        """
+        if index not in self._layers:
+            shape = self.policy.model
+            expected = len(self._lengths), shape.num_kv_heads, k.shape[2], shape.head_dim
+            if k.shape != expected or v.shape != expected or q.shape[3] != shape.head_dim:
+                raise ConfigError(
+                    f"layer {index} has keys {tuple(k.shape)} and values {tuple(v.shape)}, not {expected}: choose another model"
+                )
+            rule = self.policy.layer_rule(index, self._heads)
+            clock = self._clock(k.device, len(self._lengths))
+            self._layers[index] = LayerPages(rule, self._budgets[index], k, scale, clock, self.policy.shifted)
+        return self._layers[index]
+
+    def gate(self, index: int, device: torch.device):
+        """The module that scores a layer's tokens when they come in, or None."""
+        gate = self._gates[index]
+        return None if gate is None else gate.to(device)
+
+    def end(self, failed: bool) -> None:
+        """See :class:`~kvpop_vllm.hf.takeover.Takes`.
+
+        Raises:
+            RuntimeError: a layer has attended to something else.
+        """
+        step = self._step
+        step.over = True
+        if step.attended and (failed or len(step.attended) < len(self)):
+            if not failed:
+                raise RuntimeError(
+                    "layers attended without the KVpopCache: leave the model's attention alone in a pass"
+                )
+            return  # the step stays, for begin() to see
+        self._step = None
+        if not step.attended:
+            self._lengths = self._lengths if self._columns else []
+            if not failed:
+                raise RuntimeError("the model attended without the KVpopCache: leave its attention alone in a pass")
+            return
+        self._columns += step.length
+        self._lengths = [seen + count for seen, count in zip(self._lengths, step.counts, strict=True)]
+        self._in_pieces = max(step.counts) > 1
+        for clock in self._clocks.values():
+            clock.advance(step.counts)
+
+    # what transformers asks of a cache
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """Keys and values go through as they are, to the step that attends.
+
+        Raises:
+            ConfigError: no step has begun, so that the model would attend by itself.
+        """
+        if self._step is None or self._step.over:
+            raise ConfigError("this model's attention is not the KVpopCache's: make one with KVpopCache(model, ...)")
+        return key_states, value_states
+
+    def __len__(self) -> int:
+        return self.policy.model.num_layers
+
+    def __repr__(self) -> str:
+        kept = self.policy.retention
+        return f"KVpopCache({self.policy.name}, budget={kept.budget}, sinks={kept.sinks}, window={kept.window}, lengths={self._lengths})"
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, -1 before the first pass."""
+        return len(self._lengths) or -1
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Columns seen, pads among them, held or not."""
+        return self._columns
+
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        """No maximum, but for the policy ``full``."""
+        return self.policy.retention.budget if self.policy.keeps_all else -1
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """Columns with those of the pass, and 0."""
+        return self._columns + query_length, 0
+
+    def reset(self) -> None:
+        """Forgets all; the pages are kept for the next batch of as many rows."""
+        self._step = None
+        self._forget()
+        for clock in self._clocks.values():
+            clock.restart()
+
+    @property
+    def is_croppable(self) -> bool:
+        """Tokens cannot be taken back."""
+        return False
+
+    def crop(self, *args, **kwargs):
+        """Refused."""
+        _refuse("takes no token back", "leave crop() out, and start anew with reset()")
+
+    def activate_past_recording(self):
+        """Refused; assisted generation asks for it."""
+        _refuse("takes no token back", "leave assistant_model and prompt_lookup_num_tokens out")
+
+    def reorder_cache(self, beam_idx):
+        """Refused; beam search asks for it."""
+        _refuse("does not exchange rows", "set num_beams to 1")
+
+    def batch_repeat_interleave(self, repeats):
+        """Refused."""
+        _refuse("does not repeat rows", "repeat the inputs of generate() instead, or set num_return_sequences")
+
+    def batch_select_indices(self, indices):
+        """Refused."""
+        _refuse("does not choose among rows", "make one cache for each group of rows")
+
+    def offload(self, *args, **kwargs):
+        """Refused."""
+        _refuse("stays where it is", "leave offloading out")
+
+    prefetch = offload
+
+
+def _refuse(what: str, instead: str):
+    raise ConfigError(f"a KVpopCache {what}: {instead}")
+
+
+def _check_positions(given: torch.Tensor, own: torch.Tensor, counts: list[int]) -> None:
+    """Raises ValueError where the caller's positions of real tokens are others than the cache's ``[R, L]``."""
+    if given.dim() != 2 or given.shape[1] != own.shape[1] or given.shape[0] not in (1, len(own)):
+        raise ValueError(
+            f"position_ids of shape {tuple(given.shape)} for {tuple(own.shape)} tokens: leave position_ids out"
+        )
+    length = own.shape[1]
+    real = torch.arange(length) >= length - torch.tensor(counts).unsqueeze(1)
+    if bool(((given != own).cpu() & real).any()):
+        raise ValueError(
+            "the new tokens' positions do not follow those that the KVpopCache has seen: give generate() the whole text so far"
+            " with its attention_mask (and use_cache on), or reset() the cache first"
+        )
+
+
+def _resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | None) -> Policy:
+    """As an engine would resolve it."""
+    cls, config = policies.get(settings.policy), model.config.get_text_config()
+    length = longest(model.config) if max_length is None else max_length
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
+        raise ConfigError(f"max_length must be an integer of at least 1, got {max_length!r}")
+    if length is None:
+        raise ConfigError("the model's config does not say how many positions it has: give max_length")
+    shape = ModelShape(**shape_of(config.to_dict(), "the model's config"), max_model_len=length)
+    section = getattr(config, "kvpop", None)
+    if cls.scorer_kind is None or settings.scorer is not None or section is None:
+        return cls(settings, shape)
+    source = "the model's config, section kvpop"
+    policy = cls(settings, shape, checkpoint=ScorerConfig.parse(section, source))
+    for layer, tensors in enumerate(scorer_tensors(model.name_or_path, policy.config)):
+        policy.set_tensors(layer, tensors)
+    return policy
+
+
+def _in_python(message: str) -> str:
+    """A message that names flags of the command line, with the arguments of the same meaning."""
+    message = message.replace(f" in {ADDITIONAL_CONFIG_KEY}", "").replace("--max-model-len", "max_length")
+    return re.sub(r"--kv-([a-z-]+)", lambda match: match[1].replace("-", "_"), message)

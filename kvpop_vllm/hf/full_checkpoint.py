@@ -1,0 +1,59 @@
+"""Checkpoints that carry their scorers, as transformers loads them: the base model, and the scorers' tensors beside it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
+
+from kvpop_vllm import model_types
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.model_types import LlamaKVpopConfig, Qwen3KVpopConfig
+from kvpop_vllm.scorers import checkpoint
+from kvpop_vllm.scorers.checkpoint import ScorerConfig
+
+SCORERS = [r"\.self_attn\.(kvpop|retention_gate)\."]
+"""Names of tensors that are no parameters of the model."""
+
+
+class LlamaKVpopForCausalLM(LlamaForCausalLM):
+    """Llama; what its checkpoint has of scorers is left to :func:`scorer_tensors`."""
+
+    config_class = LlamaKVpopConfig
+    _keys_to_ignore_on_load_unexpected = SCORERS
+
+
+class Qwen3KVpopForCausalLM(Qwen3ForCausalLM):
+    """Qwen3, as :class:`LlamaKVpopForCausalLM`."""
+
+    config_class = Qwen3KVpopConfig
+    _keys_to_ignore_on_load_unexpected = SCORERS
+
+
+model_types.register()
+for _model in (LlamaKVpopForCausalLM, Qwen3KVpopForCausalLM):
+    AutoModelForCausalLM.register(_model.config_class, _model, exist_ok=True)
+
+
+def scorer_tensors(folder: str | Path, config: ScorerConfig) -> list[dict[str, torch.Tensor]]:
+    """Per layer, the scorer tensors in a checkpoint's safetensors files, checked.
+
+    Raises:
+        ConfigError: no folder, no such tensors, or others than ``config`` says.
+    """
+    if not Path(folder).is_dir():
+        raise ConfigError(f"the model was not loaded from a folder ({str(folder)!r}): give --kv-scorer DIR")
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                found |= {name: file.get_tensor(name) for name in file.keys() if checkpoint.looks_like_scorer(name)}
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    checkpoint.check_layout(found, str(folder))
+    named = ((checkpoint.full_checkpoint_name(name), tensor) for name, tensor in found.items())
+    layers = checkpoint.split_layers(config, named, str(folder))
+    checkpoint.check_tensors(config, layers, str(folder))
+    return layers

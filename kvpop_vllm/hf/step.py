@@ -1,0 +1,62 @@
+"""One forward pass of a model with a cache."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from kvpop_vllm.scorers.gates import Signals
+
+if TYPE_CHECKING:
+    from kvpop_vllm.hf.cache import KVpopCache
+
+
+class Step:
+    """Attends in every layer of a pass; an :class:`kvpop_vllm.distill.hook.Attend`.
+
+    Attributes:
+        positions: ``[R, L]`` int64, of the tokens; 0 for pads. starts: of each row's first token in the pass, None where every
+            row decodes one. counts: tokens of each row, its last ones. length: L. attended: layers that are done.
+            over: the pass is. borrows: queries lose a channel on their way (:meth:`borrow`).
+    """
+
+    def __init__(
+        self, cache: KVpopCache, positions: torch.Tensor, starts: list[int] | None, counts: list[int], length: int
+    ):
+        self.cache, self.positions, self.starts, self.counts, self.length = cache, positions, starts, counts, length
+        self.borrows, self.over, self.attended = cache.borrows, False, set()
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._channel: dict[int, torch.Tensor] = {}
+
+    def see(self, layer: int, hidden: torch.Tensor) -> None:
+        """``[R, L, E]``, just before the layer attends."""
+        if self.cache.policy.gated:
+            self._hidden[layer] = hidden
+
+    def borrow(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
+        """Queries before RoPE, ``[R, L, Hq * D]`` or ``[R, L, Hq, D]``, whose borrowed channel is 0."""
+        shape, own = self.cache.policy.model, queries.clone()
+        by_head = own.view(*queries.shape[:2], shape.num_kv_heads, -1, shape.head_dim)
+        self._channel[layer] = by_head[..., 0, -1].clone()
+        by_head[..., 0, -1] = 0
+        return own
+
+    def __call__(self, layer, q, k, v, scale):
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+            raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
+        pages = self.cache.layer(layer, q, k, v, scale)
+        given = self._given(layer, k, v)
+        if self.borrows:
+            q = q.clone()
+            q[:, :: q.shape[1] // k.shape[1], :, -1] = 0
+        self.attended.add(layer)
+        prompts = self.cache.prompts
+        batch = pages.decode() if self.starts is None else pages.prefill(self.starts, self.counts, self.length, prompts)
+        return pages.attend(q, k, v, batch, given)
+
+    def _given(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+        """Scores ``[R, L, H]`` of the layer's gate, if it has one."""
+        gate = self.cache.gate(layer, k.device)
+        hidden, channel = self._hidden.pop(layer, None), self._channel.pop(layer, None)
+        return None if gate is None else gate(Signals(hidden, k.transpose(1, 2), v.transpose(1, 2), channel))

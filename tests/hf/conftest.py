@@ -1,0 +1,45 @@
+"""Tiny models as transformers loads them, and policies for them."""
+
+from __future__ import annotations
+
+import functools
+
+import pytest
+from engine.matrix import make_case
+from threads import one_thread
+from transformers import AutoModelForCausalLM
+
+from kvpop_vllm.testing import write_tiny_model
+
+
+@pytest.fixture(scope="module", autouse=True)
+def small():
+    with one_thread():
+        yield
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """``kind -> (folder, model)``, made once."""
+
+    @functools.cache
+    def make(kind: str):
+        folder = str(write_tiny_model(tmp_path_factory.mktemp(kind), kind))
+        return folder, AutoModelForCausalLM.from_pretrained(folder).eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def case(tiny, tmp_path_factory):
+    """``(kind, policy, options) -> (model, Case)``, made once."""
+    known = {}
+
+    def make(kind: str, policy: str, **options):
+        key = kind, policy, *sorted(options.items())
+        if key not in known:
+            folder, model = tiny(kind)
+            known[key] = model, make_case(folder, tmp_path_factory.mktemp("scorer"), policy, **options)
+        return known[key]
+
+    return make

@@ -1,0 +1,86 @@
+"""``generate()`` with a fixed-size cache against the naive oracle: retained sets, log-probabilities and greedy tokens of every policy,
+rows padded on the left."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine.matrix import MATRIX
+from hf.prompts import distinct, padded
+from transformers import StoppingCriteria
+
+from kvpop_vllm.hf import KVpopCache
+
+LENGTHS, NEW, TOP = (75, 50), 8, 3
+"""The second row outgrows the budget while it generates; decisions on a grid of the prompt fall otherwise than from 0 on."""
+OPTIONS = {
+    "grid": ("qwen3", "kvpop", {"every": 8}),
+    "corrected": ("llama", "kvpop", {"correction": "moment"}),
+    "divided": ("llama", "h2o", {"allocator": "ada"}),
+    "pyramid": ("qwen3", "kvpop-linear", {"allocator": "pyramid"}),
+    "keys and values": ("llama", "trimkv-kv", {}),
+    "late": ("qwen3", "dms", {"shifted": True}),
+    "borrowed after a norm": ("qwen3", "dms-query", {"shifted": True}),
+}
+CASES = [(kind, policy, {}) for kind, policy in [*MATRIX, ("llama", "l2norm"), ("llama", "dms")]] + list(
+    OPTIONS.values()
+)
+
+
+class Watch(StoppingCriteria):
+    """Notes after every step what each row holds; stops nothing."""
+
+    def __init__(self, cache):
+        self.cache, self.steps = cache, []
+
+    def __call__(self, input_ids, scores, **kwargs):
+        self.steps.append([self.cache.held(row) for row in range(len(input_ids))])
+        return torch.zeros(len(input_ids), dtype=torch.bool)
+
+
+@pytest.mark.parametrize("kind, policy, options", CASES, ids=lambda value: str(value) if value else "")
+def test_sets_log_probabilities_and_tokens_are_the_oracles(case, kind, policy, options):
+    model, found = case(kind, policy, **options)
+    cache = KVpopCache(model, **found.settings)
+    watch, prompts = Watch(cache), [distinct(length) for length in LENGTHS]
+    inputs = padded(prompts)
+    out = model.generate(
+        **inputs,
+        past_key_values=cache,
+        max_new_tokens=NEW,
+        do_sample=False,
+        stopping_criteria=[watch],
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
+    assert len(watch.steps) == NEW and cache.lengths == [length + NEW - 1 for length in LENGTHS]
+    answers, held = {}, {}
+    for row, prompt in enumerate(prompts):
+        tokens = out.sequences[row, inputs["input_ids"].shape[1] :].tolist()
+        top = [step[row].double().log_softmax(-1).topk(TOP) for step in out.logits]
+        entries = [
+            {
+                token: SimpleNamespace(logprob=value)
+                for value, token in zip(*map(torch.Tensor.tolist, step), strict=True)
+            }
+            for step in top
+        ]
+        output = SimpleNamespace(token_ids=tokens, logprobs=entries)
+        answers[row] = SimpleNamespace(
+            request_id=row, prompt_token_ids=prompt, prompt_logprobs=None, outputs=[output]
+        )  # fmt: skip
+        held[row] = {layer: [_held(step[row][layer], len(prompt)) for step in watch.steps] for layer in range(2)}
+    verdict = found.judge.check(answers, held)
+    print(verdict)
+    assert verdict.near_ties <= 1
+    most = max(int(step[row].sum(-1).max()) for step in watch.steps for row in range(2))
+    assert most <= max(found.judge.policy.budgets(1)) or options.get("allocator") == "ada" or policy == "adakv"
+
+
+def _held(visible, prompt):
+    """One layer's ``[H, seen]`` as the judge takes it."""
+    seen = visible.shape[1]
+    new = seen if seen == prompt else 1
+    return SimpleNamespace(seen=seen, new=new, positions=[row.nonzero().flatten().tolist() for row in visible])

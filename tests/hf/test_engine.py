@@ -1,0 +1,20 @@
+"""The same tokens as vLLM's engine."""
+
+from __future__ import annotations
+
+import pytest
+from engine.driving import watched
+from engine.tiny_engine import PROMPTS, complete
+from hf.prompts import generate
+
+from kvpop_vllm.hf import KVpopCache
+
+
+@pytest.mark.parametrize("kind, policy", [("qwen3", "kvpop"), ("llama", "adakv")])
+def test_tokens_are_the_engines(case, kind, policy):
+    model, found = case(kind, policy)
+    with watched(found.model, found.settings) as engine:
+        answers = complete(engine.llm, 24)
+    tokens = [[token for token, _ in answer] for answer in answers]
+    assert generate(model, KVpopCache(model, **found.settings), PROMPTS, new=24) == tokens
+    assert generate(model, None, PROMPTS, new=24) != tokens

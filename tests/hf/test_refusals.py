@@ -1,0 +1,252 @@
+"""What a cache refuses, each in a line that says what to change; and that nothing attends densely in its stead."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.matrix import BUDGET
+from hf.prompts import generate, padded
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.hook import NAME
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
+
+PROMPT = random_prompt(30)
+STREAMING = {"policy": "streaming-llm", "budget": BUDGET}
+
+
+@pytest.fixture
+def model(tiny):
+    return tiny("llama")[1]
+
+
+@pytest.fixture
+def used(model):
+    """A cache in the middle of a text of 37 tokens, two rows."""
+    cache = KVpopCache(model, **STREAMING)
+    generate(model, cache, [PROMPT, PROMPT])
+    return cache
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        ({"policy": "kvpops", "budget": 64}, "unknown policy 'kvpops': policy takes kvpop, "),
+        ({"policy": "streaming-llm"}, "policy streaming-llm needs a budget: give budget or compression$"),
+        ({"policy": "tova", "budget": 1}, "a budget of 1 is too small .*: raise budget to at least 2$"),
+        ({"policy": "h2o", "budget": 64, "compression": 2.0}, "budget and compression both set the budget"),
+        ({"policy": "h2o", "budget": "64"}, "budget must be an integer of at least 1, got '64'"),
+        ({"policy": "kvpop"}, "policy kvpop needs a scorer: give scorer DIR"),
+        ({"policy": "h2o", "budget": 64, "scorer": "x"}, "policy h2o uses no scorer: leave scorer out"),
+        ({"policy": "full", "budget": 64}, "policy full keeps every token: leave budget and compression out"),
+        ({"policy": "momentkv", "budget": 64, "allocator": "ada"}, "leave allocator out"),
+        ({"policy": "full", "max_length": 0}, "max_length must be an integer of at least 1, got 0"),
+    ],
+)
+def test_settings(model, settings, message):
+    with pytest.raises(ConfigError, match=message) as refusal:
+        KVpopCache(model, **settings)
+    assert "\n" not in str(refusal.value) and "--" not in str(refusal.value)
+
+
+def test_a_scorer_of_another_model(tiny, tmp_path, model):
+    own = write_random_scorer(tmp_path / "own", tiny("llama")[0])
+    other = write_random_scorer(tmp_path / "other", write_tiny_model(tmp_path / "model", layers=3))
+    with pytest.raises(ConfigError, match="made for a model with num_layers = 3, this one has 2: .* with scorer$"):
+        KVpopCache(model, "kvpop", scorer=other)
+    assert KVpopCache(model, "kvpop", scorer=own).policy.retention.budget == 64  # a Path, too
+    with pytest.raises(ConfigError, match="needs a scorer of kind 'dms', .* holds 'mlstm': use policy kvpop"):
+        KVpopCache(model, "dms", scorer=own)
+
+
+def small(kind, **more):
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 64}
+    sizes |= {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 32}
+    return AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **sizes | more))
+
+
+@pytest.mark.parametrize(
+    "kind, more, message",
+    [
+        ("mistral", {"sliding_window": 64}, "layers other than full attention"),
+        ("gemma2", {}, "layers other than full attention"),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks of its own"),
+        ("bloom", {}, "attention that transformers cannot exchange"),
+    ],
+)
+def test_models(kind, more, message):
+    with pytest.raises(ConfigError, match=f"fixed-size cache cannot serve a model with .*{message}"):
+        KVpopCache(small(kind, **more), **STREAMING)
+
+
+def test_what_is_no_model():
+    with pytest.raises(ConfigError, match="Linear is no causal language model of transformers"):
+        KVpopCache(nn.Linear(1, 1), **STREAMING)
+
+
+def test_a_gate_that_borrows_needs_a_model_that_it_is_known_of(tmp_path):
+    folder = write_tiny_model(tmp_path / "model", "qwen2", q_heads=2, kv_heads=1)
+    scorer = write_random_scorer(tmp_path / "scorer", folder, "dms", reads="query")
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ConfigError, match="borrows a channel of the queries, .* in llama and qwen3 models only"):
+        KVpopCache(model, "dms", scorer=scorer)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"num_beams": 2}, "does not exchange rows: set num_beams to 1"),
+        ({"prompt_lookup_num_tokens": 3}, "takes no token back: leave assistant_model and prompt_lookup"),
+    ],
+)
+def test_ways_of_generating(model, options, message):
+    prompts = [PROMPT] if "prompt_lookup_num_tokens" in options else [PROMPT, PROMPT]
+    with pytest.raises(ConfigError, match=message):
+        generate(model, KVpopCache(model, **STREAMING), prompts, **options)
+
+
+def test_what_is_done_to_caches(used):
+    for name, args, message in (
+        ("crop", (-1,), "takes no token back: leave crop"),
+        ("reorder_cache", (torch.tensor([1, 0]),), "set num_beams to 1"),
+        ("batch_repeat_interleave", (2,), "does not repeat rows: repeat the inputs"),
+        ("batch_select_indices", (torch.tensor([0]),), "does not choose among rows: make one cache"),
+        ("offload", (0,), "leave offloading out"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            getattr(used, name)(*args)
+    assert not used.is_croppable and not used.is_compileable and used.batch_size == 2 and len(used) == 2
+
+
+def test_texts_that_do_not_go_on(model, used):
+    text = used.get_seq_length() + 5
+    whole = [random_prompt(text), random_prompt(text)]
+    for prompts, message in (
+        ([whole[0]], "a batch of 1 rows for a KvpopCache of 2: call reset"),
+        ([PROMPT, PROMPT], "no new tokens|positions do not follow"),
+        ([whole[0], whole[1][:-2]], "attention_mask says that rows had .37, 35. tokens, .* has seen .37, 37."),
+    ):
+        with pytest.raises(ValueError, match=message.replace("Kvpop", "KVpop")):
+            generate(model, used, prompts)
+    with pytest.raises(ValueError, match="positions do not follow"):
+        model.generate(
+            torch.tensor(whole)[:, -5:],
+            past_key_values=used,
+            attention_mask=torch.ones(2, 42),
+            position_ids=torch.arange(5)[None],
+            max_new_tokens=1,
+        )
+    assert used.lengths == [37, 37] and len(generate(model, used, whole, new=1)) == 2
+
+
+@pytest.mark.parametrize(
+    "mask, message",
+    [
+        ([1, 1, 1, 0], "zeros behind a row's first token: pad on the left"),
+        ([1, 0, 1, 1], "zeros behind a row's first token: pad on the left"),
+        ([1, 1, 1], "attention_mask is .1, 3. and must be .1, 4."),
+    ],
+)
+def test_masks(model, mask, message):
+    cache = KVpopCache(model, **STREAMING)
+    with torch.no_grad(), pytest.raises(ValueError, match=message):
+        model(torch.tensor([PROMPT[:4]]), attention_mask=torch.tensor([mask]), past_key_values=cache)
+    with torch.no_grad():
+        model(torch.tensor([PROMPT[:4]]), attention_mask=torch.ones(1, 4), past_key_values=cache)
+        for bad in ([0, 1, 1, 1, 1], [1, 1, 1, 1, 0]):
+            with pytest.raises(ValueError, match="attention_mask"):
+                model(torch.tensor([[1]]), attention_mask=torch.tensor([bad]), past_key_values=cache)
+    assert cache.lengths == [4]
+
+
+def test_a_row_that_ended_cannot_be_continued_without_its_pads(model):
+    cache, inputs = KVpopCache(model, **STREAMING), padded([PROMPT, PROMPT[:20]])
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=5, do_sample=False)
+    longer = torch.cat([out, out], 1)
+    mask = torch.nn.functional.pad(inputs["attention_mask"], (0, longer.shape[1] - 30), value=1)
+    mask[1, 32:35] = 0
+    with pytest.raises(ValueError, match="rows that ended early in caches of their own"):
+        model.generate(longer, attention_mask=mask, past_key_values=cache, max_new_tokens=1)
+
+
+def test_another_model_does_not_attend_with_it(tiny, model, used):
+    """Neither one that knows no cache, nor one that knows another."""
+    folder = tiny("llama")[0]
+    strange = AutoModelForCausalLM.from_pretrained(folder)
+    with pytest.raises(ConfigError, match="attention is not the KVpopCache's: make one with KVpopCache.model"):
+        generate(strange, KVpopCache(model, **STREAMING), [PROMPT])
+    KVpopCache(strange, **STREAMING)
+    with pytest.raises(ConfigError, match="made for another model"):
+        generate(strange, used, [PROMPT, PROMPT])
+
+
+def test_the_model_stays_as_it_is(model):
+    before = generate(model, None, [PROMPT])
+    for _ in range(3):
+        cache = KVpopCache(model, "h2o", budget=20)
+        assert generate(model, cache, [PROMPT]) != before
+        assert model.config._attn_implementation == "sdpa" and generate(model, None, [PROMPT]) == before
+        assert generate(model, DynamicCache(config=model.config), [PROMPT]) == before
+    decoder = model.get_decoder()
+    assert len(decoder._forward_pre_hooks) == len(decoder._forward_hooks) == 1
+    assert all(len(layer.self_attn._forward_pre_hooks) <= 2 for layer in decoder.layers)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_pass_that_is_broken_off(model, used, error):
+    """The model is as before; the cache says that it has to start anew."""
+
+    def break_off(*args):
+        raise error("broken off")
+
+    handle = model.get_decoder().layers[1].register_forward_pre_hook(break_off)
+    whole = [random_prompt(45), random_prompt(45)]
+    try:
+        with pytest.raises(error, match="broken off"):
+            generate(model, used, whole)
+    finally:
+        handle.remove()
+    with pytest.raises(RuntimeError, match="broken off when some layers had it: call reset"):
+        generate(model, used, whole)
+    assert generate(model, None, whole)[0] and model.config._attn_implementation == "sdpa"
+    used.reset()
+    assert generate(model, used, whole) == generate(model, KVpopCache(model, **STREAMING), whole)
+
+
+def test_a_pass_that_fails_before_any_layer_leaves_the_cache_as_it_was(model):
+    cache = KVpopCache(model, **STREAMING)
+    handle = model.get_decoder().layers[0].register_forward_pre_hook(lambda *args: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        generate(model, cache, [PROMPT, PROMPT])
+    handle.remove()
+    assert generate(model, cache, [PROMPT]) == generate(model, KVpopCache(model, **STREAMING), [PROMPT])
+
+
+def test_attention_that_is_exchanged_during_a_pass(model):
+    """The tokens of such a pass are not handed on."""
+
+    def exchange(*args):
+        model.config._attn_implementation = "sdpa"
+
+    for layer, message in ((0, "the model attended without"), (1, "layers attended without")):
+        handle, cache = (
+            model.get_decoder().layers[layer].register_forward_pre_hook(exchange),
+            KVpopCache(model, **STREAMING),
+        )
+        with pytest.raises(RuntimeError, match=f"{message} the KVpopCache: leave"):
+            generate(model, cache, [PROMPT])
+        handle.remove()
+        assert model.config._attn_implementation == "sdpa" != NAME
+
+
+def test_gradients_and_attention_weights(model):
+    inputs = torch.tensor([PROMPT])
+    with pytest.raises(RuntimeError, match="no gradients go through a KVpopCache: call the model under torch.no_grad"):
+        model(inputs, past_key_values=KVpopCache(model, **STREAMING))
+    with torch.no_grad(), pytest.raises(ConfigError, match="leave output_attentions out"):
+        model(inputs, past_key_values=KVpopCache(model, **STREAMING), output_attentions=True)
+    with torch.no_grad(), pytest.raises(TypeError, match="all inputs of the model but the first are given by name"):
+        model.get_decoder()(inputs, torch.ones(1, 30), past_key_values=KVpopCache(model, **STREAMING))

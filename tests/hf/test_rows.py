@@ -1,0 +1,222 @@
+"""Rows are requests of their own; later calls go on where the cache ends; memory stays the same."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from engine.matrix import BUDGET
+from hf.prompts import generate, padded
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.roles import Retention
+from kvpop_vllm.testing import random_prompt
+
+LENGTHS = (70, 9, 63)
+POLICIES = ["kvpop", "snapkv", "pyramidkv", "adakv", "momentkv", "trimkv", "dms-query"]
+WITHOUT_PROMPT = ["kvpop", "h2o", "momentkv", "trimkv", "dms"]
+TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
+"""Keys and values of a token: two layers, two heads of 32 float32."""
+
+
+def alone(model, settings, prompt, new=8):
+    """Greedy tokens of one row, and its cache."""
+    cache = KVpopCache(model, **settings)
+    return generate(model, cache, [prompt], new)[0], cache
+
+
+@pytest.mark.parametrize(
+    "policy, lengths",
+    [
+        *((policy, LENGTHS) for policy in POLICIES),
+        ("kvpop", (1, 1, 1)),
+        ("snapkv", (1, 64, 2)),
+        ("dms-query", (1, 64, 2)),
+    ],
+    ids=str,
+)
+def test_a_row_of_a_padded_batch_is_the_row_alone(case, policy, lengths):
+    model, found = case("qwen3", policy)
+    prompts, cache = [random_prompt(n, seed=n + i) for i, n in enumerate(lengths)], KVpopCache(model, **found.settings)
+    together = generate(model, cache, prompts)
+    for row, prompt in enumerate(prompts):
+        tokens, own = alone(model, found.settings, prompt)
+        assert together[row] == tokens and cache.lengths[row] == own.lengths[0] == len(prompt) + 7
+        assert torch.equal(cache.held(row), own.held())
+    again = cache.lengths
+    cache.reset()
+    assert cache.get_seq_length() == 0 and generate(model, cache, prompts[::-1]) == together[::-1]
+    assert cache.lengths == again[::-1]
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("policy", ["kvpop", "tova", "adakv"])
+def test_with_room_for_all_it_is_the_dense_model(case, kind, policy):
+    model, found = case(kind, policy)
+    settings = {"window": 200} if policy == "tova" else {}
+    cache = KVpopCache(model, **found.settings | {"budget": 256} | settings)
+    prompts = [random_prompt(n, seed=n) for n in LENGTHS]
+    dense = generate(model, DynamicCache(config=model.config), prompts, 12)
+    assert generate(model, cache, prompts, 12) == dense
+    assert all(bool(cache.held(row).all()) for row in range(3))
+    bounded = generate(model, KVpopCache(model, **found.settings), prompts, 12)
+    assert bounded[1] == dense[1] and bounded != dense, "the budget shows in nothing"
+
+
+def test_full_keeps_everything_and_has_an_end(tiny):
+    _, model = tiny("llama")
+    cache = KVpopCache(model, "full", max_length=100)
+    prompts = [random_prompt(n, seed=n) for n in (60, 90)]
+    assert generate(model, cache, prompts) == generate(model, None, prompts)
+    with pytest.raises(ValueError, match="101 tokens are more than max_length 100, which full keeps: raise max_length"):
+        generate(model, KVpopCache(model, "full", max_length=100), prompts, new=13)
+
+
+def turns(model, cache, prompts, cuts, **options):
+    """The same texts in several calls of ``generate()``, each of which makes a token that is not kept."""
+    width = max(map(len, prompts))
+    inputs = padded(prompts)
+    for cut in cuts:
+        part = {name: x[:, : width - cut] for name, x in inputs.items()}
+        model.generate(**part, past_key_values=cache, max_new_tokens=1, do_sample=False, **options)
+    return generate(model, cache, prompts)
+
+
+@pytest.mark.parametrize("policy", WITHOUT_PROMPT)
+def test_two_turns_are_one_prompt(case, policy):
+    model, found = case("llama", policy)
+    prompts = [random_prompt(n, seed=n) for n in LENGTHS]
+    whole, parts = KVpopCache(model, **found.settings), KVpopCache(model, **found.settings)
+    expected = generate(model, whole, prompts)
+    assert turns(model, parts, prompts, (30, 29, 3)) == expected
+    assert all(torch.equal(whole.held(row), parts.held(row)) for row in range(3))
+    assert parts.lengths == whole.lengths
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv", "adakv"])
+def test_policies_that_decide_by_the_prompt_are_told_where_it_ends(case, policy):
+    model, found = case("llama", policy)
+    prompts = [random_prompt(n, seed=n) for n in LENGTHS]
+    expected = generate(model, KVpopCache(model, **found.settings), prompts)
+    told = KVpopCache(model, **found.settings, prompt_length=LENGTHS)
+    assert turns(model, told, prompts, (30, 3)) == expected and told.prompts == list(LENGTHS)
+    with pytest.raises(
+        ValueError, match="decides by the length of the prompt, which came in pieces: give KVpopCache.prompt"
+    ):
+        turns(model, KVpopCache(model, **found.settings), [random_prompt(70)], (30,))
+    with pytest.raises(ValueError, match="prompt_length .5, 6. is not that of 3 rows"):
+        generate(model, KVpopCache(model, **found.settings, prompt_length=[5, 6]), prompts)
+
+
+def test_a_chat_goes_on(case):
+    """Turn by turn, with what was generated between: the tokens of one that is fed all of it; and a prompt is a first call's."""
+    for policy, prompt in (("kvpop", None), ("snapkv", 50)):
+        model, found = case("qwen3", policy)
+        cache, text = KVpopCache(model, **found.settings), random_prompt(50)
+        for turn in range(3):
+            text = model.generate(torch.tensor([text]), past_key_values=cache, max_new_tokens=6, do_sample=False)[
+                0
+            ].tolist()
+            if turn < 2:
+                text += random_prompt(20, seed=turn)
+        assert cache.lengths == [len(text) - 1] and cache.prompts == [prompt]
+        told = KVpopCache(model, **found.settings, prompt_length=50)
+        assert generate(model, told, [text[:-6]], new=6) == [text[-6:]]
+        assert torch.equal(told.held(), cache.held())
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "adakv"])
+def test_texts_with_the_same_beginning(case, policy):
+    model, found = case("llama", policy)
+    start, ends = random_prompt(70), [random_prompt(9, seed=i) for i in (1, 2)]
+    told = {"prompt_length": 70} | found.settings
+    begun = KVpopCache(model, **told)
+    model.generate(torch.tensor([start]), past_key_values=begun, max_new_tokens=1)
+    tokens = [generate(model, copy.deepcopy(begun), [start + end]) for end in ends]
+    assert (
+        tokens == [generate(model, KVpopCache(model, **told), [start + end]) for end in ends] and tokens[0] != tokens[1]
+    )
+    assert begun.lengths == [70]
+
+
+def test_prompts_in_chunks(case):
+    """Some of them all pads for a row."""
+    model, found = case("qwen3", "kvpop")
+    prompts = [random_prompt(n, seed=n) for n in LENGTHS]
+    expected = generate(model, KVpopCache(model, **found.settings), prompts)
+    for size in (7, 32, 1):
+        assert generate(model, KVpopCache(model, **found.settings), prompts, prefill_chunk_size=size) == expected
+
+
+def test_passes_by_hand(case):
+    """Without ``generate()``, and without positions, which are the cache's own."""
+    model, found = case("llama", "kvpop")
+    prompts = [random_prompt(n, seed=n) for n in LENGTHS]
+    expected, cache = generate(model, KVpopCache(model, **found.settings), prompts), KVpopCache(model, **found.settings)
+    inputs, tokens = padded(prompts), []
+    with torch.no_grad():
+        logits = model(**inputs, past_key_values=cache).logits
+        for _ in range(8):
+            tokens.append(logits[:, -1].argmax(-1))
+            logits = model(tokens[-1][:, None], past_key_values=cache).logits
+    assert torch.stack(tokens, 1).tolist() == expected
+
+
+def test_sampling_and_several_answers(case):
+    model, found = case("llama", "kvpop")
+    inputs = {"input_ids": torch.tensor([random_prompt(70)])}
+    options = {"do_sample": True, "num_return_sequences": 3, "max_new_tokens": 6}
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        drawn.append(model.generate(**inputs, past_key_values=KVpopCache(model, **found.settings), **options).tolist())
+    assert drawn[0] == drawn[1] and len({tuple(row) for row in drawn[0]}) == 3
+
+
+@pytest.mark.parametrize("policy, options", [("kvpop", {}), ("adakv", {}), ("h2o", {"allocator": "pyramid"})])
+def test_memory_is_constant(case, policy, options):
+    model, found = case("llama", policy, **options)
+    cache, sizes, text = KVpopCache(model, **found.settings), [], random_prompt(40)
+    for new in (1, 30, 30):
+        text += generate(model, cache, [text], new=new)[0]
+        sizes.append(cache.allocated_bytes())
+    assert len(set(sizes)) == 1 and cache.dense_bytes() == (len(text) - 1) * TOKEN_BYTES
+    slots = sizes[0] / (TOKEN_BYTES + 4 * 8)
+    assert BUDGET <= slots < BUDGET + 6 * 64, "pages of 64 slots, those of a state, and small change"
+    assert int(cache.held().sum()) <= 4 * BUDGET
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "snapkv", "pyramidkv", "adakv", "trimkv", "dms-query"])
+def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
+    """On the device "meta" tensors have no values, and whoever asks for one fails; the kernels are left out."""
+    model, found = case("llama", policy)
+    with torch.device("meta"):
+        hollow = AutoModelForCausalLM.from_config(model.config)
+    cache, steps = KVpopCache(hollow, **found.settings), []
+
+    def decode_step(q, k, v, pages, table, positions, valid, budgets, **options):
+        steps.append((positions, valid))
+        return torch.empty_like(q), None
+
+    monkeypatch.setattr("kvpop_vllm.kernels.ops.decode_step", decode_step)
+    with torch.no_grad():
+        for length in range(1, 5):
+            tokens = torch.zeros(3, 1, dtype=torch.int64, device="meta")
+            more = {"attention_mask": tokens.expand(3, length), "position_ids": tokens} if length > 1 else {}
+            hollow(tokens, past_key_values=cache, **more)
+    assert cache.lengths == [4, 4, 4] and len(steps) == 8
+    assert all(positions is steps[0][0] and valid.shape == (3, 2) for positions, valid in steps)
+    assert len({id(valid) for _, valid in steps}) == (2 if policy == "pyramidkv" else 1)
+
+
+@pytest.mark.parametrize("every, phase", [(1, 0), (4, 0), (4, 3)])
+def test_extents_are_the_extent_of_each(every, phase):
+    kept = Retention(30, 3, 6, every, phase)
+    positions, budgets = torch.arange(60), torch.tensor([30, 14])
+    found = kept.extents(positions.unsqueeze(1), budgets)
+    assert found.tolist() == [[kept.extent(q, b) for b in budgets.tolist()] for q in range(60)]
+    phases = (-(positions + 1) % every).unsqueeze(1)
+    each = [Retention(30, 3, 6, every, prompt_grid=True).for_prompt(q).extent(q, 30) for q in range(60)]
+    assert kept.extents(positions.unsqueeze(1), budgets[:1], phases).flatten().tolist() == each
