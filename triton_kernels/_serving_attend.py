@@ -175,12 +175,13 @@ def _masses(
         return
     position = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
     phase = phase_of(asked, r, P)
-    counted = used > 0
-    adds = counted
+    counted, adds = used, 0
+    if P.mean:
+        adds = 1
     if P.votes:
-        counted = position < tl.load(asked.prompts + r * asked.prompts_request)
-        adds = ~decides_at(position, phase, P)
-    seen = seen_slots(slot, used, position, decided_before(position + 1, phase, P), P) & counted
+        counted = tl.where(position < tl.load(asked.prompts + r * asked.prompts_request), used, 0)
+        adds = tl.where(decides_at(position, phase, P), 0, 1)
+    seen = seen_slots(slot, counted, position, decided_before(position + 1, phase, P), P)
     g = tl.arange(0, GROUP)
     present = g < P.group
     head = (r * heads + h) * P.group + g
@@ -190,7 +191,6 @@ def _masses(
     mass = tl.sum(tl.where(inside, tl.exp2(own - top[:, None]), 0.0), 0) / P.group
     at = word_at(cache, r, h, tl.where(seen, slot, 0), P)
     if not P.newest:
-        before = tl.load(cache.score + at, mask=seen & adds, other=0.0)
-        mass += before
+        mass += tl.where(adds == 1, tl.load(cache.score + at, mask=seen, other=0.0), 0.0)
         tl.debug_barrier()
     tl.store(cache.score + at, mass, mask=seen)

@@ -180,13 +180,14 @@ def _retain(
             z_at = state_at(cache, r, h, P.features * P.values + f, z_inside, P)
             m_at = stabiliser_at(cache, r, h, P)
             begun = q + 1 > P.every
-            z = tl.load(cache.state + z_at, mask=z_inside & begun, other=0.0)
+            z = tl.load(cache.state + z_at, mask=f < tl.where(begun, P.features, 0), other=0.0)
             m = tl.where(begun, tl.load(cache.state + m_at), -1e30)
         if P.moments:
             key_at = state_at(cache, r, h, P.state_words + column, fits, P)
             value_at = state_at(cache, r, h, P.state_words + P.size + column, fits, P)
-            mean_key = tl.load(cache.state + key_at, mask=fits & (evicted > 0), other=0.0)
-            mean_value = tl.load(cache.state + value_at, mask=fits & (evicted > 0), other=0.0)
+            kept = column < tl.where(evicted > 0, P.size, 0)
+            mean_key = tl.load(cache.state + key_at, mask=kept, other=0.0)
+            mean_value = tl.load(cache.state + value_at, mask=kept, other=0.0)
         for i in range(P.every):
             t = q + 1 - P.every + i
             u = t - P.window
@@ -208,10 +209,11 @@ def _retain(
                 else:
                     at = ring_slot(t, P)
                     old_row = row_at(cache, r, h, at, P)
-                    x_key = tl.load(cache.k + old_row + column, mask=fits & (t < q), other=0.0).to(tl.float32)
-                    x_value = tl.load(cache.v + old_row + column, mask=fits & (t < q), other=0.0).to(tl.float32)
-                    x_key += tl.load(own_key, mask=fits & (t == q), other=0.0).to(tl.float32)
-                    x_value += tl.load(own_value, mask=fits & (t == q), other=0.0).to(tl.float32)
+                    x_key, x_value = tl.load(own_key, mask=fits, other=0.0), tl.load(own_value, mask=fits, other=0.0)
+                    if t < q:
+                        x_key = tl.load(cache.k + old_row + column, mask=fits, other=0.0)
+                        x_value = tl.load(cache.v + old_row + column, mask=fits, other=0.0)
+                    x_key, x_value = x_key.to(tl.float32), x_value.to(tl.float32)
                     inserted = _read_mlstm(projected, numerators, z, m, weights, h, x_key, x_value, column, fits, P)
                     if P.every > 1:
                         tl.debug_barrier()
@@ -304,7 +306,8 @@ def _products(
     place, column = first + tl.arange(0, BLOCK_X), tl.arange(0, P.padded)
     inside = (place < P.size)[:, None] & (column < P.size)[None, :]
     at = state_at(cache, r, h, P.state_words + (2 + place)[:, None] * P.size + column[None, :], inside, P)
-    products = tl.load(cache.state + at, mask=inside & (before > 0), other=0.0)
+    there = (place < tl.where(before > 0, P.size, 0))[:, None] & (column < P.size)[None, :]
+    products = tl.load(cache.state + at, mask=there, other=0.0)
     moved += head * P.every * 2 * P.size
     for _ in range(gone):
         key = tl.load(moved + place, mask=place < P.size, other=0.0)

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from kvpop_vllm.kernels.triton._serving_pages import (
     PRECISION,
+    decided_before,
     decides_at,
     newest_in_ring,
     phase_of,
@@ -168,7 +169,8 @@ def _cells(
     inside = (f < P.features)[:, None] & fits[None, :]
     at = state_at(cache, r, h, f[:, None] * P.values + column[None, :], inside, P)
     begun = q + 1 > P.every
-    c = tl.load(cache.state + at, mask=inside & begun, other=0.0)
+    there = (f < tl.where(begun, P.features, 0))[:, None] & fits[None, :]
+    c = tl.load(cache.state + at, mask=there, other=0.0)
     m = tl.load(cache.state + stabiliser_at(cache, r, h, P))
     m = tl.where(begun, m, -1e30)
     projected += (r * heads + h) * P.every * P.projected
@@ -221,8 +223,8 @@ def _residuals(
             usable = inside[:, None] & (place < P.size)[None, :]
             keys = tl.load(cache.k + row[:, None] + place[None, :], mask=usable, other=0.0).to(tl.float32)
             usable = (place < P.size)[:, None] & fits[None, :]
-            words = P.state_words + (2 + place)[:, None] * P.size + column[None, :]
-            products = tl.load(cache.state + state_at(cache, r, h, words, usable, P), mask=usable, other=0.0)
+            cells = P.state_words + (2 + place)[:, None] * P.size + column[None, :]
+            products = tl.load(cache.state + state_at(cache, r, h, cells, usable, P), mask=usable, other=0.0)
             predicted = tl.dot(keys, products, predicted, input_precision=PRECISION)
         predicted *= scale / evicted
     values = tl.load(cache.v + row[:, None] + column[None, :], mask=inside[:, None] & fits[None, :], other=0.0)
