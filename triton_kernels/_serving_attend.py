@@ -27,15 +27,15 @@ def _nothing(used):
     return tl.where(used == REFUSED, float("nan"), 0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _attend(
     q, cache, asked,
-    out, lse,  # [R, Hq, D], [R, Hq]: where SPLITS is 1
-    sums,  # [R, Hq, SPLITS, D] float32: else these
-    tops,  # [R, Hq, SPLITS, 2]: maximum, in base 2, and total
+    out, lse,  # [R, Hq, D], [R, Hq]
+    sums,  # [R, Hq, splits, D] float32: where heads are CUT, these
+    tops,  # [R, Hq, splits, 2]: maximum, in base 2, and total
     logits,  # [R, Hq, slots], in base 2, where masses are asked for
-    marks, heads, scale, q_request, q_head,
-    P: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr,
+    marks, heads, splits, scale, q_request, q_head,
+    P: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """One part of a head's slots, for all of its query heads. BLOCK_S divides N, so that a block of slots lies in one page."""
     part, h, r = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -55,7 +55,7 @@ def _attend(
     acc = tl.zeros([GROUP, P.padded], tl.float32)
     head = r * heads * P.group + query_head  # of [R, Hq]
     blocks = (tl.maximum(used, 0) + BLOCK_S - 1) // BLOCK_S
-    share = (blocks + SPLITS - 1) // SPLITS
+    share = (blocks + splits - 1) // splits
     for block in range(part * share, tl.minimum(blocks, (part + 1) * share)):
         first = block * BLOCK_S
         slot = first + tl.arange(0, BLOCK_S)
@@ -71,7 +71,9 @@ def _attend(
         products = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
         products = tl.where(seen[None, :], products, float("-inf"))
         if P.masses:
-            tl.store(logits + head[:, None] * P.most_slots + slot[None, :], products, mask=present[:, None] & seen[None, :])
+            tl.store(
+                logits + head[:, None] * P.most_slots + slot[None, :], products, mask=present[:, None] & seen[None, :]
+            )
         new_top = tl.maximum(top, tl.max(products, 1))
         pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(products - pivot[:, None])
@@ -79,23 +81,23 @@ def _attend(
         total = total * fade + tl.sum(weights, 1)
         acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
         top = new_top
-    if SPLITS == 1:
+    if CUT:
+        row = head * splits + part
+        tl.store(sums + row[:, None] * P.size + column[None, :], acc, mask=present[:, None] & fits[None, :])
+        tl.store(tops + row * 2, top, mask=present)
+        tl.store(tops + row * 2 + 1, total, mask=present)
+    else:
         acc = tl.where(used > 0, acc / total[:, None], _nothing(used))
         natural = tl.where(used > 0, (top + tl.log2(total)) * LN2, float("-inf") + _nothing(used))
         place = out + head[:, None] * P.size + column[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), mask=present[:, None] & fits[None, :])
         tl.store(lse + head, natural, mask=present)
-    else:
-        row = head * SPLITS + part
-        tl.store(sums + row[:, None] * P.size + column[None, :], acc, mask=present[:, None] & fits[None, :])
-        tl.store(tops + row * 2, top, mask=present)
-        tl.store(tops + row * 2 + 1, total, mask=present)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _combine(
-    sums, tops, out, lse, marks, heads,
-    P: tl.constexpr, GROUP: tl.constexpr, SPLITS: tl.constexpr, BLOCK_C: tl.constexpr,
+    sums, tops, out, lse, marks, heads, splits,
+    P: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """A block of columns of the parts' sums, merged by their maxima; the log-sum-exp."""
     first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
@@ -107,8 +109,8 @@ def _combine(
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     acc = tl.zeros([GROUP, BLOCK_C], tl.float32)
-    for part in range(SPLITS):
-        row = head * SPLITS + part
+    for part in range(splits):
+        row = head * splits + part
         own_top = tl.load(tops + row * 2, mask=present, other=0.0)
         own_total = tl.load(tops + row * 2 + 1, mask=present, other=1.0)
         own = tl.load(sums + row[:, None] * P.size + column[None, :], mask=inside, other=0.0)
@@ -147,7 +149,9 @@ def _correct(
             there = place < P.size
             at = q + r * q_request + (h * P.group + g)[:, None] * q_head + place[None, :]
             rows = tl.load(at, mask=present[:, None] & there[None, :], other=0.0).to(tl.float32)
-            mean_key = tl.load(cache.state + state_at(cache, r, h, P.state_words + place, there, P), mask=there, other=0.0)
+            mean_key = tl.load(
+                cache.state + state_at(cache, r, h, P.state_words + place, there, P), mask=there, other=0.0
+            )
             mass += tl.sum(rows * mean_key[None, :], 1)
             cell = P.state_words + (2 + place)[:, None] * P.size + column[None, :]
             usable = there[:, None] & fits[None, :]

@@ -160,7 +160,7 @@ def _retain(
         generated = q > tl.load(asked.prompts + r * asked.prompts_request)
     inserted = tl.full([], 0.0, tl.float32)
     if P.given:
-        inserted = tl.load(asked.given + r * asked.given_request + h * asked.given_head)
+        inserted = tl.load(asked.given + r * asked.given_request + h * asked.given_head).to(tl.float32)
     gamma = tl.load(log_gamma + h)
     column = tl.arange(0, P.padded)
     fits = column < P.size

@@ -51,7 +51,7 @@ def _rows_of_grid(asked, requests, first, ROWS: tl.constexpr, P: tl.constexpr):
     return r, q, q + 1 - P.every + row % P.every, deciding
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def _project(
     cache, asked, weights,
     out,  # [R, H, e, P.projected]
@@ -96,7 +96,7 @@ def _project(
     tl.store(row[:, None] + column[None, :], acc, mask=wanted[:, None] & fits[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests"])
 def _gates(
     cache, asked, weights, out, requests, heads,
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
@@ -118,7 +118,10 @@ def _gates(
             fgate += tl.sum(rows * tl.load(weights.fgate_weight + at, mask=place < P.size, other=0.0)[None, :], 1)
             if half == 1 and not P.projects_values:
                 tl.store(row[:, None] + place[None, :], rows, mask=deciding[:, None] & (place < P.values)[None, :])
-    igate, fgate = (igate + tl.load(weights.igate_bias + h)).to(tl.float64), (fgate + tl.load(weights.fgate_bias + h)).to(tl.float64)
+    igate, fgate = (
+        (igate + tl.load(weights.igate_bias + h)).to(tl.float64),
+        (fgate + tl.load(weights.fgate_bias + h)).to(tl.float64),
+    )
     if P.softcap is not None:
         igate, fgate = _softcap(igate, P), _softcap(fgate, P)
     log_f = tl.minimum(fgate, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(fgate)))
@@ -142,7 +145,9 @@ def features_of(projected, P: tl.constexpr):
     inside = f < P.features
     a = tl.load(projected + f % P.columns, mask=inside, other=0.0)
     a = tl.where(plus, a, -a)
-    raised = tl.where(plus, tl.max(tl.where(plus, a, float("-inf")), 0), tl.max(tl.where(inside & ~plus, a, float("-inf")), 0))
+    raised = tl.where(
+        plus, tl.max(tl.where(plus, a, float("-inf")), 0), tl.max(tl.where(inside & ~plus, a, float("-inf")), 0)
+    )
     weight = tl.where(inside, tl.exp(a - tl.where(inside, raised, 0.0)), 0.0)
     totals = tl.where(plus, tl.sum(tl.where(plus, weight, 0.0), 0), tl.sum(tl.where(plus, 0.0, weight), 0))
     return tl.where(inside, weight / tl.where(inside, totals, 1.0), 0.0)

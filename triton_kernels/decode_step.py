@@ -28,6 +28,7 @@ from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _pool_vote
 
 SPLIT_SLOTS = 128  # at least so many for each program of attention
 TILE_BYTES = 16 * 1024  # of keys, and of values, that such a program holds at a time
+LARGEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -46,7 +47,9 @@ def _weights_of(scorer) -> tuple[Weights, dict]:
     if isinstance(scorer, LinearWeights):
         return Weights(skip_weight=scorer.weight, out_bias=scorer.bias), {"scorer": "linear"}
     if isinstance(scorer, MLPWeights):
-        of = Weights(scorer.fc1_weight, out_weight=scorer.fc2_weight, out_bias=scorer.fc2_bias, hidden_bias=scorer.fc1_bias)
+        of = Weights(
+            scorer.fc1_weight, out_weight=scorer.fc2_weight, out_bias=scorer.fc2_bias, hidden_bias=scorer.fc1_bias
+        )
         return of, {"scorer": "mlp", "columns": scorer.fc2_weight.shape[-1]}
     if isinstance(scorer, MLSTMWeights):
         if scorer.feature_map not in ("hedgehog", "softmax"):
@@ -86,11 +89,22 @@ def _check(q, k, v, pages, rule, weights) -> None:
     if rule.share_pages:
         raise NotImplementedError("decode_step in Triton does not divide budgets among heads (--kv-allocator ada)")
     if q.dtype not in DTYPES or pages.layout.dtype not in DTYPES:
-        raise TypeError(f"decode_step in Triton takes float32, float16 and bfloat16, got {q.dtype}, {pages.layout.dtype}")
+        raise TypeError(
+            f"decode_step in Triton takes float32, float16 and bfloat16, got {q.dtype}, {pages.layout.dtype}"
+        )
     if k.dtype != pages.layout.dtype or v.dtype != k.dtype:
         raise TypeError(f"k and v must have the cache's dtype {pages.layout.dtype}, got {k.dtype} and {v.dtype}")
-    if k.shape != v.shape or k.shape[1] != pages.layout.num_kv_heads or q.shape[1] % k.shape[1] or k.shape[-1] != q.shape[-1]:
+    if (
+        k.shape != v.shape
+        or k.shape[1] != pages.layout.num_kv_heads
+        or q.shape[1] % k.shape[1]
+        or not k.shape[-1] == q.shape[-1] == pages.layout.head_size
+    ):
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit the pages")
+    if k.shape[-1] > LARGEST_HEAD:
+        raise ValueError(f"decode_step in Triton takes heads of up to {LARGEST_HEAD}, got {k.shape[-1]}")
+    if rule.window < 1:
+        raise ValueError(f"a window holds at least the newest token, got {rule.window}")
     if any(x.stride(-1) != 1 for x in (q, k, v)):
         raise ValueError("the last axis of q, k and v must be contiguous")
     for name, weight in (*weights._asdict().items(), ("log_gamma", rule.log_gamma)):
@@ -228,17 +242,18 @@ def _attention(plan, q, cache, asked, out, lse, marks, requests, heads, scale) -
     merged = _floats(device, *out.shape) if plan.corrects else out
     sums = tops = logits = lse
     if splits > 1:
-        sums, tops = _floats(device, requests, query_heads, splits, plan.size), _floats(device, requests, query_heads, splits, 2)
+        sums = _floats(device, requests, query_heads, splits, plan.size)
+        tops = _floats(device, requests, query_heads, splits, 2)
     if plan.masses:
         logits = _floats(device, requests, query_heads, plan.most_slots)
     _attend[splits, heads, requests](
-        q, cache, asked, merged, lse, sums, tops, logits, marks, heads, scale, *q.stride()[:2],
-        P=plan, GROUP=max(16, group), SPLITS=splits, BLOCK_S=block, WIDE=wide, num_warps=4, num_stages=2,
+        q, cache, asked, merged, lse, sums, tops, logits, marks, heads, splits, scale, *q.stride()[:2],
+        P=plan, GROUP=max(16, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide, num_warps=4, num_stages=2,
     )  # fmt: skip
     columns = triton.cdiv(plan.padded, 64)
     if splits > 1:
         _combine[columns, heads, requests](
-            sums, tops, merged, lse, marks, heads, P=plan, GROUP=group, SPLITS=splits, BLOCK_C=64, num_warps=4
+            sums, tops, merged, lse, marks, heads, splits, P=plan, GROUP=group, BLOCK_C=64, num_warps=4
         )
     if plan.corrects:
         _correct[columns, heads, requests](

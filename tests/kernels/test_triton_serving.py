@@ -130,10 +130,14 @@ class Replay:
                 last = self.positions[r] - 1
                 wide = self.exact[r][h].long_range(last)
                 for found, held in zip(
-                    scores, (p.long_range(self.pages, r, h, last), wide, p.long_range(self.reference, r, h, last)), strict=True
+                    scores,
+                    (p.long_range(self.pages, r, h, last), wide, p.long_range(self.reference, r, h, last)),
+                    strict=True,
                 ):
                     found += [held[t] for t in wide]
-        actual, wide, eager = (torch.tensor(x, dtype=d) for x, d in zip(scores, (None, torch.float64, None), strict=True))
+        actual, wide, eager = (
+            torch.tensor(x, dtype=d) for x, d in zip(scores, (None, torch.float64, None), strict=True)
+        )
         assert len(actual) > 0
         assert_within_budget(actual, wide, eager, 4.0, "score")
         assert torch.equal(self.seen(self.pages), self.seen(self.reference))
@@ -172,3 +176,154 @@ class TestDecodeStep(Interpreted):
         p.prompts = torch.tensor([25, 22])
         replay = Replay(p, (22, 22))
         replay.check(6)
+
+    def test_a_wrong_start_and_padding_touch_nothing(self, cut):
+        """A request that is replayed, one of padding with a page table of anything, one that starts over on dirty pages."""
+        p = problem(case="mlstm-corrected", requests=4, topk=2)
+        replay = Replay(p, (6, 12, 0, 12))
+        replay.positions = [5, 12, -1, 0]
+        others = [p.table[r, 0].long() for r in (0, 2)]
+        before = [replay.pages.raw[rows].clone() for rows in others]
+        expected = Replay(p, (0, 0, 0, 0))
+        q, k, v = p.inputs(range(4))
+        right = p.run(replay.reference, [1, 3], [12, 0], q[[1, 3]], k[[1, 3]], v[[1, 3]], "reference")
+        p.table = p.table.contiguous()
+        p.table[2] = 2**30
+        valid = torch.tensor([[5], [p.rule.extent(12, int(p.budgets[1, 0]))], [2**30], [0]], dtype=torch.int32)
+        out, lse = ops.decode_step(
+            q, k, v, replay.pages, p.table, torch.tensor(replay.positions), valid, p.budgets, rule=p.rule, scale=p.scale,
+            impl="triton",
+        )  # fmt: skip
+        assert out[0].isnan().all() and lse[0].isnan().all()
+        assert (out[2] == 0).all() and (lse[2] == -torch.inf).all()
+        torch.testing.assert_close(out[[1, 3]], right[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse[[1, 3]], right[1], rtol=0, atol=1e-5)
+        for rows, bytes_before in zip(others, before, strict=True):
+            assert torch.equal(replay.pages.raw[rows], bytes_before)
+        del expected
+
+    @pytest.mark.parametrize("decay_step", [1, 4])
+    def test_victim_far_out_and_ties(self, decay_step):
+        """At positions beyond 131,072, with many exactly equal effective scores: the older token leaves."""
+        p = problem(case="none", heads=3, topk=150, slots=64, step=decay_step)
+        p.rule = replace(p.rule, log_gamma=torch.tensor([-0.5, -0.125, 0.0], dtype=torch.float64))
+        pages, q0 = poisoned_pages(p.layout, p.num_blocks), 200_000
+        slots = torch.arange(int(p.budgets[0, 0]))
+        blocks = p.table[0, 0, slots // p.slots].long()
+        for h in range(3):
+            at = blocks, h, slots % p.slots
+            pages.k[at], pages.v[at] = 0.0, 0.0
+            pages.score[at] = torch.randint(-2, 3, slots.shape, generator=p.generator).float() / 4
+            near = torch.randperm(160, generator=p.generator)[: len(slots)]
+            pages.position[at] = (q0 - p.window - 1 - near).int()
+            pages.position[blocks[0], h, 0] = q0
+        before = [p.long_range(pages, 0, h, q0) for h in range(3)]
+        p.run(pages, [0], [q0], *p.inputs([0]), "triton")
+        for h in range(3):
+            tokens = {**before[h], q0 - p.window: 0.0}
+            ranked = sorted((s + (q0 - t) // decay_step * float(p.rule.log_gamma[h]), t) for t, s in tokens.items())
+            del tokens[ranked[0][1]]
+            assert p.long_range(pages, 0, h, q0) == tokens
+
+    def test_scores_that_are_no_number_are_kept_out(self):
+        """Among long-range tokens whose scores are NaN no victim is found: the leaving token goes, and nothing else moves."""
+        p = problem(case="given")
+        replay = Replay(p, (20,))
+        replay.pages.score.fill_(torch.nan)
+        held = p.long_range(replay.pages, 0, 0, 19).keys()
+        p.run(replay.pages, [0], [20], *p.inputs([0]), "triton")
+        assert p.long_range(replay.pages, 0, 0, 20).keys() == held
+
+    def test_strided_inputs_equal_contiguous_ones(self):
+        p = problem(case="mlp", heads=2)
+        pages = Replay(p, (19,)).pages
+        other, (q, k, v) = p.layout.view(pages.raw.clone()), p.inputs([0])
+        packed = torch.cat([v, q, k], 1)
+        expected = p.run(pages, [0], [19], q, k, v, "triton")
+        found = p.run(other, [0], [19], packed[:, 2:6], packed[:, 6:], packed[:, :2], "triton")
+        assert torch.equal(expected[0], found[0]) and torch.equal(expected[1], found[1])
+        assert torch.equal(pages.raw, other.raw)
+
+    def test_what_it_does_not_take_is_refused(self):
+        p = problem(case="none")
+        pages, (q, k, v) = poisoned_pages(p.layout, p.num_blocks), p.inputs([0])
+
+        def run(q, k, v, **changes):
+            p.rule = replace(p.rule, **changes)
+            p.run(pages, [0], [0], q, k, v, "triton")
+
+        for error, message, arguments in (
+            (TypeError, "the cache's dtype torch.float32, got torch.float16", (q, k.half(), v.half())),
+            (TypeError, "takes float32, float16 and bfloat16, got torch.float64", (q.double(), k, v)),
+            (ValueError, "do not fit the pages", (q, k[..., :16], v[..., :16])),
+            (ValueError, "last axis", (q, k, torch.cat([v, v], -1)[..., ::2])),
+        ):
+            with pytest.raises(error, match=message):
+                run(*arguments)
+        with pytest.raises(ValueError, match="log_gamma must be contiguous torch.float64"):
+            run(q, k, v, log_gamma=p.rule.log_gamma.float())
+        with pytest.raises(NotImplementedError, match="does not divide budgets among heads"):
+            run(q, k, v, share_pages=2, log_gamma=p.rule.log_gamma.double())
+        assert (pages.raw == 255).all()
+
+
+def test_interpreted():
+    """Runs the class above, interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"{__file__}::TestDecodeStep"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+    assert re.search(r"\d+ passed", outcome.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Kernels of a few rules, compiled through their own launches in a process that has no interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, str(ROOT / "tests/kernels/triton_resources.py"), "--json", "few"]
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr[-4000:]
+    return json.loads(outcome.stdout.splitlines()[-1])
+
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a block may have
+
+
+def test_every_kernel_compiles_without_spilling(compiled):
+    written = {
+        kernel
+        for file in (ROOT / "triton_kernels").glob("*.py")
+        if file.stem == "decode_step" or file.stem.startswith("_serving_")
+        for kernel in re.findall(r"\b(_[a-z_]+)\[.*\]\(", file.read_text())
+    }
+    assert len(written) == 12
+    for arch in SHARED:
+        assert {row["kernel"] for row in compiled["rows"] if row["arch"] == arch} == written
+    assert {(row["dtype"], row["size"]) for row in compiled["rows"]} >= {
+        ("bfloat16", 64),
+        ("bfloat16", 128),
+        ("float32", 128),
+    }
+    wrong = [row for row in compiled["rows"] if row["spilled"] or 2 * row["shared"] > SHARED[row["arch"]]]
+    assert wrong == [], "two programs a multiprocessor, and nothing spilled"
+
+
+def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
+    """No value of a tensor is asked for, torch does nothing but allocate, and a step of padding is launched like any other."""
+    for step in compiled["steps"]:
+        padding, deciding = step["found"]
+        assert padding == deciding and padding["launches"]
+        assert {op for op, _ in padding["ops"]} == {"aten.empty.memory_format", "aten.empty_like.default"}
+        most = {"mlstm": 7, "mlstm-corrected": 9, "moment": 9, "votes": 9}
+        assert len(padding["ops"]) <= most[step["case"]], (step["case"], padding["ops"])
+
+
+def test_choice_of_implementation():
+    def on(device, dtype, size=64):
+        return types.SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 4, size))
+
+    assert dispatch.select("decode_step", on("cuda", torch.bfloat16)) == "triton"
+    assert dispatch.select("decode_step", on("cuda", torch.float16, 80)) == "triton"
+    assert dispatch.select("decode_step", on("cuda", torch.float64)) == "reference"
+    assert dispatch.select("decode_step", on("cuda", torch.bfloat16, 512)) == "reference"
