@@ -34,7 +34,7 @@ SERVED = {
     "own decays": dict(case="given-ages", every=3),
     "threshold": dict(case="given-threshold", every=2),
     "threshold, corrected": dict(case="given-threshold-corrected", dtype=F16),
-    "linear": dict(case="linear", sinks=0, dtype=F16),
+    "linear, queries wider than the cache": dict(case="linear", sinks=0, dtype=F16, q_dtype=torch.float32),
     "mlp": dict(case="mlp", every=2),
     "mlstm": dict(case="mlstm-norm-skip", group=3),
     "mlstm, float16": dict(case="mlstm-softmax-cap", dtype=F16),
@@ -49,8 +49,6 @@ SERVED = {
     "votes": dict(case="votes", every=3),
     "unequal heads, k from 0 on, corrected": dict(case="none-corrected", heads=2, unequal=True, topk=4),
 }
-STARTS = (0, 9, 22)
-"""Tokens that each request has been given by the reference before the kernels go on."""
 
 
 @pytest.fixture
@@ -68,7 +66,7 @@ class Interpreted:
 
 def problem(dtype=torch.float32, **options) -> Problem:
     sizes = dict(requests=1, heads=1, group=2, size=32, slots=16, sinks=2, window=3, topk=13, beyond=9)
-    return Problem(**(sizes | options), dtype=dtype, q_dtype=dtype).prepare()
+    return Problem(**(sizes | dict(dtype=dtype, q_dtype=dtype) | options)).prepare()
 
 
 class Replay:
@@ -161,7 +159,7 @@ def cut(monkeypatch):
 class TestDecodeStep(Interpreted):
     @pytest.mark.parametrize("name", SERVED)
     def test_holds_what_the_definition_holds(self, name, cut):
-        """Three requests in one batch: at its start, before its budget is full, and after."""
+        """Two requests in one batch: one at its start, on dirty pages, one whose budget is about to be full."""
         p = problem(requests=2, **SERVED[name])
         full = int(p.budgets.max())
         Replay(p, (0, full - 2)).check(p.every + 4)
@@ -184,7 +182,6 @@ class TestDecodeStep(Interpreted):
         replay.positions = [5, 12, -1, 0]
         others = [p.table[r, 0].long() for r in (0, 2)]
         before = [replay.pages.raw[rows].clone() for rows in others]
-        expected = Replay(p, (0, 0, 0, 0))
         q, k, v = p.inputs(range(4))
         right = p.run(replay.reference, [1, 3], [12, 0], q[[1, 3]], k[[1, 3]], v[[1, 3]], "reference")
         p.table = p.table.contiguous()
@@ -200,7 +197,6 @@ class TestDecodeStep(Interpreted):
         torch.testing.assert_close(lse[[1, 3]], right[1], rtol=0, atol=1e-5)
         for rows, bytes_before in zip(others, before, strict=True):
             assert torch.equal(replay.pages.raw[rows], bytes_before)
-        del expected
 
     @pytest.mark.parametrize("decay_step", [1, 4])
     def test_victim_far_out_and_ties(self, decay_step):
@@ -290,7 +286,7 @@ def compiled(tmp_path_factory):
 SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a block may have
 
 
-def test_every_kernel_compiles_without_spilling(compiled):
+def test_every_kernel_compiles_within_a_multiprocessor(compiled):
     written = {
         kernel
         for file in (ROOT / "triton_kernels").glob("*.py")
@@ -300,13 +296,10 @@ def test_every_kernel_compiles_without_spilling(compiled):
     assert len(written) == 12
     for arch in SHARED:
         assert {row["kernel"] for row in compiled["rows"] if row["arch"] == arch} == written
-    assert {(row["dtype"], row["size"]) for row in compiled["rows"]} >= {
-        ("bfloat16", 64),
-        ("bfloat16", 128),
-        ("float32", 128),
-    }
-    wrong = [row for row in compiled["rows"] if row["spilled"] or 2 * row["shared"] > SHARED[row["arch"]]]
-    assert wrong == [], "two programs a multiprocessor, and nothing spilled"
+    taken = {(row["dtype"], row["size"]) for row in compiled["rows"]}
+    assert taken == {("bfloat16", 128), ("float32", 128), ("float16", 64)}
+    wrong = [row for row in compiled["rows"] if row["stack"] > 64 or 2 * row["shared"] > SHARED[row["arch"]]]
+    assert wrong == [], "two programs a multiprocessor, and next to nothing spilled"
 
 
 def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
@@ -315,7 +308,7 @@ def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
         padding, deciding = step["found"]
         assert padding == deciding and padding["launches"]
         assert {op for op, _ in padding["ops"]} == {"aten.empty.memory_format", "aten.empty_like.default"}
-        most = {"mlstm": 7, "mlstm-corrected": 9, "moment": 9, "votes": 9}
+        most = {"mlstm": 7, "mlstm-corrected": 9, "moment": 8, "votes": 8}
         assert len(padding["ops"]) <= most[step["case"]], (step["case"], padding["ops"])
 
 
