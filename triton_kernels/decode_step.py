@@ -154,8 +154,8 @@ def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, 
 
     - A step that does not start at a head's ``tokens_seen`` raises nothing. That head's pages stay as they are, its outputs
       and log-sum-exps are NaN.
-    - A position of -1 is padding: of its row nothing else is read, whatever its page-table row, ``valid`` and
-      ``budgets`` say, and nothing is written; outputs are 0, log-sum-exps -inf.
+    - A position of -1 is padding: no page is read or written for it, whatever its page-table row, ``valid`` and ``budgets``
+      say; outputs are 0, log-sum-exps -inf.
     - ``scale``, like the rule's numbers, is a number of the host. All tensors, the rule's too, are on q's device.
 
     Raises:
