@@ -27,6 +27,7 @@ from kvpop_vllm.kernels.triton._serving_retain import _products, _retain
 from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _pool_votes, _project, _rank_votes, _residuals
 
 SPLIT_SLOTS = 128  # at least so many for each program of attention
+SEARCHED = 1024  # scores that a search for a victim compares at a time
 TILE_BYTES = 16 * 1024  # of keys, and of values, that such a program holds at a time
 LARGEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -183,7 +184,7 @@ def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, 
     work = _score(plan, cache, asked, weights, requests, heads, scale, marks)
     _retain[heads, requests](
         cache, asked, weights, rule.log_gamma, *work, marks, heads, P=plan,
-        BLOCK=min(1024, max(128, triton.next_power_of_2(plan.most_slots))), num_warps=4, enable_fp_fusion=False,
+        BLOCK=min(SEARCHED, triton.next_power_of_2(plan.most_slots)), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
     if plan.moments:
         rows = triton.cdiv(size, 32)
