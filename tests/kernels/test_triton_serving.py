@@ -36,9 +36,9 @@ SERVED = {
     "threshold, corrected": dict(case="given-threshold-corrected", dtype=F16),
     "linear, queries wider than the cache": dict(case="linear", sinks=0, dtype=F16, q_dtype=torch.float32),
     "mlp": dict(case="mlp", every=2),
-    "mlstm": dict(case="mlstm-norm-skip", group=3),
+    "mlstm": dict(case="mlstm-norm-skip", group=3, sinks=0, window=1),
     "mlstm, float16": dict(case="mlstm-softmax-cap", dtype=F16),
-    "mlstm on a grid": dict(case="mlstm-direct-values", every=4),
+    "mlstm on a grid": dict(case="mlstm-direct-values", every=4, sinks=1, window=2),
     "mlstm read at once on a grid": dict(case="mlstm-immediate", every=3),
     "mlstm of odd widths": dict(case="mlstm-odd-widths"),
     "mlstm in several state blocks": dict(case="mlstm-corrected", size=64, group=1, topk=20),
@@ -46,7 +46,9 @@ SERVED = {
     "mean mass": dict(case="mass-mean", every=3),
     "moments": dict(case="moment-corrected", every=2),
     "moments, float16": dict(case="moment", dtype=F16),
-    "unequal heads, k from 0 on, corrected": dict(case="none-corrected", heads=2, unequal=True, topk=4),
+    "unequal heads, k from 0 on, corrected": dict(
+        case="none-corrected", heads=2, unequal=True, topk=3, sinks=0, window=1
+    ),
 }
 
 
