@@ -233,12 +233,13 @@ class TestDecodeStep(Interpreted):
         assert p.long_range(replay.pages, 0, 0, 20).keys() == held
 
     def test_strided_inputs_equal_contiguous_ones(self):
-        p = problem(case="mlp", heads=2)
-        pages = Replay(p, (19,)).pages
-        other, (q, k, v) = p.layout.view(pages.raw.clone()), p.inputs([0])
-        packed = torch.cat([v, q, k], 1)
-        expected = p.run(pages, [0], [19], q, k, v, "triton")
-        found = p.run(other, [0], [19], packed[:, 2:6], packed[:, 6:], packed[:, :2], "triton")
+        """Queries and keys out of one tensor, values out of another."""
+        p = problem(case="mlstm-direct-values", heads=2, requests=2)
+        pages = Replay(p, (19, 20)).pages
+        other, (q, k, v) = p.layout.view(pages.raw.clone()), p.inputs([0, 1])
+        packed, values = torch.cat([q, k], 1), torch.cat([k, v, k], 1)
+        expected = p.run(pages, [0, 1], [19, 20], q, k, v, "triton")
+        found = p.run(other, [0, 1], [19, 20], packed[:, :4], packed[:, 4:], values[:, 2:4], "triton")
         assert torch.equal(expected[0], found[0]) and torch.equal(expected[1], found[1])
         assert torch.equal(pages.raw, other.raw)
 
@@ -302,6 +303,11 @@ def test_every_kernel_compiles_within_a_multiprocessor(compiled):
     assert taken == {("bfloat16", 128), ("float32", 128), ("float16", 64)}
     wrong = [row for row in compiled["rows"] if row["stack"] > 64 or 2 * row["shared"] > SHARED[row["arch"]]]
     assert wrong == [], "two programs a multiprocessor, and next to nothing spilled"
+
+
+def test_effective_scores_round_as_in_the_reference(compiled):
+    """The kernel that compares them in float64 has no fused multiply-adds; the interpreter never has."""
+    assert {row["fused"] for row in compiled["rows"] if row["kernel"] == "_retain"} == {False}
 
 
 def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):

@@ -1,8 +1,8 @@
 """What Triton's decode step takes of a GPU that need not be there: a process that compiles it, through its own launches.
 
-``python tests/kernels/triton_resources.py`` prints registers, bytes of stack and shared memory of every kernel on sm_80 and sm_90
-in all dtypes with heads of 64 and 128; ``--json few`` those that tests look at. Per launch it also notes what torch was
-asked for meanwhile, and refuses all that reads a tensor's values.
+``python tests/kernels/triton_resources.py`` prints registers, bytes of stack and of shared memory, and whether products and
+sums may be fused, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128; ``--json few`` those that
+tests look at. Per launch it also notes what torch was asked for meanwhile, and refuses all that reads a tensor's values.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def resources(kernel) -> dict:
     registers, stack, _, local = map(
         int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", told.stdout).groups()
     )
-    return {"registers": registers, "stack": stack + local, "shared": kernel.metadata.shared}
+    used = {"registers": registers, "stack": stack + local, "shared": kernel.metadata.shared}
+    return used | {"fused": kernel.metadata.enable_fp_fusion}
 
 
 class Asked(TorchDispatchMode):
