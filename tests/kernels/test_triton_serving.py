@@ -237,9 +237,9 @@ class TestDecodeStep(Interpreted):
         p = problem(case="mlstm-direct-values", heads=2, requests=2)
         pages = Replay(p, (19, 20)).pages
         other, (q, k, v) = p.layout.view(pages.raw.clone()), p.inputs([0, 1])
-        packed, values = torch.cat([q, k], 1), torch.cat([k, v, k], 1)
+        packed, values = torch.cat([q, k], 1), torch.cat([k, v], 1)
         expected = p.run(pages, [0, 1], [19, 20], q, k, v, "triton")
-        found = p.run(other, [0, 1], [19, 20], packed[:, :4], packed[:, 4:], values[:, 2:4], "triton")
+        found = p.run(other, [0, 1], [19, 20], packed[:, :4], packed[:, 4:], values[:, 2:], "triton")
         assert torch.equal(expected[0], found[0]) and torch.equal(expected[1], found[1])
         assert torch.equal(pages.raw, other.raw)
 
