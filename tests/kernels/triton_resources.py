@@ -50,9 +50,11 @@ class Target:
 
 
 def compile_only(self, *args, grid, warmup, **options):
+    """Once for a combination, but those that a rule changes most for each kind of scorer."""
     launches.append((self.fn.__name__, grid))
-    if (self.fn.__name__, options["P"].scorer) not in compiled:
-        compiled[self.fn.__name__, options["P"].scorer] = launch(self, *args, grid=grid, warmup=True, **options)
+    kind = options["P"].scorer if self.fn.__name__ in ("_retain", "_attend") else "any"
+    if (self.fn.__name__, kind) not in compiled:
+        compiled[self.fn.__name__, kind] = launch(self, *args, grid=grid, warmup=True, **options)
 
 
 def resources(kernel) -> dict:
