@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-LONGEST_FIRST = ("kernels/test_sanitizers.py", "kernels/test_decode_step.py", "kernels/test_triton_training.py")
+LONGEST_FIRST = (
+    "kernels/test_sanitizers.py",
+    "kernels/test_decode_step.py",
+    "kernels/test_triton_training.py",
+    "kernels/test_triton_serving.py",
+)
 """Modules that would leave other workers idle if they came last."""
 
 

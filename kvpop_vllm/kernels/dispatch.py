@@ -72,6 +72,7 @@ CPP_DTYPES = {
 """Dtypes of the first tensor that the C++ implementation of an op takes."""
 
 TRITON_DTYPES = {
+    "decode_step": (torch.float32, torch.float16, torch.bfloat16),
     "delayed_mlstm": (torch.float32, torch.float16, torch.bfloat16),
     "future_attention_mass": (torch.float32, torch.float16, torch.bfloat16),
     "running_topk": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
@@ -79,7 +80,7 @@ TRITON_DTYPES = {
 }
 """Dtypes of the first tensor that the Triton implementation of an op takes."""
 
-TRITON_LARGEST_HEAD = {"future_attention_mass": 128, "sparse_attention": 128}
+TRITON_LARGEST_HEAD = {"decode_step": 256, "future_attention_mass": 128, "sparse_attention": 128}
 
 
 def select(op: str, tensor: torch.Tensor) -> str:

@@ -5,25 +5,22 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernels.exact import Exact
-from kernels.factories import given_scores, poisoned_pages, random_page_table, random_rule, random_scorer
+from kernels.factories import given_scores, poisoned_pages
+from kernels.problems import CASES, CLOSE, CLOSE_MASS, Problem
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.testing import assert_within_budget
 
 set_num_threads = torch._C.set_num_threads
 """torch's own: vLLM replaces ``torch.set_num_threads`` by nothing once an engine has run in this process."""
-CLOSE, CLOSE_MASS = 1e-4, 1e-6
-"""Decisions with a smaller margin, of attention masses the second, may fall either way; they end an example and are counted."""
 excused: list[float] = []
 
 
@@ -34,122 +31,12 @@ def few_decisions_are_excused():
     assert len(excused) <= 3, excused
 
 
-CASES = {
-    "none": (None, {}),
-    "key-norm": ("key-norm", {}),
-    "mass-newest": ("mass", {"mean": False}),
-    "mass-mean": ("mass", {"mean": True}),
-    "moment": ("moment", {}),
-    "given": ("given", {}),
-    "given-ages": ("given", {"ages": True}),
-    "given-threshold": ("given", {"threshold": -0.5}),
-    "votes": ("votes", {"pool": 3}),
-    "linear": ("linear", {}),
-    "mlp": ("mlp", {}),
-    "mlstm": ("mlstm", {}),
-    "mlstm-norm-skip": ("mlstm", {"norm": True, "skip": True}),
-    "mlstm-softmax-cap": ("mlstm", {"feature_map": "softmax", "gate_softcap": 3.0}),
-    "mlstm-direct-values": ("mlstm", {"value_projection": False, "skip": True}),
-    "mlstm-immediate": ("mlstm", {"delayed": False, "norm": True}),
-    "mlstm-odd-widths": ("mlstm", {"norm": True}),
-}
-CASES |= {f"{name}-corrected": (kind, options | {"correction": True}) for name, (kind, options) in CASES.items()}
-
-
 @pytest.fixture(autouse=True)
 def fastest_isa_afterwards():
     threads = torch.get_num_threads()
     yield
     _C.set_isa(_C.isa_levels()[-1])
     set_num_threads(threads)
-
-
-@dataclass
-class Problem:
-    """Requests that start one after another, served under one rule; unequal: heads with their own budgets and blocks."""
-
-    case: str = "mlstm"
-    requests: int = 2
-    heads: int = 2
-    group: int = 2
-    size: int = 32
-    slots: int = 16
-    sinks: int = 2
-    window: int = 5
-    topk: int = 9
-    beyond: int = 6
-    step: int = 1
-    every: int = 1
-    dtype: torch.dtype = torch.float32
-    q_dtype: torch.dtype = torch.float32
-    unequal: bool = False
-    seed: int = 0
-
-    def prepare(self):
-        kind, options = CASES[self.case]
-        options = dict(options)
-        correction = options.pop("correction", False)
-        self.generator = torch.Generator().manual_seed(self.seed)
-        scorer = random_scorer(kind, self.heads, self.size, self.generator, **options)
-        if self.case.startswith("mlstm-odd-widths"):
-            narrow = {"q_proj": 13, "k_proj": 13, "v_proj": 23, "out_weight": 23, "norm_weight": 23}
-            scorer = replace(scorer, **{n: getattr(scorer, n)[..., :width].contiguous() for n, width in narrow.items()})
-        if self.case.startswith("given-threshold"):
-            self.sinks = max(1, self.sinks)
-        roles = self.sinks, self.window, self.generator, self.step, self.every
-        self.rule = random_rule(scorer, self.heads, *roles, correction)
-        self.layout = PageLayout(self.heads, self.size, self.dtype, self.slots, self.rule.state_floats(self.size))
-        base, shape = self.sinks + self.window + self.every - 1, (self.requests, self.heads)
-        shares = torch.randint(0, self.topk + 1, shape, generator=self.generator, dtype=torch.int32)
-        self.budgets = (
-            base + shares if self.unequal else torch.tensor(base + self.topk, dtype=torch.int32).expand(shape)
-        )
-        pages, self.table = random_page_table(self.layout, self.requests, base + self.topk, self.generator)
-        if self.unequal:
-            width = self.layout.state_blocks + cdiv(base + self.topk, self.slots)
-            blocks = self.requests * self.heads * width
-            self.table = torch.randperm(blocks + 3, generator=self.generator)[:blocks].int().view(*shape, width)
-            pages = poisoned_pages(self.layout, blocks + 3)
-        self.prompts = torch.randint(1, base + self.topk + self.beyond, (self.requests,), generator=self.generator)
-        self.num_blocks, self.scale = pages.num_blocks, self.size**-0.5
-        return self
-
-    def inputs(self, active):
-        def normal(heads, dtype):
-            return torch.randn(len(active), heads, self.size, generator=self.generator).to(dtype)
-
-        return (
-            normal(self.heads * self.group, self.q_dtype),
-            normal(self.heads, self.dtype),
-            normal(self.heads, self.dtype),
-        )
-
-    def roles(self, r):
-        return self.rule.for_prompt(int(self.prompts[r]))
-
-    def exact(self, r, h):
-        prompt = int(self.prompts[r]) if self.rule.prompt_grid else None
-        return Exact(self.rule, h, int(self.budgets[r, h]), prompt=prompt)
-
-    def run(self, pages, active, positions, q, k, v, impl):
-        budgets = self.budgets[active]
-        at = torch.tensor(positions)
-        asked = zip(active, positions, budgets, strict=True)
-        valid = torch.tensor([[self.roles(r).extent(p, int(b)) for b in row] for r, p, row in asked], dtype=torch.int32)
-        more = dict(given=given_scores(self.rule, k), prompts=self.prompts[active])
-        return ops.decode_step(
-            q, k, v, pages, self.table[active], at, valid, budgets, rule=self.rule, scale=self.scale, impl=impl, **more
-        )
-
-    def long_range(self, pages, r, h, position):
-        """``{position: score}`` of the long-range slots after the step at ``position``."""
-        first = self.rule.first_long
-        end = self.roles(r).extent(position + 1, int(self.budgets[r, h]))
-        if self.rule.threshold is not None:
-            end = first + int(pages.score[self.table[r, h, self.layout.state_blocks], h, 0])
-        slots = torch.arange(first, max(first, end))
-        at = self.table[r, h, self.layout.state_blocks + slots // self.slots].long(), h, slots % self.slots
-        return dict(zip(pages.position[at].tolist(), pages.score[at].tolist(), strict=True))
 
 
 @st.composite

@@ -58,7 +58,9 @@ def decode_step(
         of the scaled logits over the retained tokens.
 
     Raises:
-        StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been written.
+        StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been written. In Triton,
+            which does not wait for the device, that request's outputs are NaN instead, its pages as before; and a position
+            of -1 is padding.
         ValueError: given scores or prompts are missing where the rule needs them, or of another shape.
     """
     run = resolve("decode_step", impl, q)

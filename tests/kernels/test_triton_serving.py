@@ -1,0 +1,330 @@
+"""Triton's decode step: run by its interpreter on the CPU, and compiled for GPUs that need not be there.
+
+As in test_triton_training, classes are collected in a process with TRITON_INTERPRET=1 only. The interpreter runs programs one
+after another and cannot multiply bfloat16 matrices: races are not found here, and bfloat16 is only compiled.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from kernels.factories import given_scores, poisoned_pages
+from kernels.problems import CLOSE, CLOSE_MASS, Problem
+
+from kvpop_vllm.kernels import dispatch, ops
+from kvpop_vllm.testing import assert_within_budget
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parents[2]
+F16 = torch.float16
+
+SERVED = {
+    "recency, unequal heads, no sinks, window 1": dict(case="none", group=1, sinks=0, window=1, heads=2, unequal=True),
+    "key norm": dict(case="key-norm", group=4, size=64, dtype=F16),
+    "three query heads": dict(case="given", group=3, step=3, topk=27),
+    "own decays": dict(case="given-ages", every=3),
+    "threshold": dict(case="given-threshold", every=2),
+    "threshold, corrected": dict(case="given-threshold-corrected", dtype=F16),
+    "linear, queries wider than the cache": dict(case="linear", sinks=0, dtype=F16, q_dtype=torch.float32),
+    "mlp": dict(case="mlp", every=2),
+    "mlstm": dict(case="mlstm-norm-skip", group=3, sinks=0, window=1),
+    "mlstm, float16": dict(case="mlstm-softmax-cap", dtype=F16),
+    "mlstm on a grid": dict(case="mlstm-direct-values", every=4, sinks=1, window=2),
+    "mlstm read at once on a grid": dict(case="mlstm-immediate", every=3),
+    "mlstm of odd widths": dict(case="mlstm-odd-widths"),
+    "mlstm in several state blocks": dict(case="mlstm-corrected", size=64, group=1, topk=20),
+    "newest mass": dict(case="mass-newest", group=3),
+    "mean mass": dict(case="mass-mean", every=3),
+    "moments": dict(case="moment-corrected", every=2),
+    "moments, float16": dict(case="moment", dtype=F16),
+    "unequal heads, k from 0 on, corrected": dict(
+        case="none-corrected", heads=2, unequal=True, topk=3, sinks=0, window=1
+    ),
+}
+
+
+@pytest.fixture
+def poisoned():
+    """torch.empty gives NaN, and the largest of an integer type."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.usefixtures("poisoned")
+class Interpreted:
+    __test__ = INTERPRETED
+
+
+def problem(dtype=torch.float32, **options) -> Problem:
+    sizes = dict(requests=1, heads=1, group=2, size=32, slots=16, sinks=2, window=3, topk=13, beyond=9)
+    return Problem(**(sizes | dict(dtype=dtype, q_dtype=dtype) | options)).prepare()
+
+
+class Replay:
+    """Requests that the reference and the float64 loop have followed from the start; the kernels' pages begin as theirs."""
+
+    def __init__(self, p: Problem, starts: tuple):
+        self.p, self.positions = p, [0] * p.requests
+        self.reference = poisoned_pages(p.layout, p.num_blocks)
+        self.exact = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
+        for r, start in enumerate(starts):
+            for _ in range(start):
+                self.advance([r])
+        self.pages = p.layout.view(self.reference.raw.clone())
+
+    def advance(self, active):
+        """Inputs, the reference's and the exact results, and the margins by request and head."""
+        p, now = self.p, [self.positions[r] for r in active]
+        inputs = p.inputs(active)
+        eager = p.run(self.reference, active, now, *inputs, "reference")
+        q, k, v = inputs
+        given, rows = given_scores(p.rule, k), [slice(h * p.group, (h + 1) * p.group) for h in range(p.heads)]
+        steps = [
+            self.exact[r][h].step(
+                now[i], q[i, rows[h]], k[i, h], v[i, h], p.scale, None if given is None else given[i, h]
+            )
+            for i, r in enumerate(active)
+            for h in range(p.heads)
+        ]
+        for r in active:
+            self.positions[r] += 1
+        wide = torch.cat([s[0] for s in steps]).view(q.shape), torch.cat([s[1] for s in steps]).view(q.shape[:2])
+        return inputs, eager, wide, [s[3] for s in steps]
+
+    def step(self, active):
+        """The next token of each; the kernels hold what the exact loop holds. Returns their outputs, the exact and the eager."""
+        p, now = self.p, [self.positions[r] for r in active]
+        inputs, eager, wide, margins = self.advance(active)
+        found = p.run(self.pages, active, now, *inputs, "triton")
+        for i, r in enumerate(active):
+            for h in range(p.heads):
+                held = p.long_range(self.pages, r, h, now[i])
+                margin = margins[i * p.heads + h]
+                assert margin > (CLOSE_MASS if p.rule.coupled else CLOSE), "another seed: a decision is too close"
+                assert held.keys() == self.exact[r][h].long_range(now[i]).keys(), (r, h, now[i], margin)
+        return found, wide, eager
+
+    def check(self, steps):
+        """Retained tokens at every step, and outputs, log-sum-exps and scores within budget of the whole."""
+        p, active, results = self.p, list(range(self.p.requests)), []
+        for _ in range(steps):
+            results.append(self.step(active))
+        for i, name in enumerate(("out", "lse")):
+            actual, wide, eager = (torch.stack([result[j][i] for result in results]) for j in range(3))
+            assert actual.dtype == eager.dtype
+            assert_within_budget(actual, wide, eager, 3.0, name)
+        scores = [[], [], []]
+        for r in active:
+            for h in range(p.heads):
+                last = self.positions[r] - 1
+                wide = self.exact[r][h].long_range(last)
+                for found, held in zip(
+                    scores,
+                    (p.long_range(self.pages, r, h, last), wide, p.long_range(self.reference, r, h, last)),
+                    strict=True,
+                ):
+                    found += [held[t] for t in wide]
+        actual, wide, eager = (
+            torch.tensor(x, dtype=d) for x, d in zip(scores, (None, torch.float64, None), strict=True)
+        )
+        assert len(actual) > 0
+        assert_within_budget(actual, wide, eager, 4.0, "score")
+        assert torch.equal(self.seen(self.pages), self.seen(self.reference))
+        others = torch.ones(p.num_blocks, dtype=torch.bool)
+        others[p.table.flatten().long()] = False
+        assert (self.pages.raw[others] == 255).all()
+
+    def seen(self, pages):
+        rows = self.p.table[:, :, self.p.layout.state_blocks].long()
+        return torch.stack([pages.position[rows[:, h], h, 0] for h in range(self.p.heads)])
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """Slots of a head are cut among programs, and searched, by 16."""
+    from kvpop_vllm.kernels.triton import decode_step as module
+
+    monkeypatch.setattr(module, "SPLIT_SLOTS", 16)
+    monkeypatch.setattr(module, "SEARCHED", 16)
+
+
+class TestDecodeStep(Interpreted):
+    @pytest.mark.parametrize("name", SERVED)
+    def test_holds_what_the_definition_holds(self, name, cut):
+        """Two requests in one batch: one at its start, on dirty pages, one whose budget is about to be full."""
+        p = problem(requests=2, **SERVED[name])
+        full = int(p.budgets.max())
+        Replay(p, (0, full - 1)).check(p.every + 2)
+
+    def test_many_requests_and_uncut(self):
+        """More rows than a tile of products has; all of a head's slots in one program."""
+        p = problem(case="mlstm", requests=5, every=4, topk=3, size=16)
+        Replay(p, (3, 7, 11, 14, 15)).check(1)
+
+    def test_votes_before_and_after_the_prompt(self, cut):
+        p = problem(case="votes", requests=2, every=3)
+        p.prompts = torch.tensor([25, 22])
+        replay = Replay(p, (22, 22))
+        replay.check(4)
+
+    def test_a_wrong_start_and_padding_touch_nothing(self, cut):
+        """A request that is replayed, one of padding with a page table of anything, one that starts over on dirty pages."""
+        p = problem(case="mlstm-corrected", requests=4, topk=2)
+        replay = Replay(p, (6, 12, 0, 12))
+        replay.positions = [5, 12, -1, 0]
+        others = [p.table[r, 0].long() for r in (0, 2)]
+        before = [replay.pages.raw[rows].clone() for rows in others]
+        q, k, v = p.inputs(range(4))
+        right = p.run(replay.reference, [1, 3], [12, 0], q[[1, 3]], k[[1, 3]], v[[1, 3]], "reference")
+        p.table = p.table.contiguous()
+        p.table[2] = 2**30
+        valid = torch.tensor([[5], [p.rule.extent(12, int(p.budgets[1, 0]))], [2**30], [0]], dtype=torch.int32)
+        out, lse = ops.decode_step(
+            q, k, v, replay.pages, p.table, torch.tensor(replay.positions), valid, p.budgets, rule=p.rule, scale=p.scale,
+            impl="triton",
+        )  # fmt: skip
+        assert out[0].isnan().all() and lse[0].isnan().all()
+        assert (out[2] == 0).all() and (lse[2] == -torch.inf).all()
+        torch.testing.assert_close(out[[1, 3]], right[0], rtol=0, atol=1e-5)
+        torch.testing.assert_close(lse[[1, 3]], right[1], rtol=0, atol=1e-5)
+        for rows, bytes_before in zip(others, before, strict=True):
+            assert torch.equal(replay.pages.raw[rows], bytes_before)
+
+    @pytest.mark.parametrize("decay_step", [1, 4])
+    def test_victim_far_out_and_ties(self, decay_step, cut):
+        """At positions beyond 131,072, with many exactly equal effective scores: the older token leaves."""
+        p = problem(case="none", requests=4, heads=3, topk=60, slots=64, step=decay_step)
+        p.rule = replace(p.rule, log_gamma=torch.tensor([-0.5, -0.125, 0.0], dtype=torch.float64))
+        pages, q0, slots = poisoned_pages(p.layout, p.num_blocks), 200_000, torch.arange(int(p.budgets[0, 0]))
+        heads = [(r, h) for r in range(p.requests) for h in range(p.heads)]
+        for r, h in heads:
+            at = p.table[r, h, slots // p.slots].long(), h, slots % p.slots
+            pages.k[at], pages.v[at] = 0.0, 0.0
+            pages.score[at] = torch.randint(-2, 3, slots.shape, generator=p.generator).float() / 4
+            near = torch.randperm(70, generator=p.generator)[: len(slots)]
+            pages.position[at] = (q0 - p.window - 1 - near).int()
+            pages.position[p.table[r, h, 0], h, 0] = q0
+        before = {head: p.long_range(pages, *head, q0) for head in heads}
+        active = list(range(p.requests))
+        p.run(pages, active, [q0] * p.requests, *p.inputs(active), "triton")
+        for r, h in heads:
+            tokens = {**before[r, h], q0 - p.window: 0.0}
+            ranked = sorted((s + (q0 - t) // decay_step * float(p.rule.log_gamma[h]), t) for t, s in tokens.items())
+            del tokens[ranked[0][1]]
+            assert p.long_range(pages, r, h, q0) == tokens
+
+    def test_scores_that_are_no_number_are_kept_out(self):
+        """Among long-range tokens whose scores are NaN no victim is found: the leaving token goes, and nothing else moves."""
+        p = problem(case="given")
+        replay = Replay(p, (20,))
+        replay.pages.score.fill_(torch.nan)
+        held = p.long_range(replay.pages, 0, 0, 19).keys()
+        p.run(replay.pages, [0], [20], *p.inputs([0]), "triton")
+        assert p.long_range(replay.pages, 0, 0, 20).keys() == held
+
+    def test_strided_inputs_equal_contiguous_ones(self):
+        """Queries and keys out of one tensor, values out of another."""
+        p = problem(case="mlstm-direct-values", heads=2, requests=2)
+        pages = Replay(p, (19, 20)).pages
+        other, (q, k, v) = p.layout.view(pages.raw.clone()), p.inputs([0, 1])
+        packed, values = torch.cat([q, k], 1), torch.cat([k, v], 1)
+        expected = p.run(pages, [0, 1], [19, 20], q, k, v, "triton")
+        found = p.run(other, [0, 1], [19, 20], packed[:, :4], packed[:, 4:], values[:, 2:], "triton")
+        assert torch.equal(expected[0], found[0]) and torch.equal(expected[1], found[1])
+        assert torch.equal(pages.raw, other.raw)
+
+    def test_what_it_does_not_take_is_refused(self):
+        p = problem(case="none")
+        pages, (q, k, v) = poisoned_pages(p.layout, p.num_blocks), p.inputs([0])
+
+        def run(q, k, v, **changes):
+            p.rule = replace(p.rule, **changes)
+            p.run(pages, [0], [0], q, k, v, "triton")
+
+        for error, message, arguments in (
+            (TypeError, "the cache's dtype torch.float32, got torch.float16", (q, k.half(), v.half())),
+            (TypeError, "takes float32, float16 and bfloat16, got torch.float64", (q.double(), k, v)),
+            (ValueError, "do not fit the pages", (q, k[..., :16], v[..., :16])),
+            (ValueError, "last axis", (q, k, torch.cat([v, v], -1)[..., ::2])),
+        ):
+            with pytest.raises(error, match=message):
+                run(*arguments)
+        with pytest.raises(ValueError, match="log_gamma must be contiguous torch.float64"):
+            run(q, k, v, log_gamma=p.rule.log_gamma.float())
+        with pytest.raises(NotImplementedError, match="does not divide budgets among heads"):
+            run(q, k, v, share_pages=2, log_gamma=p.rule.log_gamma.double())
+        assert (pages.raw == 255).all()
+
+
+def test_interpreted():
+    """Runs the class above, interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"{__file__}::TestDecodeStep"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+    assert re.search(r"\d+ passed", outcome.stdout)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Kernels of a few rules, compiled through their own launches in a process that has no interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [sys.executable, str(ROOT / "tests/kernels/triton_resources.py"), "--json", "few"]
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr[-4000:]
+    return json.loads(outcome.stdout.splitlines()[-1])
+
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a block may have
+
+
+def test_every_kernel_compiles_within_a_multiprocessor(compiled):
+    written = {
+        kernel
+        for file in (ROOT / "triton_kernels").glob("*.py")
+        if file.stem == "decode_step" or file.stem.startswith("_serving_")
+        for kernel in re.findall(r"\b(_[a-z_]+)\[.*\]\(", file.read_text())
+    }
+    assert len(written) == 12
+    for arch in SHARED:
+        assert {row["kernel"] for row in compiled["rows"] if row["arch"] == arch} == written
+    taken = {(row["dtype"], row["size"]) for row in compiled["rows"]}
+    assert taken == {("bfloat16", 128), ("float32", 128), ("float16", 64)}
+    wrong = [row for row in compiled["rows"] if row["stack"] > 64 or 2 * row["shared"] > SHARED[row["arch"]]]
+    assert wrong == [], "two programs a multiprocessor, and next to nothing spilled"
+
+
+def test_effective_scores_round_as_in_the_reference(compiled):
+    """The kernel that compares them in float64 has no fused multiply-adds; the interpreter never has."""
+    assert {row["fused"] for row in compiled["rows"] if row["kernel"] == "_retain"} == {False}
+
+
+def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
+    """No value of a tensor is asked for, torch does nothing but allocate, and a step of padding is launched like any other."""
+    for step in compiled["steps"]:
+        padding, deciding = step["found"]
+        assert padding == deciding and padding["launches"]
+        assert {op for op, _ in padding["ops"]} == {"aten.empty.memory_format", "aten.empty_like.default"}
+        most = {"mlstm": 7, "mlstm-corrected": 9, "moment": 8, "votes": 8}
+        assert len(padding["ops"]) <= most[step["case"]], (step["case"], padding["ops"])
+
+
+def test_choice_of_implementation():
+    def on(device, dtype, size=64):
+        return types.SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 4, size))
+
+    assert dispatch.select("decode_step", on("cuda", torch.bfloat16)) == "triton"
+    assert dispatch.select("decode_step", on("cuda", torch.float16, 80)) == "triton"
+    assert dispatch.select("decode_step", on("cuda", torch.float64)) == "reference"
+    assert dispatch.select("decode_step", on("cuda", torch.bfloat16, 512)) == "reference"

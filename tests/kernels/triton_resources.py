@@ -1,0 +1,146 @@
+"""What Triton's decode step takes of a GPU that need not be there: a process that compiles it, through its own launches.
+
+``python tests/kernels/triton_resources.py`` prints registers, bytes of stack and of shared memory, and whether products and
+sums may be fused, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128; ``--json few`` those that
+tests look at. Per launch it also notes what torch was asked for meanwhile, and refuses all that reads a tensor's values.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from kernels.factories import given_scores, poisoned_pages  # noqa: E402
+from kernels.problems import Problem  # noqa: E402
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+ALL = {
+    combination: ("mlstm-corrected", "moment", "votes")
+    for combination in itertools.product((90, 80), DTYPES, (64, 128))
+}
+FEW = {
+    (90, "bfloat16", 128): ("mlstm-corrected", "moment", "votes"),
+    (80, "float32", 128): ("mlstm-corrected", "moment", "votes"),
+    (90, "float16", 64): ("mlstm",),
+}
+READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+arch, launches, compiled = 90, [], {}
+launch = JITFunction.run
+
+
+class Target:
+    get_current_target = staticmethod(lambda: GPUTarget("cuda", arch, 32))
+    get_current_device = staticmethod(lambda: arch)
+    get_current_stream = staticmethod(lambda device: 0)
+
+
+def compile_only(self, *args, grid, warmup, **options):
+    """Once for a combination, but those that a rule changes most for each kind of scorer."""
+    launches.append((self.fn.__name__, grid))
+    kind = options["P"].scorer if self.fn.__name__ in ("_retain", "_attend") else "any"
+    if (self.fn.__name__, kind) not in compiled:
+        compiled[self.fn.__name__, kind] = launch(self, *args, grid=grid, warmup=True, **options)
+
+
+def resources(kernel) -> dict:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(kernel.asm["cubin"])
+        file.flush()
+        told = subprocess.run(
+            [CUOBJDUMP, "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
+        )
+    registers, stack, _, local = map(
+        int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", told.stdout).groups()
+    )
+    used = {"registers": registers, "stack": stack + local, "shared": kernel.metadata.shared}
+    return used | {"fused": kernel.metadata.enable_fp_fusion}
+
+
+class Asked(TorchDispatchMode):
+    """Names of torch's own ops, and shapes of what they give."""
+
+    def __enter__(self):
+        self.ops = []
+        self.reads = {name: getattr(torch.Tensor, name) for name in READS}
+        for name in READS:
+            setattr(torch.Tensor, name, self.refuse(name))
+        return super().__enter__()
+
+    def __exit__(self, *error):
+        for name, method in self.reads.items():
+            setattr(torch.Tensor, name, method)
+        return super().__exit__(*error)
+
+    @staticmethod
+    def refuse(name):
+        def method(*_, **__):
+            raise AssertionError(f"Tensor.{name} waits for the device")
+
+        return method
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        self.ops.append((str(func), list(result.shape)))
+        return result
+
+
+def serve(case: str, dtype: torch.dtype, size: int, every: int) -> list:
+    """Launches and ops of a step of padding, and of one that would decide: they must be the same."""
+    from kvpop_vllm.kernels.triton.decode_step import decode_step
+
+    sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900, every=every)
+    p = Problem(case, dtype=dtype, q_dtype=dtype, **sizes).prepare()
+    pages, (q, k, v), more = poisoned_pages(p.layout, p.num_blocks), p.inputs(range(3)), {}
+    if p.rule.prompt_grid:
+        more["prompts"] = p.prompts
+    found = []
+    for start in (-1, 8 * every - 1):
+        valid, positions = torch.full((3, 2), max(0, start), dtype=torch.int32), torch.full((3,), start)
+        given = given_scores(p.rule, k)
+        launches.clear()
+        with Asked() as asked:
+            decode_step(
+                q, k, v, pages, p.table, positions, valid, p.budgets, rule=p.rule, scale=p.scale, given=given, **more
+            )  # fmt: skip
+        found.append({"launches": list(launches), "ops": asked.ops})
+    return found
+
+
+def main():
+    global arch
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", choices=("few", "all"))
+    chosen = parser.parse_args().json
+    driver.set_active(Target())
+    JITFunction.run = compile_only
+    rows, steps = [], []
+    for (arch, dtype, size), cases in (FEW if chosen == "few" else ALL).items():  # noqa: B007  (arch is read by Target)
+        compiled.clear()
+        for case in cases:
+            steps.append({"case": case, "found": serve(case, DTYPES[dtype], size, every=1 if size == 64 else 4)})
+        for (name, scorer), kernel in compiled.items():
+            row = {"arch": arch, "dtype": dtype, "size": size, "kernel": name, "scorer": scorer} | resources(kernel)
+            rows.append(row)
+            if chosen is None:
+                print(*row.values(), sep="\t", flush=True)
+    if chosen:
+        print(json.dumps({"rows": rows, "steps": steps}))
+
+
+if __name__ == "__main__":
+    main()

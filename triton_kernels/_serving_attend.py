@@ -1,0 +1,200 @@
+"""Attention over the slots in use, cut among programs; their sums are merged, corrected, and turned into masses per slot."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvpop_vllm.kernels.triton._serving_pages import (
+    LN2,
+    LOG2E,
+    MARKS,
+    PRECISION,
+    REFUSED,
+    decided_before,
+    decides_at,
+    page_of,
+    phase_of,
+    seen_slots,
+    state_at,
+    word_at,
+)
+
+
+@triton.jit
+def _nothing(used):
+    """Output where no slot is attended over: 0 of padding, NaN of a request that was refused."""
+    return tl.where(used == REFUSED, float("nan"), 0.0)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _attend(
+    q, cache, asked,
+    out, lse,  # [R, Hq, D], [R, Hq]
+    sums,  # [R, Hq, splits, D] float32: where heads are CUT, these
+    tops,  # [R, Hq, splits, 2]: maximum, in base 2, and total
+    logits,  # [R, Hq, slots], in base 2, where masses are asked for
+    marks, heads, splits, scale, q_request, q_head,
+    P: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """One part of a head's slots, for all of its query heads. BLOCK_S divides N, so that a block of slots lies in one page."""
+    part, h, r = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    used = tl.load(marks + (r * heads + h) * MARKS)
+    g, column = tl.arange(0, GROUP), tl.arange(0, P.padded)
+    fits, present = column < P.size, g < P.group
+    query_head = h * P.group + g
+    at = q + r * q_request + query_head[:, None] * q_head + column[None, :]
+    rows = tl.load(at, mask=present[:, None] & fits[None, :], other=0.0)
+    if WIDE:
+        rows = rows.to(tl.float32)
+    position = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
+    decided = decided_before(position + 1, phase_of(asked, r, P), P)
+
+    top = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, P.padded], tl.float32)
+    head = r * heads * P.group + query_head  # of [R, Hq]
+    blocks = (tl.maximum(used, 0) + BLOCK_S - 1) // BLOCK_S
+    share = (blocks + splits - 1) // splits
+    for block in range(part * share, tl.minimum(blocks, (part + 1) * share)):
+        first = block * BLOCK_S
+        slot = first + tl.arange(0, BLOCK_S)
+        seen = seen_slots(slot, used, position, decided, P)
+        page = page_of(cache, r, h, P.state_pages + first // P.slots)
+        start = page * cache.rows + h * cache.rows_head + first % P.slots * P.size
+        place = start + tl.arange(0, BLOCK_S)[:, None] * P.size + column[None, :]
+        inside = seen[:, None] & fits[None, :]
+        keys = tl.load(cache.k + place, mask=inside, other=0.0)
+        values = tl.load(cache.v + place, mask=inside, other=0.0)
+        if WIDE:
+            keys, values = keys.to(tl.float32), values.to(tl.float32)
+        products = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
+        products = tl.where(seen[None, :], products, float("-inf"))
+        if P.masses:
+            tl.store(
+                logits + head[:, None] * P.most_slots + slot[None, :], products, mask=present[:, None] & seen[None, :]
+            )
+        new_top = tl.maximum(top, tl.max(products, 1))
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(products - pivot[:, None])
+        fade = tl.exp2(top - pivot)
+        total = total * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
+        top = new_top
+    if CUT:
+        row = head * splits + part
+        tl.store(sums + row[:, None] * P.size + column[None, :], acc, mask=present[:, None] & fits[None, :])
+        tl.store(tops + row * 2, top, mask=present)
+        tl.store(tops + row * 2 + 1, total, mask=present)
+    else:
+        acc = tl.where(used > 0, acc / total[:, None], _nothing(used))
+        natural = tl.where(used > 0, (top + tl.log2(total)) * LN2, float("-inf") + _nothing(used))
+        place = out + head[:, None] * P.size + column[None, :]
+        tl.store(place, acc.to(out.dtype.element_ty), mask=present[:, None] & fits[None, :])
+        tl.store(lse + head, natural, mask=present)
+
+
+@triton.jit(do_not_specialize=["splits"])
+def _combine(
+    sums, tops, out, lse, marks, heads, splits,
+    P: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of the parts' sums, merged by their maxima; the log-sum-exp."""
+    first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    used = tl.load(marks + (r * heads + h) * MARKS)
+    g, column = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_C)
+    present = g < P.group
+    inside = present[:, None] & (column < P.size)[None, :]
+    head = (r * heads + h) * P.group + g
+    top = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, BLOCK_C], tl.float32)
+    for part in range(splits):
+        row = head * splits + part
+        own_top = tl.load(tops + row * 2, mask=present, other=0.0)
+        own_total = tl.load(tops + row * 2 + 1, mask=present, other=1.0)
+        own = tl.load(sums + row[:, None] * P.size + column[None, :], mask=inside, other=0.0)
+        new_top = tl.maximum(top, own_top)
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        fade, gain = tl.exp2(top - pivot), tl.exp2(own_top - pivot)
+        total = total * fade + own_total * gain
+        acc = acc * fade[:, None] + own * gain[:, None]
+        top = new_top
+    acc = tl.where(used > 0, acc / total[:, None], _nothing(used))
+    natural = tl.where(used > 0, (top + tl.log2(total)) * LN2, float("-inf") + _nothing(used))
+    tl.store(out + head[:, None] * P.size + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    if first == 0:
+        tl.store(lse + head, natural, mask=present)
+
+
+@triton.jit
+def _correct(
+    q, cache, merged, lse, out, marks, heads, scale, q_request, q_head,
+    P: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """A block of columns of the output with what the evicted tokens add to it. merged ``[R, Hq, D]`` float32."""
+    first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    mark = marks + (r * heads + h) * MARKS
+    count = tl.load(mark + 1) + tl.load(mark + 2)
+    g, column = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_C)
+    present, fits = g < P.group, column < P.size
+    inside = present[:, None] & fits[None, :]
+    head = (r * heads + h) * P.group + g
+    acc = tl.load(merged + head[:, None] * P.size + column[None, :], mask=inside, other=0.0)
+    if count > 0:
+        predicted = tl.zeros([GROUP, BLOCK_C], tl.float32)
+        mass = tl.zeros([GROUP], tl.float32)
+        for x in range(0, P.size, BLOCK_X):
+            place = x + tl.arange(0, BLOCK_X)
+            there = place < P.size
+            at = q + r * q_request + (h * P.group + g)[:, None] * q_head + place[None, :]
+            rows = tl.load(at, mask=present[:, None] & there[None, :], other=0.0).to(tl.float32)
+            mean_key = tl.load(
+                cache.state + state_at(cache, r, h, P.state_words + place, there, P), mask=there, other=0.0
+            )
+            mass += tl.sum(rows * mean_key[None, :], 1)
+            cell = P.state_words + (2 + place)[:, None] * P.size + column[None, :]
+            usable = there[:, None] & fits[None, :]
+            products = tl.load(cache.state + state_at(cache, r, h, cell, usable, P), mask=usable, other=0.0)
+            predicted = tl.dot(rows, products, predicted, input_precision=PRECISION)
+        word = P.state_words + P.size + column
+        mean = tl.load(cache.state + state_at(cache, r, h, word, fits, P), mask=fits, other=0.0)
+        evicted = mean[None, :] + predicted * (scale / count)
+        mass = tl.log(count.to(tl.float32)) + scale * mass
+        share = 1.0 / (1.0 + tl.exp(tl.load(lse + head, mask=present, other=0.0) - mass))
+        acc += share[:, None] * (evicted - acc)
+    tl.store(out + head[:, None] * P.size + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _masses(
+    logits, lse, cache, asked, marks, heads,
+    P: tl.constexpr, GROUP: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """The query's weights over a block of slots, averaged over the query heads, into their score words or added to them."""
+    slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    used = tl.load(marks + (r * heads + h) * MARKS)
+    if tl.program_id(0) * BLOCK_S >= used:
+        return
+    position = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
+    phase = phase_of(asked, r, P)
+    counted, adds = used, 0
+    if P.mean:
+        adds = 1
+    if P.votes:
+        counted = tl.where(position < tl.load(asked.prompts + r * asked.prompts_request), used, 0)
+        adds = tl.where(decides_at(position, phase, P), 0, 1)
+    seen = seen_slots(slot, counted, position, decided_before(position + 1, phase, P), P)
+    g = tl.arange(0, GROUP)
+    present = g < P.group
+    head = (r * heads + h) * P.group + g
+    top = tl.load(lse + head, mask=present, other=0.0) * LOG2E
+    inside = present[:, None] & seen[None, :]
+    own = tl.load(logits + head[:, None] * P.most_slots + slot[None, :], mask=inside, other=float("-inf"))
+    mass = tl.sum(tl.where(inside, tl.exp2(own - top[:, None]), 0.0), 0) / P.group
+    at = word_at(cache, r, h, tl.where(seen, slot, 0), P)
+    if not P.newest:
+        mass += tl.where(adds == 1, tl.load(cache.score + at, mask=seen, other=0.0), 0.0)
+        tl.debug_barrier()
+    tl.store(cache.score + at, mass, mask=seen)

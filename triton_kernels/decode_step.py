@@ -1,0 +1,267 @@
+"""One decode step over a fixed-budget paged cache, in a few launches whose shapes depend on shapes alone (DESIGN "In Triton").
+
+Scores and evictions are one program per request and head (:mod:`_serving_retain`), fed by kernels that have more of them
+(:mod:`_serving_scores`); attention cuts a head's slots among programs (:mod:`_serving_attend`). Nothing is read back.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import torch
+import triton
+
+from kvpop_vllm.kernels.ops import (
+    AttentionMass,
+    AttentionVotes,
+    GivenScore,
+    KeyNorm,
+    LinearWeights,
+    MLPWeights,
+    MLSTMWeights,
+    MomentResidual,
+)
+from kvpop_vllm.kernels.triton._serving_attend import _attend, _combine, _correct, _masses
+from kvpop_vllm.kernels.triton._serving_pages import MARKS, Asked, Cache, Plan, Weights
+from kvpop_vllm.kernels.triton._serving_retain import _products, _retain
+from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _pool_votes, _project, _rank_votes, _residuals
+
+SPLIT_SLOTS = 128  # at least so many for each program of attention
+SEARCHED = 1024  # scores that a search for a victim compares at a time
+TILE_BYTES = 16 * 1024  # of keys, and of values, that such a program holds at a time
+LARGEST_HEAD = 256
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _weights_of(scorer) -> tuple[Weights, dict]:
+    """A scorer's tensors, and what the kernels are compiled for.
+
+    Raises:
+        NotImplementedError: there is no such scorer here.
+    """
+    if isinstance(scorer, LinearWeights):
+        return Weights(skip_weight=scorer.weight, out_bias=scorer.bias), {"scorer": "linear"}
+    if isinstance(scorer, MLPWeights):
+        of = Weights(
+            scorer.fc1_weight, out_weight=scorer.fc2_weight, out_bias=scorer.fc2_bias, hidden_bias=scorer.fc1_bias
+        )
+        return of, {"scorer": "mlp", "columns": scorer.fc2_weight.shape[-1]}
+    if isinstance(scorer, MLSTMWeights):
+        if scorer.feature_map not in ("hedgehog", "softmax"):
+            raise ValueError(f"feature_map must be 'hedgehog' or 'softmax', got {scorer.feature_map!r}")
+        names = [name for name in Weights._fields if name != "hidden_bias"]
+        return Weights(**{name: getattr(scorer, name) for name in names}), {
+            "scorer": "mlstm",
+            "columns": scorer.q_proj.shape[-1],
+            "features": scorer.features,
+            "values": scorer.value_size,
+            "hedgehog": scorer.feature_map == "hedgehog",
+            "softcap": scorer.gate_softcap,
+            "delayed": scorer.delayed,
+            "norm": scorer.norm_weight is not None,
+            "skip": scorer.skip_weight is not None,
+            "projects_values": scorer.v_proj is not None,
+        }
+    kinds = {
+        type(None): lambda: {"scorer": "none"},
+        KeyNorm: lambda: {"scorer": "key_norm"},
+        AttentionMass: lambda: {"scorer": "parked", "mean": scorer.mean, "newest": not scorer.mean},
+        MomentResidual: lambda: {"scorer": "parked", "newest": True, "residual": True},
+        GivenScore: lambda: {"scorer": "parked", "given": True, "ages": scorer.ages, "threshold": scorer.threshold},
+        AttentionVotes: lambda: {"scorer": "parked", "votes": True, "pool": scorer.pool},
+    }
+    if type(scorer) not in kinds:
+        raise NotImplementedError(f"decode_step in Triton has no scorer {type(scorer).__name__}: use impl='reference'")
+    return Weights(), kinds[type(scorer)]()
+
+
+def _check(q, k, v, pages, rule, weights) -> None:
+    """What would be computed wrongly is refused; nothing is read from the device.
+
+    Raises:
+        NotImplementedError, TypeError, ValueError: see :func:`decode_step`.
+    """
+    if rule.share_pages:
+        raise NotImplementedError("decode_step in Triton does not divide budgets among heads (--kv-allocator ada)")
+    if q.dtype not in DTYPES or pages.layout.dtype not in DTYPES:
+        raise TypeError(
+            f"decode_step in Triton takes float32, float16 and bfloat16, got {q.dtype}, {pages.layout.dtype}"
+        )
+    if k.dtype != pages.layout.dtype or v.dtype != k.dtype:
+        raise TypeError(f"k and v must have the cache's dtype {pages.layout.dtype}, got {k.dtype} and {v.dtype}")
+    if (
+        k.shape != v.shape
+        or k.shape[1] != pages.layout.num_kv_heads
+        or q.shape[1] % k.shape[1]
+        or not k.shape[-1] == q.shape[-1] == pages.layout.head_size
+    ):
+        raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit the pages")
+    if k.shape[-1] > LARGEST_HEAD:
+        raise ValueError(f"decode_step in Triton takes heads of up to {LARGEST_HEAD}, got {k.shape[-1]}")
+    if rule.window < 1:
+        raise ValueError(f"a window holds at least the newest token, got {rule.window}")
+    if any(x.stride(-1) != 1 for x in (q, k, v)):
+        raise ValueError("the last axis of q, k and v must be contiguous")
+    for name, weight in (*weights._asdict().items(), ("log_gamma", rule.log_gamma)):
+        if weight is None:
+            continue
+        wanted = torch.float64 if name == "log_gamma" else torch.float32
+        if weight.dtype != wanted or not weight.is_contiguous() or weight.device != q.device:
+            raise ValueError(f"{name} must be contiguous {wanted} on {q.device}, got {weight.dtype} on {weight.device}")
+
+
+def _plan(pages, table, group: int, rule, options: dict) -> Plan:
+    layout = pages.layout
+    return Plan(
+        size=layout.head_size,
+        padded=max(16, triton.next_power_of_2(layout.head_size)),
+        group=group,
+        slots=layout.block_slots,
+        state_pages=layout.state_blocks,
+        region_words=layout.region_bytes // 4,
+        most_slots=(table.shape[-1] - layout.state_blocks) * layout.block_slots,
+        sinks=rule.sinks,
+        window=rule.window,
+        every=rule.decide_every,
+        decay_step=rule.decay_step,
+        corrects=rule.moment_correction,
+        **options,
+    )
+
+
+def _block_slots(plan: Plan, itemsize: int) -> int:
+    """Slots that a program of attention takes at a time: a power of two that divides N."""
+    dividing = plan.slots & -plan.slots
+    return max(16, min(dividing, 64, TILE_BYTES // (plan.padded * itemsize)))
+
+
+def _splits(plan: Plan, programs: int, block: int, device: torch.device) -> int:
+    """Parts of a head's slots: enough for two programs a multiprocessor, by shapes alone."""
+    wanted = triton.cdiv(2 * _processors(device), max(1, programs))
+    return max(1, min(wanted, plan.most_slots // max(block, SPLIT_SLOTS), 64))
+
+
+def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, scale, given=None, prompts=None):
+    """See :func:`kvpop_vllm.kernels.ops.decode_step`. Never waits for the device, so that a CUDA graph may hold it: what
+    is launched and allocated (by ``torch.empty``) depends on shapes and the rule's constants alone.
+
+    What the schema leaves to this:
+
+    - A step that does not start at a head's ``tokens_seen`` raises nothing. That head's pages stay as they are, its outputs
+      and log-sum-exps are NaN.
+    - A position of -1 is padding: no page is read or written for it, whatever its page-table row, ``valid`` and ``budgets``
+      say; outputs are 0, log-sum-exps -inf.
+    - ``scale``, like the rule's numbers, is a number of the host. All tensors, the rule's too, are on q's device.
+
+    Raises:
+        NotImplementedError: heads divide a budget (``rule.share_pages``), or a scorer that is not known here.
+        TypeError: a dtype other than float32, float16 and bfloat16, or k and v of another one than the cache.
+        ValueError: shapes that do not fit, a last axis that is not contiguous, tensors of the rule on another device.
+    """
+    weights, options = _weights_of(rule.scorer)
+    _check(q, k, v, pages, rule, weights)
+    (requests, heads, size), group, device = k.shape, q.shape[1] // k.shape[1], q.device
+    plan = _plan(pages, page_table, group, rule, options)
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(device, requests, q.shape[1])
+    if requests == 0:
+        return out, lse
+    cache = Cache(
+        pages.k, pages.v, pages.score, pages.position, pages.state,
+        *pages.k.stride()[:2], *pages.score.stride()[:2], page_table, *page_table.stride(),
+    )  # fmt: skip
+    asked = Asked(
+        k, v, *k.stride()[:2], *v.stride()[:2], positions, positions.stride(0), valid, *valid.stride(),
+        budgets, *budgets.stride(),
+        prompts, 0 if prompts is None else prompts.stride(0), given, *((0, 0) if given is None else given.stride()),
+    )  # fmt: skip
+    marks = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=device)
+    work = _score(plan, cache, asked, weights, requests, heads, scale, marks)
+    _retain[heads, requests](
+        cache, asked, weights, rule.log_gamma, *work, marks, heads, P=plan,
+        BLOCK=min(SEARCHED, triton.next_power_of_2(plan.most_slots)), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
+    if plan.moments:
+        rows = triton.cdiv(size, 32)
+        _products[rows, heads, requests](cache, work[3], marks, heads, P=plan, BLOCK_X=32, num_warps=4)
+    _attention(plan, q, cache, asked, out, lse, marks, requests, heads, scale)
+    return out, lse
+
+
+def _floats(device, *shape) -> torch.Tensor:
+    return torch.empty(shape, dtype=torch.float32, device=device)
+
+
+def _score(plan, cache, asked, weights, requests, heads, scale, marks):
+    """Workspaces of :func:`_retain`: products with weights, numerators, residuals, room for what is evicted."""
+    device, every = marks.device, plan.every
+    projected = numerators = factors = moved = marks  # where there is none, any pointer will do
+    if plan.scorer in ("mlp", "mlstm"):
+        projected = _floats(device, requests, heads, every, plan.projected)
+        tiles, blocks = triton.cdiv(requests * every, 16), triton.cdiv(plan.columns, 64)
+        if plan.scorer == "mlstm":
+            blocks = 2 * blocks + (triton.cdiv(plan.values, 64) if plan.projects_values else 0)
+        _project[tiles, blocks, heads](
+            cache, asked, weights, projected, requests, heads, P=plan, ROWS=16, BLOCK_C=64, BLOCK_X=32, num_warps=4
+        )
+    if plan.scorer == "mlstm":
+        _gates[tiles, heads](
+            cache, asked, weights, projected, requests, heads, P=plan, ROWS=16, BLOCK_X=32, num_warps=4
+        )
+        numerators = _floats(device, requests, heads, every, plan.values)
+        _cells[triton.cdiv(plan.values, 32), heads, requests](
+            cache, asked, projected, numerators, heads, P=plan, BLOCK_V=32, num_warps=4
+        )
+    if plan.residual:
+        factors = _floats(device, requests, heads, plan.most_slots)
+        _residuals[triton.cdiv(plan.most_slots, 32), heads, requests](
+            cache, asked, factors, heads, scale, P=plan, BLOCK_S=32, BLOCK_X=32, num_warps=4
+        )
+    if plan.votes:
+        ranks = torch.empty(requests, heads, plan.most_slots, dtype=torch.int32, device=device)
+        ordered = _floats(device, requests, heads, plan.most_slots)
+        grid, sizes = (triton.cdiv(plan.most_slots, 64), heads, requests), {"P": plan, "BLOCK_S": 64, "num_warps": 4}
+        _rank_votes[grid](cache, asked, ranks, ordered, heads, **sizes)
+        _pool_votes[grid](cache, asked, ranks, ordered, heads, **sizes)
+    if plan.moments:
+        moved = _floats(device, requests, heads, every, 2, plan.size)
+    return projected, numerators, factors, moved
+
+
+def _attention(plan, q, cache, asked, out, lse, marks, requests, heads, scale) -> None:
+    """Outputs and log-sum-exps, and masses into the score words where the rule asks for them."""
+    device, query_heads = q.device, q.shape[1]
+    wide = q.dtype != cache.k.dtype or q.dtype == torch.float32
+    block = _block_slots(plan, 4 if wide else q.element_size())
+    splits = _splits(plan, requests * heads, block, device)
+    group = triton.next_power_of_2(plan.group)
+    merged = _floats(device, *out.shape) if plan.corrects else out
+    sums = tops = logits = lse
+    if splits > 1:
+        sums = _floats(device, requests, query_heads, splits, plan.size)
+        tops = _floats(device, requests, query_heads, splits, 2)
+    if plan.masses:
+        logits = _floats(device, requests, query_heads, plan.most_slots)
+    _attend[splits, heads, requests](
+        q, cache, asked, merged, lse, sums, tops, logits, marks, heads, splits, scale, *q.stride()[:2],
+        P=plan, GROUP=max(16, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    columns = triton.cdiv(plan.padded, 64)
+    if splits > 1:
+        _combine[columns, heads, requests](
+            sums, tops, merged, lse, marks, heads, splits, P=plan, GROUP=group, BLOCK_C=64, num_warps=4
+        )
+    if plan.corrects:
+        _correct[columns, heads, requests](
+            q, cache, merged, lse, out, marks, heads, scale, *q.stride()[:2],
+            P=plan, GROUP=max(16, group), BLOCK_C=64, BLOCK_X=32, num_warps=4,
+        )  # fmt: skip
+    if plan.masses:
+        _masses[triton.cdiv(plan.most_slots, 128), heads, requests](
+            logits, lse, cache, asked, marks, heads, P=plan, GROUP=group, BLOCK_S=128, num_warps=4
+        )
