@@ -29,12 +29,13 @@ class Bench:
     """What sections need: where they run, how large they may be, and how long they have.
 
     Attributes:
-        device, dtype: of tensors. small: reduced shapes, no times. ends: ``time.monotonic()`` when all must be over.
+        device, dtype: of tensors. small: reduced shapes, no times. watched: no times, few cases, for a tool that watches. ends: ``time.monotonic()`` when all must be over.
     """
 
     device: str
     dtype: object
     small: bool
+    watched: bool
     ends: float
     say: Callable[[str], None]
 
@@ -53,7 +54,10 @@ Section = Callable[[Bench], Iterator[tuple[str, Callable[[], Iterator[dict]]]]]
 """``section(bench)`` yields cases: a name, and what gives its rows; it raises AssertionError where something is wrong."""
 
 
-SECTIONS = {"training-kernels": "gpu_training:training_kernels"}
+SECTIONS = {
+    "serving-kernels": "gpu_serving:serving_kernels",
+    "training-kernels": "gpu_training:training_kernels",
+}
 """Name -> module and section, in the order in which they run."""
 
 
@@ -86,6 +90,7 @@ def main(arguments: list[str] | None = None) -> int:
             "cpu" if options.interpret else "cuda",
             torch.float32 if options.interpret else torch.bfloat16,
             options.interpret,
+            options.watched,
             time.monotonic() + 60 * options.minutes,
             say,
         )
@@ -103,6 +108,7 @@ def main(arguments: list[str] | None = None) -> int:
 def parse_arguments(arguments):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--interpret", action="store_true", help="on the CPU, interpreted, at reduced shapes")
+    parser.add_argument("--watched", action="store_true", help="only few right cases, under a sanitizer")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), help="only these")
     parser.add_argument(
         "--minutes", type=float, default=8.0, help="no case begins later than so long after the start (default 8)"
@@ -112,6 +118,21 @@ def parse_arguments(arguments):
     )
     parser.add_argument("--commit", help="of rows, where there is no git")
     return parser.parse_args(arguments)
+
+
+def within(bench: Bench, actual, exact, eager, name: str, factor: float = 2.0) -> Iterator[dict]:
+    """The row of an output that is as good as it must be: its error over the eager one's; ``factor``: how many times that one it may be.
+
+    Raises:
+        AssertionError: it is not.
+    """
+    from kvpop_vllm.testing import assert_within_budget
+
+    actual, exact, eager = (x.detach().cpu() for x in (actual, exact, eager))
+    assert_within_budget(actual, exact, eager, factor, name)
+    finite = exact.isfinite()
+    error, low = (float((x.double() - exact)[finite].abs().max()) for x in (actual, eager))
+    yield bench.row(name, "largest error", error / (low or 1.0), "of the eager one" if low else "absolute")
 
 
 def take_kernels_from(root: Path) -> None:
@@ -139,7 +160,7 @@ def run_case(bench: Bench, section: str, case: str, measure, append, about: dict
     begin, told = time.monotonic(), {"section": section} | about
     try:
         for row in measure():
-            bench.say(f"{section}, {case}: {row['measure']} {row['value']} {row['unit']}" + of_floor(row))
+            bench.say(f"{section}, {row['case']}: {row['measure']} {row['value']} {row['unit']}" + of_floor(row))
             append([{name: (row | told)[name] for name in ("machine", "commit", *COLUMNS)}])
     except Exception as error:  # noqa: BLE001  what one case does must not cost the others
         bench.say(f"{section}, {case}: WRONG {type(error).__name__}: {error}")

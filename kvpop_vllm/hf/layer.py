@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, PrefillChunk, StepBatch
@@ -68,7 +66,7 @@ class LayerPages:
     ):
         rows, heads, _, size = like.shape
         self.clock, self.shifted, self.budgets = clock, shifted, budgets
-        self.rule = rule = _on(rule, like.device)
+        self.rule = rule = rule.to(like.device)
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
         where = {"requests": rows, "device": like.device}
         self.pages, self.table = fresh_pages(rule, layout, int(budgets.max()), **where)
@@ -119,14 +117,3 @@ class LayerPages:
     def allocated_bytes(self) -> int:
         """Bytes of its pages and table."""
         return sum(tensor.untyped_storage().nbytes() for tensor in (self.pages.raw, self.table, self._budgets))
-
-
-def _on(rule: RetentionRule, device: torch.device) -> RetentionRule:
-    """The same rule with its tensors on that device."""
-
-    def moved(part):
-        tensors = {name: value.to(device) for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
-        return dataclasses.replace(part, **tensors)
-
-    scorer = rule.scorer if rule.scorer is None else moved(rule.scorer)
-    return dataclasses.replace(moved(rule), scorer=scorer)

@@ -32,11 +32,13 @@ def test_all_is_right_and_nothing_is_timed(interpreted):
     assert said == log and said.splitlines()[-1] == "all is well" and "WRONG" not in said
     assert {row["machine"] for row in rows} == {"interpreter"} and {row["commit"] for row in rows} == {"abc"}
     assert not [row for row in rows if row["unit"] == "ms"]
-    kernels = {"sets that differ", "largest error"}
+    kernels = {"sets that differ", "largest error", "steps with equal sets"}
     assert {row["measure"] for row in rows} == kernels and {row["dtype"] for row in rows} == {"float32"}
     named = {row["case"].split(",")[0] for row in rows}
     assert named >= {"running_topk", "out", "lse", "dq", "dk", "dv", "mass", "mlstm h", "mlstm df"}
-    assert all(float(row["value"]) < 4 for row in rows)
+    assert all(float(row["value"]) < 4 for row in rows if row["measure"] != "steps with equal sets")
+    steps = {row["case"]: float(row["value"]) for row in rows if row["measure"] == "steps with equal sets"}
+    assert steps.keys() == {"recency", "mlstm", "moments"} and min(steps.values()) >= 12
 
 
 @pytest.fixture
@@ -47,7 +49,7 @@ def script(monkeypatch):
 
 def test_a_case_that_breaks_costs_no_other(script, tmp_path):
     said, rows = [], []
-    bench = script.Bench("cpu", "torch.float32", True, time.monotonic() + 60, said.append)
+    bench = script.Bench("cpu", "torch.float32", True, False, time.monotonic() + 60, said.append)
     about = dict.fromkeys(("machine", "commit", "torch", "triton"), "x")
 
     def breaks():
@@ -63,7 +65,7 @@ def test_a_case_that_breaks_costs_no_other(script, tmp_path):
         bench, "section", "b", lambda: iter([bench.row("b", "after", 2.0, "ms")]), rows.extend, about
     )
     assert [row["section"] for row in rows] == ["section"] * 2 and rows[1]["over_floor"] == ""
-    late = script.Bench("cpu", "torch.float32", True, time.monotonic() - 1, said.append)
+    late = script.Bench("cpu", "torch.float32", True, False, time.monotonic() - 1, said.append)
     assert not script.run_case(late, "section", "c", breaks, rows.extend, about)
     assert said[-1] == "section, c: not reached" and len(rows) == 2
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -190,6 +190,11 @@ class RetentionRule(SlotRoles):
     phase: int = 0
     share_pages: int = 0
 
+    def to(self, device: torch.device | str) -> RetentionRule:
+        """The same rule with its tensors, the scorer's too, on that device."""
+        scorer = self.scorer if self.scorer is None else _moved(self.scorer, device)
+        return replace(_moved(self, device), scorer=scorer)
+
     @property
     def coupled(self) -> bool:
         """Whether scores depend on what earlier queries saw."""
@@ -244,3 +249,9 @@ class RetentionRule(SlotRoles):
         """float32 words of one head's state."""
         own = self.scorer.state_floats if isinstance(self.scorer, MLSTMWeights) else 0
         return own + (moment_floats(head_size) if self.keeps_moments else 0) + self.share_floats
+
+
+def _moved(part, device: torch.device | str):
+    """A dataclass with its tensors on that device."""
+    tensors = {name: value.to(device) for name, value in vars(part).items() if isinstance(value, torch.Tensor)}
+    return replace(part, **tensors)

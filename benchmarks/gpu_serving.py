@@ -1,0 +1,221 @@
+"""`decode_step` on a GPU: right in low precision, clean under compute-sanitizer, and its time at Qwen3-8B's shapes beside its floor.
+
+The floor is the bytes that a step has to move at the bandwidth of a large copy: keys and values in use for attention; for scorer and
+eviction the state, read and written, and the scores and positions that a victim is looked for among.
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from gpu import Bench, within
+from gpu_clock import bandwidth, paired
+from kernels.factories import given_scores, poisoned_pages, random_rule, random_scorer
+from kernels.problems import CLOSE, CLOSE_MASS, Problem
+
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.kernels.pages import PageLayout, Pages
+
+HEADS, KV_HEADS, SIZE, LAYERS = 32, 8, 128, 36
+"""Of Qwen3-8B."""
+SINKS, WINDOW, SEEN = 4, 256, 16384
+MOST_BYTES = 24 << 30
+"""Of pages, whatever a GPU has."""
+TOOLS = "memcheck", "racecheck"
+
+RIGHT = {
+    "recency": dict(case="none", sinks=0, window=1, unequal=True),
+    "key norm": dict(case="key-norm", group=4),
+    "threshold": dict(case="given-threshold", every=2),
+    "mlp": dict(case="mlp"),
+    "mlstm": dict(case="mlstm-norm-skip", group=4, size=128),
+    "mlstm on a grid, corrected": dict(case="mlstm-corrected", every=4),
+    "mean mass": dict(case="mass-mean", group=3),
+    "moments": dict(case="moment-corrected", every=2),
+    "votes": dict(case="votes", every=4, window=5),
+}
+FEW = "recency", "mlstm", "moments"
+"""Where kernels are interpreted, or watched."""
+
+
+def serving_kernels(bench: Bench):
+    """Cases; see :data:`gpu.Section`."""
+    for name in FEW if bench.small or bench.watched else RIGHT:
+        yield f"decode_step is right, {name}", lambda name=name: step_right(bench, name)
+    if bench.small or bench.watched:
+        return
+    for tool in TOOLS:
+        yield f"decode_step under {tool}", lambda tool=tool: sanitized(bench, tool)
+    for budget in (2048, 4096):
+        for requests in (1, 2, 4, 8, 16, 32, 64, 128, 256):
+            name = f"B {budget}, batch {requests}"
+            yield (
+                f"decode_step, {name}",
+                lambda name=name, budget=budget, requests=requests: step_times(bench, name, budget, requests),
+            )
+
+
+def step_right(bench: Bench, name: str) -> Iterator[dict]:
+    """Retained tokens after every step are the float64 loop's, until one of its decisions is too close; outputs are as good as the
+    reference's in the same precision."""
+    steps = 6 if bench.small else 40
+    options = dict(requests=3, heads=2, size=64, group=2, window=3, topk=13, slots=16) | RIGHT[name]
+    reduced = dict(requests=1, heads=1, size=32) if bench.small else {}
+    p = Problem(**options | reduced | dict(dtype=bench.dtype, q_dtype=bench.dtype)).prepare()
+    exact = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
+    reference, rule, active = poisoned_pages(p.layout, p.num_blocks), p.rule.to(bench.device), list(range(p.requests))
+    pages, found, compared = p.layout.view(poisoned_pages(p.layout, p.num_blocks).raw.to(bench.device)), [], 0
+    for position in range(steps + (16 if bench.small else 30)):
+        inputs, now = p.inputs(active), [position] * p.requests
+        eager = p.run(reference, active, now, *inputs, "reference")
+        wide, margins = _exact_step(p, exact, position, *inputs)
+        own = _step(bench, p, rule, pages, position, *inputs)
+        if min(margins) <= (CLOSE_MASS if rule.coupled else CLOSE):
+            break
+        on_host = p.layout.view(pages.raw.cpu())
+        for r in active:
+            for h in range(p.heads):
+                held = p.long_range(on_host, r, h, position).keys()
+                expected = exact[r][h].long_range(position).keys()
+                assert held == expected, f"position {position}, request {r}, head {h}: {sorted(held ^ expected)} differ"
+        compared += 1
+        found.append((own, wide, eager))
+    assert compared >= 12, f"the data have a close decision at position {compared}: take another seed"
+    yield bench.row(name, "steps with equal sets", compared, "count")
+    for i, what in enumerate(("out", "lse")):
+        actual, wide, eager = (torch.stack([each[j][i].cpu() for each in found]) for j in range(3))
+        yield from within(bench, actual, wide, eager, f"{what}, {name}", factor=3.0)
+
+
+def _exact_step(p: Problem, exact, position: int, q, k, v):
+    given, rows = given_scores(p.rule, k), [slice(h * p.group, (h + 1) * p.group) for h in range(p.heads)]
+    steps = [
+        exact[r][h].step(position, q[r, rows[h]], k[r, h], v[r, h], p.scale, None if given is None else given[r, h])
+        for r in range(p.requests)
+        for h in range(p.heads)
+    ]
+    wide = torch.cat([s[0] for s in steps]).view(q.shape), torch.cat([s[1] for s in steps]).view(q.shape[:2])
+    return wide, [s[3] for s in steps]
+
+
+def _step(bench: Bench, p: Problem, rule: RetentionRule, pages: Pages, position: int, q, k, v):
+    """The kernel's own, everything on its device."""
+    in_use = [[p.roles(r).extent(position, int(b)) for b in row] for r, row in enumerate(p.budgets)]
+    given = given_scores(p.rule, k)
+    told = q, k, v, torch.full((p.requests,), position), torch.tensor(in_use, dtype=torch.int32), p.budgets, p.table
+    q, k, v, positions, valid, budgets, table = (x.to(bench.device) for x in told)
+    return ops.decode_step(
+        q, k, v, pages, table, positions, valid, budgets, rule=rule, scale=p.scale, impl="triton",
+        given=None if given is None else given.to(bench.device), prompts=p.prompts.to(bench.device),
+    )  # fmt: skip
+
+
+def sanitized(bench: Bench, tool: str) -> Iterator[dict]:
+    """The few right cases once more, watched by compute-sanitizer; it says what is wrong in the log."""
+    program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    if not Path(program).exists():
+        bench.say(f"compute-sanitizer is not on this machine: {tool} not run")
+        return
+    script = Path(__file__).with_name("gpu.py")
+    with tempfile.TemporaryDirectory() as folder:
+        command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, str(script)]
+        command += ["--sections", "serving-kernels", "--watched", "--out", folder]
+        outcome = subprocess.run(command, capture_output=True, text=True, timeout=max(60.0, bench.left()))
+    assert outcome.returncode == 0, f"{tool}: {outcome.stdout[-1500:]}"
+    yield bench.row("decode_step", f"errors under {tool}", 0, "count")
+
+
+def step_times(bench: Bench, name: str, budget: int, requests: int) -> Iterator[dict]:
+    """A layer's step in a CUDA graph of several layers, more than the GPU caches: with recency alone, which is attention, and with KVpop's
+    scorer; the difference is what scores and evictions cost."""
+    generator = torch.Generator().manual_seed(0)
+    rules = {
+        "attention": RetentionRule(SINKS, WINDOW, torch.full((KV_HEADS,), -1.0, dtype=torch.float64)),
+        "kvpop": random_rule(
+            random_scorer("mlstm", KV_HEADS, SIZE, generator, skip=True), KV_HEADS, SINKS, WINDOW, generator
+        ),
+    }
+    graphs = {what: Replayed(bench, rule, budget, requests) for what, rule in rules.items()}
+    layers = {what: graph.layers for what, graph in graphs.items()}
+    times = {
+        what: 1e3 * value / layers[what] for what, value in paired({w: g.replay for w, g in graphs.items()}).items()
+    }
+    for what, graph in graphs.items():
+        graph.check(what)
+    speed = bandwidth()
+    keys = requests * KV_HEADS * budget * 2 * SIZE * bench.dtype.itemsize
+    state = requests * KV_HEADS * 4 * (2 * rules["kvpop"].state_floats(SIZE) + 2 * budget)
+    yield bench.row(name, "attention, a layer", times["attention"], "ms", 1e3 * keys / speed)
+    yield bench.row(name, "kvpop, a layer", times["kvpop"], "ms", 1e3 * (keys + state) / speed)
+    yield bench.row(
+        name, "scorer and eviction, a layer", times["kvpop"] - times["attention"], "ms", 1e3 * state / speed
+    )
+
+
+class Replayed:
+    """A CUDA graph of one decode step in each of so many layers, of requests that have seen :data:`SEEN` tokens.
+
+    Args:
+        rule: of all layers, on the CPU. budget: B. requests: R.
+
+    Attributes:
+        layers: as many as it takes to be more than a GPU caches.
+    """
+
+    def __init__(self, bench: Bench, rule: RetentionRule, budget: int, requests: int):
+        device, self.rule = bench.device, rule.to(bench.device)
+        layout = PageLayout(KV_HEADS, SIZE, bench.dtype, state_floats=rule.state_floats(SIZE))
+        blocks = layout.blocks(budget, budget)
+        own = requests * blocks * KV_HEADS * layout.region_bytes
+        self.layers = max(1, min(LAYERS, MOST_BYTES // (2 * own), -(-(1 << 30) // own)))
+        self.positions = torch.full((requests,), SEEN, device=device)
+        valid = torch.full((requests, KV_HEADS), budget, dtype=torch.int32, device=device)
+        tokens = [torch.randn(requests, n, SIZE, device=device).to(bench.dtype) for n in (HEADS, KV_HEADS, KV_HEADS)]
+        filled = [self._pages(layout, budget, requests, blocks, device) for _ in range(self.layers)]
+
+        def step():
+            for pages, table in filled:
+                self.out, _ = ops.decode_step(
+                    *tokens, pages, table, self.positions, valid, valid, rule=self.rule, scale=SIZE**-0.5, impl="triton"
+                )
+            self.positions.add_(1)
+
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            step()  # compiles
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            step()
+        self.replay = self.graph.replay
+
+    def _pages(self, layout: PageLayout, budget: int, requests: int, blocks: int, device) -> tuple[Pages, torch.Tensor]:
+        """Full pages of random tokens, blocks in random order."""
+        raw = torch.zeros(
+            requests * blocks, KV_HEADS, layout.block_slots, layout.slot_bytes, dtype=torch.uint8, device=device
+        )
+        pages = layout.view(raw)
+        for part in (pages.k, pages.v, pages.score):
+            part.copy_(
+                torch.randn(part.shape, device=device, dtype=torch.float32 if part is pages.score else part.dtype)
+            )
+        table = torch.randperm(requests * blocks, device=device).int().view(requests, 1, blocks)
+        slots = torch.arange((blocks - layout.state_blocks) * layout.block_slots, device=device)
+        of_blocks = table[:, 0, layout.state_blocks :].long()  # [R, slot blocks]
+        told = (slots % (SEEN - WINDOW)).int().view(1, -1, 1, layout.block_slots)
+        pages.position[of_blocks] = told.expand(requests, -1, KV_HEADS, -1)
+        pages.position[of_blocks[:, 0], :, 0] = SEEN
+        pages.state[table[:, 0, : layout.state_blocks].long()] = 0.0
+        return pages, table.expand(-1, KV_HEADS, -1)
+
+    def check(self, what: str) -> None:
+        """Raises AssertionError if a step was not taken, as a wrong start is not."""
+        assert bool(self.out.isfinite().all()), f"{what}: outputs are not finite"
