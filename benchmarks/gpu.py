@@ -1,7 +1,7 @@
 """`make gpu`: the Triton kernels on a machine with a GPU, torch, Triton and transformers; neither vLLM nor a network.
 
 Sections run one after another, each case on its own: what it found is in the CSV file and in the log before the next one begins, and what
-there is no time for is named in the log. Correctness comes first, in bfloat16 against float64, and a kernel that is wrong is not timed.
+there is no time for is named in the log. Correctness comes first, in bfloat16 against float64, and what a case of times needs is checked before: if that was wrong, it is not timed.
 
 With ``--interpret`` the same code runs on a CPU at reduced shapes in float32, interpreted: its times say nothing, and are not written.
 """
@@ -10,13 +10,15 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import importlib.machinery
 import importlib.util
 import os
 import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -38,15 +40,17 @@ class Bench:
     watched: bool
     ends: float
     say: Callable[[str], None]
+    wrong: set[str] = field(default_factory=set)
+    """Cases that failed."""
 
     def left(self) -> float:
         """Seconds."""
         return self.ends - time.monotonic()
 
-    def row(self, case: str, measure: str, value: float, unit: str, floor: float | None = None) -> dict:
-        """One line of the CSV file; ``floor``: the least that the value could be, in its unit."""
+    def row(self, measure: str, value: float, unit: str, floor: float | None = None) -> dict:
+        """One line of the CSV file; ``floor``: what the value is measured against, in its unit."""
         over = "" if floor is None else f"{value / floor:.3f}"
-        named = {"case": case, "dtype": str(self.dtype).removeprefix("torch."), "measure": measure, "unit": unit}
+        named = {"dtype": str(self.dtype).removeprefix("torch."), "measure": measure, "unit": unit}
         return named | {"value": f"{value:.6g}", "floor": "" if floor is None else f"{floor:.6g}", "over_floor": over}
 
 
@@ -70,8 +74,9 @@ def main(arguments: list[str] | None = None) -> int:
     elif not torch.cuda.is_available():
         sys.exit("there is no GPU here: give --interpret for reduced shapes on the CPU")
     take_kernels_from(ROOT)
-    import record
     import triton
+
+    import record
 
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)
@@ -94,15 +99,29 @@ def main(arguments: list[str] | None = None) -> int:
             time.monotonic() + 60 * options.minutes,
             say,
         )
-        failed = 0
+        outcomes = {"done": 0, "wrong": 0, "not reached": 0}
+        with tests_of(ROOT):
+            modules = {section: importlib.import_module(SECTIONS[section].partition(":")[0]) for section in SECTIONS}
         for section in options.sections or SECTIONS:
-            module, _, name = SECTIONS[section].partition(":")
-            for case, measure in getattr(importlib.import_module(module), name)(bench):
-                failed += run_case(
-                    bench, section, case, measure, lambda rows: record.append(out / "gpu.csv", rows), about | versions
-                )
-        say("all is well" if not failed else f"{failed} cases are wrong or broke off")
-    return int(failed > 0)
+            for case, measure in getattr(modules[section], SECTIONS[section].partition(":")[2])(bench):
+                outcome = run_case(bench, section, case, measure, out / "gpu.csv", about | versions)
+                outcomes[outcome] += 1
+                if outcome == "wrong" and not usable(bench):
+                    say("the GPU answers no more in this process: what is left was not tried")
+                    return 1
+        say(", ".join(f"{count} cases {outcome}" for outcome, count in outcomes.items()))
+    return int(outcomes["wrong"] > 0 or outcomes["done"] == 0)
+
+
+def usable(bench: Bench) -> bool:
+    """Whether kernels can still be run after a failure: an illegal access ends all that a process can do on a GPU."""
+    import torch
+
+    try:
+        torch.zeros(1, device=bench.device).item()
+    except RuntimeError:
+        return False
+    return True
 
 
 def parse_arguments(arguments):
@@ -132,42 +151,65 @@ def within(bench: Bench, actual, exact, eager, name: str, factor: float = 2.0) -
     assert_within_budget(actual, exact, eager, factor, name)
     finite = exact.isfinite()
     error, low = (float((x.double() - exact)[finite].abs().max()) for x in (actual, eager))
-    yield bench.row(name, "largest error", error / (low or 1.0), "of the eager one" if low else "absolute")
+    yield bench.row(f"{name}, largest error", error / (low or 1.0), "of the eager one" if low else "absolute")
 
 
 def take_kernels_from(root: Path) -> None:
-    """Makes kvpop_vllm importable as it lies here, the folder triton_kernels as kvpop_vllm.kernels.triton, installed or not."""
-    for path in (root, root / "benchmarks", root / "tests"):
-        if str(path) not in sys.path:
-            sys.path.insert(0, str(path))
+    """Makes kvpop_vllm importable as it lies here, the folder triton_kernels as kvpop_vllm.kernels.triton, whatever is installed."""
+    sys.path[:0] = [str(path) for path in (root, root / "benchmarks") if str(path) not in sys.path]
     name, folder = "kvpop_vllm.kernels.triton", root / "triton_kernels"
     import kvpop_vllm.kernels
 
-    if importlib.util.find_spec(name) is None:
-        spec = importlib.util.spec_from_file_location(
-            name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-        )
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = kvpop_vllm.kernels.triton = module
-        spec.loader.exec_module(module)
+    spec = importlib.util.spec_from_file_location(
+        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
+    )
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = kvpop_vllm.kernels.triton = module
+    spec.loader.exec_module(module)
 
 
-def run_case(bench: Bench, section: str, case: str, measure, append, about: dict) -> bool:
-    """Runs one case if there is time; whether it failed."""
+@contextmanager
+def tests_of(root: Path) -> Iterator[None]:
+    """The package ``kernels`` is that of the tests, and not another one of that name that is installed, for imports within."""
+    others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "kernels"}
+    spec = importlib.machinery.ModuleSpec("kernels", None, is_package=True)
+    spec.submodule_search_locations = [str(root / "tests" / "kernels")]
+    sys.modules["kernels"] = importlib.util.module_from_spec(spec)
+    try:
+        yield
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"]:
+            del sys.modules[name]
+        sys.modules.update(others)
+
+
+def run_case(bench: Bench, section: str, case: str, measure, results: Path, about: dict) -> str:
+    """Runs one case if there is time: "done", "wrong" or "not reached".
+
+    Raises:
+        ValueError: the results have other columns.
+    """
+    import record
+
     if bench.left() < 0:
         bench.say(f"{section}, {case}: not reached")
-        return False
-    begin, told = time.monotonic(), {"section": section} | about
-    try:
-        for row in measure():
-            bench.say(f"{section}, {row['case']}: {row['measure']} {row['value']} {row['unit']}" + of_floor(row))
-            append([{name: (row | told)[name] for name in ("machine", "commit", *COLUMNS)}])
-    except Exception as error:  # noqa: BLE001  what one case does must not cost the others
-        bench.say(f"{section}, {case}: WRONG {type(error).__name__}: {error}")
-        bench.say(traceback.format_exc())
-        return True
+        return "not reached"
+    begin, told = time.monotonic(), {"section": section, "case": case} | about
+    rows = measure()
+    while True:
+        try:
+            row = next(rows, None)
+        except Exception as error:  # noqa: BLE001  what one case does must not cost the others
+            bench.say(f"{section}, {case}: WRONG {type(error).__name__}: {error}")
+            bench.say(traceback.format_exc())
+            bench.wrong.add(case)
+            return "wrong"
+        if row is None:
+            break
+        bench.say(f"{section}, {case}: {row['measure']} {row['value']} {row['unit']}" + of_floor(row))
+        record.append(results, [{name: (row | told)[name] for name in ("machine", "commit", *COLUMNS)}])
     bench.say(f"{section}, {case}: done in {time.monotonic() - begin:.1f} s")
-    return False
+    return "done"
 
 
 def of_floor(row: dict) -> str:

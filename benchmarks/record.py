@@ -48,10 +48,13 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """Short hash, with a + where tracked files differ from it, results aside; "none" outside a repository."""
+    """Short hash, with a + where tracked files differ from it, results aside; "none" outside a repository or without git."""
 
     def git(*arguments):
-        return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+        try:
+            return subprocess.run(["git", "-C", str(ROOT), *arguments], capture_output=True, text=True).stdout.strip()
+        except OSError:
+            return ""
 
     changed = git("status", "--porcelain", "-uno", "--", ".", ":!benchmarks/results")
     return (git("rev-parse", "--short", "HEAD") or "none") + ("+" if changed else "")

@@ -21,7 +21,7 @@ def kept_sets(priority, sinks, window, topk):
 
 def visible_keys(rank, cutoff, sinks, window):
     """The mask that ``rank`` and ``cutoff`` describe: ``[B, H, S, S]``."""
-    t = torch.arange(rank.shape[-1])
+    t = torch.arange(rank.shape[-1], device=rank.device)
     q = t.unsqueeze(1)
     return ((t < sinks) | (t > q - window) | (rank.unsqueeze(-2) <= cutoff.unsqueeze(-1))) & (t <= q)
 
@@ -37,7 +37,7 @@ def masked_attention(q, k, v, visible, scale):
 def future_mass(q, k, lse, window, scale, lookahead):
     """Log of the attention each key gets from the queries that follow its window."""
     logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * scale - lse.unsqueeze(-1)
-    t = torch.arange(q.shape[2])
+    t = torch.arange(q.shape[2], device=q.device)
     age = t.unsqueeze(1) - t
     last = q.shape[2] if lookahead is None else window + lookahead
     return logits.masked_fill((age < window) | (age > last), -torch.inf).logsumexp(-2)
