@@ -74,9 +74,8 @@ def main(arguments: list[str] | None = None) -> int:
     elif not torch.cuda.is_available():
         sys.exit("there is no GPU here: give --interpret for reduced shapes on the CPU")
     take_kernels_from(ROOT)
-    import triton
-
     import record
+    import triton
 
     out = Path(options.out)
     out.mkdir(parents=True, exist_ok=True)

@@ -3,8 +3,8 @@
 On held-out text, at each budget B: the error of attention outputs on the dense model's queries, perplexity and divergence
 from dense under the policy, needles found (RULER's wording), and then, in minutes that want a quiet machine, the time of a decode step of the
 serving kernel alone (attention, scorer and cache of all layers, no matrix products of the model, and no gates), in turn with the same
-kernel keeping everything. Each policy has its own defaults of serving; once at equal k, and for B >= 512 of those with a state at equal
-allocated bytes.
+kernel keeping everything. Each policy has its own defaults of serving; once at equal k, and for B >= 512 of those that take more pages than a
+plain policy at equal allocated bytes.
 
 Each (policy, B) is appended to benchmarks/results/policies.csv, its times to policy-steps.csv, as it is done, and a rerun of the same commit goes
 on behind what is there. Nothing is compared or timed unless the policy gives the dense model's predictions where nothing has been evicted.
@@ -16,6 +16,7 @@ import argparse
 import csv
 import hashlib
 import itertools
+import statistics
 import sys
 from pathlib import Path
 
@@ -37,7 +38,7 @@ ASKED = {
     "steps": "threads model length context requests rounds".split(),
 }
 CELL = ("scorer", "equal", "budget", "policy")
-"""Columns that say what was asked; machine and commit beside them tell measurements apart."""
+"""Columns that say which row it is; commit, what was asked and for times the machine tell measurements apart."""
 
 
 def main() -> int:
@@ -121,6 +122,12 @@ def measure(options) -> int:
         if setting is not None:
             settings.append((contender, setting, equal))
     rows = {part: [] for part in FILES}
+    if "quality" not in options.parts:
+        checked = {tuple(row[column] for column in CELL) for row in there(options, "quality")}
+        for cell_of in [each for each in settings if cell_named(*each) not in checked]:
+            say(f"not timed, it has not passed the output check: {', '.join(cell_named(*cell_of)[1:])}")
+            settings.remove(cell_of)
+            problems += 1
     for part in FILES:
         if part not in options.parts:
             continue
@@ -138,9 +145,7 @@ def measure(options) -> int:
 
 def cell(options, cells, part: str, done: list[dict], contender, setting, equal: str) -> dict | None:
     """A row that is there, or is measured and appended now; None if it cannot be had."""
-    scorer = fingerprint(Path(contender.scorer)) if contender and contender.scorer else ""
-    about = scorer, equal, str(setting.budget if contender else ""), contender.name if contender else "dense"
-    named = dict(zip(CELL, about, strict=True))
+    named = dict(zip(CELL, cell_named(contender, setting, equal), strict=True))
     for row in done:
         if {column: row[column] for column in CELL} == named:
             return row
@@ -153,6 +158,12 @@ def cell(options, cells, part: str, done: list[dict], contender, setting, equal:
     if row is not None and not options.no_csv:
         record.append(RESULTS / FILES[part], [row])
     return row
+
+
+def cell_named(contender, setting, equal: str) -> tuple[str, ...]:
+    """The values of :data:`CELL`."""
+    scorer = fingerprint(Path(contender.scorer)) if contender and contender.scorer else ""
+    return scorer, equal, str(setting.budget if contender else ""), contender.name if contender else "dense"
 
 
 def asked_of(options, part: str) -> dict[str, str]:
@@ -188,8 +199,13 @@ def table(quality: list[dict], steps: list[dict]) -> str:
         "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(quality, key=lambda r: (int(r["budget"] or 0), r["equal"] == "bytes", float(r["error"]))):
-        least = min(int(r["allocated_bytes"]) for r in quality if r["budget"] == row["budget"])
-        both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and int(row["allocated_bytes"]) == least
+        alike = [
+            r["allocated_bytes"]
+            for r in quality
+            if r["budget"] == row["budget"] and (r["equal"], r["state"]) == ("k", "0")
+        ]
+        plain = statistics.mode(alike) if alike else "0"
+        both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and int(row["allocated_bytes"]) <= int(plain)
         equal = "k, bytes" if both and row["equal"] == "k" else row["equal"]
         time = times.get(tuple(row[column] for column in CELL))
         own = time and {name: float(time[name]) for name in ("step_ms", "dense_over_it", "least", "largest")}

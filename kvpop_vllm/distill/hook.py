@@ -1,7 +1,7 @@
 """The way into transformers' models: a registered attention function that hands every layer's q, k, v to the caller.
 
 No modelling code is forked: Llama, Qwen2, Qwen3 and whatever else uses transformers' attention interface work as they are.
-What attends is passed with the call, ``model(tokens, attend=...)``, so that nothing is attached to the model.
+What attends is passed with the call, ``model(tokens, attend=...)``; only what a gate sees is taken by hooks on the model.
 """
 
 from __future__ import annotations
@@ -41,6 +41,8 @@ class Attend(Protocol):
 def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, attend=None, **options):
     if attend is None:
         raise TypeError(f"a model loaded with attn_implementation={NAME!r} is called as model(tokens, attend=...)")
+    if attention_mask is not None:
+        raise ConfigError("the model's attention has a mask of its own, which would be ignored: choose another model")
     window = options.get("sliding_window")
     if window is not None and window < query.shape[2]:
         raise ConfigError("the model has sliding-window layers of its own: kvpop cannot train scorers for it")
@@ -97,22 +99,29 @@ def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
     it, ``[B, S, H]``, to an ``attend`` that has a method ``see_channel``, just before it attends.
 
     Args:
-        share: of the channel that is taken out, while a model gets used to it.
+        share: of the channel that is taken out before RoPE, and as much once more behind it, while a model gets used to it.
 
     Raises:
-        ConfigError: the model's attention blocks have no queries of the usual name.
+        ConfigError: the model's attention blocks have no queries of the usual name and shape.
     """
     for layer in model.get_decoder().layers:
         block = getattr(layer, "self_attn", None)
         queries = getattr(block, "q_norm", None) or getattr(block, "q_proj", None)
-        if queries is None:
+        if queries is None or not (hasattr(block, "head_dim") and hasattr(block, "num_key_value_groups")):
             raise ConfigError("the model's layers have no queries to borrow a channel of: choose another model")
         if not hasattr(block, "borrowed"):
             queries.register_forward_hook(functools.partial(_take_channel, block))
         block.borrowed = share
 
 
+def borrowed_share(model: torch.nn.Module) -> float:
+    """What :func:`borrow_channel` said last of a model, or 0."""
+    return max((getattr(layer.self_attn, "borrowed", 0.0) for layer in model.get_decoder().layers), default=0.0)
+
+
 def _take_channel(block, module, inputs, queries):
+    if not block.borrowed:
+        return None
     by_group = queries.reshape(*queries.shape[:2], -1, block.num_key_value_groups, block.head_dim)
     block.channel = by_group[..., 0, -1]
     return _without_channel(by_group, block.borrowed).reshape(queries.shape)

@@ -179,6 +179,10 @@ class Recipe:
             refuse(f"gate_reads must be {' or '.join(known)} in phase {self.phase}, got {self.gate_reads!r}")
         if self.gate_reads == "query" and not self.train_base:
             refuse("a frozen model's queries say nothing of evictions: with --gate-reads query give --train-base")
+        if self.borrow_steps > self.steps:
+            refuse(
+                f"borrow_steps {self.borrow_steps} exceeds steps {self.steps}: the channel must be out of the query at the end"
+            )
         for name in ("length", "batch", "steps", "samples", "decay_step", "kl_top", "calibration_rows", "gate_width"):
             if getattr(self, name) < 1:
                 refuse(f"{name} must be at least 1, got {getattr(self, name)}")

@@ -29,7 +29,7 @@ from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.scorers import ScorerConfig, build
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import Decay, write_scorer
-from kvpop_vllm.scorers.init import BORROWED, model_shape
+from kvpop_vllm.scorers.init import BORROWED, borrows_channel, model_shape
 
 
 @dataclass(frozen=True)
@@ -146,6 +146,10 @@ class Trainer:
     def _student(self, model) -> Student:
         """Frozen parameters in the recipe's dtype; those that are trained in float32, computed with in that dtype."""
         recipe, low = self.recipe, getattr(torch, self.recipe.dtype)
+        if borrows_channel(model):
+            raise ConfigError(
+                f"{model} gives up a query channel (DMS), which training does not do: give --model the one that it was made of"
+            )
         base = load_model(model, torch.float32 if recipe.trains_base else low)
         if recipe.moves_rows:
             check_positions(base, recipe.positions)

@@ -54,7 +54,7 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         "--allocator",
         nargs="+",
         choices=ALLOCATORS,
-        help="each that can be served with each of these, as --kv-allocator (default: each policy's own)",
+        help="each that can be served with each of these, as --kv-allocator (default: each policy's own); a pair that cannot be is an error",
     )
     _add_settings(command)
     command.add_argument("--kinds", nargs="+", choices=KINDS, help="of retrieval (default: all)")

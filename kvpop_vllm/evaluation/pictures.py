@@ -47,6 +47,8 @@ class Report:
             return self._leave_out(f"{contender.name} cannot be served: it has no map of retained tokens")
         deployed = setting.deploy(contender, backend.shape, backend.dtype)
         held = backend.held(deployed, tokens)
+        if held.shape[-1] < len(tokens):
+            self._leave_out("this backend cannot run a prompt that fills the model: maps end a token earlier")
         width = -(-held.shape[-1] // MOST_BINS)
         self.maps.append(
             {

@@ -56,17 +56,26 @@ class Setting:
             return deployed
         plain = PageLayout(model.num_kv_heads, model.head_dim, dtype)
         most = request_bytes(plain, model.num_layers, self.length, deployed.policy.retention).allocated
-        while deployed.request_bytes(self.length, dtype).allocated > most:
-            fewer = plain.block_slots * (cdiv(deployed.roles.budget, plain.block_slots) - 1)
-            deployed = self._deploy(contender, model, fewer)
-        return deployed
+        too_many = self.budget + 1
+        while deployed.request_bytes(self.length, dtype).allocated > most:  # whole pages, then single tokens
+            too_many = deployed.roles.budget
+            deployed = self._deploy(contender, model, plain.block_slots * (cdiv(too_many, plain.block_slots) - 1))
+        fits = deployed
+        while too_many <= self.budget and too_many - fits.roles.budget > 1:
+            between = self._deploy(contender, model, (fits.roles.budget + too_many) // 2)
+            if between.request_bytes(self.length, dtype).allocated <= most:
+                fits = between
+            else:
+                too_many = between.roles.budget
+        return fits
 
     def _deploy(self, contender: Contender, model: ModelShape, budget: int) -> Deployed:
         sinks, window, waiting = self.sinks or 0, self.window or 1, (self.decide_every or 1) - 1
         if budget - sinks - window - waiting < 1:
+            less = f" ({max(0, budget)} in as many bytes for {self.length} tokens)" if budget < self.budget else ""
             raise ConfigError(
-                f"a budget of {self.budget} leaves {contender.name} no long-range tokens: {sinks} sinks, window"
-                f" {window}, {waiting} between decisions, {self.budget - budget} slots of state: raise it"
+                f"a budget of {self.budget}{less} leaves {contender.name} no long-range tokens: {sinks} sinks, window"
+                f" {window}, {waiting} between decisions: raise --budget or --length"
             )
         return contender.deploy(model, budget, self.sinks, self.window, self.decide_every)
 

@@ -20,7 +20,7 @@ from kvpop_vllm.hf.takeover import Takes, check_model, take_over
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.checkpoint import ScorerConfig
-from kvpop_vllm.scorers.init import shape_of
+from kvpop_vllm.scorers.init import gives_up_channel, shape_of
 
 
 class KVpopCache(Cache, Takes):
@@ -34,7 +34,7 @@ class KVpopCache(Cache, Takes):
 
     Where a policy decides by the length of the prompt (snapkv, pyramidkv, adakv, ``allocator="ada"``), that is what the first call
     brings, and all that follows counts as generated, further turns too. ``prompt_length`` says otherwise, and is needed
-    where a prompt comes in pieces.
+    where a prompt comes in pieces: pieces of one token cannot be told from generated ones, others are refused without it.
 
     Args:
         model: of transformers. It stays as it is: passes without such a cache are untouched.
@@ -80,7 +80,8 @@ class KVpopCache(Cache, Takes):
             self._gates = [self.policy.gate(i, heads) for i in range(len(self))]
         except ConfigError as error:
             raise ConfigError(_in_python(str(error))) from None
-        self.borrows = any(gate is not None and gate.borrows for gate in self._gates)
+        gated = any(gate is not None and gate.borrows for gate in self._gates)
+        self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(take_over(model, self.borrows))
         self._asked = prompt_length
         self._layers: dict[int, LayerPages] = {}
@@ -132,6 +133,12 @@ class KVpopCache(Cache, Takes):
         if self._step is not None:
             raise RuntimeError("the pass before was broken off when some layers had it: call reset() on the KVpopCache")
         rows, length = inputs.shape[:2]
+        if torch.is_grad_enabled() and (inputs.requires_grad or any(p.requires_grad for p in decoder.parameters())):
+            raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
+        if inputs.device.type not in ("cpu", "meta"):
+            raise ConfigError(
+                f"there are no prefill kernels for {inputs.device.type} yet: move the model to the CPU, or serve it with vLLM there"
+            )
         if not length:
             raise ValueError(
                 "no new tokens: a KVpopCache goes on with the whole text so far, give generate() all of it"
@@ -218,7 +225,8 @@ class KVpopCache(Cache, Takes):
     def _clock(self, device: torch.device, rows: int) -> Clock:
         """Of that device, as far as the rows are."""
         if device not in self._clocks:
-            clock = self._clocks[device] = Clock(rows, device)
+            with torch.inference_mode(False):
+                clock = self._clocks[device] = Clock(rows, device)
             clock.positions.copy_(torch.tensor(self._lengths or [0] * rows))
             if self.policy.needs_prompt and self.prompts:
                 clock.prompts.copy_(torch.tensor(self.prompts))
@@ -230,7 +238,12 @@ class KVpopCache(Cache, Takes):
         Raises:
             ConfigError: the layer has other heads than the model's config says, or keys and values of different sizes.
         """
-        if index not in self._layers:
+        known = self._layers.get(index)
+        if (
+            known is None
+            or not self._columns
+            and (known.pages.layout.dtype, known.pages.raw.device) != (k.dtype, k.device)
+        ):
             shape = self.policy.model
             expected = len(self._lengths), shape.num_kv_heads, k.shape[2], shape.head_dim
             if k.shape != expected or v.shape != expected or q.shape[3] != shape.head_dim:
@@ -239,7 +252,8 @@ class KVpopCache(Cache, Takes):
                 )
             rule = self.policy.layer_rule(index, self._heads)
             clock = self._clock(k.device, len(self._lengths))
-            self._layers[index] = LayerPages(rule, self._budgets[index], k, scale, clock, self.policy.shifted)
+            with torch.inference_mode(False):  # tensors of inference mode could not be written outside of it
+                self._layers[index] = LayerPages(rule, self._budgets[index], k, scale, clock, self.policy.shifted)
         return self._layers[index]
 
     def gate(self, index: int, device: torch.device):

@@ -90,8 +90,10 @@ class LayerPages:
         ends = [(r + 1) * length for r in range(len(counts))]
         chunks = [PrefillChunk(ends[r] - counts[r], ends[r], starts[r], self.table[r], prompts[r]) for r in busy]
         device, none = self.table.device, self.clock.positions[:0]
-        slot_zero = self.table[torch.tensor(busy, device=device), :, self.pages.layout.state_blocks].long()
-        first = torch.tensor([starts[r] for r in busy], device=device)
+        slot_zero = self.table[
+            torch.tensor(busy, dtype=torch.int64, device=device), :, self.pages.layout.state_blocks
+        ].long()
+        first = torch.tensor([starts[r] for r in busy], dtype=torch.int64, device=device)
         return StepBatch(
             0, slice(0, 0), self.table[:0], none, none, self._budgets, tuple(chunks), first, slot_zero
         )  # fmt: skip

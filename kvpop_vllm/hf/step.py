@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.scorers.gates import Signals
 
 if TYPE_CHECKING:
@@ -18,14 +19,14 @@ class Step:
     Attributes:
         positions: ``[R, L]`` int64, of the tokens; 0 for pads. starts: of each row's first token in the pass, None where every
             row decodes one. counts: tokens of each row, its last ones. length: L. attended: layers that are done.
-            over: the pass is. borrows: queries lose a channel on their way (:meth:`borrow`).
+            over: the pass is.
     """
 
     def __init__(
         self, cache: KVpopCache, positions: torch.Tensor, starts: list[int] | None, counts: list[int], length: int
     ):
         self.cache, self.positions, self.starts, self.counts, self.length = cache, positions, starts, counts, length
-        self.borrows, self.over, self.attended = cache.borrows, False, set()
+        self.over, self.attended = False, set()
         self._hidden: dict[int, torch.Tensor] = {}
         self._channel: dict[int, torch.Tensor] = {}
 
@@ -34,22 +35,19 @@ class Step:
         if self.cache.policy.gated:
             self._hidden[layer] = hidden
 
-    def borrow(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        """Queries before RoPE, ``[R, L, Hq * D]`` or ``[R, L, Hq, D]``, whose borrowed channel is 0."""
-        shape, own = self.cache.policy.model, queries.clone()
-        by_head = own.view(*queries.shape[:2], shape.num_kv_heads, -1, shape.head_dim)
-        self._channel[layer] = by_head[..., 0, -1].clone()
-        by_head[..., 0, -1] = 0
-        return own
+    def see_channel(self, layer: int, channel: torch.Tensor) -> None:
+        """``[R, L, H]``, just before the layer attends, if it gives up a channel."""
+        self._channel[layer] = channel
 
     def __call__(self, layer, q, k, v, scale):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
         pages = self.cache.layer(layer, q, k, v, scale)
         given = self._given(layer, k, v)
-        if self.borrows:
-            q = q.clone()
-            q[:, :: q.shape[1] // k.shape[1], :, -1] = 0
+        if layer in self.attended:
+            raise ConfigError(
+                "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
+            )
         self.attended.add(layer)
         prompts = self.cache.prompts
         batch = pages.decode() if self.starts is None else pages.prefill(self.starts, self.counts, self.length, prompts)

@@ -13,11 +13,17 @@ import torch
 from transformers import PreTrainedModel
 
 from kvpop_vllm.config import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, ConfigError
-from kvpop_vllm.distill.hook import NAME, show_hidden_states
+from kvpop_vllm.distill.hook import NAME, borrow_channel, borrowed_share, show_hidden_states
 
 
 class Takes:
-    """What the hooks ask of a cache; they know it by this class."""
+    """What the hooks ask of a cache; they know it by this class.
+
+    Attributes:
+        borrows: a channel of the queries is no part of them in its passes.
+    """
+
+    borrows: bool
 
     def begin(self, decoder: torch.nn.Module, inputs: torch.Tensor, mask: torch.Tensor | None, positions):
         """Lays out one pass: inputs ``[R, L, ..]``, mask as the caller gave it, positions ``[R or 1, L]`` if he did.
@@ -54,9 +60,8 @@ def take_over(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     if _before not in decoder._forward_pre_hooks.values():
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
-    for layer in decoder.layers if borrows else ():
-        if _lend not in layer.self_attn._forward_pre_hooks.values():
-            layer.self_attn.register_forward_pre_hook(_lend, with_kwargs=True)
+    if borrows:
+        borrow_channel(model, borrowed_share(model))
     return decoder
 
 
@@ -89,8 +94,8 @@ def check_model(model: torch.nn.Module) -> None:
         raise ConfigError("the model has no layers with a self_attn of the decoder's config: choose another model")
 
 
-_own: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
-"""Decoder in a pass -> the attention that it had before."""
+_own: weakref.WeakKeyDictionary[torch.nn.Module, tuple[str, list[float]]] = weakref.WeakKeyDictionary()
+"""Decoder in a pass -> the attention that it had before, and what each layer gave up of its channel."""
 
 
 def _before(decoder, positional, named):
@@ -108,7 +113,11 @@ def _before(decoder, positional, named):
         raise ValueError("the model needs input_ids or inputs_embeds")
     step = cache.begin(decoder, inputs, named.get("attention_mask"), named.get("position_ids"))
     more = {"attend": step, "attention_mask": None, "position_ids": step.positions}
-    _own[decoder], decoder.config._attn_implementation = decoder.config._attn_implementation, NAME
+    blocks = [layer.self_attn for layer in decoder.layers]
+    _own[decoder] = decoder.config._attn_implementation, [getattr(block, "borrowed", 0.0) for block in blocks]
+    decoder.config._attn_implementation = NAME
+    for block in blocks if cache.borrows else ():
+        block.borrowed = 1.0
     return positional, named | more
 
 
@@ -120,17 +129,11 @@ def _after(decoder, positional, named, result):
 
 
 def _restore(decoder):
-    if decoder in _own:
-        decoder.config._attn_implementation = _own.pop(decoder)
-
-
-def _lend(attention, positional, named):
-    """Before an attention block: its next queries are shown, and lose a channel, before RoPE."""
-    step = named.get("attend")
-    if getattr(step, "borrows", False):
-
-        def once(module, inputs, queries):
-            handle.remove()
-            return None if step.over else step.borrow(attention.layer_idx, queries)
-
-        handle = getattr(attention, "q_norm", attention.q_proj).register_forward_hook(once)
+    if decoder not in _own:
+        return
+    before, shares = _own.pop(decoder)
+    if decoder.config._attn_implementation == NAME:  # else it has been set since
+        decoder.config._attn_implementation = before
+    for layer, share in zip(decoder.layers, shares, strict=True):
+        if hasattr(layer.self_attn, "borrowed"):
+            layer.self_attn.borrowed = share

@@ -17,7 +17,11 @@ BORROWED = "kvpop_borrowed_channel"
 
 def borrows_channel(model: str | Path) -> bool:
     """Whether the last channel of each KV head's first query is a model's eviction logit (DMS), trained here or in its authors' layout."""
-    config = json.loads((Path(model) / "config.json").read_text())
+    return gives_up_channel(json.loads((Path(model) / "config.json").read_text()))
+
+
+def gives_up_channel(config: dict) -> bool:
+    """The same of the contents of a ``config.json``."""
     published = "dms_alpha_scale" in config and not config.get("dms_separate_alpha", False)
     return bool(config.get(BORROWED, False)) or published
 

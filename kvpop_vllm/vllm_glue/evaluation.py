@@ -96,12 +96,12 @@ class EngineRun:
     """See :class:`kvpop_vllm.evaluation.running.Run`."""
 
     def __init__(self, llm):
-        self.llm, self.steps, self.caches = llm, [], None
+        self.llm, self.steps, self.watched, self.caches = llm, [], None, None
 
         def step(module, inputs, hidden):
             self.steps.append(hidden.detach().clone())
-            if self.caches is not None and sum(map(len, self.steps)) == self.caches:
-                self.caches = held_in_step(llm.llm_engine.vllm_config, self.caches)
+            if self.watched is not None and sum(map(len, self.steps)) == self.watched:
+                self.caches = held_in_step(llm.llm_engine.vllm_config, self.watched)
 
         llm.apply_model(lambda model: model.register_forward_hook(step) and None)
 
@@ -122,10 +122,14 @@ class EngineRun:
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
         """See :meth:`kvpop_vllm.evaluation.running.Backend.held`."""
-        self.caches = len(tokens)
-        self._answer(tokens.tolist(), 1, set())
-        found, self.caches = self.caches, None
-        return found
+        self.watched, self.caches = len(tokens), None
+        try:
+            self._answer(tokens.tolist(), 1, set())
+        finally:
+            self.watched = None
+        if self.caches is None:
+            raise RuntimeError(f"no step of vLLM's ended with the prompt's {len(tokens)} tokens")
+        return self.caches
 
     def _answer(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
         from vllm import SamplingParams

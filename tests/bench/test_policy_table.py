@@ -51,7 +51,7 @@ def bench(modules, folder, tmp_path, monkeypatch, capsys):
         text = str(folder / "text.jsonl")
         words = f"--model {folder / 'model'} --scorer {folder / 'scorer'} --data {text} --haystack {text} --length 700 --context 700"
         words += " --needles 2 --requests 2 --rounds 3"
-        monkeypatch.setattr(sys, "argv", ["policies.py", *words.split(), *options])
+        monkeypatch.setattr(sys, "argv", ["policy_table.py", *words.split(), *options])
         threads = torch.get_num_threads()
         status = modules["policy_table"].main()
         torch.set_num_threads(threads)

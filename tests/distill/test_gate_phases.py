@@ -165,6 +165,7 @@ REFUSED = {
     "--recipe=dms --window=8 --topk 23 --gate-reads=kv": "gate_reads must be hidden or query in phase dms, got 'kv'",
     "--recipe=dms --window=8 --topk 23 --gate-reads=query": "with --gate-reads query give --train-base",
     "--recipe=dms --window=8 --topk 23 --borrow-steps=3": "--borrow-steps is about a borrowed channel: give --gate-reads query",
+    "--recipe=dms --window=8 --topk 23 --gate-reads=query --train-base --steps=5 --borrow-steps=6": "borrow_steps 6 exceeds steps 5",
     "--recipe=trimkv --topk 23 --gate-width=0": "gate_width must be at least 1",
     "--recipe=trimkv --topk 23 --capacity=-1": "capacity must be at least 0",
     "--recipe=dms --window=8 --topk 23 --compression=0.5": "compression must be at least 1",
