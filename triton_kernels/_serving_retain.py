@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from kvpop_vllm.kernels.triton._serving_pages import (
     MARKS,
     PADDING,

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-
 from kvpop_vllm.kernels.triton._serving_pages import (
     PRECISION,
     decided_before,

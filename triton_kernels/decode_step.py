@@ -10,6 +10,10 @@ import functools
 
 import torch
 import triton
+from kvpop_vllm.kernels.triton._serving_attend import _attend, _combine, _correct, _masses
+from kvpop_vllm.kernels.triton._serving_pages import MARKS, Asked, Cache, Plan, Weights
+from kvpop_vllm.kernels.triton._serving_retain import _products, _retain
+from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _pool_votes, _project, _rank_votes, _residuals
 
 from kvpop_vllm.kernels.ops import (
     AttentionMass,
@@ -21,10 +25,6 @@ from kvpop_vllm.kernels.ops import (
     MLSTMWeights,
     MomentResidual,
 )
-from kvpop_vllm.kernels.triton._serving_attend import _attend, _combine, _correct, _masses
-from kvpop_vllm.kernels.triton._serving_pages import MARKS, Asked, Cache, Plan, Weights
-from kvpop_vllm.kernels.triton._serving_retain import _products, _retain
-from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _pool_votes, _project, _rank_votes, _residuals
 
 SPLIT_SLOTS = 128  # at least so many for each program of attention
 SEARCHED = 1024  # scores that a search for a victim compares at a time

@@ -31,11 +31,11 @@ class Takes:
         Returns:
             The step, an :class:`kvpop_vllm.distill.hook.Attend` with ``positions [R, L]`` int64 of its tokens.
         """
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no begin()")
 
     def end(self, failed: bool) -> None:
         """After the pass."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no end()")
 
 
 def take_over(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
