@@ -83,10 +83,7 @@ class Cells:
         begin = time.monotonic()
         deployed = contender and self._deploy(contender, setting)
         read = self.read(deployed, setting)
-        if read["kl_before"] > SAME and self.keeps_all(deployed):
-            say(
-                f"{asked['policy']}, B = {setting.budget}: output check failed, KL {read['kl_before']:.3f} before eviction"
-            )
+        if not self.passes(deployed, read["kl_before"], asked):
             return None
         found = read | self.found(deployed)
         roles = deployed and deployed.roles
@@ -99,10 +96,20 @@ class Cells:
         }
         return self._row(asked, setting, about, found, begin)
 
-    def steps(self, contender, setting, asked: dict) -> dict:
-        """A row of times."""
+    def steps(self, contender, setting, asked: dict) -> dict | None:
+        """A row of times, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
-        return self._row(asked, setting, {}, self.speed(contender and self._deploy(contender, setting)), begin)
+        deployed = contender and self._deploy(contender, setting)
+        if not self.passes(deployed, self.kl_before(deployed, self.rows[0]), asked):
+            return None
+        return self._row(asked, setting, {}, self.speed(deployed), begin)
+
+    def passes(self, deployed, before: float, asked: dict) -> bool:
+        """The output check: whether the dense model is followed while nothing has been evicted, said where it is not."""
+        if before <= SAME or not self.keeps_all(deployed):
+            return True
+        say(f"{asked['policy']}, B = {asked['budget']}: output check failed, KL {before:.3f} before eviction")
+        return False
 
     def _row(self, asked: dict, setting, about: dict, found: dict, begin: float) -> dict:
         found = found | {"seconds": time.monotonic() - begin}
@@ -117,21 +124,26 @@ class Cells:
         that of as many tokens as every head can hold."""
         records, before = [], []
         served = [] if deployed is None else [dataclasses.replace(deployed.contender, serve=True)]
-        first = deployed and max(2, deployed.least)
         for row in self.rows:
             *_, last = evaluate(self.backend.model, [row], served, [setting], recall=False)
             records.append(last)
-            if deployed is not None:
-                with self.backend.start(None) as dense, self.backend.start(deployed) as run:
-                    told = replay.predictions(dense, row[:first])
-                    before.append(replay.compare(run, row[:first], told, first)["kl"])
+            before.append(self.kl_before(deployed, row))
         mean = {name: statistics.mean(r.get(name, 0.0) for r in records) for name in ("error", "kl", "nll")}
         return {
             "error": mean["error"],
             "perplexity": math.exp(mean["nll"]),
             "kl": mean["kl"],
-            "kl_before": statistics.mean(before) if before else 0.0,
+            "kl_before": statistics.mean(before),
         }
+
+    def kl_before(self, deployed, row: torch.Tensor) -> float:
+        """Nats a token, over as many tokens of a row as every head can hold."""
+        if deployed is None:
+            return 0.0
+        first = max(2, deployed.least)
+        with self.backend.start(None) as dense, self.backend.start(deployed) as run:
+            told = replay.predictions(dense, row[:first])
+            return replay.compare(run, row[:first], told, first)["kl"]
 
     def keeps_all(self, deployed) -> bool:
         """Whether the policy holds all of a text for which there is room, as all do that evict nothing before."""

@@ -74,7 +74,9 @@ def parse_arguments():
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="only print the table of this commit's rows")
-    parser.add_argument("--commit", help="with --table: of this commit's, from whatever machine")
+    parser.add_argument(
+        "--commit", nargs="+", help="with --table: of these commits, from whatever machine; of a cell that several have, the first's"
+    )
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
     options = parser.parse_args()
     check_model(options)
@@ -122,12 +124,6 @@ def measure(options) -> int:
         if setting is not None:
             settings.append((contender, setting, equal))
     rows = {part: [] for part in FILES}
-    if "quality" not in options.parts:
-        checked = {tuple(row[column] for column in CELL) for row in there(options, "quality")}
-        for cell_of in [each for each in settings if cell_named(*each) not in checked]:
-            say(f"not timed, it has not passed the output check: {', '.join(cell_named(*cell_of)[1:])}")
-            settings.remove(cell_of)
-            problems += 1
     for part in FILES:
         if part not in options.parts:
             continue
@@ -179,24 +175,30 @@ def fingerprint(folder: Path) -> str:
 
 
 def there(options, part: str) -> list[dict]:
-    """Rows of a commit that were asked the same, times on this machine alone, but for a table of another commit; none if files differ from
+    """Rows of a commit that were asked the same, times on this machine alone, but for a table of other commits; none if files differ from
     the commit."""
-    path, commit = RESULTS / FILES[part], options.commit or record.KEY["commit"]
-    if not path.exists() or commit.endswith("+"):
+    path, commits = RESULTS / FILES[part], options.commit or [record.KEY["commit"]]
+    if not path.exists():
         return []
-    asked = asked_of(options, part) | {"commit": commit}
+    asked = asked_of(options, part)
     if part == "steps" and not options.commit:
         asked |= {name: str(record.KEY[name]) for name in ("machine", "cores")}
     with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if {name: row[name] for name in asked} == asked]
+        rows = [row for row in csv.DictReader(file) if {name: row[name] for name in asked} == asked]
+    found = {}
+    for commit in commits:
+        for row in rows:
+            if row["commit"] == commit and not commit.endswith("+"):
+                found.setdefault(tuple(row[column] for column in CELL), row)
+    return list(found.values())
 
 
 def table(quality: list[dict], steps: list[dict]) -> str:
     """Markdown, a line for each row of quality, by budget and error; one that stands for equal bytes too says so."""
     times = {tuple(row[column] for column in CELL): row for row in steps}
     lines = [
-        "| B | policy | equal | k | KiB | error of outputs | perplexity | KL | needles, exact (partial) | ms per step | dense / it |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| B | policy | equal | k | KiB | error of outputs | perplexity | KL | needles, exact (partial) | commit | ms per step | dense / it |",
+        "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in sorted(quality, key=lambda r: (int(r["budget"] or 0), r["equal"] == "bytes", float(r["error"]))):
         alike = [
@@ -212,7 +214,7 @@ def table(quality: list[dict], steps: list[dict]) -> str:
         lines.append(
             f"| {row['budget'] or 'all'} | {row['policy']} | {equal if row['budget'] else ''} | {row['topk']} "
             f"| {int(row['allocated_bytes']) / 1024:,.0f} | {float(row['error']):.3f} | {float(row['perplexity']):.2f} "
-            f"| {float(row['kl']):.4f} | {float(row['exact']):.2f} ({float(row['partial']):.2f}) | "
+            f"| {float(row['kl']):.4f} | {float(row['exact']):.2f} ({float(row['partial']):.2f}) | {row['commit']} | "
             + ("{step_ms:.2f} | {dense_over_it:.2f} ({least:.2f} to {largest:.2f}) |".format(**own) if own else "| |")
         )
     return "\n".join(lines)

@@ -120,6 +120,9 @@ def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkey
     _, other, late, _ = bench("--budget", "128", "--policies", "tova")
     assert [row["commit"] for row in other[len(changed) :]] == ["def", "def"]
     assert [row["commit"] for row in late[len(times) :]] == ["def", "def"]
+    of_both = table_of(bench("--table", "--budget", "128", "--commit", "def", "abc")[3])
+    commits = {cells[2].strip(): cells[10].strip() for cells in (line.split("|") for line in of_both[2:])}
+    assert commits == dict.fromkeys(names | {"dense"}, "abc") | {"dense": "def", "tova": "def"}
 
 
 def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, modules, monkeypatch):
@@ -134,6 +137,8 @@ def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, modu
     status, rows, times, said = bench("--budget", "128", "--policies", "tova")
     assert status == 1 and [row["policy"] for row in rows] == [row["policy"] for row in times] == ["dense"]
     assert "tova, B = 128: output check failed" in said.out and "| 128 |" not in said.out
+    status, _, times, said = bench("--budget", "128", "--policies", "tova", "--parts", "steps")
+    assert status == 1 and [row["policy"] for row in times] == ["dense"] and "output check failed" in said.out
 
 
 def test_scorers_of_one_name_are_told_apart(modules, folder, tmp_path):
