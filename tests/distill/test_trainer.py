@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import resource
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
+from distill.launching import launch, launch_torchrun
 from distill.rows import Rows, teacher_of
 from distill.train_tiny import LENGTH, RECIPE, RECIPES, calibration_rows
 from safetensors.torch import load_file
@@ -28,8 +25,6 @@ from kvpop_vllm.scorers.checkpoint import Decay, read_scorer
 from kvpop_vllm.scorers.init import init_scorer
 from kvpop_vllm.testing import write_tiny_model
 
-TESTS = Path(__file__).parents[1]
-
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
@@ -45,22 +40,6 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-def launch(*args, processes=1, limit=None):
-    command = [sys.executable, str(TESTS / "distill/train_tiny.py"), *map(str, args)]
-    if processes > 1:
-        command[1:1] = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.run(
-        command, capture_output=True, text=True, timeout=300, env={"PYTHONPATH": str(TESTS), "PATH": "/usr/bin:/bin"},
-        preexec_fn=limit,
-    )  # fmt: skip
-
-
-def last_loss(run) -> float:
-    lines = [line for line in run.stdout.splitlines() if line.startswith("RESULT")]
-    assert lines, run.stderr[-3000:]
-    return float(lines[0].split()[1])
-
-
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
     """Folder and last loss of a run of its own process or processes that nothing disturbed; each is run once."""
@@ -69,7 +48,7 @@ def whole(model, tmp_path_factory):
     def run(kind, processes=1):
         if (kind, processes) not in done:
             folder = tmp_path_factory.mktemp("whole")
-            done[kind, processes] = folder, last_loss(launch(model, folder, kind, processes=processes))
+            done[kind, processes] = folder, launch(model, folder, kind, processes=processes).last_loss
         return done[kind, processes]
 
     return run
@@ -85,10 +64,11 @@ def train(model, out, recipe=RECIPE, rows=None, **options):
 def test_a_kill_changes_nothing(model, tmp_path, whole, kind, processes):
     """Scorers alone; the base too in bfloat16; and both under two processes, all of which the launcher then stops."""
     undisturbed, loss = whole(kind, processes)
-    killed = launch(model, tmp_path / "cut", kind, 5, processes=processes)
+    run = launch if processes == 1 else launch_torchrun
+    killed = run(model, tmp_path / "cut", kind, 5, processes=processes)
     assert killed.returncode == (-9 if processes == 1 else 1) and "RESULT" not in killed.stdout
     assert [p.name for p in (tmp_path / "cut/run").glob("step-*")] == ["step-3"]
-    assert last_loss(launch(model, tmp_path / "cut", kind, processes=processes)) == loss
+    assert launch(model, tmp_path / "cut", kind, processes=processes).last_loss == loss
     assert [row["step"] for row in read_metrics(tmp_path / "cut/run/metrics.jsonl")] == list(range(RECIPE.steps))
     for name in ["kvpop_scorer", *(["model/model"] if RECIPES[kind].trains_base else [])]:
         a, b = (load_file(folder / f"{name}.safetensors") for folder in (undisturbed, tmp_path / "cut"))
@@ -209,11 +189,8 @@ def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(mode
 
 
 def test_a_full_disk_stops_and_keeps_the_last_good_checkpoint(model, tmp_path, whole):
-    def small_files():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))
-
     def stopped_at(step, checkpoint):
-        run = launch(model, tmp_path, "frozen", limit=small_files)
+        run = launch(model, tmp_path, "frozen", file_size=20_000)
         last = run.stderr.strip().splitlines()[-1]
         assert run.returncode != 0 and f"TrainingError: training stopped at step {step}" in last and checkpoint in last
         assert not list((tmp_path / "run").glob("draft-*"))
@@ -222,7 +199,7 @@ def test_a_full_disk_stops_and_keeps_the_last_good_checkpoint(model, tmp_path, w
     assert stopped_at(3, "no checkpoint") == []
     assert launch(model, tmp_path, "frozen", 5).returncode == -9
     assert stopped_at(6, "the checkpoint of step 3 is good") == ["step-3"]
-    assert last_loss(launch(model, tmp_path, "frozen")) == whole("frozen")[1]
+    assert launch(model, tmp_path, "frozen").last_loss == whole("frozen")[1]
 
 
 def test_what_another_run_or_command_wrote_is_not_overwritten(model, tmp_path):
