@@ -24,7 +24,8 @@ def longest(request):
 def test_chunks(served, longest, chunk):
     """vLLM does not cut the prompt of a request that is alone: the first one generates until the last is through."""
     served.chunk(chunk)
-    jobs = [Job(1, new=longest // chunk + 2), Job(31), Job(BUDGET), Job(longest, new=4)]
+    length = longest if chunk > 1 else min(longest, 4 * BUDGET)
+    jobs = [Job(1, new=length // chunk + 2), Job(31), Job(BUDGET), Job(length, new=4)]
     answers = served.serve(jobs)
     for name, answer in answers.items():
         whole, rest = divmod(len(answer.prompt_token_ids), chunk)
@@ -35,7 +36,7 @@ def test_chunks(served, longest, chunk):
 
 def test_sixteen_together(served, longest):
     served.chunk(None)
-    more = [Job(min(300, longest - 20)), Job(longest), Job(40, new=longest // 2 - 36)]
+    more = [Job(min(300, longest - 20)), Job(longest), Job(40, new=longest // 4)]
     answers = served.serve([*map(Job, TOGETHER if longest == 10 * BUDGET else SOME_ALIKE), *more])
     assert len(answers) == max(len(step.running) for step in served.recorder.blocks) == 16
     assert all(served.chunks(name)[0] == len(answer.prompt_token_ids) for name, answer in answers.items())

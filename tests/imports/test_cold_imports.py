@@ -38,16 +38,29 @@ def test_imports_cold(module):
 PACKAGES = ("attention", "cache", "distill", "evaluation", "hf", "kernels", "policies", "scorers", "testing")
 
 
-@pytest.mark.parametrize("package", PACKAGES)
-def test_engine_neutral_packages_import_cold(package):
-    """Every module outside the glue imports without vLLM, Triton and `_C`; a kernel's own module may need `_C`."""
+def test_engine_neutral_packages_import_cold():
+    """Every module outside the glue imports without vLLM, Triton and `_C`, each package alone; a kernel's own module may need
+    `_C`. They are forked from a process that has torch and transformers, and nothing of ours."""
     walk = f"""
-import importlib, pkgutil
-package = importlib.import_module("kvpop_vllm.{package}")
-skipped = ("kvpop_vllm.kernels.cpp", "kvpop_vllm.kernels.triton")
-for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
-    if not module.name.startswith(skipped):
-        importlib.import_module(module.name)
+import importlib, os, pkgutil, sys, traceback
+import torch, transformers.modeling_utils
+assert not [name for name in sys.modules if name.startswith("kvpop_vllm")]
+skipped, failed = ("kvpop_vllm.kernels.cpp", "kvpop_vllm.kernels.triton"), []
+for name in {PACKAGES}:
+    child = os.fork()
+    if not child:
+        try:
+            package = importlib.import_module("kvpop_vllm." + name)
+            for module in pkgutil.walk_packages(package.__path__, package.__name__ + "."):
+                if not module.name.startswith(skipped):
+                    importlib.import_module(module.name)
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    if os.waitpid(child, 0)[1]:
+        failed.append(name)
+sys.exit(f"imported cold: all but {{failed}}" if failed else 0)
 """
     outcome = run_python(BLOCK + walk)
     assert outcome.returncode == 0, outcome.stderr
