@@ -57,21 +57,21 @@ def test_a_folder_without_text_to_compare_on_is_refused_before_anything_is_train
 
 @pytest.mark.slow
 def test_a_minute_of_it(tmp_path):
-    data, out, steps = tmp_path / "data", tmp_path / "out", 16
+    data, out, steps = tmp_path / "data", tmp_path / "out", 10
     (data / "training").mkdir(parents=True)
     (data / "held-out").mkdir()
     lines = (json.dumps({"text": text}) + "\n" for text in topics.values())
     (data / "training/python.jsonl").write_text("".join(lines))
     shutil.copy(TESTS / "data/hamlet.txt", data / "held-out")
-    size = {"DATA": str(data), "LENGTHS": "512", "SHARES": "4", "ROWS": "1"}
+    size = {"DATA": str(data), "LENGTHS": "384", "SHARES": "3", "ROWS": "1"}
     environment = os.environ | size | {"KVPOP": str(Path(sys.executable).with_name("kvpop")), "OMP_NUM_THREADS": "1"}
-    options = f"--length 512 --window 64 --topk 60 --steps {steps} --warmup 2".split()
+    options = f"--length 384 --window 64 --topk 60 --steps {steps} --warmup 2".split()
     done = subprocess.run([SCRIPT, out, *options], env=environment, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr[-3000:]
     losses = [row["loss"] for row in read_metrics(out / "run/metrics.jsonl")]
     assert len(losses) == steps and sum(losses[-4:]) < 0.93 * sum(losses[:4]), losses
     assert read_scorer(str(out))[0].topk == 60
     header, *table = map(str.split, done.stdout[done.stdout.index("== hamlet.txt") :].splitlines()[1:])
-    rows = [dict(zip(header, row, strict=True)) for row in table if row[:2] == ["512", "128"]]
+    rows = [dict(zip(header, row, strict=True)) for row in table if row[:2] == ["384", "128"]]
     hindsight = {row["policy"]: float(row["hindsight"]) for row in rows}
     assert hindsight[str(out)] > hindsight["random"] + 0.05, table
