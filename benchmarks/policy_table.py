@@ -75,7 +75,9 @@ def parse_arguments():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="only print the table of this commit's rows")
     parser.add_argument(
-        "--commit", nargs="+", help="with --table: of these commits, from whatever machine; of a cell that several have, the first's"
+        "--commit",
+        nargs="+",
+        help="with --table: of these commits, from whatever machine; of a cell that several have, the first's",
     )
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
     options = parser.parse_args()
