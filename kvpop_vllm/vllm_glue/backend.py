@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -131,19 +131,20 @@ def _log_kernels(like: torch.Tensor) -> None:
 
 @dataclass
 class FixedBudgetMetadata:
-    """One step's metadata: the batch of each layer, the same for all but where heads have unequal shares, and the number of
-    its tokens. Unequal ones are built as the layers ask for them, in the same step."""
+    """One step's metadata: the batch of all layers or, where heads have unequal shares, how a layer's is made, and the number of
+    its tokens. A layer's own is made anew whenever it asks, so that a CUDA graph holds how, and not what it was."""
 
     build: Callable[[Regions, int], StepBatch]
     num_tokens: int
-    batches: dict[int, StepBatch] = field(default_factory=dict)
+    shared: StepBatch | None = None
 
     def batch(self, layer: int, regions: Regions) -> StepBatch:
         """Of layer ``layer``; regions: where its pages are, if shares are unequal."""
-        key = layer if isinstance(regions, RegionMap) else 0
-        if key not in self.batches:
-            self.batches[key] = self.build(regions, layer)
-        return self.batches[key]
+        if isinstance(regions, RegionMap):
+            return self.build(regions, layer)
+        if self.shared is None:
+            self.shared = self.build(regions, layer)
+        return self.shared
 
 
 class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
