@@ -25,13 +25,15 @@ class Patch:
 
     Attributes:
         target: ``module:function`` or ``module:Class.method``. always: wrapped wherever the plugin is loaded; otherwise
-            from the process's first engine with a policy on. why: and how. goes: when it can go.
+            from the process's first engine with a policy that needs it. why: and how. goes: when it can go. on_gpus: never
+            wrapped elsewhere.
     """
 
     target: str
     always: bool
     why: str
     goes: str
+    on_gpus: bool = False
 
 
 LEDGER = (
@@ -92,8 +94,9 @@ LEDGER = (
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
         False,
-        "(prompt_lengths.py) The same of model runner V2, on GPUs.",
+        "(prompt_lengths.py) The same of model runner V2.",
         "with the one above",
+        on_gpus=True,
     ),
 )
 

@@ -8,7 +8,6 @@ import torch
 
 from kvpop_vllm.vllm_glue.patches import wrap
 
-
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata"
 RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn"
 

@@ -103,7 +103,10 @@ def test_equal_to_batches_made_anew(name, state):
         assert torch.equal(batch.budgets, expected.budgets)
         for r in range(d):
             own = rows.layout.blocks(lengths[r], kept.budget, kept.decide_every)
-            assert torch.equal(batch.table[r, :, :own], expected.table[r, :, :own]) and (batch.table[r, :, own:] == 0).all()
+            assert (
+                torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
+                and (batch.table[r, :, own:] == 0).all()
+            )
         chunks = [c for c in batch.prefills if c.last - c.first > 1]
         for chunk, other in zip(chunks, expected.prefills, strict=True):
             assert replace(chunk, row=None) == replace(other, row=None)

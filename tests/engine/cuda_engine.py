@@ -83,9 +83,10 @@ class Inputs:
         if real:
             self.slots[:total] = torch.arange(1000, 1000 + total)
 
-    def groups(self, group):
+    def groups(self, group, blocks=100):
+        """The cache of one group, as the engine core sees it."""
         spec = KVCacheGroupSpec(group.layer_names, group.kv_cache_spec)
-        return KVCacheConfig(num_blocks=100, kv_cache_tensors=[], kv_cache_groups=[spec])
+        return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[spec])
 
 
 def runner_v1(inputs: Inputs, group: AttentionGroup, prompts=None):

@@ -6,7 +6,12 @@ from __future__ import annotations
 import sys
 import types
 
-for _name in ("_C_stable_libtorch", "_moe_C_stable_libtorch", "vllm_flash_attn._vllm_fa2_C", "vllm_flash_attn._vllm_fa3_C"):
+for _name in (
+    "_C_stable_libtorch",
+    "_moe_C_stable_libtorch",
+    "vllm_flash_attn._vllm_fa2_C",
+    "vllm_flash_attn._vllm_fa3_C",
+):
     sys.modules.setdefault(f"vllm.{_name}", types.ModuleType(_name))
 
 import vllm.platforms as platforms  # noqa: E402
@@ -39,4 +44,6 @@ platforms._current_platform = Ampere()
 from vllm import _custom_ops  # noqa: E402
 
 for _name in [name for name in vars(_custom_ops) if name.startswith("cutlass_") and "_supports_" in name]:
-    setattr(_custom_ops, _name, lambda *capability: False)  # asked while modules are imported, of kernels that are not there
+    setattr(
+        _custom_ops, _name, lambda *capability: False
+    )  # asked while modules are imported, of kernels that are not there

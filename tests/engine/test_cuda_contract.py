@@ -13,7 +13,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.tiny_configs import LLAMA
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
@@ -23,7 +22,16 @@ ROOT = Path(__file__).parents[2]
 
 if PRETENDED:
     from engine.cuda_engine import (
-        LENGTH, MOST, RUNNERS, SLOTS, STREAMING, Inputs, chosen, configure, group_of, rank, runner_v1,
+        LENGTH,
+        MOST,
+        RUNNERS,
+        SLOTS,
+        STREAMING,
+        Inputs,
+        chosen,
+        configure,
+        group_of,
+        runner_v1,
     )  # fmt: skip
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
@@ -33,7 +41,18 @@ else:
     def test_in_a_process_with_a_gpu_that_is_not_there():
         """Runs what is below, and the interpreted kernels."""
         files = [__file__, str(Path(__file__).with_name("test_cuda_interpreted.py"))]
-        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "engine.cuda_platform", *files]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "engine.cuda_platform",
+            *files,
+        ]
         paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         more = {"KVPOP_PRETEND_CUDA": "1", "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
         outcome = subprocess.run(command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True)
@@ -190,7 +209,9 @@ class TestGraphs(Pretended):
 
     def resolved(self, config, v2=False):
         """The mode as either runner resolves it."""
-        return config.compilation_config.resolve_cudagraph_mode_and_sizes(*self.support(config), 1, use_v2_model_runner=v2)
+        return config.compilation_config.resolve_cudagraph_mode_and_sizes(
+            *self.support(config), 1, use_v2_model_runner=v2
+        )
 
     @pytest.mark.parametrize("v2", [False, True])
     @pytest.mark.parametrize(
@@ -220,7 +241,9 @@ class TestGraphs(Pretended):
             uniform = GPUModelRunner._is_uniform_decode(max(counts), 1, sum(counts), len(counts))
             found, desc = dispatcher.dispatch(sum(counts), uniform_decode=uniform)
             assert (found.name, desc.num_reqs) == (mode, reqs)
-        assert all(d.uniform and d.num_reqs == d.num_tokens <= MOST for d in dispatcher.cudagraph_keys[CUDAGraphMode.FULL])
+        assert all(
+            d.uniform and d.num_reqs == d.num_tokens <= MOST for d in dispatcher.cudagraph_keys[CUDAGraphMode.FULL]
+        )
 
     def test_runner_v2_replays_them_for_decodes_alone(self, model, monkeypatch):
         from vllm.v1.worker.gpu import cudagraph_utils, model_runner
@@ -327,12 +350,20 @@ class TestRunners(Pretended):
         """And both runners by the methods that are wrapped."""
         import inspect
 
+        from engine.stock_run import functions_of_ours_in_vllm
         from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
         from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
+
+        from kvpop_vllm.vllm_glue import prompt_lengths
+        from kvpop_vllm.vllm_glue.patches import LEDGER
+
+        prompt_lengths.apply_v2()
 
         source = inspect.getsource(V2.execute_model)
         assert 0 < source.index("self.prepare_attn(") < source.index("self.model_state.prepare_attn(")
         assert "self._build_attention_metadata(" in inspect.getsource(V1.execute_model)
+        (target,) = [patch.target for patch in LEDGER if patch.on_gpus]
+        assert target == prompt_lengths.RUNNER_V2 and target in functions_of_ours_in_vllm()
 
     def test_heads_of_ranks(self, model):
         """Two KV heads on one, two and four ranks: the layout of a rank is that of the heads it holds."""
@@ -358,6 +389,45 @@ class TestRunners(Pretended):
                 assert batch.positions.device.type == "meta"
 
 
+class TestAsyncScheduling(Pretended):
+    def test_a_recycled_block_is_started_anew_by_a_later_step(self, model):
+        """A request that ends while its next step is on the way: its blocks go to another at once, in a step after that one.
+
+        vLLM holds them back for KV connectors alone. On one stream the later step runs later, and begins at position 0, where
+        kernels take a page for empty whatever it holds.
+        """
+        from vllm import SamplingParams
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.outputs import ModelRunnerOutput
+        from vllm.v1.request import Request
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        config = configure(model)
+        group, config.cache_config.num_gpu_blocks = group_of(config), 3
+        assert (
+            config.scheduler_config.async_scheduling and config.scheduler_config.get_scheduler_cls() is AsyncScheduler
+        )
+        pool = Inputs(config).groups(group, blocks=3)
+        scheduler = AsyncScheduler(config, pool, StructuredOutputManager(config), SLOTS)
+        assert not scheduler.defer_block_free
+
+        def sampled(step, token):
+            names = list(step.num_scheduled_tokens)
+            return ModelRunnerOutput(names, {name: i for i, name in enumerate(names)}, [[token] for _ in names])
+
+        asked = SamplingParams(max_tokens=9, stop_token_ids=[7])
+        for name in "ab":
+            scheduler.add_request(Request(name, [1] * 20, asked, None))
+        first, second = scheduler.schedule(), scheduler.schedule()
+        assert first.num_scheduled_tokens == {"a": 20} and second.num_scheduled_tokens == {"a": 1}
+        (held,) = scheduler.kv_cache_manager.get_block_ids("a")
+        scheduler.update_from_output(first, sampled(first, 7))  # a has ended; its second step is on the way
+        third = scheduler.schedule()
+        (fresh,) = third.scheduled_new_reqs
+        assert (fresh.req_id, fresh.num_computed_tokens) == ("b", 0) and set(fresh.block_ids[0]) == set(held)
+        assert third.finished_req_ids == {"a"}
+
+
 def common_of(inputs, starts, counts, padded):
     """Common metadata whose device is "meta"."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
@@ -369,5 +439,3 @@ def common_of(inputs, starts, counts, padded):
         num_actual_tokens=padded or sum(counts), max_query_len=max(counts), max_seq_len=LENGTH,
         block_table_tensor=there[2], slot_mapping=there[3], seq_lens_cpu_upper_bound=inputs.lengths[:n].clone(),
     )  # fmt: skip
-
-

@@ -52,7 +52,9 @@ class Layers:
         layers = 1 if spec.shares is None else 2
         config.device_config.device_type = "cpu"  # where the rules' tensors go
         shape = (layers, BLOCKS, HEADS, SLOTS, spec.state_content_bytes // 4)
-        self.gpu, self.cpu = (torch.full((*shape[:-1], 4 * shape[-1]), 255, dtype=torch.uint8).view(torch.float32) for _ in "12")
+        self.gpu, self.cpu = (
+            torch.full((*shape[:-1], 4 * shape[-1]), 255, dtype=torch.uint8).view(torch.float32) for _ in "12"
+        )
         self.impls, context = [], config.compilation_config.static_forward_context
         for layer in range(layers):
             with rank(config):
