@@ -51,9 +51,23 @@ def _reasons(vllm_config: Any, policy: Any) -> Iterator[tuple[bool, str]]:
         + (", or another policy" if policy.settings.allocator is None else ""),
     )
     yield importlib.util.find_spec("triton") is None, "an installation without Triton: install the package triton"
+    lacking = _ops_without_kernels(vllm_config.model_config)
+    yield bool(lacking), f"what has no kernel in Triton ({', '.join(lacking)}): serve on a CPU"
     worker = vllm_config.parallel_config.worker_cls
     yield (
         policy.needs_prompt and worker not in _WORKERS,
         f"the worker {worker}, which does not say how long prompts are: leave --worker-cls out",
     )
     yield envs.VLLM_BATCH_INVARIANT, "batch-invariant kernels: unset VLLM_BATCH_INVARIANT"
+
+
+def _ops_without_kernels(model: Any) -> list[str]:
+    """Ops of serving that would be left to the reference, which waits for the device at every step."""
+    from kvpop_vllm.kernels.dispatch import TRITON_DTYPES, TRITON_LARGEST_HEAD
+
+    size = model.get_head_size()
+    return [
+        f"{op} of {str(model.dtype).removeprefix('torch.')} heads of {size}"
+        for op in ("decode_step", "prefill_chunk")
+        if model.dtype not in TRITON_DTYPES.get(op, ()) or size > TRITON_LARGEST_HEAD.get(op, size)
+    ]

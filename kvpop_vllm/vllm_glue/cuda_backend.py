@@ -81,12 +81,15 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         if self.needs_prompt and vllm_config.use_v2_model_runner:
             prompt_lengths.apply_v2()
 
-    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
+        """None for a dummy run of longer requests, of which runner V2 makes hundreds before it serves: outputs are 0 then."""
         common = common_attn_metadata
         split = Split.of(common.query_start_loc_cpu.tolist())
+        lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks else []
+        if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
+            return None  # from position 0 on, and yet past its prompt
         prompts = self._prompts(common.num_reqs) if self.needs_prompt else None
         self.rows.fill(split.decodes, common.seq_lens, common.block_table_tensor, common.slot_mapping)
-        lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks else []
         step = split, lengths, common.block_table_tensor, prompts
         return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer), split.tokens)
 

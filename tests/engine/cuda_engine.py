@@ -18,7 +18,10 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
+from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.vllm_glue import backend as glue
+
+dispatch.TRITON_DTYPES.setdefault("prefill_chunk", dispatch.TRITON_DTYPES["decode_step"])
 
 HEADS, SIZE, SLOTS, LENGTH, MOST = 2, 32, 16, 512, 4
 STREAMING = {"policy": "streaming-llm", "budget": 64, "sinks": 2, "window": 16}
@@ -80,6 +83,7 @@ class Inputs:
         for row, blocks in zip(self.table, rows, strict=False):
             row[: len(blocks)] = torch.tensor(blocks)
         self.slots.fill_(-1)
+        self.real = real
         if real:
             self.slots[:total] = torch.arange(1000, 1000 + total)
 
@@ -138,6 +142,8 @@ def runner_v2(inputs: Inputs, group: AttentionGroup, prompts=None):
         batch.num_scheduled_tokens = np.array(counts, dtype=np.int32)
         batch.query_start_loc, batch.seq_lens = inputs.starts, inputs.lengths[: padded or n]
         batch.seq_lens_cpu_upper_bound = inputs.lengths[: padded or n].clone()
+        if inputs.real:
+            batch.is_prefilling_np = np.array([count > 1 for count in counts])
         mode = CUDAGraphMode.FULL if padded else CUDAGraphMode.NONE
         if prompts is not None:
             _prepare(batch, group, prompts)

@@ -186,6 +186,16 @@ class TestRefusals(Pretended):
         monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "triton" else find(name, *a))
         assert "install the package triton" in refusal(model, STREAMING)
 
+    @pytest.mark.parametrize("op", ["decode_step", "prefill_chunk"])
+    def test_without_kernels(self, model, monkeypatch, op):
+        from kvpop_vllm.kernels import dispatch
+
+        monkeypatch.setitem(dispatch.TRITON_LARGEST_HEAD, op, 16)
+        assert f"({op} of bfloat16 heads of 32): serve on a CPU" in refusal(model, STREAMING)
+        monkeypatch.delitem(dispatch.TRITON_LARGEST_HEAD, op)
+        monkeypatch.delitem(dispatch.TRITON_DTYPES, op)
+        assert op in refusal(model, STREAMING)
+
     def test_batch_invariance(self, model, monkeypatch):
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
         assert "unset VLLM_BATCH_INVARIANT" in refusal(model, STREAMING)
@@ -320,6 +330,16 @@ class TestRunners(Pretended):
         batch = runner(inputs, group)([1] * MOST, padded=MOST, capture=capture).batch(0, None)
         assert batch.positions.tolist() == [-1] * MOST and (batch.table == 0).all()
 
+    def test_dummy_runs_of_longer_requests_are_left_out(self, model):
+        """Runner V2 makes one before and one in every piecewise graph; a prompt's first chunk is none."""
+        config = configure(model)
+        inputs, group = Inputs(config), group_of(config)
+        inputs.set([1, 2, 2], [1, 2, 2], [[0], [0], [0]], real=False)
+        assert RUNNERS["V2"](inputs, group)([1, 2, 2]) is None
+        for runner in RUNNERS.values():
+            inputs.set([1, 2, 2], [1, 2, 2], ROWS)
+            assert len(runner(inputs, group)([1, 2, 2]).batch(0, None).prefills) == 2
+
     def test_decodes_and_chunks(self, model, runner):
         config = configure(model)
         inputs, group = Inputs(config), group_of(config)
@@ -438,4 +458,5 @@ def common_of(inputs, starts, counts, padded):
         query_start_loc=there[0], query_start_loc_cpu=starts[: n + 1], seq_lens=there[1], num_reqs=n,
         num_actual_tokens=padded or sum(counts), max_query_len=max(counts), max_seq_len=LENGTH,
         block_table_tensor=there[2], slot_mapping=there[3], seq_lens_cpu_upper_bound=inputs.lengths[:n].clone(),
+        is_prefilling=torch.ones(n, dtype=torch.bool),
     )  # fmt: skip
