@@ -223,6 +223,10 @@ class TestGraphs(Pretended):
             *self.support(config), 1, use_v2_model_runner=v2
         )
 
+    def test_single_tokens_are_what_is_declared(self, model):
+        """Graphs of several tokens a request, which nothing asks for without speculative decoding, are not."""
+        assert self.support(configure(model))[0].name == "UNIFORM_SINGLE_TOKEN_DECODE"
+
     @pytest.mark.parametrize("v2", [False, True])
     @pytest.mark.parametrize(
         "asked, becomes",

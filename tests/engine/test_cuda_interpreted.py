@@ -24,7 +24,6 @@ ROLES = {"sinks": 2, "window": 4}
 POLICIES = {
     "streaming-llm": {"policy": "streaming-llm", "budget": 32} | ROLES,
     "kvpop": {"policy": "kvpop"},
-    "snapkv": {"policy": "snapkv", "budget": 40, "window": 5, "decide_every": 4},
     "pyramidkv": {"policy": "pyramidkv", "budget": 40, "window": 5, "decide_every": 4},
 }
 
