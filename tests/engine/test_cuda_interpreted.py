@@ -20,11 +20,12 @@ if PRETENDED:
     from engine.cuda_engine import MOST, SIZE, SLOTS, Inputs, configure, group_of, rank, runner_v1
 
 HEADS, GROUP, BLOCKS, CLOSE = 1, 2, 60, 2e-5
+PREFILL = "kvpop_vllm.kernels.triton.prefill_chunk"
 ROLES = {"sinks": 2, "window": 4}
 POLICIES = {
     "streaming-llm": {"policy": "streaming-llm", "budget": 32} | ROLES,
     "kvpop": {"policy": "kvpop"},
-    "pyramidkv": {"policy": "pyramidkv", "budget": 40, "window": 5, "decide_every": 4},
+    "pyramidkv": {"policy": "pyramidkv", "budget": 24, "window": 5, "decide_every": 4},
 }
 
 
@@ -143,10 +144,13 @@ def serve(model, tmp_path, monkeypatch):
         if settings["policy"] == "kvpop":
             settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, "mlstm", **ROLES, topk=26))
         layers = Layers(configure(model, settings))
-        if importlib.util.find_spec("kvpop_vllm.kernels.triton.prefill_chunk") is None:
-            prefill = fixed_budget.ops.prefill_chunk
-            by_reference = lambda *a, impl, **more: prefill(*a, impl="reference", **more)  # noqa: E731
-            monkeypatch.setattr(fixed_budget.ops, "prefill_chunk", by_reference)
+        prefill, there = fixed_budget.ops.prefill_chunk, importlib.util.find_spec(PREFILL) is not None
+
+        def by_interpreter(*tensors, rule, impl, **more):
+            """Not where tokens are done one by one, which is decode steps again, and long."""
+            return prefill(*tensors, rule=rule, impl=impl if there and not rule.sequential else "reference", **more)
+
+        monkeypatch.setattr(fixed_budget.ops, "prefill_chunk", by_interpreter)
         return Served(layers)
 
     return start
