@@ -4,18 +4,17 @@ layer's forward and the kernels, against the CPU's path. Run by test_cuda_contra
 from __future__ import annotations
 
 import importlib.util
-import os
 from types import SimpleNamespace
 
 import pytest
 import torch
+from engine.pretended import PRETENDED, Pretended
 
 from kvpop_vllm.attention import fixed_budget
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
 from kvpop_vllm.kernels.regions import region_map
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
-PRETENDED = os.environ.get("KVPOP_PRETEND_CUDA") == "1"
 if PRETENDED:
     from engine.cuda_engine import MOST, SIZE, SLOTS, Inputs, configure, group_of, rank, runner_v1
 
@@ -197,9 +196,7 @@ class Served:
         torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
 
 
-class TestServed:
-    __test__ = PRETENDED
-
+class TestServed(Pretended):
     @pytest.mark.parametrize("name", POLICIES)
     def test_equal_to_the_cpus_path(self, serve, name):
         """Prompts, mixed batches, decodes replayed from a graph with a row of padding, blocks that change hands."""
