@@ -1,6 +1,5 @@
-"""How many tokens each request's prompt has, which attention metadata do not say: a wrapper for each model
-runner, listed with their reasons in
-:mod:`kvpop_vllm.vllm_glue.patches`."""
+"""How many tokens each request's prompt has, which attention metadata do not say: a wrapper for each model runner, listed with
+their reasons in :mod:`kvpop_vllm.vllm_glue.patches`."""
 
 from __future__ import annotations
 

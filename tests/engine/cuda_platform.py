@@ -43,7 +43,6 @@ platforms._current_platform = Ampere()
 
 from vllm import _custom_ops  # noqa: E402
 
+# asked while modules are imported, of kernels that are not there
 for _name in [name for name in vars(_custom_ops) if name.startswith("cutlass_") and "_supports_" in name]:
-    setattr(
-        _custom_ops, _name, lambda *capability: False
-    )  # asked while modules are imported, of kernels that are not there
+    setattr(_custom_ops, _name, lambda *capability: False)
