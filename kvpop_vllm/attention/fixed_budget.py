@@ -35,7 +35,8 @@ class StepBatch:
         valid: ``[R, H]`` int32, slots in use before the step. budgets: ``[H]`` int32, B of each head.
         prefills: the other requests, in order.
         starts: ``[n]`` int64, position each request with tokens goes on from, in order. slot_zero: ``[n, H]`` int64, the
-            page of each head's slot 0, which knows how many tokens were seen.
+            page of each head's slot 0, which knows how many tokens were seen. None where the host must not wait for them:
+            each kernel then answers for its own requests.
         prompts: ``[R]`` int64, tokens of each prompt, where decisions depend on them.
     """
 
@@ -46,8 +47,8 @@ class StepBatch:
     valid: torch.Tensor
     budgets: torch.Tensor
     prefills: tuple[PrefillChunk, ...]
-    starts: torch.Tensor
-    slot_zero: torch.Tensor
+    starts: torch.Tensor | None
+    slot_zero: torch.Tensor | None
     prompts: torch.Tensor | None = None
 
     @classmethod
@@ -136,7 +137,8 @@ class FixedBudgetAttention:
             StepOrderError: a request's step does not start where its cache ends; nothing has been written. A step that
                 starts at position 0 is a fresh start by definition, whatever its cache has seen.
         """
-        if len(batch.prefills) + (batch.decodes > 0) > 1:  # else the one kernel that runs checks all there is
+        # else the one kernel that runs checks all there is
+        if batch.starts is not None and len(batch.prefills) + (batch.decodes > 0) > 1:
             _check_starts(pages, batch)
         if batch.decodes:
             at = batch.tokens

@@ -27,7 +27,7 @@ def shift(given: torch.Tensor, pages: Pages, batch: StepBatch, roles: SlotRoles)
         _replace(given[batch.tokens], pages, batch.table, batch.positions, roles)
     for chunk in batch.prefills:
         shifted[chunk.first : chunk.last - 1] = given[chunk.first + 1 : chunk.last]
-        start = torch.tensor([chunk.start], device=given.device)
+        start = torch.full((1,), chunk.start, device=given.device)
         _replace(given[chunk.first].unsqueeze(0), pages, chunk.row.unsqueeze(0), start, roles)
     return shifted
 
@@ -37,12 +37,13 @@ def _replace(score: torch.Tensor, pages: Pages, table: torch.Tensor, starts: tor
     layout, words = pages.layout, pages.score
     seen = pages.position[table[:, 0, layout.state_blocks].long(), 0, 0]
     there = (starts > roles.sinks) & (seen == starts)
-    slots = roles.sinks + (starts[there] - 1 - roles.sinks) % roles.ring
+    # the others write back a word of their own: choosing rows would have the host wait for a device
+    slots = torch.where(there, roles.sinks + (starts - 1 - roles.sinks) % roles.ring, 0)
     columns = layout.state_blocks + slots // layout.block_slots
-    blocks = table[there].gather(2, columns.view(-1, 1, 1).expand(-1, table.shape[1], 1))[..., 0].long()  # [n, H]
+    blocks = table.gather(2, columns.view(-1, 1, 1).expand(-1, table.shape[1], 1))[..., 0].long()  # [R, H]
     # by place in memory: with unequal shares heads overlap in this view
     strides, heads = words.stride(), torch.arange(table.shape[1], device=words.device)
     places = words.storage_offset() + blocks * strides[0] + heads * strides[1]
     places += (slots % layout.block_slots).unsqueeze(1) * strides[2]
     memory = words.as_strided((words.untyped_storage().nbytes() // words.itemsize,), (1,), 0)
-    memory[places] = score[there]
+    memory[places] = torch.where(there.unsqueeze(1), score, memory[places])

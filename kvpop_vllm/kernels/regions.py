@@ -67,10 +67,10 @@ class RegionMap:
     """Which of a request's regions are the pages of which head.
 
     Args:
-        shares: budgets of this rank's heads. layout: of all layers. num_blocks: of the pool.
+        shares: budgets of this rank's heads. layout: of all layers. num_blocks: of the pool. device: of the tables asked for.
     """
 
-    def __init__(self, shares: Shares, layout: PageLayout, num_blocks: int):
+    def __init__(self, shares: Shares, layout: PageLayout, num_blocks: int, device: torch.device | str = "cpu"):
         self.shares, self.layout, self.num_blocks = shares, layout, num_blocks
         per_block = shares.layers * shares.heads
         full = torch.tensor(
@@ -80,9 +80,10 @@ class RegionMap:
             torch.arange(int(full.max())).view(-1, 1, 1) < full
         )  # [P, layers, H]: in the order they are handed out
         number = claimed.flatten().cumsum(0).view_as(claimed) - 1
-        self.ordinal = number // per_block  # which of the request's blocks
+        self.ordinal = (number // per_block).to(device)  # which of the request's blocks
         layer, head = number % per_block // shares.heads, number % shares.heads
-        self.offset = layer * num_blocks * shares.heads + head
+        self.offset = (layer * num_blocks * shares.heads + head).to(device)
+        self._budgets = torch.tensor(shares.budgets, dtype=torch.int32, device=device)
 
     def rows(self, layer: int, block_table: torch.Tensor) -> torch.Tensor:
         """Region numbers ``[R, H, P]`` int32 of a layer's pages; ``block_table [R, W]``: blocks of each request.
@@ -95,7 +96,7 @@ class RegionMap:
 
     def budgets(self, layer: int) -> torch.Tensor:
         """``[H]`` int32."""
-        return torch.tensor(self.shares.budgets[layer], dtype=torch.int32)
+        return self._budgets[layer]
 
     def view(self, storage: torch.Tensor) -> Pages:
         """All regions of the pool for the kernels: ``[layers * num_blocks * H, H, N * C]``, the same for every head.
@@ -115,9 +116,9 @@ class RegionMap:
 
 
 @functools.lru_cache(maxsize=8)
-def region_map(shares: Shares, layout: PageLayout, num_blocks: int) -> RegionMap:
+def region_map(shares: Shares, layout: PageLayout, num_blocks: int, device: torch.device | str = "cpu") -> RegionMap:
     """The map that all layers of an engine share."""
-    return RegionMap(shares, layout, num_blocks)
+    return RegionMap(shares, layout, num_blocks, device)
 
 
 class HeadRegions:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -38,7 +38,8 @@ Regions = RegionMap | HeadRegions | None
 
 
 class FixedBudgetBackend(AttentionBackend):
-    """Stock CPU attention's stand-in while a policy is on; :func:`for_config` binds it to one engine."""
+    """Stock CPU attention's stand-in while a policy is on; :func:`for_config` binds it to one engine. For GPUs see
+    :mod:`kvpop_vllm.vllm_glue.cuda_backend`."""
 
     policy: ClassVar = None
     block_slots: ClassVar[int] = BLOCK_SLOTS
@@ -103,13 +104,11 @@ class FixedBudgetBackend(AttentionBackend):
         return PageLayout(num_kv_heads, head_size, dtype, cls.block_slots, cls.policy.state_floats)
 
 
-def for_config(vllm_config) -> type[FixedBudgetBackend]:
+def for_config(vllm_config, base: type[FixedBudgetBackend] = FixedBudgetBackend) -> type[FixedBudgetBackend]:
     """The backend class of one engine, with its policy and its slots per block."""
     cache = vllm_config.cache_config
     slots = cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
-    return type(
-        "FixedBudgetBackend", (FixedBudgetBackend,), {"policy": engine_policy(vllm_config), "block_slots": slots}
-    )
+    return type(base.__name__, (base,), {"policy": engine_policy(vllm_config), "block_slots": slots})
 
 
 def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
@@ -118,33 +117,34 @@ def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
     return slice(first, first + held)
 
 
-def _log_kernels(dtype: torch.dtype) -> None:
-    """Says once which implementation decodes; the reference is slow, and nobody should have to guess."""
-    chosen = dispatch.select("decode_step", torch.empty(0, dtype=dtype))
-    if chosen == "reference":
-        logger.warning_once(
-            "decoding with the slow reference kernels: kvpop_vllm._C is not built, or has none for %s", dtype
-        )
-    else:
-        isa = f" ({dispatch.load_extension().current_isa()})" if chosen == "cpp" else ""
-        logger.info_once("decoding with the %s kernels%s", chosen, isa)
+def _log_kernels(like: torch.Tensor) -> None:
+    """Says once which implementations run on tensors as this one; the reference is slow, and nobody should have to guess."""
+    for op, doing in (("decode_step", "decoding"), ("prefill_chunk", "prefilling")):
+        chosen = dispatch.select(op, like)
+        if chosen == "reference":
+            lacking = "kvpop_vllm._C is not built, or has" if like.device.type == "cpu" else "Triton has"
+            logger.warning_once("%s with the slow reference kernels: %s none for %s", doing, lacking, like.dtype)
+        elif op == "decode_step":
+            isa = f" ({dispatch.load_extension().current_isa()})" if chosen == "cpp" else ""
+            logger.info_once("decoding with the %s kernels%s", chosen, isa)
 
 
 @dataclass
 class FixedBudgetMetadata:
-    """One step's metadata: the batch of each layer, the same for all but where heads have unequal shares, and the number of
-    its tokens. Unequal ones are built as the layers ask for them, in the same step."""
+    """One step's metadata: the batch of all layers or, where heads have unequal shares, how a layer's is made, and the number of
+    its tokens. A layer's own is made anew whenever it asks, so that a CUDA graph holds how, and not what it was."""
 
     build: Callable[[Regions, int], StepBatch]
     num_tokens: int
-    batches: dict[int, StepBatch] = field(default_factory=dict)
+    shared: StepBatch | None = None
 
     def batch(self, layer: int, regions: Regions) -> StepBatch:
         """Of layer ``layer``; regions: where its pages are, if shares are unequal."""
-        key = layer if isinstance(regions, RegionMap) else 0
-        if key not in self.batches:
-            self.batches[key] = self.build(regions, layer)
-        return self.batches[key]
+        if isinstance(regions, RegionMap):
+            return self.build(regions, layer)
+        if self.shared is None:
+            self.shared = self.build(regions, layer)
+        return self.shared
 
 
 class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
@@ -171,7 +171,11 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
             raise RuntimeError("this model runner does not say how long prompts are: set VLLM_USE_V2_MODEL_RUNNER=0")
         prompts = self.prompts[: len(query_lens)].clamp_min(1) if self.needs_prompt else None  # 0: a dummy run
         step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, prompts
-        metadata = FixedBudgetMetadata(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
+        return self.finish(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
+
+    def finish(self, build: Callable[[Regions, int], StepBatch], num_tokens: int) -> FixedBudgetMetadata:
+        """Metadata of a step, with the batch that all layers share if there is one."""
+        metadata = FixedBudgetMetadata(build, num_tokens)
         if not self.unequal:
             metadata.batch(0, None)
         return metadata
@@ -206,7 +210,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             f"{attn_type} attention": attn_type != AttentionType.DECODER,
             "cross-layer KV sharing": kv_sharing_target_layer_name is not None,
             "attention sinks of its own": sinks is not None,
-            f"a {kv_cache_dtype} KV cache": kv_cache_dtype not in ("auto", "bfloat16", "float32"),
+            f"a {kv_cache_dtype} KV cache": kv_cache_dtype not in ("auto", "float16", "bfloat16", "float32"),
             **{f"the attention option {name}": value is not None for name, value in unsupported.items()},
         }
         if reasons := [what for what, there in refused.items() if there]:
@@ -232,8 +236,9 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         if (rule.sinks, rule.window, rule.decide_every) != (kept.sinks, kept.window, kept.decide_every):
             raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
         layout = for_config(self.vllm_config).layout(self.num_kv_heads, self.head_size, act_dtype)
-        self.attention = FixedBudgetAttention(layout, rule, self.scale)
-        _log_kernels(act_dtype)
+        device = self.vllm_config.device_config.device_type
+        self.attention = FixedBudgetAttention(layout, rule if device == "cpu" else rule.to(device), self.scale)
+        _log_kernels(torch.empty(0, self.head_size, dtype=act_dtype, device=device))
 
     def _add_gate(self, layer: int, heads: slice) -> None:
         """Puts the layer's gate where its attention module looks for it.
@@ -288,7 +293,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             elif self.shares is None:
                 self._pages = key, (layout.view(kv_cache.view(torch.uint8)), None)
             else:
-                regions = region_map(self.shares, layout, kv_cache.shape[0])
+                regions = region_map(self.shares, layout, kv_cache.shape[0], kv_cache.device)
                 self._pages = key, (regions.view(_all_layers(kv_cache, self.layer)), regions)
         return self._pages[1]
 
@@ -304,4 +309,4 @@ def _all_layers(kv_cache: torch.Tensor, layer: int) -> torch.Tensor:
         raise RuntimeError(
             f"layer {layer}'s cache starts at byte {at}: unequal shares need the layers one after another"
         )
-    return torch.empty(0, dtype=torch.uint8).set_(kv_cache.untyped_storage())
+    return torch.empty(0, dtype=torch.uint8, device=kv_cache.device).set_(kv_cache.untyped_storage())

@@ -153,5 +153,7 @@ def held_in_step(vllm_config, seen: int) -> torch.Tensor:
         pages, regions = impl._bind(attention.kv_cache)
         batch = metadata.batch(impl.layer, regions)
         table = batch.table[0] if batch.decodes else batch.prefills[0].row
-        layers[impl.layer] = held_tokens(pages, table, seen, rule, batch.budgets, seen)
+        if pages.raw.device.type != "cpu":
+            pages = pages.layout.view(pages.raw.cpu())
+        layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, batch.budgets.cpu(), seen)
     return torch.stack([layers[layer] for layer in sorted(layers)])

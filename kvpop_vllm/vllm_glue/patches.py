@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings, check_spelling
-from kvpop_vllm.vllm_glue import flags, refusals
+from kvpop_vllm.vllm_glue import cuda, flags, refusals
 from kvpop_vllm.vllm_glue.engine_policy import requested
 
 
@@ -25,13 +25,15 @@ class Patch:
 
     Attributes:
         target: ``module:function`` or ``module:Class.method``. always: wrapped wherever the plugin is loaded; otherwise
-            from the process's first engine with a policy on. why: and how. goes: when it can go.
+            from the process's first engine with a policy that needs it. why: and how. goes: when it can go. on_gpus: never
+            wrapped elsewhere.
     """
 
     target: str
     always: bool
     why: str
     goes: str
+    on_gpus: bool = False
 
 
 LEDGER = (
@@ -88,6 +90,13 @@ LEDGER = (
         "(prompt_lengths.py) Attention metadata do not say how long a request's prompt is: where a policy decides by it, the "
         "runner's own numbers are handed to the metadata builder first.",
         "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
+        False,
+        "(prompt_lengths.py) The same of model runner V2.",
+        "with the one above",
+        on_gpus=True,
     ),
 )
 
@@ -170,6 +179,8 @@ def _config_with_policy(engine_args, original, args, kwargs):
     vllm_config = original(engine_args, *args, **kwargs)
     refusals.check_config(vllm_config)
     policy = engine_policy(vllm_config)
+    if vllm_config.device_config.device_type == "cuda":
+        cuda.prepare(vllm_config, policy)
     check_checkpoint(vllm_config)
     choose_model_class(vllm_config)
     wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Registers the late-resolving backend, the model classes of full checkpoints, and the flags.
+    """Registers the late-resolving backends, the model classes of full checkpoints, and the flags.
 
     Nothing of this has an effect on an engine without a policy, and no kernel is imported here.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from kvpop_vllm.vllm_glue import full_checkpoint, patches
+    from kvpop_vllm.vllm_glue import cuda, full_checkpoint, patches, select
 
     register_backend(AttentionBackendEnum.CPU_ATTN, "kvpop_vllm.vllm_glue.select.Backend")
+    custom = AttentionBackendEnum.CUSTOM
+    before = custom.get_path() if custom.is_overridden() else None
+    if before != cuda.BACKEND:
+        select.custom_before = before
+        register_backend(custom, cuda.BACKEND)
     full_checkpoint.register()
     patches.apply()

@@ -80,8 +80,11 @@ def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
         dtype in ("float16", "bfloat16", "float32") and dtype != own,
         f"a {dtype} KV cache beside a {own} model: leave --kv-cache-dtype out",
     )
-    platform = vllm_config.device_config.device_type
-    yield platform != "cpu", f"the {platform} platform yet: serve on a CPU, or leave --kv-policy out"
+    platform = _platform(vllm_config)
+    yield (
+        platform not in ("cpu", "cuda"),
+        f"the {platform} platform yet: serve on a CPU or an NVIDIA GPU, or leave --kv-policy out",
+    )
     yield own == "float16" and platform == "cpu", "float16 on a CPU: use --dtype bfloat16 or float32"
     yield vllm_config.kv_transfer_config is not None, "a KV connector: leave --kv-transfer-config out"
     yield (
@@ -93,6 +96,13 @@ def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
         f"head size {model.get_head_size()}: sizes {SUPPORTED_HEAD_SIZES} are supported",
     )
     yield cache.enable_prefix_caching is True, "prefix caching: start with --no-enable-prefix-caching"
+
+
+def _platform(vllm_config: Any) -> str:
+    """AMD's GPUs call themselves cuda, too."""
+    from vllm.platforms import current_platform
+
+    return "rocm" if current_platform.is_rocm() else vllm_config.device_config.device_type
 
 
 def _has_alibi(model: Any) -> bool:

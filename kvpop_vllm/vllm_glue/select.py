@@ -1,10 +1,13 @@
-"""The registered backend path. ``Backend`` resolves late, per engine: stock unless that engine has a policy."""
+"""The registered backend paths. ``Backend`` and ``CudaBackend`` resolve late, per engine: stock unless that engine has a policy."""
 
 from __future__ import annotations
 
+custom_before: str | None = None
+"""The class that another plugin registered as the backend CUSTOM before this one."""
+
 
 def __getattr__(name: str):
-    if name != "Backend":
+    if name not in ("Backend", "CudaBackend"):
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from vllm.config import get_current_vllm_config_or_none
 
@@ -12,10 +15,30 @@ def __getattr__(name: str):
 
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None or not requested(vllm_config):
-        from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+        return _stock_custom() if name == "CudaBackend" else _stock_cpu()
+    from kvpop_vllm.vllm_glue import backend
 
-        return CPUAttentionBackend
-    from kvpop_vllm.vllm_glue import backend, compile_cache
+    if name == "CudaBackend":
+        from kvpop_vllm.vllm_glue.cuda_backend import CudaBackend
+
+        return backend.for_config(vllm_config, CudaBackend)
+    from kvpop_vllm.vllm_glue import compile_cache
 
     compile_cache.apply()
     return backend.for_config(vllm_config)
+
+
+def _stock_cpu():
+    from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
+
+    return CPUAttentionBackend
+
+
+def _stock_custom():
+    from vllm.utils.import_utils import resolve_obj_by_qualname
+
+    if custom_before is None:
+        raise ValueError(
+            "the attention backend CUSTOM is kvpop_vllm's, for engines with --kv-policy: leave --attention-backend out"
+        )
+    return resolve_obj_by_qualname(custom_before)

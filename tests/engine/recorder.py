@@ -75,7 +75,9 @@ class Recorder:
 
     def attach(self, patch) -> None:
         """Wraps the metadata builder, the layers' forward and the scheduler until ``patch`` is undone."""
-        build, forward, schedule = FixedBudgetMetadataBuilder.build, FixedBudgetImpl.forward, self.scheduler.schedule
+        builder = type(self.runner.attn_groups[0][0].get_metadata_builder())
+        ours = builder if issubclass(builder, FixedBudgetMetadataBuilder) else FixedBudgetMetadataBuilder
+        build, forward, schedule = ours.build, FixedBudgetImpl.forward, self.scheduler.schedule
 
         def recorded_build(builder, common_prefix_len, common, *args, **kwargs):
             self._rows = self._batch(common)
@@ -92,7 +94,7 @@ class Recorder:
             self._after_schedule()
             return result
 
-        patch.setattr(FixedBudgetMetadataBuilder, "build", recorded_build)
+        patch.setattr(ours, "build", recorded_build)
         patch.setattr(FixedBudgetImpl, "forward", recorded_forward)
         patch.setattr(self.scheduler, "schedule", recorded_schedule)
 

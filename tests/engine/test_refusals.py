@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -96,9 +97,14 @@ def test_a_cache_of_another_dtype_than_the_model(llama):
 
 def test_other_platforms(llama):
     vllm_config = configure(llama)
-    vllm_config.device_config.device_type = "cuda"
-    with pytest.raises(ConfigError, match="the cuda platform yet: serve on a CPU"):
-        refusals.check_config(vllm_config)
+    for platform, named in (
+        ("cpu", None),
+        ("cuda", None),
+        ("xpu", "the xpu platform yet: serve on a CPU or an NVIDIA GPU"),
+    ):
+        vllm_config.device_config.device_type = platform
+        with pytest.raises(ConfigError, match=named) if named else nullcontext():
+            refusals.check_config(vllm_config)
 
 
 @pytest.mark.parametrize(

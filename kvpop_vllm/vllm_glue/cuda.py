@@ -1,0 +1,73 @@
+"""An engine with a policy on NVIDIA GPUs: what its config must say, and what it cannot have. Imports no kernel."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from typing import Any
+
+from kvpop_vllm.config import ConfigError
+
+BACKEND = "kvpop_vllm.vllm_glue.select.CudaBackend"
+"""What vLLM's backend CUSTOM is registered as."""
+ATTENTION_OP = "kvpop_vllm::attention_with_given"
+"""The op of :mod:`kvpop_vllm.vllm_glue.gated_attention`."""
+_WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker")
+
+
+def prepare(vllm_config: Any, policy: Any) -> None:
+    """Has the engine choose our backend, and run our attention op outside of piecewise graphs.
+
+    Args:
+        vllm_config: a ``vllm.config.VllmConfig``. policy: in force.
+
+    Raises:
+        ConfigError: one line with every reason against it.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    if reasons := [text for there, text in _reasons(vllm_config, policy) if there]:
+        raise ConfigError(f"--kv-policy {policy.name} on a GPU cannot be combined with " + "; nor with ".join(reasons))
+    vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
+    splits = vllm_config.compilation_config.splitting_ops
+    if policy.gated and splits and ATTENTION_OP not in splits:
+        splits.append(ATTENTION_OP)
+
+
+def _reasons(vllm_config: Any, policy: Any) -> Iterator[tuple[bool, str]]:
+    from vllm import envs
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    attention = vllm_config.attention_config
+    custom = AttentionBackendEnum.CUSTOM
+    chosen = getattr(attention.backend, "name", None)
+    yield chosen not in (None, "CUSTOM"), f"the attention backend {chosen}: leave --attention-backend out"
+    yield bool(attention.backend_per_kind), "attention backends by kind of layer: leave backend_per_kind out"
+    path = custom.get_path() if custom.is_overridden() else None
+    yield path != BACKEND, f"the attention backend CUSTOM of another plugin ({path}): set VLLM_PLUGINS=kvpop"
+    yield (
+        policy.divides,
+        "--kv-allocator ada, which only a CPU serves yet: choose uniform or pyramid"
+        + (", or another policy" if policy.settings.allocator is None else ""),
+    )
+    yield importlib.util.find_spec("triton") is None, "an installation without Triton: install the package triton"
+    lacking = _ops_without_kernels(vllm_config.model_config)
+    yield bool(lacking), f"what has no kernel in Triton ({', '.join(lacking)}): serve on a CPU"
+    worker = vllm_config.parallel_config.worker_cls
+    yield (
+        policy.needs_prompt and worker not in _WORKERS,
+        f"the worker {worker}, which does not say how long prompts are: leave --worker-cls out",
+    )
+    yield envs.VLLM_BATCH_INVARIANT, "batch-invariant kernels: unset VLLM_BATCH_INVARIANT"
+
+
+def _ops_without_kernels(model: Any) -> list[str]:
+    """Ops of serving that would be left to the reference, which waits for the device at every step."""
+    from kvpop_vllm.kernels.dispatch import TRITON_DTYPES, TRITON_LARGEST_HEAD
+
+    size = model.get_head_size()
+    return [
+        f"{op} of {str(model.dtype).removeprefix('torch.')} heads of {size}"
+        for op in ("decode_step", "prefill_chunk")
+        if model.dtype not in TRITON_DTYPES.get(op, ()) or size > TRITON_LARGEST_HEAD.get(op, size)
+    ]

@@ -1,0 +1,101 @@
+"""The attention backend on NVIDIA GPUs: :mod:`kvpop_vllm.vllm_glue.backend` with metadata that a CUDA graph can hold."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.v1.attention.backend import AttentionCGSupport
+
+from kvpop_vllm.attention.device_step import DecodeRows, Split
+from kvpop_vllm.config import SUPPORTED_HEAD_SIZES
+from kvpop_vllm.vllm_glue import cuda, prompt_lengths
+from kvpop_vllm.vllm_glue.backend import FixedBudgetBackend, FixedBudgetMetadata, FixedBudgetMetadataBuilder
+
+_REASONS = {
+    "head_size not supported": f"head sizes are {', '.join(map(str, SUPPORTED_HEAD_SIZES))}",
+    "dtype not supported": "--dtype is float16, bfloat16 or float32",
+    "kv_cache_dtype not supported": "--kv-cache-dtype is the model's own",
+    "block_size not supported": "--block-size is a multiple of 16",
+    "batch invariance not supported": "unset VLLM_BATCH_INVARIANT",
+}
+"""What a reason of vLLM's asks of the user; for others the answer is to leave the policy out."""
+
+
+class CudaBackend(FixedBudgetBackend):
+    """Chosen as the backend CUSTOM. vLLM looks a backend that it has chosen up again by :meth:`full_cls_name`."""
+
+    supported_dtypes: ClassVar[list] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
+
+    @staticmethod
+    def get_name() -> str:
+        return "CUSTOM"
+
+    @classmethod
+    def full_cls_name(cls) -> tuple[str, str]:
+        module, _, name = cuda.BACKEND.rpartition(".")
+        return module, name
+
+    @classmethod
+    def get_supported_head_sizes(cls) -> list[int]:
+        return list(SUPPORTED_HEAD_SIZES)
+
+    @staticmethod
+    def get_builder_cls():
+        return CudaMetadataBuilder
+
+    @classmethod
+    def validate_configuration(cls, *args, **kwargs) -> list[str]:
+        """One line, or none: vLLM's reasons with what to change."""
+        if not (reasons := super().validate_configuration(*args, **kwargs)):
+            return []
+        changes = [f"{reason}: {_REASONS.get(reason, 'leave --kv-policy out')}" for reason in reasons]
+        return [f"--kv-policy {cls.policy.name} cannot serve this; {'; '.join(changes)}"]
+
+
+class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
+    """Metadata whose tensors stay where they are, filled without waiting for the device.
+
+    Full CUDA graphs are declared for batches of one token each alone: in others prefill chunks differ from step to step,
+    and vLLM runs attention outside of its graphs. Positions, slots in use and tables come from the device's own lengths and
+    block table, chunks from the host's, which are exact: speculative decoding, which they may run ahead of, is refused.
+
+    A buffer may be filled for a step while the one before still runs: both, and the kernels that read it, are on one stream.
+    """
+
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
+    def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        shares, kept = kv_cache_spec.shares, self.retention
+        self.rows = DecodeRows(
+            self.layout,
+            kept,
+            vllm_config.scheduler_config.max_num_seqs,
+            kv_cache_spec.blocks(vllm_config.model_config.max_model_len),
+            {kept.budget: 1} if shares is None else shares.counts,
+            device,
+        )
+        if self.needs_prompt and vllm_config.use_v2_model_runner:
+            prompt_lengths.apply_v2()
+
+    def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
+        """None for a dummy run of longer requests, of which runner V2 makes hundreds before it serves: outputs are 0 then."""
+        common = common_attn_metadata
+        split = Split.of(common.query_start_loc_cpu.tolist())
+        lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks else []
+        if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
+            return None  # from position 0 on, and yet past its prompt
+        prompts = self._prompts(common.num_reqs) if self.needs_prompt else None
+        self.rows.fill(split.decodes, common.seq_lens, common.block_table_tensor, common.slot_mapping)
+        step = split, lengths, common.block_table_tensor, prompts
+        return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer), split.tokens)
+
+    def _prompts(self, requests: int) -> list[int]:
+        """Tokens of each prompt, on the device too; 1 in rows that are no request's, and where nothing is known: a dummy run."""
+        known = [] if self.prompts is None else self.prompts[:requests].clamp_min(1).tolist()
+        prompts = known + [1] * (requests - len(known))
+        async_tensor_h2d(prompts, dtype=torch.int64, out=self.rows.prompts[:requests])
+        return prompts

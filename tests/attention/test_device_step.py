@@ -1,0 +1,197 @@
+"""Steps whose tensors stay where they are: the same batches as those made anew, padding that touches nothing, and no value
+that the host asks a device for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from kvpop_vllm.attention.device_step import DecodeRows, Split
+from kvpop_vllm.attention.fixed_budget import StepBatch
+from kvpop_vllm.attention.shifted import shift
+from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.kernels.regions import RegionMap, Shares
+from kvpop_vllm.roles import Retention
+
+HEADS, SIZE, MOST, LAYERS, BLOCKS = 2, 32, 6, 2, 300
+KEPT = {
+    "every step": Retention(40, 2, 6),
+    "a grid": Retention(48, 2, 6, 8),
+    "a grid of the prompt": Retention(48, 0, 9, 8, prompt_grid=True),
+    "longer than any": Retention(400, 2, 6),
+}
+SHARES = Shares(((64, 64), (16, 16)))
+"""Of two layers, 40 on average."""
+STEPS = [
+    ([1, 1, 5], [9, 100, 7]),
+    ([1, 1, 1, 1], [1, 40, 41, 300]),
+    ([1, 30, 1, 2], [77, 30, 1, 200]),
+    ([64, 3], [64, 90]),
+]
+"""Tokens of each request, and its length with them; in the third, a prompt of one token behind a longer chunk."""
+
+
+class NoWaiting(TorchDispatchMode):
+    """Fails where a tensor goes to the meta device as CUDA would make the host wait for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()}
+        if "cpu" in devices and isinstance(out, torch.Tensor) and out.device.type == "meta":
+            assert func is torch.ops.aten.copy_.default and args[2:] == (True,), f"{func} waits for the device"
+        return out
+
+
+def rows_of(kept, device="cpu", shares=None, state=0, columns=None):
+    layout = PageLayout(HEADS, SIZE, torch.float32, 16, state)
+    heads_with = {kept.budget: 1} if shares is None else shares.counts
+    most = max(heads_with)
+    return DecodeRows(layout, kept, MOST, columns or layout.blocks(most, most), heads_with, device)
+
+
+def engine_tables(rows, lens, seed=0):
+    """A block table as an engine has it, with blocks of others behind a request's own, and slots of its tokens."""
+    g = torch.Generator().manual_seed(seed)
+    table = 1 + torch.randperm(BLOCKS - 1, generator=g)[: MOST * rows.table.shape[1]].int().view(MOST, -1)
+    return table, torch.arange(100, 100 + sum(lens))
+
+
+def ends(lens):
+    return [0, *torch.tensor(lens).cumsum(0).tolist()]
+
+
+def split_of(lens):
+    return Split.of(ends(lens))
+
+
+def filled(rows, lens, lengths, prompts=None):
+    """The step of these requests, through the persistent tensors, on their device."""
+    device, (table, slots) = rows.table.device, engine_tables(rows, lens)
+    table, slots, seq_lens = (x.to(device) for x in (table, slots, torch.tensor(lengths, dtype=torch.int32)))
+    if prompts is not None:
+        rows.prompts[: len(prompts)] = torch.tensor(prompts)
+    rows.fill(split_of(lens).decodes, seq_lens, table, slots)
+    return lambda regions=None, layer=0: rows.batch(split_of(lens), lengths, table, prompts, regions, layer)
+
+
+def test_decodes_are_the_leading_rows():
+    assert split_of([1, 1, 5]) == Split(2, 7, ((2, 2, 5),))
+    assert split_of([1, 30, 1, 2]) == Split(1, 34, ((1, 1, 30), (2, 31, 1), (3, 32, 2)))
+    assert split_of([1, 1, 0, 0]) == Split(4, 4, ()), "padding of a captured batch decodes"
+    assert split_of([2, 0, 1]) == Split(0, 3, ((0, 0, 2), (2, 2, 1)))
+    assert split_of([]) == Split(0, 0, ())
+
+
+@pytest.mark.parametrize("state", [0, 5000])
+@pytest.mark.parametrize("name", KEPT)
+def test_equal_to_batches_made_anew(name, state):
+    kept = KEPT[name]
+    rows = rows_of(kept, state=state)
+    for lens, lengths in STEPS:
+        prompts = [length - 3 if length > 3 else length for length in lengths] if kept.prompt_grid else None
+        batch, d = filled(rows, lens, lengths, prompts)(), split_of(lens).decodes
+        asked = None if prompts is None else torch.tensor(prompts)
+        table = engine_tables(rows, lens)[0][: len(lens)]
+        expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, asked)
+        assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.slot_zero is None
+        assert torch.equal(batch.positions, expected.positions[:d])
+        assert torch.equal(batch.valid, expected.valid[:d])
+        assert torch.equal(batch.budgets, expected.budgets)
+        for r in range(d):
+            own = rows.layout.blocks(lengths[r], kept.budget, kept.decide_every)
+            assert (
+                torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
+                and (batch.table[r, :, own:] == 0).all()
+            )
+        chunks = [c for c in batch.prefills if c.last - c.first > 1]
+        for chunk, other in zip(chunks, expected.prefills, strict=True):
+            assert replace(chunk, row=None) == replace(other, row=None)
+            assert torch.equal(chunk.row, other.row[:, : chunk.row.shape[1]])
+        if prompts is not None:
+            assert batch.prompts.tolist() == prompts[:d]
+
+
+@pytest.mark.parametrize("layer", range(LAYERS))
+def test_heads_of_unequal_budgets(layer):
+    kept = KEPT["every step"]
+    rows = rows_of(kept, shares=SHARES, columns=SHARES.blocks(0, 16, 400))
+    regions = RegionMap(SHARES, rows.layout, BLOCKS)
+    for lens, lengths in STEPS:
+        batch, d = filled(rows, lens, lengths)(regions, layer), split_of(lens).decodes
+        table = engine_tables(rows, lens)[0][: len(lens)]
+        seq_lens = torch.tensor(lengths, dtype=torch.int32)
+        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, None, regions, layer)
+        assert torch.equal(batch.valid, expected.valid[:d]) and torch.equal(batch.budgets, expected.budgets)
+        for r in range(d):
+            own = min(lengths[r], SHARES.budgets[layer][0])
+            own = rows.layout.blocks(own, own)
+            assert torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
+        held = SHARES.blocks(0, 16, lengths[0])
+        assert (rows.table[0, :held] > 0).all() and (rows.table[0, held:] == 0).all() or d == 0
+
+
+def test_addresses_stay_and_rows_of_others_are_left_alone():
+    rows = rows_of(KEPT["a grid"])
+    lens, lengths = [1] * MOST, [9, 100, 7, 50, 60, 1]
+    names = ("table", "positions", "valid", "budgets")
+    first = {name: getattr(filled(rows, lens, lengths)(), name).data_ptr() for name in names}
+    before = rows.positions.clone()
+    second = filled(rows, [1, 1], [10, 101])()
+    assert {name: getattr(second, name).data_ptr() for name in names} == first
+    assert rows.positions.tolist() == [9, 100, *before[2:].tolist()]
+
+
+@pytest.mark.parametrize("cause", ["no length", "no slot", "no block"])
+@pytest.mark.parametrize("name", KEPT)
+def test_rows_of_padding(name, cause):
+    rows = rows_of(KEPT[name], state=5000)
+    (table, slots), lengths = engine_tables(rows, [1] * 4), torch.tensor([30, 31, 32, 33], dtype=torch.int32)
+    assert rows.layout.state_blocks > 0
+    if cause == "no length":
+        lengths[2:] = 0
+    elif cause == "no slot":
+        slots[2:] = -1
+    else:
+        table[2:, rows.layout.state_blocks :] = 0
+    rows.fill(4, lengths, table, slots)
+    assert rows.positions[:4].tolist() == [29, 30, -1, -1]
+    assert (rows.table[2:4] == 0).all() and (rows.valid[2:4] == 0).all() and (rows.table[:2, 0] > 0).all()
+
+
+def test_a_narrow_block_table_is_taken_as_it_is():
+    rows = rows_of(KEPT["longer than any"])
+    table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
+    rows.fill(2, torch.tensor([20, 60], dtype=torch.int32), table, torch.tensor([5, 6]))
+    assert rows.table[0].count_nonzero() == 2 and rows.table[1, :4].tolist() == [5, 6, 7, 8]
+
+
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("name", KEPT)
+def test_no_value_is_asked_for(name, shared):
+    """On the device "meta" tensors have no values, and may not meet tensors of the CPU."""
+    rows = rows_of(KEPT[name], "meta", SHARES if shared else None)
+    regions = RegionMap(SHARES, rows.layout, BLOCKS, "meta") if shared else None
+    raw = torch.empty(BLOCKS, HEADS, rows.layout.region_bytes, dtype=torch.uint8, device="meta")
+    pages = rows.layout.view(raw)
+    for lens, lengths in STEPS:
+        tokens, table = sum(lens), torch.empty(MOST, 30, dtype=torch.int32, device="meta")
+        slots = torch.empty(tokens, dtype=torch.int64, device="meta")
+        seq_lens = torch.empty(len(lens), dtype=torch.int32, device="meta")
+        given = torch.empty(tokens, HEADS, device="meta")
+        with NoWaiting():
+            rows.fill(split_of(lens).decodes, seq_lens, table, slots)
+            batch = rows.batch(split_of(lens), lengths, table, None, regions, 1)
+            assert shift(given, pages, batch, KEPT["every step"]).shape == given.shape
+        assert batch.table.device.type == batch.valid.device.type == batch.budgets.device.type == "meta"
+
+
+def test_waiting_would_be_noticed():
+    there = torch.zeros(3, dtype=torch.int64, device="meta")
+    waits = (lambda: there.tolist(), lambda: there[there > 0], lambda: int(there[0]), lambda: there + torch.arange(3))
+    for wait in (*waits, lambda: torch.tensor([1, 2], device="cpu").to("meta")):
+        with pytest.raises((RuntimeError, NotImplementedError, AssertionError)), NoWaiting():
+            wait()

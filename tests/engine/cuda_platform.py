@@ -1,0 +1,48 @@
+"""Loaded with ``-p`` before anything of vLLM is: vLLM takes this process for one with an Ampere GPU. Only what asks the device
+itself is replaced; configs, backends, runners and graph managers are vLLM's own, and tensors stay in the CPU's memory."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+for _name in (
+    "_C_stable_libtorch",
+    "_moe_C_stable_libtorch",
+    "vllm_flash_attn._vllm_fa2_C",
+    "vllm_flash_attn._vllm_fa3_C",
+):
+    sys.modules.setdefault(f"vllm.{_name}", types.ModuleType(_name))
+
+import vllm.platforms as platforms  # noqa: E402
+from vllm.platforms import cuda  # noqa: E402
+from vllm.platforms.interface import DeviceCapability  # noqa: E402
+
+
+class Ampere(cuda.NonNvmlCudaPlatform):
+    """What a driver would say."""
+
+    @classmethod
+    def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
+        return DeviceCapability(8, 0)
+
+    @classmethod
+    def get_device_name(cls, device_id: int = 0) -> str:
+        return "an Ampere GPU that is not there"
+
+    @classmethod
+    def get_device_total_memory(cls, device_id: int = 0) -> int:
+        return 80 << 30
+
+    @classmethod
+    def is_pin_memory_available(cls) -> bool:
+        return False
+
+
+platforms._current_platform = Ampere()
+
+from vllm import _custom_ops  # noqa: E402
+
+# asked while modules are imported, of kernels that are not there
+for _name in [name for name in vars(_custom_ops) if name.startswith("cutlass_") and "_supports_" in name]:
+    setattr(_custom_ops, _name, lambda *capability: False)

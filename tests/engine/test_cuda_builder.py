@@ -1,0 +1,40 @@
+"""An engine of this process with the metadata builder of GPUs and the CPU's kernels: the runner's own batches, judged by the oracle
+as everywhere. What a GPU alone has is in test_cuda_contract."""
+
+from __future__ import annotations
+
+import pytest
+from engine.driving import Job
+from engine.matrix import BUDGET
+
+from kvpop_vllm.vllm_glue.backend import FixedBudgetBackend
+from kvpop_vllm.vllm_glue.cuda_backend import CudaMetadataBuilder
+
+JOBS = [Job(1, new=24), Job(14, new=50), Job(BUDGET), Job(130)]
+CASES = {
+    "a state": ("qwen3", "kvpop", {}),
+    "prompts and regions": ("llama", "pyramidkv", {}),
+    "scores one token late, on a grid": ("llama", "dms", {"shifted": True, "every": 5}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_served_as_by_the_cpus_builder(case, watch, monkeypatch, name):
+    """Chunks of seven tokens beside single ones, requests that are preempted half-way, a pool too small for all of them."""
+    monkeypatch.setattr(FixedBudgetBackend, "get_builder_cls", staticmethod(lambda: CudaMetadataBuilder))
+    kind, policy, options = CASES[name]
+    with watch(case(kind, policy, **options), num_gpu_blocks_override=24) as engine:
+        (builder,) = engine.recorder.runner.attn_groups[0][0].metadata_builders
+        assert type(builder) is CudaMetadataBuilder
+        places = [x.data_ptr() for x in (builder.rows.table, builder.rows.positions, builder.rows.valid)]
+        engine.chunk(7)
+
+        def preempt(step):
+            if step == 9:
+                engine.engine.reset_prefix_cache(reset_running_requests=True)
+
+        verdict = engine.verdict(engine.serve(JOBS, preempt))
+        assert verdict and places == [
+            x.data_ptr() for x in (builder.rows.table, builder.rows.positions, builder.rows.valid)
+        ]
+        assert sum(engine.recorder.preemptions.values()) > 0

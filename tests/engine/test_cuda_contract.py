@@ -1,0 +1,273 @@
+"""What vLLM's own classes make of the backend for GPUs: in a process that they take for one with a GPU (cuda_platform.py), where
+nothing but the device itself is missing. What the kernels then do is in test_cuda_interpreted.py, run in the same process."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine.pretended import FLAG, PRETENDED, Pretended
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.testing import write_random_scorer
+
+ROOT = Path(__file__).parents[2]
+
+if PRETENDED:
+    from engine.cuda_engine import MOST, SLOTS, STREAMING, chosen, configure, group_of
+    from vllm.config.compilation import CUDAGraphMode
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+else:
+
+    def test_in_a_process_with_a_gpu_that_is_not_there():
+        """Runs what is below, what runners do, and the interpreted kernels."""
+        files = [
+            str(Path(__file__).with_name(f"test_cuda_{name}.py")) for name in ("contract", "runners", "interpreted")
+        ]
+        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "engine.cuda_platform"]
+        paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        more = {FLAG: "1", "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
+        command = [sys.executable, "-m", "pytest", *options, *files]
+        outcome = subprocess.run(command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True)
+        assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+        assert int(re.search(r"(\d+) passed", outcome.stdout)[1]) > 50
+
+
+@pytest.fixture
+def model(tiny_model):
+    return tiny_model("llama")
+
+
+@pytest.fixture
+def gate(model, tmp_path):
+    """A scorer folder of TRIM-KV."""
+    return str(write_random_scorer(tmp_path / "gate", model, "trimkv", sinks=2, window=6, topk=32))
+
+
+def refusal(model, policy, **options):
+    with pytest.raises(ConfigError) as caught:
+        configure(model, policy, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+class TestChoice(Pretended):
+    def test_an_engine_with_a_policy_asks_for_custom(self, model):
+        config, stock = configure(model), configure(model, None)
+        assert config.device_config.device_type == stock.device_config.device_type == "cuda"
+        assert config.attention_config.backend is AttentionBackendEnum.CUSTOM and stock.attention_config.backend is None
+        assert pickle.loads(pickle.dumps(config.attention_config)).backend is AttentionBackendEnum.CUSTOM
+
+    def test_vllm_chooses_it_by_its_own_path(self, model):
+        """Twice in a process, each engine gets its own; a stock one none of ours."""
+        first, second = configure(model), configure(model, STREAMING | {"budget": 96})
+        assert [chosen(c).policy.retention.budget for c in (first, second, first)] == [64, 96, 64]
+        backend = chosen(first)
+        assert backend.get_name() in AttentionBackendEnum.__members__ and backend.block_slots == SLOTS
+        for dtype in (torch.float16, torch.bfloat16):
+            assert chosen(first, dtype=dtype).get_name() == "CUSTOM"
+        try:
+            assert chosen(configure(model, None), dtype=torch.bfloat16).__module__.startswith("vllm.")
+        except ValueError as error:
+            assert "No valid attention backend found" in str(error)  # none of vllm's own in this build
+
+    @pytest.mark.parametrize(
+        "named, options",
+        [
+            ("head sizes are 32, 64, 80, 96, 128", {"size": 48}),
+            ("--dtype is float16, bfloat16 or float32", {"dtype": torch.float64}),
+            ("leave --kv-policy out", {"has_sink": True}),
+            ("leave --kv-policy out", {"use_mla": True}),
+            ("leave --kv-policy out", {"attn_type": "encoder_only"}),
+            ("leave --kv-policy out", {"has_sliding_window": True}),
+        ],
+    )
+    def test_what_a_layer_cannot_have(self, model, named, options):
+        with pytest.raises(ValueError, match="CUSTOM is not valid") as caught:
+            chosen(configure(model), **options)
+        assert named in str(caught.value) and "\n" not in str(caught.value)
+
+    def test_layouts_and_block_sizes(self, model):
+        from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+        from vllm.v1.worker.utils import select_common_block_size
+
+        backend = chosen(configure(model))
+        assert [layout.name for layout in get_supported_kv_cache_layouts([backend])] == ["LBHNC"]
+        group = group_of(configure(model))
+        assert select_common_block_size(SLOTS, [backend], [group.kv_cache_spec]) == SLOTS
+        assert group.kv_cache_spec.uses_slot_mapping, "rows of padding are told by it"
+
+    def test_custom_without_a_policy(self, model, monkeypatch):
+        """Ours says so; where another plugin had registered one before, that one serves."""
+        from kvpop_vllm.vllm_glue import select
+
+        stock = configure(model, None, attention_backend="CUSTOM")
+        with pytest.raises(ValueError, match="for engines with --kv-policy"):
+            chosen(stock)
+        theirs = "vllm.v1.attention.backends.flex_attention.FlexAttentionBackend"
+        monkeypatch.setattr(select, "custom_before", theirs)
+        assert chosen(stock).__name__ == "FlexAttentionBackend"
+
+    def test_registering_keeps_what_was_there(self, monkeypatch):
+        from kvpop_vllm.vllm_glue import cuda, plugin, select
+
+        monkeypatch.setattr(select, "custom_before", None)
+        try:
+            register_backend(AttentionBackendEnum.CUSTOM, "other.Backend")
+            plugin.register()
+            plugin.register()
+            assert (select.custom_before, AttentionBackendEnum.CUSTOM.get_path()) == ("other.Backend", cuda.BACKEND)
+        finally:
+            register_backend(AttentionBackendEnum.CUSTOM, cuda.BACKEND)
+
+    def test_a_plugin_that_takes_custom_afterwards(self, model):
+        from kvpop_vllm.vllm_glue import cuda
+
+        try:
+            register_backend(AttentionBackendEnum.CUSTOM, "other.Backend")
+            assert "(other.Backend): set VLLM_PLUGINS=kvpop" in refusal(model, STREAMING)
+        finally:
+            register_backend(AttentionBackendEnum.CUSTOM, cuda.BACKEND)
+
+
+class TestRefusals(Pretended):
+    @pytest.mark.parametrize(
+        "named, policy, options",
+        [
+            ("--kv-allocator ada", {"policy": "snapkv", "allocator": "ada"}, {}),
+            ("choose uniform or pyramid, or another policy", {"policy": "adakv"}, {}),
+            ("leave --attention-backend out", {}, {"attention_backend": "FLASH_ATTN"}),
+            ("leave --worker-cls out", {"policy": "snapkv"}, {"worker_cls": "other.Worker"}),
+            ("--speculative-config", {}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
+            ("--block-size 8", {}, {"block_size": 8}),
+        ],
+    )
+    def test_one_line_at_start(self, model, named, policy, options):
+        settings = STREAMING | policy if policy.get("policy") is None else {"budget": 96} | policy
+        assert named in refusal(model, settings, **options)
+
+    def test_without_triton(self, model, monkeypatch):
+        import importlib.util
+
+        find = importlib.util.find_spec
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "triton" else find(name, *a))
+        assert "install the package triton" in refusal(model, STREAMING)
+
+    @pytest.mark.parametrize("op", ["decode_step", "prefill_chunk"])
+    def test_without_kernels(self, model, monkeypatch, op):
+        from kvpop_vllm.kernels import dispatch
+
+        monkeypatch.setitem(dispatch.TRITON_LARGEST_HEAD, op, 16)
+        assert f"({op} of bfloat16 heads of 32): serve on a CPU" in refusal(model, STREAMING)
+        monkeypatch.delitem(dispatch.TRITON_LARGEST_HEAD, op)
+        monkeypatch.delitem(dispatch.TRITON_DTYPES, op)
+        assert op in refusal(model, STREAMING)
+
+    def test_batch_invariance(self, model, monkeypatch):
+        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+        assert "unset VLLM_BATCH_INVARIANT" in refusal(model, STREAMING)
+
+    def test_amd(self, model, monkeypatch):
+        from vllm.platforms import current_platform
+
+        monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
+        assert "the rocm platform yet" in refusal(model, STREAMING)
+
+    def test_what_a_cpu_refuses_and_a_gpu_does_not(self, model):
+        assert configure(model, dtype="float16").model_config.dtype == torch.float16
+        for policy in ("h2o", "snapkv", "pyramidkv", "momentkv"):
+            configure(model, {"policy": policy, "budget": 128})
+
+
+class TestGraphs(Pretended):
+    def support(self, config):
+        backend = chosen(config)
+        return backend.get_builder_cls().get_cudagraph_support(config, None), backend.__name__
+
+    def resolved(self, config, v2=False):
+        """The mode as either runner resolves it."""
+        return config.compilation_config.resolve_cudagraph_mode_and_sizes(
+            *self.support(config), 1, use_v2_model_runner=v2
+        )
+
+    def test_single_tokens_are_what_is_declared(self, model):
+        """Graphs of several tokens a request, which nothing asks for without speculative decoding, are not."""
+        from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
+
+        config = configure(model)
+        of_v2 = get_attn_cg_support([[group_of(config)]], config)
+        assert self.support(config)[0] is of_v2.min_cg_support
+        assert of_v2.min_cg_support.name == "UNIFORM_SINGLE_TOKEN_DECODE"
+
+    @pytest.mark.parametrize("v2", [False, True])
+    @pytest.mark.parametrize(
+        "asked, becomes",
+        [
+            (None, "FULL_AND_PIECEWISE"),
+            ("FULL", "FULL_AND_PIECEWISE"),
+            ("FULL_DECODE_ONLY", "FULL_DECODE_ONLY"),
+            ("PIECEWISE", "PIECEWISE"),
+        ],
+    )
+    def test_full_graphs_hold_no_mixed_batch(self, model, asked, becomes, v2):
+        config = configure(model, **({"compilation_config": {"cudagraph_mode": asked}} if asked else {}))
+        mode = self.resolved(config, v2)
+        assert mode.name == becomes and mode.mixed_mode() is not CUDAGraphMode.FULL
+
+    def test_runner_v1_replays_them_for_decodes_alone(self, model):
+        from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+        config = configure(model)
+        dispatcher = CudagraphDispatcher(config)
+        dispatcher.initialize_cudagraph_keys(self.resolved(config), 1)
+        for counts, mode, reqs in (
+            ([1, 1, 1], "FULL", MOST), ([1], "FULL", 1), ([1, 1, 5], "PIECEWISE", None), ([3], "PIECEWISE", None),
+        ):  # fmt: skip
+            uniform = GPUModelRunner._is_uniform_decode(max(counts), 1, sum(counts), len(counts))
+            found, desc = dispatcher.dispatch(sum(counts), uniform_decode=uniform)
+            assert (found.name, desc.num_reqs) == (mode, reqs)
+        assert all(
+            d.uniform and d.num_reqs == d.num_tokens <= MOST for d in dispatcher.cudagraph_keys[CUDAGraphMode.FULL]
+        )
+
+    def test_runner_v2_replays_them_for_decodes_alone(self, model, monkeypatch):
+        from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+
+        ranks = SimpleNamespace(is_first_rank=True, is_last_rank=True)
+        monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: ranks)
+        monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, raising=False)
+        config = configure(model)
+        manager = cudagraph_utils.CudaGraphManager(config, torch.device("cpu"), self.resolved(config, True), 1)
+        manager._graphs_captured = True
+        uniform = model_runner.get_uniform_decode_token_count
+        for counts, prefill, mode in (
+            ([1, 1, 1], False, "FULL"), ([1], False, "FULL"), ([1, 1, 5], True, "PIECEWISE"), ([3], True, "PIECEWISE"),
+            ([1, 1], True, "PIECEWISE"),
+        ):  # fmt: skip
+            count = uniform(len(counts), sum(counts), max(counts), not prefill)
+            found = manager.dispatch(len(counts), sum(counts), count, 0)
+            assert found.cg_mode.name == mode
+            if mode == "FULL":
+                assert found.num_reqs == found.num_tokens and found.uniform_token_count == 1
+
+    def test_gates_end_a_piece_of_the_compiled_graph(self, model, gate):
+        """The op that hands a gate's scores to attention is no part of a piecewise CUDA graph."""
+        from vllm.compilation.partition_rules import should_split
+
+        from kvpop_vllm.vllm_glue import gated_attention
+
+        assert gated_attention.LIBRARY.ns == "kvpop_vllm"
+        op = torch.ops.kvpop_vllm.attention_with_given.default
+        node = SimpleNamespace(op="call_function", target=op)
+        gated = configure(model, {"policy": "trimkv", "scorer": gate}).compilation_config
+        assert should_split(node, gated.splitting_ops) and gated.splitting_ops_contain_attention()
+        for other in (configure(model), configure(model, None)):
+            assert not should_split(node, other.compilation_config.splitting_ops)

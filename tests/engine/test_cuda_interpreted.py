@@ -1,0 +1,226 @@
+"""What the layers of an engine on a GPU do, with Triton's interpreter in the GPU's place: the builder's persistent tensors, the
+layer's forward and the kernels, against the CPU's path. Run by test_cuda_contract, in its process."""
+
+from __future__ import annotations
+
+import importlib.util
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine.pretended import PRETENDED, Pretended
+
+from kvpop_vllm.attention import fixed_budget
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
+from kvpop_vllm.kernels.regions import region_map
+from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+
+if PRETENDED:
+    from engine.cuda_engine import MOST, SIZE, SLOTS, Inputs, configure, group_of, rank, runner_v1
+
+HEADS, GROUP, BLOCKS, CLOSE = 1, 2, 60, 2e-5
+PREFILL = "kvpop_vllm.kernels.triton.prefill_chunk"
+ROLES = {"sinks": 2, "window": 4}
+POLICIES = {
+    "streaming-llm": {"policy": "streaming-llm", "budget": 32} | ROLES,
+    "kvpop": {"policy": "kvpop"},
+    "pyramidkv": {"policy": "pyramidkv", "budget": 24, "window": 5, "decide_every": 4},
+}
+
+
+class Graph:
+    """A CUDA graph that is none: what was recorded is run again, with the very objects it was recorded with."""
+
+    def __init__(self, run, *recorded):
+        self.run, self.recorded = run, recorded
+
+    def replay(self):
+        self.run(*self.recorded)
+
+
+class Layers:
+    """A layer of an engine, or two where these have unequal budgets, served by both paths from the same bytes.
+
+    Attributes:
+        gpu, cpu: ``[layers, blocks, H, N, C / 4]`` float32 pools; they start as bytes of 255.
+    """
+
+    def __init__(self, config):
+        self.config, self.group = config, group_of(config, HEADS)
+        spec = self.group.kv_cache_spec
+        layers = 1 if spec.shares is None else 2
+        config.device_config.device_type = "cpu"  # where the rules' tensors go
+        shape = (layers, BLOCKS, HEADS, SLOTS, spec.state_content_bytes // 4)
+        self.gpu, self.cpu = (
+            torch.full((*shape[:-1], 4 * shape[-1]), 255, dtype=torch.uint8).view(torch.float32) for _ in "12"
+        )
+        self.impls, context = [], config.compilation_config.static_forward_context
+        for layer in range(layers):
+            with rank(config):
+                impl = self.group.backend.get_impl_cls()(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS)
+                context[f"model.layers.{layer}.self_attn.attn"] = SimpleNamespace(impl=impl)
+                impl.process_weights_after_loading(torch.float32)
+            impl.attention.impl = "triton"
+            self.impls.append(impl)
+        self.generator = torch.Generator().manual_seed(0)
+
+    def tokens(self, count):
+        """q, k, v of so many tokens in all layers."""
+        heads = (HEADS * GROUP, HEADS, HEADS)
+        return [torch.randn(len(self.impls), count, n, SIZE, generator=self.generator) for n in heads]
+
+    def forward(self, q, k, v, metadata, out):
+        """The GPU's path, layer by layer."""
+        for i, impl in enumerate(self.impls):
+            impl.forward(None, q[i], k[i], v[i], self.gpu[i], metadata, out[i])
+
+    def expected(self, q, k, v, counts, lengths, rows, prompts):
+        """Outputs of the CPU's path, by the reference."""
+        out = torch.empty_like(q)
+        seq_lens, known = torch.tensor(lengths, dtype=torch.int32), torch.tensor(prompts)
+        for i, impl in enumerate(self.impls):
+            layout, regions = impl.attention.layout, None
+            if impl.shares is not None:
+                regions = region_map(impl.shares, layout, BLOCKS)
+                pages = regions.view(self.cpu.view(torch.uint8).view(-1))
+            else:
+                pages = layout.view(self.cpu[i].view(torch.uint8))
+            table = torch.zeros(len(counts), 32, dtype=torch.int32)
+            for row, blocks in zip(table, rows, strict=True):
+                row[: len(blocks)] = torch.tensor(blocks)
+            asked = known if impl.policy.needs_prompt else None
+            step = StepBatch.build(layout, impl.policy.retention, counts, seq_lens, table, asked, regions, i)
+            cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference")
+            cpu.forward(q[i], k[i], v[i], pages, step, out[i])
+        return out
+
+    def same_pages(self):
+        """What both pools hold: keys, values and positions to the bit, scores and states to rounding."""
+        bits = [pool.view(torch.int32) for pool in (self.gpu, self.cpu)]
+        other = bits[0] != bits[1]
+        floats = [pool[other] for pool in (self.gpu, self.cpu)]
+        return torch.allclose(*floats, rtol=1e-3, atol=1e-4)
+
+
+class Requests:
+    """Who is served: blocks, lengths and prompts, as a scheduler would have it.
+
+    Attributes:
+        lengths, prompts: tokens so far, and of each prompt. rows: blocks claimed so far, taken from ``free``.
+    """
+
+    def __init__(self, spec):
+        self.spec, self.lengths, self.prompts, self.rows = spec, {}, {}, {}
+        self.free = [int(b) for b in 1 + torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(1))]
+
+    def step(self, **counts):
+        """counts, lengths, rows and prompts of a step, single tokens first."""
+        names = sorted(counts, key=lambda name: counts[name] > 1)
+        for name in names:
+            self.prompts.setdefault(name, counts[name])
+            self.lengths[name] = self.lengths.get(name, 0) + counts[name]
+            row = self.rows.setdefault(name, [])
+            row += [self.free.pop(0) for _ in range(self.spec.blocks(self.lengths[name]) - len(row))]
+        return [[x[name] for name in names] for x in (counts, self.lengths, self.rows, self.prompts)]
+
+    def finish(self, name):
+        """Its blocks are the next that are handed out."""
+        self.free[:0] = self.rows.pop(name)
+        del self.lengths[name], self.prompts[name]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "llama", q_heads=GROUP, kv_heads=HEADS)
+
+
+@pytest.fixture
+def serve(model, tmp_path, monkeypatch):
+    """``policy's name -> Served``."""
+
+    def start(name):
+        settings = dict(POLICIES[name])
+        if settings["policy"] == "kvpop":
+            settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, "mlstm", **ROLES, topk=26))
+        layers = Layers(configure(model, settings))
+        prefill, there = fixed_budget.ops.prefill_chunk, importlib.util.find_spec(PREFILL) is not None
+
+        def by_interpreter(*tensors, rule, impl, **more):
+            """Not where tokens are done one by one, which is decode steps again, and long."""
+            return prefill(*tensors, rule=rule, impl=impl if there and not rule.sequential else "reference", **more)
+
+        monkeypatch.setattr(fixed_budget.ops, "prefill_chunk", by_interpreter)
+        return Served(layers)
+
+    return start
+
+
+class Served:
+    """Both paths, step by step; the graph is recorded before anything is served, as engines do it."""
+
+    def __init__(self, layers):
+        self.layers, self.inputs = layers, Inputs(layers.config)
+        self.requests = Requests(layers.group.kv_cache_spec)
+        self.known = torch.ones(MOST, dtype=torch.int32)
+        self.build = runner_v1(self.inputs, layers.group, self.known)
+        self.q, self.k, self.v = layers.tokens(MOST)
+        self.out = torch.empty_like(self.q)
+        self.inputs.set([1] * MOST, [1] * MOST, [[5], [6], [7], [8]], real=False)
+        recorded = self.q, self.k, self.v, self.build([1] * MOST, padded=MOST, capture=True), self.out
+        self.graph = Graph(layers.forward, *recorded)
+        self.graph.replay()
+
+    def step(self, graph=False, **counts):
+        """Runs a step on both paths; returns their outputs for its tokens."""
+        counts, lengths, rows, prompts = self.requests.step(**counts)
+        n, layers = sum(counts), self.layers
+        self.inputs.set(counts, lengths, rows)
+        self.known[: len(counts)] = torch.tensor(prompts)
+        q, k, v = layers.tokens(n)
+        expected = layers.expected(q, k, v, counts, lengths, rows, prompts)
+        if graph:
+            assert set(counts) == {1}
+            self.build(counts, padded=MOST)
+            for buffer, fresh in zip((self.q, self.k, self.v), (q, k, v), strict=True):
+                buffer[:, :n] = fresh
+            self.out.fill_(7.0)
+            self.graph.replay()
+            assert (self.out[:, n:] == 0).all(), "rows of padding"
+            return self.out[:, :n].clone(), expected
+        out = torch.full_like(q, 7.0)
+        layers.forward(q, k, v, self.build(counts), out)
+        return out, expected
+
+    def check(self, **step):
+        found, expected = self.step(**step)
+        torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
+
+
+class TestServed(Pretended):
+    @pytest.mark.parametrize("name", POLICIES)
+    def test_equal_to_the_cpus_path(self, serve, name):
+        """Prompts, mixed batches, decodes replayed from a graph with a row of padding, blocks that change hands."""
+        served = serve(name)
+        assert (served.layers.gpu.view(torch.uint8) == 255).all(), "recording has written"
+        served.check(a=9, b=30)
+        served.check(a=1, b=1, c=20)
+        served.check(graph=True, a=1, b=1, c=1)
+        served.requests.finish("b")
+        served.check(a=1, d=18)
+        served.check(graph=True, a=1, d=1)
+        assert served.layers.same_pages()
+        assert (served.layers.gpu[:, 0].view(torch.uint8) == 255).all(), "the null block has been written"
+
+    def test_a_step_out_of_order_is_no_number(self, serve):
+        """In that request's outputs alone; its pages stay as they are, and the next right step goes on."""
+        served = serve("streaming-llm")
+        served.check(a=9, b=30)
+        before = served.layers.gpu.view(torch.uint8).clone()
+        served.requests.lengths["a"] += 1
+        pages = served.layers.cpu.clone()
+        served.layers.expected = lambda q, *rest: q
+        found, _ = served.step(graph=True, a=1, b=1)
+        assert found[:, 0].isnan().all() and found[:, 1].isfinite().all()
+        changed = (served.layers.gpu.view(torch.uint8) != before).any(-1).any(-1).any(-1)[0]
+        assert not changed[served.requests.rows["a"]].any() and changed[served.requests.rows["b"]].any()
+        assert torch.equal(pages.view(torch.int32), served.layers.cpu.view(torch.int32))
