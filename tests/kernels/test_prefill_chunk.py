@@ -94,7 +94,7 @@ class Problem:
 
     def prefill(self, chunks, impl="reference"):
         """``impl``: one of IMPLS."""
-        if impl != "reference":
+        if impl not in ("reference", "triton"):
             _C.set_isa(impl)
         pages, table = self.pages()
         rows, start, i = [], 0, 0
@@ -105,7 +105,7 @@ class Problem:
                 ops.prefill_chunk(
                     self.q[cut], self.k[cut], self.v[cut], pages, table[0], start, self.budgets,
                     rule=self.rule, scale=self.scale, given=given_scores(self.rule, self.k[cut]), prompt=self.prompt,
-                    impl="reference" if impl == "reference" else "cpp",
+                    impl=impl if impl in ("reference", "triton") else "cpp",
                 )
             )  # fmt: skip
             start, i = start + count, i + 1
