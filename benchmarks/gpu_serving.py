@@ -62,7 +62,7 @@ def serving_kernels(bench: Bench):
             name = f"B {budget}, batch {requests}"
             yield (
                 f"decode_step, {name}",
-                lambda name=name, budget=budget, requests=requests: step_times(bench, name, budget, requests),
+                lambda budget=budget, requests=requests: step_times(bench, budget, requests),
             )
 
 
@@ -136,7 +136,7 @@ def sanitized(bench: Bench, tool: str) -> Iterator[dict]:
     yield bench.row(f"errors under {tool}", 0, "count")
 
 
-def step_times(bench: Bench, name: str, budget: int, requests: int) -> Iterator[dict]:
+def step_times(bench: Bench, budget: int, requests: int) -> Iterator[dict]:
     """A layer's step in a CUDA graph of several layers, more than the GPU caches: with recency alone, which is attention, and with KVpop's
     scorer; the difference is what scores and evictions cost."""
     generator = torch.Generator().manual_seed(0)
@@ -158,9 +158,8 @@ def step_times(bench: Bench, name: str, budget: int, requests: int) -> Iterator[
     state = requests * KV_HEADS * 4 * (2 * rules["kvpop"].state_floats(SIZE) + 2 * budget)
     yield bench.row("attention, a layer", times["attention"], "ms", 1e3 * keys / speed)
     yield bench.row("kvpop, a layer", times["kvpop"], "ms", 1e3 * (keys + state) / speed)
-    yield bench.row(
-        name, "scorer and eviction, a layer", times["kvpop"] - times["attention"], "ms", 1e3 * state / speed
-    )
+    rest = times["kvpop"] - times["attention"]
+    yield bench.row("scorer and eviction, a layer", rest, "ms", 1e3 * state / speed)
 
 
 class Replayed:

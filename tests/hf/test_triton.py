@@ -1,0 +1,54 @@
+"""``generate()`` on the kernels that a GPU runs, interpreted on the CPU; see tests/kernels/test_triton_serving."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from hf.prompts import distinct, generate
+
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.kernels import dispatch
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parents[2]
+
+
+class TestGenerate:
+    __test__ = INTERPRETED
+
+    @pytest.mark.parametrize(
+        "kind, policy, settings, lengths",
+        [("qwen3", "kvpop", {}, (75, 61)), ("llama", "h2o", {"budget": 6, "window": 2}, (9, 5))],
+    )
+    def test_equals_the_cpus_kernels(self, case, monkeypatch, kind, policy, settings, lengths):
+        """Rows that outgrow their budgets, padded; a second turn."""
+        model, found = case(kind, policy)
+        prompts, told = [distinct(length) for length in lengths], []
+
+        def choose(op, tensor):
+            told.append(op)
+            return "triton"
+
+        def texts():
+            cache = KVpopCache(model, **found.settings | settings)
+            first = generate(model, cache, prompts, new=3)
+            longer = [prompt + more + [1, 2, 3] for prompt, more in zip(prompts, first, strict=True)]
+            return first, generate(model, cache, longer, new=2), [cache.held(row).tolist() for row in range(2)]
+
+        expected = texts()
+        monkeypatch.setattr(dispatch, "select", choose)
+        assert texts() == expected and set(told) == {"prefill_chunk", "decode_step"}
+
+
+def test_interpreted():
+    """Runs the class above, interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"{__file__}::TestGenerate"]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+    assert re.search(r"\d+ passed", outcome.stdout)
