@@ -23,6 +23,7 @@ PIECE = 8192
 LAST = 2**31 - 1
 
 
+@torch.no_grad()
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prompt=None):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`. All tensors, the rule's too, are on q's device, which is waited for once.
 
@@ -185,7 +186,7 @@ class _Heads:
             return slots[: fixed.shape[1]], fixed
         stays = torch.zeros(heads, len(filled), dtype=torch.bool, device=self.device)
         stays[:, : piece.long_range] = gone[:, : piece.long_range] == LAST
-        left = (gone[:, leaving] != LAST).to(torch.uint8)
+        left = (gone[:, leaving] != LAST).byte()
         newcomers = leaving.start + left.argsort(dim=-1, stable=True)  # those that stay first, by age
         rank = ((~stays).cumsum(-1) - 1).clamp(0, left.shape[1] - 1)
         return slots, torch.cat([fixed, torch.where(stays, filled, newcomers.gather(1, rank))], 1)

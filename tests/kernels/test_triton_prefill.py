@@ -89,14 +89,14 @@ class Parts:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Pieces of 16 tokens, tiles of 16 rows and keys, lists made and slots searched 16 at a time."""
-    from kvpop_vllm.kernels.triton import _prefill_attend, decode_step, online_topk, prefill_chunk
+    """Pieces of 16 tokens, tiles of 16 rows and keys, lists of two blocks of queries, made 16 keys at a time; four slots searched at a time."""
+    from kvpop_vllm.kernels.triton import _prefill_attend, online_topk, prefill_chunk
 
     monkeypatch.setattr(prefill_chunk, "PIECE", 16)
     monkeypatch.setattr(online_topk, "BLOCK", 4)
     monkeypatch.setattr(_prefill_attend, "LISTED", 16)
+    monkeypatch.setattr(_prefill_attend, "LIST_BYTES", 500)
     monkeypatch.setattr(_prefill_attend, "_tiles", lambda wide, padded: (16, 16, 4))
-    monkeypatch.setattr(decode_step, "SPLIT_SLOTS", 16)
 
 
 SHAPES = {
