@@ -30,7 +30,7 @@ RIGHT = {
     "mlstm on a grid": dict(case="mlstm", every=4, group=3, size=80),
     "own decays": dict(case="given-ages", every=2),
     "mean mass": dict(case="mass-mean", group=3),
-    "votes, corrected": dict(case="votes-corrected", every=4, window=5),
+    "moments": dict(case="moment-corrected", every=2),
 }
 FEW = "mlstm", "own decays"
 """Where kernels are interpreted, or watched."""
@@ -58,8 +58,8 @@ def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
     reduced = dict(heads=1, size=32, group=2) if bench.small else {}
     p = Problem(**options | reduced | dict(dtype=bench.dtype, q_dtype=bench.dtype)).prepare()
     exact, rule = [p.exact(0, h) for h in range(p.heads)], p.rule.to(bench.device)
-    reference = poisoned_pages(p.layout, p.num_blocks)
-    pages, start, found, closest = p.layout.view(reference.raw.to(bench.device)), 0, [], torch.inf
+    reference, own = (poisoned_pages(p.layout, p.num_blocks) for _ in range(2))
+    pages, start, found, closest = p.layout.view(own.raw.to(bench.device)), 0, [], torch.inf
     for count in chunks:
         q, k, v = p.inputs(range(count))
         eager = _chunk(p, p.rule, reference, start, q, k, v, "reference")

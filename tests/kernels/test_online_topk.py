@@ -41,7 +41,7 @@ def draw_tokens(generator, heads, held, arrivals, coarse):
     return score, torch.cat([old, torch.arange(start, start + arrivals).expand(heads, -1)], 1)
 
 
-@settings(max_examples=25 if INTERPRETED else 150, deadline=None, derandomize=True)
+@settings(max_examples=15 if INTERPRETED else 150, deadline=None, derandomize=True)
 @given(
     heads=st.integers(1, 4),
     topk=st.integers(0, 20),

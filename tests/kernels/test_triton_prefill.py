@@ -26,14 +26,11 @@ from kvpop_vllm.testing import assert_within_budget
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).parents[2]
 ELSEWHERE = (
-    "test_prefill_chunk.py::test_decay_steps_beyond_one[triton-5-3-mlstm]",
-    "test_prefill_chunk.py::test_decay_steps_beyond_one[triton-1-7-linear]",
-    "test_prefill_chunk.py::test_unequal_budgets_equal_single_heads[1-triton-several0]",
-    "test_prefill_chunk.py::test_unequal_budgets_equal_single_heads[9-triton-several2]",
+    "test_prefill_chunk.py::test_decay_steps_beyond_one[triton-5-3-linear]",
+    "test_prefill_chunk.py::test_unequal_budgets_equal_single_heads[9-triton-several0]",
     "test_prefill_chunk.py::test_several_pieces_in_one_call[130-(140, 8, 0)-mlstm-immediate-triton]",
-    "test_prefill_chunk.py::test_several_pieces_in_one_call[1-(2, 150, 20)-mlstm-triton]",
     "test_prefill_chunk.py::test_replay_raises_and_writes_nothing[triton]",
-    "test_regions.py::test_kernels_do_not_care_where_pages_lie[triton-mlstm]",
+    "test_regions.py::test_kernels_do_not_care_where_pages_lie[triton-given]",
     "test_online_topk.py",
 )
 """Tests of all implementations that are quick enough."""
@@ -117,37 +114,32 @@ class TestPrefillChunk(Interpreted):
         """In one chunk; in chunks, with decisions on a grid."""
         whole = Problem(case, 2, 8, 10, length=45, seed=20 + len(case))
         check_same(whole.prefill([45], "triton"), whole.decode())
-        cut = Problem(case, 2, 5, 9, length=45, every=6, seed=len(case))
-        check_same(cut.prefill([1, 17], "triton"), cut.decode())
+        cut = Problem(case, 2, 5, 9, length=39, every=6, seed=len(case))
+        check_same(cut.prefill([22, 17], "triton"), cut.decode())
 
-    @pytest.mark.parametrize("case", SEQUENTIAL)
-    def test_token_by_token(self, case):
-        """Goes on with what another implementation holds, on a grid too; to the bit as decode steps, however it is cut."""
-        for every, seed in ((1, 3), (3, 4)):
-            p = Problem(case, 2, 4, 9, length=25, every=every, seed=seed, heads=1)
-            p.prompt, p.roles = 22, p.rule.for_prompt(22)
-            expected = p.decode()
-            begun = Parts(p).take(20, "cpp")
-            whole, cut, steps = (Parts(p) for _ in range(3))
-            for other in (whole, cut, steps):
-                other.start, other.rows, other.table = 20, list(begun.rows), begun.table
-                other.pages = p.layout.view(begun.pages.raw.clone())
-            check_same(whole.take(5, "triton").result(), expected)
-            cut.take(2, "triton").take(3, "triton")
-            steps.take(5, "triton", "decode_step")
-            for other in (cut, steps):
-                assert torch.equal(other.pages.raw, whole.pages.raw)
-                assert all(torch.equal(a, b) for a, b in zip(whole.result()[:2], other.result()[:2], strict=True))
+    @pytest.mark.parametrize("case, every", [*((case, 3) for case in SEQUENTIAL), ("moment", 1), ("mass-newest", 1)])
+    def test_token_by_token(self, case, every):
+        """Goes on with what another implementation holds; to the bit as decode steps, however it is cut."""
+        p = Problem(case, 2, 4, 9, length=24, every=every, seed=every + len(case), heads=1)
+        p.prompt, p.roles = 22, p.rule.for_prompt(22)
+        begun = Parts(p).take(20, "cpp")
+        whole, cut = (Parts(p) for _ in range(2))
+        for other in (whole, cut):
+            other.start, other.rows, other.table = 20, list(begun.rows), begun.table
+            other.pages = p.layout.view(begun.pages.raw.clone())
+        check_same(whole.take(4, "triton").result(), p.decode())
+        cut.take(1, "triton").take(2, "triton", "decode_step").take(1, "triton")
+        assert torch.equal(cut.pages.raw, whole.pages.raw)
+        assert all(torch.equal(a, b) for a, b in zip(whole.result()[:2], cut.result()[:2], strict=True))
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_shapes(self, shape, small):
         """Tiles, lists and pieces that a short chunk has several of."""
         options = dict(roles=(2, 8, 10)) | SHAPES[shape]
-        p = Problem(options.pop("case"), *options.pop("roles"), length=60, seed=7, **options)
-        check_same(p.prefill([50, 10], "triton"), p.decode())
+        p = Problem(options.pop("case"), *options.pop("roles"), length=44, seed=7, **options)
+        check_same(p.prefill([34, 1, 9], "triton"), p.decode())
 
-    @pytest.mark.parametrize("case", ["mlstm", "mlstm-immediate", "given-ages", "linear"])
-    @pytest.mark.parametrize("every", [1, 7])
+    @pytest.mark.parametrize("case, every", [("mlstm", 1), ("mlstm-immediate", 7), ("given-ages", 7), ("linear", 1)])
     def test_all_take_turns(self, case, every):
         """Chunks and steps of all implementations on the same pages."""
         p = Problem(case, 3, 6, 12, length=70, every=every, seed=every)
@@ -277,7 +269,7 @@ def test_every_kernel_compiles_within_a_multiprocessor(compiled):
     for arch in SHARED:
         assert {row["kernel"] for row in compiled["rows"] if row["arch"] == arch} == written
     taken = {(row["dtype"], row["size"]) for row in compiled["rows"]}
-    assert taken == {("bfloat16", 128), ("float32", 128), ("float16", 64)}
+    assert taken == {("bfloat16", 128), ("float32", 128)}
     wrong = [row for row in compiled["rows"] if row["stack"] > 64 or 2 * row["shared"] > SHARED[row["arch"]]]
     assert wrong == [], "two programs a multiprocessor, and next to nothing spilled"
     assert {row["fused"] for row in compiled["rows"] if row["kernel"] == "_simulate"} == {False}, "rounds as the reference does"
