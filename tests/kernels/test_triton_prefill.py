@@ -117,10 +117,12 @@ class TestPrefillChunk(Interpreted):
         cut = Problem(case, 2, 5, 9, length=39, every=6, seed=len(case))
         check_same(cut.prefill([22, 17], "triton"), cut.decode())
 
-    @pytest.mark.parametrize("case, every", [*((case, 3) for case in SEQUENTIAL), ("moment", 1), ("mass-newest", 1)])
-    def test_token_by_token(self, case, every):
+    @pytest.mark.parametrize(
+        "case, every, topk", [*((case, 3, 9) for case in SEQUENTIAL), ("mass-newest", 1, 9), ("votes", 4, 30)]
+    )
+    def test_token_by_token(self, case, every, topk):
         """Goes on with what another implementation holds; to the bit as decode steps, however it is cut."""
-        p = Problem(case, 2, 4, 9, length=24, every=every, seed=every + len(case), heads=1)
+        p = Problem(case, 2, 4, topk, length=24, every=every, seed=every + len(case), heads=1)
         p.prompt, p.roles = 22, p.rule.for_prompt(22)
         begun = Parts(p).take(20, "cpp")
         whole, cut = (Parts(p) for _ in range(2))
@@ -143,7 +145,7 @@ class TestPrefillChunk(Interpreted):
     def test_all_take_turns(self, case, every):
         """Chunks and steps of all implementations on the same pages."""
         p = Problem(case, 3, 6, 12, length=70, every=every, seed=every)
-        turns = Parts(p).take(26, "triton").take(3, "cpp", "decode_step").take(8, "triton").take(9, "reference")
+        turns = Parts(p).take(26, "reference").take(3, "triton").take(8, "cpp", "decode_step").take(9, "triton")
         turns.take(2, "reference", "decode_step").take(13, "triton").take(9, "cpp")
         check_same(turns.result(), p.decode())
 
