@@ -111,7 +111,9 @@ def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
         "given scores": RetentionRule(SINKS, WINDOW, gamma, scorer=ops.GivenScore()),
         "kvpop": random_rule(random_scorer("mlstm", KV_HEADS, SIZE, draw, skip=True), KV_HEADS, SINKS, WINDOW, draw),
     }
-    q, k, v = (torch.randn(LENGTH, n, SIZE, generator=draw).to(bench.device, bench.dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+    q, k, v = (
+        torch.randn(LENGTH, n, SIZE, generator=draw).to(bench.device, bench.dtype) for n in (HEADS, KV_HEADS, KV_HEADS)
+    )
     given = torch.randn(LENGTH, KV_HEADS, generator=draw).to(bench.device)
     runs = {what: _prefill(bench, rule.to(bench.device), budget, q, k, v, given, scale) for what, rule in rules.items()}
     topk = budget - SINKS - WINDOW

@@ -40,9 +40,7 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
         return out, lse
     if rule.sequential:
         plan = plan_of(pages, page_table, group, rule, options)
-        _token_by_token(
-            plan, q, k, v, pages, page_table, start, budgets, rule, weights, scale, given, prompt, out, lse
-        )
+        _token_by_token(plan, q, k, v, pages, page_table, start, budgets, rule, weights, scale, given, prompt, out, lse)
         return out, lse
     for budget in sorted(set(shares)):
         own = [h for h, share in enumerate(shares) if share == budget]

@@ -114,7 +114,9 @@ def test_an_accelerator_without_kernels_is_refused(case):
     elsewhere = type("Inputs", (), {"shape": (1, 4), "device": torch.device("xpu"), "requires_grad": False})()
     with (
         torch.no_grad(),
-        pytest.raises(ConfigError, match="no kernels of a fixed-size cache for xpu: move the model to a GPU or the CPU"),
+        pytest.raises(
+            ConfigError, match="no kernels of a fixed-size cache for xpu: move the model to a GPU or the CPU"
+        ),
     ):
         cache.begin(model.get_decoder(), elsewhere, None, None)
 
