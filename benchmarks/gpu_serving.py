@@ -52,7 +52,7 @@ def serving_kernels(bench: Bench):
     if bench.small or bench.watched:
         return
     for tool in TOOLS:
-        yield f"decode_step under {tool}", lambda tool=tool: sanitized(bench, tool)
+        yield f"decode_step and prefill_chunk under {tool}", lambda tool=tool: sanitized(bench, tool)
     needed = {f"decode_step is right, {name}" for name in ("recency", "mlstm")}
     if wrong := sorted(needed & bench.wrong):
         bench.say(f"decode_step: not timed, as it is wrong that {wrong[0]}")
@@ -130,7 +130,7 @@ def sanitized(bench: Bench, tool: str) -> Iterator[dict]:
     script = Path(__file__).with_name("gpu.py")
     with tempfile.TemporaryDirectory() as folder:
         command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, str(script)]
-        command += ["--sections", "serving-kernels", "--watched", "--out", folder]
+        command += ["--sections", "serving-kernels", "prefill-kernels", "--watched", "--out", folder]
         outcome = subprocess.run(command, capture_output=True, text=True, timeout=max(60.0, bench.left()))
     assert outcome.returncode == 0, f"{tool}: {outcome.stdout[-1500:]}"
     yield bench.row(f"errors under {tool}", 0, "count")

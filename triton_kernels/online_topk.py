@@ -100,7 +100,7 @@ def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1,
     slots[:, 1, :held], slots[:, 2, :held] = position[:, :held], score[:, :held].view(torch.int32)
     _simulate[(heads,)](
         score, position, log_gamma, slots, gone, held, total, topk, window, decide_every, decay_step, AGES=ages,
-        BLOCK=min(BLOCK, triton.next_power_of_2(topk)), num_warps=8, enable_fp_fusion=False,
+        BLOCK=min(BLOCK, triton.next_power_of_2(max(16, topk))), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return gone
 

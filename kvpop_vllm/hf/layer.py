@@ -108,7 +108,8 @@ class LayerPages:
         if self.shifted:
             given = shift(given, self.pages, batch, self.rule)
         out = torch.empty_like(q) if batch.decodes else torch.zeros_like(q)
-        self.attention.forward(q, k, v, self.pages, batch, out, given)
+        with torch.cuda.device_of(q):  # of several GPUs, Triton launches on the current one
+            self.attention.forward(q, k, v, self.pages, batch, out, given)
         return out.unflatten(0, (rows, length)).transpose(1, 2)
 
     def held(self, row: int, seen: int, prompt: int | None) -> torch.Tensor:
