@@ -119,9 +119,7 @@ TURNS = {"mlstm": 1, "mlstm-immediate": 7, "given-ages": 7}
 
 
 class TestPrefillChunk(Interpreted):
-    @pytest.mark.parametrize(
-        "case, every, topk", [*((case, 3, 9) for case in SEQUENTIAL), ("votes", 4, 30)]
-    )
+    @pytest.mark.parametrize("case, every, topk", [*((case, 3, 9) for case in SEQUENTIAL), ("votes", 4, 30)])
     def test_token_by_token(self, case, every, topk):
         """Goes on with what another implementation holds; to the bit as decode steps, however it is cut."""
         p = Problem(case, 2, 4, topk, length=23, every=every, seed=every + len(case), heads=1)
