@@ -60,6 +60,7 @@ Section = Callable[[Bench], Iterator[tuple[str, Callable[[], Iterator[dict]]]]]
 
 SECTIONS = {
     "serving-kernels": "gpu_serving:serving_kernels",
+    "prefill-kernels": "gpu_prefill:prefill_kernels",
     "training-kernels": "gpu_training:training_kernels",
 }
 """Name -> module and section, in the order in which they run."""

@@ -52,7 +52,7 @@ def serving_kernels(bench: Bench):
     if bench.small or bench.watched:
         return
     for tool in TOOLS:
-        yield f"decode_step under {tool}", lambda tool=tool: sanitized(bench, tool)
+        yield f"decode_step and prefill_chunk under {tool}", lambda tool=tool: sanitized(bench, tool)
     needed = {f"decode_step is right, {name}" for name in ("recency", "mlstm")}
     if wrong := sorted(needed & bench.wrong):
         bench.say(f"decode_step: not timed, as it is wrong that {wrong[0]}")
@@ -62,7 +62,7 @@ def serving_kernels(bench: Bench):
             name = f"B {budget}, batch {requests}"
             yield (
                 f"decode_step, {name}",
-                lambda name=name, budget=budget, requests=requests: step_times(bench, name, budget, requests),
+                lambda budget=budget, requests=requests: step_times(bench, budget, requests),
             )
 
 
@@ -130,13 +130,13 @@ def sanitized(bench: Bench, tool: str) -> Iterator[dict]:
     script = Path(__file__).with_name("gpu.py")
     with tempfile.TemporaryDirectory() as folder:
         command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, str(script)]
-        command += ["--sections", "serving-kernels", "--watched", "--out", folder]
+        command += ["--sections", "serving-kernels", "prefill-kernels", "--watched", "--out", folder]
         outcome = subprocess.run(command, capture_output=True, text=True, timeout=max(60.0, bench.left()))
     assert outcome.returncode == 0, f"{tool}: {outcome.stdout[-1500:]}"
     yield bench.row(f"errors under {tool}", 0, "count")
 
 
-def step_times(bench: Bench, name: str, budget: int, requests: int) -> Iterator[dict]:
+def step_times(bench: Bench, budget: int, requests: int) -> Iterator[dict]:
     """A layer's step in a CUDA graph of several layers, more than the GPU caches: with recency alone, which is attention, and with KVpop's
     scorer; the difference is what scores and evictions cost."""
     generator = torch.Generator().manual_seed(0)
@@ -158,9 +158,8 @@ def step_times(bench: Bench, name: str, budget: int, requests: int) -> Iterator[
     state = requests * KV_HEADS * 4 * (2 * rules["kvpop"].state_floats(SIZE) + 2 * budget)
     yield bench.row("attention, a layer", times["attention"], "ms", 1e3 * keys / speed)
     yield bench.row("kvpop, a layer", times["kvpop"], "ms", 1e3 * (keys + state) / speed)
-    yield bench.row(
-        name, "scorer and eviction, a layer", times["kvpop"] - times["attention"], "ms", 1e3 * state / speed
-    )
+    rest = times["kvpop"] - times["attention"]
+    yield bench.row("scorer and eviction, a layer", rest, "ms", 1e3 * state / speed)
 
 
 class Replayed:

@@ -132,7 +132,7 @@ def attention_times(bench: Bench, length: int, topk: int) -> Iterator[dict]:
     q, k, v = (_draw(bench, i, 1, heads, length, SIZE) for i, heads in ((1, HEADS), (2, KV_HEADS), (3, KV_HEADS)))
     priority, scale = _draw(bench, 0, 1, KV_HEADS, length, dtype=torch.float32), SIZE**-0.5
     rank, cutoff = ops.running_topk(priority, sinks=SINKS, window=WINDOW, topk=topk, impl="triton")
-    flex = _flex(rank, cutoff, length)
+    flex = compiled_flex(rank, cutoff, length, WINDOW)
 
     def sparse(*x):
         return ops.sparse_attention(*x, rank, cutoff, sinks=SINKS, window=WINDOW, scale=scale, impl="triton")[0]
@@ -165,7 +165,7 @@ def _with_gradients(*inputs):
     return wrap
 
 
-def _flex(rank, cutoff, length):
+def compiled_flex(rank, cutoff, length: int, window: int):
     """FlexAttention compiled for the mask of ``rank`` and ``cutoff`` ``[1, H, S]``, its list of blocks made beforehand."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
@@ -173,7 +173,7 @@ def _flex(rank, cutoff, length):
 
     def visible(batch, head, query, key):
         own = head // group
-        kept = (key < SINKS) | (key > query - WINDOW) | (rank[batch, own, key] <= cutoff[batch, own, query])
+        kept = (key < SINKS) | (key > query - window) | (rank[batch, own, key] <= cutoff[batch, own, query])
         return kept & (key <= query)
 
     blocks = create_block_mask(visible, 1, HEADS, length, length, device="cuda", _compile=True)

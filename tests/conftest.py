@@ -7,6 +7,7 @@ LONGEST_FIRST = (
     "kernels/test_decode_step.py",
     "kernels/test_triton_training.py",
     "kernels/test_triton_serving.py",
+    "kernels/test_triton_prefill.py",
 )
 """Modules that would leave other workers idle if they came last."""
 

@@ -39,8 +39,8 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def _weights_of(scorer) -> tuple[Weights, dict]:
-    """A scorer's tensors, and what the kernels are compiled for.
+def weights_of(scorer, op: str) -> tuple[Weights, dict]:
+    """A scorer's tensors, and what the kernels are compiled for; ``op`` is who asks.
 
     Raises:
         NotImplementedError: there is no such scorer here.
@@ -77,22 +77,20 @@ def _weights_of(scorer) -> tuple[Weights, dict]:
         AttentionVotes: lambda: {"scorer": "parked", "votes": True, "pool": scorer.pool},
     }
     if type(scorer) not in kinds:
-        raise NotImplementedError(f"decode_step in Triton has no scorer {type(scorer).__name__}: use impl='reference'")
+        raise NotImplementedError(f"{op} in Triton has no scorer {type(scorer).__name__}: use impl='reference'")
     return Weights(), kinds[type(scorer)]()
 
 
-def _check(q, k, v, pages, rule, weights) -> None:
+def check_step(q, k, v, pages, rule, weights, op: str) -> None:
     """What would be computed wrongly is refused; nothing is read from the device.
 
     Raises:
         NotImplementedError, TypeError, ValueError: see :func:`decode_step`.
     """
     if rule.share_pages:
-        raise NotImplementedError("decode_step in Triton does not divide budgets among heads (--kv-allocator ada)")
+        raise NotImplementedError(f"{op} in Triton does not divide budgets among heads (--kv-allocator ada)")
     if q.dtype not in DTYPES or pages.layout.dtype not in DTYPES:
-        raise TypeError(
-            f"decode_step in Triton takes float32, float16 and bfloat16, got {q.dtype}, {pages.layout.dtype}"
-        )
+        raise TypeError(f"{op} in Triton takes float32, float16 and bfloat16, got {q.dtype}, {pages.layout.dtype}")
     if k.dtype != pages.layout.dtype or v.dtype != k.dtype:
         raise TypeError(f"k and v must have the cache's dtype {pages.layout.dtype}, got {k.dtype} and {v.dtype}")
     if (
@@ -103,7 +101,7 @@ def _check(q, k, v, pages, rule, weights) -> None:
     ):
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit the pages")
     if k.shape[-1] > LARGEST_HEAD:
-        raise ValueError(f"decode_step in Triton takes heads of up to {LARGEST_HEAD}, got {k.shape[-1]}")
+        raise ValueError(f"{op} in Triton takes heads of up to {LARGEST_HEAD}, got {k.shape[-1]}")
     if rule.window < 1:
         raise ValueError(f"a window holds at least the newest token, got {rule.window}")
     if any(x.stride(-1) != 1 for x in (q, k, v)):
@@ -116,7 +114,8 @@ def _check(q, k, v, pages, rule, weights) -> None:
             raise ValueError(f"{name} must be contiguous {wanted} on {q.device}, got {weight.dtype} on {weight.device}")
 
 
-def _plan(pages, table, group: int, rule, options: dict) -> Plan:
+def plan_of(pages, table, group: int, rule, options: dict) -> Plan:
+    """What the kernels are compiled for; options: of :func:`weights_of`."""
     layout = pages.layout
     return Plan(
         size=layout.head_size,
@@ -164,13 +163,21 @@ def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, 
         TypeError: a dtype other than float32, float16 and bfloat16, or k and v of another one than the cache.
         ValueError: shapes that do not fit, a last axis that is not contiguous, tensors of the rule on another device.
     """
-    weights, options = _weights_of(rule.scorer)
-    _check(q, k, v, pages, rule, weights)
-    (requests, heads, size), group, device = k.shape, q.shape[1] // k.shape[1], q.device
-    plan = _plan(pages, page_table, group, rule, options)
-    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(device, requests, q.shape[1])
-    if requests == 0:
-        return out, lse
+    weights, options = weights_of(rule.scorer, "decode_step")
+    check_step(q, k, v, pages, rule, weights, "decode_step")
+    plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options)
+    out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
+    if len(q):
+        told = positions, valid, budgets, prompts, given
+        take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse)
+    return out, lse
+
+
+def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
+    """The launches of a step that has been checked, its outputs into ``out`` and ``lse``, contiguous; told: positions, valid,
+    budgets, prompts and given scores as :func:`decode_step` takes them."""
+    (requests, heads, size), device = k.shape, q.device
+    positions, valid, budgets, prompts, given = told
     cache = Cache(
         pages.k, pages.v, pages.score, pages.position, pages.state,
         *pages.k.stride()[:2], *pages.score.stride()[:2], page_table, *page_table.stride(),
@@ -190,7 +197,6 @@ def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, 
         rows = triton.cdiv(size, 32)
         _products[rows, heads, requests](cache, work[3], marks, heads, P=plan, BLOCK_X=32, num_warps=4)
     _attention(plan, q, cache, asked, out, lse, marks, requests, heads, scale)
-    return out, lse
 
 
 def _floats(device, *shape) -> torch.Tensor:

@@ -181,7 +181,8 @@ def _check_starts(pages: Pages, batch: StepBatch) -> None:
     Raises:
         StepOrderError: a request does not go on where its cache ends.
     """
-    seen = pages.position[batch.slot_zero, torch.arange(pages.layout.num_kv_heads), 0]  # [n, H]
+    heads = torch.arange(pages.layout.num_kv_heads, device=batch.slot_zero.device)
+    seen = pages.position[batch.slot_zero, heads, 0]  # [n, H]
     wrong = (seen != batch.starts.unsqueeze(1)) & (batch.starts.unsqueeze(1) > 0)
     if wrong.any():
         r, h = wrong.nonzero()[0].tolist()

@@ -14,8 +14,8 @@ from kvpop_vllm import policies
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
 from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.hf.full_checkpoint import scorer_tensors
-from kvpop_vllm.hf.layer import Clock, LayerPages
-from kvpop_vllm.hf.step import Step
+from kvpop_vllm.hf.layer import Clock, LayerPages, check_kernels
+from kvpop_vllm.hf.step import Step, check_positions
 from kvpop_vllm.hf.takeover import Takes, check_model, take_over
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
@@ -135,9 +135,9 @@ class KVpopCache(Cache, Takes):
         rows, length = inputs.shape[:2]
         if torch.is_grad_enabled() and (inputs.requires_grad or any(p.requires_grad for p in decoder.parameters())):
             raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
-        if inputs.device.type not in ("cpu", "meta"):
+        if inputs.device.type not in ("cpu", "cuda", "meta"):
             raise ConfigError(
-                f"there are no prefill kernels for {inputs.device.type} yet: move the model to the CPU, or serve it with vLLM there"
+                f"there are no kernels of a fixed-size cache for {inputs.device.type}: move the model to a GPU or the CPU"
             )
         if not length:
             raise ValueError(
@@ -166,7 +166,7 @@ class KVpopCache(Cache, Takes):
             shift = torch.tensor([end - length for end in after]).unsqueeze(1)
             own, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
         if look and positions is not None:
-            _check_positions(positions, own, counts)
+            check_positions(positions, own, counts)
         self._lengths, self.prompts = lengths, prompts
         if not self._columns and self.policy.needs_prompt:
             for each in self._clocks.values():
@@ -236,7 +236,8 @@ class KVpopCache(Cache, Takes):
         """The pages of a layer, made when it is first asked for; ``q [R, Hq, L, D]``, ``k, v [R, H, L, D]``.
 
         Raises:
-            ConfigError: the layer has other heads than the model's config says, or keys and values of different sizes.
+            ConfigError: the layer has other heads than the model's config says, or keys and values of different sizes; or the
+                kernels of its device do not take them.
         """
         known = self._layers.get(index)
         if (
@@ -251,6 +252,7 @@ class KVpopCache(Cache, Takes):
                     f"layer {index} has keys {tuple(k.shape)} and values {tuple(v.shape)}, not {expected}: choose another model"
                 )
             rule = self.policy.layer_rule(index, self._heads)
+            check_kernels(k, rule)
             clock = self._clock(k.device, len(self._lengths))
             with torch.inference_mode(False):  # tensors of inference mode could not be written outside of it
                 self._layers[index] = LayerPages(rule, self._budgets[index], k, scale, clock, self.policy.shifted)
@@ -364,21 +366,6 @@ class KVpopCache(Cache, Takes):
 
 def _refuse(what: str, instead: str):
     raise ConfigError(f"a KVpopCache {what}: {instead}")
-
-
-def _check_positions(given: torch.Tensor, own: torch.Tensor, counts: list[int]) -> None:
-    """Raises ValueError where the caller's positions of real tokens are others than the cache's ``[R, L]``."""
-    if given.dim() != 2 or given.shape[1] != own.shape[1] or given.shape[0] not in (1, len(own)):
-        raise ValueError(
-            f"position_ids of shape {tuple(given.shape)} for {tuple(own.shape)} tokens: leave position_ids out"
-        )
-    length = own.shape[1]
-    real = torch.arange(length) >= length - torch.tensor(counts).unsqueeze(1)
-    if bool(((given != own).cpu() & real).any()):
-        raise ValueError(
-            "the new tokens' positions do not follow those that the KVpopCache has seen: give generate() the whole text so far"
-            " with its attention_mask (and use_cache on), or reset() the cache first"
-        )
 
 
 def _resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | None) -> Policy:

@@ -8,6 +8,8 @@ from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, PrefillChunk
 from kvpop_vllm.attention.fresh import fresh_pages
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.cache.retained import held_tokens
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
 
@@ -106,7 +108,8 @@ class LayerPages:
         if self.shifted:
             given = shift(given, self.pages, batch, self.rule)
         out = torch.empty_like(q) if batch.decodes else torch.zeros_like(q)
-        self.attention.forward(q, k, v, self.pages, batch, out, given)
+        with torch.cuda.device_of(q):  # of several GPUs, Triton launches on the current one
+            self.attention.forward(q, k, v, self.pages, batch, out, given)
         return out.unflatten(0, (rows, length)).transpose(1, 2)
 
     def held(self, row: int, seen: int, prompt: int | None) -> torch.Tensor:
@@ -119,3 +122,22 @@ class LayerPages:
     def allocated_bytes(self) -> int:
         """Bytes of its pages and table."""
         return sum(tensor.untyped_storage().nbytes() for tensor in (self.pages.raw, self.table, self._budgets))
+
+
+def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
+    """A layer's device has kernels for keys ``[R, H, L, D]`` under its rule; a CPU always has.
+
+    Raises:
+        ConfigError: a GPU has not.
+    """
+    if k.device.type != "cuda":
+        return
+    if rule.share_pages:
+        raise ConfigError(
+            "heads cannot divide a budget on a GPU yet: leave allocator ada out, or move the model to the CPU"
+        )
+    if {dispatch.select(op, k) for op in ("prefill_chunk", "decode_step")} != {"triton"}:
+        raise ConfigError(
+            f"there are no GPU kernels for keys of {k.dtype} and size {k.shape[-1]}: Triton must be there, and takes float32, float16"
+            " and bfloat16 of up to 256; change the model's dtype, or move it to the CPU"
+        )

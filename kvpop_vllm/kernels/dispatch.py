@@ -75,12 +75,19 @@ TRITON_DTYPES = {
     "decode_step": (torch.float32, torch.float16, torch.bfloat16),
     "delayed_mlstm": (torch.float32, torch.float16, torch.bfloat16),
     "future_attention_mass": (torch.float32, torch.float16, torch.bfloat16),
+    "online_topk": (torch.float32,),
+    "prefill_chunk": (torch.float32, torch.float16, torch.bfloat16),
     "running_topk": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
     "sparse_attention": (torch.float32, torch.float16, torch.bfloat16),
 }
 """Dtypes of the first tensor that the Triton implementation of an op takes."""
 
-TRITON_LARGEST_HEAD = {"decode_step": 256, "future_attention_mass": 128, "sparse_attention": 128}
+TRITON_LARGEST_HEAD = {
+    "decode_step": 256,
+    "prefill_chunk": 256,
+    "future_attention_mass": 128,
+    "sparse_attention": 128,
+}
 
 
 def select(op: str, tensor: torch.Tensor) -> str:

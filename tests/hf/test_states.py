@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +16,8 @@ from transformers import AutoModelForCausalLM
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import borrow_channel
 from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.hf.layer import check_kernels
+from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.testing import random_prompt
 
 PROMPTS = [random_prompt(n, seed=n) for n in (70, 63)]
@@ -104,12 +108,30 @@ def test_a_model_that_gives_a_channel_up_is_without_it_under_any_policy(case, tm
     assert (logits[0] - logits[2]).abs().max() > 1e-3
 
 
-def test_an_accelerator_is_refused(case, monkeypatch):
+def test_an_accelerator_without_kernels_is_refused(case):
     model, found = case("llama", "h2o")
     cache = KVpopCache(model, **found.settings)
-    elsewhere = type("Inputs", (), {"shape": (1, 4), "device": torch.device("cuda"), "requires_grad": False})()
+    elsewhere = type("Inputs", (), {"shape": (1, 4), "device": torch.device("xpu"), "requires_grad": False})()
     with (
         torch.no_grad(),
-        pytest.raises(ConfigError, match="no prefill kernels for cuda yet: move the model to the CPU"),
+        pytest.raises(
+            ConfigError, match="no kernels of a fixed-size cache for xpu: move the model to a GPU or the CPU"
+        ),
     ):
         cache.begin(model.get_decoder(), elsewhere, None, None)
+
+
+@pytest.mark.parametrize(
+    "dtype, size, share, message",
+    [
+        (torch.float64, 64, 0, "no GPU kernels for keys of torch.float64 and size 64: .* change the model's dtype"),
+        (torch.bfloat16, 512, 0, "no GPU kernels for keys of torch.bfloat16 and size 512"),
+        (torch.bfloat16, 64, 3, "heads cannot divide a budget on a GPU yet: leave allocator ada out"),
+        (torch.float16, 80, 0, None),
+    ],
+)
+def test_what_a_gpu_has_no_kernels_for_is_refused(dtype, size, share, message):
+    rule = RetentionRule(4, 8, torch.zeros(2, dtype=torch.float64), share_pages=share)
+    keys = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 5, size))
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_kernels(keys, rule)

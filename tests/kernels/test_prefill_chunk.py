@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 import torch
@@ -15,8 +16,9 @@ from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout
 
-IMPLS = ["reference", *_C.isa_levels()]
-"""Torch, and C++ with each instruction set of this machine."""
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+IMPLS = ["triton"] if INTERPRETED else ["reference", *_C.isa_levels()]
+"""Torch, and C++ with each instruction set of this machine; where Triton's kernels are interpreted (test_triton_prefill), those."""
 
 CASES = {
     "none": (None, {}),
@@ -94,7 +96,7 @@ class Problem:
 
     def prefill(self, chunks, impl="reference"):
         """``impl``: one of IMPLS."""
-        if impl != "reference":
+        if impl not in ("reference", "triton"):
             _C.set_isa(impl)
         pages, table = self.pages()
         rows, start, i = [], 0, 0
@@ -105,7 +107,7 @@ class Problem:
                 ops.prefill_chunk(
                     self.q[cut], self.k[cut], self.v[cut], pages, table[0], start, self.budgets,
                     rule=self.rule, scale=self.scale, given=given_scores(self.rule, self.k[cut]), prompt=self.prompt,
-                    impl="reference" if impl == "reference" else "cpp",
+                    impl=impl if impl in ("reference", "triton") else "cpp",
                 )
             )  # fmt: skip
             start, i = start + count, i + 1
@@ -343,7 +345,7 @@ def test_streaming_equals_a_plain_window():
     torch.testing.assert_close(lse.double(), logits.logsumexp(-1).permute(2, 0, 1).flatten(1), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("impl", ["reference", "cpp"])
+@pytest.mark.parametrize("impl", ["triton"] if INTERPRETED else ["reference", "cpp"])
 def test_replay_raises_and_writes_nothing(impl):
     problem = Problem("mlstm", 2, 8, 10, length=50)
     pages, table = problem.pages()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -13,6 +15,7 @@ from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap, Shares
 
 N, SIZE = 16, 32
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)
@@ -57,13 +60,13 @@ def test_equal_shares_need_none():
 
 
 @pytest.mark.parametrize("kind", ["mlstm", "mass", "moment", "given"])
-@pytest.mark.parametrize("impl", ["reference", "cpp"])
+@pytest.mark.parametrize("impl", ["triton"] if INTERPRETED else ["reference", "cpp"])
 def test_kernels_do_not_care_where_pages_lie(kind, impl):
     """Three layers and two heads with budgets of their own in one pool: what each head gives and holds is what it does in
     pages of its own, to the bit; in chunks and token by token."""
-    layers, heads, length = 3, 2, 72
+    layers, heads, length = 1 if INTERPRETED else 3, 2, 72
     draw = torch.Generator().manual_seed(3)
-    budgets = torch.tensor([[60, 25], [33, 47], [18, 64]], dtype=torch.int32)
+    budgets = torch.tensor([[60, 25], [33, 47], [18, 64]], dtype=torch.int32)[:layers]
     shares = Shares.of(budgets, 64)
     options = {"mass": {"mean": True}}.get(kind, {})
     rules = [random_rule(random_scorer(kind, heads, SIZE, draw, **options), heads, 2, 6, draw) for _ in range(layers)]

@@ -1,8 +1,9 @@
-"""What Triton's decode step takes of a GPU that need not be there: a process that compiles it, through its own launches.
+"""What Triton's kernels of serving take of a GPU that need not be there: a process that compiles them, through their own launches.
 
 ``python tests/kernels/triton_resources.py`` prints registers, bytes of stack and of shared memory, and whether products and
 sums may be fused, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128; ``--json few`` those that
-tests look at. Per launch it also notes what torch was asked for meanwhile, and refuses all that reads a tensor's values.
+tests look at; ``--op prefill_chunk`` those that a prefill has of its own. Per decode step it also notes what torch was asked for
+meanwhile, and refuses all that reads a tensor's values; of a prefill it notes these.
 """
 
 from __future__ import annotations
@@ -37,9 +38,13 @@ FEW = {
     (80, "float32", 128): ("mlstm-corrected", "moment", "votes"),
     (90, "float16", 64): ("mlstm",),
 }
+CHUNKS = {"mlstm": 100, "given-ages": 100, "mlp": 100, "mass-mean": 3}
+"""Of prefill: case -> tokens of a chunk."""
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-arch, launches, compiled = 90, [], {}
+OWN = "online_topk", "_prefill_attend", "_prefill_scores"
+"""Modules of kernels that only a prefill has."""
+arch, op, launches, compiled = 90, "decode_step", [], {}
 launch = JITFunction.run
 
 
@@ -50,8 +55,10 @@ class Target:
 
 
 def compile_only(self, *args, grid, warmup, **options):
-    """Once for a combination, but those that a rule changes most for each kind of scorer."""
+    """Once for a combination, but those that a rule changes most for each kind of scorer; of a prefill its own."""
     launches.append((self.fn.__name__, grid))
+    if op == "prefill_chunk" and self.fn.__module__.rpartition(".")[2] not in OWN:
+        return
     kind = options["P"].scorer if self.fn.__name__ in ("_retain", "_attend") else "any"
     if (self.fn.__name__, kind) not in compiled:
         compiled[self.fn.__name__, kind] = launch(self, *args, grid=grid, warmup=True, **options)
@@ -121,17 +128,51 @@ def serve(case: str, dtype: torch.dtype, size: int, every: int) -> list:
     return found
 
 
+def prefill(case: str, dtype: torch.dtype, size: int) -> dict:
+    """A chunk behind 8 tokens, in pieces or token by token: how many of these, and which ways of reading a tensor it took."""
+    from kvpop_vllm.kernels.triton import prefill_chunk as module
+
+    count, found = CHUNKS[case], []
+    p = Problem(case, 1, group=4, size=size, slots=64, window=2, topk=20, every=2, dtype=dtype, q_dtype=dtype).prepare()
+    pages = poisoned_pages(p.layout, p.num_blocks)
+    pages.position[p.table[0, 0, p.layout.state_blocks].long(), :, 0] = 8
+    q, k, v = p.inputs(range(count))
+    module.PIECE, launched = 64, []
+    attend, step = module.attend, module.take_step
+    module.attend = lambda *args: (launched.append(1), attend(*args))
+    module.take_step = lambda *args: (launched.append(1), step(*args))
+    kept = {name: getattr(torch.Tensor, name) for name in READS}
+    for name, method in kept.items():
+        setattr(torch.Tensor, name, lambda *a, name=name, method=method, **b: (found.append(name), method(*a, **b))[1])
+    try:
+        module.prefill_chunk(
+            q, k, v, pages, p.table[0], 8, p.budgets[0], rule=p.rule, scale=p.scale, given=given_scores(p.rule, k)
+        )
+    finally:
+        module.attend, module.take_step = attend, step
+        for name, method in kept.items():
+            setattr(torch.Tensor, name, method)
+    return {"case": case, "pieces": len(launched), "reads": found}
+
+
 def main():
-    global arch
+    global arch, op
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", choices=("few", "all"))
-    chosen = parser.parse_args().json
+    parser.add_argument("--op", choices=("decode_step", "prefill_chunk"), default="decode_step")
+    options = parser.parse_args()
+    chosen, op = options.json, options.op
     driver.set_active(Target())
     JITFunction.run = compile_only
     rows, steps = [], []
     for (arch, dtype, size), cases in (FEW if chosen == "few" else ALL).items():  # noqa: B007  (arch is read by Target)
         compiled.clear()
-        for case in cases:
+        if chosen == "few" and op == "prefill_chunk" and size == 64:
+            continue
+        for case in cases if op == "decode_step" else CHUNKS:
+            if op == "prefill_chunk":
+                steps.append(prefill(case, DTYPES[dtype], size))
+                continue
             steps.append({"case": case, "found": serve(case, DTYPES[dtype], size, every=1 if size == 64 else 4)})
         for (name, scorer), kernel in compiled.items():
             row = {"arch": arch, "dtype": dtype, "size": size, "kernel": name, "scorer": scorer} | resources(kernel)

@@ -119,7 +119,9 @@ def prefill_chunk(
         ``out [L, Hq, D]`` in q's dtype, ``lse [L, Hq]`` float32.
 
     Raises:
-        StepOrderError, ValueError: as in :func:`decode_step`.
+        StepOrderError: ``start`` differs from ``tokens_seen``; nothing has been written. In Triton too, which waits for the device
+            once a call.
+        ValueError: as in :func:`decode_step`.
     """
     run = resolve("prefill_chunk", impl, q)
     more = _checked(rule, given, None if prompt is None else torch.tensor([prompt]), k.shape[:2], (1,))

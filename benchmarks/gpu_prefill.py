@@ -1,0 +1,146 @@
+"""`prefill_chunk` on a GPU: right in low precision, and its time at Qwen3-8B's shapes for a prompt of 16,384 tokens beside SDPA and FlexAttention.
+
+SDPA attends to everything before each query, FlexAttention is given the mask of what the policy keeps. The floor of attention is SDPA's time
+times the share of logits that is visible.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from gpu import Bench, within
+from gpu_clock import paired
+from gpu_training import compiled_flex
+from kernels.factories import given_scores, poisoned_pages, random_rule, random_scorer
+from kernels.problems import CLOSE, CLOSE_MASS, Problem
+
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.kernels.pages import PageLayout
+
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+"""Of Qwen3-8B."""
+SINKS, WINDOW, LENGTH = 4, 256, 16384
+
+RIGHT = {
+    "recency": dict(case="none", sinks=0, window=1, unequal=True),
+    "linear": dict(case="linear", group=4, size=128),
+    "mlstm": dict(case="mlstm-norm-skip", group=4, size=128),
+    "mlstm on a grid": dict(case="mlstm", every=4, group=3, size=80),
+    "own decays": dict(case="given-ages", every=2),
+    "mean mass": dict(case="mass-mean", group=3),
+    "moments": dict(case="moment-corrected", every=2),
+}
+FEW = "mlstm", "own decays"
+"""Where kernels are interpreted, or watched."""
+
+
+def prefill_kernels(bench: Bench):
+    """Cases; see :data:`gpu.Section`."""
+    for name in FEW if bench.small or bench.watched else RIGHT:
+        yield f"prefill_chunk is right, {name}", lambda name=name: chunk_right(bench, name)
+    if bench.small or bench.watched:
+        return
+    needed = {f"prefill_chunk is right, {name}" for name in ("recency", "linear", "mlstm")}
+    if wrong := sorted(needed & bench.wrong):
+        bench.say(f"prefill_chunk: not timed, as it is wrong that {wrong[0]}")
+        return
+    for budget in (2048, 4096):
+        yield f"prefill_chunk, S {LENGTH}, B {budget}", lambda budget=budget: prefill_times(bench, budget)
+
+
+def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
+    """What is held after each chunk is what the float64 loop holds, as far as none of its decisions was close; outputs are as good as the
+    reference's in the same precision."""
+    chunks = (17, 8) if bench.small else (37, 1, 60, 22)
+    options = dict(requests=1, heads=2, size=64, group=2, window=3, topk=13, slots=16) | RIGHT[name]
+    reduced = dict(heads=1, size=32, group=2) if bench.small else {}
+    p = Problem(**options | reduced | dict(dtype=bench.dtype, q_dtype=bench.dtype)).prepare()
+    exact, rule = [p.exact(0, h) for h in range(p.heads)], p.rule.to(bench.device)
+    reference, own = (poisoned_pages(p.layout, p.num_blocks) for _ in range(2))
+    pages, start, found, closest = p.layout.view(own.raw.to(bench.device)), 0, [], torch.inf
+    for count in chunks:
+        q, k, v = p.inputs(range(count))
+        eager = _chunk(p, p.rule, reference, start, q, k, v, "reference")
+        wide, margin = _exact_chunk(p, exact, start, q, k, v)
+        own = _chunk(p, rule, pages, start, q, k, v, "triton")
+        closest, start = min(closest, margin), start + count
+        assert closest > (CLOSE_MASS if rule.coupled else CLOSE), f"close decision before {start}: take another seed"
+        on_host = p.layout.view(pages.raw.cpu())
+        for h in range(p.heads):
+            held = p.long_range(on_host, 0, h, start - 1).keys()
+            expected = exact[h].long_range(start - 1).keys()
+            assert held == expected, f"position {start - 1}, head {h}: {sorted(held ^ expected)} differ"
+        found.append((own, wide, eager))
+    yield bench.row("chunks with equal sets", len(found), "count")
+    for i, what in enumerate(("out", "lse")):
+        actual, wide, eager = (torch.cat([each[j][i].cpu() for each in found]) for j in range(3))
+        yield from within(bench, actual, wide, eager, what, factor=3.0)
+
+
+def _chunk(p: Problem, rule: RetentionRule, pages, start: int, q, k, v, impl: str):
+    """Of the only request, everything where the pages are."""
+    given, device = given_scores(p.rule, k), pages.raw.device
+    q, k, v, table, budgets = (x.to(device) for x in (q, k, v, p.table[0], p.budgets[0]))
+    return ops.prefill_chunk(
+        q, k, v, pages, table, start, budgets, rule=rule, scale=p.scale, impl=impl, prompt=int(p.prompts[0]),
+        given=None if given is None else given.to(device),
+    )  # fmt: skip
+
+
+def _exact_chunk(p: Problem, exact, start: int, q, k, v):
+    given, outs, lses, margins = given_scores(p.rule, k), [], [], []
+    for i in range(len(q)):
+        for h, one in enumerate(exact):
+            own = None if given is None else given[i, h]
+            rows = slice(h * p.group, (h + 1) * p.group)
+            out, lse, _, margin = one.step(start + i, q[i, rows], k[i, h], v[i, h], p.scale, own)
+            outs.append(out)
+            lses.append(lse)
+            margins.append(margin)
+    return (torch.cat(outs).view(q.shape), torch.cat(lses).view(q.shape[:2])), min(margins)
+
+
+def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
+    """A layer's prompt in one chunk: with scores that are given, which is order and attention, and with KVpop's scorer, beside attention to
+    everything and to what is kept."""
+    draw, scale = torch.Generator().manual_seed(0), SIZE**-0.5
+    gamma = torch.zeros(KV_HEADS, dtype=torch.float64)
+    rules = {
+        "given scores": RetentionRule(SINKS, WINDOW, gamma, scorer=ops.GivenScore()),
+        "kvpop": random_rule(random_scorer("mlstm", KV_HEADS, SIZE, draw, skip=True), KV_HEADS, SINKS, WINDOW, draw),
+    }
+    q, k, v = (
+        torch.randn(LENGTH, n, SIZE, generator=draw).to(bench.device, bench.dtype) for n in (HEADS, KV_HEADS, KV_HEADS)
+    )
+    given = torch.randn(LENGTH, KV_HEADS, generator=draw).to(bench.device)
+    runs = {what: _prefill(bench, rule.to(bench.device), budget, q, k, v, given, scale) for what, rule in rules.items()}
+    topk = budget - SINKS - WINDOW
+    order = ops.running_topk(given.T[None], sinks=SINKS, window=WINDOW, topk=topk, impl="triton")
+    flex, rows = compiled_flex(*order, LENGTH, WINDOW), [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
+    runs["SDPA"] = lambda: torch.nn.functional.scaled_dot_product_attention(
+        *rows, is_causal=True, scale=scale, enable_gqa=True
+    )
+    runs["FlexAttention"] = lambda: flex(*rows, scale)
+    error = (runs["given scores"]().float() - runs["FlexAttention"]()[0].transpose(0, 1).float()).abs().max()
+    assert error < 0.02, f"prefill_chunk and FlexAttention differ by {float(error):.3g}"
+    assert bool(runs["kvpop"]().isfinite().all()), "kvpop: outputs are not finite"
+    held = torch.arange(1, LENGTH + 1).clamp_max(budget).double().mean()
+    share, times = float(held / ((LENGTH + 1) / 2)), paired(runs)
+    for name, value in times.items():
+        floor = 1e3 * times["SDPA"] * share if name in rules else None
+        yield bench.row(f"{name}, a layer", 1e3 * value, "ms", floor)
+    rest = 1e3 * (times["kvpop"] - times["given scores"])
+    yield bench.row("scorer, a layer", rest, "ms")
+
+
+def _prefill(bench: Bench, rule: RetentionRule, budget: int, q, k, v, given, scale: float):
+    """The whole prompt into pages of its own, which every call begins anew."""
+    layout = PageLayout(KV_HEADS, SIZE, bench.dtype, state_floats=rule.state_floats(SIZE))
+    blocks = layout.blocks(budget, budget)
+    raw = torch.zeros(blocks, KV_HEADS, layout.region_bytes, dtype=torch.uint8, device=bench.device)
+    pages, table = layout.view(raw), torch.randperm(blocks, device=bench.device).int().expand(KV_HEADS, -1)
+    budgets = torch.full((KV_HEADS,), budget, dtype=torch.int32, device=bench.device)
+    own = dict(rule=rule, scale=scale, impl="triton", given=given if isinstance(rule.scorer, ops.GivenScore) else None)
+    return lambda: ops.prefill_chunk(q, k, v, pages, table, 0, budgets, **own)[0]

@@ -1,0 +1,315 @@
+"""Triton's prefill, run by its interpreter on the CPU and compiled for GPUs that need not be there; see test_triton_serving.
+
+What equals decode steps elsewhere does so here too: with TRITON_INTERPRET=1 the tests of test_prefill_chunk, test_online_topk and
+test_regions run with this implementation alone, and some of them are run here so.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from kernels import test_prefill_chunk as prefill
+from kernels.factories import given_scores
+from kernels.test_prefill_chunk import CASES, Problem, check_same
+
+from kvpop_vllm.kernels import dispatch, ops
+from kvpop_vllm.testing import assert_within_budget
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parents[2]
+ELSEWHERE = (
+    "test_prefill_chunk.py::test_decay_steps_beyond_one[triton-5-3-linear]",
+    "test_prefill_chunk.py::test_replay_raises_and_writes_nothing[triton]",
+    "test_regions.py::test_kernels_do_not_care_where_pages_lie[triton-given]",
+    "test_online_topk.py",
+)
+"""Tests of all implementations that are quick enough."""
+SEQUENTIAL = [case for case in CASES if Problem(case, 1, 2, 3, 4).rule.sequential]
+
+
+@pytest.fixture
+def poisoned():
+    """torch.empty gives NaN, and the largest of an integer type."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def few_programs(monkeypatch):
+    """Large tiles: to an interpreter every operation is as long as another."""
+    from kvpop_vllm.kernels.triton import _prefill_attend
+
+    monkeypatch.setattr(_prefill_attend, "_tiles", lambda wide, padded: (128, 64, 4))
+
+
+@pytest.mark.usefixtures("poisoned", "few_programs")
+class Interpreted:
+    __test__ = INTERPRETED
+
+
+class Parts:
+    """One request, its tokens given in parts to ops and implementations in turn."""
+
+    def __init__(self, problem: Problem):
+        self.p, self.start, self.rows = problem, 0, []
+        self.pages, self.table = problem.pages()
+
+    def take(self, count: int, impl: str, op: str = "prefill_chunk"):
+        """The next tokens; returns self."""
+        p, end = self.p, self.start + count
+        own = dict(rule=p.rule, scale=p.scale, impl=impl)
+        steps = [(self.start, end)] if op == "prefill_chunk" else [(t, t + 1) for t in range(self.start, end)]
+        for a, b in steps:
+            q, k, v = (x[a:b] for x in (p.q, p.k, p.v))
+            given = given_scores(p.rule, k)
+            if op == "prefill_chunk":
+                found = ops.prefill_chunk(
+                    q, k, v, self.pages, self.table[0], a, p.budgets, given=given, prompt=p.prompt, **own
+                )
+            else:
+                valid = torch.tensor([[p.roles.extent(a, budget) for budget in p.budgets.tolist()]], dtype=torch.int32)
+                told = torch.tensor([a]), valid, p.budgets.expand(1, -1)
+                found = ops.decode_step(
+                    q, k, v, self.pages, self.table, *told, given=given, prompts=torch.tensor([p.prompt]), **own
+                )
+            self.rows.append(found)
+        self.start = end
+        return self
+
+    def result(self):
+        out, lse = (torch.cat(x) for x in zip(*self.rows, strict=True))
+        return out, lse, self.p.held(self.pages, self.table)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Pieces of 16 tokens, tiles of 16 rows and keys, lists of two blocks of queries, made 16 keys at a time; four slots searched at a time."""
+    from kvpop_vllm.kernels.triton import _prefill_attend, online_topk, prefill_chunk
+
+    monkeypatch.setattr(prefill_chunk, "PIECE", 16)
+    monkeypatch.setattr(online_topk, "BLOCK", 4)
+    monkeypatch.setattr(_prefill_attend, "LISTED", 16)
+    monkeypatch.setattr(_prefill_attend, "LIST_BYTES", 500)
+    monkeypatch.setattr(_prefill_attend, "_tiles", lambda wide, padded: (16, 16, 4))
+
+
+SHAPES = {
+    "three query heads of 48": dict(case="mlp", group=3, size=48),
+    "one query head of 80": dict(case="key-norm", group=1, size=80, slots=32),
+    "no sinks, window 1": dict(case="linear", roles=(0, 1, 5), every=3),
+    "k = 0": dict(case="given", roles=(4, 16, 0)),
+    "k = 0, own decays": dict(case="given-ages", roles=(4, 16, 0), every=6),
+    "fewer tokens than slots": dict(case="mlstm-softmax-cap", roles=(3, 5, 60), every=6),
+    "sinks and ring beyond the tokens": dict(case="none", roles=(40, 30, 2)),
+    "state in several blocks": dict(case="mlstm-direct-values", size=64, heads=1, every=4),
+    "norm and skip": dict(case="mlstm-norm-skip"),
+    "read at once": dict(case="mlstm-immediate", every=6),
+}
+TURNS = {"mlstm": 1, "mlstm-immediate": 7, "given-ages": 7}
+
+
+class TestPrefillChunk(Interpreted):
+    @pytest.mark.parametrize("case, every, topk", [*((case, 3, 9) for case in SEQUENTIAL), ("votes", 4, 30)])
+    def test_token_by_token(self, case, every, topk):
+        """Goes on with what another implementation holds; to the bit as decode steps, however it is cut."""
+        p = Problem(case, 2, 4, topk, length=23, every=every, seed=every + len(case), heads=1)
+        p.prompt, p.roles = 22, p.rule.for_prompt(22)
+        begun = Parts(p).take(20, "cpp")
+        whole, cut = (Parts(p) for _ in range(2))
+        for other in (whole, cut):
+            other.start, other.rows, other.table = 20, list(begun.rows), begun.table
+            other.pages = p.layout.view(begun.pages.raw.clone())
+        check_same(whole.take(3, "triton").result(), p.decode())
+        cut.take(1, "triton").take(1, "triton", "decode_step").take(1, "triton")
+        assert torch.equal(cut.pages.raw, whole.pages.raw)
+        assert all(torch.equal(a, b) for a, b in zip(whole.result()[:2], cut.result()[:2], strict=True))
+
+    @pytest.mark.parametrize("shape", SHAPES)
+    def test_shapes(self, shape, small):
+        """Tiles, lists and pieces that a short chunk has several of."""
+        options = dict(roles=(2, 8, 10)) | SHAPES[shape]
+        p = Problem(options.pop("case"), *options.pop("roles"), length=44, seed=7, **options)
+        check_same(p.prefill([34, 1, 9], "triton"), p.decode())
+
+    def test_unequal_budgets(self):
+        prefill.test_unequal_budgets_equal_single_heads("triton", [15, 40], 4, "linear", 60)
+
+    @pytest.mark.parametrize("case, every", TURNS.items())
+    def test_all_take_turns(self, case, every):
+        """Chunks and steps of all implementations on the same pages."""
+        p = Problem(case, 3, 6, 12, length=70, every=every, seed=every)
+        turns = Parts(p).take(26, "reference").take(3, "triton").take(8, "cpp", "decode_step").take(9, "triton")
+        turns.take(2, "reference", "decode_step").take(13, "triton").take(9, "cpp")
+        check_same(turns.result(), p.decode())
+
+    @pytest.mark.parametrize("size, group", [(64, 4), (80, 1)])
+    def test_float16_is_within_its_roundings(self, size, group):
+        """As bfloat16 in test_prefill_chunk: weights are rounded to 2^-11 of each, or where they are smallest by 2^-25."""
+        options = dict(length=100, size=size, group=group, seed=size)
+        rounded, exact = (
+            Problem("linear", 4, 8, 40, dtype=torch.float16, **options),
+            Problem("linear", 4, 8, 40, **options),
+        )
+        exact.q, exact.k, exact.v = rounded.q.float(), rounded.k.float(), rounded.v.float()
+        exact.rule.scorer.weight[:, size:] = 0
+        rounded.rule = exact.rule
+        out, lse, held = rounded.prefill([70, 30], "triton")
+        expected, expected_lse, expected_held = exact.prefill([100])
+        smallest = 2.0**-25 * rounded.budget * exact.v.abs().max()
+        exact.v = exact.v.abs()
+        magnitude = exact.prefill([100])[0]
+        assert held == expected_held and out.dtype == torch.float16
+        assert ((out.float() - expected).abs() <= 2.0**-10 * (magnitude + expected.abs()) + smallest).all()
+        torch.testing.assert_close(lse, expected_lse, rtol=0, atol=2e-5)
+
+    def test_queries_wider_than_the_cache(self):
+        """Products are then those of float32."""
+        p = Problem("none", 2, 8, 10, length=40, group=3, dtype=torch.float16)
+        p.q = p.q.float() + 2.0**-13
+        out, lse, held = p.prefill([40], "triton")
+        eager = p.prefill([40])
+        assert held == eager[2] and out.dtype == torch.float32
+        p.k, p.v, p.layout = p.k.float(), p.v.float(), replace(p.layout, dtype=torch.float32)
+        exact = p.prefill([40])
+        for name, actual, wide, low in (("out", out, exact[0], eager[0]), ("lse", lse, exact[1], eager[1])):
+            assert_within_budget(actual, wide.double(), low, name=name)
+
+    def test_strided_inputs_equal_contiguous_ones(self):
+        p = Problem("mlstm-direct-values", 2, 8, 10, length=45, seed=2)
+        expected, q, k, v = p.prefill([45], "triton"), p.q, p.k, p.v
+        packed = torch.cat([q, k, v], 1)
+        p.q, p.k, p.v = packed[:, :4], packed[:, 4:6], packed[:, 6:]
+        found = p.prefill([45], "triton")
+        assert all(torch.equal(a, b) for a, b in zip(found[:2], expected[:2], strict=True)) and found[2] == expected[2]
+
+    def test_stale_and_foreign_bytes_do_not_matter(self):
+        """Pages hold NaN where nothing was written; other blocks stay as they are."""
+        p = Problem("linear", 2, 6, 9, length=60, every=9, seed=1)
+        parts = Parts(p).take(33, "triton").take(27, "triton")
+        others = torch.ones(parts.pages.num_blocks, dtype=torch.bool)
+        others[parts.table.flatten().long()] = False
+        assert parts.result()[0].isfinite().all() and (parts.pages.raw[others] == 255).all() and others.any()
+
+    def test_no_tokens(self):
+        p = Problem("mlstm", 2, 8, 10, length=20)
+        parts = Parts(p).take(20, "triton")
+        before = parts.pages.raw.clone()
+        out, lse = ops.prefill_chunk(
+            p.q[:0], p.k[:0], p.v[:0], parts.pages, parts.table[0], 20, p.budgets, rule=p.rule, scale=1.0, impl="triton"
+        )
+        assert out.shape == p.q[:0].shape and lse.shape == (0, 4) and torch.equal(parts.pages.raw, before)
+
+    def test_what_it_does_not_take_is_refused(self):
+        p = Problem("none", 2, 8, 10, length=4)
+        pages, table = p.pages()
+
+        def run(q, k, v, **changes):
+            rule = replace(p.rule, **changes)
+            ops.prefill_chunk(q, k, v, pages, table[0], 0, p.budgets, rule=rule, scale=1.0, prompt=4, impl="triton")
+
+        with pytest.raises(NotImplementedError, match="prefill_chunk in Triton does not divide budgets among heads"):
+            run(p.q, p.k, p.v, share_pages=2)
+        with pytest.raises(TypeError, match="prefill_chunk in Triton takes .*, got torch.float64"):
+            run(p.q.double(), p.k, p.v)
+        with pytest.raises(ValueError, match="last axis"):
+            run(p.q, p.k, torch.cat([p.v, p.v], -1)[..., ::2])
+        with pytest.raises(ValueError, match="log_gamma must be contiguous torch.float64"):
+            run(p.q, p.k, p.v, log_gamma=p.rule.log_gamma.float())
+        assert (pages.raw == 255).all()
+
+    def test_step_order_token_by_token(self):
+        """A wrong start raises before anything is written, also where decode steps would only say NaN."""
+        p = Problem("mass-mean", 2, 4, 9, length=24)
+        parts = Parts(p).take(20, "cpp")
+        before = parts.pages.raw.clone()
+        parts.start = 19
+        with pytest.raises(ops.StepOrderError, match="starts at position 19, but its cache has seen 20"):
+            parts.take(3, "triton")
+        assert torch.equal(parts.pages.raw, before)
+
+
+def test_every_case_is_there():
+    """Of the tests above, whose parameters are all but few."""
+    assert set(CASES) == {*SEQUENTIAL, *TURNS, *(options["case"] for options in SHAPES.values())}
+
+
+def interpreted(*tests: str) -> None:
+    """Runs tests in a process whose kernels are interpreted."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+    assert re.search(r"\d+ passed", outcome.stdout) and "deselected" not in outcome.stdout
+
+
+def test_interpreted():
+    """The class above, and tests of all implementations."""
+    interpreted(f"{__file__}::TestPrefillChunk", *(str(ROOT / "tests/kernels" / name) for name in ELSEWHERE))
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """Kernels of a few rules, compiled through their own launches in a process that has no interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
+    command = [
+        sys.executable,
+        str(ROOT / "tests/kernels/triton_resources.py"),
+        "--op",
+        "prefill_chunk",
+        "--json",
+        "few",
+    ]
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr[-4000:]
+    return json.loads(outcome.stdout.splitlines()[-1])
+
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a block may have
+
+
+def test_every_kernel_compiles_within_a_multiprocessor(compiled):
+    written = {
+        kernel
+        for file in (ROOT / "triton_kernels").glob("*.py")
+        if file.stem in ("online_topk", "prefill_chunk") or file.stem.startswith("_prefill_")
+        for kernel in re.findall(r"\b(_[a-z_]+)\[.*\]\(", file.read_text())
+    }
+    assert written == {"_simulate", "_multiply", "_list_keys", "_attend_keys"}
+    for arch in SHARED:
+        assert {row["kernel"] for row in compiled["rows"] if row["arch"] == arch} == written
+    taken = {(row["dtype"], row["size"]) for row in compiled["rows"]}
+    assert taken == {("bfloat16", 128), ("float32", 128)}
+    wrong = [row for row in compiled["rows"] if row["stack"] > 64 or 2 * row["shared"] > SHARED[row["arch"]]]
+    assert wrong == [], "two programs a multiprocessor, and next to nothing spilled"
+    assert {row["fused"] for row in compiled["rows"] if row["kernel"] == "_simulate"} == {False}, (
+        "rounds as the reference does"
+    )
+
+
+def test_the_device_is_waited_for_once_a_call(compiled):
+    """Whatever the chunk: several pieces, or token by token; budgets that differ take their heads' numbers to the device."""
+    assert {step["case"] for step in compiled["steps"]} == {"mlstm", "given-ages", "mlp", "mass-mean"}
+    for step in compiled["steps"]:
+        assert step["pieces"] > 1 and step["reads"] == ["tolist"], step
+
+
+def test_choice_of_implementation():
+    def on(device, dtype, size=64):
+        return types.SimpleNamespace(device=torch.device(device), dtype=dtype, shape=(1, 4, size))
+
+    assert dispatch.select("prefill_chunk", on("cuda", torch.bfloat16, 256)) == "triton"
+    assert dispatch.select("prefill_chunk", on("cuda", torch.float16, 80)) == "triton"
+    assert dispatch.select("prefill_chunk", on("cuda", torch.float64)) == "reference"
+    assert dispatch.select("prefill_chunk", on("cuda", torch.bfloat16, 512)) == "reference"
+    assert dispatch.select("online_topk", on("cuda", torch.float32)) == "triton"

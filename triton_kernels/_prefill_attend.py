@@ -1,0 +1,131 @@
+"""Attention of a piece's queries to keys that come and go: which of them a block of queries sees is listed before, so that no other is
+loaded."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpop_vllm.kernels.triton._serving_pages import LN2, LOG2E, PRECISION
+
+LISTED = 1024  # keys that are looked at together when lists are made
+LIST_BYTES = 64 << 20  # of lists that are in memory at once
+
+
+@triton.jit(do_not_specialize=["skipped", "held", "total", "room"])
+def _list_keys(
+    gone,  # [H, T] int32: the first query, from 0 on, that misses a key
+    lists,  # [H, query blocks of this launch, room] int32
+    counts,  # [H, query blocks of this launch] int32
+    skipped, held, total, room,
+    BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """Keys that some query of a block sees, in their order; blocks from ``skipped`` on."""
+    h = tl.program_id(1).to(tl.int64)
+    row = h * tl.num_programs(0) + tl.program_id(0)
+    first = (skipped + tl.program_id(0)) * BLOCK_Q
+    end = tl.minimum(total, held + first + BLOCK_Q)
+    found = 0
+    for start in range(0, end, WIDTH):
+        key = start + tl.arange(0, WIDTH)
+        seen = tl.load(gone + h * total + key, mask=key < end, other=0) > first
+        flags = seen.to(tl.int32)
+        tl.store(lists + row * room + found + tl.cumsum(flags, 0) - 1, key, mask=seen)
+        found += tl.sum(flags, 0)
+    tl.store(counts + row, found)
+
+
+@triton.jit(do_not_specialize=["skipped", "held", "total", "room", "queries"])
+def _attend_keys(
+    q,  # [L, Hq, D]
+    keys,  # [H, T, D]: those that were held, then one for each query
+    values, gone, lists, counts,
+    out,  # [L, Hq, D]
+    lse,  # [L, Hq]
+    skipped, held, total, room, queries, scale, q_token, q_head,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr,
+    BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """A block of queries of all query heads of a KV head; ROWS: BLOCK_Q times GROUP up to a power of two."""
+    h = tl.program_id(1).to(tl.int64)
+    heads = tl.num_programs(1) * GROUP
+    row, column = tl.arange(0, ROWS), tl.arange(0, PADDED)
+    query, head = (skipped + tl.program_id(0)) * BLOCK_Q + row % BLOCK_Q, h * GROUP + row // BLOCK_Q
+    fits, present = column < SIZE, (query < queries) & (row < BLOCK_Q * GROUP)
+    own = q + query[:, None].to(tl.int64) * q_token + head[:, None] * q_head + column[None, :]
+    rows = tl.load(own, mask=present[:, None] & fits[None, :], other=0.0)
+    if WIDE:
+        rows = rows.to(tl.float32)
+    keys += h * total * SIZE
+    values += h * total * SIZE
+    gone += h * total
+    list_of = h * tl.num_programs(0) + tl.program_id(0)
+    lists += list_of * room
+    count = tl.load(counts + list_of)
+
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    weight = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, PADDED], tl.float32)
+    for start in range(0, count, BLOCK_K):
+        entry = start + tl.arange(0, BLOCK_K)
+        listed = entry < count
+        key = tl.load(lists + entry, mask=listed, other=0)
+        until = tl.load(gone + key, mask=listed, other=0)
+        cells = key[:, None].to(tl.int64) * SIZE + column[None, :]
+        inside = listed[:, None] & fits[None, :]
+        block_k = tl.load(keys + cells, mask=inside, other=0.0)
+        block_v = tl.load(values + cells, mask=inside, other=0.0)
+        if WIDE:
+            block_k, block_v = block_k.to(tl.float32), block_v.to(tl.float32)
+        logits = tl.dot(rows, tl.trans(block_k), input_precision=PRECISION) * (scale * LOG2E)
+        visible = (key - held)[None, :] <= query[:, None]
+        visible = visible & (query[:, None] < until[None, :])
+        logits = tl.where(visible, logits, float("-inf"))
+        new_top = tl.maximum(top, tl.max(logits, 1))
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)  # rows that have not met a visible key
+        weights = tl.exp2(logits - pivot[:, None])
+        fade = tl.exp2(top - pivot)
+        weight = weight * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(block_v.dtype), block_v, acc * fade[:, None], input_precision=PRECISION)
+        top = new_top
+    weight = tl.where(present, weight, 1.0)  # every query sees itself
+    acc = acc / weight[:, None]
+    head += query.to(tl.int64) * heads  # of [L, Hq]
+    place = out + head[:, None] * SIZE + column[None, :]
+    tl.store(place, acc.to(out.dtype.element_ty), mask=present[:, None] & fits[None, :])
+    tl.store(lse + head, (top + tl.log2(weight)) * LN2, mask=present)
+
+
+def _tiles(wide: bool, padded: int) -> tuple[int, int, int]:
+    """Rows, keys and warps of a program: what fits twice into a multiprocessor, by what the compiler says of it."""
+    if wide:
+        return (32, 32, 4) if padded <= 128 else (16, 16, 4)
+    return (128, 64, 8) if padded <= 128 else (64, 32, 8)
+
+
+def attend(q, keys, values, gone, held, budget, scale, out, lse) -> None:
+    """Softmax attention of queries to the keys that are born and not gone.
+
+    Args:
+        q: ``[L, Hq, D]``. keys, values: ``[H, held + L, D]``, contiguous; key ``held + i`` is born with query i.
+        gone: ``[H, held + L]`` int32, number of the first query that does not see a key. budget: keys that a query sees at most.
+        out: ``[L, Hq, D]``, lse: ``[L, Hq]``; written, contiguous.
+    """
+    (queries, query_heads, size), (heads, total, _) = q.shape, keys.shape
+    group, padded = query_heads // heads, max(16, triton.next_power_of_2(size))
+    wide = q.dtype != keys.dtype or q.dtype == torch.float32
+    rows, block_k, warps = _tiles(wide, padded)
+    rows = max(rows, triton.next_power_of_2(group))
+    block_q = rows // group
+    blocks, room = triton.cdiv(queries, block_q), min(total, budget + block_q)
+    some = min(blocks, max(1, LIST_BYTES // (4 * heads * room)))
+    lists = torch.empty(heads, some, room, dtype=torch.int32, device=q.device)
+    counts = torch.empty(heads, some, dtype=torch.int32, device=q.device)
+    for skipped in range(0, blocks, some):
+        grid, sizes = (min(some, blocks - skipped), heads), (skipped, held, total, room)
+        _list_keys[grid](gone, lists, counts, *sizes, BLOCK_Q=block_q, WIDTH=LISTED, num_warps=4)
+        _attend_keys[grid](
+            q, keys, values, gone, lists, counts, out, lse, *sizes, queries, scale, *q.stride()[:2],
+            SIZE=size, PADDED=padded, GROUP=group, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=block_k, WIDE=wide,
+            num_warps=warps, num_stages=2,
+        )  # fmt: skip

@@ -1,0 +1,170 @@
+"""Raw scores of a piece's tokens: products with a scorer's weights for all of them at once, the mLSTM by chunks, from its state on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from kvpop_vllm.kernels.triton._serving_pages import PRECISION
+from kvpop_vllm.kernels.triton.delayed_mlstm import delayed_mlstm
+
+from kvpop_vllm.kernels.ops import GivenScore, KeyNorm, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+
+NORM_EPS = 1e-6
+State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+@dataclass
+class Piece:
+    """Tokens of some heads that are keys of a piece ``[a, b)``: those of long-range slots, sinks, those of the ring that are
+    undecided, then the new ones. From the undecided ones on their positions go up by one.
+
+    Attributes:
+        keys, values: ``[H, T, D]``. score: ``[H, T]`` float32, as it stands in their slots. position: ``[H, T]`` int64.
+        held: how many come before the new ones. long_range: how many of these are in long-range slots.
+        first: index of token t is ``first + t`` where t is undecided before a, or new.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    score: torch.Tensor
+    position: torch.Tensor
+    held: int
+    long_range: int
+    first: int
+    a: int
+    b: int
+
+    def span(self, start: int, end: int) -> slice:
+        """Where tokens ``[start, end)`` are."""
+        return slice(self.first + start, self.first + max(start, end))
+
+    def leaving(self, rule: RetentionRule) -> slice:
+        """Those that are decided upon in this piece."""
+        return self.span(rule.decided(self.a), rule.decided(self.b))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _multiply(
+    keys,  # [H, n, D], strides of heads apart
+    values, matrix,  # [H, 2 D, C]
+    out,  # [H, n, C] float32
+    tokens, columns, keys_head,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """``[k; v]`` of a block of tokens, in float32, times a block of columns."""
+    first, h = tl.program_id(0) * ROWS, tl.program_id(2).to(tl.int64)
+    row, column = first + tl.arange(0, ROWS), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    inside, fits = row < tokens, column < columns
+    matrix += h * 2 * SIZE * columns
+    acc = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    for x in range(0, SIZE, BLOCK_X):
+        place = x + tl.arange(0, BLOCK_X)
+        there = place < SIZE
+        for half in tl.static_range(2):
+            base = keys
+            if half == 1:
+                base = values
+            at = base + h * keys_head + row[:, None].to(tl.int64) * SIZE + place[None, :]
+            rows = tl.load(at, mask=inside[:, None] & there[None, :], other=0.0).to(tl.float32)
+            cells = matrix + (half * SIZE + place)[:, None] * columns + column[None, :]
+            block = tl.load(cells, mask=there[:, None] & fits[None, :], other=0.0)
+            acc = tl.dot(rows, block, acc, input_precision=PRECISION)
+    at = out + (h * tokens + row[:, None].to(tl.int64)) * columns + column[None, :]
+    tl.store(at, acc, mask=inside[:, None] & fits[None, :])
+
+
+def _products(piece: Piece, where: slice, matrix: torch.Tensor) -> torch.Tensor:
+    """``[k; v]`` of tokens times ``matrix [H, 2 D, C]``: ``[H, n, C]`` float32."""
+    keys, values = piece.keys[:, where], piece.values[:, where]
+    heads, tokens, size = keys.shape
+    columns = matrix.shape[-1]
+    out = torch.empty(heads, tokens, columns, dtype=torch.float32, device=keys.device)
+    if tokens:
+        _multiply[triton.cdiv(tokens, 64), triton.cdiv(columns, 64), heads](
+            keys, values, matrix, out, tokens, columns, keys.stride(0),
+            SIZE=size, ROWS=64, BLOCK_C=64, BLOCK_X=32, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def _dot(piece: Piece, where: slice, weight: torch.Tensor) -> torch.Tensor:
+    """``[k; v] . weight[h]``: ``[H, n]``; sums of products, which no setting of matrix products rounds."""
+    size = piece.keys.shape[-1]
+    keys, values = weight[:, None, :size], weight[:, None, size:]
+    return (piece.keys[:, where] * keys).sum(-1) + (piece.values[:, where] * values).sum(-1)
+
+
+class Scores:
+    """What a rule's scorer says, for some heads.
+
+    Args:
+        rule: with the tensors of these heads alone.
+    """
+
+    def __init__(self, rule: RetentionRule):
+        self.rule, self.weights = rule, rule.scorer
+        if isinstance(self.weights, MLSTMWeights):
+            w = self.weights
+            of_values = [] if w.v_proj is None else [w.v_proj]
+            gates = [w.igate_weight.unsqueeze(-1), w.fgate_weight.unsqueeze(-1)]
+            self.written = torch.cat([w.k_proj, *of_values, *gates], -1)
+
+    def __call__(self, piece: Piece, state: State | None) -> tuple[torch.Tensor, State | None]:
+        """Scores ``[H, leaving]`` of the tokens that are decided upon in a piece, and the state behind it; scores that are given at
+        insertion go into the piece's."""
+        weights, where = self.weights, piece.leaving(self.rule)
+        keys = piece.keys[:, where]
+        if weights is None:
+            return torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device), None
+        if isinstance(weights, GivenScore):
+            return piece.score[:, where], None
+        if isinstance(weights, KeyNorm):
+            return -keys.double().square().sum(-1).sqrt().float(), None
+        if isinstance(weights, LinearWeights):
+            return _dot(piece, where, weights.weight) + weights.bias.unsqueeze(-1), None
+        if isinstance(weights, MLPWeights):
+            hidden = F.silu(_products(piece, where, weights.fc1_weight) + weights.fc1_bias.unsqueeze(1))
+            return (hidden * weights.fc2_weight.unsqueeze(1)).sum(-1) + weights.fc2_bias.unsqueeze(-1), None
+        taken = piece.span(self.rule.taken(piece.a), self.rule.taken(piece.b))
+        if taken.stop > taken.start:
+            read = where if weights.delayed else taken
+            score, state = self._mlstm(piece, read, taken, state)
+            if weights.delayed:
+                return score, state
+            piece.score[:, taken] = score
+        return piece.score[:, where], state
+
+    def _mlstm(self, piece: Piece, read: slice, taken: slice, state: State | None) -> tuple[torch.Tensor, State]:
+        """Scores of the tokens ``read``, the last of them with all that are ``taken`` in."""
+        w = self.weights
+        products = _products(piece, taken, self.written)
+        columns, count, reads = w.k_proj.shape[-1], taken.stop - taken.start, read.stop - read.start
+        key = self._features(products[..., :columns])
+        value = piece.values[:, taken].float() if w.v_proj is None else products[..., columns:-2]
+        igate = self._softcap(products[..., -2] + w.igate_bias.unsqueeze(-1))
+        fgate = self._softcap(products[..., -1] + w.fgate_bias.unsqueeze(-1))
+        query = F.pad(self._features(_products(piece, read, w.q_proj)), (0, 0, count - reads, 0))
+        inputs = (x.unsqueeze(0) for x in (query, key, value, igate, fgate))
+        h, state = delayed_mlstm(*inputs, delay=0, state=state)
+        return self._score(piece, read, h[0, :, count - reads :]), state
+
+    def _features(self, a: torch.Tensor) -> torch.Tensor:
+        if self.weights.feature_map == "softmax":
+            return a.softmax(-1)
+        return torch.cat([a.softmax(-1), (-a).softmax(-1)], -1)
+
+    def _softcap(self, a: torch.Tensor) -> torch.Tensor:
+        cap = self.weights.gate_softcap
+        return a if cap is None else cap * torch.tanh(a / cap)
+
+    def _score(self, piece: Piece, read: slice, h: torch.Tensor) -> torch.Tensor:
+        """Of readouts ``h [H, n, Dv]``."""
+        w = self.weights
+        if w.norm_weight is not None:
+            h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + NORM_EPS) * w.norm_weight.unsqueeze(1)
+        score = (F.silu(h) * w.out_weight.unsqueeze(1)).sum(-1) + w.out_bias.unsqueeze(-1)
+        return score if w.skip_weight is None else score + _dot(piece, read, w.skip_weight)

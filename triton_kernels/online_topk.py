@@ -1,0 +1,120 @@
+"""When each token is evicted from k slots that are filled one by one.
+
+Where the order is static, a token is out as soon as k of those that rank above it have arrived: at the k-th smallest arrival
+among them, or at its own if that is later. With the arrivals listed by rank, best first, that is an order statistic of a
+prefix, for every prefix, which :mod:`running_topk` finds for all of them at once. Where the order changes with the query's
+position, one program per head works the arrivals off one after another.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from kvpop_vllm.kernels.triton.running_topk import _kth_smallest
+
+NEVER = torch.iinfo(torch.int64).max
+FAR = tl.constexpr(2**31 - 1)
+BLOCK = 2048
+
+
+@triton.jit
+def _effective(raw, age, log_gamma, decay_step, AGES: tl.constexpr):
+    """How a token of some age ranks, float64; launched without fused multiply-adds, as :mod:`_serving_retain` is."""
+    score = raw.to(tl.float64)
+    if AGES:
+        score = score * age.to(tl.float64)
+    return score + (age // decay_step).to(tl.float64) * log_gamma
+
+
+@triton.jit(do_not_specialize=["held", "total", "topk", "window", "every", "decay_step"])
+def _simulate(
+    score,  # [H, T] float32
+    position,  # [H, T] int32
+    log_gamma,  # [H] float64
+    slots,  # [H, 3, k] int32: which token a slot holds, its position, the bits of its score; those held are there
+    gone,  # [H, T] int64
+    held, total, topk, window, every, decay_step,
+    AGES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Arrival after arrival of one head: of those in the slots and itself the lowest leaves once all are filled."""
+    h = tl.program_id(0).to(tl.int64)
+    score += h * total
+    position += h * total
+    gone += h * total
+    slots += h * 3 * topk
+    gamma = tl.load(log_gamma + h)
+    filled = held
+    for j in range(held, total):
+        raw, t = tl.load(score + j), tl.load(position + j)
+        q = (t + window) // every * every + every - 1
+        target = filled
+        if filled >= topk:
+            best = tl.full([BLOCK], float("inf"), tl.float64)
+            oldest = tl.full([BLOCK], FAR, tl.int32)
+            where = tl.full([BLOCK], FAR, tl.int32)
+            for start in range(0, topk, BLOCK):
+                slot = start + tl.arange(0, BLOCK)
+                inside = slot < topk
+                token = tl.load(slots + topk + slot, mask=inside, other=0)
+                bits = tl.load(slots + 2 * topk + slot, mask=inside, other=0)
+                age = tl.where(inside, q - token, 1)
+                effective = _effective(bits.to(tl.float32, bitcast=True), age, gamma, decay_step, AGES)
+                lower = inside & ((effective < best) | ((effective == best) & (token < oldest)))
+                best = tl.where(lower, effective, best)
+                oldest = tl.where(lower, token, oldest)
+                where = tl.where(lower, slot, where)
+            lowest = tl.min(best, 0)
+            equal = (best == lowest) & (where != FAR)
+            first = tl.min(tl.where(equal, oldest, FAR), 0)
+            victim = tl.min(tl.where(equal & (oldest == first), where, FAR), 0)
+            stays = (_effective(raw, q - t, gamma, decay_step, AGES) >= lowest) & (victim != FAR)
+            target = tl.where(stays, victim, -1)
+            leaves = tl.where(stays, tl.load(slots + tl.where(stays, victim, 0), mask=stays, other=0), j)
+            tl.store(gone + leaves, q.to(tl.int64))
+        tl.debug_barrier()  # all have read what is overwritten
+        tl.store(slots + target, j, mask=target >= 0)
+        tl.store(slots + topk + target, t, mask=target >= 0)
+        tl.store(slots + 2 * topk + target, raw.to(tl.int32, bitcast=True), mask=target >= 0)
+        filled = tl.minimum(filled + 1, topk)
+        tl.debug_barrier()  # and seen when the next one arrives
+
+
+def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, decide_every=1, ages=False):
+    """See :func:`kvpop_vllm.kernels.ops.online_topk`.
+
+    Raises:
+        ValueError: more tokens are held than there are slots.
+    """
+    (heads, total), device = score.shape, score.device
+    if held > topk:
+        raise ValueError(f"{held} tokens are held in {topk} slots")
+    gone = torch.full((heads, total), NEVER, dtype=torch.int64, device=device)
+    if total <= topk or total <= held:
+        return gone
+    if topk == 0 or decay_step == 1 and not ages:
+        return _static_order(score, position, held, topk, window, log_gamma, decide_every, gone)
+    score, position = score.float().contiguous(), position.int().contiguous()
+    slots = torch.empty(heads, 3, topk, dtype=torch.int32, device=device)
+    slots[:, 0, :held] = torch.arange(held, dtype=torch.int32, device=device)
+    slots[:, 1, :held], slots[:, 2, :held] = position[:, :held], score[:, :held].view(torch.int32)
+    _simulate[(heads,)](
+        score, position, log_gamma, slots, gone, held, total, topk, window, decide_every, decay_step, AGES=ages,
+        BLOCK=min(BLOCK, triton.next_power_of_2(max(16, topk))), num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return gone
+
+
+def _static_order(score, position, held, topk, window, log_gamma, decide_every, gone):
+    """Eviction times into ``gone``."""
+    (heads, total), device = score.shape, score.device
+    leaving = last = torch.arange(held, total, device=device).expand(heads, -1)  # which leave, and at which arrival
+    if topk:
+        priority = score.double() - position.double() * log_gamma.unsqueeze(-1)
+        newest = position.argsort(dim=-1, descending=True)
+        order = newest.gather(-1, priority.gather(-1, newest).argsort(dim=-1, descending=True, stable=True))
+        leaving = order[:, topk:]
+        last = _kth_smallest(order.int(), topk, topk, total - topk).maximum(leaving.int())
+    at = position[:, held : held + 1] + window + last.long() - held
+    decided = at // decide_every * decide_every + decide_every - 1
+    return gone.scatter_(-1, leaving, decided)
