@@ -195,7 +195,9 @@ def contenders(bench: Bench, drawn: Drawn, requests: int, context: int, budgets:
             continue
         needed = 0 if dense and not budget else requests * (budget or context) * slot
         if (left := free(bench)) < needed + ROOM:
-            bench.say(f"batch {requests}, context {context}, {name}: skipped, {left / GIB:.1f} GiB are free")
+            bench.say(
+                f"batch {requests}, context {context}, {name}: skipped, it needs {(needed + ROOM) / GIB:.1f} GiB and {left / GIB:.1f} are free"
+            )
             made[key] = None
             continue
         try:
@@ -277,7 +279,7 @@ def in_short(found: dict[int, dict[str, Timed]]) -> Iterator[str]:
     for name in (*DENSE, *KVPOP):
         there = {context: timed[name] for context, timed in sorted(found.items()) if name in timed}
         if len(there) < 2:
-            yield f"{name}: measured at {len(there)} contexts, which says nothing of growth"
+            yield f"{name}: {len(there)} contexts measured, which says nothing of growth"
             continue
         (first, a), *_, (last, b) = there.items()
         slower = b.seconds / a.seconds

@@ -128,7 +128,7 @@ def test_what_is_said_of_contexts(script):
     ]
     found = {16384: measured(8, 6, 6.1, 6.1, context=16384), 32768: measured(0, 0, 6.5, 6.1, context=32768)}
     said = list(generation.in_short(found))
-    assert said[0] == "dense: measured at 1 contexts, which says nothing of growth"
+    assert said[0] == "dense: 1 contexts measured, which says nothing of growth"
     assert said[-1] == "kvpop, B 4096: not ahead of dense at the longest context measured"
     assert list(generation.in_short({}))[-1] == "kvpop, B 4096: not compared with dense"
 
