@@ -7,6 +7,7 @@ times the share of logits that is visible.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from unittest.mock import patch
 
 import torch
 from gpu import Bench, within
@@ -51,8 +52,10 @@ def prefill_kernels(bench: Bench):
 
 
 def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
-    """What is held after each chunk is what the float64 loop holds, as far as none of its decisions was close; outputs are as good as the
+    """In small pieces, what is held after each chunk is what the float64 loop holds, as far as none of its decisions was close; outputs are as good as the
     reference's in the same precision."""
+    from kvpop_vllm.kernels.triton import _prefill_attend, prefill_chunk
+
     chunks = (17, 8) if bench.small else (37, 1, 60, 22)
     options = dict(requests=1, heads=2, size=64, group=2, window=3, topk=13, slots=16) | RIGHT[name]
     reduced = dict(heads=1, size=32, group=2) if bench.small else {}
@@ -60,11 +63,13 @@ def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
     exact, rule = [p.exact(0, h) for h in range(p.heads)], p.rule.to(bench.device)
     reference, own = (poisoned_pages(p.layout, p.num_blocks) for _ in range(2))
     pages, start, found, closest = p.layout.view(own.raw.to(bench.device)), 0, [], torch.inf
+    pieces = patch.multiple(prefill_chunk, PIECE=16), patch.multiple(_prefill_attend, LIST_BYTES=4 * 2 * 64)
     for count in chunks:
         q, k, v = p.inputs(range(count))
         eager = _chunk(p, p.rule, reference, start, q, k, v, "reference")
         wide, margin = _exact_chunk(p, exact, start, q, k, v)
-        own = _chunk(p, rule, pages, start, q, k, v, "triton")
+        with pieces[0], pieces[1]:
+            own = _chunk(p, rule, pages, start, q, k, v, "triton")
         closest, start = min(closest, margin), start + count
         assert closest > (CLOSE_MASS if rule.coupled else CLOSE), f"close decision before {start}: take another seed"
         on_host = p.layout.view(pages.raw.cpu())

@@ -196,7 +196,8 @@ def there(options, part: str) -> list[dict]:
 
 
 def table(quality: list[dict], steps: list[dict]) -> str:
-    """Markdown, a line for each row of quality, by budget and error; one that stands for equal bytes too says so."""
+    """Markdown, a line for each row of quality, by budget and error; one that stands for equal bytes too says so. Commits: of the row and,
+    where it is another one, of its times."""
     times = {tuple(row[column] for column in CELL): row for row in steps}
     lines = [
         "| B | policy | equal | k | KiB | error of outputs | perplexity | KL | needles, exact (partial) | commit | ms per step | dense / it |",
@@ -212,14 +213,18 @@ def table(quality: list[dict], steps: list[dict]) -> str:
         both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and int(row["allocated_bytes"]) <= int(plain)
         equal = "k, bytes" if both and row["equal"] == "k" else row["equal"]
         time = times.get(tuple(row[column] for column in CELL))
+        commits = [each.get("commit", record.KEY["commit"]) for each in (row, time) if each]
         own = time and {name: float(time[name]) for name in ("step_ms", "dense_over_it", "least", "largest")}
         lines.append(
             f"| {row['budget'] or 'all'} | {row['policy']} | {equal if row['budget'] else ''} | {row['topk']} "
             f"| {int(row['allocated_bytes']) / 1024:,.0f} | {float(row['error']):.3f} | {float(row['perplexity']):.2f} "
-            f"| {float(row['kl']):.4f} | {float(row['exact']):.2f} ({float(row['partial']):.2f}) | {row.get('commit', record.KEY['commit'])} | "
+            f"| {float(row['kl']):.4f} | {float(row['exact']):.2f} ({float(row['partial']):.2f}) | {', '.join(dict.fromkeys(commits))} | "
             + ("{step_ms:.2f} | {dense_over_it:.2f} ({least:.2f} to {largest:.2f}) |".format(**own) if own else "| |")
         )
-    return "\n".join(lines)
+    machines = {
+        f"{row.get('machine', record.KEY['machine'])}, {row.get('cores', record.KEY['cores'])} cores" for row in steps
+    }
+    return "\n".join([*lines, *(f"Times on {machine}." for machine in sorted(machines))])
 
 
 if __name__ == "__main__":

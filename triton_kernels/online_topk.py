@@ -94,7 +94,7 @@ def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1,
         return gone
     if topk == 0 or decay_step == 1 and not ages:
         return _static_order(score, position, held, topk, window, log_gamma, decide_every, gone)
-    score, position = score.float().contiguous(), position.int().contiguous()
+    score, position, log_gamma = score.float().contiguous(), position.int().contiguous(), log_gamma.contiguous()
     slots = torch.empty(heads, 3, topk, dtype=torch.int32, device=device)
     slots[:, 0, :held] = torch.arange(held, dtype=torch.int32, device=device)
     slots[:, 1, :held], slots[:, 2, :held] = position[:, :held], score[:, :held].view(torch.int32)

@@ -3,7 +3,8 @@
 A chunk is worked off in pieces. What a piece's heads hold and its own tokens are keys that come and go: scores
 (:mod:`_prefill_scores`), then eviction times (:mod:`online_topk`), then attention to the keys that a query finds
 (:mod:`_prefill_attend`), then the survivors go into slots. Rules whose scores depend on what earlier queries saw are worked off token by
-token, by the kernels of decode_step. The device is waited for once a call, for budgets and tokens_seen.
+token, by the kernels of decode_step. The device is waited for once a call, for budgets and tokens_seen, and twice more for each of
+several budgets.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ LAST = 2**31 - 1
 
 @torch.no_grad()
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prompt=None):
-    """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`. All tensors, the rule's too, are on q's device, which is waited for once.
+    """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`. All tensors, the rule's too, are on q's device.
 
     Raises:
         StepOrderError: ``start`` differs from what some head's pages have seen; nothing has been written.
@@ -50,7 +51,7 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
         heads = torch.tensor(own, device=q.device)
         rows = torch.tensor([h * group + i for h in own for i in range(group)], device=q.device)
         part = _Heads(pages, page_table[heads], heads, budget, _of_heads(rule, heads), scale)
-        some, some_lse = torch.empty_like(out[:, rows]), torch.empty_like(lse[:, rows])
+        some, some_lse = out.new_empty(len(q), len(rows), q.shape[2]), lse.new_empty(len(q), len(rows))
         scores = None if given is None else given[:, heads]
         part.run(q[:, rows], k[:, heads], v[:, heads], start, scores, some, some_lse)
         out[:, rows], lse[:, rows] = some, some_lse

@@ -141,6 +141,10 @@ def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
         raise ConfigError(
             "heads cannot divide a budget on a GPU yet: leave allocator ada out, or move the model to the CPU"
         )
+    if torch.version.hip is not None or torch.cuda.get_device_capability(k.device) < (8, 0):
+        raise ConfigError(
+            "GPU kernels are for NVIDIA's from compute capability 8.0 on: move the model to another GPU or the CPU"
+        )
     if {dispatch.select(op, k) for op in ("prefill_chunk", "decode_step")} != {"triton"}:
         raise ConfigError(
             f"there are no GPU kernels for keys of {k.dtype} and size {k.shape[-1]}: Triton must be there, and takes float32, float16"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
@@ -25,6 +26,7 @@ from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.kernels.regions import HeadRegions, RegionMap, Shares, region_map
 from kvpop_vllm.vllm_glue import prompt_lengths
@@ -237,7 +239,11 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
         layout = for_config(self.vllm_config).layout(self.num_kv_heads, self.head_size, act_dtype)
         device = self.vllm_config.device_config.device_type
-        self.attention = FixedBudgetAttention(layout, rule if device == "cpu" else rule.to(device), self.scale)
+        rule = rule if device == "cpu" else rule.to(device)
+        if self.attention is not None and self.attention.layout == layout:  # weights are loaded again
+            _copy_tensors(rule, self.attention.rule)
+            return
+        self.attention = FixedBudgetAttention(layout, rule, self.scale)
         _log_kernels(torch.empty(0, self.head_size, dtype=act_dtype, device=device))
 
     def _add_gate(self, layer: int, heads: slice) -> None:
@@ -251,9 +257,11 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
                 f"--kv-policy {self.policy.name} needs a model whose attention hands over {', '.join(sorted(s.value for s in self.policy.signals))}:"
                 " choose a Llama or Qwen3 model, or another policy"
             )
-        del self.gates[:]
-        gate = self.policy.gate(layer, heads)
-        self.gates.append(gate.to(self.vllm_config.device_config.device_type))
+        gate = self.policy.gate(layer, heads).to(self.vllm_config.device_config.device_type)
+        if len(self.gates):  # weights are loaded again
+            self.gates[0].load_state_dict(gate.state_dict())
+        else:
+            self.gates.append(gate)
 
     def forward(
         self,
@@ -286,16 +294,45 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         allocation."""
         key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
         if self._pages is None or self._pages[0] != key:
-            layout = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype)
-            if self.policy.divides:
-                regions = HeadRegions(layout, self.policy.retention.budget, kv_cache.shape[0])
-                self._pages = key, (regions.view(kv_cache.view(torch.uint8)), regions)
-            elif self.shares is None:
-                self._pages = key, (layout.view(kv_cache.view(torch.uint8)), None)
-            else:
-                regions = region_map(self.shares, layout, kv_cache.shape[0], kv_cache.device)
-                self._pages = key, (regions.view(_all_layers(kv_cache, self.layer)), regions)
+            self._pages = key, self._view(kv_cache), weakref.ref(kv_cache, _forget_pages_of(weakref.ref(self)))
         return self._pages[1]
+
+    def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, Regions]:
+        """Of its storage, so that the tensor is freed when vLLM lets go of it."""
+        layout, blocks = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype), kv_cache.shape[0]
+        if self.shares is not None and not self.policy.divides:
+            regions = region_map(self.shares, layout, blocks, kv_cache.device)
+            return regions.view(_all_layers(kv_cache, self.layer)), regions
+        raw = kv_cache.view(torch.uint8)
+        place = raw.storage_offset(), raw.shape, raw.stride()
+        own = torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place)
+        if self.policy.divides:
+            regions = HeadRegions(layout, self.policy.retention.budget, blocks)
+            return regions.view(own), regions
+        return layout.view(own), None
+
+
+def _forget_pages_of(impl):
+    """What is called when a cache is gone: vLLM makes one to measure CUDA graphs, and drops it before the real one.
+
+    Args:
+        impl: weak reference to a layer's.
+    """
+
+    def gone(cache) -> None:
+        layer = impl()
+        if layer is not None and layer._pages is not None and layer._pages[2] is cache:
+            layer._pages = None
+
+    return gone
+
+
+def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:
+    """A rule's and its scorer's tensors into those of the same rule: CUDA graphs have been recorded with these."""
+    target.log_gamma.copy_(source.log_gamma)
+    for name, tensor in vars(target.scorer).items() if target.scorer is not None else ():
+        if isinstance(tensor, torch.Tensor):
+            tensor.copy_(getattr(source.scorer, name))
 
 
 def _all_layers(kv_cache: torch.Tensor, layer: int) -> torch.Tensor:

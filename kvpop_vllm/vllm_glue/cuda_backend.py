@@ -18,6 +18,7 @@ _REASONS = {
     "dtype not supported": "--dtype is float16, bfloat16 or float32",
     "kv_cache_dtype not supported": "--kv-cache-dtype is the model's own",
     "block_size not supported": "--block-size is a multiple of 16",
+    "compute capability not supported": "kernels are for GPUs from compute capability 8.0 on",
     "batch invariance not supported": "unset VLLM_BATCH_INVARIANT",
 }
 """What a reason of vLLM's asks of the user; for others the answer is to leave the policy out."""
@@ -41,6 +42,10 @@ class CudaBackend(FixedBudgetBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         return list(SUPPORTED_HEAD_SIZES)
+
+    @classmethod
+    def supports_compute_capability(cls, capability) -> bool:
+        return capability.major >= 8
 
     @staticmethod
     def get_builder_cls():
@@ -88,6 +93,8 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks else []
         if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
             return None  # from position 0 on, and yet past its prompt
+        if self.needs_prompt and self.prompts is None and any(common.is_prefilling[: common.num_reqs]):
+            raise RuntimeError("this model runner does not say how long prompts are: choose another --kv-policy")
         prompts = self._prompts(common.num_reqs) if self.needs_prompt else None
         self.rows.fill(split.decodes, common.seq_lens, common.block_table_tensor, common.slot_mapping)
         step = split, lengths, common.block_table_tensor, prompts

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 from torch.library import Library
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.model_executor.layers.attention.attention import Attention, get_attention_context
 from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.qwen3 import Qwen3Attention
@@ -25,6 +26,7 @@ from kvpop_vllm.scorers.gates import Signals
 LIBRARY = Library("kvpop_vllm", "FRAGMENT")
 
 
+@eager_break_during_capture
 def attention_with_given(
     query: torch.Tensor,
     key: torch.Tensor,

@@ -99,10 +99,13 @@ def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
 
 
 def _platform(vllm_config: Any) -> str:
-    """AMD's GPUs call themselves cuda, too."""
+    """Others than NVIDIA's GPUs call themselves cuda, too."""
     from vllm.platforms import current_platform
 
-    return "rocm" if current_platform.is_rocm() else vllm_config.device_config.device_type
+    kind = vllm_config.device_config.device_type
+    if kind != "cuda" or current_platform.is_cuda():
+        return kind
+    return "rocm" if current_platform.is_rocm() else type(current_platform).__name__
 
 
 def _has_alibi(model: Any) -> bool:

@@ -38,7 +38,7 @@ def _stock_custom():
     from vllm.utils.import_utils import resolve_obj_by_qualname
 
     if custom_before is None:
-        raise ValueError(
+        raise AttributeError(
             "the attention backend CUSTOM is kvpop_vllm's, for engines with --kv-policy: leave --attention-backend out"
         )
     return resolve_obj_by_qualname(custom_before)

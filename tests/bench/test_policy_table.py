@@ -123,6 +123,11 @@ def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkey
     of_both = table_of(bench("--table", "--budget", "128", "--commit", "def", "abc")[3])
     commits = {cells[2].strip(): cells[10].strip() for cells in (line.split("|") for line in of_both[2:])}
     assert commits == dict.fromkeys(names | {"dense"}, "abc") | {"dense": "def", "tova": "def"}
+    monkeypatch.setitem(modules["record"].KEY, "commit", "ghi")
+    bench("--budget", "128", "--policies", "tova", "--parts", "quality")
+    mixed = bench("--table", "--budget", "128", "--commit", "ghi", "def")[3]
+    assert [line.split("|")[10].strip() for line in table_of(mixed)[2:]] == ["ghi, def"] * 2
+    assert mixed.out.count("Times on ") == 1
 
 
 def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, modules, monkeypatch):

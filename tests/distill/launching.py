@@ -49,9 +49,13 @@ def launch(*args, processes: int = 1, file_size: int | None = None) -> Run:
                 told = list(map(str, args)), own if processes > 1 else {}, f"{said}/{rank}", file_size
                 running.append(context.Process(target=_run, args=told))
                 running[-1].start()
-        for process in running:
-            process.join(300)
-            assert process.exitcode is not None, "it still runs"
+        try:
+            for process in running:
+                process.join(300)
+                assert process.exitcode is not None, "it still runs"
+        finally:
+            for process in running:
+                process.kill()
         codes = [process.exitcode for process in running]
         texts = [Path(f"{said}/0.{name}").read_text() for name in ("stdout", "stderr")]
     return Run(next((code for code in codes if code), 0), *texts)

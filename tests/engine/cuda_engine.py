@@ -18,10 +18,7 @@ from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.utils import AttentionGroup
 
-from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.vllm_glue import backend as glue
-
-dispatch.TRITON_DTYPES.setdefault("prefill_chunk", dispatch.TRITON_DTYPES["decode_step"])
 
 HEADS, SIZE, SLOTS, LENGTH, MOST = 2, 32, 16, 512, 4
 STREAMING = {"policy": "streaming-llm", "budget": 64, "sinks": 2, "window": 16}

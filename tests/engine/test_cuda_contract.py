@@ -3,6 +3,7 @@ nothing but the device itself is missing. What the kernels then do is in test_cu
 
 from __future__ import annotations
 
+import inspect
 import os
 import pickle
 import re
@@ -94,6 +95,15 @@ class TestChoice(Pretended):
             chosen(configure(model), **options)
         assert named in str(caught.value) and "\n" not in str(caught.value)
 
+    def test_older_gpus_than_kernels_are_for(self, model, monkeypatch):
+        from vllm.platforms import current_platform
+        from vllm.platforms.interface import DeviceCapability
+
+        turing = classmethod(lambda cls, device_id=0: DeviceCapability(7, 5))
+        monkeypatch.setattr(type(current_platform), "get_device_capability", turing)
+        with pytest.raises(ValueError, match="compute capability 8.0"):
+            chosen(configure(model))
+
     def test_layouts_and_block_sizes(self, model):
         from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
         from vllm.v1.worker.utils import select_common_block_size
@@ -109,7 +119,7 @@ class TestChoice(Pretended):
         from kvpop_vllm.vllm_glue import select
 
         stock = configure(model, None, attention_backend="CUSTOM")
-        with pytest.raises(ValueError, match="for engines with --kv-policy"):
+        with pytest.raises(AttributeError, match="for engines with --kv-policy"):
             chosen(stock)
         theirs = "vllm.v1.attention.backends.flex_attention.FlexAttentionBackend"
         monkeypatch.setattr(select, "custom_before", theirs)
@@ -174,11 +184,15 @@ class TestRefusals(Pretended):
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
         assert "unset VLLM_BATCH_INVARIANT" in refusal(model, STREAMING)
 
-    def test_amd(self, model, monkeypatch):
+    @pytest.mark.parametrize("rocm", [True, False])
+    def test_others_than_nvidias(self, model, monkeypatch, rocm):
+        """AMD's, and those of platforms that plugins bring, call themselves cuda too."""
         from vllm.platforms import current_platform
 
-        monkeypatch.setattr(type(current_platform), "is_rocm", lambda self: True)
-        assert "the rocm platform yet" in refusal(model, STREAMING)
+        kind = type(current_platform)
+        monkeypatch.setattr(kind, "is_cuda", lambda self: False)
+        monkeypatch.setattr(kind, "is_rocm", lambda self: rocm)
+        assert f"the {'rocm' if rocm else kind.__name__} platform yet" in refusal(model, STREAMING)
 
     def test_what_a_cpu_refuses_and_a_gpu_does_not(self, model):
         assert configure(model, dtype="float16").model_config.dtype == torch.float16
@@ -257,6 +271,15 @@ class TestGraphs(Pretended):
             assert found.cg_mode.name == mode
             if mode == "FULL":
                 assert found.num_reqs == found.num_tokens and found.uniform_token_count == 1
+
+    def test_breakable_graphs_end_where_vllms_attention_ends_them(self):
+        """The decorator looks at the environment when it is applied."""
+        from vllm.model_executor.layers.attention import attention
+
+        from kvpop_vllm.vllm_glue import gated_attention
+
+        for module, op in ((attention, "unified_attention_with_output"), (gated_attention, "attention_with_given")):
+            assert re.search(rf"@eager_break_during_capture\n(@\w+\n)*def {op}\(", inspect.getsource(module))
 
     def test_gates_end_a_piece_of_the_compiled_graph(self, model, gate):
         """The op that hands a gate's scores to attention is no part of a piecewise CUDA graph."""

@@ -3,7 +3,6 @@ layer's forward and the kernels, against the CPU's path. Run by test_cuda_contra
 
 from __future__ import annotations
 
-import importlib.util
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +18,6 @@ if PRETENDED:
     from engine.cuda_engine import MOST, SIZE, SLOTS, Inputs, configure, group_of, rank, runner_v1
 
 HEADS, GROUP, BLOCKS, CLOSE = 1, 2, 60, 2e-5
-PREFILL = "kvpop_vllm.kernels.triton.prefill_chunk"
 ROLES = {"sinks": 2, "window": 4}
 POLICIES = {
     "streaming-llm": {"policy": "streaming-llm", "budget": 32} | ROLES,
@@ -143,11 +141,11 @@ def serve(model, tmp_path, monkeypatch):
         if settings["policy"] == "kvpop":
             settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, "mlstm", **ROLES, topk=26))
         layers = Layers(configure(model, settings))
-        prefill, there = fixed_budget.ops.prefill_chunk, importlib.util.find_spec(PREFILL) is not None
+        prefill = fixed_budget.ops.prefill_chunk
 
         def by_interpreter(*tensors, rule, impl, **more):
             """Not where tokens are done one by one, which is decode steps again, and long."""
-            return prefill(*tensors, rule=rule, impl=impl if there and not rule.sequential else "reference", **more)
+            return prefill(*tensors, rule=rule, impl="reference" if rule.sequential else impl, **more)
 
         monkeypatch.setattr(fixed_budget.ops, "prefill_chunk", by_interpreter)
         return Served(layers)
@@ -224,3 +222,43 @@ class TestServed(Pretended):
         changed = (served.layers.gpu.view(torch.uint8) != before).any(-1).any(-1).any(-1)[0]
         assert not changed[served.requests.rows["a"]].any() and changed[served.requests.rows["b"]].any()
         assert torch.equal(pages.view(torch.int32), served.layers.cpu.view(torch.int32))
+
+
+class TestLayer(Pretended):
+    @pytest.mark.parametrize("policy", ["streaming-llm", "pyramidkv"])
+    def test_a_cache_that_vllm_drops_is_freed(self, model, policy):
+        """As the one that CUDA graphs are measured with, before the real one is made."""
+        from vllm.v1.worker.utils import clear_layer_kv_caches
+
+        layers = Layers(configure(model, POLICIES[policy]))
+        impl, cache = layers.impls[0], layers.gpu.clone()[0]
+        layer = SimpleNamespace(impl=impl, kv_cache=cache)
+        impl._bind(cache)
+        impl._bind(cache)
+        assert impl._pages[1][0].raw.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+        del cache
+        clear_layer_kv_caches([layer])
+        assert impl._pages is None
+
+    @pytest.mark.parametrize("kind", ["kvpop", "trimkv"])
+    def test_weights_that_are_loaded_again_go_where_graphs_look_for_them(self, model, kind, tmp_path):
+        own = {"sinks": 2, "window": 4, "topk": 10}
+        scorer = write_random_scorer(tmp_path, model, "mlstm" if kind == "kvpop" else kind, **own)
+        config = configure(model, {"policy": kind, "scorer": str(scorer)})
+        config.device_config.device_type = "cpu"
+        with rank(config):
+            impl = group_of(config, HEADS).backend.get_impl_cls()(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS)
+            impl.gates = torch.nn.ModuleList()
+            config.compilation_config.static_forward_context["model.layers.0.self_attn.attn"] = SimpleNamespace(
+                impl=impl
+            )
+            impl.process_weights_after_loading(torch.float32)
+            rule, gates = impl.attention.rule, list(impl.gates)
+            tensors = [x for x in vars(rule.scorer).values() if isinstance(x, torch.Tensor)] + [rule.log_gamma]
+            tensors += [x for gate in gates for x in gate.state_dict().values()]
+            before = [x.clone() for x in tensors]
+            for x in tensors:
+                x.zero_()
+            impl.process_weights_after_loading(torch.float32)
+        assert impl.attention.rule is rule and list(impl.gates) == gates and len(gates) == (kind == "trimkv")
+        assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True)) and any(x.any() for x in before)

@@ -11,7 +11,18 @@ from engine.pretended import PRETENDED, Pretended
 
 RUNNERS = {}
 if PRETENDED:
-    from engine.cuda_engine import LENGTH, MOST, RUNNERS, SLOTS, STREAMING, Inputs, configure, group_of, runner_v1
+    from engine.cuda_engine import (
+        LENGTH,
+        MOST,
+        RUNNERS,
+        SLOTS,
+        STREAMING,
+        Inputs,
+        configure,
+        group_of,
+        runner_v1,
+        runner_v2,
+    )
 
 ROWS = [[11, 12, 13], [21], [31, 32, 33, 34]]
 
@@ -95,6 +106,13 @@ class TestRunners(Pretended):
         inputs.set([1, 1], [34, 6], ROWS)
         assert build([1, 1], padded=MOST).batch(0, None).prompts.tolist() == [20, 5, 1, 1]
 
+    def test_a_runner_that_does_not_say_prompts_is_refused(self, model):
+        config = configure(model, {"policy": "snapkv", "budget": 96})
+        inputs, group = Inputs(config), group_of(config)
+        inputs.set([1, 40], [33, 40], ROWS)
+        with pytest.raises(RuntimeError, match="does not say how long prompts are"):
+            runner_v2(inputs, group)([1, 40])
+
     def test_runner_v2_says_prompts_before_it_builds(self):
         """And both runners by the methods that are wrapped."""
         from engine.stock_run import functions_of_ours_in_vllm
@@ -132,7 +150,10 @@ class TestRunners(Pretended):
                 inputs.set(counts, [64] * 3, ROWS)
                 common = common_of(inputs, on_cpu, counts, padded)
                 with NoWaiting():
-                    batch = group.get_metadata_builder().build(0, common).batch(0, None)
+                    builder = group.get_metadata_builder()
+                    if builder.needs_prompt:
+                        builder.prompts = torch.full((MOST,), 70)
+                    batch = builder.build(0, common).batch(0, None)
                 assert batch.positions.device.type == "meta"
 
 

@@ -19,9 +19,6 @@ from kvpop_vllm.cli import main
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.contenders import learned, training_free
-from kvpop_vllm.evaluation.examples import make_example
-from kvpop_vllm.evaluation.haystack import sentences
-from kvpop_vllm.evaluation.retrieval import answers
 from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue.evaluation import EngineBackend, settings_of
@@ -103,36 +100,24 @@ def test_both_backends_are_one(folder, name, options):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [None, "kvpop"])
-def test_the_demo_model_says_the_same_with_both(name):
+def test_the_demo_model_says_the_same_with_both():
     """In bfloat16, on real text: the mean divergence from dense to 0.003 nats a token, where rounding alone makes 0.002 of it
-    and the policy 0.018; dense, both find the needle. Tokens that rounding tips over differ."""
+    and the policy 0.018. Tokens that rounding tips over differ."""
     root = Path(__file__).parents[2]
     model = str(root / "models/SmolLM2-135M-Instruct")
     tokenizer = load_tokenizer(model)
     row = torch.tensor(tokenizer((root / "tests/data/hamlet.txt").read_text())["input_ids"][500:1012])
-    text = sentences([str(root / "tests/data/hamlet.txt")], "all", 1)
-    example = make_example("needle", tokenizer, text, 440, seed="0", depth=0.5, digits=4)
-    found = []
+    shipped, found = str(root / "examples/scorers/smollm2-135m-kvpop"), []
     for kind in (TransformersBackend, EngineBackend):
         backend = kind(model, torch.bfloat16, 512)
-        deployed = None
-        if name is not None:
-            shipped = str(root / "examples/scorers/smollm2-135m-kvpop")
-            deployed = learned(shipped, model)[0].deploy(backend.shape, 192)
-        with backend.start(deployed) as run:
+        with backend.start(learned(shipped, model)[0].deploy(backend.shape, 192)) as run:
             if not found:
                 with backend.start(None) as dense_run:
                     dense = replay.predictions(dense_run, row)
-            compared = replay.compare(run, row, dense, 64)
-            (answer,) = answers(run, tokenizer, [example])
-            found.append((compared, answer))
-    (ours, answer), (engines, engine_answer) = found
+            found.append(replay.compare(run, row, dense, 64))
+    ours, engines = found
     assert abs(ours["kl"] - engines["kl"]) < 3e-3 and abs(ours["nll"] - engines["nll"]) < 1e-2
-    assert abs(ours["agreement"] - engines["agreement"]) < 0.05
-    assert name is None or min(ours["kl"], engines["kl"]) > 0.01
-    if name is None:
-        assert answer["exact"] == engine_answer["exact"] == 1
+    assert abs(ours["agreement"] - engines["agreement"]) < 0.05 and min(ours["kl"], engines["kl"]) > 0.01
 
 
 def eval_records(folder, task, backend, *options):

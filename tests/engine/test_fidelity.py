@@ -88,22 +88,23 @@ def test_aborts(served, interrupted):
     served.verdict(finished)
 
 
-@pytest.mark.parametrize("level", [0, 1])
-def test_sleep_and_wake(served, interrupted, level):
-    """From level 1 on the KV cache is discarded, which a CPU worker does not do by itself."""
-    steps = []
+def test_sleep_and_wake(served, interrupted):
+    """Lightly, then deeper: from level 1 on the KV cache is discarded, which a CPU worker does not do by itself."""
+    held, preempted = [], []
 
     def sleep(step):
-        if step == 10:
-            served.llm.sleep(level, mode="keep")
-        if step in (10, 13):
-            steps.append(sum(len(layers[0]) for layers in served.recorder.held.values()))
-        if step == 13:
-            if level > 0:
-                served.fill_pool(255)
-            served.llm.wake_up(None if level > 0 else ["scheduling"])
+        for level, start in ((0, 5), (1, 10)):
+            if step == start:
+                served.llm.sleep(level, mode="keep")
+            if step in (start, start + 3):
+                held.append(sum(len(layers[0]) for layers in served.recorder.held.values()))
+            if step == start + 3:
+                preempted.append(sum(served.recorder.preemptions.values()))
+                if level > 0:
+                    served.fill_pool(255)
+                served.llm.wake_up(None if level > 0 else ["scheduling"])
 
     answers = interrupted(sleep)
-    assert steps[0] == steps[1] > 0, "it worked while asleep"
-    assert set(served.recorder.preemptions.values()) == {level}
+    assert 0 < held[0] == held[1] < held[2] == held[3], "it worked while asleep"
+    assert preempted[0] == 0 and set(served.recorder.preemptions.values()) == {1}
     served.verdict(answers)

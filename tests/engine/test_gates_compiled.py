@@ -52,7 +52,7 @@ def serve(case, eager: bool):
         recorder = Recorder(llm)
         recorder.attach(patch)
         try:
-            params = SamplingParams(temperature=0, max_tokens=BUDGET, logprobs=3, prompt_logprobs=3, detokenize=False, ignore_eos=True)  # fmt: skip
+            params = SamplingParams(temperature=0, max_tokens=30, logprobs=3, prompt_logprobs=3, detokenize=False, ignore_eos=True)  # fmt: skip
             prompts = [{"prompt_token_ids": random_prompt(n, seed=n)} for n in LENGTHS]
             answers = {a.request_id: a for a in llm.generate(prompts, params, use_tqdm=False)}
         finally:

@@ -85,7 +85,7 @@ DECODE = [
     dict(case="mlstm-odd-widths", size=96, group=2, slots=16, unequal=True, requests=3),
     dict(case="mlstm", size=64, group=3, slots=16, dtype=BF16, q_dtype=BF16, every=7, window=3),
     dict(case="mlstm-immediate", size=32, group=1, slots=16, every=16, sinks=0, topk=20),
-    dict(case="none", size=128, group=2, slots=64, dtype=BF16, q_dtype=BF16, every=30, unequal=True),
+    dict(case="none", size=128, group=2, slots=16, dtype=BF16, q_dtype=BF16, every=30, unequal=True),
     dict(case="key-norm", size=48, group=1, slots=16, dtype=BF16, q_dtype=BF16, sinks=0, window=1),
     dict(case="mass-newest", size=64, group=5, slots=48, dtype=BF16, q_dtype=BF16, sinks=0, window=1, topk=61),
     dict(case="mass-mean", size=80, group=3, slots=16, sinks=3, unequal=True, every=7),

@@ -53,7 +53,7 @@ def test_of_equal_scores_the_oldest_leaves(step, ages):
         assert torch.equal(ops.online_topk(score, position, 9, log_gamma=log_gamma, **rule, impl=impl), expected), impl
 
 
-@settings(max_examples=5 if INTERPRETED else 150, deadline=None, derandomize=True)
+@settings(max_examples=20 if INTERPRETED else 150, deadline=None, derandomize=True)
 @given(
     heads=st.integers(1, 4),
     topk=st.integers(0, 20),

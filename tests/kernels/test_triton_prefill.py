@@ -108,6 +108,7 @@ SHAPES = {
     "one query head of 80": dict(case="key-norm", group=1, size=80, slots=32),
     "no sinks, window 1": dict(case="linear", roles=(0, 1, 5), every=3),
     "k = 0": dict(case="given", roles=(4, 16, 0)),
+    "own decays": dict(case="given-ages", roles=(3, 6, 12), every=2),
     "k = 0, own decays": dict(case="given-ages", roles=(4, 16, 0), every=6),
     "fewer tokens than slots": dict(case="mlstm-softmax-cap", roles=(3, 5, 60), every=6),
     "sinks and ring beyond the tokens": dict(case="none", roles=(40, 30, 2)),

@@ -120,7 +120,7 @@ def prefill_chunk(
 
     Raises:
         StepOrderError: ``start`` differs from ``tokens_seen``; nothing has been written. In Triton too, which waits for the device
-            once a call.
+            for that.
         ValueError: as in :func:`decode_step`.
     """
     run = resolve("prefill_chunk", impl, q)
