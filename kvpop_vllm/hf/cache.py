@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import weakref
 from collections.abc import Sequence
 from os import PathLike
@@ -10,17 +9,12 @@ from os import PathLike
 import torch
 from transformers import Cache
 
-from kvpop_vllm import policies
-from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
-from kvpop_vllm.distill.hook import longest
-from kvpop_vllm.hf.full_checkpoint import scorer_tensors
-from kvpop_vllm.hf.layer import Clock, LayerPages, check_kernels
+from kvpop_vllm.config import ConfigError, PolicySettings
+from kvpop_vllm.hf.layer import Clock, LayerPages, check_kernels, recording
+from kvpop_vllm.hf.resolved import in_python, resolve
 from kvpop_vllm.hf.step import Step, check_positions
 from kvpop_vllm.hf.takeover import Takes, check_model, take_over
-from kvpop_vllm.policies import Policy
-from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.checkpoint import ScorerConfig
-from kvpop_vllm.scorers.init import gives_up_channel, shape_of
+from kvpop_vllm.scorers.init import gives_up_channel
 
 
 class KVpopCache(Cache, Takes):
@@ -73,13 +67,13 @@ class KVpopCache(Cache, Takes):
         given |= dict(decide_every=decide_every, correction=correction, allocator=allocator)
         given["scorer"] = str(scorer) if isinstance(scorer, PathLike) else scorer
         try:
-            self.policy = _resolve(model, PolicySettings.parse(given), max_length)
+            self.policy = resolve(model, PolicySettings.parse(given), max_length)
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
             self.policy.checked_shares(heads)
             self._budgets = self.policy.shares()
             self._gates = [self.policy.gate(i, heads) for i in range(len(self))]
         except ConfigError as error:
-            raise ConfigError(_in_python(str(error))) from None
+            raise ConfigError(in_python(str(error))) from None
         gated = any(gate is not None and gate.borrows for gate in self._gates)
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(take_over(model, self.borrows))
@@ -149,13 +143,15 @@ class KVpopCache(Cache, Takes):
             )
         lengths = self._lengths or [0] * rows
         decoding = length == 1 and all(lengths)
+        recorded = recording(inputs.device)
+        if recorded and not (decoding and len(self._layers) == len(self)):
+            raise RuntimeError(
+                "a CUDA graph can hold a pass of one token a row only, and not the first: let the prompt and a token pass before it"
+            )
         look = inputs.device.type == "cpu" or not decoding  # on an accelerator the host would wait for the mask
         counts = self._counts(mask, lengths, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
-        if self.policy.keeps_all and max(after) > self.policy.retention.budget:
-            raise ValueError(
-                f"{max(after)} tokens are more than max_length {self.policy.retention.budget}, which {self.policy.name} keeps: raise max_length"
-            )
+        self._check_room(after)
         prompts = self._prompts_of(lengths, counts)
         if self._clocks and len(next(iter(self._clocks.values())).positions) != rows:
             self._clocks, self._layers = {}, {}
@@ -171,8 +167,16 @@ class KVpopCache(Cache, Takes):
         if not self._columns and self.policy.needs_prompt:
             for each in self._clocks.values():
                 each.prompts.copy_(torch.tensor(prompts))
-        self._step = Step(self, own, starts, counts, length)
+        self._step = Step(self, own, starts, counts, length, recorded)
         return self._step
+
+    def _check_room(self, lengths: list[int]) -> None:
+        """Raises ValueError where a policy that keeps all has no room for them."""
+        most = self.policy.retention.budget
+        if self.policy.keeps_all and max(lengths) > most:
+            raise ValueError(
+                f"{max(lengths)} tokens are more than max_length {most}, which {self.policy.name} keeps: raise max_length"
+            )
 
     def _counts(self, mask: torch.Tensor | None, lengths: list[int], length: int, look: bool) -> list[int]:
         """How many of the pass's columns are tokens of each row, the others being pads on its left.
@@ -283,11 +287,26 @@ class KVpopCache(Cache, Takes):
             if not failed:
                 raise RuntimeError("the model attended without the KVpopCache: leave its attention alone in a pass")
             return
-        self._columns += step.length
-        self._lengths = [seen + count for seen, count in zip(self._lengths, step.counts, strict=True)]
-        self._in_pieces = max(step.counts) > 1
+        if not step.recorded:  # else nothing has been done yet
+            self._count(step.length, step.counts)
         for clock in self._clocks.values():
             clock.advance(step.counts)
+
+    def _count(self, columns: int, tokens: list[int]) -> None:
+        self._columns += columns
+        self._lengths = [seen + count for seen, count in zip(self._lengths, tokens, strict=True)]
+        self._in_pieces = max(tokens) > 1
+
+    def replayed(self, passes: int = 1) -> None:
+        """Says that a CUDA graph of a pass of one token a row was replayed: the device has counted its tokens, the host has not, and
+        must before the next pass outside of the graph, and before :meth:`held`.
+
+        Raises:
+            ValueError: the policy ``full`` had no room for them.
+        """
+        self._check_room([seen + passes for seen in self._lengths])
+        self._count(passes, [passes] * len(self._lengths))
+        self._in_pieces = False
 
     # what transformers asks of a cache
 
@@ -366,28 +385,3 @@ class KVpopCache(Cache, Takes):
 
 def _refuse(what: str, instead: str):
     raise ConfigError(f"a KVpopCache {what}: {instead}")
-
-
-def _resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | None) -> Policy:
-    """As an engine would resolve it."""
-    cls, config = policies.get(settings.policy), model.config.get_text_config()
-    length = longest(model.config) if max_length is None else max_length
-    if max_length is not None and (type(max_length) is not int or max_length < 1):
-        raise ConfigError(f"max_length must be an integer of at least 1, got {max_length!r}")
-    if length is None:
-        raise ConfigError("the model's config does not say how many positions it has: give max_length")
-    shape = ModelShape(**shape_of(config.to_dict(), "the model's config"), max_model_len=length)
-    section = getattr(config, "kvpop", None)
-    if cls.scorer_kind is None or settings.scorer is not None or section is None:
-        return cls(settings, shape)
-    source = "the model's config, section kvpop"
-    policy = cls(settings, shape, checkpoint=ScorerConfig.parse(section, source))
-    for layer, tensors in enumerate(scorer_tensors(model.name_or_path, policy.config)):
-        policy.set_tensors(layer, tensors)
-    return policy
-
-
-def _in_python(message: str) -> str:
-    """A message that names flags of the command line, with the arguments of the same meaning."""
-    message = message.replace(f" in {ADDITIONAL_CONFIG_KEY}", "").replace("--max-model-len", "max_length")
-    return re.sub(r"--kv-([a-z-]+)", lambda match: match[1].replace("-", "_"), message)

@@ -124,6 +124,11 @@ class LayerPages:
         return sum(tensor.untyped_storage().nbytes() for tensor in (self.pages.raw, self.table, self._budgets))
 
 
+def recording(device: torch.device) -> bool:
+    """Whether what is launched there now goes into a CUDA graph, and is not run."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
     """A layer's device has kernels for keys ``[R, H, L, D]`` under its rule; a CPU always has.
 

@@ -18,14 +18,21 @@ class Step:
 
     Attributes:
         positions: ``[R, L]`` int64, of the tokens; 0 for pads. starts: of each row's first token in the pass, None where every
-            row decodes one. counts: tokens of each row, its last ones. length: L. attended: layers that are done.
-            over: the pass is.
+            row decodes one. counts: tokens of each row, its last ones. length: L. recorded: the pass goes into a CUDA graph, and is
+            not done. attended: layers that are done. over: the pass is.
     """
 
     def __init__(
-        self, cache: KVpopCache, positions: torch.Tensor, starts: list[int] | None, counts: list[int], length: int
+        self,
+        cache: KVpopCache,
+        positions: torch.Tensor,
+        starts: list[int] | None,
+        counts: list[int],
+        length: int,
+        recorded: bool,
     ):
         self.cache, self.positions, self.starts, self.counts, self.length = cache, positions, starts, counts, length
+        self.recorded = recorded
         self.over, self.attended = False, set()
         self._hidden: dict[int, torch.Tensor] = {}
         self._channel: dict[int, torch.Tensor] = {}

@@ -188,7 +188,7 @@ def test_memory_is_constant(case, policy, options):
     assert int(cache.held().sum()) <= 4 * BUDGET
 
 
-@pytest.mark.parametrize("policy", ["kvpop", "snapkv", "pyramidkv", "adakv", "trimkv", "dms-query"])
+@pytest.mark.parametrize("policy", ["kvpop", "snapkv", "pyramidkv", "adakv", "trimkv", "dms-query", "dms-late"])
 def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
     """On the device "meta" tensors have no values, and whoever asks for one fails; the kernels are left out."""
     model, found = case("llama", policy)

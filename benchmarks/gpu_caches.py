@@ -1,0 +1,197 @@
+"""Random models and their caches in the state that a long context leaves behind, without a prefill; and a pass of them in a CUDA graph."""
+
+from __future__ import annotations
+
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from gpu import Bench
+from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
+
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.testing import write_random_scorer, write_tiny_model
+
+_NAMES = (
+    "num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "vocab_size",
+)  # fmt: skip
+QWEN3_8B = dict(zip(_NAMES, (36, 4096, 12288, 32, 8, 128, 151936), strict=True))
+TINY = dict(zip(_NAMES, (2, 64, 96, 4, 2, 32, 256), strict=True))
+POSITIONS = 1 << 18
+"""Of a drawn model: more than any context."""
+SINKS, WINDOW = 4, 256
+
+
+class Drawn:
+    """A model of random weights, made when it is first asked for, and a folder with scorers for it; a context manager.
+
+    Attributes:
+        config: the model's. scorer: folder.
+    """
+
+    def __init__(self, bench: Bench, shape: dict, window: int = WINDOW):
+        self.config = Qwen3Config(**shape, max_position_embeddings=POSITIONS, tie_word_embeddings=False)
+        self.bench, self.window, self._model = bench, window, None
+
+    def __enter__(self) -> Drawn:
+        self._folder = tempfile.TemporaryDirectory()
+        return self
+
+    def __exit__(self, kind, error, trace) -> None:
+        self._folder.cleanup()
+        self._model = None
+        empty(self.bench)
+
+    @property
+    def model(self) -> torch.nn.Module:
+        if self._model is None:
+            self.config.save_pretrained(self._folder.name)
+            self.scorer = write_random_scorer(
+                Path(self._folder.name) / "scorer", self._folder.name, sinks=SINKS, window=self.window, topk=64
+            )
+            with torch.device(self.bench.device):
+                model = AutoModelForCausalLM.from_config(
+                    self.config, dtype=self.bench.dtype, attn_implementation="sdpa"
+                )
+            self._model = model.eval().requires_grad_(False)
+        return self._model
+
+    @property
+    def weights(self) -> int:
+        """Bytes of the weights."""
+        return sum(p.nbytes for p in self.model.parameters())
+
+    @property
+    def read(self) -> int:
+        """Bytes of the weights that a pass reads, which is all but the embeddings of other tokens."""
+        return self.weights - self.model.get_input_embeddings().weight.nbytes
+
+
+# one pass
+
+
+class Decoding:
+    """One greedy token of every row, over and over.
+
+    Args:
+        tokens: ``[R, 1]``, the first ones. before: what comes before each pass. options: of the model's forward.
+
+    Attributes:
+        tokens: of the last pass. logits: ``[R, V]``, of the last pass.
+    """
+
+    def __init__(self, model, cache, tokens: torch.Tensor, before: Callable[[], object] = lambda: None, **options):
+        self.model, self.tokens, self.before = model, tokens.clone(), before
+        self.options = dict(past_key_values=cache, use_cache=True, **options)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        self.before()
+        self.logits = self.model(input_ids=self.tokens, **self.options).logits[:, -1]
+        self.tokens.copy_(self.logits.argmax(-1, keepdim=True))
+
+    def captured(self, bench: Bench) -> Callable[[], object]:
+        """Does a pass, and gives what does another one: a CUDA graph, or without a GPU the pass itself."""
+        if bench.device != "cuda":
+            self.step()
+            return self.step
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):
+            self.step()  # compiles
+        torch.cuda.current_stream().wait_stream(side)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.step()
+        return graph.replay
+
+
+# caches without a prefill
+
+
+def static_cache(model, requests: int, length: int) -> tuple[StaticCache, torch.Tensor]:
+    """An empty one, and the tokens that its layers have seen, ``[layers]``."""
+    config, weight = model.config, model.lm_head.weight
+    cache = StaticCache(config=config, max_cache_len=length)
+    cache.early_initialization(
+        batch_size=requests,
+        num_heads=config.num_key_value_heads,
+        head_dim=config.head_dim,
+        dtype=weight.dtype,
+        device=weight.device,
+    )
+    seen = torch.zeros(len(cache.layers), dtype=torch.int64, device=weight.device)
+    for layer, count in zip(cache.layers, seen, strict=True):
+        assert layer.cumulative_length.ndim == 0, "this transformers keeps the length of a static cache elsewhere"
+        layer.cumulative_length = count
+    return cache, seen
+
+
+def full_cache(model, requests: int, context: int) -> tuple[StaticCache, Callable[[], object]]:
+    """One that has a token less than it holds, and what says so again after every token."""
+    cache, seen = static_cache(model, requests, context)
+    for layer in cache.layers:
+        layer.keys.normal_()
+        layer.values.normal_()
+    return cache, lambda: seen.fill_(context - 1)
+
+
+@torch.no_grad()
+def written_cache(drawn: Drawn, requests: int, context: int, budget: int) -> KVpopCache:
+    """One that holds random tokens as after ``context`` of them."""
+    model = drawn.model
+    cache = KVpopCache(model, "kvpop", scorer=drawn.scorer, budget=budget, max_length=2 * context)
+    first = torch.zeros(requests, 1, dtype=torch.int64, device=model.lm_head.weight.device)
+    model(input_ids=first, past_key_values=cache)
+    for layer in cache._layers.values():
+        write(layer, context)
+    for clock in cache._clocks.values():
+        clock.positions.fill_(context)
+    cache.replayed(context - cache.lengths[0])
+    check_held(cache, budget)
+    return cache
+
+
+def write(layer, context: int) -> None:
+    """Fills a layer's pages; the scorer's state stays as it is."""
+    pages, rule, (budget,) = layer.pages, layer.rule, set(layer.budgets.tolist())
+    layout, device = pages.layout, pages.raw.device
+    rows = layer.table[:, 0].long()  # [R, P]
+    states, blocks = rows[:, : layout.state_blocks], rows[:, layout.state_blocks :]
+    kept = pages.state[states]
+    for part in (pages.k, pages.v, pages.score):
+        part.normal_()
+    pages.state[states] = kept
+    words = torch.zeros(blocks.shape[1] * layout.block_slots, dtype=torch.int32, device=device)
+    left = torch.randperm(context - rule.window - rule.sinks, device=device)[: budget - rule.first_long]
+    words[rule.first_long : budget] = rule.sinks + left.int()
+    words[0] = context
+    pages.position[blocks] = words.view(1, -1, 1, layout.block_slots).expand(len(rows), -1, layout.num_kv_heads, -1)
+
+
+def check_held(cache: KVpopCache, budget: int) -> None:
+    """Raises AssertionError or ValueError where the cache's reader does not find ``budget`` tokens in the first and last layer."""
+    for index in {0, len(cache) - 1}:
+        held = cache._layers[index].held(0, cache.lengths[0], None)
+        assert bool((held.sum(1) == budget).all()), f"layer {index} holds {held.sum(1).tolist()} tokens, not {budget}"
+
+
+@contextmanager
+def tiny(bench: Bench) -> Iterator[tuple[torch.nn.Module, Path]]:
+    """A model whose tokens depend on those far back, on the bench's device and in its dtype, and the folder of its scorer."""
+    with tempfile.TemporaryDirectory() as folder:
+        base = write_tiny_model(Path(folder) / "model", "qwen3", dtype=bench.dtype)
+        scorer = write_random_scorer(Path(folder) / "scorer", base)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=bench.dtype, attn_implementation="sdpa")
+        yield model.to(bench.device).eval().requires_grad_(False), scorer
+
+
+def empty(bench: Bench) -> None:
+    """Gives back what nothing uses."""
+    gc.collect()
+    if bench.device == "cuda":
+        torch.cuda.empty_cache()

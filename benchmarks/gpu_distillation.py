@@ -1,0 +1,130 @@
+"""Distillation on a GPU: the trainer's own steps on a model of SmolLM2-135M's shape at 8,192 tokens, one row a step, tokens a second and memory.
+
+With a frozen base only scorers are trained, by the boundary loss: a KL at the output would reach nothing. With the base trained too the KL is there, to the
+256 best tokens of the model as it was, which is asked row by row; its pass counts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from gpu import Bench
+from gpu_clock import seconds
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from kvpop_vllm.distill.recipe import Recipe
+from kvpop_vllm.distill.recipes import PAPER
+from kvpop_vllm.distill.run import OnlineTeacher
+from kvpop_vllm.distill.trainer import Process, Trainer
+from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.testing import write_tiny_model
+
+DEMO_MODEL = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct"
+SHAPE = dict(
+    num_hidden_layers=30,
+    hidden_size=576,
+    intermediate_size=1536,
+    num_attention_heads=9,
+    num_key_value_heads=3,
+    head_dim=64,
+    vocab_size=49152,
+    max_position_embeddings=8192,
+    tie_word_embeddings=True,
+)
+LENGTH, ROUNDS = 8192, 5
+KINDS = {"scorers": False, "scorers and base": True}
+"""Name -> whether the base is trained."""
+
+
+def distillation(bench: Bench):
+    """Cases; see :data:`gpu.Section`."""
+    if bench.watched:
+        return
+    for name, trains_base in KINDS.items():
+        yield f"a step is right, {name}", lambda trains_base=trains_base: step_right(bench, trains_base)
+    if bench.small:
+        return
+    for name, trains_base in KINDS.items():
+        if (case := f"a step is right, {name}") in bench.wrong:
+            bench.say(f"distillation, {name}: not timed, as it is wrong that {case}")
+            continue
+        yield f"distillation, {name}, S {LENGTH}", lambda trains_base=trains_base: step_times(bench, trains_base)
+
+
+def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
+    """Losses and gradient norms of two steps are those that the reference gives on the same device, in float32."""
+    recipe = dataclasses.replace(
+        PAPER, length=64, batch=1, window=[8], topk=[20], samples=16, kl_top=32, dtype="float32", train_base=trains_base
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        model = write_tiny_model(Path(folder) / "model", "llama", head_dim=32)
+        found, expected = [], []
+        for steps, reference in ((found, False), (expected, True)):
+            with reference_only(reference):
+                trainer = made(bench, model, recipe, Path(folder) / f"out-{reference}")
+                rows = random_rows(recipe.length, 256)
+                steps += [trainer._step(i, rows) for i in range(2)]
+    wrong = 0.0
+    for own, other in zip(found, expected, strict=True):
+        assert own.keys() == other.keys() and ("kl" in own) == trains_base, f"parts {sorted(own)}"
+        for name in ("loss", "grad_norm"):
+            wrong = max(wrong, abs(own[name] - other[name]) / abs(other[name]))
+    assert math.isfinite(wrong) and wrong < 0.02, f"losses and gradients differ by {wrong:.3g}: {found}, not {expected}"
+    yield bench.row("loss and gradient norm, largest difference", wrong, "of the reference's")
+
+
+@contextmanager
+def reference_only(wanted: bool) -> Iterator[None]:
+    """Ops choose the reference, whatever the device."""
+    chosen = dispatch.select
+    if wanted:
+        dispatch.select = lambda op, tensor: "reference"
+    try:
+        yield
+    finally:
+        dispatch.select = chosen
+
+
+def random_rows(length: int, vocab: int) -> Iterator[torch.Tensor]:
+    """The same ones every time."""
+    for seed in itertools.count():
+        yield torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed))
+
+
+def made(bench: Bench, model: str | Path, recipe: Recipe, out: Path) -> Trainer:
+    """A trainer whose steps are taken one by one, with the teacher that its recipe asks for."""
+    device = torch.device(bench.device)
+    teacher = OnlineTeacher(model, recipe, device) if recipe.distils else None
+    return Trainer(model, recipe, out, None, teacher=teacher, process=Process(device=device), quiet=True)
+
+
+def step_times(bench: Bench, trains_base: bool) -> Iterator[dict]:
+    """Medians of steps after a warm-up."""
+    recipe = dataclasses.replace(PAPER, length=LENGTH, batch=1, train_base=trains_base)
+    with tempfile.TemporaryDirectory() as folder:
+        torch.cuda.empty_cache()
+        trainer = made(bench, demo_or_random(bench, Path(folder)), recipe, Path(folder) / "out")
+        torch.cuda.reset_peak_memory_stats()
+        rows, steps = random_rows(LENGTH, SHAPE["vocab_size"]), itertools.count()
+        value = seconds(lambda: trainer._step(next(steps), rows), ROUNDS)
+    yield bench.row("tokens a second", LENGTH / value, "1/s")
+    yield bench.row("a step", 1e3 * value, "ms")
+    yield bench.row("peak memory", torch.cuda.max_memory_allocated() / (1 << 30), "GiB")
+
+
+def demo_or_random(bench: Bench, folder: Path) -> Path:
+    """The demo model's folder, or where there is none that of a random one of its shape."""
+    if (DEMO_MODEL / "model.safetensors").exists():
+        return DEMO_MODEL
+    bench.say("distillation: there is no demo model here, its weights are drawn")
+    with torch.device(bench.device):
+        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=bench.dtype)
+    model.save_pretrained(folder / "model")
+    return folder / "model"

@@ -1,0 +1,311 @@
+"""Decoding from end to end, as KVpop's Figure 4 has it: a model of Qwen3-8B's shape through `KVpopCache`, beside transformers' static cache.
+
+Weights are drawn. No prefill is paid: caches are written in the state that so many tokens leave behind, random keys, values and scores, and
+for KVpop the position words, token counts and clocks that its own reader takes for valid; the scorers' states are those of one token. Time and
+memory do not depend on what is held.
+
+The static cache is attended to twice: as transformers does it in a graph, with a mask and keys repeated for each query head, and without
+either, which is right where the cache is full, and the faster one. A pass is one greedy token of every row, from embedding to argmax. The floor is
+the bytes that it has to read, weights and cache, at the bandwidth of a large copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from gpu import Bench
+from gpu_caches import QWEN3_8B, TINY, Decoding, Drawn, check_held, empty, full_cache, static_cache, tiny, written_cache
+from gpu_clock import bandwidth, paired
+
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.testing import random_prompt
+
+CONTEXTS = 16384, 131072, 65536, 32768
+"""The ends first, in case that time runs short."""
+COMPRESSION, FIXED = 4, 4096
+"""Tokens per token held, and a budget that does not grow."""
+PROMPT, ROUNDS = 70, 30
+ROOM = 4 << 30
+"""Bytes that must be free beside a cache."""
+GIB = 1 << 30
+FLAT = 1.05
+"""Latency that grows by no more from the first context to the last is called flat."""
+DENSE = "dense", "dense, no mask"
+KVPOP = "kvpop, 75% off", f"kvpop, B {FIXED}"
+RIGHT = {
+    "a captured pass is right, kvpop": lambda bench: kvpop_right(bench),
+    "a captured pass is right, dense": lambda bench: dense_right(bench),
+    "caches that are written go on": lambda bench: written_right(bench),
+}
+
+
+def generation(bench: Bench):
+    """Cases; see :data:`gpu.Section`."""
+    if bench.watched:
+        return
+    for case, check in RIGHT.items():
+        yield case, lambda check=check: check(bench)
+    if bench.small:
+        return
+    if wrong := [case for case in RIGHT if case in bench.wrong]:
+        bench.say(f"generation: not timed, as it is wrong that {wrong[0]}")
+        return
+    bench.say(f"generation: {' '.join(__doc__.split(chr(10) * 2)[1].split())}")
+    found: dict[int, dict[str, Timed]] = {}
+    with Drawn(bench, QWEN3_8B) as drawn:
+        for context in CONTEXTS:
+            name = f"generation, batch 1, context {context}"
+            yield name, lambda context=context: times(bench, drawn, 1, context, found)
+        name = f"generation, batch 32, context {CONTEXTS[0]}"
+        yield name, lambda: times(bench, drawn, 32, CONTEXTS[0], {})
+    for line in in_short(found):
+        bench.say(line)
+
+
+# what is right
+
+
+def kvpop_right(bench: Bench) -> Iterator[dict]:
+    """Tokens of captured passes are those of ``generate()``, and the same tokens are held."""
+    new = 12 if bench.small else 40
+    with tiny(bench) as (model, scorer):
+        prompts = torch.tensor([random_prompt(PROMPT, seed=seed) for seed in (1, 2)], device=bench.device)
+        plain, cache = (KVpopCache(model, "kvpop", scorer=scorer) for _ in range(2))
+        out = model.generate(
+            prompts,
+            attention_mask=torch.ones_like(prompts),
+            past_key_values=plain,
+            max_new_tokens=new,
+            do_sample=False,
+        )
+        found = greedy(bench, model, cache, prompts, new)
+        after(cache, new - 2, bench)
+    expected = out[:, prompts.shape[1] :].tolist()
+    assert found == expected, f"captured passes give {found}, generate() {expected}"
+    assert all(torch.equal(cache.held(row), plain.held(row)) for row in range(2)), "other tokens are held"
+    yield bench.row("tokens that differ", 0, "count")
+
+
+def dense_right(bench: Bench) -> Iterator[dict]:
+    """Tokens of captured passes are those of passes one by one; and without a mask a full cache gives the same logits."""
+    new, logits = 12, []
+    with tiny(bench) as (model, _):
+        prompts = torch.tensor([random_prompt(PROMPT, seed=seed) for seed in (1, 2)], device=bench.device)
+        expected = greedy(bench, model, static_cache(model, 2, PROMPT + new)[0], prompts, new, one_by_one=True)
+        found = greedy(bench, model, static_cache(model, 2, PROMPT + new)[0], prompts, new)
+        cache, before = full_cache(model, 2, PROMPT)
+        for options in ({}, {"attention_mask": {"full_attention": None}}):
+            decoding = Decoding(model, cache, prompts[:, :1], before, **options)
+            decoding.captured(bench)()
+            logits.append(decoding.logits.float().cpu())
+    assert found == expected, f"captured passes give {found}, passes one by one {expected}"
+    error = float((logits[0] - logits[1]).abs().max())
+    assert error < (0.2 if bench.dtype == torch.bfloat16 else 1e-3), f"without a mask logits differ by {error:.3g}"
+    yield bench.row("tokens that differ", 0, "count")
+
+
+def written_right(bench: Bench) -> Iterator[dict]:
+    """What is timed later, of a tiny model: passes are finite, and caches stay as full as they should."""
+    with Drawn(bench, TINY, window=16) as drawn:
+        found = contenders(bench, drawn, 2, 400, {"dense": 0, "dense, no mask": 0, "half": 200, "a quarter": 100})
+        for timed in found.values():
+            for _ in range(3):
+                timed.replay()
+            timed.check()
+    yield bench.row("caches that go on", len(found), "count")
+
+
+def greedy(bench: Bench, model, cache, prompts: torch.Tensor, new: int, one_by_one: bool = False) -> list[list[int]]:
+    """``new`` tokens of every row: the first from the prompt's pass, the second from a pass, the others from replays of one."""
+    with torch.no_grad():
+        first = model(input_ids=prompts, past_key_values=cache, use_cache=True).logits[:, -1:].argmax(-1)
+    decoding, found = Decoding(model, cache, first), [first.clone()]
+    if one_by_one:
+        decoding.step()
+        replay = decoding.step
+    else:
+        replay = decoding.captured(bench)
+    if bench.device == "cuda" and not one_by_one and isinstance(cache, KVpopCache):
+        assert cache.lengths[0] == prompts.shape[1] + 1, "a pass that was recorded was counted"
+    for i in range(new - 1):
+        if i:
+            replay()
+        found.append(decoding.tokens.clone())
+    return torch.cat(found, 1).tolist()
+
+
+def after(cache: KVpopCache, passes: int, bench: Bench) -> None:
+    """The host counts passes that were replayed; without a GPU there was no graph, and it has."""
+    if bench.device == "cuda":
+        cache.replayed(passes)
+
+
+# times
+
+
+@dataclass
+class Timed:
+    """A cache and its pass. cache: its bytes. read: bytes of it that a pass reads or writes. peak: bytes in use at most, with the weights.
+    check: raises AssertionError where a pass was none. seconds: of a pass."""
+
+    replay: Callable[[], object]
+    cache: int
+    read: int
+    peak: int
+    check: Callable[[], None]
+    seconds: float = 0.0
+
+
+def budgets_at(context: int) -> dict[str, int]:
+    """Name -> B, 0 of dense ones."""
+    return dict.fromkeys(DENSE, 0) | dict(zip(KVPOP, (context // COMPRESSION, FIXED), strict=True))
+
+
+def times(bench: Bench, drawn: Drawn, requests: int, context: int, found: dict) -> Iterator[dict]:
+    """A pass with every cache, in turn; found: what each context gave."""
+    speed, timed = bandwidth(), contenders(bench, drawn, requests, context, budgets_at(context))
+    assert timed, "no cache fits"
+    distinct = {id(each): each for each in timed.values()}
+    seconds = paired({key: each.replay for key, each in distinct.items()}, ROUNDS)
+    for key, each in distinct.items():
+        each.check()
+        each.seconds = seconds[key]
+    for name, each in timed.items():
+        floor = 1e3 * (drawn.read + each.read) / speed
+        yield bench.row(f"{name}, a token", 1e3 * each.seconds, "ms", floor)
+        yield bench.row(f"{name}, tokens a second", requests / each.seconds, "1/s")
+        yield bench.row(f"{name}, cache", each.cache / GIB, "GiB")
+        yield bench.row(f"{name}, peak memory", each.peak / GIB, "GiB")
+        each.replay = each.check = None  # gives the memory back
+    found[context] = timed
+    del distinct
+    empty(bench)
+
+
+def contenders(bench: Bench, drawn: Drawn, requests: int, context: int, budgets: dict[str, int]) -> dict[str, Timed]:
+    """Name -> what is timed, for as many as fit in memory together, small ones first; equal budgets are one."""
+    made: dict[object, Timed | None] = {}
+    config, dense = drawn.model.config, []
+    slot = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * bench.dtype.itemsize
+    for name, budget in sorted(budgets.items(), key=lambda item: item[1] or context):
+        key = budget or name
+        if key in made:
+            continue
+        needed = 0 if dense and not budget else requests * (budget or context) * slot
+        if (left := free(bench)) < needed + ROOM:
+            bench.say(
+                f"batch {requests}, context {context}, {name}: skipped, it needs {(needed + ROOM) / GIB:.1f} GiB and {left / GIB:.1f} are free"
+            )
+            made[key] = None
+            continue
+        try:
+            made[key] = (
+                kvpop_timed(bench, drawn, requests, context, budget)
+                if budget
+                else dense_timed(bench, drawn, requests, context, name, dense)
+            )
+        except torch.OutOfMemoryError as error:
+            made[key] = None
+            bench.say(f"batch {requests}, context {context}, {name}: skipped, {str(error).splitlines()[0]}")
+    ready = {name: made[budget or name] for name, budget in budgets.items()}
+    return {name: each for name, each in ready.items() if each is not None}
+
+
+def dense_timed(bench, drawn, requests, context, name: str, dense: list) -> Timed:
+    """``dense``: the static cache, where it has been made."""
+    if not dense:
+        dense += full_cache(drawn.model, requests, context)
+    cache, before = dense
+    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    options = {"attention_mask": {"full_attention": None}} if name == DENSE[1] else {}
+    first = torch.zeros(requests, 1, dtype=torch.int64, device=bench.device)
+    decoding = Decoding(drawn.model, cache, first, before, **options)
+    replay, more = with_peak(bench, decoding)
+    return Timed(replay, size, size, drawn.weights + size + more, lambda: check_finite(name, decoding))
+
+
+def kvpop_timed(bench, drawn, requests, context, budget: int) -> Timed:
+    """The cache reads what it has of tokens, and reads and writes its states."""
+    cache = written_cache(drawn, requests, context, budget)
+    layer, name = cache._layers[0], f"kvpop, B {budget}"
+    heads, size = layer.pages.layout.num_kv_heads, layer.pages.layout.head_size
+    head = budget * layer.pages.layout.slot_bytes + 8 * layer.rule.state_floats(size)
+    scorers = sum(
+        x.nbytes
+        for each in cache._layers.values()
+        for x in vars(each.rule.scorer).values()
+        if isinstance(x, torch.Tensor)
+    )
+    first = torch.zeros(requests, 1, dtype=torch.int64, device=bench.device)
+    decoding = Decoding(drawn.model, cache, first)
+    replay, more = with_peak(bench, decoding)
+
+    def check():
+        check_finite(name, decoding)
+        (clock,) = cache._clocks.values()
+        cache.replayed(int(clock.positions[0]) - cache.lengths[0])
+        check_held(cache, budget)
+
+    held, read = cache.allocated_bytes(), requests * heads * len(cache) * head + scorers
+    return Timed(replay, held, read, drawn.weights + held + scorers + more, check)
+
+
+def with_peak(bench: Bench, decoding: Decoding) -> tuple[Callable[[], object], int]:
+    """What repeats a pass, and how many bytes it takes at most beside weights and cache."""
+    if bench.device != "cuda":
+        return decoding.captured(bench), 0
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    replay = decoding.captured(bench)
+    return replay, torch.cuda.max_memory_allocated() - before
+
+
+def check_finite(name: str, decoding: Decoding) -> None:
+    """Raises AssertionError where a step was refused, which gives no numbers."""
+    assert bool(decoding.logits.isfinite().all()), f"{name}: logits are not finite"
+
+
+def free(bench: Bench) -> float:
+    """Bytes of memory that a tensor may take."""
+    empty(bench)
+    return torch.cuda.mem_get_info()[0] if bench.device == "cuda" else torch.inf
+
+
+def in_short(found: dict[int, dict[str, Timed]]) -> Iterator[str]:
+    """What Figure 4 says: how caches grow, whether latency does, and from which context on KVpop is ahead of the faster dense one."""
+    for name in (*DENSE, *KVPOP):
+        there = {context: timed[name] for context, timed in sorted(found.items()) if name in timed}
+        if len(there) < 2:
+            yield f"{name}: {len(there)} contexts measured, which says nothing of growth"
+            continue
+        (first, a), *_, (last, b) = there.items()
+        slower = b.seconds / a.seconds
+        yield (
+            f"{name}: from {first} to {last} tokens the cache grows {b.cache / a.cache:.2f} times, latency {slower:.2f} times: "
+            f"{'flat' if slower <= FLAT else 'not flat'}"
+        )
+    for name in KVPOP:
+        both = {context: pair for context, timed in sorted(found.items()) if (pair := of_both(timed, name))}
+        if not both:
+            yield f"{name}: not compared with dense"
+        elif start := ahead_from(both):
+            yield f"{name}: ahead of dense from {start} tokens on"
+        else:
+            yield f"{name}: not ahead of dense at the longest context measured"
+
+
+def of_both(timed: dict[str, Timed], name: str) -> tuple[float, float] | None:
+    """Seconds of a cache and of the faster dense one, None where one was not measured."""
+    dense = [timed[other].seconds for other in DENSE if other in timed]
+    return (timed[name].seconds, min(dense)) if dense and name in timed else None
+
+
+def ahead_from(both: dict[int, tuple[float, float]]) -> int | None:
+    """The first context from which on the first number is below the second; contexts rise."""
+    start = None
+    for context, (own, other) in both.items():
+        start = (context if start is None else start) if own < other else None
+    return start

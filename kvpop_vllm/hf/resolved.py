@@ -1,0 +1,41 @@
+"""A policy as an engine would resolve it, for a transformers model."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from kvpop_vllm import policies
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
+from kvpop_vllm.distill.hook import longest
+from kvpop_vllm.hf.full_checkpoint import scorer_tensors
+from kvpop_vllm.policies import Policy
+from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.checkpoint import ScorerConfig
+from kvpop_vllm.scorers.init import shape_of
+
+
+def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | None) -> Policy:
+    """As an engine would resolve it."""
+    cls, config = policies.get(settings.policy), model.config.get_text_config()
+    length = longest(model.config) if max_length is None else max_length
+    if max_length is not None and (type(max_length) is not int or max_length < 1):
+        raise ConfigError(f"max_length must be an integer of at least 1, got {max_length!r}")
+    if length is None:
+        raise ConfigError("the model's config does not say how many positions it has: give max_length")
+    shape = ModelShape(**shape_of(config.to_dict(), "the model's config"), max_model_len=length)
+    section = getattr(config, "kvpop", None)
+    if cls.scorer_kind is None or settings.scorer is not None or section is None:
+        return cls(settings, shape)
+    source = "the model's config, section kvpop"
+    policy = cls(settings, shape, checkpoint=ScorerConfig.parse(section, source))
+    for layer, tensors in enumerate(scorer_tensors(model.name_or_path, policy.config)):
+        policy.set_tensors(layer, tensors)
+    return policy
+
+
+def in_python(message: str) -> str:
+    """A message that names flags of the command line, with the arguments of the same meaning."""
+    message = message.replace(f" in {ADDITIONAL_CONFIG_KEY}", "").replace("--max-model-len", "max_length")
+    return re.sub(r"--kv-([a-z-]+)", lambda match: match[1].replace("-", "_"), message)

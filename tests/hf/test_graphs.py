@@ -1,0 +1,69 @@
+"""What the host counts when a pass goes into a CUDA graph. Recording is pretended: here the pass is done at once, as by a first replay."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hf.prompts import generate, padded
+
+from kvpop_vllm.hf import KVpopCache, cache
+from kvpop_vllm.testing import random_prompt
+
+PROMPTS = [random_prompt(n, seed=n) for n in (70, 63)]
+NEW = 8
+
+
+@pytest.fixture
+def recording(monkeypatch):
+    """A list: while it holds something, passes are recorded."""
+    told = []
+    monkeypatch.setattr(cache, "recording", lambda device: bool(told))
+    return told
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "h2o", "dms"])
+def test_a_recorded_pass_counts_when_it_is_replayed(case, recording, policy):
+    model, found = case("qwen3", policy)
+    plain, own = (KVpopCache(model, **found.settings) for _ in range(2))
+    expected = generate(model, plain, PROMPTS, NEW)
+    with torch.no_grad():
+        tokens = [model(**padded(PROMPTS), past_key_values=own).logits[:, -1:].argmax(-1)]
+        places = []
+        for i in range(NEW - 1):
+            recording[:] = [True] * (i in (2, 3))
+            tokens.append(model(input_ids=tokens[-1], past_key_values=own).logits.argmax(-1))
+            lengths = [n + i + (not recording) for n in (70, 63)]
+            assert own.lengths == lengths and own.get_seq_length() == lengths[0]
+            if recording:
+                own.replayed()
+            clocks = [tensor.data_ptr() for clock in own._clocks.values() for tensor in clock.tensors]
+            places.append(clocks + [layer.pages.raw.data_ptr() for layer in own._layers.values()])
+    assert torch.cat(tokens, 1).tolist() == expected
+    assert all(torch.equal(own.held(row), plain.held(row)) for row in range(2))
+    assert places == places[:1] * len(places), "a graph would read what is not there any more"
+
+
+def test_what_no_graph_can_hold_is_refused_before_anything_is_held(case, recording):
+    model, found = case("qwen3", "kvpop")
+    own = KVpopCache(model, **found.settings)
+    recording.append(True)
+    for inputs in (padded(PROMPTS), {"input_ids": torch.ones(2, 1, dtype=torch.int64)}):
+        with (
+            torch.no_grad(),
+            pytest.raises(RuntimeError, match="hold a pass of one token a row only, and not the first"),
+        ):
+            model(**inputs, past_key_values=own)
+        assert own.lengths == []
+    recording.clear()
+    assert generate(model, own, PROMPTS, NEW) == generate(model, KVpopCache(model, **found.settings), PROMPTS, NEW)
+
+
+def test_replays_beyond_a_full_cache_are_refused(case):
+    model, _ = case("qwen3", "kvpop")
+    own = KVpopCache(model, "full", max_length=72)
+    with torch.no_grad():
+        model(**padded(PROMPTS), past_key_values=own)
+    own.replayed(2)
+    with pytest.raises(ValueError, match="73 tokens are more than max_length 72"):
+        own.replayed()
+    assert own.lengths == [72, 65]
