@@ -96,10 +96,11 @@ def test_a_cache_of_another_dtype_than_the_model(llama):
 
 
 def test_other_platforms(llama):
+    """A device that calls itself cuda is NVIDIA's only where vLLM's platform says so; where it does: test_cuda_contract."""
     vllm_config = configure(llama)
     for platform, named in (
         ("cpu", None),
-        ("cuda", None),
+        ("cuda", "the CpuPlatform platform yet"),
         ("xpu", "the xpu platform yet: serve on a CPU or an NVIDIA GPU"),
     ):
         vllm_config.device_config.device_type = platform
