@@ -23,10 +23,9 @@ from kvpop_vllm.testing import (
     random_prompt,
 )
 
-JOBS = [Job(1, new=70), Job(BUDGET), Job(130), Job(300, new=40)]
-SHORTER = [*JOBS[:2], Job(150, new=40)]
-"""Where the oracle follows queries one by one, or where the whole product of policies, allocators and corrections is covered in pages
-already (tests/policies/test_product.py) and here only what the engine adds to it: blocks, regions, prompts' lengths, gates."""
+JOBS = [Job(1, new=70), Job(BUDGET), Job(150, new=40)]
+"""Rules are covered in pages already (tests/policies/test_product.py, tests/kernels), and here what the engine adds to them: blocks,
+regions, prompts' lengths, gates."""
 OPTIONS = {
     "decay-step": ("kvpop", {"decay_step": 4, "decay_min": 0.9, "decay_max": 0.99}),
     "no-sinks": ("kvpop-linear", {"sinks": 0}),
@@ -63,11 +62,10 @@ WITHOUT = {"norm": False, "skip": False, "feature_map": "hedgehog", "gate_softca
 @pytest.mark.parametrize("name", OPTIONS)
 def test_scorer_options(case, watch, name):
     policy, options = OPTIONS[name]
-    combined = ROWS[policy].longest < 10 or {"correction", "allocator"} & options.keys()
     with watch(case("qwen3", policy, **options)) as engine:
         for chunk in (7, None):
             engine.chunk(chunk)
-            engine.verdict(engine.serve(SHORTER if combined else JOBS))
+            engine.verdict(engine.serve(JOBS))
         divided = options.get("allocator") == "ada"
         state = state_blocks(policy, options.get("correction") == "moment", divided)
         budgets, every = engine.judge.policy.budgets(1), options.get("every", 1)
