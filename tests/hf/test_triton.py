@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from hf.prompts import distinct, generate
+from kernels.triton_processes import run_interpreted
 
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.kernels import dispatch
@@ -49,8 +47,4 @@ class TestGenerate:
 
 def test_interpreted():
     """Runs the class above, interpreted."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"{__file__}::TestGenerate"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
-    assert re.search(r"\d+ passed", outcome.stdout)
+    run_interpreted(f"{__file__}::TestGenerate")

@@ -6,11 +6,8 @@ test_regions run with this implementation alone, and some of them are run here s
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -20,6 +17,7 @@ import torch
 from kernels import test_prefill_chunk as prefill
 from kernels.factories import given_scores
 from kernels.test_prefill_chunk import CASES, Problem, check_same
+from kernels.triton_processes import SHARED, compile_few, run_interpreted
 
 from kvpop_vllm.kernels import dispatch, ops
 from kvpop_vllm.testing import assert_within_budget
@@ -244,39 +242,14 @@ def test_every_case_is_there():
     assert set(CASES) == {*SEQUENTIAL, *TURNS, *(options["case"] for options in SHAPES.values())}
 
 
-def interpreted(*tests: str) -> None:
-    """Runs tests in a process whose kernels are interpreted."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
-    assert re.search(r"\d+ passed", outcome.stdout) and "deselected" not in outcome.stdout
-
-
 def test_interpreted():
     """The class above, and tests of all implementations."""
-    interpreted(f"{__file__}::TestPrefillChunk", *(str(ROOT / "tests/kernels" / name) for name in ELSEWHERE))
+    run_interpreted(f"{__file__}::TestPrefillChunk", *(str(ROOT / "tests/kernels" / name) for name in ELSEWHERE))
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Kernels of a few rules, compiled through their own launches in a process that has no interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [
-        sys.executable,
-        str(ROOT / "tests/kernels/triton_resources.py"),
-        "--op",
-        "prefill_chunk",
-        "--json",
-        "few",
-    ]
-    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stderr[-4000:]
-    return json.loads(outcome.stdout.splitlines()[-1])
-
-
-SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a block may have
+    return compile_few(tmp_path_factory.mktemp("triton"), "--op", "prefill_chunk")
 
 
 def test_every_kernel_compiles_within_a_multiprocessor(compiled):

@@ -6,11 +6,8 @@ after another and cannot multiply bfloat16 matrices: races are not found here, a
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +16,7 @@ import pytest
 import torch
 from kernels.factories import given_scores, poisoned_pages
 from kernels.problems import CLOSE, CLOSE_MASS, Problem
+from kernels.triton_processes import SHARED, compile_few, run_interpreted
 
 from kvpop_vllm.kernels import dispatch, ops
 from kvpop_vllm.testing import assert_within_budget
@@ -268,25 +266,12 @@ class TestDecodeStep(Interpreted):
 
 def test_interpreted():
     """Runs the class above, interpreted."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", f"{__file__}::TestDecodeStep"]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
-    assert re.search(r"\d+ passed", outcome.stdout)
+    run_interpreted(f"{__file__}::TestDecodeStep")
 
 
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory):
-    """Kernels of a few rules, compiled through their own launches in a process that has no interpreter."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))
-    command = [sys.executable, str(ROOT / "tests/kernels/triton_resources.py"), "--json", "few"]
-    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stderr[-4000:]
-    return json.loads(outcome.stdout.splitlines()[-1])
-
-
-SHARED = {80: 163 * 1024, 90: 227 * 1024}  # bytes that a block may have
+    return compile_few(tmp_path_factory.mktemp("triton"))
 
 
 def test_every_kernel_compiles_within_a_multiprocessor(compiled):

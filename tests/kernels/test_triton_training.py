@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 import torch
 from kernels.naive import future_mass, kept_sets, masked_attention, visible_keys
+from kernels.triton_processes import run_interpreted
 
 from kvpop_vllm.kernels import dispatch, ops
 from kvpop_vllm.testing import assert_within_budget
@@ -342,12 +343,7 @@ class TestDelayedMLSTM(Interpreted):
 def test_interpreted():
     """Runs the classes above, interpreted."""
     classes = (TestRunningTopk, TestSparseAttention, TestFutureAttentionMass, TestDelayedMLSTM)
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider"]
-    command += [f"{__file__}::{case.__name__}" for case in classes]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
-    assert re.search(r"\d+ passed", outcome.stdout)
+    run_interpreted(*(f"{__file__}::{case.__name__}" for case in classes))
 
 
 COMPILE = """
