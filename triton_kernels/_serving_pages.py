@@ -110,6 +110,10 @@ class Plan:
     norm: bool = False
     skip: bool = False
     projects_values: bool = True
+    heads_pages: int = 0  # where heads divide a budget: pages that a head may have at most,
+    equal_pages: int = 0  # and of equal shares,
+    share_words: int = 0  # words of its table of them,
+    share_at: int = 0  # and where its share lies in its state
 
     @property
     def ring(self) -> int:
@@ -123,6 +127,11 @@ class Plan:
     def masses(self) -> bool:
         """Whether scores come from attention."""
         return self.votes or self.mean or self.newest
+
+    @property
+    def shares(self) -> bool:
+        """Whether heads divide a budget."""
+        return self.share_words > 0
 
     @property
     def moments(self) -> bool:
@@ -184,6 +193,14 @@ def stabiliser_at(cache, r, h, P: tl.constexpr):
     """Where m of an mLSTM's state lies: its last word."""
     page = page_of(cache, r, h, (P.state_words - 1) // P.region_words)
     return page * cache.words + h * cache.words_head + (P.state_words - 1) % P.region_words
+
+
+@triton.jit
+def word_of_share(cache, r, h, word, P: tl.constexpr):
+    """Where a word of a head's share lies in ``cache.state``: long-range slots it may fill, how many it has filled, and the
+    numbers of its slot pages."""
+    page = page_of(cache, r, h, (P.share_at + word) // P.region_words)
+    return page * cache.words + h * cache.words_head + (P.share_at + word) % P.region_words
 
 
 @triton.jit

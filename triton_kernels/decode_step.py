@@ -14,6 +14,7 @@ from kvpop_vllm.kernels.triton._serving_attend import _attend, _combine, _correc
 from kvpop_vllm.kernels.triton._serving_pages import MARKS, Asked, Cache, Plan, Weights
 from kvpop_vllm.kernels.triton._serving_retain import _products, _retain
 from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _pool_votes, _project, _rank_votes, _residuals
+from kvpop_vllm.kernels.triton._serving_shares import SharedHeads, shared_pages
 
 from kvpop_vllm.kernels.ops import (
     AttentionMass,
@@ -87,8 +88,6 @@ def check_step(q, k, v, pages, rule, weights, op: str) -> None:
     Raises:
         NotImplementedError, TypeError, ValueError: see :func:`decode_step`.
     """
-    if rule.share_pages:
-        raise NotImplementedError(f"{op} in Triton does not divide budgets among heads (--kv-allocator ada)")
     if q.dtype not in DTYPES or pages.layout.dtype not in DTYPES:
         raise TypeError(f"{op} in Triton takes float32, float16 and bfloat16, got {q.dtype}, {pages.layout.dtype}")
     if k.dtype != pages.layout.dtype or v.dtype != k.dtype:
@@ -115,8 +114,16 @@ def check_step(q, k, v, pages, rule, weights, op: str) -> None:
 
 
 def plan_of(pages, table, group: int, rule, options: dict) -> Plan:
-    """What the kernels are compiled for; options: of :func:`weights_of`."""
+    """What the kernels are compiled for; options: of :func:`weights_of`.
+
+    Raises:
+        ValueError: heads divide a budget whose shares do not fit ``rule.share_pages``.
+    """
     layout = pages.layout
+    columns = table.shape[-1] - layout.state_blocks
+    if rule.share_pages:
+        options = options | shared_pages(layout, columns, rule)
+        columns = options["heads_pages"]
     return Plan(
         size=layout.head_size,
         padded=max(16, triton.next_power_of_2(layout.head_size)),
@@ -124,7 +131,7 @@ def plan_of(pages, table, group: int, rule, options: dict) -> Plan:
         slots=layout.block_slots,
         state_pages=layout.state_blocks,
         region_words=layout.region_bytes // 4,
-        most_slots=(table.shape[-1] - layout.state_blocks) * layout.block_slots,
+        most_slots=columns * layout.block_slots,
         sinks=rule.sinks,
         window=rule.window,
         every=rule.decide_every,
@@ -159,9 +166,9 @@ def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, 
     - ``scale``, like the rule's numbers, is a number of the host. All tensors, the rule's too, are on q's device.
 
     Raises:
-        NotImplementedError: heads divide a budget (``rule.share_pages``), or a scorer that is not known here.
+        NotImplementedError: a scorer that is not known here.
         TypeError: a dtype other than float32, float16 and bfloat16, or k and v of another one than the cache.
-        ValueError: shapes that do not fit, a last axis that is not contiguous, tensors of the rule on another device.
+        ValueError: shapes or tables of shares that do not fit, a last axis that is not contiguous, tensors of the rule on another device.
     """
     weights, options = weights_of(rule.scorer, "decode_step")
     check_step(q, k, v, pages, rule, weights, "decode_step")
@@ -188,11 +195,20 @@ def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out,
         prompts, 0 if prompts is None else prompts.stride(0), given, *((0, 0) if given is None else given.stride()),
     )  # fmt: skip
     marks = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=device)
+    shared = SharedHeads(plan, cache, asked, requests, heads) if plan.shares else None
+    if shared:
+        cache, asked = shared.cache, shared.asked
     work = _score(plan, cache, asked, weights, requests, heads, scale, marks)
-    _retain[heads, requests](
-        cache, asked, weights, rule.log_gamma, *work, marks, heads, P=plan,
-        BLOCK=min(SEARCHED, triton.next_power_of_2(plan.most_slots)), num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    searched = min(SEARCHED, triton.next_power_of_2(plan.most_slots))
+    parts = ((True, False), (False, True)) if shared else ((True, True),)
+    parked = _floats(device, requests, heads) if shared else marks
+    for scores, places in parts:
+        _retain[heads, requests](
+            cache, asked, weights, rule.log_gamma, *work, marks, parked, heads, P=plan,
+            BLOCK=searched, SCORES=scores, PLACES=places, num_warps=4, enable_fp_fusion=False,
+        )  # fmt: skip
+        if not places:
+            shared.divide(rule.log_gamma, searched)
     if plan.moments:
         rows = triton.cdiv(size, 32)
         _products[rows, heads, requests](cache, work[3], marks, heads, P=plan, BLOCK_X=32, num_warps=4)

@@ -10,7 +10,7 @@ import torch
 
 from kvpop_vllm.attention.fixed_budget import PrefillChunk, StepBatch
 from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.kernels.regions import RegionMap
+from kvpop_vllm.kernels.regions import HeadRegions, RegionMap
 from kvpop_vllm.roles import Retention
 
 PADDING = -1
@@ -48,11 +48,13 @@ class DecodeRows:
     Args:
         layout: of the layers' pages. retention: of all heads and layers. most: requests of a step. columns: of a request's
             block-table row, at most. heads_with: how many heads of all layers have each budget. device: of all tensors.
+        divides: whether the heads of a layer divide its budget by the data.
 
     Attributes:
         table: ``[most, columns]`` int32, blocks of each request, :data:`NULL_BLOCK` where it holds none. positions: ``[most]``
             int64, :data:`PADDING` in rows of padding. valid: ``[most, 1]`` int32, slots in use of heads of the budget B.
-            prompts: ``[most]`` int64, tokens of each prompt. budgets: ``[H]`` int32, B.
+            prompts: ``[most]`` int64, tokens of each prompt. budgets: ``[H]`` int32, B. regions: ``[most, H, P]`` int32, of heads
+            that divide a budget; else None.
     """
 
     def __init__(
@@ -63,6 +65,7 @@ class DecodeRows:
         columns: int,
         heads_with: Mapping[int, int],
         device: torch.device | str,
+        divides: bool = False,
     ):
         self.layout, self.retention, self.heads_with = layout, retention, dict(heads_with)
         self.table = torch.full((most, columns), NULL_BLOCK, dtype=torch.int32, device=device)
@@ -71,6 +74,8 @@ class DecodeRows:
         self.prompts = torch.ones(most, dtype=torch.int64, device=device)
         self.budgets = torch.full((layout.num_kv_heads,), retention.budget, dtype=torch.int32, device=device)
         self._columns = torch.arange(columns, dtype=torch.int32, device=device)
+        self._shared = HeadRegions(layout, retention.budget, 0, device) if divides else None
+        self.regions = self._shared.rows(0, self.table) if divides else None
 
     def fill(self, rows: int, lengths: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor) -> None:
         """The first ``rows`` rows, by operations of the device alone.
@@ -89,6 +94,8 @@ class DecodeRows:
         held = self._columns[:width] < self._blocks(positions).unsqueeze(1)
         self.table[:rows, :width].copy_(torch.where(held, table, NULL_BLOCK))
         self.valid[:rows].copy_(self._extents(rows, self.budgets[:1]))
+        if self._shared:
+            self.regions[:rows].copy_(self._shared.rows(0, self.table[:rows]))
 
     def batch(
         self,
@@ -96,7 +103,7 @@ class DecodeRows:
         lengths: Sequence[int],
         block_table: torch.Tensor,
         prompts: Sequence[int] | None = None,
-        regions: RegionMap | None = None,
+        regions: RegionMap | HeadRegions | None = None,
         layer: int = 0,
     ) -> StepBatch:
         """The step as one layer sees it; decode rows are views of the tensors that :meth:`fill` filled, or made of them.
@@ -107,13 +114,16 @@ class DecodeRows:
         """
         rows, heads, chosen = split.decodes, self.layout.num_kv_heads, [i for i, _, _ in split.chunks]
         blocks = block_table[chosen[0] : chosen[-1] + 1, : self.table.shape[1]] if chosen else self.table[:0]
-        if regions is None:
-            budgets, valid = self.budgets, self.valid[:rows].expand(-1, heads)
-            own, others = (x.unsqueeze(1).expand(-1, heads, -1) for x in (self.table[:rows], blocks))
-        else:
+        if isinstance(regions, RegionMap):
             budgets = regions.budgets(layer)
             valid = self._extents(rows, budgets).int()
             own, others = regions.rows(layer, self.table[:rows]), regions.rows(layer, blocks)
+        else:
+            budgets, valid = self.budgets, self.valid[:rows].expand(-1, heads)
+            if self._shared:
+                own, others = self.regions[:rows], self._shared.rows(0, blocks)
+            else:
+                own, others = (x.unsqueeze(1).expand(-1, heads, -1) for x in (self.table[:rows], blocks))
         chunks = tuple(
             PrefillChunk(
                 first, first + count, lengths[i] - count, others[i - chosen[0]], None if prompts is None else prompts[i]
@@ -141,4 +151,7 @@ class DecodeRows:
             for budget, many in self.heads_with.items()
         ]
         heads = sum(self.heads_with.values())
-        return torch.where(positions < 0, 0, (sum(pages) + heads - 1) // heads if heads > 1 else pages[0])
+        blocks = (sum(pages) + heads - 1) // heads if heads > 1 else pages[0]
+        if self._shared:
+            blocks += (slots > self.retention.budget) * HeadRegions.spare
+        return torch.where(positions < 0, 0, blocks)

@@ -26,8 +26,8 @@ def fresh_pages(
     length = budget if length is None or rule.share_pages else length
     blocks = layout.blocks(length, budget, rule.decide_every) + (HeadRegions.spare if rule.share_pages else 0)
     raw = torch.zeros(requests * blocks, layout.num_kv_heads, layout.region_bytes, dtype=torch.uint8, device=device)
-    rows = torch.arange(requests * blocks, dtype=torch.int32).view(requests, blocks)
+    rows = torch.arange(requests * blocks, dtype=torch.int32, device=device).view(requests, blocks)
     if rule.share_pages:
-        regions = HeadRegions(layout, budget, requests * blocks)
-        return regions.view(raw), regions.rows(0, rows).to(device)
-    return layout.view(raw), rows.to(device).unsqueeze(1).expand(-1, layout.num_kv_heads, -1)
+        regions = HeadRegions(layout, budget, requests * blocks, device)
+        return regions.view(raw), regions.rows(0, rows)
+    return layout.view(raw), rows.unsqueeze(1).expand(-1, layout.num_kv_heads, -1)

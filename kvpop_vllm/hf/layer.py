@@ -137,10 +137,6 @@ def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
     """
     if k.device.type != "cuda":
         return
-    if rule.share_pages:
-        raise ConfigError(
-            "heads cannot divide a budget on a GPU yet: leave allocator ada out, or move the model to the CPU"
-        )
     if torch.version.hip is not None or torch.cuda.get_device_capability(k.device) < (8, 0):
         raise ConfigError(
             "GPU kernels are for NVIDIA's from compute capability 8.0 on: move the model to another GPU or the CPU"

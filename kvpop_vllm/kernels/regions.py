@@ -127,26 +127,27 @@ class HeadRegions:
 
     Args:
         layout: of the layer, its state with the heads' shares. budget: B, of a head on average. num_blocks: of the pool.
+        device: of the tables asked for.
     """
 
     spare = 1
     """Blocks beyond B, because each head's last page is not full."""
 
-    def __init__(self, layout: PageLayout, budget: int, num_blocks: int):
+    def __init__(self, layout: PageLayout, budget: int, num_blocks: int, device: torch.device | str = "cpu"):
         self.layout, self.budget, self.num_blocks = layout, budget, num_blocks
         self.width = layout.blocks(budget, budget) + self.spare
+        self._heads = torch.arange(layout.num_kv_heads, dtype=torch.int32, device=device).view(-1, 1)
+        self._columns = torch.arange(self.width, device=device)
+        self._budgets = torch.full((layout.num_kv_heads,), budget, dtype=torch.int32, device=device)
 
     def rows(self, layer: int, block_table: torch.Tensor) -> torch.Tensor:
         """Region numbers ``[R, H, P]`` int32 of a request's blocks ``block_table [R, W]``, the same for every layer."""
-        heads = torch.arange(self.layout.num_kv_heads, dtype=torch.int32)
-        columns = torch.arange(self.width).clamp_max(
-            block_table.shape[1] - 1
-        )  # short sequences never come to the others
-        return block_table[:, columns].unsqueeze(1) * self.layout.num_kv_heads + heads.view(-1, 1)
+        columns = self._columns.clamp_max(block_table.shape[1] - 1)  # short sequences never come to the others
+        return block_table[:, columns].unsqueeze(1) * self.layout.num_kv_heads + self._heads
 
     def budgets(self, layer: int) -> torch.Tensor:
         """``[H]`` int32, of equal shares."""
-        return torch.full((self.layout.num_kv_heads,), self.budget, dtype=torch.int32)
+        return self._budgets
 
     def view(self, raw: torch.Tensor) -> Pages:
         """All regions of the layer for the kernels: ``[num_blocks * H, H, N * C]``, the same for every head.

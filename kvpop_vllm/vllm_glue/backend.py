@@ -307,7 +307,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         place = raw.storage_offset(), raw.shape, raw.stride()
         own = torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place)
         if self.policy.divides:
-            regions = HeadRegions(layout, self.policy.retention.budget, blocks)
+            regions = HeadRegions(layout, self.policy.retention.budget, blocks, kv_cache.device)
             return regions.view(own), regions
         return layout.view(own), None
 

@@ -45,11 +45,6 @@ def _reasons(vllm_config: Any, policy: Any) -> Iterator[tuple[bool, str]]:
     yield bool(attention.backend_per_kind), "attention backends by kind of layer: leave backend_per_kind out"
     path = custom.get_path() if custom.is_overridden() else None
     yield path != BACKEND, f"the attention backend CUSTOM of another plugin ({path}): set VLLM_PLUGINS=kvpop"
-    yield (
-        policy.divides,
-        "--kv-allocator ada, which only a CPU serves yet: choose uniform or pyramid"
-        + (", or another policy" if policy.settings.allocator is None else ""),
-    )
     yield importlib.util.find_spec("triton") is None, "an installation without Triton: install the package triton"
     lacking = _ops_without_kernels(vllm_config.model_config)
     yield bool(lacking), f"what has no kernel in Triton ({', '.join(lacking)}): serve on a CPU"

@@ -82,6 +82,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             kv_cache_spec.blocks(vllm_config.model_config.max_model_len),
             {kept.budget: 1} if shares is None else shares.counts,
             device,
+            divides=bool(kv_cache_spec.spare_blocks),
         )
         if self.needs_prompt and vllm_config.use_v2_model_runner:
             prompt_lengths.apply_v2()

@@ -13,7 +13,7 @@ from kvpop_vllm.attention.device_step import DecodeRows, Split
 from kvpop_vllm.attention.fixed_budget import StepBatch
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.kernels.regions import RegionMap, Shares
+from kvpop_vllm.kernels.regions import HeadRegions, RegionMap, Shares
 from kvpop_vllm.roles import Retention
 
 HEADS, SIZE, MOST, LAYERS, BLOCKS = 2, 32, 6, 2, 300
@@ -46,11 +46,12 @@ class NoWaiting(TorchDispatchMode):
         return out
 
 
-def rows_of(kept, device="cpu", shares=None, state=0, columns=None):
+def rows_of(kept, device="cpu", shares=None, state=0, columns=None, divides=False):
     layout = PageLayout(HEADS, SIZE, torch.float32, 16, state)
     heads_with = {kept.budget: 1} if shares is None else shares.counts
     most = max(heads_with)
-    return DecodeRows(layout, kept, MOST, columns or layout.blocks(most, most), heads_with, device)
+    columns = columns or layout.blocks(most, most) + divides
+    return DecodeRows(layout, kept, MOST, columns, heads_with, device, divides)
 
 
 def engine_tables(rows, lens, seed=0):
@@ -134,6 +135,31 @@ def test_heads_of_unequal_budgets(layer):
         assert (rows.table[0, :held] > 0).all() and (rows.table[0, held:] == 0).all() or d == 0
 
 
+@pytest.mark.parametrize("name", KEPT)
+def test_heads_that_divide_a_budget(name):
+    """One block more once it is outgrown; regions of what is held as of a table made anew."""
+    kept = KEPT[name]
+    rows, spare = rows_of(kept, state=5000, divides=True), HeadRegions.spare
+    regions = HeadRegions(rows.layout, kept.budget, BLOCKS)
+    for lens, lengths in STEPS:
+        prompts = [min(length, 90) for length in lengths]
+        batch, d = filled(rows, lens, lengths, prompts)(regions), split_of(lens).decodes
+        table = engine_tables(rows, lens)[0][: len(lens)]
+        step = torch.tensor(lengths, dtype=torch.int32), table, torch.tensor(prompts)
+        expected = StepBatch.build(rows.layout, kept, lens, *step, regions)
+        assert torch.equal(batch.valid, expected.valid[:d]) and torch.equal(batch.budgets, expected.budgets)
+        for r in range(d):
+            own = rows.layout.blocks(lengths[r], kept.budget, kept.decide_every)
+            own += spare * (lengths[r] + kept.decide_every - 1 > kept.budget)
+            assert torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
+            assert (rows.table[r, own:] == 0).all() and (rows.table[r, :own] > 0).all()
+        chunks = [c for c in batch.prefills if c.last - c.first > 1]
+        for chunk, other in zip(chunks, expected.prefills, strict=True):
+            assert torch.equal(chunk.row, other.row)
+    place = filled(rows, [1], [50])(regions).table.data_ptr()
+    assert filled(rows, [1, 1], [9, 300])(regions).table.data_ptr() == place
+
+
 def test_addresses_stay_and_rows_of_others_are_left_alone():
     rows = rows_of(KEPT["a grid"])
     lens, lengths = [1] * MOST, [9, 100, 7, 50, 60, 1]
@@ -169,12 +195,14 @@ def test_a_narrow_block_table_is_taken_as_it_is():
     assert rows.table[0].count_nonzero() == 2 and rows.table[1, :4].tolist() == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("shared", [None, "map", "divided"])
 @pytest.mark.parametrize("name", KEPT)
 def test_no_value_is_asked_for(name, shared):
     """On the device "meta" tensors have no values, and may not meet tensors of the CPU."""
-    rows = rows_of(KEPT[name], "meta", SHARES if shared else None)
-    regions = RegionMap(SHARES, rows.layout, BLOCKS, "meta") if shared else None
+    rows = rows_of(KEPT[name], "meta", SHARES if shared == "map" else None, divides=shared == "divided")
+    regions = RegionMap(SHARES, rows.layout, BLOCKS, "meta") if shared == "map" else None
+    if shared == "divided":
+        regions = HeadRegions(rows.layout, KEPT[name].budget, BLOCKS, "meta")
     raw = torch.empty(BLOCKS, HEADS, rows.layout.region_bytes, dtype=torch.uint8, device="meta")
     pages = rows.layout.view(raw)
     for lens, lengths in STEPS:

@@ -14,6 +14,7 @@ JOBS = [Job(1, new=24), Job(14, new=50), Job(BUDGET), Job(130)]
 CASES = {
     "a state": ("qwen3", "kvpop", {}),
     "prompts and regions": ("llama", "pyramidkv", {}),
+    "shares by the data": ("llama", "adakv", {}),
     "scores one token late, on a grid": ("llama", "dms", {"shifted": True, "every": 5}),
 }
 

@@ -151,8 +151,6 @@ class TestRefusals(Pretended):
     @pytest.mark.parametrize(
         "named, policy, options",
         [
-            ("--kv-allocator ada", {"policy": "snapkv", "allocator": "ada"}, {}),
-            ("choose uniform or pyramid, or another policy", {"policy": "adakv"}, {}),
             ("leave --attention-backend out", {}, {"attention_backend": "FLASH_ATTN"}),
             ("leave --worker-cls out", {"policy": "snapkv"}, {"worker_cls": "other.Worker"}),
             ("--speculative-config", {}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),

@@ -122,24 +122,22 @@ def test_an_accelerator_without_kernels_is_refused(case):
 
 
 @pytest.mark.parametrize(
-    "dtype, size, share, capability, message",
+    "dtype, size, capability, message",
     [
         (
             torch.float64,
             64,
-            0,
             (9, 0),
             "no GPU kernels for keys of torch.float64 and size 64: .* change the model's dtype",
         ),
-        (torch.bfloat16, 512, 0, (9, 0), "no GPU kernels for keys of torch.bfloat16 and size 512"),
-        (torch.bfloat16, 64, 3, (9, 0), "heads cannot divide a budget on a GPU yet: leave allocator ada out"),
-        (torch.bfloat16, 64, 0, (7, 5), "GPU kernels are for NVIDIA's from compute capability 8.0 on"),
-        (torch.float16, 80, 0, (8, 0), None),
+        (torch.bfloat16, 512, (9, 0), "no GPU kernels for keys of torch.bfloat16 and size 512"),
+        (torch.bfloat16, 64, (7, 5), "GPU kernels are for NVIDIA's from compute capability 8.0 on"),
+        (torch.float16, 80, (8, 0), None),
     ],
 )
-def test_what_a_gpu_has_no_kernels_for_is_refused(monkeypatch, dtype, size, share, capability, message):
+def test_what_a_gpu_has_no_kernels_for_is_refused(monkeypatch, dtype, size, capability, message):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    rule = RetentionRule(4, 8, torch.zeros(2, dtype=torch.float64), share_pages=share)
+    rule = RetentionRule(4, 8, torch.zeros(2, dtype=torch.float64))
     keys = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 5, size))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_kernels(keys, rule)

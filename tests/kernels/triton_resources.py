@@ -15,6 +15,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -28,14 +29,16 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from kernels.factories import given_scores, poisoned_pages  # noqa: E402
 from kernels.problems import Problem  # noqa: E402
 
+from kvpop_vllm.kernels.pages import cdiv  # noqa: E402
+
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 ALL = {
-    combination: ("mlstm-corrected", "moment", "votes")
+    combination: ("mlstm-corrected", "moment", "votes-corrected shared")
     for combination in itertools.product((90, 80), DTYPES, (64, 128))
 }
 FEW = {
-    (90, "bfloat16", 128): ("mlstm-corrected", "moment", "votes"),
-    (80, "float32", 128): ("mlstm-corrected", "moment", "votes"),
+    (90, "bfloat16", 128): ("mlstm-corrected", "moment", "votes-corrected shared"),
+    (80, "float32", 128): ("mlstm-corrected", "moment", "votes-corrected shared"),
     (90, "float16", 64): ("mlstm",),
 }
 CHUNKS = {"mlstm": 100, "given-ages": 100, "mlp": 100, "mass-mean": 3}
@@ -60,6 +63,7 @@ def compile_only(self, *args, grid, warmup, **options):
     if op == "prefill_chunk" and self.fn.__module__.rpartition(".")[2] not in OWN:
         return
     kind = options["P"].scorer if self.fn.__name__ in ("_retain", "_attend") else "any"
+    kind += "" if options.get("PLACES", True) else ", scores"
     if (self.fn.__name__, kind) not in compiled:
         compiled[self.fn.__name__, kind] = launch(self, *args, grid=grid, warmup=True, **options)
 
@@ -111,9 +115,11 @@ def serve(case: str, dtype: torch.dtype, size: int, every: int) -> list:
     from kvpop_vllm.kernels.triton.decode_step import decode_step
 
     sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900, every=every)
-    p = Problem(case, dtype=dtype, q_dtype=dtype, **sizes).prepare()
+    p = Problem(case.removesuffix(" shared"), dtype=dtype, q_dtype=dtype, **sizes).prepare()
+    if case.endswith(" shared"):
+        share(p)
     pages, (q, k, v), more = poisoned_pages(p.layout, p.num_blocks), p.inputs(range(3)), {}
-    if p.rule.prompt_grid:
+    if p.rule.needs_prompt:
         more["prompts"] = p.prompts
     found = []
     for start in (-1, 8 * every - 1):
@@ -126,6 +132,14 @@ def serve(case: str, dtype: torch.dtype, size: int, every: int) -> list:
             )  # fmt: skip
         found.append({"launches": list(launches), "ops": asked.ops})
     return found
+
+
+def share(p: Problem) -> None:
+    """Has the heads divide their budget."""
+    p.rule = replace(p.rule, share_pages=(cdiv(int(p.budgets[0, 0]), 16) + 1) * p.heads)
+    p.layout = replace(p.layout, state_floats=p.rule.state_floats(p.size))
+    width = p.layout.state_blocks + p.table.shape[-1] + 1
+    p.table = torch.zeros(p.requests, p.heads, width, dtype=torch.int32)
 
 
 def prefill(case: str, dtype: torch.dtype, size: int) -> dict:
