@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 import torch
 from kernels.factories import given_scores, random_rule, random_scorer
 
-from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import HeadRegions
@@ -32,6 +31,7 @@ class Problem:
     corrected: bool = False
     step: int = 1
     requests: int = 1
+    dtype: torch.dtype = torch.float32
     seed: int = 0
 
     def __post_init__(self):
@@ -44,41 +44,51 @@ class Problem:
         gamma = torch.zeros_like(rule.log_gamma) if rule.coupled else rule.log_gamma
         pages = (cdiv(self.budget, N) + 1) * self.heads
         self.rule = replace(rule, share_pages=pages, log_gamma=gamma)
-        self.layout = PageLayout(self.heads, SIZE, torch.float32, N, self.rule.state_floats(SIZE))
+        self.layout = PageLayout(self.heads, SIZE, self.dtype, N, self.rule.state_floats(SIZE))
         shape = self.requests, self.length
         self.q, self.k, self.v = (
             torch.randn(*shape, n, SIZE, generator=draw) for n in (self.heads * GROUP, self.heads, self.heads)
         )
         self.k *= (0.5 + torch.arange(self.heads)).view(-1, 1)
+        self.q, self.k, self.v = (x.to(self.dtype) for x in (self.q, self.k, self.v))
         width = self.layout.state_blocks + cdiv(self.budget, N) + 1
         self.num_blocks = self.requests * width + 2
         self.blocks = (
             torch.randperm(self.num_blocks, generator=draw)[: self.requests * width].int().view(self.requests, -1)
         )
 
-    def pages(self):
+    def regions(self, device="cpu"):
+        """Regions, their bytes, and the requests' rows of them, on the CPU."""
         regions = HeadRegions(self.layout, self.budget, self.num_blocks)
-        raw = torch.full((self.num_blocks, self.heads, self.layout.region_bytes), 255, dtype=torch.uint8)
-        return regions.view(raw), regions.rows(0, self.blocks)
+        raw = torch.full((self.num_blocks, self.heads, self.layout.region_bytes), 255, dtype=torch.uint8, device=device)
+        return regions, raw, regions.rows(0, self.blocks)
 
-    def serve(self, chunks, impl, r=0):
-        """Outputs ``[S, Hq, D]`` of one request and, after each chunk, what each head holds."""
-        if impl in _C.isa_levels():
+    def pages(self):
+        regions, raw, rows = self.regions()
+        return regions.view(raw), rows
+
+    def serve(self, chunks, impl, r=0, device="cpu"):
+        """Outputs ``[S, Hq, D]`` of one request and, after each chunk, what each head holds. impl: also an instruction set of C++."""
+        if impl not in ("reference", "triton"):
+            from kvpop_vllm import _C
+
             _C.set_isa(impl)
-        (pages, rows), outs, held, a = self.pages(), [], [], 0
-        budgets = torch.full((self.heads,), self.budget, dtype=torch.int32)
+            impl = "cpp"
+        regions, raw, rows = self.regions(device)
+        pages, row, outs, held, a = regions.view(raw), rows[r].to(device), [], [], 0
+        budgets = torch.full((self.heads,), self.budget, dtype=torch.int32, device=device)
         while a < self.length:
             b = min(self.length, a + chunks[len(held) % len(chunks)])
             own = dict(
-                rule=self.rule,
+                rule=self.rule.to(device),
                 scale=SIZE**-0.5,
                 prompt=self.prompt,
-                given=given_scores(self.rule, self.k[r, a:b]),
-                impl="cpp" if impl in _C.isa_levels() else impl,
+                given=given_scores(self.rule, self.k[r, a:b].to(device)),
+                impl=impl,
             )
-            cut = (x[r, a:b] for x in (self.q, self.k, self.v))
-            outs.append(ops.prefill_chunk(*cut, pages, rows[r], a, budgets, **own)[0])
-            held.append((b, retained(self, pages, rows[r], b)))
+            cut = (x[r, a:b].to(device) for x in (self.q, self.k, self.v))
+            outs.append(ops.prefill_chunk(*cut, pages, row, a, budgets, **own)[0].cpu())
+            held.append((b, retained(self, regions.view(raw.cpu()), rows[r], b)))
             a = b
         return torch.cat(outs), held
 
