@@ -19,13 +19,14 @@ ENGINE := $(VENV)/.engine
 PACKAGE := $(VENV)/.package
 EXTENSION := $(VENV)/.extension
 SANITIZED := build/sanitized/.extension
+OLDEST_TRITON := build/triton-3.6
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test sanitize lint format bench policies peers gpu clean
+.PHONY: help setup model demo serve test sanitize lint format bench policies peers gpu oldest-triton clean
 
 help:
-	@echo "make setup | model | demo | serve | test | sanitize | lint | format | bench | policies | peers | gpu | clean"
+	@echo "make setup | model | demo | serve | test | sanitize | lint | format | bench | policies | peers | gpu | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
@@ -73,6 +74,14 @@ $(SANITIZED): $(SOURCES) setup.py $(PACKAGE)
 
 sanitize: $(SANITIZED)
 	@$(BIN)/python tests/kernels/sanitized.py $(PYTEST_ARGS)
+
+$(OLDEST_TRITON)/.installed: $(PACKAGE)
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(@D) "triton==3.6.0"
+	@touch $@
+
+# The tests of Triton's kernels with the oldest version that `make gpu` is for, beside the environment's own.
+oldest-triton: setup $(OLDEST_TRITON)/.installed
+	@PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON) $(BIN)/python -m pytest -q tests/kernels/test_triton_*.py $(PYTEST_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .

@@ -51,7 +51,8 @@ def _attend(
 
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    acc = tl.zeros([GROUP, P.padded], tl.float32)
+    padded: tl.constexpr = P.padded  # Triton 3.6 takes no attribute in a shape
+    acc = tl.zeros([GROUP, padded], tl.float32)
     head = r * heads * P.group + query_head  # of [R, Hq]
     blocks = (tl.maximum(used, 0) + BLOCK_S - 1) // BLOCK_S
     share = (blocks + splits - 1) // splits

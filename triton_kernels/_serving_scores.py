@@ -217,8 +217,9 @@ def _residuals(
     column = tl.arange(0, P.padded)
     fits = column < P.size
     row = row_at(cache, r, h, tl.where(inside, slot, 0), P)
-    predicted = tl.zeros([BLOCK_S, P.padded], tl.float32)
-    mean = tl.zeros([P.padded], tl.float32)
+    padded: tl.constexpr = P.padded  # Triton 3.6 takes no attribute in a shape
+    predicted = tl.zeros([BLOCK_S, padded], tl.float32)
+    mean = tl.zeros([padded], tl.float32)
     if evicted > 0:
         words = P.state_words + P.size + column
         mean = tl.load(cache.state + state_at(cache, r, h, words, fits, P), mask=fits, other=0.0)

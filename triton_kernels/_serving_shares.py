@@ -42,6 +42,12 @@ def _equal_share(asked, r, P: tl.constexpr):
 
 
 @triton.jit
+def _whole(number, most):
+    """A number of a share as int32, in [0, most] whatever lies there."""
+    return tl.where(number > 0.0, tl.where(number < most.to(tl.float32), number, most.to(tl.float32)), 0.0).to(tl.int32)
+
+
+@triton.jit
 def _read_shares(
     cache, asked,  # as the caller has them: regions of the request, B
     table,  # [R, H, state pages + P.heads_pages] int32
@@ -64,13 +70,10 @@ def _read_shares(
         tl.store(cache.state + word_of_share(cache, r, h, 1, P), 0.0)
         tl.store(cache.state + words, tl.where(p < equal, p * heads + h, -1).to(tl.float32), mask=inside)
         tl.debug_barrier()
-    share = tl.load(cache.state + word_of_share(cache, r, h, 0, P))
-    filled = tl.load(cache.state + word_of_share(cache, r, h, 1, P))
-    # whatever lies there where a start is wrong: nothing beyond the request's own regions is named
-    share = tl.minimum(tl.maximum(share, 0.0), (topk * heads).to(tl.float32)).to(tl.int32)
-    filled = tl.minimum(tl.maximum(filled, 0.0), share.to(tl.float32)).to(tl.int32)
-    number = tl.load(cache.state + words, mask=inside, other=0.0)
-    number = tl.minimum(tl.maximum(number, 0.0), ((equal + 1) * heads - 1).to(tl.float32)).to(tl.int32)
+    # where a start is wrong anything may lie there: nothing beyond the request's own regions is named
+    share = _whole(tl.load(cache.state + word_of_share(cache, r, h, 0, P)), topk * heads)
+    filled = _whole(tl.load(cache.state + word_of_share(cache, r, h, 1, P)), share)
+    number = _whole(tl.load(cache.state + words, mask=inside, other=0.0), (equal + 1) * heads - 1)
     owner = (number % heads).to(tl.int64)
     own = inside & (p < P.heads_pages) & (p < (P.first_long + share + P.slots - 1) // P.slots)
     entry = cache.table + r * cache.table_request + owner * cache.table_head

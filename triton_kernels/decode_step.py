@@ -99,6 +99,10 @@ def check_step(q, k, v, pages, rule, weights, op: str) -> None:
         or not k.shape[-1] == q.shape[-1] == pages.layout.head_size
     ):
         raise ValueError(f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} do not fit the pages")
+    if pages.layout.state_floats < (needed := rule.state_floats(k.shape[-1])):
+        raise ValueError(
+            f"the layout has room for a state of {pages.layout.state_floats} floats, the rule needs {needed}"
+        )
     if k.shape[-1] > LARGEST_HEAD:
         raise ValueError(f"{op} in Triton takes heads of up to {LARGEST_HEAD}, got {k.shape[-1]}")
     if rule.window < 1:

@@ -40,7 +40,7 @@ EMPTY_M = tl.constexpr(-1e30)
 EPS = tl.constexpr(1e-6)
 PRECISION = tl.constexpr("tf32x3")  # float32 products as three of tensor cores, good to about 2**-22
 LARGEST_CHUNK = 64  # longer chunks are worked off in pieces: the result is the same
-LARGEST_TILE, INNER_TILE, WARPS = 64, 32, 8  # found by counting the registers that spill
+INNER_TILE, WARPS = 32, 8  # found by counting the registers that spill
 
 
 @triton.jit
@@ -298,6 +298,16 @@ def _backward_values(
     _store_tile(dv + row * length * WIDTH, acc, first, length, WIDTH, column, WIDTH, L, BLOCK_V)
 
 
+def _capability(device: torch.device) -> tuple[int, int]:
+    """Of a GPU; of a late one where kernels are interpreted."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+
+
+def _largest_tile(device: torch.device) -> int:
+    """Rows and columns of a tile at most; before compute capability 9.0 operands lie in registers, and these would spill by kilobytes."""
+    return 64 if _capability(device) >= (9, 0) else 32
+
+
 class _Layout:
     """Sizes, tiles and gates of one call; all tensors have one row per sequence and head."""
 
@@ -306,7 +316,7 @@ class _Layout:
         self.delay, self.chunk = delay, chunk
         self.chunks = triton.cdiv(self.length, chunk)
         self.block_f, self.block_v = (
-            min(LARGEST_TILE, max(16, triton.next_power_of_2(n))) for n in (self.features, self.width)
+            min(_largest_tile(q.device), max(16, triton.next_power_of_2(n))) for n in (self.features, self.width)
         )
         self.f_blocks, self.v_blocks = triton.cdiv(self.features, self.block_f), triton.cdiv(self.width, self.block_v)
         self.igate = self.padded(igate, -torch.inf)

@@ -7,18 +7,15 @@ only compiled here.
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 
 import pytest
 import torch
 from kernels.naive import future_mass, kept_sets, masked_attention, visible_keys
-from kernels.triton_processes import run_interpreted
+from kernels.triton_processes import SHARED, compile_few, run_interpreted
 
 from kvpop_vllm.kernels import dispatch, ops
 from kvpop_vllm.testing import assert_within_budget
@@ -26,7 +23,6 @@ from kvpop_vllm.testing import assert_within_budget
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 ROOT = Path(__file__).parents[2]
 OPS = ["delayed_mlstm", "future_attention_mass", "running_topk", "sparse_attention"]
-LARGEST_SHARED = 227 * 1024  # bytes of shared memory that a block may have on an H100 or H200
 
 
 def draw(seed, *shape, dtype=torch.float32):
@@ -346,65 +342,20 @@ def test_interpreted():
     run_interpreted(*(f"{__file__}::{case.__name__}" for case in classes))
 
 
-COMPILE = """
-import json, torch
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
-
-class Hopper:
-    get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
-    get_current_device = staticmethod(lambda: 0)
-    get_current_stream = staticmethod(lambda device: 0)
-
-driver.set_active(Hopper())
-launch, rows = JITFunction.run, []
-
-def compile_only(self, *args, grid, warmup, **options):
-    kernel = launch(self, *args, grid=grid, warmup=True, **options)
-    assert len(kernel.asm["cubin"]) > 0
-    rows.append((f"{self.fn.__module__}.{self.fn.__name__}", str(dtype), size, kernel.metadata.shared))
-
-JITFunction.run = compile_only
-from kvpop_vllm.kernels.triton.delayed_mlstm import delayed_mlstm
-from kvpop_vllm.kernels.triton.future_attention_mass import future_attention_mass
-from kvpop_vllm.kernels.triton.running_topk import running_topk
-from kvpop_vllm.kernels.triton.sparse_attention import sparse_attention
-
-for dtype, size, length in ((torch.bfloat16, 128, 77), (torch.bfloat16, 80, 77), (torch.float32, 128, 256)):
-    q, k, v = (torch.zeros(1, n, length, size, dtype=dtype, requires_grad=True) for n in (4, 2, 2))
-    gates = [torch.zeros(1, 2, length, dtype=dtype, requires_grad=True) for _ in range(2)]
-    order = torch.zeros(1, 2, length, dtype=torch.int32)
-    out, lse = sparse_attention(q, k, v, order, order, sinks=4, window=16, scale=0.1)
-    out.sum().backward()
-    future_attention_mass(q, k, lse, window=16, scale=0.1)
-    running_topk(gates[0].detach(), sinks=4, window=16, topk=16)
-    if size == 80:
-        continue
-    h, _ = delayed_mlstm(q[:, :2], k, v, *gates, delay=16)
-    h.sum().backward()
-    state = torch.zeros(1, 2, size, size), torch.zeros(1, 2, size), torch.zeros(1, 2)
-    delayed_mlstm(q[:, :2], k, v, *gates, delay=0, state=state)
-print(json.dumps(rows))
-"""
-
-
-def test_every_kernel_compiles_for_hopper_within_its_shared_memory(tmp_path):
+def test_every_kernel_compiles_within_a_multiprocessor(tmp_path):
     """Through Triton's own launch path, with the options and specialisations that a launch on a GPU would have."""
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path)
-    outcome = subprocess.run([sys.executable, "-c", COMPILE], cwd=ROOT, env=environment, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stderr[-4000:]
-    rows = json.loads(outcome.stdout)
-    launched = {
-        f"kvpop_vllm.kernels.triton.{op}.{kernel}"
+    rows = compile_few(tmp_path, "--op", "training")["rows"]
+    written = {
+        kernel
         for op in OPS
         for kernel in re.findall(r"\b(_[a-z_]+)\[.*\]\(", (ROOT / f"triton_kernels/{op}.py").read_text())
     }
-    assert len(launched) == 12
-    for dtype in ("torch.bfloat16", "torch.float32"):
-        assert {name for name, of, _, _ in rows if of == dtype} == launched
-    assert [row for row in rows if row[3] > LARGEST_SHARED] == []
+    assert len(written) == 12
+    for arch in SHARED:
+        assert {row["kernel"] for row in rows if row["arch"] == arch} == written
+    assert {(row["arch"], row["dtype"]) for row in rows} == {(90, "bfloat16"), (80, "float32")}
+    wrong = [row for row in rows if row["stack"] > 512 or row["shared"] > SHARED[row["arch"]]]
+    assert wrong == [], "little spilled, of 255 registers"
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -1,8 +1,8 @@
-"""What Triton's kernels of serving take of a GPU that need not be there: a process that compiles them, through their own launches.
+"""What Triton's kernels take of a GPU that need not be there: a process that compiles them, through their own launches.
 
 ``python tests/kernels/triton_resources.py`` prints registers, bytes of stack and of shared memory, and whether products and
 sums may be fused, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128; ``--json few`` those that
-tests look at; ``--op prefill_chunk`` those that a prefill has of its own. Per decode step it also notes what torch was asked for
+tests look at; ``--op prefill_chunk`` those that a prefill has of its own, ``--op training`` those of training. Per decode step it also notes what torch was asked for
 meanwhile, and refuses all that reads a tensor's values; of a prefill it notes these.
 """
 
@@ -61,6 +61,10 @@ def compile_only(self, *args, grid, warmup, **options):
     """Once for a combination, but those that a rule changes most for each kind of scorer; of a prefill its own."""
     launches.append((self.fn.__name__, grid))
     if op == "prefill_chunk" and self.fn.__module__.rpartition(".")[2] not in OWN:
+        return
+    if op == "training":  # all there are, by their hashes
+        kernel = launch(self, *args, grid=grid, warmup=True, **options)
+        compiled[self.fn.__name__, kernel.hash[:6]] = kernel
         return
     kind = options["P"].scorer if self.fn.__name__ in ("_retain", "_attend") else "any"
     kind += "" if options.get("PLACES", True) else ", scores"
@@ -169,11 +173,33 @@ def prefill(case: str, dtype: torch.dtype, size: int) -> dict:
     return {"case": case, "pieces": len(launched), "reads": found}
 
 
+def train(dtype: torch.dtype, size: int, length: int) -> None:
+    """The ops of training, forward and backward, and a state that goes on."""
+    from kvpop_vllm.kernels.triton import delayed_mlstm as module
+    from kvpop_vllm.kernels.triton.delayed_mlstm import delayed_mlstm
+    from kvpop_vllm.kernels.triton.future_attention_mass import future_attention_mass
+    from kvpop_vllm.kernels.triton.running_topk import running_topk
+    from kvpop_vllm.kernels.triton.sparse_attention import sparse_attention
+
+    module._capability = lambda device: divmod(arch, 10)
+    q, k, v = (torch.zeros(1, n, length, size, dtype=dtype, requires_grad=True) for n in (4, 2, 2))
+    gates = [torch.zeros(1, 2, length, dtype=dtype, requires_grad=True) for _ in range(2)]
+    order = torch.zeros(1, 2, length, dtype=torch.int32)
+    out, lse = sparse_attention(q, k, v, order, order, sinks=4, window=16, scale=0.1)
+    out.sum().backward()
+    future_attention_mass(q, k, lse, window=16, scale=0.1)
+    running_topk(gates[0].detach(), sinks=4, window=16, topk=16)
+    h, _ = delayed_mlstm(q[:, :2], k, v, *gates, delay=16)
+    h.sum().backward()
+    state = torch.zeros(1, 2, size, size), torch.zeros(1, 2, size), torch.zeros(1, 2)
+    delayed_mlstm(q[:, :2], k, v, *gates, delay=0, state=state)
+
+
 def main():
     global arch, op
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", choices=("few", "all"))
-    parser.add_argument("--op", choices=("decode_step", "prefill_chunk"), default="decode_step")
+    parser.add_argument("--op", choices=("decode_step", "prefill_chunk", "training"), default="decode_step")
     options = parser.parse_args()
     chosen, op = options.json, options.op
     driver.set_active(Target())
@@ -181,9 +207,11 @@ def main():
     rows, steps = [], []
     for (arch, dtype, size), cases in (FEW if chosen == "few" else ALL).items():  # noqa: B007  (arch is read by Target)
         compiled.clear()
-        if chosen == "few" and op == "prefill_chunk" and size == 64:
+        if chosen == "few" and op != "decode_step" and size == 64:
             continue
-        for case in cases if op == "decode_step" else CHUNKS:
+        if op == "training":
+            train(DTYPES[dtype], size, 256 if dtype == "float32" else 77)
+        for case in cases if op == "decode_step" else CHUNKS if op == "prefill_chunk" else ():
             if op == "prefill_chunk":
                 steps.append(prefill(case, DTYPES[dtype], size))
                 continue
