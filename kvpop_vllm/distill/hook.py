@@ -40,7 +40,10 @@ class Attend(Protocol):
 
 def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, attend=None, **options):
     if attend is None:
-        raise TypeError(f"a model loaded with attn_implementation={NAME!r} is called as model(tokens, attend=...)")
+        raise TypeError(
+            f"a model loaded with attn_implementation={NAME!r} is called as model(tokens, attend=...); any other cannot be called while"
+            " another thread has it in a pass with a KVpopCache"
+        )
     if attention_mask is not None:
         raise ConfigError("the model's attention has a mask of its own, which would be ignored: choose another model")
     window = options.get("sliding_window")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections.abc import Sequence
 from os import PathLike
@@ -10,10 +11,11 @@ import torch
 from transformers import Cache
 
 from kvpop_vllm.config import ConfigError, PolicySettings
+from kvpop_vllm.hf.checks import check_mask, check_model, check_positions, prompt_lengths, warn_of_reference
 from kvpop_vllm.hf.layer import Clock, LayerPages, check_kernels, recording
 from kvpop_vllm.hf.resolved import in_python, resolve
-from kvpop_vllm.hf.step import Step, check_positions
-from kvpop_vllm.hf.takeover import Takes, check_model, take_over
+from kvpop_vllm.hf.step import Step
+from kvpop_vllm.hf.takeover import Takes, take_over
 from kvpop_vllm.scorers.init import gives_up_channel
 
 
@@ -24,14 +26,14 @@ class KVpopCache(Cache, Takes):
     positions count from its first real token. A later call continues: the tokens beyond those that were seen are
     appended, as in a chat's next turn; ``copy.deepcopy`` of a cache lets several texts go on from one beginning. :meth:`reset`
     starts anew with the same pages. Rows that ended before others hold the pads that ``generate()`` fed them, and cannot
-    leave them out when they are continued.
+    leave them out when they are continued; nor can rows be continued together whose turns differ in length.
 
     Where a policy decides by the length of the prompt (snapkv, pyramidkv, adakv, ``allocator="ada"``), that is what the first call
     brings, and all that follows counts as generated, further turns too. ``prompt_length`` says otherwise, and is needed
     where a prompt comes in pieces: pieces of one token cannot be told from generated ones, others are refused without it.
 
     Args:
-        model: of transformers. It stays as it is: passes without such a cache are untouched.
+        model: of transformers. It stays as it is: passes without such a cache are untouched. One thread at a time can use it.
         policy: registered name. budget, compression, sinks, window, decide_every, scorer, correction, allocator: as
             :class:`kvpop_vllm.config.PolicySettings` and the flags of ``vllm serve``; scorer: a folder, by default the model's own if it
             is a full checkpoint.
@@ -63,6 +65,9 @@ class KVpopCache(Cache, Takes):
     ):
         super().__init__(layers=[])
         check_model(model)
+        self._asked = prompt_lengths(prompt_length)
+        if not isinstance(policy, str):
+            raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
         given = dict(policy=policy, budget=budget, compression=compression, sinks=sinks, window=window)
         given |= dict(decide_every=decide_every, correction=correction, allocator=allocator)
         given["scorer"] = str(scorer) if isinstance(scorer, PathLike) else scorer
@@ -77,7 +82,6 @@ class KVpopCache(Cache, Takes):
         gated = any(gate is not None and gate.borrows for gate in self._gates)
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(take_over(model, self.borrows))
-        self._asked = prompt_length
         self._layers: dict[int, LayerPages] = {}
         self._clocks: dict[torch.device, Clock] = {}
         self._step: Step | None = None
@@ -187,10 +191,7 @@ class KVpopCache(Cache, Takes):
         if mask is None:
             return [length] * len(lengths)
         width = self._columns + length
-        if mask.shape != (len(lengths), width):
-            raise ValueError(
-                f"attention_mask is {tuple(mask.shape)} and must be {(len(lengths), width)}: a column for each token so far, pads too"
-            )
+        check_mask(mask, len(lengths), width)
         if not look:
             return [1] * len(lengths)
         real = mask.bool().cpu()
@@ -201,15 +202,20 @@ class KVpopCache(Cache, Takes):
             )
         counts = real[:, self._columns :].sum(1).tolist()
         if (seen := real[:, : self._columns].sum(1).tolist()) != lengths:
-            raise ValueError(f"attention_mask says that rows had {seen} tokens, and the KVpopCache has seen {lengths}")
+            raise ValueError(
+                f"attention_mask says that rows had {seen} tokens, and the KVpopCache has seen {lengths}: continue rows whose turns differ"
+                " in length in caches of their own"
+            )
         return counts
 
     def _prompts_of(self, lengths: list[int], counts: list[int]) -> list[int | None]:
         """Tokens of each row's prompt, None where nothing depends on it.
 
         Raises:
-            ConfigError: nobody says how many.
+            ConfigError: nobody says how many, or somebody says it of other rows.
         """
+        if isinstance(self._asked, list) and len(self._asked) != len(lengths):
+            raise ConfigError(f"prompt_length {self._asked} is not that of {len(lengths)} rows: give a number for each")
         if not self.policy.needs_prompt:
             return [None] * len(lengths)
         many = max(counts) > 1
@@ -221,10 +227,7 @@ class KVpopCache(Cache, Takes):
             return self.prompts
         if self._asked is None:
             return counts
-        asked = [self._asked] * len(lengths) if isinstance(self._asked, int) else [int(n) for n in self._asked]
-        if len(asked) != len(lengths) or min(asked) < 1:
-            raise ConfigError(f"prompt_length {self._asked} is not that of {len(lengths)} rows: give a number for each")
-        return asked
+        return [self._asked] * len(lengths) if isinstance(self._asked, int) else list(self._asked)
 
     def _clock(self, device: torch.device, rows: int) -> Clock:
         """Of that device, as far as the rows are."""
@@ -257,6 +260,7 @@ class KVpopCache(Cache, Takes):
                 )
             rule = self.policy.layer_rule(index, self._heads)
             check_kernels(k, rule)
+            warn_of_reference(k)
             clock = self._clock(k.device, len(self._lengths))
             with torch.inference_mode(False):  # tensors of inference mode could not be written outside of it
                 self._layers[index] = LayerPages(rule, self._budgets[index], k, scale, clock, self.policy.shifted)
@@ -351,6 +355,16 @@ class KVpopCache(Cache, Takes):
         for clock in self._clocks.values():
             clock.restart()
 
+    def __deepcopy__(self, memo):
+        """With pages of its own, for the same model."""
+        copied = memo[id(self)] = object.__new__(type(self))
+        vars(copied).update(copy.deepcopy(vars(self), memo))
+        return copied
+
+    def __reduce__(self):
+        """Refused."""
+        _refuse("belongs to the model that it was made for", "do not pickle it, and copy it by copy.deepcopy()")
+
     @property
     def is_croppable(self) -> bool:
         """Tokens cannot be taken back."""
@@ -365,7 +379,7 @@ class KVpopCache(Cache, Takes):
         _refuse("takes no token back", "leave assistant_model and prompt_lookup_num_tokens out")
 
     def reorder_cache(self, beam_idx):
-        """Refused; beam search asks for it."""
+        """Refused; beam search asks for it. Before the prompt it asks for nothing, and neither cache nor model is told of ``num_beams``."""
         _refuse("does not exchange rows", "set num_beams to 1")
 
     def batch_repeat_interleave(self, repeats):

@@ -38,4 +38,5 @@ def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | 
 def in_python(message: str) -> str:
     """A message that names flags of the command line, with the arguments of the same meaning."""
     message = message.replace(f" in {ADDITIONAL_CONFIG_KEY}", "").replace("--max-model-len", "max_length")
+    message = message.replace("give the folder of a decoder-only", "choose a decoder-only")
     return re.sub(r"--kv-([a-z-]+)", lambda match: match[1].replace("-", "_"), message)

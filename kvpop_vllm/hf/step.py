@@ -65,18 +65,3 @@ class Step:
         gate = self.cache.gate(layer, k.device)
         hidden, channel = self._hidden.pop(layer, None), self._channel.pop(layer, None)
         return None if gate is None else gate(Signals(hidden, k.transpose(1, 2), v.transpose(1, 2), channel))
-
-
-def check_positions(given: torch.Tensor, own: torch.Tensor, counts: list[int]) -> None:
-    """Raises ValueError where the caller's positions of real tokens are others than the cache's ``[R, L]``."""
-    if given.dim() != 2 or given.shape[1] != own.shape[1] or given.shape[0] not in (1, len(own)):
-        raise ValueError(
-            f"position_ids of shape {tuple(given.shape)} for {tuple(own.shape)} tokens: leave position_ids out"
-        )
-    length = own.shape[1]
-    real = torch.arange(length) >= length - torch.tensor(counts).unsqueeze(1)
-    if bool(((given != own).cpu() & real).any()):
-        raise ValueError(
-            "the new tokens' positions do not follow those that the KVpopCache has seen: give generate() the whole text so far"
-            " with its attention_mask (and use_cache on), or reset() the cache first"
-        )

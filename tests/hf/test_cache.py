@@ -75,8 +75,13 @@ def test_sets_log_probabilities_and_tokens_are_the_oracles(case, kind, policy, o
     verdict = found.judge.check(answers, held)
     print(verdict)
     assert verdict.near_ties <= 1
-    most = max(int(step[row].sum(-1).max()) for step in watch.steps for row in range(2))
-    assert most <= max(found.judge.policy.budgets(1)) or options.get("allocator") == "ada" or policy == "adakv"
+    counts = torch.stack([torch.stack([row.sum(-1) for row in step]) for step in watch.steps])  # [NEW, 2, layers, H]
+    budgets = torch.tensor(found.judge.policy.budgets(2))
+    if options.get("allocator") == "ada" or policy == "adakv":  # heads divide a layer's
+        assert bool((counts.sum(-1) <= counts.shape[-1] * budgets).all()), counts
+        assert bool((counts[-1, 0].amin(-1) < counts[-1, 0].amax(-1)).any()), "all heads have the same share"
+    else:
+        assert bool((counts <= budgets[:, None]).all()), counts
 
 
 def _held(visible, prompt):

@@ -29,9 +29,10 @@ def exported(request, tiny, tmp_path_factory):
     return tiny(kind)[1], adapter, root / "full", policy
 
 
-def test_the_scorer_comes_with_the_model(exported, recwarn):
+def test_the_scorer_comes_with_the_model(exported):
     base, adapter, full, policy = exported
-    model = AutoModelForCausalLM.from_pretrained(full).eval()
+    model, loaded = AutoModelForCausalLM.from_pretrained(full, output_loading_info=True)
+    assert not any(loaded.values()), "a user would be warned of tensors"
     assert generate(model, None, PROMPTS) == generate(base, None, PROMPTS)
     expected = generate(base, KVpopCache(base, policy, scorer=adapter), PROMPTS)
     assert generate(model, KVpopCache(model, policy), PROMPTS) == expected != generate(base, None, PROMPTS)

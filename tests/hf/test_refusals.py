@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from engine.matrix import BUDGET
@@ -15,6 +17,8 @@ from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
 PROMPT = random_prompt(30)
+FULL = ["full_attention"] * 2
+LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
 STREAMING = {"policy": "streaming-llm", "budget": BUDGET}
 
 
@@ -44,12 +48,32 @@ def used(model):
         ({"policy": "full", "budget": 64}, "policy full keeps every token: leave budget and compression out"),
         ({"policy": "momentkv", "budget": 64, "allocator": "ada"}, "leave allocator out"),
         ({"policy": "full", "max_length": 0}, "max_length must be an integer of at least 1, got 0"),
+        ({"policy": None, "budget": 64}, "^policy must be the name of one, such as 'kvpop', got None$"),
     ],
 )
 def test_settings(model, settings, message):
     with pytest.raises(ConfigError, match=message) as refusal:
         KVpopCache(model, **settings)
     assert "\n" not in str(refusal.value) and "--" not in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "prompt_length", [0, -3, 2.0, True, "30", [], [30, 0], [30, True], ["30"], torch.ones(2), torch.ones(1, 2).long()]
+)
+def test_lengths_of_prompts(model, prompt_length):
+    with pytest.raises(
+        ConfigError, match="^prompt_length must be an integer of at least 1, or one for each row, got .*$"
+    ):
+        KVpopCache(model, "snapkv", budget=BUDGET, prompt_length=prompt_length)
+
+
+@pytest.mark.parametrize("policy", ["adakv", "streaming-llm"])
+def test_lengths_of_other_rows(model, policy):
+    """Refused by policies that do not ask for them, too."""
+    cache = KVpopCache(model, policy, budget=80, prompt_length=torch.tensor([30, 30, 30]))
+    with pytest.raises(ConfigError, match="prompt_length .30, 30, 30. is not that of 2 rows: give a number for each"):
+        generate(model, cache, [PROMPT, PROMPT])
+    assert cache.lengths == [] and generate(model, cache, [PROMPT] * 3)
 
 
 def test_a_scorer_of_another_model(tiny, tmp_path, model):
@@ -73,13 +97,34 @@ def small(kind, **more):
     [
         ("mistral", {"sliding_window": 64}, "layers other than full attention"),
         ("gemma2", {}, "layers other than full attention"),
+        ("gemma2", {"layer_types": FULL, "sliding_window": None}, "logit soft-capping in attention"),
         ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1}, "attention sinks of its own"),
         ("bloom", {}, "attention that transformers cannot exchange"),
+        ("gpt_neox", {}, "no layers that have a self_attn of the decoder's config"),
+        ("minicpm3", LATENT, "latent attention .MLA."),
     ],
 )
 def test_models(kind, more, message):
-    with pytest.raises(ConfigError, match=f"fixed-size cache cannot serve a model with .*{message}"):
+    with pytest.raises(ConfigError, match=f"fixed-size cache cannot serve {kind}, a model with .*{message}"):
         KVpopCache(small(kind, **more), **STREAMING)
+
+
+def test_attention_that_cannot_be_given_anything(model, monkeypatch):
+    attention = type(model.get_decoder().layers[0].self_attn)
+    monkeypatch.setattr(attention, "forward", lambda self, hidden_states, attention_mask=None: (hidden_states, None))
+    with pytest.raises(ConfigError, match="serve llama, a model with attention blocks that take no further arguments"):
+        KVpopCache(model, **STREAMING)
+
+
+@pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
+def test_models_whose_layers_hand_nothing_on_to_their_attention(kind):
+    model, inputs = small(kind).eval(), torch.tensor([PROMPT]) % 64
+    cache = KVpopCache(model, "streaming-llm", budget=64)
+    with torch.no_grad():
+        logits = [
+            model(part, past_key_values=cache).logits for part in (inputs[:, :28], inputs[:, 28:29], inputs[:, 29:])
+        ]
+        torch.testing.assert_close(torch.cat(logits, 1), model(inputs).logits)
 
 
 def test_what_is_no_model():
@@ -96,16 +141,19 @@ def test_a_gate_that_borrows_needs_a_model_that_it_is_known_of(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "options, message",
+    "options, message, seen",
     [
-        ({"num_beams": 2}, "does not exchange rows: set num_beams to 1"),
-        ({"prompt_lookup_num_tokens": 3}, "takes no token back: leave assistant_model and prompt_lookup"),
+        ({"num_beams": 2}, "does not exchange rows: set num_beams to 1", [30] * 4),
+        ({"prompt_lookup_num_tokens": 3}, "takes no token back: leave assistant_model and prompt_lookup", []),
     ],
 )
-def test_ways_of_generating(model, options, message):
+def test_ways_of_generating(model, options, message, seen):
+    """Beams are exchanged first behind the prompt."""
     prompts = [PROMPT] if "prompt_lookup_num_tokens" in options else [PROMPT, PROMPT]
+    cache = KVpopCache(model, **STREAMING)
     with pytest.raises(ConfigError, match=message):
-        generate(model, KVpopCache(model, **STREAMING), prompts, **options)
+        generate(model, cache, prompts, **options)
+    assert cache.lengths == seen
 
 
 def test_what_is_done_to_caches(used):
@@ -147,13 +195,16 @@ def test_texts_that_do_not_go_on(model, used):
     [
         ([1, 1, 1, 0], "zeros behind a row's first token: pad on the left"),
         ([1, 0, 1, 1], "zeros behind a row's first token: pad on the left"),
-        ([1, 1, 1], "attention_mask is .1, 3. and must be .1, 4."),
+        ([1, 1, 1], "attention_mask is .1, 3. and must be a tensor of shape .1, 4."),
+        ([[[1] * 4] * 4], "attention_mask is .1, 1, 4, 4. and must be a tensor of shape .1, 4."),
+        ({"full_attention": None}, "attention_mask is a dict and must be a tensor of shape .1, 4."),
     ],
 )
 def test_masks(model, mask, message):
     cache = KVpopCache(model, **STREAMING)
+    mask = mask if isinstance(mask, dict) else torch.tensor([mask])
     with torch.no_grad(), pytest.raises(ValueError, match=message):
-        model(torch.tensor([PROMPT[:4]]), attention_mask=torch.tensor([mask]), past_key_values=cache)
+        model(torch.tensor([PROMPT[:4]]), attention_mask=mask, past_key_values=cache)
     with torch.no_grad():
         model(torch.tensor([PROMPT[:4]]), attention_mask=torch.ones(1, 4), past_key_values=cache)
         for bad in ([0, 1, 1, 1, 1], [1, 1, 1, 1, 0]):
@@ -191,8 +242,9 @@ def test_the_model_stays_as_it_is(model):
         assert model.config._attn_implementation == "sdpa" and generate(model, None, [PROMPT]) == before
         assert generate(model, DynamicCache(config=model.config), [PROMPT]) == before
     decoder = model.get_decoder()
-    assert len(decoder._forward_pre_hooks) == len(decoder._forward_hooks) == 1
-    assert all(len(layer.self_attn._forward_pre_hooks) <= 2 for layer in decoder.layers)
+    assert decoder.forward._own is None and not decoder._forward_pre_hooks and not decoder._forward_hooks
+    assert inspect.signature(decoder.forward) == inspect.signature(type(decoder).forward.__get__(decoder))
+    assert all(len(layer.self_attn._forward_pre_hooks) == 2 for layer in decoder.layers)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -127,6 +127,32 @@ def test_a_chat_goes_on(case):
         assert torch.equal(told.held(), cache.held())
 
 
+def test_chats_in_a_batch(case):
+    """Whole texts, padded on the left, with their masks at every turn: right where turns are of one length, else refused."""
+    model, found = case("qwen3", "kvpop")
+    cache, starts = KVpopCache(model, **found.settings), [random_prompt(n, seed=n) for n in (63, 9)]
+
+    def more(texts, lengths):
+        return [text + random_prompt(n, seed=len(text)) for text, n in zip(texts, lengths, strict=True)]
+
+    def answered(cache, texts):
+        return [text + new for text, new in zip(texts, generate(model, cache, texts, new=4), strict=True)]
+
+    texts = answered(cache, starts)
+    for lengths, message in (
+        ((7, 5), "rows had .66, 10. tokens, .* has seen .66, 12.: continue rows whose turns differ"),
+        ((7, 61), "positions do not follow .*, rows whose turns differ in length in caches of their own"),
+        ((7, 70), "has seen .66, 12.: continue rows whose turns differ in length in caches of their own"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            generate(model, cache, more(texts, lengths))
+    together = answered(cache, more(texts, (7, 7)))
+    for row, start in enumerate(starts):
+        own = KVpopCache(model, **found.settings)
+        assert answered(own, more(answered(own, [start]), [7])) == [together[row]]
+        assert torch.equal(own.held(), cache.held(row))
+
+
 @pytest.mark.parametrize("policy", ["kvpop", "adakv"])
 def test_texts_with_the_same_beginning(case, policy):
     model, found = case("llama", policy)

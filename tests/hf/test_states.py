@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import json
+import pickle
+import threading
+import warnings
+import weakref
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,6 +22,7 @@ from transformers import AutoModelForCausalLM
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import borrow_channel
 from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.hf.checks import _warn_of_reference
 from kvpop_vllm.hf.layer import check_kernels
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.testing import random_prompt
@@ -89,6 +96,118 @@ def test_a_borrowed_channel_is_borrowed_once(case):
         generate(model, KVpopCache(model, **found.settings), PROMPTS)
     handle.remove()
     assert torch.equal(model(torch.tensor(PROMPTS[:1])).logits, dense)
+
+
+@pytest.mark.parametrize("layer, held", [(0, False), (1, True)])
+def test_an_interrupted_pass_leaves_the_model_as_it_was(case, layer, held):
+    """At once, not from its next pass on: a copy, and whoever reads its config, would see it otherwise."""
+    model, found = case("qwen3", "kvpop")
+    dense, cache = generate(model, None, PROMPTS), KVpopCache(model, **found.settings)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    handle = model.get_decoder().layers[layer].self_attn.q_proj.register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        generate(model, cache, PROMPTS)
+    handle.remove()
+    assert model.config._attn_implementation == "sdpa" and generate(copy.deepcopy(model), None, PROMPTS) == dense
+    with pytest.raises(RuntimeError, match="call reset") if held else nullcontext():
+        generate(model, cache, PROMPTS)
+    cache.reset()
+    assert generate(model, cache, PROMPTS) == generate(model, KVpopCache(model, **found.settings), PROMPTS)
+    assert generate(model, None, PROMPTS) == dense
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_forward_that_others_put_around(case, when):
+    """As accelerate does to models that it spreads over devices."""
+    model, found = case("qwen3", "kvpop")
+    spread = copy.deepcopy(model)
+    decoder, told = spread.get_decoder(), []
+
+    def around(own, *positional, **named):
+        told.append(len(decoder.layers))
+        return own(*positional, **named)
+
+    if when == "after":
+        KVpopCache(spread, **found.settings)
+    decoder.forward = functools.partial(around, decoder.forward)
+    expected = [generate(model, cache, PROMPTS, new=3) for cache in (KVpopCache(model, **found.settings), None)]
+    for each in (spread, copy.deepcopy(spread)):
+        caches = KVpopCache(each, **found.settings), None
+        assert [generate(each, cache, PROMPTS, new=3) for cache in caches] == expected
+    assert len(told) == 4 * 3
+
+
+def test_models_are_copied_pickled_and_forgotten(case):
+    model, found = case("qwen3", "kvpop")
+    expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
+    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        assert generate(other, KVpopCache(other, **found.settings), PROMPTS) == expected
+    decoder = weakref.ref(other.get_decoder())
+    gc.disable()
+    del other
+    gc.enable()
+    assert decoder() is None, "it would stay in memory until Python looks for cycles"
+
+
+def test_caches_are_copied_and_not_pickled(case):
+    model, found = case("llama", "h2o")
+    cache = KVpopCache(model, **found.settings)
+    for copied in (pickle.dumps, copy.copy):
+        with pytest.raises(
+            ConfigError, match="^a KVpopCache belongs to the model .*: do not pickle it, and copy it by copy.deepcopy"
+        ):
+            copied(cache)
+    tokens = generate(model, cache, PROMPTS)
+    again = copy.deepcopy(cache)
+    cache.reset()
+    assert generate(model, cache, PROMPTS) == tokens and again.lengths == cache.lengths
+    assert all(torch.equal(again.held(row), cache.held(row)) for row in range(2))
+
+
+def test_threads_take_turns(case):
+    """A pass that comes while another thread is in one is refused, with a cache or without; the other goes on."""
+    model, found = case("llama", "h2o")
+    expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
+    inside, go, tokens = threading.Event(), threading.Event(), []
+
+    def wait(*_):
+        inside.set()
+        assert go.wait(20)
+
+    handle = model.get_decoder().layers[1].register_forward_pre_hook(wait)
+    other = threading.Thread(
+        target=lambda: tokens.extend(generate(model, KVpopCache(model, **found.settings), PROMPTS))
+    )
+    other.start()
+    try:
+        assert inside.wait(20)
+        for cache in (KVpopCache(model, **found.settings), None):
+            with pytest.raises(RuntimeError, match="another thread has the model in a pass .*: one thread at a time"):
+                generate(model, cache, PROMPTS)
+            assert cache is None or cache.lengths == []
+    finally:
+        go.set()
+        other.join()
+        handle.remove()
+    assert tokens == expected == generate(model, KVpopCache(model, **found.settings), PROMPTS)
+
+
+def test_slow_kernels_are_said_once(case):
+    model = copy.deepcopy(case("llama", "h2o")[0]).to(torch.float16)
+    _warn_of_reference.cache_clear()
+    with pytest.warns(
+        UserWarning, match="slow reference kernels: .* keys of torch.float16 and size 32; .* change the model's dtype"
+    ):
+        generate(model, KVpopCache(model, "h2o", budget=9), [PROMPTS[0][:12]], new=2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        generate(model, KVpopCache(model, "h2o", budget=9), [PROMPTS[0][:12]], new=2)
+        _warn_of_reference.cache_clear()
+        bf16 = model.to(torch.bfloat16)
+        generate(bf16, KVpopCache(bf16, "h2o", budget=9), [PROMPTS[0][:12]], new=2)
 
 
 def test_a_model_that_gives_a_channel_up_is_without_it_under_any_policy(case, tmp_path):

@@ -1,0 +1,109 @@
+"""What a cache refuses of models and of what it is given, each in a line that says what to change."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import warnings
+from collections.abc import Sequence
+from numbers import Integral
+
+import torch
+from transformers import PreTrainedModel
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.kernels import dispatch
+
+
+def check_model(model: torch.nn.Module) -> None:
+    """A fixed-size cache can stand in for the model's own.
+
+    Raises:
+        ConfigError: it cannot, with the first reasons.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(f"{type(model).__name__} is no causal language model of transformers: give one of those")
+    text = model.config.get_text_config()
+    decoder = getattr(model, "get_decoder", lambda: None)()
+    blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
+    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
+    window = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
+    reasons = {
+        "an encoder": model.config.is_encoder_decoder,
+        "attention that transformers cannot exchange": not model._can_set_attn_implementation(),
+        "layers other than full attention": kinds != {"full_attention"} or window,
+        "chunked attention": getattr(text, "attention_chunk_size", None),
+        "attention in both directions": not getattr(text, "is_causal", True),
+        "cross-layer KV sharing": getattr(text, "num_kv_shared_layers", 0),
+        "logit soft-capping in attention": getattr(text, "attn_logit_softcapping", None),
+        "attention sinks of its own": any(hasattr(block, "sinks") for block in blocks),
+        "latent attention (MLA)": any(hasattr(block, "kv_lora_rank") for block in blocks),
+    }
+    found = [what for what, there in reasons.items() if there]
+    if not found and (not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks)):
+        found = ["no layers that have a self_attn of the decoder's config"]
+    if not found and not all(map(_takes_more, blocks)):
+        found = ["attention blocks that take no further arguments"]
+    if found:
+        raise ConfigError(
+            f"a fixed-size cache cannot serve {text.model_type}, a model with {', '.join(found)}: choose another model"
+        )
+
+
+def _takes_more(block: torch.nn.Module) -> bool:
+    parameters = inspect.signature(block.forward).parameters.values()
+    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+
+
+def prompt_lengths(given) -> int | list[int] | None:
+    """What the caller says of prompts: of all rows or of each.
+
+    Raises:
+        ConfigError: no integers of at least 1.
+    """
+    told = given.tolist() if hasattr(given, "tolist") else given  # tensors and arrays
+    each = list(told) if isinstance(told, Sequence) and not isinstance(told, str) else [told]
+    if told is not None and not (
+        each and all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in each)
+    ):
+        raise ConfigError(f"prompt_length must be an integer of at least 1, or one for each row, got {told!r}")
+    return each if isinstance(told, Sequence) else told
+
+
+def check_mask(mask, rows: int, columns: int) -> None:
+    """Raises ValueError unless ``mask`` is a tensor of that shape."""
+    found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+    if found != (rows, columns):
+        raise ValueError(
+            f"attention_mask is {found} and must be a tensor of shape {(rows, columns)}: a column for each token so far, pads too"
+        )
+
+
+def check_positions(given: torch.Tensor, own: torch.Tensor, counts: list[int]) -> None:
+    """Raises ValueError where the caller's positions of real tokens are others than the cache's ``[R, L]``."""
+    if given.dim() != 2 or given.shape[1] != own.shape[1] or given.shape[0] not in (1, len(own)):
+        raise ValueError(
+            f"position_ids of shape {tuple(given.shape)} for {tuple(own.shape)} tokens: leave position_ids out"
+        )
+    length = own.shape[1]
+    real = torch.arange(length) >= length - torch.tensor(counts).unsqueeze(1)
+    if bool(((given != own).cpu() & real).any()):
+        raise ValueError(
+            "the new tokens' positions do not follow those that the KVpopCache has seen: give generate() the whole text so far"
+            " with its attention_mask (and use_cache on), rows whose turns differ in length in caches of their own, or reset() the cache first"
+        )
+
+
+def warn_of_reference(k: torch.Tensor) -> None:
+    """Says once that keys ``[.., D]`` on a CPU have slow kernels only."""
+    if k.device.type == "cpu" and "reference" in {dispatch.select(op, k) for op in ("prefill_chunk", "decode_step")}:
+        _warn_of_reference(k.dtype, k.shape[-1])
+
+
+@functools.cache
+def _warn_of_reference(dtype: torch.dtype, size: int) -> None:
+    warnings.warn(
+        f"a KVpopCache runs with the slow reference kernels: kvpop_vllm._C is not built, or has none for keys of {dtype} and size {size};"
+        " it takes float32 and bfloat16, and sizes that 16 divides: change the model's dtype",
+        stacklevel=2,
+    )
