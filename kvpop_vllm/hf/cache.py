@@ -85,6 +85,7 @@ class KVpopCache(Cache, Takes):
         self._layers: dict[int, LayerPages] = {}
         self._clocks: dict[torch.device, Clock] = {}
         self._step: Step | None = None
+        self._recorded = False
         self._forget()
 
     def _forget(self) -> None:
@@ -152,12 +153,14 @@ class KVpopCache(Cache, Takes):
             raise RuntimeError(
                 "a CUDA graph can hold a pass of one token a row only, and not the first: let the prompt and a token pass before it"
             )
-        look = inputs.device.type == "cpu" or not decoding  # on an accelerator the host would wait for the mask
+        # on an accelerator the host would wait for the mask
+        look = not recorded and (inputs.device.type == "cpu" or not decoding)
         counts = self._counts(mask, lengths, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_room(after)
         prompts = self._prompts_of(lengths, counts)
         if self._clocks and len(next(iter(self._clocks.values())).positions) != rows:
+            self._check_unrecorded()
             self._clocks, self._layers = {}, {}
         clock = self._clock(inputs.device, rows)
         if decoding or length == 1 and all(counts):
@@ -173,6 +176,13 @@ class KVpopCache(Cache, Takes):
                 each.prompts.copy_(torch.tensor(prompts))
         self._step = Step(self, own, starts, counts, length, recorded)
         return self._step
+
+    def _check_unrecorded(self) -> None:
+        """Raises ValueError where pages would be given up that a CUDA graph writes to."""
+        if self._recorded:
+            raise ValueError(
+                "a CUDA graph holds this KVpopCache's pages, for as many rows, their dtype and device: make another KVpopCache"
+            )
 
     def _check_room(self, lengths: list[int]) -> None:
         """Raises ValueError where a policy that keeps all has no room for them."""
@@ -258,6 +268,8 @@ class KVpopCache(Cache, Takes):
                 raise ConfigError(
                     f"layer {index} has keys {tuple(k.shape)} and values {tuple(v.shape)}, not {expected}: choose another model"
                 )
+            if known is not None:
+                self._check_unrecorded()
             rule = self.policy.layer_rule(index, self._heads)
             check_kernels(k, rule)
             warn_of_reference(k)
@@ -291,6 +303,7 @@ class KVpopCache(Cache, Takes):
             if not failed:
                 raise RuntimeError("the model attended without the KVpopCache: leave its attention alone in a pass")
             return
+        self._recorded = self._recorded or step.recorded
         if not step.recorded:  # else nothing has been done yet
             self._count(step.length, step.counts)
         for clock in self._clocks.values():
@@ -306,8 +319,17 @@ class KVpopCache(Cache, Takes):
         must before the next pass outside of the graph, and before :meth:`held`.
 
         Raises:
-            ValueError: the policy ``full`` had no room for them.
+            ValueError: ``passes`` is no number of passes, or the policy ``full`` had no room for them.
+            RuntimeError: the cache is empty, or the pass before was broken off.
         """
+        if type(passes) is not int or passes < 0:
+            raise ValueError(f"passes must be an integer of at least 0, got {passes!r}")
+        if not self._lengths or self._step is not None:
+            raise RuntimeError(
+                "a KVpopCache that is empty, or broken off in a pass, replays nothing: begin with a prompt"
+            )
+        if not passes:
+            return
         self._check_room([seen + passes for seen in self._lengths])
         self._count(passes, [passes] * len(self._lengths))
         self._in_pieces = False
@@ -349,7 +371,7 @@ class KVpopCache(Cache, Takes):
         return self._columns + query_length, 0
 
     def reset(self) -> None:
-        """Forgets all; the pages are kept for the next batch of as many rows."""
+        """Forgets all; the pages are kept for the next batch of as many rows, and CUDA graphs recorded with them remain right."""
         self._step = None
         self._forget()
         for clock in self._clocks.values():

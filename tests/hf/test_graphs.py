@@ -21,6 +21,17 @@ def recording(monkeypatch):
     return told
 
 
+def addresses(own):
+    """Of all tensors that a step reads beside its inputs."""
+    for clock in own._clocks.values():
+        yield from (tensor.data_ptr() for tensor in clock.tensors)
+    for layer in own._layers.values():
+        rule = layer.attention.rule
+        scorer = () if rule.scorer is None else vars(rule.scorer).values()
+        held = layer.pages.raw, layer.table, layer._budgets, rule.log_gamma, *scorer
+        yield from (tensor.data_ptr() for tensor in held if isinstance(tensor, torch.Tensor))
+
+
 @pytest.mark.parametrize("policy", ["kvpop", "h2o", "dms"])
 def test_a_recorded_pass_counts_when_it_is_replayed(case, recording, policy):
     model, found = case("qwen3", policy)
@@ -36,8 +47,7 @@ def test_a_recorded_pass_counts_when_it_is_replayed(case, recording, policy):
             assert own.lengths == lengths and own.get_seq_length() == lengths[0]
             if recording:
                 own.replayed()
-            clocks = [tensor.data_ptr() for clock in own._clocks.values() for tensor in clock.tensors]
-            places.append(clocks + [layer.pages.raw.data_ptr() for layer in own._layers.values()])
+            places.append(list(addresses(own)))
     assert torch.cat(tokens, 1).tolist() == expected
     assert all(torch.equal(own.held(row), plain.held(row)) for row in range(2))
     assert places == places[:1] * len(places), "a graph would read what is not there any more"
@@ -67,3 +77,35 @@ def test_replays_beyond_a_full_cache_are_refused(case):
     with pytest.raises(ValueError, match="73 tokens are more than max_length 72"):
         own.replayed()
     assert own.lengths == [72, 65]
+
+
+def test_replays_of_nothing_are_refused(case):
+    """And leave the cache as it was."""
+    model, found = case("qwen3", "kvpop")
+    own = KVpopCache(model, **found.settings)
+    with pytest.raises(RuntimeError, match="empty, or broken off in a pass, replays nothing: begin with a prompt"):
+        own.replayed()
+    for passes in (-1, 2.0, True):
+        with pytest.raises(ValueError, match="passes must be an integer of at least 0"):
+            own.replayed(passes)
+    assert generate(model, own, PROMPTS, NEW) == generate(model, KVpopCache(model, **found.settings), PROMPTS, NEW)
+    lengths = own.lengths
+    own.replayed(0)
+    assert own.lengths == lengths
+
+
+def test_pages_that_a_graph_holds_are_not_given_up(case, recording):
+    """A reset keeps them; another number of rows, or another dtype, would need others."""
+    model, found = case("qwen3", "kvpop")
+    own = KVpopCache(model, **found.settings)
+    with torch.no_grad():
+        token = model(**padded(PROMPTS), past_key_values=own).logits[:, -1:].argmax(-1)
+        recording.append(True)
+        model(input_ids=token, past_key_values=own)
+        recording.clear()
+        own.reset()
+        with pytest.raises(ValueError, match="a CUDA graph holds this KVpopCache's pages.*: make another KVpopCache"):
+            model(**padded(PROMPTS[:1]), past_key_values=own)
+        places = list(addresses(own))
+        model(**padded(PROMPTS), past_key_values=own)
+    assert list(addresses(own)) == places and own.lengths == [70, 63]
