@@ -15,7 +15,8 @@ from kvpop_vllm.kernels.regions import region_map
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 if PRETENDED:
-    from engine.cuda_engine import MOST, SIZE, SLOTS, Inputs, configure, group_of, rank, runner_v1
+    from engine.cuda_engine import MOST, SIZE, SLOTS, configure, group_of, rank
+    from engine.cuda_runners import RunnerV1
 
 HEADS, GROUP, BLOCKS, CLOSE = 1, 2, 60, 2e-5
 ROLES = {"sinks": 2, "window": 4}
@@ -140,7 +141,7 @@ def serve(model, tmp_path, monkeypatch):
         settings = dict(POLICIES[name])
         if settings["policy"] == "kvpop":
             settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, "mlstm", **ROLES, topk=26))
-        layers = Layers(configure(model, settings))
+        layers = Layers(configure(model, settings, compilation_config={"cudagraph_capture_sizes": [MOST]}))
         prefill = fixed_budget.ops.prefill_chunk
 
         def by_interpreter(*tensors, rule, impl, **more):
@@ -157,14 +158,11 @@ class Served:
     """Both paths, step by step; the graph is recorded before anything is served, as engines do it."""
 
     def __init__(self, layers):
-        self.layers, self.inputs = layers, Inputs(layers.config)
-        self.requests = Requests(layers.group.kv_cache_spec)
-        self.known = torch.ones(MOST, dtype=torch.int32)
-        self.build = runner_v1(self.inputs, layers.group, self.known)
+        self.layers, self.requests = layers, Requests(layers.group.kv_cache_spec)
+        self.runner = RunnerV1(layers.config, layers.group)
         self.q, self.k, self.v = layers.tokens(MOST)
         self.out = torch.empty_like(self.q)
-        self.inputs.set([1] * MOST, [1] * MOST, [[5], [6], [7], [8]], real=False)
-        recorded = self.q, self.k, self.v, self.build([1] * MOST, padded=MOST, capture=True), self.out
+        recorded = self.q, self.k, self.v, self.runner.dummy(MOST, capture=True), self.out
         self.graph = Graph(layers.forward, *recorded)
         self.graph.replay()
 
@@ -172,13 +170,11 @@ class Served:
         """Runs a step on both paths; returns their outputs for its tokens."""
         counts, lengths, rows, prompts = self.requests.step(**counts)
         n, layers = sum(counts), self.layers
-        self.inputs.set(counts, lengths, rows)
-        self.known[: len(counts)] = torch.tensor(prompts)
+        metadata = self.runner.step(counts, lengths, rows, prompts)
         q, k, v = layers.tokens(n)
         expected = layers.expected(q, k, v, counts, lengths, rows, prompts)
         if graph:
             assert set(counts) == {1}
-            self.build(counts, padded=MOST)
             for buffer, fresh in zip((self.q, self.k, self.v), (q, k, v), strict=True):
                 buffer[:, :n] = fresh
             self.out.fill_(7.0)
@@ -186,7 +182,7 @@ class Served:
             assert (self.out[:, n:] == 0).all(), "rows of padding"
             return self.out[:, :n].clone(), expected
         out = torch.full_like(q, 7.0)
-        layers.forward(q, k, v, self.build(counts), out)
+        layers.forward(q, k, v, metadata, out)
         return out, expected
 
     def check(self, **step):
