@@ -8,9 +8,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.pretended import PRETENDED, Pretended
+from kernels.memory import peak_bytes
 
 from kvpop_vllm.attention import fixed_budget
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
+from kvpop_vllm.attention.rehearsal import largest_steps
 from kvpop_vllm.kernels.regions import region_map
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
@@ -57,6 +59,7 @@ class Layers:
         for layer in range(layers):
             with rank(config):
                 impl = self.group.backend.get_impl_cls()(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS)
+                impl.gates = torch.nn.ModuleList()
                 context[f"model.layers.{layer}.self_attn.attn"] = SimpleNamespace(impl=impl)
                 impl.process_weights_after_loading(torch.float32)
             impl.attention.impl = "triton"
@@ -258,3 +261,67 @@ class TestLayer(Pretended):
             impl.process_weights_after_loading(torch.float32)
         assert impl.attention.rule is rule and list(impl.gates) == gates and len(gates) == (kind == "trimkv")
         assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True)) and any(x.any() for x in before)
+
+
+class TestMemory(Pretended):
+    """vLLM's profiling run, which has no cache yet, sees what the largest steps take."""
+
+    TOKENS, ROWS = 256, [[*range(1 + 6 * i, 7 + 6 * i)] for i in range(4)]
+    SCORERS = {"kvpop": ("mlstm", {}), "trimkv": ("trimkv", {}), "dms": ("dms", {"shifted": True})}
+
+    @pytest.fixture
+    def layers(self, model, tmp_path):
+        """``policy, options -> Layers``."""
+
+        def start(policy, **options):
+            if policy in self.SCORERS:
+                kind, more = self.SCORERS[policy]
+                scorer = write_random_scorer(tmp_path / policy, model, kind, **ROLES, topk=74, **more)
+                options = options | {"scorer": str(scorer)}
+            found = Layers(configure(model, {"policy": policy, "budget": 80} | options))
+            found.gpu.zero_()
+            return found
+
+        return start
+
+    @pytest.mark.parametrize(
+        "policy, options",
+        [
+            ("streaming-llm", {"window": 60}), ("kvpop", {}), ("kvpop", {"decide_every": 16}), ("h2o", {}), ("snapkv", {}),
+            ("momentkv", {}), ("streaming-llm", {"allocator": "pyramid"}), ("trimkv", {}), ("dms", {}),
+        ],
+    )  # fmt: skip
+    def test_no_less_than_steps_take(self, layers, policy, options, monkeypatch):
+        from triton.runtime.interpreter import InterpretedFunction
+
+        monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **options: None)
+        layers = layers(policy, **options)
+        impl, (q, k, v) = layers.impls[0], (x[0] for x in layers.tokens(self.TOKENS))
+        out, given = torch.empty_like(q), torch.zeros(self.TOKENS, HEADS) if impl.policy.gated else None
+        runner, length = RunnerV1(layers.config, layers.group), layers.config.model_config.max_model_len
+
+        def peak(n, cache, metadata):
+            step = q[:n], k[:n], v[:n], cache, metadata
+            return peak_bytes(lambda: impl.forward(None, *step, output=out[:n], given=given))
+
+        def of_a_step(counts, seen):
+            metadata = runner.step(counts, [seen + n for n in counts], self.ROWS[: len(counts)])
+            impl._bind(layers.gpu[0])[0].position.fill_(seen)
+            return peak(sum(counts), layers.gpu[0], metadata)
+
+        taken = max(of_a_step([1] * MOST, 400), of_a_step([self.TOKENS], length - self.TOKENS))
+        found = peak(self.TOKENS, torch.tensor([]), None)
+        layout = impl.attention.layout
+        pages = 2 * layout.blocks(80, 80) * layout.region_bytes  # some heads of some layers have more than others
+        assert taken <= found <= 1.05 * taken + pages
+        assert peak(self.TOKENS, layers.gpu[0], None) == 0 and (out == 0).all(), "a run of no requests, later on"
+
+    def test_kernels_run_on_pages_that_are_made_up(self, layers):
+        """With a window's worth of tokens undecided, as positions of the grid have it."""
+        impl = layers("kvpop", decide_every=4).impls[0]
+        q, k, v = (torch.randn(9, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS))
+        for pages, batch, n in largest_steps(impl.attention.rule, impl.attention.layout, [80], 80, 9, MOST, 512, "cpu"):
+            out = torch.full_like(q[:n], 7.0)
+            impl.attend(q[:n], k[:n], v[:n], pages, batch, out, None)
+            assert (out == 0).all() if batch.decodes else (out.abs().amax((1, 2)) > 0).all()
+        assert batch.prefills[0].start == 83 and pages.position[pages.layout.state_blocks, 0, 0] == 83 + 9
