@@ -163,6 +163,16 @@ class TestRefusals(Pretended):
         settings = STREAMING | policy if policy.get("policy") is None else {"budget": 96} | policy
         assert named in refusal(model, settings, **options)
 
+    @pytest.mark.parametrize("backend", [None, "FLEX_ATTENTION"])
+    def test_a_config_that_no_arguments_have_made(self, model, backend):
+        """Nothing of ours has seen it: the platform, or whoever made it, chooses a backend of vLLM's for its layers."""
+        config = configure(model, None, attention_backend=backend)
+        assert chosen(config, dtype=torch.bfloat16).__module__.startswith("vllm.")
+        config.additional_config = {"kv_policy": STREAMING}
+        with pytest.raises(ConfigError, match="^--kv-policy streaming-llm.*by create_engine_config") as caught:
+            chosen(config, dtype=torch.bfloat16)
+        assert "\n" not in str(caught.value)
+
     def test_without_triton(self, model, monkeypatch):
         import importlib.util
 
