@@ -3,6 +3,7 @@ layer's forward and the kernels, against the CPU's path. Run by test_cuda_contra
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -14,10 +15,11 @@ from kvpop_vllm.attention import fixed_budget
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
 from kvpop_vllm.attention.rehearsal import largest_steps
 from kvpop_vllm.kernels.regions import region_map
+from kvpop_vllm.scorers.gates import Signals
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 if PRETENDED:
-    from engine.cuda_engine import MOST, SIZE, SLOTS, configure, group_of, rank
+    from engine.cuda_engine import MOST, SIZE, SLOTS, chosen, configure, group_of, rank
     from engine.cuda_runners import RunnerV1
 
 HEADS, GROUP, BLOCKS, CLOSE = 1, 2, 60, 2e-5
@@ -261,6 +263,53 @@ class TestLayer(Pretended):
             impl.process_weights_after_loading(torch.float32)
         assert impl.attention.rule is rule and list(impl.gates) == gates and len(gates) == (kind == "trimkv")
         assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True)) and any(x.any() for x in before)
+
+
+class TestPlacement(Pretended):
+    """Layers on the device "meta" in the GPU's place: what stayed on the CPU could not meet it, and nothing can be read back."""
+
+    SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "trimkv": "trimkv", "dms": "dms"}
+
+    @pytest.mark.parametrize("policy", [*SCORERS, "h2o", "momentkv", "pyramidkv"])
+    def test_a_layer_lies_on_its_device(self, model, policy, tmp_path):
+        options = {"budget": 96}
+        if policy in self.SCORERS:
+            options = {"scorer": str(write_random_scorer(tmp_path, model, self.SCORERS[policy], **ROLES, topk=26))}
+        config = configure(model, {"policy": policy} | options)
+        sent = pickle.loads(pickle.dumps(config))  # as a worker gets it
+        sent.device_config.device_type = "meta"
+        with rank(sent):
+            backend, context = chosen(sent), sent.compilation_config.static_forward_context
+            with torch.device("meta"):  # while vLLM builds a model
+                impl = backend.get_impl_cls()(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS)
+                impl.gates = torch.nn.ModuleList()
+            context["model.layers.1.self_attn.attn"] = SimpleNamespace(impl=impl)
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                for _ in range(2):
+                    impl.process_weights_after_loading(torch.bfloat16)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        rule = impl.attention.rule
+        placed = [x for x in (*vars(rule).values(), *vars(rule.scorer or rule).values()) if isinstance(x, torch.Tensor)]
+        placed += impl.gates.state_dict().values()
+        assert {x.device.type for x in placed} == {"meta"} and {x.dtype for x in placed} <= {
+            torch.float32,
+            torch.float64,
+        }
+        for gate in impl.gates:
+            tokens = torch.empty(3, HEADS, SIZE, dtype=torch.bfloat16, device="meta")
+            hidden = tokens.new_empty(3, impl.policy.model.hidden_size)
+            given = gate(Signals(hidden, tokens, tokens, tokens[..., 0] if gate.borrows else None))
+            assert (given.device.type, given.dtype, given.shape) == ("meta", torch.float32, (3, HEADS))
+        cache = torch.empty(
+            2, BLOCKS, HEADS, SLOTS, impl.attention.layout.slot_bytes // 2, dtype=torch.bfloat16, device="meta"
+        )
+        pages, regions = impl._bind(cache[1])
+        assert pages.k.device.type == "meta" and (regions is None) == (policy != "pyramidkv")
+        if regions is not None:
+            table = torch.ones(MOST, 9, dtype=torch.int32, device="meta")
+            assert regions.rows(1, table).device.type == regions.budgets(1).device.type == "meta"
 
 
 class TestMemory(Pretended):
