@@ -80,11 +80,12 @@ class CudaImpl(FixedBudgetImpl):
 
     def _rehearse(self, query, key, value, output, given) -> None:
         """Runs the largest steps that can come; what they write is overwritten, or thrown away."""
-        attention, budget = self.attention, self.policy.retention.budget
+        attention, budget, scheduler = self.attention, self.policy.retention.budget, self.vllm_config.scheduler_config
+        query = query[: scheduler.max_num_scheduled_tokens]
         budgets, most = [budget] * self.num_kv_heads, budget
         if self.shares is not None:
             budgets, most = self.shares.budgets[self.layer], max(self.shares.counts)
-        limits = len(query), self.vllm_config.scheduler_config.max_num_seqs, self.vllm_config.model_config.max_model_len
+        limits = len(query), scheduler.max_num_seqs, self.vllm_config.model_config.max_model_len
         for pages, batch, n in largest_steps(attention.rule, attention.layout, budgets, most, *limits, query.device):
             beside = None
             if (
