@@ -39,12 +39,12 @@ def _ending(build):
 
 
 @contextlib.contextmanager
-def _without_a_gpu():
+def without_a_gpu():
     """Streams, events, ranks and pinned memory that are none."""
     platform, nothing = type(current_platform), mock.MagicMock
     ranks = SimpleNamespace(is_first_rank=True, is_last_rank=True, world_size=1, ranks=[0])
     replaced = [
-        (torch, "Event", nothing), (torch.cuda, "Event", nothing), (torch.cuda, "Stream", nothing),
+        (torch.accelerator, "synchronize", lambda: None), (torch, "Event", nothing), (torch.cuda, "Event", nothing), (torch.cuda, "Stream", nothing),
         (parallel_state, "_PP", ranks), (platform, "device_type", "cpu"),
         (topk_topp_sampler, "flashinfer_sampler_supported", lambda: False),
     ]  # fmt: skip
@@ -64,7 +64,7 @@ class Runner:
 
     def __init__(self, config, group: AttentionGroup):
         self.config, self.group, self.names, self.steps = config, group, [], 0
-        with _without_a_gpu():
+        with without_a_gpu():
             self.runner = self.make()
         self.runner.kv_cache_config, self.runner.attn_groups = cache_of(group), [[group]]
 
@@ -93,7 +93,7 @@ class Runner:
 
     def built(self, run):
         """What the metadata builder makes of the step that ``run`` begins."""
-        with _without_a_gpu(), pytest.raises(_Built) as built:
+        with without_a_gpu(), pytest.raises(_Built) as built:
             run()
         return built.value.args[0][self.group.layer_names[0]]
 

@@ -7,9 +7,11 @@ import pytest
 import torch
 from engine.pretended import PRETENDED, Pretended
 
+from kvpop_vllm.testing import write_random_scorer
+
 if PRETENDED:
     from engine.cuda_engine import LENGTH, MOST, SLOTS, STREAMING, cache_of, configure, group_of
-    from engine.cuda_runners import RUNNERS
+    from engine.cuda_runners import RUNNERS, without_a_gpu
 
 ROWS = [[11, 12, 13], [21], [31, 32, 33, 34]]
 
@@ -85,6 +87,33 @@ class TestRunners(Pretended):
         assert v2.recorded(3, 5, full=False) is None and v2.built(lambda: v2.runner._dummy_run(5)) is None
         for runner in (v2, RUNNERS["V1"](config, group)):
             assert len(runner.step([1, 2, 2], [1, 2, 2], [[11], [21], [31]]).batch(0, None).prefills) == 2
+
+    @pytest.mark.parametrize("state", [False, True])
+    def test_the_warm_up_of_runner_v2(self, model, tmp_path, state):
+        """It counts blocks of keys and values only: with a state, rows of decodes have none for their slots and are padding. Chunks
+        begin at position 0, where whatever their pages hold is taken for empty."""
+        from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
+
+        policy = STREAMING
+        if state:
+            policy = {
+                "policy": "kvpop",
+                "scorer": str(write_random_scorer(tmp_path / "scorer", model, sinks=2, window=6)),
+            }
+        config = configure(model, policy, compilation_config={"cudagraph_capture_sizes": [MOST]})
+        runner, positions, starts = RUNNERS["V2"](config, group_of(config)), [], []
+
+        def execute(output):
+            if output.total_num_scheduled_tokens == 0:
+                return runner.runner.finish_requests(output)
+            batch = runner.built(lambda: runner.runner.execute_model(output)).batch(0, None)
+            positions.extend(batch.positions.tolist())
+            return starts.extend(chunk.start for chunk in batch.prefills)
+
+        with without_a_gpu():
+            warmup_kernels(runner.runner, execute, lambda grammar: None)
+        assert run_mixed_prefill_decode_warmup(runner.runner, execute, lambda grammar: None, 16)
+        assert set(positions) == ({-1} if state else {-1, 0}) and set(starts) == {0}
 
     def test_decodes_and_chunks(self, runner):
         found = runner().step([1, 30, 7], [33, 30, 71], [ROWS[0], [21, 22], ROWS[2]])
