@@ -282,12 +282,15 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             return output.fill_(0)
         n = attn_metadata.num_tokens
         pages, regions = self._bind(kv_cache)
-        batch = attn_metadata.batch(self.layer, regions)
-        given = None if given is None else given[:n]
+        self.attend(query[:n], key[:n], value[:n], pages, attn_metadata.batch(self.layer, regions), output[:n], given)
+        return output
+
+    def attend(self, q, k, v, pages: Pages, batch: StepBatch, out, given) -> None:
+        """A step, whose tokens all tensors but ``given`` end with."""
+        given = None if given is None else given[: len(q)]
         if self.policy.shifted:
             given = shift(given, pages, batch, self.attention.rule)
-        self.attention.forward(query[:n], key[:n], value[:n], pages, batch, output[:n], given)
-        return output
+        self.attention.forward(q, k, v, pages, batch, out, given)
 
     def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, Regions]:
         """Typed views of this layer's cache or, where shares are unequal, of all layers' and its map; made once per

@@ -12,11 +12,14 @@ BACKEND = "kvpop_vllm.vllm_glue.select.CudaBackend"
 """What vLLM's backend CUSTOM is registered as."""
 ATTENTION_OP = "kvpop_vllm::attention_with_given"
 """The op of :mod:`kvpop_vllm.vllm_glue.gated_attention`."""
+ONE_BY_ONE = 1024
+"""Tokens of a step at most where a prompt's are done one by one, by about eight launches a layer each: some 15 ms a token for 36
+layers, when vLLM's workers have 300 s to answer, and requests that are decoded wait as long."""
 _WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker")
 
 
 def prepare(vllm_config: Any, policy: Any) -> None:
-    """Has the engine choose our backend, and run our attention op outside of piecewise graphs.
+    """Has the engine choose our backend, run our attention op outside of piecewise graphs, and schedule no steps of minutes.
 
     Args:
         vllm_config: a ``vllm.config.VllmConfig``. policy: in force.
@@ -24,6 +27,7 @@ def prepare(vllm_config: Any, policy: Any) -> None:
     Raises:
         ConfigError: one line with every reason against it.
     """
+    from vllm.logger import init_logger
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
     if reasons := [text for there, text in _reasons(vllm_config, policy) if there]:
@@ -32,6 +36,24 @@ def prepare(vllm_config: Any, policy: Any) -> None:
     splits = vllm_config.compilation_config.splitting_ops
     if policy.gated and splits and ATTENTION_OP not in splits:
         splits.append(ATTENTION_OP)
+    scheduler = vllm_config.scheduler_config
+    if scheduler.max_num_scheduled_tokens is None and scheduler.enable_chunked_prefill and _one_by_one(policy):
+        most = max(ONE_BY_ONE, scheduler.max_num_seqs)
+        scheduler.max_num_scheduled_tokens = min(most, scheduler.max_num_batched_tokens)
+        init_logger("vllm.kvpop_vllm").info(
+            "--kv-policy %s: prompts are prefilled token by token, at most %d tokens a step (--max-num-scheduled-tokens)",
+            policy.name,
+            scheduler.max_num_scheduled_tokens,
+        )
+
+
+def _one_by_one(policy: Any) -> bool:
+    """Whether prompts are prefilled token by token: of a rule, without a scorer's file where there is one."""
+    from kvpop_vllm.policies.base import Order
+
+    if policy.order is Order.COUPLED or policy.corrects or policy.divides:
+        return True
+    return policy.gated and policy.layer_rule(0, slice(None)).sequential
 
 
 def _reasons(vllm_config: Any, policy: Any) -> Iterator[tuple[bool, str]]:

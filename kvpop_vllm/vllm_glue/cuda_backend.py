@@ -9,9 +9,15 @@ from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpop_vllm.attention.device_step import DecodeRows, Split
+from kvpop_vllm.attention.rehearsal import largest_steps
 from kvpop_vllm.config import SUPPORTED_HEAD_SIZES
 from kvpop_vllm.vllm_glue import cuda, prompt_lengths
-from kvpop_vllm.vllm_glue.backend import FixedBudgetBackend, FixedBudgetMetadata, FixedBudgetMetadataBuilder
+from kvpop_vllm.vllm_glue.backend import (
+    FixedBudgetBackend,
+    FixedBudgetImpl,
+    FixedBudgetMetadata,
+    FixedBudgetMetadataBuilder,
+)
 
 _REASONS = {
     "head_size not supported": f"head sizes are {', '.join(map(str, SUPPORTED_HEAD_SIZES))}",
@@ -48,6 +54,10 @@ class CudaBackend(FixedBudgetBackend):
         return capability.major >= 8
 
     @staticmethod
+    def get_impl_cls():
+        return CudaImpl
+
+    @staticmethod
     def get_builder_cls():
         return CudaMetadataBuilder
 
@@ -58,6 +68,32 @@ class CudaBackend(FixedBudgetBackend):
             return []
         changes = [f"{reason}: {_REASONS.get(reason, 'leave --kv-policy out')}" for reason in reasons]
         return [f"--kv-policy {cls.policy.name} cannot serve this; {'; '.join(changes)}"]
+
+
+class CudaImpl(FixedBudgetImpl):
+    """One layer, whose kernels allocate as they run: vLLM's profiling run, which has no cache yet, is to see how much."""
+
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, given=None, **more):
+        if attn_metadata is None and kv_cache.numel() == 0:
+            self._rehearse(query, key, value, output, given)
+        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, given=given, **more)
+
+    def _rehearse(self, query, key, value, output, given) -> None:
+        """Runs the largest steps that can come; what they write is overwritten, or thrown away."""
+        attention, budget, scheduler = self.attention, self.policy.retention.budget, self.vllm_config.scheduler_config
+        query = query[: scheduler.max_num_scheduled_tokens]
+        budgets, most = [budget] * self.num_kv_heads, budget
+        if self.shares is not None:
+            budgets, most = self.shares.budgets[self.layer], max(self.shares.counts)
+        limits = len(query), scheduler.max_num_seqs, self.vllm_config.model_config.max_model_len
+        for pages, batch, n in largest_steps(attention.rule, attention.layout, budgets, most, *limits, query.device):
+            beside = None
+            if (
+                batch.prefills and attention.rule.sequential
+            ):  # each token's and head's output, log-sum-exp, slots in use
+                beside = query.new_empty(*query.shape[:2], self.head_size + 24 // query.itemsize)
+            self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], given)
+            del beside
 
 
 class CudaMetadataBuilder(FixedBudgetMetadataBuilder):

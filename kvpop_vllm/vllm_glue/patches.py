@@ -65,10 +65,11 @@ LEDGER = (
     ),
     Patch(
         "vllm.v1.attention.selector:_cached_get_attn_backend",
-        False,
+        True,
         "The choice of a backend class is cached per process under a key that knows nothing of policies: engines of one "
-        "process would get each other's. Replaced by the same function without its cache.",
-        "when the key holds additional_config",
+        "process would get each other's. With a policy the same function without its cache; refuses configs that no "
+        "EngineArgs have made, for which a GPU's platform chooses a backend of vLLM's.",
+        "when the key holds additional_config, and platforms ask plugins about configs",
     ),
     Patch(
         "vllm.compilation.decorators:_try_load_aot_compiled_fn",
@@ -125,10 +126,11 @@ def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
 
 
 def apply() -> None:
-    """Wraps the argument handling; may be called again."""
+    """Wraps the argument handling and the choice of a backend; may be called again."""
     wrap("vllm.engine.arg_utils:EngineArgs.add_cli_args", _add_cli_args)
     wrap("vllm.engine.arg_utils:EngineArgs.from_cli_args", _from_cli_args)
     wrap("vllm.engine.arg_utils:EngineArgs.create_engine_config", _create_engine_config)
+    wrap("vllm.v1.attention.selector:_cached_get_attn_backend", _cached_get_attn_backend)
 
 
 def _add_cli_args(original):
@@ -184,7 +186,6 @@ def _config_with_policy(engine_args, original, args, kwargs):
     check_checkpoint(vllm_config)
     choose_model_class(vllm_config)
     wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
-    wrap("vllm.v1.attention.selector:_cached_get_attn_backend", _cached_get_attn_backend)
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {settings.policy}")
     parallel = vllm_config.parallel_config.pipeline_parallel_size
@@ -226,7 +227,16 @@ def _process_inputs(original):
 
 def _cached_get_attn_backend(original):
     def choose(*args, **kwargs):
-        return original.__wrapped__(*args, **kwargs)
+        from vllm.config import get_current_vllm_config_or_none
+
+        vllm_config = get_current_vllm_config_or_none()
+        if vllm_config is None or not requested(vllm_config):
+            return original(*args, **kwargs)
+        backend = original.__wrapped__(*args, **kwargs)
+        if getattr(backend, "policy", None) is None:
+            settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
+            refusals.refuse_backend(settings.policy, backend.__name__)
+        return backend
 
     choose.cache_clear = original.cache_clear
     return choose

@@ -148,3 +148,15 @@ def refuse_streaming_input(policy: str) -> None:
     raise ConfigError(
         f"streaming-input requests rewind the sequence, which --kv-policy {policy} cannot: send the whole prompt at once"
     )
+
+
+def refuse_backend(policy: str, backend: str) -> None:
+    """A layer got an attention backend of vLLM's, and would keep every token.
+
+    Raises:
+        ConfigError: always.
+    """
+    raise ConfigError(
+        f"--kv-policy {policy} is in a config that chose the attention backend {backend}: have EngineArgs make the config,"
+        " by create_engine_config()"
+    )

@@ -3,6 +3,7 @@ itself is replaced; configs, backends, runners and graph managers are vLLM's own
 
 from __future__ import annotations
 
+import importlib
 import sys
 import types
 
@@ -41,6 +42,11 @@ class Ampere(cuda.NonNvmlCudaPlatform):
 
 platforms._current_platform = Ampere()
 
+from triton.backends import backends  # noqa: E402
+
+backends["cpu"] = types.SimpleNamespace(driver=None)  # for vLLM's kernels to be Triton's, which the interpreter runs
+importlib.import_module("vllm.triton_utils")
+del backends["cpu"]
 from vllm import _custom_ops  # noqa: E402
 
 # asked while modules are imported, of kernels that are not there

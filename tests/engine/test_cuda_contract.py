@@ -22,7 +22,7 @@ from kvpop_vllm.testing import write_random_scorer
 ROOT = Path(__file__).parents[2]
 
 if PRETENDED:
-    from engine.cuda_engine import MOST, SLOTS, STREAMING, chosen, configure, group_of
+    from engine.cuda_engine import MOST, SLOTS, STREAMING, cache_of, chosen, configure, group_of
     from vllm.config.compilation import CUDAGraphMode
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 else:
@@ -161,6 +161,16 @@ class TestRefusals(Pretended):
         settings = STREAMING | policy if policy.get("policy") is None else {"budget": 96} | policy
         assert named in refusal(model, settings, **options)
 
+    @pytest.mark.parametrize("backend", [None, "FLEX_ATTENTION"])
+    def test_a_config_that_no_arguments_have_made(self, model, backend):
+        """Nothing of ours has seen it: the platform, or whoever made it, chooses a backend of vLLM's for its layers."""
+        config = configure(model, None, attention_backend=backend)
+        assert chosen(config, dtype=torch.bfloat16).__module__.startswith("vllm.")
+        config.additional_config = {"kv_policy": STREAMING}
+        with pytest.raises(ConfigError, match="^--kv-policy streaming-llm.*by create_engine_config") as caught:
+            chosen(config, dtype=torch.bfloat16)
+        assert "\n" not in str(caught.value)
+
     def test_without_triton(self, model, monkeypatch):
         import importlib.util
 
@@ -196,6 +206,47 @@ class TestRefusals(Pretended):
         assert configure(model, dtype="float16").model_config.dtype == torch.float16
         for policy in ("h2o", "snapkv", "pyramidkv", "momentkv"):
             configure(model, {"policy": policy, "budget": 128})
+
+
+class TestSteps(Pretended):
+    """Prompts that are prefilled token by token are cut, so that no step takes minutes."""
+
+    @pytest.mark.parametrize("policy", ["h2o", "dms", "corrected", "trimkv", "streaming-llm"])
+    def test_tokens_of_a_step(self, model, tmp_path, policy):
+        settings = {"policy": policy, "budget": 128}
+        if policy == "corrected":
+            settings |= {"policy": "streaming-llm", "correction": "moment"}
+        if policy in ("dms", "trimkv"):
+            scorer = write_random_scorer(tmp_path / "gate", model, policy, sinks=2, window=6, topk=120)
+            settings["scorer"] = str(scorer)
+        one_by_one = policy in ("h2o", "dms", "corrected")
+        sizes = {"max_num_batched_tokens": 4096, "max_num_seqs": 8}
+
+        def steps(**options):
+            return configure(model, settings, **(sizes | options)).scheduler_config.max_num_scheduled_tokens
+
+        assert steps() == (1024 if one_by_one else None)
+        if policy == "h2o":
+            assert steps(max_num_seqs=2000) == 2000 and steps(max_num_batched_tokens=512) == 512
+            assert steps(max_num_scheduled_tokens=3000) == 3000
+            assert steps(enable_chunked_prefill=False) is None, "prompts could not be cut"
+
+    def test_the_scheduler_cuts_them(self, model, monkeypatch):
+        from vllm import SamplingParams
+        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+        from vllm.v1.request import Request
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        from kvpop_vllm.vllm_glue import cuda
+
+        monkeypatch.setattr(cuda, "ONE_BY_ONE", 100)
+        config = configure(model, {"policy": "h2o", "budget": 128})
+        config.cache_config.num_gpu_blocks = 100
+        scheduler = AsyncScheduler(config, cache_of(group_of(config)), StructuredOutputManager(config), SLOTS)
+        for name in "ab":
+            scheduler.add_request(Request(name, [1] * 150, SamplingParams(), None))
+        steps = [scheduler.schedule().num_scheduled_tokens for _ in range(3)]
+        assert steps == [{"a": 100}, {"a": 50, "b": 50}, {"a": 1, "b": 99}]
 
 
 class TestGraphs(Pretended):

@@ -3,19 +3,24 @@ layer's forward and the kernels, against the CPU's path. Run by test_cuda_contra
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
 import torch
 from engine.pretended import PRETENDED, Pretended
+from kernels.memory import peak_bytes
 
 from kvpop_vllm.attention import fixed_budget
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
+from kvpop_vllm.attention.rehearsal import largest_steps
 from kvpop_vllm.kernels.regions import region_map
+from kvpop_vllm.scorers.gates import Signals
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 if PRETENDED:
-    from engine.cuda_engine import MOST, SIZE, SLOTS, Inputs, configure, group_of, rank, runner_v1
+    from engine.cuda_engine import MOST, SIZE, SLOTS, chosen, configure, group_of, rank
+    from engine.cuda_runners import RunnerV1
 
 HEADS, GROUP, BLOCKS, CLOSE = 1, 2, 60, 2e-5
 ROLES = {"sinks": 2, "window": 4}
@@ -56,6 +61,7 @@ class Layers:
         for layer in range(layers):
             with rank(config):
                 impl = self.group.backend.get_impl_cls()(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS)
+                impl.gates = torch.nn.ModuleList()
                 context[f"model.layers.{layer}.self_attn.attn"] = SimpleNamespace(impl=impl)
                 impl.process_weights_after_loading(torch.float32)
             impl.attention.impl = "triton"
@@ -140,7 +146,7 @@ def serve(model, tmp_path, monkeypatch):
         settings = dict(POLICIES[name])
         if settings["policy"] == "kvpop":
             settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, "mlstm", **ROLES, topk=26))
-        layers = Layers(configure(model, settings))
+        layers = Layers(configure(model, settings, compilation_config={"cudagraph_capture_sizes": [MOST]}))
         prefill = fixed_budget.ops.prefill_chunk
 
         def by_interpreter(*tensors, rule, impl, **more):
@@ -157,14 +163,11 @@ class Served:
     """Both paths, step by step; the graph is recorded before anything is served, as engines do it."""
 
     def __init__(self, layers):
-        self.layers, self.inputs = layers, Inputs(layers.config)
-        self.requests = Requests(layers.group.kv_cache_spec)
-        self.known = torch.ones(MOST, dtype=torch.int32)
-        self.build = runner_v1(self.inputs, layers.group, self.known)
+        self.layers, self.requests = layers, Requests(layers.group.kv_cache_spec)
+        self.runner = RunnerV1(layers.config, layers.group)
         self.q, self.k, self.v = layers.tokens(MOST)
         self.out = torch.empty_like(self.q)
-        self.inputs.set([1] * MOST, [1] * MOST, [[5], [6], [7], [8]], real=False)
-        recorded = self.q, self.k, self.v, self.build([1] * MOST, padded=MOST, capture=True), self.out
+        recorded = self.q, self.k, self.v, self.runner.dummy(MOST, capture=True), self.out
         self.graph = Graph(layers.forward, *recorded)
         self.graph.replay()
 
@@ -172,13 +175,11 @@ class Served:
         """Runs a step on both paths; returns their outputs for its tokens."""
         counts, lengths, rows, prompts = self.requests.step(**counts)
         n, layers = sum(counts), self.layers
-        self.inputs.set(counts, lengths, rows)
-        self.known[: len(counts)] = torch.tensor(prompts)
+        metadata = self.runner.step(counts, lengths, rows, prompts)
         q, k, v = layers.tokens(n)
         expected = layers.expected(q, k, v, counts, lengths, rows, prompts)
         if graph:
             assert set(counts) == {1}
-            self.build(counts, padded=MOST)
             for buffer, fresh in zip((self.q, self.k, self.v), (q, k, v), strict=True):
                 buffer[:, :n] = fresh
             self.out.fill_(7.0)
@@ -186,7 +187,7 @@ class Served:
             assert (self.out[:, n:] == 0).all(), "rows of padding"
             return self.out[:, :n].clone(), expected
         out = torch.full_like(q, 7.0)
-        layers.forward(q, k, v, self.build(counts), out)
+        layers.forward(q, k, v, metadata, out)
         return out, expected
 
     def check(self, **step):
@@ -262,3 +263,114 @@ class TestLayer(Pretended):
             impl.process_weights_after_loading(torch.float32)
         assert impl.attention.rule is rule and list(impl.gates) == gates and len(gates) == (kind == "trimkv")
         assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True)) and any(x.any() for x in before)
+
+
+class TestPlacement(Pretended):
+    """Layers on the device "meta" in the GPU's place: what stayed on the CPU could not meet it, and nothing can be read back."""
+
+    SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "trimkv": "trimkv", "dms": "dms"}
+
+    @pytest.mark.parametrize("policy", [*SCORERS, "h2o", "momentkv", "pyramidkv"])
+    def test_a_layer_lies_on_its_device(self, model, policy, tmp_path):
+        options = {"budget": 96}
+        if policy in self.SCORERS:
+            options = {"scorer": str(write_random_scorer(tmp_path, model, self.SCORERS[policy], **ROLES, topk=26))}
+        config = configure(model, {"policy": policy} | options)
+        sent = pickle.loads(pickle.dumps(config))  # as a worker gets it
+        sent.device_config.device_type = "meta"
+        with rank(sent):
+            backend, context = chosen(sent), sent.compilation_config.static_forward_context
+            with torch.device("meta"):  # while vLLM builds a model
+                impl = backend.get_impl_cls()(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS)
+                impl.gates = torch.nn.ModuleList()
+            context["model.layers.1.self_attn.attn"] = SimpleNamespace(impl=impl)
+            torch.set_default_dtype(torch.bfloat16)
+            try:
+                for _ in range(2):
+                    impl.process_weights_after_loading(torch.bfloat16)
+            finally:
+                torch.set_default_dtype(torch.float32)
+        rule = impl.attention.rule
+        placed = [x for x in (*vars(rule).values(), *vars(rule.scorer or rule).values()) if isinstance(x, torch.Tensor)]
+        placed += impl.gates.state_dict().values()
+        assert {x.device.type for x in placed} == {"meta"} and {x.dtype for x in placed} <= {
+            torch.float32,
+            torch.float64,
+        }
+        for gate in impl.gates:
+            tokens = torch.empty(3, HEADS, SIZE, dtype=torch.bfloat16, device="meta")
+            hidden = tokens.new_empty(3, impl.policy.model.hidden_size)
+            given = gate(Signals(hidden, tokens, tokens, tokens[..., 0] if gate.borrows else None))
+            assert (given.device.type, given.dtype, given.shape) == ("meta", torch.float32, (3, HEADS))
+        cache = torch.empty(
+            2, BLOCKS, HEADS, SLOTS, impl.attention.layout.slot_bytes // 2, dtype=torch.bfloat16, device="meta"
+        )
+        pages, regions = impl._bind(cache[1])
+        assert pages.k.device.type == "meta" and (regions is None) == (policy != "pyramidkv")
+        if regions is not None:
+            table = torch.ones(MOST, 9, dtype=torch.int32, device="meta")
+            assert regions.rows(1, table).device.type == regions.budgets(1).device.type == "meta"
+
+
+class TestMemory(Pretended):
+    """vLLM's profiling run, which has no cache yet, sees what the largest steps take."""
+
+    TOKENS, ROWS = 256, [[*range(1 + 6 * i, 7 + 6 * i)] for i in range(4)]
+    SCORERS = {"kvpop": ("mlstm", {}), "trimkv": ("trimkv", {}), "dms": ("dms", {"shifted": True})}
+
+    @pytest.fixture
+    def layers(self, model, tmp_path):
+        """``policy, options -> Layers``."""
+
+        def start(policy, **options):
+            if policy in self.SCORERS:
+                kind, more = self.SCORERS[policy]
+                scorer = write_random_scorer(tmp_path / policy, model, kind, **ROLES, topk=74, **more)
+                options = options | {"scorer": str(scorer)}
+            found = Layers(configure(model, {"policy": policy, "budget": 80} | options))
+            found.gpu.zero_()
+            return found
+
+        return start
+
+    @pytest.mark.parametrize(
+        "policy, options",
+        [
+            ("streaming-llm", {"window": 60}), ("kvpop", {}), ("kvpop", {"decide_every": 16}), ("h2o", {}), ("snapkv", {}),
+            ("momentkv", {}), ("streaming-llm", {"allocator": "pyramid"}), ("adakv", {}), ("trimkv", {}), ("dms", {}),
+        ],
+    )  # fmt: skip
+    def test_no_less_than_steps_take(self, layers, policy, options, monkeypatch):
+        from triton.runtime.interpreter import InterpretedFunction
+
+        monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **options: None)
+        layers = layers(policy, **options)
+        impl, (q, k, v) = layers.impls[0], (x[0] for x in layers.tokens(self.TOKENS))
+        out, given = torch.empty_like(q), torch.zeros(self.TOKENS, HEADS) if impl.policy.gated else None
+        runner, length = RunnerV1(layers.config, layers.group), layers.config.model_config.max_model_len
+
+        def peak(n, cache, metadata):
+            step = q[:n], k[:n], v[:n], cache, metadata
+            return peak_bytes(lambda: impl.forward(None, *step, output=out[:n], given=given))
+
+        def of_a_step(counts, seen):
+            metadata = runner.step(counts, [seen + n for n in counts], self.ROWS[: len(counts)])
+            impl._bind(layers.gpu[0])[0].position.fill_(seen)
+            return peak(sum(counts), layers.gpu[0], metadata)
+
+        taken = max(of_a_step([1] * MOST, 400), of_a_step([self.TOKENS], length - self.TOKENS))
+        found = peak(self.TOKENS, torch.tensor([]), None)
+        layout = impl.attention.layout
+        pages = 2 * layout.blocks(80, 80) * layout.region_bytes  # some heads of some layers have more than others
+        assert taken <= found <= 1.05 * taken + pages
+        assert peak(self.TOKENS, layers.gpu[0], None) == 0 and (out == 0).all(), "a run of no requests, later on"
+
+    def test_kernels_run_on_pages_that_are_made_up(self, layers):
+        """With a window's worth of tokens undecided, as positions of the grid have it."""
+        impl = layers("kvpop", decide_every=4).impls[0]
+        q, k, v = (torch.randn(9, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS))
+        for pages, batch, n in largest_steps(impl.attention.rule, impl.attention.layout, [80], 80, 9, MOST, 512, "cpu"):
+            out = torch.full_like(q[:n], 7.0)
+            impl.attend(q[:n], k[:n], v[:n], pages, batch, out, None)
+            assert (out == 0).all() if batch.decodes else (out.abs().amax((1, 2)) > 0).all()
+        assert batch.prefills[0].start == 83 and pages.position[pages.layout.state_blocks, 0, 0] == 83 + 9

@@ -3,26 +3,15 @@ test_cuda_contract, in its process."""
 
 from __future__ import annotations
 
-import inspect
-
 import pytest
 import torch
 from engine.pretended import PRETENDED, Pretended
 
-RUNNERS = {}
+from kvpop_vllm.testing import write_random_scorer
+
 if PRETENDED:
-    from engine.cuda_engine import (
-        LENGTH,
-        MOST,
-        RUNNERS,
-        SLOTS,
-        STREAMING,
-        Inputs,
-        configure,
-        group_of,
-        runner_v1,
-        runner_v2,
-    )
+    from engine.cuda_engine import LENGTH, MOST, SLOTS, STREAMING, cache_of, configure, group_of
+    from engine.cuda_runners import RUNNERS, without_a_gpu
 
 ROWS = [[11, 12, 13], [21], [31, 32, 33, 34]]
 
@@ -33,100 +22,133 @@ def model(tiny_model):
 
 
 class TestRunners(Pretended):
-    @pytest.fixture(params=RUNNERS)
-    def runner(self, request):
-        return RUNNERS[request.param]
+    @pytest.fixture
+    def runner(self, model, version):
+        """``policy -> vLLM's runner``, whose graphs of decodes are for :data:`MOST` requests."""
 
-    def test_decodes_padded_to_a_captured_batch(self, model, runner):
-        config = configure(model)
-        inputs, group = Inputs(config), group_of(config)
-        build = runner(inputs, group)
-        inputs.set([1, 1, 1], [33, 5, 64], ROWS)
-        found = build([1, 1, 1], padded=MOST)
+        def make(policy=STREAMING):
+            config = configure(model, policy, compilation_config={"cudagraph_capture_sizes": [MOST]})
+            return RUNNERS[version](config, group_of(config))
+
+        return make
+
+    @pytest.fixture(params=["V1", "V2"])
+    def version(self, request):
+        return request.param
+
+    def test_decodes_padded_to_a_captured_batch(self, runner):
+        runner = runner()
+        runner.step([1] * MOST, [60] * MOST, [[41, 42, 43, 44]] * MOST)
+        found = runner.step([1, 1, 1], [33, 5, 64], ROWS)
         batch = found.batch(0, None)
         assert (found.num_tokens, batch.decodes, batch.tokens, batch.prefills) == (MOST, MOST, slice(0, MOST), ())
         assert batch.positions.tolist() == [32, 4, 63, -1] and batch.valid[:, 0].tolist() == [32, 4, 63, 0]
         assert batch.table[:, 0].tolist() == [[11, 12, 13, 0], [21, 0, 0, 0], [31, 32, 33, 34], [0] * 4]
         assert batch.table.shape == (MOST, 2, 4) and batch.budgets.tolist() == [64, 64]
 
-    def test_addresses_stay(self, model, runner):
-        config = configure(model)
-        inputs, group = Inputs(config), group_of(config)
-        build, names = runner(inputs, group), ("table", "positions", "valid", "budgets")
-        seen = set()
-        for step in range(3):
-            inputs.set([1] * (step + 1), [40 + step] * (step + 1), ROWS)
-            batch = build([1] * (step + 1), padded=MOST).batch(0, None)
-            seen.add(tuple(getattr(batch, name).data_ptr() for name in names))
-            assert batch.positions.tolist() == [39 + step] * (step + 1) + [-1] * (MOST - step - 1)
-        assert len(seen) == 1
-
     @pytest.mark.parametrize("capture", [False, True])
-    def test_dummy_runs_are_padding(self, model, runner, capture):
+    def test_dummy_runs_are_padding(self, runner, version, capture):
         """Also where rows of the block table are those of live requests, as in a dummy run of runner V1."""
-        config = configure(model)
-        inputs, group = Inputs(config), group_of(config)
-        inputs.set([1] * MOST, [1] * MOST, [*ROWS, [41]], real=False)
-        batch = runner(inputs, group)([1] * MOST, padded=MOST, capture=capture).batch(0, None)
-        assert batch.positions.tolist() == [-1] * MOST and (batch.table == 0).all()
+        runner = runner()
+        before = runner.step([1] * MOST, [60] * MOST, [[*row, 9] for row in (*ROWS, [41])]).batch(0, None)
+        assert before.positions.tolist() == [59] * MOST
+        batch = runner.dummy(MOST, capture).batch(0, None)
+        if version == "V1":
+            assert runner.runner.input_batch.block_table[0].block_table.gpu[:MOST, 0].tolist() == [11, 21, 31, 41]
+        assert batch.decodes == MOST and batch.positions.tolist() == [-1] * MOST and (batch.table == 0).all()
+        assert batch.positions.data_ptr() == before.positions.data_ptr()
+
+    @pytest.mark.parametrize("mark", ["lengths", "block_table", "slots"])
+    def test_each_mark_is_enough(self, runner, mark):
+        """Runners leave three marks on a row behind the requests: one alone makes it padding."""
+        runner, real, kept = runner(), {"lengths": 20, "block_table": 41, "slots": 20}, {}
+        rows = runner.group.get_metadata_builder().rows
+        rows.fill = lambda n, *given: kept.update(zip(real, given, strict=True))
+        runner.step([1, 1, 1], [33, 5, 64], ROWS)
+        del rows.fill
+        for name in set(real) - {mark}:
+            kept[name][3] = real[name]
+        rows.fill(MOST, **kept)
+        assert rows.positions.tolist() == [32, 4, 63, -1] and (rows.table[3] == 0).all()
+
+    def test_addresses_stay(self, runner):
+        runner, names, seen = runner(), ("table", "positions", "valid", "budgets"), set()
+        for n in (1, 2, 3):
+            batch = runner.step([1] * n, [40 + n] * n, ROWS[:n]).batch(0, None)
+            seen.add(tuple(getattr(batch, name).data_ptr() for name in names))
+            assert batch.positions.tolist() == [39 + n] * n + [-1] * (MOST - n)
+        assert len(seen) == 1
 
     def test_dummy_runs_of_longer_requests_are_left_out(self, model):
         """Runner V2 makes one before and one in every piecewise graph; a prompt's first chunk is none."""
         config = configure(model)
-        inputs, group = Inputs(config), group_of(config)
-        inputs.set([1, 2, 2], [1, 2, 2], [[0], [0], [0]], real=False)
-        assert RUNNERS["V2"](inputs, group)([1, 2, 2]) is None
-        for runner in RUNNERS.values():
-            inputs.set([1, 2, 2], [1, 2, 2], ROWS)
-            assert len(runner(inputs, group)([1, 2, 2]).batch(0, None).prefills) == 2
+        group = group_of(config)
+        v2 = RUNNERS["V2"](config, group)
+        assert v2.recorded(3, 5, full=False) is None and v2.built(lambda: v2.runner._dummy_run(5)) is None
+        for runner in (v2, RUNNERS["V1"](config, group)):
+            assert len(runner.step([1, 2, 2], [1, 2, 2], [[11], [21], [31]]).batch(0, None).prefills) == 2
 
-    def test_decodes_and_chunks(self, model, runner):
-        config = configure(model)
-        inputs, group = Inputs(config), group_of(config)
-        inputs.set([1, 30, 7], [33, 30, 71], ROWS)
-        found = runner(inputs, group)([1, 30, 7])
+    @pytest.mark.parametrize("state", [False, True])
+    def test_the_warm_up_of_runner_v2(self, model, tmp_path, state):
+        """It counts blocks of keys and values only: with a state, rows of decodes have none for their slots and are padding. Chunks
+        begin at position 0, where whatever their pages hold is taken for empty."""
+        from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
+
+        policy = STREAMING
+        if state:
+            policy = {
+                "policy": "kvpop",
+                "scorer": str(write_random_scorer(tmp_path / "scorer", model, sinks=2, window=6)),
+            }
+        config = configure(model, policy, compilation_config={"cudagraph_capture_sizes": [MOST]})
+        runner, positions, starts = RUNNERS["V2"](config, group_of(config)), [], []
+
+        def execute(output):
+            if output.total_num_scheduled_tokens == 0:
+                return runner.runner.finish_requests(output)
+            batch = runner.built(lambda: runner.runner.execute_model(output)).batch(0, None)
+            positions.extend(batch.positions.tolist())
+            return starts.extend(chunk.start for chunk in batch.prefills)
+
+        with without_a_gpu():
+            warmup_kernels(runner.runner, execute, lambda grammar: None)
+        assert run_mixed_prefill_decode_warmup(runner.runner, execute, lambda grammar: None, 16)
+        assert set(positions) == ({-1} if state else {-1, 0}) and set(starts) == {0}
+
+    def test_decodes_and_chunks(self, runner):
+        found = runner().step([1, 30, 7], [33, 30, 71], [ROWS[0], [21, 22], ROWS[2]])
         batch = found.batch(0, None)
         assert (found.num_tokens, batch.decodes, batch.positions.tolist()) == (38, 1, [32])
-        assert [(c.first, c.last, c.start) for c in batch.prefills] == [(1, 31, 0), (31, 38, 64)]
-        assert [c.row[:, 0].tolist() for c in batch.prefills] == [[21, 21], [31, 31]]
+        assert [(c.first, c.last, c.start) for c in batch.prefills] == [(1, 8, 64), (8, 38, 0)], "as runners order them"
+        assert [c.row[:, 0].tolist() for c in batch.prefills] == [[31, 31], [21, 21]]
 
-    def test_lengths_of_prompts(self, model, runner):
-        config = configure(model, {"policy": "snapkv", "budget": 96})
-        config.__dict__.pop("use_v2_model_runner", None)
-        inputs, group = Inputs(config), group_of(config)
-        if runner is not runner_v1:
-            from kvpop_vllm.vllm_glue import prompt_lengths
+    def test_lengths_of_prompts(self, runner, version):
+        from kvpop_vllm.vllm_glue import prompt_lengths
 
+        if version == "V2":
             prompt_lengths.apply_v2()
-        prompts = torch.tensor([20, 5, 90, 7], dtype=torch.int32)
-        inputs.set([1, 1, 40], [33, 5, 64], ROWS)
-        build = runner(inputs, group, prompts)
-        batch = build([1, 1, 40]).batch(0, None)
-        assert batch.prompts.tolist() == [20, 5] and [c.prompt for c in batch.prefills] == [90]
-        inputs.set([1, 1], [34, 6], ROWS)
-        assert build([1, 1], padded=MOST).batch(0, None).prompts.tolist() == [20, 5, 1, 1]
+        runner = runner({"policy": "snapkv", "budget": 96})
+        batch = runner.step([1, 1, 40], [33, 5, 64], ROWS, [20, 4, 90]).batch(0, None)
+        assert batch.prompts.tolist() == [20, 4] and [c.prompt for c in batch.prefills] == [90]
+        assert runner.step([1, 1], [34, 6], ROWS[:2], [20, 4]).batch(0, None).prompts.tolist() == [20, 4, 1, 1]
+        assert runner.dummy(MOST).batch(0, None).positions.tolist() == [-1] * MOST
 
-    def test_a_runner_that_does_not_say_prompts_is_refused(self, model):
+    def test_a_runner_that_does_not_say_prompts_is_refused(self, model, monkeypatch):
+        from kvpop_vllm.vllm_glue import prompt_lengths
+
+        monkeypatch.setattr(prompt_lengths, "_hand_over", lambda *args: None)
         config = configure(model, {"policy": "snapkv", "budget": 96})
-        inputs, group = Inputs(config), group_of(config)
-        inputs.set([1, 40], [33, 40], ROWS)
+        runner = RUNNERS["V2"](config, group_of(config))
         with pytest.raises(RuntimeError, match="does not say how long prompts are"):
-            runner_v2(inputs, group)([1, 40])
+            runner.step([1, 40], [33, 40], ROWS[:2])
 
-    def test_runner_v2_says_prompts_before_it_builds(self):
-        """And both runners by the methods that are wrapped."""
+    def test_what_is_wrapped_on_gpus(self):
         from engine.stock_run import functions_of_ours_in_vllm
-        from vllm.v1.worker.gpu.model_runner import GPUModelRunner as V2
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner as V1
 
         from kvpop_vllm.vllm_glue import prompt_lengths
         from kvpop_vllm.vllm_glue.patches import LEDGER
 
         prompt_lengths.apply_v2()
-
-        source = inspect.getsource(V2.execute_model)
-        assert 0 < source.index("self.prepare_attn(") < source.index("self.model_state.prepare_attn(")
-        assert "self._build_attention_metadata(" in inspect.getsource(V1.execute_model)
         (target,) = [patch.target for patch in LEDGER if patch.on_gpus]
         assert target == prompt_lengths.RUNNER_V2 and target in functions_of_ours_in_vllm()
 
@@ -138,21 +160,18 @@ class TestRunners(Pretended):
                 builder = group_of(config, held, index=index, ranks=ranks).get_metadata_builder()
                 assert builder.layout.num_kv_heads == held and builder.rows.budgets.shape == (held,)
 
-    def test_no_value_is_asked_for(self, model, runner):
+    def test_no_value_is_asked_for(self, model):
         """On the device "meta" tensors have none, and may not meet those of the CPU."""
         from attention.test_device_step import NoWaiting
 
         for policy in (STREAMING, {"policy": "snapkv", "budget": 96}):
             config = configure(model, policy)
-            inputs, group = Inputs(config), group_of(config, device="meta")
-            on_cpu = inputs.starts
-            for counts, padded in (([1, 1, 1], MOST), ([1, 30, 7], None)):
-                inputs.set(counts, [64] * 3, ROWS)
-                common = common_of(inputs, on_cpu, counts, padded)
+            builder = group_of(config, device="meta").get_metadata_builder()
+            for counts, rows in (([1, 1, 1], MOST), ([1, 30, 7], 3)):
+                common = common_of(counts, rows)
+                if builder.needs_prompt:
+                    builder.prompts = torch.full((rows,), 70)
                 with NoWaiting():
-                    builder = group.get_metadata_builder()
-                    if builder.needs_prompt:
-                        builder.prompts = torch.full((MOST,), 70)
                     batch = builder.build(0, common).batch(0, None)
                 assert batch.positions.device.type == "meta"
 
@@ -175,8 +194,7 @@ class TestAsyncScheduling(Pretended):
         assert (
             config.scheduler_config.async_scheduling and config.scheduler_config.get_scheduler_cls() is AsyncScheduler
         )
-        pool = Inputs(config).groups(group, blocks=3)
-        scheduler = AsyncScheduler(config, pool, StructuredOutputManager(config), SLOTS)
+        scheduler = AsyncScheduler(config, cache_of(group, blocks=3), StructuredOutputManager(config), SLOTS)
         assert not scheduler.defer_block_free
 
         def sampled(step, token):
@@ -196,15 +214,16 @@ class TestAsyncScheduling(Pretended):
         assert third.finished_req_ids == {"a"}
 
 
-def common_of(inputs, starts, counts, padded):
-    """Common metadata whose device is "meta"."""
+def common_of(counts, rows):
+    """Common metadata of ``rows`` rows whose device is "meta"."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
-    n = padded or len(counts)
-    there = [x.to("meta") for x in (starts[: n + 1], inputs.lengths[:n], inputs.table[:n], inputs.slots)]
+    starts = torch.tensor([0, *counts] + [0] * (rows - len(counts)), dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    shapes = (rows + 1,), (rows,), (rows, LENGTH // SLOTS)
+    there = [torch.empty(shape, dtype=torch.int32, device="meta") for shape in shapes]
     return CommonAttentionMetadata(
-        query_start_loc=there[0], query_start_loc_cpu=starts[: n + 1], seq_lens=there[1], num_reqs=n,
-        num_actual_tokens=padded or sum(counts), max_query_len=max(counts), max_seq_len=LENGTH,
-        block_table_tensor=there[2], slot_mapping=there[3], seq_lens_cpu_upper_bound=inputs.lengths[:n].clone(),
-        is_prefilling=torch.ones(n, dtype=torch.bool),
+        query_start_loc=there[0], query_start_loc_cpu=starts, seq_lens=there[1], num_reqs=rows,
+        num_actual_tokens=sum(counts), max_query_len=max(counts), max_seq_len=LENGTH, block_table_tensor=there[2],
+        slot_mapping=torch.empty(256, dtype=torch.int64, device="meta"), is_prefilling=torch.ones(rows, dtype=torch.bool),
+        seq_lens_cpu_upper_bound=torch.full((rows,), 64, dtype=torch.int32),
     )  # fmt: skip
