@@ -263,8 +263,8 @@ class TestDecodeStep(Interpreted):
 
 
 def test_interpreted():
-    """Runs the class above, interpreted."""
-    run_interpreted(f"{__file__}::TestDecodeStep")
+    """Runs the class above, and that of test_triton_shared, interpreted."""
+    run_interpreted(f"{__file__}::TestDecodeStep", f"{Path(__file__).parent}/test_triton_shared.py::TestSharedHeads")
 
 
 @pytest.fixture(scope="module")

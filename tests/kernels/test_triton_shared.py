@@ -1,5 +1,5 @@
-"""Heads that divide a budget in Triton's decode step, interpreted: against the oracle, from pages of the reference on; see
-test_triton_serving."""
+"""Heads that divide a budget in Triton's decode step, interpreted: against the oracle, from pages of the reference on. Run by
+test_triton_serving, in its process."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import pytest
 import torch
 from kernels.factories import given_scores, random_rule, random_scorer
 from kernels.shared_heads import CASES, SIZE, N, Problem, retained
-from kernels.triton_processes import run_interpreted
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
@@ -162,8 +161,3 @@ class TestSharedHeads:
         p.rule = replace(p.rule, share_pages=1)
         with pytest.raises(ValueError, match="do not fit 1 pages a head"):
             p.serve([10], "triton")
-
-
-def test_interpreted():
-    """Runs the class above, interpreted."""
-    run_interpreted(f"{__file__}::TestSharedHeads")

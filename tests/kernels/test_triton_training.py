@@ -82,7 +82,7 @@ class TestRunningTopk(Interpreted):
 
 ATTENTION = {
     "plain": dict(length=77, sinks=3, window=9, topk=11, size=16, group=2, batch=2),
-    "blocks": dict(length=170, sinks=4, window=24, topk=30, size=16, group=2),
+    "blocks": dict(length=140, sinks=4, window=24, topk=30, size=16, group=2),
     "shorter-than-the-window": dict(length=20, sinks=2, window=50, topk=5, size=32),
     "fewer-eligible-than-k": dict(length=40, sinks=2, window=8, topk=100, size=16),
     "no-sinks": dict(length=65, sinks=0, window=1, topk=9, size=16, group=3),
@@ -142,7 +142,7 @@ class TestSparseAttention(Interpreted):
         inputs = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in attention_inputs(**options)]
         self.check(inputs, draw(0, 2, 2, 40), **options)
 
-    @pytest.mark.parametrize("length, topk", [(130, 0), (1, 1)])
+    @pytest.mark.parametrize("length, topk", [(70, 0), (1, 1)])
     def test_queries_that_see_themselves_alone(self, length, topk):
         """k = 0, w = 1, s = 0: dq and dk are zero but for the rounding of two equal sums of D products."""
         inputs = attention_inputs(length, 16, group=2)
@@ -165,7 +165,7 @@ class TestSparseAttention(Interpreted):
         """The older, the better: the k first stay, what comes later is seen in the window only."""
         from kvpop_vllm.kernels.triton.sparse_attention import _visits
 
-        length, options = 320, dict(sinks=4, window=24, topk=30)
+        length, options = 256, dict(sinks=4, window=24, topk=30)
         priority = -torch.arange(float(length)).expand(1, 2, -1)
         self.check(attention_inputs(length, 16), priority, **options)
         rank, cutoff = ops.running_topk(priority, **options, impl="reference")
@@ -175,7 +175,7 @@ class TestSparseAttention(Interpreted):
             for head, row in torch.cartesian_prod(*map(torch.arange, blocks.shape[:2])).tolist():
                 listed = lists[head, row, : counts[head, row]].tolist()
                 assert listed == sorted(set(listed)) and set(blocks[head, row].nonzero()[:, 0].tolist()) <= set(listed)
-            assert counts.sum() <= 1.2 * blocks.sum() and blocks.sum() < 0.6 * 2 * 110  # 110 pairs are causal
+            assert counts.sum() <= 1.2 * blocks.sum() and blocks.sum() < 0.7 * 2 * 72  # 72 pairs are causal
 
     def test_what_it_does_not_take_is_refused(self):
         q, k, v = attention_inputs(8, 16, dtype=torch.float64)
@@ -192,8 +192,8 @@ class TestFutureAttentionMass(Interpreted):
     @pytest.mark.parametrize(
         "length, window, size, group, dtype",
         [
-            (150, 9, 16, 2, torch.float32),
-            (150, 9, 16, 2, torch.float16),
+            (90, 9, 16, 2, torch.float32),
+            (90, 9, 16, 2, torch.float16),
             (20, 50, 16, 1, torch.float32),
             (64, 64, 16, 1, torch.float32),
             (70, 1, 80, 3, torch.float32),
@@ -271,7 +271,7 @@ class TestDelayedMLSTM(Interpreted):
             (130, 64, 20, 33, 64),
             (20, 0, 70, 100, 16),  # two tiles each way
             (128, 1, 16, 16, 32),  # the chunks fill the sequence
-            (150, 17, 16, 16, 256),  # worked off in pieces
+            (90, 17, 16, 16, 256),  # worked off in pieces
             (40, 39, 16, 16, 16),  # one token is read
             (40, 40, 16, 16, 16),  # none is
             (40, 100, 16, 16, 16),
@@ -312,7 +312,7 @@ class TestDelayedMLSTM(Interpreted):
         assert all(g.isfinite().all() and g.abs().max() < 1e-16 for g in torch.autograd.grad(h.sum(), low))
 
     def test_large_gates_stay_finite(self):
-        inputs = [t.requires_grad_() for t in mlstm_inputs(100, 16, 16, gates=80.0)]
+        inputs = [t.requires_grad_() for t in mlstm_inputs(50, 16, 16, gates=80.0)]
         h, state = ops.delayed_mlstm(*inputs, delay=3, chunk=16, impl="triton")
         assert all(t.isfinite().all() for t in (h, *state, *torch.autograd.grad(h.sum(), inputs)))
 
