@@ -3,9 +3,11 @@
 Sections run one after another, each case on its own: what it found is in the CSV file and in the log before the next one begins, and what
 there is no time for is named in the log. Correctness comes first, in bfloat16 against float64, and what a case of times needs is checked before: if that was wrong, it is not timed.
 
-No case begins after ``--minutes``, and a sanitizer is ended then: 7.5, so that 8 are enough where no case takes more than half a minute.
+No case begins after ``--minutes``, and a sanitizer is ended then: 7.5, so that 8 are enough where no case takes more
+than half a minute.
 
-With ``--interpret`` the same code runs on a CPU at reduced shapes in float32, Triton's kernels interpreted; nothing is timed, and no CUDA graph made.
+With ``--interpret`` the same code runs on a CPU at reduced shapes in float32, Triton's kernels interpreted; nothing is
+timed, and no CUDA graph made.
 """
 
 from __future__ import annotations
@@ -80,7 +82,8 @@ SHARES = {
     "distillation": 0.75,
     "sanitizers": math.inf,
 }
-"""Eighths of the time, when all sections run: after so many no case of a section begins, and what is left goes to those behind."""
+"""Eighths of the time, when all sections run: after so many no case of a section begins, and what is left goes to those
+behind."""
 
 
 class Skipped(Exception):
@@ -132,8 +135,8 @@ def run_sections(
     """Runs all cases; 0 if some were done and nothing was wrong, else 1.
 
     Args:
-        sections: None for one that could not be imported. shares: seconds that a section has, without an entry all that are left.
-        results: the CSV file. about: of all its rows.
+        sections: None for one that could not be imported. shares: seconds that a section has, without an entry all that
+        are left. results: the CSV file. about: of all its rows.
     """
     outcomes = dict.fromkeys(("done", "wrong", "skipped", "not reached"), 0)
     for section, cases in sections.items():
@@ -149,7 +152,8 @@ def run_sections(
 
 
 def guarded(bench: Bench, name: str, section: Section | None) -> Iterator[tuple[str, Callable | None]]:
-    """A section's cases, until one breaks it between them, which must not cost the others; None is what is wrong then."""
+    """A section's cases, until one breaks it between them, which must not cost the others; None is what is wrong
+    then."""
     try:
         if section is not None:
             yield from section(bench)
@@ -215,7 +219,8 @@ def within(bench: Bench, actual, exact, eager, name: str, factor: float = 2.0) -
 
 @contextmanager
 def ops_take(implementation: str | None) -> Iterator[set[str]]:
-    """Ops choose this one where they have it and nobody says which, whatever the device; None: as always. Gives the ops that chose."""
+    """Ops choose this one where they have it and nobody says which, whatever the device; None: as always. Gives the ops
+    that chose."""
     from kvpop_vllm.kernels import dispatch
 
     chosen, told = dispatch.select, set()

@@ -127,7 +127,8 @@ def static_cache(model, requests: int, length: int) -> tuple[StaticCache, torch.
 
 
 def full_cache(model, requests: int, context: int) -> tuple[StaticCache, Callable[[], object]]:
-    """One that has a token less than it holds, random ones, the same every time, and what says so again after every token."""
+    """One that has a token less than it holds, random ones, the same every time, and what says so again after every
+    token."""
     cache, seen = static_cache(model, requests, context)
     generator = torch.Generator(seen.device).manual_seed(0)
     for layer in cache.layers:
@@ -180,7 +181,8 @@ def check_held(cache: KVpopCache, budget: int) -> None:
 
 @contextmanager
 def tiny(bench: Bench) -> Iterator[tuple[torch.nn.Module, Path, int]]:
-    """A model whose tokens depend on those far back, on the bench's device and in its dtype, the folder of its scorer, and B."""
+    """A model whose tokens depend on those far back, on the bench's device and in its dtype, the folder of its scorer,
+    and B."""
     shape, roles = (
         ({}, (4, 16, 44)) if not bench.small else (dict(layers=1, q_heads=2, kv_heads=1, head_dim=16), (1, 3, 8))
     )

@@ -1,7 +1,7 @@
 """Times on a GPU: events around what runs, medians over rounds, several in turn; and CUDA graphs of what is timed.
 
-The GPU is kept busy while the host queues what is timed, so that the launches, of a graph of a thousand nodes too, are no part of it. What waits for
-the GPU itself, or is queued for longer than that, is timed with the host's share of it.
+The GPU is kept busy while the host queues what is timed, so that the launches, of a graph of a thousand nodes too, are
+no part of it. What waits for the GPU itself, or is queued for longer than that, is timed with the host's share of it.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def side_stream() -> torch.cuda.Stream:
 
 
 def graph_of(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of ``run``, which is called twice: done the first time, for what has to be compiled, and recorded."""
+    """A CUDA graph of ``run``, which is called twice: done the first time, for what has to be compiled, and
+    recorded."""
     side = side_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

@@ -59,8 +59,8 @@ def distillation(bench: Bench):
 
 
 def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
-    """Losses and gradient norms of two steps, where kernels are interpreted of one, are those that the reference gives on the same
-    device, in float32."""
+    """Losses and gradient norms of two steps, where kernels are interpreted of one, are those that the reference gives
+    on the same device, in float32."""
     sizes = dict(length=64, window=[8], topk=[20])
     shape, steps = dict(head_dim=32), 2
     if bench.small:

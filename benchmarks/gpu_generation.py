@@ -95,8 +95,8 @@ def generation(bench: Bench):
 
 
 def kvpop_right(bench: Bench) -> Iterator[dict]:
-    """Tokens of captured passes are those of ``generate()``, and the same tokens are held; caches fill up in replays, one row's after the
-    other's. Interpreted passes are held against ``generate()`` as a CPU does it."""
+    """Tokens of captured passes are those of ``generate()``, and the same tokens are held; caches fill up in replays,
+    one row's after the other's. Interpreted passes are held against ``generate()`` as a CPU does it."""
     new = SMALL_NEW if bench.small else NEW
     with tiny(bench) as (model, scorer, budget):
         prompts, mask = padded(bench)
@@ -116,7 +116,8 @@ def kvpop_right(bench: Bench) -> Iterator[dict]:
 
 
 def dense_right(bench: Bench) -> Iterator[dict]:
-    """Tokens of captured passes are those of passes one by one; and without a mask a full cache gives the same logits for the same token."""
+    """Tokens of captured passes are those of passes one by one; and without a mask a full cache gives the same logits
+    for the same token."""
     new, logits = 12, []
     with tiny(bench) as (model, *_):
         prompts = padded(bench)[0]
@@ -162,7 +163,8 @@ def padded(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
 def greedy(
     bench: Bench, model, cache, prompts: torch.Tensor, new: int, mask=None, one_by_one: bool = False
 ) -> list[list[int]]:
-    """``new`` tokens of every row: the first from the prompt's pass, the second from a pass, the others from replays of one.
+    """``new`` tokens of every row: the first from the prompt's pass, the second from a pass, the others from replays of
+    one.
 
     Args:
         mask: which columns of the prompts are tokens, None: all. one_by_one: no graph is made.
@@ -197,8 +199,9 @@ def after(cache: KVpopCache, passes: int, bench: Bench) -> None:
 
 @dataclass
 class Timed:
-    """A cache and its pass. cache: its bytes. read: bytes of it that a pass reads or writes. peak: bytes of weights, cache and what else a pass
-    needs, which is not what a prefill would. check: raises AssertionError where a pass was none. seconds: of a pass."""
+    """A cache and its pass. cache: its bytes. read: bytes of it that a pass reads or writes. peak: bytes of weights,
+    cache and what else a pass needs, which is not what a prefill would. check: raises AssertionError where a pass was
+    none. seconds: of a pass."""
 
     replay: Callable[[], object]
     cache: int
@@ -210,7 +213,8 @@ class Timed:
 
 @dataclass
 class Missing:
-    """A cache that is not timed. needed: bytes that it would have to find free, if that is why. wrong: what went wrong, else nothing."""
+    """A cache that is not timed. needed: bytes that it would have to find free, if that is why. wrong: what went wrong,
+    else nothing."""
 
     needed: int
     wrong: str = ""
@@ -224,7 +228,8 @@ def budgets_at(context: int) -> dict[str, int]:
 def times(
     bench: Bench, drawn: Drawn, requests: int, context: int, names: list[str], found: dict[int, dict[str, Timed]]
 ) -> Iterator[dict]:
-    """A pass with every cache, in turn, and what those need that do not fit; names: of the caches. found: what each context gave.
+    """A pass with every cache, in turn, and what those need that do not fit; names: of the caches. found: what each
+    context gave.
 
     Raises:
         AssertionError: one could not be made, or is not right after its passes; the rows of the others come before.
@@ -257,8 +262,8 @@ def times(
 
 
 def attempt(bench: Bench, what: str, run: Callable[[], object], needed: int = 0):
-    """What ``run`` gives, or what is missing, with the reason in the log; needed: bytes, more than 0 where there may be too few.
-    Errors are not kept, which would keep the memory of what they interrupted."""
+    """What ``run`` gives, or what is missing, with the reason in the log; needed: bytes, more than 0 where there may be
+    too few. Errors are not kept, which would keep the memory of what they interrupted."""
     try:
         return run()
     except Exception as error:  # noqa: BLE001  what one cache does must not cost the others
@@ -341,8 +346,8 @@ def kvpop_timed(bench, drawn, requests, context, budget: int) -> Timed:
 
 
 def with_peak(bench: Bench, decoding: Decoding) -> tuple[Callable[[], object], int]:
-    """What repeats a pass, and how many bytes a pass takes at most beside weights and cache, without the workspace that matrix products
-    keep; a prefill would take others."""
+    """What repeats a pass, and how many bytes a pass takes at most beside weights and cache, without the workspace that
+    matrix products keep; a prefill would take others."""
     if bench.device != "cuda":
         return decoding.captured(bench), 0
     with torch.cuda.stream(side_stream()):

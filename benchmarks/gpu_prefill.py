@@ -1,5 +1,6 @@
-"""`prefill_chunk` on a GPU: right in low precision, and its time at Qwen3-8B's shapes for a prompt of 16,384 tokens beside SDPA and FlexAttention;
-and that of a rule whose tokens have decays of their own, and of one that is worked off token by token.
+"""`prefill_chunk` on a GPU: right in low precision, and its time at Qwen3-8B's shapes for a prompt of 16,384 tokens
+beside SDPA and FlexAttention; and that of a rule whose tokens have decays of their own, and of one that is worked off
+token by token.
 
 SDPA attends to everything before each query, FlexAttention is given the mask of what the policy keeps. The floor of attention is SDPA's time
 times the share of logits that is visible.
@@ -158,8 +159,9 @@ def ages_times(bench: Bench, budget: int) -> Iterator[dict]:
 
 
 def mass_times(bench: Bench, budget: int) -> Iterator[dict]:
-    """Chunks one after another where every token evicts one, by mean attention mass; the host's launches count where they take longer
-    than the GPU. The floor is a token's bytes, keys, values, scores and positions of all that is held."""
+    """Chunks one after another where every token evicts one, by mean attention mass; the host's launches count where
+    they take longer than the GPU. The floor is a token's bytes, keys, values, scores and positions of all that is
+    held."""
     scale, starts = SIZE**-0.5, itertools.count(budget, CHUNK)
     rule = RetentionRule(SINKS, WINDOW, _no_decay(), scorer=ops.AttentionMass(mean=True)).to(bench.device)
     q, k, v = _tokens(bench, torch.Generator().manual_seed(0))

@@ -174,7 +174,8 @@ def sanitized(bench: Bench, tool: str) -> Iterator[dict]:
 
 
 def output_of(command: list[str], limit: float) -> tuple[int | None, str]:
-    """A program's exit code and what it said; the code is None where it was ended, with all that it started, after ``limit`` seconds."""
+    """A program's exit code and what it said; the code is None where it was ended, with all that it started, after
+    ``limit`` seconds."""
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     ) as process:
