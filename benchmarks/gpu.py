@@ -3,7 +3,11 @@
 Sections run one after another, each case on its own: what it found is in the CSV file and in the log before the next one begins, and what
 there is no time for is named in the log. Correctness comes first, in bfloat16 against float64, and what a case of times needs is checked before: if that was wrong, it is not timed.
 
-With ``--interpret`` the same code runs on a CPU at reduced shapes in float32, interpreted: its times say nothing, and are not written.
+No case begins after ``--minutes``, and a sanitizer is ended then: 7.5, so that 8 are enough where no case takes more
+than half a minute.
+
+With ``--interpret`` the same code runs on a CPU at reduced shapes in float32, Triton's kernels interpreted; nothing is
+timed, and no CUDA graph made.
 """
 
 from __future__ import annotations
@@ -71,14 +75,19 @@ SECTIONS = {
 }
 """Name -> module and section, in the order in which they run."""
 SHARES = {
-    "serving-kernels": 2.0,
+    "serving-kernels": 1.75,
     "prefill-kernels": 1.25,
-    "training-kernels": 1.25,
+    "training-kernels": 1.0,
     "generation": 2.0,
-    "distillation": 1.0,
+    "distillation": 0.75,
     "sanitizers": math.inf,
 }
-"""Of 8 minutes, when all sections run: after so many no case of a section begins, and what is left goes to those behind."""
+"""Eighths of the time, when all sections run: after so many no case of a section begins, and what is left goes to those
+behind."""
+
+
+class Skipped(Exception):
+    """A case cannot be run here, which is nobody's mistake; what it says is for the log."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -114,21 +123,46 @@ def main(arguments: list[str] | None = None) -> int:
             time.monotonic() + 60 * options.minutes,
             say,
         )
-        outcomes = {"done": 0, "wrong": 0, "not reached": 0}
         with tests_of(ROOT):
             sections = {section: imported(bench, section) for section in options.sections or SECTIONS}
-        outcomes["wrong"] += list(sections.values()).count(None)
-        for section in (name for name, cases in sections.items() if cases is not None):
-            share = math.inf if options.sections else SHARES[section] / 8
-            bench.until = time.monotonic() + 60 * options.minutes * share
-            for case, measure in sections[section](bench):
-                outcome = run_case(bench, section, case, measure, out / "gpu.csv", about | versions)
-                outcomes[outcome] += 1
-                if outcome == "wrong" and not usable(bench):
-                    say("the GPU answers no more in this process: what is left was not tried")
-                    return 1
-        say(", ".join(f"{count} cases {outcome}" for outcome, count in outcomes.items()))
+        shares = {} if options.sections else {name: 60 * options.minutes * share / 8 for name, share in SHARES.items()}
+        return run_sections(bench, sections, shares, out / "gpu.csv", about | versions)
+
+
+def run_sections(
+    bench: Bench, sections: dict[str, Section | None], shares: dict[str, float], results: Path, about: dict
+) -> int:
+    """Runs all cases; 0 if some were done and nothing was wrong, else 1.
+
+    Args:
+        sections: None for one that could not be imported. shares: seconds that a section has, without an entry all that
+        are left. results: the CSV file. about: of all its rows.
+    """
+    outcomes = dict.fromkeys(("done", "wrong", "skipped", "not reached"), 0)
+    for section, cases in sections.items():
+        bench.until = time.monotonic() + shares.get(section, math.inf)
+        for case, measure in guarded(bench, section, cases):
+            outcome = "wrong" if measure is None else run_case(bench, section, case, measure, results, about)
+            outcomes[outcome] += 1
+            if outcome == "wrong" and not usable(bench):
+                bench.say("the GPU answers no more in this process: what is left was not tried")
+                return 1
+    bench.say(", ".join(f"{count} cases {outcome}" for outcome, count in outcomes.items()))
     return int(outcomes["wrong"] > 0 or outcomes["done"] == 0)
+
+
+def guarded(bench: Bench, name: str, section: Section | None) -> Iterator[tuple[str, Callable | None]]:
+    """A section's cases, until one breaks it between them, which must not cost the others; None is what is wrong
+    then."""
+    try:
+        if section is not None:
+            yield from section(bench)
+    except Exception as error:  # noqa: BLE001  another shape of a config, say
+        bench.say(f"{name}: WRONG between its cases, what is left of it was not tried: {type(error).__name__}: {error}")
+        bench.say(traceback.format_exc())
+        section = None
+    if section is None:
+        yield "", None
 
 
 def imported(bench: Bench, name: str) -> Section | None:
@@ -159,7 +193,7 @@ def parse_arguments(arguments):
     parser.add_argument("--watched", action="store_true", help="only few right cases, under a sanitizer")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), help="only these")
     parser.add_argument(
-        "--minutes", type=float, default=8.0, help="no case begins later than so long after the start (default 8)"
+        "--minutes", type=float, default=7.5, help="no case begins later than so long after the start (default 7.5)"
     )
     parser.add_argument(
         "--out", default=str(RESULTS), help="folder of gpu.csv and gpu.log (default benchmarks/results)"
@@ -181,6 +215,27 @@ def within(bench: Bench, actual, exact, eager, name: str, factor: float = 2.0) -
     finite = exact.isfinite()
     error, low = (float((x.double() - exact)[finite].abs().max()) for x in (actual, eager))
     yield bench.row(f"{name}, largest error", error / (low or 1.0), "of the eager one" if low else "absolute")
+
+
+@contextmanager
+def ops_take(implementation: str | None) -> Iterator[set[str]]:
+    """Ops choose this one where they have it and nobody says which, whatever the device; None: as always. Gives the ops
+    that chose."""
+    from kvpop_vllm.kernels import dispatch
+
+    chosen, told = dispatch.select, set()
+
+    def select(op, tensor):
+        told.add(op)
+        if implementation is None:
+            return chosen(op, tensor)
+        return implementation if op in dispatch.TRITON_DTYPES else "reference"
+
+    dispatch.select = select
+    try:
+        yield told
+    finally:
+        dispatch.select = chosen
 
 
 def take_kernels_from(root: Path) -> None:
@@ -213,7 +268,7 @@ def tests_of(root: Path) -> Iterator[None]:
 
 
 def run_case(bench: Bench, section: str, case: str, measure, results: Path, about: dict) -> str:
-    """Runs one case if there is time: "done", "wrong" or "not reached".
+    """Runs one case if there is time: "done", "wrong", "skipped" or "not reached".
 
     Raises:
         ValueError: the results have other columns.
@@ -228,6 +283,9 @@ def run_case(bench: Bench, section: str, case: str, measure, results: Path, abou
     while True:
         try:
             row = next(rows, None)
+        except Skipped as why:
+            bench.say(f"{section}, {case}: skipped, {why}")
+            return "skipped"
         except Exception as error:  # noqa: BLE001  what one case does must not cost the others
             bench.say(f"{section}, {case}: WRONG {type(error).__name__}: {error}")
             bench.say(traceback.format_exc())

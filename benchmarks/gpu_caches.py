@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from gpu import Bench
+from gpu_clock import graph_of
 from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
 
 from kvpop_vllm.hf import KVpopCache
@@ -21,6 +22,8 @@ _NAMES = (
 )  # fmt: skip
 QWEN3_8B = dict(zip(_NAMES, (36, 4096, 12288, 32, 8, 128, 151936), strict=True))
 TINY = dict(zip(_NAMES, (2, 64, 96, 4, 2, 32, 256), strict=True))
+TINIER = dict(zip(_NAMES, (1, 64, 96, 2, 1, 16, 256), strict=True))
+"""For kernels that are interpreted."""
 POSITIONS = 1 << 18
 """Of a drawn model: more than any context."""
 SINKS, WINDOW = 4, 256
@@ -99,15 +102,7 @@ class Decoding:
         if bench.device != "cuda":
             self.step()
             return self.step
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            self.step()  # compiles
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            self.step()
-        return graph.replay
+        return graph_of(self.step).replay
 
 
 # caches without a prefill
@@ -132,11 +127,13 @@ def static_cache(model, requests: int, length: int) -> tuple[StaticCache, torch.
 
 
 def full_cache(model, requests: int, context: int) -> tuple[StaticCache, Callable[[], object]]:
-    """One that has a token less than it holds, and what says so again after every token."""
+    """One that has a token less than it holds, random ones, the same every time, and what says so again after every
+    token."""
     cache, seen = static_cache(model, requests, context)
+    generator = torch.Generator(seen.device).manual_seed(0)
     for layer in cache.layers:
-        layer.keys.normal_()
-        layer.values.normal_()
+        layer.keys.normal_(generator=generator)
+        layer.values.normal_(generator=generator)
     return cache, lambda: seen.fill_(context - 1)
 
 
@@ -147,8 +144,9 @@ def written_cache(drawn: Drawn, requests: int, context: int, budget: int) -> KVp
     cache = KVpopCache(model, "kvpop", scorer=drawn.scorer, budget=budget, max_length=2 * context)
     first = torch.zeros(requests, 1, dtype=torch.int64, device=model.lm_head.weight.device)
     model(input_ids=first, past_key_values=cache)
+    generator = torch.Generator(first.device).manual_seed(0)
     for layer in cache._layers.values():
-        write(layer, context)
+        write(layer, context, generator)
     for clock in cache._clocks.values():
         clock.positions.fill_(context)
     cache.replayed(context - cache.lengths[0])
@@ -156,7 +154,7 @@ def written_cache(drawn: Drawn, requests: int, context: int, budget: int) -> KVp
     return cache
 
 
-def write(layer, context: int) -> None:
+def write(layer, context: int, generator: torch.Generator) -> None:
     """Fills a layer's pages; the scorer's state stays as it is."""
     pages, rule, (budget,) = layer.pages, layer.rule, set(layer.budgets.tolist())
     layout, device = pages.layout, pages.raw.device
@@ -164,10 +162,11 @@ def write(layer, context: int) -> None:
     states, blocks = rows[:, : layout.state_blocks], rows[:, layout.state_blocks :]
     kept = pages.state[states]
     for part in (pages.k, pages.v, pages.score):
-        part.normal_()
+        part.normal_(generator=generator)
     pages.state[states] = kept
     words = torch.zeros(blocks.shape[1] * layout.block_slots, dtype=torch.int32, device=device)
-    left = torch.randperm(context - rule.window - rule.sinks, device=device)[: budget - rule.first_long]
+    before = context - rule.window - rule.sinks
+    left = torch.randperm(before, device=device, generator=generator)[: budget - rule.first_long]
     words[rule.first_long : budget] = rule.sinks + left.int()
     words[0] = context
     pages.position[blocks] = words.view(1, -1, 1, layout.block_slots).expand(len(rows), -1, layout.num_kv_heads, -1)
@@ -181,13 +180,18 @@ def check_held(cache: KVpopCache, budget: int) -> None:
 
 
 @contextmanager
-def tiny(bench: Bench) -> Iterator[tuple[torch.nn.Module, Path]]:
-    """A model whose tokens depend on those far back, on the bench's device and in its dtype, and the folder of its scorer."""
+def tiny(bench: Bench) -> Iterator[tuple[torch.nn.Module, Path, int]]:
+    """A model whose tokens depend on those far back, on the bench's device and in its dtype, the folder of its scorer,
+    and B."""
+    shape, roles = (
+        ({}, (4, 16, 44)) if not bench.small else (dict(layers=1, q_heads=2, kv_heads=1, head_dim=16), (1, 3, 8))
+    )
     with tempfile.TemporaryDirectory() as folder:
-        base = write_tiny_model(Path(folder) / "model", "qwen3", dtype=bench.dtype)
-        scorer = write_random_scorer(Path(folder) / "scorer", base)
+        base = write_tiny_model(Path(folder) / "model", "qwen3", dtype=bench.dtype, **shape)
+        sinks, window, topk = roles
+        scorer = write_random_scorer(Path(folder) / "scorer", base, sinks=sinks, window=window, topk=topk)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=bench.dtype, attn_implementation="sdpa")
-        yield model.to(bench.device).eval().requires_grad_(False), scorer
+        yield model.to(bench.device).eval().requires_grad_(False), scorer, sum(roles)
 
 
 def empty(bench: Bench) -> None:

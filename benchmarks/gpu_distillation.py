@@ -11,11 +11,10 @@ import itertools
 import math
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from gpu import Bench
+from gpu import Bench, ops_take
 from gpu_clock import seconds
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -23,7 +22,6 @@ from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.recipes import PAPER
 from kvpop_vllm.distill.run import OnlineTeacher
 from kvpop_vllm.distill.trainer import Process, Trainer
-from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.testing import write_tiny_model
 
 DEMO_MODEL = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct"
@@ -39,6 +37,8 @@ SHAPE = dict(
     tie_word_embeddings=True,
 )
 LENGTH, ROUNDS = 8192, 5
+OPS = {"delayed_mlstm", "running_topk", "sparse_attention", "future_attention_mass"}
+"""With kernels of their own, that a step takes."""
 KINDS = {"scorers": False, "scorers and base": True}
 """Name -> whether the base is trained."""
 
@@ -59,18 +59,26 @@ def distillation(bench: Bench):
 
 
 def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
-    """Losses and gradient norms of two steps are those that the reference gives on the same device, in float32."""
-    recipe = dataclasses.replace(
-        PAPER, length=64, batch=1, window=[8], topk=[20], samples=16, kl_top=32, dtype="float32", train_base=trains_base
-    )
+    """Losses and gradient norms of two steps, where kernels are interpreted of one, are those that the reference gives
+    on the same device, in float32."""
+    sizes = dict(length=64, window=[8], topk=[20])
+    shape, steps = dict(head_dim=32), 2
+    if bench.small:
+        sizes, shape, steps = (
+            dict(length=32, window=[4], topk=[8]),
+            dict(head_dim=16, layers=1, q_heads=2, kv_heads=1),
+            1,
+        )
+    told = dict(batch=1, samples=16, kl_top=32, dtype="float32", train_base=trains_base)
+    recipe = dataclasses.replace(PAPER, **sizes, **told)
     with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny_model(Path(folder) / "model", "llama", head_dim=32)
-        found, expected = [], []
-        for steps, reference in ((found, False), (expected, True)):
-            with reference_only(reference):
-                trainer = made(bench, model, recipe, Path(folder) / f"out-{reference}")
-                rows = random_rows(recipe.length, 256)
-                steps += [trainer._step(i, rows) for i in range(2)]
+        model, taken = write_tiny_model(Path(folder) / "model", "llama", **shape), []
+        for name, implementation in (("own", "triton" if bench.small else None), ("reference", "reference")):
+            with ops_take(implementation) as chose:
+                trainer, rows = made(bench, model, recipe, Path(folder) / name), random_rows(recipe.length, 256)
+                taken.append([trainer._step(i, rows) for i in range(steps)])
+            assert chose >= OPS, f"steps took the kernels {sorted(chose)}"
+    found, expected = taken
     wrong = 0.0
     for own, other in zip(found, expected, strict=True):
         assert own.keys() == other.keys() and ("kl" in own) == trains_base, f"parts {sorted(own)}"
@@ -78,18 +86,6 @@ def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
             wrong = max(wrong, abs(own[name] - other[name]) / abs(other[name]))
     assert math.isfinite(wrong) and wrong < 0.02, f"losses and gradients differ by {wrong:.3g}: {found}, not {expected}"
     yield bench.row("loss and gradient norm, largest difference", wrong, "of the reference's")
-
-
-@contextmanager
-def reference_only(wanted: bool) -> Iterator[None]:
-    """Ops choose the reference, whatever the device."""
-    chosen = dispatch.select
-    if wanted:
-        dispatch.select = lambda op, tensor: "reference"
-    try:
-        yield
-    finally:
-        dispatch.select = chosen
 
 
 def random_rows(length: int, vocab: int) -> Iterator[torch.Tensor]:

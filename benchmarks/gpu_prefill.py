@@ -1,4 +1,6 @@
-"""`prefill_chunk` on a GPU: right in low precision, and its time at Qwen3-8B's shapes for a prompt of 16,384 tokens beside SDPA and FlexAttention.
+"""`prefill_chunk` on a GPU: right in low precision, and its time at Qwen3-8B's shapes for a prompt of 16,384 tokens
+beside SDPA and FlexAttention; and that of a rule whose tokens have decays of their own, and of one that is worked off
+token by token.
 
 SDPA attends to everything before each query, FlexAttention is given the mask of what the policy keeps. The floor of attention is SDPA's time
 times the share of logits that is visible.
@@ -6,12 +8,13 @@ times the share of logits that is visible.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from unittest.mock import patch
 
 import torch
 from gpu import Bench, within
-from gpu_clock import paired
+from gpu_clock import bandwidth, paired, seconds
 from gpu_training import compiled_flex
 from kernels.factories import given_scores, poisoned_pages, random_rule, random_scorer
 from kernels.problems import CLOSE, CLOSE_MASS, Problem
@@ -23,6 +26,8 @@ from kvpop_vllm.kernels.pages import PageLayout
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 """Of Qwen3-8B."""
 SINKS, WINDOW, LENGTH = 4, 256, 16384
+CHUNK, ROUNDS = 256, 3
+"""Tokens of a chunk that is worked off one by one, and of how many chunks the median is."""
 
 RIGHT = {
     "recency": dict(case="none", sinks=0, window=1, unequal=True),
@@ -49,6 +54,11 @@ def prefill_kernels(bench: Bench):
         return
     for budget in (2048, 4096):
         yield f"prefill_chunk, S {LENGTH}, B {budget}", lambda budget=budget: prefill_times(bench, budget)
+    for name, times in {"own decays": ages_times, "mean mass": mass_times}.items():
+        if (case := f"prefill_chunk is right, {name}") in bench.wrong:
+            bench.say(f"prefill_chunk, {name}: not timed, as it is wrong that {case}")
+            continue
+        yield f"prefill_chunk, {name}, B 2048", lambda times=times: times(bench, 2048)
 
 
 def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
@@ -111,14 +121,11 @@ def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
     """A layer's prompt in one chunk: with scores that are given, which is order and attention, and with KVpop's scorer, beside attention to
     everything and to what is kept."""
     draw, scale = torch.Generator().manual_seed(0), SIZE**-0.5
-    gamma = torch.zeros(KV_HEADS, dtype=torch.float64)
     rules = {
-        "given scores": RetentionRule(SINKS, WINDOW, gamma, scorer=ops.GivenScore()),
+        "given scores": RetentionRule(SINKS, WINDOW, _no_decay(), scorer=ops.GivenScore()),
         "kvpop": random_rule(random_scorer("mlstm", KV_HEADS, SIZE, draw, skip=True), KV_HEADS, SINKS, WINDOW, draw),
     }
-    q, k, v = (
-        torch.randn(LENGTH, n, SIZE, generator=draw).to(bench.device, bench.dtype) for n in (HEADS, KV_HEADS, KV_HEADS)
-    )
+    q, k, v = _tokens(bench, draw)
     given = torch.randn(LENGTH, KV_HEADS, generator=draw).to(bench.device)
     runs = {what: _prefill(bench, rule.to(bench.device), budget, q, k, v, given, scale) for what, rule in rules.items()}
     topk = budget - SINKS - WINDOW
@@ -140,12 +147,61 @@ def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
     yield bench.row("scorer, a layer", rest, "ms")
 
 
+def ages_times(bench: Bench, budget: int) -> Iterator[dict]:
+    """A layer's prompt in one chunk, of tokens that have decays of their own."""
+    draw = torch.Generator().manual_seed(0)
+    rule = RetentionRule(SINKS, WINDOW, _no_decay(), scorer=ops.GivenScore(ages=True)).to(bench.device)
+    tokens = _tokens(bench, draw)
+    given = -torch.exp(torch.randn(LENGTH, KV_HEADS, generator=draw) - 3).to(bench.device)
+    run = _prefill(bench, rule, budget, *tokens, given, SIZE**-0.5)
+    assert bool(run().isfinite().all()), "outputs are not finite"
+    yield bench.row(f"a layer, S {LENGTH}", 1e3 * seconds(run, ROUNDS), "ms")
+
+
+def mass_times(bench: Bench, budget: int) -> Iterator[dict]:
+    """Chunks one after another where every token evicts one, by mean attention mass; the host's launches count where
+    they take longer than the GPU. The floor is a token's bytes, keys, values, scores and positions of all that is
+    held."""
+    scale, starts = SIZE**-0.5, itertools.count(budget, CHUNK)
+    rule = RetentionRule(SINKS, WINDOW, _no_decay(), scorer=ops.AttentionMass(mean=True)).to(bench.device)
+    q, k, v = _tokens(bench, torch.Generator().manual_seed(0))
+    pages, table, budgets = _empty(bench, rule, budget)
+
+    def run(first: int | None = None, count: int = CHUNK):
+        start = next(starts) if first is None else first
+        cut = slice(start, start + count)
+        return ops.prefill_chunk(
+            q[cut], k[cut], v[cut], pages, table, start, budgets, rule=rule, scale=scale, impl="triton"
+        )[0]
+
+    run(0, budget)
+    assert bool(run().isfinite().all()), "outputs are not finite"
+    floor = KV_HEADS * budget * (2 * SIZE * bench.dtype.itemsize + 2 * 4) / bandwidth()
+    yield bench.row("a token, a layer", 1e3 * seconds(run, ROUNDS) / CHUNK, "ms", 1e3 * floor)
+
+
+def _no_decay() -> torch.Tensor:
+    return torch.zeros(KV_HEADS, dtype=torch.float64)
+
+
+def _tokens(bench: Bench, draw: torch.Generator) -> list[torch.Tensor]:
+    """Queries, keys and values of a layer's prompt."""
+    return [
+        torch.randn(LENGTH, n, SIZE, generator=draw).to(bench.device, bench.dtype) for n in (HEADS, KV_HEADS, KV_HEADS)
+    ]
+
+
 def _prefill(bench: Bench, rule: RetentionRule, budget: int, q, k, v, given, scale: float):
     """The whole prompt into pages of its own, which every call begins anew."""
+    pages, table, budgets = _empty(bench, rule, budget)
+    own = dict(rule=rule, scale=scale, impl="triton", given=given if isinstance(rule.scorer, ops.GivenScore) else None)
+    return lambda: ops.prefill_chunk(q, k, v, pages, table, 0, budgets, **own)[0]
+
+
+def _empty(bench: Bench, rule: RetentionRule, budget: int):
+    """Pages of one request, its table ``[H, P]`` with blocks in random order, and the heads' budgets ``[H]``."""
     layout = PageLayout(KV_HEADS, SIZE, bench.dtype, state_floats=rule.state_floats(SIZE))
     blocks = layout.blocks(budget, budget)
     raw = torch.zeros(blocks, KV_HEADS, layout.region_bytes, dtype=torch.uint8, device=bench.device)
-    pages, table = layout.view(raw), torch.randperm(blocks, device=bench.device).int().expand(KV_HEADS, -1)
-    budgets = torch.full((KV_HEADS,), budget, dtype=torch.int32, device=bench.device)
-    own = dict(rule=rule, scale=scale, impl="triton", given=given if isinstance(rule.scorer, ops.GivenScore) else None)
-    return lambda: ops.prefill_chunk(q, k, v, pages, table, 0, budgets, **own)[0]
+    table = torch.randperm(blocks, device=bench.device).int().expand(KV_HEADS, -1)
+    return layout.view(raw), table, torch.full((KV_HEADS,), budget, dtype=torch.int32, device=bench.device)

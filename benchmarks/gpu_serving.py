@@ -6,7 +6,9 @@ eviction the state, read and written, and the scores and positions that a victim
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,8 +16,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from gpu import Bench, within
-from gpu_clock import bandwidth, paired
+from gpu import Bench, Skipped, within
+from gpu_clock import bandwidth, graph_of, paired
 from kernels.factories import given_scores, poisoned_pages, random_rule, random_scorer
 from kernels.problems import CLOSE, CLOSE_MASS, Problem
 from kernels.shared_heads import CASES as SHARED
@@ -31,6 +33,8 @@ SINKS, WINDOW, SEEN = 4, 256, 16384
 MOST_BYTES = 24 << 30
 """Of pages, whatever a GPU has."""
 TOOLS = "memcheck", "racecheck"
+LEAST = 45.0
+"""Seconds that must be left for a tool to begin."""
 
 RIGHT = {
     "recency": dict(case="none", sinks=0, window=1, unequal=True),
@@ -78,12 +82,12 @@ def step_right(bench: Bench, name: str) -> Iterator[dict]:
     reference's in the same precision."""
     steps = 6 if bench.small else 40
     options = dict(requests=3, heads=2, size=64, group=2, window=3, topk=13, slots=16) | RIGHT[name]
-    reduced = dict(requests=1, heads=1, size=32) if bench.small else {}
+    reduced = dict(requests=1, heads=1, size=32, topk=12) if bench.small else {}
     p = Problem(**options | reduced | dict(dtype=bench.dtype, q_dtype=bench.dtype)).prepare()
     exact = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
     reference, rule, active = poisoned_pages(p.layout, p.num_blocks), p.rule.to(bench.device), list(range(p.requests))
     pages, found, compared = p.layout.view(poisoned_pages(p.layout, p.num_blocks).raw.to(bench.device)), [], 0
-    for position in range(steps + (16 if bench.small else 30)):
+    for position in range(steps + (13 if bench.small else 30)):
         inputs, now = p.inputs(active), [position] * p.requests
         eager = p.run(reference, active, now, *inputs, "reference")
         wide, margins = _exact_step(p, exact, position, *inputs)
@@ -148,23 +152,41 @@ def _step(bench: Bench, p: Problem, rule: RetentionRule, pages: Pages, position:
 
 
 def sanitized(bench: Bench, tool: str) -> Iterator[dict]:
-    """The few right cases once more, watched by compute-sanitizer; it says what is wrong in the log."""
+    """The few right cases once more, watched by compute-sanitizer; it says what is wrong in the log.
+
+    Raises:
+        Skipped: there is no such tool, or not the time for it.
+    """
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
-        bench.say(f"compute-sanitizer is not on this machine: {tool} not run")
-        return
+        raise Skipped("compute-sanitizer is not on this machine")
+    if (left := bench.left()) < LEAST:
+        raise Skipped(f"{left:.0f} s are left, and it needs {LEAST:.0f}")
     script = Path(__file__).with_name("gpu.py")
     with tempfile.TemporaryDirectory() as folder:
         command = [program, "--tool", tool, "--error-exitcode", "9", sys.executable, str(script)]
         command += ["--sections", "serving-kernels", "prefill-kernels", "--watched", "--out", folder]
-        limit = max(30.0, bench.left() / 2)
-        try:
-            outcome = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-        except subprocess.TimeoutExpired:
-            bench.say(f"{tool}: not done in the {limit:.0f} s that were left")
-            return
-    assert outcome.returncode == 0, f"{tool}: {outcome.stdout[-1500:]}"
+        code, said = output_of(command, left)
+    if code is None:
+        raise Skipped(f"not done in the {left:.0f} s that were left")
+    assert code == 0, f"{tool}: {said[-1500:]}"
     yield bench.row(f"errors under {tool}", 0, "count")
+
+
+def output_of(command: list[str], limit: float) -> tuple[int | None, str]:
+    """A program's exit code and what it said; the code is None where it was ended, with all that it started, after
+    ``limit`` seconds."""
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    ) as process:
+        try:
+            said, _ = process.communicate(timeout=limit)
+        except BaseException as error:
+            os.killpg(process.pid, signal.SIGKILL)
+            if not isinstance(error, subprocess.TimeoutExpired):
+                raise
+            return None, process.communicate()[0]
+    return process.returncode, said
 
 
 def step_times(bench: Bench, budget: int, requests: int) -> Iterator[dict]:
@@ -221,14 +243,7 @@ class Replayed:
                 )
             self.positions.add_(1)
 
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            step()  # compiles
-        torch.cuda.current_stream().wait_stream(side)
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            step()
+        self.graph = graph_of(step)
         self.replay = self.graph.replay
 
     def _pages(self, layout: PageLayout, budget: int, requests: int, blocks: int, device) -> tuple[Pages, torch.Tensor]:
