@@ -18,10 +18,9 @@ from pathlib import Path
 import torch
 from gpu import Bench, Skipped, within
 from gpu_clock import bandwidth, graph_of, paired
+from gpu_shares import shares_right
 from kernels.factories import given_scores, poisoned_pages, random_rule, random_scorer
 from kernels.problems import CLOSE, CLOSE_MASS, Problem
-from kernels.shared_heads import CASES as SHARED
-from kernels.shared_heads import Problem as SharedHeads
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
@@ -107,25 +106,6 @@ def step_right(bench: Bench, name: str) -> Iterator[dict]:
     for i, what in enumerate(("out", "lse")):
         actual, wide, eager = (torch.stack([each[j][i].cpu() for each in found]) for j in range(3))
         yield from within(bench, actual, wide, eager, what, factor=3.0)
-
-
-def shares_right(bench: Bench) -> Iterator[dict]:
-    """Retained tokens of heads that divide a budget, after every token of a prompt and of what is generated, are the naive oracle's until
-    one of its decisions is too close; outputs are as good as the reference's in the same precision."""
-    case = SHARED["votes-corrected"]
-    if bench.small:
-        case = SHARED["mass-corrected"] | {"window": 2, "topk": 2, "every": 1, "heads": 2, "prompt": 7, "length": 9}
-    p = SharedHeads(**case | {"dtype": bench.dtype})
-    wide, visible, margins = p.oracle()
-    clear = int((margins.amin(0) > CLOSE_MASS).int().cumprod(0).sum())
-    found, held = p.serve([1], "triton", device=bench.device)
-    for seen, heads in held[:clear]:
-        expected = [visible[h, seen - 1].nonzero().flatten().tolist() for h in range(p.heads)]
-        assert heads == expected, f"after {seen} tokens {heads} are held, not {expected}"
-    assert clear > p.budget + 1, f"the data have a close decision at position {clear}: take another seed"
-    yield bench.row("steps with equal sets", clear, "count")
-    eager = p.serve([p.length], "reference")[0]
-    yield from within(bench, *(x[:clear] for x in (found, wide, eager)), "out", factor=3.0)
 
 
 def _exact_step(p: Problem, exact, position: int, q, k, v):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 import triton
 import triton.language as tl
 
@@ -134,6 +136,11 @@ class Plan:
         return self.share_words > 0
 
     @property
+    def usual_slots(self) -> int:
+        """Slots of a head at most, where heads have equal shares."""
+        return self.equal_pages * self.slots if self.shares else self.most_slots
+
+    @property
     def moments(self) -> bool:
         return self.residual or self.corrects
 
@@ -158,6 +165,18 @@ class Plan:
     @property
     def padded_columns(self) -> int:
         return triton.next_power_of_2(max(1, self.columns))
+
+
+@functools.cache
+def processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def tiles_at_once(slots: int, tile: int, others: int, device: torch.device) -> int:
+    """Programs among which tiles of a row of slots are dealt out, when there are so many other rows: no more than keep a GPU busy, since
+    at most steps there is nothing to do."""
+    return max(1, min(triton.cdiv(slots, tile), 8 * processors(device) // others))
 
 
 @triton.jit
@@ -201,6 +220,20 @@ def word_of_share(cache, r, h, word, P: tl.constexpr):
     numbers of its slot pages."""
     page = page_of(cache, r, h, (P.share_at + word) // P.region_words)
     return page * cache.words + h * cache.words_head + (P.share_at + word) % P.region_words
+
+
+@triton.jit
+def slots_at(asked, r, h, heads, P: tl.constexpr):
+    """Where a workspace of one number a slot, ``[R, H * P.usual_slots]``, has those of head h, and how many that may be."""
+    if P.shares:
+        before = 0
+        for other in range(h):
+            before += tl.load(asked.budgets + r * asked.budgets_request + other * asked.budgets_head)
+        width = tl.load(asked.budgets + r * asked.budgets_request + h * asked.budgets_head)
+        before = tl.minimum(before, heads * P.usual_slots - width)  # damaged shares stay within the request's part
+    else:
+        before, width = h.to(tl.int32) * P.usual_slots, P.usual_slots
+    return r * heads * P.usual_slots + before, width
 
 
 @triton.jit

@@ -16,6 +16,7 @@ from kvpop_vllm.kernels.triton._serving_pages import (
     phase_of,
     ring_slot,
     row_at,
+    slots_at,
     stabiliser_at,
     start_of,
     state_at,
@@ -249,52 +250,64 @@ def _ranked(cache, r, h, q, used, slot, P: tl.constexpr):
 
 
 @triton.jit
+def _pools_at(asked, r, q, P: tl.constexpr):
+    """Whether votes are pooled at q: at the prompt's decisions, and the one on the first generated token."""
+    last = tl.load(asked.prompts + r * asked.prompts_request).to(tl.int32)
+    return (q >= 0) & (q <= last) & decides_at(q, phase_of(asked, r, P), P)
+
+
+@triton.jit
 def _rank_votes(
     cache, asked,
-    ranks,  # [R, H, slots] int32
-    ordered,  # [R, H, slots] votes by rank
+    ranks,  # [R, H * slots] int32
+    ordered,  # [R, H * slots] votes by rank
     heads,
     P: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """How many of the tokens that a decision ranks are older than each of a block of slots."""
-    slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    """How many of the tokens that a decision ranks are older than each of a block of slots, and of those behind it by so many as
+    there are programs."""
     h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if ~_pools_at(asked, r, tl.load(asked.positions + r * asked.positions_request).to(tl.int32), P):
+        return
     q = start_of(cache, asked, r, h, P)
-    last = tl.load(asked.prompts + r * asked.prompts_request).to(tl.int32)
+    if q < 0:
+        return
     used = tl.load(asked.valid + r * asked.valid_request + h * asked.valid_head)
     end = tl.maximum(used, tl.minimum(q, P.first_long))
-    if (q < 0) | (q > last) | ~decides_at(q, phase_of(asked, r, P), P) | (tl.program_id(0) * BLOCK_S >= end):
-        return
-    ranked, token = _ranked(cache, r, h, q, used, slot, P)
-    older = tl.zeros([BLOCK_S], tl.int32)
-    for start in range(0, end, BLOCK_S):
-        counts, other = _ranked(cache, r, h, q, used, start + tl.arange(0, BLOCK_S), P)
-        older += tl.sum((counts[None, :] & (other[None, :] < token[:, None])).to(tl.int32), 1)
-    base = (r * heads + h) * P.most_slots
-    vote = tl.load(cache.score + word_at(cache, r, h, tl.where(ranked, slot, 0), P), mask=ranked, other=0.0)
-    tl.store(ranks + base + slot, older, mask=ranked)
-    tl.store(ordered + base + older, vote, mask=ranked)
+    base, _width = slots_at(asked, r, h, heads, P)
+    for first in range(tl.program_id(0) * BLOCK_S, end, tl.num_programs(0) * BLOCK_S):
+        slot = first + tl.arange(0, BLOCK_S)
+        ranked, token = _ranked(cache, r, h, q, used, slot, P)
+        older = tl.zeros([BLOCK_S], tl.int32)
+        for start in range(0, end, BLOCK_S):
+            counts, other = _ranked(cache, r, h, q, used, start + tl.arange(0, BLOCK_S), P)
+            older += tl.sum((counts[None, :] & (other[None, :] < token[:, None])).to(tl.int32), 1)
+        vote = tl.load(cache.score + word_at(cache, r, h, tl.where(ranked, slot, 0), P), mask=ranked, other=0.0)
+        tl.store(ranks + base + slot, older, mask=ranked)
+        tl.store(ordered + base + older, vote, mask=ranked)
 
 
 @triton.jit
 def _pool_votes(cache, asked, ranks, ordered, heads, P: tl.constexpr, BLOCK_S: tl.constexpr):
-    """Replaces the votes of a block of slots by their means over neighbours by rank, zeros beyond the ends."""
-    slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
+    """Replaces the votes of the same slots by their means over neighbours by rank, zeros beyond the ends."""
     h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    if ~_pools_at(asked, r, tl.load(asked.positions + r * asked.positions_request).to(tl.int32), P):
+        return
     q = start_of(cache, asked, r, h, P)
-    last = tl.load(asked.prompts + r * asked.prompts_request).to(tl.int32)
+    if q < 0:
+        return
     used = tl.load(asked.valid + r * asked.valid_request + h * asked.valid_head)
     end = tl.maximum(used, tl.minimum(q, P.first_long))
-    if (q < 0) | (q > last) | ~decides_at(q, phase_of(asked, r, P), P) | (tl.program_id(0) * BLOCK_S >= end):
-        return
-    ranked, _ = _ranked(cache, r, h, q, used, slot, P)
     leaving = q - P.window + 1 - tl.maximum(P.sinks, q + 1 - P.every - P.window)
     count = tl.maximum(used - P.first_long, 0) + tl.maximum(leaving, 0)
-    base = (r * heads + h) * P.most_slots
-    rank = tl.load(ranks + base + slot, mask=ranked, other=0)
-    total = tl.zeros([BLOCK_S], tl.float32)
-    for i in range(P.pool):
-        at = rank + i - P.pool // 2
-        total += tl.load(ordered + base + at, mask=ranked & (at >= 0) & (at < count), other=0.0)
-    where = word_at(cache, r, h, tl.where(ranked, slot, 0), P)
-    tl.store(cache.score + where, total / P.pool, mask=ranked)
+    base, _width = slots_at(asked, r, h, heads, P)
+    for first in range(tl.program_id(0) * BLOCK_S, end, tl.num_programs(0) * BLOCK_S):
+        slot = first + tl.arange(0, BLOCK_S)
+        ranked, _token = _ranked(cache, r, h, q, used, slot, P)
+        rank = tl.load(ranks + base + slot, mask=ranked, other=0)
+        total = tl.zeros([BLOCK_S], tl.float32)
+        for i in range(P.pool):
+            at = rank + i - P.pool // 2
+            total += tl.load(ordered + base + at, mask=ranked & (at >= 0) & (at < count), other=0.0)
+        where = word_at(cache, r, h, tl.where(ranked, slot, 0), P)
+        tl.store(cache.score + where, total / P.pool, mask=ranked)

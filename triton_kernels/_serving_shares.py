@@ -2,7 +2,8 @@
 
 A head's share lies in its state. :func:`_read_shares` makes of it what the other kernels are told: a page table, budgets, slots
 in use. A division counts the best of all heads (:func:`_rank`), sets shares and hands pages over (:func:`_hand_out`), and has
-heads evict what is too much (:func:`_shrink`), before anything moves. Where none falls, these kernels leave at once.
+heads evict what is too much (:func:`_shrink`), before anything moves; then shares are read again. Where none falls, all but the first
+reading leave at once. Where a head's start is wrong, nothing is divided.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvpop_vllm.kernels.triton._serving_pages import (
     row_at,
     start_of,
     state_at,
+    tiles_at_once,
     word_at,
     word_of_share,
 )
@@ -53,23 +55,28 @@ def _read_shares(
     table,  # [R, H, state pages + P.heads_pages] int32
     budgets,  # [R, H] int32
     valid,  # [R, H] int32
+    divided,  # [R] int32: whether shares have been set in this step
     heads,
-    P: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr,
+    P: tl.constexpr, BLOCK: tl.constexpr, STATES: tl.constexpr, AGAIN: tl.constexpr,
 ):  # fmt: skip
     """Pages, budget and slots in use of one head as its share says; equal shares at a sequence's start."""
     h, r = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     q = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
     if q < 0:
         return
+    if AGAIN:
+        if tl.load(divided + r) == 0:
+            return
     topk, equal = _equal_share(asked, r, P)
     p = tl.arange(0, BLOCK)
     inside = p < P.share_words
     words = state_at(cache, r, h, P.share_at + 2 + p, inside, P)
-    if q == 0:
-        tl.store(cache.state + word_of_share(cache, r, h, 0, P), topk.to(tl.float32))
-        tl.store(cache.state + word_of_share(cache, r, h, 1, P), 0.0)
-        tl.store(cache.state + words, tl.where(p < equal, p * heads + h, -1).to(tl.float32), mask=inside)
-        tl.debug_barrier()
+    if not AGAIN:
+        if q == 0:
+            tl.store(cache.state + word_of_share(cache, r, h, 0, P), topk.to(tl.float32))
+            tl.store(cache.state + word_of_share(cache, r, h, 1, P), 0.0)
+            tl.store(cache.state + words, tl.where(p < equal, p * heads + h, -1).to(tl.float32), mask=inside)
+            tl.debug_barrier()
     # where a start is wrong anything may lie there: nothing beyond the request's own regions is named
     share = _whole(tl.load(cache.state + word_of_share(cache, r, h, 0, P)), topk * heads)
     filled = _whole(tl.load(cache.state + word_of_share(cache, r, h, 1, P)), share)
@@ -89,10 +96,24 @@ def _read_shares(
 
 
 @triton.jit
-def _divides_at(asked, r, q, P: tl.constexpr):
-    """Whether shares are set at q: at the prompt's decisions, and the one on the first generated token."""
+def _divides_at(cache, asked, r, heads, P: tl.constexpr):
+    """The position of a request's token where shares are set: at the prompt's decisions, and the one on the first generated token;
+    below 0 elsewhere."""
+    q = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
     prompt = tl.load(asked.prompts + r * asked.prompts_request).to(tl.int32)
-    return (q >= 0) & (q <= prompt) & decides_at(q, phase_of(asked, r, P), P)
+    q = tl.where((q <= prompt) & decides_at(q, phase_of(asked, r, P), P), q, -1)
+    if q >= 0:
+        for h in range(heads):
+            q = tl.minimum(q, start_of(cache, asked, r, h, P))
+    return q
+
+
+@triton.jit
+def _in_order(value):
+    """float64 as int64 in the same order, and equal where they are; no number, which has no place in an order, is as low as any."""
+    value = tl.where(value == value, value, float("-inf")) + 0.0  # -0.0 is 0.0
+    bits = value.to(tl.int64, bitcast=True)
+    return bits ^ ((bits >> 63) & 0x7FFFFFFFFFFFFFFF)
 
 
 @triton.jit
@@ -112,32 +133,30 @@ def _leaving(q, P: tl.constexpr):
 @triton.jit
 def _effectives(
     cache, asked, log_gamma,
-    effective,  # [R, width] float64: of all that a decision ranks, head after head
+    effective,  # [R, width] int64, in the order of effective scores: of all that a decision ranks, head after head
     token,  # [R, width] int32
     heads, width,
     P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """How a block of a head's slots ranks."""
-    slot = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    """How a block of a head's slots ranks, and those behind it by so many as there are programs."""
     h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    q = start_of(cache, asked, r, h, P)
+    q = _divides_at(cache, asked, r, heads, P)
     if q < 0:
         return
     held = _held(asked, r, h, P)
-    end = tl.maximum(P.first_long, P.first_long + held)
-    if ~_divides_at(asked, r, q, P) | (tl.program_id(0) * BLOCK >= end):
-        return
-    ranked, t = _ranked(cache, r, h, q, P.first_long + held, slot, P)
-    raw = tl.load(cache.score + word_at(cache, r, h, tl.where(ranked, slot, 0), P), mask=ranked, other=0.0)
-    value = _effective(raw, tl.where(ranked, t, q - 1), q, tl.load(log_gamma + h), raw, P)
-    value = tl.where(value == value, value, float("-inf"))  # no number has no place in an order
-    first, leaving = _leaving(q, P)
+    gamma = tl.load(log_gamma + h)
+    oldest, leaving = _leaving(q, P)
     before = 0
     for other in range(h):
         before += _held(asked, r, other, P) + leaving
-    place = before + tl.where(slot >= P.first_long, slot - P.first_long, held + t - first)
-    tl.store(effective + r * width + place, value, mask=ranked)
-    tl.store(token + r * width + place, t, mask=ranked)
+    for first in range(tl.program_id(0) * BLOCK, P.first_long + held, tl.num_programs(0) * BLOCK):
+        slot = first + tl.arange(0, BLOCK)
+        ranked, t = _ranked(cache, r, h, q, P.first_long + held, slot, P)
+        raw = tl.load(cache.score + word_at(cache, r, h, tl.where(ranked, slot, 0), P), mask=ranked, other=0.0)
+        value = _effective(raw, tl.where(ranked, t, q - 1), q, gamma, raw, P)
+        place = before + tl.where(slot >= P.first_long, slot - P.first_long, held + t - oldest)
+        tl.store(effective + r * width + place, _in_order(value), mask=ranked)
+        tl.store(token + r * width + place, t, mask=ranked)
 
 
 @triton.jit
@@ -147,35 +166,36 @@ def _rank(
     heads, width,
     P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Which of a block of tokens are among the H k best of all heads; of equal ones the newer, of one token the later head's."""
-    place, r = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.program_id(1).to(tl.int64)
-    q = start_of(cache, asked, r, 0, P)
+    """Which of a block of tokens, and of those behind it by so many as there are programs, are among the H k best of all heads; of equal
+    ones the newer, of one token the later head's."""
+    r = tl.program_id(1).to(tl.int64)
+    q = _divides_at(cache, asked, r, heads, P)
     if q < 0:
-        return
-    if ~_divides_at(asked, r, q, P):
         return
     _, count = _leaving(q, P)
     count *= heads
     for h in range(heads):
         count += _held(asked, r, h, P)
     topk, _ = _equal_share(whole, r, P)
+    if count <= heads * topk:
+        return
     effective += r * width
     token += r * width
-    if tl.program_id(0) * BLOCK >= count:
-        return
-    inside = place < count
-    own = tl.load(effective + place, mask=inside, other=0.0)
-    t = tl.load(token + place, mask=inside, other=0)
-    better = tl.zeros([BLOCK], tl.int32)
-    for start in range(0, count, BLOCK):
-        other = start + tl.arange(0, BLOCK)
-        there = other < count
-        value = tl.load(effective + other, mask=there, other=0.0)[None, :]
-        age = tl.load(token + other, mask=there, other=0)[None, :]
-        later = (age > t[:, None]) | ((age == t[:, None]) & (other[None, :] > place[:, None]))
-        above = (value > own[:, None]) | ((value == own[:, None]) & later)
-        better += tl.sum((above & there[None, :]).to(tl.int32), 1)
-    tl.store(chosen + r * width + place, (better < heads * topk).to(tl.int32), mask=inside)
+    for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        place = first + tl.arange(0, BLOCK)
+        inside = place < count
+        own = tl.load(effective + place, mask=inside, other=0)
+        t = tl.load(token + place, mask=inside, other=0)
+        better = tl.zeros([BLOCK], tl.int32)
+        for start in range(0, count, BLOCK):
+            other = start + tl.arange(0, BLOCK)
+            there = other < count
+            value = tl.load(effective + other, mask=there, other=0)[None, :]
+            age = tl.load(token + other, mask=there, other=0)[None, :]
+            later = (age > t[:, None]) | ((age == t[:, None]) & (other[None, :] > place[:, None]))
+            above = (value > own[:, None]) | ((value == own[:, None]) & later)
+            better += tl.sum((above & there[None, :]).to(tl.int32), 1)
+        tl.store(chosen + r * width + place, (better < heads * topk).to(tl.int32), mask=inside)
 
 
 @triton.jit
@@ -184,20 +204,16 @@ def _hand_out(
     numbers,  # [R, 2, NUMBERS] int32: which region numbers are taken; those that are free, in order
     shares,  # [R, H] int32
     excess,  # [R, H] int32: how many tokens each head has to evict
+    divided,  # [R] int32: whether shares are set
     heads, width,
     P: tl.constexpr, BLOCK: tl.constexpr, NUMBERS: tl.constexpr, TABLE: tl.constexpr,
 ):  # fmt: skip
     """New shares of a request's heads; pages that a head needs no more go to those that need more. None where all that is ranked
     fits."""
     r = tl.program_id(0).to(tl.int64)
-    q = start_of(cache, asked, r, 0, P)
-    shares += r * heads
-    excess += r * heads
-    for h in range(heads):
-        tl.store(excess + h, 0)
+    tl.store(divided + r, 0)
+    q = _divides_at(cache, asked, r, heads, P)
     if q < 0:
-        return
-    if ~_divides_at(asked, r, q, P):
         return
     _, leaving = _leaving(q, P)
     topk, equal = _equal_share(whole, r, P)
@@ -207,6 +223,9 @@ def _hand_out(
     if count <= heads * topk:
         return
 
+    tl.store(divided + r, 1)
+    shares += r * heads
+    excess += r * heads
     n, p = tl.arange(0, NUMBERS), tl.arange(0, TABLE)
     taken = numbers + r * 2 * NUMBERS
     free = taken + NUMBERS
@@ -230,7 +249,7 @@ def _hand_out(
         tl.store(excess + h, tl.maximum(held - share, 0))
         kept = tl.minimum(_pages_of_head(asked, r, h, P), (P.first_long + share + P.slots - 1) // P.slots)
         word = state_at(cache, r, h, P.share_at + 2 + p, p < kept, P)
-        mine = tl.load(cache.state + word, mask=p < kept, other=0.0).to(tl.int32)
+        mine = _whole(tl.load(cache.state + word, mask=p < kept, other=0.0), (equal + 1) * heads - 1)
         tl.store(taken + mine, 1, mask=p < kept)
     tl.debug_barrier()
     unused = (n < (equal + 1) * heads) & (tl.load(taken + n) == 0)
@@ -258,15 +277,15 @@ def _pages_of_head(asked, r, h, P: tl.constexpr):
 
 @triton.jit
 def _shrink(
-    cache, asked, log_gamma, excess, heads,
+    cache, asked, log_gamma, excess, divided, heads,
     P: tl.constexpr, BLOCK: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """A head evicts the lowest of its long-range tokens, one after another; the last ones move into their slots. Moments take them
     in, their products here too: this is rare. cache: as the shares were."""
     h, r = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
-    q = start_of(cache, asked, r, h, P)
-    if q < 0:
+    if tl.load(divided + r) == 0:
         return
+    q = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
     many = tl.load(excess + r * heads + h)
     if many == 0:
         return
@@ -281,7 +300,7 @@ def _shrink(
         mean_value = tl.load(cache.state + value_at, mask=kept, other=0.0)
     for _ in range(many):
         used = P.first_long + held
-        _, victim = _lowest(cache, excess, r, h, used, q, gamma, P, BLOCK)
+        _, victim = _lowest(cache, cache.score, r, h, used, q, gamma, P, BLOCK)
         last = used - 1
         gone = tl.where(victim < 0, last, victim)  # where no score is a number
         at, to = row_at(cache, r, h, gone, P), word_at(cache, r, h, gone, P)
@@ -358,17 +377,18 @@ class SharedHeads:
         self.asked = whole._replace(
             budgets=budgets, budgets_request=heads, budgets_head=1, valid=valid, valid_request=heads, valid_head=1
         )
-        self.read()
+        self._divided = self._ints(requests)
+        self._read(again=False)
 
     def _ints(self, *shape: int) -> torch.Tensor:
         return torch.empty(shape, dtype=torch.int32, device=self.regions.table.device)
 
-    def read(self) -> None:
-        """Pages, budgets and slots in use by the shares."""
-        plan = self.plan
+    def _read(self, again: bool) -> None:
+        """Pages, budgets and slots in use by the shares; again: where these have been set since."""
+        plan, (heads, _) = self.plan, self.grid
         sizes = {"BLOCK": triton.next_power_of_2(plan.share_words), "STATES": triton.next_power_of_2(plan.state_pages)}
-        told = self.cache.table, self.asked.budgets, self.asked.valid
-        _read_shares[self.grid](self.regions, self.whole, *told, self.grid[0], P=plan, **sizes, num_warps=4)
+        told = self.cache.table, self.asked.budgets, self.asked.valid, self._divided, heads
+        _read_shares[self.grid](self.regions, self.whole, *told, P=plan, AGAIN=again, **sizes, num_warps=4)
 
     def divide(self, log_gamma: torch.Tensor, searched: int) -> None:
         """New shares where a decision of the prompt falls and what is ranked does not fit. Scores of what leaves the window lie
@@ -377,19 +397,20 @@ class SharedHeads:
         width = heads * (plan.equal_pages * plan.slots - plan.first_long + plan.every)
         token, chosen = self._ints(requests, width), self._ints(requests, width)
         shares, excess = self._ints(requests, heads), self._ints(requests, heads)
-        effective = torch.empty(requests, width, dtype=torch.float64, device=token.device)
+        effective = torch.empty(requests, width, dtype=torch.int64, device=token.device)
         exact = {"P": plan, "num_warps": 4, "enable_fp_fusion": False}
-        _effectives[triton.cdiv(plan.most_slots, 128), heads, requests](
+        _effectives[tiles_at_once(plan.usual_slots, 128, requests * heads, token.device), heads, requests](
             self.cache, self.asked, log_gamma, effective, token, heads, width, BLOCK=128, **exact
         )
-        _rank[triton.cdiv(width, 64), requests](
+        _rank[tiles_at_once(width, 64, requests, token.device), requests](
             self.cache, self.asked, self.whole, effective, token, chosen, heads, width, P=plan, BLOCK=64, num_warps=4
         )
         count = triton.next_power_of_2((plan.equal_pages + HeadRegions.spare) * heads)
         numbers, table = self._ints(requests, 2, count), triton.next_power_of_2(plan.share_words)
         _hand_out[requests,](
-            self.cache, self.asked, self.whole, chosen, numbers, shares, excess, heads, width,
+            self.cache, self.asked, self.whole, chosen, numbers, shares, excess, self._divided, heads, width,
             P=plan, BLOCK=1024, NUMBERS=count, TABLE=table, num_warps=4,
         )  # fmt: skip
-        _shrink[self.grid](self.cache, self.asked, log_gamma, excess, heads, BLOCK=searched, BLOCK_X=32, **exact)
-        self.read()
+        told = log_gamma, excess, self._divided, heads
+        _shrink[self.grid](self.cache, self.asked, *told, BLOCK=searched, BLOCK_X=32, **exact)
+        self._read(again=True)

@@ -6,12 +6,10 @@ Scores and evictions are one program per request and head (:mod:`_serving_retain
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 from kvpop_vllm.kernels.triton._serving_attend import _attend, _combine, _correct, _masses
-from kvpop_vllm.kernels.triton._serving_pages import MARKS, Asked, Cache, Plan, Weights
+from kvpop_vllm.kernels.triton._serving_pages import MARKS, Asked, Cache, Plan, Weights, processors, tiles_at_once
 from kvpop_vllm.kernels.triton._serving_retain import _products, _retain
 from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _pool_votes, _project, _rank_votes, _residuals
 from kvpop_vllm.kernels.triton._serving_shares import SharedHeads, shared_pages
@@ -32,12 +30,6 @@ SEARCHED = 1024  # scores that a search for a victim compares at a time
 TILE_BYTES = 16 * 1024  # of keys, and of values, that such a program holds at a time
 LARGEST_HEAD = 256
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-@functools.cache
-def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few where kernels are interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def weights_of(scorer, op: str) -> tuple[Weights, dict]:
@@ -153,7 +145,7 @@ def _block_slots(plan: Plan, itemsize: int) -> int:
 
 def _splits(plan: Plan, programs: int, block: int, device: torch.device) -> int:
     """Parts of a head's slots: enough for two programs a multiprocessor, by shapes alone."""
-    wanted = triton.cdiv(2 * _processors(device), max(1, programs))
+    wanted = triton.cdiv(2 * processors(device), max(1, programs))
     return max(1, min(wanted, plan.most_slots // max(block, SPLIT_SLOTS), 64))
 
 
@@ -249,9 +241,12 @@ def _score(plan, cache, asked, weights, requests, heads, scale, marks):
             cache, asked, factors, heads, scale, P=plan, BLOCK_S=32, BLOCK_X=32, num_warps=4
         )
     if plan.votes:
-        ranks = torch.empty(requests, heads, plan.most_slots, dtype=torch.int32, device=device)
-        ordered = _floats(device, requests, heads, plan.most_slots)
-        grid, sizes = (triton.cdiv(plan.most_slots, 64), heads, requests), {"P": plan, "BLOCK_S": 64, "num_warps": 4}
+        ranks = torch.empty(requests, heads, plan.usual_slots, dtype=torch.int32, device=device)
+        ordered = _floats(device, requests, heads, plan.usual_slots)
+        grid, sizes = (
+            (tiles_at_once(plan.usual_slots, 64, requests * heads, device), heads, requests),
+            {"P": plan, "BLOCK_S": 64, "num_warps": 4},
+        )
         _rank_votes[grid](cache, asked, ranks, ordered, heads, **sizes)
         _pool_votes[grid](cache, asked, ranks, ordered, heads, **sizes)
     if plan.moments:
@@ -272,7 +267,7 @@ def _attention(plan, q, cache, asked, out, lse, marks, requests, heads, scale) -
         sums = _floats(device, requests, query_heads, splits, plan.size)
         tops = _floats(device, requests, query_heads, splits, 2)
     if plan.masses:
-        logits = _floats(device, requests, query_heads, plan.most_slots)
+        logits = _floats(device, requests, query_heads, plan.usual_slots)
     _attend[splits, heads, requests](
         q, cache, asked, merged, lse, sums, tops, logits, marks, heads, splits, scale, *q.stride()[:2],
         P=plan, GROUP=max(16, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide, num_warps=4, num_stages=2,
@@ -288,6 +283,6 @@ def _attention(plan, q, cache, asked, out, lse, marks, requests, heads, scale) -
             P=plan, GROUP=max(16, group), BLOCK_C=64, BLOCK_X=32, num_warps=4,
         )  # fmt: skip
     if plan.masses:
-        _masses[triton.cdiv(plan.most_slots, 128), heads, requests](
+        _masses[tiles_at_once(plan.usual_slots, 128, requests * heads, device), heads, requests](
             logits, lse, cache, asked, marks, heads, P=plan, GROUP=group, BLOCK_S=128, num_warps=4
         )

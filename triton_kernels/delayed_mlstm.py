@@ -304,8 +304,9 @@ def _capability(device: torch.device) -> tuple[int, int]:
 
 
 def _largest_tile(device: torch.device) -> int:
-    """Rows and columns of a tile at most; before compute capability 9.0 operands lie in registers, and these would spill by kilobytes."""
-    return 64 if _capability(device) >= (9, 0) else 32
+    """Rows and columns of a tile at most. Only from Hopper's and Blackwell's large GPUs (9, 10) tensor cores read operands from shared memory;
+    where these lie in registers, they would spill by kilobytes."""
+    return 64 if _capability(device)[0] in (9, 10) else 32
 
 
 class _Layout:

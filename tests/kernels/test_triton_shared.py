@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from kernels.factories import given_scores, random_rule, random_scorer
-from kernels.shared_heads import CASES, SIZE, N, Problem, retained
+from kernels.shared_heads import CASES, GROUP, SIZE, N, Problem, retained
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
@@ -115,13 +115,18 @@ class TestSharedHeads:
         assert uneven, "all shares are equal"
 
     def test_a_prompt_in_chunks(self):
-        """From the start, on dirty pages: token by token by the same kernels, whatever the chunks."""
-        p = Problem(**SMALL | {"sinks": 1, "window": 2, "topk": 2, "length": 10, "prompt": 8, "heads": 2, "every": 2})
-        expected, visible, _ = p.oracle()
-        out, held = p.serve([9, 1], "triton")
-        torch.testing.assert_close(out.double(), expected, rtol=0, atol=1e-4)
-        for seen, heads in held:
-            assert heads == [visible[h, seen - 1].nonzero().flatten().tolist() for h in range(p.heads)]
+        """From the start, on dirty pages, and once more on those that have been divided: token by token by the same kernels."""
+        sizes = {"sinks": 1, "window": 2, "topk": 2, "length": 10, "prompt": 8, "heads": 2, "every": 2}
+        p = Problem(**SMALL | sizes | {"kind": "key-norm"})
+        (expected, visible, _), (pages, rows) = p.oracle(), p.pages()
+        budgets, tokens = torch.full((p.heads,), p.budget, dtype=torch.int32), [x[0] for x in (p.q, p.k, p.v)]
+        for a, b in (0, 9), (9, 10), (0, 10):
+            cut, more = (x[a:b] for x in tokens), {"prompt": p.prompt, "impl": "triton"}
+            out, _ = ops.prefill_chunk(*cut, pages, rows[0], a, budgets, rule=p.rule, scale=SIZE**-0.5, **more)
+            torch.testing.assert_close(out.double(), expected[a:b], rtol=0, atol=1e-4)
+            held = [visible[h, b - 1].nonzero().flatten().tolist() for h in range(p.heads)]
+            assert retained(p, pages, rows[0], b) == held
+        assert len(set(map(len, held))) > 1, "all shares are equal"
 
     def test_a_wrong_start_and_padding_touch_nothing(self):
         """A request that is replayed, one of padding whose table is anything, and pages that no step has written."""
@@ -143,13 +148,32 @@ class TestSharedHeads:
         assert (out[1] == 0).all() and (lse[1] == -torch.inf).all()
         assert torch.equal(served.raw, before)
 
+    def test_a_start_that_is_wrong_in_one_head_divides_nothing(self):
+        """That head's pages stay as they are, others go on with the share that they have."""
+        p = Problem(**CASES["votes"] | SMALL | {"prompt": 22})
+        right, wrong = Served(p, 14), Served(p, 14)
+        zero = wrong.rows[0, 1, p.layout.state_blocks]
+        wrong.pages.position[zero, 0, 0] = 7
+        before, shares = wrong.raw.clone(), []
+        right.step()
+        out = wrong.step()
+        assert out[:, GROUP : 2 * GROUP].isnan().all() and out[:, :GROUP].isfinite().all()
+        for each in (before, right.raw, wrong.raw):
+            state = HeadRegions(p.layout, p.budget, p.num_blocks).view(each).state
+            shares.append(
+                [float(state[wrong.rows[0, h, 0], 0, p.layout.state_floats - p.rule.share_floats]) for h in range(3)]
+            )
+        assert shares[0] == shares[2] != shares[1], "nothing would have been divided"
+        own = wrong.rows[0, 1, : p.layout.state_blocks].long()
+        assert torch.equal(wrong.raw[own], before[own])
+
     def test_scores_that_are_no_numbers_break_nothing(self):
         p = Problem(
             **SMALL
             | CASES["norm-corrected"]
             | {"every": 3, "window": 3, "topk": 8, "requests": 1, "length": 30, "prompt": 28}
         )
-        p.k[:, 12:14], p.v[:, 15] = torch.nan, torch.nan
+        p.k[:, 10:], p.v[:, 10:] = torch.nan, torch.nan
         served = Served(p, 17)
         for served.at in range(17, 23):
             served.step()
