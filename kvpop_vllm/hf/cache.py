@@ -11,7 +11,14 @@ import torch
 from transformers import Cache
 
 from kvpop_vllm.config import ConfigError, PolicySettings
-from kvpop_vllm.hf.checks import check_mask, check_model, check_positions, prompt_lengths, warn_of_reference
+from kvpop_vllm.hf.checks import (
+    check_inputs,
+    check_model,
+    check_positions,
+    columns_of_tokens,
+    prompt_lengths,
+    warn_of_reference,
+)
 from kvpop_vllm.hf.layer import Clock, LayerPages, check_kernels, recording
 from kvpop_vllm.hf.resolved import in_python, resolve
 from kvpop_vllm.hf.step import Step
@@ -129,19 +136,12 @@ class KVpopCache(Cache, Takes):
         """
         if decoder is not self._decoder():
             raise ConfigError("this KVpopCache was made for another model: make one with KVpopCache(model, ...)")
+        if self._step is not None and not self._step.attended:  # it was interrupted before any layer had it
+            self.end(failed=True)
         if self._step is not None:
             raise RuntimeError("the pass before was broken off when some layers had it: call reset() on the KVpopCache")
+        check_inputs(decoder, inputs)
         rows, length = inputs.shape[:2]
-        if torch.is_grad_enabled() and (inputs.requires_grad or any(p.requires_grad for p in decoder.parameters())):
-            raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
-        if inputs.device.type not in ("cpu", "cuda", "meta"):
-            raise ConfigError(
-                f"there are no kernels of a fixed-size cache for {inputs.device.type}: move the model to a GPU or the CPU"
-            )
-        if not length:
-            raise ValueError(
-                "no new tokens: a KVpopCache goes on with the whole text so far, give generate() all of it"
-            )
         if self._lengths and rows != len(self._lengths):
             raise ValueError(
                 f"a batch of {rows} rows for a KVpopCache of {len(self._lengths)}: call reset() on it, or make another"
@@ -155,7 +155,7 @@ class KVpopCache(Cache, Takes):
             )
         # on an accelerator the host would wait for the mask
         look = not recorded and (inputs.device.type == "cpu" or not decoding)
-        counts = self._counts(mask, lengths, length, look)
+        counts = columns_of_tokens(mask, lengths, self._columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_room(after)
         prompts = self._prompts_of(lengths, counts)
@@ -191,32 +191,6 @@ class KVpopCache(Cache, Takes):
             raise ValueError(
                 f"{max(lengths)} tokens are more than max_length {most}, which {self.policy.name} keeps: raise max_length"
             )
-
-    def _counts(self, mask: torch.Tensor | None, lengths: list[int], length: int, look: bool) -> list[int]:
-        """How many of the pass's columns are tokens of each row, the others being pads on its left.
-
-        Raises:
-            ValueError: the mask says something else.
-        """
-        if mask is None:
-            return [length] * len(lengths)
-        width = self._columns + length
-        check_mask(mask, len(lengths), width)
-        if not look:
-            return [1] * len(lengths)
-        real = mask.bool().cpu()
-        if bool((real[:, :-1] & ~real[:, 1:]).any()):
-            raise ValueError(
-                "attention_mask has zeros behind a row's first token: pad on the left (padding_side='left'), and continue rows "
-                "that ended early in caches of their own"
-            )
-        counts = real[:, self._columns :].sum(1).tolist()
-        if (seen := real[:, : self._columns].sum(1).tolist()) != lengths:
-            raise ValueError(
-                f"attention_mask says that rows had {seen} tokens, and the KVpopCache has seen {lengths}: continue rows whose turns differ"
-                " in length in caches of their own"
-            )
-        return counts
 
     def _prompts_of(self, lengths: list[int], counts: list[int]) -> list[int | None]:
         """Tokens of each row's prompt, None where nothing depends on it.
@@ -378,9 +352,10 @@ class KVpopCache(Cache, Takes):
             clock.restart()
 
     def __deepcopy__(self, memo):
-        """With pages of its own, for the same model."""
+        """With pages of its own, which no CUDA graph holds, for the same model."""
         copied = memo[id(self)] = object.__new__(type(self))
         vars(copied).update(copy.deepcopy(vars(self), memo))
+        copied._recorded = False
         return copied
 
     def __reduce__(self):

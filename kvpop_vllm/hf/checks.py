@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import functools
 import inspect
 import warnings
@@ -42,17 +43,27 @@ def check_model(model: torch.nn.Module) -> None:
     found = [what for what, there in reasons.items() if there]
     if not found and (not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks)):
         found = ["no layers that have a self_attn of the decoder's config"]
-    if not found and not all(map(_takes_more, blocks)):
-        found = ["attention blocks that take no further arguments"]
+    if not found and not all(map(_hands_on, {_plain(each) for each in (decoder, *decoder.layers, *blocks)})):
+        found = ["layers that hand no further arguments on to their attention"]
     if found:
         raise ConfigError(
             f"a fixed-size cache cannot serve {text.model_type}, a model with {', '.join(found)}: choose another model"
         )
 
 
-def _takes_more(block: torch.nn.Module) -> bool:
-    parameters = inspect.signature(block.forward).parameters.values()
-    return any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+def _plain(module: torch.nn.Module):
+    """A module's forward, without what others put around it."""
+    forward = inspect.unwrap(module.forward)
+    return getattr(forward, "__func__", forward)
+
+
+def _hands_on(function) -> bool:
+    """It takes keyword arguments that it does not know, and does something with them, which the signature does not tell."""
+    names = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD}
+    if not names or not hasattr(function, "__code__"):  # none of Python's
+        return bool(names)
+    uses = (each.argval for each in dis.get_instructions(function))
+    return any(names.intersection(use if isinstance(use, tuple) else [use]) for use in uses)
 
 
 def prompt_lengths(given) -> int | list[int] | None:
@@ -61,22 +72,67 @@ def prompt_lengths(given) -> int | list[int] | None:
     Raises:
         ConfigError: no integers of at least 1.
     """
-    told = given.tolist() if hasattr(given, "tolist") else given  # tensors and arrays
-    each = list(told) if isinstance(told, Sequence) and not isinstance(told, str) else [told]
-    if told is not None and not (
-        each and all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in each)
-    ):
+    told = _in_python(given)
+    several = isinstance(told, Sequence) and not isinstance(told, str)
+    each = [_in_python(n) for n in told] if several else [told]
+    if told is None:
+        return None
+    if not each or not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in each):
         raise ConfigError(f"prompt_length must be an integer of at least 1, or one for each row, got {told!r}")
-    return each if isinstance(told, Sequence) else told
+    return [int(n) for n in each] if several else int(told)
 
 
-def check_mask(mask, rows: int, columns: int) -> None:
-    """Raises ValueError unless ``mask`` is a tensor of that shape."""
-    found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
-    if found != (rows, columns):
-        raise ValueError(
-            f"attention_mask is {found} and must be a tensor of shape {(rows, columns)}: a column for each token so far, pads too"
+def _in_python(value):
+    """Numbers in place of tensors, arrays and their scalars."""
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:
+    """Raises RuntimeError, ConfigError or ValueError for ``[R, L, ..]`` that need gradients, lie elsewhere, or hold nothing."""
+    if torch.is_grad_enabled() and (inputs.requires_grad or any(p.requires_grad for p in decoder.parameters())):
+        raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
+    if inputs.device.type not in ("cpu", "cuda", "meta"):
+        raise ConfigError(
+            f"there are no kernels of a fixed-size cache for {inputs.device.type}: move the model to a GPU or the CPU"
         )
+    if not inputs.shape[1]:
+        raise ValueError("no new tokens: a KVpopCache goes on with the whole text so far, give generate() all of it")
+
+
+def columns_of_tokens(mask: torch.Tensor | None, seen: list[int], columns: int, length: int, look: bool) -> list[int]:
+    """How many columns of a pass are tokens of each row, the others being pads on its left.
+
+    Args:
+        mask: ``[R, columns + length]``, or None where all are tokens. seen: tokens that each row had in the columns before. length: columns
+            of the pass. look: at what the mask says; otherwise each row has one token.
+
+    Raises:
+        ValueError: the mask is none, or says something else of the columns before, or has pads behind tokens.
+    """
+    if mask is None:
+        return [length] * len(seen)
+    found, expected = (
+        tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}",
+        (len(seen), columns + length),
+    )
+    if found != expected:
+        raise ValueError(
+            f"attention_mask is {found} and must be a tensor of shape {expected}: a column for each token so far, pads too"
+        )
+    if not look:
+        return [1] * len(seen)
+    real = mask.bool().cpu()
+    if bool((real[:, :-1] & ~real[:, 1:]).any()):
+        raise ValueError(
+            "attention_mask has zeros behind a row's first token: pad on the left (padding_side='left'), and continue rows "
+            "that ended early in caches of their own"
+        )
+    if (told := real[:, :columns].sum(1).tolist()) != seen:
+        raise ValueError(
+            f"attention_mask says that rows had {told} tokens, and the KVpopCache has seen {seen}: continue rows whose turns differ"
+            " in length in caches of their own"
+        )
+    return real[:, columns:].sum(1).tolist()
 
 
 def check_positions(given: torch.Tensor, own: torch.Tensor, counts: list[int]) -> None:

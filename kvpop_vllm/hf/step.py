@@ -46,6 +46,7 @@ class Step:
         """``[R, L, H]``, just before the layer attends, if it gives up a channel."""
         self._channel[layer] = channel
 
+    @torch.compiler.disable  # kernels that nothing can be compiled into
     def __call__(self, layer, q, k, v, scale):
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")

@@ -1,14 +1,14 @@
 """How a transformers model's attention is handed to a cache, for as long as a forward pass with that cache takes.
 
-The decoder's ``forward`` of a model that has had a :class:`~kvpop_vllm.hf.cache.KVpopCache` looks for one in ``past_key_values``, has it
-lay out the step, exchanges the attention function, by name, for the one of :mod:`kvpop_vllm.distill.hook`, which calls the step, and puts
-the model's own back however the pass ends. Passes without such a cache are as they were.
+A hook before the decoder looks for a :class:`~kvpop_vllm.hf.cache.KVpopCache` in ``past_key_values``, has it lay out the step and
+exchanges the attention function, by name, for the one of :mod:`kvpop_vllm.distill.hook`, which calls the step; a hook
+behind the decoder puts the model's own back. Torch leaves that one out when a pass is interrupted from the keyboard: then the model's next
+pass puts it back. Passes without such a cache are as they were.
 """
 
 from __future__ import annotations
 
-import copy
-import inspect
+import sys
 import threading
 import weakref
 
@@ -16,6 +16,8 @@ import torch
 
 from kvpop_vllm.config import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, ConfigError
 from kvpop_vllm.distill.hook import NAME, borrow_channel, borrowed_share, show_hidden_states
+
+BUSY = "another thread has the model in a pass with a KVpopCache: one thread at a time, or a copy of the model for each"
 
 
 class Takes:
@@ -59,85 +61,85 @@ def take_over(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
         raise ConfigError(
             f"the gate borrows a channel of the queries, which is known where it is in {' and '.join(ARCHITECTURES)} models only: choose another scorer"
         )
-    if not isinstance(decoder.forward, _Forward):
-        decoder.forward = _Forward(decoder)
-    for layer in decoder.layers:
-        if _hand_step not in layer.self_attn._forward_pre_hooks.values():
-            layer.self_attn.register_forward_pre_hook(_hand_step, prepend=True, with_kwargs=True)
+    if _before not in decoder._forward_pre_hooks.values():
+        decoder.register_forward_pre_hook(_before, with_kwargs=True)
+        decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
     if borrows:
         borrow_channel(model, borrowed_share(model))
     return decoder
 
 
-_thread = threading.local()
-"""What attends in the pass that this thread is in: ``step``."""
+_own: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, str, list[float]]] = weakref.WeakKeyDictionary()
+"""Decoder in a pass -> the thread, the attention that it had before, and what each layer gave up of its channel."""
+_turn = threading.Lock()
+"""Held while ``_own`` is looked at and changed."""
 
 
-def _hand_step(block, positional, named):
-    """Not by way of the decoder, since not all layers hand on to their attention what they do not know."""
-    step = getattr(_thread, "step", None)
-    return None if step is None else (positional, named | {"attend": step})
+def _before(decoder, positional, named):
+    if isinstance(named.get("past_key_values"), Takes):
+        return positional, named | _begin(decoder, positional, named)
+    if decoder in _own:
+        _interrupted(decoder)
+    return None
 
 
-class _Forward:
-    """A decoder's ``forward`` that may be given a cache. Hooks would not do: those behind a pass are left out when it is interrupted
-    from the keyboard. The decoder is held weakly, or a model would stay in memory after its last use until Python collects cycles."""
+def _after(decoder, positional, named, result):
+    cache, step = named.get("past_key_values"), named.get("attend")
+    if isinstance(cache, Takes) and step is not None:  # else the pass has not begun
+        _end(decoder, cache, failed=result is None)
 
-    def __init__(self, decoder: torch.nn.Module, own=None):
-        self._decoder = weakref.ref(decoder)
-        self._own = own or vars(decoder).get("forward")  # set there by accelerate, if it spreads the model
-        self._taken = threading.Lock()
-        self.__signature__ = inspect.signature(decoder.forward)
 
-    def __call__(self, *positional, **named):
-        decoder, cache = self._decoder(), named.get("past_key_values")
-        own = self._own or type(decoder).forward.__get__(decoder)
-        inside = (
-            getattr(_thread, "step", None) is not None
-        )  # accelerate came between two of these: the outer one has begun
-        if inside or not isinstance(cache, Takes):
-            if not inside and decoder.config._attn_implementation == NAME and self._taken.locked():
-                raise RuntimeError(BUSY)
-            return own(*positional, **named)
-        if not self._taken.acquire(blocking=False):
-            raise RuntimeError(BUSY)
-        try:
-            return self._with_cache(cache, own, decoder, positional, named)
-        finally:
-            self._taken.release()
-
-    def _with_cache(self, cache, own, decoder, positional, named):
-        blocks = [layer.self_attn for layer in decoder.layers]
+@torch.compiler.disable  # nothing here is worth a graph
+def _begin(decoder, positional, named):
+    """What the decoder is given in a pass with a cache beside, or in place of, what the caller gives it."""
+    cache, inputs = named["past_key_values"], _inputs(decoder, positional, named)
+    blocks = [layer.self_attn for layer in decoder.layers]
+    with _turn:
+        _put_back_interrupted(decoder)
         shares = [getattr(block, "borrowed", 0.0) for block in blocks]
-        before, failed = decoder.config._attn_implementation, True
-        step = cache.begin(decoder, *_inputs(decoder, positional, named))
-        named = named | {"attention_mask": None, "position_ids": step.positions}
-        try:
-            decoder.config._attn_implementation, _thread.step = NAME, step
-            for block in blocks if cache.borrows else ():
-                block.borrowed = 1.0
-            result = own(*positional, **named)
-            failed = False
-        finally:
-            _thread.step = None
-            if decoder.config._attn_implementation == NAME:  # else it has been set since
-                decoder.config._attn_implementation = before
-            for block, share in zip(blocks, shares, strict=True):
-                if hasattr(block, "borrowed"):
-                    block.borrowed = share
-            cache.end(failed)
-        return result
-
-    def __deepcopy__(self, memo):
-        """Of a model that is copied: the copy's."""
-        return _Forward(memo[id(self._decoder())], copy.deepcopy(self._own, memo))
-
-    def __reduce__(self):
-        """Of a model that is pickled: its own."""
-        return getattr, (self._decoder(), "forward")
+        _own[decoder] = threading.get_ident(), decoder.config._attn_implementation, shares
+    try:
+        step = cache.begin(decoder, *inputs)
+    except BaseException:
+        _put_back(decoder)
+        raise
+    decoder.config._attn_implementation = NAME
+    for block in blocks if cache.borrows else ():
+        block.borrowed = 1.0
+    return {"attend": step, "attention_mask": None, "position_ids": step.positions}
 
 
-BUSY = "another thread has the model in a pass with a KVpopCache: one thread at a time, or a copy of the model for each"
+@torch.compiler.disable
+def _end(decoder, cache, failed):
+    _put_back(decoder)
+    cache.end(failed)
+
+
+@torch.compiler.disable
+def _interrupted(decoder):
+    """Raises RuntimeError if the decoder is in a pass of another thread; one of this thread is not running any more."""
+    with _turn:
+        _put_back_interrupted(decoder)
+
+
+def _put_back_interrupted(decoder):
+    """Raises RuntimeError if the decoder is in a pass of another thread; one of this thread is not running any more."""
+    if decoder in _own:
+        thread = _own[decoder][0]
+        if thread != threading.get_ident() and thread in sys._current_frames():
+            raise RuntimeError(BUSY)
+        _put_back(decoder)
+
+
+def _put_back(decoder):
+    if decoder not in _own:
+        return
+    _, before, shares = _own.pop(decoder)
+    if decoder.config._attn_implementation == NAME:  # else it has been set since
+        decoder.config._attn_implementation = before
+    for layer, share in zip(decoder.layers, shares, strict=True):
+        if hasattr(layer.self_attn, "borrowed"):
+            layer.self_attn.borrowed = share
 
 
 def _inputs(decoder, positional, named):

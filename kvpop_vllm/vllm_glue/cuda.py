@@ -37,7 +37,8 @@ def prepare(vllm_config: Any, policy: Any) -> None:
     if policy.gated and splits and ATTENTION_OP not in splits:
         splits.append(ATTENTION_OP)
     scheduler = vllm_config.scheduler_config
-    if scheduler.max_num_scheduled_tokens is None and scheduler.enable_chunked_prefill and _one_by_one(policy):
+    cuts = scheduler.enable_chunked_prefill and not scheduler.disable_chunked_mm_input  # an image may be longer
+    if scheduler.max_num_scheduled_tokens is None and cuts and _one_by_one(policy):
         most = max(ONE_BY_ONE, scheduler.max_num_seqs)
         scheduler.max_num_scheduled_tokens = min(most, scheduler.max_num_batched_tokens)
         init_logger("vllm.kvpop_vllm").info(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import inspect
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -232,13 +233,15 @@ def _cached_get_attn_backend(original):
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None or not requested(vllm_config):
             return original(*args, **kwargs)
-        backend = original.__wrapped__(*args, **kwargs)
+        backend = inspect.unwrap(original)(*args, **kwargs)
         if getattr(backend, "policy", None) is None:
             settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
             refusals.refuse_backend(settings.policy, backend.__name__)
         return backend
 
-    choose.cache_clear = original.cache_clear
+    for name in ("cache_clear", "cache_info"):
+        if hasattr(original, name):  # another plugin's wrapper has none
+            setattr(choose, name, getattr(original, name))
     return choose
 
 

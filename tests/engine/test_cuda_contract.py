@@ -230,6 +230,7 @@ class TestSteps(Pretended):
             assert steps(max_num_seqs=2000) == 2000 and steps(max_num_batched_tokens=512) == 512
             assert steps(max_num_scheduled_tokens=3000) == 3000
             assert steps(enable_chunked_prefill=False) is None, "prompts could not be cut"
+            assert steps(disable_chunked_mm_input=True) is None, "nor could an image, which may be longer"
 
     def test_the_scheduler_cuts_them(self, model, monkeypatch):
         from vllm import SamplingParams

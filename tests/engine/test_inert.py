@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import json
 import os
 import subprocess
@@ -137,6 +139,31 @@ def test_registering_again_changes_nothing():
     before = {name: EngineArgs.__dict__[name] for name in ("add_cli_args", "from_cli_args", "create_engine_config")}
     plugin.register()
     assert {name: EngineArgs.__dict__[name] for name in before} == before
+
+
+def test_a_wrapper_of_another_plugin_around_the_choice_of_a_backend(model, monkeypatch):
+    """That hides the cache's methods: registering does not fail, and engines with a policy get their own."""
+    from vllm.config import set_current_vllm_config
+    from vllm.v1.attention import selector
+
+    original = inspect.unwrap(selector._cached_get_attn_backend)
+    cached = functools.cache(original)
+
+    @functools.wraps(cached)
+    def theirs(*args, **kwargs):
+        return cached(*args, **kwargs)
+
+    for found, methods in ((theirs, False), (cached, True)):
+        monkeypatch.setattr(selector, "_cached_get_attn_backend", found)
+        plugin.register()
+        ours = selector._cached_get_attn_backend
+        assert ours is not found
+        assert [hasattr(ours, name) for name in ("cache_clear", "cache_info")] == [methods] * 2
+        for budget in (64, 96):
+            policy = {"kv_policy": {"policy": "streaming-llm", "budget": budget}}
+            args = EngineArgs(str(model), skip_tokenizer_init=True, max_model_len=256, additional_config=policy)
+            with set_current_vllm_config(args.create_engine_config()):
+                assert selector.get_attn_backend(32, torch.float32, None).policy.retention.budget == budget
 
 
 def unwrapped(name):

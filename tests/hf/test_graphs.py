@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hf.prompts import generate, padded
@@ -108,4 +110,8 @@ def test_pages_that_a_graph_holds_are_not_given_up(case, recording):
             model(**padded(PROMPTS[:1]), past_key_values=own)
         places = list(addresses(own))
         model(**padded(PROMPTS), past_key_values=own)
-    assert list(addresses(own)) == places and own.lengths == [70, 63]
+        assert list(addresses(own)) == places and own.lengths == [70, 63]
+        copied = copy.deepcopy(own)
+        copied.reset()
+        model(**padded(PROMPTS[:1]), past_key_values=copied)
+    assert copied.lengths == [70], "no graph holds a copy's pages"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import inspect
-
+import numpy as np
 import pytest
 import torch
 from engine.matrix import BUDGET
@@ -58,13 +57,47 @@ def test_settings(model, settings, message):
 
 
 @pytest.mark.parametrize(
-    "prompt_length", [0, -3, 2.0, True, "30", [], [30, 0], [30, True], ["30"], torch.ones(2), torch.ones(1, 2).long()]
+    "prompt_length",
+    [
+        0,
+        -3,
+        2.0,
+        True,
+        "30",
+        [],
+        [30, 0],
+        [30, True],
+        ["30"],
+        torch.ones(2),
+        torch.ones(1, 2).long(),
+        [torch.tensor(True)],
+        [np.bool_(True)],
+        [torch.tensor(30.0)],
+        [np.float64(30)],
+        [torch.tensor([30])],
+        torch.tensor(True),
+    ],
 )
 def test_lengths_of_prompts(model, prompt_length):
     with pytest.raises(
         ConfigError, match="^prompt_length must be an integer of at least 1, or one for each row, got .*$"
     ):
         KVpopCache(model, "snapkv", budget=BUDGET, prompt_length=prompt_length)
+
+
+@pytest.mark.parametrize(
+    "prompt_length",
+    [[torch.tensor(30), torch.tensor(20)], [np.int64(30), np.uint8(20)], torch.tensor([30, 20]), np.array([30, 20])],
+    ids=lambda given: type(given).__name__,
+)
+def test_lengths_of_prompts_in_tensors_and_arrays(model, prompt_length):
+    cache = KVpopCache(model, "snapkv", budget=80, prompt_length=prompt_length)
+    generate(model, cache, [PROMPT, PROMPT[:20]], new=1)
+    assert cache.prompts == [30, 20] and all(type(n) is int for n in cache.prompts)
+    for one in (torch.tensor(30), np.int32(30)):
+        cache = KVpopCache(model, "snapkv", budget=80, prompt_length=one)
+        generate(model, cache, [PROMPT], new=1)
+        assert cache.prompts == [30]
 
 
 @pytest.mark.parametrize("policy", ["adakv", "streaming-llm"])
@@ -102,6 +135,8 @@ def small(kind, **more):
         ("bloom", {}, "attention that transformers cannot exchange"),
         ("gpt_neox", {}, "no layers that have a self_attn of the decoder's config"),
         ("minicpm3", LATENT, "latent attention .MLA."),
+        ("stablelm", {}, "layers that hand no further arguments on to their attention"),
+        ("nemotron", {}, "layers that hand no further arguments on to their attention"),
     ],
 )
 def test_models(kind, more, message):
@@ -112,19 +147,29 @@ def test_models(kind, more, message):
 def test_attention_that_cannot_be_given_anything(model, monkeypatch):
     attention = type(model.get_decoder().layers[0].self_attn)
     monkeypatch.setattr(attention, "forward", lambda self, hidden_states, attention_mask=None: (hidden_states, None))
-    with pytest.raises(ConfigError, match="serve llama, a model with attention blocks that take no further arguments"):
+    with pytest.raises(ConfigError, match="serve llama, a model with layers that hand no further arguments on"):
         KVpopCache(model, **STREAMING)
 
 
-@pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
-def test_models_whose_layers_hand_nothing_on_to_their_attention(kind):
-    model, inputs = small(kind).eval(), torch.tensor([PROMPT]) % 64
+@pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma", "phi3", "olmo2", "mixtral", "granite"])
+def test_models_that_are_served(kind):
+    """Beside those of other tests: with room for all, as without the cache."""
+    model, inputs = small(kind, sliding_window=None, pad_token_id=0).eval(), torch.tensor([PROMPT]) % 64
     cache = KVpopCache(model, "streaming-llm", budget=64)
     with torch.no_grad():
-        logits = [
-            model(part, past_key_values=cache).logits for part in (inputs[:, :28], inputs[:, 28:29], inputs[:, 29:])
-        ]
+        logits = [model(part, past_key_values=cache).logits for part in (inputs[:, :28], inputs[:, 28:])]
         torch.testing.assert_close(torch.cat(logits, 1), model(inputs).logits)
+
+
+def test_attention_that_is_not_given_the_step(model, monkeypatch):
+    """By a layer that only looks as if it handed everything on."""
+    kind = type(model.get_decoder().layers[0])
+    forward = kind.forward
+    cache = KVpopCache(model, **STREAMING)
+    monkeypatch.setattr(kind, "forward", lambda self, hidden, attend=None, **more: forward(self, hidden, **more))
+    with pytest.raises(TypeError, match="nor have one if its layers hand no arguments on to their attention$"):
+        generate(model, cache, [PROMPT])
+    assert cache.lengths == [] and model.config._attn_implementation == "sdpa"
 
 
 def test_what_is_no_model():
@@ -242,9 +287,8 @@ def test_the_model_stays_as_it_is(model):
         assert model.config._attn_implementation == "sdpa" and generate(model, None, [PROMPT]) == before
         assert generate(model, DynamicCache(config=model.config), [PROMPT]) == before
     decoder = model.get_decoder()
-    assert decoder.forward._own is None and not decoder._forward_pre_hooks and not decoder._forward_hooks
-    assert inspect.signature(decoder.forward) == inspect.signature(type(decoder).forward.__get__(decoder))
-    assert all(len(layer.self_attn._forward_pre_hooks) == 2 for layer in decoder.layers)
+    assert len(decoder._forward_pre_hooks) == len(decoder._forward_hooks) == 1 and "forward" not in vars(decoder)
+    assert all(len(layer.self_attn._forward_pre_hooks) == 1 for layer in decoder.layers)
 
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import json
 import pickle
@@ -20,7 +19,7 @@ from hf.prompts import generate, padded
 from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import borrow_channel
+from kvpop_vllm.distill.hook import NAME, borrow_channel
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.hf.checks import _warn_of_reference
 from kvpop_vllm.hf.layer import check_kernels
@@ -75,7 +74,7 @@ def test_gradients_are_refused_before_anything_is_held(case):
 
 
 def test_a_borrowed_channel_is_borrowed_once(case):
-    """By a model that has given it up before, and given back to it after passes with the cache, interrupted ones too."""
+    """By a model that has given it up before, and given back to it after passes with the cache, by its next one after interrupted ones."""
     model, found = case("qwen3", "dms-query")
     expected = KVpopCache(model, **found.settings)
     tokens = generate(model, expected, PROMPTS)
@@ -87,69 +86,94 @@ def test_a_borrowed_channel_is_borrowed_once(case):
     assert all(torch.equal(cache.held(row), expected.held(row)) for row in range(2))
     assert [layer.self_attn.borrowed for layer in lent.get_decoder().layers] == [1.0, 1.0]
     assert torch.equal(model(torch.tensor(PROMPTS[:1])).logits, dense)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    handle = model.get_decoder().layers[1].self_attn.q_proj.register_forward_hook(interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        generate(model, KVpopCache(model, **found.settings), PROMPTS)
-    handle.remove()
+    interrupt(model, 1, KVpopCache(model, **found.settings))
     assert torch.equal(model(torch.tensor(PROMPTS[:1])).logits, dense)
 
 
 @pytest.mark.parametrize("layer, held", [(0, False), (1, True)])
-def test_an_interrupted_pass_leaves_the_model_as_it_was(case, layer, held):
-    """At once, not from its next pass on: a copy, and whoever reads its config, would see it otherwise."""
+def test_an_interrupted_pass(case, layer, held):
+    """The model's next pass puts its attention back; a cache that no layer has given anything goes on."""
     model, found = case("qwen3", "kvpop")
     dense, cache = generate(model, None, PROMPTS), KVpopCache(model, **found.settings)
+    expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
+    interrupt(model, layer, cache)
+    assert generate(model, None, PROMPTS) == dense and model.config._attn_implementation == "sdpa"
+    interrupt(model, layer, KVpopCache(model, **found.settings))
+    with pytest.raises(RuntimeError, match="call reset") if held else nullcontext():
+        assert generate(model, cache, PROMPTS) == expected
+    cache.reset()
+    assert generate(model, cache, PROMPTS) == expected and model.config._attn_implementation == "sdpa"
 
-    def interrupt(*_):
-        raise KeyboardInterrupt
 
-    handle = model.get_decoder().layers[layer].self_attn.q_proj.register_forward_hook(interrupt)
-    with pytest.raises(KeyboardInterrupt):
+def interrupt(model, layer, cache, error=KeyboardInterrupt):
+    """A pass, before a layer attends; hooks behind modules are then left out."""
+
+    def stop(*_):
+        raise error
+
+    handle = model.get_decoder().layers[layer].self_attn.q_proj.register_forward_hook(stop)
+    with pytest.raises(error):
         generate(model, cache, PROMPTS)
     handle.remove()
-    assert model.config._attn_implementation == "sdpa" and generate(copy.deepcopy(model), None, PROMPTS) == dense
-    with pytest.raises(RuntimeError, match="call reset") if held else nullcontext():
-        generate(model, cache, PROMPTS)
-    cache.reset()
-    assert generate(model, cache, PROMPTS) == generate(model, KVpopCache(model, **found.settings), PROMPTS)
-    assert generate(model, None, PROMPTS) == dense
+    assert model.config._attn_implementation == NAME
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_forward_that_others_put_around(case, when):
-    """As accelerate does to models that it spreads over devices."""
+def test_a_forward_that_accelerate_put_around(case, when):
+    """As it does with models that it spreads over devices."""
+    hooks = pytest.importorskip("accelerate.hooks")
     model, found = case("qwen3", "kvpop")
     spread = copy.deepcopy(model)
-    decoder, told = spread.get_decoder(), []
-
-    def around(own, *positional, **named):
-        told.append(len(decoder.layers))
-        return own(*positional, **named)
-
     if when == "after":
         KVpopCache(spread, **found.settings)
-    decoder.forward = functools.partial(around, decoder.forward)
+    told = []
+
+    class Counts(hooks.ModelHook):
+        def pre_forward(self, module, *args, **kwargs):
+            told.append(type(module))
+            return args, kwargs
+
+    for module in (spread, spread.get_decoder(), *spread.get_decoder().layers):
+        hooks.add_hook_to_module(module, Counts())
     expected = [generate(model, cache, PROMPTS, new=3) for cache in (KVpopCache(model, **found.settings), None)]
     for each in (spread, copy.deepcopy(spread)):
         caches = KVpopCache(each, **found.settings), None
         assert [generate(each, cache, PROMPTS, new=3) for cache in caches] == expected
-    assert len(told) == 4 * 3
+    assert len(told) == 4 * 3 * 4
+
+
+def test_another_model_inside_of_a_pass(case):
+    """With a cache of its own and without, when the first has given a layer its tokens."""
+    model, found = case("llama", "h2o")
+    guard, own = case("qwen3", "kvpop")
+    expected = generate(model, KVpopCache(model, **found.settings), PROMPTS, new=3)
+    alone = [generate(guard, cache, PROMPTS, new=2) for cache in (KVpopCache(guard, **own.settings), None)]
+    inside = []
+
+    def ask(*_):
+        for cache in (KVpopCache(guard, **own.settings), None):
+            inside.append(generate(guard, cache, PROMPTS, new=2))
+
+    handle = model.get_decoder().layers[1].register_forward_pre_hook(ask)
+    assert generate(model, KVpopCache(model, **found.settings), PROMPTS, new=3) == expected
+    handle.remove()
+    assert inside == alone * 3
 
 
 def test_models_are_copied_pickled_and_forgotten(case):
     model, found = case("qwen3", "kvpop")
     expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
-    for other in (pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+    for copied in (lambda: pickle.loads(pickle.dumps(model)), lambda: copy.deepcopy(model)):
+        other = copied()
         assert generate(other, KVpopCache(other, **found.settings), PROMPTS) == expected
-    decoder = weakref.ref(other.get_decoder())
-    gc.disable()
-    del other
-    gc.enable()
-    assert decoder() is None, "it would stay in memory until Python looks for cycles"
+        decoder, forward = weakref.ref(other.get_decoder()), other.get_decoder().forward
+        gc.disable()
+        del other
+        assert forward(torch.tensor(PROMPTS[:1])).last_hidden_state.shape[:2] == (1, 70)
+        del forward
+        gone = decoder() is None
+        gc.enable()
+        assert gone, "it would stay in memory until Python looks for cycles"
 
 
 def test_caches_are_copied_and_not_pickled(case):
@@ -193,6 +217,10 @@ def test_threads_take_turns(case):
         other.join()
         handle.remove()
     assert tokens == expected == generate(model, KVpopCache(model, **found.settings), PROMPTS)
+    ended = threading.Thread(target=interrupt, args=(model, 1, KVpopCache(model, **found.settings), SystemExit))
+    ended.start()
+    ended.join()
+    assert generate(model, KVpopCache(model, **found.settings), PROMPTS) == expected
 
 
 def test_slow_kernels_are_said_once(case):
