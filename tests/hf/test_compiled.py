@@ -21,39 +21,29 @@ def plain(tmp_path_factory):
     return AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path_factory.mktemp("model"), layers=1)).eval()
 
 
-@pytest.fixture
-def model(plain):
-    """A copy, of which nothing is compiled yet, and each function only once: what comes otherwise is done in eager mode."""
+def test_generate_and_dense_passes(plain):
+    """Of a model that has had a cache, with a break in the graph; and after a pass with a cache was interrupted."""
     torch._dynamo.reset()
-    with torch._dynamo.config.patch(recompile_limit=1):
-        yield copy.deepcopy(plain)
-    torch._dynamo.reset()
-
-
-def test_generate(plain, model):
-    expected = generate(plain, KVpopCache(plain, "h2o", budget=BUDGET), [PROMPT], new=2)
+    model, inputs = copy.deepcopy(plain), torch.tensor([PROMPT])
+    caches = [KVpopCache(each, "h2o", budget=BUDGET) for each in (plain, model, model, model)]
+    expected = generate(plain, caches[0], [PROMPT], new=1)
+    model.model.norm.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
     model.model.compile(backend="eager")
-    assert generate(model, KVpopCache(model, "h2o", budget=BUDGET), [PROMPT], new=2) == expected
+    assert generate(model, caches[1], [PROMPT], new=1) == expected
     model.model._compiled_call_impl = None
     model.compile(backend="eager")
-    assert generate(model, KVpopCache(model, "h2o", budget=BUDGET), [PROMPT], new=2) == expected
-
-
-def test_dense_passes(plain, model):
-    """Of a model that has had a cache, with a break in the graph; after a pass with a cache was interrupted, too."""
-    inputs, cache = torch.tensor([PROMPT]), KVpopCache(model, "h2o", budget=BUDGET)
-    model.model.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
-    compiled = torch.compile(model, backend="eager")
+    assert generate(model, caches[2], [PROMPT], new=1) == expected
 
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    with torch.no_grad():
-        expected = plain(inputs).logits
-        torch.testing.assert_close(compiled(inputs, use_cache=False).logits, expected)
+    with torch.no_grad(), torch._dynamo.config.patch(recompile_limit=2):
+        dense = plain(inputs).logits
+        torch.testing.assert_close(model(inputs, use_cache=False).logits, dense)
         handle = model.model.layers[0].register_forward_pre_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            model(inputs, past_key_values=cache)
+        with pytest.raises(KeyboardInterrupt), torch.compiler.set_stance("force_eager"):
+            model(inputs, past_key_values=caches[3])
         handle.remove()
-        torch.testing.assert_close(compiled(inputs, use_cache=False).logits, expected)
+        torch.testing.assert_close(model(inputs, use_cache=False).logits, dense)
     assert model.config._attn_implementation == "sdpa"
+    torch._dynamo.reset()
