@@ -82,8 +82,8 @@ SHARES = {
     "distillation": 0.75,
     "sanitizers": math.inf,
 }
-"""Eighths of the time, when all sections run: after so many no case of a section begins, and what is left goes to those
-behind."""
+"""Eighths of the time, when all sections run: after its own and those before it no case of a section begins, and what is left goes to
+those behind."""
 
 
 class Skipped(Exception):
@@ -139,8 +139,10 @@ def run_sections(
         are left. results: the CSV file. about: of all its rows.
     """
     outcomes = dict.fromkeys(("done", "wrong", "skipped", "not reached"), 0)
+    until = time.monotonic()
     for section, cases in sections.items():
-        bench.until = time.monotonic() + shares.get(section, math.inf)
+        until += shares.get(section, math.inf)
+        bench.until = until
         for case, measure in guarded(bench, section, cases):
             outcome = "wrong" if measure is None else run_case(bench, section, case, measure, results, about)
             outcomes[outcome] += 1
@@ -218,18 +220,18 @@ def within(bench: Bench, actual, exact, eager, name: str, factor: float = 2.0) -
 
 
 @contextmanager
-def ops_take(implementation: str | None) -> Iterator[set[str]]:
+def ops_take(implementation: str | None) -> Iterator[set[tuple[str, str]]]:
     """Ops choose this one where they have it and nobody says which, whatever the device; None: as always. Gives the ops
-    that chose."""
+    that chose, with what they chose."""
     from kvpop_vllm.kernels import dispatch
 
     chosen, told = dispatch.select, set()
 
     def select(op, tensor):
-        told.add(op)
-        if implementation is None:
-            return chosen(op, tensor)
-        return implementation if op in dispatch.TRITON_DTYPES else "reference"
+        own = implementation if op in dispatch.TRITON_DTYPES else "reference"
+        found = chosen(op, tensor) if implementation is None else own
+        told.add((op, found))
+        return found
 
     dispatch.select = select
     try:

@@ -79,6 +79,7 @@ def _read_shares(
             tl.debug_barrier()
     # where a start is wrong anything may lie there: nothing beyond the request's own regions is named
     share = _whole(tl.load(cache.state + word_of_share(cache, r, h, 0, P)), topk * heads)
+    share = tl.where(start_of(cache, asked, r, h, P) < 0, topk, share)  # so that others' part of a workspace is theirs
     filled = _whole(tl.load(cache.state + word_of_share(cache, r, h, 1, P)), share)
     number = _whole(tl.load(cache.state + words, mask=inside, other=0.0), (equal + 1) * heads - 1)
     owner = (number % heads).to(tl.int64)
@@ -155,6 +156,7 @@ def _effectives(
         raw = tl.load(cache.score + word_at(cache, r, h, tl.where(ranked, slot, 0), P), mask=ranked, other=0.0)
         value = _effective(raw, tl.where(ranked, t, q - 1), q, gamma, raw, P)
         place = before + tl.where(slot >= P.first_long, slot - P.first_long, held + t - oldest)
+        ranked &= place < width  # but for damaged shares always
         tl.store(effective + r * width + place, _in_order(value), mask=ranked)
         tl.store(token + r * width + place, t, mask=ranked)
 
@@ -176,6 +178,7 @@ def _rank(
     count *= heads
     for h in range(heads):
         count += _held(asked, r, h, P)
+    count = tl.minimum(count, width)
     topk, _ = _equal_share(whole, r, P)
     if count <= heads * topk:
         return
@@ -220,6 +223,7 @@ def _hand_out(
     count = heads * leaving
     for h in range(heads):
         count += _held(asked, r, h, P)
+    count = tl.minimum(count, width)
     if count <= heads * topk:
         return
 

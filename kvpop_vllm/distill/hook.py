@@ -42,7 +42,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
     if attend is None:
         raise TypeError(
             f"a model loaded with attn_implementation={NAME!r} is called as model(tokens, attend=...); any other cannot be called while"
-            " another thread has it in a pass with a KVpopCache, nor have one if its layers hand no arguments on to their attention"
+            " another thread has it in a pass with a KVpopCache, nor with one, if its layers do not hand keyword arguments on to their attention"
         )
     if attention_mask is not None:
         raise ConfigError("the model's attention has a mask of its own, which would be ignored: choose another model")

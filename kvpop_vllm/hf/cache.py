@@ -22,7 +22,7 @@ from kvpop_vllm.hf.checks import (
 from kvpop_vllm.hf.layer import Clock, LayerPages, check_kernels, recording
 from kvpop_vllm.hf.resolved import in_python, resolve
 from kvpop_vllm.hf.step import Step
-from kvpop_vllm.hf.takeover import Takes, take_over
+from kvpop_vllm.hf.takeover import Takes, put_back, take_over
 from kvpop_vllm.scorers.init import gives_up_channel
 
 
@@ -346,6 +346,8 @@ class KVpopCache(Cache, Takes):
 
     def reset(self) -> None:
         """Forgets all; the pages are kept for the next batch of as many rows, and CUDA graphs recorded with them remain right."""
+        if (decoder := self._decoder()) is not None:
+            put_back(decoder)
         self._step = None
         self._forget()
         for clock in self._clocks.values():

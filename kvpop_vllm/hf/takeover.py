@@ -3,14 +3,13 @@
 A hook before the decoder looks for a :class:`~kvpop_vllm.hf.cache.KVpopCache` in ``past_key_values``, has it lay out the step and
 exchanges the attention function, by name, for the one of :mod:`kvpop_vllm.distill.hook`, which calls the step; a hook
 behind the decoder puts the model's own back. Torch leaves that one out when a pass is interrupted from the keyboard: then the model's next
-pass puts it back. Passes without such a cache are as they were.
+pass puts it back, or that of a copy the copy's, or the cache's ``reset()``. Passes without such a cache are as they were.
 """
 
 from __future__ import annotations
 
 import sys
 import threading
-import weakref
 
 import torch
 
@@ -69,17 +68,17 @@ def take_over(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     return decoder
 
 
-_own: weakref.WeakKeyDictionary[torch.nn.Module, tuple[int, str, list[float]]] = weakref.WeakKeyDictionary()
-"""Decoder in a pass -> the thread, the attention that it had before, and what each layer gave up of its channel."""
+NOTE = "_kvpop_pass"
+"""Attribute of a decoder in a pass, copied with it: the thread, the attention that it had before, what each layer gave up of its channel."""
 _turn = threading.Lock()
-"""Held while ``_own`` is looked at and changed."""
+"""Held while notes are looked at and changed."""
 
 
 def _before(decoder, positional, named):
     if isinstance(named.get("past_key_values"), Takes):
         return positional, named | _begin(decoder, positional, named)
-    if decoder in _own:
-        _interrupted(decoder)
+    if getattr(decoder, NOTE, None) is not None:
+        put_back(decoder)
     return None
 
 
@@ -97,11 +96,12 @@ def _begin(decoder, positional, named):
     with _turn:
         _put_back_interrupted(decoder)
         shares = [getattr(block, "borrowed", 0.0) for block in blocks]
-        _own[decoder] = threading.get_ident(), decoder.config._attn_implementation, shares
+        setattr(decoder, NOTE, (threading.get_ident(), decoder.config._attn_implementation, shares))
     try:
         step = cache.begin(decoder, *inputs)
     except BaseException:
-        _put_back(decoder)
+        with _turn:
+            _put_back(decoder)
         raise
     decoder.config._attn_implementation = NAME
     for block in blocks if cache.borrows else ():
@@ -111,35 +111,51 @@ def _begin(decoder, positional, named):
 
 @torch.compiler.disable
 def _end(decoder, cache, failed):
-    _put_back(decoder)
+    with _turn:
+        _put_back(decoder)
     cache.end(failed)
 
 
 @torch.compiler.disable
-def _interrupted(decoder):
-    """Raises RuntimeError if the decoder is in a pass of another thread; one of this thread is not running any more."""
+def put_back(decoder: torch.nn.Module) -> None:
+    """A decoder's own attention, after a pass that was interrupted from the keyboard.
+
+    Raises:
+        RuntimeError: it is in a pass of another thread.
+    """
     with _turn:
         _put_back_interrupted(decoder)
 
 
 def _put_back_interrupted(decoder):
-    """Raises RuntimeError if the decoder is in a pass of another thread; one of this thread is not running any more."""
-    if decoder in _own:
-        thread = _own[decoder][0]
-        if thread != threading.get_ident() and thread in sys._current_frames():
-            raise RuntimeError(BUSY)
-        _put_back(decoder)
+    """As :func:`put_back`; a pass of this thread is not running any more."""
+    if (note := getattr(decoder, NOTE, None)) is None:
+        return
+    if note[0] != threading.get_ident() and _runs(note[0], decoder):
+        raise RuntimeError(BUSY)
+    _put_back(decoder)
+
+
+def _runs(thread: int, decoder: torch.nn.Module) -> bool:
+    """Whether a thread is in a call of the decoder."""
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_locals.get("self") is decoder:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _put_back(decoder):
-    if decoder not in _own:
+    if (note := getattr(decoder, NOTE, None)) is None:
         return
-    _, before, shares = _own.pop(decoder)
+    _, before, shares = note
     if decoder.config._attn_implementation == NAME:  # else it has been set since
         decoder.config._attn_implementation = before
     for layer, share in zip(decoder.layers, shares, strict=True):
         if hasattr(layer.self_attn, "borrowed"):
             layer.self_attn.borrowed = share
+    delattr(decoder, NOTE)
 
 
 def _inputs(decoder, positional, named):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 import importlib
-import inspect
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
@@ -68,7 +67,7 @@ LEDGER = (
         "vllm.v1.attention.selector:_cached_get_attn_backend",
         True,
         "The choice of a backend class is cached per process under a key that knows nothing of policies: engines of one "
-        "process would get each other's. With a policy the same function without its cache; refuses configs that no "
+        "process would get each other's. With a policy its cache is emptied before and after; refuses configs that no "
         "EngineArgs have made, for which a GPU's platform chooses a backend of vLLM's.",
         "when the key holds additional_config, and platforms ask plugins about configs",
     ),
@@ -226,6 +225,13 @@ def _process_inputs(original):
     return process_inputs
 
 
+def _clear_caches(function) -> None:
+    """Of a function, or of what another plugin's wrapper is around."""
+    while function is not None:
+        getattr(function, "cache_clear", lambda: None)()
+        function = getattr(function, "__wrapped__", None)
+
+
 def _cached_get_attn_backend(original):
     def choose(*args, **kwargs):
         from vllm.config import get_current_vllm_config_or_none
@@ -233,7 +239,11 @@ def _cached_get_attn_backend(original):
         vllm_config = get_current_vllm_config_or_none()
         if vllm_config is None or not requested(vllm_config):
             return original(*args, **kwargs)
-        backend = inspect.unwrap(original)(*args, **kwargs)
+        _clear_caches(original)
+        try:
+            backend = original(*args, **kwargs)
+        finally:
+            _clear_caches(original)
         if getattr(backend, "policy", None) is None:
             settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
             refusals.refuse_backend(settings.policy, backend.__name__)

@@ -142,7 +142,7 @@ def test_a_tool_is_ended_with_all_it_started_and_begun_only_where_there_is_time(
     assert outcome(40) == "skipped" and not child.exists() and said[-1].endswith("s are left, and it needs 45")
     monkeypatch.setattr(serving, "LEAST", 0.5)
     begin = time.monotonic()
-    assert outcome(1.5) == "skipped" and said[-1].endswith("not done in the 1 s that were left")
+    assert outcome(1.5) == "skipped" and said[-1].endswith("not done in the 1 s that it had")
     assert time.monotonic() - begin < 20
     ended = Path(f"/proc/{child.read_text().strip()}/stat")
     for _ in range(100):
@@ -151,6 +151,8 @@ def test_a_tool_is_ended_with_all_it_started_and_begun_only_where_there_is_time(
         time.sleep(0.1)
     else:
         pytest.fail("what the tool started goes on")
+    tool.write_text("#!/bin/sh\necho '========= Invalid __global__ read of size 4 bytes'; sleep 600\n")
+    assert outcome(1.5) == "wrong" and any("ended before it was done: ========= Invalid" in line for line in said)
     monkeypatch.setenv("PATH", "/nowhere")
     assert outcome(60) == "skipped" and said[-1].endswith("compute-sanitizer is not on this machine")
 

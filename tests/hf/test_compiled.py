@@ -25,14 +25,11 @@ def test_generate_and_dense_passes(plain):
     """Of a model that has had a cache, with a break in the graph; and after a pass with a cache was interrupted."""
     torch._dynamo.reset()
     model, inputs = copy.deepcopy(plain), torch.tensor([PROMPT])
-    caches = [KVpopCache(each, "h2o", budget=BUDGET) for each in (plain, model, model, model)]
+    caches = [KVpopCache(each, "h2o", budget=BUDGET) for each in (plain, model, model)]
     expected = generate(plain, caches[0], [PROMPT], new=1)
     model.model.norm.register_forward_pre_hook(lambda *_: torch._dynamo.graph_break())
-    model.model.compile(backend="eager")
-    assert generate(model, caches[1], [PROMPT], new=1) == expected
-    model.model._compiled_call_impl = None
     model.compile(backend="eager")
-    assert generate(model, caches[2], [PROMPT], new=1) == expected
+    assert generate(model, caches[1], [PROMPT], new=1) == expected
 
     def interrupt(*_):
         raise KeyboardInterrupt
@@ -42,7 +39,7 @@ def test_generate_and_dense_passes(plain):
         torch.testing.assert_close(model(inputs, use_cache=False).logits, dense)
         handle = model.model.layers[0].register_forward_pre_hook(interrupt)
         with pytest.raises(KeyboardInterrupt), torch.compiler.set_stance("force_eager"):
-            model(inputs, past_key_values=caches[3])
+            model(inputs, past_key_values=caches[2])
         handle.remove()
         torch.testing.assert_close(model(inputs, use_cache=False).logits, dense)
     assert model.config._attn_implementation == "sdpa"

@@ -167,7 +167,9 @@ def test_attention_that_is_not_given_the_step(model, monkeypatch):
     forward = kind.forward
     cache = KVpopCache(model, **STREAMING)
     monkeypatch.setattr(kind, "forward", lambda self, hidden, attend=None, **more: forward(self, hidden, **more))
-    with pytest.raises(TypeError, match="nor have one if its layers hand no arguments on to their attention$"):
+    with pytest.raises(
+        TypeError, match="nor with one, if its layers do not hand keyword arguments on to their attention$"
+    ):
         generate(model, cache, [PROMPT])
     assert cache.lengths == [] and model.config._attn_implementation == "sdpa"
 

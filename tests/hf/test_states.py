@@ -217,6 +217,12 @@ def test_threads_take_turns(case):
         other.join()
         handle.remove()
     assert tokens == expected == generate(model, KVpopCache(model, **found.settings), PROMPTS)
+    interrupt(model, 1, KVpopCache(model, **found.settings))
+    after = []
+    other = threading.Thread(target=lambda: after.extend(generate(model, KVpopCache(model, **found.settings), PROMPTS)))
+    other.start()
+    other.join()
+    assert after == expected, "the pass that was interrupted here is not running"
     ended = threading.Thread(target=interrupt, args=(model, 1, KVpopCache(model, **found.settings), SystemExit))
     ended.start()
     ended.join()

@@ -1,19 +1,17 @@
-"""``generate()`` on the kernels that a GPU runs, interpreted on the CPU; see tests/kernels/test_triton_serving."""
+"""``generate()`` on the kernels that a GPU runs, interpreted on the CPU. Run by
+tests/kernels/test_triton_prefill, in its process."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 import pytest
 from hf.prompts import distinct, generate
-from kernels.triton_processes import run_interpreted
 
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.kernels import dispatch
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[2]
 
 
 class TestGenerate:
@@ -43,8 +41,3 @@ class TestGenerate:
         expected = texts()
         monkeypatch.setattr(dispatch, "select", choose)
         assert texts() == expected and set(told) == {"prefill_chunk", "decode_step"}
-
-
-def test_interpreted():
-    """Runs the class above, interpreted."""
-    run_interpreted(f"{__file__}::TestGenerate")

@@ -29,8 +29,9 @@ ELSEWHERE = (
     "test_prefill_chunk.py::test_replay_raises_and_writes_nothing[triton]",
     "test_regions.py::test_kernels_do_not_care_where_pages_lie[triton-given]",
     "test_online_topk.py",
+    "../hf/test_triton.py",
 )
-"""Tests of all implementations that are quick enough."""
+"""Tests of all implementations that are quick enough, and those of transformers with Triton's."""
 SEQUENTIAL = [case for case in CASES if Problem(case, 1, 2, 3, 4).rule.sequential]
 
 
