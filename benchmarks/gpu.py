@@ -124,6 +124,8 @@ def main(arguments: list[str] | None = None) -> int:
             say,
         )
         with tests_of(ROOT):
+            if options.interpret:
+                importlib.import_module("kernels.quicker_interpreter").quicken()
             sections = {section: imported(bench, section) for section in options.sections or SECTIONS}
         shares = {} if options.sections else {name: 60 * options.minutes * share / 8 for name, share in SHARES.items()}
         return run_sections(bench, sections, shares, out / "gpu.csv", about | versions)

@@ -1,5 +1,5 @@
-"""``generate()`` on the kernels that a GPU runs, interpreted on the CPU. Run by
-tests/kernels/test_triton_prefill, in its process."""
+"""``generate()`` on the kernels that a GPU runs, interpreted on the CPU. Run in the
+process that tests/kernels/test_triton_interpreted starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Eviction times: reference, C++ and, interpreted (test_triton_prefill), Triton against a list of held tokens."""
+"""Eviction times: reference, C++ and, interpreted (test_triton_interpreted), Triton against a list of held tokens."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from kvpop_vllm.kernels.pages import PageLayout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IMPLS = ["triton"] if INTERPRETED else ["reference", *_C.isa_levels()]
-"""Torch, and C++ with each instruction set of this machine; where Triton's kernels are interpreted (test_triton_prefill), those."""
+"""Torch, and C++ with each instruction set of this machine; where Triton's kernels are interpreted (test_triton_interpreted), those."""
 
 CASES = {
     "none": (None, {}),

@@ -1,37 +1,25 @@
-"""Triton's prefill, run by its interpreter on the CPU and compiled for GPUs that need not be there; see test_triton_serving.
+"""Triton's prefill, run by its interpreter on the CPU in the process that test_triton_interpreted starts.
 
 What equals decode steps elsewhere does so here too: with TRITON_INTERPRET=1 the tests of test_prefill_chunk, test_online_topk and
-test_regions run with this implementation alone, and some of them are run here so.
+test_regions run with this implementation alone, and some of them are run so.
 """
 
 from __future__ import annotations
 
 import os
-import re
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from kernels import test_prefill_chunk as prefill
 from kernels.factories import given_scores
 from kernels.test_prefill_chunk import CASES, Problem, check_same
-from kernels.triton_processes import SHARED, compile_few, run_interpreted
 
 from kvpop_vllm.kernels import dispatch, ops
 from kvpop_vllm.testing import assert_within_budget
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[2]
-ELSEWHERE = (
-    "test_prefill_chunk.py::test_decay_steps_beyond_one[triton-5-3-linear]",
-    "test_prefill_chunk.py::test_replay_raises_and_writes_nothing[triton]",
-    "test_regions.py::test_kernels_do_not_care_where_pages_lie[triton-given]",
-    "test_online_topk.py",
-    "../hf/test_triton.py",
-)
-"""Tests of all implementations that are quick enough, and those of transformers with Triton's."""
 SEQUENTIAL = [case for case in CASES if Problem(case, 1, 2, 3, 4).rule.sequential]
 
 
@@ -241,42 +229,6 @@ class TestPrefillChunk(Interpreted):
 def test_every_case_is_there():
     """Of the tests above, whose parameters are all but few."""
     assert set(CASES) == {*SEQUENTIAL, *TURNS, *(options["case"] for options in SHAPES.values())}
-
-
-def test_interpreted():
-    """The class above, and tests of all implementations."""
-    run_interpreted(f"{__file__}::TestPrefillChunk", *(str(ROOT / "tests/kernels" / name) for name in ELSEWHERE))
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    return compile_few(tmp_path_factory.mktemp("triton"), "--op", "prefill_chunk")
-
-
-def test_every_kernel_compiles_within_a_multiprocessor(compiled):
-    written = {
-        kernel
-        for file in (ROOT / "triton_kernels").glob("*.py")
-        if file.stem in ("online_topk", "prefill_chunk") or file.stem.startswith("_prefill_")
-        for kernel in re.findall(r"\b(_[a-z_]+)\[.*\]\(", file.read_text())
-    }
-    assert written == {"_simulate", "_multiply", "_list_keys", "_attend_keys"}
-    for arch in SHARED:
-        assert {row["kernel"] for row in compiled["rows"] if row["arch"] == arch} == written
-    taken = {(row["dtype"], row["size"]) for row in compiled["rows"]}
-    assert taken == {("bfloat16", 128), ("float32", 128)}
-    wrong = [row for row in compiled["rows"] if row["stack"] > 64 or 2 * row["shared"] > SHARED[row["arch"]]]
-    assert wrong == [], "two programs a multiprocessor, and next to nothing spilled"
-    assert {row["fused"] for row in compiled["rows"] if row["kernel"] == "_simulate"} == {False}, (
-        "rounds as the reference does"
-    )
-
-
-def test_the_device_is_waited_for_once_a_call(compiled):
-    """Whatever the chunk: several pieces, or token by token; budgets that differ take their heads' numbers to the device."""
-    assert {step["case"] for step in compiled["steps"]} == {"mlstm", "given-ages", "mlp", "mass-mean"}
-    for step in compiled["steps"]:
-        assert step["pieces"] > 1 and step["reads"] == ["tolist"], step
 
 
 def test_choice_of_implementation():

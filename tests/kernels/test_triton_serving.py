@@ -1,28 +1,20 @@
-"""Triton's decode step: run by its interpreter on the CPU, and compiled for GPUs that need not be there.
-
-As in test_triton_training, classes are collected in a process with TRITON_INTERPRET=1 only. The interpreter runs programs one
-after another and cannot multiply bfloat16 matrices: races are not found here, and bfloat16 is only compiled.
-"""
+"""Triton's decode step, run by its interpreter on the CPU in the process that test_triton_interpreted starts."""
 
 from __future__ import annotations
 
 import os
-import re
 import types
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
 from kernels.factories import given_scores, poisoned_pages
 from kernels.problems import CLOSE, CLOSE_MASS, Problem
-from kernels.triton_processes import SHARED, compile_few, run_interpreted
 
 from kvpop_vllm.kernels import dispatch, ops
 from kvpop_vllm.testing import assert_within_budget
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ROOT = Path(__file__).parents[2]
 F16 = torch.float16
 
 SERVED = {
@@ -260,50 +252,6 @@ class TestDecodeStep(Interpreted):
         with pytest.raises(ValueError, match="log_gamma must be contiguous torch.float64"):
             run(q, k, v, log_gamma=p.rule.log_gamma.float())
         assert (pages.raw == 255).all()
-
-
-def test_interpreted():
-    """Runs the class above, and that of test_triton_shared, interpreted."""
-    run_interpreted(f"{__file__}::TestDecodeStep", f"{Path(__file__).parent}/test_triton_shared.py::TestSharedHeads")
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
-    return compile_few(tmp_path_factory.mktemp("triton"))
-
-
-def test_every_kernel_compiles_within_a_multiprocessor(compiled):
-    written = {
-        kernel
-        for file in (ROOT / "triton_kernels").glob("*.py")
-        if file.stem == "decode_step" or file.stem.startswith("_serving_")
-        for kernel in re.findall(r"\b(_[a-z_]+)\[.*\]\(", file.read_text())
-    }
-    assert len(written) == 17
-    for arch in SHARED:
-        assert {row["kernel"] for row in compiled["rows"] if row["arch"] == arch} == written
-    taken = {(row["dtype"], row["size"]) for row in compiled["rows"]}
-    assert taken == {("bfloat16", 128), ("float32", 128), ("float16", 64)}
-    wrong = [row for row in compiled["rows"] if row["stack"] > 64 or 2 * row["shared"] > SHARED[row["arch"]]]
-    assert wrong == [], "two programs a multiprocessor, and next to nothing spilled"
-
-
-def test_effective_scores_round_as_in_the_reference(compiled):
-    """The kernel that compares them in float64 has no fused multiply-adds; the interpreter never has."""
-    ranking = ("_retain", "_effectives", "_shrink")
-    assert {(row["kernel"], row["fused"]) for row in compiled["rows"] if row["kernel"] in ranking} == {
-        (kernel, False) for kernel in ranking
-    }
-
-
-def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
-    """No value of a tensor is asked for, torch does nothing but allocate, and a step of padding is launched like any other."""
-    for step in compiled["steps"]:
-        padding, deciding = step["found"]
-        assert padding == deciding and padding["launches"]
-        assert {op for op, _ in padding["ops"]} == {"aten.empty.memory_format", "aten.empty_like.default"}
-        most = {"mlstm": 7, "mlstm-corrected": 9, "moment": 8, "votes-corrected shared": 21}
-        assert len(padding["ops"]) <= most[step["case"]], (step["case"], padding["ops"])
 
 
 def test_choice_of_implementation():

@@ -1,5 +1,5 @@
-"""Heads that divide a budget in Triton's decode step, interpreted: against the oracle, from pages of the reference on. Run by
-test_triton_serving, in its process."""
+"""Heads that divide a budget in Triton's decode step, interpreted: against the oracle, from pages of the reference on. Run in the
+process that test_triton_interpreted starts."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """What Triton's kernels take of a GPU that need not be there: a process that compiles them, through their own launches.
 
 ``python tests/kernels/triton_resources.py`` prints registers, bytes of stack and of shared memory, and whether products and
-sums may be fused, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128; ``--json few`` those that
-tests look at; ``--op prefill_chunk`` those that a prefill has of its own, ``--op training`` those of training. Per decode step it also notes what torch was asked for
-meanwhile, and refuses all that reads a tensor's values; of a prefill it notes these.
+sums may be fused, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128; ``--op`` those of one op alone (of a
+prefill those that it has of its own); ``--json few`` those that tests look at. Of a decode step it also notes what torch was
+asked for meanwhile, and refuses all that reads a tensor's values; of a prefill it notes these.
 """
 
 from __future__ import annotations
@@ -32,17 +32,16 @@ from kernels.problems import Problem  # noqa: E402
 from kvpop_vllm.kernels.pages import cdiv  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-ALL = {
-    combination: ("mlstm-corrected", "moment", "votes-corrected shared")
-    for combination in itertools.product((90, 80), DTYPES, (64, 128))
-}
+STEPS = "mlstm-corrected", "moment", "votes-corrected shared"
+ALL = dict.fromkeys(itertools.product((90, 80), DTYPES, (64, 128)), STEPS)
 FEW = {
-    (90, "bfloat16", 128): ("mlstm-corrected", "moment", "votes-corrected shared"),
-    (80, "float32", 128): ("mlstm-corrected", "moment", "votes-corrected shared"),
-    (90, "float16", 64): ("mlstm",),
+    (90, "bfloat16", 128): STEPS,
+    (80, "float32", 128): ("mlstm", "moment-corrected", "votes shared"),
 }
+"""Cases of decode steps by GPU, dtype and size."""
 CHUNKS = {"mlstm": 100, "given-ages": 100, "mlp": 100, "mass-mean": 3}
 """Of prefill: case -> tokens of a chunk."""
+OPS = "decode_step", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 OWN = "online_topk", "_prefill_attend", "_prefill_scores"
@@ -195,34 +194,37 @@ def train(dtype: torch.dtype, size: int, length: int) -> None:
     delayed_mlstm(q[:, :2], k, v, *gates, delay=0, state=state)
 
 
+def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[dict]:
+    """Of the kernels of one op on one GPU; what else is found goes to notes."""
+    compiled.clear()
+    if op == "training":
+        train(DTYPES[dtype], size, 256 if dtype == "float32" else 77)
+    elif op == "prefill_chunk":
+        notes["chunks"] += [prefill(case, DTYPES[dtype], size) for case in CHUNKS]
+    else:
+        every = 4 if arch == 90 else 1
+        notes["steps"] += [{"case": case, "found": serve(case, DTYPES[dtype], size, every)} for case in steps]
+    about = {"op": op, "arch": arch, "dtype": dtype, "size": size}
+    return [about | {"kernel": n, "scorer": s} | resources(kernel) for (n, s), kernel in compiled.items()]
+
+
 def main():
     global arch, op
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", choices=("few", "all"))
-    parser.add_argument("--op", choices=("decode_step", "prefill_chunk", "training"), default="decode_step")
+    parser.add_argument("--op", choices=OPS)
     options = parser.parse_args()
-    chosen, op = options.json, options.op
     driver.set_active(Target())
     JITFunction.run = compile_only
-    rows, steps = [], []
-    for (arch, dtype, size), cases in (FEW if chosen == "few" else ALL).items():  # noqa: B007  (arch is read by Target)
-        compiled.clear()
-        if chosen == "few" and op != "decode_step" and size == 64:
-            continue
-        if op == "training":
-            train(DTYPES[dtype], size, 256 if dtype == "float32" else 77)
-        for case in cases if op == "decode_step" else CHUNKS if op == "prefill_chunk" else ():
-            if op == "prefill_chunk":
-                steps.append(prefill(case, DTYPES[dtype], size))
-                continue
-            steps.append({"case": case, "found": serve(case, DTYPES[dtype], size, every=1 if size == 64 else 4)})
-        for (name, scorer), kernel in compiled.items():
-            row = {"arch": arch, "dtype": dtype, "size": size, "kernel": name, "scorer": scorer} | resources(kernel)
-            rows.append(row)
-            if chosen is None:
+    found = {"rows": [], "steps": [], "chunks": []}
+    for op in [options.op] if options.op else OPS:  # noqa: B007  (read by compile_only, as arch by Target)
+        for (arch, dtype, size), steps in (FEW if options.json == "few" else ALL).items():  # noqa: B007
+            rows = rows_of(dtype, size, steps, found)
+            found["rows"] += rows
+            for row in () if options.json else rows:
                 print(*row.values(), sep="\t", flush=True)
-    if chosen:
-        print(json.dumps({"rows": rows, "steps": steps}))
+    if options.json:
+        print(json.dumps(found))
 
 
 if __name__ == "__main__":

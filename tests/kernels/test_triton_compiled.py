@@ -1,0 +1,77 @@
+"""All of Triton's kernels compiled for GPUs that need not be there: what they take of one, and what a decode step asks of torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SHARED = {80: 163 * 1024, 90: 227 * 1024}
+"""Compute capability -> bytes of shared memory that a block may have."""
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory):
+    """What ``triton_resources.py`` says of kernels of a few rules, compiled through their own launches, with the options and
+    specialisations of a launch on a GPU, in a process that has no interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # empty
+    command = [sys.executable, str(ROOT / "tests/kernels/triton_resources.py"), "--json", "few"]
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stderr[-4000:]
+    return json.loads(outcome.stdout.splitlines()[-1])
+
+
+def test_every_kernel_compiles(compiled):
+    launched = [
+        re.findall(r"\b(_[a-z_]+)\[.*\]\(", file.read_text()) for file in (ROOT / "triton_kernels").glob("*.py")
+    ]
+    written = {kernel for kernels in launched for kernel in kernels}
+    assert len(written) == 12 + 17 + 4
+    for arch, dtype in ((90, "bfloat16"), (80, "float32")):
+        found = {(row["kernel"], row["dtype"], row["size"]) for row in compiled["rows"] if row["arch"] == arch}
+        assert found == {(kernel, dtype, 128) for kernel in written}
+
+
+@pytest.mark.parametrize(
+    "op, stack, programs", [("training", 512, 1), ("decode_step", 64, 2), ("prefill_chunk", 64, 2)]
+)
+def test_kernels_fit_a_multiprocessor(compiled, op, stack, programs):
+    """So many programs of each; little is spilled, of 255 registers."""
+    rows = [row for row in compiled["rows"] if row["op"] == op]
+    assert rows
+    wrong = [row for row in rows if row["stack"] > stack or programs * row["shared"] > SHARED[row["arch"]]]
+    assert wrong == []
+
+
+def test_scores_round_as_in_the_reference(compiled):
+    """Kernels that compare them in float64 have no fused multiply-adds; the interpreter never has."""
+    ranking = ("_retain", "_effectives", "_shrink", "_simulate")
+    assert {(row["kernel"], row["fused"]) for row in compiled["rows"] if row["kernel"] in ranking} == {
+        (kernel, False) for kernel in ranking
+    }
+
+
+def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
+    """No value of a tensor is asked for, torch does nothing but allocate, and a step of padding is launched like any other."""
+    most = {"mlstm": 7, "mlstm-corrected": 9, "moment": 8, "moment-corrected": 9}
+    most |= {"votes shared": 20, "votes-corrected shared": 21}
+    assert {step["case"] for step in compiled["steps"]} == most.keys()
+    for step in compiled["steps"]:
+        padding, deciding = step["found"]
+        assert padding == deciding and padding["launches"]
+        assert {op for op, _ in padding["ops"]} == {"aten.empty.memory_format", "aten.empty_like.default"}
+        assert len(padding["ops"]) <= most[step["case"]], (step["case"], padding["ops"])
+
+
+def test_a_prefill_waits_for_the_device_once_a_call(compiled):
+    """Whatever the chunk: several pieces, or token by token; budgets that differ take their heads' numbers to the device."""
+    assert {chunk["case"] for chunk in compiled["chunks"]} == {"mlstm", "given-ages", "mlp", "mass-mean"}
+    for chunk in compiled["chunks"]:
+        assert chunk["pieces"] > 1 and chunk["reads"] == ["tolist"], chunk

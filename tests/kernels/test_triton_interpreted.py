@@ -1,0 +1,119 @@
+"""Triton's kernels run by its interpreter on the CPU, in float32 and float16, all in one process.
+
+Triton decides when it is imported whether it interprets: the classes named here are collected with TRITON_INTERPRET=1 only. The
+interpreter runs programs one after another and cannot multiply bfloat16 matrices: races are not found here, and bfloat16 is
+only compiled (test_triton_compiled).
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ROOT = Path(__file__).parents[2]
+CLASSES = {
+    "test_triton_training.py": (
+        "TestRunningTopk",
+        "TestSparseAttention",
+        "TestFutureAttentionMass",
+        "TestDelayedMLSTM",
+    ),
+    "test_triton_serving.py": ("TestDecodeStep",),
+    "test_triton_shared.py": ("TestSharedHeads",),
+    "test_triton_prefill.py": ("TestPrefillChunk",),
+    "test_triton_interpreted.py": ("TestQuickerInterpreter",),
+}
+ELSEWHERE = (
+    "test_prefill_chunk.py::test_decay_steps_beyond_one[triton-5-3-linear]",
+    "test_prefill_chunk.py::test_replay_raises_and_writes_nothing[triton]",
+    "test_regions.py::test_kernels_do_not_care_where_pages_lie[triton-given]",
+    "test_online_topk.py",
+    "../hf/test_triton.py",
+)
+"""Tests of all implementations that are quick enough, and those of transformers with Triton's."""
+
+
+def test_all_pass():
+    tests = [f"{file}::{name}" for file, names in CLASSES.items() for name in names]
+    paths = [str(ROOT / "tests/kernels" / test) for test in (*tests, *ELSEWHERE)]
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *paths]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
+    assert int(re.search(r"(\d+) passed", outcome.stdout)[1]) > 150 and "deselected" not in outcome.stdout
+
+
+def test_all_classes_are_named():
+    """A class that nobody names would never be run."""
+    for file in (ROOT / "tests/kernels").glob("test_triton_*.py"):
+        assert set(re.findall(r"^class (Test\w+)", file.read_text(), re.M)) == set(CLASSES.get(file.name, ())), (
+            file.name
+        )
+
+
+@pytest.fixture
+def both():
+    """What the interpreter does now, and what it did before."""
+    from triton.runtime import interpreter
+
+    def of(owner, name):
+        now = getattr(owner, name)
+        return now, now.__wrapped__
+
+    return interpreter, of
+
+
+class TestQuickerInterpreter:
+    __test__ = INTERPRETED
+
+    def test_dtypes(self, both):
+        import triton.language as tl
+
+        interpreter, of = both
+        now, before = of(interpreter, "_get_np_dtype")
+        scalars = [x for x in vars(tl).values() if type(x) is tl.dtype and x.name != "void"]
+        assert len(scalars) > 10
+        for scalar in (*scalars, *map(tl.pointer_type, scalars)):
+            for kind in (scalar, tl.block_type(scalar, [4, 2])):
+                assert now(kind) == now(kind) == before(kind), kind
+
+    def test_shapes(self, both):
+        import triton.language as tl
+
+        def seen(x):
+            own = {name: value for name, value in vars(x).items() if name != "handle"}
+            return {name: list(map(str, v)) if isinstance(v, tl.tuple) else str(v) for name, v in own.items()}
+
+        _, of = both
+        make_block, make_block_before = of(tl.block_type, "__init__")
+        make, make_before = of(tl.tensor, "__init__")
+        for shape in ([4, 2], [tl.constexpr(4), tl.constexpr(2)], [2, 4], [8], tl.tuple([4, 2])):
+            for scalar in (tl.int32, tl.float16, tl.pointer_type(tl.float16), tl.pointer_type(tl.int32)):
+                blocks = [tl.block_type.__new__(tl.block_type) for _ in range(3)]
+                for block, init in zip(blocks, (make_block, make_block, make_block_before), strict=True):
+                    init(block, scalar, shape)
+                assert seen(blocks[0]) == seen(blocks[1]) == seen(blocks[2]) and blocks[0] == blocks[2]
+                for of_type in (blocks[0], scalar):
+                    tensors = [tl.tensor.__new__(tl.tensor) for _ in range(3)]
+                    for tensor, init in zip(tensors, (make, make, make_before), strict=True):
+                        init(tensor, "handle", of_type)
+                        assert tensor.handle == "handle"
+                    assert seen(tensors[0]) == seen(tensors[1]) == seen(tensors[2])
+        for shape in ([3], [0], []):
+            with pytest.raises((TypeError, ValueError)):
+                tl.block_type(tl.int32, shape)
+
+    def test_what_is_wrapped(self, both):
+        import triton.language as tl
+
+        now, before = both[1](tl.core, "_unwrap_if_constexpr")
+        one = tl.constexpr(1)
+        for value in (1, one, [one, [one]], (one, 2), 2.5, "x", None):
+            assert now(value) == before(value) and type(now(value)) is type(before(value))
+        assert list(now(tl.tuple([one, 2]))) == list(before(tl.tuple([one, 2])))
