@@ -105,9 +105,10 @@ class TestQuickerInterpreter:
                         init(tensor, "handle", of_type)
                         assert tensor.handle == "handle"
                     assert seen(tensors[0]) == seen(tensors[1]) == seen(tensors[2])
-        for shape in ([3], [0], []):
-            with pytest.raises((TypeError, ValueError)):
-                tl.block_type(tl.int32, shape)
+        for shape, what in (([3], "power of 2|power of two"), ([], "0d block_type is forbidden")):
+            for init in (make_block, make_block_before):
+                with pytest.raises((TypeError, ValueError), match=what):
+                    init(tl.block_type.__new__(tl.block_type), tl.int32, shape)
 
     def test_what_is_wrapped(self, both):
         import triton.language as tl
