@@ -62,7 +62,7 @@ serve: model
 	    --kv-cache-memory-bytes $(KV_MEMORY) --port $(PORT)
 
 test: model
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope tests $(PYTEST_ARGS)
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(PYTEST_ARGS)
 
 $(SANITIZED): $(SOURCES) setup.py $(PACKAGE)
 	@mkdir -p $(@D)
