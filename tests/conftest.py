@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
 
 
-if os.environ.get("TRITON_INTERPRET") == "1":
+if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("KVPOP_PLAIN_INTERPRETER") != "1":
     from kernels.quicker_interpreter import quicken
 
     quicken()

@@ -32,7 +32,7 @@ def interpreted(tmp_path_factory):
 
 def test_all_is_right_and_nothing_is_timed(interpreted):
     said, rows, log = interpreted
-    assert said == log
+    assert said == log and "stays as slow" not in said
     assert said.splitlines()[-1] == "16 cases done, 0 cases wrong, 0 cases skipped, 0 cases not reached"
     assert {row["machine"] for row in rows} == {"interpreter"} and {row["commit"] for row in rows} == {"abc"}
     assert not [row for row in rows if row["unit"] == "ms"]
@@ -65,6 +65,18 @@ def test_all_is_right_and_nothing_is_timed(interpreted):
 def script(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     return importlib.import_module("gpu")
+
+
+def test_an_interpreter_that_is_named_otherwise_stays_as_it_is(script, monkeypatch):
+    def fails():
+        raise AttributeError("module 'interpreter' has no attribute '_get_np_dtype'")
+
+    said = []
+    monkeypatch.setitem(sys.modules, "kernels.quicker_interpreter", SimpleNamespace(quicken=fails))
+    script.quicken(said.append)
+    assert said == [
+        "Triton's interpreter stays as slow as it is: module 'interpreter' has no attribute '_get_np_dtype'"
+    ]
 
 
 def test_a_case_that_breaks_costs_no_other(script, tmp_path):
