@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from engine.driving import Job, watched
 from engine.judge import Judge
 from engine.matrix import BUDGET
-from policies.outside import install
+from policies.outside import importable, install
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import PolicySettings
@@ -14,9 +15,14 @@ from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.testing import OraclePolicy
 
 
-def test_random_from_outside(tiny_model, tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(tmp_path)
-    install(tmp_path)
+@pytest.fixture
+def folder(tmp_path):
+    with importable(tmp_path):
+        yield tmp_path
+
+
+def test_random_from_outside(tiny_model, folder):
+    install(folder)
     settings = {"policy": "random", "budget": BUDGET}
     policy = policies.get("random")(PolicySettings(**settings), ModelShape("qwen3", 2, 2, 32, 1024))
     scorer = {

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 RANDOM = '''
@@ -31,6 +35,21 @@ class Random(Policy):
         weight = self.weight(layer)[heads].contiguous()
         return self.training_free_rule(heads, LinearWeights(weight, torch.zeros(len(weight))))
 '''
+
+
+@contextmanager
+def importable(folder: Path) -> Iterator[None]:
+    """Python finds what is installed in a folder, and afterwards knows nothing of it."""
+    before = set(sys.modules)
+    sys.path.insert(0, str(folder))
+    importlib.invalidate_caches()
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+        for name in set(sys.modules) - before:
+            if name.startswith("outside"):
+                del sys.modules[name]
 
 
 def install(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from policies.outside import RANDOM, install
+from policies.outside import RANDOM, importable, install
 
 from kvpop_vllm import policies
 from kvpop_vllm.cli import main
@@ -14,13 +14,9 @@ from kvpop_vllm.policies.base import ModelShape
 
 
 @pytest.fixture
-def folder(tmp_path, monkeypatch):
-    before = set(sys.modules)
-    monkeypatch.syspath_prepend(tmp_path)
-    yield tmp_path
-    for name in set(sys.modules) - before:
-        if name.startswith("outside"):
-            del sys.modules[name]
+def folder(tmp_path):
+    with importable(tmp_path):
+        yield tmp_path
 
 
 def refusal(name):
