@@ -17,11 +17,12 @@ SHARED = {80: 163 * 1024, 90: 227 * 1024}
 
 
 @pytest.fixture(scope="module")
-def compiled(tmp_path_factory):
+def compiled():
     """What ``triton_resources.py`` says of kernels of a few rules, compiled through their own launches, with the options and
-    specialisations of a launch on a GPU, in a process that has no interpreter."""
+    specialisations of a launch on a GPU, in a process that has no interpreter. Triton keeps what it has compiled, by the sources
+    of kernels, their options and its own version, so that what stays as it was is compiled once."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["TRITON_CACHE_DIR"] = str(tmp_path_factory.mktemp("triton"))  # empty
+    environment["TRITON_CACHE_DIR"] = str(ROOT / "build/triton")
     command = [sys.executable, str(ROOT / "tests/kernels/triton_resources.py"), "--json", "few"]
     outcome = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stderr[-4000:]
