@@ -1,11 +1,11 @@
-"""Tiny models, and one watched engine for each model and policy, shared by all tests of a module."""
+"""Tiny models, and one watched engine for each model and policy, shared by all tests of a module. vLLM is imported where it is
+needed: the process that only hands tests to workers reads this file before it starts them."""
 
 from __future__ import annotations
 
 import functools
 
 import pytest
-from engine.driving import watched
 from engine.matrix import MATRIX, make_case
 
 from kvpop_vllm.testing import write_tiny_model
@@ -36,6 +36,8 @@ def case(tiny_model, tmp_path_factory):
 @pytest.fixture(scope="module", params=MATRIX, ids="-".join)
 def served(request, case):
     """A watched engine with room for everything."""
+    from engine.driving import watched
+
     found = case(*request.param)
     with watched(found.model, found.settings, found.judge) as engine:
         yield engine
@@ -44,4 +46,6 @@ def served(request, case):
 @pytest.fixture
 def watch(case):
     """``(case, **options of LLM)`` -> context manager of a watched engine. One at a time: its patches are global."""
+    from engine.driving import watched
+
     return lambda found, **options: watched(found.model, found.settings, found.judge, **options)

@@ -1,19 +1,17 @@
-"""Tiny models as transformers loads them, and policies for them."""
+"""Tiny models as transformers loads them, and policies for them. What takes seconds to import is imported where it is needed: the process
+that only hands tests to workers reads this file before it starts them."""
 
 from __future__ import annotations
 
 import functools
 
 import pytest
-from engine.matrix import make_case
-from threads import one_thread
-from transformers import AutoModelForCausalLM
-
-from kvpop_vllm.testing import write_tiny_model
 
 
 @pytest.fixture(scope="module", autouse=True)
 def small():
+    from threads import one_thread
+
     with one_thread():
         yield
 
@@ -21,6 +19,9 @@ def small():
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """``kind -> (folder, model)``, made once."""
+    from transformers import AutoModelForCausalLM
+
+    from kvpop_vllm.testing import write_tiny_model
 
     @functools.cache
     def make(kind: str):
@@ -33,6 +34,8 @@ def tiny(tmp_path_factory):
 @pytest.fixture(scope="session")
 def case(tiny, tmp_path_factory):
     """``(kind, policy, options) -> (model, Case)``, made once."""
+    from engine.matrix import make_case
+
     known = {}
 
     def make(kind: str, policy: str, **options):
