@@ -31,7 +31,7 @@ CLASSES = {
     "test_triton_serving.py": ("TestDecodeStep",),
     "test_triton_shared.py": ("TestSharedHeads",),
     "test_triton_prefill.py": ("TestPrefillChunk",),
-    "test_triton_interpreted.py": ("TestQuickerInterpreter",),
+    "test_triton_interpreted.py": ("TestQuickerInterpreter",) if QUICKER else (),
 }
 ELSEWHERE = (
     "test_prefill_chunk.py::test_decay_steps_beyond_one[triton-5-3-linear]",
@@ -57,9 +57,8 @@ def test_all_pass():
 def test_all_classes_are_named():
     """A class that nobody names would never be run."""
     for file in (ROOT / "tests/kernels").glob("test_triton_*.py"):
-        assert set(re.findall(r"^class (Test\w+)", file.read_text(), re.M)) == set(CLASSES.get(file.name, ())), (
-            file.name
-        )
+        written = set(re.findall(r"^class (Test\w+)", file.read_text(), re.M))
+        assert written == {*CLASSES.get(file.name, ())} | (set() if QUICKER else written & {"TestQuickerInterpreter"})
 
 
 def now_and_before(owner, name):
