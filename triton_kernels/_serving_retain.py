@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton._lowest_score import FAR, lower_of, lowest_of, none_yet
 from kvpop_vllm.kernels.triton._serving_pages import (
     MARKS,
     PADDING,
@@ -23,7 +24,6 @@ from kvpop_vllm.kernels.triton._serving_scores import features_of
 
 GENERATED = tl.constexpr(2.0**100)
 EPS = tl.constexpr(1e-6)
-FAR = tl.constexpr(2**31 - 1)
 
 
 @triton.jit
@@ -45,9 +45,7 @@ def _effective(raw, t, q, log_gamma, factor, P: tl.constexpr):
 def _lowest(cache, factors, r, h, used, q, log_gamma, P: tl.constexpr, BLOCK: tl.constexpr):
     """Lowest effective score of the long-range slots and the slot that has it, of equal ones the oldest token's; slot -1
     where there is none that is a number."""
-    best = tl.full([BLOCK], float("inf"), tl.float64)
-    oldest = tl.full([BLOCK], FAR, tl.int32)
-    where = tl.full([BLOCK], FAR, tl.int32)
+    best, oldest, where = none_yet(BLOCK)
     for start in range(P.first_long, used, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         inside = slot < used
@@ -59,14 +57,8 @@ def _lowest(cache, factors, r, h, used, q, log_gamma, P: tl.constexpr, BLOCK: tl
             factor = tl.load(factors + slot, mask=inside, other=0.0)
         token = tl.where(inside, token, q - 1)
         effective = _effective(raw, token, q, log_gamma, factor, P)
-        lower = inside & ((effective < best) | ((effective == best) & (token < oldest)))
-        best = tl.where(lower, effective, best)
-        oldest = tl.where(lower, token, oldest)
-        where = tl.where(lower, slot, where)
-    lowest = tl.min(best, 0)
-    equal = (best == lowest) & (where != FAR)
-    first = tl.min(tl.where(equal, oldest, FAR), 0)
-    slot = tl.min(tl.where(equal & (oldest == first), where, FAR), 0)
+        best, oldest, where = lower_of(best, oldest, where, effective, token, slot, inside)
+    lowest, slot = lowest_of(best, oldest, where)
     return lowest, tl.where(slot == FAR, -1, slot)
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton._lowest_score import FAR, lower_of, lowest_of, none_yet
 from kvpop_vllm.kernels.triton.running_topk import _kth_smallest
 
 NEVER = torch.iinfo(torch.int64).max
-FAR = tl.constexpr(2**31 - 1)
 BLOCK = 2048
 
 
@@ -50,9 +50,7 @@ def _simulate(
         q = (t + window) // every * every + every - 1
         target = filled
         if filled >= topk:
-            best = tl.full([BLOCK], float("inf"), tl.float64)
-            oldest = tl.full([BLOCK], FAR, tl.int32)
-            where = tl.full([BLOCK], FAR, tl.int32)
+            best, oldest, where = none_yet(BLOCK)
             for start in range(0, topk, BLOCK):
                 slot = start + tl.arange(0, BLOCK)
                 inside = slot < topk
@@ -60,14 +58,8 @@ def _simulate(
                 bits = tl.load(slots + 2 * topk + slot, mask=inside, other=0)
                 age = tl.where(inside, q - token, 1)
                 effective = _effective(bits.to(tl.float32, bitcast=True), age, gamma, decay_step, AGES)
-                lower = inside & ((effective < best) | ((effective == best) & (token < oldest)))
-                best = tl.where(lower, effective, best)
-                oldest = tl.where(lower, token, oldest)
-                where = tl.where(lower, slot, where)
-            lowest = tl.min(best, 0)
-            equal = (best == lowest) & (where != FAR)
-            first = tl.min(tl.where(equal, oldest, FAR), 0)
-            victim = tl.min(tl.where(equal & (oldest == first), where, FAR), 0)
+                best, oldest, where = lower_of(best, oldest, where, effective, token, slot, inside)
+            lowest, victim = lowest_of(best, oldest, where)
             stays = (_effective(raw, q - t, gamma, decay_step, AGES) >= lowest) & (victim != FAR)
             target = tl.where(stays, victim, -1)
             leaves = tl.where(stays, tl.load(slots + tl.where(stays, victim, 0), mask=stays, other=0), j)

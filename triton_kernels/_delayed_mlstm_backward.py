@@ -1,0 +1,153 @@
+"""Gradients of the delayed mLSTM; symbols as in :mod:`delayed_mlstm`.
+
+With ``g_i = dh_i / d_i`` and ``e_i = -(dh_i . h_i) / d_i`` the gradients of n and qz, ``P_ij = (g_i . v_j + e_i) D_ij`` and a
+chunk's write weights ``w_j = exp(b_end - b_j + i_j - m_end)``:
+
+    dq_i = sum_j P_ij k_j + o_i (C g_i + z e_i)          dC_start = exp(b_end + m_start - m_end) dC_end + sum_i o_i q_i g_i^T
+    dk_j = sum_i P_ij q_i + w_j (dC_end v_j + dz_end)    dz_start = the same with e_i for g_i
+    dv_j = sum_i (q_i . k_j) D_ij g_i + w_j k_j dC_end
+
+The gates enter only together with k, and with q and k: ``di_j = k_j . dk_j`` and ``db_i = q_i . dq_i - k_i . dk_i``; what flows
+through the end of a chunk is ``<C'_end, dC'_end>``, so sums for log f run within a chunk and do not lose digits to its neighbours.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from kvpop_vllm.kernels.triton._matrix_tiles import PRECISION, store_tile, tile
+
+
+@triton.jit
+def _backward_states(
+    q,
+    grad,  # dh, [rows, S, DV]
+    decay, m_rows, denominators,
+    qz_grad,  # e, [rows, chunks * L]
+    c_states, z_states, m_states,
+    c_grads,  # gradient of the state behind each chunk, [rows, chunks, F, DV]
+    z_grads,  # [rows, chunks, F]
+    flow,  # <C', dC'> behind each chunk, in parts: [tiles, rows, chunks]
+    delay, length, chunks,
+    FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """The gradient of the state behind each chunk, from the last to the first; a tile of C for each program."""
+    f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
+    row = tl.program_id(2).to(tl.int64)
+    part = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + row
+    q += row * length * FEATURES
+    grad += row * length * WIDTH
+    features = f + tl.arange(0, BLOCK_F)
+    has_z = features < tl.where(column == 0, FEATURES, 0)
+    dc = tl.zeros([BLOCK_F, BLOCK_V], tl.float32)
+    dz = tl.zeros([BLOCK_F], tl.float32)
+    for i in range(chunks):
+        chunk = chunks - 1 - i
+        behind = row * (chunks + 1) + chunk + 1
+        c = tile(c_states + behind * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        z = tl.load(z_states + behind * FEATURES + features, mask=has_z, other=0.0)
+        tl.store(flow + part * chunks + chunk, tl.sum(tl.sum(c * dc, 1), 0) + tl.sum(z * dz, 0))
+        here = row * chunks + chunk
+        store_tile(c_grads + here * FEATURES * WIDTH, dc, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        tl.store(z_grads + here * FEATURES + features, dz, mask=has_z)
+
+        at = here * L + tl.arange(0, L)
+        decays = tl.load(decay + at)
+        m_start, m_end = tl.load(m_states + behind - 1), tl.load(m_states + behind)
+        keep = tl.exp(tl.load(decay + here * L + L - 1) + m_start - m_end)
+        old = tl.exp(decays + m_start - tl.load(m_rows + at))
+        block_q = tile(q, chunk * L - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F) * old[:, None]
+        g = tile(grad, chunk * L - delay, length - delay, WIDTH, column, WIDTH, L, BLOCK_V)
+        g = g / tl.load(denominators + at)[:, None]
+        dc = tl.dot(tl.trans(block_q), g, dc * keep, input_precision=PRECISION)
+        dz = dz * keep + tl.sum(block_q * tl.load(qz_grad + at)[:, None], 0)
+
+
+@triton.jit
+def _backward_features(
+    q, k, v, grad, igate, decay, m_rows, denominators, qz_grad, c_states, z_states, m_states, c_grads, z_grads,
+    dq,  # [rows, S, F]
+    dk,
+    q_dq,  # q . dq, in parts over blocks of features: [parts, rows, chunks * L]
+    k_dk, delay, length, chunks,
+    FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """dq and dk of a chunk, a block of their columns."""
+    f = tl.program_id(0) * BLOCK_F
+    chunk = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    first = chunk * L
+    tokens = tl.arange(0, L)
+    here = row * chunks + chunk
+    state = here + row  # of [rows, chunks + 1]
+    at = here * L + tokens
+    decays, gates, m = tl.load(decay + at), tl.load(igate + at), tl.load(m_rows + at)
+    e = tl.load(qz_grad + at)
+    denominator = tl.load(denominators + at)
+
+    products = tl.zeros([L, L], tl.float32)
+    dq_acc = tl.zeros([L, BLOCK_F], tl.float32)
+    dk_acc = tl.zeros([L, BLOCK_F], tl.float32)
+    for column in range(0, WIDTH, BLOCK_V):
+        g = tile(grad + row * length * WIDTH, first - delay, length - delay, WIDTH, column, WIDTH, L, BLOCK_V)
+        g = g / denominator[:, None]
+        block_v = tile(v + row * length * WIDTH, first, length, WIDTH, column, WIDTH, L, BLOCK_V)
+        c = tile(c_states + state * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        dc = tile(c_grads + here * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        products = tl.dot(g, tl.trans(block_v), products, input_precision=PRECISION)
+        dq_acc = tl.dot(g, tl.trans(c), dq_acc, input_precision=PRECISION)
+        dk_acc = tl.dot(block_v, tl.trans(dc), dk_acc, input_precision=PRECISION)
+    features = f + tl.arange(0, BLOCK_F)
+    z = tl.load(z_states + state * FEATURES + features, mask=features < FEATURES, other=0.0)
+    dz = tl.load(z_grads + here * FEATURES + features, mask=features < FEATURES, other=0.0)
+    old = tl.exp(decays + tl.load(m_states + state) - m)
+    write = tl.exp(tl.load(decay + here * L + L - 1) - decays + gates - tl.load(m_states + state + 1))
+    pair = decays[:, None] - decays[None, :] + gates[None, :] - m[:, None]
+    pair = tl.where(tokens[:, None] >= tokens[None, :], pair, float("-inf"))
+    products = (products + e[:, None]) * tl.exp(pair)
+
+    block_q = tile(q + row * length * FEATURES, first - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F)
+    block_k = tile(k + row * length * FEATURES, first, length, FEATURES, f, FEATURES, L, BLOCK_F)
+    dq_acc = (dq_acc + z[None, :] * e[:, None]) * old[:, None]
+    dq_acc = tl.dot(products, block_k, dq_acc, input_precision=PRECISION)
+    dk_acc = (dk_acc + dz[None, :]) * write[:, None]
+    dk_acc = tl.dot(tl.trans(products), block_q, dk_acc, input_precision=PRECISION)
+    store_tile(dq + row * length * FEATURES, dq_acc, first - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F)
+    store_tile(dk + row * length * FEATURES, dk_acc, first, length, FEATURES, f, FEATURES, L, BLOCK_F)
+    part = tl.program_id(0) * tl.num_programs(2) * chunks * L
+    tl.store(q_dq + part + at, tl.sum(block_q * dq_acc, 1))
+    tl.store(k_dk + part + at, tl.sum(block_k * dk_acc, 1))
+
+
+@triton.jit
+def _backward_values(
+    q, k, grad, igate, decay, m_rows, denominators, m_states, c_grads,
+    dv,  # [rows, S, DV]
+    delay, length, chunks,
+    FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """dv of a chunk, a block of its columns."""
+    column = tl.program_id(0) * BLOCK_V
+    chunk = tl.program_id(1)
+    row = tl.program_id(2).to(tl.int64)
+    first = chunk * L
+    tokens = tl.arange(0, L)
+    here = row * chunks + chunk
+    at = here * L + tokens
+    decays, gates, m = tl.load(decay + at), tl.load(igate + at), tl.load(m_rows + at)
+    products = tl.zeros([L, L], tl.float32)
+    acc = tl.zeros([L, BLOCK_V], tl.float32)
+    for f in range(0, FEATURES, BLOCK_F):
+        block_q = tile(q + row * length * FEATURES, first - delay, length - delay, FEATURES, f, FEATURES, L, BLOCK_F)
+        block_k = tile(k + row * length * FEATURES, first, length, FEATURES, f, FEATURES, L, BLOCK_F)
+        dc = tile(c_grads + here * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        products = tl.dot(block_q, tl.trans(block_k), products, input_precision=PRECISION)
+        acc = tl.dot(block_k, dc, acc, input_precision=PRECISION)
+    pair = decays[:, None] - decays[None, :] + gates[None, :] - m[:, None]
+    pair = tl.where(tokens[:, None] >= tokens[None, :], pair, float("-inf"))
+    weights = products * tl.exp(pair)
+    write = tl.exp(tl.load(decay + here * L + L - 1) - decays + gates - tl.load(m_states + here + row + 1))
+    g = tile(grad + row * length * WIDTH, first - delay, length - delay, WIDTH, column, WIDTH, L, BLOCK_V)
+    g = g / tl.load(denominators + at)[:, None]
+    acc = tl.dot(tl.trans(weights), g, acc * write[:, None], input_precision=PRECISION)
+    store_tile(dv + row * length * WIDTH, acc, first, length, WIDTH, column, WIDTH, L, BLOCK_V)
