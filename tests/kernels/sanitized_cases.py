@@ -230,6 +230,7 @@ def test_odd_address_is_reported():
 
 
 def test_overflow_is_reported():
-    rule = dict(topk=1, window=2**63 - 1, log_gamma=torch.zeros(1, dtype=torch.float64))
-    said = report(lambda: ops.online_topk(torch.zeros(1, 2), torch.arange(2)[None], 0, **rule, impl="cpp"))
+    """Of a window that the op itself refuses."""
+    told = torch.zeros(1, 2), torch.arange(2)[None], 0, 1, 2**63 - 1, torch.zeros(1, dtype=torch.float64), 1, 1, False
+    said = report(lambda: _C.online_topk(*told))
     assert "signed integer overflow" in said, said

@@ -98,6 +98,27 @@ def test_strided_inputs():
 def test_bad_arguments_are_refused():
     score, position = draw_tokens(torch.Generator().manual_seed(1), 2, 4, 5, False)
     log_gamma = torch.zeros(2, dtype=torch.float64)
-    for error, held, of in ((ValueError, 7, score), (ValueError, 4, score[0]), (TypeError, 4, score.double())):
+    for error, held, of in ((ValueError, 4, score[0]), (TypeError, 4, score.double())):
         with pytest.raises(error):
             ops.online_topk(of, position, held, topk=6, window=3, log_gamma=log_gamma, impl="cpp")
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "wrong, named",
+    [
+        ({"held": 7}, "held"),
+        ({"held": -1}, "held"),
+        ({"topk": 3}, "held"),
+        ({"window": 0}, "window"),
+        ({"window": 2**63 - 1}, "window"),
+        ({"decay_step": 0}, "decay_step"),
+        ({"decide_every": 2**31}, "decide_every"),
+    ],
+    ids=str,
+)
+def test_numbers_out_of_range_are_refused(impl, wrong, named):
+    score, position = draw_tokens(torch.Generator().manual_seed(1), 2, 4, 5, False)
+    asked = {"held": 4, "topk": 6, "window": 3, "log_gamma": torch.zeros(2, dtype=torch.float64)} | wrong
+    with pytest.raises(ValueError, match=f"online_topk needs .*{named}"):
+        ops.online_topk(score, position, impl=impl, **asked)

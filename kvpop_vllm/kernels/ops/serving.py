@@ -154,7 +154,15 @@ def online_topk(
 
     Returns:
         ``evicted_at [H, T]`` int64: the query position at which a token is first missing, or ``torch.iinfo(int64).max``.
+
+    Raises:
+        ValueError: more tokens are held than there are, or than slots; or a window or step is not in [1, 2**31 - 1].
     """
+    if not 0 <= held <= min(topk, score.shape[-1]):
+        raise ValueError(f"online_topk needs 0 <= held <= min(topk, T), got {held}, {topk} and {score.shape[-1]}")
+    for name, tokens in (("window", window), ("decay_step", decay_step), ("decide_every", decide_every)):
+        if not 1 <= tokens < 2**31:
+            raise ValueError(f"online_topk needs {name} in [1, 2**31 - 1], got {tokens}")
     run = resolve("online_topk", impl, score)
     return run(
         score,
