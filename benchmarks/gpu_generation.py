@@ -26,23 +26,15 @@ from gpu_caches import (
     check_held,
     empty,
     full_cache,
-    static_cache,
-    tiny,
     written_cache,
 )
 from gpu_clock import bandwidth, paired, side_stream
-
-from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.testing import random_prompt
+from gpu_generation_checks import dense_right, kvpop_right
 
 CONTEXTS = 16384, 131072, 65536, 32768
 """The ends first, in case that time runs short."""
 COMPRESSION, FIXED = 4, 4096
 """Tokens per token held, and a budget that does not grow."""
-PROMPTS, NEW = (40, 33), 40
-"""Of the tiny model, whose B of 64 is so reached in replays, by one row before the other."""
-SMALL_PROMPTS, SMALL_NEW = (10, 9), 5
-"""Where kernels are interpreted, B 12."""
 ROUNDS = 30
 ROOM = 4 << 30
 """Bytes that must be free beside a cache."""
@@ -54,8 +46,8 @@ KVPOP = "kvpop, 75% off", f"kvpop, B {FIXED}"
 PARTS = {"half": 2, "a quarter": 1}
 """Caches of the tiny model -> quarters of the tokens that they hold."""
 RIGHT = {
-    "a captured pass is right, kvpop": (KVPOP, lambda bench: kvpop_right(bench)),
-    "a captured pass is right, dense": (DENSE, lambda bench: dense_right(bench)),
+    "a captured pass is right, kvpop": (KVPOP, kvpop_right),
+    "a captured pass is right, dense": (DENSE, dense_right),
     "caches that are written go on, kvpop": (
         KVPOP,
         lambda bench: written_right(bench, list(PARTS)[: 1 if bench.small else 2]),
@@ -94,51 +86,6 @@ def generation(bench: Bench):
 # what is right
 
 
-def kvpop_right(bench: Bench) -> Iterator[dict]:
-    """Tokens of captured passes are those of ``generate()``, and the same tokens are held; caches fill up in replays,
-    one row's after the other's. Interpreted passes are held against ``generate()`` as a CPU does it."""
-    new = SMALL_NEW if bench.small else NEW
-    with tiny(bench) as (model, scorer, budget):
-        prompts, mask = padded(bench)
-        lengths = mask.sum(1).tolist()
-        assert len(set(lengths)) == 2 and max(lengths) + 1 < budget < min(lengths) + new - 1, "no replay fills a cache"
-        plain, cache = (KVpopCache(model, "kvpop", scorer=scorer) for _ in range(2))
-        told = dict(attention_mask=mask, past_key_values=plain, max_new_tokens=new, do_sample=False)
-        out = model.generate(prompts, **told)
-        with ops_take("triton" if bench.small else None) as chose:
-            found = greedy(bench, model, cache, prompts, new, mask)
-        slow = {(op, taken) for op, taken in chose if taken == "reference"}
-        assert {op for op, _ in chose} == {"prefill_chunk", "decode_step"} and not slow, f"kernels: {sorted(chose)}"
-        after(cache, new - 2, bench)
-    expected = out[:, prompts.shape[1] :].tolist()
-    assert found == expected, f"captured passes give {found}, generate() {expected}"
-    assert all(torch.equal(cache.held(row), plain.held(row)) for row in range(2)), "other tokens are held"
-    yield bench.row("tokens that differ", 0, "count")
-
-
-def dense_right(bench: Bench) -> Iterator[dict]:
-    """Tokens of captured passes are those of passes one by one; and without a mask a full cache gives the same logits
-    for the same token."""
-    new, logits = 12, []
-    with tiny(bench) as (model, *_):
-        prompts = padded(bench)[0]
-        length = prompts.shape[1]
-        expected = greedy(bench, model, static_cache(model, 2, length + new)[0], prompts, new, one_by_one=True)
-        found = greedy(bench, model, static_cache(model, 2, length + new)[0], prompts, new)
-        cache, before = full_cache(model, 2, length)
-        for options in ({}, {"attention_mask": {"full_attention": None}}):
-            decoding = Decoding(model, cache, prompts[:, -1:], before, **options)
-            replay = decoding.captured(bench)
-            decoding.tokens.copy_(prompts[:, -1:])  # what the pass before chose may differ by a rounding
-            replay()
-            logits.append(decoding.logits.float().cpu())
-            del replay  # not before it is done
-    assert found == expected, f"captured passes give {found}, passes one by one {expected}"
-    error = float((logits[0] - logits[1]).abs().max())
-    assert error < (0.2 if bench.dtype == torch.bfloat16 else 1e-3), f"without a mask logits differ by {error:.3g}"
-    yield bench.row("tokens that differ", 0, "count")
-
-
 def written_right(bench: Bench, names: Sequence[str]) -> Iterator[dict]:
     """What is timed later, of a tiny model: passes are finite, and caches stay as full as they should."""
     shape, window, requests, context = (TINIER, 4, 1, 40) if bench.small else (TINY, 16, 2, 400)
@@ -151,48 +98,6 @@ def written_right(bench: Bench, names: Sequence[str]) -> Iterator[dict]:
                 timed.replay()
             timed.check()
     yield bench.row("caches that go on", len(found), "count")
-
-
-def padded(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two prompts ``[2, L]``, the shorter one with pads on its left, and which columns are tokens."""
-    lengths = SMALL_PROMPTS if bench.small else PROMPTS
-    rows = [[0] * (max(lengths) - n) + random_prompt(n, seed=i) for i, n in enumerate(lengths)]
-    mask = [[0] * (max(lengths) - n) + [1] * n for n in lengths]
-    return torch.tensor(rows, device=bench.device), torch.tensor(mask, device=bench.device)
-
-
-def greedy(
-    bench: Bench, model, cache, prompts: torch.Tensor, new: int, mask=None, one_by_one: bool = False
-) -> list[list[int]]:
-    """``new`` tokens of every row: the first from the prompt's pass, the second from a pass, the others from replays of
-    one.
-
-    Args:
-        mask: which columns of the prompts are tokens, None: all. one_by_one: no graph is made.
-    """
-    told = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)  # as generate() does
-    with torch.no_grad():
-        first = model(input_ids=prompts, attention_mask=mask, **told).logits[:, -1:].argmax(-1)
-    decoding, found = Decoding(model, cache, first), [first.clone()]
-    before = list(cache.lengths) if isinstance(cache, KVpopCache) else []
-    if one_by_one:
-        decoding.step()
-        replay = decoding.step
-    else:
-        replay = decoding.captured(bench)
-    if bench.device == "cuda" and not one_by_one and before:
-        assert cache.lengths == [seen + 1 for seen in before], "a pass that was recorded was counted"
-    for i in range(new - 1):
-        if i:
-            replay()
-        found.append(decoding.tokens.clone())
-    return torch.cat(found, 1).tolist()
-
-
-def after(cache: KVpopCache, passes: int, bench: Bench) -> None:
-    """The host counts passes that were replayed; without a GPU there was no graph, and it has."""
-    if bench.device == "cuda":
-        cache.replayed(passes)
 
 
 # times

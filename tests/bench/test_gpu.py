@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -59,12 +58,6 @@ def test_all_is_right_and_nothing_is_timed(interpreted):
     steps = {row["case"]: float(row["value"]) for row in rows if row["section"] == "distillation"}
     assert steps.keys() == {"a step is right, scorers", "a step is right, scorers and base"}
     assert 0 < min(steps.values()) and max(steps.values()) < 1e-3  # the same numbers would be of the same kernels
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("gpu")
 
 
 def test_an_interpreter_that_is_named_otherwise_stays_as_it_is(script, monkeypatch):
@@ -205,143 +198,6 @@ def test_launches_are_queued_before_the_clock_starts_and_graphs_share_a_stream(s
     assert told.count("run") == 4 and len([each for each in told if each[0] == "Stream"]) == 1
 
 
-@pytest.fixture
-def generation(script):
-    return importlib.import_module("gpu_generation")
-
-
-@pytest.fixture
-def on_cpu(script):
-    """As on a GPU, but for the device, its dtype and graphs."""
-    import torch
-
-    return script.Bench("cpu", torch.float32, False, False, time.monotonic() + 600, lambda line: None)
-
-
-def test_logits_are_compared_after_the_same_token(generation, on_cpu, monkeypatch):
-    """A choice between two tokens that are nearly as good falls either way, by whether there is a mask."""
-
-    class Rounds(generation.Decoding):
-        def step(self):
-            super().step()
-            if "attention_mask" in self.options:
-                self.tokens.copy_(self.tokens + 1).remainder_(256)
-
-    monkeypatch.setattr(generation, "Decoding", Rounds)
-    assert [row["value"] for row in generation.dense_right(on_cpu)] == ["0"]
-
-
-def test_full_caches_are_the_same_every_time(generation, on_cpu):
-    with generation.tiny(on_cpu) as (model, *_):
-        one, other = (generation.full_cache(model, 2, 20)[0].layers for _ in range(2))
-    assert all((a.keys == b.keys).all() and (a.values == b.values).all() for a, b in zip(one, other, strict=True))
-
-
-def test_passes_are_computed_as_generate_does(generation, on_cpu, monkeypatch):
-    """The output layer gets one position a row."""
-    shapes, tiny = set(), generation.tiny
-
-    @contextmanager
-    def watched(bench):
-        with tiny(bench) as (model, *more):
-            model.lm_head.register_forward_pre_hook(lambda layer, inputs: shapes.add(inputs[0].shape[:2]))
-            yield model, *more
-
-    monkeypatch.setattr(generation, "tiny", watched)
-    assert [row["value"] for row in generation.kvpop_right(on_cpu)] == ["0"]
-    assert shapes == {(2, 1)}
-
-
-def test_a_pass_that_does_not_see_a_cache_fill_up_is_found(generation, on_cpu, monkeypatch):
-    """What says how many slots are in use stays as it was when the graph was made."""
-    from kvpop_vllm.hf.layer import Clock
-
-    valid, frozen = Clock.valid, []
-
-    class Graph(generation.Decoding):
-        def captured(self, bench):
-            replay = super().captured(bench)
-            frozen.append(True)
-            return replay
-
-    monkeypatch.setattr(generation, "Decoding", Graph)
-    monkeypatch.setattr(Clock, "valid", lambda self, *how: self._valid[how[2]] if frozen else valid(self, *how))
-    with pytest.raises((AssertionError, ValueError)):
-        list(generation.kvpop_right(on_cpu))
-
-
-def contender(generation, seconds, broken=False):
-    def check():
-        assert not broken, "logits are not finite"
-
-    return generation.Timed(lambda: seconds, 1 << 30, 1 << 29, 3 << 30, check)
-
-
-def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, monkeypatch, tmp_path):
-    """One cannot be made, one is wrong after its passes, one does not fit, one is timed."""
-    import torch
-
-    said = []
-    bench = script.Bench("cpu", torch.bfloat16, False, False, time.monotonic() + 60, said.append)
-    shape = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=8, head_dim=128)
-    drawn = SimpleNamespace(model=SimpleNamespace(config=shape), read=1 << 30)
-
-    def dense(bench, drawn, requests, context, name, made):
-        made.append("a cache")
-        if name == "dense":
-            raise RuntimeError("expanded size must match")
-        return contender(generation, 0.002)
-
-    def kvpop(bench, drawn, requests, context, budget):
-        return contender(generation, 0.001, broken=True)
-
-    for name, stand_in in {
-        "dense_timed": dense,
-        "kvpop_timed": kvpop,
-        "bandwidth": lambda: 1e12,
-        "paired": lambda runs, rounds: {key: run() for key, run in runs.items()},
-    }.items():
-        monkeypatch.setattr(generation, name, stand_in)
-    names, found = [*generation.DENSE, *generation.KVPOP], {}
-
-    def run():
-        return generation.times(bench, drawn, 1, 16384, names, found)
-
-    about = dict.fromkeys(("machine", "commit", "torch", "triton"), "x")
-    assert script.run_case(bench, "generation", "a", run, tmp_path / "gpu.csv", about) == "wrong"
-    rows = list(csv.DictReader((tmp_path / "gpu.csv").open(newline="")))
-    assert [row["measure"] for row in rows] == [
-        f"dense, no mask, {what}" for what in ("a token", "tokens a second", "cache", "peak memory while decoding")
-    ]
-    assert found.keys() == {16384} and found[16384].keys() == {"dense, no mask"}
-    [line] = [line for line in said if line.startswith("generation, a: WRONG")]
-    assert "dense: RuntimeError: expanded size must match" in line
-    assert all(f"{name}: AssertionError: logits are not finite" in line for name in generation.KVPOP)
-    monkeypatch.setattr(generation, "kvpop_timed", lambda *told: contender(generation, 0.001))
-    monkeypatch.setattr(generation, "free", lambda bench: (4 << 30) + (1 << 25))
-    rows = list(generation.times(bench, drawn, 1, 16384, names, found))
-    skipped = {row["measure"]: (row["value"], row["unit"]) for row in rows if "skipped" in row["measure"]}
-    assert skipped == {f"{name}, skipped, memory that must be free": ("4.0625", "GiB") for name in generation.DENSE}
-    assert found[16384].keys() == set(generation.KVPOP)
-
-
-def test_what_is_wrong_of_one_cache_does_not_stop_the_others(generation, on_cpu, monkeypatch):
-    asked = []
-
-    def times(bench, drawn, requests, context, names, found):
-        asked.append(names)
-        return iter(())
-
-    monkeypatch.setattr(generation, "times", times)
-    for kind, others in {"dense": generation.KVPOP, "kvpop": generation.DENSE}.items():
-        on_cpu.wrong = {f"a captured pass is right, {kind}"}
-        cases = [case for name, case in generation.generation(on_cpu) if name.startswith("generation, ")]
-        for case in cases:
-            case()
-        assert len(cases) == 5 and asked == [[*others]] * 5
-        asked.clear()
-
-
 def test_prompts_of_rules_that_are_dear(script, on_cpu, monkeypatch):
     """Tokens with decays of their own, and such as are done one by one, at a reduced shape by the CPU's kernels."""
     prefill = importlib.import_module("gpu_prefill")
@@ -362,38 +218,6 @@ def test_prompts_of_rules_that_are_dear(script, on_cpu, monkeypatch):
     assert (row["measure"], row["value"]) == ("a token, a layer", "2") and said == [(32, 0), (4, 32), (4, 36)]
     names = [name for name, _ in prefill.prefill_kernels(on_cpu)]
     assert names[-2:] == ["prefill_chunk, own decays, B 2048", "prefill_chunk, mean mass, B 2048"]
-
-
-def test_what_is_said_of_contexts(generation):
-    """Growth, flat or not, and from where on KVpop is ahead of the faster dense cache."""
-
-    def measured(*milliseconds, context):
-        sizes = context, context, context // 4, 4096
-        return {
-            name: generation.Timed(None, size, 0, 0, None, each)
-            for name, size, each in zip((*generation.DENSE, *generation.KVPOP), sizes, milliseconds, strict=True)
-            if each
-        }
-
-    found = {
-        131072: measured(30, 9, 7.5, 6.2, context=131072),
-        16384: measured(8, 6, 6.1, 6.1, context=16384),
-        65536: measured(18, 7.5, 6.9, 6.2, context=65536),
-        32768: measured(12, 6.4, 6.5, 6.1, context=32768),
-    }
-    assert list(generation.in_short(found)) == [
-        "dense: from 16384 to 131072 tokens the cache grows 8.00 times, latency 3.75 times: not flat",
-        "dense, no mask: from 16384 to 131072 tokens the cache grows 8.00 times, latency 1.50 times: not flat",
-        "kvpop, 75% off: from 16384 to 131072 tokens the cache grows 8.00 times, latency 1.23 times: not flat",
-        "kvpop, B 4096: from 16384 to 131072 tokens the cache grows 1.00 times, latency 1.02 times: flat",
-        "kvpop, 75% off: ahead of dense from 65536 tokens on",
-        "kvpop, B 4096: ahead of dense from 32768 tokens on",
-    ]
-    found = {16384: measured(8, 6, 6.1, 6.1, context=16384), 32768: measured(0, 0, 6.5, 6.1, context=32768)}
-    said = list(generation.in_short(found))
-    assert said[0] == "dense: 1 contexts measured, which says nothing of growth"
-    assert said[-1] == "kvpop, B 4096: not ahead of dense at the longest context measured"
-    assert list(generation.in_short({}))[-1] == "kvpop, B 4096: not compared with dense"
 
 
 def test_the_kernels_are_those_of_this_folder_and_the_tests_are_too(interpreted, script):

@@ -1,0 +1,177 @@
+"""Generation as `make gpu` measures it, without a GPU: what it finds wrong, leaves out and says."""
+
+from __future__ import annotations
+
+import csv
+import importlib
+import time
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+
+
+@pytest.fixture
+def generation(script):
+    return importlib.import_module("gpu_generation")
+
+
+@pytest.fixture
+def checks(generation):
+    return importlib.import_module("gpu_generation_checks")
+
+
+def test_logits_are_compared_after_the_same_token(checks, on_cpu, monkeypatch):
+    """A choice between two tokens that are nearly as good falls either way, by whether there is a mask."""
+
+    class Rounds(checks.Decoding):
+        def step(self):
+            super().step()
+            if "attention_mask" in self.options:
+                self.tokens.copy_(self.tokens + 1).remainder_(256)
+
+    monkeypatch.setattr(checks, "Decoding", Rounds)
+    assert [row["value"] for row in checks.dense_right(on_cpu)] == ["0"]
+
+
+def test_full_caches_are_the_same_every_time(checks, on_cpu):
+    with checks.tiny(on_cpu) as (model, *_):
+        one, other = (checks.full_cache(model, 2, 20)[0].layers for _ in range(2))
+    assert all((a.keys == b.keys).all() and (a.values == b.values).all() for a, b in zip(one, other, strict=True))
+
+
+def test_passes_are_computed_as_generate_does(checks, on_cpu, monkeypatch):
+    """The output layer gets one position a row."""
+    shapes, tiny = set(), checks.tiny
+
+    @contextmanager
+    def watched(bench):
+        with tiny(bench) as (model, *more):
+            model.lm_head.register_forward_pre_hook(lambda layer, inputs: shapes.add(inputs[0].shape[:2]))
+            yield model, *more
+
+    monkeypatch.setattr(checks, "tiny", watched)
+    assert [row["value"] for row in checks.kvpop_right(on_cpu)] == ["0"]
+    assert shapes == {(2, 1)}
+
+
+def test_a_pass_that_does_not_see_a_cache_fill_up_is_found(checks, on_cpu, monkeypatch):
+    """What says how many slots are in use stays as it was when the graph was made."""
+    from kvpop_vllm.hf.layer import Clock
+
+    valid, frozen = Clock.valid, []
+
+    class Graph(checks.Decoding):
+        def captured(self, bench):
+            replay = super().captured(bench)
+            frozen.append(True)
+            return replay
+
+    monkeypatch.setattr(checks, "Decoding", Graph)
+    monkeypatch.setattr(Clock, "valid", lambda self, *how: self._valid[how[2]] if frozen else valid(self, *how))
+    with pytest.raises((AssertionError, ValueError)):
+        list(checks.kvpop_right(on_cpu))
+
+
+def contender(generation, seconds, broken=False):
+    def check():
+        assert not broken, "logits are not finite"
+
+    return generation.Timed(lambda: seconds, 1 << 30, 1 << 29, 3 << 30, check)
+
+
+def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, monkeypatch, tmp_path):
+    """One cannot be made, one is wrong after its passes, one does not fit, one is timed."""
+    import torch
+
+    said = []
+    bench = script.Bench("cpu", torch.bfloat16, False, False, time.monotonic() + 60, said.append)
+    shape = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=8, head_dim=128)
+    drawn = SimpleNamespace(model=SimpleNamespace(config=shape), read=1 << 30)
+
+    def dense(bench, drawn, requests, context, name, made):
+        made.append("a cache")
+        if name == "dense":
+            raise RuntimeError("expanded size must match")
+        return contender(generation, 0.002)
+
+    def kvpop(bench, drawn, requests, context, budget):
+        return contender(generation, 0.001, broken=True)
+
+    for name, stand_in in {
+        "dense_timed": dense,
+        "kvpop_timed": kvpop,
+        "bandwidth": lambda: 1e12,
+        "paired": lambda runs, rounds: {key: run() for key, run in runs.items()},
+    }.items():
+        monkeypatch.setattr(generation, name, stand_in)
+    names, found = [*generation.DENSE, *generation.KVPOP], {}
+
+    def run():
+        return generation.times(bench, drawn, 1, 16384, names, found)
+
+    about = dict.fromkeys(("machine", "commit", "torch", "triton"), "x")
+    assert script.run_case(bench, "generation", "a", run, tmp_path / "gpu.csv", about) == "wrong"
+    rows = list(csv.DictReader((tmp_path / "gpu.csv").open(newline="")))
+    assert [row["measure"] for row in rows] == [
+        f"dense, no mask, {what}" for what in ("a token", "tokens a second", "cache", "peak memory while decoding")
+    ]
+    assert found.keys() == {16384} and found[16384].keys() == {"dense, no mask"}
+    [line] = [line for line in said if line.startswith("generation, a: WRONG")]
+    assert "dense: RuntimeError: expanded size must match" in line
+    assert all(f"{name}: AssertionError: logits are not finite" in line for name in generation.KVPOP)
+    monkeypatch.setattr(generation, "kvpop_timed", lambda *told: contender(generation, 0.001))
+    monkeypatch.setattr(generation, "free", lambda bench: (4 << 30) + (1 << 25))
+    rows = list(generation.times(bench, drawn, 1, 16384, names, found))
+    skipped = {row["measure"]: (row["value"], row["unit"]) for row in rows if "skipped" in row["measure"]}
+    assert skipped == {f"{name}, skipped, memory that must be free": ("4.0625", "GiB") for name in generation.DENSE}
+    assert found[16384].keys() == set(generation.KVPOP)
+
+
+def test_what_is_wrong_of_one_cache_does_not_stop_the_others(generation, on_cpu, monkeypatch):
+    asked = []
+
+    def times(bench, drawn, requests, context, names, found):
+        asked.append(names)
+        return iter(())
+
+    monkeypatch.setattr(generation, "times", times)
+    for kind, others in {"dense": generation.KVPOP, "kvpop": generation.DENSE}.items():
+        on_cpu.wrong = {f"a captured pass is right, {kind}"}
+        cases = [case for name, case in generation.generation(on_cpu) if name.startswith("generation, ")]
+        for case in cases:
+            case()
+        assert len(cases) == 5 and asked == [[*others]] * 5
+        asked.clear()
+
+
+def test_what_is_said_of_contexts(generation):
+    """Growth, flat or not, and from where on KVpop is ahead of the faster dense cache."""
+
+    def measured(*milliseconds, context):
+        sizes = context, context, context // 4, 4096
+        return {
+            name: generation.Timed(None, size, 0, 0, None, each)
+            for name, size, each in zip((*generation.DENSE, *generation.KVPOP), sizes, milliseconds, strict=True)
+            if each
+        }
+
+    found = {
+        131072: measured(30, 9, 7.5, 6.2, context=131072),
+        16384: measured(8, 6, 6.1, 6.1, context=16384),
+        65536: measured(18, 7.5, 6.9, 6.2, context=65536),
+        32768: measured(12, 6.4, 6.5, 6.1, context=32768),
+    }
+    assert list(generation.in_short(found)) == [
+        "dense: from 16384 to 131072 tokens the cache grows 8.00 times, latency 3.75 times: not flat",
+        "dense, no mask: from 16384 to 131072 tokens the cache grows 8.00 times, latency 1.50 times: not flat",
+        "kvpop, 75% off: from 16384 to 131072 tokens the cache grows 8.00 times, latency 1.23 times: not flat",
+        "kvpop, B 4096: from 16384 to 131072 tokens the cache grows 1.00 times, latency 1.02 times: flat",
+        "kvpop, 75% off: ahead of dense from 65536 tokens on",
+        "kvpop, B 4096: ahead of dense from 32768 tokens on",
+    ]
+    found = {16384: measured(8, 6, 6.1, 6.1, context=16384), 32768: measured(0, 0, 6.5, 6.1, context=32768)}
+    said = list(generation.in_short(found))
+    assert said[0] == "dense: 1 contexts measured, which says nothing of growth"
+    assert said[-1] == "kvpop, B 4096: not ahead of dense at the longest context measured"
+    assert list(generation.in_short({}))[-1] == "kvpop, B 4096: not compared with dense"
