@@ -17,7 +17,7 @@ def generation(script):
 
 
 @pytest.fixture
-def checks(generation):
+def checks(script):
     return importlib.import_module("gpu_generation_checks")
 
 
