@@ -1,4 +1,7 @@
-"""Decoding in a graph is right: tokens of captured passes, through `KVpopCache` and transformers' static cache, of a tiny model."""
+"""Decoding in a graph is right: tokens of captured passes, through `KVpopCache` and transformers' static cache, of a tiny model.
+
+That caches which are written rather than filled go on is checked where they are made, in gpu_generation.py.
+"""
 
 from __future__ import annotations
 

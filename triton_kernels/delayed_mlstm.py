@@ -2,8 +2,8 @@
 
 Forward: one kernel walks over the chunks and stores the state at the start of each, another reads all chunks out at once.
 The delay shifts the features that are read: token p of the sequence is where row ``p - delay`` of q is read. Backward: a
-walk from the end gives the gradient of each state, two kernels the gradients of q, k and of v; the states are computed
-again, so that between forward and backward memory is O(S). The order of work follows the chunkwise linear attentions of
+walk from the end gives the gradient of each state, two kernels the gradients of q, k and of v (formulas in
+:mod:`_delayed_mlstm_backward`); the states are computed again, so that between forward and backward memory is O(S). The order of work follows the chunkwise linear attentions of
 flash-linear-attention and the mLSTM kernels of NX-AI (arXiv 2503.14376); unlike the latter, the gradient of the
 denominator is not left out, since no norm behind the readout need cancel it.
 

@@ -221,12 +221,12 @@ def test_texts_that_do_not_go_on(model, used):
     whole = [random_prompt(text), random_prompt(text)]
     for prompts, message in (
         ([whole[0]], "a batch of 1 rows for a KvpopCache of 2: call reset"),
-        ([PROMPT, PROMPT], r"no new tokens|positions do not follow|attention_mask is \(2, 30\) and must be"),
+        ([PROMPT, PROMPT], r"no new tokens|positions do not follow|attention_mask is .* and must be"),
         ([whole[0], whole[1][:-2]], "attention_mask says that rows had .37, 35. tokens, .* has seen .37, 37."),
     ):
         with pytest.raises(ValueError, match=message.replace("Kvpop", "KVpop")):
             generate(model, used, prompts)
-    with pytest.raises(ValueError, match="positions do not follow"):
+    with pytest.raises(ValueError, match="positions do not follow .*turns differ in length in caches of their own"):
         model.generate(
             torch.tensor(whole)[:, -5:],
             past_key_values=used,

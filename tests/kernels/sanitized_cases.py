@@ -24,7 +24,10 @@ from kernels.test_decode_step import (  # noqa: F401  (tests and fixtures that r
     test_strided_inputs_equal_contiguous_ones,
     test_victim_far_out_and_ties,
 )
-from kernels.test_online_topk import test_bad_arguments_are_refused, test_equals_the_definition  # noqa: F401
+from kernels.test_online_topk import (
+    test_equals_the_definition,  # noqa: F401
+    test_the_extension_itself_refuses_what_it_would_overrun,  # noqa: F401
+)
 from kernels.test_online_topk import test_strided_inputs as test_strided_scores  # noqa: F401
 from kernels.test_prefill_chunk import check_same
 from kernels.test_running_topk import test_cutoffs_by_name, test_infinite_and_negative_zero_priorities  # noqa: F401

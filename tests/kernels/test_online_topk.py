@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.dispatch import load_extension
 
 NEVER = torch.iinfo(torch.int64).max
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -23,7 +24,8 @@ def naive(score, position, held, topk, window, log_gamma, step, every, ages):
         alive.append(arrival)
         if len(alive) <= topk:
             continue
-        q = next(q for q in range(position[arrival] + window, 10**6) if (q + 1) % every == 0)
+        first = position[arrival] + window
+        q = first + -(first + 1) % every
         raw = {i: score[i] * (q - position[i]) if ages else score[i] for i in alive}
         victim = min(alive, key=lambda i: (raw[i] + (q - position[i]) // step * log_gamma, position[i]))
         evicted_at[victim] = q
@@ -98,9 +100,36 @@ def test_strided_inputs():
 def test_bad_arguments_are_refused():
     score, position = draw_tokens(torch.Generator().manual_seed(1), 2, 4, 5, False)
     log_gamma = torch.zeros(2, dtype=torch.float64)
-    for error, held, of in ((ValueError, 4, score[0]), (TypeError, 4, score.double())):
+    for error, of in ((ValueError, score[0]), (TypeError, score.double())):
         with pytest.raises(error):
-            ops.online_topk(of, position, held, topk=6, window=3, log_gamma=log_gamma, impl="cpp")
+            ops.online_topk(of, position, 4, topk=6, window=3, log_gamma=log_gamma, impl="cpp")
+
+
+@pytest.mark.parametrize("held, topk, window", [(7, 6, 3), (-1, 6, 3), (4, 3, 3), (4, 6, 0)])
+def test_the_extension_itself_refuses_what_it_would_overrun(held, topk, window):
+    score, position = draw_tokens(torch.Generator().manual_seed(1), 2, 4, 5, False)
+    with pytest.raises(ValueError, match="need 0 <= held"):
+        load_extension().online_topk(
+            score, position, held, topk, window, torch.zeros(2, dtype=torch.float64), 1, 1, False
+        )
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "largest",
+    [{"window": 2**29}, {"decide_every": 2**29}, {"window": 2**29, "decide_every": 2**29}, {"decay_step": 2**31 - 1}],
+    ids=str,
+)
+@pytest.mark.parametrize("ages", [False, True])
+def test_the_largest_numbers_are_right(impl, largest, ages):
+    """Python's integers have no range to leave."""
+    score, position = draw_tokens(torch.Generator().manual_seed(1), 2, 4, 5, False)
+    position += 2**30 - 1 - position.max()
+    asked = {"topk": 6, "window": 3, "decay_step": 3, "log_gamma": torch.full((2,), -0.01).double(), "ages": ages}
+    rule = asked | largest
+    told = 4, 6, rule["window"], -0.01, rule["decay_step"], rule.get("decide_every", 1), ages
+    expected = torch.tensor([naive(score[h].tolist(), position[h].tolist(), *told) for h in range(2)])
+    assert torch.equal(ops.online_topk(score, position, 4, impl=impl, **rule), expected)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
@@ -111,9 +140,11 @@ def test_bad_arguments_are_refused():
         ({"held": -1}, "held"),
         ({"topk": 3}, "held"),
         ({"window": 0}, "window"),
+        ({"window": 2**29 + 1}, "window"),
         ({"window": 2**63 - 1}, "window"),
         ({"decay_step": 0}, "decay_step"),
-        ({"decide_every": 2**31}, "decide_every"),
+        ({"decide_every": 2**29 + 1}, "decide_every"),
+        ({"decay_step": 2**31}, "decay_step"),
     ],
     ids=str,
 )

@@ -156,13 +156,15 @@ def online_topk(
         ``evicted_at [H, T]`` int64: the query position at which a token is first missing, or ``torch.iinfo(int64).max``.
 
     Raises:
-        ValueError: more tokens are held than there are, or than slots; or a window or step is not in [1, 2**31 - 1].
+        ValueError: more tokens are held than there are, or than slots; window or decide_every is not in [1, 2**29], so that times
+            of the first 2**30 positions fit 31 bits, or decay_step is not in [1, 2**31 - 1].
     """
     if not 0 <= held <= min(topk, score.shape[-1]):
         raise ValueError(f"online_topk needs 0 <= held <= min(topk, T), got {held}, {topk} and {score.shape[-1]}")
-    for name, tokens in (("window", window), ("decay_step", decay_step), ("decide_every", decide_every)):
-        if not 1 <= tokens < 2**31:
-            raise ValueError(f"online_topk needs {name} in [1, 2**31 - 1], got {tokens}")
+    most = {"window": (window, 2**29), "decide_every": (decide_every, 2**29), "decay_step": (decay_step, 2**31 - 1)}
+    for name, (tokens, limit) in most.items():
+        if not 1 <= tokens <= limit:
+            raise ValueError(f"online_topk needs {name} in [1, {limit}], got {tokens}")
     run = resolve("online_topk", impl, score)
     return run(
         score,
