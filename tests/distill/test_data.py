@@ -243,10 +243,20 @@ def test_long_texts_are_tokenised_in_bounded_calls(tmp_path, monkeypatch):
 def test_parquet_files_are_closed_and_hold_one_row_group(tmp_path):
     for i in range(20):
         write(tmp_path, str(i), "parquet", records(texts(20, seed=i)))
-    before = len(os.listdir("/proc/self/fd"))
+    folder = str(tmp_path.resolve())
+
+    def still_open():
+        """Files of the folder; others may be closed meanwhile."""
+        return [
+            path
+            for fd in os.listdir("/proc/self/fd")
+            if (path := os.path.realpath(f"/proc/self/fd/{fd}")).startswith(folder)
+        ]
+
+    with (tmp_path / "0.parquet").open():
+        assert still_open() == [f"{folder}/0.parquet"]
     found = sources.find_sources(tmp_path)
-    assert sum(1 for _ in sources.ReadingOrder(found)) == 400
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert sum(still_open() == [] for _ in sources.ReadingOrder(found)) == 400
     assert all(source.loaded == (-1, None) for source in found)
 
 
