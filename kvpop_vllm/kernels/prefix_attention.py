@@ -28,7 +28,9 @@ def with_prefix(
     if inside < len(q):
         scores = None if given is None else given[inside:]
         tail = run_tail(q[inside:], k[inside:], v[inside:], start + inside, scores)
-        parts.append(tail if attends or not protects else merge(tail, _attend(q[inside:], *prefix.gather(0, 0, protects), scale)))
+        parts.append(
+            tail if attends or not protects else merge(tail, _attend(q[inside:], *prefix.gather(0, 0, protects), scale))
+        )
     return parts[0] if len(parts) == 1 else tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
 
 
