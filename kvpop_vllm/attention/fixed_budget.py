@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -132,7 +133,10 @@ class StepBatch:
         slot_zero = rows[busy, :, layout.state_blocks].long()
         protection = None
         if any(protected):
-            protection = _protection(layout, query_lens, lengths, block_table, protected, rows, chosen)
+            starting = [length - count for length, count in zip(lengths, query_lens, strict=True)]
+            ends = itertools.accumulate(query_lens, initial=0)
+            spans = list(zip(ends, starting, query_lens, strict=False))
+            protection = protection_of(layout.block_slots, spans, protected, block_table, rows, chosen)
         return cls(
             len(singles),
             tokens,
@@ -154,23 +158,34 @@ def tail_tables(block_table: torch.Tensor, protected: list[int], layout: PageLay
     return block_table.gather(1, columns.clamp_max(block_table.shape[1] - 1))
 
 
-def _protection(layout, query_lens, lengths, block_table, protected, rows, chosen) -> Protection:
-    """Return what a step has to do with protected prompts; arguments as in :meth:`StepBatch.build`."""
-    size, first, begun = layout.block_slots, 0, []
-    written, blocks, slots = ([torch.empty(0, dtype=torch.int64)] for _ in range(3))
-    for i, count in enumerate(query_lens):
-        start, end = lengths[i] - count, lengths[i]
+def protection_of(
+    size: int,
+    spans: list[tuple[int, int, int]],
+    protected: list[int],
+    table: torch.Tensor,
+    tails: torch.Tensor,
+    chosen: slice | torch.Tensor,
+) -> Protection:
+    """Return what a step has to do with protected prompts.
+
+    Args:
+        size: N. spans: (first token in the flat batch, its position, tokens) of each request. protected: p of each.
+        table: ``[requests, F]`` int32, prefix blocks. tails: ``[requests, H, P]`` int32. chosen: the requests decoded.
+    """
+    begun = []
+    written, blocks, slots = ([torch.empty(0, dtype=torch.int64, device=table.device)] for _ in range(3))
+    for i, (first, start, count) in enumerate(spans):
         if count and start < protected[i]:
-            t = torch.arange(start, min(end, protected[i]))
+            t = torch.arange(start, min(start + count, protected[i]), device=table.device)
             written.append(first + t - start)
-            blocks.append(block_table[i, t // size].long())
+            blocks.append(table[i, t // size].long())
             slots.append(t % size)
-        if count and 0 < protected[i] and start <= protected[i] < end:
+        if 0 < protected[i] and start <= protected[i] < start + count:
             begun.append(i)
-        first += count
     tokens = torch.tensor(protected)
     places = (torch.cat(parts) for parts in (written, blocks, slots))
-    return Protection(block_table[chosen], tokens[chosen], *places, rows[begun], block_table[begun], tokens[begun])
+    of_rows = table[chosen], tokens[chosen].to(table.device)
+    return Protection(*of_rows, *places, tails[begun], table[begun], tokens[begun])
 
 
 class FixedBudgetAttention:
@@ -210,8 +225,10 @@ class FixedBudgetAttention:
                 starts at position 0 is a fresh start by definition, whatever its cache has seen.
         """
         blocks, protection, prefix = blocks or pages, batch.protection, None
-        several = len(batch.prefills) + (batch.decodes > 0) > 1 or protection is not None
-        if batch.starts is not None and several:  # else the one kernel that runs checks all there is
+        writes_first = len(batch.prefills) + (batch.decodes > 0) > 1 or (
+            protection is not None and len(protection.written)
+        )
+        if batch.starts is not None and writes_first:  # else the one kernel that runs checks all there is
             _check_starts(pages, batch)
         if protection is not None:
             prefix = Prefix(blocks, protection.table, protection.tokens)

@@ -24,13 +24,13 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
 from kvpop_vllm.attention.shifted import shift
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.kernels.regions import RegionMap, Shares, region_map
 from kvpop_vllm.vllm_glue import prompt_lengths
-from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec, protected_tokens
+from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
 logger = init_logger("vllm.kvpop_vllm")
