@@ -46,6 +46,18 @@ def known() -> list[str]:
     return [*POLICIES, *sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)} - set(POLICIES))]
 
 
+def check_known(name: str) -> None:
+    """Refuse a policy that other versions have.
+
+    Raises:
+        ConfigError: it is one of :data:`WAITING`.
+    """
+    if name in WAITING:
+        raise ConfigError(
+            f"policy {name} compresses a prompt at its end, which this version does not: use h2o or tova, which evict from the start"
+        )
+
+
 def get(name: str) -> type[Policy]:
     """The policy class of that name.
 
@@ -59,10 +71,8 @@ def get(name: str) -> type[Policy]:
         raise ConfigError(f"policy {name!r} is brought by {packages}{ours}: uninstall all but one")
     if name in POLICIES:
         return POLICIES[name]
-    if name in WAITING and not brought:
-        raise ConfigError(
-            f"--kv-policy {name} compresses a prompt at its end, which this version does not: use h2o or tova, which evict from the start"
-        )
+    if not brought:
+        check_known(name)
     if not brought:
         raise ConfigError(f"unknown policy {name!r}: --kv-policy takes {', '.join(known())}")
     try:
