@@ -20,7 +20,7 @@ class PrefillChunk:
 
     Attributes:
         row: ``[H, P]`` int32, pages of the tail. protected: p, tokens of its protected prefix. prefix_row: ``[F]`` int32, blocks of
-            these.
+            these. seed: of its draws, where the policy draws.
     """
 
     first: int
@@ -29,6 +29,7 @@ class PrefillChunk:
     row: torch.Tensor
     protected: int = 0
     prefix_row: torch.Tensor | None = None
+    seed: int | None = None
 
     def prefix(self, pages: Pages) -> Prefix | None:
         """Return the protected prefix as the kernels take it; pages: by block."""
@@ -70,7 +71,7 @@ class StepBatch:
         starts: ``[n]`` int64, position each request with tokens goes on from, in order, 0 where its tail begins afresh.
             slot_zero: ``[n, H]`` int64, the page of each head's slot 0, which knows how many tokens were seen. None where the
             host must not wait for them: each kernel then answers for its own requests.
-        protection: None where no request has a protected prefix.
+        protection: None where no request has a protected prefix. seeds: ``[R]`` int64, of draws, None where nothing is drawn.
     """
 
     decodes: int
@@ -82,6 +83,7 @@ class StepBatch:
     starts: torch.Tensor | None
     slot_zero: torch.Tensor | None
     protection: Protection | None = None
+    seeds: torch.Tensor | None = None
 
     @classmethod
     def build(
@@ -92,6 +94,7 @@ class StepBatch:
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         protected: list[int] | None = None,
+        seeds: torch.Tensor | None = None,
         regions: RegionMap | None = None,
         layer: int = 0,
     ) -> StepBatch:
@@ -100,10 +103,11 @@ class StepBatch:
         Args:
             retention: of all heads and layers. query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
             block_table: ``[requests, W]`` int32; of each request the blocks of its prefix, its state and its tail.
-            protected: p of each request, or None where all are 0.
+            protected: p of each request, or None where all are 0. seeds: ``[requests]`` int64, of draws.
             regions, layer: where heads hold different numbers of tokens, where their pages are, and of which layer.
         """
         heads, protected = layout.num_kv_heads, protected or [0] * len(query_lens)
+        drawn = [None] * len(query_lens) if seeds is None else seeds.tolist()
         tails = tail_tables(block_table, protected, layout) if any(protected) else block_table
         if regions is None:
             budgets = torch.full((heads,), retention.budget, dtype=torch.int32)
@@ -119,7 +123,7 @@ class StepBatch:
                 at.append(first)
             elif count > 1:
                 span = first, first + count, lengths[i] - count
-                prefills.append(PrefillChunk(*span, rows[i], protected[i], block_table[i]))
+                prefills.append(PrefillChunk(*span, rows[i], protected[i], block_table[i], drawn[i]))
             first += count
         together = at == list(range(len(at))) and singles == at
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
@@ -147,6 +151,7 @@ class StepBatch:
             starts.long(),
             slot_zero,
             protection,
+            None if seeds is None else seeds[chosen],
         )
 
 
@@ -249,6 +254,7 @@ class FixedBudgetAttention:
                 scale=self.scale,
                 given=None if given is None else given[at],
                 prefix=prefix,
+                seeds=batch.seeds,
                 impl=self.impl,
             )
         for chunk in batch.prefills:
@@ -265,6 +271,7 @@ class FixedBudgetAttention:
                 scale=self.scale,
                 given=None if given is None else given[cut],
                 prefix=chunk.prefix(blocks),
+                seed=chunk.seed,
                 impl=self.impl,
             )
 

@@ -245,30 +245,20 @@ def _key_norm(layer, k, v, window):
     return -k.float().norm(dim=-1), torch.zeros(k.shape[1], device=k.device)
 
 
-def _random(layer, k, v, window):
-    generator = torch.Generator().manual_seed(layer)
-    return torch.rand(k.shape[:3], generator=generator).to(k.device), torch.zeros(k.shape[1], device=k.device)
-
-
 BY_SCORES: dict[type, Score] = {type(None): recency, KeyNorm: _key_norm}
 """Scores for whole sequences of the scorers of serving that have no tensors; policies with others run on the kernels of
 serving."""
 
-RANDOM = "random"
-"""Keeps tokens by lot; for comparison, it cannot be served."""
-
 
 def training_free(name: str) -> Contender:
-    """A policy that needs no scorer, or :data:`RANDOM`.
+    """Return a policy that needs no scorer.
 
     Raises:
         ConfigError: unknown name, a policy that needs a scorer, or one that evicts nothing.
     """
-    if name == RANDOM:
-        return Contender(RANDOM, None, score=_random)
     if name not in policies.known():
         policies.check_known(name)
-        names = ", ".join([*sorted(known_training_free()), RANDOM])
+        names = ", ".join(sorted(known_training_free()))
         raise ConfigError(f"unknown policy {name!r}: choose from {names}, or give --scorer DIR")
     cls = policies.get(name)
     if cls.scorer_kind is not None:

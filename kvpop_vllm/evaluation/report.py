@@ -81,6 +81,8 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
         contenders = with_allocators(contenders, list(dict.fromkeys(options.allocator)))
     if options.protect_prompt is not None:
         contenders = with_protection(contenders, list(dict.fromkeys(options.protect_prompt)), options.task)
+    elif options.task != "retrieval":  # rows are all prompt
+        contenders = [replace(c, protect=0) if c.policy else c for c in contenders]
     if options.correction is not None:
         contenders = with_correction(contenders, options.correction)
     names = [contender.name for contender in contenders]

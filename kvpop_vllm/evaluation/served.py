@@ -12,6 +12,7 @@ from kvpop_vllm.attention.fresh import fresh_pages
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ConfigError, protected_tokens
+from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.roles import Retention
@@ -24,7 +25,7 @@ class Sequence:
     Args:
         rule: of the layer. budget: B of all heads, or of each, ``[H]`` int32. like: keys ``[H, ..., D]``, for the sizes and the
             dtype. length: tokens it has room for. protected: p, tokens that are never evicted.
-        shifted: the score given with token t + 1 is token t's.
+        shifted: the score given with token t + 1 is token t's. seed: of draws.
     """
 
     def __init__(
@@ -36,11 +37,13 @@ class Sequence:
         length: int,
         protected: int = 0,
         shifted: bool = False,
+        seed: int = 0,
     ):
         heads, size = like.shape[0], like.shape[-1]
         self.budgets = torch.as_tensor(budget, dtype=torch.int32).expand(heads).contiguous()
         self.layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
         self.rule, self.seen, self.protected, self.shifted = rule, 0, protected, shifted
+        self.seeds = torch.tensor([request_seed(0, seed)])
         self.retention = Retention(int(self.budgets.max()), rule.sinks, rule.window)
         self.pages, table = fresh_pages(self.layout, self.retention.budget, length=length, protected=protected)
         self.row = table[:, 0].contiguous()
@@ -51,7 +54,7 @@ class Sequence:
         """The next tokens: ``q [Hq, L, D]``, ``k, v [H, L, D]``, ``given [H, L]`` -> ``[Hq, L, D]``. One token is a decode step."""
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
         given, out, count = None if given is None else given.T.contiguous(), torch.empty_like(q), len(q)
-        told = [count], torch.tensor([self.seen + count]), self.row, [self.protected]
+        told = [count], torch.tensor([self.seen + count]), self.row, [self.protected], self.seeds
         batch = replace(StepBatch.build(self.layout, self.retention, *told), budgets=self.budgets)
         if self.shifted:
             given = shift(given, self.pages, batch, self.rule)

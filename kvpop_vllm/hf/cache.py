@@ -21,6 +21,7 @@ from kvpop_vllm.hf.layer import Clock, LayerPages, check_kernels, recording
 from kvpop_vllm.hf.resolved import in_python, resolve
 from kvpop_vllm.hf.step import Step
 from kvpop_vllm.hf.takeover import Takes, put_back, take_over
+from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.scorers.init import gives_up_channel
 
 
@@ -42,6 +43,7 @@ class KVpopCache(Cache, Takes):
         policy: registered name. budget, compression, sinks, window, scorer, correction, allocator, protect_prompt: as
             :class:`kvpop_vllm.config.PolicySettings` and the flags of ``vllm serve``; scorer: a folder, by default the model's own if it
             is a full checkpoint.
+        seed: of random eviction's draws, the same for every row.
         max_length: longest sequence in tokens, for ``compression`` and for the policy ``full``; by default the model's.
 
     Attributes:
@@ -65,9 +67,11 @@ class KVpopCache(Cache, Takes):
         allocator: str | None = None,
         protect_prompt: bool | int | None = None,
         max_length: int | None = None,
+        seed: int = 0,
     ):
         super().__init__(layers=[])
         check_model(model)
+        self._seed = request_seed(0, seed)
         if not isinstance(policy, str):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
         given = dict(policy=policy, budget=budget, compression=compression, sinks=sinks, window=window)
@@ -109,7 +113,7 @@ class KVpopCache(Cache, Takes):
 
     def allocated_bytes(self) -> int:
         """Bytes that are held for the batch, with scores, positions, state and padding; the same from the first token on."""
-        clocks = sum(clock.positions.nbytes + clock.protected.nbytes for clock in self._clocks.values())
+        clocks = sum(3 * clock.positions.nbytes for clock in self._clocks.values())
         return clocks + sum(layer.allocated_bytes() for layer in self._layers.values())
 
     def dense_bytes(self) -> int:
@@ -218,7 +222,7 @@ class KVpopCache(Cache, Takes):
         """Of that device, as far as the rows are."""
         if device not in self._clocks:
             with torch.inference_mode(False):
-                clock = self._clocks[device] = Clock(rows, device)
+                clock = self._clocks[device] = Clock(rows, device, self._seed)
             clock.positions.copy_(torch.tensor(self._lengths or [0] * rows))
             clock.protected.copy_(torch.tensor(self.protected or [0] * rows))
         return self._clocks[device]

@@ -18,12 +18,14 @@ class Clock:
     """How far the R rows are, on one device; decode steps advance it there, without a look from the host.
 
     Attributes:
-        positions: ``[R]`` int64, of each row's next token. protected: ``[R]`` int64, p of each row.
+        positions: ``[R]`` int64, of each row's next token. protected, seeds: ``[R]`` int64, p of each row, and of its draws.
     """
 
-    def __init__(self, rows: int, device: torch.device):
+    def __init__(self, rows: int, device: torch.device, seed: int):
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.protected = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.seeds = torch.full((rows,), seed, dtype=torch.int64, device=device)
+        self.seed = seed
 
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
@@ -80,14 +82,18 @@ class LayerPages:
             begun = [r for r in range(rows) if 0 < protected[r] == seen[r]]
             tails = self.table[begun], self.prefix_table[begun], torch.tensor([protected[r] for r in begun])
             protection = Protection(self.prefix_table, self.clock.protected, none, none, none, *tails)
-        return StepBatch(rows, slice(0, rows), self.table, positions, self._budgets, (), none, none, protection)
+        return StepBatch(
+            rows, slice(0, rows), self.table, positions, self._budgets, (), none, none, protection, self.clock.seeds
+        )
 
     def prefill(self, starts: list[int], counts: list[int], length: int, protected: list[int]) -> StepBatch:
         """Return the step of the last ``counts[r]`` of each row's ``length`` tokens, from position ``starts[r]`` on."""
         busy = [r for r, count in enumerate(counts) if count]
         spans = [((r + 1) * length - count, starts[r], count) for r, count in enumerate(counts)]
         chunks = [
-            PrefillChunk(first, first + count, start, self.table[r], protected[r], self.prefix_table[r])
+            PrefillChunk(
+                first, first + count, start, self.table[r], protected[r], self.prefix_table[r], self.clock.seed
+            )
             for r, (first, start, count) in enumerate(spans)
             if count
         ]

@@ -12,6 +12,7 @@ from kvpop_vllm.policies.h2o import H2O
 from kvpop_vllm.policies.kvpop import KVpop, KVpopLinear, KVpopMLP
 from kvpop_vllm.policies.l2norm import L2Norm
 from kvpop_vllm.policies.momentkv import MomentKV
+from kvpop_vllm.policies.random_attention import RandomAttention
 from kvpop_vllm.policies.streaming_llm import StreamingLLM
 from kvpop_vllm.policies.tova import TOVA
 from kvpop_vllm.policies.trimkv import TrimKV
@@ -29,6 +30,7 @@ POLICIES: dict[str, type[Policy]] = {
         H2O,
         TOVA,
         MomentKV,
+        RandomAttention,
         Full,
     )
 }

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels.factories import random_page_table
+from kvpop_vllm.policies.snapkv import SnapKV
 from policies.test_identities import GROUP, HEADS, LENGTH, SCALE, SIZE, dense, tokens
 
 from kvpop_vllm.cache.retained import retained_positions
@@ -12,7 +13,6 @@ from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.policies.snapkv import SnapKV
 
 PROMPT, OBSERVED = 100, 32
 
