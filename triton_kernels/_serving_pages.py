@@ -12,7 +12,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PRECISION = tl.constexpr("tf32x3")  # of float32 products: three of tensor cores, good to about 2**-22
 PADDING, REFUSED = tl.constexpr(0), tl.constexpr(-1)  # in place of the slots to attend over
-MARKS = tl.constexpr(3)  # int32 words of a head: slots to attend over, tokens evicted so far, tokens evicted now (0 or 1)
+MARKS = tl.constexpr(
+    3
+)  # int32 words of a head: slots to attend over, tokens evicted so far, tokens evicted now (0 or 1)
 
 
 class Cache(NamedTuple):

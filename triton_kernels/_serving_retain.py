@@ -131,13 +131,13 @@ def _take_in(cache, projected, r, h, q, P: tl.constexpr):
 def _into_moments(cache, moved, r, h, slot, count, column, fits, P: tl.constexpr):
     """The means of the evicted tokens take in the one in ``slot``, the ``count``-th; ``moved``, of this head, gets its part of the
     products."""
-    row = row_at(cache, r, h, slot, P) + column
+    row = row_at(cache, r, h, slot, P)
     key_at = cache.state + state_at(cache, r, h, P.state_words + column, fits, P)
     value_at = cache.state + state_at(cache, r, h, P.state_words + P.size + column, fits, P)
     kept = column < tl.where(count > 1, P.size, 0)
     mean_key, mean_value = tl.load(key_at, mask=kept, other=0.0), tl.load(value_at, mask=kept, other=0.0)
-    key = tl.load(cache.k + row, mask=fits, other=0.0).to(tl.float32)
-    deviation = tl.load(cache.v + row, mask=fits, other=0.0).to(tl.float32) - mean_value
+    key = tl.load(cache.k + row + column, mask=fits, other=0.0).to(tl.float32)
+    deviation = tl.load(cache.v + row + column, mask=fits, other=0.0).to(tl.float32) - mean_value
     mean_key += (key - mean_key) / count
     tl.store(moved + column, key - mean_key, mask=fits)
     tl.store(moved + P.size + column, deviation, mask=fits)
@@ -173,28 +173,30 @@ def _retain(
     numerators += head * P.values
     column = tl.arange(0, P.padded)
     fits = column < P.size
-    new_key = tl.load(asked.k + r * asked.k_request + h * asked.k_head + column, mask=fits, other=0.0)
-    new_value = tl.load(asked.v + r * asked.v_request + h * asked.v_head + column, mask=fits, other=0.0)
+    new_key = asked.k + r * asked.k_request + h * asked.k_head + column
+    new_value = asked.v + r * asked.v_request + h * asked.v_head + column
     inserted = tl.full([], 0.0, tl.float32)  # score of the new token at its insertion
     if P.given:
         inserted = tl.load(asked.given + r * asked.given_request + h * asked.given_head).to(tl.float32)
     if P.scorer == "mlstm":
         z, m = _take_in(cache, projected, r, h, q, P)
         if not P.delayed:
-            x_key, x_value = new_key.to(tl.float32), new_value.to(tl.float32)
+            x_key = tl.load(new_key, mask=fits, other=0.0).to(tl.float32)
+            x_value = tl.load(new_value, mask=fits, other=0.0).to(tl.float32)
             inserted = _read_mlstm(projected, numerators, z, m, weights, h, x_key, x_value, column, fits, P)
 
-    slot, zero = ring_slot(q, P), word_at(cache, r, h, 0, P)
-    row, word = row_at(cache, r, h, slot, P) + column, word_at(cache, r, h, slot, P)
+    slot, zero = ring_slot(q, P), cache.position + word_at(cache, r, h, 0, P)
+    row, word = row_at(cache, r, h, slot, P), word_at(cache, r, h, slot, P)
     budget = tl.load(asked.budgets + r * asked.budgets_request + h * asked.budgets_head)
     used = q
     if P.threshold is not None:
-        used = tl.minimum(q, P.first_long) + tl.load(cache.position + zero + 1, mask=q > 0, other=0)
+        used = tl.minimum(q, P.first_long) + tl.load(zero + 1, mask=q > 0, other=0)
     used = tl.minimum(used, budget)
     evicted, gone = q - used, 0
     u = q - P.window
     if u >= P.sinks:
-        key, value = tl.load(cache.k + row, mask=fits, other=0.0), tl.load(cache.v + row, mask=fits, other=0.0)
+        key = tl.load(cache.k + row + column, mask=fits, other=0.0)
+        value = tl.load(cache.v + row + column, mask=fits, other=0.0)
         raw, x_key, x_value = tl.load(cache.score + word), key.to(tl.float32), value.to(tl.float32)
         if P.scorer != "mlstm":
             raw = _stateless(projected, weights, h, x_key, x_value, raw, column, fits, P)
@@ -227,13 +229,13 @@ def _retain(
             used = tl.maximum(used, target + 1)
 
     tl.debug_barrier()  # all have read tokens_seen
-    tl.store(cache.k + row, new_key, mask=fits)
-    tl.store(cache.v + row, new_value, mask=fits)
+    tl.store(cache.k + row + column, tl.load(new_key, mask=fits), mask=fits)
+    tl.store(cache.v + row + column, tl.load(new_value, mask=fits), mask=fits)
     tl.store(cache.score + word, inserted)
     tl.store(cache.position + word, q, mask=slot > (P.threshold is not None))
-    tl.store(cache.position + zero, q + 1)  # tokens_seen
+    tl.store(zero, q + 1)  # tokens_seen
     if P.threshold is not None:
-        tl.store(cache.position + zero + 1, tl.maximum(used - P.first_long, 0))
+        tl.store(zero + 1, tl.maximum(used - P.first_long, 0))
     tl.store(marks, tl.maximum(used, slot + 1))
     tl.store(marks + 1, evicted + gone)
     tl.store(marks + 2, gone)

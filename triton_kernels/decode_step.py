@@ -212,9 +212,7 @@ def _score(plan, cache, asked, weights, requests, heads, scale, marks):
             cache, asked, weights, projected, requests, heads, P=plan, ROWS=16, BLOCK_C=64, BLOCK_X=32, num_warps=4
         )
     if plan.scorer == "mlstm":
-        _gates[tiles, heads](
-            asked, weights, projected, requests, heads, P=plan, ROWS=16, BLOCK_X=32, num_warps=4
-        )
+        _gates[tiles, heads](asked, weights, projected, requests, heads, P=plan, ROWS=16, BLOCK_X=32, num_warps=4)
         numerators = _floats(device, requests, heads, plan.values)
         _cells[triton.cdiv(plan.values, 32), heads, requests](
             cache, asked, projected, numerators, heads, P=plan, BLOCK_V=32, num_warps=4
