@@ -156,16 +156,9 @@ def word_at(cache, r, h, slot, P: tl.constexpr):
 
 @triton.jit
 def state_at(cache, r, h, word, inside, P: tl.constexpr):
-    """Where words of a head's state lie in ``cache.state``: a flat array over the state pages."""
+    """Indices in ``cache.state`` of words of a head's state, a flat array over the state pages; of the first page where not inside."""
     page = tl.where(inside, word // P.region_words, 0)
     return page_of(cache, r, h, page) * cache.words + h * cache.words_head + word % P.region_words
-
-
-@triton.jit
-def stabiliser_at(cache, r, h, P: tl.constexpr):
-    """Where m of an mLSTM's state lies: its last word."""
-    page = page_of(cache, r, h, (P.state_words - 1) // P.region_words)
-    return page * cache.words + h * cache.words_head + (P.state_words - 1) % P.region_words
 
 
 @triton.jit

@@ -11,7 +11,6 @@ from kvpop_vllm.kernels.triton._serving_pages import (
     REFUSED,
     ring_slot,
     row_at,
-    stabiliser_at,
     start_of,
     state_at,
     word_at,
@@ -117,7 +116,7 @@ def _take_in(cache, projected, r, h, q, P: tl.constexpr):
     f = tl.arange(0, P.padded_features)
     inside = f < P.features
     z_at = cache.state + state_at(cache, r, h, P.features * P.values + f, inside, P)
-    m_at = cache.state + stabiliser_at(cache, r, h, P)
+    m_at = cache.state + state_at(cache, r, h, P.state_words - 1, True, P)
     z = tl.load(z_at, mask=f < tl.where(q > 0, P.features, 0), other=0.0)
     m, keep, gain = gates_of(m_at, projected, q, P)
     z = z * keep + features_of(projected + P.columns, P) * gain
@@ -185,12 +184,13 @@ def _retain(
             x_value = tl.load(new_value, mask=fits, other=0.0).to(tl.float32)
             inserted = _read_mlstm(projected, numerators, z, m, weights, h, x_key, x_value, column, fits, P)
 
-    slot, zero = ring_slot(q, P), cache.position + word_at(cache, r, h, 0, P)
+    slot = ring_slot(q, P)
     row, word = row_at(cache, r, h, slot, P), word_at(cache, r, h, slot, P)
     budget = tl.load(asked.budgets + r * asked.budgets_request + h * asked.budgets_head)
     used = q
     if P.threshold is not None:
-        used = tl.minimum(q, P.first_long) + tl.load(zero + 1, mask=q > 0, other=0)
+        filled = tl.load(cache.position + word_at(cache, r, h, 1, P), mask=q > 0, other=0)
+        used = tl.minimum(q, P.first_long) + filled
     used = tl.minimum(used, budget)
     evicted, gone = q - used, 0
     u = q - P.window
@@ -233,6 +233,7 @@ def _retain(
     tl.store(cache.v + row + column, tl.load(new_value, mask=fits), mask=fits)
     tl.store(cache.score + word, inserted)
     tl.store(cache.position + word, q, mask=slot > (P.threshold is not None))
+    zero = cache.position + word_at(cache, r, h, 0, P)
     tl.store(zero, q + 1)  # tokens_seen
     if P.threshold is not None:
         tl.store(zero + 1, tl.maximum(used - P.first_long, 0))

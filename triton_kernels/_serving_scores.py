@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._serving_pages import PRECISION, ring_slot, row_at, stabiliser_at, start_of, state_at
+from kvpop_vllm.kernels.triton._serving_pages import PRECISION, ring_slot, row_at, start_of, state_at
 
 
 @triton.jit
@@ -163,7 +163,7 @@ def _cells(
     there = (f < tl.where(q > 0, P.features, 0))[:, None] & fits[None, :]
     c = tl.load(cache.state + at, mask=there, other=0.0)
     projected += (r * heads + h) * P.projected
-    _, keep, gain = gates_of(cache.state + stabiliser_at(cache, r, h, P), projected, q, P)
+    _, keep, gain = gates_of(cache.state + state_at(cache, r, h, P.state_words - 1, True, P), projected, q, P)
     value = tl.load(projected + 2 * P.columns + column, mask=fits, other=0.0)
     write = features_of(projected + P.columns, P) * gain
     c = c * keep + write[:, None] * value[None, :]
