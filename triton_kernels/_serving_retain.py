@@ -229,11 +229,11 @@ def _retain(
             used = tl.maximum(used, target + 1)
 
     tl.debug_barrier()  # all have read tokens_seen
+    zero = cache.position + word_at(cache, r, h, 0, P)
     tl.store(cache.k + row + column, tl.load(new_key, mask=fits), mask=fits)
     tl.store(cache.v + row + column, tl.load(new_value, mask=fits), mask=fits)
     tl.store(cache.score + word, inserted)
     tl.store(cache.position + word, q, mask=slot > (P.threshold is not None))
-    zero = cache.position + word_at(cache, r, h, 0, P)
     tl.store(zero, q + 1)  # tokens_seen
     if P.threshold is not None:
         tl.store(zero + 1, tl.maximum(used - P.first_long, 0))
