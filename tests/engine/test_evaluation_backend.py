@@ -48,11 +48,11 @@ def small():
     "name, options",
     [
         (None, {}),
-        ("h2o", {"decide_every": 4}),
+        ("h2o", {}),
         ("momentkv", {"sinks": 2, "window": 8}),
         ("kvpop", {}),
         ("dms", {}),
-        ("pyramidkv", {"decide_every": 4}),
+        ("streaming-llm", {"allocator": "pyramid"}),
     ],
 )
 def test_both_backends_are_one(folder, name, options):
