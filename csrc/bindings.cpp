@@ -21,7 +21,6 @@ namespace {
 
 using at::Tensor;
 using kvpop::DecodeStep;
-using kvpop::Roles;
 using kvpop::Scorer;
 using kvpop::ScorerKind;
 
@@ -39,18 +38,12 @@ void check(const Tensor& t, const char* name, at::ScalarType dtype, at::IntArray
 // A layer's RetentionRule, checked once. The tensors are shared, so weights changed in place are seen.
 class Rule {
   public:
-    Rule(int64_t sinks, int64_t window, int64_t decide_every, int64_t decay_step, const Tensor& log_gamma, const std::string& kind,
+    Rule(int64_t sinks, int64_t window, int64_t decay_step, const Tensor& log_gamma, const std::string& kind,
          std::map<std::string, Tensor> weights, bool hedgehog, std::optional<double> softcap, bool delayed, bool mean,
-         bool corrects, bool ages, std::optional<double> threshold, int64_t pool, int64_t share_pages)
-        : roles{sinks, window, decide_every}, decay_step(decay_step), share_pages(share_pages), corrects(corrects),
-          log_gamma(log_gamma), weights_(std::move(weights)) {
-        TORCH_CHECK_VALUE(share_pages >= 0 && share_pages <= INT32_MAX, "share_pages is out of range");
-        TORCH_CHECK_VALUE(share_pages == 0 || (!threshold && kind != "moment_residual"),
-                          "heads cannot divide a budget by these scores");
-        TORCH_CHECK_VALUE(sinks >= 0 && window >= 1 && decide_every >= 1 && decay_step >= 1,
-                          "need sinks >= 0, window >= 1, decide_every >= 1, decay_step >= 1");
-        TORCH_CHECK_VALUE(std::max({sinks, window, decide_every}) <= INT32_MAX,
-                          "sinks, window and decide_every must be below 2^31");
+         bool corrects, bool ages, std::optional<double> threshold)
+        : roles{sinks, window}, decay_step(decay_step), corrects(corrects), log_gamma(log_gamma), weights_(std::move(weights)) {
+        TORCH_CHECK_VALUE(sinks >= 0 && window >= 1 && decay_step >= 1, "need sinks >= 0, window >= 1, decay_step >= 1");
+        TORCH_CHECK_VALUE(std::max(sinks, window) <= INT32_MAX, "sinks and window must be below 2^31");
         check(log_gamma, "log_gamma", at::kDouble, {log_gamma.numel()});
         TORCH_CHECK_VALUE(log_gamma.is_contiguous(), "log_gamma must be contiguous");
         TORCH_CHECK_VALUE(!softcap || *softcap > 0, "gate_softcap must be positive");
@@ -62,9 +55,7 @@ class Rule {
         scorer_.ages = ages;
         scorer_.bounded = threshold.has_value();
         scorer_.threshold = threshold.value_or(0);
-        scorer_.pool = pool;
-        TORCH_CHECK_VALUE(pool >= 1 && pool % 2 == 1 && pool <= INT32_MAX, "pool must be odd and positive");
-        TORCH_CHECK_VALUE(!threshold || sinks >= 1, "a threshold needs at least one sink");
+        TORCH_CHECK_VALUE(!threshold || window >= 2, "a threshold needs a window of at least 2");
         if (kind == "linear") read_linear();
         else if (kind == "mlp") read_mlp();
         else if (kind == "mlstm") read_mlstm();
@@ -72,14 +63,13 @@ class Rule {
         else if (kind == "attention_mass") scorer_.kind = ScorerKind::AttentionMass;
         else if (kind == "moment_residual") scorer_.kind = ScorerKind::MomentResidual;
         else if (kind == "given") scorer_.kind = ScorerKind::Given;
-        else if (kind == "votes") scorer_.kind = ScorerKind::Votes;
         else TORCH_CHECK_VALUE(kind == "none", "unknown scorer '", kind, "'");
     }
 
     const Scorer& scorer() const { return scorer_; }
 
     kvpop::Roles roles;
-    int64_t decay_step, share_pages, heads = 0, size = 0;  // size: D of the scorer, 0 without one
+    int64_t decay_step, heads = 0, size = 0;  // size: D of the scorer, 0 without one
     bool corrects;
     Tensor log_gamma;
 
@@ -185,47 +175,33 @@ void fill_pages(DecodeStep& step, const Tensor& raw, int64_t block_slots, int64_
                           reinterpret_cast<uintptr_t>(raw.data_ptr()) % 4 == 0,
                       "the bytes of one block and head must be contiguous and aligned");
     const int64_t moments = step.keeps_moments() ? step.size * (step.size + 2) : 0;
-    const int64_t share = step.share_pages ? 2 + step.share_pages : 0;
-    TORCH_CHECK_VALUE(state_blocks * region >= 4 * (rule.scorer().state_floats() + moments + share),
+    TORCH_CHECK_VALUE(state_blocks * region >= 4 * (rule.scorer().state_floats() + moments),
                       "the layout's state blocks hold less than the rule's state");
     step.raw = raw.data_ptr<uint8_t>();
     step.block_stride_bytes = raw.stride(0), step.head_stride_bytes = raw.stride(1);
     step.region_bytes = region, step.block_slots = block_slots, step.state_blocks = state_blocks;
 }
 
-void fill_requests(DecodeStep& step, const Tensor& page_table, const Tensor& positions, const Tensor& valid,
-                   const Tensor& budgets) {
+void fill_requests(DecodeStep& step, const Tensor& page_table, const Tensor& positions, const Tensor& budgets) {
     TORCH_CHECK_VALUE(page_table.dim() == 3, "page_table must be [R, H, P]");
     check(page_table, "page_table", at::kInt, {step.requests, step.heads, page_table.size(2)});
     check(positions, "positions", at::kLong, {step.requests});
-    check(valid, "valid", at::kInt, {step.requests, step.heads});
     check(budgets, "budgets", at::kInt, {step.requests, step.heads});
     step.page_table = page_table.data_ptr<int32_t>();
     step.positions = positions.data_ptr<int64_t>();
     step.positions_stride = positions.stride(0);
-    step.valid = valid.data_ptr<int32_t>(), step.budgets = budgets.data_ptr<int32_t>();
+    step.budgets = budgets.data_ptr<int32_t>();
     for (int i = 0; i < 3; i++) step.table_stride[i] = page_table.stride(i);
-    for (int i = 0; i < 2; i++) step.valid_stride[i] = valid.stride(i), step.budgets_stride[i] = budgets.stride(i);
+    for (int i = 0; i < 2; i++) step.budgets_stride[i] = budgets.stride(i);
 }
 
-// Scores that come with their tokens, and prompt lengths of as many requests, where the rule needs them.
-void fill_extras(DecodeStep& step, const std::optional<Tensor>& given, const std::optional<Tensor>& prompts,
-                 at::IntArrayRef tokens_and_heads, int64_t requests) {
+// Scores that come with their tokens, where the rule takes them.
+void fill_given(DecodeStep& step, const std::optional<Tensor>& given, at::IntArrayRef tokens_and_heads) {
     TORCH_CHECK_VALUE(given.has_value() == (step.scorer.kind == ScorerKind::Given), "given scores go with that scorer");
-    TORCH_CHECK_VALUE(prompts.has_value() == (step.scorer.kind == ScorerKind::Votes || step.share_pages > 0),
-                      "prompt lengths go with votes and shares");
-    if (given) {
-        check(*given, "given", at::kFloat, tokens_and_heads);
-        step.given = given->data_ptr<float>();
-        for (int i = 0; i < 2; i++) step.given_stride[i] = given->stride(i);
-    }
-    if (prompts) {
-        check(*prompts, "prompts", at::kLong, {requests});
-        step.prompts = prompts->data_ptr<int64_t>(), step.prompts_stride = prompts->stride(0);
-        for (int64_t r = 0; r < requests; r++)
-            TORCH_CHECK_VALUE(step.prompt(r) >= 1 && step.prompt(r) <= INT32_MAX, "request ", r, ": a prompt of ", step.prompt(r),
-                              " tokens is out of range");
-    }
+    if (!given) return;
+    check(*given, "given", at::kFloat, tokens_and_heads);
+    step.given = given->data_ptr<float>();
+    for (int i = 0; i < 2; i++) step.given_stride[i] = given->stride(i);
 }
 
 // Everything that the kernels would otherwise read out of bounds when each request takes in so many tokens; sets mass_row.
@@ -235,29 +211,12 @@ void check_requests(DecodeStep& step, int64_t tokens, int64_t entries, int64_t n
         const int64_t q = step.positions[r * step.positions_stride];
         TORCH_CHECK_VALUE(q >= 0 && q + tokens <= INT32_MAX, "request ", r, ": position ", q, " is out of range");
         for (int64_t h = 0; h < step.heads; h++) {
-            const int64_t budget = step.budget(r, h), valid = step.valid_slots(r, h);
+            const int64_t budget = step.budget(r, h);
             TORCH_CHECK_VALUE(budget >= ring_end, "request ", r, ", head ", h, ": budget ", budget,
-                              " is smaller than sinks and ring = ", ring_end);
-            TORCH_CHECK_VALUE(valid >= std::min(q, ring_end) && valid <= budget, "request ", r, ", head ", h, ": ",
-                              valid, " valid slots do not fit position ", q, " and budget ", budget);
-            const Roles roles = step.roles_of(r);
-            const int64_t arrivals = roles.decided(q + tokens) - roles.decided(q);
-            const int64_t longest = arrivals ? std::min(std::max(valid, ring_end) + arrivals, budget) : valid;
-            const int64_t slots = std::max(longest, std::min(q + tokens, ring_end));
-            int64_t needed = step.state_blocks + (slots + step.block_slots - 1) / step.block_slots;
+                              " is smaller than sinks and window = ", ring_end);
+            const int64_t needed = step.state_blocks + (std::min(q + tokens, budget) + step.block_slots - 1) / step.block_slots;
             if (step.scorer.coupled())
                 step.mass_row = std::max(step.mass_row, (needed - step.state_blocks) * step.block_slots);
-            if (step.share_pages) {
-                const int64_t n = step.block_slots, own = (budget + n - 1) / n;
-                const int64_t most = (ring_end + step.heads * (budget - ring_end) + n - 1) / n;  // pages of one head
-                TORCH_CHECK_VALUE(budget == step.budget(r, 0), "request ", r, ": heads that divide a budget must have equal ones");
-                TORCH_CHECK_VALUE(most <= step.share_pages && step.heads * (budget + n) < (1 << 24), "request ", r,
-                                  ": shares of a budget of ", budget, " do not fit ", step.share_pages, " pages a head");
-                TORCH_CHECK_INDEX(entries >= step.state_blocks + own + 1, "request ", r, ": its page-table row has ", entries,
-                                  " entries, shares need ", step.state_blocks + own + 1);
-                needed += q + tokens + step.roles.decide_every - 1 > budget;  // one block more once shares are unequal
-                step.mass_row = step.scorer.coupled() ? most * n : 0;
-            }
             TORCH_CHECK_INDEX(needed <= entries, "request ", r, ": its page-table row has ", entries, " entries, ",
                               needed, " are needed");
             const int32_t* row = step.page_table + r * step.table_stride[0] + h * step.table_stride[1];
@@ -278,6 +237,9 @@ void check_order(const DecodeStep& step) {
             if (seen != q)
                 throw StepOrder("request " + std::to_string(r) + ": step starts at position " + std::to_string(q) +
                                 ", but its cache has seen " + std::to_string(seen) + " tokens");
+            const int64_t first = step.roles.first_long(), used = step.in_use(r, h);
+            TORCH_CHECK_VALUE(used >= std::min(q, first) && used <= std::min(q, step.budget(r, h)), "request ", r, ", head ", h,
+                              ": its cache says that ", used - first, " long-range slots are filled, which cannot be at position ", q);
         }
     }
 }
@@ -290,7 +252,6 @@ void fill_rule(DecodeStep& step, const Rule& rule, double scale) {
     step.log_gamma = rule.log_gamma.data_ptr<double>();
     step.scorer = rule.scorer();
     step.corrects = rule.corrects;
-    step.share_pages = rule.share_pages;
 }
 
 // Output like q and its log-sum-exps, with the step's pointers set to them.
@@ -304,15 +265,14 @@ std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
 
 std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
                                        int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
-                                       const Tensor& positions, const Tensor& valid, const Tensor& budgets,
-                                       const Rule& rule, double scale, const std::optional<Tensor>& given,
-                                       const std::optional<Tensor>& prompts) {
+                                       const Tensor& positions, const Tensor& budgets, const Rule& rule, double scale,
+                                       const std::optional<Tensor>& given) {
     DecodeStep step{};
     fill_tokens(step, q, k, v);
     fill_rule(step, rule, scale);
     fill_pages(step, raw, block_slots, state_blocks, rule);
-    fill_requests(step, page_table, positions, valid, budgets);
-    fill_extras(step, given, prompts, {step.requests, step.heads}, step.requests);
+    fill_requests(step, page_table, positions, budgets);
+    fill_given(step, given, {step.requests, step.heads});
     check_requests(step, 1, page_table.size(2), raw.size(0));
     check_order(step);
     const auto results = allocate_results(step, q);
@@ -323,7 +283,7 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
 std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
                                          int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
                                          int64_t start, const Tensor& budgets, const Rule& rule, double scale,
-                                         const std::optional<Tensor>& given, const std::optional<Tensor>& prompts) {
+                                         const std::optional<Tensor>& given) {
     kvpop::PrefillChunk chunk;
     DecodeStep& step = chunk.step = {};
     fill_tokens(step, q, k, v);
@@ -332,13 +292,10 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
     fill_rule(step, rule, scale);
     fill_pages(step, raw, block_slots, state_blocks, rule);
     check(budgets, "budgets", at::kInt, {step.heads});
-    fill_extras(step, given, prompts, {chunk.length, step.heads}, 1);
-    const Tensor position = at::full({1}, start, at::kLong), valid = at::empty({step.heads}, at::kInt);
-    TORCH_CHECK_VALUE(start >= 0 && start <= INT32_MAX, "request 0: position ", start, " is out of range");
-    for (int64_t h = 0; h < step.heads; h++)
-        valid.data_ptr<int32_t>()[h] = int32_t(step.roles_of(0).extent(start, budgets.data_ptr<int32_t>()[h * budgets.stride(0)]));
+    fill_given(step, given, {chunk.length, step.heads});
+    const Tensor position = at::full({1}, start, at::kLong);
     TORCH_CHECK_VALUE(page_table.dim() == 2, "page_table must be [H, P]");
-    fill_requests(step, page_table.unsqueeze(0), position, valid.unsqueeze(0), budgets.unsqueeze(0));
+    fill_requests(step, page_table.unsqueeze(0), position, budgets.unsqueeze(0));
     check_requests(step, chunk.length, page_table.size(1), raw.size(0));
     check_order(step);
     const auto results = allocate_results(step, q);
@@ -347,18 +304,17 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
 }
 
 Tensor online_topk(const Tensor& score, const Tensor& position, int64_t held, int64_t topk, int64_t window,
-                   const Tensor& log_gamma, int64_t decay_step, int64_t decide_every, bool ages) {
+                   const Tensor& log_gamma, int64_t decay_step, bool ages) {
     TORCH_CHECK_VALUE(score.dim() == 2, "score must be [H, T]");
     check(score, "score", at::kFloat, score.sizes());
     check(position, "position", at::kLong, score.sizes());
     check(log_gamma, "log_gamma", at::kDouble, {score.size(0)});
-    TORCH_CHECK_VALUE(topk >= 0 && held >= 0 && held <= std::min(topk, score.size(1)) && window >= 1 && decay_step >= 1 &&
-                          decide_every >= 1,
-                      "need 0 <= held <= min(topk, T), window >= 1, decay_step >= 1 and decide_every >= 1");
+    TORCH_CHECK_VALUE(topk >= 0 && held >= 0 && held <= std::min(topk, score.size(1)) && window >= 1 && decay_step >= 1,
+                      "need 0 <= held <= min(topk, T), window >= 1 and decay_step >= 1");
     const Tensor s = score.contiguous(), p = position.contiguous(), g = log_gamma.contiguous();
     Tensor evicted_at = at::empty(score.sizes(), p.options());
     kvpop::online_topk(s.data_ptr<float>(), p.data_ptr<int64_t>(), s.size(0), s.size(1), held, topk,
-                       kvpop::Roles{0, window, decide_every}, g.data_ptr<double>(), decay_step, ages, evicted_at.data_ptr<int64_t>());
+                       window, g.data_ptr<double>(), decay_step, ages, evicted_at.data_ptr<int64_t>());
     return evicted_at;
 }
 
@@ -383,12 +339,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     const auto nogil = py::call_guard<py::gil_scoped_release>();
     py::register_exception<StepOrder>(module, "StepOrder", PyExc_RuntimeError);
     py::class_<Rule>(module, "Rule", "A RetentionRule, checked and unpacked.")
-        .def(py::init<int64_t, int64_t, int64_t, int64_t, const Tensor&, const std::string&, std::map<std::string, Tensor>, bool,
-                      std::optional<double>, bool, bool, bool, bool, std::optional<double>, int64_t, int64_t>(),
-             arg("sinks"), arg("window"), arg("decide_every"), arg("decay_step"), arg("log_gamma"), arg("kind"), arg("weights"),
+        .def(py::init<int64_t, int64_t, int64_t, const Tensor&, const std::string&, std::map<std::string, Tensor>, bool,
+                      std::optional<double>, bool, bool, bool, bool, std::optional<double>>(),
+             arg("sinks"), arg("window"), arg("decay_step"), arg("log_gamma"), arg("kind"), arg("weights"),
              arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true,
-             arg("mean") = false, arg("corrects") = false, arg("ages") = false, arg("threshold") = py::none(), arg("pool") = 1,
-             arg("share_pages") = 0);
+             arg("mean") = false, arg("corrects") = false, arg("ages") = false, arg("threshold") = py::none());
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
     module.def("prefill_chunk", &prefill_chunk, nogil, "See kvpop_vllm.kernels.ops.prefill_chunk.");
     module.def("online_topk", &online_topk, nogil, "See kvpop_vllm.kernels.ops.online_topk.");

@@ -6,12 +6,10 @@
 
 #include <algorithm>
 #include <memory>
-#include <utility>
 #include <vector>
 
 #include "kvpop/isa.h"
 #include "kvpop/scratch.h"
-#include "kvpop/shared_heads.h"
 
 namespace kvpop {
 
@@ -28,7 +26,7 @@ int64_t parts_of_a_head(const DecodeStep& step) {
     if (heads == 0 || heads >= 8 * threads || threads == 1 || step.sequential()) return 1;
     int64_t longest = 0;
     for (int64_t r = 0; r < step.requests; r++)
-        for (int64_t h = 0; h < step.heads; h++) longest = std::max(longest, step.valid_slots(r, h));
+        for (int64_t h = 0; h < step.heads; h++) longest = std::max(longest, step.in_use(r, h));
     // Threads get equal shares of the parts, rounded up: the number that makes the largest share of the work smallest.
     const int64_t whole = (heads + threads - 1) / threads;
     int64_t best = 1, best_share = whole;
@@ -42,19 +40,19 @@ int64_t parts_of_a_head(const DecodeStep& step) {
 void in_parts(const DecodeStep& step, const Kernels& kernels, int64_t parts) {
     const int64_t heads = step.requests * step.heads, floats = kernels.scratch_floats(step);
     const int64_t sums = kernels.partial_floats(step);
-    std::vector<Runs> runs(static_cast<size_t>(heads));
+    std::vector<int64_t> used(static_cast<size_t>(heads));
     const std::unique_ptr<float[]> memory(new float[static_cast<size_t>(heads * parts * sums + 16)]);
     float* partial = aligned(memory.get());
     at::parallel_for(0, heads, 1, [&](int64_t begin, int64_t end) {
         float* scratch = scratch_of_this_thread(floats);
         for (int64_t i = begin; i < end; i++)
-            runs[size_t(i)] = kernels.retain(step, i % step.requests, i / step.requests, scratch);
+            used[size_t(i)] = kernels.retain(step, i % step.requests, i / step.requests, scratch);
     });
     at::parallel_for(0, heads * parts, 1, [&](int64_t begin, int64_t end) {
         float* scratch = scratch_of_this_thread(floats);
         for (int64_t j = begin; j < end; j++) {
             const int64_t i = j / parts;
-            kernels.attend_part(step, i % step.requests, i / step.requests, runs[size_t(i)], j % parts, parts,
+            kernels.attend_part(step, i % step.requests, i / step.requests, used[size_t(i)], j % parts, parts,
                                 partial + j * sums, scratch);
         }
     });
@@ -66,32 +64,8 @@ void in_parts(const DecodeStep& step, const Kernels& kernels, int64_t parts) {
 
 }  // namespace
 
-void pool_votes(const DecodeStep& a, int64_t r, int64_t h, int64_t q, int64_t used) {
-    const Roles roles = a.roles_of(r);
-    const auto score = [&](int64_t slot) { return a.scores(a.slot_region(r, h, slot)) + slot % a.block_slots; };
-    std::vector<std::pair<int64_t, float*>> ranked;  // by position
-    for (int64_t slot = roles.first_long(); slot < used; slot++)
-        ranked.emplace_back(a.slot_positions(a.slot_region(r, h, slot))[slot % a.block_slots], score(slot));
-    for (int64_t u = roles.decided(q); u < roles.decided(q + 1); u++) ranked.emplace_back(u, score(roles.ring_slot(u)));
-    std::sort(ranked.begin(), ranked.end());
-    const int64_t count = int64_t(ranked.size()), half = a.scorer.pool / 2;
-    std::vector<float> votes(ranked.size());
-    for (int64_t i = 0; i < count; i++) votes[size_t(i)] = *ranked[size_t(i)].second;
-    for (int64_t i = 0; i < count; i++) {
-        float sum = 0;
-        for (int64_t j = std::max(i - half, int64_t(0)); j <= std::min(i + half, count - 1); j++) sum += votes[size_t(j)];
-        *ranked[size_t(i)].second = sum / float(a.scorer.pool);
-    }
-}
-
 void decode_step(const DecodeStep& step) {
     const Kernels& kernels = *current_isa().kernels;
-    if (step.share_pages) {
-        at::parallel_for(0, step.requests, 1, [&](int64_t begin, int64_t end) {
-            for (int64_t r = begin; r < end; r++) SharedHeads(step, r, kernels).step(r, step.position(r));
-        });
-        return;
-    }
     if (const int64_t parts = parts_of_a_head(step); parts > 1) return in_parts(step, kernels, parts);
     const int64_t floats = kernels.scratch_floats(step);
     // Heads outermost, so that a head's scorer weights stay in the cache from one request to the next.

@@ -12,7 +12,6 @@
 #include "kvpop/isa.h"
 #include "kvpop/online_topk.h"
 #include "kvpop/scratch.h"
-#include "kvpop/shared_heads.h"
 
 namespace kvpop {
 
@@ -54,17 +53,16 @@ class HeadOfChunk {
     void load(Memory& memory) {
         const int64_t longest = std::min(PIECE, chunk_.length);
         const int64_t tiles = chunk_.slot_tiles(h_) + (longest + TILE_KEYS - 1) / TILE_KEYS;
-        work_ = memory.allocate(tiles, chunk_.packed.words(), longest, most_leaving());
-        for (int64_t slot = 0; slot < roles_.extent(chunk_.start, budget_); slot++)
-            if (!roles_.stale(slot, chunk_.start)) pack(slot, key(slot), value(slot));  // others may never have been written
+        work_ = memory.allocate(tiles, chunk_.packed.words(), longest, longest);
+        for (int64_t slot = 0; slot < in_use(chunk_.start); slot++) pack(slot, key(slot), value(slot));
     }
 
     // Packs the piece's tokens and decides when every key is born and gone.
     void plan(const Piece& piece) {
-        const int64_t held = roles_.extent(piece.a, budget_), first_new = chunk_.first_new(h_);
+        const int64_t held = in_use(piece.a), first_new = chunk_.first_new(h_);
         std::fill_n(work_.born, work_.tiles * TILE_KEYS, 0);
         std::fill_n(work_.gone, work_.tiles * TILE_KEYS, 0);
-        for (int64_t slot = 0; slot < held; slot++) work_.gone[slot] = roles_.stale(slot, piece.a) ? 0 : NEVER_GONE;
+        for (int64_t slot = 0; slot < held; slot++) work_.gone[slot] = NEVER_GONE;
         for (int64_t i = 0; i < piece.tokens(); i++) {
             pack(first_new + i, new_key(piece.a + i), new_value(piece.a + i));
             work_.born[first_new + i] = int32_t(i);
@@ -75,28 +73,27 @@ class HeadOfChunk {
 
     // Survivors of the window into free long-range slots, the newest tokens into sinks and ring.
     void commit(const Piece& piece) {
-        const int64_t u0 = roles_.decided(piece.a), u1 = roles_.decided(piece.b);
+        const int64_t u0 = left(piece.a), u1 = left(piece.b);
         int64_t slot = roles_.first_long();
         for (int64_t u = u0; u < u1; u++) {
             if (work_.gone[place(u, piece)] != NEVER_GONE) continue;
-            while (slot < roles_.extent(piece.a, budget_) && work_.gone[slot] == NEVER_GONE) slot++;
+            while (slot < in_use(piece.a) && work_.gone[slot] == NEVER_GONE) slot++;
             const bool held = u < piece.a;
             const int64_t from = roles_.ring_slot(u);
             write(slot++, held ? key(from) : new_key(u), held ? value(from) : new_value(u), work_.leaving[u - u0], u);
         }
         for (int64_t t = piece.a; t < std::min(piece.b, roles_.sinks); t++)
             write(t, new_key(t), new_value(t), work_.inserted[t - piece.a], t);
-        for (int64_t t = std::max({piece.a, piece.b - roles_.ring(), roles_.sinks}); t < piece.b; t++)
+        for (int64_t t = std::max({piece.a, piece.b - roles_.window, roles_.sinks}); t < piece.b; t++)
             write(roles_.ring_slot(t), new_key(t), new_value(t), work_.inserted[t - piece.a], t);
         *a_.tokens_seen(0, h_) = int32_t(piece.b);
     }
 
   private:
-    // Tokens decided upon in a piece of the chunk, at most: where decisions are rare, in one piece of many.
-    int64_t most_leaving() const {
-        const int64_t in_all = roles_.decided(chunk_.start + chunk_.length) - roles_.decided(chunk_.start);
-        return std::min(in_all, PIECE + roles_.decide_every - 1);
-    }
+    // Slots in use before the token at `position`.
+    int64_t in_use(int64_t position) const { return std::min(position, budget_); }
+    // Tokens [s, left) have left the window before `position`.
+    int64_t left(int64_t position) const { return std::max(roles_.sinks, position - roles_.window); }
     int64_t row_bytes() const { return a_.size * a_.item_bytes(); }
     uint8_t* key(int64_t slot) const { return a_.slot_region(0, h_, slot) + slot % a_.block_slots * row_bytes(); }
     uint8_t* value(int64_t slot) const { return key(slot) + a_.block_slots * row_bytes(); }
@@ -112,8 +109,8 @@ class HeadOfChunk {
     }
 
     void evict(const Piece& piece, int64_t held) {
-        const int64_t first = roles_.first_long(), u0 = roles_.decided(piece.a);
-        const int64_t arrivals = roles_.decided(piece.b) - u0, total = held + arrivals;
+        const int64_t first = roles_.first_long(), u0 = left(piece.a);
+        const int64_t arrivals = left(piece.b) - u0, total = held + arrivals;
         if (total <= topk_) return;
         std::vector<float> score(static_cast<size_t>(total));
         std::vector<int64_t> position(static_cast<size_t>(total)), evicted_at(static_cast<size_t>(total));
@@ -126,7 +123,7 @@ class HeadOfChunk {
             score[size_t(held + i)] = work_.leaving[i];
             position[size_t(held + i)] = u0 + i;
         }
-        OnlineTopk simulation(score.data(), position.data(), total, a_.log_gamma[h_], a_.decay_step, roles_, a_.scorer.ages);
+        OnlineTopk simulation(score.data(), position.data(), total, a_.log_gamma[h_], a_.decay_step, roles_.window, a_.scorer.ages);
         simulation.run(total, held, topk_, evicted_at.data());
         for (int64_t i = 0; i < total; i++) {
             if (evicted_at[size_t(i)] == std::numeric_limits<int64_t>::max()) continue;
@@ -140,7 +137,7 @@ class HeadOfChunk {
         std::memcpy(key(slot), k, size_t(row_bytes()));
         std::memcpy(value(slot), v, size_t(row_bytes()));
         a_.scores(region)[slot % a_.block_slots] = score;
-        if (slot > 0) a_.slot_positions(region)[slot % a_.block_slots] = int32_t(position);  // slot 0's: tokens_seen
+        a_.slot_positions(region)[slot % a_.block_slots] = int32_t(position);
         pack(slot, k, v);
     }
 
@@ -168,28 +165,35 @@ class HeadOfChunk {
     int64_t h_, budget_, topk_;
 };
 
-// One decode step after another, head by head or, where heads wait for each other, all heads at once.
+// `step` with q, k, v, out, lse and given scores of token i on their first axis, as the only request.
+DecodeStep only_token(const DecodeStep& whole, int64_t i) {
+    DecodeStep step = whole;
+    const int64_t q_bytes = whole.q_is_bf16 ? 2 : 4, query_heads = i * whole.heads * whole.group;
+    const auto token = [](const void* base, int64_t items, int64_t bytes) {
+        return static_cast<const uint8_t*>(base) + items * bytes;
+    };
+    step.q = token(whole.q, i * whole.q_stride[0], q_bytes);
+    step.k = token(whole.k, i * whole.k_stride[0], whole.item_bytes());
+    step.v = token(whole.v, i * whole.v_stride[0], whole.item_bytes());
+    step.out = static_cast<uint8_t*>(whole.out) + query_heads * whole.size * q_bytes;
+    step.lse = whole.lse + query_heads;
+    if (whole.given) step.given = whole.given + i * whole.given_stride[0];
+    return step;
+}
+
+// One decode step after another, head by head.
 void token_by_token(const PrefillChunk& chunk, const Kernels& kernels) {
     const DecodeStep& whole = chunk.step;
-    if (whole.share_pages) {
-        SharedHeads heads(whole, 0, kernels);
-        for (int64_t i = 0; i < chunk.length; i++) heads.step(i, chunk.start + i);
-        return;
-    }
     const int64_t floats = kernels.scratch_floats(whole);
-    const Roles roles = whole.roles_of(0);
     at::parallel_for(0, whole.heads, 1, [&](int64_t begin, int64_t end) {
         float* scratch = scratch_of_this_thread(floats);
-        for (int64_t h = begin; h < end; h++) {
+        for (int64_t h = begin; h < end; h++)
             for (int64_t i = 0; i < chunk.length; i++) {
                 DecodeStep step = only_token(whole, i);
                 const int64_t position = chunk.start + i;
-                const int32_t valid = int32_t(roles.extent(position, whole.budget(0, h)));
                 step.positions = &position, step.positions_stride = 0;
-                step.valid = &valid, step.valid_stride[0] = step.valid_stride[1] = 0;
                 kernels.decode_heads(step, 0, 1, h, scratch);
             }
-        }
     });
 }
 

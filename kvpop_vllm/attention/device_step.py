@@ -10,7 +10,7 @@ import torch
 
 from kvpop_vllm.attention.fixed_budget import PrefillChunk, StepBatch
 from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.kernels.regions import HeadRegions, RegionMap
+from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.roles import Retention
 
 PADDING = -1
@@ -48,13 +48,10 @@ class DecodeRows:
     Args:
         layout: of the layers' pages. retention: of all heads and layers. most: requests of a step. columns: of a request's
             block-table row, at most. heads_with: how many heads of all layers have each budget. device: of all tensors.
-        divides: whether the heads of a layer divide its budget by the data.
 
     Attributes:
         table: ``[most, columns]`` int32, blocks of each request, :data:`NULL_BLOCK` where it holds none. positions: ``[most]``
-            int64, :data:`PADDING` in rows of padding. valid: ``[most, 1]`` int32, slots in use of heads of the budget B.
-            prompts: ``[most]`` int64, tokens of each prompt. budgets: ``[H]`` int32, B. regions: ``[most, H, P]`` int32, of heads
-            that divide a budget; else None.
+            int64, :data:`PADDING` in rows of padding. budgets: ``[H]`` int32, B.
     """
 
     def __init__(
@@ -65,17 +62,12 @@ class DecodeRows:
         columns: int,
         heads_with: Mapping[int, int],
         device: torch.device | str,
-        divides: bool = False,
     ):
         self.layout, self.retention, self.heads_with = layout, retention, dict(heads_with)
         self.table = torch.full((most, columns), NULL_BLOCK, dtype=torch.int32, device=device)
         self.positions = torch.full((most,), PADDING, dtype=torch.int64, device=device)
-        self.valid = torch.zeros(most, 1, dtype=torch.int32, device=device)
-        self.prompts = torch.ones(most, dtype=torch.int64, device=device)
         self.budgets = torch.full((layout.num_kv_heads,), retention.budget, dtype=torch.int32, device=device)
         self._columns = torch.arange(columns, dtype=torch.int32, device=device)
-        self._shared = HeadRegions(layout, retention.budget, 0, device) if divides else None
-        self.regions = self._shared.rows(0, self.table) if divides else None
 
     def fill(self, rows: int, lengths: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor) -> None:
         """The first ``rows`` rows, by operations of the device alone.
@@ -93,65 +85,42 @@ class DecodeRows:
         positions.copy_(torch.where(real, lengths[:rows] - 1, PADDING))
         held = self._columns[:width] < self._blocks(positions).unsqueeze(1)
         self.table[:rows, :width].copy_(torch.where(held, table, NULL_BLOCK))
-        self.valid[:rows].copy_(self._extents(rows, self.budgets[:1]))
-        if self._shared:
-            self.regions[:rows].copy_(self._shared.rows(0, self.table[:rows]))
 
     def batch(
         self,
         split: Split,
         lengths: Sequence[int],
         block_table: torch.Tensor,
-        prompts: Sequence[int] | None = None,
-        regions: RegionMap | HeadRegions | None = None,
+        regions: RegionMap | None = None,
         layer: int = 0,
     ) -> StepBatch:
         """The step as one layer sees it; decode rows are views of the tensors that :meth:`fill` filled, or made of them.
 
         Args:
             lengths: of each request with its new tokens, exact for chunks. block_table: ``[requests, W]`` int32.
-            prompts: tokens of each prompt, where decisions depend on them. regions, layer: as in :meth:`StepBatch.build`.
+            regions, layer: as in :meth:`StepBatch.build`.
         """
         rows, heads, chosen = split.decodes, self.layout.num_kv_heads, [i for i, _, _ in split.chunks]
         blocks = block_table[chosen[0] : chosen[-1] + 1, : self.table.shape[1]] if chosen else self.table[:0]
-        if isinstance(regions, RegionMap):
-            budgets = regions.budgets(layer)
-            valid = self._extents(rows, budgets).int()
-            own, others = regions.rows(layer, self.table[:rows]), regions.rows(layer, blocks)
+        if regions is None:
+            budgets = self.budgets
+            own, others = (x.unsqueeze(1).expand(-1, heads, -1) for x in (self.table[:rows], blocks))
         else:
-            budgets, valid = self.budgets, self.valid[:rows].expand(-1, heads)
-            if self._shared:
-                own, others = self.regions[:rows], self._shared.rows(0, blocks)
-            else:
-                own, others = (x.unsqueeze(1).expand(-1, heads, -1) for x in (self.table[:rows], blocks))
+            budgets = regions.budgets(layer)
+            own, others = regions.rows(layer, self.table[:rows]), regions.rows(layer, blocks)
         chunks = tuple(
-            PrefillChunk(
-                first, first + count, lengths[i] - count, others[i - chosen[0]], None if prompts is None else prompts[i]
-            )
+            PrefillChunk(first, first + count, lengths[i] - count, others[i - chosen[0]])
             for i, first, count in split.chunks
         )
-        asked = None if prompts is None else self.prompts[:rows]
-        return StepBatch(
-            rows, slice(0, rows), own, self.positions[:rows], valid, budgets, chunks, None, None, asked
-        )  # fmt: skip
-
-    def _extents(self, rows: int, budgets: torch.Tensor) -> torch.Tensor:
-        """``[rows, len(budgets)]``, slots in use before the step; 0 in rows of padding."""
-        positions = self.positions[:rows].unsqueeze(1).clamp_min(0)
-        if self.retention.decide_every == 1:
-            return positions.minimum(budgets)
-        phases = self.retention.prompt_phase(self.prompts[:rows]).unsqueeze(1) if self.retention.prompt_grid else None
-        return self.retention.extents(positions, budgets, phases)
+        return StepBatch(rows, slice(0, rows), own, self.positions[:rows], budgets, chunks, None, None)
 
     def _blocks(self, positions: torch.Tensor) -> torch.Tensor:
         """``[rows]``, blocks that requests of ``positions + 1`` tokens hold; 0 in rows of padding."""
-        size, slots = self.layout.block_slots, positions + self.retention.decide_every
+        size = self.layout.block_slots
         pages = [
-            ((slots.clamp_max(budget) + size - 1) // size + self.layout.state_blocks) * many
+            (((positions + 1).clamp_max(budget) + size - 1) // size + self.layout.state_blocks) * many
             for budget, many in self.heads_with.items()
         ]
         heads = sum(self.heads_with.values())
         blocks = (sum(pages) + heads - 1) // heads if heads > 1 else pages[0]
-        if self._shared:
-            blocks += (slots > self.retention.budget) * HeadRegions.spare
         return torch.where(positions < 0, 0, blocks)

@@ -9,20 +9,18 @@ import torch
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages
-from kvpop_vllm.kernels.regions import HeadRegions, RegionMap
+from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.roles import Retention
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens ``[first, last)`` of the flat batch belong to one request, from position ``start`` on; ``row [H, P]``;
-    ``prompt``: tokens of its prompt."""
+    """Tokens ``[first, last)`` of the flat batch belong to one request, from position ``start`` on; ``row [H, P]``."""
 
     first: int
     last: int
     start: int
     row: torch.Tensor
-    prompt: int | None = None
 
 
 @dataclass(frozen=True)
@@ -32,24 +30,21 @@ class StepBatch:
     Attributes:
         decodes: number R of requests decoded. tokens: where their tokens lie in the flat batch, a slice where they come
             first. table: ``[R, H, P]`` int32. positions: ``[R]`` int64.
-        valid: ``[R, H]`` int32, slots in use before the step. budgets: ``[H]`` int32, B of each head.
+        budgets: ``[H]`` int32, B of each head.
         prefills: the other requests, in order.
         starts: ``[n]`` int64, position each request with tokens goes on from, in order. slot_zero: ``[n, H]`` int64, the
             page of each head's slot 0, which knows how many tokens were seen. None where the host must not wait for them:
             each kernel then answers for its own requests.
-        prompts: ``[R]`` int64, tokens of each prompt, where decisions depend on them.
     """
 
     decodes: int
     tokens: slice | torch.Tensor
     table: torch.Tensor
     positions: torch.Tensor
-    valid: torch.Tensor
     budgets: torch.Tensor
     prefills: tuple[PrefillChunk, ...]
     starts: torch.Tensor | None
     slot_zero: torch.Tensor | None
-    prompts: torch.Tensor | None = None
 
     @classmethod
     def build(
@@ -59,8 +54,7 @@ class StepBatch:
         query_lens: list[int],
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
-        prompts: torch.Tensor | None = None,
-        regions: RegionMap | HeadRegions | None = None,
+        regions: RegionMap | None = None,
         layer: int = 0,
     ) -> StepBatch:
         """Splits a batch into decodes and prefills.
@@ -69,9 +63,7 @@ class StepBatch:
             retention: of all heads and layers. query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
             block_table: ``[requests, >= P]`` int32, state blocks first.
             regions, layer: where heads hold different numbers of tokens, where their pages are, and of which layer.
-            prompts: ``[requests]`` int64, tokens of each prompt, where decisions depend on them.
         """
-        known = prompts.tolist() if prompts is not None else [None] * len(query_lens)
         heads = layout.num_kv_heads
         if regions is None:
             budgets = torch.full((heads,), retention.budget, dtype=torch.int32)
@@ -86,24 +78,16 @@ class StepBatch:
                 singles.append(i)
                 at.append(first)
             elif count > 1:
-                prefills.append(PrefillChunk(first, first + count, lengths[i] - count, rows[i], known[i]))
+                prefills.append(PrefillChunk(first, first + count, lengths[i] - count, rows[i]))
             first += count
         together = at == list(range(len(at))) and singles == at
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
         positions = seq_lens[chosen].long() - 1
-        roles = [retention.for_prompt(known[i]) for i in singles]
-        valid = torch.empty((len(singles), heads), dtype=torch.int32)
-        for budget in budgets.unique().tolist():
-            in_use = [own.extent(position, budget) for own, position in zip(roles, positions.tolist(), strict=True)]
-            valid[:, budgets == budget] = torch.tensor(in_use, dtype=torch.int32).unsqueeze(1)
         tokens = chosen if together else torch.tensor(at)
         busy = torch.tensor([i for i, count in enumerate(query_lens) if count], dtype=torch.int64)
         starts = torch.tensor([lengths[i] - count for i, count in enumerate(query_lens) if count], dtype=torch.int64)
         slot_zero = rows[busy, :, layout.state_blocks].long()
-        own = None if prompts is None else prompts[chosen]
-        return cls(
-            len(singles), tokens, rows[chosen], positions, valid, budgets, tuple(prefills), starts, slot_zero, own
-        )
+        return cls(len(singles), tokens, rows[chosen], positions, budgets, tuple(prefills), starts, slot_zero)
 
 
 class FixedBudgetAttention:
@@ -149,12 +133,10 @@ class FixedBudgetAttention:
                 pages,
                 batch.table,
                 batch.positions,
-                batch.valid,
                 batch.budgets.expand(batch.decodes, -1),
                 rule=self.rule,
                 scale=self.scale,
                 given=None if given is None else given[at],
-                prompts=batch.prompts,
                 impl=self.impl,
             )
         for chunk in batch.prefills:
@@ -170,7 +152,6 @@ class FixedBudgetAttention:
                 rule=self.rule,
                 scale=self.scale,
                 given=None if given is None else given[cut],
-                prompt=chunk.prompt,
                 impl=self.impl,
             )
 

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages
-from kvpop_vllm.kernels.regions import HeadRegions
 
 
 def fresh_pages(
-    rule: RetentionRule,
     layout: PageLayout,
     budget: int,
     *,
@@ -23,11 +20,7 @@ def fresh_pages(
     Args:
         budget: B, of the head that has most. length: tokens each has room for, if fewer than B.
     """
-    length = budget if length is None or rule.share_pages else length
-    blocks = layout.blocks(length, budget, rule.decide_every) + (HeadRegions.spare if rule.share_pages else 0)
+    blocks = layout.blocks(budget if length is None else length, budget)
     raw = torch.zeros(requests * blocks, layout.num_kv_heads, layout.region_bytes, dtype=torch.uint8, device=device)
     rows = torch.arange(requests * blocks, dtype=torch.int32, device=device).view(requests, blocks)
-    if rule.share_pages:
-        regions = HeadRegions(layout, budget, requests * blocks, device)
-        return regions.view(raw), regions.rows(0, rows)
     return layout.view(raw), rows.unsqueeze(1).expand(-1, layout.num_kv_heads, -1)

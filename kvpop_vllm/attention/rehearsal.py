@@ -31,22 +31,17 @@ def largest_steps(
         budgets: of the layer's heads. most: the largest budget of any layer. tokens, requests: of a step at most.
         length: of a request at most.
     """
-    pages, table = fresh_pages(rule, layout, most, length=length, device=device)
+    pages, table = fresh_pages(layout, most, length=length, device=device)
     told = torch.tensor(budgets, dtype=torch.int32, device=device)
     rows = min(tokens, requests)
     positions = torch.full((rows,), PADDING, dtype=torch.int64, device=device)
-    valid = torch.zeros(rows, 1, dtype=torch.int32, device=device).expand(-1, len(budgets))
-    prompts = torch.ones_like(positions) if rule.needs_prompt else None
-    together = slice(0, rows), table.expand(rows, -1, -1), positions, valid, told
-    yield pages, StepBatch(rows, *together, (), None, None, prompts), rows
+    yield pages, StepBatch(rows, slice(0, rows), table.expand(rows, -1, -1), positions, told, (), None, None), rows
 
     count, start = min(tokens, length), 0
     if rule.sequential:
         count = min(count, 2)
     else:
-        grid = rule.decide_every
-        start = min(most + (grid - 1 - most) % grid, length - count)  # as few tokens decided upon as can be
+        start = min(most, length - count)
         pages.position[table[0, :, layout.state_blocks].long(), :, 0] = start  # tokens_seen
-    chunk = PrefillChunk(0, count, start, table[0], count if rule.needs_prompt else None)
-    none = slice(0, 0), table[:0], positions[:0], valid[:0], told
-    yield pages, StepBatch(0, *none, (chunk,), None, None), count
+    chunk = PrefillChunk(0, count, start, table[0])
+    yield pages, StepBatch(0, slice(0, 0), table[:0], positions[:0], told, (chunk,), None, None), count

@@ -38,7 +38,7 @@ def _replace(score: torch.Tensor, pages: Pages, table: torch.Tensor, starts: tor
     seen = pages.position[table[:, 0, layout.state_blocks].long(), 0, 0]
     there = (starts > roles.sinks) & (seen == starts)
     # the others write back a word of their own: choosing rows would have the host wait for a device
-    slots = torch.where(there, roles.sinks + (starts - 1 - roles.sinks) % roles.ring, 0)
+    slots = torch.where(there, roles.sinks + (starts - 1 - roles.sinks) % roles.window, 0)
     columns = layout.state_blocks + slots // layout.block_slots
     blocks = table.gather(2, columns.view(-1, 1, 1).expand(-1, table.shape[1], 1))[..., 0].long()  # [R, H]
     # by place in memory: with unequal shares heads overlap in this view

@@ -41,17 +41,15 @@ class PoolBytes:
 
 
 def request_bytes(
-    layout: PageLayout, num_layers: int, length: int, retention: Retention, shares: Shares | None = None, spare: int = 0
+    layout: PageLayout, num_layers: int, length: int, retention: Retention, shares: Shares | None = None
 ) -> CacheBytes:
-    """What a request holds whose cache has taken in ``length`` tokens; ``shares``: of its heads, where they are unequal;
-    ``spare``: blocks more from where its heads divide the budget."""
+    """Return what a request holds whose cache has taken in ``length`` tokens; ``shares``: of its heads, where they are unequal."""
     counts = shares.counts if shares else {retention.budget: num_layers * layout.num_kv_heads}
-    held = sum(many * retention.held(length, budget) for budget, many in counts.items())
-    every = retention.decide_every
+    held = sum(many * min(length, budget) for budget, many in counts.items())
     if shares:
-        blocks = shares.blocks(layout.state_blocks, layout.block_slots, length, every)
+        blocks = shares.blocks(layout.state_blocks, layout.block_slots, length)
     else:
-        blocks = layout.blocks(length, retention.budget, every) + spare * (length + every - 1 > retention.budget)
+        blocks = layout.blocks(length, retention.budget)
     per_token = 2 * layout.head_size * layout.dtype.itemsize
     page = layout.num_kv_heads * layout.region_bytes * num_layers
     return CacheBytes(canonical=held * per_token, allocated=blocks * page, blocks=blocks)

@@ -7,9 +7,10 @@ lays them out as four arrays, a **state block** as one flat float32 region::
     state block  float32 [N * C / 4]
 
 A request's block-table row is ``[state blocks..., slot blocks...]``. Slots have fixed roles: sinks ``[0, s)``, ring
-``[s, s + w + e - 1)``, long-range from there to B; only long-range slots use score and position (scorers that score at
-insertion keep a token's score in its ring slot as well, and attention masses lie in every slot's score word). Slot 0 is therefore never long-range, and its position word
-holds ``tokens_seen``, the number of tokens this head has processed.
+``[s, s + w)``, long-range from there to B; only long-range slots use score and position (scorers that score at
+insertion keep a token's score in its ring slot as well, and attention masses lie in every slot's score word). Slot 0 is
+therefore never long-range, and its position word holds ``tokens_seen``, the number of tokens this head has processed. With
+a threshold, the position word of slot 1 holds the number of filled long-range slots.
 """
 
 from __future__ import annotations
@@ -75,9 +76,9 @@ class PageLayout:
         """Blocks that hold a request's recurrent state, before its slot blocks."""
         return cdiv(4 * self.state_floats, self.region_bytes)
 
-    def blocks(self, length: int, budget: int, decide_every: int = 1) -> int:
-        """Blocks a request of ``length`` tokens holds: state blocks + cdiv(min(length + e - 1, budget), N)."""
-        return self.state_blocks + cdiv(min(length + decide_every - 1, budget), self.block_slots)
+    def blocks(self, length: int, budget: int) -> int:
+        """Blocks a request of ``length`` tokens holds: state blocks + cdiv(min(length, budget), N)."""
+        return self.state_blocks + cdiv(min(length, budget), self.block_slots)
 
     def view(self, raw: torch.Tensor) -> Pages:
         """Typed views of a layer's cache.

@@ -49,11 +49,10 @@ class Shares:
         """How many heads have each budget."""
         return Counter(budget for layer in self.budgets for budget in layer)
 
-    def blocks(self, state_blocks: int, block_slots: int, length: int, decide_every: int = 1) -> int:
+    def blocks(self, state_blocks: int, block_slots: int, length: int) -> int:
         """Blocks that a request of ``length`` tokens holds, the same of every layer."""
-        slots = length + decide_every - 1
         pages = sum(
-            many * (state_blocks + cdiv(min(slots, budget), block_slots)) for budget, many in self.counts.items()
+            many * (state_blocks + cdiv(min(length, budget), block_slots)) for budget, many in self.counts.items()
         )
         return cdiv(pages, self.layers * self.heads)
 
@@ -120,50 +119,3 @@ def region_map(shares: Shares, layout: PageLayout, num_blocks: int, device: torc
     """The map that all layers of an engine share."""
     return RegionMap(shares, layout, num_blocks, device)
 
-
-class HeadRegions:
-    """Regions of a layer whose heads divide its budget by the data: kernels hand them out, see
-    :mod:`kvpop_vllm.kernels.reference.shared_heads`.
-
-    Args:
-        layout: of the layer, its state with the heads' shares. budget: B, of a head on average. num_blocks: of the pool.
-        device: of the tables asked for.
-    """
-
-    spare = 1
-    """Blocks beyond B, because each head's last page is not full."""
-
-    def __init__(self, layout: PageLayout, budget: int, num_blocks: int, device: torch.device | str = "cpu"):
-        self.layout, self.budget, self.num_blocks = layout, budget, num_blocks
-        self.width = layout.blocks(budget, budget) + self.spare
-        self._heads = torch.arange(layout.num_kv_heads, dtype=torch.int32, device=device).view(-1, 1)
-        self._columns = torch.arange(self.width, device=device)
-        self._budgets = torch.full((layout.num_kv_heads,), budget, dtype=torch.int32, device=device)
-
-    def rows(self, layer: int, block_table: torch.Tensor) -> torch.Tensor:
-        """Region numbers ``[R, H, P]`` int32 of a request's blocks ``block_table [R, W]``, the same for every layer."""
-        columns = self._columns.clamp_max(block_table.shape[1] - 1)  # short sequences never come to the others
-        return block_table[:, columns].unsqueeze(1) * self.layout.num_kv_heads + self._heads
-
-    def budgets(self, layer: int) -> torch.Tensor:
-        """``[H]`` int32, of equal shares."""
-        return self._budgets
-
-    def view(self, raw: torch.Tensor) -> Pages:
-        """All regions of the layer for the kernels: ``[num_blocks * H, H, N * C]``, the same for every head.
-
-        Args:
-            raw: uint8 ``[num_blocks, H, N * C]`` or ``[num_blocks, H, N, C]``, contiguous.
-
-        Raises:
-            ValueError: it is not.
-        """
-        heads, size = self.layout.num_kv_heads, self.layout.region_bytes
-        if not raw.is_contiguous() or raw.numel() != self.num_blocks * heads * size:
-            raise ValueError(
-                f"a cache of shape {tuple(raw.shape)} does not hold {self.num_blocks} x {heads} regions of {size}"
-            )
-        flat = raw.view(-1)
-        return self.layout.view(
-            flat.as_strided((self.num_blocks * heads, heads, size), (size, 0, 1), flat.storage_offset())
-        )

@@ -256,7 +256,7 @@ struct Partial {
     }
 };
 
-// Slots of the tile that starts at `slot`: up to the end of the block, of the run, or TILE.
+// Slots of the tile that starts at `slot`: up to the end of the block, `end`, or TILE.
 KVPOP_INLINE int64_t tile_slots(const DecodeStep& a, int64_t slot, int64_t end) {
     int64_t n = a.block_slots - slot % a.block_slots;
     if (end - slot < n) n = end - slot;
@@ -269,11 +269,11 @@ KVPOP_INLINE void prefetch_scores(const DecodeStep& a, int64_t r, int64_t h, int
     for (int64_t b = 0; b < 8 * a.block_slots; b += 64) prefetch(p + b);
 }
 
-// Sums of request r, KV head h over runs of slots; q: scratch for the rows of q, 64-byte aligned. fetch_next: the request and
-// head that follow have still to search for a victim. logits: [G, mass_row] by slot, or null.
+// Sums of request r, KV head h over slots [begin, end); q: scratch for the rows of q, 64-byte aligned. fetch_next: the request
+// and head that follow have still to search for a victim. logits: [G, mass_row] by slot, or null.
 template <class A>
-void sum_runs(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, bool fetch_next, float* q, const Partial& sums,
-              float* logits) {
+void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t end, bool fetch_next, float* q,
+               const Partial& sums, float* logits) {
     using T = typename A::Item;
     const RowShape<T> shape(a.size);
     const int64_t floats = a.group * shape.floats;
@@ -286,24 +286,22 @@ void sum_runs(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, bool 
     }
     // The request and head that usually follow on this thread: their search for a victim finds its scores in the cache.
     const int64_t next_r = (r + 1) % a.requests, next_h = h + (r + 1) / a.requests;
-    const int64_t searched = fetch_next && next_h < a.heads && a.searches(next_r, next_h) ? a.valid_slots(next_r, next_h) : 0;
+    const int64_t searched = fetch_next && next_h < a.heads && a.searches(next_r, next_h) ? a.in_use(next_r, next_h) : 0;
     const int64_t passes = (a.group + MAX_GROUP - 1) / MAX_GROUP;
-    int run = 0;
-    for (int64_t slot = runs.begin[0]; run < runs.count;) {
+    for (int64_t slot = begin; slot < end;) {
         if (slot % a.block_slots == 0 && slot < searched) prefetch_scores(a, next_r, next_h, slot);
-        const int64_t n = tile_slots(a, slot, runs.end[run]), to_v = a.block_slots * a.size;
+        const int64_t n = tile_slots(a, slot, end), to_v = a.block_slots * a.size;
         const T* k = key_row<T>(a, r, h, slot);
         float* own = logits ? logits + slot : nullptr;
         slot += n;
-        if (slot == runs.end[run] && ++run < runs.count) slot = runs.begin[run];
-        const T* next = run < runs.count ? key_row<T>(a, r, h, slot) : k;
+        const T* next = slot < end ? key_row<T>(a, r, h, slot) : k;
         const Tile<T> tile{k, k + to_v, next, next + to_v, int(n)};
         for (int64_t pass = 0; pass < passes; pass++) {
-            const int64_t g = a.group * pass / passes, end = a.group * (pass + 1) / passes;
+            const int64_t g = a.group * pass / passes, last = a.group * (pass + 1) / passes;
             const int64_t row = g * shape.floats;
             const Softmax s{q + row,      acc + row, maximum + g, total + g,
                             shape.floats, a.scale,   own ? own + g * a.mass_row : nullptr, a.mass_row};
-            attend_group<A>(int(end - g), tile, shape, s);
+            attend_group<A>(int(last - g), tile, shape, s);
         }
     }
 }
@@ -324,22 +322,16 @@ void write_output(const DecodeStep& a, int64_t r, int64_t h, const Partial& sums
     }
 }
 
-// Adds the query's weights, averaged over the query heads, to the score words of the slots it saw, or writes them there.
-inline void put_mass(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, const float* logits, const Partial& sums) {
-    const bool votes = a.scorer.kind == ScorerKind::Votes, adds = votes ? !a.roles_of(r).decides_at(a.position(r)) : a.scorer.mean;
-    if (votes && a.position(r) >= a.prompt(r)) return;
-    for (int run = 0; run < runs.count; run++) {
-        for (int64_t slot = runs.begin[run] / VL * VL; slot < runs.end[run]; slot += VL) {  // a block is whole vectors
-            vf mass{};
-            for (int64_t g = 0; g < a.group; g++)
-                mass += exp(load(logits + g * a.mass_row + slot) - sums.maximum[g]) / sums.total[g];
-            mass /= float(a.group);
-            float* scores = a.scores(a.slot_region(r, h, slot)) + slot % a.block_slots;
-            const vi at = lanes() + int32_t(slot);
-            const vi inside = (at >= int32_t(runs.begin[run])) & (at < int32_t(runs.end[run]));
-            const vf before = load(scores);
-            store(scores, inside ? (adds ? before + mass : mass) : before);
-        }
+// Adds the query's weights, averaged over the query heads, to the score words of slots [0, used), or writes them there.
+inline void put_mass(const DecodeStep& a, int64_t r, int64_t h, int64_t used, const float* logits, const Partial& sums) {
+    for (int64_t slot = 0; slot < used; slot += VL) {  // a block is whole vectors
+        vf mass{};
+        for (int64_t g = 0; g < a.group; g++)
+            mass += exp(load(logits + g * a.mass_row + slot) - sums.maximum[g]) / sums.total[g];
+        mass /= float(a.group);
+        float* scores = a.scores(a.slot_region(r, h, slot)) + slot % a.block_slots;
+        const vf before = load(scores);
+        store(scores, lanes() + int32_t(slot) < int32_t(used) ? (a.scorer.mean ? before + mass : mass) : before);
     }
 }
 
@@ -353,28 +345,29 @@ KVPOP_INLINE void with_attention(const DecodeStep& a, const F& f) {
     else f(Widened<float>{});
 }
 
-// Attention of one head over runs of slots, all of them; scratch of attend_scratch() floats.
-inline void attend(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, float* scratch) {
+// Attention of one head over slots [0, used); scratch of attend_scratch() floats.
+inline void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t used, float* scratch) {
     with_attention(a, [&](auto way) {
         using A = decltype(way);
         Pieces pieces{scratch};
         float* q = pieces.take(a.group * row_floats(a));
         float* logits = a.scorer.coupled() ? pieces.take(a.group * a.mass_row) : nullptr;
         const Partial sums(a, pieces.next);
-        sum_runs<A>(a, r, h, runs, true, q, sums, logits);
+        sum_slots<A>(a, r, h, 0, used, true, q, sums, logits);
         Correction evicted;
         const int64_t count = a.corrects ? a.evicted(r, h, a.position(r) + 1) : 0;
         if (count > 0) evicted = correction(a, r, h, float(count), sums.maximum, sums.total, {pieces.next + partial_floats(a)});
         write_output<A>(a, r, h, sums, count > 0 ? &evicted : nullptr);
-        if (logits) put_mass(a, r, h, runs, logits, sums);
+        if (logits) put_mass(a, r, h, used, logits, sums);
     });
 }
 
 // The same in parts that can be done apart: part `part` of `parts`, cut between tiles, into partial_floats() floats;
-inline void attend_part(const DecodeStep& a, int64_t r, int64_t h, const Runs& runs, int64_t part, int64_t parts,
-                        float* sums, float* scratch) {
+inline void attend_part(const DecodeStep& a, int64_t r, int64_t h, int64_t used, int64_t part, int64_t parts, float* sums,
+                        float* scratch) {
+    const int64_t tiles = (used + TILE - 1) / TILE, begin = tiles * part / parts * TILE, end = tiles * (part + 1) / parts * TILE;
     with_attention(a, [&](auto way) {
-        sum_runs<decltype(way)>(a, r, h, runs.part(part, parts, TILE), false, scratch, Partial(a, sums), nullptr);
+        sum_slots<decltype(way)>(a, r, h, begin, end < used ? end : used, false, scratch, Partial(a, sums), nullptr);
     });
 }
 

@@ -9,20 +9,16 @@ namespace kvpop {
 
 // One instruction set's kernels. decode_heads does the whole step of head h of `count` requests from r on, at most `batch`, whose
 // scorers share their products; retain that of request r but for attention, which
-// attend_part and merge_parts then do (attend.h); score, shrink and finish are the step of one head in three (retain.h); the
-// others see prefill.h.
+// attend_part and merge_parts then do (attend.h); the others see prefill.h.
 struct Kernels {
     int64_t (*scratch_floats)(const DecodeStep&);
     int64_t batch;
     void (*decode_heads)(const DecodeStep&, int64_t r, int64_t count, int64_t h, float* scratch);
-    Runs (*retain)(const DecodeStep&, int64_t r, int64_t h, float* scratch);
+    int64_t (*retain)(const DecodeStep&, int64_t r, int64_t h, float* scratch);
     int64_t (*partial_floats)(const DecodeStep&);
-    void (*attend_part)(const DecodeStep&, int64_t r, int64_t h, const Runs&, int64_t part, int64_t parts, float* sums,
+    void (*attend_part)(const DecodeStep&, int64_t r, int64_t h, int64_t used, int64_t part, int64_t parts, float* sums,
                         float* scratch);
     void (*merge_parts)(const DecodeStep&, int64_t r, int64_t h, int64_t parts, float* sums);
-    float (*score)(const DecodeStep&, int64_t r, int64_t h, float* scratch);
-    void (*shrink)(const DecodeStep&, int64_t r, int64_t h, int64_t count, float* scratch);
-    void (*finish)(const DecodeStep&, int64_t r, int64_t h, float inserted, float* scratch);
     bool bf16_words;  // packed tiles of bfloat16 can be multiplied as they are
     int64_t (*prefill_scratch)(const DecodeStep&);
     void (*prefill_scores)(PrefillChunk&, const Piece&, int64_t h, float* scratch);

@@ -22,7 +22,7 @@
 
 namespace kvpop::KVPOP_ISA {
 
-const Kernels kernels{scratch_floats, BATCH, decode_heads,     retain,         partial_floats, attend_part,
-                      merge_parts,    score, shrink, finish, KVPOP_BF16_DOT, prefill_scratch, prefill_scores, prefill_attend};
+const Kernels kernels{scratch_floats, BATCH,          decode_heads,    retain,         partial_floats, attend_part,
+                      merge_parts,    KVPOP_BF16_DOT, prefill_scratch, prefill_scores, prefill_attend};
 
 }  // namespace kvpop::KVPOP_ISA

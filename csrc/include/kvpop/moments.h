@@ -88,26 +88,21 @@ inline int64_t residual_scratch(const DecodeStep& a) {
            Pieces::round(a.mass_row);
 }
 
-// Residuals [mass_row] by slot of the tokens that a decision at q ranks: those that leave the window, and the long-range ones.
+// Residuals [mass_row] by slot of the tokens that the step ranks: the one in slot `leaving`, and the long-range ones.
 template <class T>
-float* residuals_of(const DecodeStep& a, int64_t r, int64_t h, int64_t q, int64_t valid, Pieces pieces) {
-    const Roles roles = a.roles_of(r);
+float* residuals_of(const DecodeStep& a, int64_t r, int64_t h, int64_t leaving, int64_t used, Pieces pieces) {
     const Moments moments(a, r, h);
     float *keys = pieces.take(BATCH * a.size), *predicted = pieces.take(BATCH * a.size), *out = pieces.take(a.mass_row);
     float *mean_key = pieces.take(a.size), *mean_value = pieces.take(a.size), *copy = pieces.take(a.size * a.size);
-    const int64_t evicted = a.evicted(r, h, q);
+    const int64_t evicted = a.evicted(r, h, a.position(r));
     const float* products = evicted ? moments.products(copy) : copy;
     if (evicted) moments.means(mean_key, mean_value);
     for (int64_t i = 0; i < a.size && !evicted; i++) mean_value[i] = 0;
     for (int64_t i = 0; i < a.size * a.size && !evicted; i++) copy[i] = 0;
     const float n = evicted ? float(evicted) : 1;
-    const auto run = [&](int64_t from, int64_t end) {
-        for (int64_t slot = from; slot < end; slot += BATCH)
-            residuals<T>(a, r, h, slot, slot + BATCH < end ? slot + BATCH : end, n, products, mean_value, keys, predicted, out);
-    };
-    for (int64_t t = q + 1 - roles.decide_every; t <= q; t++)
-        if (const int64_t u = t - roles.window; u >= roles.sinks) run(roles.ring_slot(u), roles.ring_slot(u) + 1);
-    run(roles.first_long(), valid);
+    residuals<T>(a, r, h, leaving, leaving + 1, n, products, mean_value, keys, predicted, out);
+    for (int64_t slot = a.roles.first_long(); slot < used; slot += BATCH)
+        residuals<T>(a, r, h, slot, slot + BATCH < used ? slot + BATCH : used, n, products, mean_value, keys, predicted, out);
     return out;
 }
 

@@ -8,8 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "kvpop/decode_step.h"
-
 namespace kvpop {
 
 // One head. Among tokens of the same position modulo n the order never changes, so each such class is a heap with its
@@ -17,8 +15,8 @@ namespace kvpop {
 class OnlineTopk {
   public:
     OnlineTopk(const float* score, const int64_t* position, int64_t tokens, double log_gamma, int64_t decay_step,
-               const Roles& roles, bool ages)
-        : score_(score), position_(position), log_gamma_(log_gamma), step_(decay_step), ages_(ages), roles_(roles) {
+               int64_t window, bool ages)
+        : score_(score), position_(position), log_gamma_(log_gamma), step_(decay_step), window_(window), ages_(ages) {
         first_ = tokens ? *std::min_element(position, position + tokens) : 0;
         const int64_t last = tokens ? *std::max_element(position, position + tokens) : 0;
         classes_.resize(size_t(std::min(step_, last - first_ + 1)));
@@ -31,7 +29,7 @@ class OnlineTopk {
         for (int64_t i = 0; i < tokens; i++) {
             add(i);
             if (i < held || i < topk) continue;
-            const int64_t q = roles_.decision_after(position_[i] + roles_.window);
+            const int64_t q = position_[i] + window_;
             evicted_at[take_lowest(q)] = q;
         }
     }
@@ -43,7 +41,7 @@ class OnlineTopk {
         for (int64_t i = 0; i < tokens; i++) {
             there.push_back(i);
             if (i < held || i < topk) continue;
-            const int64_t q = roles_.decision_after(position_[i] + roles_.window);
+            const int64_t q = position_[i] + window_;
             size_t lowest = 0;
             double least = 0;
             for (size_t j = 0; j < there.size(); j++) {
@@ -99,14 +97,13 @@ class OnlineTopk {
     const float* score_;
     const int64_t* position_;
     double log_gamma_;
-    int64_t step_, first_;
+    int64_t step_, window_, first_;
     bool ages_;
-    Roles roles_;
     std::vector<std::vector<Entry>> classes_;
 };
 
 // score, position, evicted_at [heads, tokens], contiguous.
 void online_topk(const float* score, const int64_t* position, int64_t heads, int64_t tokens, int64_t held, int64_t topk,
-                 const Roles& roles, const double* log_gamma, int64_t decay_step, bool ages, int64_t* evicted_at);
+                 int64_t window, const double* log_gamma, int64_t decay_step, bool ages, int64_t* evicted_at);
 
 }  // namespace kvpop

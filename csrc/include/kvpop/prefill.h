@@ -18,8 +18,8 @@ inline int64_t prefill_scratch(const DecodeStep& a) {
            scratch_floats(a);
 }
 
-// Raw scores of the tokens that are decided upon in the piece and, of scorers that score at insertion, of those that the
-// state takes in, token by token as in a decode step.
+// Raw scores of the tokens that leave the window in the piece and, of scorers that score at insertion, of the piece's own, token
+// by token as in a decode step.
 template <class T>
 void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float* scratch) {
     const DecodeStep& a = chunk.step;
@@ -37,28 +37,28 @@ void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float
         return t < piece.a ? Row<T>{head.k(slot), head.v(slot)}
                            : Row<T>{token<T>(a.k, a.k_stride, at, h), token<T>(a.v, a.v_stride, at, h)};
     };
-    const auto inserted = [&](int64_t t) { return t < piece.a ? head.score(roles.ring_slot(t)) : work.inserted + t - piece.a; };
+    const auto inserted = [&](int64_t t) { return t < piece.a ? *head.score(roles.ring_slot(t)) : work.inserted[t - piece.a]; };
     for (int64_t i = 0; i < piece.tokens(); i++) work.inserted[i] = a.given_score(piece.a - chunk.start + i, h);
     int64_t left = 0;
-    const int64_t first = roles.taken(piece.a), end = roles.taken(piece.b);
-    for (int64_t t = first; t < end; t++) {
-        const int64_t u = t - roles.window;
+    for (int64_t t = piece.a; t < piece.b; t++) {
+        const int64_t u = t - roles.window, number = (t - piece.a) % BATCH;
         const bool leaving = u >= roles.sinks;
-        float score = leaving ? stateless_score(head, row(u), s.kind == ScorerKind::Given ? *inserted(u) : 0, x_u, hidden) : 0;
+        float read = 0;
         if (s.kind == ScorerKind::MLSTM) {
-            const int64_t number = (t - first) % BATCH, count = t + BATCH < end ? BATCH : end - t;
+            const int64_t count = t + BATCH < piece.b ? BATCH : piece.b - t;
             for (int64_t i = 0; number == 0 && i < count; i++) {
                 const Row<T> taken = row(t + i), leaves = u + i >= roles.sinks ? row(u + i) : taken;
                 into_batch(head, taken, u + i >= roles.sinks ? &leaves : nullptr, batch, i);
             }
             if (number == 0) mlstm_project(a, h, count, batch);
             if (t == 0) state.reset();
-            const float read = mlstm_step(a, state, batch, number);
-            if (s.delayed) score = read;
-            else *inserted(t) = read;
-            if (!s.delayed && leaving) score = *inserted(u);
+            read = mlstm_step(a, state, batch, number);
+            if (!s.delayed) work.inserted[t - piece.a] = read;
         }
-        if (leaving) work.leaving[left++] = score;
+        if (!leaving) continue;
+        const bool stored = s.kind == ScorerKind::Given || (s.kind == ScorerKind::MLSTM && !s.delayed);
+        const float score = stored ? inserted(u) : read;
+        work.leaving[left++] = s.kind == ScorerKind::MLSTM ? score : stateless_score(head, row(u), score, x_u, hidden);
     }
 }
 

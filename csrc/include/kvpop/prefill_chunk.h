@@ -25,7 +25,7 @@ struct PrefillHead {
     int64_t tiles;
     uint32_t *keys, *values;  // packed tiles
     int32_t *born, *gone;     // per key, counted from the piece's first token: visible while born <= i < gone
-    float* leaving;           // raw scores of the tokens that are decided upon in the piece, in order
+    float* leaving;           // raw scores of the tokens that leave the window in the piece, in order
     float* inserted;          // raw scores of the piece's tokens, of scorers that score at insertion
 };
 
@@ -38,7 +38,8 @@ struct PrefillChunk {
     PrefillHead* heads;
 
     int64_t slot_tiles(int64_t h) const {  // of the slots that are in use by the end
-        return (step.roles.extent(start + length, step.budget(0, h)) + TILE_KEYS - 1) / TILE_KEYS;
+        const int64_t end = start + length, budget = step.budget(0, h);
+        return ((end < budget ? end : budget) + TILE_KEYS - 1) / TILE_KEYS;
     }
     int64_t first_new(int64_t h) const { return slot_tiles(h) * TILE_KEYS; }  // index of the piece's first key
 };

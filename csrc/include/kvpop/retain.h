@@ -69,12 +69,11 @@ struct Head {
     T* v(int64_t slot) const { return k(slot) + a.block_slots * a.size; }
     float* score(int64_t slot) const { return a.scores(a.slot_region(r, h, slot)) + slot % a.block_slots; }
 
-    // Slot 0's position word holds tokens_seen instead.
     void write(int64_t slot, const T* key, const T* value, float score_, int64_t position) const {
         __builtin_memcpy(k(slot), key, a.size * sizeof(T));
         __builtin_memcpy(v(slot), value, a.size * sizeof(T));
         *score(slot) = score_;
-        if (slot > 0) a.slot_positions(a.slot_region(r, h, slot))[slot % a.block_slots] = int32_t(position);
+        a.slot_positions(a.slot_region(r, h, slot))[slot % a.block_slots] = int32_t(position);
     }
     // Key and value as one float row.
     void read(const T* key, const T* value, float* x) const {
@@ -82,11 +81,10 @@ struct Head {
         for (int64_t e = 0; e < a.size; e++) x[a.size + e] = to_float(value[e]);
     }
     // The slot for token u that leaves the window: the next free one, or that of a worse token; -1 drops u.
-    int64_t place(int64_t u, float score_, int64_t valid, int64_t q, const float* factors) const {
-        const int64_t first = a.roles.first_long(), free = valid > first ? valid : first;
+    int64_t place(int64_t u, float score_, int64_t used, int64_t q, const float* factors) const {
         if (a.scorer.bounded && score_ < a.scorer.threshold) return -1;
-        if (free < a.budget(r, h)) return free;
-        const Victim victim = lowest(a, r, h, first, valid, q, factors);
+        if (used < a.budget(r, h)) return used;
+        const Victim victim = lowest(a, r, h, a.roles.first_long(), used, q, factors);
         double decay = double((q - u) / a.decay_step) * a.log_gamma[h];
 #if defined(__x86_64__)
         __asm__("" : "+x"(decay));  // as in rounded_product
@@ -118,7 +116,13 @@ KVPOP_INLINE Row<T> new_row(const DecodeStep& a, int64_t r, int64_t h) {
             static_cast<const T*>(a.v) + r * a.v_stride[0] + h * a.v_stride[1]};
 }
 
-// Token t of request r as number i of a batch: `row` is taken in, and it or the one that leaves the window is read out.
+// The slot of the token that leaves the window at the step, or -1 if none does.
+inline int64_t leaving_slot(const DecodeStep& a, int64_t r) {
+    const int64_t u = a.position(r) - a.roles.window;
+    return u >= a.roles.sinks ? a.roles.ring_slot(u) : -1;
+}
+
+// Number i of a batch: `row` is taken in, and it or the one that leaves the window (null: none does) is read out.
 template <class T>
 KVPOP_INLINE void into_batch(const Head<T>& head, const Row<T>& row, const Row<T>* leaves, MLSTMBatch& batch, int64_t i) {
     const int64_t wide = 2 * head.a.size;
@@ -128,15 +132,16 @@ KVPOP_INLINE void into_batch(const Head<T>& head, const Row<T>& row, const Row<T
     if (read) head.read(read->key, read->value, batch.x_read + i * wide);
 }
 
-// Tokens [t, end) of a request from number i on, out of its slots but for the newest, which is `own`.
+// Projects the new tokens of head h of `count` requests from r on, at most BATCH, for the mLSTM.
 template <class T>
-void batch_of(const Head<T>& head, int64_t t, int64_t end, int64_t q, const Row<T>& own, MLSTMBatch& batch, int64_t i) {
-    const Roles& roles = head.a.roles;
-    for (; t < end; t++, i++) {
-        const int64_t at = roles.ring_slot(t), u = t - roles.window, from = u >= roles.sinks ? roles.ring_slot(u) : 0;
-        const Row<T> row = t == q ? own : Row<T>{head.k(at), head.v(at)}, leaves{head.k(from), head.v(from)};
-        into_batch(head, row, u >= roles.sinks ? &leaves : nullptr, batch, i);
+void project_steps(const DecodeStep& a, int64_t r, int64_t count, int64_t h, MLSTMBatch& batch) {
+    for (int64_t i = 0; i < count; i++) {
+        const Head<T> head{a, r + i, h};
+        const int64_t from = leaving_slot(a, r + i);
+        const Row<T> leaves = from < 0 ? Row<T>{} : Row<T>{head.k(from), head.v(from)};
+        into_batch(head, new_row<T>(a, r + i, h), from < 0 ? nullptr : &leaves, batch, i);
     }
+    mlstm_project(a, h, count, batch);
 }
 
 // Raw score of a token that leaves the window, of scorers without a state. parked: its score word; x, hidden: scratch.
@@ -150,132 +155,60 @@ KVPOP_INLINE float stateless_score(const Head<T>& head, const Row<T>& row, float
         case ScorerKind::KeyNorm: return key_norm_score(row.key, size);
         case ScorerKind::AttentionMass:
         case ScorerKind::MomentResidual:
-        case ScorerKind::Given:
-        case ScorerKind::Votes: return parked;
+        case ScorerKind::Given: return parked;
         default: return 0;
     }
 }
 
-// What a token that leaves the window scores lies in its score word afterwards, and the state has taken in what it is to, where
-// decisions fall; returns the score of the new token at its insertion. projected: which of the batch's tokens is the request's,
-// or -1 if none is yet.
+// All of the step but attention: scores, evictions, the new token; returns how many slots to attend over. batch: of an mLSTM,
+// projected, with the request as number `number`.
 template <class T>
-float score_of(const DecodeStep& a, int64_t r, int64_t h, MLSTMBatch& batch, int64_t projected, Pieces pieces) {
+int64_t retain_of(const DecodeStep& a, int64_t r, int64_t h, const MLSTMBatch& batch, int64_t number, Pieces pieces) {
     const Head<T> head{a, r, h};
     const Scorer& s = a.scorer;
-    const Roles roles = a.roles_of(r);
-    const int64_t q = a.position(r), first = q + 1 - roles.decide_every;
-    float inserted = a.given_score(r, h);
-    if (!roles.decides_at(q)) return inserted;
-    const Row<T> own = new_row<T>(a, r, h);
-    float *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
-    const State state{a, r, h};
-    const bool generated = s.kind == ScorerKind::Votes && q > a.prompt(r);
-    if (s.kind == ScorerKind::Votes && !generated) pool_votes(a, r, h, q, a.in_use(r, h));
-    for (int64_t t = first; t <= q; t++) {
-        const int64_t u = t - roles.window;
-        const bool leaving = u >= roles.sinks;
-        const int64_t from = leaving ? roles.ring_slot(u) : 0;
-        const Row<T> leaves{head.k(from), head.v(from)};
-        float score = leaving ? stateless_score(head, leaves, generated ? GENERATED : *head.score(from), x_u, hidden) : 0;
-        if (s.kind == ScorerKind::MLSTM) {
-            const int64_t number = (t - first) % BATCH, end = t + BATCH < q + 1 ? t + BATCH : q + 1;
-            if (projected < 0 && number == 0) {
-                batch_of(head, t, end, q, own, batch, 0);
-                mlstm_project(a, h, end - t, batch);
-            }
-            if (t == 0) state.reset();
-            const float read = mlstm_step(a, state, batch, projected < 0 ? number : projected);
-            (s.delayed ? score : inserted) = read;
-            if (t < q) *head.score(roles.ring_slot(t)) = inserted;
-            if (!s.delayed && leaving) score = *head.score(from);
-        }
-        if (leaving) *head.score(from) = score;
+    const int64_t q = a.position(r), slot = a.roles.ring_slot(q), from = leaving_slot(a, r);
+    int64_t used = a.in_use(r, h), evicted = a.evicted(r, h, q);
+    for (int64_t i = 0; i < used && a.searches(r, h); i += a.block_slots) prefetch_scores(a, r, h, i);
+    float *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden), *deviation = pieces.take(a.size);
+    float inserted = a.given_score(r, h), read = 0;
+    if (s.kind == ScorerKind::MLSTM) {
+        const State state{a, r, h};
+        if (q == 0) state.reset();
+        read = mlstm_step(a, state, batch, number);
+        if (!s.delayed) inserted = read;
     }
-    return inserted;
-}
-
-// The rest of the step but attention: evictions, slot moves, the new token; returns the slots to attend over.
-template <class T>
-Runs place_of(const DecodeStep& a, int64_t r, int64_t h, float inserted, Pieces pieces) {
-    const Head<T> head{a, r, h};
-    const Roles roles = a.roles_of(r);
-    const int64_t q = a.position(r), slot = roles.ring_slot(q);
-    int64_t valid = a.in_use(r, h), evicted = a.evicted(r, h, q);
-    const Row<T> own = new_row<T>(a, r, h);
-    float *x_u = pieces.take(2 * a.size), *deviation = pieces.take(a.size), *factors = nullptr;
-    const Moments moments(a, r, h);
-    if (a.scorer.kind == ScorerKind::MomentResidual && a.evicted(r, h, q + 1) > evicted)
-        factors = residuals_of<T>(a, r, h, q, valid, pieces);
-    for (int64_t t = q + 1 - roles.decide_every; t <= q && roles.decides_at(q); t++) {
-        const int64_t u = t - roles.window;
-        if (u < roles.sinks) continue;
-        const int64_t from = roles.ring_slot(u), target = head.place(u, *head.score(from), valid, q, factors);
-        if (target < valid && a.keeps_moments()) {
+    if (from >= 0) {
+        const Row<T> leaves{head.k(from), head.v(from)};
+        float score = stateless_score(head, leaves, *head.score(from), x_u, hidden);
+        if (s.kind == ScorerKind::MLSTM) score = s.delayed ? read : *head.score(from);
+        float* factors = s.kind == ScorerKind::MomentResidual ? residuals_of<T>(a, r, h, from, used, pieces) : nullptr;
+        const int64_t target = head.place(q - a.roles.window, score, used, q, factors);
+        if (target < used && a.keeps_moments()) {
             const int64_t gone = target < 0 ? from : target;
             head.read(head.k(gone), head.v(gone), x_u);
-            moments.take_in(float(++evicted), x_u, deviation);
+            Moments(a, r, h).take_in(float(evicted + 1), x_u, deviation);
         }
-        if (target < 0) continue;
-        if (factors) factors[target] = factors[from];
-        head.write(target, head.k(from), head.v(from), *head.score(from), u);
-        valid = target < valid ? valid : target + 1;
+        if (target >= 0) head.write(target, leaves.key, leaves.value, score, q - a.roles.window);
+        if (target >= used) used = target + 1;
     }
+    const Row<T> own = new_row<T>(a, r, h);
     head.write(slot, own.key, own.value, inserted, q);
+    if (slot >= used) used = slot + 1;
     *a.tokens_seen(r, h) = int32_t(q + 1);
-    if (a.counts_slots()) *a.filled(r, h) = float(valid > roles.first_long() ? valid - roles.first_long() : 0);
-    return fresh_runs(roles, q + 1, slot < valid ? valid : slot + 1);
+    if (s.bounded) *a.filled(r, h) = int32_t(used > a.roles.first_long() ? used - a.roles.first_long() : 0);
+    return used;
 }
 
-// All of the step but attention.
+// The same of one request, whose token is projected here.
 template <class T>
-Runs retain_of(const DecodeStep& a, int64_t r, int64_t h, MLSTMBatch& batch, int64_t projected, Pieces pieces) {
-    const int64_t valid = a.valid_slots(r, h);
-    for (int64_t i = 0; i < valid && a.searches(r, h); i += a.block_slots) prefetch_scores(a, r, h, i);
-    const float inserted = score_of<T>(a, r, h, batch, projected, pieces);
-    return place_of<T>(a, r, h, inserted, pieces);
-}
-
-// Evicts the `count` lowest long-range tokens; the last ones move into their slots.
-template <class T>
-void shrink_of(const DecodeStep& a, int64_t r, int64_t h, int64_t count, Pieces pieces) {
-    const Head<T> head{a, r, h};
-    const int64_t q = a.position(r), first = a.roles.first_long();
-    int64_t used = a.in_use(r, h), evicted = a.evicted(r, h, q);
-    float *x = pieces.take(2 * a.size), *deviation = pieces.take(a.size);
-    const Moments moments(a, r, h);
-    for (; count > 0; count--) {
-        const int64_t lowest_slot = int64_t(lowest(a, r, h, first, used, q, nullptr).slot), last = --used;
-        const int64_t gone = lowest_slot < 0 ? last : lowest_slot;  // no score is a number
-        if (a.keeps_moments()) {
-            head.read(head.k(gone), head.v(gone), x);
-            moments.take_in(float(++evicted), x, deviation);
-        }
-        if (gone == last) continue;
-        const int64_t position = a.slot_positions(a.slot_region(r, h, last))[last % a.block_slots];
-        head.write(gone, head.k(last), head.v(last), *head.score(last), position);
-    }
-    *a.filled(r, h) = float(used > first ? used - first : 0);
-}
-
-// The step of a head in three, for heads that have to wait for each other between them.
-inline float score(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
+int64_t retain_alone(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
     Pieces pieces{scratch};
     MLSTMBatch batch(a, pieces);
-    return a.cache_is_bf16 ? score_of<bf16>(a, r, h, batch, -1, pieces) : score_of<float>(a, r, h, batch, -1, pieces);
+    if (a.scorer.kind == ScorerKind::MLSTM) project_steps<T>(a, r, 1, h, batch);
+    return retain_of<T>(a, r, h, batch, 0, pieces);
 }
-inline void shrink(const DecodeStep& a, int64_t r, int64_t h, int64_t count, float* scratch) {
-    a.cache_is_bf16 ? shrink_of<bf16>(a, r, h, count, {scratch}) : shrink_of<float>(a, r, h, count, {scratch});
-}
-inline void finish(const DecodeStep& a, int64_t r, int64_t h, float inserted, float* scratch) {
-    const Runs runs = a.cache_is_bf16 ? place_of<bf16>(a, r, h, inserted, {scratch}) : place_of<float>(a, r, h, inserted, {scratch});
-    attend(a, r, h, runs, scratch + retain_scratch(a));
-}
-
-inline Runs retain(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
-    Pieces pieces{scratch};
-    MLSTMBatch batch(a, pieces);
-    return a.cache_is_bf16 ? retain_of<bf16>(a, r, h, batch, -1, pieces) : retain_of<float>(a, r, h, batch, -1, pieces);
+inline int64_t retain(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
+    return a.cache_is_bf16 ? retain_alone<bf16>(a, r, h, scratch) : retain_alone<float>(a, r, h, scratch);
 }
 
 // The whole step of head h of `count` requests from r on, at most BATCH.
@@ -283,18 +216,9 @@ template <class T>
 void decode_heads_of(const DecodeStep& a, int64_t r, int64_t count, int64_t h, float* scratch) {
     Pieces pieces{scratch};
     MLSTMBatch batch(a, pieces);
-    const bool together = a.scorer.kind == ScorerKind::MLSTM && a.roles.decide_every == 1;
-    if (together) {
-        for (int64_t i = 0; i < count; i++) {
-            const int64_t q = a.position(r + i);
-            batch_of(Head<T>{a, r + i, h}, q, q + 1, q, new_row<T>(a, r + i, h), batch, i);
-        }
-        mlstm_project(a, h, count, batch);
-    }
-    for (int64_t i = 0; i < count; i++) {
-        const Runs runs = retain_of<T>(a, r + i, h, batch, together ? i : -1, pieces);
-        attend(a, r + i, h, runs, scratch + retain_scratch(a));
-    }
+    if (a.scorer.kind == ScorerKind::MLSTM) project_steps<T>(a, r, count, h, batch);
+    for (int64_t i = 0; i < count; i++)
+        attend(a, r + i, h, retain_of<T>(a, r + i, h, batch, i, pieces), scratch + retain_scratch(a));
 }
 
 inline void decode_heads(const DecodeStep& a, int64_t r, int64_t count, int64_t h, float* scratch) {

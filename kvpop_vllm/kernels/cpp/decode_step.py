@@ -9,7 +9,6 @@ import torch
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops import (
     AttentionMass,
-    AttentionVotes,
     GivenScore,
     KeyNorm,
     LinearWeights,
@@ -30,7 +29,6 @@ _KINDS = {
     AttentionMass: "attention_mass",
     MomentResidual: "moment_residual",
     GivenScore: "given",
-    AttentionVotes: "votes",
 }
 _packed: dict[int, _C.Rule] = {}  # by id of a living rule
 
@@ -44,20 +42,12 @@ def _pack(rule: RetentionRule) -> _C.Rule:
             raise ValueError(f"feature_map must be one of {kinds}, got {rule.scorer.feature_map!r}")
         hedgehog = rule.scorer.feature_map == "hedgehog"
         options = {"hedgehog": hedgehog, "softcap": rule.scorer.gate_softcap, "delayed": rule.scorer.delayed}
-    if isinstance(rule.scorer, AttentionMass | GivenScore | AttentionVotes):
+    if isinstance(rule.scorer, AttentionMass | GivenScore):
         options = fields
     weights = {name: value.detach() for name, value in fields.items() if isinstance(value, torch.Tensor)}
     kind = _KINDS[type(rule.scorer)]
-    roles = rule.sinks, rule.window, rule.decide_every, rule.decay_step
-    made = _C.Rule(
-        *roles,
-        rule.log_gamma.detach(),
-        kind,
-        weights,
-        corrects=rule.moment_correction,
-        share_pages=rule.share_pages,
-        **options,
-    )
+    roles = rule.sinks, rule.window, rule.decay_step
+    made = _C.Rule(*roles, rule.log_gamma.detach(), kind, weights, corrects=rule.moment_correction, **options)
     _packed[id(rule)] = made
     weakref.finalize(rule, _packed.pop, id(rule), None)
     return made
@@ -74,13 +64,11 @@ def check_dtype(k: torch.Tensor, pages) -> None:
         raise TypeError(f"k and v must have the cache's dtype {pages.layout.dtype}, got {k.dtype}")
 
 
-def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, scale, given=None, prompts=None):
+def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
     try:
-        return _C.decode_step(
-            q, k, v, pages.raw, slots, state, page_table, positions, valid, budgets, told, scale, given, prompts
-        )
+        return _C.decode_step(q, k, v, pages.raw, slots, state, page_table, positions, budgets, told, scale, given)
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None

@@ -8,19 +8,15 @@ Axes, once for all docstrings::
     P  entries of a page-table row       F  features of the mLSTM           Dv value width of the mLSTM
     M  hidden width of the MLP scorer
 
-Symbols follow the paper (KVpop, arXiv version "Predictive Online Pruning"): ``s`` sinks, ``w`` window, ``k = B - s - w`` (less ``e - 1``, see :mod:`kvpop_vllm.roles`)
-long-range slots, ``q`` the position of the current token, ``u = q - w`` the token leaving the window, ``r_t`` raw scores.
+Symbols follow the paper (KVpop, arXiv version "Predictive Online Pruning"): ``s`` sinks, ``w`` window, ``k = B - s - w`` long-range slots, ``q`` the position of the current token, ``u = q - w`` the token leaving the window, ``r_t`` raw scores.
 
 Every op takes ``impl="auto" | "reference" | "cpp" | "triton"``. ``auto`` takes the fastest implementation that supports
 the tensors (see :mod:`kvpop_vllm.kernels.dispatch`); a name asked for explicitly never falls back to another.
 """
 
 from kvpop_vllm.kernels.ops.rules import (
-    FLOOR,
-    GENERATED,
     STATE_M_START,
     AttentionMass,
-    AttentionVotes,
     GivenScore,
     KeyNorm,
     LinearWeights,
@@ -41,11 +37,8 @@ from kvpop_vllm.kernels.ops.training import (
 )
 
 __all__ = [
-    "FLOOR",
-    "GENERATED",
     "STATE_M_START",
     "AttentionMass",
-    "AttentionVotes",
     "GivenScore",
     "KeyNorm",
     "LinearWeights",

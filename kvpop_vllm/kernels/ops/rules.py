@@ -114,49 +114,22 @@ class MomentResidual:
 
 @dataclass(frozen=True)
 class GivenScore:
-    """A score that is computed outside of the kernels, from what they do not see, and comes with its token (``given``).
+    """A score that a gate module computes outside of the kernels and that is passed with its token (``given``).
 
     Attributes:
         ages: ``effective_t(q) = (q - t) r_t``, with ``r_t = log beta_t`` a token's own decay (TRIM-KV, arXiv:2512.03324),
             instead of r_t.
         threshold: a token that leaves the window with a lower score is evicted though slots are free (DMS,
-            arXiv:2506.05345). How many are filled then depends on the tokens, and is kept in the score word of slot 0,
-            which must be a sink.
+            arXiv:2506.05345). The number of filled long-range slots then depends on the tokens; it lies in the position
+            word of slot 1, which must not be long-range.
     """
 
     ages: bool = False
     threshold: float | None = None
 
 
-@dataclass(frozen=True)
-class AttentionVotes:
-    """Attention of the last e queries before a decision, of the prompt only (SnapKV, arXiv:2404.14469).
-
-    Decisions fall on the first generated token, and every e tokens before and after it. Up to there a token's score is the
-    sum over the last e queries of their weights, averaged over the G query heads of a KV head, and then over ``pool``
-    neighbours of all that is ranked, by position, zeros beyond the ends. Afterwards these scores stand, and tokens that
-    leave the window score :data:`GENERATED`.
-    """
-
-    pool: int
-
-
-GENERATED = 2.0**100
-"""Score of a token that leaves the window after the prompt: above all votes, so that among themselves the oldest leaves."""
-
-FLOOR = (1, 5)
-"""alpha of Ada-KV: the part of an equal share that every head gets."""
-
 ScorerWeights = (
-    LinearWeights
-    | MLPWeights
-    | MLSTMWeights
-    | KeyNorm
-    | AttentionMass
-    | MomentResidual
-    | GivenScore
-    | AttentionVotes
-    | None
+    LinearWeights | MLPWeights | MLSTMWeights | KeyNorm | AttentionMass | MomentResidual | GivenScore | None
 )
 """What scores a token; None scores every token 0."""
 
@@ -172,12 +145,10 @@ class RetentionRule(SlotRoles):
     ``(Z_R o_R + Z_E o_E) / (Z_R + Z_E)`` with ``o_E = vb + scale Sig q`` and ``log Z_E = log n + scale q . kb``; the victim of
     a step counts before its query attends.
 
-    ``share_pages`` more than 0: the heads of a layer divide its budget by their scores at every decision up to the
-    first generated token (Ada-KV, arXiv:2407.11550): of all that is ranked in all heads the ``H k`` best are counted, and
-    a head may fill :data:`FLOOR` of k and of the rest as many as it has among them. Its share, and which regions
-    its slot pages are, ``share_pages`` at most, lie behind the moments.
+    For where tokens lie see :class:`SlotRoles`; k is ``B - s - w``.
 
-    For when tokens are decided upon and where they lie see :class:`SlotRoles`; k is ``B - s - w - e + 1``.
+    Raises:
+        ValueError: a threshold with a window of less than 2.
     """
 
     sinks: int
@@ -185,10 +156,11 @@ class RetentionRule(SlotRoles):
     log_gamma: torch.Tensor
     decay_step: int = 1
     scorer: ScorerWeights = None
-    decide_every: int = 1
     moment_correction: bool = False
-    phase: int = 0
-    share_pages: int = 0
+
+    def __post_init__(self):
+        if self.threshold is not None and self.window < 2:
+            raise ValueError("a threshold needs a window of at least 2: set --kv-window to 2 or more")
 
     def to(self, device: torch.device | str) -> RetentionRule:
         """The same rule with its tensors, the scorer's too, on that device."""
@@ -198,12 +170,7 @@ class RetentionRule(SlotRoles):
     @property
     def coupled(self) -> bool:
         """Whether scores depend on what earlier queries saw."""
-        return isinstance(self.scorer, AttentionMass | MomentResidual | AttentionVotes)
-
-    @property
-    def prompt_grid(self) -> bool:
-        """Whether decisions fall on the first generated token, and every e tokens before and after it."""
-        return isinstance(self.scorer, AttentionVotes)
+        return isinstance(self.scorer, AttentionMass | MomentResidual)
 
     @property
     def ages(self) -> bool:
@@ -218,27 +185,7 @@ class RetentionRule(SlotRoles):
     @property
     def sequential(self) -> bool:
         """Whether a token's step needs that of the token before it, so that those of a chunk are done one by one."""
-        return self.coupled or self.moment_correction or self.threshold is not None or self.share_pages > 0
-
-    @property
-    def needs_prompt(self) -> bool:
-        """Whether it matters how many tokens the prompt has."""
-        return self.prompt_grid or self.share_pages > 0
-
-    @property
-    def share_floats(self) -> int:
-        """float32 words of one head's share: its long-range slots, how many are filled, and its pages."""
-        return 2 + self.share_pages if self.share_pages else 0
-
-    def __post_init__(self):
-        if self.phase and not self.prompt_grid:
-            raise ValueError("only decisions that depend on the prompt have a phase")
-        if self.share_pages and (self.threshold is not None or isinstance(self.scorer, MomentResidual)):
-            raise ValueError(f"heads cannot divide a budget by the scores of {type(self.scorer).__name__}")
-        if self.threshold is not None and self.sinks < 1:
-            raise ValueError("a threshold needs at least one sink: set --kv-sinks to 1 or more")
-        if isinstance(self.scorer, AttentionVotes) and (self.scorer.pool < 1 or self.scorer.pool % 2 == 0):
-            raise ValueError(f"votes are pooled over an odd number of neighbours, not {self.scorer.pool}")
+        return self.coupled or self.moment_correction or self.threshold is not None
 
     @property
     def keeps_moments(self) -> bool:
@@ -248,7 +195,7 @@ class RetentionRule(SlotRoles):
     def state_floats(self, head_size: int) -> int:
         """float32 words of one head's state."""
         own = self.scorer.state_floats if isinstance(self.scorer, MLSTMWeights) else 0
-        return own + (moment_floats(head_size) if self.keeps_moments else 0) + self.share_floats
+        return own + (moment_floats(head_size) if self.keeps_moments else 0)
 
 
 def _moved(part, device: torch.device | str):

@@ -16,26 +16,21 @@ def decode_step(
     pages: Pages,
     page_table: torch.Tensor,
     positions: torch.Tensor,
-    valid: torch.Tensor,
     budgets: torch.Tensor,
     *,
     rule: RetentionRule,
     scale: float,
     given: torch.Tensor | None = None,
-    prompts: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """One token for each of R requests: state update, delayed readout, score, argmin, slot move, attention.
+    """Advance each of R requests by one token: state update, delayed readout, score, argmin, slot move, attention.
 
     In this order, per request and head, with q the token's position (DESIGN "Pages", KVpop Figure 3):
     the state takes in ``x_q = [k_q; v_q]``; ``u = q - w`` (if ``u >= s``) is scored with a state that includes q; it is
     copied from its ring slot into the first free long-range slot, or over the long-range token of lowest effective
     score, or dropped if it is itself the lowest; q is written into its sink slot, or into ring slot ``s + (q - s) % w``
-    where u sat; attention runs over the slots in use. Before token 0 is taken in the state is initialised.
-
-    With ``rule.decide_every`` e > 1 all but the last two wait until ``(q + 1) % e == 0``, and are then done for the last
-    e tokens in order, each read out as ever, all ranked as of q; the ring has ``w + e - 1`` slots, and attention leaves
-    out those of tokens that have been decided upon.
+    where u sat; attention runs over the slots in use, ``[0, min(q + 1, B))`` or fewer with a threshold. Before token 0 is
+    taken in the state is initialised.
 
     Where scores come from attention, the query's weights are added to the score words, or written there, at the end.
     A score that is given lies in its token's score word from the start.
@@ -43,15 +38,11 @@ def decode_step(
     Args:
         q: ``[R, Hq, D]``, k, v: ``[R, H, D]`` in the cache's dtype. Last axis contiguous.
         pages: the layer's cache; written in place.
-        page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is fine. Where heads divide the
-            budget, region numbers, pages that are the same for every head, and one slot page a head more than B needs.
+        page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is fine.
         positions: ``[R]`` int64, position of each request's token.
-        valid: ``[R, H]`` int32, slots in use before the step: :meth:`RetentionRule.extent`, which for decisions at every
-            step is ``min(position, budget)``.
         budgets: ``[R, H]`` int32, B of each head.
         rule: what is kept. scale: factor on q . k.
-        given: ``[R, H]`` float32, scores of the tokens, where the rule's scorer is :class:`GivenScore`, else None.
-        prompts: ``[R]`` int64, tokens of each request's prompt, where the rule asks for it (``needs_prompt``), else ignored.
+        given: ``[R, H]`` float32, scores of the tokens, where the rule's scorer is :class:`GivenScore`, else ignored.
 
     Returns:
         ``out [R, Hq, D]`` in q's dtype, corrected if the rule says so, and ``lse [R, Hq]`` float32, the natural log-sum-exp
@@ -61,31 +52,26 @@ def decode_step(
         StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been written. In Triton,
             which does not wait for the device, that request's outputs are NaN instead, its pages as before; and a position
             of -1 is padding.
-        ValueError: given scores or prompts are missing where the rule needs them, or of another shape.
+        ValueError: given scores are missing where the rule needs them, or of another shape.
     """
     run = resolve("decode_step", impl, q)
-    more = _checked(rule, given, prompts, k.shape[:2], (len(k),))
-    return run(q, k, v, pages, page_table, positions, valid, budgets, rule=rule, scale=scale, **more)
+    given = _checked_scores(rule, given, k.shape[:2])
+    return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, given=given)
 
 
-def _checked(rule: RetentionRule, given, prompts, scores: tuple, requests: tuple) -> dict:
-    """What the rule needs beside tensors of every step.
+def _checked_scores(rule: RetentionRule, given: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
+    """Return the given scores where the rule takes them, else None.
 
     Raises:
-        ValueError: it is not there, or of another shape.
+        ValueError: they are missing, or of another shape.
     """
-    for name, value, needed, shape in (
-        ("given", given, isinstance(rule.scorer, GivenScore), scores),
-        ("prompts", prompts, rule.needs_prompt, requests),
-    ):
-        if needed and (value is None or value.shape != shape):
-            raise ValueError(
-                f"{name} must be {tuple(shape)} for {type(rule.scorer).__name__}, got {None if value is None else tuple(value.shape)}"
-            )
-    return {
-        "given": given if isinstance(rule.scorer, GivenScore) else None,
-        "prompts": prompts if rule.needs_prompt else None,
-    }
+    if not isinstance(rule.scorer, GivenScore):
+        return None
+    if given is None or given.shape != shape:
+        raise ValueError(
+            f"given must be {tuple(shape)} for {type(rule.scorer).__name__}, got {None if given is None else tuple(given.shape)}"
+        )
+    return given
 
 
 def prefill_chunk(
@@ -100,7 +86,6 @@ def prefill_chunk(
     rule: RetentionRule,
     scale: float,
     given: torch.Tensor | None = None,
-    prompt: int | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The L tokens ``[start, start + L)`` of one request; equals L decode steps to rounding (DESIGN "One step").
@@ -112,8 +97,7 @@ def prefill_chunk(
     Args:
         q: ``[L, Hq, D]``, k, v: ``[L, H, D]`` in the cache's dtype.
         page_table: ``[H, P]`` int32. start: position of the first token. budgets: ``[H]`` int32.
-        given: ``[L, H]`` float32. prompt: tokens of the request's prompt, of which the chunk may be a part or what follows.
-        The rest as in :func:`decode_step`.
+        given: ``[L, H]`` float32. The rest as in :func:`decode_step`.
 
     Returns:
         ``out [L, Hq, D]`` in q's dtype, ``lse [L, Hq]`` float32.
@@ -124,9 +108,8 @@ def prefill_chunk(
         ValueError: as in :func:`decode_step`.
     """
     run = resolve("prefill_chunk", impl, q)
-    more = _checked(rule, given, None if prompt is None else torch.tensor([prompt]), k.shape[:2], (1,))
-    own = None if more["prompts"] is None else prompt
-    return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale, given=more["given"], prompt=own)
+    given = _checked_scores(rule, given, k.shape[:2])
+    return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale, given=given)
 
 
 def online_topk(
@@ -138,15 +121,13 @@ def online_topk(
     window: int,
     log_gamma: torch.Tensor,
     decay_step: int = 1,
-    decide_every: int = 1,
     ages: bool = False,
     impl: str = "auto",
 ) -> torch.Tensor:
     """When each token is evicted from k long-range slots, arrivals one by one, evictions permanent.
 
     The first ``held`` tokens are in the slots already (any order); the others arrive in order of position, token t at
-    the first query ``q >= t + window`` with ``(q + 1) % decide_every == 0``; at each arrival, if more than k are held, the
-    lowest effective score at q leaves.
+    ``q = t + window``; at each arrival, if more than k are held, the lowest effective score at q leaves.
 
     Args:
         score: ``[H, T]`` float32 raw scores. position: ``[H, T]`` int64; the arrivals' positions increase by one.
@@ -156,12 +137,12 @@ def online_topk(
         ``evicted_at [H, T]`` int64: the query position at which a token is first missing, or ``torch.iinfo(int64).max``.
 
     Raises:
-        ValueError: more tokens are held than there are, or than slots; window or decide_every is not in [1, 2**29], so that times
+        ValueError: more tokens are held than there are, or than slots; window is not in [1, 2**29], so that times
             of the first 2**30 positions fit 31 bits, or decay_step is not in [1, 2**31 - 1].
     """
     if not 0 <= held <= min(topk, score.shape[-1]):
         raise ValueError(f"online_topk needs 0 <= held <= min(topk, T), got {held}, {topk} and {score.shape[-1]}")
-    most = {"window": (window, 2**29), "decide_every": (decide_every, 2**29), "decay_step": (decay_step, 2**31 - 1)}
+    most = {"window": (window, 2**29), "decay_step": (decay_step, 2**31 - 1)}
     for name, (tokens, limit) in most.items():
         if not 1 <= tokens <= limit:
             raise ValueError(f"online_topk needs {name} in [1, {limit}], got {tokens}")
@@ -174,6 +155,5 @@ def online_topk(
         window=window,
         log_gamma=log_gamma,
         decay_step=decay_step,
-        decide_every=decide_every,
         ages=ages,
     )

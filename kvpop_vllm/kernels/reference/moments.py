@@ -19,8 +19,8 @@ class HeadMoments:
     def __init__(self, slots: HeadSlots, rule: RetentionRule, q: int, in_use: int, scale: float):
         self.slots, self.scale = slots, scale
         self.size = slots.pages.layout.head_size
-        self.count = max(0, rule.decided(q) - rule.sinks - max(0, in_use - rule.first_long))
-        self.first = rule.state_floats(self.size) - rule.share_floats - moment_floats(self.size)
+        self.count = max(0, q - rule.first_long) - max(0, in_use - rule.first_long)
+        self.first = rule.state_floats(self.size) - moment_floats(self.size)
 
     def _load(self):
         """Mean key and value ``[D]``, sum of products of deviations ``[D, D]``, a row per channel of the key."""

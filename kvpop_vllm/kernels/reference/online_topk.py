@@ -7,20 +7,14 @@ import torch
 NEVER = torch.iinfo(torch.int64).max
 
 
-def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, decide_every=1, ages=False):
+def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False):
     """See :func:`kvpop_vllm.kernels.ops.online_topk`."""
     arrivals = score.shape[-1] - held
     if arrivals <= 0 or held + arrivals <= topk:
         return torch.full(position.shape, NEVER, dtype=torch.int64, device=score.device)
     if decay_step == 1 and not ages:
-        gone = _static_order(score, position, held, topk, window, log_gamma)
-        return torch.where(gone == NEVER, NEVER, decision_after(gone, decide_every))
-    return _aged_order(score, position, held, topk, window, log_gamma, decay_step, decide_every, ages)
-
-
-def decision_after(q: torch.Tensor, decide_every: int) -> torch.Tensor:
-    """The first position from ``q`` on where decisions fall: ``(q + 1) % e == 0``."""
-    return q // decide_every * decide_every + decide_every - 1
+        return _static_order(score, position, held, topk, window, log_gamma)
+    return _aged_order(score, position, held, topk, window, log_gamma, decay_step, ages)
 
 
 def _static_order(score, position, held, topk, window, log_gamma):
@@ -52,7 +46,7 @@ def _worst_first(priority, position):
     return by_age.gather(-1, priority.gather(-1, by_age).argsort(dim=-1, stable=True))
 
 
-def _aged_order(score, position, held, topk, window, log_gamma, decay_step, decide_every, ages):
+def _aged_order(score, position, held, topk, window, log_gamma, decay_step, ages):
     """With n > 1, or a decay of each token's own, the order changes with q: every arrival is simulated."""
     heads, total = score.shape
     evicted_at = torch.full((heads, total), NEVER, dtype=torch.int64, device=score.device)
@@ -62,7 +56,7 @@ def _aged_order(score, position, held, topk, window, log_gamma, decay_step, deci
         alive[:, j] = True
         if j < topk:
             continue
-        q = decision_after(position[:, j : j + 1] + window, decide_every)
+        q = position[:, j : j + 1] + window
         effective = score.double() * (q - position if ages else 1)
         effective = effective + ((q - position) // decay_step) * log_gamma.unsqueeze(-1)
         effective = torch.where(alive, effective, torch.inf)

@@ -56,16 +56,19 @@ class HeadSlots:
     def write(self, slot: int, k, v, score: float, position: int) -> None:
         at = self._at(slot)
         self.pages.k[at], self.pages.v[at], self.pages.score[at] = k, v, score
-        if slot > 0:  # slot 0's position word holds tokens_seen
-            self.pages.position[at] = position
+        self.pages.position[at] = position
 
     def in_use(self, rule: RetentionRule, q: int) -> int:
-        """Slots in use before ``q`` where a threshold decides how many long-range ones are: slot 0's score word says it."""
-        filled = int(self.score(0)) if q > 0 else 0
-        return rule.first_long + filled if rule.decided(q) > rule.sinks else q
+        """Return how many slots are in use before ``q``; with a threshold slot 1's position word counts the long-range ones."""
+        if rule.threshold is None or q <= rule.first_long:
+            return min(q, self.budget)
+        return rule.first_long + int(self.pages.position[self._at(1)])
 
-    def set_tokens_seen(self, count: int) -> None:
-        self.pages.position[self._at(0)] = count
+    def set_counts(self, rule: RetentionRule, tokens_seen: int, in_use: int) -> None:
+        """Store what the position words of slots 0 and 1 say; after all positions have been written."""
+        self.pages.position[self._at(0)] = tokens_seen
+        if rule.threshold is not None:
+            self.pages.position[self._at(1)] = max(0, in_use - rule.first_long)
 
     def set_score(self, slot: int, score: float) -> None:
         self.pages.score[self._at(slot)] = score

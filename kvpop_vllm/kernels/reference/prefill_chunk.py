@@ -33,11 +33,11 @@ class Retained:
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
 
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prompt=None):
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_tokens_seen(pages, page_table.unsqueeze(0), [start])
     if rule.sequential:
-        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prompt)
+        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
     for budget in budgets.unique().tolist():
@@ -49,17 +49,12 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
     return out, lse
 
 
-def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prompt):
-    steps = []
-    roles = rule.for_prompt(prompt)
-    prompts = None if prompt is None else torch.tensor([prompt])
+def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given):
+    steps, table, own = [], page_table.unsqueeze(0), budgets.unsqueeze(0)
     for i in range(len(q)):
-        at = torch.tensor([start + i])
-        valid = torch.tensor([[roles.extent(start + i, budget) for budget in budgets.tolist()]])
-        token = (x[i : i + 1] for x in (q, k, v))
-        table, own = page_table.unsqueeze(0), budgets.unsqueeze(0)
-        more = dict(given=None if given is None else given[i : i + 1], prompts=prompts)
-        steps.append(decode_step(*token, pages, table, at, valid, own, rule=rule, scale=scale, **more))
+        token, at = (x[i : i + 1] for x in (q, k, v)), torch.tensor([start + i])
+        score = None if given is None else given[i : i + 1]
+        steps.append(decode_step(*token, pages, table, at, own, rule=rule, scale=scale, given=score))
     outs, lses = zip(*steps, strict=True)
     return torch.cat(outs), torch.cat(lses)
 
@@ -105,13 +100,12 @@ class _Heads:
     def _piece(self, q, k, v, given, a, held: Retained):
         b, rule = a + len(q), self.rule
         new = torch.arange(a, b)
-        leaving = torch.arange(rule.decided(a), rule.decided(b))
+        leaving = torch.arange(max(rule.sinks, a - rule.window), max(rule.sinks, b - rule.window))
         keys, values = torch.cat([held.k, k], 1), torch.cat([held.v, v], 1)
         at = self._where(leaving, a, held.k.shape[1])
-        score, own, state = self._score(keys, values, given, leaving, a, b, held)
+        score, own, state = self._score(keys, values, given, leaving, new, held)
         evicted_at = torch.full((len(self.heads), keys.shape[1]), NEVER)
-        first, slots = rule.first_long, torch.arange(held.k.shape[1])
-        evicted_at[:, slots[rule.stale(slots, a)]] = -1
+        first = rule.first_long
         held_long = max(0, held.k.shape[1] - first)
         pool_score = torch.cat([held.score[:, first:], score], 1)
         pool_position = torch.cat([held.position[:, first:], leaving.expand(len(self.heads), -1)], 1)
@@ -123,7 +117,6 @@ class _Heads:
             window=rule.window,
             log_gamma=rule.log_gamma,
             decay_step=rule.decay_step,
-            decide_every=rule.decide_every,
             ages=rule.ages,
         )
         evicted_at[:, first : first + held_long] = gone[:, :held_long]
@@ -142,13 +135,13 @@ class _Heads:
 
     def _where(self, tokens, a, held):
         """Index of window and chunk tokens among [held slots; tokens from a on]."""
-        ring = self.rule.sinks + (tokens - self.rule.sinks) % self.rule.ring
+        ring = self.rule.sinks + (tokens - self.rule.sinks) % self.rule.window
         return torch.where(tokens < a, torch.where(tokens < self.rule.sinks, tokens, ring), tokens - a + held)
 
-    def _score(self, keys, values, given, leaving, a, b, held):
+    def _score(self, keys, values, given, leaving, new, held):
         """Raw scores ``[H, leaving]`` at the boundary; those of [held slots; tokens from a on] as they stand otherwise,
         with what is scored at insertion; and the scorer's state."""
-        weights, count = self.rule.scorer, keys.shape[1]
+        weights, count, a = self.rule.scorer, keys.shape[1], int(new[0])
         own = torch.cat([held.score, torch.zeros(len(self.heads), count - held.k.shape[1])], 1)
         if weights is None:
             return torch.zeros(len(self.heads), len(leaving)), own, None
@@ -162,29 +155,25 @@ class _Heads:
             return scoring.linear_score(weights, x), own, None
         if isinstance(weights, MLPWeights):
             return scoring.mlp_score(weights, x), own, None
-        taken = torch.arange(self.rule.taken(a), self.rule.taken(b))
-        state = held.state if len(taken) == 0 or taken[0] > 0 else None
-        if len(taken) == 0:
-            return torch.zeros(len(self.heads), 0), own, state
-        x_taken = self._inputs(keys, values, taken, a, held)
-        score, state = self._score_mlstm(weights, x, x_taken, state)
+        state = held.state if a > 0 else None
+        score, state = self._score_mlstm(weights, x, self._inputs(keys, values, new, a, held), state)
         if weights.delayed:
             return score, own, state
-        own[:, self._where(taken, a, held.k.shape[1])] = score
+        own[:, held.k.shape[1] :] = score
         return own[:, self._where(leaving, a, held.k.shape[1])], own, state
 
     def _inputs(self, keys, values, tokens, a, held):
         at = self._where(tokens, a, held.k.shape[1])
         return torch.cat([keys[:, at], values[:, at]], -1).float()
 
-    def _score_mlstm(self, weights: MLSTMWeights, x, x_taken, state):
-        """Scores of the leaving tokens ``x`` or, of a scorer that is not delayed, of those that are taken in."""
-        key, value, igate, fgate = (t.unsqueeze(0) for t in scoring.mlstm_inputs(weights, x_taken))
-        count = x_taken.shape[1]
+    def _score_mlstm(self, weights: MLSTMWeights, x, x_new, state):
+        """Scores of the leaving tokens ``x`` or, of a scorer that is not delayed, of the new tokens ``x_new``; the state after them."""
+        key, value, igate, fgate = (t.unsqueeze(0) for t in scoring.mlstm_inputs(weights, x_new))
+        count = x_new.shape[1]
         if weights.delayed:
             reads, x_read = slice(count - x.shape[1], count), x  # token u is read at u + w
         else:
-            reads, x_read = slice(0, count), x_taken
+            reads, x_read = slice(0, count), x_new
         query = torch.zeros_like(key)
         query[0, :, reads] = scoring.mlstm_query(weights, x_read)
         state = state if state is not None else empty_state(key, value)
@@ -202,14 +191,12 @@ class _Heads:
     def _survivors(self, evicted_at, at, a, b, held):
         """For each slot filled at b - 1, the index of its token among [held slots; tokens from a on]: ``[H, slots]``."""
         rule, heads = self.rule, len(self.heads)
-        sinks, decided = rule.sinks, rule.decided(b)
-        near = torch.arange(max(sinks, b - rule.ring), max(sinks, b))
-        in_use = rule.ring if decided > sinks else len(near)  # slots that nothing was written to yet are stale
-        ring = torch.zeros(in_use, dtype=torch.int64)
-        ring[(near - sinks) % rule.ring] = self._where(near, a, held)
-        fixed = torch.cat([self._where(torch.arange(min(sinks, b)), a, held), ring]).expand(heads, -1)
-        filled = min(decided - sinks, self.topk)
-        if filled == 0:
+        near = torch.arange(max(rule.sinks, b - rule.window), max(rule.sinks, b))
+        ring = torch.empty_like(near)
+        ring[(near - rule.sinks) % rule.window] = self._where(near, a, held)
+        fixed = torch.cat([self._where(torch.arange(min(rule.sinks, b)), a, held), ring]).expand(heads, -1)
+        filled = min(b - rule.first_long, self.topk)
+        if filled <= 0:
             return fixed
         slots = torch.arange(rule.first_long, rule.first_long + filled)
         inside = slots < held
@@ -223,13 +210,10 @@ class _Heads:
 
     def _load(self, start) -> Retained:
         pages, n = self.pages, self.pages.layout.block_slots
-        slots = torch.arange(self.rule.extent(start, self.budget))
+        slots = torch.arange(min(start, self.budget))
         at = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
-        position = pages.position[at].long()
         state = self._load_state() if start > 0 else None
-        fresh = ~self.rule.stale(slots, start)  # what was never written must not be infinite or no number
-        k, v = (torch.where(fresh.unsqueeze(1), x[at], torch.zeros((), dtype=x.dtype)) for x in (pages.k, pages.v))
-        return Retained(k, v, torch.where(fresh, pages.score[at], 0.0), position, state)
+        return Retained(pages.k[at], pages.v[at], pages.score[at], pages.position[at].long(), state)
 
     def _load_state(self):
         weights = self.rule.scorer
