@@ -17,6 +17,7 @@ from kernels.test_decode_step import (  # noqa: F401  (tests and fixtures that r
     check_budgets,
     fastest_isa_afterwards,
     few_decisions_are_excused,
+    test_a_threshold_counts_in_slot_1,
     test_other_bad_arguments_are_refused,
     test_page_entry_out_of_range_is_refused,
     test_replay_is_refused_before_anything_is_written,

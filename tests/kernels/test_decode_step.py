@@ -273,6 +273,52 @@ def test_replay_is_refused_before_anything_is_written(positions):
     p.run(pages, active, [8, 8, 8], *inputs, "cpp")
 
 
+def counted(p: Problem, pages, r: int, h: int) -> list[int]:
+    """Return the position words of slots 0 and 1 of one head."""
+    return pages.position[p.table[r, h, p.layout.state_blocks].long(), h, :2].tolist()
+
+
+@pytest.mark.parametrize("impl", ["reference", *_C.isa_levels()])
+@pytest.mark.parametrize("sinks, window", [(0, 2), (1, 2), (0, 5), (3, 5)])
+def test_a_threshold_counts_in_slot_1(impl, sinks, window):
+    """The number of filled long-range slots lies in the position word of slot 1, from position 0 on; a first step takes
+    nothing from the bytes that lay in the pages."""
+    if impl != "reference":
+        _C.set_isa(impl)
+    p = Problem("given-threshold", sinks=sinks, window=window, topk=12, seed=1).prepare()
+    pools = [
+        p.layout.view(torch.full_like(poisoned_pages(p.layout, p.num_blocks).raw, byte)) for byte in (0, 1, 127, 255)
+    ]
+    heads = [(r, h) for r in range(p.requests) for h in range(p.heads)]
+    exact, least = {(r, h): p.exact(r, h) for r, h in heads}, torch.inf
+    for t in range(60):
+        q, k, v = p.inputs([0, 1])
+        given = given_scores(p.rule, k)
+        outs = [p.run(pages, [0, 1], [t, t], q, k, v, "cpp" if impl != "reference" else impl) for pages in pools]
+        assert all(torch.equal(a, b) for found in outs[1:] for a, b in zip(outs[0], found, strict=True)), t
+        for r, h in heads:
+            rows = slice(h * p.group, (h + 1) * p.group)
+            least = min(least, exact[r, h].step(t, q[r, rows], k[r, h], v[r, h], p.scale, given[r, h])[-1])
+            held = exact[r, h].long_range(t)
+            for pages in pools:
+                assert counted(p, pages, r, h) == [t + 1, len(held)], t
+                assert p.long_range(pages, r, h, t).keys() == held.keys(), t
+        if t == 15:
+            assert any(0 < counted(p, pools[0], r, h)[1] < 16 - sinks - window for r, h in heads), "nothing was dropped"
+    assert least > CLOSE and all(counted(p, pools[0], r, h)[1] == 12 for r, h in heads)
+
+
+def test_a_threshold_needs_a_window_of_two():
+    threshold, log_gamma = ops.GivenScore(threshold=0.0), torch.zeros(2, dtype=torch.float64)
+    message = "a threshold needs a window of at least 2"
+    with pytest.raises(ValueError, match=f"^{message}: set --kv-window to 2 or more$"):
+        ops.RetentionRule(4, 1, log_gamma, scorer=threshold)
+    with pytest.raises(ValueError, match=message):
+        _C.Rule(4, 1, 1, log_gamma, "given", {}, threshold=0.0)
+    assert ops.RetentionRule(0, 2, log_gamma, scorer=threshold).threshold == 0.0
+    assert ops.RetentionRule(0, 1, log_gamma, scorer=ops.GivenScore()).threshold is None
+
+
 @pytest.mark.parametrize("entry", [-1, 10_000])
 @pytest.mark.parametrize("column", [0, -1])
 def test_page_entry_out_of_range_is_refused(entry, column):

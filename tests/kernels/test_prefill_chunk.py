@@ -215,6 +215,18 @@ def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, gro
     check_same(problem.prefill(chunks, impl), problem.decode())
 
 
+@pytest.mark.parametrize("roles", [(0, 2, 10), (2, 8, 10)], ids=str)
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_first_chunk_takes_nothing_from_the_pages(roles, impl, case="given-threshold"):
+    """Neither a count of filled slots, which lies in the position word of slot 1, nor anything else."""
+    problem, expected = decoded(case, roles)
+    pages, table = problem.pages()
+    for byte, chunks in ((0, [90]), (1, [1, 40]), (127, [30]), (255, [5])):
+        problem.pages = lambda fill=byte: (problem.layout.view(torch.full_like(pages.raw, fill)), table)
+        check_same(problem.prefill(chunks, impl), expected)
+    del problem.pages
+
+
 @pytest.mark.parametrize("window", [32, 200])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_pieces_longer_than_one(impl, window):
