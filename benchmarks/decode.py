@@ -64,10 +64,8 @@ def parse_arguments():
         parser.error(
             f"prompts differ by {STAGGER} tokens each and must not be empty: raise --context or lower --requests"
         )
-    grids = options.decide_every if any(name.startswith("kvpop") for name in options.policies) else []
-    grids = [*grids, PEER_INTERVAL] if options.peers else grids
-    if uneven := [every for every in grids if options.steps % every]:
-        parser.error(f"a turn must hold as many decisions as any other: make --steps a multiple of {uneven[0]}")
+    if options.peers and options.steps % PEER_INTERVAL:
+        parser.error(f"a turn must hold as many compressions as any other: make --steps a multiple of {PEER_INTERVAL}")
     options.pool_tokens = 1.15 * options.most_requests * 8192  # what stock needs for all requests, and a little
     return options
 

@@ -16,8 +16,6 @@ from pathlib import Path
 
 from record import ROOT
 
-from kvpop_vllm.argument_types import positive
-
 DEMO_MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 PEERS = ROOT / "build" / "peers" / "bin" / "python"
 PEER_INTERVAL = 64  # tokens between kvpress's compressions; its default of 512 would keep up to 512 above the budget
@@ -28,7 +26,7 @@ EAGER = " eager"
 """Ends the name of a policy's eager twin."""
 NEAR_TIE = 0.5  # nats: four steps of a bfloat16 logit between 16 and 32
 WARM_UP = 2  # steps of each turn that are not counted: the caches belong to the process before
-STAGGER = 17  # tokens between the lengths of prompts: a grid of decisions falls on other steps for each
+STAGGER = 17  # tokens between the lengths of prompts
 SHORT_PROMPTS = (
     "The capital of France is",
     "Water boils when it is heated, and it freezes when",
@@ -74,14 +72,6 @@ def add_options(parser, *, budget: int, rounds: int) -> None:
     )
     parser.add_argument("--policies", nargs="+", default=["streaming-llm", "kvpop"], help="compared with stock")
     parser.add_argument("--scorer", default=str(SHIPPED_SCORER), help="of kvpop (default: the shipped one)")
-    parser.add_argument(
-        "--decide-every",
-        nargs="+",
-        type=positive,
-        default=[1],
-        metavar="E",
-        help="kvpop policies once for each (default 1)",
-    )
     parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
     parser.set_defaults(load_format="auto")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
@@ -98,11 +88,6 @@ def configurations(options, folder: Path) -> dict:
     if "kvpop" in policies:
         scorer = Path(options.scorer)
         policies[f"kvpop, {scorer.name}"] = policies.pop("kvpop") | {"scorer": str(scorer)}
-    policies = {
-        name if every == 1 else f"{name}, e = {every}": policy | ({} if every == 1 else {"decide_every": every})
-        for name, policy in policies.items()
-        for every in (options.decide_every if name.startswith("kvpop") else [1])
-    }
     told = {name: {"policy": policy, "eager": options.eager} for name, policy in {"dense": None, **policies}.items()}
     twins = {
         name + EAGER: {"policy": policies[name], "eager": True}
@@ -142,10 +127,9 @@ def check_budget(parser, options) -> None:
     """Ends with a message if outputs could not be compared, or nothing would be measured."""
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
-    least = LEAST_BUDGET + max(options.decide_every) - 1
-    if options.budget < least:
+    if options.budget < LEAST_BUDGET:
         parser.error(
-            f"outputs are compared on prompts that a budget of {options.budget} may not hold: raise --budget to {least}"
+            f"outputs are compared on prompts that a budget of {options.budget} may not hold: raise --budget to {LEAST_BUDGET}"
         )
 
 

@@ -10,8 +10,6 @@ from kvpop_vllm.evaluation.contenders import Deployed
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import GivenScore, RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages
-from kvpop_vllm.kernels.regions import HeadRegions
-from kvpop_vllm.roles import Retention
 
 
 class Steps:
@@ -29,7 +27,6 @@ class Steps:
         self.draw = torch.Generator().manual_seed(0)
         self.queries, self.requests, self.position, self.dtype = queries, requests, context, dtype
         self.size, self.heads = shape.head_dim, shape.num_kv_heads
-        self.prompts = torch.full((requests,), context)
         prompt = [self._random(context, heads) for heads in (queries, self.heads, self.heads)]
         filled: dict[tuple, torch.Tensor] = {}
         self.layers = []
@@ -46,25 +43,15 @@ class Steps:
 
     def _prefill(self, rule: RetentionRule, layout: PageLayout, budgets, prompt, length: int) -> torch.Tensor:
         """Bytes of one request's pages after the prompt."""
-        blocks = layout.blocks(length, int(budgets.max()), rule.decide_every)
-        if rule.share_pages:
-            blocks = layout.blocks(int(budgets[0]), int(budgets[0])) + HeadRegions.spare
+        blocks = layout.blocks(length, int(budgets.max()))
         raw = torch.zeros(blocks, self.heads, layout.region_bytes, dtype=torch.uint8)
-        pages, table = self._pages(rule, layout, budgets, raw, torch.arange(blocks, dtype=torch.int32)[None])
-        told = {
-            "rule": rule,
-            "scale": self.size**-0.5,
-            "given": self._given(rule, len(prompt[0])),
-            "prompt": len(prompt[0]),
-        }
+        pages, table = self._pages(layout, raw, torch.arange(blocks, dtype=torch.int32)[None])
+        told = {"rule": rule, "scale": self.size**-0.5, "given": self._given(rule, len(prompt[0]))}
         ops.prefill_chunk(*prompt, pages, table[0], 0, budgets, **told)
         return raw
 
-    def _pages(self, rule: RetentionRule, layout: PageLayout, budgets, pool: torch.Tensor, rows: torch.Tensor):
-        """Views of a pool, and the tables ``[R, H, P]`` of requests with blocks ``rows [R, P]``."""
-        if rule.share_pages:
-            regions = HeadRegions(layout, int(budgets[0]), len(pool))
-            return regions.view(pool), regions.rows(0, rows)
+    def _pages(self, layout: PageLayout, pool: torch.Tensor, rows: torch.Tensor):
+        """Return views of a pool, and the tables ``[R, H, P]`` of requests with blocks ``rows [R, P]``."""
         return layout.view(pool), rows[:, None].expand(-1, self.heads, -1)
 
     def _given(self, rule: RetentionRule, tokens: int) -> torch.Tensor | None:
@@ -79,35 +66,22 @@ class Steps:
         order = torch.randperm(self.requests * blocks, generator=self.draw)
         pool = torch.empty(self.requests * blocks, *raw.shape[1:], dtype=torch.uint8)
         pool[order] = raw.repeat(self.requests, 1, 1)
-        pages, table = self._pages(rule, layout, budgets, pool, order.int().view(self.requests, blocks))
-        roles = {"sinks": rule.sinks, "window": rule.window, "decide_every": rule.decide_every}
-        own = [Retention(b, **roles, prompt_grid=rule.prompt_grid) for b in budgets.tolist()]
-        retentions = [retention.for_prompt(self.position) for retention in own]
-        return rule, pages, table, budgets.expand(self.requests, -1).contiguous(), retentions
+        pages, table = self._pages(layout, pool, order.int().view(self.requests, blocks))
+        return rule, pages, table, budgets.expand(self.requests, -1).contiguous()
 
     def seconds(self, steps: int) -> float:
-        """Of a step, mean over so many: what is done only every few steps counts."""
+        """Return the mean time of a step over so many."""
         tokens = [self._random(self.requests, heads) for heads in (self.queries, self.heads, self.heads)]
         spent = 0.0
         for _ in range(steps):
             positions = torch.full((self.requests,), self.position)
-            valid = [self._valid(retentions) for *_, retentions in self.layers]
             begin = time.perf_counter()
-            for (rule, pages, table, budgets, _), in_use in zip(self.layers, valid, strict=True):
-                self._step(tokens, rule, pages, table, budgets, positions, in_use)
+            for rule, pages, table, budgets in self.layers:
+                self._step(tokens, rule, pages, table, budgets, positions)
             spent += time.perf_counter() - begin
             self.position += 1
         return spent / steps
 
-    def _valid(self, retentions: list[Retention]) -> torch.Tensor:
-        in_use = [retention.extent(self.position, retention.budget) for retention in retentions]
-        return torch.tensor(in_use, dtype=torch.int32).expand(self.requests, -1)
-
-    def _step(self, tokens, rule, pages: Pages, table, budgets, positions, valid) -> None:
-        told = {
-            "rule": rule,
-            "scale": self.size**-0.5,
-            "given": self._given(rule, self.requests),
-            "prompts": self.prompts,
-        }
-        ops.decode_step(*tokens, pages, table, positions, valid, budgets, **told)
+    def _step(self, tokens, rule, pages: Pages, table, budgets, positions) -> None:
+        told = {"rule": rule, "scale": self.size**-0.5, "given": self._given(rule, self.requests)}
+        ops.decode_step(*tokens, pages, table, positions, budgets, **told)

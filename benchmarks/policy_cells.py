@@ -170,8 +170,7 @@ class Cells:
     def speed(self, deployed) -> dict:
         """Milliseconds of a step of the kernel, and of the same kernel keeping everything, in turn: medians over rounds."""
         o, config = self.options, self.backend.model.config.get_text_config()
-        steps = max(STEPS, deployed.roles.decide_every) if deployed else STEPS  # decisions are part of them
-        most = o.rounds * steps + WARM_UP
+        most = o.rounds * STEPS + WARM_UP
         shape = vars(self.backend.shape) | {"max_model_len": o.context + most}
         full = Contender("full", "full").deploy(ModelShape(**shape), None)
         told = (config.num_attention_heads, o.requests, o.context, most, self.dtype)
@@ -181,7 +180,7 @@ class Cells:
             run.seconds(WARM_UP)
         for _ in range(o.rounds):
             for name, run in runs.items():
-                times[name].append(1e3 * run.seconds(steps))
+                times[name].append(1e3 * run.seconds(STEPS))
         times.setdefault("step_ms", times["dense_ms"])
         over = [dense / own for dense, own in zip(times["dense_ms"], times["step_ms"], strict=True)]
         medians = {name: statistics.median(values) for name, values in times.items()}

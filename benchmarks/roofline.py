@@ -3,12 +3,12 @@
 First the machine: bytes read per second, in one stream and in pages in random order, and multiply-adds per
 second in float32 and bfloat16. Then decode steps, their caches well beyond the processor's, and prefill behind a full
 cache: bytes that must be moved and operations that must be done, counted; the time these allow at least (the floor), the time
-measured, and their ratio. Every round reads a stream and goes once from one decision to the next, and its ratios are to that round's bandwidth. A step
+measured, and their ratio. Every round reads a stream and takes one step, and its ratios are to that round's bandwidth. A step
 of attention alone has a free slot and no scorer; what the whole step takes longer is the share of scorer and eviction. A scorer alone
 is what steps take longer with it than without for requests which keep two tokens, so many that their states are beyond the caches.
 Rows go to benchmarks/results/roofline.csv.
 
-    python benchmarks/roofline.py [--sizes 64 128] [--budgets 1024 2048 4096] [--every 8]
+    python benchmarks/roofline.py [--sizes 64 128] [--budgets 1024 2048 4096]
 """
 
 import argparse
@@ -58,9 +58,6 @@ def parse_arguments():
     parser.add_argument("--budgets", type=int, nargs="*", default=[1024, 2048, 4096], help="B; none: a scorer alone")
     parser.add_argument("--heads", type=int, default=3, help="KV heads (default 3)")
     parser.add_argument("--group", type=int, default=3, help="query heads per KV head (default 3)")
-    parser.add_argument(
-        "--every", type=int, nargs="*", default=[8], help="steps that decide every e tokens (default 8)"
-    )
     parser.add_argument("--rounds", type=int, default=9, help="paired repetitions, the median counts (default 9)")
     parser.add_argument("--isa", help=f"instruction set, of {', '.join(load_extension().isa_levels())}")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results/roofline.csv")
@@ -104,14 +101,14 @@ class Machine:
 class Problem:
     """Full caches of R requests and one more token for each; ``free``: slots beyond the budget, so that nothing is evicted."""
 
-    def __init__(self, size, budget, requests, heads, group, kind=None, *, every=1, free=0, sinks=SINKS, window=WINDOW):
-        self.scorer, self.every = None, every
+    def __init__(self, size, budget, requests, heads, group, kind=None, *, free=0, sinks=SINKS, window=WINDOW):
+        self.scorer = None
         if kind:
             config = ScorerConfig("llama", 1, heads, size, kind, sinks, window, budget - sinks - window, skip=True)
             self.scorer = build(config)
         weights = self.scorer.weights() if self.scorer else None
         log_gamma = torch.full((heads,), -1e-3, dtype=torch.float64)
-        self.rule = RetentionRule(sinks, window, log_gamma, 1, weights, decide_every=every)
+        self.rule = RetentionRule(sinks, window, log_gamma, 1, weights)
         self.layout = PageLayout(heads, size, torch.bfloat16, state_floats=getattr(weights, "state_floats", 0))
         self.blocks = self.layout.blocks(budget + free, budget + free)
         raw = torch.zeros(requests * self.blocks, heads, self.layout.region_bytes, dtype=torch.uint8)
@@ -128,17 +125,13 @@ class Problem:
         self.q = torch.randn(requests, heads * group, size, dtype=torch.bfloat16)
         self.k, self.v = torch.randn(2, requests, heads, size, dtype=torch.bfloat16)
         self.budgets = torch.full((requests, heads), budget + free, dtype=torch.int32)
-        self.valid = torch.full((requests, heads), budget - (free > 0), dtype=torch.int32)
 
     def seconds(self) -> float:
-        """Of a step, the mean of as many as there are from one decision to the next."""
-        return sum(self.step() for _ in range(self.every)) / self.every
-
-    def step(self) -> float:
+        """Return the time of one step."""
         positions = torch.full((len(self.q),), self.at)
         begin = time.perf_counter()
         ops.decode_step(
-            self.q, self.k, self.v, self.pages, self.table, positions, self.valid, self.budgets,
+            self.q, self.k, self.v, self.pages, self.table, positions, self.budgets,
             rule=self.rule, scale=0.1, impl="cpp",
         )  # fmt: skip
         self.at += 1
@@ -149,16 +142,15 @@ def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
     """Attention reads all keys and values; eviction all scores and positions; a scorer its weights, and its state twice."""
     requests = max(1, CACHES // (options.heads * budget * 4 * size))
     shape = size, budget, requests, options.heads, options.group
-    problems = {"attention": Problem(*shape, free=BLOCK_SLOTS)}
-    problems |= {every: Problem(*shape, "mlstm", every=every) for every in dict.fromkeys([1, *options.every])}
+    problems = {"attention": Problem(*shape, free=BLOCK_SLOTS), "decode": Problem(*shape, "mlstm")}
     times = []
     with torch.no_grad():
         for _ in range(options.rounds + 2):
             rate = machine.read_rate()
             times.append({"rate": rate} | {name: problem.seconds() for name, problem in problems.items()})
-    times, lanes, weights = times[2:], requests * options.heads, problems[1].rule.scorer
+    times, lanes, weights = times[2:], requests * options.heads, problems["decode"].rule.scorer
     slots, products = 4 * size * budget * lanes, 4 * size * budget * options.group * lanes
-    state = 2 * 4 * weights.state_floats * lanes + sum(t.numel() for t in problems[1].scorer.parameters()) * 4
+    state = 2 * 4 * weights.state_floats * lanes + sum(t.numel() for t in problems["decode"].scorer.parameters()) * 4
     scoring = scorer_operations(weights, size) * lanes
 
     def told(op, moved, operations, seconds):
@@ -167,11 +159,9 @@ def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
         )
 
     rows = [told("attention", slots, (products, 0), [t["attention"] for t in times])]
-    extra = [t[1] - t["attention"] for t in times]
-    rows.append(told("scorer and eviction", state + 8 * budget * lanes, (0, scoring), extra))
-    for every in dict.fromkeys([1, *options.every]):
-        moved = slots + (state + 8 * budget * lanes) / every
-        rows.append(told(f"decode, e = {every}", moved, (products, scoring), [t[every] for t in times]))
+    extra, moved = [t["decode"] - t["attention"] for t in times], state + 8 * budget * lanes
+    rows.append(told("scorer and eviction", moved, (0, scoring), extra))
+    rows.append(told("decode", slots + moved, (products, scoring), [t["decode"] for t in times]))
     return rows
 
 

@@ -154,7 +154,6 @@ def add_plan(commands: Commands) -> None:
     )
     command.add_argument("--correction", choices=CORRECTIONS, help="as --kv-correction")
     command.add_argument("--allocator", choices=ALLOCATORS, help="as --kv-allocator")
-    command.add_argument("--decide-every", type=positive, metavar="E", help="as --kv-decide-every")
     command.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the cache (default: the model's)")
     command.add_argument("--block-size", type=positive, default=64, metavar="N", help="slots of a block (default 64)")
     command.add_argument(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from fractions import Fraction
 
@@ -24,7 +24,6 @@ FLAGS = {
     "compression": "--kv-compression",
     "sinks": "--kv-sinks",
     "window": "--kv-window",
-    "decide_every": "--kv-decide-every",
     "scorer": "--kv-scorer",
     "correction": "--kv-correction",
     "allocator": "--kv-allocator",
@@ -36,7 +35,7 @@ SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128)
 CORRECTIONS = ("none", "moment")
 """What ``--kv-correction`` takes."""
 
-ALLOCATORS = ("uniform", "pyramid", "ada")
+ALLOCATORS = ("uniform", "pyramid")
 """What ``--kv-allocator`` takes."""
 
 SCORER_KINDS = ("mlstm", "mlp", "linear", "trimkv", "dms")
@@ -88,7 +87,7 @@ class PolicySettings:
 
     Attributes:
         policy: registered name. budget: B, tokens per KV head. compression: c with B = max-model-len / c.
-        sinks: s. window: w. decide_every: e, tokens between decisions. scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
+        sinks: s. window: w. scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
         correction: what outputs gain from the evicted tokens, one of CORRECTIONS.
         allocator: how layers and heads share the budget, one of ALLOCATORS.
     """
@@ -98,7 +97,6 @@ class PolicySettings:
     compression: float | None = None
     sinks: int | None = None
     window: int | None = None
-    decide_every: int | None = None
     scorer: str | None = None
     correction: str | None = None
     allocator: str | None = None
@@ -123,7 +121,6 @@ class PolicySettings:
         _check_int(values, "budget", 1)
         _check_int(values, "sinks", 0)
         _check_int(values, "window", 1)
-        _check_int(values, "decide_every", 1)
         _check_compression(values["compression"])
         if values["scorer"] is not None and not isinstance(values["scorer"], str):
             raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
@@ -201,8 +198,6 @@ def resolve_retention(
     keeps_all: bool = False,
     sinks: int = DEFAULT_SINKS,
     window_share: float = 1.0,
-    decide_every: int = 1,
-    default_window: Callable[[int], int | None] = lambda every: None,
 ) -> Retention:
     """The budget and its parts; flags override what a scorer's config says for budget and sinks.
 
@@ -210,10 +205,9 @@ def resolve_retention(
         settings: the user's. max_model_len: longest sequence, tokens. scorer: from the scorer's config, if there is one.
         keeps_all: the policy never evicts, so that B is max_model_len.
         sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
-        decide_every: the default e. default_window: the default w for e, or None where ``window_share`` says it.
 
     Raises:
-        ConfigError: no budget to be had, budget below sinks + window + decide_every, or a window the scorer was not trained with.
+        ConfigError: no budget to be had, budget below sinks + window + 1, or a window the scorer was not trained with.
     """
     if settings.sinks is not None:
         sinks = settings.sinks
@@ -224,27 +218,21 @@ def resolve_retention(
     budget = _budget(settings, max_model_len, scorer, sinks, keeps_all)
     if scorer and settings.window is not None:
         scorer.check_window(settings.window, "--kv-window")
-    every = settings.decide_every or decide_every
     if scorer:
         window = scorer.window_for(budget - sinks)
-    elif (own := default_window(every)) is not None:
-        window = own
-    else:  # one token at least is to be decided upon
-        window = max(1, min(int(window_share * (budget - sinks)), budget - sinks - every))
+    else:  # one long-range slot at least
+        window = max(1, min(int(window_share * (budget - sinks)), budget - sinks - 1))
     window = settings.window if settings.window is not None else window
-    least = sinks + window + every
+    least = sinks + window + 1
     if budget < least:
-        while scorer and settings.window is None and least < sinks + scorer.window_for(least - sinks) + every:
-            least = sinks + scorer.window_for(least - sinks) + every
+        while scorer and settings.window is None and least < sinks + scorer.window_for(least - sinks) + 1:
+            least = sinks + scorer.window_for(least - sinks) + 1
         remedy = _remedy(settings, max_model_len, least, keeps_all)
-        undecided = f" + {every - 1} undecided" if every > 1 else ""
-        raise ConfigError(
-            f"a budget of {budget} is too small for {sinks} sinks + window {window}{undecided} + 1: {remedy}"
-        )
+        raise ConfigError(f"a budget of {budget} is too small for {sinks} sinks + window {window} + 1: {remedy}")
     if budget > MAX_BUDGET:
         lower = "lower --max-model-len" if keeps_all else "set a lower --kv-budget"
         raise ConfigError(f"a budget of {budget} is more than {MAX_BUDGET} tokens: {lower}")
-    return Retention(budget, sinks, window, every)
+    return Retention(budget, sinks, window)
 
 
 def _remedy(settings: PolicySettings, max_model_len: int, least: int, keeps_all: bool) -> str:
@@ -261,8 +249,6 @@ def _budget(
     settings: PolicySettings, max_model_len: int, scorer: ScorerShape | None, sinks: int, keeps_all: bool
 ) -> int:
     if keeps_all:
-        if (settings.decide_every or 1) > 1:
-            raise ConfigError(f"--kv-policy {settings.policy} keeps every token: leave --kv-decide-every out")
         if settings.compression not in (None, 1) or (settings.budget or max_model_len) < max_model_len:
             raise ConfigError(
                 f"--kv-policy {settings.policy} keeps every token: leave --kv-budget and --kv-compression out"

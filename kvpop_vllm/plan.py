@@ -84,7 +84,7 @@ def plan(options) -> None:
             layout = PageLayout(heads, shape.head_dim, dtype, options.block_size, policy.state_floats)
             shares = policy.checked_shares(slice(0, heads))
             lengths = layout, shape.num_layers, shape.max_model_len
-            held = request_bytes(*lengths, policy.retention, shares, policy.spare_blocks)
+            held = request_bytes(*lengths, policy.retention, shares)
             rows.append(_row(cls.name, budget, held, options.kv_memory, stock))
     if len(rows) == 1:
         raise ConfigError(notes[-1])
@@ -124,7 +124,6 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
     settings = PolicySettings(
         cls.name,
         budget,
-        decide_every=options.decide_every,
         scorer=mine,
         correction=options.correction,
         allocator=options.allocator,

@@ -13,7 +13,7 @@ def shift(given: torch.Tensor, pages: Pages, batch: StepBatch, roles: SlotRoles)
     """The score of every token of a step, which is that of the token after it.
 
     The score of a request's first token goes where the one before it lies, into the score word of its ring slot: with a
-    window of two or more nothing has been decided upon that token yet. A last token keeps its own until the next step
+    window of two or more that token has not left it yet. A last token keeps its own until the next step
     replaces it. Requests whose step does not start where their cache ends are left alone, for the kernels to refuse.
 
     Args:

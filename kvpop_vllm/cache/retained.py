@@ -19,9 +19,7 @@ def filled_slots(pages: Pages, row: torch.Tensor) -> torch.Tensor:
     return pages.position[row[:, pages.layout.state_blocks].long(), heads, 1].long()
 
 
-def held_tokens(
-    pages: Pages, row: torch.Tensor, seen: int, rule: RetentionRule, budgets: torch.Tensor
-) -> torch.Tensor:
+def held_tokens(pages: Pages, row: torch.Tensor, seen: int, rule: RetentionRule, budgets: torch.Tensor) -> torch.Tensor:
     """Return which tokens a request holds after ``seen``, whatever its rule and its heads' budgets.
 
     Args:

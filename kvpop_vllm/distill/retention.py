@@ -11,19 +11,17 @@ from kvpop_vllm.kernels import ops
 
 @dataclass(frozen=True)
 class Roles:
-    """s sinks, w window and k long-range tokens of a budget ``B = s + w + e - 1 + k``, the decay step n, and e tokens
-    between decisions."""
+    """s sinks, w window and k long-range tokens of a budget ``B = s + w + k``, and the decay step n."""
 
     sinks: int
     window: int
     topk: int
     step: int = 1
-    decide_every: int = 1
 
     @property
     def budget(self) -> int:
         """B in tokens per KV head."""
-        return self.sinks + self.window + self.decide_every - 1 + self.topk
+        return self.sinks + self.window + self.topk
 
 
 def running_cutoffs(
@@ -35,14 +33,13 @@ def running_cutoffs(
         score: ``[B, H, S]`` raw scores, used as float32. log_gamma: ``[H]``.
 
     Returns:
-        ``rank, cutoff [B, H, S]`` int32; key t of E(q) is kept iff ``rank[t] <= cutoff[q]``. With decay steps n > 1, or
-        decisions every e > 1 tokens, from a simulation of every eviction (DESIGN "The rule"); then tokens that have left the
-        window and wait to be decided upon count as kept.
+        ``rank, cutoff [B, H, S]`` int32; key t of E(q) is kept iff ``rank[t] <= cutoff[q]``. With decay steps n > 1 from a
+        simulation of every eviction (DESIGN "The rule").
     """
     score, log_gamma = score.detach().float(), log_gamma.detach().double()
     batch, heads, length = score.shape
     t = torch.arange(length, device=score.device)
-    if roles.step == roles.decide_every == 1:
+    if roles.step == 1:
         priority = score.double() - t * log_gamma.unsqueeze(-1)
         return ops.running_topk(priority, sinks=roles.sinks, window=roles.window, topk=roles.topk)
     evicted_at = torch.full((batch * heads, length), length, dtype=torch.int64, device=score.device)
@@ -55,7 +52,6 @@ def running_cutoffs(
             window=roles.window,
             log_gamma=log_gamma.repeat(batch),
             decay_step=roles.step,
-            decide_every=roles.decide_every,
         ).clamp_max(length)
     rank = (length - evicted_at).int().view_as(score)
     return rank, (length - 1 - t).int().expand_as(rank)

@@ -92,9 +92,6 @@ def _add_settings(command) -> None:
         " each policy's own)",
     )
     command.add_argument(
-        "--decide-every", type=positive, metavar="E", help="tokens between decisions (default: each policy's own)"
-    )
-    command.add_argument(
         "--rows", type=positive, default=4, help="rows of text, or examples of each kind of retrieval (default 4)"
     )
     command.add_argument("--seed", type=int, default=0)

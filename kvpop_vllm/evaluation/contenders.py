@@ -76,28 +76,20 @@ class Contender:
         name = self.name if allocator == own else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator, serve=True)
 
-    def deploy(
-        self,
-        model: ModelShape,
-        budget: int,
-        sinks: int | None = None,
-        window: int | None = None,
-        decide_every: int | None = None,
-    ) -> Deployed:
-        """The policy with a budget of B tokens per KV head, and its own sinks, window and e where they are None.
+    def deploy(self, model: ModelShape, budget: int, sinks: int | None = None, window: int | None = None) -> Deployed:
+        """Return the policy with a budget of B tokens per KV head, and its own sinks and window where they are None.
 
         Raises:
             ConfigError: the policy cannot be used so; the message names options of `kvpop eval`.
         """
         if self.policy is None:
-            s, w, e = DEFAULT_SINKS if sinks is None else sinks, window or DEFAULT_WINDOW, decide_every or 1
-            return Deployed(self, model, Roles(s, w, budget - s - w - e + 1, 1, e), None)
+            s, w = DEFAULT_SINKS if sinks is None else sinks, window or DEFAULT_WINDOW
+            return Deployed(self, model, Roles(s, w, budget - s - w), None)
         settings = PolicySettings(
             self.policy,
             budget,
             sinks=sinks,
             window=window,
-            decide_every=decide_every,
             scorer=self.scorer,
             correction=self.correction,
             allocator=self.allocator,
@@ -108,7 +100,7 @@ class Contender:
             raise ConfigError(f"{self.name}: {str(error).replace('--kv-', '--')}") from None
         kept = policy.retention
         step = policy.layer_rule(0, slice(0, model.num_kv_heads)).decay_step
-        return Deployed(self, model, Roles(kept.sinks, kept.window, kept.topk, step, kept.decide_every), policy)
+        return Deployed(self, model, Roles(kept.sinks, kept.window, kept.topk, step), policy)
 
 
 class Deployed:
@@ -129,11 +121,6 @@ class Deployed:
         """float32 words of recurrent state per layer and KV head."""
         return self.policy.state_floats if self.policy else 0
 
-    @property
-    def spare_blocks(self) -> int:
-        """Blocks of a request beyond those of equal shares."""
-        return self.policy.spare_blocks if self.policy else 0
-
     def request_bytes(self, length: int, dtype: torch.dtype) -> CacheBytes:
         """What a request of ``length`` tokens holds in pages of the default number of slots.
 
@@ -145,7 +132,7 @@ class Deployed:
         model, policy = self.model, self.policy
         layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=self.state_floats)
         shares = policy.checked_shares(slice(0, model.num_kv_heads))
-        return request_bytes(layout, model.num_layers, length, policy.retention, shares, policy.spare_blocks)
+        return request_bytes(layout, model.num_layers, length, policy.retention, shares)
 
     @property
     def by_scores(self) -> bool:
@@ -189,9 +176,9 @@ class Deployed:
     def whole(self) -> int:
         """Tokens of which every head still holds all, whatever they are."""
         if self.policy is None:
-            return self.roles.budget - self.roles.decide_every + 1
+            return self.roles.budget
         rule = self.rule(0)
-        return rule.sinks + rule.window if rule.threshold is not None else self.least - rule.decide_every + 1
+        return rule.sinks + rule.window if rule.threshold is not None else self.least
 
     def attend(self) -> Attend:
         """What runs it in all layers of a model, on whole rows."""
@@ -275,7 +262,7 @@ def _scores_of(cls: type[Policy]) -> Score | None:
         rule = policy.layer_rule(0, slice(0, 1))
     except ConfigError:
         return None  # deploy() says why
-    plain = RetentionRule(rule.sinks, rule.window, rule.log_gamma, scorer=rule.scorer, decide_every=rule.decide_every)
+    plain = RetentionRule(rule.sinks, rule.window, rule.log_gamma, scorer=rule.scorer)
     same = all(
         getattr(rule, f.name) is getattr(plain, f.name) or getattr(rule, f.name) == getattr(plain, f.name)
         for f in fields(rule)

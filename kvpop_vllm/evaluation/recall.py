@@ -58,8 +58,7 @@ class Judge:
 
     @torch.no_grad()
     def recall(self, score: torch.Tensor, log_gamma: torch.Tensor, roles: Roles, positions: list[int]) -> Recall:
-        """A policy's recall at equal k; with decisions every e tokens, at k and the tokens that wait to be decided upon,
-        which are kept by definition: do not compare it between values of e.
+        """Return a policy's recall at equal k.
 
         Args:
             score: ``[B, H, S]`` raw scores. log_gamma: ``[H]``, shared by teacher and policy. positions: the q0 asked about.

@@ -167,13 +167,9 @@ def _settings(options, shapes: dict[str, ScorerShape]) -> list[Setting]:
             if window is None:
                 own = {folder: shape.window_for(budget - sinks) for folder, shape in shapes.items()}
                 window = _agreed(own, "window", DEFAULT_WINDOW, f" at a budget of {budget}")
-            waiting = (options.decide_every or 1) - 1
-            if budget <= sinks + window + waiting:
-                more = f" and {waiting} tokens between decisions" if waiting else ""
-                raise ConfigError(
-                    f"a budget of {said} leaves nothing beside {sinks} sinks and a window of {window}{more}"
-                )
+            if budget <= sinks + window:
+                raise ConfigError(f"a budget of {said} leaves nothing beside {sinks} sinks and a window of {window}")
             if equal == "bytes":
                 check_equal_bytes(budget, said)
-            settings.append(Setting(length, budget, sinks, window, equal, options.decide_every))
+            settings.append(Setting(length, budget, sinks, window, equal))
     return settings

@@ -19,7 +19,7 @@ from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.policies.base import ModelShape
 
-KEYS = ("length", "budget", "equal", "window", "topk", "decide_every", "policy")
+KEYS = ("length", "budget", "equal", "window", "topk", "policy")
 """What tells the lines of a table apart."""
 RECALL = ("teacher", "hindsight", "mass")
 """Measures of :class:`kvpop_vllm.evaluation.recall.Recall`."""
@@ -27,23 +27,19 @@ RECALL = ("teacher", "hindsight", "mass")
 
 @dataclass(frozen=True)
 class Setting:
-    """A length S and a budget B = s + w + e - 1 + k at which policies are compared, deciding every e tokens; ``equal`` is
-    what is equal: ``k`` or ``bytes``. Where sinks, window or e are None, each policy has its own."""
+    """A length S and a budget B = s + w + k at which policies are compared; ``equal`` is what is equal: ``k`` or ``bytes``.
+    Where sinks or window are None, each policy has its own."""
 
     length: int
     budget: int
     sinks: int | None
     window: int | None
     equal: str = "k"
-    decide_every: int | None = None
 
     @property
     def positions(self) -> list[int]:
-        """Where recall is asked for: from S / 2 (or B) and 3 S / 4 on the first in the middle between two decisions."""
-        every = self.decide_every or 1
-        middle = every // 2
-        starts = max(self.length // 2, self.budget), 3 * self.length // 4
-        return [min(-(-(q - middle) // every) * every + middle, self.length - 2) for q in starts]
+        """Positions at which recall is taken: S / 2 (or B) and 3 S / 4."""
+        return [min(q, self.length - 2) for q in (max(self.length // 2, self.budget), 3 * self.length // 4)]
 
     def deploy(self, contender: Contender, model: ModelShape, dtype: torch.dtype) -> Deployed:
         """The contender with this budget, or with the largest at which its pages are no more than a stateless policy's.
@@ -70,14 +66,14 @@ class Setting:
         return fits
 
     def _deploy(self, contender: Contender, model: ModelShape, budget: int) -> Deployed:
-        sinks, window, waiting = self.sinks or 0, self.window or 1, (self.decide_every or 1) - 1
-        if budget - sinks - window - waiting < 1:
+        sinks, window = self.sinks or 0, self.window or 1
+        if budget - sinks - window < 1:
             less = f" ({max(0, budget)} in as many bytes for {self.length} tokens)" if budget < self.budget else ""
             raise ConfigError(
                 f"a budget of {self.budget}{less} leaves {contender.name} no long-range tokens: {sinks} sinks, window"
-                f" {window}, {waiting} between decisions: raise --budget or --length"
+                f" {window}: raise --budget or --length"
             )
-        return contender.deploy(model, budget, self.sinks, self.window, self.decide_every)
+        return contender.deploy(model, budget, self.sinks, self.window)
 
 
 def evaluate(
@@ -98,7 +94,7 @@ def evaluate(
             setting; the first ``length`` tokens are used. recall: take it (the teacher's pass costs more than all else).
 
     Yields:
-        Records with ``row, length, budget, equal, window, topk, decide_every, policy``, nll (nats per token), accuracy (of the next token), and
+        Records with ``row, length, budget, equal, window, topk, policy``, nll (nats per token), accuracy (of the next token), and
         for policies kl, the divergence ``KL(dense || policy)`` of their predictions in nats per token, teacher, hindsight and mass: means over layers and heads (not where budgets are uneven); and error, the relative error of attention
         outputs on the dense model's queries, keys and values from position B on; ``*_by_layer`` are lists of layers of heads.
     """
@@ -128,7 +124,6 @@ def told(setting: Setting, deployed: Deployed) -> dict:
         "topk": roles.topk,
         "policy": deployed.contender.name,
         "window": roles.window,
-        "decide_every": roles.decide_every,
     }
 
 

@@ -85,14 +85,14 @@ class TransformersRun:
         self.device = next(self.model.parameters()).device
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._forward(tokens, self._request(len(tokens)), 0)
+        return self._forward(tokens, self._request(), 0)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.get_output_embeddings()(hidden).float()
 
     def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
-        request, found, tokens = self._request(len(prompt)), [], prompt
+        request, found, tokens = self._request(), [], prompt
         for seen in range(len(prompt), len(prompt) + new):
             hidden = self._forward(torch.tensor(tokens), request, seen - len(tokens))
             token = int(self.logits(hidden[-1:]).argmax())
@@ -104,14 +104,14 @@ class TransformersRun:
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
         """See :meth:`Backend.held`."""
-        request = self._request(len(tokens))
+        request = self._request()
         self._forward(tokens, request, 0)
         return request.held()
 
-    def _request(self, prompt: int) -> Request | DenseRequest:
+    def _request(self) -> Request | DenseRequest:
         if self.deployed is None:
             return DenseRequest()
-        return Request(self.deployed, length=self.longest, prompt=prompt)
+        return Request(self.deployed, length=self.longest)
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, request, start: int) -> torch.Tensor:

@@ -14,7 +14,6 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Signals
 
 
@@ -23,7 +22,7 @@ class Sequence:
 
     Args:
         rule: of the layer. budget: B of all heads, or of each, ``[H]`` int32. like: keys ``[H, ..., D]``, for the sizes and the
-            dtype. length: tokens it has room for. prompt: tokens of the prompt; what follows has been generated.
+            dtype. length: tokens it has room for.
         shifted: the score given with token t + 1 is token t's.
     """
 
@@ -34,17 +33,13 @@ class Sequence:
         like: torch.Tensor,
         *,
         length: int,
-        prompt: int,
         shifted: bool = False,
     ):
         heads, size = like.shape[0], like.shape[-1]
         self.budgets = torch.as_tensor(budget, dtype=torch.int32).expand(heads).contiguous()
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
-        self.rule, self.seen, self.prompt, self.shifted = rule, 0, prompt, shifted
-        self.pages, (self.table,) = fresh_pages(rule, layout, int(self.budgets.max()), length=length)
-        roles = {"sinks": rule.sinks, "window": rule.window, "decide_every": rule.decide_every}
-        own = [Retention(b, **roles, prompt_grid=rule.prompt_grid) for b in self.budgets.tolist()]
-        self.retentions = [retention.for_prompt(prompt) for retention in own]
+        self.rule, self.seen, self.shifted = rule, 0, shifted
+        self.pages, (self.table,) = fresh_pages(layout, int(self.budgets.max()), length=length)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, given: torch.Tensor | None = None
@@ -57,13 +52,11 @@ class Sequence:
             "given": None if given is None else self._given(given.T.contiguous()),
         }
         if len(tokens[0]) == 1:
-            valid = torch.tensor([[r.extent(self.seen, r.budget) for r in self.retentions]], dtype=torch.int32)
-            positions, prompts = torch.tensor([self.seen]), torch.tensor([self.prompt])
-            where = (self.pages, self.table[None], positions, valid, self.budgets[None])
-            out, _ = ops.decode_step(*tokens, *where, prompts=prompts, **more)
+            where = (self.pages, self.table[None], torch.tensor([self.seen]), self.budgets[None])
+            out, _ = ops.decode_step(*tokens, *where, **more)
         else:
             where = (self.pages, self.table, self.seen, self.budgets)
-            out, _ = ops.prefill_chunk(*tokens, *where, prompt=self.prompt, **more)
+            out, _ = ops.prefill_chunk(*tokens, *where, **more)
         self.seen += len(tokens[0])
         return out.transpose(0, 1)
 
@@ -74,12 +67,12 @@ class Sequence:
         one, start = len(given) == 1, torch.tensor([self.seen])
         chunks = () if one else (PrefillChunk(0, len(given), self.seen, self.table),)
         unused = torch.empty(0)
-        batch = StepBatch(int(one), slice(0, 1), self.table[None], start, unused, unused, chunks, start, unused)
+        batch = StepBatch(int(one), slice(0, 1), self.table[None], start, unused, chunks, start, unused)
         return shift(given, self.pages, batch, self.rule)
 
     def held(self) -> torch.Tensor:
         """``[H, seen]`` booleans: which tokens are held."""
-        return held_tokens(self.pages, self.table, self.seen, self.rule, self.budgets, self.prompt)
+        return held_tokens(self.pages, self.table, self.seen, self.rule, self.budgets)
 
     def kept(self) -> torch.Tensor:
         """``[H, E]`` booleans: which tokens of ``E(q)`` are held, q being the newest token, oldest first."""
@@ -136,19 +129,19 @@ class Request(Gated):
     """The caches of all layers of one request, an :class:`kvpop_vllm.distill.hook.Attend` that goes on where it stopped.
 
     Args:
-        policy: what runs. length: tokens it has room for. prompt: tokens of its prompt.
+        policy: what runs. length: tokens it has room for.
     """
 
-    def __init__(self, policy: Policy, *, length: int, prompt: int):
+    def __init__(self, policy: Policy, *, length: int):
         super().__init__(policy)
-        self.length, self.prompt = length, prompt
+        self.length = length
         self.layers: dict[int, Sequence] = {}
 
     def __call__(self, layer, q, k, v, scale):
         device, given = q.device, self.given(layer, k, v)
         q, k, v = (x.detach().cpu()[0] for x in (q, k, v))
         if layer not in self.layers:
-            sizes = {"length": self.length, "prompt": self.prompt, "shifted": self.policy.shifted}
+            sizes = {"length": self.length, "shifted": self.policy.shifted}
             self.layers[layer] = Sequence(self.policy.rule(layer), self.policy.budgets(layer), k, **sizes)
         out = self.layers[layer].attend(q, k, v, scale, None if given is None else given[0])
         return out[None].to(device)
@@ -176,7 +169,7 @@ class DenseRequest:
 
 
 class Served(Gated):
-    """Attends to whole rows as serving does; an :class:`kvpop_vllm.distill.hook.Attend`. The whole row counts as prompt."""
+    """Attends to whole rows as serving does; an :class:`kvpop_vllm.distill.hook.Attend`."""
 
     def __call__(self, layer, q, k, v, scale):
         given, policy = self.given(layer, k, v), self.policy
@@ -207,7 +200,7 @@ def attend_and_keep(
     found: dict[int, list[torch.Tensor]] = {q0: [] for q0 in stops}
     scores = [None] * len(q) if given is None else given
     for score, *row in zip(scores, *(x.detach().cpu() for x in (q, k, v)), strict=True):
-        sequence, parts = Sequence(rule, budget, row[1], length=length, prompt=length, shifted=shifted), []
+        sequence, parts = Sequence(rule, budget, row[1], length=length, shifted=shifted), []
         for q0 in stops:
             a, b = sequence.seen, q0 + 1
             own = None if score is None else score[:, a:b]

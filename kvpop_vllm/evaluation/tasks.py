@@ -26,7 +26,7 @@ from kvpop_vllm.evaluation.running import Backend, Run
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import model_shape
 
-KEYS = ("length", "budget", "equal", "window", "topk", "decide_every", "policy")
+KEYS = ("length", "budget", "equal", "window", "topk", "policy")
 RETRIEVAL_COLUMNS = (*KEYS, "kind", "examples", *retrieval.MEASURES)
 REPLAY_COLUMNS = (*KEYS, "rows", "perplexity", "kl", "kl, all held", "kl, last quarter", "agreement")
 BUCKETS = 16
@@ -151,7 +151,7 @@ def _settings(options) -> list[Setting]:
                 )
             if equal == "bytes":
                 check_equal_bytes(budget, said)
-            settings.append(Setting(length, budget, options.sinks, options.window, equal, options.decide_every))
+            settings.append(Setting(length, budget, options.sinks, options.window, equal))
     return settings
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Sequence
 from os import PathLike
 
 import torch
@@ -16,7 +15,6 @@ from kvpop_vllm.hf.checks import (
     check_model,
     check_positions,
     columns_of_tokens,
-    prompt_lengths,
     warn_of_reference,
 )
 from kvpop_vllm.hf.layer import Clock, LayerPages, check_kernels, recording
@@ -35,20 +33,15 @@ class KVpopCache(Cache, Takes):
     starts anew with the same pages. Rows that ended before others hold the pads that ``generate()`` fed them, and cannot
     leave them out when they are continued; nor can rows be continued together whose turns differ in length.
 
-    Where a policy decides by the length of the prompt (snapkv, pyramidkv, adakv, ``allocator="ada"``), that is what the first call
-    brings, and all that follows counts as generated, further turns too. ``prompt_length`` says otherwise, and is needed
-    where a prompt comes in pieces: pieces of one token cannot be told from generated ones, others are refused without it.
-
     Args:
         model: of transformers. It stays as it is: passes without such a cache are untouched. One thread at a time can use it.
-        policy: registered name. budget, compression, sinks, window, decide_every, scorer, correction, allocator: as
+        policy: registered name. budget, compression, sinks, window, scorer, correction, allocator: as
             :class:`kvpop_vllm.config.PolicySettings` and the flags of ``vllm serve``; scorer: a folder, by default the model's own if it
             is a full checkpoint.
         max_length: longest sequence in tokens, for ``compression`` and for the policy ``full``; by default the model's.
-        prompt_length: tokens of the prompts, of all rows or of each.
 
     Attributes:
-        policy: as an engine would resolve it. prompts: tokens of each row's prompt, None where nothing depends on it.
+        policy: as an engine would resolve it.
 
     Raises:
         ConfigError: the policy cannot be used so, or not with this model; one line that names what to change.
@@ -63,20 +56,17 @@ class KVpopCache(Cache, Takes):
         compression: float | None = None,
         sinks: int | None = None,
         window: int | None = None,
-        decide_every: int | None = None,
         scorer: str | PathLike | None = None,
         correction: str | None = None,
         allocator: str | None = None,
         max_length: int | None = None,
-        prompt_length: int | Sequence[int] | None = None,
     ):
         super().__init__(layers=[])
         check_model(model)
-        self._asked = prompt_lengths(prompt_length)
         if not isinstance(policy, str):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
         given = dict(policy=policy, budget=budget, compression=compression, sinks=sinks, window=window)
-        given |= dict(decide_every=decide_every, correction=correction, allocator=allocator)
+        given |= dict(correction=correction, allocator=allocator)
         given["scorer"] = str(scorer) if isinstance(scorer, PathLike) else scorer
         try:
             self.policy = resolve(model, PolicySettings.parse(given), max_length)
@@ -97,8 +87,6 @@ class KVpopCache(Cache, Takes):
 
     def _forget(self) -> None:
         self._columns, self._lengths = 0, []
-        self.prompts: list[int | None] = []
-        self._in_pieces = False
 
     # what it holds
 
@@ -109,14 +97,12 @@ class KVpopCache(Cache, Takes):
 
     def held(self, row: int = 0) -> torch.Tensor:
         """``[layers, H, seen]`` booleans, on the CPU: which of a row's tokens are held."""
-        seen, prompt = self._lengths[row], self.prompts[row]
-        return torch.stack([self._layers[i].held(row, seen, prompt) for i in range(len(self))])
+        return torch.stack([self._layers[i].held(row, self._lengths[row]) for i in range(len(self))])
 
     def allocated_bytes(self) -> int:
         """Bytes that are held for the batch, with scores, positions, state and padding; the same from the first token on."""
-        clocks = [tensor for clock in self._clocks.values() for tensor in clock.tensors]
-        own = sum(layer.allocated_bytes() for layer in self._layers.values())
-        return own + sum(tensor.untyped_storage().nbytes() for tensor in clocks)
+        clocks = sum(clock.positions.untyped_storage().nbytes() for clock in self._clocks.values())
+        return clocks + sum(layer.allocated_bytes() for layer in self._layers.values())
 
     def dense_bytes(self) -> int:
         """Bytes that a ``DynamicCache`` would hold by now, keys and values of all tokens and pads."""
@@ -158,7 +144,6 @@ class KVpopCache(Cache, Takes):
         counts = columns_of_tokens(mask, lengths, self._columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_room(after)
-        prompts = self._prompts_of(lengths, counts)
         if self._clocks and len(next(iter(self._clocks.values())).positions) != rows:
             self._check_unrecorded()
             self._clocks, self._layers = {}, {}
@@ -170,10 +155,7 @@ class KVpopCache(Cache, Takes):
             own, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
         if look and positions is not None:
             check_positions(positions, own, counts)
-        self._lengths, self.prompts = lengths, prompts
-        if not self._columns and self.policy.needs_prompt:
-            for each in self._clocks.values():
-                each.prompts.copy_(torch.tensor(prompts))
+        self._lengths = lengths
         self._step = Step(self, own, starts, counts, length, recorded)
         return self._step
 
@@ -192,35 +174,12 @@ class KVpopCache(Cache, Takes):
                 f"{max(lengths)} tokens are more than max_length {most}, which {self.policy.name} keeps: raise max_length"
             )
 
-    def _prompts_of(self, lengths: list[int], counts: list[int]) -> list[int | None]:
-        """Tokens of each row's prompt, None where nothing depends on it.
-
-        Raises:
-            ConfigError: nobody says how many, or somebody says it of other rows.
-        """
-        if isinstance(self._asked, list) and len(self._asked) != len(lengths):
-            raise ConfigError(f"prompt_length {self._asked} is not that of {len(lengths)} rows: give a number for each")
-        if not self.policy.needs_prompt:
-            return [None] * len(lengths)
-        many = max(counts) > 1
-        if self._asked is None and (self._in_pieces and many or not all(counts)):
-            raise ConfigError(
-                f"policy {self.policy.name} decides by the length of the prompt, which came in pieces: give KVpopCache(prompt_length=...)"
-            )
-        if self._columns:
-            return self.prompts
-        if self._asked is None:
-            return counts
-        return [self._asked] * len(lengths) if isinstance(self._asked, int) else list(self._asked)
-
     def _clock(self, device: torch.device, rows: int) -> Clock:
         """Of that device, as far as the rows are."""
         if device not in self._clocks:
             with torch.inference_mode(False):
                 clock = self._clocks[device] = Clock(rows, device)
             clock.positions.copy_(torch.tensor(self._lengths or [0] * rows))
-            if self.policy.needs_prompt and self.prompts:
-                clock.prompts.copy_(torch.tensor(self.prompts))
         return self._clocks[device]
 
     def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> LayerPages:
@@ -286,7 +245,6 @@ class KVpopCache(Cache, Takes):
     def _count(self, columns: int, tokens: list[int]) -> None:
         self._columns += columns
         self._lengths = [seen + count for seen, count in zip(self._lengths, tokens, strict=True)]
-        self._in_pieces = max(tokens) > 1
 
     def replayed(self, passes: int = 1) -> None:
         """Says that a CUDA graph of a pass of one token a row was replayed: the device has counted its tokens, the host has not, and

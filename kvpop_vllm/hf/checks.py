@@ -6,8 +6,6 @@ import dis
 import functools
 import inspect
 import warnings
-from collections.abc import Sequence
-from numbers import Integral
 
 import torch
 from transformers import PreTrainedModel
@@ -64,27 +62,6 @@ def _hands_on(function) -> bool:
         return bool(names)
     uses = (each.argval for each in dis.get_instructions(function))
     return any(names.intersection(use if isinstance(use, tuple) else [use]) for use in uses)
-
-
-def prompt_lengths(given) -> int | list[int] | None:
-    """What the caller says of prompts: of all rows or of each.
-
-    Raises:
-        ConfigError: no integers of at least 1.
-    """
-    told = _in_python(given)
-    several = isinstance(told, Sequence) and not isinstance(told, str)
-    each = [_in_python(n) for n in told] if several else [told]
-    if told is None:
-        return None
-    if not each or not all(isinstance(n, Integral) and not isinstance(n, bool) and n > 0 for n in each):
-        raise ConfigError(f"prompt_length must be an integer of at least 1, or one for each row, got {told!r}")
-    return [int(n) for n in each] if several else int(told)
-
-
-def _in_python(value):
-    """Numbers in place of tensors, arrays and their scalars."""
-    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:

@@ -18,41 +18,20 @@ class Clock:
     """How far the R rows are, on one device; decode steps advance it there, without a look from the host.
 
     Attributes:
-        positions: ``[R]`` int64, of each row's next token. prompts: ``[R]`` int64, tokens of each row's prompt.
+        positions: ``[R]`` int64, of each row's next token.
     """
 
     def __init__(self, rows: int, device: torch.device):
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.prompts = torch.zeros(rows, dtype=torch.int64, device=device)
-        self._valid: dict[tuple[int, ...], torch.Tensor] = {}
-        self._current: set[tuple[int, ...]] = set()
-
-    def valid(self, rule: RetentionRule, budgets: torch.Tensor, key: tuple[int, ...]) -> torch.Tensor:
-        """``[R, H]`` int32, slots in use, the same tensor at every step; worked out once a step for all layers with the same
-        budgets, which are ``key`` on the host."""
-        if key not in self._valid:
-            self._valid[key] = torch.zeros(len(self.positions), len(key), dtype=torch.int32, device=budgets.device)
-        if key not in self._current:
-            phases = rule.prompt_phase(self.prompts).unsqueeze(1) if rule.prompt_grid else None
-            self._valid[key].copy_(rule.extents(self.positions.unsqueeze(1), budgets, phases))
-            self._current.add(key)
-        return self._valid[key]
 
     def advance(self, counts: list[int]) -> None:
-        """By so many tokens of each row."""
-        self._current.clear()
+        """Advance row r by ``counts[r]`` tokens."""
         one = all(count == 1 for count in counts)
         self.positions.add_(1 if one else torch.tensor(counts, device=self.positions.device))
 
     def restart(self) -> None:
-        """All rows at 0."""
-        self._current.clear()
+        """Set all rows to 0."""
         self.positions.zero_()
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All that it holds."""
-        return [self.positions, self.prompts, *self._valid.values()]
 
 
 class LayerPages:
@@ -71,34 +50,27 @@ class LayerPages:
         self.rule = rule = rule.to(like.device)
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
         where = {"requests": rows, "device": like.device}
-        self.pages, self.table = fresh_pages(rule, layout, int(budgets.max()), **where)
-        self._budgets, self._key = budgets.to(like.device), tuple(budgets.tolist())
+        self.pages, self.table = fresh_pages(layout, int(budgets.max()), **where)
+        self._budgets = budgets.to(like.device)
         self.attention = FixedBudgetAttention(layout, rule, scale)
-        self._valid()  # made now, as all that is held
 
     def decode(self) -> StepBatch:
         """A step of one token for every row."""
         rows, positions = len(self.table), self.clock.positions
-        valid, prompts = self._valid(), self.clock.prompts if self.rule.needs_prompt else None
-        none, of_rows = positions[:0], slice(0, rows)
-        return StepBatch(rows, of_rows, self.table, positions, valid, self._budgets, (), none, none, prompts)
+        none = positions[:0]
+        return StepBatch(rows, slice(0, rows), self.table, positions, self._budgets, (), none, none)
 
-    def _valid(self) -> torch.Tensor:
-        return self.clock.valid(self.rule, self._budgets, self._key)
-
-    def prefill(self, starts: list[int], counts: list[int], length: int, prompts: list[int | None]) -> StepBatch:
-        """The last ``counts[r]`` of a row's ``length`` tokens, from position ``starts[r]`` on; prompts: tokens of each."""
+    def prefill(self, starts: list[int], counts: list[int], length: int) -> StepBatch:
+        """Return the step of the last ``counts[r]`` of each row's ``length`` tokens, from position ``starts[r]`` on."""
         busy = [r for r, count in enumerate(counts) if count]
         ends = [(r + 1) * length for r in range(len(counts))]
-        chunks = [PrefillChunk(ends[r] - counts[r], ends[r], starts[r], self.table[r], prompts[r]) for r in busy]
+        chunks = [PrefillChunk(ends[r] - counts[r], ends[r], starts[r], self.table[r]) for r in busy]
         device, none = self.table.device, self.clock.positions[:0]
         slot_zero = self.table[
             torch.tensor(busy, dtype=torch.int64, device=device), :, self.pages.layout.state_blocks
         ].long()
         first = torch.tensor([starts[r] for r in busy], dtype=torch.int64, device=device)
-        return StepBatch(
-            0, slice(0, 0), self.table[:0], none, none, self._budgets, tuple(chunks), first, slot_zero
-        )  # fmt: skip
+        return StepBatch(0, slice(0, 0), self.table[:0], none, self._budgets, tuple(chunks), first, slot_zero)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch, given=None) -> torch.Tensor:
         """``q [R, Hq, L, D]``, ``k, v [R, H, L, D]``, ``given [R, L, H]`` -> ``[R, Hq, L, D]``, 0 where there is no token."""
@@ -112,12 +84,12 @@ class LayerPages:
             self.attention.forward(q, k, v, self.pages, batch, out, given)
         return out.unflatten(0, (rows, length)).transpose(1, 2)
 
-    def held(self, row: int, seen: int, prompt: int | None) -> torch.Tensor:
+    def held(self, row: int, seen: int) -> torch.Tensor:
         """``[H, seen]`` booleans, on the CPU: which of a row's tokens are held."""
         pages = self.pages
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
-        return held_tokens(pages, self.table[row].cpu(), seen, self.rule, self.budgets, prompt)
+        return held_tokens(pages, self.table[row].cpu(), seen, self.rule, self.budgets)
 
     def allocated_bytes(self) -> int:
         """Bytes of its pages and table."""

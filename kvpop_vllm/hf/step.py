@@ -57,8 +57,7 @@ class Step:
                 "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
             )
         self.attended.add(layer)
-        prompts = self.cache.prompts
-        batch = pages.decode() if self.starts is None else pages.prefill(self.starts, self.counts, self.length, prompts)
+        batch = pages.decode() if self.starts is None else pages.prefill(self.starts, self.counts, self.length)
         return pages.attend(q, k, v, batch, given)
 
     def _given(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:

@@ -118,4 +118,3 @@ class RegionMap:
 def region_map(shares: Shares, layout: PageLayout, num_blocks: int, device: torch.device | str = "cpu") -> RegionMap:
     """The map that all layers of an engine share."""
     return RegionMap(shares, layout, num_blocks, device)
-

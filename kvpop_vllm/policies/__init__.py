@@ -5,7 +5,6 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.policies.adakv import AdaKV
 from kvpop_vllm.policies.base import Order, Policy
 from kvpop_vllm.policies.dms import DMS
 from kvpop_vllm.policies.full import Full
@@ -13,8 +12,6 @@ from kvpop_vllm.policies.h2o import H2O
 from kvpop_vllm.policies.kvpop import KVpop, KVpopLinear, KVpopMLP
 from kvpop_vllm.policies.l2norm import L2Norm
 from kvpop_vllm.policies.momentkv import MomentKV
-from kvpop_vllm.policies.pyramidkv import PyramidKV
-from kvpop_vllm.policies.snapkv import SnapKV
 from kvpop_vllm.policies.streaming_llm import StreamingLLM
 from kvpop_vllm.policies.tova import TOVA
 from kvpop_vllm.policies.trimkv import TrimKV
@@ -30,15 +27,15 @@ POLICIES: dict[str, type[Policy]] = {
         StreamingLLM,
         L2Norm,
         H2O,
-        SnapKV,
-        PyramidKV,
-        AdaKV,
         TOVA,
         MomentKV,
         Full,
     )
 }
 """The policies of this package by name."""
+
+WAITING = ("snapkv", "pyramidkv", "adakv")
+"""Policies that compress a prompt at its end, which this version does not."""
 
 ENTRY_POINTS = "kvpop_vllm.policies"
 """``name = "module:Class"``, the class a :class:`Policy` of that name."""
@@ -62,6 +59,10 @@ def get(name: str) -> type[Policy]:
         raise ConfigError(f"policy {name!r} is brought by {packages}{ours}: uninstall all but one")
     if name in POLICIES:
         return POLICIES[name]
+    if name in WAITING and not brought:
+        raise ConfigError(
+            f"--kv-policy {name} compresses a prompt at its end, which this version does not: use h2o or tova, which evict from the start"
+        )
     if not brought:
         raise ConfigError(f"unknown policy {name!r}: --kv-policy takes {', '.join(known())}")
     try:

@@ -35,6 +35,5 @@ def pyramid(kept: Retention, layers: int, heads: int) -> torch.Tensor:
 ALLOCATORS: dict[str, Callable[[Retention, int, int], torch.Tensor]] = {
     "uniform": uniform,
     "pyramid": pyramid,
-    "ada": uniform,  # to begin with: the kernels divide it by the data
 }
 """``allocator(retention, layers, H) -> [layers, H]`` int32 budgets, by the name that ``--kv-allocator`` takes; B on average."""

@@ -14,24 +14,19 @@ class DMS(Gated):
 
     The paper bounds no head's cache: of what its decisions leave over, a budget keeps the tokens of lowest logit. What a
     window of w means differs by one: the paper's holds w tokens beside the newest. Its code lets the logit of token t + 1 decide
-    on token t, which a scorer's config may ask for (``shifted``). At least one sink, as slot 0 keeps count.
+    on token t, which a scorer's config may ask for (``shifted``). The window holds at least two tokens: the position word of
+    slot 1 counts filled slots.
     """
 
     name, scorer_kind = "dms", "dms"
     paper = "Lancucki et al. 2025, arXiv:2506.05345"
     cost = "one [E, H] product per layer, or none"
     signals = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
-    scores_compare = False  # a head holds as many tokens as its decisions leave
 
     def __post_init__(self):
         super().__post_init__()
-        kept = self.retention
-        if kept.sinks < 1:
-            raise ConfigError(f"--kv-policy {self.name} needs a sink: set --kv-sinks to at least 1")
-        if self.config.shifted and kept.window < 2:
-            raise ConfigError(
-                f"--kv-policy {self.name} decides on a token when the next one is there: set --kv-window to at least 2"
-            )
+        if self.retention.window < 2:
+            raise ConfigError(f"--kv-policy {self.name} needs a window of two tokens: set --kv-window to at least 2")
 
     @property
     def shifted(self):

@@ -21,14 +21,7 @@ class _Scored(Learned):
     def rule(self, layer, heads):
         scorer = from_tensors(self.config, of_heads(self.loaded(layer), heads))
         kept = self.retention
-        return RetentionRule(
-            kept.sinks,
-            kept.window,
-            scorer.log_gamma(),
-            self.config.decay.step,
-            scorer.weights(),
-            decide_every=kept.decide_every,
-        )
+        return RetentionRule(kept.sinks, kept.window, scorer.log_gamma(), self.config.decay.step, scorer.weights())
 
 
 class KVpop(_Scored):

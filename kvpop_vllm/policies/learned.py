@@ -75,10 +75,7 @@ class Learned(Policy):
 
 
 class Gated(Learned):
-    """A learned policy whose scores come from a gate. What a threshold or a decay of a token's own would mean among heads that
-    divide a budget is not defined here."""
-
-    scores_compare = False
+    """A learned policy whose scores come from a gate."""
 
     def check_ranks(self, ranks):
         if self.config.reads == "kv" and ranks > 1:

@@ -14,18 +14,16 @@ class MomentKV(Policy):
     The paper scores once after the prompt, by attention summed over its last 32 queries, merges neighbours into chunks of
     four and shares the budget among heads, and adds up raw moments; while decoding it evicts whenever the cache is full.
     Here tokens are evicted one by one from the beginning, so that a hard budget holds in the prompt too, means and
-    covariance are updated in place (Welford), and shares are equal. With ``--kv-decide-every`` e, what leaves together is
-    ranked by the moments before the first of them. One sink as in the paper; its decoding has no window, here the window is
-    the newest token.
+    covariance are updated in place (Welford), and shares are equal. One sink as in the paper; its decoding has no window, here
+    the window is the newest token.
     """
 
     name = "momentkv"
     paper = "MomentKV: Closing the Directional Gap in KV Cache Eviction, sections 4.1, 4.2"
-    cost = "a [k, D] x [D, D] product per head and decision, one [G, D] x [D, D] product per output"
+    cost = "a [k, D] x [D, D] product per head and step, one [G, D] x [D, D] product per output"
     state = "D x (D + 2) float32"
     signals = frozenset({Signal.KEY, Signal.VALUE, Signal.MASS})
     order = Order.COUPLED
-    scores_compare = False
     default_sinks, window_share = 1, 0.0
     default_correction = "moment"
 

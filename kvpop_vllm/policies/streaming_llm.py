@@ -6,10 +6,9 @@ from kvpop_vllm.policies.base import Policy
 
 
 class StreamingLLM(Policy):
-    """Long-range slots rank by recency, so the policy equals a window of ``B - s`` whatever ``--kv-window`` says; with
-    decisions every e tokens, one of ``B - s - e + 1`` to ``B - s``.
+    """Long-range slots rank by recency, so the policy equals a window of ``B - s`` whatever ``--kv-window`` says.
 
-    The default window is the largest, ``w = B - s - e``, which leaves one candidate per decision.
+    The default window is the largest, ``w = B - s - 1``, which leaves one candidate per decision.
     """
 
     name = "streaming-llm"

@@ -91,6 +91,8 @@ class ScorerConfig:
             raise ConfigError(f"{source}: scorer must be one of {', '.join(SCORER_KINDS)}, got {raw.get('scorer')!r}")
         required = _COMMON_KEYS + _KEYS[raw["scorer"]]
         given = {key: value for key, value in raw.items() if key not in ("format", "version")}
+        if given.get("decide_every") == 1:  # what every scorer does: earlier files may say so
+            del given["decide_every"]
         if unknown := sorted(set(given) - {*required, *_OPTIONAL_KEYS}):
             raise ConfigError(f"{source}: unknown key {unknown[0]!r}")
         if missing := [key for key in required if key not in given]:
@@ -110,8 +112,8 @@ def _check_values(given: Mapping, source: str) -> None:
     least = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "sinks": 0, "window": 1, "topk": 0}
     if given["scorer"] in GATE_KINDS:
         least["hidden_size"] = 1
-    if given["scorer"] == "dms":  # a token dropped below the threshold leaves a slot free, which slot 0 keeps count of
-        least |= {"sinks": 1, "window": 2 if given["shifted"] is True else 1}
+    if given["scorer"] == "dms":  # slot 1, which must not be long-range, counts filled slots
+        least["window"] = 2
     _check_integers(given, least, source)
     _check_trained(given, source)
     if not isinstance(given["model_type"], str):

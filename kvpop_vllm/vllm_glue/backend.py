@@ -28,15 +28,11 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
-from kvpop_vllm.kernels.regions import HeadRegions, RegionMap, Shares, region_map
-from kvpop_vllm.vllm_glue import prompt_lengths
+from kvpop_vllm.kernels.regions import RegionMap, Shares, region_map
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
 logger = init_logger("vllm.kvpop_vllm")
-
-Regions = RegionMap | HeadRegions | None
-"""Where pages are, of heads that hold different numbers of tokens."""
 
 
 class FixedBudgetBackend(AttentionBackend):
@@ -88,10 +84,8 @@ class FixedBudgetBackend(AttentionBackend):
             dtype=spec.dtype,
             state_content_bytes=layout.slot_bytes,
             budget=cls.policy.retention.budget,
-            decide_every=cls.policy.retention.decide_every,
             state_blocks=layout.state_blocks,
             shares=cls.shares(spec.num_kv_heads),
-            spare_blocks=cls.policy.spare_blocks,
             max_tp_shards=spec.max_tp_shards,
         )
 
@@ -136,13 +130,13 @@ class FixedBudgetMetadata:
     """One step's metadata: the batch of all layers or, where heads have unequal shares, how a layer's is made, and the number of
     its tokens. A layer's own is made anew whenever it asks, so that a CUDA graph holds how, and not what it was."""
 
-    build: Callable[[Regions, int], StepBatch]
+    build: Callable[[RegionMap | None, int], StepBatch]
     num_tokens: int
     shared: StepBatch | None = None
 
-    def batch(self, layer: int, regions: Regions) -> StepBatch:
+    def batch(self, layer: int, regions: RegionMap | None) -> StepBatch:
         """Of layer ``layer``; regions: where its pages are, if shares are unequal."""
-        if isinstance(regions, RegionMap):
+        if regions is not None:
             return self.build(regions, layer)
         if self.shared is None:
             self.shared = self.build(regions, layer)
@@ -159,23 +153,16 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
-        self.unequal = kv_cache_spec.shares is not None or backend.policy.divides
-        self.needs_prompt = backend.policy.needs_prompt
-        if self.needs_prompt:
-            self.prompts = None  # [requests] int64, set before each build
-            prompt_lengths.apply()
+        self.unequal = kv_cache_spec.shares is not None
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         common = common_attn_metadata
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
-        if self.needs_prompt and self.prompts is None:
-            raise RuntimeError("this model runner does not say how long prompts are: set VLLM_USE_V2_MODEL_RUNNER=0")
-        prompts = self.prompts[: len(query_lens)].clamp_min(1) if self.needs_prompt else None  # 0: a dummy run
-        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, prompts
+        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor
         return self.finish(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
 
-    def finish(self, build: Callable[[Regions, int], StepBatch], num_tokens: int) -> FixedBudgetMetadata:
+    def finish(self, build: Callable[[RegionMap | None, int], StepBatch], num_tokens: int) -> FixedBudgetMetadata:
         """Metadata of a step, with the batch that all layers share if there is one."""
         metadata = FixedBudgetMetadata(build, num_tokens)
         if not self.unequal:
@@ -235,7 +222,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             self._add_gate(self.layer, heads)
         rule = self.policy.layer_rule(self.layer, heads)
         kept = self.policy.retention
-        if (rule.sinks, rule.window, rule.decide_every) != (kept.sinks, kept.window, kept.decide_every):
+        if (rule.sinks, rule.window) != (kept.sinks, kept.window):
             raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
         layout = for_config(self.vllm_config).layout(self.num_kv_heads, self.head_size, act_dtype)
         device = self.vllm_config.device_config.device_type
@@ -292,7 +279,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             given = shift(given, pages, batch, self.attention.rule)
         self.attention.forward(q, k, v, pages, batch, out, given)
 
-    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, Regions]:
+    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | None]:
         """Typed views of this layer's cache or, where shares are unequal, of all layers' and its map; made once per
         allocation."""
         key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
@@ -300,18 +287,15 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             self._pages = key, self._view(kv_cache), weakref.ref(kv_cache, _forget_pages_of(weakref.ref(self)))
         return self._pages[1]
 
-    def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, Regions]:
+    def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | None]:
         """Of its storage, so that the tensor is freed when vLLM lets go of it."""
         layout, blocks = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype), kv_cache.shape[0]
-        if self.shares is not None and not self.policy.divides:
+        if self.shares is not None:
             regions = region_map(self.shares, layout, blocks, kv_cache.device)
             return regions.view(_all_layers(kv_cache, self.layer)), regions
         raw = kv_cache.view(torch.uint8)
         place = raw.storage_offset(), raw.shape, raw.stride()
         own = torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place)
-        if self.policy.divides:
-            regions = HeadRegions(layout, self.policy.retention.budget, blocks, kv_cache.device)
-            return regions.view(own), regions
         return layout.view(own), None
 
 

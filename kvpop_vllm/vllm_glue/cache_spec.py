@@ -66,28 +66,23 @@ KVCacheSpecRegistry._ensure_registered()
 @register_kv_cache_spec(manager_class=FixedBudgetManager)
 @dataclass(frozen=True, kw_only=True)
 class FixedBudgetSpec(AttentionSpec):
-    """A layer whose request holds ``state_blocks + cdiv(min(length + e - 1, budget), block_size)`` blocks or, where heads have
-    unequal ``shares``, the same number on average, rounded up (:class:`kvpop_vllm.kernels.regions.Shares`). Where heads divide
-    the budget by the data, ``spare_blocks`` more from where they do.
+    """A layer whose request holds ``state_blocks + cdiv(min(length, budget), block_size)`` blocks or, where heads have
+    unequal ``shares``, the same number on average, rounded up (:class:`kvpop_vllm.kernels.regions.Shares`).
 
-    ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head; ``decide_every`` is e.
+    ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head.
     """
 
     budget: int
     state_blocks: int
-    decide_every: int
     shares: Shares | None = None
-    spare_blocks: int = 0
 
     def blocks(self, length: int) -> int:
-        """Blocks of a request of ``length`` tokens; 0 for an empty one."""
+        """Return the blocks of a request of ``length`` tokens; 0 for an empty one."""
         if length == 0:
             return 0
         if self.shares is not None:
-            return self.shares.blocks(self.state_blocks, self.block_size, length, self.decide_every)
-        slots = length + self.decide_every - 1
-        spare = self.spare_blocks if slots > self.budget else 0
-        return self.state_blocks + cdiv(min(slots, self.budget), self.block_size) + spare
+            return self.shares.blocks(self.state_blocks, self.block_size, length)
+        return self.state_blocks + cdiv(min(length, self.budget), self.block_size)
 
     def max_memory_usage_bytes(self, vllm_config) -> int:
         return self.blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpop_vllm.attention.device_step import DecodeRows, Split
 from kvpop_vllm.attention.rehearsal import largest_steps
 from kvpop_vllm.config import SUPPORTED_HEAD_SIZES
-from kvpop_vllm.vllm_glue import cuda, prompt_lengths
+from kvpop_vllm.vllm_glue import cuda
 from kvpop_vllm.vllm_glue.backend import (
     FixedBudgetBackend,
     FixedBudgetImpl,
@@ -118,10 +117,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             kv_cache_spec.blocks(vllm_config.model_config.max_model_len),
             {kept.budget: 1} if shares is None else shares.counts,
             device,
-            divides=bool(kv_cache_spec.spare_blocks),
         )
-        if self.needs_prompt and vllm_config.use_v2_model_runner:
-            prompt_lengths.apply_v2()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
         """None for a dummy run of longer requests, of which runner V2 makes hundreds before it serves: outputs are 0 then."""
@@ -130,16 +126,6 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks else []
         if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
             return None  # from position 0 on, and yet past its prompt
-        if self.needs_prompt and self.prompts is None and any(common.is_prefilling[: common.num_reqs]):
-            raise RuntimeError("this model runner does not say how long prompts are: choose another --kv-policy")
-        prompts = self._prompts(common.num_reqs) if self.needs_prompt else None
         self.rows.fill(split.decodes, common.seq_lens, common.block_table_tensor, common.slot_mapping)
-        step = split, lengths, common.block_table_tensor, prompts
+        step = split, lengths, common.block_table_tensor
         return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer), split.tokens)
-
-    def _prompts(self, requests: int) -> list[int]:
-        """Tokens of each prompt, on the device too; 1 in rows that are no request's, and where nothing is known: a dummy run."""
-        known = [] if self.prompts is None else self.prompts[:requests].clamp_min(1).tolist()
-        prompts = known + [1] * (requests - len(known))
-        async_tensor_h2d(prompts, dtype=torch.int64, out=self.rows.prompts[:requests])
-        return prompts

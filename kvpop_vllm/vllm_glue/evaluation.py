@@ -155,5 +155,5 @@ def held_in_step(vllm_config, seen: int) -> torch.Tensor:
         table = batch.table[0] if batch.decodes else batch.prefills[0].row
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
-        layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, batch.budgets.cpu(), seen)
+        layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, batch.budgets.cpu())
     return torch.stack([layers[layer] for layer in sorted(layers)])

@@ -20,12 +20,6 @@ _HELP = {
         "W",
         "Most recent tokens that are always kept; default: what the scorer was trained with at this budget, or the policy's own.",
     ),
-    "decide_every": (
-        int,
-        "E",
-        "Score and evict every E tokens together, which reads a scorer's state E times less often and costs E - 1 of the "
-        "budget's tokens; default: 1.",
-    ),
     "scorer": (str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors."),
     "correction": (
         str,
@@ -36,8 +30,8 @@ _HELP = {
     "allocator": (
         str,
         "NAME",
-        "How layers and heads share the budget, under any policy: 'uniform'; 'pyramid', more in lower layers (PyramidKV); "
-        "'ada', heads of a layer by their scores (Ada-KV); default: uniform, but for pyramidkv and adakv.",
+        "How layers share the budget, under any policy: 'uniform'; 'pyramid', more in lower layers (PyramidKV); "
+        "default: uniform.",
     ),
 }
 

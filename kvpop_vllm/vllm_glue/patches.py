@@ -85,20 +85,6 @@ LEDGER = (
         "neither on the budget nor on the scorer: with a policy, only its name and the make of its gate count.",
         "when a plugin can name its own factors",
     ),
-    Patch(
-        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
-        False,
-        "(prompt_lengths.py) Attention metadata do not say how long a request's prompt is: where a policy decides by it, the "
-        "runner's own numbers are handed to the metadata builder first.",
-        "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
-    ),
-    Patch(
-        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
-        False,
-        "(prompt_lengths.py) The same of model runner V2.",
-        "with the one above",
-        on_gpus=True,
-    ),
 )
 
 _MARK = "_kvpop_wrapped"
@@ -193,13 +179,12 @@ def _config_with_policy(engine_args, original, args, kwargs):
         raise ConfigError("--kv-allocator shares blocks among all layers: set --pipeline-parallel-size 1")
     kept = policy.retention
     logger.info(
-        "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range%s)%s",
+        "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range)%s",
         settings.policy,
         kept.budget,
         kept.sinks,
         kept.window,
         kept.topk,
-        f", decided every {kept.decide_every} tokens" if kept.decide_every > 1 else "",
         ", outputs corrected by the moments of evicted tokens" if policy.corrects else "",
     )
     return vllm_config

@@ -128,9 +128,7 @@ class GivenScore:
     threshold: float | None = None
 
 
-ScorerWeights = (
-    LinearWeights | MLPWeights | MLSTMWeights | KeyNorm | AttentionMass | MomentResidual | GivenScore | None
-)
+ScorerWeights = LinearWeights | MLPWeights | MLSTMWeights | KeyNorm | AttentionMass | MomentResidual | GivenScore | None
 """What scores a token; None scores every token 0."""
 
 
