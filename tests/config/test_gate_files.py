@@ -107,6 +107,18 @@ def test_the_policys_rule(written, name):
     assert policy.state_floats == 0
 
 
+def test_dms_needs_a_window_of_two_and_no_sink(written):
+    """Slot 1, whose position word counts filled slots, is then no long-range slot."""
+    scorer = str(written("dms"))
+    narrow = PolicySettings("dms", budget=40, scorer=scorer, sinks=4, window=1)
+    assert (
+        refusal(policies.get("dms"), narrow, SHAPE)
+        == "--kv-policy dms needs a window of two tokens: set --kv-window to at least 2"
+    )
+    least = policies.get("dms")(PolicySettings("dms", budget=40, scorer=scorer, sinks=0, window=2), SHAPE)
+    assert (least.layer_rule(0, slice(0, 2)).first_long, least.retention.topk) == (2, 38)
+
+
 def test_compiled_graphs_differ_by_what_they_compute(written, model, tmp_path):
     graphs = {}
     for name, (kind, _) in KINDS.items():

@@ -40,10 +40,10 @@ def policy(request, model, tmp_path):
     return policies.get(name)(PolicySettings(name, **settings), ModelShape("llama", 2, HEADS, 32, 256))
 
 
-def test_what_no_kernel_acts_on_is_refused():
+def test_signals_of_a_gate_without_one_are_refused():
     declared = {"name": "declared", "signals": frozenset({Signal.KEY, Signal.HIDDEN})}
     cls = type("Declared", (policies.get("streaming-llm"),), declared)
-    with pytest.raises(ConfigError, match="--kv-policy declared declares signals, which this version cannot serve"):
+    with pytest.raises(ConfigError, match="--kv-policy declared declares signals of a gate and has none"):
         cls(PolicySettings("declared", 64), ModelShape("llama", 2, HEADS, 32, 256))
 
 
