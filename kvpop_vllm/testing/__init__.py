@@ -3,7 +3,7 @@
 Imports nothing else of this package, so that what it judges cannot leak into the judgement.
 """
 
-from .budgets import ErrorBudget, assert_within_budget, error_budget
+from .budgets import ErrorBudget, OtherRoundings, assert_within_budget, eager_runs
 from .models import (
     random_prompt,
     require_distant_influence,
@@ -32,12 +32,13 @@ __all__ = [
     "OracleModel",
     "OraclePolicy",
     "OracleRun",
+    "OtherRoundings",
     "assert_within_budget",
     "corrected_attention",
     "decision_margins",
     "derived_budget",
     "derived_margin_bound",
-    "error_budget",
+    "eager_runs",
     "follow_attention",
     "log_gamma",
     "masked_attention",

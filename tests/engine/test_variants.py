@@ -19,6 +19,7 @@ from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import (
     OraclePolicy,
     assert_within_budget,
+    eager_runs,
     masked_attention,
     random_prompt,
 )
@@ -204,11 +205,12 @@ def _judge_layer(recorder, policy, name, layer, held) -> list[bool]:
                 others.remove(head)
                 break
             before = step.seen
-    exact, eager = (policy.attend(query.to(t), key.to(t), value.to(t), sets) for t in (torch.float64, key.dtype))
+    exact = policy.attend(query.double(), key.double(), value.double(), sets)
+    eager = eager_runs(lambda: policy.attend(query.to(key.dtype), key, value, sets))
     group = len(query) // len(key)
     rows = [head * group + i for head in others for i in range(group)]  # a head with a near-tie sees other tokens
-    found, exact, eager = (
-        x.unflatten(-1, (len(query), -1))[:, rows] for x in (out.transpose(0, 1).flatten(1), exact, eager)
+    found, exact, *eager = (
+        x.unflatten(-1, (len(query), -1))[:, rows] for x in (out.transpose(0, 1).flatten(1), exact, *eager)
     )
     assert_within_budget(found, exact, eager)
     return ties
