@@ -38,8 +38,8 @@ class OtherRoundings(TorchDispatchMode):
     Each operand moves by up to one unit in the last place, as if what made it had rounded otherwise. The
     result of ``n`` terms moves by up to ``sqrt(n)`` units: terms added one after another make ``n`` errors of at most
     half a unit of what has been added up so far, whose signs rarely agree, so that they rarely come to more.
-    Vectors, blocks and fused multiply-adds make fewer errors. Sums of 16-bit numbers stay as they are: libraries accumulate them in float32, which
-    does not show beside the rounding of the result.
+    Vectors, blocks and fused multiply-adds make fewer errors. Sums of 16-bit numbers stay as they are: libraries
+    accumulate them in float32, which does not show beside the rounding of the result.
     """
 
     def __init__(self, seed: int) -> None:

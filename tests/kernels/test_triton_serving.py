@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import types
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -64,13 +65,13 @@ class Replay:
     """Requests that the reference and the float64 loop have followed from the start; the kernels' pages begin as theirs."""
 
     def __init__(self, p: Problem, starts: tuple):
-        self.p, self.positions, self.roundings = p, [0] * p.requests, OtherRoundings(0)
+        self.p, self.positions, self.roundings = p, [0] * p.requests, nullcontext()
         self.reference = poisoned_pages(p.layout, p.num_blocks)
         self.exact = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
         for r, start in enumerate(starts):
             for _ in range(start):
                 self.advance([r])
-        self.pages = p.layout.view(self.reference.raw.clone())
+        self.pages, self.roundings = p.layout.view(self.reference.raw.clone()), OtherRoundings(0)
 
     def advance(self, active):
         """Inputs, the reference's and the exact results, and the margins by request and head."""
