@@ -15,6 +15,7 @@ from .oracle import (
     OracleRun,
     derived_budget,
     derived_margin_bound,
+    margin_bound,
 )
 from .oracle_coupled import corrected_attention, follow_attention
 from .oracle_policy import Decided, OraclePolicy, masked_attention, masked_lse
@@ -41,6 +42,7 @@ __all__ = [
     "eager_runs",
     "follow_attention",
     "log_gamma",
+    "margin_bound",
     "masked_attention",
     "masked_lse",
     "random_prompt",
