@@ -166,7 +166,9 @@ def expected(oracle):
             def outputs(x, visible=visible):
                 return own.attend(x.q, x.k, x.v, visible), masked_lse(x.q, x.k, visible)
 
-            both.append((visible, *zip(outputs(exact), eager_runs(functools.partial(outputs, low)), strict=True)))
+            both.append(
+                (visible, *zip(outputs(exact), eager_runs(functools.partial(outputs, low), count=1), strict=True))
+            )
         return both
 
     return found
