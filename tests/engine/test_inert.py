@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.stock_run import functions_of_ours_in_vllm
-from engine.tiny_engine import backend, complete, generate, start, stop
+from engine.tiny_engine import backend, complete, generate, running
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -95,16 +95,16 @@ def test_nothing_is_wrapped_outside_the_ledger(monkeypatch):
 
 def test_engines_of_one_process_leave_each_other_alone(model, fresh_processes, tmp_path):
     """A policy, then stock, then a policy, then stock: all stock ones give what a process without the plugin gives, and
-    the policy gives the same before and after."""
+    the policy gives the same before and after, whatever number of threads this process has otherwise."""
     scorer = write_random_scorer(tmp_path / "scorer", model)
     policy = {"policy": "kvpop", "scorer": str(scorer)}
     stock = fresh_processes["without"]["outputs"]
     bounded = generate(model, policy)
     assert as_json(generate(model, None)) == stock
     assert generate(model, policy) == bounded
-    llm = start(model, None)
-    assert backend(llm).__name__ == "CPUAttentionBackend" and as_json(complete(llm, 24)) == stock
-    stop(llm)
+    with running(model, None) as llm:
+        assert backend(llm).__name__ == "CPUAttentionBackend" and as_json(complete(llm, 24)) == stock
+        assert torch.get_num_threads() == fresh_processes["without"]["threads"] == 1
     assert as_json(bounded) != stock
 
 
