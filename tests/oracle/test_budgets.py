@@ -212,13 +212,14 @@ def stale_slot(p, pages, before):
 
 def stale_state(p, pages, before):
     """It lacks the newest token."""
-    pages.state[p.table[0, 0, 0].long()] = before.state[p.table[0, 0, 0].long()]
+    at = p.table[0, 0, : p.layout.state_blocks].long()
+    pages.state[at] = before.state[at]
 
 
 def coarse_state(p, pages, before):
     """Once, a step ago."""
-    state = pages.state[p.table[0, 0, 0].long(), 0]
-    state[: p.rule.state_floats(p.size)] = state[: p.rule.state_floats(p.size)].bfloat16().float()
+    at = p.table[0, 0, : p.layout.state_blocks].long(), 0
+    pages.state[at] = pages.state[at].bfloat16().float()
 
 
 @functools.cache
