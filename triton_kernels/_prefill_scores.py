@@ -19,13 +19,13 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass
 class Piece:
-    """Tokens of some heads that are keys of a piece ``[a, b)``: those of long-range slots, sinks, those of the ring that are
-    undecided, then the new ones. From the undecided ones on their positions go up by one.
+    """Tokens of some heads that are keys of a piece ``[a, b)``: those of long-range slots, sinks, those of the window, then the new
+    ones. From those of the window on their positions go up by one.
 
     Attributes:
         keys, values: ``[H, T, D]``. score: ``[H, T]`` float32, as it stands in their slots. position: ``[H, T]`` int64.
         held: how many come before the new ones. long_range: how many of these are in long-range slots.
-        first: index of token t is ``first + t`` where t is undecided before a, or new.
+        first: index of token t is ``first + t`` where t is in the window before a, or new.
     """
 
     keys: torch.Tensor
@@ -38,13 +38,14 @@ class Piece:
     a: int
     b: int
 
-    def span(self, start: int, end: int) -> slice:
-        """Where tokens ``[start, end)`` are."""
-        return slice(self.first + start, self.first + max(start, end))
-
     def leaving(self, rule: RetentionRule) -> slice:
-        """Those that are decided upon in this piece."""
-        return self.span(rule.decided(self.a), rule.decided(self.b))
+        """Indices of the tokens that leave the window in this piece."""
+        return slice(*(self.first + oldest_in_window(rule, q) for q in (self.a, self.b)))
+
+
+def oldest_in_window(rule: RetentionRule, q: int) -> int:
+    """Position of the oldest token that is in the window, and no sink, before position q."""
+    return max(rule.sinks, q - rule.window)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -114,7 +115,7 @@ class Scores:
             self.written = torch.cat([w.k_proj, *of_values, *gates], -1)
 
     def __call__(self, piece: Piece, state: State | None) -> tuple[torch.Tensor, State | None]:
-        """Scores ``[H, leaving]`` of the tokens that are decided upon in a piece, and the state behind it; scores that are given at
+        """Scores ``[H, leaving]`` of the tokens that leave the window in a piece, and the state behind it; scores that are given at
         insertion go into the piece's."""
         weights, where = self.weights, piece.leaving(self.rule)
         keys = piece.keys[:, where]
@@ -129,28 +130,27 @@ class Scores:
         if isinstance(weights, MLPWeights):
             hidden = F.silu(_products(piece, where, weights.fc1_weight) + weights.fc1_bias.unsqueeze(1))
             return (hidden * weights.fc2_weight.unsqueeze(1)).sum(-1) + weights.fc2_bias.unsqueeze(-1), None
-        taken = piece.span(self.rule.taken(piece.a), self.rule.taken(piece.b))
-        if taken.stop > taken.start:
-            read = where if weights.delayed else taken
-            score, state = self._mlstm(piece, read, taken, state)
-            if weights.delayed:
-                return score, state
-            piece.score[:, taken] = score
+        if weights.delayed:
+            return self._mlstm(piece, where, state)
+        new = slice(piece.held, None)
+        piece.score[:, new], state = self._mlstm(piece, new, state)
         return piece.score[:, where], state
 
-    def _mlstm(self, piece: Piece, read: slice, taken: slice, state: State | None) -> tuple[torch.Tensor, State]:
-        """Scores of the tokens ``read``, the last of them with all that are ``taken`` in."""
-        w = self.weights
-        products = _products(piece, taken, self.written)
-        columns, count, reads = w.k_proj.shape[-1], taken.stop - taken.start, read.stop - read.start
+    def _mlstm(self, piece: Piece, read: slice, state: State | None) -> tuple[torch.Tensor, State]:
+        """Scores of the tokens ``read``, the last of them with all new tokens in the state."""
+        w, new = self.weights, slice(piece.held, None)
+        products = _products(piece, new, self.written)
+        columns, count = w.k_proj.shape[-1], piece.b - piece.a
         key = self._features(products[..., :columns])
-        value = piece.values[:, taken].float() if w.v_proj is None else products[..., columns:-2]
+        value = piece.values[:, new].float() if w.v_proj is None else products[..., columns:-2]
         igate = self._softcap(products[..., -2] + w.igate_bias.unsqueeze(-1))
         fgate = self._softcap(products[..., -1] + w.fgate_bias.unsqueeze(-1))
-        query = F.pad(self._features(_products(piece, read, w.q_proj)), (0, 0, count - reads, 0))
+        query = self._features(_products(piece, read, w.q_proj))
+        skipped = count - query.shape[1]
+        query = F.pad(query, (0, 0, skipped, 0))
         inputs = (x.unsqueeze(0) for x in (query, key, value, igate, fgate))
         h, state = delayed_mlstm(*inputs, delay=0, state=state)
-        return self._score(piece, read, h[0, :, count - reads :]), state
+        return self._score(piece, read, h[0, :, skipped:]), state
 
     def _features(self, a: torch.Tensor) -> torch.Tensor:
         if self.weights.feature_map == "softmax":

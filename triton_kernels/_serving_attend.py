@@ -10,12 +10,7 @@ from kvpop_vllm.kernels.triton._serving_pages import (
     MARKS,
     PRECISION,
     REFUSED,
-    decided_before,
-    decides_at,
     page_of,
-    phase_of,
-    seen_slots,
-    slots_at,
     state_at,
     word_at,
 )
@@ -29,11 +24,11 @@ def _nothing(used):
 
 @triton.jit(do_not_specialize=["splits"])
 def _attend(
-    q, cache, asked,
+    q, cache,
     out, lse,  # [R, Hq, D], [R, Hq]
     sums,  # [R, Hq, splits, D] float32: where heads are CUT, these
     tops,  # [R, Hq, splits, 2]: maximum, in base 2, and total
-    logits,  # [R, H * slots * G], in base 2, where masses are asked for
+    logits,  # [R, Hq, slots], in base 2, where masses are asked for
     marks, heads, splits, scale, q_request, q_head,
     P: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
@@ -47,22 +42,18 @@ def _attend(
     rows = tl.load(at, mask=present[:, None] & fits[None, :], other=0.0)
     if WIDE:
         rows = rows.to(tl.float32)
-    position = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
-    decided = decided_before(position + 1, phase_of(asked, r, P), P)
 
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     padded: tl.constexpr = P.padded  # Triton 3.6 takes no attribute in a shape
     acc = tl.zeros([GROUP, padded], tl.float32)
     head = r * heads * P.group + query_head  # of [R, Hq]
-    if P.masses:
-        base, width = slots_at(asked, r, h, heads, P)
     blocks = (tl.maximum(used, 0) + BLOCK_S - 1) // BLOCK_S
     share = (blocks + splits - 1) // splits
     for block in range(part * share, tl.minimum(blocks, (part + 1) * share)):
         first = block * BLOCK_S
         slot = first + tl.arange(0, BLOCK_S)
-        seen = seen_slots(slot, used, position, decided, P)
+        seen = slot < used
         page = page_of(cache, r, h, P.state_pages + first // P.slots)
         start = page * cache.rows + h * cache.rows_head + first % P.slots * P.size
         place = start + tl.arange(0, BLOCK_S)[:, None] * P.size + column[None, :]
@@ -74,8 +65,8 @@ def _attend(
         products = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
         products = tl.where(seen[None, :], products, float("-inf"))
         if P.masses:
-            place_of_logits = logits + base * P.group + g[:, None] * width + slot[None, :]
-            tl.store(place_of_logits, products, mask=present[:, None] & seen[None, :])
+            own = logits + head[:, None] * P.most_slots + slot[None, :]
+            tl.store(own, products, mask=present[:, None] & seen[None, :])
         new_top = tl.maximum(top, tl.max(products, 1))
         pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
         weights = tl.exp2(products - pivot[:, None])
@@ -136,8 +127,7 @@ def _correct(
 ):  # fmt: skip
     """A block of columns of the output with what the evicted tokens add to it. merged ``[R, Hq, D]`` float32."""
     first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    mark = marks + (r * heads + h) * MARKS
-    count = tl.load(mark + 1) + tl.load(mark + 2)
+    count = tl.load(marks + (r * heads + h) * MARKS + 1)
     g, column = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_C)
     present, fits = g < P.group, column < P.size
     inside = present[:, None] & fits[None, :]
@@ -170,37 +160,23 @@ def _correct(
 
 @triton.jit
 def _masses(
-    logits, lse, cache, asked, marks, heads,
+    logits, lse, cache, marks, heads,
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The query's weights over a block of slots, and those behind it by so many as there are programs, averaged over the query heads,
-    into their score words or added to them."""
-    h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """The query's weights over a block of slots, averaged over the query heads, into their score words or added to them."""
+    first, h, r = tl.program_id(0) * BLOCK_S, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     used = tl.load(marks + (r * heads + h) * MARKS)
-    if tl.program_id(0) * BLOCK_S >= used:
+    if first >= used:
         return
-    position = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
-    phase = phase_of(asked, r, P)
-    counted, adds = used, 0
-    if P.mean:
-        adds = 1
-    if P.votes:
-        counted = tl.where(position < tl.load(asked.prompts + r * asked.prompts_request), used, 0)
-        adds = tl.where(decides_at(position, phase, P), 0, 1)
-    g = tl.arange(0, GROUP)
-    present = g < P.group
+    g, slot = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_S)
+    present, seen = g < P.group, slot < used
     head = (r * heads + h) * P.group + g
     top = tl.load(lse + head, mask=present, other=0.0) * LOG2E
-    base, width = slots_at(asked, r, h, heads, P)
-    for first in range(tl.program_id(0) * BLOCK_S, counted, tl.num_programs(0) * BLOCK_S):
-        slot = first + tl.arange(0, BLOCK_S)
-        seen = seen_slots(slot, counted, position, decided_before(position + 1, phase, P), P)
-        inside = present[:, None] & seen[None, :]
-        place = logits + base * P.group + g[:, None] * width + slot[None, :]
-        own = tl.load(place, mask=inside, other=float("-inf"))
-        mass = tl.sum(tl.where(inside, tl.exp2(own - top[:, None]), 0.0), 0) / P.group
-        at = word_at(cache, r, h, tl.where(seen, slot, 0), P)
-        if not P.newest:
-            mass += tl.where(adds == 1, tl.load(cache.score + at, mask=seen, other=0.0), 0.0)
-            tl.debug_barrier()
-        tl.store(cache.score + at, mass, mask=seen)
+    inside = present[:, None] & seen[None, :]
+    own = tl.load(logits + head[:, None] * P.most_slots + slot[None, :], mask=inside, other=float("-inf"))
+    mass = tl.sum(tl.where(inside, tl.exp2(own - top[:, None]), 0.0), 0) / P.group
+    at = cache.score + word_at(cache, r, h, tl.where(seen, slot, 0), P)
+    if P.mean:
+        mass += tl.load(at, mask=seen, other=0.0)
+        tl.debug_barrier()
+    tl.store(at, mass, mask=seen)

@@ -27,14 +27,14 @@ def _effective(raw, age, log_gamma, decay_step, AGES: tl.constexpr):
     return score + (age // decay_step).to(tl.float64) * log_gamma
 
 
-@triton.jit(do_not_specialize=["held", "total", "topk", "window", "every", "decay_step"])
+@triton.jit(do_not_specialize=["held", "total", "topk", "window", "decay_step"])
 def _simulate(
     score,  # [H, T] float32
     position,  # [H, T] int32
     log_gamma,  # [H] float64
     slots,  # [H, 3, k] int32: which token a slot holds, its position, the bits of its score; those held are there
     gone,  # [H, T] int64
-    held, total, topk, window, every, decay_step,
+    held, total, topk, window, decay_step,
     AGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Arrival after arrival of one head: of those in the slots and itself the lowest leaves once all are filled."""
@@ -47,7 +47,7 @@ def _simulate(
     filled = held
     for j in range(held, total):
         raw, t = tl.load(score + j), tl.load(position + j)
-        q = (t + window) // every * every + every - 1
+        q = t + window
         target = filled
         if filled >= topk:
             best, oldest, where = none_yet(BLOCK)
@@ -72,7 +72,7 @@ def _simulate(
         tl.debug_barrier()  # and seen when the next one arrives
 
 
-def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, decide_every=1, ages=False):
+def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False):
     """See :func:`kvpop_vllm.kernels.ops.online_topk`.
 
     Raises:
@@ -85,19 +85,19 @@ def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1,
     if total <= topk or total <= held:
         return gone
     if topk == 0 or decay_step == 1 and not ages:
-        return _static_order(score, position, held, topk, window, log_gamma, decide_every, gone)
+        return _static_order(score, position, held, topk, window, log_gamma, gone)
     score, position, log_gamma = score.float().contiguous(), position.int().contiguous(), log_gamma.contiguous()
     slots = torch.empty(heads, 3, topk, dtype=torch.int32, device=device)
     slots[:, 0, :held] = torch.arange(held, dtype=torch.int32, device=device)
     slots[:, 1, :held], slots[:, 2, :held] = position[:, :held], score[:, :held].view(torch.int32)
     _simulate[(heads,)](
-        score, position, log_gamma, slots, gone, held, total, topk, window, decide_every, decay_step, AGES=ages,
+        score, position, log_gamma, slots, gone, held, total, topk, window, decay_step, AGES=ages,
         BLOCK=min(BLOCK, triton.next_power_of_2(max(16, topk))), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return gone
 
 
-def _static_order(score, position, held, topk, window, log_gamma, decide_every, gone):
+def _static_order(score, position, held, topk, window, log_gamma, gone):
     """Eviction times into ``gone``."""
     (heads, total), device = score.shape, score.device
     leaving = last = torch.arange(held, total, device=device).expand(heads, -1)  # which leave, and at which arrival
@@ -107,6 +107,4 @@ def _static_order(score, position, held, topk, window, log_gamma, decide_every, 
         order = newest.gather(-1, priority.gather(-1, newest).argsort(dim=-1, descending=True, stable=True))
         leaving = order[:, topk:]
         last = _kth_smallest(order.int(), topk, topk, total - topk).maximum(leaving.int())
-    at = position[:, held : held + 1] + window + last.long() - held
-    decided = at // decide_every * decide_every + decide_every - 1
-    return gone.scatter_(-1, leaving, decided)
+    return gone.scatter_(-1, leaving, position[:, held : held + 1] + window + last.long() - held)

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import torch
 from kvpop_vllm.kernels.triton._prefill_attend import attend
-from kvpop_vllm.kernels.triton._prefill_scores import Piece, Scores, State
+from kvpop_vllm.kernels.triton._prefill_scores import Piece, Scores, State, oldest_in_window
 from kvpop_vllm.kernels.triton.decode_step import check_step, plan_of, take_step, weights_of
 from kvpop_vllm.kernels.triton.online_topk import online_topk
 
@@ -25,7 +25,7 @@ LAST = 2**31 - 1
 
 
 @torch.no_grad()
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prompt=None):
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`. All tensors, the rule's too, are on q's device.
 
     Raises:
@@ -41,7 +41,7 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
         return out, lse
     if rule.sequential:
         plan = plan_of(pages, page_table, group, rule, options)
-        _token_by_token(plan, q, k, v, pages, page_table, start, budgets, rule, weights, scale, given, prompt, out, lse)
+        _token_by_token(plan, q, k, v, pages, page_table, start, budgets, rule, weights, scale, given, out, lse)
         return out, lse
     for budget in sorted(set(shares)):
         own = [h for h, share in enumerate(shares) if share == budget]
@@ -75,16 +75,14 @@ def _look(pages, page_table, start: int, budgets) -> list[int]:
     return shares[0]
 
 
-def _token_by_token(plan, q, k, v, pages, table, start, budgets, rule, weights, scale, given, prompt, out, lse) -> None:
-    """L decode steps; what they need beside the tokens is worked out on the device."""
+def _token_by_token(plan, q, k, v, pages, table, start, budgets, rule, weights, scale, given, out, lse) -> None:
+    """L decode steps, whose positions are on the device from the start."""
     positions = torch.arange(start, start + len(q), device=q.device).unsqueeze(1)
-    valid = rule.for_prompt(prompt).extents(positions, budgets).int()
     positions = positions.repeat(1, 2)  # each at a multiple of 16 bytes: kernels are compiled for one alignment
-    prompts = None if prompt is None else torch.full((1,), prompt, device=q.device)
     rows, own = table.unsqueeze(0), budgets.unsqueeze(0)
     for i in range(len(q)):
         cut = slice(i, i + 1)
-        told = positions[i, :1], valid[cut], own, prompts, None if given is None else given[cut]
+        told = positions[i, :1], own, None if given is None else given[cut]
         step = (x[cut] for x in (q, k, v))
         take_step(plan, *step, pages, rows, told, rule, weights, scale, out[cut], lse[cut])
 
@@ -140,11 +138,10 @@ class _Heads:
     def _load(self, k, v, given, a: int) -> Piece:
         """Tokens ``[a, a + len(k))`` behind all that is held before a."""
         rule, pages, length, heads = self.rule, self.pages, len(k), k.shape[1]
-        undecided, sinks = rule.decided(a), min(rule.sinks, a)
-        end = rule.extent(a, self.budget) if undecided > rule.sinks else 0
-        near = self._arange(undecided, a)
-        long_range = self._arange(rule.first_long, end)
-        in_ring = rule.sinks + (near - rule.sinks) % rule.ring
+        oldest, sinks = oldest_in_window(rule, a), min(rule.sinks, a)
+        near = self._arange(oldest, a)
+        long_range = self._arange(rule.first_long, min(a, self.budget))
+        in_ring = rule.sinks + (near - rule.sinks) % rule.window
         at = self._at(torch.cat([long_range, self._arange(0, sinks), in_ring]))
         held = at[0].shape[1]
         keys = torch.empty(heads, held + length, k.shape[2], dtype=k.dtype, device=self.device)
@@ -155,7 +152,7 @@ class _Heads:
                 whole[:, held:] = new.transpose(0, 1)
         told = torch.cat([self._arange(0, sinks), near, self._arange(a, a + length)]).expand(heads, -1)
         position = torch.cat([pages.position[self._at(long_range)].long(), told], 1)
-        first = len(long_range) + rule.sinks - undecided
+        first = len(long_range) + rule.sinks - oldest
         return Piece(keys, values, score, position, held, len(long_range), first, a, a + length)
 
     def _evictions(self, piece: Piece, leaving: slice) -> torch.Tensor:
@@ -166,7 +163,7 @@ class _Heads:
         score, position = (torch.cat([x[:, part] for part in ranked], 1) for x in (piece.score, piece.position))
         at = online_topk(
             score, position, held, topk=self.topk, window=rule.window, log_gamma=rule.log_gamma,
-            decay_step=rule.decay_step, decide_every=rule.decide_every, ages=rule.ages,
+            decay_step=rule.decay_step, ages=rule.ages,
         )  # fmt: skip
         at = (at - piece.a).clamp_max(LAST).int()
         gone[:, :held], gone[:, leaving] = at[:, :held], at[:, held:]
@@ -175,11 +172,11 @@ class _Heads:
     def _survivors(self, piece: Piece, leaving: slice, gone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots ``[n]`` to be written, and the index ``[H, n]`` of the token that each then holds. Long-range tokens stay where they
         are, newcomers take free slots, the oldest the first one."""
-        rule, heads, decided = self.rule, len(self.heads), self.rule.decided(piece.b)
+        rule, heads, oldest = self.rule, len(self.heads), oldest_in_window(self.rule, piece.b)
         sinks = self._arange(min(rule.sinks, piece.a), min(rule.sinks, piece.b))
-        near = self._arange(decided, piece.b)
-        filled = self._arange(0, min(decided - rule.sinks, self.topk))
-        slots = torch.cat([sinks, rule.sinks + (near - rule.sinks) % rule.ring, rule.first_long + filled])
+        near = self._arange(oldest, piece.b)
+        filled = self._arange(0, min(oldest - rule.sinks, self.topk))
+        slots = torch.cat([sinks, rule.sinks + (near - rule.sinks) % rule.window, rule.first_long + filled])
         fixed = (piece.first + torch.cat([sinks, near])).expand(heads, -1)
         if len(filled) == 0 or leaving.stop == leaving.start:
             return slots[: fixed.shape[1]], fixed
@@ -202,9 +199,9 @@ class _Heads:
         pages.put(pages.position, self._at(self._arange(0, 1)), seen)  # slot 0's position word holds tokens_seen
 
     def _load_state(self, a: int) -> State | None:
-        """Of an mLSTM that has taken tokens in."""
+        """State of an mLSTM that has taken tokens in."""
         weights = self.rule.scorer
-        if not isinstance(weights, MLSTMWeights) or self.rule.taken(a) == 0:
+        if not isinstance(weights, MLSTMWeights) or a == 0:
             return None
         flat = self.pages.state[self.state_rows, self.heads.unsqueeze(1)].flatten(1)
         cells, width = weights.features * weights.value_size, weights.state_floats

@@ -75,7 +75,6 @@ class OracleModel:
         policy: OraclePolicy | None = None,
         visible: Sequence[torch.Tensor] | None = None,
         bias: Sequence[tuple[int, int, int, float]] = (),
-        prompt: int | None = None,
     ) -> OracleRun:
         """Process a whole sequence, prompt and generated tokens alike.
 
@@ -85,7 +84,6 @@ class OracleModel:
             visible: force these retained sets, bool ``[H, S, S]`` per layer, instead of the
                 policy's own; scores are still computed and the margins then judge the given sets.
             bias: ``(layer, head, token, by)``: the token scores so much more when sets are made.
-            prompt: how many of the tokens are the prompt, for policies that decide by it.
         """
         policy = policy or OraclePolicy.full()
         cos, sin = self._rope(len(token_ids))
@@ -97,7 +95,7 @@ class OracleModel:
             query, key, value, channel = self._qkv(normed, f"{prefix}.self_attn", cos, sin, policy.borrows)
             forced = None if visible is None else visible[layer]
             nudged = [(head, token, by) for where, head, token, by in bias if where == layer]
-            decided = policy.decide(layer, query, key, value, forced, nudged, prompt, normed, channel)
+            decided = policy.decide(layer, query, key, value, forced, nudged, normed, channel)
             for found, of_layer in zip(
                 (run.visible, run.margins, run.scores, run.lost),
                 (decided.visible, decided.margins, decided.scores, decided.lost),
@@ -191,25 +189,33 @@ def _check_known(config: dict) -> None:
 
 
 def derived_budget(run32: OracleRun, run64: OracleRun) -> float:
-    """Allowed log-probability error: 4 times the largest difference between the two runs.
+    """Allowed log-probability error: the largest difference between the two runs.
 
-    Both must have run with the float64 retained sets, so that only rounding tells them apart.
+    Both must have run with the float64 retained sets, so that only rounding tells them apart, and the
+    one in float32 under :class:`OtherRoundings`. The largest of so many disturbed numbers is no luck: it needs no multiple.
     """
     _require_same_sets(run32, run64)
-    return 4.0 * float((run32.logprobs.double() - run64.logprobs.double()).abs().max())
+    return float((run32.logprobs.double() - run64.logprobs.double()).abs().max())
 
 
 def derived_margin_bound(run32: OracleRun, run64: OracleRun) -> list[float]:
-    """Per layer, the decision margin below which a correct implementation may decide otherwise.
-
-    A margin is a difference of two scores, so twice 4 times the layer's largest raw-score error.
-    """
+    """Per layer the :func:`margin_bound` of two runs such as :func:`derived_budget` takes."""
     _require_same_sets(run32, run64)
-    bounds = []
-    for low, high in zip(run32.scores, run64.scores, strict=True):
-        error = (low.double() - high.double()).abs()[~high.isnan()]
-        bounds.append(8.0 * float(error.max()) if error.numel() else 0.0)
-    return bounds
+    return [margin_bound(low, high) for low, high in zip(run32.scores, run64.scores, strict=True)]
+
+
+def margin_bound(low: torch.Tensor, exact: torch.Tensor) -> float:
+    """Decision margin below which a correct implementation may decide otherwise.
+
+    A margin is a difference of two scores, so twice their largest error.
+
+    Args:
+        low: float32 raw scores of one layer, made under :class:`OtherRoundings`.
+        exact: the same in float64; NaN where there is none.
+    """
+    error = (low.double() - exact).abs()
+    error = error[~error.isnan()]  # nor where both are infinite
+    return 2.0 * float(error.max()) if error.numel() else 0.0
 
 
 def _require_same_sets(run32: OracleRun, run64: OracleRun) -> None:

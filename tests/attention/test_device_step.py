@@ -13,14 +13,13 @@ from kvpop_vllm.attention.device_step import DecodeRows, Split
 from kvpop_vllm.attention.fixed_budget import StepBatch
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.kernels.regions import HeadRegions, RegionMap, Shares
+from kvpop_vllm.kernels.regions import RegionMap, Shares
 from kvpop_vllm.roles import Retention
 
 HEADS, SIZE, MOST, LAYERS, BLOCKS = 2, 32, 6, 2, 300
 KEPT = {
     "every step": Retention(40, 2, 6),
-    "a grid": Retention(48, 2, 6, 8),
-    "a grid of the prompt": Retention(48, 0, 9, 8, prompt_grid=True),
+    "no sinks": Retention(48, 0, 9),
     "longer than any": Retention(400, 2, 6),
 }
 SHARES = Shares(((64, 64), (16, 16)))
@@ -46,12 +45,11 @@ class NoWaiting(TorchDispatchMode):
         return out
 
 
-def rows_of(kept, device="cpu", shares=None, state=0, columns=None, divides=False):
+def rows_of(kept, device="cpu", shares=None, state=0, columns=None):
     layout = PageLayout(HEADS, SIZE, torch.float32, 16, state)
     heads_with = {kept.budget: 1} if shares is None else shares.counts
     most = max(heads_with)
-    columns = columns or layout.blocks(most, most) + divides
-    return DecodeRows(layout, kept, MOST, columns, heads_with, device, divides)
+    return DecodeRows(layout, kept, MOST, columns or layout.blocks(most, most), heads_with, device)
 
 
 def engine_tables(rows, lens, seed=0):
@@ -69,14 +67,12 @@ def split_of(lens):
     return Split.of(ends(lens))
 
 
-def filled(rows, lens, lengths, prompts=None):
+def filled(rows, lens, lengths):
     """The step of these requests, through the persistent tensors, on their device."""
     device, (table, slots) = rows.table.device, engine_tables(rows, lens)
     table, slots, seq_lens = (x.to(device) for x in (table, slots, torch.tensor(lengths, dtype=torch.int32)))
-    if prompts is not None:
-        rows.prompts[: len(prompts)] = torch.tensor(prompts)
     rows.fill(split_of(lens).decodes, seq_lens, table, slots)
-    return lambda regions=None, layer=0: rows.batch(split_of(lens), lengths, table, prompts, regions, layer)
+    return lambda regions=None, layer=0: rows.batch(split_of(lens), lengths, table, regions, layer)
 
 
 def test_decodes_are_the_leading_rows():
@@ -93,17 +89,14 @@ def test_equal_to_batches_made_anew(name, state):
     kept = KEPT[name]
     rows = rows_of(kept, state=state)
     for lens, lengths in STEPS:
-        prompts = [length - 3 if length > 3 else length for length in lengths] if kept.prompt_grid else None
-        batch, d = filled(rows, lens, lengths, prompts)(), split_of(lens).decodes
-        asked = None if prompts is None else torch.tensor(prompts)
+        batch, d = filled(rows, lens, lengths)(), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
-        expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, asked)
+        expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table)
         assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.slot_zero is None
         assert torch.equal(batch.positions, expected.positions[:d])
-        assert torch.equal(batch.valid, expected.valid[:d])
         assert torch.equal(batch.budgets, expected.budgets)
         for r in range(d):
-            own = rows.layout.blocks(lengths[r], kept.budget, kept.decide_every)
+            own = rows.layout.blocks(lengths[r], kept.budget)
             assert (
                 torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
                 and (batch.table[r, :, own:] == 0).all()
@@ -112,8 +105,6 @@ def test_equal_to_batches_made_anew(name, state):
         for chunk, other in zip(chunks, expected.prefills, strict=True):
             assert replace(chunk, row=None) == replace(other, row=None)
             assert torch.equal(chunk.row, other.row[:, : chunk.row.shape[1]])
-        if prompts is not None:
-            assert batch.prompts.tolist() == prompts[:d]
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -125,8 +116,8 @@ def test_heads_of_unequal_budgets(layer):
         batch, d = filled(rows, lens, lengths)(regions, layer), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, None, regions, layer)
-        assert torch.equal(batch.valid, expected.valid[:d]) and torch.equal(batch.budgets, expected.budgets)
+        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, regions, layer)
+        assert torch.equal(batch.positions, expected.positions[:d]) and torch.equal(batch.budgets, expected.budgets)
         for r in range(d):
             own = min(lengths[r], SHARES.budgets[layer][0])
             own = rows.layout.blocks(own, own)
@@ -135,35 +126,10 @@ def test_heads_of_unequal_budgets(layer):
         assert (rows.table[0, :held] > 0).all() and (rows.table[0, held:] == 0).all() or d == 0
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_heads_that_divide_a_budget(name):
-    """One block more once it is outgrown; regions of what is held as of a table made anew."""
-    kept = KEPT[name]
-    rows, spare = rows_of(kept, state=5000, divides=True), HeadRegions.spare
-    regions = HeadRegions(rows.layout, kept.budget, BLOCKS)
-    for lens, lengths in STEPS:
-        prompts = [min(length, 90) for length in lengths]
-        batch, d = filled(rows, lens, lengths, prompts)(regions), split_of(lens).decodes
-        table = engine_tables(rows, lens)[0][: len(lens)]
-        step = torch.tensor(lengths, dtype=torch.int32), table, torch.tensor(prompts)
-        expected = StepBatch.build(rows.layout, kept, lens, *step, regions)
-        assert torch.equal(batch.valid, expected.valid[:d]) and torch.equal(batch.budgets, expected.budgets)
-        for r in range(d):
-            own = rows.layout.blocks(lengths[r], kept.budget, kept.decide_every)
-            own += spare * (lengths[r] + kept.decide_every - 1 > kept.budget)
-            assert torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
-            assert (rows.table[r, own:] == 0).all() and (rows.table[r, :own] > 0).all()
-        chunks = [c for c in batch.prefills if c.last - c.first > 1]
-        for chunk, other in zip(chunks, expected.prefills, strict=True):
-            assert torch.equal(chunk.row, other.row)
-    place = filled(rows, [1], [50])(regions).table.data_ptr()
-    assert filled(rows, [1, 1], [9, 300])(regions).table.data_ptr() == place
-
-
 def test_addresses_stay_and_rows_of_others_are_left_alone():
-    rows = rows_of(KEPT["a grid"])
+    rows = rows_of(KEPT["no sinks"])
     lens, lengths = [1] * MOST, [9, 100, 7, 50, 60, 1]
-    names = ("table", "positions", "valid", "budgets")
+    names = ("table", "positions", "budgets")
     first = {name: getattr(filled(rows, lens, lengths)(), name).data_ptr() for name in names}
     before = rows.positions.clone()
     second = filled(rows, [1, 1], [10, 101])()
@@ -185,7 +151,7 @@ def test_rows_of_padding(name, cause):
         table[2:, rows.layout.state_blocks :] = 0
     rows.fill(4, lengths, table, slots)
     assert rows.positions[:4].tolist() == [29, 30, -1, -1]
-    assert (rows.table[2:4] == 0).all() and (rows.valid[2:4] == 0).all() and (rows.table[:2, 0] > 0).all()
+    assert (rows.table[2:4] == 0).all() and (rows.table[:2, 0] > 0).all()
 
 
 def test_a_narrow_block_table_is_taken_as_it_is():
@@ -195,14 +161,12 @@ def test_a_narrow_block_table_is_taken_as_it_is():
     assert rows.table[0].count_nonzero() == 2 and rows.table[1, :4].tolist() == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("shared", [None, "map", "divided"])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", KEPT)
 def test_no_value_is_asked_for(name, shared):
     """On the device "meta" tensors have no values, and may not meet tensors of the CPU."""
-    rows = rows_of(KEPT[name], "meta", SHARES if shared == "map" else None, divides=shared == "divided")
-    regions = RegionMap(SHARES, rows.layout, BLOCKS, "meta") if shared == "map" else None
-    if shared == "divided":
-        regions = HeadRegions(rows.layout, KEPT[name].budget, BLOCKS, "meta")
+    rows = rows_of(KEPT[name], "meta", SHARES if shared else None)
+    regions = RegionMap(SHARES, rows.layout, BLOCKS, "meta") if shared else None
     raw = torch.empty(BLOCKS, HEADS, rows.layout.region_bytes, dtype=torch.uint8, device="meta")
     pages = rows.layout.view(raw)
     for lens, lengths in STEPS:
@@ -212,9 +176,9 @@ def test_no_value_is_asked_for(name, shared):
         given = torch.empty(tokens, HEADS, device="meta")
         with NoWaiting():
             rows.fill(split_of(lens).decodes, seq_lens, table, slots)
-            batch = rows.batch(split_of(lens), lengths, table, None, regions, 1)
+            batch = rows.batch(split_of(lens), lengths, table, regions, 1)
             assert shift(given, pages, batch, KEPT["every step"]).shape == given.shape
-        assert batch.table.device.type == batch.valid.device.type == batch.budgets.device.type == "meta"
+        assert batch.table.device.type == batch.positions.device.type == batch.budgets.device.type == "meta"
 
 
 def test_waiting_would_be_noticed():

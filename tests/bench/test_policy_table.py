@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+from threads import same_threads
 
 from kvpop_vllm.evaluation.contenders import Contender, known_training_free
 from kvpop_vllm.evaluation.served import Sequence
@@ -52,9 +53,8 @@ def bench(modules, folder, tmp_path, monkeypatch, capsys):
         words = f"--model {folder / 'model'} --scorer {folder / 'scorer'} --data {text} --haystack {text} --length 700 --context 700"
         words += " --needles 2 --requests 2 --rounds 3"
         monkeypatch.setattr(sys, "argv", ["policy_table.py", *words.split(), *options])
-        threads = torch.get_num_threads()
-        status = modules["policy_table"].main()
-        torch.set_num_threads(threads)
+        with same_threads():
+            status = modules["policy_table"].main()
         paths = [tmp_path / name for name in ("policies.csv", "policy-steps.csv")]
         rows, times = (list(csv.DictReader(path.open())) if path.exists() else [] for path in paths)
         return status, rows, times, capsys.readouterr()
@@ -174,8 +174,8 @@ def test_timed_steps_are_real_ones(modules, name):
     steps = modules["kernel_steps"].Steps(deployed, 4, 3, context, count, torch.float32)
     given, outs = [], []
 
-    def watch(tokens, rule, pages, table, budgets, positions, valid):
-        out, _ = ops.decode_step(*tokens, pages, table, positions, valid, budgets, rule=rule, scale=32**-0.5)
+    def watch(tokens, rule, pages, table, budgets, positions):
+        out, _ = ops.decode_step(*tokens, pages, table, positions, budgets, rule=rule, scale=32**-0.5)
         given.append(tokens)
         outs.append(out)
 
@@ -188,7 +188,7 @@ def test_timed_steps_are_real_ones(modules, name):
             torch.cat([start, *(step[i][request][None] for step in given[layer::2])]).transpose(0, 1)
             for i, start in enumerate(prompt)
         ]
-        sequence = Sequence(deployed.rule(layer), deployed.budgets(layer), texts[1], length=56, prompt=50)
+        sequence = Sequence(deployed.rule(layer), deployed.budgets(layer), texts[1], length=56)
         whole = sequence.attend(*texts, 32**-0.5)[:, context:]
         own = torch.stack([out[request] for out in outs[layer::2]], 1)
         torch.testing.assert_close(own, whole, rtol=0, atol=2e-5)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer
 from distill.typed import RECIPE, distill
 from safetensors.torch import load_file, save_file
+from threads import one_thread
 from transformers import AutoTokenizer
 
 from kvpop_vllm.distill import run
@@ -62,14 +63,6 @@ def test_trains_every_kind_of_scorer_and_tells_how(kvpop, kind):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.fixture
-def same_threads():
-    """Puts back what ``--threads`` sets."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def kill_after(words, metrics, step):
     """Runs a command line in a process of its own until ``metrics`` tell of ``step``, and kills it there."""
     process = subprocess.Popen([sys.executable, "-m", "kvpop_vllm.cli", *words], stderr=subprocess.PIPE, text=True)
@@ -84,7 +77,8 @@ def _reached(metrics, step) -> bool:
     return any(row["step"] >= step for row in read_metrics(metrics))
 
 
-def test_a_kill_changes_nothing(kvpop, folder, same_threads):
+@one_thread()
+def test_a_kill_changes_nothing(kvpop, folder):
     """Text of two kinds, more than one pass over it; what is left is compared byte for byte."""
     text = "".join(json.loads(line)["text"] + "\n" for line in (folder / "text.jsonl").read_text().splitlines()[:20])
     (folder / "text.txt").write_text(text)
@@ -285,7 +279,7 @@ REFUSED = {
     "distill teacher --out=x --model=qwen3 --data text.jsonl --rows=0": "--rows: 0 is not at least 1",
     "eval --model=qwen3 --data text.jsonl --split=all --scorer=other --length 96": "num_kv_heads = 4, this one has 2",
     "eval --model=capped --data text.jsonl --split=all --length 512": "rescales its logits",
-    "eval --model=qwen3 --data text.jsonl --split=all --policies snapkv2 --length 512": "unknown policy 'snapkv2'",
+    "eval --model=qwen3 --data text.jsonl --split=all --policies h3o --length 512": "unknown policy 'h3o'",
     "eval --model=qwen3 --data text.jsonl --split=all --policies --length 512": "nothing to evaluate",
     "eval --model=qwen3 --data text.jsonl --split=all --policies random random --length 512": "'random' is to be compared twice",
     "eval --model=qwen3 --data text.jsonl --split=all --length 64": "leaves nothing beside 4 sinks and a window of 64",

@@ -27,7 +27,7 @@ ROLES = {"sinks": 2, "window": 4}
 POLICIES = {
     "streaming-llm": {"policy": "streaming-llm", "budget": 32} | ROLES,
     "kvpop": {"policy": "kvpop"},
-    "pyramidkv": {"policy": "pyramidkv", "budget": 24, "window": 5, "decide_every": 4},
+    "pyramid": {"policy": "l2norm", "budget": 24, "allocator": "pyramid"} | ROLES,
 }
 
 
@@ -78,10 +78,9 @@ class Layers:
         for i, impl in enumerate(self.impls):
             impl.forward(None, q[i], k[i], v[i], self.gpu[i], metadata, out[i])
 
-    def expected(self, q, k, v, counts, lengths, rows, prompts):
+    def expected(self, q, k, v, counts, lengths, rows):
         """Outputs of the CPU's path, by the reference."""
-        out = torch.empty_like(q)
-        seq_lens, known = torch.tensor(lengths, dtype=torch.int32), torch.tensor(prompts)
+        out, seq_lens = torch.empty_like(q), torch.tensor(lengths, dtype=torch.int32)
         for i, impl in enumerate(self.impls):
             layout, regions = impl.attention.layout, None
             if impl.shares is not None:
@@ -92,8 +91,7 @@ class Layers:
             table = torch.zeros(len(counts), 32, dtype=torch.int32)
             for row, blocks in zip(table, rows, strict=True):
                 row[: len(blocks)] = torch.tensor(blocks)
-            asked = known if impl.policy.needs_prompt else None
-            step = StepBatch.build(layout, impl.policy.retention, counts, seq_lens, table, asked, regions, i)
+            step = StepBatch.build(layout, impl.policy.retention, counts, seq_lens, table, regions, i)
             cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference")
             cpu.forward(q[i], k[i], v[i], pages, step, out[i])
         return out
@@ -107,30 +105,29 @@ class Layers:
 
 
 class Requests:
-    """Who is served: blocks, lengths and prompts, as a scheduler would have it.
+    """Requests that are served: blocks and lengths, as a scheduler would have it.
 
     Attributes:
-        lengths, prompts: tokens so far, and of each prompt. rows: blocks claimed so far, taken from ``free``.
+        lengths: tokens so far. rows: blocks claimed so far, taken from ``free``.
     """
 
     def __init__(self, spec):
-        self.spec, self.lengths, self.prompts, self.rows = spec, {}, {}, {}
+        self.spec, self.lengths, self.rows = spec, {}, {}
         self.free = [int(b) for b in 1 + torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(1))]
 
     def step(self, **counts):
-        """counts, lengths, rows and prompts of a step, single tokens first."""
+        """counts, lengths and rows of a step, single tokens first."""
         names = sorted(counts, key=lambda name: counts[name] > 1)
         for name in names:
-            self.prompts.setdefault(name, counts[name])
             self.lengths[name] = self.lengths.get(name, 0) + counts[name]
             row = self.rows.setdefault(name, [])
             row += [self.free.pop(0) for _ in range(self.spec.blocks(self.lengths[name]) - len(row))]
-        return [[x[name] for name in names] for x in (counts, self.lengths, self.rows, self.prompts)]
+        return [[x[name] for name in names] for x in (counts, self.lengths, self.rows)]
 
     def finish(self, name):
         """Its blocks are the next that are handed out."""
         self.free[:0] = self.rows.pop(name)
-        del self.lengths[name], self.prompts[name]
+        del self.lengths[name]
 
 
 @pytest.fixture(scope="module")
@@ -173,11 +170,11 @@ class Served:
 
     def step(self, graph=False, **counts):
         """Runs a step on both paths; returns their outputs for its tokens."""
-        counts, lengths, rows, prompts = self.requests.step(**counts)
+        counts, lengths, rows = self.requests.step(**counts)
         n, layers = sum(counts), self.layers
-        metadata = self.runner.step(counts, lengths, rows, prompts)
+        metadata = self.runner.step(counts, lengths, rows)
         q, k, v = layers.tokens(n)
-        expected = layers.expected(q, k, v, counts, lengths, rows, prompts)
+        expected = layers.expected(q, k, v, counts, lengths, rows)
         if graph:
             assert set(counts) == {1}
             for buffer, fresh in zip((self.q, self.k, self.v), (q, k, v), strict=True):
@@ -226,7 +223,7 @@ class TestServed(Pretended):
 
 
 class TestLayer(Pretended):
-    @pytest.mark.parametrize("policy", ["streaming-llm", "pyramidkv"])
+    @pytest.mark.parametrize("policy", ["streaming-llm", "pyramid"])
     def test_a_cache_that_vllm_drops_is_freed(self, model, policy):
         """As the one that CUDA graphs are measured with, before the real one is made."""
         from vllm.v1.worker.utils import clear_layer_kv_caches
@@ -270,12 +267,16 @@ class TestPlacement(Pretended):
 
     SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "trimkv": "trimkv", "dms": "dms"}
 
-    @pytest.mark.parametrize("policy", [*SCORERS, "h2o", "momentkv", "pyramidkv"])
+    @pytest.mark.parametrize("policy", [*SCORERS, "h2o", "momentkv", "pyramid"])
     def test_a_layer_lies_on_its_device(self, model, policy, tmp_path):
-        options = {"budget": 96}
+        options = {"policy": policy, "budget": 96}
+        if policy == "pyramid":
+            options |= POLICIES[policy] | {"budget": 96}
         if policy in self.SCORERS:
-            options = {"scorer": str(write_random_scorer(tmp_path, model, self.SCORERS[policy], **ROLES, topk=26))}
-        config = configure(model, {"policy": policy} | options)
+            options = {"policy": policy} | {
+                "scorer": str(write_random_scorer(tmp_path, model, self.SCORERS[policy], **ROLES, topk=26))
+            }
+        config = configure(model, options)
         sent = pickle.loads(pickle.dumps(config))  # as a worker gets it
         sent.device_config.device_type = "meta"
         with rank(sent):
@@ -306,7 +307,7 @@ class TestPlacement(Pretended):
             2, BLOCKS, HEADS, SLOTS, impl.attention.layout.slot_bytes // 2, dtype=torch.bfloat16, device="meta"
         )
         pages, regions = impl._bind(cache[1])
-        assert pages.k.device.type == "meta" and (regions is None) == (policy != "pyramidkv")
+        assert pages.k.device.type == "meta" and (regions is None) == (policy != "pyramid")
         if regions is not None:
             table = torch.ones(MOST, 9, dtype=torch.int32, device="meta")
             assert regions.rows(1, table).device.type == regions.budgets(1).device.type == "meta"
@@ -336,8 +337,8 @@ class TestMemory(Pretended):
     @pytest.mark.parametrize(
         "policy, options",
         [
-            ("streaming-llm", {"window": 60}), ("kvpop", {}), ("kvpop", {"decide_every": 16}), ("h2o", {}), ("snapkv", {}),
-            ("momentkv", {}), ("streaming-llm", {"allocator": "pyramid"}), ("adakv", {}), ("trimkv", {}), ("dms", {}),
+            ("streaming-llm", {"window": 60}), ("kvpop", {}), ("h2o", {}), ("momentkv", {}),
+            ("streaming-llm", {"allocator": "pyramid"}), ("trimkv", {}), ("dms", {}),
         ],
     )  # fmt: skip
     def test_no_less_than_steps_take(self, layers, policy, options, monkeypatch):
@@ -366,11 +367,11 @@ class TestMemory(Pretended):
         assert peak(self.TOKENS, layers.gpu[0], None) == 0 and (out == 0).all(), "a run of no requests, later on"
 
     def test_kernels_run_on_pages_that_are_made_up(self, layers):
-        """With a window's worth of tokens undecided, as positions of the grid have it."""
-        impl = layers("kvpop", decide_every=4).impls[0]
+        """The chunk begins where the cache is full."""
+        impl = layers("kvpop").impls[0]
         q, k, v = (torch.randn(9, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS))
         for pages, batch, n in largest_steps(impl.attention.rule, impl.attention.layout, [80], 80, 9, MOST, 512, "cpu"):
             out = torch.full_like(q[:n], 7.0)
             impl.attend(q[:n], k[:n], v[:n], pages, batch, out, None)
             assert (out == 0).all() if batch.decodes else (out.abs().amax((1, 2)) > 0).all()
-        assert batch.prefills[0].start == 83 and pages.position[pages.layout.state_blocks, 0, 0] == 83 + 9
+        assert batch.prefills[0].start == 80 and pages.position[pages.layout.state_blocks, 0, 0] == 80 + 9

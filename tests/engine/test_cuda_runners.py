@@ -42,7 +42,7 @@ class TestRunners(Pretended):
         found = runner.step([1, 1, 1], [33, 5, 64], ROWS)
         batch = found.batch(0, None)
         assert (found.num_tokens, batch.decodes, batch.tokens, batch.prefills) == (MOST, MOST, slice(0, MOST), ())
-        assert batch.positions.tolist() == [32, 4, 63, -1] and batch.valid[:, 0].tolist() == [32, 4, 63, 0]
+        assert batch.positions.tolist() == [32, 4, 63, -1]
         assert batch.table[:, 0].tolist() == [[11, 12, 13, 0], [21, 0, 0, 0], [31, 32, 33, 34], [0] * 4]
         assert batch.table.shape == (MOST, 2, 4) and batch.budgets.tolist() == [64, 64]
 
@@ -72,7 +72,7 @@ class TestRunners(Pretended):
         assert rows.positions.tolist() == [32, 4, 63, -1] and (rows.table[3] == 0).all()
 
     def test_addresses_stay(self, runner):
-        runner, names, seen = runner(), ("table", "positions", "valid", "budgets"), set()
+        runner, names, seen = runner(), ("table", "positions", "budgets"), set()
         for n in (1, 2, 3):
             batch = runner.step([1] * n, [40 + n] * n, ROWS[:n]).batch(0, None)
             seen.add(tuple(getattr(batch, name).data_ptr() for name in names))
@@ -122,36 +122,6 @@ class TestRunners(Pretended):
         assert [(c.first, c.last, c.start) for c in batch.prefills] == [(1, 8, 64), (8, 38, 0)], "as runners order them"
         assert [c.row[:, 0].tolist() for c in batch.prefills] == [[31, 31], [21, 21]]
 
-    def test_lengths_of_prompts(self, runner, version):
-        from kvpop_vllm.vllm_glue import prompt_lengths
-
-        if version == "V2":
-            prompt_lengths.apply_v2()
-        runner = runner({"policy": "snapkv", "budget": 96})
-        batch = runner.step([1, 1, 40], [33, 5, 64], ROWS, [20, 4, 90]).batch(0, None)
-        assert batch.prompts.tolist() == [20, 4] and [c.prompt for c in batch.prefills] == [90]
-        assert runner.step([1, 1], [34, 6], ROWS[:2], [20, 4]).batch(0, None).prompts.tolist() == [20, 4, 1, 1]
-        assert runner.dummy(MOST).batch(0, None).positions.tolist() == [-1] * MOST
-
-    def test_a_runner_that_does_not_say_prompts_is_refused(self, model, monkeypatch):
-        from kvpop_vllm.vllm_glue import prompt_lengths
-
-        monkeypatch.setattr(prompt_lengths, "_hand_over", lambda *args: None)
-        config = configure(model, {"policy": "snapkv", "budget": 96})
-        runner = RUNNERS["V2"](config, group_of(config))
-        with pytest.raises(RuntimeError, match="does not say how long prompts are"):
-            runner.step([1, 40], [33, 40], ROWS[:2])
-
-    def test_what_is_wrapped_on_gpus(self):
-        from engine.stock_run import functions_of_ours_in_vllm
-
-        from kvpop_vllm.vllm_glue import prompt_lengths
-        from kvpop_vllm.vllm_glue.patches import LEDGER
-
-        prompt_lengths.apply_v2()
-        (target,) = [patch.target for patch in LEDGER if patch.on_gpus]
-        assert target == prompt_lengths.RUNNER_V2 and target in functions_of_ours_in_vllm()
-
     def test_heads_of_ranks(self, model):
         """Two KV heads on one, two and four ranks: the layout of a rank is that of the heads it holds."""
         config = configure(model)
@@ -164,16 +134,12 @@ class TestRunners(Pretended):
         """On the device "meta" tensors have none, and may not meet those of the CPU."""
         from attention.test_device_step import NoWaiting
 
-        for policy in (STREAMING, {"policy": "snapkv", "budget": 96}):
-            config = configure(model, policy)
-            builder = group_of(config, device="meta").get_metadata_builder()
-            for counts, rows in (([1, 1, 1], MOST), ([1, 30, 7], 3)):
-                common = common_of(counts, rows)
-                if builder.needs_prompt:
-                    builder.prompts = torch.full((rows,), 70)
-                with NoWaiting():
-                    batch = builder.build(0, common).batch(0, None)
-                assert batch.positions.device.type == "meta"
+        builder = group_of(configure(model), device="meta").get_metadata_builder()
+        for counts, rows in (([1, 1, 1], MOST), ([1, 30, 7], 3)):
+            common = common_of(counts, rows)
+            with NoWaiting():
+                batch = builder.build(0, common).batch(0, None)
+            assert batch.positions.device.type == "meta"
 
 
 class TestAsyncScheduling(Pretended):

@@ -15,7 +15,6 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -29,13 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from kernels.factories import given_scores, poisoned_pages  # noqa: E402
 from kernels.problems import Problem  # noqa: E402
 
-from kvpop_vllm.kernels.pages import cdiv  # noqa: E402
-
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-STEPS = "mlstm-corrected", "moment", "votes-corrected shared"
+STEPS = "mlstm-corrected", "moment"
 ALL = dict.fromkeys(itertools.product((90, 80), DTYPES, (64, 128)), STEPS)
 FEW = {(90, "bfloat16", 128): STEPS, (80, "float32", 128): STEPS, (90, "float16", 64): ("mlstm",)}
-"""Cases of decode steps by GPU, dtype and size; scores are read every fourth step, with heads of 64 every step."""
+"""Cases of decode steps by GPU, dtype and size."""
 CHUNKS = {"mlstm": 100, "given-ages": 100, "mlp": 100, "mass-mean": 3}
 """Of prefill: case -> tokens of a chunk."""
 OPS = "decode_step", "prefill_chunk", "training"
@@ -63,7 +60,6 @@ def compile_only(self, *args, grid, warmup, **options):
         compiled[self.fn.__name__, kernel.hash[:6]] = kernel
         return
     kind = options["P"].scorer if self.fn.__name__ in ("_retain", "_attend") else "any"
-    kind += "" if options.get("PLACES", True) else ", scores"
     if (self.fn.__name__, kind) not in compiled:
         compiled[self.fn.__name__, kind] = launch(self, *args, grid=grid, warmup=True, **options)
 
@@ -110,36 +106,21 @@ class Asked(TorchDispatchMode):
         return result
 
 
-def serve(case: str, dtype: torch.dtype, size: int, every: int) -> list:
-    """Launches and ops of a step of padding, and of one that would decide: they must be the same."""
+def serve(case: str, dtype: torch.dtype, size: int) -> list:
+    """Launches and ops of a step of padding, and of one of tokens: they must be the same."""
     from kvpop_vllm.kernels.triton.decode_step import decode_step
 
-    sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900, every=every)
-    p = Problem(case.removesuffix(" shared"), dtype=dtype, q_dtype=dtype, **sizes).prepare()
-    if case.endswith(" shared"):
-        share(p)
-    pages, (q, k, v), more = poisoned_pages(p.layout, p.num_blocks), p.inputs(range(3)), {}
-    if p.rule.needs_prompt:
-        more["prompts"] = p.prompts
-    found = []
-    for start in (-1, 8 * every - 1):
-        valid, positions = torch.full((3, 2), max(0, start), dtype=torch.int32), torch.full((3,), start)
-        given = given_scores(p.rule, k)
+    sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900)
+    p = Problem(case, dtype=dtype, q_dtype=dtype, **sizes).prepare()
+    pages, (q, k, v) = poisoned_pages(p.layout, p.num_blocks), p.inputs(range(3))
+    found, given = [], given_scores(p.rule, k)
+    for start in (-1, 8):
+        positions = torch.full((3,), start)
         launches.clear()
         with Asked() as asked:
-            decode_step(
-                q, k, v, pages, p.table, positions, valid, p.budgets, rule=p.rule, scale=p.scale, given=given, **more
-            )  # fmt: skip
+            decode_step(q, k, v, pages, p.table, positions, p.budgets, rule=p.rule, scale=p.scale, given=given)
         found.append({"launches": list(launches), "ops": asked.ops})
     return found
-
-
-def share(p: Problem) -> None:
-    """Has the heads divide their budget."""
-    p.rule = replace(p.rule, share_pages=(cdiv(int(p.budgets[0, 0]), 16) + 1) * p.heads)
-    p.layout = replace(p.layout, state_floats=p.rule.state_floats(p.size))
-    width = p.layout.state_blocks + p.table.shape[-1] + 1
-    p.table = torch.zeros(p.requests, p.heads, width, dtype=torch.int32)
 
 
 def prefill(case: str, dtype: torch.dtype, size: int) -> dict:
@@ -147,7 +128,7 @@ def prefill(case: str, dtype: torch.dtype, size: int) -> dict:
     from kvpop_vllm.kernels.triton import prefill_chunk as module
 
     count, found = CHUNKS[case], []
-    p = Problem(case, 1, group=4, size=size, slots=64, window=2, topk=20, every=2, dtype=dtype, q_dtype=dtype).prepare()
+    p = Problem(case, 1, group=4, size=size, slots=64, window=2, topk=20, dtype=dtype, q_dtype=dtype).prepare()
     pages = poisoned_pages(p.layout, p.num_blocks)
     pages.position[p.table[0, 0, p.layout.state_blocks].long(), :, 0] = 8
     q, k, v = p.inputs(range(count))
@@ -200,8 +181,7 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
     elif op == "prefill_chunk":
         notes["chunks"] += [prefill(case, DTYPES[dtype], size) for case in CHUNKS]
     else:
-        every = 1 if size == 64 else 4
-        notes["steps"] += [{"case": case, "found": serve(case, DTYPES[dtype], size, every)} for case in steps]
+        notes["steps"] += [{"case": case, "found": serve(case, DTYPES[dtype], size)} for case in steps]
     about = {"op": op, "arch": arch, "dtype": dtype, "size": size}
     return [about | {"kernel": n, "scorer": s} | resources(kernel) for (n, s), kernel in compiled.items()]
 
