@@ -39,7 +39,7 @@ def test_the_demo_models_numbers(planned):
     assert {name for name, _ in rows} == {*policies.known(), "dense, stock vLLM"} - {"full"}
 
 
-def test_corrections_grids_and_budgets(planned):
+def test_corrections_allocators_and_budgets(planned):
     size = "--max-model-len", "8192", "--kv-memory", "512MiB"
     lines, rows = planned(DEMO, *size)
     assert sorted({tokens for _, tokens in rows}) == [1024, 2048, 4096, 8192]
@@ -51,15 +51,10 @@ def test_corrections_grids_and_budgets(planned):
     assert blocks["streaming-llm"] == pytest.approx(plain["streaming-llm"] + page, abs=0.1)
     assert blocks["kvpop"] == pytest.approx(plain["kvpop"] + page, abs=0.1)
     assert blocks["momentkv"] == plain["momentkv"]
-    lines, shared = planned(DEMO, *size, "--allocator", "ada", "--budget", "1024")
-    assert float(shared["h2o", 1024][1].split()[0]) == pytest.approx(
-        plain["h2o"] + 2 * page, abs=0.1
-    )  # a state and a spare block
-    assert shared["adakv", 1024] == shared["snapkv", 1024] == rows["adakv", 1024]
-    assert any("momentkv has no scores that heads can divide a budget by" in line for line in lines)
-    _, wide = planned(
-        DEMO, *size, "--block-size", "256", "--budget", "1000", "--decide-every", "8", "--dtype", "float32"
-    )
+    _, shared = planned(DEMO, *size, "--allocator", "pyramid", "--budget", "1024")
+    part_pages = float(shared["h2o", 1024][1].split()[0]) - plain["h2o"]  # layers round up to pages of their own
+    assert 0 < part_pages <= page + 0.1
+    _, wide = planned(DEMO, *size, "--block-size", "256", "--budget", "1000", "--dtype", "float32")
     assert wide["streaming-llm", 1000][1] == f"{4 * 256 * 520 * 3 * 30 / 2**20:.1f} MiB"
 
 

@@ -75,7 +75,6 @@ class OracleModel:
         policy: OraclePolicy | None = None,
         visible: Sequence[torch.Tensor] | None = None,
         bias: Sequence[tuple[int, int, int, float]] = (),
-        prompt: int | None = None,
     ) -> OracleRun:
         """Process a whole sequence, prompt and generated tokens alike.
 
@@ -85,7 +84,6 @@ class OracleModel:
             visible: force these retained sets, bool ``[H, S, S]`` per layer, instead of the
                 policy's own; scores are still computed and the margins then judge the given sets.
             bias: ``(layer, head, token, by)``: the token scores so much more when sets are made.
-            prompt: how many of the tokens are the prompt, for policies that decide by it.
         """
         policy = policy or OraclePolicy.full()
         cos, sin = self._rope(len(token_ids))
@@ -97,7 +95,7 @@ class OracleModel:
             query, key, value, channel = self._qkv(normed, f"{prefix}.self_attn", cos, sin, policy.borrows)
             forced = None if visible is None else visible[layer]
             nudged = [(head, token, by) for where, head, token, by in bias if where == layer]
-            decided = policy.decide(layer, query, key, value, forced, nudged, prompt, normed, channel)
+            decided = policy.decide(layer, query, key, value, forced, nudged, normed, channel)
             for found, of_layer in zip(
                 (run.visible, run.margins, run.scores, run.lost),
                 (decided.visible, decided.margins, decided.scores, decided.lost),

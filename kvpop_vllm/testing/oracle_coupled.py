@@ -10,10 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL, VOTES
-
-NEIGHBOURS, GENERATED = 5, math.inf
-"""Votes are averaged over so many tokens; tokens that leave the window after the prompt rank above all of it."""
+from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL
 
 
 def moments(key: torch.Tensor, value: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -52,16 +49,6 @@ def corrected_attention(
     return out.flatten(1)
 
 
-def _undecided(heads: int, length: int, dtype: torch.dtype) -> tuple[torch.Tensor, ...]:
-    """Visible sets, margins, scores and tokens lost, before the first query."""
-    return (
-        torch.zeros(heads, length, length, dtype=torch.bool),
-        torch.full((heads, length), math.inf, dtype=torch.float64),
-        torch.full((heads, length, 2), math.nan, dtype=dtype),
-        torch.full((heads, length), -1),
-    )
-
-
 def follow_attention(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -70,23 +57,18 @@ def follow_attention(
     sinks: int,
     window: int,
     topk: int,
-    interval: int = 1,
     forced: torch.Tensor | None = None,
     bias: Sequence[tuple[int, int, float]] = (),
-    prompt: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Retained sets under the online rule, by attention mass.
 
     A token's mass from a query is its softmax weight over what the query sees, averaged over the query heads of the KV
     head. At query ``q`` tokens rank by the mass from ``q - 1`` (TOVA), by the mean over ``t .. q - 1`` (H2O), or by the
-    first times ``|v - vb - scale Sig k|`` with the moments of what was evicted before ``q`` (MomentKV, eq. 10). Votes
-    (SnapKV) are decided upon at query ``prompt`` and every ``interval`` before and after it; up to there by the sum
-    over the last ``interval`` queries, averaged over neighbours among all that is ranked, and after it what leaves the
-    window stays before what the prompt left, and by recency.
+    first times ``|v - vb - scale Sig k|`` with the moments of what was evicted before ``q`` (MomentKV, eq. 10).
 
     Args:
-        query: ``[H * G, S, D]``. key, value: ``[H, S, D]``. how: NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL or VOTES.
-        sinks, window, topk, interval: ``s``, ``w``, ``k``, ``e``. forced, bias, prompt: as for :meth:`OraclePolicy.decide`.
+        query: ``[H * G, S, D]``. key, value: ``[H, S, D]``. how: NEWEST_MASS, MEAN_MASS or MOMENT_RESIDUAL.
+        sinks, window, topk: ``s``, ``w``, ``k`` in tokens. forced, bias: as for :meth:`OraclePolicy.decide`.
 
     Returns:
         ``visible``, ``margins``, ``scores``, ``lost`` of :class:`Decided`.
@@ -96,24 +78,18 @@ def follow_attention(
     """
     heads, length, size = key.shape
     group = len(query) // heads
-    visible, margins, scores, lost_best = _undecided(heads, length, key.dtype)
+    visible = torch.zeros(heads, length, length, dtype=torch.bool)
+    margins = torch.full((heads, length), math.inf, dtype=torch.float64)
+    scores = torch.full((heads, length, 2), math.nan, dtype=key.dtype)
+    lost_best = torch.full((heads, length), -1)
     for h in range(heads):
         more = {token: by for head, token, by in bias if head == h}
         total, newest = torch.zeros(length, dtype=key.dtype), torch.zeros(length, dtype=key.dtype)
         kept: set[int] = set()
-        given: list[torch.Tensor] = []  # the weights of each query
-        frozen: dict[int, float] = {}
         for q in range(length):
-            leaving = {q - window} if q - window >= sinks else set()
-            candidates = kept | leaving
-            decides = (q - prompt if how == VOTES else q + 1) % interval == 0
-            surplus = max(0, len(candidates) - topk) if decides else 0
-            if how == VOTES and decides and q <= prompt:
-                frozen = _pooled_votes(sorted(candidates), given[max(0, q - interval) :])
-            if how == VOTES:
-                rank = {t: frozen.get(t, GENERATED) for t in candidates}
-            else:
-                rank = {t: float(total[t] / (q - t) if how == MEAN_MASS else newest[t]) for t in candidates}
+            candidates = kept | ({q - window} if q - window >= sinks else set())
+            surplus = max(0, len(candidates) - topk)
+            rank = {t: float(total[t] / (q - t) if how == MEAN_MASS else newest[t]) for t in candidates}
             if surplus and how == MOMENT_RESIDUAL:
                 rank = _with_novelty(rank, key[h, :q], value[h, :q], visible[h, q - 1, :q])
             if forced is None:
@@ -129,7 +105,7 @@ def follow_attention(
                 lost_best[h, q] = best
             if lost and kept:
                 worst = min(rank[t] for t in kept)
-                margins[h, q] = math.inf if rank[best] == GENERATED else worst - rank[best]
+                margins[h, q] = worst - rank[best]
                 scores[h, q] = torch.tensor([rank[best], worst], dtype=key.dtype)
             seen = sorted(kept | {t for t in range(q + 1) if t < sinks or t > q - window})
             if forced is not None and seen != torch.nonzero(forced[h, q]).flatten().tolist():
@@ -141,15 +117,7 @@ def follow_attention(
             newest = torch.zeros_like(newest)
             newest[seen] = logits.softmax(-1).mean(0)
             total = total + newest
-            given.append(newest)
     return visible, margins, scores, lost_best
-
-
-def _pooled_votes(ranked: list[int], queries: list[torch.Tensor]) -> dict[int, float]:
-    """Each token's votes of these queries, ``[S]`` each, averaged over neighbours among ``ranked``; none lie beyond its ends."""
-    votes = [float(sum(query[t] for query in queries)) for t in ranked]
-    half = NEIGHBOURS // 2
-    return {t: sum(votes[max(0, i - half) : i + half + 1]) / NEIGHBOURS for i, t in enumerate(ranked)}
 
 
 def _with_novelty(

@@ -11,9 +11,8 @@ import numpy as np
 import torch
 
 from .oracle_coupled import corrected_attention, follow_attention
-from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL, NEWEST_MASS, RECENCY, VOTES, log_gamma, raw_scores, read_scorer
+from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL, NEWEST_MASS, RECENCY, log_gamma, raw_scores, read_scorer
 from .oracle_sets import best_lost, decision_margins, retained_sets
-from .oracle_shared import follow_shared
 
 
 def masked_attention(
@@ -60,20 +59,18 @@ class Decided:
 
 @dataclass(frozen=True, eq=False)
 class OraclePolicy:
-    """What to keep, per KV head; ``B = sinks + window + interval - 1 + topk``.
+    """Tokens to keep, per KV head; ``B = sinks + window + topk``.
 
     Attributes:
-        scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"``, ``"votes"`` (see
+        scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"`` (see
             :func:`follow_attention`); or the result of :func:`read_scorer`.
         sinks, window, topk: ``s``, ``w``, ``k`` in tokens; k of each layer, where they differ.
         step: ``n``, positions per decay step.
-        interval: ``e``, tokens between decisions.
         log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
             the others).
         corrected: outputs are corrected by the moments of evicted tokens.
         ages: a token's score counts as often as it is old (TRIM-KV). threshold: a lower score is dropped when it leaves the
             window (DMS).
-        divided: the heads of a layer divide its long-range tokens by their scores (see :func:`follow_shared`).
     """
 
     scorer: str | dict
@@ -81,16 +78,14 @@ class OraclePolicy:
     window: int
     topk: int | tuple[int, ...]
     step: int = 1
-    interval: int = 1
     log_gamma: Sequence[Sequence[float]] | None = None
     corrected: bool = False
     ages: bool = False
     threshold: float | None = None
-    divided: bool = False
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
-        """Policy of a scorer folder; ``changes`` override its sinks, window, topk or step, or set the interval."""
+        """Policy of a scorer folder; ``changes`` override its sinks, window, topk or step."""
         scorer = read_scorer(folder)
         config = scorer["config"]
         fields = {name: config[name] for name in ("sinks", "window", "topk")}
@@ -117,7 +112,7 @@ class OraclePolicy:
     def budgets(self, layers: int) -> list[int]:
         """``B`` of each of so many layers, or of all that have a ``k`` of their own."""
         topk = self.topk if isinstance(self.topk, tuple) else (self.topk,) * layers
-        return [self.sinks + self.window + self.interval - 1 + k for k in topk]
+        return [self.sinks + self.window + k for k in topk]
 
     def decay(self, layer: int, heads: int) -> list[float]:
         """``log gamma`` of each head of one layer."""
@@ -146,35 +141,26 @@ class OraclePolicy:
         value: torch.Tensor,
         forced: torch.Tensor | None = None,
         bias: Sequence[tuple[int, int, float]] = (),
-        prompt: int | None = None,
         hidden: torch.Tensor | None = None,
         channel: torch.Tensor | None = None,
     ) -> Decided:
-        """What a layer keeps of a whole sequence.
+        """Decide which tokens of a whole sequence a layer keeps.
 
         Args:
             query: ``[H * G, S, D]``. key, value: ``[H, S, D]``, as cached.
             forced: judge these retained sets, bool ``[H, S, S]``, instead of making them.
             bias: ``(head, token, by)``: the token scores so much more when sets are made; margins are judged without.
-            prompt: how many of the tokens are the prompt, where votes rank.
             hidden, channel: see :func:`raw_scores`.
         """
         decay = self.decay(layer, len(key))
         topk = self.topk[layer] if isinstance(self.topk, tuple) else self.topk
         shape = (self.sinks, self.window, topk)
-        if self.divided:
-            how = self.scorer
-            if self.scorer not in (NEWEST_MASS, MEAN_MASS, VOTES):
-                how = raw_scores(self.scorer, layer, key, value, self.window)
-            rest = shape, self.interval, prompt, decay, self.step, forced, bias
-            return Decided(*follow_shared(query, key, value, how, *rest[0], *rest[1:]))
-        if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL, VOTES):
+        if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL):
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
-            followed = follow_attention(query, key, value, self.scorer, *shape, self.interval, forced, bias, prompt)
-            return Decided(*followed)
+            return Decided(*follow_attention(query, key, value, self.scorer, *shape, forced, bias))
         scores = raw_scores(self.scorer, layer, key, value, self.window, hidden, channel)
-        rule = (decay, *shape, self.step, self.interval, self.ages, self.threshold)
+        rule = (decay, *shape, self.step, self.ages, self.threshold)
         if forced is None:
             biased = scores.double().numpy().copy()
             for head, token, by in bias:

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file
 
 RECENCY, KEY_NORM = "recency", "key norm"
-NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL, VOTES = "newest mass", "mean mass", "moment residual", "votes"
+NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL = "newest mass", "mean mass", "moment residual"
 _EPSILON = 1e-6
 _START_STABILISER = -1e30
 

@@ -32,21 +32,16 @@ def retained_sets(
     window: int,
     topk: int,
     step: int = 1,
-    interval: int = 1,
     ages: bool = False,
     threshold: float | None = None,
 ) -> np.ndarray:
-    """Which tokens each query sees under the online rule: what is evicted never returns.
-
-    Decisions fall at queries ``q`` with ``(q + 1) % interval == 0``, on all tokens that have left the window since the
-    last one; until then they are seen.
+    """Make the set of tokens that each query sees under the online rule: what is evicted never returns.
 
     Args:
         scores: raw scores ``[H, S]``; NaN allowed where a token is never ranked.
         log_gamma: one decay per head, in nats per ``step`` positions.
         sinks, window, topk: ``s``, ``w``, ``k``.
         step: ``n`` of the decay.
-        interval: ``e``, tokens between decisions.
         ages: a token's score counts as often as it is old, and nothing else decays.
         threshold: a token with a lower score is dropped when it leaves the window, whatever room there is.
 
@@ -58,15 +53,12 @@ def retained_sets(
     visible = np.zeros((heads, length, length), dtype=bool)
     for h in range(heads):
         kept: list[int] = []
-        waiting: list[int] = []
         for q in range(length):
-            if q - window >= sinks:
-                waiting.append(q - window)
-            if (q + 1) % interval == 0:
-                passed = [t for t in waiting if threshold is None or scores[h][t] >= threshold]
-                kept, waiting = _best(scores[h], kept + passed, q, topk, step, log_gamma[h], ages), []
+            leaving = q - window
+            if leaving >= sinks and (threshold is None or scores[h][leaving] >= threshold):
+                kept = _best(scores[h], [*kept, leaving], q, topk, step, log_gamma[h], ages)
             visible[h, q] = _base_row(length, q, sinks, window)
-            visible[h, q, kept + waiting] = True
+            visible[h, q, kept] = True
     return visible
 
 
@@ -126,7 +118,6 @@ def decision_margins(
     window: int,
     topk: int,
     step: int = 1,
-    interval: int = 1,
     ages: bool = False,
     threshold: float | None = None,
 ) -> np.ndarray:
@@ -141,35 +132,31 @@ def decision_margins(
 
     Raises:
         ValueError: the sets cannot come from this budget (sinks or window missing, a future or
-            evicted token seen, a token lost while there was room or where no decision falls, too many
-            tokens lost at once).
+            evicted token seen, a token lost while there was room, too many tokens lost at once).
     """
     heads, length = scores.shape
     scores = scores.astype(np.float64)
     margins = np.full((heads, length), math.inf)
     for h in range(heads):
         kept: set[int] = set()
-        new: set[int] = set()
         for q in range(length):
-            if q - window >= sinks:
-                new.add(q - window)
+            new = {q - window} if q - window >= sinks else set()
             candidates = kept | new
             now = _long_range(visible[h, q], h, q, sinks, window)
-            lost, decides = candidates - now, (q + 1) % interval == 0
-            surplus = max(0, len(candidates) - topk) if decides else 0
-            more = decides and threshold is not None and surplus <= len(lost) and (len(now) == topk or lost <= new)
+            lost, surplus = candidates - now, max(0, len(candidates) - topk)
+            more = threshold is not None and surplus <= len(lost) and (len(now) == topk or lost <= new)
             if now - candidates or (len(lost) != surplus and not more):
                 raise ValueError(
                     f"head {h}, query {q}: long-range tokens {sorted(now)} cannot follow from "
                     f"candidates {sorted(candidates)} with k = {topk}"
                 )
             effective = {t: _effective(scores[h], t, q, step, log_gamma[h], ages) for t in candidates}
-            if threshold is not None and decides:
+            if threshold is not None:
                 margins[h, q] = _threshold_margin(scores[h], effective, now, lost, new, topk, threshold)
             elif lost and now:
                 best = max(lost, key=effective.__getitem__)
                 margins[h, q] = (min(effective[t] for t in now) - effective[best]) / (q - best if ages else 1)
-            kept, new = now, set() if decides else new
+            kept = now
     return margins
 
 

@@ -47,19 +47,10 @@ def run(layer, step, tokens, seed):
 def test_decodes_first(layer):
     step = batch(layer, [1, 1, 5], [9, 100, 7], [0, 1, 2])
     assert (step.decodes, step.tokens) == (2, slice(0, 2))
-    assert step.positions.tolist() == [8, 99] and step.valid.tolist() == [[8, 8], [BUDGET, BUDGET]]
+    assert step.positions.tolist() == [8, 99] and step.budgets.tolist() == [BUDGET] * HEADS
     assert [(c.first, c.last, c.start) for c in step.prefills] == [(2, 7, 2)]
     assert step.table.shape == (2, HEADS, layer[0].layout.blocks(BUDGET, BUDGET))
     assert torch.equal(step.prefills[0].row, layer[2][2].expand(HEADS, -1))
-
-
-def test_slots_in_use_on_a_grid(layer):
-    """e = 8: before position 21 tokens 2 to 10 have left the window of 5 undecided, but for those before 16 - 5."""
-    kept = Retention(BUDGET + 7, SINKS, WINDOW, 8)
-    rows = layer[2][[0, 1, 2]]
-    step = StepBatch.build(layer[0].layout, kept, [1, 1, 1], torch.tensor([7, 22, 500]), rows)
-    decided = 16 - WINDOW - SINKS
-    assert step.valid[:, 0].tolist() == [6, SINKS + WINDOW + 7 + decided, BUDGET + 7]
 
 
 def test_one_token_requests_anywhere(layer):

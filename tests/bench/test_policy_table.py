@@ -174,8 +174,8 @@ def test_timed_steps_are_real_ones(modules, name):
     steps = modules["kernel_steps"].Steps(deployed, 4, 3, context, count, torch.float32)
     given, outs = [], []
 
-    def watch(tokens, rule, pages, table, budgets, positions, valid):
-        out, _ = ops.decode_step(*tokens, pages, table, positions, valid, budgets, rule=rule, scale=32**-0.5)
+    def watch(tokens, rule, pages, table, budgets, positions):
+        out, _ = ops.decode_step(*tokens, pages, table, positions, budgets, rule=rule, scale=32**-0.5)
         given.append(tokens)
         outs.append(out)
 
@@ -188,7 +188,7 @@ def test_timed_steps_are_real_ones(modules, name):
             torch.cat([start, *(step[i][request][None] for step in given[layer::2])]).transpose(0, 1)
             for i, start in enumerate(prompt)
         ]
-        sequence = Sequence(deployed.rule(layer), deployed.budgets(layer), texts[1], length=56, prompt=50)
+        sequence = Sequence(deployed.rule(layer), deployed.budgets(layer), texts[1], length=56)
         whole = sequence.attend(*texts, 32**-0.5)[:, context:]
         own = torch.stack([out[request] for out in outs[layer::2]], 1)
         torch.testing.assert_close(own, whole, rtol=0, atol=2e-5)

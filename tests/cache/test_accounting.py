@@ -18,15 +18,6 @@ def test_a_bounded_request():
     assert request_bytes(layout, 30, 65, Retention(1024, 4, 64)) == CacheBytes(65 * 256 * 90, 3 * 64 * 264 * 90, 3)
 
 
-def test_decisions_on_a_grid():
-    """After 5,000 tokens the last decision was at 4,991 (e = 32): 8 tokens have come since, beside all that is kept."""
-    layout, kept = PageLayout(3, 64, torch.bfloat16, 64), Retention(1024, 4, 64, 32)
-    per_token = 256 * 90
-    assert request_bytes(layout, 30, 5000, kept).canonical == (1024 - 31 + 8) * per_token
-    assert request_bytes(layout, 30, 4991, kept).canonical == 1024 * per_token
-    assert [request_bytes(layout, 30, n, kept).blocks for n in (33, 34, 4992)] == [1, 2, 16]
-
-
 def test_a_dense_request_is_rounded_to_its_own_block_size():
     for block, blocks in ((128, 6), (64, 11), (16, 44)):
         expected = CacheBytes(700 * 256 * 90, blocks * block * 256 * 90, blocks)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernels.factories import random_page_table, random_rule, random_scorer
 
-from kvpop_vllm.cache.retained import STALE, retained_positions, slot_positions
+from kvpop_vllm.cache.retained import retained_positions, slot_positions
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.roles import Retention
@@ -17,13 +17,13 @@ HEADS, SIZE = 2, 32
 class Filled:
     """One request under one rule, token by token; ``tokens[h]`` are found by comparing keys with those given."""
 
-    def __init__(self, scorer, sinks, window, budget, count, every=1):
+    def __init__(self, scorer, sinks, window, budget, count):
         g = torch.Generator().manual_seed(3)
-        self.retention = Retention(budget, sinks, window, every)
+        self.retention = Retention(budget, sinks, window)
         layout = PageLayout(HEADS, SIZE, torch.float32, 16)
         self.pages, table = random_page_table(layout, 2, budget, g)
         scorer = random_scorer(scorer, HEADS, SIZE, g)
-        self.row, rule = table[1, 0], random_rule(scorer, HEADS, sinks, window, g, 1, every)
+        self.row, rule = table[1, 0], random_rule(scorer, HEADS, sinks, window, g)
         self.keys = torch.randn(count, HEADS, SIZE, generator=g)
         for at in range(count):
             ops.decode_step(
@@ -33,7 +33,6 @@ class Filled:
                 self.pages,
                 table[1:],
                 torch.tensor([at]),
-                torch.full((1, HEADS), rule.extent(at, budget), dtype=torch.int32),
                 torch.full((1, HEADS), budget, dtype=torch.int32),
                 rule=rule,
                 scale=1.0,
@@ -48,22 +47,16 @@ class Filled:
 @pytest.mark.parametrize("sinks, window, budget", [(2, 5, 20), (0, 1, 17), (0, 6, 6), (3, 4, 40)])
 @pytest.mark.parametrize("count", [1, 5, 7, 8, 33, 60])
 @pytest.mark.parametrize("scorer", [None, "linear"])
-@pytest.mark.parametrize("every", [1, 4])
-def test_every_slot_is_named_right(scorer, sinks, window, budget, count, every):
-    budget += every - 1
-    filled = Filled(scorer, sinks, window, budget, count, every)
+def test_every_slot_is_named_right(scorer, sinks, window, budget, count):
+    filled = Filled(scorer, sinks, window, budget, count)
     slots = slot_positions(filled.pages, filled.row, count, filled.retention)
-    assert every > 1 or slots.shape == (HEADS, min(count, budget))
-    stale = slots == STALE
-    named = [[STALE if stale[h, i] else filled.stored(h, i) for i in range(slots.shape[1])] for h in range(HEADS)]
-    assert slots.tolist() == named
-    assert (~stale).sum(-1).tolist() == [filled.retention.held(count, budget)] * HEADS
-    decided = count // every * every - window  # tokens before this one have been decided upon
-    for head in slots.tolist():
-        held = [t for t in head if t != STALE]
-        assert len(set(held)) == len(held) and {t for t in range(count) if t < sinks or t >= decided} <= set(held)
+    assert slots.shape == (HEADS, min(count, budget))
+    assert slots.tolist() == [[filled.stored(h, i) for i in range(slots.shape[1])] for h in range(HEADS)]
+    for held in slots.tolist():
+        near = {t for t in range(count) if t < sinks or t >= count - window}
+        assert len(set(held)) == len(held) and near <= set(held)
     retained = retained_positions(filled.pages, filled.row, count, filled.retention)
-    assert retained == [sorted(t for t in head if t != STALE) for head in slots.tolist()]
+    assert retained == [sorted(head) for head in slots.tolist()]
     per_head = filled.row.expand(HEADS, -1)
     assert retained == retained_positions(filled.pages, per_head, count, filled.retention)
 

@@ -5,6 +5,7 @@ import itertools
 
 import pytest
 
+from kvpop_vllm import policies
 from kvpop_vllm.config import (
     FLAGS,
     ConfigError,
@@ -34,8 +35,8 @@ def settings(**given):
 
 
 def test_all_keys_are_taken():
-    given = {"policy": "kvpop", "budget": 64, "sinks": 0, "window": 1, "decide_every": 8, "scorer": "folder"}
-    assert PolicySettings.parse(given) == PolicySettings("kvpop", 64, None, 0, 1, 8, "folder")
+    given = {"policy": "kvpop", "budget": 64, "sinks": 0, "window": 1, "scorer": "folder"}
+    assert PolicySettings.parse(given) == PolicySettings("kvpop", 64, None, 0, 1, "folder")
     assert settings(correction="moment").correction == "moment"
     assert "--kv-correction must be one of none, moment, got 'momentum'" in refusal(settings, correction="momentum")
     assert settings(compression=1.5).compression == 1.5
@@ -53,9 +54,20 @@ def test_not_a_mapping(given):
     assert "additional_config['kv_policy']" in message and repr(given) in message
 
 
-def test_unknown_key_lists_the_known_ones():
-    message = refusal(settings, bugdet=64)
-    assert "'bugdet'" in message and "budget" in message.split("use ")[1]
+@pytest.mark.parametrize("key", ["bugdet", "decide_every"])
+def test_unknown_key_lists_the_known_ones(key):
+    message = refusal(settings, **{key: 1})
+    assert message.startswith(f"unknown key {key!r} ") and "budget" in message.split("use ")[1]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
+def test_policies_that_compress_a_prompt_are_refused_by_name(name):
+    message = refusal(policies.get, name)
+    assert message.startswith(f"--kv-policy {name} ") and "use h2o or tova" in message
+
+
+def test_heads_cannot_divide_a_budget():
+    assert refusal(settings, allocator="ada") == "--kv-allocator must be one of uniform, pyramid, got 'ada'"
 
 
 @pytest.mark.parametrize(
@@ -112,8 +124,6 @@ def test_a_policy_is_needed(given):
         ("sinks", 1.5),
         ("window", 0),
         ("window", False),
-        ("decide_every", 0),
-        ("decide_every", 1.0),
         ("compression", 0.99),
         ("compression", -2),
         ("compression", float("nan")),
@@ -129,7 +139,7 @@ def test_types_and_ranges(name, value):
     assert message.startswith(f"{FLAGS[name]} ") and repr(value) in message
 
 
-@pytest.mark.parametrize("name", ["budget", "sinks", "window", "decide_every"])
+@pytest.mark.parametrize("name", ["budget", "sinks", "window"])
 def test_more_tokens_than_positions_can_count(name):
     assert settings(**{name: 2**24}) is not None
     message = refusal(settings, **{name: 2**40})
@@ -147,18 +157,6 @@ def test_budget_without_a_scorer():
     assert resolve_retention(settings(budget=64, sinks=0, window=16), 1000, None) == Retention(64, 0, 16)
     assert resolve_retention(settings(compression=3), 1000, None).budget == 333
     assert resolve_retention(settings(compression=2.5), 1000, None).budget == 400
-
-
-def test_tokens_between_decisions_come_out_of_the_budget():
-    kept = resolve_retention(settings(decide_every=8), 1000, DELAYED)
-    assert kept == Retention(64, 4, 16, 8) and (kept.ring, kept.first_long, kept.topk) == (23, 27, 37)
-    assert resolve_retention(settings(budget=64, decide_every=8), 1000, None) == Retention(64, 4, 52, 8)
-    assert resolve_retention(settings(budget=64, decide_every=8), 1000, None).topk == 1
-    message = refusal(resolve_retention, settings(budget=20, decide_every=8), 1000, DELAYED)
-    assert "4 sinks + window 16 + 7 undecided + 1" in message
-    message = refusal(resolve_retention, settings(decide_every=8), 1000, None, keeps_all=True)
-    assert "leave --kv-decide-every out" in message
-    assert resolve_retention(settings(decide_every=1), 1000, None, keeps_all=True).topk == 1
 
 
 def test_what_the_scorer_says_is_the_default():
@@ -195,11 +193,6 @@ def test_a_scorer_trained_with_several_windows():
     assert "--kv-budget to at least 13" in refusal(resolve_retention, settings(budget=12), 1000, several)
     assert resolve_retention(settings(sinks=0), 1000, several) == Retention(60, 0, 16)
     assert resolve_retention(settings(sinks=20), 1000, several) == Retention(80, 20, 16)
-    assert resolve_retention(settings(decide_every=8), 1000, several) == Retention(64, 4, 16, 8)
-    message = refusal(resolve_retention, settings(budget=60, decide_every=60), 1000, several)
-    assert "4 sinks + window 8 + 59 undecided" in message and "--kv-budget to at least 80" in message
-    assert resolve_retention(settings(budget=80, decide_every=60), 1000, several).topk == 1
-    refusal(resolve_retention, settings(budget=79, decide_every=60), 1000, several)
     immediate = dataclasses.replace(several, delayed=False)
     assert resolve_retention(settings(budget=128, window=90), 1000, immediate).window == 90
     assert resolve_retention(settings(budget=128), 1000, immediate).window == 32
@@ -218,8 +211,6 @@ def test_no_budget_to_be_had():
         ({"budget": 5}, None, 6),
         ({"budget": 1, "sinks": 0}, None, 2),
         ({"budget": 64, "sinks": 60}, DELAYED, 77),
-        ({"budget": 20, "decide_every": 8}, DELAYED, 28),
-        ({"budget": 9, "decide_every": 8}, None, 13),
     ],
 )
 def test_budget_too_small(given, scorer, least):

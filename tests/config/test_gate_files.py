@@ -105,8 +105,18 @@ def test_the_policys_rule(written, name):
     assert rule.scorer == (GivenScore(ages=True) if kind == "trimkv" else GivenScore(threshold=0.0))
     assert not rule.log_gamma.any() and policy.shifted == (name == "dms-query") and policy.gated
     assert policy.state_floats == 0
-    divided = PolicySettings(kind, budget=40, scorer=str(written(name)), sinks=2, window=5, allocator="ada")
-    assert "no scores that heads can divide a budget by" in refusal(policies.get(kind), divided, SHAPE)
+
+
+def test_dms_needs_a_window_of_two_and_no_sink(written):
+    """Slot 1, whose position word counts filled slots, is then no long-range slot."""
+    scorer = str(written("dms"))
+    narrow = PolicySettings("dms", budget=40, scorer=scorer, sinks=4, window=1)
+    assert (
+        refusal(policies.get("dms"), narrow, SHAPE)
+        == "--kv-policy dms needs a window of two tokens: set --kv-window to at least 2"
+    )
+    least = policies.get("dms")(PolicySettings("dms", budget=40, scorer=scorer, sinks=0, window=2), SHAPE)
+    assert (least.layer_rule(0, slice(0, 2)).first_long, least.retention.topk) == (2, 38)
 
 
 def test_compiled_graphs_differ_by_what_they_compute(written, model, tmp_path):
@@ -126,8 +136,7 @@ WRONG = {
     "no hidden_size": ("dms", {"hidden_size": ...}, "key 'hidden_size' is missing"),
     "decay": ("rg", {"decay": {"step": 1, "min": 0.9, "max": 0.99}}, "unknown key 'decay'"),
     "scale": ("dms", {"scale": 0}, "scale must be a positive float32 number, got 0"),
-    "sinks": ("dms", {"sinks": 0}, "sinks must be an integer from 1"),
-    "window": ("dms-query", {"window": 1}, "window must be an integer from 2"),
+    "window": ("dms", {"window": 1}, "window must be an integer from 2"),
     "shape by width": ("rg", {"hidden_size": 65}, "tensor layers.0.linear1.weight has shape (16, 64), expected (16, 65)"),
     "other input": ("rg", {"reads": "kv"}, "tensor layers.0.linear1.weight has shape (16, 64), expected (16, 128)"),
     "other make": ("rg", {"gated": True}, "tensor layers.0.linear1.bias does not belong to this trimkv scorer"),

@@ -189,6 +189,18 @@ def test_wrong_config_values(scorer, changes, named):
     assert CONFIG_NAME in message and named in message
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_files_may_say_that_every_step_decides(model, tmp_path, kind):
+    """And nothing else of it; what is written says nothing."""
+    folder = write_random_scorer(tmp_path / "scorer", model, kind)
+    plain = checkpoint.read_config(folder)
+    edit(folder / CONFIG_NAME, decide_every=1)
+    assert checkpoint.read_config(folder) == plain and "decide_every" not in plain.to_json()
+    for other in (0, 2, 8, "1", None):
+        edit(folder / CONFIG_NAME, decide_every=other)
+        assert refusal(checkpoint.read_config, folder).endswith(f"{CONFIG_NAME}: unknown key 'decide_every'")
+
+
 def test_mlstm_keys_do_not_belong_to_other_scorers(model, tmp_path):
     folder = write_random_scorer(tmp_path / "linear", model, "linear")
     edit(folder / CONFIG_NAME, norm=False)

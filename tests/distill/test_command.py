@@ -285,7 +285,7 @@ REFUSED = {
     "distill teacher --out=x --model=qwen3 --data text.jsonl --rows=0": "--rows: 0 is not at least 1",
     "eval --model=qwen3 --data text.jsonl --split=all --scorer=other --length 96": "num_kv_heads = 4, this one has 2",
     "eval --model=capped --data text.jsonl --split=all --length 512": "rescales its logits",
-    "eval --model=qwen3 --data text.jsonl --split=all --policies snapkv2 --length 512": "unknown policy 'snapkv2'",
+    "eval --model=qwen3 --data text.jsonl --split=all --policies h3o --length 512": "unknown policy 'h3o'",
     "eval --model=qwen3 --data text.jsonl --split=all --policies --length 512": "nothing to evaluate",
     "eval --model=qwen3 --data text.jsonl --split=all --policies random random --length 512": "'random' is to be compared twice",
     "eval --model=qwen3 --data text.jsonl --split=all --length 64": "leaves nothing beside 4 sinks and a window of 64",

@@ -76,16 +76,15 @@ class Watched:
         print(verdict)
         return verdict
 
-    def check_blocks(self, state: int, *budgets: int, every: int = 1, spare: int = 0) -> int:
-        """At every step each running request held ``state + cdiv(min(len + every - 1, budget), BLOCK)`` blocks, ``len`` being what the
-        scheduler had scheduled of it, or their mean over layers with several ``budgets``, rounded up; no block was shared or
-        lost. ``spare``: blocks more from where the budget is outgrown. Returns the number of steps."""
+    def check_blocks(self, state: int, *budgets: int) -> int:
+        """Check that at every step each running request held ``state + cdiv(min(len, budget), BLOCK)`` blocks, ``len`` being what the
+        scheduler had scheduled of it, or their mean over layers with several ``budgets``, rounded up, and that no block was
+        shared or lost. Return the number of steps."""
         total = self.recorder.pool.num_gpu_blocks - 1  # one is never handed out
         for step in self.recorder.blocks:
             for tokens, blocks in step.running.values():
-                pages = sum(state + cdiv(min(tokens + every - 1, budget), BLOCK) for budget in budgets)
-                more = spare if tokens + every - 1 > budgets[0] else 0
-                assert len(blocks) == cdiv(pages, len(budgets)) + more, f"after {tokens} tokens"
+                pages = sum(state + cdiv(min(tokens, budget), BLOCK) for budget in budgets)
+                assert len(blocks) == cdiv(pages, len(budgets)), f"after {tokens} tokens"
             held = [block for _, blocks in step.running.values() for block in blocks]
             assert len(set(held)) == len(held) == total - step.free
         return len(self.recorder.blocks)

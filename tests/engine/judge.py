@@ -79,14 +79,13 @@ class Judge:
     def __post_init__(self):
         self.models = OracleModel(self.model_dir), OracleModel(self.model_dir, torch.float32)
 
-    def reference(self, tokens: Sequence[int], nudges: tuple[Nudge, ...] = (), prompt: int | None = None) -> Reference:
-        """prompt: how many of the tokens are the prompt; all of them if it is not said."""
-        prompt = len(tokens) if prompt is None else prompt
-        key = tuple(tokens), nudges, prompt if self.policy.scorer == "votes" or self.policy.divided else None
+    def reference(self, tokens: Sequence[int], nudges: tuple[Nudge, ...] = ()) -> Reference:
+        """Run the oracle on ``tokens``, or return its known run."""
+        key = tuple(tokens), nudges
         if key not in self.known:
             exact, low = self.models
-            run = exact.run(tokens, self.policy, bias=nudges, prompt=prompt)
-            self.known[key] = Reference(run, low.run(tokens, self.policy, visible=run.visible, prompt=prompt))
+            run = exact.run(tokens, self.policy, bias=nudges)
+            self.known[key] = Reference(run, low.run(tokens, self.policy, visible=run.visible))
         return self.known[key]
 
     def check(self, answers, held) -> Verdict:
@@ -100,11 +99,10 @@ class Judge:
         """
         verdict, settled = Verdict(), []
         fed = {name: [*a.prompt_token_ids, *a.outputs[0].token_ids[:-1]] for name, a in answers.items()}
-        prompts = {name: len(a.prompt_token_ids) for name, a in answers.items()}
-        plain = [self.reference(tokens, prompt=prompts[name]) for name, tokens in fed.items()]
+        plain = [self.reference(tokens) for tokens in fed.values()]
         bounds = [max(layer) for layer in zip(*(reference.bounds for reference in plain), strict=True)]
         for name, answer in answers.items():
-            reference, nudges = self.settle(fed[name], held[name], bounds, name, prompts[name])
+            reference, nudges = self.settle(fed[name], held[name], bounds, name)
             settled.append((name, answer, reference, nudges))
             verdict.sets += sum(len(steps) * self.models[0].kv_heads for steps in held[name].values())
             verdict.decisions += sum(int(m.isfinite().sum()) for m in reference.exact.margins)
@@ -123,17 +121,17 @@ class Judge:
         print(f"{self.near_ties} near-ties in {self.decisions} decisions")
         assert self.near_ties <= MOST_NEAR_TIES * self.decisions
 
-    def settle(self, tokens, held, bounds, name, prompt=None) -> tuple[Reference, tuple[Nudge, ...]]:
+    def settle(self, tokens, held, bounds, name) -> tuple[Reference, tuple[Nudge, ...]]:
         """The oracle with its near-ties decided as the engine did, and what it took; else AssertionError.
 
         Args:
             tokens: all that were processed. held: layer -> the recorder's ``Held``. bounds: per layer, see
-            ``derived_margin_bound``. name: for the message. prompt: as for :meth:`reference`.
+            ``derived_margin_bound``. name: for the message.
         """
         nudges: tuple[Nudge, ...] = ()
         assert sorted(held) == list(range(self.models[0].layers)), f"request {name}: a layer was never called"
         while True:
-            reference = self.reference(tokens, nudges, prompt)
+            reference = self.reference(tokens, nudges)
             found = _first_difference(reference.exact, held)
             if found is None:
                 return reference, nudges
@@ -151,8 +149,7 @@ class Judge:
     def _settle_inside(self, tokens, held, bounds, answer, nudges, budget) -> tuple[Reference, tuple[Nudge, ...]]:
         """As :meth:`settle`, with one more near-tie: one inside a chunk, after which the same tokens are left at the
         chunk's end. Only log-probabilities within the chunk can show it."""
-        prompt = len(answer.prompt_token_ids)
-        reference = self.reference(tokens, nudges, prompt)
+        reference = self.reference(tokens, nudges)
         for layer, bound in enumerate(bounds):
             inside = torch.zeros(len(tokens), dtype=torch.bool)
             for step in held[layer]:
@@ -160,7 +157,7 @@ class Judge:
             margins = reference.exact.margins[layer]
             for head, query in ((margins >= 0) & (margins < bound) & inside).nonzero().tolist():
                 more = (*nudges, _nudge(reference.exact, layer, head, query))
-                other = self.reference(tokens, more, prompt)
+                other = self.reference(tokens, more)
                 if _first_difference(other.exact, held) is None and _within(answer, other.exact, budget):
                     return other, more
         return reference, nudges

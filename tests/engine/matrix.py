@@ -17,11 +17,10 @@ BUDGET = SINKS + WINDOW + TOPK
 MATRIX = [(kind, name) for name, row in ROWS.items() for kind in row.engines]
 
 
-def state_blocks(policy: str, corrected: bool = False, divided: bool = False) -> int:
-    """A block has 16 * (2 * 32 * 4 + 8) bytes a head; a share takes a word for every page of two heads, and two."""
+def state_blocks(policy: str, corrected: bool = False) -> int:
+    """State blocks of a request; a block has 16 * (2 * 32 * 4 + 8) bytes a head."""
     row = ROWS[policy]
-    words = 2 + 2 * (cdiv(BUDGET, 16) + 1) if divided or row.allocator == "ada" else 0
-    words += row.state + (MOMENTS if corrected or row.corrected else 0)
+    words = row.state + (MOMENTS if corrected or row.corrected else 0)
     return cdiv(4 * words, 16 * (2 * 32 * 4 + 8))
 
 
@@ -34,17 +33,20 @@ class Case(NamedTuple):
 
 
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
-    """``options`` of :func:`write_random_scorer`, ``every``, tokens between decisions, and ``correction``; ``folder`` is where
-    the scorer goes."""
+    """Make a case.
+
+    Args:
+        model: folder of the model. folder: where the scorer goes. policy: a name of ROWS.
+        options: of :func:`write_random_scorer`, ``allocator`` and ``correction``.
+    """
     row = ROWS[policy]
-    name, every = row.policy or policy, options.pop("every", row.every)
-    allocator, correction = options.pop("allocator", None), options.pop("correction", None)
-    asked = {"allocator": allocator, "correction": correction, "decide_every": every if every > 1 else None}
-    settings = {"policy": name} | {key: value for key, value in asked.items() if value is not None}
+    allocator, correction = options.pop("allocator", row.allocator), options.pop("correction", None)
+    asked = {"allocator": allocator if allocator != "uniform" else None, "correction": correction}
+    settings = {"policy": row.policy or policy} | {key: value for key, value in asked.items() if value is not None}
     if row.learned:
         shape = {"sinks": SINKS, "window": WINDOW, "topk": TOPK} | row.options | options
         write_random_scorer(folder, model, row.scorer, **shape)
-        oracle = OraclePolicy.from_scorer(folder, topk=shape["topk"] - every + 1, interval=every)
+        oracle = OraclePolicy.from_scorer(folder, topk=shape["topk"])
         settings |= {"scorer": str(folder)}
     else:
         roles = {"sinks": row.sinks, "window": BUDGET // 2 if row.window < 0 else row.window} | options
@@ -52,9 +54,8 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         if policy == "streaming-llm":
             roles = {"sinks": SINKS, "window": WINDOW} | options
             settings |= roles
-            if every == 1:  # the oracle has another window on purpose: it must not matter
+            if allocator == "uniform":  # the oracle has another window on purpose: it must not matter
                 roles["window"] = BUDGET - roles["sinks"] - 1
-        topk = BUDGET - roles["sinks"] - roles["window"] - every + 1
-        oracle = OraclePolicy(row.scorer, **roles, topk=topk, interval=every)
+        oracle = OraclePolicy(row.scorer, **roles, topk=BUDGET - roles["sinks"] - roles["window"])
     oracle = replace(oracle, corrected=row.corrected if correction is None else correction == "moment")
-    return Case(model, settings, Judge(model, allocated(oracle, allocator or row.allocator)))
+    return Case(model, settings, Judge(model, allocated(oracle, allocator)))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvpop_vllm.cache.retained import STALE, counted, divided, slot_positions
+from kvpop_vllm.cache.retained import EMPTY, filled_slots, slot_positions
 from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl, FixedBudgetMetadataBuilder
 
 
@@ -29,7 +29,6 @@ class Row(NamedTuple):
     new: int
     seen: int
     blocks: torch.Tensor
-    prompt: int
 
 
 @dataclass
@@ -105,17 +104,9 @@ class Recorder:
     def _batch(self, common) -> list[Row]:
         """The batch as the runner sees it, from its own request ids, not from what the backend made of it."""
         starts, seen = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-        ids, requests = self.runner.input_batch.req_ids, self.scheduler.requests
         return [
-            Row(
-                name,
-                starts[i],
-                starts[i + 1] - starts[i],
-                seen[i],
-                common.block_table_tensor[i].clone(),
-                requests[name].num_prompt_tokens,
-            )
-            for i, name in enumerate(ids)
+            Row(name, starts[i], starts[i + 1] - starts[i], seen[i], common.block_table_tensor[i].clone())
+            for i, name in enumerate(self.runner.input_batch.req_ids)
         ]
 
     def _after_layer(self, impl, layer: int, kv_cache, query, key, value, out) -> None:
@@ -125,27 +116,16 @@ class Recorder:
             last = row.first + row.new
             for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
                 self._remember(name, row, layer, tensor[row.first : last])
-            assert (rule.sinks, rule.window, rule.decide_every) == (
-                retention.sinks,
-                retention.window,
-                retention.decide_every,
-            )
-            table, own = row.blocks.expand(layout.num_kv_heads, -1), retention.for_prompt(row.prompt)
-            filled = None
-            if impl.policy.divides:
-                table = regions.rows(layer, row.blocks.unsqueeze(0))[0]
-                shares = divided(pages, table, rule)
-                table, filled = shares.row, shares.filled
-                assert int((shares.capacity + retention.first_long).sum()) == retention.budget * len(filled)
-            elif regions is not None:
+            assert (rule.sinks, rule.window) == (retention.sinks, retention.window)
+            table, own = row.blocks.expand(layout.num_kv_heads, -1), retention
+            if regions is not None:
                 table, budgets = regions.rows(layer, row.blocks.unsqueeze(0))[0], set(regions.budgets(layer).tolist())
                 assert len(budgets) == 1, "heads of one layer differ"
                 own = replace(own, budget=budgets.pop())
-            if rule.threshold is not None and filled is None:
-                filled = counted(pages, table)
+            filled = filled_slots(pages, table) if rule.threshold is not None else None
             slots = slot_positions(pages, table, row.seen, own, filled)
             self._check_content(pages, row, layer, slots, table)
-            positions = [sorted(t for t in head if t != STALE) for head in slots.tolist()]
+            positions = [sorted(t for t in head if t != EMPTY) for head in slots.tolist()]
             self.held[row.request][layer].append(Held(row.seen, row.new, positions))
 
     def _remember(self, name: str, row: Row, layer: int, new: torch.Tensor) -> None:
@@ -156,15 +136,15 @@ class Recorder:
         known[row.seen - row.new : row.seen] = new
 
     def _check_content(self, pages, row: Row, layer: int, slots: torch.Tensor, table: torch.Tensor) -> None:
-        """Every valid slot holds, bit for bit, the key and value of the token it stands for."""
-        layout, at = pages.layout, (slots != STALE).any(0).nonzero().flatten()
+        """Check that every filled slot holds, bit for bit, the key and value of the token it stands for."""
+        layout, at = pages.layout, (slots != EMPTY).any(0).nonzero().flatten()
         slots = slots[:, at]
         head = torch.arange(len(slots)).unsqueeze(1)
         blocks = table[:, layout.state_blocks + at // layout.block_slots].long()
         for name, array in (("key", pages.k), ("value", pages.v)):
-            stored = array[blocks.clamp_min(0), head, at % layout.block_slots]  # [H, slots, D]
+            stored = array[blocks, head, at % layout.block_slots]  # [H, slots, D]
             given = self.tensors[row.request, layer, name][slots.clamp_min(0), head]
-            assert torch.equal(stored[slots != STALE], given[slots != STALE]), (
+            assert torch.equal(stored[slots != EMPTY], given[slots != EMPTY]), (
                 f"request {row.request}, layer {layer}: a slot holds another {name}"
             )
 

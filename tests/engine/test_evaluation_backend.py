@@ -48,11 +48,11 @@ def small():
     "name, options",
     [
         (None, {}),
-        ("h2o", {"decide_every": 4}),
+        ("h2o", {}),
         ("momentkv", {"sinks": 2, "window": 8}),
         ("kvpop", {}),
         ("dms", {}),
-        ("pyramidkv", {"decide_every": 4}),
+        ("h2o", {"allocator": "pyramid"}),
     ],
 )
 def test_both_backends_are_one(folder, name, options):
@@ -63,7 +63,10 @@ def test_both_backends_are_one(folder, name, options):
     if name is not None:
         folders = {"kvpop": "scorer", "dms": "dms"}
         contender = learned(str(folder / folders[name]), model)[0] if name in folders else training_free(name)
-        deployed = contender.deploy(backends[0].shape, B, **options)
+        if "allocator" in options:
+            contender = contender.allocated(options["allocator"])
+        roles = {role: tokens for role, tokens in options.items() if role != "allocator"}
+        deployed = contender.deploy(backends[0].shape, B, **roles)
         expected = {"policy": name, "budget": B} | options | ({"scorer": contender.scorer} if name in folders else {})
         assert settings_of(deployed) == expected
     rows = [torch.tensor(random_prompt(LONGEST, VOCABULARY - 1, seed=i)) for i in range(2)]

@@ -49,7 +49,7 @@ def test_eviction_shows(served, longest):
     everything = OraclePolicy(policy.scorer, sinks=0, window=2**62, topk=0) if policy.borrows else OraclePolicy.full()
     bounded, dense = served.judge.reference(prompt), served.judge.models[0].run(prompt, everything)
     off = (bounded.exact.logprobs - dense.logprobs).abs().amax(-1)
-    whole = policy.budget - policy.interval + 1 if policy.threshold is None else SINKS + WINDOW
+    whole = policy.budget if policy.threshold is None else SINKS + WINDOW
     assert off[:whole].max() < 1e-12
     assert off[longest * 2 // 5 :].median() > 1000 * bounded.budget
 

@@ -162,6 +162,9 @@ def test_default_prefix_caching_is_switched_off(llama, monkeypatch):
     [
         ("--kv-policy", {"policy": "h3o"}),
         ("--kv-policy", {"budget": 64}),
+        ("--kv-policy snapkv", {"policy": "snapkv", "budget": 64}),
+        ("--kv-allocator", {"policy": "h2o", "budget": 64, "allocator": "ada"}),
+        ("'decide_every'", {"policy": "h2o", "budget": 64, "decide_every": 8}),
         ("'bugdet'", {"policy": "streaming-llm", "bugdet": 64}),
         ("additional_config", "streaming-llm"),
         ("--kv-budget", {"policy": "streaming-llm"}),
@@ -233,9 +236,9 @@ def test_models_that_do_not_hand_over_what_a_gate_sees(folder, llama, tmp_path):
     assert message.endswith("reads the keys and values of all heads: set --tensor-parallel-size 1")
 
 
-def test_dms_needs_a_sink_and_a_window_of_two_where_the_next_token_decides(llama, tmp_path):
-    scorer = str(write_random_scorer(tmp_path / "own", llama, "dms", shifted=True))
-    assert "set --kv-sinks to at least 1" in refusal(llama, {"policy": "dms", "scorer": scorer, "sinks": 0})
+@pytest.mark.parametrize("shifted", [False, True])
+def test_dms_needs_a_window_of_two(llama, tmp_path, shifted):
+    scorer = str(write_random_scorer(tmp_path / "own", llama, "dms", shifted=shifted))
     assert "set --kv-window to at least 2" in refusal(llama, {"policy": "dms", "scorer": scorer, "window": 1})
 
 

@@ -26,9 +26,7 @@ OWN = {  # the oracle's scorer, and each policy's own sinks and window at this b
     "momentkv": ("moment residual", 1, 1),
 }
 GATES = {"trimkv": {}, "dms": {"evict": 0.5}, "dms, shifted": {"evict": 0.5, "shifted": True}}
-VOTES = ("snapkv", "pyramidkv")
-"""With decisions every four tokens, so that their own window is five."""
-NAMES = (None, *OWN, "kvpop", *GATES, *VOTES)
+NAMES = (None, *OWN, "kvpop", *GATES, "h2o+pyramid")
 
 
 @pytest.fixture(scope="module")
@@ -51,51 +49,45 @@ def backend(model):
 def both(model, scorer, backend, tmp_path_factory):
     """``name -> (deployed, the oracle's policy)``; None is dense."""
 
-    def make(name, every=1):
+    def make(name):
         if name is None:
             return None, None
-        if name in VOTES:
-            k = B - 5 - 3
-            topk = k if name == "snapkv" else (2 * k - round(k / 20), round(k / 20))
-            deployed = training_free(name).deploy(backend.shape, B, decide_every=4)
-            return deployed, OraclePolicy("votes", 0, 5, topk, interval=4)
+        if name == "h2o+pyramid":
+            k = B - B // 2
+            oracle = OraclePolicy("mean mass", 0, B // 2, (2 * k - round(k / 20), round(k / 20)))
+            return training_free("h2o").allocated("pyramid").deploy(backend.shape, B), oracle
         if name in GATES:
             folder = tmp_path_factory.mktemp("gate") / "gate"
             kind = name.split(",")[0]
             write_random_scorer(folder, model, kind, sinks=2, window=6, topk=B - 8, **GATES[name])
-            deployed = learned(str(folder), model)[0].deploy(backend.shape, B, decide_every=every)
-            return deployed, OraclePolicy.from_scorer(folder, topk=B - 8 - every + 1, interval=every)
+            return learned(str(folder), model)[0].deploy(backend.shape, B), OraclePolicy.from_scorer(folder)
         if name == "kvpop":
-            oracle = OraclePolicy.from_scorer(scorer, topk=B - 8 - every + 1, interval=every)
-            return learned(scorer, model)[0].deploy(backend.shape, B, decide_every=every), oracle
+            return learned(scorer, model)[0].deploy(backend.shape, B), OraclePolicy.from_scorer(scorer)
         kind, sinks, window = OWN[name]
-        window = window if name != "streaming-llm" else B - sinks - every
-        topk = B - sinks - window - every + 1
-        oracle = OraclePolicy(kind, sinks, window, topk, interval=every, corrected=name == "momentkv")
-        return training_free(name).deploy(backend.shape, B, decide_every=every), oracle
+        oracle = OraclePolicy(kind, sinks, window, B - sinks - window, corrected=name == "momentkv")
+        return training_free(name).deploy(backend.shape, B), oracle
 
     return make
 
 
-@pytest.mark.parametrize("every", [1, 4])
 @pytest.mark.parametrize("name", NAMES[1:])
-def test_a_policy_has_its_own_defaults_and_holds_what_the_oracle_holds(model, backend, both, name, every):
-    tokens, (deployed, oracle) = random_prompt(S), both(name, every)
+def test_a_policy_has_its_own_defaults_and_holds_what_the_oracle_holds(model, backend, both, name):
+    tokens, (deployed, oracle) = random_prompt(S), both(name)
     roles, layers = deployed.roles, len(deployed.policy.shares())
     assert (roles.sinks, roles.window, roles.budget) == (oracle.sinks, oracle.window, B)
     assert [deployed.budgets(layer).unique().tolist() for layer in range(layers)] == [
         [b] for b in oracle.budgets(layers)
     ]
-    run, found = OracleModel(model).run(tokens, oracle, prompt=S), backend.held(deployed, torch.tensor(tokens))
+    run, found = OracleModel(model).run(tokens, oracle), backend.held(deployed, torch.tensor(tokens))
     for layer, visible in enumerate(run.visible):
         assert torch.equal(found[layer], visible[:, S - 1])
-    assert found.sum(-1).max() == B or every > 1 or name in (*GATES, *VOTES)
+    assert found.sum(-1).max() == max(oracle.budgets(layers)) or name in GATES
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_predictions_of_a_prompt_are_the_oracles(model, backend, both, name):
     tokens, (deployed, oracle) = random_prompt(S), both(name)
-    exact = OracleModel(model).run(tokens, oracle, prompt=S).logprobs
+    exact = OracleModel(model).run(tokens, oracle).logprobs
     with backend.start(deployed) as run:
         own = run.logits(run.hidden(torch.tensor(tokens))).log_softmax(-1)
     assert own.dtype == torch.float32
@@ -109,8 +101,8 @@ def test_generated_tokens_are_the_oracles(model, backend, both, name):
     naive = OracleModel(model)
     exact = []
     for _ in range(NEW):
-        exact.append(int(naive.run(prompt + exact, oracle, prompt=len(prompt)).logprobs[-1].argmax()))
-    gaps = naive.run(prompt + exact, oracle, prompt=len(prompt)).top2_gap[len(prompt) - 1 : -1]
+        exact.append(int(naive.run(prompt + exact, oracle).logprobs[-1].argmax()))
+    gaps = naive.run(prompt + exact, oracle).top2_gap[len(prompt) - 1 : -1]
     assert gaps.min() > 1e-3 and len(set(exact)) > 4
     assert name is None or exact != naive.greedy(prompt, NEW), "the budget shows in nothing"
     with backend.start(deployed) as run:
@@ -120,13 +112,13 @@ def test_generated_tokens_are_the_oracles(model, backend, both, name):
         assert run.generate(prompt, NEW, {stop}) == exact[: exact.index(stop)]
 
 
-@pytest.mark.parametrize("name", [None, "h2o", "kvpop", "trimkv", "dms, shifted", "pyramidkv"])
+@pytest.mark.parametrize("name", [None, "h2o", "kvpop", "trimkv", "dms, shifted", "h2o+pyramid"])
 def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
     """In chunks and single tokens, before and after the budget is full, to the outputs of the whole row."""
     (deployed, _), loaded = both(name), load_model(model, torch.float32)
     show_hidden_states(loaded)
     tokens = torch.tensor(random_prompt(S))
-    request = DenseRequest() if name is None else Request(deployed, length=S, prompt=S)
+    request = DenseRequest() if name is None else Request(deployed, length=S)
     parts, at = [], 0
     for count in (10, 1, 1, 28, 1, 17, 1, S - 59):
         positions = torch.arange(at, at + count)[None]
@@ -137,7 +129,6 @@ def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
     with backend.start(deployed) as run:
         whole = run.hidden(tokens)
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=5e-5)
-    assert name is None or all(sequence.prompt == S for sequence in request.layers.values())
 
 
 @pytest.mark.parametrize("kind, mark", [("llama", "kvpop_borrowed_channel"), ("qwen3", "dms_alpha_scale")])

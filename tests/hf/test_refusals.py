@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import numpy as np
 import pytest
 import torch
 from engine.matrix import BUDGET
@@ -45,7 +44,11 @@ def used(model):
         ({"policy": "kvpop"}, "policy kvpop needs a scorer: give scorer DIR"),
         ({"policy": "h2o", "budget": 64, "scorer": "x"}, "policy h2o uses no scorer: leave scorer out"),
         ({"policy": "full", "budget": 64}, "policy full keeps every token: leave budget and compression out"),
-        ({"policy": "momentkv", "budget": 64, "allocator": "ada"}, "leave allocator out"),
+        ({"policy": "full", "allocator": "pyramid"}, "policy full keeps every token: leave allocator out$"),
+        (
+            {"policy": "h2o", "budget": 64, "allocator": "cone"},
+            "allocator must be one of uniform, pyramid, got 'cone'$",
+        ),
         ({"policy": "full", "max_length": 0}, "max_length must be an integer of at least 1, got 0"),
         ({"policy": None, "budget": 64}, "^policy must be the name of one, such as 'kvpop', got None$"),
     ],
@@ -54,59 +57,6 @@ def test_settings(model, settings, message):
     with pytest.raises(ConfigError, match=message) as refusal:
         KVpopCache(model, **settings)
     assert "\n" not in str(refusal.value) and "--" not in str(refusal.value)
-
-
-@pytest.mark.parametrize(
-    "prompt_length",
-    [
-        0,
-        -3,
-        2.0,
-        True,
-        "30",
-        [],
-        [30, 0],
-        [30, True],
-        ["30"],
-        torch.ones(2),
-        torch.ones(1, 2).long(),
-        [torch.tensor(True)],
-        [np.bool_(True)],
-        [torch.tensor(30.0)],
-        [np.float64(30)],
-        [torch.tensor([30])],
-        torch.tensor(True),
-    ],
-)
-def test_lengths_of_prompts(model, prompt_length):
-    with pytest.raises(
-        ConfigError, match="^prompt_length must be an integer of at least 1, or one for each row, got .*$"
-    ):
-        KVpopCache(model, "snapkv", budget=BUDGET, prompt_length=prompt_length)
-
-
-@pytest.mark.parametrize(
-    "prompt_length",
-    [[torch.tensor(30), torch.tensor(20)], [np.int64(30), np.uint8(20)], torch.tensor([30, 20]), np.array([30, 20])],
-    ids=lambda given: type(given).__name__,
-)
-def test_lengths_of_prompts_in_tensors_and_arrays(model, prompt_length):
-    cache = KVpopCache(model, "snapkv", budget=80, prompt_length=prompt_length)
-    generate(model, cache, [PROMPT, PROMPT[:20]], new=1)
-    assert cache.prompts == [30, 20] and all(type(n) is int for n in cache.prompts)
-    for one in (torch.tensor(30), np.int32(30)):
-        cache = KVpopCache(model, "snapkv", budget=80, prompt_length=one)
-        generate(model, cache, [PROMPT], new=1)
-        assert cache.prompts == [30]
-
-
-@pytest.mark.parametrize("policy", ["adakv", "streaming-llm"])
-def test_lengths_of_other_rows(model, policy):
-    """Refused by policies that do not ask for them, too."""
-    cache = KVpopCache(model, policy, budget=80, prompt_length=torch.tensor([30, 30, 30]))
-    with pytest.raises(ConfigError, match="prompt_length .30, 30, 30. is not that of 2 rows: give a number for each"):
-        generate(model, cache, [PROMPT, PROMPT])
-    assert cache.lengths == [] and generate(model, cache, [PROMPT] * 3)
 
 
 def test_a_scorer_of_another_model(tiny, tmp_path, model):

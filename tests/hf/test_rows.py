@@ -11,12 +11,10 @@ from hf.prompts import generate, padded
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import random_prompt
 
 LENGTHS = (70, 9, 63)
-POLICIES = ["kvpop", "snapkv", "pyramidkv", "adakv", "momentkv", "trimkv", "dms-query"]
-WITHOUT_PROMPT = ["kvpop", "h2o", "momentkv", "trimkv", "dms"]
+POLICIES = ["kvpop", "h2o", "h2o-pyramid", "momentkv", "trimkv", "dms-query"]
 TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
 """Keys and values of a token: two layers, two heads of 32 float32."""
 
@@ -32,7 +30,7 @@ def alone(model, settings, prompt, new=8):
     [
         *((policy, LENGTHS) for policy in POLICIES),
         ("kvpop", (1, 1, 1)),
-        ("snapkv", (1, 64, 2)),
+        ("h2o", (1, 64, 2)),
         ("dms-query", (1, 64, 2)),
     ],
     ids=str,
@@ -52,10 +50,10 @@ def test_a_row_of_a_padded_batch_is_the_row_alone(case, policy, lengths):
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("policy", ["kvpop", "tova", "adakv"])
+@pytest.mark.parametrize("policy", ["kvpop", "tova", "h2o"])
 def test_with_room_for_all_it_is_the_dense_model(case, kind, policy):
     model, found = case(kind, policy)
-    settings = {"window": 200} if policy == "tova" else {}
+    settings = {"window": 200} if policy in ("tova", "h2o") else {}
     cache = KVpopCache(model, **found.settings | {"budget": 256} | settings)
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
     dense = generate(model, DynamicCache(config=model.config), prompts, 12)
@@ -84,7 +82,7 @@ def turns(model, cache, prompts, cuts, **options):
     return generate(model, cache, prompts)
 
 
-@pytest.mark.parametrize("policy", WITHOUT_PROMPT)
+@pytest.mark.parametrize("policy", ["kvpop", "h2o", "h2o-pyramid", "momentkv", "trimkv", "dms"])
 def test_two_turns_are_one_prompt(case, policy):
     model, found = case("llama", policy)
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
@@ -95,24 +93,9 @@ def test_two_turns_are_one_prompt(case, policy):
     assert parts.lengths == whole.lengths
 
 
-@pytest.mark.parametrize("policy", ["snapkv", "pyramidkv", "adakv"])
-def test_policies_that_decide_by_the_prompt_are_told_where_it_ends(case, policy):
-    model, found = case("llama", policy)
-    prompts = [random_prompt(n, seed=n) for n in LENGTHS]
-    expected = generate(model, KVpopCache(model, **found.settings), prompts)
-    told = KVpopCache(model, **found.settings, prompt_length=LENGTHS)
-    assert turns(model, told, prompts, (30, 3)) == expected and told.prompts == list(LENGTHS)
-    with pytest.raises(
-        ValueError, match="decides by the length of the prompt, which came in pieces: give KVpopCache.prompt"
-    ):
-        turns(model, KVpopCache(model, **found.settings), [random_prompt(70)], (30,))
-    with pytest.raises(ValueError, match="prompt_length .5, 6. is not that of 3 rows"):
-        generate(model, KVpopCache(model, **found.settings, prompt_length=[5, 6]), prompts)
-
-
 def test_a_chat_goes_on(case):
-    """Turn by turn, with what was generated between: the tokens of one that is fed all of it; and a prompt is a first call's."""
-    for policy, prompt in (("kvpop", None), ("snapkv", 50)):
+    """Turn by turn, with what was generated between: the tokens of one that is fed all of it."""
+    for policy in ("kvpop", "h2o"):
         model, found = case("qwen3", policy)
         cache, text = KVpopCache(model, **found.settings), random_prompt(50)
         for turn in range(3):
@@ -121,10 +104,10 @@ def test_a_chat_goes_on(case):
             ].tolist()
             if turn < 2:
                 text += random_prompt(20, seed=turn)
-        assert cache.lengths == [len(text) - 1] and cache.prompts == [prompt]
-        told = KVpopCache(model, **found.settings, prompt_length=50)
-        assert generate(model, told, [text[:-6]], new=6) == [text[-6:]]
-        assert torch.equal(told.held(), cache.held())
+        assert cache.lengths == [len(text) - 1]
+        whole = KVpopCache(model, **found.settings)
+        assert generate(model, whole, [text[:-6]], new=6) == [text[-6:]]
+        assert torch.equal(whole.held(), cache.held())
 
 
 def test_chats_in_a_batch(case):
@@ -156,17 +139,15 @@ def test_chats_in_a_batch(case):
         assert torch.equal(own.held(), cache.held(row))
 
 
-@pytest.mark.parametrize("policy", ["kvpop", "adakv"])
+@pytest.mark.parametrize("policy", ["kvpop", "h2o-pyramid"])
 def test_texts_with_the_same_beginning(case, policy):
     model, found = case("llama", policy)
     start, ends = random_prompt(70), [random_prompt(9, seed=i) for i in (1, 2)]
-    told = {"prompt_length": 70} | found.settings
-    begun = KVpopCache(model, **told)
+    begun = KVpopCache(model, **found.settings)
     model.generate(torch.tensor([start]), past_key_values=begun, max_new_tokens=1)
     tokens = [generate(model, copy.deepcopy(begun), [start + end]) for end in ends]
-    assert (
-        tokens == [generate(model, KVpopCache(model, **told), [start + end]) for end in ends] and tokens[0] != tokens[1]
-    )
+    whole = [generate(model, KVpopCache(model, **found.settings), [start + end]) for end in ends]
+    assert tokens == whole and tokens[0] != tokens[1]
     assert begun.lengths == [70]
 
 
@@ -204,7 +185,7 @@ def test_sampling_and_several_answers(case):
     assert drawn[0] == drawn[1] and len({tuple(row) for row in drawn[0]}) == 3
 
 
-@pytest.mark.parametrize("policy, options", [("kvpop", {}), ("adakv", {}), ("h2o", {"allocator": "pyramid"})])
+@pytest.mark.parametrize("policy, options", [("kvpop", {}), ("h2o", {}), ("h2o", {"allocator": "pyramid"})])
 def test_memory_is_constant(case, policy, options):
     model, found = case("llama", policy, **options)
     cache, sizes, text = KVpopCache(model, **found.settings), [], random_prompt(40)
@@ -217,7 +198,7 @@ def test_memory_is_constant(case, policy, options):
     assert int(cache.held().sum()) <= 4 * BUDGET
 
 
-@pytest.mark.parametrize("policy", ["kvpop", "snapkv", "pyramidkv", "adakv", "trimkv", "dms-query", "dms-late"])
+@pytest.mark.parametrize("policy", ["kvpop", "h2o", "h2o-pyramid", "trimkv", "dms-query", "dms-late"])
 def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
     """On the device "meta" tensors have no values, and whoever asks for one fails; the kernels are left out."""
     model, found = case("llama", policy)
@@ -225,8 +206,8 @@ def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
         hollow = AutoModelForCausalLM.from_config(model.config)
     cache, steps = KVpopCache(hollow, **found.settings), []
 
-    def decode_step(q, k, v, pages, table, positions, valid, budgets, **options):
-        steps.append((positions, valid))
+    def decode_step(q, k, v, pages, table, positions, budgets, **options):
+        steps.append((positions, budgets))
         return torch.empty_like(q), None
 
     monkeypatch.setattr("kvpop_vllm.kernels.ops.decode_step", decode_step)
@@ -236,16 +217,4 @@ def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
             more = {"attention_mask": tokens.expand(3, length), "position_ids": tokens} if length > 1 else {}
             hollow(tokens, past_key_values=cache, **more)
     assert cache.lengths == [4, 4, 4] and len(steps) == 8
-    assert all(positions is steps[0][0] and valid.shape == (3, 2) for positions, valid in steps)
-    assert len({id(valid) for _, valid in steps}) == (2 if policy == "pyramidkv" else 1)
-
-
-@pytest.mark.parametrize("every, phase", [(1, 0), (4, 0), (4, 3)])
-def test_extents_are_the_extent_of_each(every, phase):
-    kept = Retention(30, 3, 6, every, phase)
-    positions, budgets = torch.arange(60), torch.tensor([30, 14])
-    found = kept.extents(positions.unsqueeze(1), budgets)
-    assert found.tolist() == [[kept.extent(q, b) for b in budgets.tolist()] for q in range(60)]
-    phases = (-(positions + 1) % every).unsqueeze(1)
-    each = [Retention(30, 3, 6, every, prompt_grid=True).for_prompt(q).extent(q, 30) for q in range(60)]
-    assert kept.extents(positions.unsqueeze(1), budgets[:1], phases).flatten().tolist() == each
+    assert all(positions is steps[0][0] and budgets.shape == (3, 2) for positions, budgets in steps)

@@ -19,7 +19,7 @@ class TestGenerate:
 
     @pytest.mark.parametrize(
         "kind, policy, settings, lengths",
-        [("qwen3", "kvpop", {}, (70, 41)), ("llama", "h2o", {"budget": 5, "window": 2, "allocator": "ada"}, (7,))],
+        [("qwen3", "kvpop", {}, (70, 41)), ("llama", "h2o", {"budget": 5, "window": 2}, (7,))],
     )
     def test_equals_the_cpus_kernels(self, case, monkeypatch, kind, policy, settings, lengths):
         """Rows that outgrow their budgets, padded, and their second turn; a prompt whose tokens are done one by one."""

@@ -20,8 +20,6 @@ class Exact:
     score: dict = field(default_factory=dict)
     state: tuple = (0.0, 0.0)
     gone: list = field(default_factory=list)  # (k, v) of all that was evicted
-    prompt: int | None = None  # tokens of the prompt, where its votes rank
-    votes: list = field(default_factory=list)  # of each query of the prompt: {token: weight}
 
     def weight(self, name):
         tensor = getattr(self.rule.scorer, name)
@@ -64,18 +62,6 @@ class Exact:
             return float(self.weight("fc2_weight") @ (hidden * torch.sigmoid(hidden)) + self.weight("fc2_bias"))
         return self.read(x)
 
-    def decides(self, position):
-        """Decisions fall on the first generated token and every e tokens before and after it, or on multiples of e less one."""
-        return (position + 1 if self.prompt is None else position - self.prompt) % self.rule.decide_every == 0
-
-    def count_votes(self, position, ranked):
-        """Scores at ``position`` of the tokens ``ranked``, by position: votes of the last e queries, pooled."""
-        last = self.votes[max(0, position - self.rule.decide_every) : position]
-        counted = [sum(query.get(t, 0.0) for query in last) for t in ranked]
-        half = self.rule.scorer.pool // 2
-        for i, t in enumerate(ranked):
-            self.score[t] = sum(counted[max(0, i - half) : i + half + 1]) / self.rule.scorer.pool
-
     def step(self, position, q, k, v, scale, given=None):
         """Output [G, D], lse [G], the weighted mean of the values' magnitudes [G, D] and the margin of the decision taken."""
         rule, margin = self.rule, float("inf")
@@ -89,34 +75,28 @@ class Exact:
         leaving = position - rule.window
         if given is not None:
             self.score[position] = float(given)
-        if self.prompt is not None and leaving >= rule.sinks and position > self.prompt:
-            self.score[leaving] = 2.0**100
-        elif self.prompt is None and leaving >= rule.sinks and leaving not in self.score:
+        if leaving >= rule.sinks and leaving not in self.score:
             self.score[leaving] = self.raw_score(torch.cat(self.tokens[leaving]))
-        if self.decides(position):
-            if self.prompt is not None and position <= self.prompt:
-                self.count_votes(position, sorted(t for t in self.tokens if rule.sinks <= t <= leaving))
-            for t in [t for t in self.tokens if self.below(t, leaving)]:
-                self.gone.append(self.tokens.pop(t))
-            novelty = self.novelty(scale) if isinstance(rule.scorer, ops.MomentResidual) else {}
-            ranked = sorted(
-                (
-                    self.ranked_by(t, position) * novelty.get(t, 1.0)
-                    + (position - t) // rule.decay_step * float(rule.log_gamma[self.head]),
-                    t,
-                )
-                for t in self.tokens
-                if rule.sinks <= t <= leaving
+        for t in [t for t in self.tokens if self.below(t, leaving)]:
+            self.gone.append(self.tokens.pop(t))
+        novelty = self.novelty(scale) if isinstance(rule.scorer, ops.MomentResidual) else {}
+        ranked = sorted(
+            (
+                self.ranked_by(t, position) * novelty.get(t, 1.0)
+                + (position - t) // rule.decay_step * float(rule.log_gamma[self.head]),
+                t,
             )
-            surplus = len(ranked) - (self.budget - rule.sinks - rule.window - rule.decide_every + 1)
-            if 0 < surplus < len(ranked):
-                margin = ranked[surplus][0] - ranked[surplus - 1][0]
-            for _, t in ranked[: max(0, surplus)]:
-                self.gone.append(self.tokens.pop(t))
+            for t in self.tokens
+            if rule.sinks <= t <= leaving
+        )
+        surplus = len(ranked) - (self.budget - rule.sinks - rule.window)
+        if 0 < surplus < len(ranked):
+            margin = ranked[surplus][0] - ranked[surplus - 1][0]
+        for _, t in ranked[: max(0, surplus)]:
+            self.gone.append(self.tokens.pop(t))
         keys, values = (torch.stack(rows) for rows in zip(*self.tokens.values(), strict=True))
         logits = q @ keys.T * scale
         weights = logits.softmax(-1)
-        self.votes.append(dict(zip(self.tokens, weights.mean(0).tolist(), strict=True)))
         if isinstance(rule.scorer, ops.AttentionMass | ops.MomentResidual):
             for t, mass in zip(self.tokens, weights.mean(0).tolist(), strict=True):
                 self.score[t] = mass + (self.score.get(t, 0.0) if self.mean else 0.0)
@@ -162,6 +142,5 @@ class Exact:
         return {t: float((v - value - scale * covariance @ k).norm()) for t, (k, v) in self.tokens.items()}
 
     def long_range(self, position):
-        """Tokens in long-range slots after step ``position``: those that have been decided upon and kept."""
-        decided = 1 + max((q for q in range(position + 1) if self.decides(q)), default=-1) - self.rule.window
-        return {t: self.score[t] for t in self.tokens if self.rule.sinks <= t < decided}
+        """Tokens in long-range slots after step ``position``, and their scores."""
+        return {t: self.score[t] for t in self.tokens if self.rule.sinks <= t <= position - self.rule.window}

@@ -6,7 +6,6 @@ import torch
 
 from kvpop_vllm.kernels.ops import (
     AttentionMass,
-    AttentionVotes,
     GivenScore,
     KeyNorm,
     LinearWeights,
@@ -35,8 +34,6 @@ def random_scorer(kind: str | None, heads: int, size: int, generator: torch.Gene
         return AttentionMass(**options)
     if kind == "given":
         return GivenScore(**options)
-    if kind == "votes":
-        return AttentionVotes(**options)
     if kind == "moment":
         return MomentResidual()
     if kind == "linear":
@@ -79,14 +76,13 @@ def random_rule(
     window: int,
     generator: torch.Generator,
     decay_step: int = 1,
-    decide_every: int = 1,
     moment_correction: bool = False,
 ) -> RetentionRule:
     gamma = 0.9 + 0.0999 * torch.rand(heads, generator=generator, dtype=torch.float64)
-    if isinstance(scorer, AttentionMass | MomentResidual | AttentionVotes):
+    if isinstance(scorer, AttentionMass | MomentResidual):
         gamma = 1 - 1e-3 * (1 - gamma)  # masses are of order 1 / B
     log_gamma = torch.log(gamma) if scorer is not None else torch.full((heads,), -1.0, dtype=torch.float64)
-    return RetentionRule(sinks, window, log_gamma, decay_step, scorer, decide_every, moment_correction)
+    return RetentionRule(sinks, window, log_gamma, decay_step, scorer, moment_correction)
 
 
 def poisoned_pages(layout: PageLayout, num_blocks: int) -> Pages:

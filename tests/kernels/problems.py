@@ -23,7 +23,6 @@ CASES = {
     "given": ("given", {}),
     "given-ages": ("given", {"ages": True}),
     "given-threshold": ("given", {"threshold": -0.5}),
-    "votes": ("votes", {"pool": 3}),
     "linear": ("linear", {}),
     "mlp": ("mlp", {}),
     "mlstm": ("mlstm", {}),
@@ -51,7 +50,6 @@ class Problem:
     topk: int = 9
     beyond: int = 6
     step: int = 1
-    every: int = 1
     dtype: torch.dtype = torch.float32
     q_dtype: torch.dtype = torch.float32
     unequal: bool = False
@@ -67,11 +65,11 @@ class Problem:
             narrow = {"q_proj": 13, "k_proj": 13, "v_proj": 23, "out_weight": 23, "norm_weight": 23}
             scorer = replace(scorer, **{n: getattr(scorer, n)[..., :width].contiguous() for n, width in narrow.items()})
         if self.case.startswith("given-threshold"):
-            self.sinks = max(1, self.sinks)
-        roles = self.sinks, self.window, self.generator, self.step, self.every
+            self.window = max(2, self.window)
+        roles = self.sinks, self.window, self.generator, self.step
         self.rule = random_rule(scorer, self.heads, *roles, correction)
         self.layout = PageLayout(self.heads, self.size, self.dtype, self.slots, self.rule.state_floats(self.size))
-        base, shape = self.sinks + self.window + self.every - 1, (self.requests, self.heads)
+        base, shape = self.sinks + self.window, (self.requests, self.heads)
         shares = torch.randint(0, self.topk + 1, shape, generator=self.generator, dtype=torch.int32)
         self.budgets = (
             base + shares if self.unequal else torch.tensor(base + self.topk, dtype=torch.int32).expand(shape)
@@ -82,7 +80,6 @@ class Problem:
             blocks = self.requests * self.heads * width
             self.table = torch.randperm(blocks + 3, generator=self.generator)[:blocks].int().view(*shape, width)
             pages = poisoned_pages(self.layout, blocks + 3)
-        self.prompts = torch.randint(1, base + self.topk + self.beyond, (self.requests,), generator=self.generator)
         self.num_blocks, self.scale = pages.num_blocks, self.size**-0.5
         return self
 
@@ -96,29 +93,20 @@ class Problem:
             normal(self.heads, self.dtype),
         )
 
-    def roles(self, r):
-        return self.rule.for_prompt(int(self.prompts[r]))
-
     def exact(self, r, h):
-        prompt = int(self.prompts[r]) if self.rule.prompt_grid else None
-        return Exact(self.rule, h, int(self.budgets[r, h]), prompt=prompt)
+        return Exact(self.rule, h, int(self.budgets[r, h]))
 
     def run(self, pages, active, positions, q, k, v, impl):
-        budgets = self.budgets[active]
-        at = torch.tensor(positions)
-        asked = zip(active, positions, budgets, strict=True)
-        valid = torch.tensor([[self.roles(r).extent(p, int(b)) for b in row] for r, p, row in asked], dtype=torch.int32)
-        more = dict(given=given_scores(self.rule, k), prompts=self.prompts[active])
-        return ops.decode_step(
-            q, k, v, pages, self.table[active], at, valid, budgets, rule=self.rule, scale=self.scale, impl=impl, **more
-        )
+        at = self.table[active], torch.tensor(positions), self.budgets[active]
+        own = dict(rule=self.rule, scale=self.scale, given=given_scores(self.rule, k), impl=impl)
+        return ops.decode_step(q, k, v, pages, *at, **own)
 
     def long_range(self, pages, r, h, position):
         """``{position: score}`` of the long-range slots after the step at ``position``."""
         first = self.rule.first_long
-        end = self.roles(r).extent(position + 1, int(self.budgets[r, h]))
+        end = min(position + 1, int(self.budgets[r, h]))
         if self.rule.threshold is not None:
-            end = first + int(pages.score[self.table[r, h, self.layout.state_blocks], h, 0])
+            end = first + int(pages.position[self.table[r, h, self.layout.state_blocks], h, 1])
         slots = torch.arange(first, max(first, end))
         at = self.table[r, h, self.layout.state_blocks + slots // self.slots].long(), h, slots % self.slots
         return dict(zip(pages.position[at].tolist(), pages.score[at].tolist(), strict=True))

@@ -13,11 +13,11 @@ from kernels import sanitized
 from kernels import test_decode_step as decode
 from kernels import test_prefill_chunk as prefill
 from kernels import test_running_topk as running
-from kernels import test_shared_heads as shared
 from kernels.test_decode_step import (  # noqa: F401  (tests and fixtures that run here too)
     check_budgets,
     fastest_isa_afterwards,
     few_decisions_are_excused,
+    test_a_threshold_counts_in_slot_1,
     test_other_bad_arguments_are_refused,
     test_page_entry_out_of_range_is_refused,
     test_replay_is_refused_before_anything_is_written,
@@ -86,30 +86,24 @@ DECODE = [
     dict(case="mlstm-direct-values", size=80, group=3, slots=16, topk=0, sinks=1),
     dict(case="mlstm-immediate", size=128, group=1, slots=48, dtype=BF16, q_dtype=F32, step=3),
     dict(case="mlstm-odd-widths", size=96, group=2, slots=16, unequal=True, requests=3),
-    dict(case="mlstm", size=64, group=3, slots=16, dtype=BF16, q_dtype=BF16, every=7, window=3),
-    dict(case="mlstm-immediate", size=32, group=1, slots=16, every=16, sinks=0, topk=20),
-    dict(case="none", size=128, group=2, slots=16, dtype=BF16, q_dtype=BF16, every=30, unequal=True),
+    dict(case="mlstm", size=64, group=3, slots=16, dtype=BF16, q_dtype=BF16, window=3),
+    dict(case="mlstm-immediate", size=32, group=1, slots=16, sinks=0, topk=20),
+    dict(case="none", size=128, group=2, slots=16, dtype=BF16, q_dtype=BF16, unequal=True),
     dict(case="key-norm", size=48, group=1, slots=16, dtype=BF16, q_dtype=BF16, sinks=0, window=1),
     dict(case="mass-newest", size=64, group=5, slots=48, dtype=BF16, q_dtype=BF16, sinks=0, window=1, topk=61),
-    dict(case="mass-mean", size=80, group=3, slots=16, sinks=3, unequal=True, every=7),
+    dict(case="mass-mean", size=80, group=3, slots=16, sinks=3, unequal=True),
     dict(case="moment-corrected", size=64, group=3, slots=64, dtype=BF16, q_dtype=BF16, sinks=1, window=1, topk=30),
-    dict(case="moment", size=32, group=7, slots=16, unequal=True, every=4),
-    dict(case="mlstm-corrected", size=48, group=2, slots=16, every=5),
-    dict(case="votes", size=64, group=3, slots=16, dtype=BF16, q_dtype=BF16, every=5, topk=30),
-    dict(case="votes-corrected", size=32, group=1, slots=48, every=16, unequal=True),
-    dict(case="given-ages", size=80, group=2, slots=16, every=3),
-    dict(case="given-threshold-corrected", size=48, group=2, slots=16, dtype=BF16, q_dtype=F32, every=5),
+    dict(case="moment", size=32, group=7, slots=16, unequal=True),
+    dict(case="mlstm-corrected", size=48, group=2, slots=16),
+    dict(case="given-ages", size=80, group=2, slots=16),
+    dict(case="given-threshold", size=64, group=1, slots=48, sinks=0, window=2, topk=40, unequal=True),
+    dict(case="given-threshold-corrected", size=48, group=2, slots=16, dtype=BF16, q_dtype=F32),
 ]
 
 
-@pytest.mark.parametrize("case", ["votes-corrected", "mass-corrected", "linear", "nothing"])
-def test_heads_that_divide_a_budget(case):
-    shared.test_equals_the_oracle(case, _C.isa_levels()[-1])
-
-
-@pytest.mark.parametrize("dtype, threads, every", [(BF16, 2, 40), (BF16, 16, 1), (F32, 16, 1)])
-def test_one_head_is_shared_among_threads(dtype, threads, every):
-    decode.test_one_head_is_shared_among_threads(dtype, threads, 1, every)
+@pytest.mark.parametrize("dtype, threads", [(BF16, 2), (BF16, 16), (F32, 16)])
+def test_one_head_is_shared_among_threads(dtype, threads):
+    decode.test_one_head_is_shared_among_threads(dtype, threads, 1)
 
 
 @pytest.mark.parametrize("problem", DECODE, ids=lambda p: p["case"])
@@ -129,13 +123,14 @@ PREFILL = [
     ([80], dict(case="mlstm-norm-skip", sinks=0, window=5, topk=60, length=80, size=80, group=7, slots=16)),
     ([69, 1], dict(case="mlstm-softmax-cap", sinks=3, window=5, topk=40, length=70, size=16, group=3, slots=48)),
     ([60], dict(case="mlstm-direct-values", sinks=2, window=8, topk=10, length=60, size=128, group=1, slots=16)),
-    ([1, 29], dict(case="mlstm", sinks=2, window=5, topk=30, length=90, size=64, slots=16, every=12)),
-    ([3, 177], dict(case="mlstm-immediate", sinks=0, window=9, topk=20, length=180, size=32, slots=16, every=140)),
+    ([1, 29], dict(case="mlstm", sinks=2, window=5, topk=30, length=90, size=64, slots=16)),
+    ([3, 177], dict(case="mlstm-immediate", sinks=0, window=9, topk=20, length=180, size=32, slots=16)),
     ([3, 87], dict(case="key-norm", sinks=0, window=1, topk=40, length=90, size=16, slots=16)),
     ([3, 87], dict(case="mass-newest", sinks=0, window=1, topk=60, length=90, size=32, group=5, slots=16)),
     ([3, 87], dict(case="moment-corrected", sinks=1, window=1, topk=40, length=90, size=32, group=3, slots=16)),
     ([40, 50], dict(case="mlstm-corrected", sinks=2, window=8, topk=10, length=90, size=48, slots=48)),
-    ([40, 50], dict(case="mass-mean", sinks=1, window=20, topk=10, length=90, size=48, group=3, slots=48, every=6)),
+    ([40, 50], dict(case="mass-mean", sinks=1, window=20, topk=10, length=90, size=48, group=3, slots=48)),
+    ([1, 89], dict(case="given-threshold", sinks=0, window=2, topk=40, length=90, size=32, group=3, slots=16)),
     ([50, 130], dict(case="mlstm-immediate", sinks=2, window=140, topk=10, length=180, size=48, group=5, heads=3)),
 ]
 
@@ -156,7 +151,7 @@ def test_prefill_chunk_of_bfloat16(isa, shape):
 
 @pytest.mark.parametrize("isa", _C.isa_levels())
 def test_prefill_chunk_with_unequal_budgets(isa):
-    prefill.test_unequal_budgets_equal_single_heads(isa, [98, 300], 9)
+    prefill.test_unequal_budgets_equal_single_heads(isa, [98, 300])
 
 
 def test_running_topk():
@@ -170,7 +165,7 @@ def test_roles_beyond_all_lengths(roles):
     assert (cutoff == 8).all() and torch.equal(rank, (-priority).argsort(-1).argsort(-1).int())
     p = decode.Problem("none").prepare()
     with pytest.raises(ValueError, match="below 2\\^31"):
-        _C.Rule(roles["sinks"], roles["window"], 1, 1, p.rule.log_gamma, "none", {})
+        _C.Rule(roles["sinks"], roles["window"], 1, p.rule.log_gamma, "none", {})
 
 
 def test_no_tokens():
@@ -180,7 +175,7 @@ def test_no_tokens():
     p = decode.Problem().prepare()
     none, pages = p.budgets[:0], apart(p.layout, p.num_blocks)
     positions = none[:, 0].long()
-    ops.decode_step(*p.inputs([]), pages, p.table[:0], positions, none, none, rule=p.rule, scale=1.0, impl="cpp")
+    ops.decode_step(*p.inputs([]), pages, p.table[:0], positions, none, rule=p.rule, scale=1.0, impl="cpp")
     p = prefill.Problem("mlstm", 2, 8, 10, 20)
     pages, table = p.pages()
     ops.prefill_chunk(p.q[:0], p.k[:0], p.v[:0], pages, table[0], 0, p.budgets, rule=p.rule, scale=1.0, impl="cpp")
@@ -234,6 +229,6 @@ def test_odd_address_is_reported():
 
 def test_overflow_is_reported():
     """Of a window that the op itself refuses."""
-    told = torch.zeros(1, 2), torch.arange(2)[None], 0, 1, 2**63 - 1, torch.zeros(1, dtype=torch.float64), 1, 1, False
+    told = torch.zeros(1, 2), torch.arange(2)[None], 0, 1, 2**63 - 1, torch.zeros(1, dtype=torch.float64), 1, False
     said = report(lambda: _C.online_topk(*told))
     assert "signed integer overflow" in said, said

@@ -17,15 +17,14 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IMPLS = ["triton"] if INTERPRETED else ["reference", "cpp"]
 
 
-def naive(score, position, held, topk, window, log_gamma, step, every, ages):
+def naive(score, position, held, topk, window, log_gamma, step, ages):
     """One head, by definition."""
     evicted_at, alive = [NEVER] * len(score), list(range(held))
     for arrival in range(held, len(score)):
         alive.append(arrival)
         if len(alive) <= topk:
             continue
-        first = position[arrival] + window
-        q = first + -(first + 1) % every
+        q = position[arrival] + window
         raw = {i: score[i] * (q - position[i]) if ages else score[i] for i in alive}
         victim = min(alive, key=lambda i: (raw[i] + (q - position[i]) // step * log_gamma, position[i]))
         evicted_at[victim] = q
@@ -49,7 +48,7 @@ def test_of_equal_scores_the_oldest_leaves(step, ages):
     score, position = draw_tokens(torch.Generator().manual_seed(0), 2, 9, 25, True)
     score, log_gamma = score.clamp(-0.5, 0.5), torch.tensor([0.0, -0.25], dtype=torch.float64)
     rule = dict(topk=9, window=3, decay_step=step, ages=ages)
-    told = [(score[h].tolist(), position[h].tolist(), 9, 9, 3, float(log_gamma[h]), step, 1, ages) for h in range(2)]
+    told = [(score[h].tolist(), position[h].tolist(), 9, 9, 3, float(log_gamma[h]), step, ages) for h in range(2)]
     expected = torch.tensor([naive(*one) for one in told])
     for impl in IMPLS:
         assert torch.equal(ops.online_topk(score, position, 9, log_gamma=log_gamma, **rule, impl=impl), expected), impl
@@ -63,24 +62,23 @@ def test_of_equal_scores_the_oldest_leaves(step, ages):
     arrivals=st.integers(0, 60),
     window=st.integers(1, 9),
     step=st.sampled_from([1, 1, 2, 5, 64, 10**9]),
-    every=st.sampled_from([1, 1, 3, 8, 100]),
     ages=st.sampled_from([False, False, True]),
     coarse=st.booleans(),
     seed=st.integers(0, 2**30),
 )
-def test_equals_the_definition(heads, topk, held, arrivals, window, step, every, ages, coarse, seed):
+def test_equals_the_definition(heads, topk, held, arrivals, window, step, ages, coarse, seed):
     generator, held = torch.Generator().manual_seed(seed), min(held, topk)
     score, position = draw_tokens(generator, heads, held, arrivals, coarse)
     log_gamma = -torch.rand(heads, generator=generator, dtype=torch.float64)
     if coarse:
         log_gamma = (log_gamma * 4).round() / 4
     rows = [
-        naive(score[h].tolist(), position[h].tolist(), held, topk, window, float(log_gamma[h]), step, every, ages)
+        naive(score[h].tolist(), position[h].tolist(), held, topk, window, float(log_gamma[h]), step, ages)
         for h in range(heads)
     ]
     expected = torch.tensor(rows, dtype=torch.int64).view(heads, -1)
     for impl in IMPLS:
-        rule = dict(topk=topk, window=window, log_gamma=log_gamma, decay_step=step, decide_every=every, ages=ages)
+        rule = dict(topk=topk, window=window, log_gamma=log_gamma, decay_step=step, ages=ages)
         got = ops.online_topk(score, position, held, **rule, impl=impl)
         assert got.dtype == torch.int64 and torch.equal(got, expected), impl
 
@@ -109,17 +107,11 @@ def test_bad_arguments_are_refused():
 def test_the_extension_itself_refuses_what_it_would_overrun(held, topk, window):
     score, position = draw_tokens(torch.Generator().manual_seed(1), 2, 4, 5, False)
     with pytest.raises(ValueError, match="need 0 <= held"):
-        load_extension().online_topk(
-            score, position, held, topk, window, torch.zeros(2, dtype=torch.float64), 1, 1, False
-        )
+        load_extension().online_topk(score, position, held, topk, window, torch.zeros(2, dtype=torch.float64), 1, False)
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(
-    "largest",
-    [{"window": 2**29}, {"decide_every": 2**29}, {"window": 2**29, "decide_every": 2**29}, {"decay_step": 2**31 - 1}],
-    ids=str,
-)
+@pytest.mark.parametrize("largest", [{"window": 2**29}, {"decay_step": 2**31 - 1}], ids=str)
 @pytest.mark.parametrize("ages", [False, True])
 def test_the_largest_numbers_are_right(impl, largest, ages):
     """Python's integers have no range to leave."""
@@ -127,7 +119,7 @@ def test_the_largest_numbers_are_right(impl, largest, ages):
     position += 2**30 - 1 - position.max()
     asked = {"topk": 6, "window": 3, "decay_step": 3, "log_gamma": torch.full((2,), -0.01).double(), "ages": ages}
     rule = asked | largest
-    told = 4, 6, rule["window"], -0.01, rule["decay_step"], rule.get("decide_every", 1), ages
+    told = 4, 6, rule["window"], -0.01, rule["decay_step"], ages
     expected = torch.tensor([naive(score[h].tolist(), position[h].tolist(), *told) for h in range(2)])
     assert torch.equal(ops.online_topk(score, position, 4, impl=impl, **rule), expected)
 
@@ -143,7 +135,6 @@ def test_the_largest_numbers_are_right(impl, largest, ages):
         ({"window": 2**29 + 1}, "window"),
         ({"window": 2**63 - 1}, "window"),
         ({"decay_step": 0}, "decay_step"),
-        ({"decide_every": 2**29 + 1}, "decide_every"),
         ({"decay_step": 2**31}, "decay_step"),
     ],
     ids=str,

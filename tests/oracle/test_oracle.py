@@ -163,28 +163,6 @@ def test_margins_judge_given_sets():
     assert (other < 0).any(), "sets made from other scores were judged right"
 
 
-def test_decisions_on_a_grid():
-    """Between grid points nothing leaves; on one, what is kept is what deciding at each step would keep there."""
-    scores, decay = random_scores(3)
-    rule, every = (4, 8, 12), 5
-    grid, plain = retained_sets(scores, decay, *rule, interval=every), retained_sets(scores, decay, *rule)
-    length = scores.shape[1]
-    for q in range(1, length):
-        if (q + 1) % every == 0:
-            np.testing.assert_array_equal(grid[:, q], plain[:, q])
-        else:
-            assert not (grid[:, q - 1] & ~grid[:, q]).any() and (grid[:, q].sum(-1) <= 24 + every - 1).all()
-    margins = decision_margins(grid, scores, decay, *rule, interval=every)
-    falls = (np.arange(length) + 1) % every == 0
-    assert (
-        (margins[:, ~falls] == math.inf).all() and np.isfinite(margins[:, falls][:, 6:]).all() and (margins >= 0).all()
-    )
-    with pytest.raises(ValueError, match="query 24"):  # the first eviction of a step that decides always
-        decision_margins(plain, scores, decay, *rule, interval=100)
-    other = retained_sets(-scores, decay, *rule, interval=every)
-    assert (decision_margins(other, scores, decay, *rule, interval=every) < 0).any()
-
-
 @pytest.mark.parametrize("damage", ["returned", "lost", "sink", "future"])
 def test_impossible_sets_are_refused(damage):
     scores, decay = random_scores(3)

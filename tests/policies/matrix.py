@@ -18,10 +18,9 @@ class Row:
         scorer: by what the oracle ranks, or the kind of a scorer folder. policy: its name, where the row is of a variant.
         options: of such a folder, in all tests. spread: more of them where a test has few tokens.
         sinks, window: defaults of a policy without a folder; -1: half of the budget. asked: whether tests ask for others.
-        every: tokens between decisions.
-        allocator, corrected: what it does unasked. divides: its heads may divide a budget. keeps_all: it evicts nothing.
+        allocator: asked for, where the row is of a variant. corrected: what it does unasked. keeps_all: it evicts nothing.
         engines: kinds of models that an engine serves with it. longest: its longest prompts there, in budgets. own_blocks: a pool
-            that is too small is tried with it; no other of its make needs other blocks or other words of a prompt.
+            that is too small is tried with it; no other of its make needs other blocks.
         state: float32 words a head at D = 32.
     """
 
@@ -32,10 +31,8 @@ class Row:
     sinks: int = 0
     window: int = 1
     asked: bool = False
-    every: int = 1
     allocator: str = "uniform"
     corrected: bool = False
-    divides: bool = True
     keeps_all: bool = False
     engines: tuple[str, ...] = ()
     longest: int = 5
@@ -49,7 +46,6 @@ class Row:
 
 DECAY = {"decay_min": 0.9, "decay_max": 0.99}
 MOMENTS = 32 * 32 + 2 * 32
-VOTES = {"scorer": "votes", "window": 5, "every": 4}
 ROWS = {
     "kvpop": Row("mlstm", spread=DECAY, engines=("qwen3", "llama"), longest=10, state=32 * 32 + 32 + 1),
     "kvpop-mlp": Row("mlp", spread=DECAY, engines=("qwen3", "llama"), longest=10),
@@ -57,31 +53,24 @@ ROWS = {
     "streaming-llm": Row("recency", sinks=4, window=8, asked=True, engines=("qwen3", "llama"), longest=10),
     "h2o": Row("mean mass", window=-1, engines=("qwen3",), own_blocks=False),
     "tova": Row("newest mass", engines=("llama",), own_blocks=False),
-    "momentkv": Row("moment residual", sinks=1, corrected=True, divides=False, engines=("llama",)),
-    "snapkv": Row(**VOTES, engines=("qwen3",)),
-    "pyramidkv": Row(**VOTES, allocator="pyramid", engines=("llama",)),
-    "adakv": Row(**VOTES, allocator="ada", engines=("qwen3",)),
-    "trimkv": Row("trimkv", spread={"seed": 1}, divides=False, engines=("qwen3",), own_blocks=False),
-    "trimkv-kv": Row("trimkv", "trimkv", {"reads": "kv", "gated": True}, {"seed": 3}, divides=False),
+    "h2o-pyramid": Row("mean mass", "h2o", window=-1, allocator="pyramid", engines=("llama",)),
+    "momentkv": Row("moment residual", sinks=1, corrected=True, engines=("llama",)),
+    "trimkv": Row("trimkv", spread={"seed": 1}, engines=("qwen3",), own_blocks=False),
+    "trimkv-kv": Row("trimkv", "trimkv", {"reads": "kv", "gated": True}, {"seed": 3}),
     # evicts most tokens: equal tokens have equal logits up to rounding in a first layer, so that few decisions may be left to the budget
-    "dms": Row("dms", None, {"evict": 1.5}, {"evict": -0.5}, divides=False),
-    "dms-query": Row(
-        "dms", "dms", {"reads": "query", "evict": 0.5}, {"evict": -0.5}, divides=False, engines=("llama",)
-    ),
-    "dms-late": Row("dms", "dms", {"shifted": True}, {"evict": -0.5}, divides=False),
+    "dms": Row("dms", None, {"evict": 1.5}, {"evict": -0.5}),
+    "dms-query": Row("dms", "dms", {"reads": "query", "evict": 0.5}, {"evict": -0.5}, engines=("llama",)),
+    "dms-late": Row("dms", "dms", {"shifted": True}, {"evict": -0.5}),
     # no engine: equal tokens of a first layer have keys of equal norm but for rounding; judged on an engine's own keys instead
     "l2norm": Row("key norm"),
-    "full": Row("recency", keeps_all=True, divides=False),
+    "full": Row("recency", keeps_all=True),
 }
 """Name of a case, which is the policy's own but for variants, and its row."""
 
 
 def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:
-    """The same with unequal shares: more tokens in lower layers, two layers whose k are to each other as 39 to 1
-    (PyramidKV, beta 20), or divided among the heads of a layer."""
+    """Give lower layers more tokens: two layers whose k are to each other as 39 to 1 (PyramidKV, beta 20)."""
     if allocator == "uniform":
         return plain
-    if allocator == "ada":
-        return replace(plain, divided=True)
     last = plain.topk // 20 + (plain.topk % 20 > 10)
     return replace(plain, topk=(2 * plain.topk - last, last))

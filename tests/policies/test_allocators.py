@@ -16,7 +16,7 @@ def made(name="streaming-llm", budget=1024, shape=SHAPE, **settings):
     return policies.get(name)(PolicySettings(name, budget, **settings), shape)
 
 
-@pytest.mark.parametrize("name, budget", [("pyramidkv", 1024), ("pyramidkv", 333), ("h2o", 512)])
+@pytest.mark.parametrize("name, budget", [("streaming-llm", 1024), ("tova", 333), ("h2o", 512)])
 def test_pyramid_is_an_arithmetic_sequence(name, budget):
     """From 2 k - k / 20 down to k / 20, all layers together what equal ones hold."""
     policy = made(name, budget, allocator="pyramid")
@@ -29,20 +29,19 @@ def test_pyramid_is_an_arithmetic_sequence(name, budget):
 
 
 def test_the_allocator_is_the_policys_own_or_the_one_asked_for():
-    assert made("pyramidkv").allocator == "pyramid" and made("snapkv").allocator == "uniform"
-    assert made("pyramidkv", allocator="uniform").checked_shares(slice(0, 3)) is None
-    assert made("snapkv", allocator="pyramid").checked_shares(slice(1, 3)).heads == 2
+    assert made("h2o").allocator == "uniform" and made("h2o").checked_shares(slice(0, 3)) is None
+    assert made("h2o", allocator="pyramid").checked_shares(slice(1, 3)).heads == 2
 
 
 def test_one_layer_is_no_pyramid():
-    policy = made("pyramidkv", 256, ModelShape("llama", 1, 3, 64, 8192))
+    policy = made("h2o", 256, ModelShape("llama", 1, 3, 64, 8192), allocator="pyramid")
     assert policy.shares().tolist() == [[256] * 3]
 
 
 def test_refusals():
     with pytest.raises(ConfigError, match="full keeps every token: leave --kv-allocator out"):
         made("full", None, allocator="pyramid")
-    with pytest.raises(ConfigError, match="--kv-allocator must be one of uniform, pyramid, ada, got 'cone'"):
+    with pytest.raises(ConfigError, match="--kv-allocator must be one of uniform, pyramid, got 'cone'"):
         PolicySettings.parse({"policy": "h2o", "budget": 100, "allocator": "cone"})
 
 

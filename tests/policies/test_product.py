@@ -30,22 +30,23 @@ from kvpop_vllm.testing import (
 )
 
 LAYERS, HEADS, GROUP, SIZE, HIDDEN = 2, 2, 2, 16, 32
-BUDGET, LENGTH, PROMPT = 24, 72, 50
-CHUNKS = [1, 17, 25, 7, *[1] * (LENGTH - PROMPT)]
-"""The prompt's, and decode steps."""
+BUDGET, LENGTH = 24, 72
+CHUNKS = [1, 17, 25, 7, *[1] * 22]
+"""Of a prompt, and decode steps."""
 MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN)
-COMBINATIONS = list(itertools.product(ROWS, ALLOCATORS, CORRECTIONS))
+NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform"]
+COMBINATIONS = list(itertools.product(NAMES, ALLOCATORS, CORRECTIONS))
 
 
 def test_every_policy_has_a_row():
-    lacking = set(policies.POLICIES) - {row.policy or name for name, row in ROWS.items()}
+    lacking = set(policies.POLICIES) - {ROWS[name].policy or name for name in NAMES}
     assert not lacking, f"give {', '.join(sorted(lacking))} a row in ROWS of tests/policies/matrix.py"
 
 
 def test_rows_say_what_policies_do_unasked():
     for name, row in ROWS.items():
         cls = policies.get(row.policy or name)
-        assert (cls.default_allocator, cls.default_correction == "moment") == (row.allocator, row.corrected), name
+        assert (cls.default_allocator, cls.default_correction == "moment") == ("uniform", row.corrected), name
         assert (cls.scorer_kind, cls.keeps_all) == (row.scorer if row.learned else None, row.keeps_all), name
 
 
@@ -55,8 +56,6 @@ def refusal(row: Row, allocator: str, correction: str) -> str | None:
         return "keeps every token: leave --kv-correction out"
     if row.keeps_all and allocator != "uniform":
         return "keeps every token: leave --kv-allocator out"
-    if allocator == "ada" and not row.divides:
-        return "has no scores that heads can divide a budget by: leave --kv-allocator out"
     return None
 
 
@@ -109,7 +108,6 @@ def policy(name: str, folder: str | None, allocator: str, correction: str) -> po
     """As an engine makes it."""
     row = ROWS[name]
     asked = {"sinks": row.sinks, "window": row.window} if row.asked else {}
-    asked |= {"decide_every": row.every} if row.every > 1 else {}
     asked |= {"scorer": folder, "allocator": allocator, "correction": correction}
     if not row.keeps_all:
         asked["budget"] = BUDGET
@@ -118,7 +116,7 @@ def policy(name: str, folder: str | None, allocator: str, correction: str) -> po
 
 def decide(own: OraclePolicy, layer: int, dtype: torch.dtype, forced: torch.Tensor | None = None) -> Decided:
     q, k, v, hidden, channel = tokens(layer).to(dtype)
-    return own.decide(layer, q, k, v, forced, prompt=PROMPT, hidden=hidden, channel=channel)
+    return own.decide(layer, q, k, v, forced, hidden=hidden, channel=channel)
 
 
 @pytest.fixture(scope="module")
@@ -134,8 +132,7 @@ def oracle(scorer):
         elif row.learned:
             own = OraclePolicy.from_scorer(folder)
         else:
-            topk = BUDGET - row.sinks - window - row.every + 1
-            own = OraclePolicy(row.scorer, row.sinks, window, topk, interval=row.every)
+            own = OraclePolicy(row.scorer, row.sinks, window, BUDGET - row.sinks - window)
         own, layers = allocated(own, allocator), []
         for layer in range(LAYERS):
             exact = decide(own, layer, torch.float64)
@@ -189,13 +186,13 @@ def logged(monkeypatch):
 def sequences(own: policies.Policy) -> list[Sequence]:
     """Empty caches of all layers, in pages of NaN; where layers share a request's blocks, they do here."""
     found, heads = [], slice(0, HEADS)
-    sizes = {"length": LENGTH, "prompt": PROMPT, "shifted": own.shifted}
+    sizes = {"length": LENGTH, "shifted": own.shifted}
     for layer in range(LAYERS):
         found.append(Sequence(own.layer_rule(layer, heads), own.shares()[layer], tokens(layer).k, **sizes))
         found[-1].pages.raw.fill_(255)
     if (shares := own.checked_shares(heads)) is not None:
         layout = PageLayout(HEADS, SIZE, torch.float32, 16, own.state_floats)
-        blocks = shares.blocks(layout.state_blocks, 16, LENGTH, own.retention.decide_every)
+        blocks = shares.blocks(layout.state_blocks, 16, LENGTH)
         regions = RegionMap(shares, layout, blocks + 2)
         pages = regions.view(torch.full((LAYERS * (blocks + 2) * HEADS * layout.region_bytes,), 255, dtype=torch.uint8))
         row = torch.arange(blocks, 0, -1, dtype=torch.int32).view(1, -1)

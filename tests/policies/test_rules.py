@@ -7,7 +7,7 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
-from kvpop_vllm.policies.base import Decide, ModelShape, Order, Signal
+from kvpop_vllm.policies.base import ModelShape, Order, Signal
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 HEADS = 4
@@ -20,7 +20,6 @@ KINDS = {
     "l2norm": ("l2norm", None),
     "tova": ("tova", None),
     "h2o": ("h2o", None),
-    "snapkv": ("snapkv", None),
     "momentkv": ("momentkv", None),
     "full": ("full", None),
 }
@@ -34,25 +33,17 @@ def model(tmp_path_factory):
 @pytest.fixture(params=KINDS)
 def policy(request, model, tmp_path):
     name, options = KINDS[request.param]
-    settings = {"scorer": None, "budget": {"full": None, "snapkv": 96}.get(name, 64)}
+    settings = {"scorer": None, "budget": None if name == "full" else 64}
     if options is not None:
         kind = policies.get(name).scorer_kind
         settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, kind, decay_step=2, **options))
     return policies.get(name)(PolicySettings(name, **settings), ModelShape("llama", 2, HEADS, 32, 256))
 
 
-DECLARED = {
-    "signals": frozenset({Signal.KEY, Signal.HIDDEN}),
-    "decide": Decide.GRID,
-    "slot_fields": {"votes": 4},
-    "preload": lambda self: None,
-}
-
-
-@pytest.mark.parametrize("name", DECLARED)
-def test_what_no_kernel_acts_on_is_refused(name):
-    cls = type("Declared", (policies.get("streaming-llm"),), {"name": "declared", name: DECLARED[name]})
-    with pytest.raises(ConfigError, match=f"--kv-policy declared declares {name}, which this version cannot serve"):
+def test_signals_of_a_gate_without_one_are_refused():
+    declared = {"name": "declared", "signals": frozenset({Signal.KEY, Signal.HIDDEN})}
+    cls = type("Declared", (policies.get("streaming-llm"),), declared)
+    with pytest.raises(ConfigError, match="--kv-policy declared declares signals of a gate and has none"):
         cls(PolicySettings("declared", 64), ModelShape("llama", 2, HEADS, 32, 256))
 
 
@@ -93,7 +84,6 @@ def test_layers_differ(policy):
         ("tova", {}, (0, 1)),
         ("h2o", {}, (0, 32)),
         ("h2o", {"sinks": 4}, (4, 30)),
-        ("h2o", {"decide_every": 40}, (0, 24)),
         ("tova", {"sinks": 2, "window": 9}, (2, 9)),
         ("momentkv", {}, (1, 1)),
     ],
@@ -102,8 +92,8 @@ def test_default_sinks_and_windows(name, given, kept):
     policy = policies.get(name)(PolicySettings(name, 64, **given), ModelShape("llama", 2, HEADS, 32, 256))
     assert (policy.retention.sinks, policy.retention.window) == kept
     rule = policy.rule(0, slice(1, 3))
-    assert (rule.sinks, rule.window, rule.decide_every) == (*kept, given.get("decide_every", 1))
-    assert rule.coupled == (policy.order is Order.COUPLED) == (name in ("tova", "h2o", "snapkv", "momentkv"))
+    assert (rule.sinks, rule.window) == kept
+    assert rule.coupled == (policy.order is Order.COUPLED) == (name in ("tova", "h2o", "momentkv"))
 
 
 @pytest.mark.parametrize(

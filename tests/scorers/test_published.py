@@ -167,7 +167,7 @@ def test_wrong_dms_folders(run, tmp_path):
     assert "dms_alpha_per is 'layer'" in run(source, "--topk", 9)
     edit(source, dms_alpha_per="head", dms_window_size=...)
     assert "has no dms_window_size" in run(source, "--topk", 9)
-    assert "sinks must be an integer from 1" in run(dms_borrowed(tmp_path), "--topk", 9, "--sinks", 0)
+    assert "window must be an integer from 2" in run(dms_borrowed(tmp_path), "--topk", 9, "--window", 1)
 
 
 def dms_borrowed(tmp_path):
