@@ -204,27 +204,62 @@ void fill_given(DecodeStep& step, const std::optional<Tensor>& given, at::IntArr
     for (int i = 0; i < 2; i++) step.given_stride[i] = given->stride(i);
 }
 
+// The first `needed` entries of a head's page-table row are blocks.
+void check_entries(const DecodeStep& step, int64_t r, int64_t h, int64_t needed, int64_t num_blocks) {
+    const int32_t* row = step.page_table + r * step.table_stride[0] + h * step.table_stride[1];
+    for (int64_t p = 0; p < needed; p++) {
+        const int64_t block = row[p * step.table_stride[2]];
+        TORCH_CHECK_INDEX(block >= 0 && block < num_blocks, "request ", r, ": page-table entry ", block, " at ", p,
+                          " is not one of ", num_blocks, " blocks");
+    }
+}
+
+// Protected tokens: raw [num_blocks, H, N * C], table [R, F], tokens [R].
+using PrefixTensors = std::optional<std::tuple<Tensor, Tensor, Tensor>>;
+
+void fill_prefix(DecodeStep& step, const PrefixTensors& prefix) {
+    if (!prefix) return;
+    const auto& [raw, table, tokens] = *prefix;
+    check(raw, "prefix pages", at::kByte, {raw.size(0), step.heads, step.region_bytes});
+    TORCH_CHECK_VALUE(raw.stride(2) == 1 && raw.stride(0) % 4 == 0 && raw.stride(1) % 4 == 0 &&
+                          reinterpret_cast<uintptr_t>(raw.data_ptr()) % 4 == 0,
+                      "the bytes of one block and head must be contiguous and aligned");
+    TORCH_CHECK_VALUE(table.dim() == 2, "the prefix table must be [R, F]");
+    check(table, "prefix table", at::kInt, {step.requests, table.size(1)});
+    check(tokens, "prefix tokens", at::kLong, {step.requests});
+    step.prefix_raw = raw.data_ptr<uint8_t>();
+    step.prefix_block_stride_bytes = raw.stride(0), step.prefix_head_stride_bytes = raw.stride(1);
+    step.prefix_table = table.data_ptr<int32_t>(), step.prefix_tokens = tokens.data_ptr<int64_t>();
+    for (int i = 0; i < 2; i++) step.prefix_table_stride[i] = table.stride(i);
+    step.prefix_tokens_stride = tokens.stride(0);
+    for (int64_t r = 0; r < step.requests; r++) {
+        const int64_t protects = step.prefix(r), needed = (protects + step.block_slots - 1) / step.block_slots;
+        TORCH_CHECK_VALUE(protects >= 0 && protects <= INT32_MAX, "request ", r, ": a prefix of ", protects, " tokens is out of range");
+        // A step below the end reads no further than its own token.
+        const int64_t read = step.positions ? (step.prefix_seen(r) + step.block_slots - 1) / step.block_slots : needed;
+        TORCH_CHECK_INDEX(read <= table.size(1), "request ", r, ": its prefix table has ", table.size(1), " entries, ", read, " are needed");
+        for (int64_t i = 0; i < read; i++) {
+            const int64_t block = step.prefix_table[r * step.prefix_table_stride[0] + i * step.prefix_table_stride[1]];
+            TORCH_CHECK_INDEX(block >= 0 && block < raw.size(0), "request ", r, ": prefix block ", block, " is not one of ", raw.size(0));
+        }
+    }
+}
+
 // Everything that the kernels would otherwise read out of bounds when each request takes in so many tokens; sets mass_row.
 void check_requests(DecodeStep& step, int64_t tokens, int64_t entries, int64_t num_blocks) {
-    const int64_t ring_end = step.roles.first_long();
     for (int64_t r = 0; r < step.requests; r++) {
-        const int64_t q = step.positions[r * step.positions_stride];
+        const int64_t q = step.position(r), since = q + tokens - step.prefix(r), ring_end = step.roles_of(r).first_long();
         TORCH_CHECK_VALUE(q >= 0 && q + tokens <= INT32_MAX, "request ", r, ": position ", q, " is out of range");
-        for (int64_t h = 0; h < step.heads; h++) {
+        for (int64_t h = 0; since > 0 && h < step.heads; h++) {
             const int64_t budget = step.budget(r, h);
-            TORCH_CHECK_VALUE(budget >= ring_end, "request ", r, ", head ", h, ": budget ", budget,
-                              " is smaller than sinks and window = ", ring_end);
-            const int64_t needed = step.state_blocks + (std::min(q + tokens, budget) + step.block_slots - 1) / step.block_slots;
+            TORCH_CHECK_VALUE(budget >= ring_end, "request ", r, ", head ", h, ": ", budget,
+                              " slots are fewer than sinks and window = ", ring_end);
+            const int64_t needed = step.state_blocks + (std::min(since, budget) + step.block_slots - 1) / step.block_slots;
             if (step.scorer.coupled())
                 step.mass_row = std::max(step.mass_row, (needed - step.state_blocks) * step.block_slots);
             TORCH_CHECK_INDEX(needed <= entries, "request ", r, ": its page-table row has ", entries, " entries, ",
                               needed, " are needed");
-            const int32_t* row = step.page_table + r * step.table_stride[0] + h * step.table_stride[1];
-            for (int64_t p = 0; p < needed; p++) {
-                const int64_t block = row[p * step.table_stride[2]];
-                TORCH_CHECK_INDEX(block >= 0 && block < num_blocks, "request ", r, ": page-table entry ", block,
-                                  " at ", p, " is not one of ", num_blocks, " blocks");
-            }
+            check_entries(step, r, h, needed, num_blocks);
         }
     }
 }
@@ -232,13 +267,13 @@ void check_requests(DecodeStep& step, int64_t tokens, int64_t entries, int64_t n
 void check_order(const DecodeStep& step) {
     for (int64_t r = 0; r < step.requests; r++) {
         const int64_t q = step.positions[r * step.positions_stride];
-        for (int64_t h = 0; q > 0 && h < step.heads; h++) {
+        for (int64_t h = 0; q > step.prefix(r) && h < step.heads; h++) {
             const int64_t seen = *step.tokens_seen(r, h);
             if (seen != q)
                 throw StepOrder("request " + std::to_string(r) + ": step starts at position " + std::to_string(q) +
                                 ", but its cache has seen " + std::to_string(seen) + " tokens");
-            const int64_t first = step.roles.first_long(), used = step.in_use(r, h);
-            TORCH_CHECK_VALUE(used >= std::min(q, first) && used <= std::min(q, step.budget(r, h)), "request ", r, ", head ", h,
+            const int64_t first = step.roles_of(r).first_long(), used = step.in_use(r, h), since = q - step.prefix(r);
+            TORCH_CHECK_VALUE(used >= std::min(since, first) && used <= std::min(since, step.budget(r, h)), "request ", r, ", head ", h,
                               ": its cache says that ", used - first, " long-range slots are filled, which cannot be at position ", q);
         }
     }
@@ -266,13 +301,14 @@ std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
 std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
                                        int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
                                        const Tensor& positions, const Tensor& budgets, const Rule& rule, double scale,
-                                       const std::optional<Tensor>& given) {
+                                       const std::optional<Tensor>& given, const PrefixTensors& prefix) {
     DecodeStep step{};
     fill_tokens(step, q, k, v);
     fill_rule(step, rule, scale);
     fill_pages(step, raw, block_slots, state_blocks, rule);
     fill_requests(step, page_table, positions, budgets);
     fill_given(step, given, {step.requests, step.heads});
+    fill_prefix(step, prefix);
     check_requests(step, 1, page_table.size(2), raw.size(0));
     check_order(step);
     const auto results = allocate_results(step, q);
@@ -283,7 +319,7 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
 std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
                                          int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
                                          int64_t start, const Tensor& budgets, const Rule& rule, double scale,
-                                         const std::optional<Tensor>& given) {
+                                         const std::optional<Tensor>& given, const PrefixTensors& prefix) {
     kvpop::PrefillChunk chunk;
     DecodeStep& step = chunk.step = {};
     fill_tokens(step, q, k, v);
@@ -296,11 +332,32 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
     const Tensor position = at::full({1}, start, at::kLong);
     TORCH_CHECK_VALUE(page_table.dim() == 2, "page_table must be [H, P]");
     fill_requests(step, page_table.unsqueeze(0), position, budgets.unsqueeze(0));
+    fill_prefix(step, prefix);
+    TORCH_CHECK_VALUE(start >= step.prefix(0), "a chunk begins at ", start, ", within its prefix of ", step.prefix(0), " tokens");
     check_requests(step, chunk.length, page_table.size(1), raw.size(0));
     check_order(step);
     const auto results = allocate_results(step, q);
     kvpop::prefill_chunk(chunk);
     return results;
+}
+
+void begin_tail(const Tensor& raw, int64_t block_slots, int64_t state_blocks, const Tensor& page_table, const Rule& rule,
+                int64_t replay, bool is_bf16, const PrefixTensors& prefix) {
+    DecodeStep step{};
+    TORCH_CHECK_VALUE(page_table.dim() == 3 && rule.scorer().kind == ScorerKind::MLSTM && replay >= 0 && prefix,
+                      "page_table must be [R, H, P], the scorer an mLSTM, the tokens to replay a number, and a prefix there");
+    step.requests = page_table.size(0), step.heads = page_table.size(1), step.size = rule.size, step.cache_is_bf16 = is_bf16;
+    fill_rule(step, rule, 1);
+    fill_pages(step, raw, block_slots, state_blocks, rule);
+    check(page_table, "page_table", at::kInt, page_table.sizes());
+    step.page_table = page_table.data_ptr<int32_t>();
+    for (int i = 0; i < 3; i++) step.table_stride[i] = page_table.stride(i);
+    fill_prefix(step, prefix);
+    TORCH_CHECK_INDEX(state_blocks <= page_table.size(2), "a page-table row has ", page_table.size(2), " entries, ", state_blocks,
+                      " are needed");
+    for (int64_t r = 0; r < step.requests; r++)
+        for (int64_t h = 0; step.prefix(r) > 0 && h < step.heads; h++) check_entries(step, r, h, state_blocks, raw.size(0));
+    kvpop::begin_tail(step, replay);
 }
 
 Tensor online_topk(const Tensor& score, const Tensor& position, int64_t held, int64_t topk, int64_t window,
@@ -345,6 +402,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true,
              arg("mean") = false, arg("corrects") = false, arg("ages") = false, arg("threshold") = py::none());
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
+    module.def("begin_tail", &begin_tail, nogil, "See kvpop_vllm.kernels.ops.begin_tail.");
     module.def("prefill_chunk", &prefill_chunk, nogil, "See kvpop_vllm.kernels.ops.prefill_chunk.");
     module.def("online_topk", &online_topk, nogil, "See kvpop_vllm.kernels.ops.online_topk.");
     module.def("running_topk", &running_topk, nogil, "See kvpop_vllm.kernels.ops.running_topk; float64.");

@@ -27,6 +27,7 @@ FLAGS = {
     "scorer": "--kv-scorer",
     "correction": "--kv-correction",
     "allocator": "--kv-allocator",
+    "protect_prompt": "--kv-protect-prompt",
 }
 """Setting -> the flag users know it by; error messages name the flag."""
 
@@ -90,6 +91,7 @@ class PolicySettings:
         sinks: s. window: w. scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
         correction: what outputs gain from the evicted tokens, one of CORRECTIONS.
         allocator: how layers and heads share the budget, one of ALLOCATORS.
+        protect_prompt: tokens of each prompt that are never evicted: True for all, N for the first N; 0 or False for none.
     """
 
     policy: str
@@ -100,6 +102,7 @@ class PolicySettings:
     scorer: str | None = None
     correction: str | None = None
     allocator: str | None = None
+    protect_prompt: bool | int | None = None
 
     @classmethod
     def parse(cls, given: Mapping) -> PolicySettings:
@@ -121,6 +124,7 @@ class PolicySettings:
         _check_int(values, "budget", 1)
         _check_int(values, "sinks", 0)
         _check_int(values, "window", 1)
+        values["protect_prompt"] = protection(values["protect_prompt"])
         _check_compression(values["compression"])
         if values["scorer"] is not None and not isinstance(values["scorer"], str):
             raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
@@ -138,6 +142,23 @@ def _check_int(values: dict, name: str, least: int) -> None:
         raise ConfigError(f"{FLAGS[name]} must be an integer of at least {least}, got {value!r}")
     if value is not None and value > MAX_BUDGET:
         raise ConfigError(f"{FLAGS[name]} {value} is more than {MAX_BUDGET} tokens: lower it")
+
+
+def protection(value: object) -> bool | int | None:
+    """Return what ``--kv-protect-prompt`` or ``protect_prompt`` say: True for the whole prompt, a number of tokens, or None.
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str) and (value == "all" or value.isdecimal()):
+        value = True if value == "all" else int(value)
+    if not isinstance(value, int) or not 0 <= value <= MAX_BUDGET:
+        raise ConfigError(
+            f"{FLAGS['protect_prompt']} must be all or a number of tokens up to {MAX_BUDGET}, got {value!r}"
+        )
+    return value
 
 
 def _check_compression(value) -> None:

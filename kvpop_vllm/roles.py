@@ -2,27 +2,44 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing import Self
 
 
 class SlotRoles:
     """Sinks ``[0, s)``, a ring ``[s, s + w)`` of the newest tokens, and long-range slots from there to B.
 
+    Behind a protected prefix of p tokens these are the slots of the tail, which begins with token p and has no sinks.
+
     Attributes:
-        sinks: s. window: w.
+        sinks: s. window: w. first: p, the first token that has a slot here.
     """
 
     sinks: int
     window: int
+    first: int = 0
 
     @property
     def first_long(self) -> int:
         """Index of the first long-range slot, ``s + w``."""
         return self.sinks + self.window
 
+    @property
+    def first_evictable(self) -> int:
+        """First token that may ever be evicted, ``p + s``."""
+        return self.first + self.sinks
+
     def ring_slot(self, t: int) -> int:
         """Return the slot that token t is written to: its sink slot, or its ring slot."""
-        return t if t < self.sinks else self.sinks + (t - self.sinks) % self.window
+        at = t - self.first_evictable
+        return self.sinks + at % self.window if at >= 0 else t - self.first
+
+    def behind(self, prefix: int) -> Self:
+        """Return the roles of the tail behind so many protected tokens; these roles where there are none."""
+        return replace(self, sinks=0, first=prefix) if prefix else self
 
 
 @dataclass(frozen=True)
@@ -32,8 +49,13 @@ class Retention(SlotRoles):
     budget: int
     sinks: int
     window: int
+    first: int = 0
 
     @property
     def topk(self) -> int:
         """Number of long-range slots, k."""
         return self.budget - self.first_long
+
+    def behind(self, prefix: int) -> Retention:
+        """Return the tail's retention behind so many protected tokens: window and k stay, sinks go."""
+        return replace(super().behind(prefix), budget=self.budget - self.sinks) if prefix else self

@@ -26,7 +26,7 @@ int64_t parts_of_a_head(const DecodeStep& step) {
     if (heads == 0 || heads >= 8 * threads || threads == 1 || step.sequential()) return 1;
     int64_t longest = 0;
     for (int64_t r = 0; r < step.requests; r++)
-        for (int64_t h = 0; h < step.heads; h++) longest = std::max(longest, step.in_use(r, h));
+        for (int64_t h = 0; h < step.heads; h++) longest = std::max(longest, step.prefix_seen(r) + step.in_use(r, h));
     // Threads get equal shares of the parts, rounded up: the number that makes the largest share of the work smallest.
     const int64_t whole = (heads + threads - 1) / threads;
     int64_t best = 1, best_share = whole;
@@ -63,6 +63,15 @@ void in_parts(const DecodeStep& step, const Kernels& kernels, int64_t parts) {
 }
 
 }  // namespace
+
+void begin_tail(const DecodeStep& step, int64_t replay) {
+    const Kernels& kernels = *current_isa().kernels;
+    const int64_t floats = kernels.scratch_floats(step);
+    at::parallel_for(0, step.heads * step.requests, 1, [&](int64_t begin, int64_t end) {
+        float* scratch = scratch_of_this_thread(floats);
+        for (int64_t i = begin; i < end; i++) kernels.begin_tail(step, i % step.requests, i / step.requests, replay, scratch);
+    });
+}
 
 void decode_step(const DecodeStep& step) {
     const Kernels& kernels = *current_isa().kernels;

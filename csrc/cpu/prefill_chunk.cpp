@@ -46,7 +46,7 @@ struct Memory {
 class HeadOfChunk {
   public:
     HeadOfChunk(PrefillChunk& chunk, int64_t h)
-        : chunk_(chunk), a_(chunk.step), roles_(a_.roles), work_(chunk.heads[h]), h_(h), budget_(a_.budget(0, h)),
+        : chunk_(chunk), a_(chunk.step), roles_(a_.roles_of(0)), work_(chunk.heads[h]), h_(h), budget_(a_.budget(0, h)),
           topk_(budget_ - roles_.first_long()) {}
 
     // Makes room and packs what the slots hold.
@@ -82,18 +82,18 @@ class HeadOfChunk {
             const int64_t from = roles_.ring_slot(u);
             write(slot++, held ? key(from) : new_key(u), held ? value(from) : new_value(u), work_.leaving[u - u0], u);
         }
-        for (int64_t t = piece.a; t < std::min(piece.b, roles_.sinks); t++)
-            write(t, new_key(t), new_value(t), work_.inserted[t - piece.a], t);
-        for (int64_t t = std::max({piece.a, piece.b - roles_.window, roles_.sinks}); t < piece.b; t++)
+        for (int64_t t = piece.a; t < std::min(piece.b, roles_.first_evictable()); t++)
+            write(roles_.ring_slot(t), new_key(t), new_value(t), work_.inserted[t - piece.a], t);
+        for (int64_t t = std::max({piece.a, piece.b - roles_.window, roles_.first_evictable()}); t < piece.b; t++)
             write(roles_.ring_slot(t), new_key(t), new_value(t), work_.inserted[t - piece.a], t);
         *a_.tokens_seen(0, h_) = int32_t(piece.b);
     }
 
   private:
     // Slots in use before the token at `position`.
-    int64_t in_use(int64_t position) const { return std::min(position, budget_); }
-    // Tokens [s, left) have left the window before `position`.
-    int64_t left(int64_t position) const { return std::max(roles_.sinks, position - roles_.window); }
+    int64_t in_use(int64_t position) const { return std::min(position - roles_.first, budget_); }
+    // Tokens [p + s, left) have left the window before `position`.
+    int64_t left(int64_t position) const { return std::max(roles_.first_evictable(), position - roles_.window); }
     int64_t row_bytes() const { return a_.size * a_.item_bytes(); }
     uint8_t* key(int64_t slot) const { return a_.slot_region(0, h_, slot) + slot % a_.block_slots * row_bytes(); }
     uint8_t* value(int64_t slot) const { return key(slot) + a_.block_slots * row_bytes(); }
@@ -160,7 +160,7 @@ class HeadOfChunk {
 
     PrefillChunk& chunk_;
     const DecodeStep& a_;
-    const Roles& roles_;
+    const Roles roles_;
     PrefillHead& work_;
     int64_t h_, budget_, topk_;
 };

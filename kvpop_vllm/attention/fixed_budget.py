@@ -8,19 +8,53 @@ import torch
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
-from kvpop_vllm.kernels.pages import PageLayout, Pages
+from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.roles import Retention
 
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens ``[first, last)`` of the flat batch belong to one request, from position ``start`` on; ``row [H, P]``."""
+    """Tokens ``[first, last)`` of the flat batch belong to one request, from position ``start`` on.
+
+    Attributes:
+        row: ``[H, P]`` int32, pages of the tail. protected: p, tokens of its protected prefix. prefix_row: ``[F]`` int32, blocks of
+            these.
+    """
 
     first: int
     last: int
     start: int
     row: torch.Tensor
+    protected: int = 0
+    prefix_row: torch.Tensor | None = None
+
+    def prefix(self, pages: Pages) -> Prefix | None:
+        """Return the protected prefix as the kernels take it; pages: by block."""
+        if not self.protected:
+            return None
+        return Prefix(pages, self.prefix_row.unsqueeze(0), torch.tensor([self.protected]))
+
+
+@dataclass(frozen=True)
+class Protection:
+    """What a step has to do with protected prompts.
+
+    Attributes:
+        table: ``[R, F]`` int32, prefix blocks of the requests decoded. tokens: ``[R]`` int64, p of each.
+        written, blocks, slots: ``[n]`` int64, the tokens of the flat batch that are protected, and where they go.
+        begun: ``[B, H, P]`` int32, tail pages of requests whose tail begins in this step. begun_table, begun_tokens: their prefix
+            blocks ``[B, F]`` and p ``[B]``.
+    """
+
+    table: torch.Tensor
+    tokens: torch.Tensor
+    written: torch.Tensor
+    blocks: torch.Tensor
+    slots: torch.Tensor
+    begun: torch.Tensor
+    begun_table: torch.Tensor
+    begun_tokens: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -32,9 +66,10 @@ class StepBatch:
             first. table: ``[R, H, P]`` int32. positions: ``[R]`` int64.
         budgets: ``[H]`` int32, B of each head.
         prefills: the other requests, in order.
-        starts: ``[n]`` int64, position each request with tokens goes on from, in order. slot_zero: ``[n, H]`` int64, the
-            page of each head's slot 0, which knows how many tokens were seen. None where the host must not wait for them:
-            each kernel then answers for its own requests.
+        starts: ``[n]`` int64, position each request with tokens goes on from, in order, 0 where its tail begins afresh.
+            slot_zero: ``[n, H]`` int64, the page of each head's slot 0, which knows how many tokens were seen. None where the
+            host must not wait for them: each kernel then answers for its own requests.
+        protection: None where no request has a protected prefix.
     """
 
     decodes: int
@@ -45,6 +80,7 @@ class StepBatch:
     prefills: tuple[PrefillChunk, ...]
     starts: torch.Tensor | None
     slot_zero: torch.Tensor | None
+    protection: Protection | None = None
 
     @classmethod
     def build(
@@ -54,23 +90,26 @@ class StepBatch:
         query_lens: list[int],
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
+        protected: list[int] | None = None,
         regions: RegionMap | None = None,
         layer: int = 0,
     ) -> StepBatch:
-        """Splits a batch into decodes and prefills.
+        """Split a batch into decodes and prefills.
 
         Args:
             retention: of all heads and layers. query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
-            block_table: ``[requests, >= P]`` int32, state blocks first.
+            block_table: ``[requests, W]`` int32; of each request the blocks of its prefix, its state and its tail.
+            protected: p of each request, or None where all are 0.
             regions, layer: where heads hold different numbers of tokens, where their pages are, and of which layer.
         """
-        heads = layout.num_kv_heads
+        heads, protected = layout.num_kv_heads, protected or [0] * len(query_lens)
+        tails = tail_tables(block_table, protected, layout) if any(protected) else block_table
         if regions is None:
             budgets = torch.full((heads,), retention.budget, dtype=torch.int32)
             width = layout.blocks(retention.budget, retention.budget)
-            rows = block_table[:, :width].unsqueeze(1).expand(-1, heads, -1)
+            rows = tails[:, :width].unsqueeze(1).expand(-1, heads, -1)
         else:
-            budgets, rows = regions.budgets(layer), regions.rows(layer, block_table)
+            budgets, rows = regions.budgets(layer), regions.rows(layer, tails)
         lengths = seq_lens.tolist()
         singles, at, prefills, first = [], [], [], 0
         for i, count in enumerate(query_lens):
@@ -78,16 +117,60 @@ class StepBatch:
                 singles.append(i)
                 at.append(first)
             elif count > 1:
-                prefills.append(PrefillChunk(first, first + count, lengths[i] - count, rows[i]))
+                span = first, first + count, lengths[i] - count
+                prefills.append(PrefillChunk(*span, rows[i], protected[i], block_table[i]))
             first += count
         together = at == list(range(len(at))) and singles == at
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
         positions = seq_lens[chosen].long() - 1
         tokens = chosen if together else torch.tensor(at)
         busy = torch.tensor([i for i, count in enumerate(query_lens) if count], dtype=torch.int64)
-        starts = torch.tensor([lengths[i] - count for i, count in enumerate(query_lens) if count], dtype=torch.int64)
+        before = [lengths[i] - query_lens[i] for i in busy.tolist()]
+        starts = torch.tensor(
+            [start if start > protected[i] else 0 for i, start in zip(busy.tolist(), before, strict=True)]
+        )
         slot_zero = rows[busy, :, layout.state_blocks].long()
-        return cls(len(singles), tokens, rows[chosen], positions, budgets, tuple(prefills), starts, slot_zero)
+        protection = None
+        if any(protected):
+            protection = _protection(layout, query_lens, lengths, block_table, protected, rows, chosen)
+        return cls(
+            len(singles),
+            tokens,
+            rows[chosen],
+            positions,
+            budgets,
+            tuple(prefills),
+            starts.long(),
+            slot_zero,
+            protection,
+        )
+
+
+def tail_tables(block_table: torch.Tensor, protected: list[int], layout: PageLayout) -> torch.Tensor:
+    """Return the rows of ``block_table [requests, W]`` from behind each request's prefix blocks on, int32; entries that run
+    over the end repeat the last one."""
+    first = torch.tensor([cdiv(tokens, layout.block_slots) for tokens in protected]).unsqueeze(1)
+    columns = torch.arange(block_table.shape[1]) + first
+    return block_table.gather(1, columns.clamp_max(block_table.shape[1] - 1))
+
+
+def _protection(layout, query_lens, lengths, block_table, protected, rows, chosen) -> Protection:
+    """Return what a step has to do with protected prompts; arguments as in :meth:`StepBatch.build`."""
+    size, first, begun = layout.block_slots, 0, []
+    written, blocks, slots = ([torch.empty(0, dtype=torch.int64)] for _ in range(3))
+    for i, count in enumerate(query_lens):
+        start, end = lengths[i] - count, lengths[i]
+        if count and start < protected[i]:
+            t = torch.arange(start, min(end, protected[i]))
+            written.append(first + t - start)
+            blocks.append(block_table[i, t // size].long())
+            slots.append(t % size)
+        if count and 0 < protected[i] and start <= protected[i] < end:
+            begun.append(i)
+        first += count
+    tokens = torch.tensor(protected)
+    places = (torch.cat(parts) for parts in (written, blocks, slots))
+    return Protection(block_table[chosen], tokens[chosen], *places, rows[begun], block_table[begun], tokens[begun])
 
 
 class FixedBudgetAttention:
@@ -110,20 +193,31 @@ class FixedBudgetAttention:
         batch: StepBatch,
         out: torch.Tensor,
         given: torch.Tensor | None = None,
+        blocks: Pages | None = None,
     ) -> None:
-        """Runs one step for all requests of the batch.
+        """Run one step for all requests of the batch.
+
+        All protected tokens of the step are written before anything is read: a request may share blocks that another one of
+        the step is only now computing.
 
         Args:
             q ``[T, Hq, D]``, k, v ``[T, H, D]``: the flat batch of tokens. out: ``[T, Hq, D]``, written in place.
             given: ``[T, H]`` float32, scores of the tokens, where the rule takes them.
+            blocks: the layer's pages by block, where ``pages`` are regions.
 
         Raises:
             StepOrderError: a request's step does not start where its cache ends; nothing has been written. A step that
                 starts at position 0 is a fresh start by definition, whatever its cache has seen.
         """
-        # else the one kernel that runs checks all there is
-        if batch.starts is not None and len(batch.prefills) + (batch.decodes > 0) > 1:
+        blocks, protection, prefix = blocks or pages, batch.protection, None
+        several = len(batch.prefills) + (batch.decodes > 0) > 1 or protection is not None
+        if batch.starts is not None and several:  # else the one kernel that runs checks all there is
             _check_starts(pages, batch)
+        if protection is not None:
+            prefix = Prefix(blocks, protection.table, protection.tokens)
+            prefix.write(k[protection.written], v[protection.written], protection.blocks, protection.slots)
+            begun = Prefix(blocks, protection.begun_table, protection.begun_tokens)
+            ops.begin_tail(pages, protection.begun, begun, rule=self.rule, impl=self.impl)
         if batch.decodes:
             at = batch.tokens
             out[at], _ = ops.decode_step(
@@ -137,6 +231,7 @@ class FixedBudgetAttention:
                 rule=self.rule,
                 scale=self.scale,
                 given=None if given is None else given[at],
+                prefix=prefix,
                 impl=self.impl,
             )
         for chunk in batch.prefills:
@@ -152,6 +247,7 @@ class FixedBudgetAttention:
                 rule=self.rule,
                 scale=self.scale,
                 given=None if given is None else given[cut],
+                prefix=chunk.prefix(blocks),
                 impl=self.impl,
             )
 

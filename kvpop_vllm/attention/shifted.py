@@ -24,21 +24,35 @@ def shift(given: torch.Tensor, pages: Pages, batch: StepBatch, roles: SlotRoles)
     """
     shifted = given.clone()
     if batch.decodes:
-        _replace(given[batch.tokens], pages, batch.table, batch.positions, roles)
+        protected = None if batch.protection is None else batch.protection.tokens
+        _replace(given[batch.tokens], pages, batch.table, batch.positions, protected, roles)
     for chunk in batch.prefills:
         shifted[chunk.first : chunk.last - 1] = given[chunk.first + 1 : chunk.last]
         start = torch.full((1,), chunk.start, device=given.device)
-        _replace(given[chunk.first].unsqueeze(0), pages, chunk.row.unsqueeze(0), start, roles)
+        protected = torch.full_like(start, chunk.protected)
+        _replace(given[chunk.first].unsqueeze(0), pages, chunk.row.unsqueeze(0), start, protected, roles)
     return shifted
 
 
-def _replace(score: torch.Tensor, pages: Pages, table: torch.Tensor, starts: torch.Tensor, roles: SlotRoles) -> None:
-    """Writes ``score [R, H]`` to the words of the tokens before ``starts [R]``, where those are in the ring; table ``[R, H, P]``."""
+def _replace(
+    score: torch.Tensor,
+    pages: Pages,
+    table: torch.Tensor,
+    starts: torch.Tensor,
+    protected: torch.Tensor | None,
+    roles: SlotRoles,
+) -> None:
+    """Write ``score [R, H]`` to the words of the tokens before ``starts [R]``, where those are in the ring; table ``[R, H, P]``,
+    protected ``[R]`` or None."""
     layout, words = pages.layout, pages.score
     seen = pages.position[table[:, 0, layout.state_blocks].long(), 0, 0]
-    there = (starts > roles.sinks) & (seen == starts)
+    sinks, first = roles.sinks, 0
+    if protected is not None:
+        sinks, first = torch.where(protected > 0, 0, roles.sinks), protected
+    since = starts - 1 - first - sinks
+    there = (since >= 0) & (seen == starts)
     # the others write back a word of their own: choosing rows would have the host wait for a device
-    slots = torch.where(there, roles.sinks + (starts - 1 - roles.sinks) % roles.window, 0)
+    slots = torch.where(there, sinks + since % roles.window, 0)
     columns = layout.state_blocks + slots // layout.block_slots
     blocks = table.gather(2, columns.view(-1, 1, 1).expand(-1, table.shape[1], 1))[..., 0].long()  # [R, H]
     # by place in memory: with unequal shares heads overlap in this view

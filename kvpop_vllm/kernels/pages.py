@@ -137,3 +137,28 @@ class Pages:
             array[:, 0][at[0], at[2]] = values
         else:
             array[at] = values
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Protected tokens of R requests: token t lies in slot ``t % N`` of block ``t // N``, the same for every head.
+
+    Attributes:
+        pages: the layer's cache, by block. table: ``[R, F]`` int32 block numbers. tokens: ``[R]`` int64, p of each request, 0
+            where nothing is protected.
+    """
+
+    pages: Pages
+    table: torch.Tensor
+    tokens: torch.Tensor
+
+    def gather(self, r: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values ``[H, end - begin, D]`` of tokens ``[begin, end)`` of request r, copied."""
+        n = self.pages.layout.block_slots
+        blocks = self.table[r, begin // n : cdiv(end, n)].long()
+        cut = slice(begin % n, begin % n + end - begin)
+        return tuple(x[blocks].transpose(0, 1).flatten(1, 2)[:, cut] for x in (self.pages.k, self.pages.v))
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, blocks: torch.Tensor, slots: torch.Tensor) -> None:
+        """Write ``k, v [n, H, D]`` of n tokens to slots ``slots [n]`` of blocks ``blocks [n]``, int64."""
+        self.pages.k[blocks, :, slots], self.pages.v[blocks, :, slots] = k, v

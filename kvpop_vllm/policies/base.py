@@ -84,7 +84,7 @@ class Policy(ABC):
         signals: see :class:`Signal`. order: see :class:`Order`.
         default_sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
         default_correction: where ``--kv-correction`` is not given.
-        default_allocator: where ``--kv-allocator`` is not given.
+        default_allocator: where ``--kv-allocator`` is not given. default_protect: where ``--kv-protect-prompt`` is not.
         keeps_all: never evicts.
     """
 
@@ -98,6 +98,7 @@ class Policy(ABC):
     window_share: ClassVar[float] = 1.0
     default_correction: ClassVar[str] = "none"
     default_allocator: ClassVar[str] = "uniform"
+    default_protect: ClassVar[bool | int] = 0
     keeps_all: ClassVar[bool] = False
     scorer_kind: ClassVar[str | None] = None
 
@@ -175,6 +176,12 @@ class Policy(ABC):
     def allocator(self) -> str:
         """How layers and heads share the budget (``--kv-allocator``)."""
         return self.settings.allocator or self.default_allocator
+
+    @property
+    def protect(self) -> bool | int:
+        """Tokens of each prompt that are never evicted (``--kv-protect-prompt``): True for all, 0 for none."""
+        asked = self.settings.protect_prompt
+        return self.default_protect if asked is None else asked
 
     def shares(self) -> torch.Tensor:
         """Budget ``[layers, H]`` int32 of every head, B on average, as the allocator says it."""

@@ -29,7 +29,8 @@ from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.kernels.regions import RegionMap, Shares, region_map
-from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
+from kvpop_vllm.vllm_glue import prompt_lengths
+from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec, protected_tokens
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -84,8 +85,10 @@ class FixedBudgetBackend(AttentionBackend):
             dtype=spec.dtype,
             state_content_bytes=layout.slot_bytes,
             budget=cls.policy.retention.budget,
+            sinks=cls.policy.retention.sinks,
             state_blocks=layout.state_blocks,
             shares=cls.shares(spec.num_kv_heads),
+            protect=cls.policy.protect,
             max_tp_shards=spec.max_tp_shards,
         )
 
@@ -153,13 +156,31 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
-        self.unequal = kv_cache_spec.shares is not None
+        self.unequal, self.protect = kv_cache_spec.shares is not None, kv_cache_spec.protect
+        self.prompts = (
+            None  # [requests] int64, tokens of each prompt, set before each build where prompts are protected
+        )
+        if self.protect:
+            prompt_lengths.apply()
+
+    def protected(self, requests: int) -> list[int] | None:
+        """Return p of each request of the step, 0 in dummy runs; None where nothing is protected.
+
+        Raises:
+            RuntimeError: the model runner does not say how long prompts are.
+        """
+        if not self.protect:
+            return None
+        if self.prompts is None:
+            raise RuntimeError("this model runner does not say how long prompts are: leave --kv-protect-prompt out")
+        return [protected_tokens(self.protect, prompt) for prompt in self.prompts[:requests].tolist()]
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         common = common_attn_metadata
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
-        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor
+        protected = self.protected(len(query_lens))
+        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, protected
         return self.finish(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
 
     def finish(self, build: Callable[[RegionMap | None, int], StepBatch], num_tokens: int) -> FixedBudgetMetadata:
@@ -268,35 +289,36 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         if attn_metadata is None:  # profiling run
             return output.fill_(0)
         n = attn_metadata.num_tokens
-        pages, regions = self._bind(kv_cache)
-        self.attend(query[:n], key[:n], value[:n], pages, attn_metadata.batch(self.layer, regions), output[:n], given)
+        pages, regions, blocks = self._bind(kv_cache)
+        batch = attn_metadata.batch(self.layer, regions)
+        self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], given, blocks)
         return output
 
-    def attend(self, q, k, v, pages: Pages, batch: StepBatch, out, given) -> None:
-        """A step, whose tokens all tensors but ``given`` end with."""
+    def attend(self, q, k, v, pages: Pages, batch: StepBatch, out, given, blocks: Pages) -> None:
+        """Run a step, whose tokens all tensors but ``given`` end with; blocks: the layer's pages by block."""
         given = None if given is None else given[: len(q)]
         if self.policy.shifted:
             given = shift(given, pages, batch, self.attention.rule)
-        self.attention.forward(q, k, v, pages, batch, out, given)
+        self.attention.forward(q, k, v, pages, batch, out, given, blocks)
 
-    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | None]:
-        """Typed views of this layer's cache or, where shares are unequal, of all layers' and its map; made once per
-        allocation."""
+    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | None, Pages]:
+        """Return typed views of this layer's cache or, where shares are unequal, of all layers' and its map, and the
+        layer's own by block; made once per allocation."""
         key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
         if self._pages is None or self._pages[0] != key:
             self._pages = key, self._view(kv_cache), weakref.ref(kv_cache, _forget_pages_of(weakref.ref(self)))
         return self._pages[1]
 
-    def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | None]:
-        """Of its storage, so that the tensor is freed when vLLM lets go of it."""
+    def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | None, Pages]:
+        """View its storage, so that the tensor is freed when vLLM lets go of it."""
         layout, blocks = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype), kv_cache.shape[0]
-        if self.shares is not None:
-            regions = region_map(self.shares, layout, blocks, kv_cache.device)
-            return regions.view(_all_layers(kv_cache, self.layer)), regions
         raw = kv_cache.view(torch.uint8)
         place = raw.storage_offset(), raw.shape, raw.stride()
-        own = torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place)
-        return layout.view(own), None
+        own = layout.view(torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place))
+        if self.shares is None:
+            return own, None, own
+        regions = region_map(self.shares, layout, blocks, kv_cache.device)
+        return regions.view(_all_layers(kv_cache, self.layer)), regions, own
 
 
 def _forget_pages_of(impl):

@@ -6,15 +6,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from vllm.utils.math_utils import cdiv
-from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
-from vllm.v1.kv_cache_interface import AttentionSpec
+from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
+from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
 from kvpop_vllm.kernels.regions import Shares
+from kvpop_vllm.vllm_glue import prefix_hits
+
+
+def protected_tokens(protect: bool | int, prompt: int) -> int:
+    """Return p of a prompt of so many tokens, by what ``--kv-protect-prompt`` says (True: all of it)."""
+    return prompt if protect is True else min(int(protect), prompt)
 
 
 class FixedBudgetManager(SingleTypeKVCacheManager):
-    """Claims blocks as a sequence grows, up to its budget; nothing is shared between requests."""
+    """Claims the blocks of a request as it grows: of its protected prefix, which vLLM's prefix cache shares, then of its state
+    and tail, which are its own and bounded."""
+
+    def __init__(self, kv_cache_spec, *args, **kwargs):
+        super().__init__(kv_cache_spec, *args, **kwargs)
+        self.prompts: dict[str, int] = {}  # tokens of each request's prompt
+        if kv_cache_spec.protect:
+            prefix_hits.apply()
+
+    def protected(self, request_id: str) -> int:
+        """Return p of a request, in tokens."""
+        return protected_tokens(self.kv_cache_spec.protect, self.prompts.get(request_id, 0))
+
+    def _blocks(self, request_id: str, num_tokens: int) -> int:
+        return self.kv_cache_spec.blocks(num_tokens, self.protected(request_id))
 
     def get_num_blocks_to_allocate(
         self,
@@ -27,12 +47,13 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         apply_admission_cap=False,
         prefill_end=0,
     ) -> int:
-        held = len(self.req_to_blocks.get(request_id, ()))
-        return max(0, self.kv_cache_spec.blocks(num_tokens) - held)
+        held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
+        evictable = self._get_num_evictable_blocks(new_computed_blocks)
+        return max(0, self._blocks(request_id, num_tokens) - held) + evictable
 
     def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):
         held = self.req_to_blocks[request_id]
-        missing = self.kv_cache_spec.blocks(num_tokens) - len(held)
+        missing = self._blocks(request_id, num_tokens) - len(held)
         if missing <= 0:
             return []
         blocks = self.block_pool.get_new_blocks(missing)
@@ -45,18 +66,28 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         if num_external_computed_tokens > 0:
             raise RuntimeError("a fixed-budget cache cannot take in KV blocks from outside: remove the KV connector")
 
-    def add_local_computed_blocks(
-        self, request_id, new_computed_blocks, num_local_computed_tokens, num_external_computed_tokens
-    ):
-        if new_computed_blocks:
-            raise RuntimeError("a fixed-budget cache shares no prefixes: start with --no-enable-prefix-caching")
-
     def cache_blocks(self, request, num_tokens, retention_interval=None, *, replay_boundaries=()):
-        return
+        """Hash the full blocks of the protected prefix, as far as it has been scheduled."""
+        prefix = min(num_tokens, self.protected(request.request_id))
+        super().cache_blocks(request, prefix, retention_interval, replay_boundaries=replay_boundaries)
+
+    def pop_blocks_for_free(self, request_id):
+        self.prompts.pop(request_id, None)
+        return super().pop_blocks_for_free(request_id)
 
     @classmethod
-    def find_longest_cache_hit(cls, block_hashes, max_length, kv_cache_group_ids, *args, **kwargs):
-        return tuple([] for _ in kv_cache_group_ids), 0
+    def find_longest_cache_hit(
+        cls, block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
+    ):
+        """Look prefix blocks up as full attention does, whose code takes a spec of its own only."""
+        dense = FullAttentionSpec(
+            block_size=kv_cache_spec.block_size,
+            num_kv_heads=kv_cache_spec.num_kv_heads,
+            head_size=kv_cache_spec.head_size,
+            dtype=kv_cache_spec.dtype,
+        )
+        look = FullAttentionManager.find_longest_cache_hit
+        return look(block_hashes, max_length, kv_cache_group_ids, block_pool, dense, *args, **kwargs)
 
 
 # The registry fills itself only while it is empty: registering first would hide the built-in specs.
@@ -66,32 +97,48 @@ KVCacheSpecRegistry._ensure_registered()
 @register_kv_cache_spec(manager_class=FixedBudgetManager)
 @dataclass(frozen=True, kw_only=True)
 class FixedBudgetSpec(AttentionSpec):
-    """A layer whose request holds ``state_blocks + cdiv(min(length, budget), block_size)`` blocks or, where heads have
-    unequal ``shares``, the same number on average, rounded up (:class:`kvpop_vllm.kernels.regions.Shares`).
+    """A layer whose request of n tokens, p of them protected, holds ``cdiv(min(n, p), N)`` prefix blocks and, once n exceeds p,
+    ``state_blocks + cdiv(min(n - p, T), N)`` blocks of its own; T = B - s behind a prefix, B without. Where heads have
+    unequal ``shares``, tails are counted by these, rounded up (:class:`kvpop_vllm.kernels.regions.Shares`).
 
-    ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head.
+    ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head; ``protect`` is what
+    ``--kv-protect-prompt`` says, True for whole prompts.
     """
 
     budget: int
+    sinks: int
     state_blocks: int
     shares: Shares | None = None
+    protect: bool | int = 0
 
-    def blocks(self, length: int) -> int:
-        """Return the blocks of a request of ``length`` tokens; 0 for an empty one."""
-        if length == 0:
-            return 0
+    def blocks(self, length: int, protected: int = 0) -> int:
+        """Return the blocks of a request of ``length`` tokens, the first ``protected`` of them never evicted."""
+        prefix, own = cdiv(min(length, protected), self.block_size), length - protected
+        if own <= 0:
+            return prefix
         if self.shares is not None:
-            return self.shares.blocks(self.state_blocks, self.block_size, length)
-        return self.state_blocks + cdiv(min(length, self.budget), self.block_size)
+            return prefix + self.shares.blocks(self.state_blocks, self.block_size, own)
+        tail = self.budget - (self.sinks if protected else 0)
+        return prefix + self.state_blocks + cdiv(min(own, tail), self.block_size)
+
+    def most_blocks(self, length: int) -> int:
+        """Return the most blocks that a request of ``length`` tokens can hold, whatever its prompt."""
+        longest = protected_tokens(self.protect, length)  # a prompt may be all of it
+        turning = {
+            0,
+            longest,
+            *(min(max(0, length - self.budget + i), longest) for i in range(-1, self.block_size + 1)),
+        }
+        return max(self.blocks(length, protected) for protected in turning)
 
     def max_memory_usage_bytes(self, vllm_config) -> int:
-        return self.blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
+        return self.most_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config, max_len: int) -> int:
         # Model runner V1 computes a slot mapping for every position from this row, without bounds checks; the mapping is
         # not used here, but a row narrower than the positions would make it read a neighbour's.
-        return max(cdiv(max_len, self.block_size), self.blocks(max_len))
+        return max(cdiv(max_len, self.block_size), self.most_blocks(max_len))
 
     @property
     def prefix_cacheable(self) -> bool:
-        return False
+        return bool(self.protect)

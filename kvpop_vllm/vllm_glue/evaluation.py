@@ -150,7 +150,7 @@ def held_in_step(vllm_config, seen: int) -> torch.Tensor:
     for name, metadata in get_forward_context().attn_metadata.items():
         attention = vllm_config.compilation_config.static_forward_context[name]
         impl, rule = attention.impl, attention.impl.attention.rule
-        pages, regions = impl._bind(attention.kv_cache)
+        pages, regions, _ = impl._bind(attention.kv_cache)
         batch = metadata.batch(impl.layer, regions)
         table = batch.table[0] if batch.decodes else batch.prefills[0].row
         if pages.raw.device.type != "cpu":

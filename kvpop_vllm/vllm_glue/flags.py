@@ -33,6 +33,11 @@ _HELP = {
         "How layers share the budget, under any policy: 'uniform'; 'pyramid', more in lower layers (PyramidKV); "
         "default: uniform.",
     ),
+    "protect_prompt": (
+        str,
+        "all|N",
+        "Never evict the prompt, or its first N tokens; these are shared by vLLM's prefix cache. Default: 0, but for random.",
+    ),
 }
 
 

@@ -85,6 +85,27 @@ LEDGER = (
         "neither on the budget nor on the scorer: with a policy, only its name and the make of its gate count.",
         "when a plugin can name its own factors",
     ),
+    Patch(
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
+        False,
+        "(prefix_hits.py) A cache manager is told of a request's name only: where prompts are protected, ours learns how long "
+        "each is, and a hit that reaches beyond it is cut.",
+        "when cache managers are handed the request",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
+        False,
+        "(prompt_lengths.py) Attention metadata do not say how long a request's prompt is: where prompts are protected, the "
+        "runner's own numbers are handed to the metadata builder first.",
+        "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
+        False,
+        "(prompt_lengths.py) The same of model runner V2.",
+        "with the one above",
+        on_gpus=True,
+    ),
 )
 
 _MARK = "_kvpop_wrapped"
@@ -158,12 +179,16 @@ def _config_with_policy(engine_args, original, args, kwargs):
     from kvpop_vllm.vllm_glue.engine_policy import check_checkpoint, choose_model_class, engine_policy
 
     settings = PolicySettings.parse(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
-    policies.get(settings.policy)
+    cls = policies.get(settings.policy)
     refusals.check_arguments(engine_args)
     logger = init_logger("vllm.kvpop_vllm")
+    protects = refusals.check_prefix_caching(engine_args, cls, settings)
     if engine_args.enable_prefix_caching is None:
-        logger.info("--kv-policy %s: prefix caching is switched off, evicted tokens cannot be shared", settings.policy)
-        engine_args.enable_prefix_caching = False
+        engine_args.enable_prefix_caching = bool(protects)
+        if not protects:
+            logger.info(
+                "--kv-policy %s: prefix caching is off, prompts are not protected (--kv-protect-prompt)", cls.name
+            )
     vllm_config = original(engine_args, *args, **kwargs)
     refusals.check_config(vllm_config)
     policy = engine_policy(vllm_config)
@@ -187,6 +212,12 @@ def _config_with_policy(engine_args, original, args, kwargs):
         kept.topk,
         ", outputs corrected by the moments of evicted tokens" if policy.corrects else "",
     )
+    if policy.protect:
+        logger.info(
+            "--kv-protect-prompt %s: such a request may need as many blocks as a dense one of --max-model-len, and its tail; lower one of these "
+            "where the pool is too small",
+            "all" if policy.protect is True else policy.protect,
+        )
     return vllm_config
 
 

@@ -37,8 +37,24 @@ def _raise(reasons: list[str]) -> None:
         raise ConfigError("--kv-policy cannot be combined with " + "; nor with ".join(reasons))
 
 
+def check_prefix_caching(args: Any, policy: Any, settings: Any) -> bool | int:
+    """Return what of prompts is protected, which is all that a prefix cache can share.
+
+    Args:
+        args: a ``vllm.engine.arg_utils.EngineArgs``. policy: class. settings: a ``PolicySettings``.
+
+    Raises:
+        ConfigError: prefix caching is asked for and nothing is protected.
+    """
+    protects = policy.default_protect if settings.protect_prompt is None else settings.protect_prompt
+    if args.enable_prefix_caching and not protects:
+        raise ConfigError(
+            "--enable-prefix-caching has nothing to share while prompts are evicted from: add --kv-protect-prompt all, or leave it out"
+        )
+    return protects
+
+
 def _argument_reasons(args: Any) -> Iterator[tuple[bool, str]]:
-    yield bool(args.enable_prefix_caching), "prefix caching: leave --enable-prefix-caching out"
     yield args.speculative_config is not None, "speculative decoding: leave --speculative-config out"
     yield args.kv_transfer_config is not None, "a KV connector: leave --kv-transfer-config out"
     yield bool(args.kv_offloading_size), "KV offloading: leave --kv-offloading-size out"
@@ -51,7 +67,7 @@ def _argument_reasons(args: Any) -> Iterator[tuple[bool, str]]:
 
 
 def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
-    model, cache = vllm_config.model_config, vllm_config.cache_config
+    model = vllm_config.model_config
     text = model.hf_text_config
     yield model.use_mla, "models with multi-head latent attention (MLA): leave --kv-policy out"
     yield model.is_encoder_decoder, "encoder-decoder models: leave --kv-policy out"
@@ -95,7 +111,6 @@ def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
         model.get_head_size() not in SUPPORTED_HEAD_SIZES,
         f"head size {model.get_head_size()}: sizes {SUPPORTED_HEAD_SIZES} are supported",
     )
-    yield cache.enable_prefix_caching is True, "prefix caching: start with --no-enable-prefix-caching"
 
 
 def _platform(vllm_config: Any) -> str:

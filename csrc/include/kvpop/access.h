@@ -13,6 +13,12 @@ template <class T>
 KVPOP_INLINE const T* key_row(const DecodeStep& a, int64_t r, int64_t h, int64_t slot) {
     return reinterpret_cast<const T*>(a.slot_region(r, h, slot)) + slot % a.block_slots * a.size;
 }
+// Key of slot `at` of what a request attends to: its prefix, then its tail; values lie N rows behind keys.
+template <class T>
+KVPOP_INLINE const T* seen_row(const DecodeStep& a, int64_t r, int64_t h, int64_t at, int64_t prefix) {
+    if (at >= prefix) return key_row<T>(a, r, h, at - prefix);
+    return reinterpret_cast<const T*>(a.prefix_region(r, h, at)) + at % a.block_slots * a.size;
+}
 template <class T>
 KVPOP_INLINE const T* value_row(const DecodeStep& a, int64_t r, int64_t h, int64_t slot) {
     return key_row<T>(a, r, h, slot) + a.block_slots * a.size;

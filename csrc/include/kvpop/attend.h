@@ -256,7 +256,7 @@ struct Partial {
     }
 };
 
-// Slots of the tile that starts at `slot`: up to the end of the block, `end`, or TILE.
+// Slots of the tile that starts at `slot` of a block's: up to the end of the block, `end`, or TILE.
 KVPOP_INLINE int64_t tile_slots(const DecodeStep& a, int64_t slot, int64_t end) {
     int64_t n = a.block_slots - slot % a.block_slots;
     if (end - slot < n) n = end - slot;
@@ -269,8 +269,9 @@ KVPOP_INLINE void prefetch_scores(const DecodeStep& a, int64_t r, int64_t h, int
     for (int64_t b = 0; b < 8 * a.block_slots; b += 64) prefetch(p + b);
 }
 
-// Sums of request r, KV head h over slots [begin, end); q: scratch for the rows of q, 64-byte aligned. fetch_next: the request
-// and head that follow have still to search for a victim. logits: [G, mass_row] by slot, or null.
+// Sums of request r, KV head h over slots [begin, end) of its prefix and then its tail; q: scratch for the rows of q, 64-byte
+// aligned. fetch_next: the request and head that follow have still to search for a victim. logits: [G, mass_row] by slot of the
+// tail, or null.
 template <class A>
 void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t end, bool fetch_next, float* q,
                const Partial& sums, float* logits) {
@@ -288,13 +289,16 @@ void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t
     const int64_t next_r = (r + 1) % a.requests, next_h = h + (r + 1) / a.requests;
     const int64_t searched = fetch_next && next_h < a.heads && a.searches(next_r, next_h) ? a.in_use(next_r, next_h) : 0;
     const int64_t passes = (a.group + MAX_GROUP - 1) / MAX_GROUP;
+    const int64_t prefix = a.prefix_seen(r);
     for (int64_t slot = begin; slot < end;) {
         if (slot % a.block_slots == 0 && slot < searched) prefetch_scores(a, next_r, next_h, slot);
-        const int64_t n = tile_slots(a, slot, end), to_v = a.block_slots * a.size;
-        const T* k = key_row<T>(a, r, h, slot);
-        float* own = logits ? logits + slot : nullptr;
+        const bool protects = slot < prefix;
+        const int64_t base = protects ? 0 : prefix, to_v = a.block_slots * a.size;
+        const int64_t n = tile_slots(a, slot - base, (protects && prefix < end ? prefix : end) - base);
+        const T* k = seen_row<T>(a, r, h, slot, prefix);
+        float* own = logits && !protects ? logits + slot - prefix : nullptr;
         slot += n;
-        const T* next = slot < end ? key_row<T>(a, r, h, slot) : k;
+        const T* next = slot < end ? seen_row<T>(a, r, h, slot, prefix) : k;
         const Tile<T> tile{k, k + to_v, next, next + to_v, int(n)};
         for (int64_t pass = 0; pass < passes; pass++) {
             const int64_t g = a.group * pass / passes, last = a.group * (pass + 1) / passes;
@@ -345,7 +349,7 @@ KVPOP_INLINE void with_attention(const DecodeStep& a, const F& f) {
     else f(Widened<float>{});
 }
 
-// Attention of one head over slots [0, used); scratch of attend_scratch() floats.
+// Attention of one head over its prefix and slots [0, used); scratch of attend_scratch() floats.
 inline void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t used, float* scratch) {
     with_attention(a, [&](auto way) {
         using A = decltype(way);
@@ -353,21 +357,22 @@ inline void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t used, floa
         float* q = pieces.take(a.group * row_floats(a));
         float* logits = a.scorer.coupled() ? pieces.take(a.group * a.mass_row) : nullptr;
         const Partial sums(a, pieces.next);
-        sum_slots<A>(a, r, h, 0, used, true, q, sums, logits);
+        sum_slots<A>(a, r, h, 0, a.prefix_seen(r) + used, true, q, sums, logits);
         Correction evicted;
-        const int64_t count = a.corrects ? a.evicted(r, h, a.position(r) + 1) : 0;
+        const int64_t count = a.corrects && !a.in_prefix(r) ? a.evicted(r, h, a.position(r) + 1) : 0;
         if (count > 0) evicted = correction(a, r, h, float(count), sums.maximum, sums.total, {pieces.next + partial_floats(a)});
         write_output<A>(a, r, h, sums, count > 0 ? &evicted : nullptr);
-        if (logits) put_mass(a, r, h, used, logits, sums);
+        if (logits && used) put_mass(a, r, h, used, logits, sums);
     });
 }
 
 // The same in parts that can be done apart: part `part` of `parts`, cut between tiles, into partial_floats() floats;
 inline void attend_part(const DecodeStep& a, int64_t r, int64_t h, int64_t used, int64_t part, int64_t parts, float* sums,
                         float* scratch) {
-    const int64_t tiles = (used + TILE - 1) / TILE, begin = tiles * part / parts * TILE, end = tiles * (part + 1) / parts * TILE;
+    const int64_t seen = a.prefix_seen(r) + used, tiles = (seen + TILE - 1) / TILE;
+    const int64_t begin = tiles * part / parts * TILE, end = tiles * (part + 1) / parts * TILE;
     with_attention(a, [&](auto way) {
-        sum_slots<decltype(way)>(a, r, h, begin, end < used ? end : used, false, scratch, Partial(a, sums), nullptr);
+        sum_slots<decltype(way)>(a, r, h, begin, end < seen ? end : seen, false, scratch, Partial(a, sums), nullptr);
     });
 }
 

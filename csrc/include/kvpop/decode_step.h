@@ -58,10 +58,15 @@ struct Scorer {
 
 // Roles of the slots (kvpop_vllm/roles.py, SlotRoles).
 struct Roles {
-    int64_t sinks, window;
+    int64_t sinks, window, first = 0;
 
     int64_t first_long() const { return sinks + window; }
-    int64_t ring_slot(int64_t t) const { return t < sinks ? t : sinks + (t - sinks) % window; }
+    int64_t first_evictable() const { return first + sinks; }
+    int64_t ring_slot(int64_t t) const {
+        const int64_t at = t - first_evictable();
+        return at < 0 ? t - first : sinks + at % window;
+    }
+    Roles behind(int64_t prefix) const { return prefix ? Roles{0, window, prefix} : *this; }
 };
 
 struct DecodeStep {
@@ -74,10 +79,16 @@ struct DecodeStep {
 
     uint8_t* raw;  // [num_blocks, H, N * C]
     int64_t block_stride_bytes, head_stride_bytes;
+    const uint8_t* prefix_raw;  // the same of the prefix pages; null: nobody has a prefix
+    int64_t prefix_block_stride_bytes, prefix_head_stride_bytes;
     int64_t region_bytes, block_slots, state_blocks;  // N * C, N
 
     const int32_t* page_table;
     int64_t table_stride[3];
+    const int32_t* prefix_table;  // [R, F]
+    int64_t prefix_table_stride[2];
+    const int64_t* prefix_tokens;  // [R]
+    int64_t prefix_tokens_stride;
     const int64_t* positions;
     int64_t positions_stride;
     const int32_t* budgets;
@@ -88,7 +99,7 @@ struct DecodeStep {
     int64_t given_stride[2];
 
     float scale;
-    Roles roles;
+    Roles roles;  // of a request without a prefix: see roles_of
     int64_t decay_step;
     const double* log_gamma;  // [H]
     Scorer scorer;
@@ -98,15 +109,22 @@ struct DecodeStep {
     // Whether a token's step needs that of the token before it, so that a chunk's are done one by one.
     bool sequential() const { return corrects || scorer.coupled() || scorer.bounded; }
     float given_score(int64_t r, int64_t h) const { return given ? given[r * given_stride[0] + h * given_stride[1]] : 0; }
+    // Protected tokens of a request, those of them that its token sees, and whether it is one of them.
+    int64_t prefix(int64_t r) const { return prefix_raw ? prefix_tokens[r * prefix_tokens_stride] : 0; }
+    int64_t prefix_seen(int64_t r) const { return position(r) < prefix(r) ? position(r) + 1 : prefix(r); }
+    bool in_prefix(int64_t r) const { return position(r) < prefix(r); }
+    Roles roles_of(int64_t r) const { return roles.behind(prefix(r)); }
+
     // Slots in use before the step.
     int64_t in_use(int64_t r, int64_t h) const {
-        const int64_t q = position(r), first = roles.first_long();
-        if (scorer.bounded && q > first) return first + *filled(r, h);
-        return q < budget(r, h) ? q : budget(r, h);
+        const int64_t since = position(r) - prefix(r), first = roles_of(r).first_long();
+        if (since <= 0) return 0;
+        if (scorer.bounded && since > first) return first + *filled(r, h);
+        return since < budget(r, h) ? since : budget(r, h);
     }
     // How many tokens have been evicted when the head has seen so many.
     int64_t evicted(int64_t r, int64_t h, int64_t seen) const {
-        const int64_t left = seen - roles.first_long(), room = budget(r, h) - roles.first_long();
+        const int64_t first = roles_of(r).first_long(), left = seen - prefix(r) - first, room = budget(r, h) - first;
         if (left <= 0) return 0;
         return left - (scorer.bounded ? *filled(r, h) : left < room ? left : room);
     }
@@ -125,10 +143,17 @@ struct DecodeStep {
     int32_t* slot_positions(uint8_t* region) const {
         return reinterpret_cast<int32_t*>(scores(region) + block_slots);
     }
-    int64_t budget(int64_t r, int64_t h) const { return budgets[r * budgets_stride[0] + h * budgets_stride[1]]; }
+    // Slots of a head: behind a prefix without those of sinks.
+    int64_t budget(int64_t r, int64_t h) const {
+        return budgets[r * budgets_stride[0] + h * budgets_stride[1]] - (roles.sinks - roles_of(r).sinks);
+    }
+    const uint8_t* prefix_region(int64_t r, int64_t h, int64_t token) const {
+        const int64_t block = prefix_table[r * prefix_table_stride[0] + token / block_slots * prefix_table_stride[1]];
+        return prefix_raw + block * prefix_block_stride_bytes + h * prefix_head_stride_bytes;
+    }
     int64_t position(int64_t r) const { return positions[r * positions_stride]; }
     // Whether the step looks for a victim.
-    bool searches(int64_t r, int64_t h) const { return position(r) >= budget(r, h); }
+    bool searches(int64_t r, int64_t h) const { return position(r) - prefix(r) >= budget(r, h); }
     // With a threshold the number of filled long-range slots: the position word of slot 1.
     int32_t* filled(int64_t r, int64_t h) const { return slot_positions(slot_region(r, h, 1)) + 1; }
     // tokens_seen of head h: the position word of slot 0.
@@ -137,5 +162,8 @@ struct DecodeStep {
 
 // Runs the step for all requests and heads in parallel. The arguments have been checked.
 void decode_step(const DecodeStep& step);
+
+// Builds the states of an mLSTM from the last `replay` tokens of each prefix. The arguments have been checked.
+void begin_tail(const DecodeStep& step, int64_t replay);
 
 }  // namespace kvpop

@@ -9,7 +9,7 @@ namespace kvpop {
 
 // One instruction set's kernels. decode_heads does the whole step of head h of `count` requests from r on, at most `batch`, whose
 // scorers share their products; retain that of request r but for attention, which
-// attend_part and merge_parts then do (attend.h); the others see prefill.h.
+// attend_part and merge_parts then do (attend.h); begin_tail builds a state from a prefix; the others see prefill.h.
 struct Kernels {
     int64_t (*scratch_floats)(const DecodeStep&);
     int64_t batch;
@@ -19,6 +19,7 @@ struct Kernels {
     void (*attend_part)(const DecodeStep&, int64_t r, int64_t h, int64_t used, int64_t part, int64_t parts, float* sums,
                         float* scratch);
     void (*merge_parts)(const DecodeStep&, int64_t r, int64_t h, int64_t parts, float* sums);
+    void (*begin_tail)(const DecodeStep&, int64_t r, int64_t h, int64_t replay, float* scratch);
     bool bf16_words;  // packed tiles of bfloat16 can be multiplied as they are
     int64_t (*prefill_scratch)(const DecodeStep&);
     void (*prefill_scores)(PrefillChunk&, const Piece&, int64_t h, float* scratch);

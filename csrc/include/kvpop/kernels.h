@@ -23,6 +23,6 @@
 namespace kvpop::KVPOP_ISA {
 
 const Kernels kernels{scratch_floats, BATCH,          decode_heads,    retain,         partial_floats, attend_part,
-                      merge_parts,    KVPOP_BF16_DOT, prefill_scratch, prefill_scores, prefill_attend};
+                      merge_parts,    begin_tail,     KVPOP_BF16_DOT,  prefill_scratch, prefill_scores, prefill_attend};
 
 }  // namespace kvpop::KVPOP_ISA

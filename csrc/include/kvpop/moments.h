@@ -101,7 +101,7 @@ float* residuals_of(const DecodeStep& a, int64_t r, int64_t h, int64_t leaving, 
     for (int64_t i = 0; i < a.size * a.size && !evicted; i++) copy[i] = 0;
     const float n = evicted ? float(evicted) : 1;
     residuals<T>(a, r, h, leaving, leaving + 1, n, products, mean_value, keys, predicted, out);
-    for (int64_t slot = a.roles.first_long(); slot < used; slot += BATCH)
+    for (int64_t slot = a.roles_of(r).first_long(); slot < used; slot += BATCH)
         residuals<T>(a, r, h, slot, slot + BATCH < used ? slot + BATCH : used, n, products, mean_value, keys, predicted, out);
     return out;
 }

@@ -30,7 +30,7 @@ void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float
     MLSTMBatch batch(a, pieces);
     float *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
     const State state{a, 0, h};
-    const Roles& roles = a.roles;
+    const Roles roles = a.roles_of(0);
     // Where token t lies: in its slot if it came before the piece, else among the chunk's.
     const auto row = [&](int64_t t) {
         const int64_t slot = roles.ring_slot(t), at = t - chunk.start;
@@ -42,13 +42,13 @@ void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float
     int64_t left = 0;
     for (int64_t t = piece.a; t < piece.b; t++) {
         const int64_t u = t - roles.window, number = (t - piece.a) % BATCH;
-        const bool leaving = u >= roles.sinks;
+        const bool leaving = u >= roles.first_evictable();
         float read = 0;
         if (s.kind == ScorerKind::MLSTM) {
             const int64_t count = t + BATCH < piece.b ? BATCH : piece.b - t;
             for (int64_t i = 0; number == 0 && i < count; i++) {
-                const Row<T> taken = row(t + i), leaves = u + i >= roles.sinks ? row(u + i) : taken;
-                into_batch(head, taken, u + i >= roles.sinks ? &leaves : nullptr, batch, i);
+                const Row<T> taken = row(t + i), leaves = u + i >= roles.first_evictable() ? row(u + i) : taken;
+                into_batch(head, taken, u + i >= roles.first_evictable() ? &leaves : nullptr, batch, i);
             }
             if (number == 0) mlstm_project(a, h, count, batch);
             if (t == 0) state.reset();

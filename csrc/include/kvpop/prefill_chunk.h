@@ -30,7 +30,7 @@ struct PrefillHead {
 };
 
 // The chunk [start, start + length) of one request. In `step` the axis of requests counts the chunk's tokens for q, k, v,
-// out and lse; the page table, the budgets and the slots are those of request 0.
+// out and lse; the page table, the budgets and the slots are those of request 0, whose prefix is not attended to here.
 struct PrefillChunk {
     DecodeStep step;
     int64_t start, length;
@@ -38,7 +38,7 @@ struct PrefillChunk {
     PrefillHead* heads;
 
     int64_t slot_tiles(int64_t h) const {  // of the slots that are in use by the end
-        const int64_t end = start + length, budget = step.budget(0, h);
+        const int64_t end = start + length - step.prefix(0), budget = step.budget(0, h);
         return ((end < budget ? end : budget) + TILE_KEYS - 1) / TILE_KEYS;
     }
     int64_t first_new(int64_t h) const { return slot_tiles(h) * TILE_KEYS; }  // index of the piece's first key

@@ -62,6 +62,7 @@ template <class T>
 struct Head {
     const DecodeStep& a;
     int64_t r, h;
+    Roles roles = a.roles_of(r);
 
     T* k(int64_t slot) const {
         return reinterpret_cast<T*>(a.slot_region(r, h, slot)) + slot % a.block_slots * a.size;
@@ -84,14 +85,14 @@ struct Head {
     int64_t place(int64_t u, float score_, int64_t used, int64_t q, const float* factors) const {
         if (a.scorer.bounded && score_ < a.scorer.threshold) return -1;
         if (used < a.budget(r, h)) return used;
-        const Victim victim = lowest(a, r, h, a.roles.first_long(), used, q, factors);
+        const Victim victim = lowest(a, r, h, roles.first_long(), used, q, factors);
         double decay = double((q - u) / a.decay_step) * a.log_gamma[h];
 #if defined(__x86_64__)
         __asm__("" : "+x"(decay));  // as in rounded_product
 #endif
         double raw = a.scorer.mean ? double(score_) / double(q - u) : double(score_);
         if (a.scorer.ages) raw *= double(q - u);
-        if (factors) raw *= double(factors[a.roles.ring_slot(u)]);
+        if (factors) raw *= double(factors[roles.ring_slot(u)]);
         return raw + decay < victim.effective ? -1 : int64_t(victim.slot);
     }
 };
@@ -118,8 +119,9 @@ KVPOP_INLINE Row<T> new_row(const DecodeStep& a, int64_t r, int64_t h) {
 
 // The slot of the token that leaves the window at the step, or -1 if none does.
 inline int64_t leaving_slot(const DecodeStep& a, int64_t r) {
-    const int64_t u = a.position(r) - a.roles.window;
-    return u >= a.roles.sinks ? a.roles.ring_slot(u) : -1;
+    const Roles roles = a.roles_of(r);
+    const int64_t u = a.position(r) - roles.window;
+    return u >= roles.first_evictable() ? roles.ring_slot(u) : -1;
 }
 
 // Number i of a batch: `row` is taken in, and it or the one that leaves the window (null: none does) is read out.
@@ -137,7 +139,7 @@ template <class T>
 void project_steps(const DecodeStep& a, int64_t r, int64_t count, int64_t h, MLSTMBatch& batch) {
     for (int64_t i = 0; i < count; i++) {
         const Head<T> head{a, r + i, h};
-        const int64_t from = leaving_slot(a, r + i);
+        const int64_t from = a.in_prefix(r + i) ? -1 : leaving_slot(a, r + i);
         const Row<T> leaves = from < 0 ? Row<T>{} : Row<T>{head.k(from), head.v(from)};
         into_batch(head, new_row<T>(a, r + i, h), from < 0 ? nullptr : &leaves, batch, i);
     }
@@ -166,7 +168,8 @@ template <class T>
 int64_t retain_of(const DecodeStep& a, int64_t r, int64_t h, const MLSTMBatch& batch, int64_t number, Pieces pieces) {
     const Head<T> head{a, r, h};
     const Scorer& s = a.scorer;
-    const int64_t q = a.position(r), slot = a.roles.ring_slot(q), from = leaving_slot(a, r);
+    if (a.in_prefix(r)) return 0;
+    const int64_t q = a.position(r), slot = head.roles.ring_slot(q), from = leaving_slot(a, r);
     int64_t used = a.in_use(r, h), evicted = a.evicted(r, h, q);
     for (int64_t i = 0; i < used && a.searches(r, h); i += a.block_slots) prefetch_scores(a, r, h, i);
     float *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden), *deviation = pieces.take(a.size);
@@ -182,20 +185,20 @@ int64_t retain_of(const DecodeStep& a, int64_t r, int64_t h, const MLSTMBatch& b
         float score = stateless_score(head, leaves, *head.score(from), x_u, hidden);
         if (s.kind == ScorerKind::MLSTM) score = s.delayed ? read : *head.score(from);
         float* factors = s.kind == ScorerKind::MomentResidual ? residuals_of<T>(a, r, h, from, used, pieces) : nullptr;
-        const int64_t target = head.place(q - a.roles.window, score, used, q, factors);
+        const int64_t target = head.place(q - head.roles.window, score, used, q, factors);
         if (target < used && a.keeps_moments()) {
             const int64_t gone = target < 0 ? from : target;
             head.read(head.k(gone), head.v(gone), x_u);
             Moments(a, r, h).take_in(float(evicted + 1), x_u, deviation);
         }
-        if (target >= 0) head.write(target, leaves.key, leaves.value, score, q - a.roles.window);
+        if (target >= 0) head.write(target, leaves.key, leaves.value, score, q - head.roles.window);
         if (target >= used) used = target + 1;
     }
     const Row<T> own = new_row<T>(a, r, h);
     head.write(slot, own.key, own.value, inserted, q);
     if (slot >= used) used = slot + 1;
     *a.tokens_seen(r, h) = int32_t(q + 1);
-    if (s.bounded) *a.filled(r, h) = int32_t(used > a.roles.first_long() ? used - a.roles.first_long() : 0);
+    if (s.bounded) *a.filled(r, h) = int32_t(used > head.roles.first_long() ? used - head.roles.first_long() : 0);
     return used;
 }
 
@@ -209,6 +212,30 @@ int64_t retain_alone(const DecodeStep& a, int64_t r, int64_t h, float* scratch) 
 }
 inline int64_t retain(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
     return a.cache_is_bf16 ? retain_alone<bf16>(a, r, h, scratch) : retain_alone<float>(a, r, h, scratch);
+}
+
+// Builds the state of request r's head from the last `replay` tokens of its prefix.
+template <class T>
+void begin_tail_of(const DecodeStep& a, int64_t r, int64_t h, int64_t replay, float* scratch) {
+    Pieces pieces{scratch};
+    MLSTMBatch batch(a, pieces);
+    const Head<T> head{a, r, h};
+    const State state{a, r, h};
+    const int64_t end = a.prefix(r), to_v = a.block_slots * a.size;
+    if (end) state.reset();
+    for (int64_t t = end > replay ? end - replay : 0; t < end; t += BATCH) {
+        const int64_t count = t + BATCH < end ? BATCH : end - t;
+        for (int64_t i = 0; i < count; i++) {
+            const T* key = seen_row<T>(a, r, h, t + i, end);
+            head.read(key, key + to_v, batch.x + i * 2 * a.size);
+            batch.reads[i] = false;
+        }
+        mlstm_project(a, h, count, batch);
+        for (int64_t i = 0; i < count; i++) mlstm_step(a, state, batch, i);
+    }
+}
+inline void begin_tail(const DecodeStep& a, int64_t r, int64_t h, int64_t replay, float* scratch) {
+    a.cache_is_bf16 ? begin_tail_of<bf16>(a, r, h, replay, scratch) : begin_tail_of<float>(a, r, h, replay, scratch);
 }
 
 // The whole step of head h of `count` requests from r on, at most BATCH.

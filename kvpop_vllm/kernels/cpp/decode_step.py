@@ -18,6 +18,7 @@ from kvpop_vllm.kernels.ops import (
     RetentionRule,
     StepOrderError,
 )
+from kvpop_vllm.kernels.pages import Prefix
 
 _C = load_extension()
 _KINDS = {
@@ -64,11 +65,18 @@ def check_dtype(k: torch.Tensor, pages) -> None:
         raise TypeError(f"k and v must have the cache's dtype {pages.layout.dtype}, got {k.dtype}")
 
 
-def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None):
+def tensors_of(prefix: Prefix | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
+    """Return a prefix as the extension takes it."""
+    return None if prefix is None else (prefix.pages.raw, prefix.table, prefix.tokens)
+
+
+def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
     try:
-        return _C.decode_step(q, k, v, pages.raw, slots, state, page_table, positions, budgets, told, scale, given)
+        return _C.decode_step(
+            q, k, v, pages.raw, slots, state, page_table, positions, budgets, told, scale, given, tensors_of(prefix)
+        )
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None

@@ -1,19 +1,25 @@
-"""A prefill chunk in C++."""
+"""A prefill chunk in C++; attention to a protected prefix by torch's own kernel."""
 
 from __future__ import annotations
 
-from kvpop_vllm.kernels.cpp.decode_step import check_dtype, packed
+from kvpop_vllm.kernels.cpp.decode_step import check_dtype, packed, tensors_of
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops import StepOrderError
+from kvpop_vllm.kernels.prefix_attention import with_prefix
 
 _C = load_extension()
 
 
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None):
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
-    try:
-        return _C.prefill_chunk(q, k, v, pages.raw, slots, state, page_table, start, budgets, told, scale, given)
-    except _C.StepOrder as error:
-        raise StepOrderError(str(error)) from None
+
+    def run(q, k, v, start, given):
+        place = pages.raw, slots, state, page_table, start, budgets
+        try:
+            return _C.prefill_chunk(q, k, v, *place, told, scale, given, tensors_of(prefix))
+        except _C.StepOrder as error:
+            raise StepOrderError(str(error)) from None
+
+    return with_prefix(run, q, k, v, start, given, prefix, scale, attends=rule.sequential)

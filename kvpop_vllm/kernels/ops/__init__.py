@@ -5,6 +5,7 @@ Axes, once for all docstrings::
     R  requests of a decode batch        L  tokens of a prefill chunk       S  tokens of a sequence
     H  KV heads                          G  query heads per KV head         Hq = H * G query heads (head h serves h*G .. h*G+G-1)
     D  head size                         B  budget: slots per head            N  slots per block                 (in training: B sequences, N samples)
+    p  tokens of a protected prefix      F  its blocks
     P  entries of a page-table row       F  features of the mLSTM           Dv value width of the mLSTM
     M  hidden width of the MLP scorer
 
@@ -15,6 +16,7 @@ the tensors (see :mod:`kvpop_vllm.kernels.dispatch`); a name asked for explicitl
 """
 
 from kvpop_vllm.kernels.ops.rules import (
+    REPLAY,
     STATE_M_START,
     AttentionMass,
     GivenScore,
@@ -27,7 +29,7 @@ from kvpop_vllm.kernels.ops.rules import (
     ScorerWeights,
     StepOrderError,
 )
-from kvpop_vllm.kernels.ops.serving import decode_step, online_topk, prefill_chunk
+from kvpop_vllm.kernels.ops.serving import begin_tail, decode_step, online_topk, prefill_chunk
 from kvpop_vllm.kernels.ops.training import (
     boundary_loss,
     delayed_mlstm,
@@ -37,6 +39,7 @@ from kvpop_vllm.kernels.ops.training import (
 )
 
 __all__ = [
+    "REPLAY",
     "STATE_M_START",
     "AttentionMass",
     "GivenScore",
@@ -48,6 +51,7 @@ __all__ = [
     "RetentionRule",
     "ScorerWeights",
     "StepOrderError",
+    "begin_tail",
     "boundary_loss",
     "decode_step",
     "delayed_mlstm",

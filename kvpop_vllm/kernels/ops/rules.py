@@ -12,6 +12,9 @@ from kvpop_vllm.roles import SlotRoles
 STATE_M_START = -1e30
 """Stabiliser of an empty mLSTM state; C = z = 0 there."""
 
+REPLAY = 1024
+"""Default R: tokens at the end of a protected prefix that a scorer's state is built from."""
+
 
 class StepOrderError(RuntimeError):
     """A step does not start where the request's state ends (``tokens_seen``): a replay or a rewound stream.
@@ -143,7 +146,8 @@ class RetentionRule(SlotRoles):
     ``(Z_R o_R + Z_E o_E) / (Z_R + Z_E)`` with ``o_E = vb + scale Sig q`` and ``log Z_E = log n + scale q . kb``; the victim of
     a step counts before its query attends.
 
-    For where tokens lie see :class:`SlotRoles`; k is ``B - s - w``.
+    For where tokens lie see :class:`SlotRoles`; k is ``B - s - w``. Behind a protected prefix of p tokens the rule is that of
+    the tail (:meth:`behind`), and a scorer's state starts from the last ``replay`` tokens of the prefix.
 
     Raises:
         ValueError: a threshold with a window of less than 2.
@@ -155,6 +159,8 @@ class RetentionRule(SlotRoles):
     decay_step: int = 1
     scorer: ScorerWeights = None
     moment_correction: bool = False
+    first: int = 0
+    replay: int = REPLAY
 
     def __post_init__(self):
         if self.threshold is not None and self.window < 2:
@@ -189,6 +195,11 @@ class RetentionRule(SlotRoles):
     def keeps_moments(self) -> bool:
         """Whether the moments of evicted tokens lie behind the scorer's state (:func:`kvpop_vllm.kernels.pages.moment_floats`)."""
         return self.moment_correction or isinstance(self.scorer, MomentResidual)
+
+    @property
+    def replays(self) -> bool:
+        """Whether a scorer's state must be built when a tail begins behind a protected prefix."""
+        return isinstance(self.scorer, MLSTMWeights)
 
     def state_floats(self, head_size: int) -> int:
         """float32 words of one head's state."""

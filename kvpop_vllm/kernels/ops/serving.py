@@ -6,7 +6,7 @@ import torch
 
 from kvpop_vllm.kernels.dispatch import resolve
 from kvpop_vllm.kernels.ops.rules import GivenScore, RetentionRule
-from kvpop_vllm.kernels.pages import Pages
+from kvpop_vllm.kernels.pages import Pages, Prefix
 
 
 def decode_step(
@@ -21,6 +21,7 @@ def decode_step(
     rule: RetentionRule,
     scale: float,
     given: torch.Tensor | None = None,
+    prefix: Prefix | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance each of R requests by one token: state update, delayed readout, score, argmin, slot move, attention.
@@ -35,6 +36,11 @@ def decode_step(
     Where scores come from attention, the query's weights are added to the score words, or written there, at the end.
     A score that is given lies in its token's score word from the start.
 
+    A request with a protected prefix of p tokens attends to these first. Its slots are those of the tail
+    (:class:`SlotRoles`), which begins afresh at ``q = p``: whatever lies there is forgotten, but for the scorer's state, which
+    :func:`begin_tail` has built. A token below p lies in the prefix pages already; it attends to the tokens up to itself,
+    and nothing is written.
+
     Args:
         q: ``[R, Hq, D]``, k, v: ``[R, H, D]`` in the cache's dtype. Last axis contiguous.
         pages: the layer's cache; written in place.
@@ -43,6 +49,7 @@ def decode_step(
         budgets: ``[R, H]`` int32, B of each head.
         rule: what is kept. scale: factor on q . k.
         given: ``[R, H]`` float32, scores of the tokens, where the rule's scorer is :class:`GivenScore`, else ignored.
+        prefix: protected tokens of the R requests, or None where nobody has any.
 
     Returns:
         ``out [R, Hq, D]`` in q's dtype, corrected if the rule says so, and ``lse [R, Hq]`` float32, the natural log-sum-exp
@@ -56,7 +63,7 @@ def decode_step(
     """
     run = resolve("decode_step", impl, q)
     given = _checked_scores(rule, given, k.shape[:2])
-    return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, given=given)
+    return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, given=given, prefix=prefix)
 
 
 def _checked_scores(rule: RetentionRule, given: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -86,6 +93,7 @@ def prefill_chunk(
     rule: RetentionRule,
     scale: float,
     given: torch.Tensor | None = None,
+    prefix: Prefix | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The L tokens ``[start, start + L)`` of one request; equals L decode steps to rounding (DESIGN "One step").
@@ -97,7 +105,7 @@ def prefill_chunk(
     Args:
         q: ``[L, Hq, D]``, k, v: ``[L, H, D]`` in the cache's dtype.
         page_table: ``[H, P]`` int32. start: position of the first token. budgets: ``[H]`` int32.
-        given: ``[L, H]`` float32. The rest as in :func:`decode_step`.
+        given: ``[L, H]`` float32. prefix: of this request, R = 1, its ``tokens`` on the CPU. The rest as in :func:`decode_step`.
 
     Returns:
         ``out [L, Hq, D]`` in q's dtype, ``lse [L, Hq]`` float32.
@@ -109,7 +117,24 @@ def prefill_chunk(
     """
     run = resolve("prefill_chunk", impl, q)
     given = _checked_scores(rule, given, k.shape[:2])
-    return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale, given=given)
+    return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale, given=given, prefix=prefix)
+
+
+def begin_tail(
+    pages: Pages, page_table: torch.Tensor, prefix: Prefix, *, rule: RetentionRule, impl: str = "auto"
+) -> None:
+    """Build the scorer's state of R requests from the last ``rule.replay`` tokens of their protected prefixes.
+
+    The state takes in tokens ``[max(0, p - R), p)`` and nothing is read out (DESIGN "A prefix and a tail"). To be called
+    before the step that has token p; it may be called again. Requests without protected tokens, and rules without a
+    recurrent scorer, are left alone.
+
+    Args:
+        pages: the tail's cache; state is written in place. page_table: ``[R, H, P]`` int32, state blocks first.
+        prefix: of the R requests, all tokens below p written, its ``tokens`` on the CPU.
+    """
+    if rule.replays:
+        resolve("begin_tail", impl, pages.k)(pages, page_table, prefix, rule=rule)
 
 
 def online_topk(

@@ -17,42 +17,52 @@ from kvpop_vllm.kernels.ops import (
 )
 from kvpop_vllm.kernels.reference import scoring
 from kvpop_vllm.kernels.reference.moments import HeadMoments
-from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen
+from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen, protected
 
 
-def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None):
+def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
     requests, heads, _ = k.shape
     group = q.shape[1] // heads
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     starts = positions.tolist()
-    check_tokens_seen(pages, page_table, starts)
-    for r in range(requests):
+    check_tokens_seen(pages, page_table, starts, prefix)
+    for r, at in enumerate(starts):
+        protect = protected(prefix, r)
+        own = rule.behind(protect)
+        before = prefix.gather(r, 0, min(protect, at + 1)) if protect else (k[r, :, None][:, :0], v[r, :, None][:, :0])
         for h in range(heads):
-            rows = slice(h * group, (h + 1) * group)
-            slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]))
+            rows, keys, values = slice(h * group, (h + 1) * group), before[0][h], before[1][h]
+            if at < protect:
+                out[r, rows], lse[r, rows], _ = _attend(q[r, rows], keys, values, scale)
+                continue
+            slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]) - rule.sinks + own.sinks)
             inserted = 0.0 if given is None else float(given[r, h])
             token = q[r, rows], k[r, h], v[r, h], inserted
-            out[r, rows], lse[r, rows] = _step_head(slots, rule, h, starts[r], *token, scale)
+            out[r, rows], lse[r, rows] = _step_head(slots, own, h, at, *token, (keys, values), scale)
     return out, lse
 
 
-def _step_head(slots: HeadSlots, rule: RetentionRule, head: int, q: int, query, k, v, inserted, scale):
-    """Advance one head by token q; returns attention ``[G, D]`` of ``query`` and its log-sum-exps ``[G]``."""
+def _step_head(slots: HeadSlots, rule: RetentionRule, head: int, q: int, query, k, v, inserted, before, scale):
+    """Advance one head by token q; returns attention ``[G, D]`` of ``query`` and its log-sum-exps ``[G]``.
+
+    before: keys and values ``[p, D]`` of the protected tokens.
+    """
     if isinstance(rule.scorer, MLSTMWeights):
         inserted = _take_in(slots, torch.cat([k, v]).float(), q, rule.scorer, head)
     in_use, leaving, ring = slots.in_use(rule, q), q - rule.window, rule.ring_slot(q)
     moments = HeadMoments(slots, rule, q, in_use, scale) if rule.keeps_moments else None
-    if leaving >= rule.sinks:
+    if leaving >= rule.first_evictable:
         score = _boundary_score(slots, ring, rule, head)
         in_use = _place(slots, q, in_use, rule, head, leaving, score, moments)
     slots.write(ring, k, v, inserted, q)
     in_use = max(in_use, ring + 1)
     slots.set_counts(rule, q + 1, in_use)
     seen = torch.arange(in_use)
-    out, lse, weights = _attend(query, slots, seen, scale)
+    keys, values = (torch.cat(pair) for pair in zip(before, slots.gather(seen), strict=True))
+    out, lse, weights = _attend(query, keys, values, scale)
     if rule.coupled:
-        slots.put_mass(seen, weights.mean(0), add=_mean(rule))
+        slots.put_mass(seen, weights[:, len(before[0]) :].mean(0), add=_mean(rule))
     return moments.correct(out, lse, query) if rule.moment_correction else out, lse
 
 
@@ -79,12 +89,18 @@ def _place(slots: HeadSlots, q: int, in_use: int, rule: RetentionRule, head: int
 
 
 def _take_in(slots, x, q, weights, head) -> float:
-    """Updates the mLSTM state with ``x_q`` (eqs. 38, 39); returns the score a token gets at insertion, if any."""
-    w = _one_head(weights, head)
+    """Update the head's state with ``x_q [2D]``; returns the score a token gets at insertion, if any."""
+    w = one_head(weights, head)
     state = slots.load_state(w.state_floats)
     if q == 0:
-        state.zero_()
-        state[-1] = STATE_M_START
+        clear(state)
+    take_in(state, x, w)
+    slots.store_state(state)
+    return 0.0 if w.delayed else float(_read_out(w, state, x))
+
+
+def take_in(state: torch.Tensor, x: torch.Tensor, w: MLSTMWeights) -> None:
+    """Update a flat mLSTM state of one head with ``x [2D]`` (eqs. 38, 39)."""
     key, value, igate, fgate = (t[0] for t in scoring.mlstm_inputs(w, x.view(1, 1, -1)))
     c, z, m = _split_state(state, w)
     log_f = torch.nn.functional.logsigmoid(fgate[0])
@@ -93,8 +109,12 @@ def _take_in(slots, x, q, weights, head) -> float:
     c.mul_(keep).add_(gain * torch.outer(key[0], value[0]))
     z.mul_(keep).add_(gain * key[0])
     state[-1] = m_new
-    slots.store_state(state)
-    return 0.0 if w.delayed else float(_read_out(w, state, x))
+
+
+def clear(state: torch.Tensor) -> None:
+    """Make a flat mLSTM state ``[floats]`` empty."""
+    state.zero_()
+    state[-1] = STATE_M_START
 
 
 def _boundary_score(slots, ring, rule, head) -> float:
@@ -107,7 +127,7 @@ def _boundary_score(slots, ring, rule, head) -> float:
     if isinstance(weights, KeyNorm):
         return float(scoring.key_norm_score(slots.k(ring)))
     x = torch.cat([slots.k(ring), slots.v(ring)]).float()
-    w = _one_head(weights, head)
+    w = one_head(weights, head)
     if isinstance(w, LinearWeights):
         return float(scoring.linear_score(w, x.view(1, 1, -1)))
     if isinstance(w, MLPWeights):
@@ -127,7 +147,7 @@ def _split_state(state, w):
     return state[:cells].view(w.features, w.value_size), state[cells:-1], state[-1]
 
 
-def _one_head(weights, head):
+def one_head(weights, head):
     cut = {name: t[head : head + 1] if isinstance(t, torch.Tensor) else t for name, t in vars(weights).items()}
     return type(weights)(**cut)
 
@@ -160,9 +180,8 @@ def _victim(slots, score, leaving, q, rule, head, factors=None) -> int | None:
     return first + int(lowest.argmin())
 
 
-def _attend(q, slots, seen, scale):
-    """Softmax attention of ``q [G, D]`` over the slots ``seen [n]``, and its weights ``[G, n]``; all float32."""
-    keys, values = slots.gather(seen)
+def _attend(q, keys, values, scale):
+    """Softmax attention of ``q [G, D]`` over ``keys, values [n, D]``, its log-sum-exps ``[G]``, and its weights ``[G, n]``; float32."""
     logits = q.float() @ keys.float().T * scale
     lse = logits.logsumexp(-1)
     weights = torch.exp(logits - lse.unsqueeze(-1))

@@ -19,7 +19,7 @@ class HeadMoments:
     def __init__(self, slots: HeadSlots, rule: RetentionRule, q: int, in_use: int, scale: float):
         self.slots, self.scale = slots, scale
         self.size = slots.pages.layout.head_size
-        self.count = max(0, q - rule.first_long) - max(0, in_use - rule.first_long)
+        self.count = max(0, q - rule.first - rule.first_long) - max(0, in_use - rule.first_long)
         self.first = rule.state_floats(self.size) - moment_floats(self.size)
 
     def _load(self):

@@ -5,18 +5,23 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
-from kvpop_vllm.kernels.pages import Pages
+from kvpop_vllm.kernels.pages import Pages, Prefix
 
 
-def check_tokens_seen(pages: Pages, page_table: torch.Tensor, starts: list[int]) -> None:
+def protected(prefix: Prefix | None, r: int) -> int:
+    """Return the number of protected tokens of request r."""
+    return 0 if prefix is None else int(prefix.tokens[r])
+
+
+def check_tokens_seen(pages: Pages, page_table: torch.Tensor, starts: list[int], prefix: Prefix | None) -> None:
     """Compares each request's first position with what its pages have seen, before anything is written.
 
     Raises:
-        StepOrderError: they differ; a sequence's first step (position 0) may start on any bytes.
+        StepOrderError: they differ; a step at or below the end of the prefix (position 0 without one) may start on any bytes.
     """
     first = pages.layout.state_blocks
     for r, start in enumerate(starts):
-        if start == 0:
+        if start <= protected(prefix, r):
             continue
         for h in range(pages.layout.num_kv_heads):
             seen = int(pages.position[page_table[r, h, first], h, 0])
@@ -60,8 +65,8 @@ class HeadSlots:
 
     def in_use(self, rule: RetentionRule, q: int) -> int:
         """Return how many slots are in use before ``q``; with a threshold slot 1's position word counts the long-range ones."""
-        if rule.threshold is None or q <= rule.first_long:
-            return min(q, self.budget)
+        if rule.threshold is None or q - rule.first <= rule.first_long:
+            return min(q - rule.first, self.budget)
         return rule.first_long + int(self.pages.position[self._at(1)])
 
     def set_counts(self, rule: RetentionRule, tokens_seen: int, in_use: int) -> None:

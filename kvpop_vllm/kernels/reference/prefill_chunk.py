@@ -16,7 +16,7 @@ from kvpop_vllm.kernels.reference.decode_step import decode_step
 from kvpop_vllm.kernels.reference.delayed_mlstm import delayed_mlstm, empty_state
 from kvpop_vllm.kernels.reference.masked_attention import masked_attention
 from kvpop_vllm.kernels.reference.online_topk import NEVER, online_topk
-from kvpop_vllm.kernels.reference.paging import check_tokens_seen
+from kvpop_vllm.kernels.reference.paging import check_tokens_seen, protected
 
 PIECE = 256
 
@@ -33,28 +33,33 @@ class Retained:
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
 
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None):
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
-    check_tokens_seen(pages, page_table.unsqueeze(0), [start])
-    if rule.sequential:
-        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given)
+    check_tokens_seen(pages, page_table.unsqueeze(0), [start], prefix)
+    protect = protected(prefix, 0)
+    if protect > start or rule.sequential:  # one by one where it is easiest to be right
+        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prefix)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
+    before = prefix.gather(0, 0, protect) if protect else None
     for budget in budgets.unique().tolist():
         heads = (budgets == budget).nonzero().flatten()
         rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
-        part = _Heads(pages, page_table, heads, budget, _select_heads(rule, heads), scale)
-        own = None if given is None else given[:, heads]
-        out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start, own)
+        own = _select_heads(rule.behind(protect), heads)
+        shown = None if before is None else tuple(x[heads] for x in before)
+        part = _Heads(pages, page_table, heads, budget - rule.sinks + own.sinks, own, scale, shown)
+        score = None if given is None else given[:, heads]
+        out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start, score)
     return out, lse
 
 
-def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given):
+def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prefix):
     steps, table, own = [], page_table.unsqueeze(0), budgets.unsqueeze(0)
     for i in range(len(q)):
         token, at = (x[i : i + 1] for x in (q, k, v)), torch.tensor([start + i])
         score = None if given is None else given[i : i + 1]
-        steps.append(decode_step(*token, pages, table, at, own, rule=rule, scale=scale, given=score))
+        more = {"rule": rule, "scale": scale, "given": score, "prefix": prefix}
+        steps.append(decode_step(*token, pages, table, at, own, **more))
     outs, lses = zip(*steps, strict=True)
     return torch.cat(outs), torch.cat(lses)
 
@@ -76,11 +81,11 @@ def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 class _Heads:
-    """The heads of one request that share one budget."""
+    """The heads of one request that share one budget; before: keys and values ``[H, p, D]`` of the protected tokens, or None."""
 
-    def __init__(self, pages, page_table, heads, budget, rule, scale):
+    def __init__(self, pages, page_table, heads, budget, rule, scale, before):
         self.pages, self.heads, self.budget, self.rule, self.scale = pages, heads, budget, rule, scale
-        self.topk = budget - rule.first_long
+        self.topk, self.before = budget - rule.first_long, before
         table = page_table[heads].long()
         self.state_rows, self.slot_rows = table[:, : pages.layout.state_blocks], table[:, pages.layout.state_blocks :]
 
@@ -100,7 +105,7 @@ class _Heads:
     def _piece(self, q, k, v, given, a, held: Retained):
         b, rule = a + len(q), self.rule
         new = torch.arange(a, b)
-        leaving = torch.arange(max(rule.sinks, a - rule.window), max(rule.sinks, b - rule.window))
+        leaving = torch.arange(*(max(rule.first_evictable, end - rule.window) for end in (a, b)))
         keys, values = torch.cat([held.k, k], 1), torch.cat([held.v, v], 1)
         at = self._where(leaving, a, held.k.shape[1])
         score, own, state = self._score(keys, values, given, leaving, new, held)
@@ -135,8 +140,9 @@ class _Heads:
 
     def _where(self, tokens, a, held):
         """Index of window and chunk tokens among [held slots; tokens from a on]."""
-        ring = self.rule.sinks + (tokens - self.rule.sinks) % self.rule.window
-        return torch.where(tokens < a, torch.where(tokens < self.rule.sinks, tokens, ring), tokens - a + held)
+        sinks, since = self.rule.sinks, tokens - self.rule.first
+        slot = torch.where(since < sinks, since, sinks + (since - sinks) % self.rule.window)
+        return torch.where(tokens < a, slot, tokens - a + held)
 
     def _score(self, keys, values, given, leaving, new, held):
         """Raw scores ``[H, leaving]`` at the boundary; those of [held slots; tokens from a on] as they stand otherwise,
@@ -155,7 +161,7 @@ class _Heads:
             return scoring.linear_score(weights, x), own, None
         if isinstance(weights, MLPWeights):
             return scoring.mlp_score(weights, x), own, None
-        state = held.state if a > 0 else None
+        state = held.state if a > 0 else None  # behind a prefix it has been built by begin_tail
         score, state = self._score_mlstm(weights, x, self._inputs(keys, values, new, a, held), state)
         if weights.delayed:
             return score, own, state
@@ -184,6 +190,9 @@ class _Heads:
         """Softmax attention of ``q [l, Hq, D]`` under the births and evictions, float32."""
         heads, length = len(self.heads), len(q)
         visible = (born <= new.unsqueeze(1)) & (new.view(1, -1, 1) < evicted_at.unsqueeze(1))  # [H, l, T]
+        if self.before is not None:
+            keys, values = (torch.cat(pair, 1) for pair in zip(self.before, (keys, values), strict=True))
+            visible = torch.nn.functional.pad(visible, (self.before[0].shape[1], 0), value=True)
         rows = q.view(length, heads, -1, q.shape[-1]).permute(1, 2, 0, 3).float()
         out, lse = masked_attention(rows, keys.float(), values.float(), visible, self.scale)
         return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype), lse.permute(2, 0, 1).reshape(length, -1)
@@ -191,11 +200,12 @@ class _Heads:
     def _survivors(self, evicted_at, at, a, b, held):
         """For each slot filled at b - 1, the index of its token among [held slots; tokens from a on]: ``[H, slots]``."""
         rule, heads = self.rule, len(self.heads)
-        near = torch.arange(max(rule.sinks, b - rule.window), max(rule.sinks, b))
+        first, end = rule.first, rule.first_evictable
+        near = torch.arange(max(end, b - rule.window), max(end, b))
         ring = torch.empty_like(near)
-        ring[(near - rule.sinks) % rule.window] = self._where(near, a, held)
-        fixed = torch.cat([self._where(torch.arange(min(rule.sinks, b)), a, held), ring]).expand(heads, -1)
-        filled = min(b - rule.first_long, self.topk)
+        ring[(near - end) % rule.window] = self._where(near, a, held)
+        fixed = torch.cat([self._where(torch.arange(first, min(end, b)), a, held), ring]).expand(heads, -1)
+        filled = min(b - first - rule.first_long, self.topk)
         if filled <= 0:
             return fixed
         slots = torch.arange(rule.first_long, rule.first_long + filled)
@@ -210,7 +220,7 @@ class _Heads:
 
     def _load(self, start) -> Retained:
         pages, n = self.pages, self.pages.layout.block_slots
-        slots = torch.arange(min(start, self.budget))
+        slots = torch.arange(min(start - self.rule.first, self.budget))
         at = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
         state = self._load_state() if start > 0 else None
         return Retained(pages.k[at], pages.v[at], pages.score[at], pages.position[at].long(), state)

@@ -1,0 +1,67 @@
+"""Attention of a chunk to a protected prefix by torch's own kernels, for implementations whose kernels attend to the tail alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from kvpop_vllm.kernels.pages import Prefix
+
+Attended = tuple[torch.Tensor, torch.Tensor]
+"""Outputs ``[L, Hq, D]`` and log-sum-exps ``[L, Hq]`` float32."""
+
+
+def with_prefix(
+    run_tail: Callable[..., Attended], q, k, v, start: int, given, prefix: Prefix | None, scale: float, *, attends: bool
+) -> Attended:
+    """Run a chunk that may begin within a protected prefix, end in it, or lie behind it.
+
+    Args:
+        run_tail: ``(q, k, v, start, given)`` of the tokens behind the prefix, as :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
+        q, k, v, start, given, prefix, scale: the chunk's, as there; its own protected tokens lie in the prefix pages.
+        attends: ``run_tail`` attends to the prefix too, else its results are merged with attention to the prefix.
+    """
+    protects = 0 if prefix is None else int(prefix.tokens[0])
+    inside = min(max(protects - start, 0), len(q))
+    parts = [causal_attention(q[:inside], prefix, start, scale)] if inside else []
+    if inside < len(q):
+        scores = None if given is None else given[inside:]
+        tail = run_tail(q[inside:], k[inside:], v[inside:], start + inside, scores)
+        parts.append(
+            tail if attends or not protects else merge(tail, _attend(q[inside:], *prefix.gather(0, 0, protects), scale))
+        )
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
+
+
+def causal_attention(q: torch.Tensor, prefix: Prefix, start: int, scale: float) -> Attended:
+    """Attend causally within the prefix of one request: ``q [L, Hq, D]``, tokens ``[start, start + L)`` of it."""
+    own = _attend(q, *prefix.gather(0, start, start + len(q)), scale, causal=True)
+    return merge(own, _attend(q, *prefix.gather(0, 0, start), scale)) if start else own
+
+
+def merge(a: Attended, b: Attended) -> Attended:
+    """Merge attention over two sets of keys by their log-sum-exps; in float32, outputs in the dtype of ``a``."""
+    lse = torch.logaddexp(a[1], b[1])
+    share = torch.exp(b[1] - lse).unsqueeze(-1)
+    return torch.lerp(a[0].float(), b[0].float(), share).to(a[0].dtype), lse
+
+
+def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool = False) -> Attended:
+    """Softmax attention of ``q [L, Hq, D]`` over ``keys, values [H, n, D]``, all of them or causally (n = L)."""
+    heads, group = keys.shape[0], q.shape[1] // keys.shape[0]
+    rows = q.transpose(0, 1).unflatten(0, (heads, group))
+    keys, values = (x.to(q.dtype).unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
+    out, lse = _fused(rows, keys, values, scale, causal)
+    return out.flatten(0, 1).transpose(0, 1), lse.flatten(0, 1).T.float()
+
+
+def _fused(q, k, v, scale, causal) -> Attended:
+    """Attention ``[H, G, L, D]`` and natural log-sum-exps ``[H, G, L]`` by the kernel of torch for the device and dtype."""
+    aten = torch.ops.aten
+    if q.device.type == "cpu":
+        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    if q.dtype in (torch.float16, torch.bfloat16):
+        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
+    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]

@@ -1,0 +1,24 @@
+"""The scorer's state at the beginning of a tail, plain torch, one (request, head) after another."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.kernels.reference.decode_step import clear, one_head, take_in
+from kvpop_vllm.kernels.reference.paging import HeadSlots, protected
+
+
+def begin_tail(pages, page_table, prefix, *, rule):
+    """See :func:`kvpop_vllm.kernels.ops.begin_tail`."""
+    for r in range(len(page_table)):
+        end = protected(prefix, r)
+        if not end:
+            continue
+        keys, values = prefix.gather(r, max(0, end - rule.replay), end)
+        for h in range(keys.shape[0]):
+            weights, slots = one_head(rule.scorer, h), HeadSlots(pages, page_table[r, h], h, 0)
+            state = slots.load_state(weights.state_floats)
+            clear(state)
+            for x in torch.cat([keys[h], values[h]], -1).float():
+                take_in(state, x, weights)
+            slots.store_state(state)

@@ -1,0 +1,31 @@
+"""What vLLM's block manager does not tell ours: whose request it is. A wrapper, listed with its reason in
+:mod:`kvpop_vllm.vllm_glue.patches`."""
+
+from __future__ import annotations
+
+from kvpop_vllm.vllm_glue.patches import wrap
+
+LOOK_UP = "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks"
+
+
+def apply() -> None:
+    """Wrap the look-up of prefix hits, which comes before a request's first blocks are allocated; may be called again."""
+    wrap(LOOK_UP, _look_up)
+
+
+def _look_up(original):
+    def get_computed_blocks(self, request):
+        from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager
+
+        ours = [each for each in self.coordinator.single_type_managers if isinstance(each, FixedBudgetManager)]
+        for manager in ours:
+            manager.prompts[request.request_id] = request.num_prompt_tokens
+        blocks, hit, boundary = original(self, request)
+        for manager in ours:  # beyond its own prompt lie tokens of another request's
+            most = manager.protected(request.request_id) // manager.block_size
+            if hit > most * manager.block_size:
+                blocks = self.create_kv_cache_blocks(tuple(list(group)[:most] for group in blocks.blocks))
+                hit = most * manager.block_size
+        return blocks, hit, boundary
+
+    return get_computed_blocks

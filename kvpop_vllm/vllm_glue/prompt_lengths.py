@@ -1,0 +1,48 @@
+"""How many tokens each request's prompt has, which attention metadata do not say: a wrapper for each model runner, listed with
+their reasons in :mod:`kvpop_vllm.vllm_glue.patches`."""
+
+from __future__ import annotations
+
+import torch
+
+from kvpop_vllm.vllm_glue.patches import wrap
+
+RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata"
+RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn"
+
+
+def apply() -> None:
+    """Wraps the building of metadata; called where a metadata builder needs it, may be called again."""
+    wrap(RUNNER_V1, _build)
+
+
+def apply_v2() -> None:
+    """The same of model runner V2, which only GPUs have."""
+    wrap(RUNNER_V2, _prepare)
+
+
+def _build(original):
+    def build_attention_metadata(self, num_tokens, num_reqs, *args, **kwargs):
+        for group in self._attn_group_iterator():
+            _hand_over(group.metadata_builders, self.input_batch.num_prompt_tokens_cpu_tensor[:num_reqs])
+        return original(self, num_tokens, num_reqs, *args, **kwargs)
+
+    return build_attention_metadata
+
+
+def _prepare(original):
+    def prepare_attn(self, input_batch):
+        prompts = torch.from_numpy(self.req_states.prompt_len.np[input_batch.idx_mapping_np])
+        for groups in self.attn_groups:
+            for group in groups:
+                _hand_over(group.metadata_builders, prompts)
+        return original(self, input_batch)
+
+    return prepare_attn
+
+
+def _hand_over(builders, prompts: torch.Tensor) -> None:
+    """prompts ``[requests]``, on the CPU."""
+    for builder in builders:
+        if hasattr(builder, "prompts"):
+            builder.prompts = prompts.long()
