@@ -72,6 +72,7 @@ CPP_DTYPES = {
 """Dtypes of the first tensor that the C++ implementation of an op takes."""
 
 TRITON_DTYPES = {
+    "begin_tail": (torch.float32, torch.float16, torch.bfloat16),
     "decode_step": (torch.float32, torch.float16, torch.bfloat16),
     "delayed_mlstm": (torch.float32, torch.float16, torch.bfloat16),
     "future_attention_mass": (torch.float32, torch.float16, torch.bfloat16),
@@ -83,6 +84,7 @@ TRITON_DTYPES = {
 """Dtypes of the first tensor that the Triton implementation of an op takes."""
 
 TRITON_LARGEST_HEAD = {
+    "begin_tail": 256,
     "decode_step": 256,
     "prefill_chunk": 256,
     "future_attention_mass": 128,
