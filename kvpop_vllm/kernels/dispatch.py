@@ -64,6 +64,7 @@ def _implementation(op: str, impl: str) -> Callable:
 
 
 CPP_DTYPES = {
+    "begin_tail": (torch.float32, torch.bfloat16),
     "decode_step": (torch.float32, torch.bfloat16),
     "prefill_chunk": (torch.float32, torch.bfloat16),
     "online_topk": (torch.float32,),
@@ -94,7 +95,7 @@ TRITON_LARGEST_HEAD = {
 
 def select(op: str, tensor: torch.Tensor) -> str:
     """The name of the implementation that ``impl="auto"`` takes for ``tensor`` (an op's first argument)."""
-    fits = op not in ("decode_step", "prefill_chunk") or tensor.shape[-1] % 16 == 0
+    fits = op not in ("begin_tail", "decode_step", "prefill_chunk") or tensor.shape[-1] % 16 == 0
     if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _extension_available():
         return "cpp"
     if tensor.device.type == "cuda" and tensor.dtype in TRITON_DTYPES.get(op, ()) and _triton_available():

@@ -32,14 +32,16 @@ def with_prefix(
     if inside < len(q) or not inside:
         scores = None if given is None else given[inside:]
         tail = run_tail(q[inside:], k[inside:], v[inside:], start + inside, scores)
-        parts.append(tail if attends else _with_all(tail, q[inside:], prefix, protects, scale))
+        parts.append(tail if attends or not len(q) else _with_all(tail, q[inside:], prefix, protects, scale))
     return parts[0] if len(parts) == 1 else tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
 
 
 def _with_all(found: Attended, q: torch.Tensor, prefix: Prefix | None, end: int, scale: float) -> Attended:
     """Attention of ``q [L, Hq, D]`` over other keys, merged in float32 with that over the first ``end`` protected tokens."""
+    if not end:
+        return found
     (out, lse), dtype = found, found[0].dtype
-    for begin in range(0, end if len(q) else 0, PIECE):
+    for begin in range(0, end, PIECE):
         part, part_lse = _attend(q, *prefix.gather(0, begin, min(begin + PIECE, end)), scale)
         merged = torch.logaddexp(lse, part_lse)
         out = torch.lerp(out.float(), part.float(), torch.exp(part_lse - merged).unsqueeze(-1))
