@@ -29,6 +29,11 @@ class PrefillChunk:
     protected: int = 0
     prefix_row: torch.Tensor | None = None
 
+    @property
+    def end(self) -> int:
+        """Position behind the last token."""
+        return self.start + self.last - self.first
+
     def prefix(self, pages: Pages) -> Prefix | None:
         """Return the protected prefix as the kernels take it; pages: by block."""
         if not self.protected:

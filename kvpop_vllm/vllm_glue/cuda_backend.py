@@ -5,18 +5,22 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from vllm.utils.torch_utils import async_tensor_h2d
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpop_vllm.attention.device_step import DecodeRows, Split
 from kvpop_vllm.attention.rehearsal import largest_steps
 from kvpop_vllm.config import SUPPORTED_HEAD_SIZES
-from kvpop_vllm.vllm_glue import cuda
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.pages import Prefix
+from kvpop_vllm.vllm_glue import cuda, prompt_lengths
 from kvpop_vllm.vllm_glue.backend import (
     FixedBudgetBackend,
     FixedBudgetImpl,
     FixedBudgetMetadata,
     FixedBudgetMetadataBuilder,
 )
+from kvpop_vllm.vllm_glue.cache_spec import protected_tokens
 
 _REASONS = {
     "head_size not supported": f"head sizes are {', '.join(map(str, SUPPORTED_HEAD_SIZES))}",
@@ -84,15 +88,41 @@ class CudaImpl(FixedBudgetImpl):
         budgets, most = [budget] * self.num_kv_heads, budget
         if self.shares is not None:
             budgets, most = self.shares.budgets[self.layer], max(self.shares.counts)
-        limits = len(query), scheduler.max_num_seqs, self.vllm_config.model_config.max_model_len
-        for pages, batch, n in largest_steps(attention.rule, attention.layout, budgets, most, *limits, query.device):
+        length = self.vllm_config.model_config.max_model_len
+        limits = len(query), scheduler.max_num_seqs, length
+        steps = largest_steps(
+            attention.rule,
+            attention.layout,
+            budgets,
+            most,
+            *limits,
+            query.device,
+            protected_tokens(self.policy.protect, length),
+        )
+        for pages, batch, n in steps:
             beside = None
             if (
                 batch.prefills and attention.rule.sequential
             ):  # each token's and head's output, log-sum-exp, slots in use
                 beside = query.new_empty(*query.shape[:2], self.head_size + 24 // query.itemsize)
-            self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], given)
+            self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], given, pages)
             del beside
+
+    def begin_tails(
+        self, kv_cache: torch.Tensor, table: torch.Tensor, prefix_table: torch.Tensor, tokens: torch.Tensor
+    ) -> None:
+        """Do what comes before the steps of requests whose tails begin.
+
+        Args:
+            kv_cache: the layer's. table: ``[n, W]`` int32, blocks of states and tails. prefix_table: ``[n, F]`` int32. tokens:
+                ``[n]`` int64, p of each, on the CPU.
+        """
+        pages, regions, blocks = self._bind(kv_cache)
+        rows = (
+            table.unsqueeze(1).expand(-1, self.num_kv_heads, -1) if regions is None else regions.rows(self.layer, table)
+        )
+        attention = self.attention
+        ops.begin_tail(pages, rows, Prefix(blocks, prefix_table, tokens), rule=attention.rule, impl=attention.impl)
 
 
 class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
@@ -103,6 +133,10 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
     block table, chunks from the host's, which are exact: speculative decoding, which they may run ahead of, is refused.
 
     A buffer may be filled for a step while the one before still runs: both, and the kernels that read it, are on one stream.
+
+    A tail that begins in a row of decodes is begun here, for all layers and before any of them runs, as the step may be a CUDA
+    graph's. All protected tokens of that request have been written by then, by steps before: it has computed the last one itself
+    (:mod:`kvpop_vllm.vllm_glue.prefix_hits`).
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -117,15 +151,44 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             kv_cache_spec.blocks(vllm_config.model_config.max_model_len),
             {kept.budget: 1} if shares is None else shares.counts,
             device,
+            protected_tokens(self.protect, vllm_config.model_config.max_model_len),
         )
+        if self.protect and vllm_config.use_v2_model_runner:
+            prompt_lengths.apply_v2()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
         """None for a dummy run of longer requests, of which runner V2 makes hundreds before it serves: outputs are 0 then."""
         common = common_attn_metadata
         split = Split.of(common.query_start_loc_cpu.tolist())
-        lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks else []
+        lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks or self.protect else []
         if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
             return None  # from position 0 on, and yet past its prompt
-        self.rows.fill(split.decodes, common.seq_lens, common.block_table_tensor, common.slot_mapping)
-        step = split, lengths, common.block_table_tensor
-        return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer), split.tokens)
+        table, protected, sent = common.block_table_tensor, None, None
+        if self.protect:
+            protected = self._protected(common)
+            sent = async_tensor_h2d(protected, dtype=torch.int64, device=table.device)
+        self.rows.fill(split.decodes, common.seq_lens, table, common.slot_mapping, sent)
+        if self.protect:
+            self._begin_tails([i for i in range(split.decodes) if 0 < protected[i] == lengths[i] - 1], protected)
+        step = split, lengths, table
+        return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer, protected), split.tokens)
+
+    def _protected(self, common) -> list[int]:
+        """Return p of each row; 0 of rows that are no request's, and while nothing is known: in dummy runs.
+
+        Raises:
+            RuntimeError: the model runner does not say how long prompts are.
+        """
+        if self.prompts is None and any(common.is_prefilling[: common.num_reqs]):
+            raise RuntimeError("this model runner does not say how long prompts are: leave --kv-protect-prompt out")
+        known = [] if self.prompts is None else self.protected(common.num_reqs)
+        return known + [0] * (common.num_reqs - len(known))
+
+    def _begin_tails(self, chosen: list[int], protected: list[int]) -> None:
+        """Begin the tails of rows of decodes in all layers; a row that turns out to be padding has null blocks."""
+        if not chosen:
+            return
+        tables, tokens = self.rows.beginning(chosen), torch.tensor([protected[i] for i in chosen], device="cpu")
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            layers[name].impl.begin_tails(layers[name].kv_cache, *tables, tokens)
