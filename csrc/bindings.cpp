@@ -63,6 +63,7 @@ class Rule {
         else if (kind == "attention_mass") scorer_.kind = ScorerKind::AttentionMass;
         else if (kind == "moment_residual") scorer_.kind = ScorerKind::MomentResidual;
         else if (kind == "given") scorer_.kind = ScorerKind::Given;
+        else if (kind == "draw") scorer_.kind = ScorerKind::Draw;
         else TORCH_CHECK_VALUE(kind == "none", "unknown scorer '", kind, "'");
     }
 
@@ -195,8 +196,15 @@ void fill_requests(DecodeStep& step, const Tensor& page_table, const Tensor& pos
     for (int i = 0; i < 2; i++) step.budgets_stride[i] = budgets.stride(i);
 }
 
-// Scores that come with their tokens, where the rule takes them.
-void fill_given(DecodeStep& step, const std::optional<Tensor>& given, at::IntArrayRef tokens_and_heads) {
+// Scores that come with their tokens, and keys of the requests' draws, where the rule takes them.
+void fill_inputs(DecodeStep& step, const std::optional<Tensor>& given, at::IntArrayRef tokens_and_heads,
+                 const std::optional<Tensor>& keys) {
+    TORCH_CHECK_VALUE(keys.has_value() == (step.scorer.kind == ScorerKind::Draw), "keys go with draws");
+    if (keys) {
+        check(*keys, "keys", at::kLong, {step.requests, step.heads});
+        step.keys = keys->data_ptr<int64_t>();
+        for (int i = 0; i < 2; i++) step.keys_stride[i] = keys->stride(i);
+    }
     TORCH_CHECK_VALUE(given.has_value() == (step.scorer.kind == ScorerKind::Given), "given scores go with that scorer");
     if (!given) return;
     check(*given, "given", at::kFloat, tokens_and_heads);
@@ -301,13 +309,14 @@ std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
 std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
                                        int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
                                        const Tensor& positions, const Tensor& budgets, const Rule& rule, double scale,
-                                       const std::optional<Tensor>& given, const PrefixTensors& prefix) {
+                                       const std::optional<Tensor>& given, const PrefixTensors& prefix,
+                                       const std::optional<Tensor>& keys) {
     DecodeStep step{};
     fill_tokens(step, q, k, v);
     fill_rule(step, rule, scale);
     fill_pages(step, raw, block_slots, state_blocks, rule);
     fill_requests(step, page_table, positions, budgets);
-    fill_given(step, given, {step.requests, step.heads});
+    fill_inputs(step, given, {step.requests, step.heads}, keys);
     fill_prefix(step, prefix);
     check_requests(step, 1, page_table.size(2), raw.size(0));
     check_order(step);
@@ -319,7 +328,8 @@ std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const T
 std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
                                          int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
                                          int64_t start, const Tensor& budgets, const Rule& rule, double scale,
-                                         const std::optional<Tensor>& given, const PrefixTensors& prefix) {
+                                         const std::optional<Tensor>& given, const PrefixTensors& prefix,
+                                         const std::optional<Tensor>& keys) {
     kvpop::PrefillChunk chunk;
     DecodeStep& step = chunk.step = {};
     fill_tokens(step, q, k, v);
@@ -328,7 +338,7 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
     fill_rule(step, rule, scale);
     fill_pages(step, raw, block_slots, state_blocks, rule);
     check(budgets, "budgets", at::kInt, {step.heads});
-    fill_given(step, given, {chunk.length, step.heads});
+    fill_inputs(step, given, {chunk.length, step.heads}, keys);
     const Tensor position = at::full({1}, start, at::kLong);
     TORCH_CHECK_VALUE(page_table.dim() == 2, "page_table must be [H, P]");
     fill_requests(step, page_table.unsqueeze(0), position, budgets.unsqueeze(0));
@@ -361,17 +371,20 @@ void begin_tail(const Tensor& raw, int64_t block_slots, int64_t state_blocks, co
 }
 
 Tensor online_topk(const Tensor& score, const Tensor& position, int64_t held, int64_t topk, int64_t window,
-                   const Tensor& log_gamma, int64_t decay_step, bool ages) {
+                   const Tensor& log_gamma, int64_t decay_step, bool ages, const std::optional<Tensor>& keys) {
     TORCH_CHECK_VALUE(score.dim() == 2, "score must be [H, T]");
     check(score, "score", at::kFloat, score.sizes());
     check(position, "position", at::kLong, score.sizes());
     check(log_gamma, "log_gamma", at::kDouble, {score.size(0)});
     TORCH_CHECK_VALUE(topk >= 0 && held >= 0 && held <= std::min(topk, score.size(1)) && window >= 1 && decay_step >= 1,
                       "need 0 <= held <= min(topk, T), window >= 1 and decay_step >= 1");
+    if (keys) check(*keys, "keys", at::kLong, {score.size(0)});
+    const Tensor drawn = keys ? keys->contiguous() : Tensor();
     const Tensor s = score.contiguous(), p = position.contiguous(), g = log_gamma.contiguous();
     Tensor evicted_at = at::empty(score.sizes(), p.options());
     kvpop::online_topk(s.data_ptr<float>(), p.data_ptr<int64_t>(), s.size(0), s.size(1), held, topk,
-                       window, g.data_ptr<double>(), decay_step, ages, evicted_at.data_ptr<int64_t>());
+                       window, g.data_ptr<double>(), decay_step, ages, keys ? drawn.data_ptr<int64_t>() : nullptr,
+                       evicted_at.data_ptr<int64_t>());
     return evicted_at;
 }
 

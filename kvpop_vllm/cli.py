@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from kvpop_vllm import __version__
-from kvpop_vllm.argument_types import non_negative, positive
+from kvpop_vllm.argument_types import non_negative, positive, protected
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, SCORER_KINDS
 from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
@@ -154,6 +154,13 @@ def add_plan(commands: Commands) -> None:
     )
     command.add_argument("--correction", choices=CORRECTIONS, help="as --kv-correction")
     command.add_argument("--allocator", choices=ALLOCATORS, help="as --kv-allocator")
+    command.add_argument("--protect-prompt", type=protected, metavar="all|N", help="as --kv-protect-prompt")
+    command.add_argument(
+        "--prompt-length",
+        type=positive,
+        metavar="N",
+        help="of a request's tokens those of its prompt (default: what needs most)",
+    )
     command.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the cache (default: the model's)")
     command.add_argument("--block-size", type=positive, default=64, metavar="N", help="slots of a block (default 64)")
     command.add_argument(

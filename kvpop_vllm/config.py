@@ -161,6 +161,11 @@ def protection(value: object) -> bool | int | None:
     return value
 
 
+def protected_tokens(protect: bool | int, prompt: int) -> int:
+    """Return p of a prompt of so many tokens, by what ``--kv-protect-prompt`` says (True: all of it)."""
+    return prompt if protect is True else min(int(protect), prompt)
+
+
 def _check_compression(value) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if value is not None and not (number and 1 <= value < math.inf):

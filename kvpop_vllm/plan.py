@@ -12,7 +12,7 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import CacheBytes, dense_request_bytes, request_bytes
-from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, ConfigError, PolicySettings
+from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape, Policy
 from kvpop_vllm.scorers import ScorerConfig, build
@@ -66,6 +66,10 @@ def plan(options) -> None:
         config = read_scorer(options.scorer)[0]
         check_model(config, **model_shape(options.model), source=options.scorer)
         given = config.scorer
+    if options.prompt_length is not None and options.prompt_length > options.max_model_len:
+        raise ConfigError(
+            f"--prompt-length {options.prompt_length} is more than the request's {options.max_model_len} tokens: lower it"
+        )
     found, notes = policies.loadable()
     rows = []
     stock = dense_request_bytes(
@@ -84,7 +88,7 @@ def plan(options) -> None:
             layout = PageLayout(heads, shape.head_dim, dtype, options.block_size, policy.state_floats)
             shares = policy.checked_shares(slice(0, heads))
             lengths = layout, shape.num_layers, shape.max_model_len
-            held = request_bytes(*lengths, policy.retention, shares)
+            held = _most_bytes(lengths, policy, shares, options.prompt_length)
             rows.append(_row(cls.name, budget, held, options.kv_memory, stock))
     if len(rows) == 1:
         raise ConfigError(notes[-1])
@@ -97,6 +101,27 @@ def plan(options) -> None:
     if given != "mlstm" and (own is None or own.scorer != "mlstm"):
         notes.insert(0, "kvpop's state is that of a scorer of default size: give --scorer DIR for another")
     print("\n".join(notes), end="\n" if notes else "")
+
+
+def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> CacheBytes:
+    """Return what a request holds by its end, with a prompt of so many tokens, or of those with which it holds most blocks.
+
+    Args:
+        lengths: layout, layers, and tokens of the request.
+    """
+    length, retention = lengths[2], policy.retention
+    longest = protected_tokens(policy.protect, length)
+    if prompt is not None or not longest:
+        own = protected_tokens(policy.protect, prompt or 0)
+        return request_bytes(*lengths, retention, shares, own)
+    turning = {
+        0,
+        longest,
+        *(min(max(0, length - retention.budget + i), longest) for i in range(lengths[0].block_slots + 1)),
+    }
+    return max(
+        (request_bytes(*lengths, retention, shares, own) for own in sorted(turning)), key=lambda held: held.blocks
+    )
 
 
 def _check_served(folder: str, shape: ModelShape, config: dict) -> None:
@@ -127,6 +152,7 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
         scorer=mine,
         correction=options.correction,
         allocator=options.allocator,
+        protect_prompt=options.protect_prompt,
     )
     if cls.scorer_kind is None or mine:
         return cls(settings, shape)

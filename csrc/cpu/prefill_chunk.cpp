@@ -123,7 +123,9 @@ class HeadOfChunk {
             score[size_t(held + i)] = work_.leaving[i];
             position[size_t(held + i)] = u0 + i;
         }
-        OnlineTopk simulation(score.data(), position.data(), total, a_.log_gamma[h_], a_.decay_step, roles_.window, a_.scorer.ages);
+        const uint64_t key = a_.keys ? a_.draw_key(0, h_) : 0;
+        OnlineTopk simulation(score.data(), position.data(), total, a_.log_gamma[h_], a_.decay_step, roles_.window, a_.scorer.ages,
+                              a_.keys ? &key : nullptr);
         simulation.run(total, held, topk_, evicted_at.data());
         for (int64_t i = 0; i < total; i++) {
             if (evicted_at[size_t(i)] == std::numeric_limits<int64_t>::max()) continue;

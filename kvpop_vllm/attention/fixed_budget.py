@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -19,7 +20,7 @@ class PrefillChunk:
 
     Attributes:
         row: ``[H, P]`` int32, pages of the tail. protected: p, tokens of its protected prefix. prefix_row: ``[F]`` int32, blocks of
-            these.
+            these. seed: of its draws, where the policy draws.
     """
 
     first: int
@@ -28,6 +29,7 @@ class PrefillChunk:
     row: torch.Tensor
     protected: int = 0
     prefix_row: torch.Tensor | None = None
+    seed: int | None = None
 
     @property
     def end(self) -> int:
@@ -74,7 +76,7 @@ class StepBatch:
         starts: ``[n]`` int64, position each request with tokens goes on from, in order, 0 where its tail begins afresh.
             slot_zero: ``[n, H]`` int64, the page of each head's slot 0, which knows how many tokens were seen. None where the
             host must not wait for them: each kernel then answers for its own requests.
-        protection: None where no request has a protected prefix.
+        protection: None where no request has a protected prefix. seeds: ``[R]`` int64, of draws, None where nothing is drawn.
     """
 
     decodes: int
@@ -86,6 +88,7 @@ class StepBatch:
     starts: torch.Tensor | None
     slot_zero: torch.Tensor | None
     protection: Protection | None = None
+    seeds: torch.Tensor | None = None
 
     @classmethod
     def build(
@@ -96,6 +99,7 @@ class StepBatch:
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         protected: list[int] | None = None,
+        seeds: torch.Tensor | None = None,
         regions: RegionMap | None = None,
         layer: int = 0,
     ) -> StepBatch:
@@ -104,10 +108,11 @@ class StepBatch:
         Args:
             retention: of all heads and layers. query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
             block_table: ``[requests, W]`` int32; of each request the blocks of its prefix, its state and its tail.
-            protected: p of each request, or None where all are 0.
+            protected: p of each request, or None where all are 0. seeds: ``[requests]`` int64, of draws.
             regions, layer: where heads hold different numbers of tokens, where their pages are, and of which layer.
         """
         heads, protected = layout.num_kv_heads, protected or [0] * len(query_lens)
+        drawn = [None] * len(query_lens) if seeds is None else seeds.tolist()
         tails = tail_tables(block_table, protected, layout) if any(protected) else block_table
         if regions is None:
             budgets = torch.full((heads,), retention.budget, dtype=torch.int32)
@@ -123,7 +128,7 @@ class StepBatch:
                 at.append(first)
             elif count > 1:
                 span = first, first + count, lengths[i] - count
-                prefills.append(PrefillChunk(*span, rows[i], protected[i], block_table[i]))
+                prefills.append(PrefillChunk(*span, rows[i], protected[i], block_table[i], drawn[i]))
             first += count
         together = at == list(range(len(at))) and singles == at
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
@@ -137,7 +142,10 @@ class StepBatch:
         slot_zero = rows[busy, :, layout.state_blocks].long()
         protection = None
         if any(protected):
-            protection = _protection(layout, query_lens, lengths, block_table, protected, rows, chosen)
+            starting = [length - count for length, count in zip(lengths, query_lens, strict=True)]
+            ends = itertools.accumulate(query_lens, initial=0)
+            spans = list(zip(ends, starting, query_lens, strict=False))
+            protection = protection_of(layout.block_slots, spans, protected, block_table, rows, chosen)
         return cls(
             len(singles),
             tokens,
@@ -148,6 +156,7 @@ class StepBatch:
             starts.long(),
             slot_zero,
             protection,
+            None if seeds is None else seeds[chosen],
         )
 
 
@@ -159,23 +168,34 @@ def tail_tables(block_table: torch.Tensor, protected: list[int], layout: PageLay
     return block_table.gather(1, columns.clamp_max(block_table.shape[1] - 1))
 
 
-def _protection(layout, query_lens, lengths, block_table, protected, rows, chosen) -> Protection:
-    """Return what a step has to do with protected prompts; arguments as in :meth:`StepBatch.build`."""
-    size, first, begun = layout.block_slots, 0, []
-    written, blocks, slots = ([torch.empty(0, dtype=torch.int64)] for _ in range(3))
-    for i, count in enumerate(query_lens):
-        start, end = lengths[i] - count, lengths[i]
+def protection_of(
+    size: int,
+    spans: list[tuple[int, int, int]],
+    protected: list[int],
+    table: torch.Tensor,
+    tails: torch.Tensor,
+    chosen: slice | torch.Tensor,
+) -> Protection:
+    """Return what a step has to do with protected prompts.
+
+    Args:
+        size: N. spans: (first token in the flat batch, its position, tokens) of each request. protected: p of each.
+        table: ``[requests, F]`` int32, prefix blocks. tails: ``[requests, H, P]`` int32. chosen: the requests decoded.
+    """
+    begun = []
+    written, blocks, slots = ([torch.empty(0, dtype=torch.int64, device=table.device)] for _ in range(3))
+    for i, (first, start, count) in enumerate(spans):
         if count and start < protected[i]:
-            t = torch.arange(start, min(end, protected[i]))
+            t = torch.arange(start, min(start + count, protected[i]), device=table.device)
             written.append(first + t - start)
-            blocks.append(block_table[i, t // size].long())
+            blocks.append(table[i, t // size].long())
             slots.append(t % size)
-        if count and 0 < protected[i] and start <= protected[i] < end:
+        if 0 < protected[i] and start <= protected[i] < start + count:
             begun.append(i)
-        first += count
     tokens = torch.tensor(protected)
     places = (torch.cat(parts) for parts in (written, blocks, slots))
-    return Protection(block_table[chosen], tokens[chosen], *places, rows[begun], block_table[begun], tokens[begun])
+    of_rows = table[chosen], tokens[chosen].to(table.device)
+    return Protection(*of_rows, *places, tails[begun], table[begun], tokens[begun])
 
 
 class FixedBudgetAttention:
@@ -215,8 +235,10 @@ class FixedBudgetAttention:
                 starts at position 0 is a fresh start by definition, whatever its cache has seen.
         """
         blocks, protection, prefix = blocks or pages, batch.protection, None
-        several = len(batch.prefills) + (batch.decodes > 0) > 1 or protection is not None
-        if batch.starts is not None and several:  # else the one kernel that runs checks all there is
+        writes_first = len(batch.prefills) + (batch.decodes > 0) > 1 or (
+            protection is not None and len(protection.written)
+        )
+        if batch.starts is not None and writes_first:  # else the one kernel that runs checks all there is
             _check_starts(pages, batch)
         if protection is not None:
             prefix = Prefix(blocks, protection.table, protection.tokens)
@@ -237,6 +259,7 @@ class FixedBudgetAttention:
                 scale=self.scale,
                 given=None if given is None else given[at],
                 prefix=prefix,
+                seeds=batch.seeds,
                 impl=self.impl,
             )
         for chunk in batch.prefills:
@@ -253,6 +276,7 @@ class FixedBudgetAttention:
                 scale=self.scale,
                 given=None if given is None else given[cut],
                 prefix=chunk.prefix(blocks),
+                seed=chunk.seed,
                 impl=self.impl,
             )
 

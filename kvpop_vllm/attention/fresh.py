@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.pages import PageLayout, Pages
+from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
 
 
 def fresh_pages(
@@ -12,15 +12,18 @@ def fresh_pages(
     budget: int,
     *,
     length: int | None = None,
+    protected: int = 0,
     requests: int = 1,
     device: torch.device | str = "cpu",
 ) -> tuple[Pages, torch.Tensor]:
-    """Pages of one layer for R requests of at most B tokens a head, and their table ``[R, H, P]`` int32.
+    """Return pages of one layer for R requests, and their table ``[R, H, P]`` int32: prefix blocks, state blocks, slot blocks.
 
     Args:
-        budget: B, of the head that has most. length: tokens each has room for, if fewer than B.
+        budget: B, of the head that has most. length: tokens each has room for, if fewer than B behind those protected.
+        protected: p, tokens of each request's prefix.
     """
-    blocks = layout.blocks(budget if length is None else length, budget)
+    own = budget if length is None else max(1, length - protected)
+    blocks = cdiv(protected, layout.block_slots) + layout.blocks(own, budget)
     raw = torch.zeros(requests * blocks, layout.num_kv_heads, layout.region_bytes, dtype=torch.uint8, device=device)
     rows = torch.arange(requests * blocks, dtype=torch.int32, device=device).view(requests, blocks)
     return layout.view(raw), rows.unsqueeze(1).expand(-1, layout.num_kv_heads, -1)

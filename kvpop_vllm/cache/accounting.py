@@ -41,15 +41,25 @@ class PoolBytes:
 
 
 def request_bytes(
-    layout: PageLayout, num_layers: int, length: int, retention: Retention, shares: Shares | None = None
+    layout: PageLayout,
+    num_layers: int,
+    length: int,
+    retention: Retention,
+    shares: Shares | None = None,
+    protected: int = 0,
 ) -> CacheBytes:
-    """Return what a request holds whose cache has taken in ``length`` tokens; ``shares``: of its heads, where they are unequal."""
-    counts = shares.counts if shares else {retention.budget: num_layers * layout.num_kv_heads}
-    held = sum(many * min(length, budget) for budget, many in counts.items())
-    if shares:
-        blocks = shares.blocks(layout.state_blocks, layout.block_slots, length)
-    else:
-        blocks = layout.blocks(length, retention.budget)
+    """Return what a request holds whose cache has taken in ``length`` tokens; ``shares``: of its heads, where they are unequal;
+    ``protected``: p, tokens of its protected prefix."""
+    protected = min(protected, length)
+    own, tail = length - protected, retention.behind(protected)
+    heads, sinks = num_layers * layout.num_kv_heads, retention.sinks - tail.sinks
+    counts = shares.counts if shares else {retention.budget: heads}
+    held = heads * protected + sum(many * min(own, budget - sinks) for budget, many in counts.items())
+    blocks = cdiv(protected, layout.block_slots)
+    if own and shares:
+        blocks += shares.blocks(layout.state_blocks, layout.block_slots, own)
+    elif own:
+        blocks += layout.blocks(own, tail.budget)
     per_token = 2 * layout.head_size * layout.dtype.itemsize
     page = layout.num_kv_heads * layout.region_bytes * num_layers
     return CacheBytes(canonical=held * per_token, allocated=blocks * page, blocks=blocks)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpop_vllm.argument_types import non_negative, positive
+from kvpop_vllm.argument_types import non_negative, positive, protected
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError
 from kvpop_vllm.evaluation.examples import KINDS
 
@@ -55,6 +55,13 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         nargs="+",
         choices=ALLOCATORS,
         help="each that can be served with each of these, as --kv-allocator (default: each policy's own); a pair that cannot be is an error",
+    )
+    command.add_argument(
+        "--protect-prompt",
+        nargs="+",
+        type=protected,
+        metavar="all|N",
+        help="each that can be served with each of these, as --kv-protect-prompt (default: each policy's own)",
     )
     _add_settings(command)
     command.add_argument("--kinds", nargs="+", choices=KINDS, help="of retrieval (default: all)")

@@ -10,7 +10,7 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import CacheBytes, request_bytes
-from kvpop_vllm.config import DEFAULT_SINKS, GATE_KINDS, ConfigError, PolicySettings, ScorerShape
+from kvpop_vllm.config import DEFAULT_SINKS, GATE_KINDS, ConfigError, PolicySettings, ScorerShape, protected_tokens
 from kvpop_vllm.distill.hook import Attend
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Score, Sparse, recency
@@ -38,6 +38,7 @@ class Contender:
         scorer: folder. correction, allocator: as ``--kv-correction`` and ``--kv-allocator``, None for the policy's own.
         score: its scores for whole sequences, if they say all that it does but for a correction.
         serve: the kernels of serving run it, though scores would do.
+        protect: as ``--kv-protect-prompt``, None for the policy's own.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Contender:
     score: Score | None = None
     serve: bool = False
     allocator: str | None = None
+    protect: bool | int | None = None
 
     @property
     def corrects(self) -> bool:
@@ -76,6 +78,18 @@ class Contender:
         name = self.name if allocator == own else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator, serve=True)
 
+    def protecting(self, protect: bool | int) -> Contender:
+        """Return the same with prompts, or their first tokens, that are never evicted, on the kernels of serving.
+
+        Raises:
+            ConfigError: it cannot be served.
+        """
+        if self.policy is None:
+            raise ConfigError(f"{self.name!r} protects no prompt, it is no policy that can be served: leave it out")
+        own = policies.get(self.policy).default_protect
+        suffix = "+prompt" if protect is True else f"+first {protect}" if protect else "+nothing protected"
+        return replace(self, name=self.name + ("" if protect == own else suffix), protect=protect, serve=True)
+
     def deploy(self, model: ModelShape, budget: int, sinks: int | None = None, window: int | None = None) -> Deployed:
         """Return the policy with a budget of B tokens per KV head, and its own sinks and window where they are None.
 
@@ -93,6 +107,7 @@ class Contender:
             scorer=self.scorer,
             correction=self.correction,
             allocator=self.allocator,
+            protect_prompt=self.protect,
         )
         try:
             policy = policies.get(self.policy)(settings, model)
@@ -130,15 +145,16 @@ class Deployed:
         if self.policy is None:
             raise ConfigError(f"{self.contender.name} is no policy that can be served: leave it out")
         model, policy = self.model, self.policy
+        protected = protected_tokens(policy.protect, length)
         layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=self.state_floats)
         shares = policy.checked_shares(slice(0, model.num_kv_heads))
-        return request_bytes(layout, model.num_layers, length, policy.retention, shares)
+        return request_bytes(layout, model.num_layers, length, policy.retention, shares, protected)
 
     @property
     def by_scores(self) -> bool:
         """Whether scores run it, rather than the kernels of serving."""
         own = self.contender
-        return own.score is not None and not own.corrects and not own.serve
+        return own.score is not None and not own.corrects and not own.serve and not self.protect
 
     def rule(self, layer: int) -> RetentionRule:
         """What the kernels of serving run, for all heads of a layer.
@@ -168,6 +184,11 @@ class Deployed:
         return self.policy.shifted
 
     @property
+    def protect(self) -> bool | int:
+        """What of prompts is never evicted: True for all, else the number of tokens."""
+        return self.policy.protect if self.policy else 0
+
+    @property
     def least(self) -> int:
         """B of the head that holds fewest tokens."""
         return int(self.policy.shares().min()) if self.policy else self.roles.budget
@@ -194,7 +215,7 @@ class Deployed:
         hidden: torch.Tensor | None = None,
         channel: torch.Tensor | None = None,
     ) -> tuple[Recall | None, torch.Tensor]:
-        """Its recall on a layer of the dense model (None without positions, or where heads hold different numbers of tokens), and what it makes of the layer's attention, ``[B, Hq, S, D]``;
+        """Its recall on a layer of the dense model (None without positions, where heads hold different numbers of tokens, or where tokens are protected), and what it makes of the layer's attention, ``[B, Hq, S, D]``;
         ``scores`` keeps what several settings share; ``hidden [B, S, E]`` is the layer's input and ``channel [B, S, H]`` what it gives up, for gates. Scores that are learned share their decay with the teacher."""
         roles, score = self.roles, self.contender.score
         log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.contender.name, roles.window)
@@ -212,10 +233,11 @@ class Deployed:
             served.see(layer, hidden)
             served.see_channel(layer, channel)
             own = {"given": served.given(layer, judge.k, v), "shifted": self.shifted}
+            own["protected"] = protected_tokens(self.protect, judge.k.shape[2])
             out, kept = attend_and_keep(
                 self.rule(layer), self.budgets(layer), judge.q, judge.k, v, judge.scale, positions, **own
             )
-        even = all(len(held.sum(-1).unique()) == 1 for held in kept)
+        even = not self.protect and all(len(held.sum(-1).unique()) == 1 for held in kept)
         return judge.recall_of(kept, log_gamma, roles, positions) if positions and even else None, out
 
 
@@ -223,29 +245,20 @@ def _key_norm(layer, k, v, window):
     return -k.float().norm(dim=-1), torch.zeros(k.shape[1], device=k.device)
 
 
-def _random(layer, k, v, window):
-    generator = torch.Generator().manual_seed(layer)
-    return torch.rand(k.shape[:3], generator=generator).to(k.device), torch.zeros(k.shape[1], device=k.device)
-
-
 BY_SCORES: dict[type, Score] = {type(None): recency, KeyNorm: _key_norm}
 """Scores for whole sequences of the scorers of serving that have no tensors; policies with others run on the kernels of
 serving."""
 
-RANDOM = "random"
-"""Keeps tokens by lot; for comparison, it cannot be served."""
-
 
 def training_free(name: str) -> Contender:
-    """A policy that needs no scorer, or :data:`RANDOM`.
+    """Return a policy that needs no scorer.
 
     Raises:
         ConfigError: unknown name, a policy that needs a scorer, or one that evicts nothing.
     """
-    if name == RANDOM:
-        return Contender(RANDOM, None, score=_random)
     if name not in policies.known():
-        names = ", ".join([*sorted(known_training_free()), RANDOM])
+        policies.check_known(name)
+        names = ", ".join(sorted(known_training_free()))
         raise ConfigError(f"unknown policy {name!r}: choose from {names}, or give --scorer DIR")
     cls = policies.get(name)
     if cls.scorer_kind is not None:

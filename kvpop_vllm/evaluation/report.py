@@ -65,7 +65,7 @@ def evaluate_text(options) -> list[dict]:
 
 
 def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], dict[str, ScorerShape]]:
-    """What ``--policies`` (or else ``default``), ``--scorer``, ``--allocator`` and ``--correction`` name, and what each scorer was trained with.
+    """What ``--policies`` (or else ``default``), ``--scorer``, ``--allocator``, ``--protect-prompt`` and ``--correction`` name, and what each scorer was trained with.
 
     Raises:
         ConfigError: there is nothing, something twice, or something that cannot be used.
@@ -79,6 +79,10 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
         raise ConfigError("nothing to evaluate: give --policies or --scorer")
     if options.allocator is not None:
         contenders = with_allocators(contenders, list(dict.fromkeys(options.allocator)))
+    if options.protect_prompt is not None:
+        contenders = with_protection(contenders, list(dict.fromkeys(options.protect_prompt)), options.task)
+    elif options.task != "retrieval":  # rows are all prompt
+        contenders = [replace(c, protect=0) if c.policy else c for c in contenders]
     if options.correction is not None:
         contenders = with_correction(contenders, options.correction)
     names = [contender.name for contender in contenders]
@@ -102,6 +106,22 @@ def with_allocators(contenders: list[Contender], allocators: list[str]) -> list[
         else:
             found += [contender.allocated(name) for name in allocators]
     return found
+
+
+def with_protection(contenders: list[Contender], asked: list[bool | int], task: str) -> list[Contender]:
+    """Return all that can be served with each of these protections, on the kernels of serving.
+
+    Raises:
+        ConfigError: whole prompts are to be protected in a task whose rows are all prompt.
+    """
+    if True in [each for each in asked if each is True] and task != "retrieval":
+        raise ConfigError(
+            f"--protect-prompt all keeps all of a row in --task {task}: give a number, or --task retrieval"
+        )
+    served = [contender for contender in contenders if contender.policy]
+    for name in [contender.name for contender in contenders if not contender.policy]:
+        print(f"{name} cannot be served, so it protects no prompt")
+    return [c for c in contenders if not c.policy] + [c.protecting(each) for c in served for each in asked]
 
 
 def with_correction(contenders: list[Contender], correction: str) -> list[Contender]:

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.distill.hook import borrow_channel, load_model, show_hidden_states
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.contenders import Deployed
@@ -85,14 +85,14 @@ class TransformersRun:
         self.device = next(self.model.parameters()).device
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self._forward(tokens, self._request(), 0)
+        return self._forward(tokens, self._request(len(tokens)), 0)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         return self.model.get_output_embeddings()(hidden).float()
 
     def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
-        request, found, tokens = self._request(), [], prompt
+        request, found, tokens = self._request(len(prompt)), [], prompt
         for seen in range(len(prompt), len(prompt) + new):
             hidden = self._forward(torch.tensor(tokens), request, seen - len(tokens))
             token = int(self.logits(hidden[-1:]).argmax())
@@ -104,14 +104,14 @@ class TransformersRun:
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
         """See :meth:`Backend.held`."""
-        request = self._request()
+        request = self._request(len(tokens))
         self._forward(tokens, request, 0)
         return request.held()
 
-    def _request(self) -> Request | DenseRequest:
+    def _request(self, prompt: int) -> Request | DenseRequest:
         if self.deployed is None:
             return DenseRequest()
-        return Request(self.deployed, length=self.longest)
+        return Request(self.deployed, length=self.longest, protected=protected_tokens(self.deployed.protect, prompt))
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, request, start: int) -> torch.Tensor:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from kvpop_vllm.attention.fixed_budget import PrefillChunk, StepBatch
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch, tail_tables
 from kvpop_vllm.attention.fresh import fresh_pages
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.cache.retained import held_tokens
-from kvpop_vllm.config import ConfigError
-from kvpop_vllm.kernels import ops
+from kvpop_vllm.config import ConfigError, protected_tokens
+from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Signals
 
 
@@ -22,8 +24,8 @@ class Sequence:
 
     Args:
         rule: of the layer. budget: B of all heads, or of each, ``[H]`` int32. like: keys ``[H, ..., D]``, for the sizes and the
-            dtype. length: tokens it has room for.
-        shifted: the score given with token t + 1 is token t's.
+            dtype. length: tokens it has room for. protected: p, tokens that are never evicted.
+        shifted: the score given with token t + 1 is token t's. seed: of draws.
     """
 
     def __init__(
@@ -33,56 +35,49 @@ class Sequence:
         like: torch.Tensor,
         *,
         length: int,
+        protected: int = 0,
         shifted: bool = False,
+        seed: int = 0,
     ):
         heads, size = like.shape[0], like.shape[-1]
         self.budgets = torch.as_tensor(budget, dtype=torch.int32).expand(heads).contiguous()
-        layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
-        self.rule, self.seen, self.shifted = rule, 0, shifted
-        self.pages, (self.table,) = fresh_pages(layout, int(self.budgets.max()), length=length)
+        self.layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
+        self.rule, self.seen, self.protected, self.shifted = rule, 0, protected, shifted
+        self.seeds = torch.tensor([request_seed(0, seed)])
+        self.retention = Retention(int(self.budgets.max()), rule.sinks, rule.window)
+        self.pages, table = fresh_pages(self.layout, self.retention.budget, length=length, protected=protected)
+        self.row = table[:, 0].contiguous()
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, given: torch.Tensor | None = None
     ) -> torch.Tensor:
         """The next tokens: ``q [Hq, L, D]``, ``k, v [H, L, D]``, ``given [H, L]`` -> ``[Hq, L, D]``. One token is a decode step."""
-        tokens = [x.transpose(0, 1).contiguous() for x in (q, k, v)]
-        more = {
-            "rule": self.rule,
-            "scale": scale,
-            "given": None if given is None else self._given(given.T.contiguous()),
-        }
-        if len(tokens[0]) == 1:
-            where = (self.pages, self.table[None], torch.tensor([self.seen]), self.budgets[None])
-            out, _ = ops.decode_step(*tokens, *where, **more)
-        else:
-            where = (self.pages, self.table, self.seen, self.budgets)
-            out, _ = ops.prefill_chunk(*tokens, *where, **more)
-        self.seen += len(tokens[0])
+        q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
+        given, out, count = None if given is None else given.T.contiguous(), torch.empty_like(q), len(q)
+        told = [count], torch.tensor([self.seen + count]), self.row, [self.protected], self.seeds
+        batch = replace(StepBatch.build(self.layout, self.retention, *told), budgets=self.budgets)
+        if self.shifted:
+            given = shift(given, self.pages, batch, self.rule)
+        FixedBudgetAttention(self.layout, self.rule, scale).forward(q, k, v, self.pages, batch, out, given)
+        self.seen += count
         return out.transpose(0, 1)
-
-    def _given(self, given: torch.Tensor) -> torch.Tensor:
-        """Scores ``[L, H]`` as the tokens are to have them."""
-        if not self.shifted:
-            return given
-        one, start = len(given) == 1, torch.tensor([self.seen])
-        chunks = () if one else (PrefillChunk(0, len(given), self.seen, self.table),)
-        unused = torch.empty(0)
-        batch = StepBatch(int(one), slice(0, 1), self.table[None], start, unused, chunks, start, unused)
-        return shift(given, self.pages, batch, self.rule)
 
     def held(self) -> torch.Tensor:
         """``[H, seen]`` booleans: which tokens are held."""
-        return held_tokens(self.pages, self.table, self.seen, self.rule, self.budgets)
+        tail = tail_tables(self.row, [self.protected], self.layout).expand(len(self.budgets), -1)
+        return held_tokens(self.pages, tail, self.seen, self.rule, self.budgets, self.protected)
 
     def kept(self) -> torch.Tensor:
         """``[H, E]`` booleans: which tokens of ``E(q)`` are held, q being the newest token, oldest first."""
-        return self.held()[:, self.rule.sinks : max(self.rule.sinks, self.seen - self.rule.window)]
+        first = max(self.rule.sinks, self.protected)
+        return self.held()[:, first : max(first, self.seen - self.rule.window)]
 
 
 class Policy(Protocol):
     """What runs in every layer of a model; :class:`kvpop_vllm.evaluation.contenders.Deployed` is one."""
 
     shifted: bool
+    protect: bool | int
 
     def rule(self, layer: int) -> RetentionRule:
         """Of all heads."""
@@ -129,19 +124,19 @@ class Request(Gated):
     """The caches of all layers of one request, an :class:`kvpop_vllm.distill.hook.Attend` that goes on where it stopped.
 
     Args:
-        policy: what runs. length: tokens it has room for.
+        policy: what runs. length: tokens it has room for. protected: p, tokens that are never evicted.
     """
 
-    def __init__(self, policy: Policy, *, length: int):
+    def __init__(self, policy: Policy, *, length: int, protected: int = 0):
         super().__init__(policy)
-        self.length = length
+        self.length, self.protected = length, protected
         self.layers: dict[int, Sequence] = {}
 
     def __call__(self, layer, q, k, v, scale):
         device, given = q.device, self.given(layer, k, v)
         q, k, v = (x.detach().cpu()[0] for x in (q, k, v))
         if layer not in self.layers:
-            sizes = {"length": self.length, "shifted": self.policy.shifted}
+            sizes = {"length": self.length, "protected": self.protected, "shifted": self.policy.shifted}
             self.layers[layer] = Sequence(self.policy.rule(layer), self.policy.budgets(layer), k, **sizes)
         out = self.layers[layer].attend(q, k, v, scale, None if given is None else given[0])
         return out[None].to(device)
@@ -173,7 +168,7 @@ class Served(Gated):
 
     def __call__(self, layer, q, k, v, scale):
         given, policy = self.given(layer, k, v), self.policy
-        own = {"given": given, "shifted": policy.shifted}
+        own = {"given": given, "shifted": policy.shifted, "protected": protected_tokens(policy.protect, q.shape[2])}
         return attend_and_keep(policy.rule(layer), policy.budgets(layer), q, k, v, scale, [], **own)[0]
 
 
@@ -188,6 +183,7 @@ def attend_and_keep(
     *,
     given: torch.Tensor | None = None,
     shifted: bool = False,
+    protected: int = 0,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Sequences ``q [B, Hq, S, D]``, ``k, v [B, H, S, D]`` as serving attends to them; ``given [B, H, S]`` from a gate.
 
@@ -200,7 +196,7 @@ def attend_and_keep(
     found: dict[int, list[torch.Tensor]] = {q0: [] for q0 in stops}
     scores = [None] * len(q) if given is None else given
     for score, *row in zip(scores, *(x.detach().cpu() for x in (q, k, v)), strict=True):
-        sequence, parts = Sequence(rule, budget, row[1], length=length, shifted=shifted), []
+        sequence, parts = Sequence(rule, budget, row[1], length=length, protected=protected, shifted=shifted), []
         for q0 in stops:
             a, b = sequence.seen, q0 + 1
             own = None if score is None else score[:, a:b]

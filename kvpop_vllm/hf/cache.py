@@ -9,7 +9,7 @@ from os import PathLike
 import torch
 from transformers import Cache
 
-from kvpop_vllm.config import ConfigError, PolicySettings
+from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.hf.checks import (
     check_inputs,
     check_model,
@@ -21,6 +21,7 @@ from kvpop_vllm.hf.layer import Clock, LayerPages, check_kernels, recording
 from kvpop_vllm.hf.resolved import in_python, resolve
 from kvpop_vllm.hf.step import Step
 from kvpop_vllm.hf.takeover import Takes, put_back, take_over
+from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.scorers.init import gives_up_channel
 
 
@@ -33,15 +34,20 @@ class KVpopCache(Cache, Takes):
     starts anew with the same pages. Rows that ended before others hold the pads that ``generate()`` fed them, and cannot
     leave them out when they are continued; nor can rows be continued together whose turns differ in length.
 
+    With ``protect_prompt`` the text that a call of ``generate()`` brings is never evicted, or its first N tokens. A later call
+    brings the whole text so far, earlier answers too: these are computed again, and what was protected before is not. The
+    cache grows with what it protects.
+
     Args:
         model: of transformers. It stays as it is: passes without such a cache are untouched. One thread at a time can use it.
-        policy: registered name. budget, compression, sinks, window, scorer, correction, allocator: as
+        policy: registered name. budget, compression, sinks, window, scorer, correction, allocator, protect_prompt: as
             :class:`kvpop_vllm.config.PolicySettings` and the flags of ``vllm serve``; scorer: a folder, by default the model's own if it
             is a full checkpoint.
+        seed: of random eviction's draws, the same for every row.
         max_length: longest sequence in tokens, for ``compression`` and for the policy ``full``; by default the model's.
 
     Attributes:
-        policy: as an engine would resolve it.
+        policy: as an engine would resolve it. protected: tokens of each row that are never evicted.
 
     Raises:
         ConfigError: the policy cannot be used so, or not with this model; one line that names what to change.
@@ -59,14 +65,17 @@ class KVpopCache(Cache, Takes):
         scorer: str | PathLike | None = None,
         correction: str | None = None,
         allocator: str | None = None,
+        protect_prompt: bool | int | None = None,
         max_length: int | None = None,
+        seed: int = 0,
     ):
         super().__init__(layers=[])
         check_model(model)
+        self._seed = request_seed(0, seed)
         if not isinstance(policy, str):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
         given = dict(policy=policy, budget=budget, compression=compression, sinks=sinks, window=window)
-        given |= dict(correction=correction, allocator=allocator)
+        given |= dict(correction=correction, allocator=allocator, protect_prompt=protect_prompt)
         given["scorer"] = str(scorer) if isinstance(scorer, PathLike) else scorer
         try:
             self.policy = resolve(model, PolicySettings.parse(given), max_length)
@@ -87,6 +96,7 @@ class KVpopCache(Cache, Takes):
 
     def _forget(self) -> None:
         self._columns, self._lengths = 0, []
+        self.protected: list[int] = []
 
     # what it holds
 
@@ -97,11 +107,13 @@ class KVpopCache(Cache, Takes):
 
     def held(self, row: int = 0) -> torch.Tensor:
         """``[layers, H, seen]`` booleans, on the CPU: which of a row's tokens are held."""
-        return torch.stack([self._layers[i].held(row, self._lengths[row]) for i in range(len(self))])
+        return torch.stack(
+            [self._layers[i].held(row, self._lengths[row], self.protected[row]) for i in range(len(self))]
+        )
 
     def allocated_bytes(self) -> int:
         """Bytes that are held for the batch, with scores, positions, state and padding; the same from the first token on."""
-        clocks = sum(clock.positions.untyped_storage().nbytes() for clock in self._clocks.values())
+        clocks = sum(3 * clock.positions.nbytes for clock in self._clocks.values())
         return clocks + sum(layer.allocated_bytes() for layer in self._layers.values())
 
     def dense_bytes(self) -> int:
@@ -132,8 +144,9 @@ class KVpopCache(Cache, Takes):
             raise ValueError(
                 f"a batch of {rows} rows for a KVpopCache of {len(self._lengths)}: call reset() on it, or make another"
             )
-        lengths = self._lengths or [0] * rows
-        decoding = length == 1 and all(lengths)
+        columns, lengths = self._begins_at(mask, length)
+        lengths = lengths or [0] * rows
+        decoding = length == 1 and columns == self._columns and all(lengths)
         recorded = recording(inputs.device)
         if recorded and not (decoding and len(self._layers) == len(self)):
             raise RuntimeError(
@@ -141,23 +154,54 @@ class KVpopCache(Cache, Takes):
             )
         # on an accelerator the host would wait for the mask
         look = not recorded and (inputs.device.type == "cpu" or not decoding)
-        counts = columns_of_tokens(mask, lengths, self._columns, length, look)
+        counts = columns_of_tokens(mask, lengths, columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_room(after)
         if self._clocks and len(next(iter(self._clocks.values())).positions) != rows:
             self._check_unrecorded()
             self._clocks, self._layers = {}, {}
         clock = self._clock(inputs.device, rows)
-        if decoding or length == 1 and all(counts):
+        protected = self.protected or [0] * rows
+        if decoding or length == 1 and all(counts) and not self.policy.protect:
             own, starts = clock.positions.unsqueeze(1).clone(), None
         else:
             shift = torch.tensor([end - length for end in after]).unsqueeze(1)
             own, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
+            if columns < self._columns or protected == lengths:  # a prompt, or its rest
+                protected = [protected_tokens(self.policy.protect, end) for end in after]
         if look and positions is not None:
             check_positions(positions, own, counts)
-        self._lengths = lengths
+        if columns < self._columns:
+            self._columns = columns
+            for each in self._clocks.values():
+                each.positions.copy_(torch.tensor(lengths))
+        if protected != self.protected:
+            for each in self._clocks.values():
+                each.protected.copy_(torch.tensor(protected))
+            for layer in self._layers.values():
+                self._make_room(layer, protected)
+        self._lengths, self.protected = lengths, protected
         self._step = Step(self, own, starts, counts, length, recorded)
         return self._step
+
+    def _begins_at(self, mask: torch.Tensor | None, length: int) -> tuple[int, list[int]]:
+        """Return the columns, and each row's tokens in them, behind which a pass of so many columns goes on: those seen, or those
+        that are protected, where the text behind them comes again. ``mask [R, columns + length]`` tells; without it a pass of one
+        token goes on behind all, a longer one behind :meth:`get_seq_length`."""
+        kept = self.get_seq_length()
+        told = mask.shape[1] - length if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
+        if told is None:
+            told = self._columns if length == 1 else kept
+        if told != kept or kept == self._columns:
+            return self._columns, self._lengths
+        return kept, [seen - (self._columns - kept) for seen in self._lengths]
+
+    def _make_room(self, layer: LayerPages, protected: list[int]) -> None:
+        """Make room in a layer for protected tokens."""
+        if self._recorded and max(protected, default=0) > layer.prefix_room:
+            self._check_unrecorded()
+        with torch.inference_mode(False):
+            layer.protect(max(protected, default=0))
 
     def _check_unrecorded(self) -> None:
         """Raises ValueError where pages would be given up that a CUDA graph writes to."""
@@ -178,8 +222,9 @@ class KVpopCache(Cache, Takes):
         """Of that device, as far as the rows are."""
         if device not in self._clocks:
             with torch.inference_mode(False):
-                clock = self._clocks[device] = Clock(rows, device)
+                clock = self._clocks[device] = Clock(rows, device, self._seed)
             clock.positions.copy_(torch.tensor(self._lengths or [0] * rows))
+            clock.protected.copy_(torch.tensor(self.protected or [0] * rows))
         return self._clocks[device]
 
     def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> LayerPages:
@@ -209,6 +254,7 @@ class KVpopCache(Cache, Takes):
             clock = self._clock(k.device, len(self._lengths))
             with torch.inference_mode(False):  # tensors of inference mode could not be written outside of it
                 self._layers[index] = LayerPages(rule, self._budgets[index], k, scale, clock, self.policy.shifted)
+            self._make_room(self._layers[index], self.protected)
         return self._layers[index]
 
     def gate(self, index: int, device: torch.device):
@@ -232,7 +278,8 @@ class KVpopCache(Cache, Takes):
             return  # the step stays, for begin() to see
         self._step = None
         if not step.attended:
-            self._lengths = self._lengths if self._columns else []
+            if not self._columns:
+                self._forget()
             if not failed:
                 raise RuntimeError("the model attended without the KVpopCache: leave its attention alone in a pass")
             return
@@ -264,7 +311,6 @@ class KVpopCache(Cache, Takes):
             return
         self._check_room([seen + passes for seen in self._lengths])
         self._count(passes, [passes] * len(self._lengths))
-        self._in_pieces = False
 
     # what transformers asks of a cache
 
@@ -291,8 +337,12 @@ class KVpopCache(Cache, Takes):
         return len(self._lengths) or -1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Columns seen, pads among them, held or not."""
-        return self._columns
+        """Return the columns that a longer text need not bring again, pads among them: all that were seen, held or not; where
+        prompts are protected, those of the protected tokens."""
+        if not self.policy.protect or not self._lengths:
+            return self._columns
+        unprotected = (seen - kept for seen, kept in zip(self._lengths, self.protected, strict=True))
+        return self._columns - max(unprotected)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
         """No maximum, but for the policy ``full``."""

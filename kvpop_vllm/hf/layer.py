@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, PrefillChunk, StepBatch
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, PrefillChunk, Protection, StepBatch, protection_of
 from kvpop_vllm.attention.fresh import fresh_pages
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.kernels.pages import PageLayout, cdiv
 
 
 class Clock:
     """How far the R rows are, on one device; decode steps advance it there, without a look from the host.
 
     Attributes:
-        positions: ``[R]`` int64, of each row's next token.
+        positions: ``[R]`` int64, of each row's next token. protected, seeds: ``[R]`` int64, p of each row, and of its draws.
     """
 
-    def __init__(self, rows: int, device: torch.device):
+    def __init__(self, rows: int, device: torch.device, seed: int):
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.protected = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.seeds = torch.full((rows,), seed, dtype=torch.int64, device=device)
+        self.seed = seed
 
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
@@ -32,6 +35,7 @@ class Clock:
     def restart(self) -> None:
         """Set all rows to 0."""
         self.positions.zero_()
+        self.protected.zero_()
 
 
 class LayerPages:
@@ -49,28 +53,59 @@ class LayerPages:
         self.clock, self.shifted, self.budgets = clock, shifted, budgets
         self.rule = rule = rule.to(like.device)
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
-        where = {"requests": rows, "device": like.device}
-        self.pages, self.table = fresh_pages(layout, int(budgets.max()), **where)
+        self.pages, self.table = fresh_pages(layout, int(budgets.max()), requests=rows, device=like.device)
+        self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
         self._budgets = budgets.to(like.device)
         self.attention = FixedBudgetAttention(layout, rule, scale)
 
-    def decode(self) -> StepBatch:
-        """A step of one token for every row."""
-        rows, positions = len(self.table), self.clock.positions
-        none = positions[:0]
-        return StepBatch(rows, slice(0, rows), self.table, positions, self._budgets, (), none, none)
+    @property
+    def prefix_room(self) -> int:
+        """Protected tokens of a row that there is room for."""
+        return self.prefix_table.shape[1] * self.pages.layout.block_slots
 
-    def prefill(self, starts: list[int], counts: list[int], length: int) -> StepBatch:
+    def protect(self, tokens: int) -> None:
+        """Make room for prefixes of so many tokens in every row; the pages are moved for it."""
+        if tokens <= self.prefix_room:
+            return
+        rows, have = self.prefix_table.shape
+        more = cdiv(tokens, self.pages.layout.block_slots) - have
+        raw, first = self.pages.raw, self.pages.num_blocks
+        self.pages = self.pages.layout.view(torch.cat([raw, raw.new_zeros(rows * more, *raw.shape[1:])]))
+        blocks = torch.arange(first, first + rows * more, dtype=torch.int32, device=raw.device)
+        self.prefix_table = torch.cat([self.prefix_table, blocks.view(rows, more)], 1)
+
+    def decode(self, seen: list[int], protected: list[int]) -> StepBatch:
+        """Return the step of one token for every row, which have seen so many and protect so many."""
+        rows, positions = len(self.table), self.clock.positions
+        none, protection = positions[:0], None
+        if any(protected):
+            begun = [r for r in range(rows) if 0 < protected[r] == seen[r]]
+            tails = self.table[begun], self.prefix_table[begun], torch.tensor([protected[r] for r in begun])
+            protection = Protection(self.prefix_table, self.clock.protected, none, none, none, *tails)
+        return StepBatch(
+            rows, slice(0, rows), self.table, positions, self._budgets, (), none, none, protection, self.clock.seeds
+        )
+
+    def prefill(self, starts: list[int], counts: list[int], length: int, protected: list[int]) -> StepBatch:
         """Return the step of the last ``counts[r]`` of each row's ``length`` tokens, from position ``starts[r]`` on."""
         busy = [r for r, count in enumerate(counts) if count]
-        ends = [(r + 1) * length for r in range(len(counts))]
-        chunks = [PrefillChunk(ends[r] - counts[r], ends[r], starts[r], self.table[r]) for r in busy]
+        spans = [((r + 1) * length - count, starts[r], count) for r, count in enumerate(counts)]
+        chunks = [
+            PrefillChunk(
+                first, first + count, start, self.table[r], protected[r], self.prefix_table[r], self.clock.seed
+            )
+            for r, (first, start, count) in enumerate(spans)
+            if count
+        ]
         device, none = self.table.device, self.clock.positions[:0]
-        slot_zero = self.table[
-            torch.tensor(busy, dtype=torch.int64, device=device), :, self.pages.layout.state_blocks
-        ].long()
-        first = torch.tensor([starts[r] for r in busy], dtype=torch.int64, device=device)
-        return StepBatch(0, slice(0, 0), self.table[:0], none, self._budgets, tuple(chunks), first, slot_zero)
+        zero = torch.tensor(busy, dtype=torch.int64, device=device), slice(None), self.pages.layout.state_blocks
+        goes_on = [starts[r] if starts[r] > protected[r] else 0 for r in busy]
+        first = torch.tensor(goes_on, dtype=torch.int64, device=device)
+        size, protection = self.pages.layout.block_slots, None
+        if any(protected):
+            protection = protection_of(size, spans, protected, self.prefix_table, self.table, slice(0, 0))
+        own = self.table[:0], none, self._budgets, tuple(chunks), first, self.table[zero].long(), protection
+        return StepBatch(0, slice(0, 0), *own)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch, given=None) -> torch.Tensor:
         """``q [R, Hq, L, D]``, ``k, v [R, H, L, D]``, ``given [R, L, H]`` -> ``[R, Hq, L, D]``, 0 where there is no token."""
@@ -84,16 +119,19 @@ class LayerPages:
             self.attention.forward(q, k, v, self.pages, batch, out, given)
         return out.unflatten(0, (rows, length)).transpose(1, 2)
 
-    def held(self, row: int, seen: int) -> torch.Tensor:
+    def held(self, row: int, seen: int, protected: int) -> torch.Tensor:
         """``[H, seen]`` booleans, on the CPU: which of a row's tokens are held."""
         pages = self.pages
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
-        return held_tokens(pages, self.table[row].cpu(), seen, self.rule, self.budgets)
+        return held_tokens(pages, self.table[row].cpu(), seen, self.rule, self.budgets, protected)
 
     def allocated_bytes(self) -> int:
         """Bytes of its pages and table."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in (self.pages.raw, self.table, self._budgets))
+        return sum(
+            tensor.untyped_storage().nbytes()
+            for tensor in (self.pages.raw, self.table, self.prefix_table, self._budgets)
+        )
 
 
 def recording(device: torch.device) -> bool:

@@ -57,7 +57,10 @@ class Step:
                 "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
             )
         self.attended.add(layer)
-        batch = pages.decode() if self.starts is None else pages.prefill(self.starts, self.counts, self.length)
+        if self.starts is None:
+            batch = pages.decode(self.cache.lengths, self.cache.protected)
+        else:
+            batch = pages.prefill(self.starts, self.counts, self.length, self.cache.protected)
         return pages.attend(q, k, v, batch, given)
 
     def _given(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:

@@ -12,6 +12,7 @@ from kvpop_vllm.policies.h2o import H2O
 from kvpop_vllm.policies.kvpop import KVpop, KVpopLinear, KVpopMLP
 from kvpop_vllm.policies.l2norm import L2Norm
 from kvpop_vllm.policies.momentkv import MomentKV
+from kvpop_vllm.policies.random_attention import RandomAttention
 from kvpop_vllm.policies.streaming_llm import StreamingLLM
 from kvpop_vllm.policies.tova import TOVA
 from kvpop_vllm.policies.trimkv import TrimKV
@@ -29,6 +30,7 @@ POLICIES: dict[str, type[Policy]] = {
         H2O,
         TOVA,
         MomentKV,
+        RandomAttention,
         Full,
     )
 }
@@ -46,6 +48,18 @@ def known() -> list[str]:
     return [*POLICIES, *sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)} - set(POLICIES))]
 
 
+def check_known(name: str) -> None:
+    """Refuse a policy that other versions have.
+
+    Raises:
+        ConfigError: it is one of :data:`WAITING`.
+    """
+    if name in WAITING:
+        raise ConfigError(
+            f"policy {name} compresses a prompt at its end, which this version does not: use h2o or tova, which evict from the start"
+        )
+
+
 def get(name: str) -> type[Policy]:
     """The policy class of that name.
 
@@ -59,10 +73,8 @@ def get(name: str) -> type[Policy]:
         raise ConfigError(f"policy {name!r} is brought by {packages}{ours}: uninstall all but one")
     if name in POLICIES:
         return POLICIES[name]
-    if name in WAITING and not brought:
-        raise ConfigError(
-            f"--kv-policy {name} compresses a prompt at its end, which this version does not: use h2o or tova, which evict from the start"
-        )
+    if not brought:
+        check_known(name)
     if not brought:
         raise ConfigError(f"unknown policy {name!r}: --kv-policy takes {', '.join(known())}")
     try:

@@ -85,7 +85,7 @@ class Policy(ABC):
         default_sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
         default_correction: where ``--kv-correction`` is not given.
         default_allocator: where ``--kv-allocator`` is not given. default_protect: where ``--kv-protect-prompt`` is not.
-        keeps_all: never evicts.
+        keeps_all: never evicts. draws: its rule's scores are drawn by the request's seed.
     """
 
     name: ClassVar[str]
@@ -100,6 +100,7 @@ class Policy(ABC):
     default_allocator: ClassVar[str] = "uniform"
     default_protect: ClassVar[bool | int] = 0
     keeps_all: ClassVar[bool] = False
+    draws: ClassVar[bool] = False
     scorer_kind: ClassVar[str | None] = None
 
     settings: PolicySettings
@@ -255,6 +256,10 @@ class Policy(ABC):
         if isinstance(rule.scorer, GivenScore) != self.gated:
             raise ConfigError(
                 f"--kv-policy {self.name} {'has a' if self.gated else 'has no'} gate, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
+            )
+        if rule.draws != self.draws:
+            raise ConfigError(
+                f"--kv-policy {self.name} {'draws' if rule.draws else 'does not draw'} its scores: fix the policy class"
             )
         if (needed := rule.state_floats(self.model.head_dim)) > self.state_floats:
             raise ConfigError(

@@ -24,13 +24,14 @@ from vllm.v1.kv_cache_interface import KVCacheLayout
 
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
 from kvpop_vllm.attention.shifted import shift
-from kvpop_vllm.config import ConfigError
+from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.kernels.regions import RegionMap, Shares, region_map
 from kvpop_vllm.vllm_glue import prompt_lengths
-from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec, protected_tokens
+from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
 logger = init_logger("vllm.kvpop_vllm")
@@ -157,11 +158,16 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
         self.unequal, self.protect = kv_cache_spec.shares is not None, kv_cache_spec.protect
-        self.prompts = (
-            None  # [requests] int64, tokens of each prompt, set before each build where prompts are protected
-        )
-        if self.protect:
-            prompt_lengths.apply()
+        self.draws, self.seed = backend.policy.draws, vllm_config.model_config.seed
+        self.prompts = self.seeds = None  # [requests] int64: tokens of each prompt, and the request's own seed
+        if self.protect or self.draws:
+            prompt_lengths.apply()  # sets them before each build
+
+    def _asked(self) -> None:
+        if self.prompts is None:
+            raise RuntimeError(
+                "this model runner does not say how long prompts are: leave --kv-protect-prompt and random out"
+            )
 
     def protected(self, requests: int) -> list[int] | None:
         """Return p of each request of the step, 0 in dummy runs; None where nothing is protected.
@@ -171,16 +177,26 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         """
         if not self.protect:
             return None
-        if self.prompts is None:
-            raise RuntimeError("this model runner does not say how long prompts are: leave --kv-protect-prompt out")
+        self._asked()
         return [protected_tokens(self.protect, prompt) for prompt in self.prompts[:requests].tolist()]
+
+    def drawn(self, requests: int) -> torch.Tensor | None:
+        """Return the seeds ``[requests]`` int64 of the step's draws, on the CPU; None where nothing is drawn.
+
+        Raises:
+            RuntimeError: the model runner does not say them.
+        """
+        if not self.draws:
+            return None
+        self._asked()
+        return self.seeds[:requests] + request_seed(self.seed, 0)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         common = common_attn_metadata
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
-        protected = self.protected(len(query_lens))
-        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, protected
+        told = self.protected(len(query_lens)), self.drawn(len(query_lens))
+        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, *told
         return self.finish(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
 
     def finish(self, build: Callable[[RegionMap | None, int], StepBatch], num_tokens: int) -> FixedBudgetMetadata:

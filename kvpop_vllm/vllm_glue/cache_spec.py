@@ -10,13 +10,9 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Sing
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
+from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.vllm_glue import prefix_hits
-
-
-def protected_tokens(protect: bool | int, prompt: int) -> int:
-    """Return p of a prompt of so many tokens, by what ``--kv-protect-prompt`` says (True: all of it)."""
-    return prompt if protect is True else min(int(protect), prompt)
 
 
 class FixedBudgetManager(SingleTypeKVCacheManager):

@@ -1,5 +1,5 @@
-"""How many tokens each request's prompt has, which attention metadata do not say: a wrapper for each model runner, listed with
-their reasons in :mod:`kvpop_vllm.vllm_glue.patches`."""
+"""What attention metadata do not say of requests: how many tokens the prompts have, and their seeds. A wrapper for each model
+runner, listed with their reasons in :mod:`kvpop_vllm.vllm_glue.patches`."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ def apply_v2() -> None:
 
 def _build(original):
     def build_attention_metadata(self, num_tokens, num_reqs, *args, **kwargs):
+        batch = self.input_batch
+        params = [self.requests[name].sampling_params for name in batch.req_ids[:num_reqs]]
+        seeds = [0 if each is None else each.seed or 0 for each in params]
+        seeds = torch.tensor(seeds + [0] * (num_reqs - len(seeds)))
         for group in self._attn_group_iterator():
-            _hand_over(group.metadata_builders, self.input_batch.num_prompt_tokens_cpu_tensor[:num_reqs])
+            _hand_over(group.metadata_builders, batch.num_prompt_tokens_cpu_tensor[:num_reqs], seeds)
         return original(self, num_tokens, num_reqs, *args, **kwargs)
 
     return build_attention_metadata
@@ -32,17 +36,19 @@ def _build(original):
 
 def _prepare(original):
     def prepare_attn(self, input_batch):
-        prompts = torch.from_numpy(self.req_states.prompt_len.np[input_batch.idx_mapping_np])
+        chosen, states = input_batch.idx_mapping_np, self.sampler.sampling_states
+        prompts = torch.from_numpy(self.req_states.prompt_len.np[chosen])
+        seeds = torch.from_numpy(states.seeds.np[chosen] * states.seeds_set[chosen])  # others are drawn by lot
         for groups in self.attn_groups:
             for group in groups:
-                _hand_over(group.metadata_builders, prompts)
+                _hand_over(group.metadata_builders, prompts, seeds)
         return original(self, input_batch)
 
     return prepare_attn
 
 
-def _hand_over(builders, prompts: torch.Tensor) -> None:
-    """prompts ``[requests]``, on the CPU."""
+def _hand_over(builders, prompts: torch.Tensor, seeds: torch.Tensor) -> None:
+    """Set ``prompts`` and ``seeds [requests]``, on the CPU, of our builders."""
     for builder in builders:
         if hasattr(builder, "prompts"):
-            builder.prompts = prompts.long()
+            builder.prompts, builder.seeds = prompts.long(), seeds

@@ -21,10 +21,10 @@ def folder(tmp_path):
         yield tmp_path
 
 
-def test_random_from_outside(tiny_model, folder):
+def test_a_policy_from_outside(tiny_model, folder):
     install(folder)
-    settings = {"policy": "random", "budget": BUDGET}
-    policy = policies.get("random")(PolicySettings(**settings), ModelShape("qwen3", 2, 2, 32, 1024))
+    settings = {"policy": "projection", "budget": BUDGET}
+    policy = policies.get("projection")(PolicySettings(**settings), ModelShape("qwen3", 2, 2, 32, 1024))
     scorer = {
         "config": {"scorer": "linear"},
         "layers": [{"weight": policy.weight(layer).double(), "bias": torch.zeros(2).double()} for layer in (0, 1)],

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-RANDOM = '''
+PROJECTION = '''
 """A policy from outside: scores are a random projection of the key."""
 
 import torch
@@ -17,8 +17,8 @@ from kvpop_vllm.kernels.ops import LinearWeights, RetentionRule
 from kvpop_vllm.policies.base import Policy, Signal
 
 
-class Random(Policy):
-    name = "random"
+class Projection(Policy):
+    name = "projection"
     paper = "-"
     cost = "one dot product of length 2D per head"
     signals = frozenset({Signal.KEY})
@@ -53,7 +53,7 @@ def importable(folder: Path) -> Iterator[None]:
 
 
 def install(
-    folder: Path, entry: str = "random = outside_policies:Random", name: str = "outside-policies", code: str = RANDOM
+    folder: Path, entry: str = "projection = outside_policies:Projection", name: str = "outside-policies", code: str = PROJECTION
 ):
     """A distribution in ``folder``, which is to be on ``sys.path``, with ``entry`` in our group."""
     module = entry.split("=")[1].split(":")[0].strip()

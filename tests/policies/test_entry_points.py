@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 import pytest
-from policies.outside import RANDOM, importable, install
+from policies.outside import PROJECTION, importable, install
 
 from kvpop_vllm import policies
 from kvpop_vllm.cli import main
@@ -27,20 +27,20 @@ def refusal(name):
 
 
 def test_a_policy_from_outside(folder, capsys):
-    assert "random" not in policies.known() and "random" not in refusal("nonsense")
+    assert "projection" not in policies.known() and "projection" not in refusal("nonsense")
     install(folder)
-    assert policies.known()[-1] == "random" and "full, random" in refusal("nonsense")
+    assert policies.known()[-1] == "projection" and "full, projection" in refusal("nonsense")
     assert "outside_policies" not in sys.modules, "imported though nobody asked for it"
-    policy = policies.get("random")(PolicySettings("random", 64), ModelShape("llama", 2, 4, 32, 256))
+    policy = policies.get("projection")(PolicySettings("projection", 64), ModelShape("llama", 2, 4, 32, 256))
     assert policy.rule(1, slice(2, 4)).scorer.weight.shape == (2, 64) and policy.retention.window == 15
     assert main(["policies"]) in (0, None)
-    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "random"
+    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "projection"
 
 
 def test_what_is_wrong_with_it(folder):
-    install(folder, "tova = outside_policies:Random")
+    install(folder, "tova = outside_policies:Projection")
     assert "policy 'tova' is brought by outside-policies and kvpop_vllm: uninstall" in refusal("tova")
-    install(folder, "other = outside_policies:Random", "outside-other")
+    install(folder, "other = outside_policies:Projection", "outside-other")
     assert (
         "entry point 'other' of outside-other must be a kvpop_vllm.policies.base.Policy with name = 'other'"
         in refusal("other")
@@ -55,12 +55,12 @@ def test_what_is_wrong_with_it(folder):
 
 def test_a_class_that_says_too_little(folder, capsys):
     """It can be asked for, and is refused; the others are listed all the same."""
-    little = RANDOM.replace('paper = "-"', "").replace("def rule", "def role")
+    little = PROJECTION.replace('paper = "-"', "").replace("def rule", "def role")
     install(folder, "random = outside_little:Random", "outside-little", little)
-    assert "policy 'random' of outside-little does not say paper, rule: mend that package" in refusal("random")
+    assert "policy 'random' of outside-little does not say paper, rule: mend that package" in refusal("projection")
     assert main(["policies"]) in (0, None)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == refusal("random") and lines[1].startswith("kvpop ") and len(lines) == 2 + len(policies.POLICIES)
+    assert lines[-1] == refusal("projection") and lines[1].startswith("kvpop ") and len(lines) == 2 + len(policies.POLICIES)
 
 
 @pytest.mark.parametrize(
@@ -71,15 +71,15 @@ def test_a_class_that_says_too_little(folder, capsys):
     ],
 )  # fmt: skip
 def test_declarations_that_do_not_hold(folder, change, message):
-    code = RANDOM.replace("import Policy, Signal", "import Order, Policy, Signal").replace(*change)
+    code = PROJECTION.replace("import Policy, Signal", "import Order, Policy, Signal").replace(*change)
     install(folder, "random = outside_other:Random", "outside-other", code)
     with pytest.raises(ConfigError, match=message):
-        policies.get("random")(PolicySettings("random", 64), ModelShape("llama", 2, 4, 32, 256)).layer_rule(
+        policies.get("projection")(PolicySettings("projection", 64), ModelShape("llama", 2, 4, 32, 256)).layer_rule(
             0, slice(0, 4)
         )
 
 
 def test_two_packages_bring_one_name(folder):
     install(folder)
-    install(folder, "random = outside_more:Random", "outside-more", RANDOM)
-    assert "policy 'random' is brought by outside-more, outside-policies: uninstall all but one" in refusal("random")
+    install(folder, "random = outside_more:Random", "outside-more", PROJECTION)
+    assert "policy 'random' is brought by outside-more, outside-policies: uninstall all but one" in refusal("projection")

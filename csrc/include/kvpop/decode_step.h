@@ -17,7 +17,18 @@ constexpr float STATE_M_START = -1e30f;  // stabiliser of an empty mLSTM state
 constexpr float READOUT_EPS = 1e-6f;
 constexpr float NORM_EPS = 1e-6f;
 
-enum class ScorerKind { None, Linear, MLP, MLSTM, KeyNorm, AttentionMass, MomentResidual, Given };
+enum class ScorerKind { None, Linear, MLP, MLSTM, KeyNorm, AttentionMass, MomentResidual, Given, Draw };
+
+// Draws by place (kvpop_vllm/kernels/draws.py).
+constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15;
+inline uint64_t mix(uint64_t x) {
+    x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
+    x = (x ^ x >> 27) * 0x94D049BB133111EB;
+    return x ^ x >> 31;
+}
+// Of a head with a key at position q; then of one token.
+inline uint64_t draw_base(uint64_t key, int64_t q) { return mix(key + uint64_t(q)); }
+inline double draw_of(uint64_t base, int64_t t) { return double(mix(base + uint64_t(t) * GOLDEN) >> 11); }
 
 // Weights of all heads, contiguous float32; head h's part starts at h times a head's number of elements.
 struct Scorer {
@@ -97,6 +108,8 @@ struct DecodeStep {
 
     const float* given;  // scores [R, H], or null
     int64_t given_stride[2];
+    const int64_t* keys;  // of draws [R, H], or null
+    int64_t keys_stride[2];
 
     float scale;
     Roles roles;  // of a request without a prefix: see roles_of
@@ -108,6 +121,7 @@ struct DecodeStep {
     bool keeps_moments() const { return corrects || scorer.kind == ScorerKind::MomentResidual; }
     // Whether a token's step needs that of the token before it, so that a chunk's are done one by one.
     bool sequential() const { return corrects || scorer.coupled() || scorer.bounded; }
+    uint64_t draw_key(int64_t r, int64_t h) const { return uint64_t(keys[r * keys_stride[0] + h * keys_stride[1]]); }
     float given_score(int64_t r, int64_t h) const { return given ? given[r * given_stride[0] + h * given_stride[1]] : 0; }
     // Protected tokens of a request, those of them that its token sees, and whether it is one of them.
     int64_t prefix(int64_t r) const { return prefix_raw ? prefix_tokens[r * prefix_tokens_stride] : 0; }

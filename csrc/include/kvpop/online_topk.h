@@ -8,6 +8,8 @@
 #include <utility>
 #include <vector>
 
+#include "kvpop/decode_step.h"
+
 namespace kvpop {
 
 // One head. Among tokens of the same position modulo n the order never changes, so each such class is a heap with its
@@ -15,8 +17,8 @@ namespace kvpop {
 class OnlineTopk {
   public:
     OnlineTopk(const float* score, const int64_t* position, int64_t tokens, double log_gamma, int64_t decay_step,
-               int64_t window, bool ages)
-        : score_(score), position_(position), log_gamma_(log_gamma), step_(decay_step), window_(window), ages_(ages) {
+               int64_t window, bool ages, const uint64_t* key)
+        : score_(score), position_(position), log_gamma_(log_gamma), step_(decay_step), window_(window), ages_(ages), key_(key) {
         first_ = tokens ? *std::min_element(position, position + tokens) : 0;
         const int64_t last = tokens ? *std::max_element(position, position + tokens) : 0;
         classes_.resize(size_t(std::min(step_, last - first_ + 1)));
@@ -25,7 +27,7 @@ class OnlineTopk {
     // Writes evicted_at [tokens]; the first `held` tokens are there from the start.
     void run(int64_t tokens, int64_t held, int64_t topk, int64_t* evicted_at) {
         std::fill(evicted_at, evicted_at + tokens, std::numeric_limits<int64_t>::max());
-        if (ages_) return run_ages(tokens, held, topk, evicted_at);
+        if (ages_ || key_) return run_changing(tokens, held, topk, evicted_at);
         for (int64_t i = 0; i < tokens; i++) {
             add(i);
             if (i < held || i < topk) continue;
@@ -35,18 +37,20 @@ class OnlineTopk {
     }
 
   private:
-    // Every token has a decay of its own, so that any two may change places: all are looked at at each arrival.
-    void run_ages(int64_t tokens, int64_t held, int64_t topk, int64_t* evicted_at) {
+    // Every token has a decay of its own, or is drawn anew, so that any two may change places: all are looked at at each arrival.
+    void run_changing(int64_t tokens, int64_t held, int64_t topk, int64_t* evicted_at) {
         std::vector<int64_t> there;
         for (int64_t i = 0; i < tokens; i++) {
             there.push_back(i);
             if (i < held || i < topk) continue;
             const int64_t q = position_[i] + window_;
+            const uint64_t base = key_ ? draw_base(*key_, q) : 0;
             size_t lowest = 0;
             double least = 0;
             for (size_t j = 0; j < there.size(); j++) {
                 const int64_t t = there[j], age = q - position_[t];
-                const double value = double(score_[t]) * double(age) + decayed(age);
+                const double raw = key_ ? draw_of(base, position_[t]) : double(score_[t]) * double(age);
+                const double value = raw + decayed(age);
                 const bool older = position_[t] < position_[there[lowest]];
                 if (j == 0 || value < least || (value == least && older)) lowest = j, least = value;
             }
@@ -99,11 +103,12 @@ class OnlineTopk {
     double log_gamma_;
     int64_t step_, window_, first_;
     bool ages_;
+    const uint64_t* key_;  // of draws, or null
     std::vector<std::vector<Entry>> classes_;
 };
 
-// score, position, evicted_at [heads, tokens], contiguous.
+// score, position, evicted_at [heads, tokens], contiguous; keys [heads] of draws, or null.
 void online_topk(const float* score, const int64_t* position, int64_t heads, int64_t tokens, int64_t held, int64_t topk,
-                 int64_t window, const double* log_gamma, int64_t decay_step, bool ages, int64_t* evicted_at);
+                 int64_t window, const double* log_gamma, int64_t decay_step, bool ages, const int64_t* keys, int64_t* evicted_at);
 
 }  // namespace kvpop

@@ -27,6 +27,8 @@ inline Victim lowest(const DecodeStep& a, int64_t r, int64_t h, int64_t first, i
     const double log_gamma = a.log_gamma[h];
     vd iota;
     for (int i = 0; i < DL; i++) iota[i] = i;
+    const bool draws = a.scorer.kind == ScorerKind::Draw;
+    const uint64_t base = draws ? draw_base(a.draw_key(r, h), q) : 0;
     vd best = splat(__builtin_inf()), best_age = splat(-1.0), best_slot = splat(-1.0);
     for (int64_t block = first / a.block_slots; block * a.block_slots < end; block++) {
         uint8_t* region = a.slot_region(r, h, block * a.block_slots);
@@ -40,6 +42,7 @@ inline Victim lowest(const DecodeStep& a, int64_t r, int64_t h, int64_t first, i
             if (a.decay_step != 1)  // exact: both are integers below 2^31
                 steps = __builtin_convertvector(__builtin_convertvector(age / double(a.decay_step), half_i), vd);
             vd raw = __builtin_convertvector(load_as<half_f>(scores + i), vd);
+            for (int j = 0; draws && j < DL; j++) raw[j] = draw_of(base, positions[i + j]);
             if (a.scorer.mean) raw /= age;
             if (a.scorer.ages) raw *= age;
             if (factors) raw *= __builtin_convertvector(load_as<half_f>(factors + block * a.block_slots + i), vd);
@@ -91,6 +94,7 @@ struct Head {
         __asm__("" : "+x"(decay));  // as in rounded_product
 #endif
         double raw = a.scorer.mean ? double(score_) / double(q - u) : double(score_);
+        if (a.scorer.kind == ScorerKind::Draw) raw = draw_of(draw_base(a.draw_key(r, h), q), u);
         if (a.scorer.ages) raw *= double(q - u);
         if (factors) raw *= double(factors[roles.ring_slot(u)]);
         return raw + decay < victim.effective ? -1 : int64_t(victim.slot);

@@ -15,6 +15,7 @@ from kvpop_vllm.kernels.ops import (
     MLPWeights,
     MLSTMWeights,
     MomentResidual,
+    RandomDraw,
     RetentionRule,
     StepOrderError,
 )
@@ -29,6 +30,7 @@ _KINDS = {
     KeyNorm: "key_norm",
     AttentionMass: "attention_mass",
     MomentResidual: "moment_residual",
+    RandomDraw: "draw",
     GivenScore: "given",
 }
 _packed: dict[int, _C.Rule] = {}  # by id of a living rule
@@ -70,13 +72,26 @@ def tensors_of(prefix: Prefix | None) -> tuple[torch.Tensor, torch.Tensor, torch
     return None if prefix is None else (prefix.pages.raw, prefix.table, prefix.tokens)
 
 
-def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None):
+def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
     try:
         return _C.decode_step(
-            q, k, v, pages.raw, slots, state, page_table, positions, budgets, told, scale, given, tensors_of(prefix)
+            q,
+            k,
+            v,
+            pages.raw,
+            slots,
+            state,
+            page_table,
+            positions,
+            budgets,
+            told,
+            scale,
+            given,
+            tensors_of(prefix),
+            keys,
         )
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None

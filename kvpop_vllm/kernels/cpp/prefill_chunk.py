@@ -10,7 +10,7 @@ from kvpop_vllm.kernels.prefix_attention import with_prefix
 _C = load_extension()
 
 
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None):
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None, keys=None):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
@@ -18,7 +18,7 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
     def run(q, k, v, start, given):
         place = pages.raw, slots, state, page_table, start, budgets
         try:
-            return _C.prefill_chunk(q, k, v, *place, told, scale, given, tensors_of(prefix))
+            return _C.prefill_chunk(q, k, v, *place, told, scale, given, tensors_of(prefix), keys)
         except _C.StepOrder as error:
             raise StepOrderError(str(error)) from None
 

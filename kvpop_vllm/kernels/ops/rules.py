@@ -131,7 +131,25 @@ class GivenScore:
     threshold: float | None = None
 
 
-ScorerWeights = LinearWeights | MLPWeights | MLSTMWeights | KeyNorm | AttentionMass | MomentResidual | GivenScore | None
+@dataclass(frozen=True)
+class RandomDraw:
+    """A score drawn anew at every eviction (:mod:`kvpop_vllm.kernels.draws`), so that a uniformly random token leaves (Random
+    Attention, arXiv:2609.03430). lanes [H] int64: layer and KV head of the whole model."""
+
+    lanes: torch.Tensor
+
+
+ScorerWeights = (
+    LinearWeights
+    | MLPWeights
+    | MLSTMWeights
+    | KeyNorm
+    | AttentionMass
+    | MomentResidual
+    | GivenScore
+    | RandomDraw
+    | None
+)
 """What scores a token; None scores every token 0."""
 
 
@@ -185,6 +203,11 @@ class RetentionRule(SlotRoles):
     def threshold(self) -> float | None:
         """The score below which a token is evicted though slots are free."""
         return self.scorer.threshold if isinstance(self.scorer, GivenScore) else None
+
+    @property
+    def draws(self) -> bool:
+        """Whether scores are drawn at every eviction."""
+        return isinstance(self.scorer, RandomDraw)
 
     @property
     def sequential(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from kvpop_vllm.kernels.dispatch import resolve
+from kvpop_vllm.kernels.draws import head_keys
 from kvpop_vllm.kernels.ops.rules import GivenScore, RetentionRule
 from kvpop_vllm.kernels.pages import Pages, Prefix
 
@@ -22,6 +23,7 @@ def decode_step(
     scale: float,
     given: torch.Tensor | None = None,
     prefix: Prefix | None = None,
+    seeds: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance each of R requests by one token: state update, delayed readout, score, argmin, slot move, attention.
@@ -50,6 +52,7 @@ def decode_step(
         rule: what is kept. scale: factor on q . k.
         given: ``[R, H]`` float32, scores of the tokens, where the rule's scorer is :class:`GivenScore`, else ignored.
         prefix: protected tokens of the R requests, or None where nobody has any.
+        seeds: ``[R]`` int64, of each request's draws where the rule's scorer is :class:`RandomDraw`, else ignored.
 
     Returns:
         ``out [R, Hq, D]`` in q's dtype, corrected if the rule says so, and ``lse [R, Hq]`` float32, the natural log-sum-exp
@@ -59,26 +62,30 @@ def decode_step(
         StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been written. In Triton,
             which does not wait for the device, that request's outputs are NaN instead, its pages as before; and a position
             of -1 is padding.
-        ValueError: given scores are missing where the rule needs them, or of another shape.
+        ValueError: given scores or seeds are missing where the rule needs them, or of another shape.
     """
     run = resolve("decode_step", impl, q)
-    given = _checked_scores(rule, given, k.shape[:2])
-    return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, given=given, prefix=prefix)
+    more = _inputs_of(rule, given, k.shape[:2], seeds, (len(k),))
+    return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **more)
 
 
-def _checked_scores(rule: RetentionRule, given: torch.Tensor | None, shape: tuple[int, ...]) -> torch.Tensor | None:
-    """Return the given scores where the rule takes them, else None.
+def _inputs_of(rule: RetentionRule, given, scores: tuple[int, ...], seeds, requests: tuple[int, ...]) -> dict:
+    """Return what an implementation takes beside the tokens, None where the rule does not: ``given``, and ``keys [R, H]`` of draws.
 
     Raises:
-        ValueError: they are missing, or of another shape.
+        ValueError: it is missing, or of another shape.
     """
-    if not isinstance(rule.scorer, GivenScore):
-        return None
-    if given is None or given.shape != shape:
-        raise ValueError(
-            f"given must be {tuple(shape)} for {type(rule.scorer).__name__}, got {None if given is None else tuple(given.shape)}"
-        )
-    return given
+    for name, value, needed, shape in (
+        ("given", given, isinstance(rule.scorer, GivenScore), scores),
+        ("seeds", seeds, rule.draws, requests),
+    ):
+        if needed and (value is None or value.shape != shape):
+            got = None if value is None else tuple(value.shape)
+            raise ValueError(f"{name} must be {tuple(shape)} for {type(rule.scorer).__name__}, got {got}")
+    return {
+        "given": given if isinstance(rule.scorer, GivenScore) else None,
+        "keys": head_keys(seeds, rule.scorer.lanes) if rule.draws else None,
+    }
 
 
 def prefill_chunk(
@@ -94,6 +101,7 @@ def prefill_chunk(
     scale: float,
     given: torch.Tensor | None = None,
     prefix: Prefix | None = None,
+    seed: int | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The L tokens ``[start, start + L)`` of one request; equals L decode steps to rounding (DESIGN "One step").
@@ -105,7 +113,8 @@ def prefill_chunk(
     Args:
         q: ``[L, Hq, D]``, k, v: ``[L, H, D]`` in the cache's dtype.
         page_table: ``[H, P]`` int32. start: position of the first token. budgets: ``[H]`` int32.
-        given: ``[L, H]`` float32. prefix: of this request, R = 1, its ``tokens`` on the CPU. The rest as in :func:`decode_step`.
+        given: ``[L, H]`` float32. prefix: of this request, R = 1, its ``tokens`` on the CPU. seed: of the
+            request's draws. The rest as in :func:`decode_step`.
 
     Returns:
         ``out [L, Hq, D]`` in q's dtype, ``lse [L, Hq]`` float32.
@@ -116,8 +125,9 @@ def prefill_chunk(
         ValueError: as in :func:`decode_step`.
     """
     run = resolve("prefill_chunk", impl, q)
-    given = _checked_scores(rule, given, k.shape[:2])
-    return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale, given=given, prefix=prefix)
+    seeds = None if seed is None else torch.tensor([seed], device=k.device)
+    more = _inputs_of(rule, given, k.shape[:2], seeds, (1,))
+    return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale, prefix=prefix, **more)
 
 
 def begin_tail(
@@ -147,6 +157,7 @@ def online_topk(
     log_gamma: torch.Tensor,
     decay_step: int = 1,
     ages: bool = False,
+    keys: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
     """When each token is evicted from k long-range slots, arrivals one by one, evictions permanent.
@@ -157,6 +168,7 @@ def online_topk(
     Args:
         score: ``[H, T]`` float32 raw scores. position: ``[H, T]`` int64; the arrivals' positions increase by one.
         log_gamma: ``[H]`` float64. ages: a token's effective score is its age times its score instead.
+        keys: ``[H]`` int64, of draws that stand in place of the scores.
 
     Returns:
         ``evicted_at [H, T]`` int64: the query position at which a token is first missing, or ``torch.iinfo(int64).max``.
@@ -181,4 +193,5 @@ def online_topk(
         log_gamma=log_gamma,
         decay_step=decay_step,
         ages=ages,
+        keys=keys,
     )

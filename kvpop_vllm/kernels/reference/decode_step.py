@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.kernels.draws import draw
 from kvpop_vllm.kernels.ops import (
     STATE_M_START,
     AttentionMass,
@@ -20,12 +21,12 @@ from kvpop_vllm.kernels.reference.moments import HeadMoments
 from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen, protected
 
 
-def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None):
+def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
     requests, heads, _ = k.shape
     group = q.shape[1] // heads
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
-    starts = positions.tolist()
+    starts, draw_keys = positions.tolist(), keys
     check_tokens_seen(pages, page_table, starts, prefix)
     for r, at in enumerate(starts):
         protect = protected(prefix, r)
@@ -39,14 +40,17 @@ def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, 
             slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]) - rule.sinks + own.sinks)
             inserted = 0.0 if given is None else float(given[r, h])
             token = q[r, rows], k[r, h], v[r, h], inserted
-            out[r, rows], lse[r, rows] = _step_head(slots, own, h, at, *token, (keys, values), scale)
+            key = None if draw_keys is None else draw_keys[r, h]
+            out[r, rows], lse[r, rows] = _step_head(slots, own, h, at, *token, (keys, values), scale, key)
     return out, lse
 
 
-def _step_head(slots: HeadSlots, rule: RetentionRule, head: int, q: int, query, k, v, inserted, before, scale):
+def _step_head(
+    slots: HeadSlots, rule: RetentionRule, head: int, q: int, query, k, v, inserted, before, scale, draw_key
+):
     """Advance one head by token q; returns attention ``[G, D]`` of ``query`` and its log-sum-exps ``[G]``.
 
-    before: keys and values ``[p, D]`` of the protected tokens.
+    before: keys and values ``[p, D]`` of the protected tokens. draw_key: of the head's draws, where scores are drawn.
     """
     if isinstance(rule.scorer, MLSTMWeights):
         inserted = _take_in(slots, torch.cat([k, v]).float(), q, rule.scorer, head)
@@ -54,7 +58,7 @@ def _step_head(slots: HeadSlots, rule: RetentionRule, head: int, q: int, query, 
     moments = HeadMoments(slots, rule, q, in_use, scale) if rule.keeps_moments else None
     if leaving >= rule.first_evictable:
         score = _boundary_score(slots, ring, rule, head)
-        in_use = _place(slots, q, in_use, rule, head, leaving, score, moments)
+        in_use = _place(slots, q, in_use, rule, head, leaving, score, moments, draw_key)
     slots.write(ring, k, v, inserted, q)
     in_use = max(in_use, ring + 1)
     slots.set_counts(rule, q + 1, in_use)
@@ -70,7 +74,9 @@ def _mean(rule: RetentionRule) -> bool:
     return isinstance(rule.scorer, AttentionMass) and rule.scorer.mean
 
 
-def _place(slots: HeadSlots, q: int, in_use: int, rule: RetentionRule, head: int, leaving: int, score: float, moments):
+def _place(
+    slots: HeadSlots, q: int, in_use: int, rule: RetentionRule, head: int, leaving: int, score: float, moments, draw_key
+):
     """Move the token that leaves the window into a free slot, over a worse token, or nowhere; returns how many slots are in use."""
     ring, factors = rule.ring_slot(leaving), None
     if isinstance(rule.scorer, MomentResidual):
@@ -79,7 +85,7 @@ def _place(slots: HeadSlots, q: int, in_use: int, rule: RetentionRule, head: int
         factors[ranked] = moments.residuals(ranked).double()
     below = rule.threshold is not None and score < rule.threshold
     full = in_use >= slots.budget
-    target = None if below else _victim(slots, score, leaving, q, rule, head, factors) if full else in_use
+    target = None if below else _victim(slots, score, leaving, q, rule, head, factors, draw_key) if full else in_use
     if moments is not None and (below or full):
         moments.take_in(ring if target is None else target)
     if target is None:
@@ -120,7 +126,7 @@ def clear(state: torch.Tensor) -> None:
 def _boundary_score(slots, ring, rule, head) -> float:
     """Raw score of the token in ring slot ``ring``, which leaves the window (eqs. 36, 41, 42)."""
     weights = rule.scorer
-    if weights is None:
+    if weights is None or rule.draws:
         return 0.0
     if rule.coupled or isinstance(weights, GivenScore):
         return slots.score(ring)
@@ -152,13 +158,7 @@ def one_head(weights, head):
     return type(weights)(**cut)
 
 
-def _effective(rule: RetentionRule, head: int, q: int, t: int, score: float) -> float:
-    """How token t ranks at q."""
-    raw = score / (q - t) if _mean(rule) else score * (q - t) if rule.ages else score
-    return raw + ((q - t) // rule.decay_step) * float(rule.log_gamma[head])
-
-
-def _victim(slots, score, leaving, q, rule, head, factors=None) -> int | None:
+def _victim(slots, score, leaving, q, rule, head, factors, draw_key) -> int | None:
     """The long-range slot whose token has the lowest effective score, None if that is the leaving token itself.
 
     factors: ``[B]`` float64 by slot, of raw scores.
@@ -166,6 +166,8 @@ def _victim(slots, score, leaving, q, rule, head, factors=None) -> int | None:
     first, log_gamma = rule.first_long, float(rule.log_gamma[head])
     scores, positions = slots.long_range(first)
     raw, own = scores.double(), score
+    if rule.draws:
+        raw, own = draw(draw_key, q, positions), float(draw(draw_key, q, torch.tensor(leaving)))
     if _mean(rule):
         raw, own = raw / (q - positions), own / (q - leaving)
     if rule.ages:

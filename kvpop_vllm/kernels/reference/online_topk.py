@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.kernels.draws import draw
+
 NEVER = torch.iinfo(torch.int64).max
 
 
-def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False):
+def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
     """See :func:`kvpop_vllm.kernels.ops.online_topk`."""
     arrivals = score.shape[-1] - held
     if arrivals <= 0 or held + arrivals <= topk:
         return torch.full(position.shape, NEVER, dtype=torch.int64, device=score.device)
-    if decay_step == 1 and not ages:
+    if decay_step == 1 and not ages and keys is None:
         return _static_order(score, position, held, topk, window, log_gamma)
-    return _aged_order(score, position, held, topk, window, log_gamma, decay_step, ages)
+    return _aged_order(score, position, held, topk, window, log_gamma, decay_step, ages, keys)
 
 
 def _static_order(score, position, held, topk, window, log_gamma):
@@ -46,8 +48,8 @@ def _worst_first(priority, position):
     return by_age.gather(-1, priority.gather(-1, by_age).argsort(dim=-1, stable=True))
 
 
-def _aged_order(score, position, held, topk, window, log_gamma, decay_step, ages):
-    """With n > 1, or a decay of each token's own, the order changes with q: every arrival is simulated."""
+def _aged_order(score, position, held, topk, window, log_gamma, decay_step, ages, keys):
+    """With n > 1, a decay of each token's own, or draws, the order changes with q: every arrival is simulated."""
     heads, total = score.shape
     evicted_at = torch.full((heads, total), NEVER, dtype=torch.int64, device=score.device)
     alive = torch.zeros(heads, total, dtype=torch.bool, device=score.device)
@@ -58,6 +60,8 @@ def _aged_order(score, position, held, topk, window, log_gamma, decay_step, ages
             continue
         q = position[:, j : j + 1] + window
         effective = score.double() * (q - position if ages else 1)
+        if keys is not None:
+            effective = draw(keys.unsqueeze(-1), q, position)
         effective = effective + ((q - position) // decay_step) * log_gamma.unsqueeze(-1)
         effective = torch.where(alive, effective, torch.inf)
         lowest = effective == effective.amin(-1, keepdim=True)

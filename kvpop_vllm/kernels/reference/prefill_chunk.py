@@ -33,12 +33,12 @@ class Retained:
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
 
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None):
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None, keys=None):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_tokens_seen(pages, page_table.unsqueeze(0), [start], prefix)
     protect = protected(prefix, 0)
     if protect > start or rule.sequential:  # one by one where it is easiest to be right
-        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prefix)
+        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prefix, keys)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
     before = prefix.gather(0, 0, protect) if protect else None
@@ -47,18 +47,27 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
         rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
         own = _select_heads(rule.behind(protect), heads)
         shown = None if before is None else tuple(x[heads] for x in before)
-        part = _Heads(pages, page_table, heads, budget - rule.sinks + own.sinks, own, scale, shown)
+        part = _Heads(
+            pages,
+            page_table,
+            heads,
+            budget - rule.sinks + own.sinks,
+            own,
+            scale,
+            shown,
+            None if keys is None else keys[0, heads],
+        )
         score = None if given is None else given[:, heads]
         out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start, score)
     return out, lse
 
 
-def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prefix):
+def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prefix, keys):
     steps, table, own = [], page_table.unsqueeze(0), budgets.unsqueeze(0)
     for i in range(len(q)):
         token, at = (x[i : i + 1] for x in (q, k, v)), torch.tensor([start + i])
         score = None if given is None else given[i : i + 1]
-        more = {"rule": rule, "scale": scale, "given": score, "prefix": prefix}
+        more = {"rule": rule, "scale": scale, "given": score, "prefix": prefix, "keys": keys}
         steps.append(decode_step(*token, pages, table, at, own, **more))
     outs, lses = zip(*steps, strict=True)
     return torch.cat(outs), torch.cat(lses)
@@ -81,11 +90,12 @@ def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 class _Heads:
-    """The heads of one request that share one budget; before: keys and values ``[H, p, D]`` of the protected tokens, or None."""
+    """The heads of one request that share one budget; before: keys and values ``[H, p, D]`` of the protected tokens, or None;
+    keys: ``[H]`` of their draws, or None."""
 
-    def __init__(self, pages, page_table, heads, budget, rule, scale, before):
+    def __init__(self, pages, page_table, heads, budget, rule, scale, before, keys):
         self.pages, self.heads, self.budget, self.rule, self.scale = pages, heads, budget, rule, scale
-        self.topk, self.before = budget - rule.first_long, before
+        self.topk, self.before, self.keys = budget - rule.first_long, before, keys
         table = page_table[heads].long()
         self.state_rows, self.slot_rows = table[:, : pages.layout.state_blocks], table[:, pages.layout.state_blocks :]
 
@@ -123,6 +133,7 @@ class _Heads:
             log_gamma=rule.log_gamma,
             decay_step=rule.decay_step,
             ages=rule.ages,
+            keys=self.keys,
         )
         evicted_at[:, first : first + held_long] = gone[:, :held_long]
         evicted_at[:, at] = gone[:, held_long:]
@@ -149,7 +160,7 @@ class _Heads:
         with what is scored at insertion; and the scorer's state."""
         weights, count, a = self.rule.scorer, keys.shape[1], int(new[0])
         own = torch.cat([held.score, torch.zeros(len(self.heads), count - held.k.shape[1])], 1)
-        if weights is None:
+        if weights is None or self.rule.draws:
             return torch.zeros(len(self.heads), len(leaving)), own, None
         if isinstance(weights, GivenScore):
             own[:, held.k.shape[1] :] = given

@@ -1,0 +1,27 @@
+"""Random eviction, the control that every other policy is measured against (Random Attention, 2026, arXiv 2609.03430)."""
+
+from __future__ import annotations
+
+from kvpop_vllm.kernels.draws import head_lanes
+from kvpop_vllm.kernels.ops import RandomDraw
+from kvpop_vllm.policies.base import Order, Policy
+
+
+class RandomAttention(Policy):
+    """Whenever a token must go, a uniformly random one of those behind the window leaves, drawn anew for each KV head.
+
+    Prompts are protected by default, as in the paper: what is evicted was generated. Old tokens survive geometrically. Draws
+    depend on the request's seed, the layer, the KV head, the token and the step alone (:mod:`kvpop_vllm.kernels.draws`).
+    Half of the budget is the window unless ``--kv-window`` says otherwise.
+    """
+
+    name = "random"
+    paper = "Random Attention, arXiv:2609.03430"
+    cost = "one hash per long-range token and head"
+    order = Order.AGED
+    draws = True
+    window_share = 0.5
+    default_protect = True
+
+    def rule(self, layer, heads):
+        return self.training_free_rule(heads, RandomDraw(head_lanes(layer, heads, self.model.num_kv_heads)))
