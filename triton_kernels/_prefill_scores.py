@@ -138,7 +138,7 @@ class Scores:
         insertion go into the piece's."""
         weights, where = self.weights, piece.leaving(self.rule)
         keys = piece.keys[:, where]
-        if weights is None:
+        if weights is None or self.rule.draws:
             return torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device), None
         if isinstance(weights, GivenScore):
             return piece.score[:, where], None

@@ -48,7 +48,8 @@ class Before(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The tokens of a step. given is None where the rule does not read it, protected where nobody has a prefix."""
+    """The tokens of a step. given and keys are None where the rule does not read them, protected where nobody has a
+    prefix."""
 
     k: Any  # [R, H, D]
     v: Any
@@ -66,6 +67,9 @@ class Asked(NamedTuple):
     given_head: int
     protected: Any  # [R], p of each
     protected_request: int
+    keys: Any  # [R, H] int64, of draws
+    keys_request: int
+    keys_head: int
 
 
 class Weights(NamedTuple):
@@ -104,6 +108,7 @@ class Plan:
     mean: bool = False  # or added to them
     given: bool = False
     ages: bool = False
+    draws: bool = False
     threshold: float | None = None
     residual: bool = False
     corrects: bool = False

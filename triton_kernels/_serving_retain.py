@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton._draws import draw
 from kvpop_vllm.kernels.triton._lowest_score import FAR, lower_of, lowest_of, none_yet
 from kvpop_vllm.kernels.triton._serving_pages import (
     MARKS,
@@ -22,10 +23,12 @@ EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _effective(raw, t, q, log_gamma, factor, P: tl.constexpr):
-    """How tokens t rank at q, float64; launched without fused multiply-adds, so that every operation rounds as in the
+def _effective(raw, t, q, log_gamma, factor, key, P: tl.constexpr):
+    """How tokens t rank at q, float64; key: of the head's draws. Launched without fused multiply-adds, so that every operation rounds as in the
     reference."""
     score = raw.to(tl.float64)
+    if P.draws:
+        score = draw(key, q, t)
     age = q - t
     if P.mean:
         score = score / age.to(tl.float64)
@@ -37,7 +40,7 @@ def _effective(raw, t, q, log_gamma, factor, P: tl.constexpr):
 
 
 @triton.jit
-def _lowest(cache, factors, r, h, first_long, budget, q, log_gamma, P: tl.constexpr, BLOCK: tl.constexpr):
+def _lowest(cache, factors, r, h, first_long, budget, q, log_gamma, key, P: tl.constexpr, BLOCK: tl.constexpr):
     """Lowest effective score of the long-range slots of a full cache and the slot that has it, of equal ones the oldest token's;
     slot -1 where there is none that is a number."""
     best, oldest, where = none_yet(BLOCK)
@@ -51,7 +54,7 @@ def _lowest(cache, factors, r, h, first_long, budget, q, log_gamma, P: tl.conste
         if P.residual:
             factor = tl.load(factors + slot, mask=inside, other=0.0)
         token = tl.where(inside, token, q - 1)
-        effective = _effective(raw, token, q, log_gamma, factor, P)
+        effective = _effective(raw, token, q, log_gamma, factor, key, P)
         best, oldest, where = lower_of(best, oldest, where, effective, token, slot, inside)
     lowest, slot = lowest_of(best, oldest, where)
     return lowest, tl.where(slot == FAR, -1, slot)
@@ -216,9 +219,11 @@ def _retain(
             factor = raw
             if P.residual:
                 factor = tl.load(factors + slot)
-            gamma = tl.load(log_gamma + h)
-            lowest, victim = _lowest(cache, factors, r, h, first_long, budget, q, gamma, P, BLOCK)
-            target = tl.where(_effective(raw, u, q, gamma, factor, P) < lowest, -1, victim)
+            gamma, key_of_draws = tl.load(log_gamma + h), h
+            if P.draws:
+                key_of_draws = tl.load(asked.keys + r * asked.keys_request + h * asked.keys_head)
+            lowest, victim = _lowest(cache, factors, r, h, first_long, budget, q, gamma, key_of_draws, P, BLOCK)
+            target = tl.where(_effective(raw, u, q, gamma, factor, key_of_draws, P) < lowest, -1, victim)
         if P.threshold is not None:
             if raw.to(tl.float64) < P.threshold:
                 target, gone = -1, 1

@@ -23,6 +23,7 @@ from kvpop_vllm.kernels.ops import (
     MLPWeights,
     MLSTMWeights,
     MomentResidual,
+    RandomDraw,
 )
 
 SPLIT_SLOTS = 128  # at least so many for each program of attention
@@ -64,6 +65,7 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
     kinds = {
         type(None): lambda: {"scorer": "none"},
         KeyNorm: lambda: {"scorer": "key_norm"},
+        RandomDraw: lambda: {"scorer": "none", "draws": True},
         AttentionMass: lambda: {"scorer": "parked", "masses": True, "mean": scorer.mean},
         MomentResidual: lambda: {"scorer": "parked", "masses": True, "residual": True},
         GivenScore: lambda: {"scorer": "parked", "given": True, "ages": scorer.ages, "threshold": scorer.threshold},
@@ -146,7 +148,7 @@ def _splits(plan: Plan, protected: int, programs: int, block: int, device: torch
     return max(1, min(wanted, (protected + plan.most_slots) // max(block, SPLIT_SLOTS), 64))
 
 
-def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None):
+def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`. Never waits for the device, so that a CUDA graph may hold it: what
     is launched and allocated (by ``torch.empty``) depends on shapes and the rule's constants alone.
 
@@ -167,16 +169,16 @@ def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, 
     plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
     if len(q):
-        told = positions, budgets, given, prefix
+        told = positions, budgets, given, prefix, keys
         take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse)
     return out, lse
 
 
 def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
     """The launches of a step that has been checked, its outputs into ``out`` and ``lse``, contiguous; told: positions,
-    budgets, given scores and prefix as :func:`decode_step` takes them."""
+    budgets, given scores, prefix and keys as :func:`decode_step` takes them."""
     (requests, heads, size), device = k.shape, q.device
-    positions, budgets, given, prefix = told
+    positions, budgets, given, prefix, keys = told
     cache = Cache(
         pages.k, pages.v, pages.score, pages.position, pages.state,
         *pages.k.stride()[:2], *pages.score.stride()[:2], page_table, *page_table.stride(),
@@ -185,6 +187,7 @@ def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out,
         k, v, *k.stride()[:2], *v.stride()[:2], positions, positions.stride(0),
         budgets, *budgets.stride(), given, *((0, 0) if given is None else given.stride()),
         *((None, 0) if prefix is None else (prefix.tokens, prefix.tokens.stride(0))),
+        keys, *((0, 0) if keys is None else keys.stride()),
     )  # fmt: skip
     before = Before()
     if prefix is not None:

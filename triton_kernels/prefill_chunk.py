@@ -35,7 +35,7 @@ LAST = 2**31 - 1
 
 
 @torch.no_grad()
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None):
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None, keys=None):
     """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`. All tensors but the prefix's ``tokens`` are on q's device, the rule's too.
 
     Raises:
@@ -48,9 +48,13 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
     own, shares = rule.behind(protected), _look(pages, page_table, start, budgets, protected)
     if rule.sequential:
         plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
-        run = partial(_token_by_token, plan, pages, page_table, budgets, rule, weights, scale, _on_device(prefix, q))
+        run = partial(
+            _token_by_token, plan, pages, page_table, budgets, rule, weights, scale, _on_device(prefix, q), keys
+        )
     else:
-        run = partial(_in_pieces, pages, page_table, [share - rule.sinks + own.sinks for share in shares], own, scale)
+        run = partial(
+            _in_pieces, pages, page_table, [share - rule.sinks + own.sinks for share in shares], own, scale, keys
+        )
     return with_prefix(run, q, k, v, start, given, prefix, scale, attends=rule.sequential)
 
 
@@ -60,17 +64,20 @@ def _empty(q) -> tuple[torch.Tensor, torch.Tensor]:
     return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
 
-def _in_pieces(pages, page_table, shares, rule, scale, q, k, v, start, given) -> tuple[torch.Tensor, torch.Tensor]:
+def _in_pieces(
+    pages, page_table, shares, rule, scale, keys, q, k, v, start, given
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Tokens of a tail, whose rule and budgets these are, over its slots alone; heads of one budget together."""
     (out, lse), group = _empty(q), q.shape[1] // k.shape[1]
     for budget in sorted(set(shares)) if len(q) else ():
         own = [h for h, share in enumerate(shares) if share == budget]
         if len(own) == len(shares):
-            _Heads(pages, page_table, None, budget, rule, scale).run(q, k, v, start, given, out, lse)
+            _Heads(pages, page_table, None, budget, rule, scale, keys).run(q, k, v, start, given, out, lse)
             continue
         heads = torch.tensor(own, device=q.device)
         rows = torch.tensor([h * group + i for h in own for i in range(group)], device=q.device)
-        part = _Heads(pages, page_table[heads], heads, budget, _of_heads(rule, heads), scale)
+        drawn = None if keys is None else keys[:, heads]
+        part = _Heads(pages, page_table[heads], heads, budget, _of_heads(rule, heads), scale, drawn)
         some, some_lse = out.new_empty(len(q), len(rows), q.shape[2]), lse.new_empty(len(q), len(rows))
         scores = None if given is None else given[:, heads]
         part.run(q[:, rows], k[:, heads], v[:, heads], start, scores, some, some_lse)
@@ -103,7 +110,7 @@ def _on_device(prefix: Prefix | None, like: torch.Tensor) -> Prefix | None:
 
 
 def _token_by_token(
-    plan, pages, table, budgets, rule, weights, scale, prefix, q, k, v, start, given
+    plan, pages, table, budgets, rule, weights, scale, prefix, keys, q, k, v, start, given
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """L decode steps, whose positions are on the device from the start."""
     out, lse = _empty(q)
@@ -112,7 +119,7 @@ def _token_by_token(
     rows, own = table.unsqueeze(0), budgets.unsqueeze(0)
     for i in range(len(q)):
         cut = slice(i, i + 1)
-        told = positions[i, :1], own, None if given is None else given[cut], prefix
+        told = positions[i, :1], own, None if given is None else given[cut], prefix, keys
         step = (x[cut] for x in (q, k, v))
         take_step(plan, *step, pages, rows, told, rule, weights, scale, out[cut], lse[cut])
     return out, lse
@@ -128,15 +135,16 @@ def _of_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
 
 
 class _Heads:
-    """The heads of one request that share one budget: all, or those numbered ``heads``, whose table and rule are given.
+    """The heads of one request that share one budget: all, or those numbered ``heads``, whose table, rule and keys ``[1, H]`` of
+    draws are given.
 
     Positions are counted from the first token that has a slot, those in pages and those that come in from 0."""
 
-    def __init__(self, pages, table, heads, budget: int, rule: RetentionRule, scale: float):
+    def __init__(self, pages, table, heads, budget: int, rule: RetentionRule, scale: float, keys):
         self.pages, self.budget, self.rule, self.scale = pages, budget, rule, scale
         self.device, count = table.device, len(table)
         self.heads = torch.arange(count, device=self.device) if heads is None else heads
-        self.topk = budget - rule.first_long
+        self.topk, self.keys = budget - rule.first_long, None if keys is None else keys[0]
         states = pages.layout.state_blocks
         self.state_rows, self.slot_rows = table[:, :states].long(), table[:, states:].long()
         self.scores = Scores(rule)
@@ -194,11 +202,11 @@ class _Heads:
         gone = torch.full(piece.score.shape, LAST, dtype=torch.int32, device=self.device)
         ranked = [slice(0, held), leaving]
         score, position = (torch.cat([x[:, part] for part in ranked], 1) for x in (piece.score, piece.position))
-        at = online_topk(
-            score, position, held, topk=self.topk, window=rule.window, log_gamma=rule.log_gamma,
-            decay_step=rule.decay_step, ages=rule.ages,
+        at = online_topk(  # draws go by a token's own position
+            score, position + rule.first, held, topk=self.topk, window=rule.window, log_gamma=rule.log_gamma,
+            decay_step=rule.decay_step, ages=rule.ages, keys=self.keys,
         )  # fmt: skip
-        at = (at - piece.a).clamp_max(LAST).int()
+        at = (at - piece.a - rule.first).clamp_max(LAST).int()
         gone[:, :held], gone[:, leaving] = at[:, :held], at[:, held:]
         return gone
 

@@ -55,6 +55,7 @@ class DecodeRows:
         positions: ``[most]`` int64, :data:`PADDING` in rows of padding. budgets: ``[H]`` int32, B.
         protected: ``[most]`` int64, p of each. prefix_table: ``[most, F]`` int32, its prefix blocks and what lies behind them.
         blocks, slots: ``[most]`` int64, where its new token goes if that is protected, else slot 0 of :data:`NULL_BLOCK`.
+        seeds: ``[most]`` int64, of its draws.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class DecodeRows:
         self.table = torch.full((most, columns), NULL_BLOCK, dtype=torch.int32, device=device)
         self.positions = torch.full((most,), PADDING, dtype=torch.int64, device=device)
         self.budgets = torch.full((layout.num_kv_heads,), retention.budget, dtype=torch.int32, device=device)
-        self.protected, self.blocks, self.slots = (
-            torch.zeros(most, dtype=torch.int64, device=device) for _ in range(3)
+        self.protected, self.blocks, self.slots, self.seeds = (
+            torch.zeros(most, dtype=torch.int64, device=device) for _ in range(4)
         )
         blocks = cdiv(longest, layout.block_slots)
         self.prefix_table = torch.full((most, blocks), NULL_BLOCK, dtype=torch.int32, device=device)
@@ -86,6 +87,7 @@ class DecodeRows:
         block_table: torch.Tensor,
         slots: torch.Tensor,
         protected: torch.Tensor | None = None,
+        seeds: torch.Tensor | None = None,
     ) -> None:
         """Fill the first ``rows`` rows, by operations of the device alone.
 
@@ -96,11 +98,13 @@ class DecodeRows:
         Args:
             lengths: ``[>= rows]`` int32, of each request with the new token. block_table: ``[>= rows, W]`` int32, of each the
                 blocks of its prefix, its state and its tail. slots: ``[>= rows]`` int64, -1 where a token has none; else not
-                used. protected: ``[requests]`` int64, p of each request of the step; may be in pinned memory of the CPU.
+                used. protected, seeds: ``[requests]`` int64, p of each request of the step where prompts are protected, and the
+                seed of its draws where scores are drawn.
         """
         positions, asked = self.positions[:rows], lengths[:rows] - 1
-        if self.protects:
-            self.protected[: len(protected)].copy_(protected, non_blocking=True)
+        for whole, sent in ((self.protected, protected), (self.seeds, seeds)):
+            if sent is not None:
+                whole[: len(sent)].copy_(sent, non_blocking=True)
         tails = self._tails(block_table, slice(0, rows))
         width, block = tails.shape[1], tails[:, self.layout.state_blocks]
         if self.protects:
@@ -147,12 +151,13 @@ class DecodeRows:
         regions: RegionMap | None = None,
         layer: int = 0,
         protected: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> StepBatch:
         """The step as one layer sees it; decode rows are views of the tensors that :meth:`fill` filled, or made of them.
 
         Args:
             lengths: of each request with its new tokens, exact for chunks. block_table: ``[requests, W]`` int32.
-            regions, layer: as in :meth:`StepBatch.build`. protected: p of each request, where prompts are.
+            regions, layer: as in :meth:`StepBatch.build`. protected, seeds: as :meth:`fill` took them.
         """
         rows, heads, chosen = split.decodes, self.layout.num_kv_heads, [i for i, _, _ in split.chunks]
         blocks = self._tails(block_table, slice(chosen[0], chosen[-1] + 1)) if chosen else self.table[:0]
@@ -169,11 +174,14 @@ class DecodeRows:
                 lengths[i] - count,
                 others[i - chosen[0]],
                 *self._prefix(i, block_table, protected),
+                None if seeds is None else seeds[i],
             )
             for i, first, count in split.chunks
         )
         protection = self._protection(rows, chunks, others) if self.protects else None
-        return StepBatch(rows, slice(0, rows), own, self.positions[:rows], budgets, chunks, None, None, protection)
+        drawn = None if seeds is None else self.seeds[:rows]
+        positions = self.positions[:rows]
+        return StepBatch(rows, slice(0, rows), own, positions, budgets, chunks, None, None, protection, drawn)
 
     def _prefix(
         self, i: int, block_table: torch.Tensor, protected: Sequence[int] | None

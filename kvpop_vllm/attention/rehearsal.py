@@ -42,12 +42,13 @@ def largest_steps(
     prefix_table = torch.zeros(rows, cdiv(longest, layout.block_slots), dtype=torch.int32, device=device)
     protection = _protection(prefix_table, rows, table[:0], 0) if longest else None
     decodes = rows, slice(0, rows), table.expand(rows, -1, -1), positions, told
-    yield pages, StepBatch(*decodes, (), None, None, protection), rows
+    seeds = torch.zeros(rows, dtype=torch.int64, device=device) if rule.draws else None
+    yield pages, StepBatch(*decodes, (), None, None, protection, seeds), rows
 
     def of_chunk(count: int, start: int, protected: int):
         """A step of one chunk of so many tokens, from position ``start`` on, behind so many protected ones or among them."""
-        own = (protected, prefix_table[0]) if longest else ()
-        chunk, protection = PrefillChunk(0, count, start, table[0], *own), None
+        own = (protected, prefix_table[0]) if longest else (0, None)
+        chunk, protection = PrefillChunk(0, count, start, table[0], *own, 0 if rule.draws else None), None
         if longest:
             within = min(count, max(0, protected - start))
             protection = _protection(prefix_table[:1], within, table[:1], protected)

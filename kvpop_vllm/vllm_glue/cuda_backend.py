@@ -10,7 +10,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpop_vllm.attention.device_step import DecodeRows, Split
 from kvpop_vllm.attention.rehearsal import largest_steps
-from kvpop_vllm.config import SUPPORTED_HEAD_SIZES
+from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import Prefix
 from kvpop_vllm.vllm_glue import cuda, prompt_lengths
@@ -20,7 +20,6 @@ from kvpop_vllm.vllm_glue.backend import (
     FixedBudgetMetadata,
     FixedBudgetMetadataBuilder,
 )
-from kvpop_vllm.vllm_glue.cache_spec import protected_tokens
 
 _REASONS = {
     "head_size not supported": f"head sizes are {', '.join(map(str, SUPPORTED_HEAD_SIZES))}",
@@ -153,7 +152,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             device,
             protected_tokens(self.protect, vllm_config.model_config.max_model_len),
         )
-        if self.protect and vllm_config.use_v2_model_runner:
+        if (self.protect or self.draws) and vllm_config.use_v2_model_runner:
             prompt_lengths.apply_v2()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
@@ -163,26 +162,29 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks or self.protect else []
         if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
             return None  # from position 0 on, and yet past its prompt
-        table, protected, sent = common.block_table_tensor, None, None
-        if self.protect:
-            protected = self._protected(common)
-            sent = async_tensor_h2d(protected, dtype=torch.int64, device=table.device)
-        self.rows.fill(split.decodes, common.seq_lens, table, common.slot_mapping, sent)
+        table = common.block_table_tensor
+        protected, seeds = self._told(common) if self.protect or self.draws else (None, None)
+        sent = [x and async_tensor_h2d(x, dtype=torch.int64, device=table.device) for x in (protected, seeds)]
+        self.rows.fill(split.decodes, common.seq_lens, table, common.slot_mapping, *sent)
         if self.protect:
             self._begin_tails([i for i in range(split.decodes) if 0 < protected[i] == lengths[i] - 1], protected)
         step = split, lengths, table
-        return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer, protected), split.tokens)
+        return self.finish(
+            lambda regions, layer: self.rows.batch(*step, regions, layer, protected, seeds), split.tokens
+        )
 
-    def _protected(self, common) -> list[int]:
-        """Return p of each row; 0 of rows that are no request's, and while nothing is known: in dummy runs.
+    def _told(self, common) -> tuple[list[int] | None, list[int] | None]:
+        """Return p and the seed of each row; 0 of rows that are no request's, and while nothing is known: in dummy runs.
 
         Raises:
-            RuntimeError: the model runner does not say how long prompts are.
+            RuntimeError: the model runner does not say them.
         """
-        if self.prompts is None and any(common.is_prefilling[: common.num_reqs]):
-            raise RuntimeError("this model runner does not say how long prompts are: leave --kv-protect-prompt out")
-        known = [] if self.prompts is None else self.protected(common.num_reqs)
-        return known + [0] * (common.num_reqs - len(known))
+        requests, found = common.num_reqs, []
+        if self.prompts is not None or any(common.is_prefilling[:requests]):
+            found = [self.protected(requests), None if (seeds := self.drawn(requests)) is None else seeds.tolist()]
+        known = [each or [] for each in found or (None, None)]
+        padded = [each + [0] * (requests - len(each)) for each in known]
+        return padded[0] if self.protect else None, padded[1] if self.draws else None
 
     def _begin_tails(self, chosen: list[int], protected: list[int]) -> None:
         """Begin the tails of rows of decodes in all layers; a row that turns out to be padding has null blocks."""

@@ -120,7 +120,7 @@ def test_heads_of_unequal_budgets(layer):
         batch, d = filled(rows, lens, lengths)(regions, layer), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, None, regions, layer)
+        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, None, None, regions, layer)
         assert torch.equal(batch.positions, expected.positions[:d]) and torch.equal(batch.budgets, expected.budgets)
         for r in range(d):
             own = min(lengths[r], SHARES.budgets[layer][0])

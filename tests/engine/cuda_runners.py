@@ -7,6 +7,7 @@ import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from engine.cuda_engine import LENGTH, cache_of
@@ -118,6 +119,10 @@ class RunnerV2(Runner):
         runner.model_state = DefaultModelState(self.config, None, None, CPU)
         runner.model_state.prepare_attn = _ending(runner.model_state.prepare_attn)
         runner.sampler, runner.prompt_logprobs_worker, runner.decode_query_len = mock.Mock(), mock.Mock(), 1
+        seeds = SimpleNamespace(np=np.arange(100, 100 + runner.max_num_reqs))
+        runner.sampler.sampling_states = SimpleNamespace(
+            seeds=seeds, seeds_set=np.ones(runner.max_num_reqs, dtype=bool)
+        )
         runner.cudagraph_manager = cudagraph_utils.CudaGraphManager(self.config, CPU, self.graph_mode(True), 1)
         runner.cudagraph_manager._graphs_captured = True
         spec = self.group.kv_cache_spec

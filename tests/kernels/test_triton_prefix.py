@@ -300,3 +300,48 @@ class TestPrefillBehindAPrefix(Interpreted):
         with pytest.raises(StepOrderError, match="starts at position 24, but its cache has seen 25"):
             ops.prefill_chunk(q, k, v, served.pages, p.table[0], 24, p.budgets[0], **own)
         assert torch.equal(served.pages.raw, before)
+
+
+class TestDraws(Interpreted):
+    """Scores that are drawn: which tokens are held follows from integers alone, so that it is the reference's to the last."""
+
+    @pytest.fixture
+    def drawn(self):
+        """Two requests, one of them behind a prefix, whose tokens are drawn by lot."""
+        p = problem("none", heads=2, protected=(0, 18))
+        lanes = (3 << 32) + torch.arange(2)
+        p.rule = replace(p.rule, scorer=ops.RandomDraw(lanes), log_gamma=torch.zeros(2, dtype=torch.float64))
+        return p
+
+    SEEDS = torch.tensor([-(2**63), 2**63 - 5])
+
+    def run(self, p, pages, r, t, token, impl):
+        p.write(pages, [r], [t], *token[1:])
+        own = dict(rule=p.rule, scale=p.scale, seeds=self.SEEDS[[r]], prefix=p.prefix(pages, [r]), impl=impl)
+        return ops.decode_step(*token, pages, p.table[[r]], torch.tensor([t]), p.budgets[[r]], **own)
+
+    @pytest.mark.parametrize("r", [0, 1])
+    def test_steps_and_chunks(self, drawn, r):
+        p, count = drawn, 44
+        reference, q, k, v = Served(p, ()).reference, *p.inputs([0] * count)
+        pages, chunked = (p.layout.view(reference.raw.clone()) for _ in range(2))
+        outputs = []
+        for t in range(count):
+            token = [x[t : t + 1] for x in (q, k, v)]
+            outputs.append(self.run(p, reference, r, t, token, "reference"))
+            if t == 35:
+                pages.raw.copy_(reference.raw)
+            if t > 35:
+                found = self.run(p, pages, r, t, token, "triton")
+                torch.testing.assert_close(found, outputs[-1], rtol=0, atol=1e-5)
+        expected = [torch.cat(each) for each in zip(*outputs, strict=True)]
+        p.write(chunked, [r] * count, range(count), k, v)
+        for part in (slice(0, 30), slice(30, count)):
+            own = dict(
+                rule=p.rule, scale=p.scale, seed=int(self.SEEDS[r]), prefix=p.prefix(chunked, [r]), impl="triton"
+            )
+            found = ops.prefill_chunk(q[part], k[part], v[part], chunked, p.table[r], part.start, p.budgets[r], **own)
+            torch.testing.assert_close(found, tuple(x[part] for x in expected), rtol=0, atol=2e-5)
+        for h in range(2):
+            held = [p.long_range(each, r, h, count - 1).keys() for each in (reference, pages, chunked)]
+            assert held[0] == held[1] == held[2] and len(held[0]) == 13
