@@ -98,8 +98,8 @@ class DecodeRows:
         Args:
             lengths: ``[>= rows]`` int32, of each request with the new token. block_table: ``[>= rows, W]`` int32, of each the
                 blocks of its prefix, its state and its tail. slots: ``[>= rows]`` int64, -1 where a token has none; else not
-                used. protected, seeds: ``[requests]`` int64, p of each request of the step where prompts are protected, and the
-                seed of its draws where scores are drawn.
+                used. protected, seeds: ``[requests]`` int64, in pinned memory of the CPU: p of each request of the step where
+                prompts are protected, and the seed of its draws where scores are drawn.
         """
         positions, asked = self.positions[:rows], lengths[:rows] - 1
         for whole, sent in ((self.protected, protected), (self.seeds, seeds)):

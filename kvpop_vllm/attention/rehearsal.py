@@ -29,7 +29,7 @@ def largest_steps(
     behind a full cache. Where tokens are done one by one, two stand for all.
 
     Where prompts are protected, all have a prefix, whose blocks are one and the same; the chunk is behind as long a one as it can
-    be, then within it.
+    be, then within it but for its last two tokens.
 
     Args:
         budgets: of the layer's heads. most: the largest budget of any layer. tokens, requests: of a step at most.
@@ -63,7 +63,8 @@ def largest_steps(
         pages.position[table[0, :, layout.state_blocks].long(), :, 0] = start  # tokens_seen
     yield of_chunk(count, start, protected)
     if longest:
-        yield of_chunk(most_tokens, max(0, longest - most_tokens), longest)
+        end = min(longest + 2, length)
+        yield of_chunk(min(most_tokens, end), max(0, end - most_tokens), min(longest, end - 2))
 
 
 def _protection(table: torch.Tensor, written: int, begun: torch.Tensor, protected: int) -> Protection:

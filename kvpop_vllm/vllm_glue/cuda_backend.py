@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from vllm.utils.torch_utils import async_tensor_h2d
+from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpop_vllm.attention.device_step import DecodeRows, Split
@@ -100,9 +100,8 @@ class CudaImpl(FixedBudgetImpl):
         )
         for pages, batch, n in steps:
             beside = None
-            if (
-                batch.prefills and attention.rule.sequential
-            ):  # each token's and head's output, log-sum-exp, slots in use
+            if batch.prefills and attention.rule.sequential and n == 2:  # two stand for all
+                # each token's and head's output, log-sum-exp, slots in use
                 beside = query.new_empty(*query.shape[:2], self.head_size + 24 // query.itemsize)
             self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], given, pages)
             del beside
@@ -164,7 +163,8 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             return None  # from position 0 on, and yet past its prompt
         table = common.block_table_tensor
         protected, seeds = self._told(common) if self.protect or self.draws else (None, None)
-        sent = [x and async_tensor_h2d(x, dtype=torch.int64, device=table.device) for x in (protected, seeds)]
+        pinned = {"dtype": torch.int64, "device": "cpu", "pin_memory": is_pin_memory_available()}
+        sent = [x and torch.tensor(x, **pinned) for x in (protected, seeds)]
         self.rows.fill(split.decodes, common.seq_lens, table, common.slot_mapping, *sent)
         if self.protect:
             self._begin_tails([i for i in range(split.decodes) if 0 < protected[i] == lengths[i] - 1], protected)
