@@ -106,22 +106,6 @@ class CudaImpl(FixedBudgetImpl):
             self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], given, pages)
             del beside
 
-    def begin_tails(
-        self, kv_cache: torch.Tensor, table: torch.Tensor, prefix_table: torch.Tensor, tokens: torch.Tensor
-    ) -> None:
-        """Do what comes before the steps of requests whose tails begin.
-
-        Args:
-            kv_cache: the layer's. table: ``[n, W]`` int32, blocks of states and tails. prefix_table: ``[n, F]`` int32. tokens:
-                ``[n]`` int64, p of each, on the CPU.
-        """
-        pages, regions, blocks = self._bind(kv_cache)
-        rows = (
-            table.unsqueeze(1).expand(-1, self.num_kv_heads, -1) if regions is None else regions.rows(self.layer, table)
-        )
-        attention = self.attention
-        ops.begin_tail(pages, rows, Prefix(blocks, prefix_table, tokens), rule=attention.rule, impl=attention.impl)
-
 
 class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
     """Metadata whose tensors stay where they are, filled without waiting for the device.
@@ -190,7 +174,17 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         """Begin the tails of rows of decodes in all layers; a row that turns out to be padding has null blocks."""
         if not chosen:
             return
-        tables, tokens = self.rows.beginning(chosen), torch.tensor([protected[i] for i in chosen], device="cpu")
+        (table, prefix_table), tokens = (
+            self.rows.beginning(chosen),
+            torch.tensor([protected[i] for i in chosen], device="cpu"),
+        )
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
-            layers[name].impl.begin_tails(layers[name].kv_cache, *tables, tokens)
+            impl = layers[name].impl
+            pages, regions, blocks = impl._bind(layers[name].kv_cache)
+            if regions is None:
+                rows = table.unsqueeze(1).expand(-1, impl.num_kv_heads, -1)
+            else:
+                rows = regions.rows(impl.layer, table)
+            prefix, attention = Prefix(blocks, prefix_table, tokens), impl.attention
+            ops.begin_tail(pages, rows, prefix, rule=attention.rule, impl=attention.impl)
