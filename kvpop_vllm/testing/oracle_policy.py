@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -71,6 +71,8 @@ class OraclePolicy:
         corrected: outputs are corrected by the moments of evicted tokens.
         ages: a token's score counts as often as it is old (TRIM-KV). threshold: a lower score is dropped when it leaves the
             window (DMS).
+        protect: ``p``, tokens at the beginning that everybody sees for ever, in the place of sinks; 0 for sinks alone.
+        replay: ``R``; with protected tokens a recurrent scorer begins at token ``max(0, p - R)``.
     """
 
     scorer: str | dict
@@ -82,6 +84,8 @@ class OraclePolicy:
     corrected: bool = False
     ages: bool = False
     threshold: float | None = None
+    protect: int = 0
+    replay: int = 1024
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
@@ -113,6 +117,15 @@ class OraclePolicy:
         """``B`` of each of so many layers, or of all that have a ``k`` of their own."""
         topk = self.topk if isinstance(self.topk, tuple) else (self.topk,) * layers
         return [self.sinks + self.window + k for k in topk]
+
+    @property
+    def never_evicted(self) -> int:
+        """Tokens at the beginning that stay: p, or s where nothing is protected."""
+        return self.protect or self.sinks
+
+    def protecting(self, asked: bool | int, prompt: int) -> OraclePolicy:
+        """The same for a prompt of so many tokens of which as many are protected as are asked for, True for all."""
+        return replace(self, protect=prompt if asked is True else min(asked, prompt))
 
     def decay(self, layer: int, heads: int) -> list[float]:
         """``log gamma`` of each head of one layer."""
@@ -154,12 +167,13 @@ class OraclePolicy:
         """
         decay = self.decay(layer, len(key))
         topk = self.topk[layer] if isinstance(self.topk, tuple) else self.topk
-        shape = (self.sinks, self.window, topk)
+        shape = (self.never_evicted, self.window, topk)
         if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL):
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
             return Decided(*follow_attention(query, key, value, self.scorer, *shape, forced, bias))
-        scores = raw_scores(self.scorer, layer, key, value, self.window, hidden, channel)
+        begins = max(0, self.protect - self.replay)
+        scores = raw_scores(self.scorer, layer, key, value, self.window, hidden, channel, begins)
         rule = (decay, *shape, self.step, self.ages, self.threshold)
         if forced is None:
             biased = scores.double().numpy().copy()

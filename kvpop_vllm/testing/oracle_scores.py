@@ -52,6 +52,7 @@ def raw_scores(
     window: int,
     hidden: torch.Tensor | None = None,
     channel: torch.Tensor | None = None,
+    begins: int = 0,
 ) -> torch.Tensor:
     """``r_t`` of every token of one layer, ``[H, S]`` in the dtype of ``keys``.
 
@@ -63,9 +64,11 @@ def raw_scores(
         window: ``w``, the delay of a delayed readout.
         hidden: ``[S, E]``, what goes into attention. channel: ``[H, S]``, the last channel of each KV head's first query,
             before RoPE. For gates.
+        begins: the first token that a recurrent scorer takes in.
 
     Returns:
-        Scores; NaN where none exists (a delayed readout has none for ``t > S - 1 - window``).
+        Scores; NaN where none exists (a delayed readout has none for ``t > S - 1 - window``, no recurrent scorer any for
+        ``t < begins``).
     """
     if scorer == RECENCY:
         positions = torch.arange(keys.shape[1], dtype=keys.dtype)
@@ -85,7 +88,7 @@ def raw_scores(
     if config["scorer"] == "mlp":
         return _mlp_scores(params, x)
     if config["scorer"] == "mlstm":
-        return _mlstm_scores(params, config, x, values, window)
+        return _mlstm_scores(params, config, x, values, window, begins)
     raise ValueError(f"the oracle knows no scorer {config['scorer']!r}")
 
 
@@ -153,8 +156,10 @@ def mlstm_inputs(params: dict, config: dict, x: torch.Tensor, values: torch.Tens
     return query, key, value, log_i, torch.nn.functional.logsigmoid(forget)
 
 
-def _mlstm_scores(params: dict, config: dict, x: torch.Tensor, values: torch.Tensor, window: int) -> torch.Tensor:
-    """Plain recurrence, one token after the other (KVpop, eqs. 10 and 11).
+def _mlstm_scores(
+    params: dict, config: dict, x: torch.Tensor, values: torch.Tensor, window: int, begins: int
+) -> torch.Tensor:
+    """Plain recurrence, one token after the other from token ``begins`` on (KVpop, eqs. 10 and 11).
 
     ``C [H, P, Dv]`` and ``z [H, P]`` are kept divided by ``exp(m)``, ``m [H]`` being the running
     maximum of the log weights.
@@ -166,7 +171,7 @@ def _mlstm_scores(params: dict, config: dict, x: torch.Tensor, values: torch.Ten
     m = x.new_full((heads,), _START_STABILISER)
     scores = x.new_full((heads, length), math.nan)
     delay = window if config["delayed"] else 0
-    for q in range(length):
+    for q in range(begins, length):
         m_next = torch.maximum(log_f[:, q] + m, log_i[:, q])
         keep, add = torch.exp(log_f[:, q] + m - m_next), torch.exp(log_i[:, q] - m_next)
         m = m_next
@@ -174,7 +179,7 @@ def _mlstm_scores(params: dict, config: dict, x: torch.Tensor, values: torch.Ten
         memory = memory + add[:, None, None] * key[:, q, :, None] * value[:, q, None, :]
         norm = keep[:, None] * norm + add[:, None] * key[:, q]
         u = q - delay
-        if u < 0:
+        if u < begins:
             continue
         epsilon = _EPSILON * torch.exp(-torch.clamp(m, -60.0, 60.0))
         numerator = torch.einsum("hp,hpv->hv", query[:, u], memory)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,11 +24,20 @@ MOST_STEPS = 2000
 
 @dataclass
 class Job:
-    """A greedy request: ``new`` tokens after ``length`` random ones, with log-probs of the prompt too if ``scored``."""
+    """A greedy request: ``new`` tokens after ``length`` random ones, or after ``prompt``, with log-probs of the prompt too if
+    ``scored``, which then hits nothing. ``samples``: so many continuations, drawn."""
 
-    length: int
+    length: int = 0
     new: int = 12
     scored: bool = True
+    prompt: list[int] | None = None
+    salt: str | None = None
+    priority: int = 0
+    samples: int = 1
+
+    @property
+    def tokens(self) -> list[int]:
+        return random_prompt(self.length, seed=self.length) if self.prompt is None else self.prompt
 
 
 @dataclass
@@ -37,6 +47,7 @@ class Watched:
     llm: object
     recorder: Recorder
     judge: Judge | None
+    names: dict[str, str] = field(default_factory=dict)
 
     @property
     def engine(self):
@@ -46,20 +57,26 @@ class Watched:
         """Prompts from now on are cut into chunks of this many tokens; None leaves them whole."""
         self.recorder.scheduler.scheduler_config.long_prefill_token_threshold = tokens or 0
 
+    def add(self, name: str, job: Job) -> str:
+        """Queue a request, also while others are served; returns its internal id."""
+        prompt = {"prompt_token_ids": job.tokens} | ({"cache_salt": job.salt} if job.salt else {})
+        self.names[name] = self.engine.add_request(name, prompt, _parameters(job), priority=job.priority)
+        return self.names[name]
+
     def serve(self, jobs: list[Job], each_step: Callable[[int], None] | None = None) -> dict:
-        """Steps until all are done; ``each_step(i)`` runs before step i. Returns finished answers by internal id."""
+        """Steps until all are done; ``each_step(i)`` runs before step i. Returns finished answers by internal id; of several
+        samples each by itself."""
         self.recorder.clear()
-        names = {}
+        self.names.clear()
         for i, job in enumerate(jobs):
-            prompt = {"prompt_token_ids": random_prompt(job.length, seed=job.length)}
-            names[str(i)] = self.engine.add_request(str(i), prompt, _parameters(job))
+            self.add(str(i), job)
         answers, step = {}, 0
         while self.engine.has_unfinished_requests():
             if each_step is not None:
                 each_step(step)
             for answer in self.engine.step():
                 if answer.finished:
-                    answers[names[answer.request_id]] = answer
+                    answers |= _each_sample(self.names[answer.request_id], answer)
             step += 1
             assert step < MOST_STEPS, "the engine does not come to an end"
         return answers
@@ -69,6 +86,41 @@ class Watched:
         for cache in self.recorder.runner.kv_caches:
             cache.view(torch.uint8).fill_(byte)
 
+    def poison(self, patch) -> None:
+        """From now on, until ``patch`` is undone, overwrites each block when it is freed without being kept for others, and when it
+        is handed out, whoever's it was."""
+        pool = self.recorder.pool
+        free, get = pool.free_blocks, pool.get_new_blocks
+
+        def spoil(blocks):
+            at = torch.tensor([block.block_id for block in blocks], dtype=torch.int64)
+            for cache in self.recorder.runner.kv_caches if len(at) else ():
+                cache.view(torch.uint8)[at] = 255
+
+        def poisoning_free(blocks):
+            blocks = list(blocks)
+            free(blocks)
+            spoil([block for block in blocks if block.ref_cnt == 0 and block.block_hash is None and not block.is_null])
+
+        def poisoning_get(number):
+            blocks = get(number)
+            spoil(blocks)
+            return blocks
+
+        patch.setattr(pool, "free_blocks", poisoning_free)
+        patch.setattr(pool, "get_new_blocks", poisoning_get)
+
+    def leaks(self) -> list[str]:
+        """What is left behind although nothing runs."""
+        pool, manager = self.recorder.pool, self.recorder.manager
+        held = [block.block_id for block in pool.blocks if block.ref_cnt != 0 and not block.is_null]
+        found = {"blocks": held, "requests": list(manager.req_to_blocks), "counts": list(manager.num_cached_block)}
+        found |= {
+            "prompts": list(getattr(manager, "prompts", ())),
+            "lost": range(pool.get_num_free_blocks(), pool.num_gpu_blocks - 1),
+        }
+        return [f"{what}: {list(which)}" for what, which in found.items() if len(which)]
+
     def verdict(self, answers: dict) -> Verdict:
         """Compares with the oracle; returns and prints what was compared."""
         held = {name: self.recorder.held[name] for name in answers}
@@ -76,17 +128,27 @@ class Watched:
         print(verdict)
         return verdict
 
-    def check_blocks(self, state: int, *budgets: int) -> int:
-        """Check that at every step each running request held ``state + cdiv(min(len, budget), BLOCK)`` blocks, ``len`` being what the
-        scheduler had scheduled of it, or their mean over layers with several ``budgets``, rounded up, and that no block was
-        shared or lost. Return the number of steps."""
+    def check_blocks(self, state: int, *budgets: int, sinks: int = 0) -> int:
+        """Check that at every step each running request held the blocks of its protected tokens and, once it had more,
+        ``state + cdiv(min(len, budget), BLOCK)`` others, ``len`` being what the scheduler had scheduled of it behind them, or their
+        mean over layers with several ``budgets``, rounded up; that no block of its own was shared; and that none was lost. Budgets
+        are less by ``sinks`` where tokens are protected. Return the number of steps."""
         total = self.recorder.pool.num_gpu_blocks - 1  # one is never handed out
         for step in self.recorder.blocks:
-            for tokens, blocks in step.running.values():
-                pages = sum(state + cdiv(min(tokens, budget), BLOCK) for budget in budgets)
-                assert len(blocks) == cdiv(pages, len(budgets)), f"after {tokens} tokens"
-            held = [block for _, blocks in step.running.values() for block in blocks]
-            assert len(set(held)) == len(held) == total - step.free
+            own, shared = [], set()
+            for name, (tokens, blocks) in step.running.items():
+                protected = step.protected[name]
+                prefix, rest = cdiv(min(tokens, protected), BLOCK), tokens - protected
+                tails = [budget - (sinks if protected else 0) for budget in budgets]
+                pages = sum(state + cdiv(min(rest, tail), BLOCK) for tail in tails) if rest > 0 else 0
+                assert len(blocks) == prefix + cdiv(pages, len(budgets)), (
+                    f"after {tokens} tokens, {protected} protected"
+                )
+                full = protected // BLOCK
+                own += blocks[min(full, prefix) :]
+                shared |= set(blocks[: min(full, prefix)])
+            assert len(set(own)) == len(own) and not shared & set(own)
+            assert len(own) + len(shared) == total - step.free
         return len(self.recorder.blocks)
 
     def chunks(self, name: str) -> list[int]:
@@ -94,12 +156,22 @@ class Watched:
         return [held.new for held in self.recorder.held[name][0]]
 
 
+def _each_sample(name: str, answer) -> dict:
+    """An answer under its internal id, or one for each sample under its own."""
+    if len(answer.outputs) == 1:
+        return {name: answer}
+    told = {"request_id": name, "prompt_token_ids": answer.prompt_token_ids, "prompt_logprobs": None, "sampled": True}
+    return {f"{out.index}_{name}": SimpleNamespace(**told, outputs=[out]) for out in answer.outputs}
+
+
 def _parameters(job: Job):
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     return SamplingParams(
-        temperature=0,
+        temperature=0 if job.samples == 1 else 1.0,
+        n=job.samples,
+        seed=None if job.samples == 1 else 5,
         max_tokens=job.new,
         logprobs=TOP_LOGPROBS,
         prompt_logprobs=TOP_LOGPROBS if job.scored else None,

@@ -69,25 +69,31 @@ class Verdict:
 
 @dataclass
 class Judge:
-    """One model under one policy; counts decisions and near-ties of all runs it has judged, and keeps the oracle's runs."""
+    """One model under one policy; counts decisions and near-ties of all runs it has judged, and keeps the oracle's runs.
+
+    Attributes:
+        protect: what of each prompt is protected, True for all.
+    """
 
     model_dir: str
     policy: OraclePolicy
     decisions: int = 0
     near_ties: int = 0
     known: dict = field(default_factory=dict, repr=False)
+    protect: bool | int = 0
 
     def __post_init__(self):
         self.models = OracleModel(self.model_dir), OracleModel(self.model_dir, torch.float32)
 
-    def reference(self, tokens: Sequence[int], nudges: tuple[Nudge, ...] = ()) -> Reference:
-        """Run the oracle on ``tokens``, or return its known run."""
-        key = tuple(tokens), nudges
+    def reference(self, tokens: Sequence[int], nudges: tuple[Nudge, ...] = (), prompt: int = 0) -> Reference:
+        """Run the oracle on ``tokens``, of which so many are the prompt, or return its known run."""
+        policy = self.policy.protecting(self.protect, prompt)
+        key = tuple(tokens), nudges, policy.protect
         if key not in self.known:
             exact, low = self.models
-            run = exact.run(tokens, self.policy, bias=nudges)
+            run = exact.run(tokens, policy, bias=nudges)
             with OtherRoundings(0):
-                eager = low.run(tokens, self.policy, visible=run.visible)
+                eager = low.run(tokens, policy, visible=run.visible)
             self.known[key] = Reference(run, eager)
         return self.known[key]
 
@@ -102,10 +108,11 @@ class Judge:
         """
         verdict, settled = Verdict(), []
         fed = {name: [*a.prompt_token_ids, *a.outputs[0].token_ids[:-1]] for name, a in answers.items()}
-        plain = [self.reference(tokens) for tokens in fed.values()]
+        lengths = {name: len(a.prompt_token_ids) for name, a in answers.items()}
+        plain = [self.reference(tokens, prompt=lengths[name]) for name, tokens in fed.items()]
         bounds = [max(layer) for layer in zip(*(reference.bounds for reference in plain), strict=True)]
         for name, answer in answers.items():
-            reference, nudges = self.settle(fed[name], held[name], bounds, name)
+            reference, nudges = self.settle(fed[name], held[name], bounds, name, lengths[name])
             settled.append((name, answer, reference, nudges))
             verdict.sets += sum(len(steps) * self.models[0].kv_heads for steps in held[name].values())
             verdict.decisions += sum(int(m.isfinite().sum()) for m in reference.exact.margins)
@@ -115,7 +122,8 @@ class Judge:
                 reference, nudges = self._settle_inside(fed[name], held[name], bounds, answer, nudges, verdict.budget)
             verdict.near_ties += len(nudges)
             self._check_logprobs(answer, reference.exact, verdict)
-            self._check_tokens(answer, reference.exact, verdict)
+            if not getattr(answer, "sampled", False):
+                self._check_tokens(answer, reference.exact, verdict)
         self.decisions, self.near_ties = self.decisions + verdict.decisions, self.near_ties + verdict.near_ties
         return verdict
 
@@ -124,17 +132,17 @@ class Judge:
         print(f"{self.near_ties} near-ties in {self.decisions} decisions")
         assert self.near_ties <= MOST_NEAR_TIES * self.decisions
 
-    def settle(self, tokens, held, bounds, name) -> tuple[Reference, tuple[Nudge, ...]]:
+    def settle(self, tokens, held, bounds, name, prompt: int = 0) -> tuple[Reference, tuple[Nudge, ...]]:
         """The oracle with its near-ties decided as the engine did, and what it took; else AssertionError.
 
         Args:
             tokens: all that were processed. held: layer -> the recorder's ``Held``. bounds: per layer, see
-            ``derived_margin_bound``. name: for the message.
+            ``derived_margin_bound``. name: for the message. prompt: how many of them are the prompt.
         """
         nudges: tuple[Nudge, ...] = ()
         assert sorted(held) == list(range(self.models[0].layers)), f"request {name}: a layer was never called"
         while True:
-            reference = self.reference(tokens, nudges)
+            reference = self.reference(tokens, nudges, prompt)
             found = _first_difference(reference.exact, held)
             if found is None:
                 return reference, nudges
@@ -152,7 +160,8 @@ class Judge:
     def _settle_inside(self, tokens, held, bounds, answer, nudges, budget) -> tuple[Reference, tuple[Nudge, ...]]:
         """As :meth:`settle`, with one more near-tie: one inside a chunk, after which the same tokens are left at the
         chunk's end. Only log-probabilities within the chunk can show it."""
-        reference = self.reference(tokens, nudges)
+        prompt = len(answer.prompt_token_ids)
+        reference = self.reference(tokens, nudges, prompt)
         for layer, bound in enumerate(bounds):
             inside = torch.zeros(len(tokens), dtype=torch.bool)
             for step in held[layer]:
@@ -160,7 +169,7 @@ class Judge:
             margins = reference.exact.margins[layer]
             for head, query in ((margins >= 0) & (margins < bound) & inside).nonzero().tolist():
                 more = (*nudges, _nudge(reference.exact, layer, head, query))
-                other = self.reference(tokens, more)
+                other = self.reference(tokens, more, prompt)
                 if _first_difference(other.exact, held) is None and _within(answer, other.exact, budget):
                     return other, more
         return reference, nudges

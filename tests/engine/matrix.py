@@ -37,25 +37,31 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
 
     Args:
         model: folder of the model. folder: where the scorer goes. policy: a name of ROWS.
-        options: of :func:`write_random_scorer`, ``allocator`` and ``correction``.
+        options: of :func:`write_random_scorer`, ``allocator``, ``correction``, ``protect_prompt``, and the budget.
     """
-    row = ROWS[policy]
+    row, protect = ROWS[policy], options.pop("protect_prompt", None)
+    budget = options.pop("budget", BUDGET)
+    window = WINDOW * budget // BUDGET
     allocator, correction = options.pop("allocator", row.allocator), options.pop("correction", None)
-    asked = {"allocator": allocator if allocator != "uniform" else None, "correction": correction}
+    asked = {
+        "allocator": allocator if allocator != "uniform" else None,
+        "correction": correction,
+        "protect_prompt": "all" if protect is True else protect,
+    }
     settings = {"policy": row.policy or policy} | {key: value for key, value in asked.items() if value is not None}
     if row.learned:
-        shape = {"sinks": SINKS, "window": WINDOW, "topk": TOPK} | row.options | options
+        shape = {"sinks": SINKS, "window": window, "topk": budget - SINKS - window} | row.options | options
         write_random_scorer(folder, model, row.scorer, **shape)
         oracle = OraclePolicy.from_scorer(folder, topk=shape["topk"])
         settings |= {"scorer": str(folder)}
     else:
-        roles = {"sinks": row.sinks, "window": BUDGET // 2 if row.window < 0 else row.window} | options
-        settings |= {"budget": BUDGET} | options
+        roles = {"sinks": row.sinks, "window": budget // 2 if row.window < 0 else row.window} | options
+        settings |= {"budget": budget} | options
         if policy == "streaming-llm":
-            roles = {"sinks": SINKS, "window": WINDOW} | options
+            roles = {"sinks": SINKS, "window": window} | options
             settings |= roles
             if allocator == "uniform":  # the oracle has another window on purpose: it must not matter
-                roles["window"] = BUDGET - roles["sinks"] - 1
-        oracle = OraclePolicy(row.scorer, **roles, topk=BUDGET - roles["sinks"] - roles["window"])
+                roles["window"] = budget - roles["sinks"] - 1
+        oracle = OraclePolicy(row.scorer, **roles, topk=budget - roles["sinks"] - roles["window"])
     oracle = replace(oracle, corrected=row.corrected if correction is None else correction == "moment")
-    return Case(model, settings, Judge(model, allocated(oracle, allocator)))
+    return Case(model, settings, Judge(model, allocated(oracle, allocator), protect=protect or 0))

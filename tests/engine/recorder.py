@@ -10,7 +10,9 @@ import torch
 from vllm.model_executor.models.utils import extract_layer_index
 
 from kvpop_vllm.cache.retained import EMPTY, filled_slots, slot_positions
+from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl, FixedBudgetMetadataBuilder
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
 
 class Held(NamedTuple):
@@ -22,21 +24,24 @@ class Held(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One request of the batch that the runner has built."""
+    """One request of the batch that the runner has built, the first ``protected`` tokens of it protected."""
 
     request: str
     first: int
     new: int
     seen: int
     blocks: torch.Tensor
+    protected: int
 
 
 @dataclass
 class Blocks:
-    """Blocks after one call of the scheduler: request -> (tokens scheduled so far, its blocks), and how many are free."""
+    """Blocks after one call of the scheduler: request -> (tokens scheduled so far, its blocks), its protected tokens, and how many
+    blocks are free."""
 
     running: dict[str, tuple[int, list[int]]]
     free: int
+    protected: dict[str, int]
 
 
 @dataclass
@@ -55,6 +60,7 @@ class Recorder:
     blocks: list[Blocks] = field(default_factory=list)
     preemptions: dict[str, int] = field(default_factory=dict)
     _rows: list[Row] = field(default_factory=list)
+    _seen: dict[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def scheduler(self):
@@ -98,34 +104,60 @@ class Recorder:
         patch.setattr(self.scheduler, "schedule", recorded_schedule)
 
     def clear(self) -> None:
-        for records in (self.held, self.tensors, self.blocks, self.preemptions):
+        for records in (self.held, self.tensors, self.blocks, self.preemptions, self._seen):
             records.clear()
+
+    def forget(self, name: str) -> None:
+        """Drop what is known of a request."""
+        for records in (self.held, self.preemptions, self._seen):
+            records.pop(name, None)
+        for key in [key for key in self.tensors if key[0] == name]:
+            del self.tensors[key]
 
     def _batch(self, common) -> list[Row]:
         """The batch as the runner sees it, from its own request ids, not from what the backend made of it."""
-        starts, seen = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist()
-        return [
-            Row(name, starts[i], starts[i + 1] - starts[i], seen[i], common.block_table_tensor[i].clone())
-            for i, name in enumerate(self.runner.input_batch.req_ids)
-        ]
+        starts, seen, rows = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist(), []
+        for i, name in enumerate(self.runner.input_batch.req_ids):
+            new, blocks = starts[i + 1] - starts[i], common.block_table_tensor[i].clone()
+            rows.append(Row(name, starts[i], new, seen[i], blocks, self.protected(name)))
+            came = seen[i] - new, self.scheduler.requests[name].num_preemptions
+            if came != self._seen.get(name, (0, 0)):  # others may have computed what it does not
+                for key, known in self.tensors.items():
+                    if key[0] == name:
+                        known[: seen[i] - new] = torch.nan
+            self._seen[name] = seen[i], came[1]
+        return rows
+
+    def protected(self, name: str) -> int:
+        """Tokens of a request that the policy protects, by the scheduler's own idea of its prompt."""
+        asked, prompt = engine_policy(self.llm.llm_engine.vllm_config).protect, self._prompt(name)
+        return prompt if asked is True else min(asked, prompt)
+
+    def _prompt(self, name: str) -> int:
+        return self.scheduler.requests[name].num_prompt_tokens
 
     def _after_layer(self, impl, layer: int, kv_cache, query, key, value, out) -> None:
         rule, layout, retention = impl.attention.rule, impl.attention.layout, impl.policy.retention
-        pages, regions = impl._bind(kv_cache)
+        pages, regions, natural = impl._bind(kv_cache)
         for row in self._rows:
             last = row.first + row.new
             for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
                 self._remember(name, row, layer, tensor[row.first : last])
             assert (rule.sinks, rule.window) == (retention.sinks, retention.window)
-            table, own = row.blocks.expand(layout.num_kv_heads, -1), retention
-            if regions is not None:
-                table, budgets = regions.rows(layer, row.blocks.unsqueeze(0))[0], set(regions.budgets(layer).tolist())
-                assert len(budgets) == 1, "heads of one layer differ"
-                own = replace(own, budget=budgets.pop())
-            filled = filled_slots(pages, table) if rule.threshold is not None else None
-            slots = slot_positions(pages, table, row.seen, own, filled)
-            self._check_content(pages, row, layer, slots, table)
-            positions = [sorted(t for t in head if t != EMPTY) for head in slots.tolist()]
+            self._check_prefix(natural, row, layer)
+            prefix = list(range(min(row.seen, row.protected)))
+            positions = [prefix] * layout.num_kv_heads
+            if row.seen > row.protected:
+                tail = row.blocks[cdiv(row.protected, layout.block_slots) :]
+                table, own = tail.expand(layout.num_kv_heads, -1), retention
+                if regions is not None:
+                    table, budgets = regions.rows(layer, tail.unsqueeze(0))[0], set(regions.budgets(layer).tolist())
+                    assert len(budgets) == 1, "heads of one layer differ"
+                    own = replace(own, budget=budgets.pop())
+                filled = filled_slots(pages, table) if rule.threshold is not None else None
+                slots = slot_positions(pages, table, row.seen, own.behind(row.protected), filled)
+                self._check_content(pages, row, layer, slots, table)
+                positions = [prefix + sorted(t for t in head if t != EMPTY) for head in slots.tolist()]
             self.held[row.request][layer].append(Held(row.seen, row.new, positions))
 
     def _remember(self, name: str, row: Row, layer: int, new: torch.Tensor) -> None:
@@ -134,6 +166,18 @@ class Recorder:
             longest = self.llm.llm_engine.vllm_config.model_config.max_model_len
             known = self.tensors[row.request, layer, name] = new.new_full((longest, *new.shape[1:]), torch.nan)
         known[row.seen - row.new : row.seen] = new
+
+    def _check_prefix(self, pages, row: Row, layer: int) -> None:
+        """Check that each protected token lies where it belongs, for every head: to the bit what this request gave, if it was
+        this one that computed it."""
+        size = pages.layout.block_slots
+        t = torch.arange(min(row.seen, row.protected))
+        for name, array in (("key", pages.k), ("value", pages.v)):
+            stored, given = array[row.blocks[t // size].long(), :, t % size], self.tensors[row.request, layer, name][t]
+            own = ~given.isnan().flatten(1).any(1)
+            assert stored.isfinite().all() and torch.equal(stored[own], given[own]), (
+                f"request {row.request}, layer {layer}: a protected token has another {name}, off by {(stored - given)[own].abs().max()}"
+            )
 
     def _check_content(self, pages, row: Row, layer: int, slots: torch.Tensor, table: torch.Tensor) -> None:
         """Check that every filled slot holds, bit for bit, the key and value of the token it stands for."""
@@ -149,10 +193,11 @@ class Recorder:
             )
 
     def _after_schedule(self) -> None:
-        running = {}
+        running, protected = {}, {}
         for request in self.scheduler.running:
+            protected[request.request_id] = self.protected(request.request_id)
             held = [block.block_id for block in self.manager.req_to_blocks[request.request_id]]
             running[request.request_id] = request.num_computed_tokens, held
         for request in self.scheduler.requests.values():
             self.preemptions[request.request_id] = request.num_preemptions
-        self.blocks.append(Blocks(running, self.pool.get_num_free_blocks()))
+        self.blocks.append(Blocks(running, self.pool.get_num_free_blocks(), protected))

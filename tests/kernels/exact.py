@@ -11,7 +11,7 @@ from kvpop_vllm.kernels import ops
 
 @dataclass
 class Exact:
-    """Tokens held, their raw scores, and an unstabilised mLSTM state."""
+    """Tokens held, their raw scores, and an unstabilised mLSTM state, which begins with token ``begins``."""
 
     rule: ops.RetentionRule
     head: int
@@ -20,6 +20,7 @@ class Exact:
     score: dict = field(default_factory=dict)
     state: tuple = (0.0, 0.0)
     gone: list = field(default_factory=list)  # (k, v) of all that was evicted
+    begins: int = 0
 
     def weight(self, name):
         tensor = getattr(self.rule.scorer, name)
@@ -67,7 +68,7 @@ class Exact:
         rule, margin = self.rule, float("inf")
         k, v, q = k.double(), v.double(), q.double()
         x = torch.cat([k, v])
-        if isinstance(rule.scorer, ops.MLSTMWeights):
+        if isinstance(rule.scorer, ops.MLSTMWeights) and position >= self.begins:
             self.update(x)
             if not rule.scorer.delayed:
                 self.score[position] = self.read(x)

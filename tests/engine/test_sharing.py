@@ -1,0 +1,183 @@
+"""Requests that share protected prompts: hits within a step and across steps, and all that can happen to them. What a request
+shows is judged by the oracle, which knows of no hits, and freed blocks are overwritten with NaN."""
+
+from __future__ import annotations
+
+import pytest
+from engine.driving import BLOCK, Job, watched
+from engine.matrix import BUDGET, state_blocks
+
+from kvpop_vllm.testing import random_prompt
+
+TEXT = random_prompt(260, seed=98)
+POLICIES = [("kvpop", True), ("streaming-llm", 40)]
+
+
+@pytest.fixture(scope="module", params=POLICIES, ids=["kvpop-all", "streaming-40"])
+def engine(request, case):
+    """An engine with a pool of 60 blocks, which a few requests fill."""
+    policy, protect = request.param
+    found = case("qwen3", policy, protect_prompt=protect)
+    options = {"max_model_len": 512, "num_gpu_blocks_override": 61, "scheduling_policy": "priority"}
+    with pytest.MonkeyPatch.context() as patch, watched(found.model, found.settings, found.judge, **options) as made:
+        made.policy = policy
+        made.poison(patch)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(engine):
+    engine.chunk(None)
+    engine.engine.reset_prefix_cache()
+    yield
+    assert not engine.leaks()
+
+
+def fork(length: int, new: int = 12, seed: int | None = None, at: int = 0, **options) -> Job:
+    """A prompt of the common text, of which token ``at`` is another where there is a seed."""
+    prompt = list(TEXT[:length])
+    if seed is not None:
+        prompt[at:] = random_prompt(length - at, seed=seed)
+    return Job(new=new, prompt=prompt, scored=False, **options)
+
+
+def check(engine, answers):
+    """All that every answer shows, and the blocks held at every step."""
+    engine.verdict(answers)
+    engine.check_blocks(state_blocks(engine.policy), BUDGET, sinks=4)
+
+
+def most(engine, tokens: int) -> int:
+    """Tokens that may be hit of so many that are the same, of a longer prompt."""
+    return (tokens if engine.judge.protect is True else min(tokens, engine.judge.protect)) // BLOCK * BLOCK
+
+
+def test_hits_of_every_number_of_blocks(engine):
+    """None, one, several, and all but the last token; in one step, and in a later one."""
+    forks = [fork(70, seed=1, at=3), fork(70, seed=2, at=16), fork(70, seed=3, at=47), fork(65), fork(65)]
+    answers = engine.serve([fork(70), *forks])
+    hit = {name: answer.num_cached_tokens for name, answer in answers.items()}
+    same = [0, 0, 16, 47, 64, 64]
+    assert sorted(hit.values()) == sorted(most(engine, tokens) for tokens in same)
+    check(engine, answers)
+    answers = engine.serve([fork(70), *forks, fork(20), fork(1)])
+    assert sorted(a.num_cached_tokens for a in answers.values()) == sorted(
+        most(engine, tokens) for tokens in (64, 64, 64, 64, 64, 64, 16, 0)
+    )
+    check(engine, answers)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_hits_while_the_prompt_is_being_computed(engine, chunk):
+    """Others come while a long prompt is half done, in chunks."""
+    engine.chunk(chunk)
+    late = {2: fork(90, new=5), 5: fork(33, new=5), 9: fork(100, new=5, seed=4, at=50)}
+    busy = Job(1, new=110 // chunk + 2, scored=False)  # vLLM does not cut the prompt of a request that is alone
+    answers = engine.serve(
+        [busy, fork(110, new=4)], lambda step: step in late and engine.add(f"late {step}", late[step])
+    )
+    assert len(answers) == 5
+    check(engine, answers)
+
+
+def test_salts_separate(engine):
+    answers = engine.serve([fork(60, salt="a"), fork(60, salt="b"), fork(60), fork(60, salt="a")])
+    assert sorted(a.num_cached_tokens for a in answers.values()) == [0, 0, 0, most(engine, 59)]
+    check(engine, answers)
+
+
+def test_the_cache_emptied_between_requests(engine):
+    assert engine.serve([fork(60)]) and engine.engine.reset_prefix_cache()
+    (answer,) = (answers := engine.serve([fork(60)])).values()
+    assert answer.num_cached_tokens == 0
+    check(engine, answers)
+
+
+def test_a_shorter_prompt_hits_no_more_than_its_own(engine):
+    """Tokens that one request generated are another one's prompt: when the first comes back after a preemption it may not hit them
+    beyond its own protected prompt."""
+    (first,) = engine.serve([fork(20, new=60)]).values()
+    longer = [*first.prompt_token_ids, *first.outputs[0].token_ids]
+
+    def preempt(step):
+        if step == 50:
+            engine.add("beside", Job(new=1, prompt=longer, scored=False))
+        if step == 54:
+            preempt_all(engine.recorder.scheduler)
+
+    answers = engine.serve([fork(20, new=60)], preempt)
+    assert len(answers) == 2 and [engine.recorder.preemptions[name] for name in answers] in ([0, 1], [1, 0])
+    check(engine, answers)
+
+
+def preempt_all(scheduler):
+    """Preempt what runs, as vLLM does when it empties the prefix cache, and leave the cache as it is."""
+    while scheduler.running:
+        request = scheduler.running.pop()
+        scheduler._preempt_request(request, 0.0, drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.clear()
+
+
+def test_forced_preemption(engine):
+    """With the prefix cache emptied, as vLLM does it, and with the cache kept, so that prompts are hit when they come back."""
+    engine.chunk(7)
+
+    def preempt(step):
+        if step == 4:
+            engine.engine.reset_prefix_cache(reset_running_requests=True)
+        if step == 18:
+            preempt_all(engine.recorder.scheduler)
+
+    answers = engine.serve([fork(n, new=20) for n in (3, 40, BUDGET, 70)] + [fork(70, new=20, seed=5, at=33)], preempt)
+    assert [engine.recorder.preemptions[name] for name in answers] == [2] * 5
+    check(engine, answers)
+
+
+def test_aborts(engine):
+    engine.chunk(7)
+    aborted = {3: ["2", "4"], 12: ["0"]}
+    jobs = [fork(n, new=20) for n in (3, 40, BUDGET, 70)] + [fork(90, new=20, seed=5, at=33)]
+    answers = engine.serve(jobs, lambda step: engine.engine.abort_request(aborted.get(step, [])))
+    finished = {name: answer for name, answer in answers.items() if answer.outputs[0].finish_reason == "length"}
+    assert {answer.request_id for answer in finished.values()} == {"1", "3"}
+    engine.verdict(finished)
+
+
+def test_a_pool_too_small_for_all(engine):
+    """Twelve requests that are admitted with few blocks and outgrow the pool; prefix blocks are lost and computed again."""
+    jobs = [fork(40 + i, new=70, seed=i, at=18) for i in range(12)]
+    answers = engine.serve(jobs)
+    assert len(answers) == 12 and sum(engine.recorder.preemptions.values()) > 0
+    check(engine, answers)
+
+
+def test_a_lost_prefix_is_computed_again(engine):
+    """Others take its blocks while nobody holds it; the first of its blocks alone may be left."""
+    (first,) = engine.serve([fork(130, new=3)]).values()
+    for wave in range(3):
+        engine.serve([fork(130, new=1, seed=100 * wave + i) for i in range(12)])
+    (again,) = (answers := engine.serve([fork(130, new=3)])).values()
+    assert again.num_cached_tokens < most(engine, 129) and again.outputs[0].token_ids == first.outputs[0].token_ids
+    check(engine, answers)
+
+
+def test_priorities(engine):
+    """Those of lowest priority are preempted when the others grow, and come back; one of highest priority that comes late is not."""
+    jobs = [fork(41 + i, new=60, seed=30 + i, at=20, priority=5 + i % 2) for i in range(14)]
+    urgent = fork(200, new=4, seed=50, at=100, priority=0)
+    answers = engine.serve(jobs, lambda step: step == 3 and engine.add("urgent", urgent))
+    preempted = {answers[name].request_id for name, often in engine.recorder.preemptions.items() if often}
+    assert len(answers) == 15 and preempted and "urgent" not in preempted
+    assert any(int(name) % 2 for name in preempted)
+    check(engine, answers)
+
+
+def test_several_samples_of_one_prompt(engine):
+    """Of four continuations of a prompt three hit what the first is only now computing."""
+    answers = engine.serve([Job(new=30, prompt=list(TEXT[:65]), scored=False, samples=4)])
+    assert len(answers) == 4
+    assert len({tuple(a.outputs[0].token_ids) for a in answers.values()}) > 1
+    first = engine.recorder.blocks[0].running
+    shared = set.intersection(*(set(blocks) for _, blocks in first.values()))
+    assert len(first) == 4 and len(shared) == most(engine, 64) // BLOCK
+    check(engine, answers)
