@@ -31,6 +31,7 @@ LONGEST_WALK = 8192  # protected tokens that such a program may have to go throu
 SEARCHED = 1024  # scores that a search for a victim compares at a time
 TILE_BYTES = 16 * 1024  # of keys, and of values, that such a program holds at a time
 LARGEST_HEAD = 256
+PREFIX_LIKE_PAGES = "num_kv_heads", "head_size", "dtype", "block_slots"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -75,8 +76,8 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
     return Weights(), kinds[type(scorer)]()
 
 
-def check_step(q, k, v, pages, rule, weights, op: str) -> None:
-    """What would be computed wrongly is refused; nothing is read from the device.
+def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) -> None:
+    """What would be computed wrongly is refused; nothing is read from the device. requests: of the step.
 
     Raises:
         NotImplementedError, TypeError, ValueError: see :func:`decode_step`.
@@ -96,6 +97,13 @@ def check_step(q, k, v, pages, rule, weights, op: str) -> None:
         raise ValueError(
             f"the layout has room for a state of {pages.layout.state_floats} floats, the rule needs {needed}"
         )
+    if prefix is not None:
+        alike = all(getattr(prefix.pages.layout, of) == getattr(pages.layout, of) for of in PREFIX_LIKE_PAGES)
+        if not alike or prefix.table.shape[:-1] != (requests,) or prefix.tokens.shape != (requests,):
+            raise ValueError(
+                f"a prefix of table {tuple(prefix.table.shape)} and tokens {tuple(prefix.tokens.shape)} does not fit"
+                f" {requests} requests and their pages"
+            )
     if k.shape[-1] > LARGEST_HEAD:
         raise ValueError(f"{op} in Triton takes heads of up to {LARGEST_HEAD}, got {k.shape[-1]}")
     if rule.window < 1:
@@ -165,7 +173,7 @@ def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, 
         ValueError: shapes that do not fit, a last axis that is not contiguous, tensors of the rule on another device.
     """
     weights, options = weights_of(rule.scorer, "decode_step")
-    check_step(q, k, v, pages, rule, weights, "decode_step")
+    check_step(q, k, v, pages, rule, weights, prefix, len(q), "decode_step")
     plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
     if len(q):

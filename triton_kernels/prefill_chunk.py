@@ -43,7 +43,7 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
         NotImplementedError, TypeError, ValueError: as in :mod:`decode_step`.
     """
     weights, options = weights_of(rule.scorer, "prefill_chunk")
-    check_step(q, k, v, pages, rule, weights, "prefill_chunk")
+    check_step(q, k, v, pages, rule, weights, prefix, 1, "prefill_chunk")
     protected = 0 if prefix is None else int(prefix.tokens[0])
     own, shares = rule.behind(protected), _look(pages, page_table, start, budgets, protected)
     if rule.sequential:

@@ -228,6 +228,29 @@ class TestAsyncScheduling(Pretended):
         assert third.finished_req_ids == {"a"}
 
 
+class TestHits(Pretended):
+    def test_a_hit_leaves_the_last_protected_token(self, model):
+        """So that a tail never begins in the step that computes its prefix: a request that hits blocks of another one of its step
+        begins before its own p."""
+        from vllm import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.request import Request
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        init_none_hash(sha256)
+        config = configure(model, STREAMING | {"protect_prompt": 2 * SLOTS}, async_scheduling=False)
+        config.cache_config.num_gpu_blocks = 99
+        scheduler = Scheduler(config, cache_of(group_of(config)), StructuredOutputManager(config), SLOTS)
+        hasher = get_request_block_hasher(SLOTS, sha256)
+        for name, length in (("a", 3 * SLOTS), ("b", 3 * SLOTS), ("c", 2 * SLOTS + 1), ("d", 2 * SLOTS)):
+            scheduler.add_request(Request(name, [1] * length, SamplingParams(), None, block_hasher=hasher))
+        step = scheduler.schedule()
+        starts = {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}
+        assert starts == {"a": 0, "b": SLOTS, "c": SLOTS, "d": SLOTS}
+
+
 def common_of(counts, rows):
     """Common metadata of ``rows`` rows whose device is "meta"."""
     from vllm.v1.attention.backend import CommonAttentionMetadata

@@ -24,23 +24,6 @@ class Interpreted:
     __test__ = INTERPRETED
 
 
-class Replayed(Exact):
-    """The oracle of a protected request: sinks are its prefix, and a state begins R tokens before its end."""
-
-    begins = at = 0
-
-    def step(self, position, *rest, **more):
-        self.at = position
-        return super().step(position, *rest, **more)
-
-    def update(self, x):
-        if self.at >= self.begins:
-            super().update(x)
-
-    def read(self, x):
-        return super().read(x) if self.at >= self.begins else 0.0
-
-
 @dataclass
 class Behind(Problem):
     """Requests behind ``protected[r]`` tokens, whose blocks lie in the same pool; a scorer's state begins ``replay`` tokens before a
@@ -62,10 +45,9 @@ class Behind(Problem):
 
     def exact(self, r, h):
         own = self.rule.behind(self.protected[r])
-        found = Replayed(replace(own, first=0, sinks=self.protected[r] + own.sinks), h, 0)
-        found.budget = int(self.budgets[r, h]) - self.rule.sinks + found.rule.sinks
-        found.begins = max(0, self.protected[r] - self.replay)
-        return found
+        rule = replace(own, first=0, sinks=self.protected[r] + own.sinks)
+        budget = int(self.budgets[r, h]) - self.rule.sinks + rule.sinks
+        return Exact(rule, h, budget, begins=max(0, self.protected[r] - self.replay))
 
     def prefix(self, pages, active) -> Prefix:
         return Prefix(pages, self.prefix_table[active], self.tokens[active])
@@ -191,6 +173,21 @@ class TestPrefix(Interpreted):
         p = problem("none", protected=(70, 0, 16))
         Served(p, (74, 8, 20)).check(1)
 
+    def test_a_prefix_that_does_not_fit_is_refused(self):
+        p = problem("none", protected=(17, 3))
+        pages, inputs = Served(p, ()).pages, p.inputs([0, 1])
+        right = p.prefix(pages, [0, 1])
+        for changes in (
+            {"table": right.table[0]},
+            {"table": right.table[:1]},
+            {"tokens": right.tokens[:1]},
+            {"pages": problem("none", size=64).layout.view(torch.empty(1, 1, 16 * 520, dtype=torch.uint8))},
+        ):
+            rest = dict(rule=p.rule, scale=p.scale, prefix=replace(right, **changes), impl="triton")
+            with pytest.raises(ValueError, match="does not fit 2 requests and their pages"):
+                ops.decode_step(*inputs, pages, p.table, torch.tensor([0, 0]), p.budgets, **rest)
+        assert (pages.raw == 255).all()
+
     def test_nobody_protected_is_as_without_a_prefix(self):
         p = problem("mlstm-corrected", protected=(0, 0))
         p.prefix_table = torch.empty(2, 0, dtype=torch.int32)
@@ -203,7 +200,7 @@ class TestPrefix(Interpreted):
 
 
 class TestBeginTail(Interpreted):
-    @pytest.mark.parametrize("replay", [5, 70, 1024])
+    @pytest.mark.parametrize("replay", [0, 5, 70, 1024])
     @pytest.mark.parametrize("case, size", [("mlstm-softmax-cap", 32), ("mlstm-direct-values", 64)])
     def test_equals_the_reference(self, case, size, replay):
         """R tokens smaller and larger than p, and than a chunk; requests without a prefix are left alone, as is all but state."""
