@@ -12,9 +12,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 PRECISION = tl.constexpr("tf32x3")  # of float32 products: three of tensor cores, good to about 2**-22
 PADDING, REFUSED = tl.constexpr(0), tl.constexpr(-1)  # in place of the slots to attend over
-MARKS = tl.constexpr(
-    3
-)  # int32 words of a head: slots to attend over, tokens evicted so far, tokens evicted now (0 or 1)
+MARKS = tl.constexpr(4)
+"""int32 words of a head: slots to attend over, tokens evicted so far, tokens evicted now (0 or 1), protected tokens to attend over."""
 
 
 class Cache(NamedTuple):
@@ -35,8 +34,22 @@ class Cache(NamedTuple):
     table_page: int
 
 
+class Before(NamedTuple):
+    """Protected tokens, which lie in slots of blocks by their positions (:class:`kvpop_vllm.kernels.pages.Prefix`); None where nobody
+    has any. Strides in elements."""
+
+    k: Any = None  # [blocks, H, N, D]
+    v: Any = None
+    rows: int = 0  # strides of k and v: between blocks,
+    rows_head: int = 0  # between heads
+    table: Any = None  # [R, F]
+    table_request: int = 0
+    table_page: int = 0
+
+
 class Asked(NamedTuple):
-    """The tokens of a step. given is None where the rule does not read it."""
+    """The tokens of a step. given and keys are None where the rule does not read them, protected where nobody has a
+    prefix."""
 
     k: Any  # [R, H, D]
     v: Any
@@ -52,6 +65,11 @@ class Asked(NamedTuple):
     given: Any  # [R, H]
     given_request: int
     given_head: int
+    protected: Any  # [R], p of each
+    protected_request: int
+    keys: Any  # [R, H] int64, of draws
+    keys_request: int
+    keys_head: int
 
 
 class Weights(NamedTuple):
@@ -90,9 +108,11 @@ class Plan:
     mean: bool = False  # or added to them
     given: bool = False
     ages: bool = False
+    draws: bool = False
     threshold: float | None = None
     residual: bool = False
     corrects: bool = False
+    protects: bool = False  # requests may have a protected prefix: their tail has no sinks
     columns: int = 0  # Fp of an mLSTM, M of an MLP
     features: int = 0  # F
     values: int = 0  # Dv
@@ -101,10 +121,6 @@ class Plan:
     norm: bool = False
     skip: bool = False
     projects_values: bool = True
-
-    @property
-    def first_long(self) -> int:
-        return self.sinks + self.window
 
     @property
     def moments(self) -> bool:
@@ -162,17 +178,28 @@ def state_at(cache, r, h, word, inside, P: tl.constexpr):
 
 
 @triton.jit
-def start_of(cache, asked, r, h, P: tl.constexpr):
-    """Position of a request's token, as int32: -1 where its row is padding, -2 where the pages have seen another number of
-    tokens. Holds until the new token is written."""
-    q = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
-    seen = q
-    if q > 0:
-        seen = tl.load(cache.position + word_at(cache, r, h, 0, P))
-    return tl.where(q < 0, -1, tl.where(seen == q, q, -2))
+def roles_of(asked, r, P: tl.constexpr):
+    """p and the sinks of the slots of request r, or of each of several: behind a prefix, slots are those of a tail that begins with
+    token p and has no sinks."""
+    protected, sinks = tl.full([], 0, tl.int32), tl.full([], P.sinks, tl.int32)
+    if P.protects:
+        protected = tl.load(asked.protected + r * asked.protected_request).to(tl.int32)
+        sinks = tl.where(protected > 0, 0, P.sinks)
+    return protected, sinks
 
 
 @triton.jit
-def ring_slot(t, P: tl.constexpr):
-    """Slot to which token t >= 0 is written; from ``P.first_long`` on, the slot of the token that leaves the window at t."""
-    return tl.where(t < P.sinks, t, P.sinks + (t - P.sinks) % P.window)
+def start_of(cache, asked, r, h, protected, P: tl.constexpr):
+    """Tokens of the tail before a request's token, ``q - p``: -1 where nothing is to be written, as its row is padding or the token
+    protected, -2 where the pages have seen another number of tokens. Holds until the new token is written."""
+    q = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
+    seen = q
+    if q > protected:
+        seen = tl.load(cache.position + word_at(cache, r, h, 0, P))
+    return tl.where(q < protected, -1, tl.where(seen == q, q - protected, -2))
+
+
+@triton.jit
+def ring_slot(t, sinks, P: tl.constexpr):
+    """Slot to which token t >= 0 of a tail is written; from ``sinks + w`` on, that of the token that leaves the window at t."""
+    return tl.where(t < sinks, t, sinks + (t - sinks) % P.window)

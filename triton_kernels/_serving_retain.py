@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton._draws import draw
 from kvpop_vllm.kernels.triton._lowest_score import FAR, lower_of, lowest_of, none_yet
 from kvpop_vllm.kernels.triton._serving_pages import (
     MARKS,
     PADDING,
     REFUSED,
     ring_slot,
+    roles_of,
     row_at,
     start_of,
     state_at,
@@ -21,10 +23,12 @@ EPS = tl.constexpr(1e-6)
 
 
 @triton.jit
-def _effective(raw, t, q, log_gamma, factor, P: tl.constexpr):
-    """How tokens t rank at q, float64; launched without fused multiply-adds, so that every operation rounds as in the
+def _effective(raw, t, q, log_gamma, factor, key, P: tl.constexpr):
+    """How tokens t rank at q, float64; key: of the head's draws. Launched without fused multiply-adds, so that every operation rounds as in the
     reference."""
     score = raw.to(tl.float64)
+    if P.draws:
+        score = draw(key, q, t)
     age = q - t
     if P.mean:
         score = score / age.to(tl.float64)
@@ -36,11 +40,11 @@ def _effective(raw, t, q, log_gamma, factor, P: tl.constexpr):
 
 
 @triton.jit
-def _lowest(cache, factors, r, h, budget, q, log_gamma, P: tl.constexpr, BLOCK: tl.constexpr):
+def _lowest(cache, factors, r, h, first_long, budget, q, log_gamma, key, P: tl.constexpr, BLOCK: tl.constexpr):
     """Lowest effective score of the long-range slots of a full cache and the slot that has it, of equal ones the oldest token's;
     slot -1 where there is none that is a number."""
     best, oldest, where = none_yet(BLOCK)
-    for start in range(P.first_long, budget, BLOCK):
+    for start in range(first_long, budget, BLOCK):
         slot = start + tl.arange(0, BLOCK)
         inside = slot < budget
         at = word_at(cache, r, h, tl.where(inside, slot, 0), P)
@@ -50,7 +54,7 @@ def _lowest(cache, factors, r, h, budget, q, log_gamma, P: tl.constexpr, BLOCK: 
         if P.residual:
             factor = tl.load(factors + slot, mask=inside, other=0.0)
         token = tl.where(inside, token, q - 1)
-        effective = _effective(raw, token, q, log_gamma, factor, P)
+        effective = _effective(raw, token, q, log_gamma, factor, key, P)
         best, oldest, where = lower_of(best, oldest, where, effective, token, slot, inside)
     lowest, slot = lowest_of(best, oldest, where)
     return lowest, tl.where(slot == FAR, -1, slot)
@@ -161,13 +165,19 @@ def _retain(
     the new token takes its place."""
     h, r = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     head = r * heads + h
-    q = start_of(cache, asked, r, h, P)
+    protected, sinks = roles_of(asked, r, P)
+    since = start_of(cache, asked, r, h, protected, P)  # the tail's roles go by it, scores and positions by q
     marks += head * MARKS
-    if q < 0:
-        tl.store(marks, tl.where(q == -1, PADDING, REFUSED))
+    if since < 0:
+        tl.store(marks, tl.where(since == -1, PADDING, REFUSED))
         tl.store(marks + 1, 0)
         tl.store(marks + 2, 0)
+        if P.protects:
+            seen = tl.load(asked.positions + r * asked.positions_request).to(tl.int32) + 1
+            tl.store(marks + 3, tl.where(since == -1, tl.minimum(seen, protected), 0))
         return
+    q = since + protected
+    first_long = sinks + P.window
     projected += head * P.projected
     numerators += head * P.values
     column = tl.arange(0, P.padded)
@@ -184,17 +194,17 @@ def _retain(
             x_value = tl.load(new_value, mask=fits, other=0.0).to(tl.float32)
             inserted = _read_mlstm(projected, numerators, z, m, weights, h, x_key, x_value, column, fits, P)
 
-    slot = ring_slot(q, P)
+    slot = ring_slot(since, sinks, P)
     row, word = row_at(cache, r, h, slot, P), word_at(cache, r, h, slot, P)
-    budget = tl.load(asked.budgets + r * asked.budgets_request + h * asked.budgets_head)
-    used = q
+    budget = tl.load(asked.budgets + r * asked.budgets_request + h * asked.budgets_head) - P.sinks + sinks
+    used = since
     if P.threshold is not None:
-        filled = tl.load(cache.position + word_at(cache, r, h, 1, P), mask=q > 0, other=0)
-        used = tl.minimum(q, P.first_long) + filled
+        filled = tl.load(cache.position + word_at(cache, r, h, 1, P), mask=since > 0, other=0)
+        used = tl.minimum(since, first_long) + filled
     used = tl.minimum(used, budget)
-    evicted, gone = q - used, 0
+    evicted, gone = since - used, 0
     u = q - P.window
-    if u >= P.sinks:
+    if since >= first_long:
         key = tl.load(cache.k + row + column, mask=fits, other=0.0)
         value = tl.load(cache.v + row + column, mask=fits, other=0.0)
         raw, x_key, x_value = tl.load(cache.score + word), key.to(tl.float32), value.to(tl.float32)
@@ -209,9 +219,11 @@ def _retain(
             factor = raw
             if P.residual:
                 factor = tl.load(factors + slot)
-            gamma = tl.load(log_gamma + h)
-            lowest, victim = _lowest(cache, factors, r, h, budget, q, gamma, P, BLOCK)
-            target = tl.where(_effective(raw, u, q, gamma, factor, P) < lowest, -1, victim)
+            gamma, key_of_draws = tl.load(log_gamma + h), h
+            if P.draws:
+                key_of_draws = tl.load(asked.keys + r * asked.keys_request + h * asked.keys_head)
+            lowest, victim = _lowest(cache, factors, r, h, first_long, budget, q, gamma, key_of_draws, P, BLOCK)
+            target = tl.where(_effective(raw, u, q, gamma, factor, key_of_draws, P) < lowest, -1, victim)
         if P.threshold is not None:
             if raw.to(tl.float64) < P.threshold:
                 target, gone = -1, 1
@@ -236,10 +248,12 @@ def _retain(
     tl.store(cache.position + word, q, mask=slot > (P.threshold is not None))
     tl.store(zero, q + 1)  # tokens_seen
     if P.threshold is not None:
-        tl.store(zero + 1, tl.maximum(used - P.first_long, 0))
+        tl.store(zero + 1, tl.maximum(used - first_long, 0))
     tl.store(marks, tl.maximum(used, slot + 1))
     tl.store(marks + 1, evicted + gone)
     tl.store(marks + 2, gone)
+    if P.protects:
+        tl.store(marks + 3, protected)
 
 
 @triton.jit

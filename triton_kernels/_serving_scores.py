@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._serving_pages import PRECISION, ring_slot, row_at, start_of, state_at
+from kvpop_vllm.kernels.triton._serving_pages import PRECISION, ring_slot, roles_of, row_at, start_of, state_at
 
 
 @triton.jit
-def _requests(asked, requests, first, ROWS: tl.constexpr):
-    """Requests ``first ..`` [ROWS] int64 and the positions of their tokens, below 0 where a row is padding or past the last one."""
+def _requests(asked, requests, first, P: tl.constexpr, ROWS: tl.constexpr):
+    """Requests ``first ..`` [ROWS] int64, the tokens of their tails before the new ones, below 0 where a row is padding, past the
+    last one or within its prefix, and their sinks."""
     r = first + tl.arange(0, ROWS)
     inside = r < requests
     r = tl.where(inside, r, 0).to(tl.int64)
-    return r, tl.load(asked.positions + r * asked.positions_request, mask=inside, other=-1).to(tl.int32)
+    protected, sinks = roles_of(asked, r, P)
+    return (
+        r,
+        tl.load(asked.positions + r * asked.positions_request, mask=inside, other=-1).to(tl.int32) - protected,
+        sinks,
+    )
 
 
 @triton.jit(do_not_specialize=["requests"])
@@ -29,7 +35,7 @@ def _project(
     """``[k; v]`` of the new token (or of the one that leaves the window) of all requests, times a block of columns of a
     matrix. A row's result does not depend on the others."""
     part, h = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    r, q = _requests(asked, requests, tl.program_id(0) * ROWS, ROWS)
+    r, since, sinks = _requests(asked, requests, tl.program_id(0) * ROWS, P, ROWS)
     blocks = (P.columns + BLOCK_C - 1) // BLOCK_C
     matrix = weights.q_proj
     which = 0 * part
@@ -41,14 +47,14 @@ def _project(
             if which == 2:
                 matrix = weights.v_proj
     columns = tl.where(which == 2, P.values, P.columns)
-    wanted = q >= 0
+    wanted = since >= 0
     keys, key_row = asked.k, r * asked.k_request + h * asked.k_head
     values, value_row = asked.v, r * asked.v_request + h * asked.v_head
     if P.delayed:
         if which == 0:
-            wanted = q >= P.first_long
+            wanted = since >= sinks + P.window
             keys, values = cache.k, cache.v
-            key_row = row_at(cache, r, h, ring_slot(tl.where(wanted, q, 0), P), P)
+            key_row = row_at(cache, r, h, ring_slot(tl.where(wanted, since, 0), sinks, P), P)
             value_row = key_row
     if tl.max(wanted.to(tl.int32), 0) == 0:
         return
@@ -78,8 +84,8 @@ def _gates(
     """The last words of :func:`_project`'s rows: the input gate and the logarithm of the forget gate; where values are not
     projected, the values."""
     h = tl.program_id(1).to(tl.int64)
-    r, q = _requests(asked, requests, tl.program_id(0) * ROWS, ROWS)
-    wanted = q >= 0
+    r, since, _ = _requests(asked, requests, tl.program_id(0) * ROWS, P, ROWS)
+    wanted = since >= 0
     row = out + (r * heads + h) * P.projected + 2 * P.columns
     key_row = asked.k + r * asked.k_request + h * asked.k_head
     value_row = asked.v + r * asked.v_request + h * asked.v_head
@@ -131,7 +137,7 @@ def features_of(projected, P: tl.constexpr):
 
 @triton.jit
 def gates_of(m_at, projected, q, P: tl.constexpr):
-    """m of an mLSTM's state with the new token, and the factors of the state before it and of the token itself. m_at: address of m;
+    """m of an mLSTM's state with token q, and the factors of the state before it and of the token itself. m_at: address of m;
     projected: of this head."""
     m = tl.where(q > 0, tl.load(m_at), -1e30)
     old = tl.load(projected + 2 * P.columns + P.values + 1) + m
@@ -152,9 +158,11 @@ def _cells(
     z and m stay as they are: all blocks read them, :mod:`_serving_retain` writes them.
     """
     first, h, r = tl.program_id(0) * BLOCK_V, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    q = start_of(cache, asked, r, h, P)
-    if q < 0:
+    protected, sinks = roles_of(asked, r, P)
+    since = start_of(cache, asked, r, h, protected, P)
+    if since < 0:
         return
+    q = since + protected  # a state has taken tokens of the prefix in
     column = first + tl.arange(0, BLOCK_V)
     f = tl.arange(0, P.padded_features)
     fits = column < P.values
@@ -167,7 +175,7 @@ def _cells(
     value = tl.load(projected + 2 * P.columns + column, mask=fits, other=0.0)
     write = features_of(projected + P.columns, P) * gain
     c = c * keep + write[:, None] * value[None, :]
-    if (q >= P.first_long) | (not P.delayed):
+    if (since >= sinks + P.window) | (not P.delayed):
         read = features_of(projected, P)
         tl.store(numerators + (r * heads + h) * P.values + column, tl.sum(read[:, None] * c, 0), mask=fits)
     tl.debug_barrier()  # a cell that several threads hold has been read by all
@@ -184,9 +192,10 @@ def _residuals(
     """``|v - vb - scale Sig k|`` of a block of slots, where a token is to be evicted: all slots are in use then."""
     slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    q = start_of(cache, asked, r, h, P)
-    budget = tl.load(asked.budgets + r * asked.budgets_request + h * asked.budgets_head)
-    evicted = q - budget
+    protected, sinks = roles_of(asked, r, P)
+    since = start_of(cache, asked, r, h, protected, P)
+    budget = tl.load(asked.budgets + r * asked.budgets_request + h * asked.budgets_head) - P.sinks + sinks
+    evicted = since - budget
     if (evicted < 0) | (tl.program_id(0) * BLOCK_S >= budget):
         return
     inside = slot < budget

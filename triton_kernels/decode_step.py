@@ -11,7 +11,7 @@ import functools
 import torch
 import triton
 from kvpop_vllm.kernels.triton._serving_attend import _attend, _combine, _correct, _masses
-from kvpop_vllm.kernels.triton._serving_pages import MARKS, Asked, Cache, Plan, Weights
+from kvpop_vllm.kernels.triton._serving_pages import MARKS, Asked, Before, Cache, Plan, Weights
 from kvpop_vllm.kernels.triton._serving_retain import _products, _retain
 from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _project, _residuals
 
@@ -23,12 +23,15 @@ from kvpop_vllm.kernels.ops import (
     MLPWeights,
     MLSTMWeights,
     MomentResidual,
+    RandomDraw,
 )
 
 SPLIT_SLOTS = 128  # at least so many for each program of attention
+LONGEST_WALK = 8192  # protected tokens that such a program may have to go through, whatever the number of requests
 SEARCHED = 1024  # scores that a search for a victim compares at a time
 TILE_BYTES = 16 * 1024  # of keys, and of values, that such a program holds at a time
 LARGEST_HEAD = 256
+PREFIX_LIKE_PAGES = "num_kv_heads", "head_size", "dtype", "block_slots"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -63,6 +66,7 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
     kinds = {
         type(None): lambda: {"scorer": "none"},
         KeyNorm: lambda: {"scorer": "key_norm"},
+        RandomDraw: lambda: {"scorer": "none", "draws": True},
         AttentionMass: lambda: {"scorer": "parked", "masses": True, "mean": scorer.mean},
         MomentResidual: lambda: {"scorer": "parked", "masses": True, "residual": True},
         GivenScore: lambda: {"scorer": "parked", "given": True, "ages": scorer.ages, "threshold": scorer.threshold},
@@ -72,8 +76,8 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
     return Weights(), kinds[type(scorer)]()
 
 
-def check_step(q, k, v, pages, rule, weights, op: str) -> None:
-    """What would be computed wrongly is refused; nothing is read from the device.
+def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) -> None:
+    """What would be computed wrongly is refused; nothing is read from the device. requests: of the step.
 
     Raises:
         NotImplementedError, TypeError, ValueError: see :func:`decode_step`.
@@ -93,6 +97,13 @@ def check_step(q, k, v, pages, rule, weights, op: str) -> None:
         raise ValueError(
             f"the layout has room for a state of {pages.layout.state_floats} floats, the rule needs {needed}"
         )
+    if prefix is not None:
+        alike = all(getattr(prefix.pages.layout, of) == getattr(pages.layout, of) for of in PREFIX_LIKE_PAGES)
+        if not alike or prefix.table.shape[:-1] != (requests,) or prefix.tokens.shape != (requests,):
+            raise ValueError(
+                f"a prefix of table {tuple(prefix.table.shape)} and tokens {tuple(prefix.tokens.shape)} does not fit"
+                f" {requests} requests and their pages"
+            )
     if k.shape[-1] > LARGEST_HEAD:
         raise ValueError(f"{op} in Triton takes heads of up to {LARGEST_HEAD}, got {k.shape[-1]}")
     if rule.window < 1:
@@ -107,8 +118,8 @@ def check_step(q, k, v, pages, rule, weights, op: str) -> None:
             raise ValueError(f"{name} must be contiguous {wanted} on {q.device}, got {weight.dtype} on {weight.device}")
 
 
-def plan_of(pages, table, group: int, rule, options: dict) -> Plan:
-    """The constants that the kernels are compiled for; options: of :func:`weights_of`."""
+def plan_of(pages, table, group: int, rule, options: dict, protects: bool) -> Plan:
+    """The constants that the kernels are compiled for; options: of :func:`weights_of`. protects: whether there is a prefix."""
     layout = pages.layout
     return Plan(
         size=layout.head_size,
@@ -122,6 +133,7 @@ def plan_of(pages, table, group: int, rule, options: dict) -> Plan:
         window=rule.window,
         decay_step=rule.decay_step,
         corrects=rule.moment_correction,
+        protects=protects,
         **options,
     )
 
@@ -138,13 +150,13 @@ def _block_slots(plan: Plan, itemsize: int) -> int:
     return max(16, min(dividing, 64, TILE_BYTES // (plan.padded * itemsize)))
 
 
-def _splits(plan: Plan, programs: int, block: int, device: torch.device) -> int:
-    """Parts of a head's slots: enough for two programs a multiprocessor, by shapes alone."""
-    wanted = triton.cdiv(2 * _processors(device), max(1, programs))
-    return max(1, min(wanted, plan.most_slots // max(block, SPLIT_SLOTS), 64))
+def _splits(plan: Plan, protected: int, programs: int, block: int, device: torch.device) -> int:
+    """Parts of a head's slots and of as many as ``protected`` tokens: enough for two programs a multiprocessor, by shapes alone."""
+    wanted = max(triton.cdiv(2 * _processors(device), max(1, programs)), triton.cdiv(protected, LONGEST_WALK))
+    return max(1, min(wanted, (protected + plan.most_slots) // max(block, SPLIT_SLOTS), 64))
 
 
-def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None):
+def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`. Never waits for the device, so that a CUDA graph may hold it: what
     is launched and allocated (by ``torch.empty``) depends on shapes and the rule's constants alone.
 
@@ -153,7 +165,7 @@ def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, 
     - A step that does not start at a head's ``tokens_seen`` raises nothing. That head's pages stay as they are, its outputs
       and log-sum-exps are NaN.
     - A position of -1 is padding: no page is read or written for it, whatever its page-table row and ``budgets`` say; outputs are 0, log-sum-exps -inf.
-    - ``scale``, like the rule's numbers, is a number of the host. All tensors, the rule's too, are on q's device.
+    - ``scale``, like the rule's numbers, is a number of the host. All tensors, the rule's and the prefix's too, are on q's device.
 
     Raises:
         NotImplementedError: a scorer that is not known here.
@@ -161,20 +173,20 @@ def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, 
         ValueError: shapes that do not fit, a last axis that is not contiguous, tensors of the rule on another device.
     """
     weights, options = weights_of(rule.scorer, "decode_step")
-    check_step(q, k, v, pages, rule, weights, "decode_step")
-    plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options)
+    check_step(q, k, v, pages, rule, weights, prefix, len(q), "decode_step")
+    plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
     if len(q):
-        told = positions, budgets, given
+        told = positions, budgets, given, prefix, keys
         take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse)
     return out, lse
 
 
 def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
     """The launches of a step that has been checked, its outputs into ``out`` and ``lse``, contiguous; told: positions,
-    budgets and given scores as :func:`decode_step` takes them."""
+    budgets, given scores, prefix and keys as :func:`decode_step` takes them."""
     (requests, heads, size), device = k.shape, q.device
-    positions, budgets, given = told
+    positions, budgets, given, prefix, keys = told
     cache = Cache(
         pages.k, pages.v, pages.score, pages.position, pages.state,
         *pages.k.stride()[:2], *pages.score.stride()[:2], page_table, *page_table.stride(),
@@ -182,7 +194,13 @@ def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out,
     asked = Asked(
         k, v, *k.stride()[:2], *v.stride()[:2], positions, positions.stride(0),
         budgets, *budgets.stride(), given, *((0, 0) if given is None else given.stride()),
+        *((None, 0) if prefix is None else (prefix.tokens, prefix.tokens.stride(0))),
+        keys, *((0, 0) if keys is None else keys.stride()),
     )  # fmt: skip
+    before = Before()
+    if prefix is not None:
+        of = prefix.pages
+        before = Before(of.k, of.v, *of.k.stride()[:2], prefix.table, *prefix.table.stride())
     marks = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=device)
     work = _score(plan, cache, asked, weights, requests, heads, scale, marks)
     _retain[heads, requests](
@@ -192,7 +210,7 @@ def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out,
     if plan.moments:
         rows = triton.cdiv(size, 32)
         _products[rows, heads, requests](cache, work[3], marks, heads, P=plan, BLOCK_X=32, num_warps=4)
-    _attention(plan, q, cache, out, lse, marks, requests, heads, scale)
+    _attention(plan, q, cache, before, out, lse, marks, requests, heads, scale)
 
 
 def _floats(device, *shape) -> torch.Tensor:
@@ -227,12 +245,13 @@ def _score(plan, cache, asked, weights, requests, heads, scale, marks):
     return projected, numerators, factors, moved
 
 
-def _attention(plan, q, cache, out, lse, marks, requests, heads, scale) -> None:
+def _attention(plan, q, cache, before, out, lse, marks, requests, heads, scale) -> None:
     """Outputs and log-sum-exps, and masses into the score words where the rule asks for them."""
     device, query_heads = q.device, q.shape[1]
     wide = q.dtype != cache.k.dtype or q.dtype == torch.float32
     block = _block_slots(plan, 4 if wide else q.element_size())
-    splits = _splits(plan, requests * heads, block, device)
+    protected = before.table.shape[1] * plan.slots if plan.protects else 0
+    splits = _splits(plan, protected, requests * heads, block, device)
     group = triton.next_power_of_2(plan.group)
     merged = _floats(device, *out.shape) if plan.corrects else out
     sums = tops = logits = lse
@@ -242,7 +261,7 @@ def _attention(plan, q, cache, out, lse, marks, requests, heads, scale) -> None:
     if plan.masses:
         logits = _floats(device, requests, query_heads, plan.most_slots)
     _attend[splits, heads, requests](
-        q, cache, merged, lse, sums, tops, logits, marks, heads, splits, scale, *q.stride()[:2],
+        q, cache, before, merged, lse, sums, tops, logits, marks, heads, splits, scale, *q.stride()[:2],
         P=plan, GROUP=max(16, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide, num_warps=4, num_stages=2,
     )  # fmt: skip
     columns = triton.cdiv(plan.padded, 64)

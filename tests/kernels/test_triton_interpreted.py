@@ -30,6 +30,7 @@ CLASSES = {
     ),
     "test_triton_serving.py": ("TestDecodeStep",),
     "test_triton_prefill.py": ("TestPrefillChunk",),
+    "test_triton_prefix.py": ("TestPrefix", "TestBeginTail", "TestPrefillBehindAPrefix", "TestDraws"),
     "test_triton_interpreted.py": ("TestQuickerInterpreter",) if QUICKER else (),
 }
 ELSEWHERE = (

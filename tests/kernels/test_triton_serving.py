@@ -133,9 +133,13 @@ class Replay:
         assert len(actual) > 0
         assert_within_budget(actual, wide, eager, name="score")
         assert torch.equal(self.seen(self.pages), self.seen(self.reference))
-        others = torch.ones(p.num_blocks, dtype=torch.bool)
-        others[p.table.flatten().long()] = False
-        assert (self.pages.raw[others] == 255).all()
+        assert (self.pages.raw[self.foreign()] == 255).all()
+
+    def foreign(self):
+        """Blocks that nobody has, ``[blocks]`` booleans."""
+        others = torch.ones(self.p.num_blocks, dtype=torch.bool)
+        others[self.p.table.flatten().long()] = False
+        return others
 
     def seen(self, pages):
         rows = self.p.table[:, :, self.p.layout.state_blocks].long()
