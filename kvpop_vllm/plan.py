@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import policies
-from kvpop_vllm.cache.accounting import CacheBytes, dense_request_bytes, request_bytes
+from kvpop_vllm.cache.accounting import CacheBytes, dense_request_bytes, request_bytes, worst_prompts
 from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape, Policy
@@ -114,14 +114,8 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
     if prompt is not None or not longest:
         own = protected_tokens(policy.protect, prompt or 0)
         return request_bytes(*lengths, retention, shares, own)
-    turning = {
-        0,
-        longest,
-        *(min(max(0, length - retention.budget + i), longest) for i in range(lengths[0].block_slots + 1)),
-    }
-    return max(
-        (request_bytes(*lengths, retention, shares, own) for own in sorted(turning)), key=lambda held: held.blocks
-    )
+    prompts = worst_prompts(longest, length, lengths[0].block_slots)
+    return max((request_bytes(*lengths, retention, shares, own) for own in prompts), key=lambda held: held.blocks)
 
 
 def _check_served(folder: str, shape: ModelShape, config: dict) -> None:

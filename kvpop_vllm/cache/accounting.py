@@ -65,6 +65,14 @@ def request_bytes(
     return CacheBytes(canonical=held * per_token, allocated=blocks * page, blocks=blocks)
 
 
+def worst_prompts(longest: int, length: int, size: int) -> list[int]:
+    """Return numbers of protected tokens, up to ``longest``, among which is one with which a request of ``length`` tokens holds most
+    blocks of ``size`` slots: another block of prefix costs the tail a block at most, so of prompts that leave a tail it is one
+    of the longest ``size``."""
+    last = min(longest, length - 1)
+    return sorted({longest, *range(max(1, last - size + 1), last + 1)})
+
+
 def dense_request_bytes(
     num_layers: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, length: int, block_size: int
 ) -> CacheBytes:

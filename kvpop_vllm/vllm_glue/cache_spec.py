@@ -11,6 +11,7 @@ from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, Sing
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
 from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cache_spec
 
+from kvpop_vllm.cache.accounting import worst_prompts
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.vllm_glue import prefix_hits
@@ -129,9 +130,7 @@ class FixedBudgetSpec(AttentionSpec):
     def most_blocks(self, length: int) -> int:
         """Return the most blocks that a request of ``length`` tokens can hold, whatever its prompt."""
         longest = protected_tokens(self.protect, length)  # a prompt may be all of it
-        last = min(longest, length - 1)
-        # Another block of prefix costs the tail a block at most: of the prompts that leave a tail one of the longest N is worst.
-        prompts = {longest, *range(max(1, last - self.block_size + 1), last + 1)}
+        prompts = worst_prompts(longest, length, self.block_size)
         return max(self.blocks(length, protected) for protected in prompts)
 
     def max_memory_usage_bytes(self, vllm_config) -> int:
