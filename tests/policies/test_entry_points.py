@@ -60,7 +60,11 @@ def test_a_class_that_says_too_little(folder, capsys):
     assert "policy 'random' of outside-little does not say paper, rule: mend that package" in refusal("projection")
     assert main(["policies"]) in (0, None)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == refusal("projection") and lines[1].startswith("kvpop ") and len(lines) == 2 + len(policies.POLICIES)
+    assert (
+        lines[-1] == refusal("projection")
+        and lines[1].startswith("kvpop ")
+        and len(lines) == 2 + len(policies.POLICIES)
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,4 +86,6 @@ def test_declarations_that_do_not_hold(folder, change, message):
 def test_two_packages_bring_one_name(folder):
     install(folder)
     install(folder, "random = outside_more:Random", "outside-more", PROJECTION)
-    assert "policy 'random' is brought by outside-more, outside-policies: uninstall all but one" in refusal("projection")
+    assert "policy 'random' is brought by outside-more, outside-policies: uninstall all but one" in refusal(
+        "projection"
+    )
