@@ -24,6 +24,8 @@ PEER = ROOT / "benchmarks" / "peer.py"
 SHIPPED_SCORER = ROOT / "examples" / "scorers" / "smollm2-135m-kvpop"
 EAGER = " eager"
 """Ends the name of a policy's eager twin."""
+NO_HITS = ", no hits"
+"""Ends the name of a policy's twin without prefix caching."""
 NEAR_TIE = 0.5  # nats: four steps of a bfloat16 logit between 16 and 32
 WARM_UP = 2  # steps of each turn that are not counted: the caches belong to the process before
 STAGGER = 17  # tokens between the lengths of prompts
@@ -88,12 +90,16 @@ def configurations(options, folder: Path) -> dict:
     if "kvpop" in policies:
         scorer = Path(options.scorer)
         policies[f"kvpop, {scorer.name}"] = policies.pop("kvpop") | {"scorer": str(scorer)}
+    if getattr(options, "protect_prompt", False):
+        policies = {name: policy | {"protect_prompt": True} for name, policy in policies.items()}
     told = {name: {"policy": policy, "eager": options.eager} for name, policy in {"dense": None, **policies}.items()}
     twins = {
         name + EAGER: {"policy": policies[name], "eager": True}
         for name in policies
         if getattr(options, "eager_too", False)
     }
+    if getattr(options, "prefix_caching", False):
+        twins |= {name + NO_HITS: told[name] | {"prefix_caching": False} for name in policies}
     return told | twins
 
 
@@ -270,7 +276,7 @@ class Child:
             dtype="bfloat16",
             max_num_seqs=asked.most_requests,
             kv_cache_memory_bytes=int(asked.pool_tokens * token_bytes(asked.model)),
-            enable_prefix_caching=False,
+            enable_prefix_caching=getattr(asked, "prefix_caching", False),
             enforce_eager=asked.eager,
             load_format=asked.load_format,
             additional_config={"kv_policy": asked.policy} if asked.policy else {},
@@ -315,6 +321,40 @@ class Child:
                 said = time.monotonic()
                 self.reply({"progress": f"{decoding} of {requests} prompts done after {said - begin:.0f} s"})
         return {"seconds": time.monotonic() - begin, "tokens": sum(lengths)}
+
+    def chat(self, turns: int, tokens: int, answer: int, seed: int) -> dict:
+        """Hold a conversation whose turns add so many tokens each, ``answer`` of them generated; return the seconds from the last
+        turn's request to its first and second token, and the tokens of its prompt that were hit."""
+        from vllm import SamplingParams
+
+        draw, text = random.Random(seed), []
+        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        for turn in range(turns):
+            text = [*text, *self._random(draw, tokens - answer)]
+            begin, times, found = time.perf_counter(), [], []
+            self.engine.add_request(f"chat-{seed}-{turn}", {"prompt_token_ids": text}, params)
+            while self.engine.has_unfinished_requests():
+                for reply in self.engine.step():
+                    times += [time.perf_counter() - begin] * (len(reply.outputs[0].token_ids) - len(times))
+                    found, hit = reply.outputs[0].token_ids, reply.num_cached_tokens
+            text = [*text, *found]
+        return {"first": times[0], "second": times[1], "hit": hit or 0}
+
+    def crowd(self, requests: int, system: int, own: int, new: int) -> dict:
+        """Requests that read one system prompt of so many tokens, each with a question of its own, until all of them decode."""
+        from vllm import SamplingParams
+
+        prompt = self._random(random.Random(0), system)
+        self.llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=1), use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        begin = time.monotonic()
+        for i in range(requests):
+            tokens = [*prompt, *self._random(random.Random(i + 1), own)]
+            self.engine.add_request(f"crowd-{i}", {"prompt_token_ids": tokens}, params)
+        self.asked = [f"crowd-{i}" for i in range(requests)]
+        while len(self.engine.step()) < requests:
+            pass
+        return {"seconds": time.monotonic() - begin}
 
     @staticmethod
     def _random(draw: random.Random, length: int) -> list[int]:

@@ -33,10 +33,10 @@ RIGHT = {
     "recency": dict(case="none", sinks=0, window=1, unequal=True),
     "linear": dict(case="linear", group=4, size=128),
     "mlstm": dict(case="mlstm-norm-skip", group=4, size=128),
-    "mlstm on a grid": dict(case="mlstm", every=4, group=3, size=80),
-    "own decays": dict(case="given-ages", every=2),
+    "mlstm, heads of 80": dict(case="mlstm", group=3, size=80),
+    "own decays": dict(case="given-ages"),
     "mean mass": dict(case="mass-mean", group=3),
-    "moments": dict(case="moment-corrected", every=2),
+    "moments": dict(case="moment-corrected"),
 }
 FEW = "mlstm", "own decays"
 """Where kernels are interpreted, or watched."""
@@ -99,7 +99,7 @@ def _chunk(p: Problem, rule: RetentionRule, pages, start: int, q, k, v, impl: st
     given, device = given_scores(p.rule, k), pages.raw.device
     q, k, v, table, budgets = (x.to(device) for x in (q, k, v, p.table[0], p.budgets[0]))
     return ops.prefill_chunk(
-        q, k, v, pages, table, start, budgets, rule=rule, scale=p.scale, impl=impl, prompt=int(p.prompts[0]),
+        q, k, v, pages, table, start, budgets, rule=rule, scale=p.scale, impl=impl,
         given=None if given is None else given.to(device),
     )  # fmt: skip
 

@@ -19,7 +19,6 @@ from pathlib import Path
 import torch
 from gpu import Bench, Skipped, within
 from gpu_clock import bandwidth, graph_of, paired
-from gpu_shares import shares_right
 from kernels.factories import given_scores, poisoned_pages, random_rule, random_scorer
 from kernels.problems import CLOSE, CLOSE_MASS, Problem
 
@@ -41,13 +40,12 @@ LEAST = 45.0
 RIGHT = {
     "recency": dict(case="none", sinks=0, window=1, unequal=True),
     "key norm": dict(case="key-norm", group=4),
-    "threshold": dict(case="given-threshold", every=2),
+    "threshold": dict(case="given-threshold"),
     "mlp": dict(case="mlp"),
     "mlstm": dict(case="mlstm-norm-skip", group=4, size=128),
-    "mlstm on a grid, corrected": dict(case="mlstm-corrected", every=4),
+    "mlstm, corrected": dict(case="mlstm-corrected"),
     "mean mass": dict(case="mass-mean", group=3),
-    "moments": dict(case="moment-corrected", every=2),
-    "votes": dict(case="votes", every=4, window=5),
+    "moments": dict(case="moment-corrected"),
 }
 FEW = "recency", "mlstm", "moments"
 """Where kernels are interpreted, or watched."""
@@ -57,7 +55,6 @@ def serving_kernels(bench: Bench):
     """Cases; see :data:`gpu.Section`."""
     for name in FEW if bench.small or bench.watched else RIGHT:
         yield f"decode_step is right, {name}", lambda name=name: step_right(bench, name)
-    yield "decode_step is right, heads that divide a budget", lambda: shares_right(bench)
     if bench.small or bench.watched:
         return
     needed = {f"decode_step is right, {name}" for name in ("recency", "mlstm")}
@@ -124,13 +121,12 @@ def _exact_step(p: Problem, exact, position: int, q, k, v):
 
 def _step(bench: Bench, p: Problem, rule: RetentionRule, pages: Pages, position: int, q, k, v):
     """The kernel's own, everything on its device."""
-    in_use = [[p.roles(r).extent(position, int(b)) for b in row] for r, row in enumerate(p.budgets)]
     given = given_scores(p.rule, k)
-    told = q, k, v, torch.full((p.requests,), position), torch.tensor(in_use, dtype=torch.int32), p.budgets, p.table
-    q, k, v, positions, valid, budgets, table = (x.to(bench.device) for x in told)
+    told = q, k, v, torch.full((p.requests,), position), p.budgets, p.table
+    q, k, v, positions, budgets, table = (x.to(bench.device) for x in told)
     return ops.decode_step(
-        q, k, v, pages, table, positions, valid, budgets, rule=rule, scale=p.scale, impl="triton",
-        given=None if given is None else given.to(bench.device), prompts=p.prompts.to(bench.device),
+        q, k, v, pages, table, positions, budgets, rule=rule, scale=p.scale, impl="triton",
+        given=None if given is None else given.to(bench.device),
     )  # fmt: skip
 
 
@@ -223,14 +219,14 @@ class Replayed:
         own = requests * blocks * KV_HEADS * layout.region_bytes
         self.layers = max(1, min(LAYERS, MOST_BYTES // (2 * own), -(-(1 << 30) // own)))
         self.positions = torch.full((requests,), SEEN, device=device)
-        valid = torch.full((requests, KV_HEADS), budget, dtype=torch.int32, device=device)
+        budgets = torch.full((requests, KV_HEADS), budget, dtype=torch.int32, device=device)
         tokens = [torch.randn(requests, n, SIZE, device=device).to(bench.dtype) for n in (HEADS, KV_HEADS, KV_HEADS)]
         filled = [self._pages(layout, budget, requests, blocks, device) for _ in range(self.layers)]
 
         def step():
             for pages, table in filled:
                 self.out, _ = ops.decode_step(
-                    *tokens, pages, table, self.positions, valid, valid, rule=self.rule, scale=SIZE**-0.5, impl="triton"
+                    *tokens, pages, table, self.positions, budgets, rule=self.rule, scale=SIZE**-0.5, impl="triton"
                 )
             self.positions.add_(1)
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 LONGEST_FIRST = (
     "engine/test_fidelity.py",
     "server/test_server.py",
@@ -22,6 +24,15 @@ def pytest_collection_modifyitems(items):
     """Sorts them to the front; all others stay in order."""
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def threads_of_the_process():
+    """Every module begins with them, whatever ran before: bits are compared with those of other processes."""
+    from threads import same_threads
+
+    with same_threads():
+        yield
 
 
 if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("KVPOP_PLAIN_INTERPRETER") != "1":

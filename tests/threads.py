@@ -1,4 +1,4 @@
-"""Threads of torch in tests."""
+"""Threads of torch in tests: how many there are decides the last bits of what is computed."""
 
 from __future__ import annotations
 
@@ -9,11 +9,20 @@ import torch
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from more. Not by the public name, which vLLM replaces."""
-    threads = torch.get_num_threads()
-    torch._C.set_num_threads(1)
+def same_threads() -> Iterator[None]:
+    """Afterwards there are as many as before, and ``torch.set_num_threads`` does what it did: vLLM's engine replaces it by nothing, for
+    the rest of the process."""
+    threads, setter = torch.get_num_threads(), torch.set_num_threads
     try:
         yield
     finally:
+        torch.set_num_threads = setter
         torch._C.set_num_threads(threads)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Tiny models gain nothing from more. Not by the public name, see above."""
+    with same_threads():
+        torch._C.set_num_threads(1)
+        yield

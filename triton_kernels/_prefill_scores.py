@@ -12,20 +12,22 @@ from kvpop_vllm.kernels.triton._serving_pages import PRECISION
 from kvpop_vllm.kernels.triton.delayed_mlstm import delayed_mlstm
 
 from kvpop_vllm.kernels.ops import GivenScore, KeyNorm, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+from kvpop_vllm.kernels.pages import Pages
 
 NORM_EPS = 1e-6
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""C ``[1, H, F, Dv]``, z ``[1, H, F]`` and m ``[1, H]``."""
 
 
 @dataclass
 class Piece:
-    """Tokens of some heads that are keys of a piece ``[a, b)``: those of long-range slots, sinks, those of the ring that are
-    undecided, then the new ones. From the undecided ones on their positions go up by one.
+    """Tokens of some heads that are keys of a piece ``[a, b)``: those of long-range slots, sinks, those of the window, then the new
+    ones. From those of the window on their positions go up by one.
 
     Attributes:
         keys, values: ``[H, T, D]``. score: ``[H, T]`` float32, as it stands in their slots. position: ``[H, T]`` int64.
         held: how many come before the new ones. long_range: how many of these are in long-range slots.
-        first: index of token t is ``first + t`` where t is undecided before a, or new.
+        first: index of token t is ``first + t`` where t is in the window before a, or new.
     """
 
     keys: torch.Tensor
@@ -38,13 +40,14 @@ class Piece:
     a: int
     b: int
 
-    def span(self, start: int, end: int) -> slice:
-        """Where tokens ``[start, end)`` are."""
-        return slice(self.first + start, self.first + max(start, end))
-
     def leaving(self, rule: RetentionRule) -> slice:
-        """Those that are decided upon in this piece."""
-        return self.span(rule.decided(self.a), rule.decided(self.b))
+        """Indices of the tokens that leave the window in this piece."""
+        return slice(*(self.first + oldest_in_window(rule, q) for q in (self.a, self.b)))
+
+
+def oldest_in_window(rule: RetentionRule, q: int) -> int:
+    """Position of the oldest token that is in the window, and no sink, before position q."""
+    return max(rule.sinks, q - rule.window)
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -77,9 +80,26 @@ def _multiply(
     tl.store(at, acc, mask=inside[:, None] & fits[None, :])
 
 
-def _products(piece: Piece, where: slice, matrix: torch.Tensor) -> torch.Tensor:
-    """``[k; v]`` of tokens times ``matrix [H, 2 D, C]``: ``[H, n, C]`` float32."""
-    keys, values = piece.keys[:, where], piece.values[:, where]
+def load_state(pages: Pages, rows: torch.Tensor, heads: torch.Tensor, weights: MLSTMWeights) -> State:
+    """Return the states of heads; rows ``[H, pages]``: where they lie."""
+    flat = pages.state[rows, heads.unsqueeze(1)].flatten(1)
+    cells, width = weights.features * weights.value_size, weights.state_floats
+    c = flat[:, :cells].unflatten(1, (weights.features, weights.value_size))
+    return c.unsqueeze(0), flat[None, :, cells : width - 1], flat[None, :, width - 1]
+
+
+def store_state(pages: Pages, rows: torch.Tensor, heads: torch.Tensor, state: State) -> None:
+    """Write states where :func:`load_state` finds them."""
+    c, z, m = state
+    flat = torch.cat([c[0].flatten(1), z[0], m[0].unsqueeze(1)], 1)
+    region = pages.state.shape[-1]
+    for i in range(rows.shape[1]):
+        part = flat[:, i * region : (i + 1) * region]
+        pages.put(pages.state[..., : part.shape[1]], (rows[:, i], heads, slice(None)), part)
+
+
+def _products(keys: torch.Tensor, values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
+    """``[k; v]`` of tokens ``keys, values [H, n, D]`` times ``matrix [H, 2 D, C]``: ``[H, n, C]`` float32."""
     heads, tokens, size = keys.shape
     columns = matrix.shape[-1]
     out = torch.empty(heads, tokens, columns, dtype=torch.float32, device=keys.device)
@@ -114,11 +134,11 @@ class Scores:
             self.written = torch.cat([w.k_proj, *of_values, *gates], -1)
 
     def __call__(self, piece: Piece, state: State | None) -> tuple[torch.Tensor, State | None]:
-        """Scores ``[H, leaving]`` of the tokens that are decided upon in a piece, and the state behind it; scores that are given at
+        """Scores ``[H, leaving]`` of the tokens that leave the window in a piece, and the state behind it; scores that are given at
         insertion go into the piece's."""
         weights, where = self.weights, piece.leaving(self.rule)
         keys = piece.keys[:, where]
-        if weights is None:
+        if weights is None or self.rule.draws:
             return torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device), None
         if isinstance(weights, GivenScore):
             return piece.score[:, where], None
@@ -127,30 +147,33 @@ class Scores:
         if isinstance(weights, LinearWeights):
             return _dot(piece, where, weights.weight) + weights.bias.unsqueeze(-1), None
         if isinstance(weights, MLPWeights):
-            hidden = F.silu(_products(piece, where, weights.fc1_weight) + weights.fc1_bias.unsqueeze(1))
+            products = _products(keys, piece.values[:, where], weights.fc1_weight)
+            hidden = F.silu(products + weights.fc1_bias.unsqueeze(1))
             return (hidden * weights.fc2_weight.unsqueeze(1)).sum(-1) + weights.fc2_bias.unsqueeze(-1), None
-        taken = piece.span(self.rule.taken(piece.a), self.rule.taken(piece.b))
-        if taken.stop > taken.start:
-            read = where if weights.delayed else taken
-            score, state = self._mlstm(piece, read, taken, state)
-            if weights.delayed:
-                return score, state
-            piece.score[:, taken] = score
+        if weights.delayed:
+            return self._mlstm(piece, where, state)
+        new = slice(piece.held, None)
+        piece.score[:, new], state = self._mlstm(piece, new, state)
         return piece.score[:, where], state
 
-    def _mlstm(self, piece: Piece, read: slice, taken: slice, state: State | None) -> tuple[torch.Tensor, State]:
-        """Scores of the tokens ``read``, the last of them with all that are ``taken`` in."""
-        w = self.weights
-        products = _products(piece, taken, self.written)
-        columns, count, reads = w.k_proj.shape[-1], taken.stop - taken.start, read.stop - read.start
+    def _mlstm(self, piece: Piece, read: slice, state: State | None) -> tuple[torch.Tensor, State]:
+        """Scores of the tokens ``read``, the last of them with all new tokens in the state."""
+        new = slice(piece.held, None)
+        query = self._features(_products(piece.keys[:, read], piece.values[:, read], self.weights.q_proj))
+        skipped = piece.b - piece.a - query.shape[1]
+        query = F.pad(query, (0, 0, skipped, 0)).unsqueeze(0)
+        h, state = delayed_mlstm(query, *self.inputs(piece.keys[:, new], piece.values[:, new]), delay=0, state=state)
+        return self._score(piece, read, h[0, :, skipped:]), state
+
+    def inputs(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return what an mLSTM takes in of tokens ``keys, values [H, n, D]``: write features, values and gates ``[1, H, n, ..]``
+        float32."""
+        w, columns = self.weights, self.weights.k_proj.shape[-1]
+        products = _products(keys, values, self.written)
         key = self._features(products[..., :columns])
-        value = piece.values[:, taken].float() if w.v_proj is None else products[..., columns:-2]
-        igate = self._softcap(products[..., -2] + w.igate_bias.unsqueeze(-1))
-        fgate = self._softcap(products[..., -1] + w.fgate_bias.unsqueeze(-1))
-        query = F.pad(self._features(_products(piece, read, w.q_proj)), (0, 0, count - reads, 0))
-        inputs = (x.unsqueeze(0) for x in (query, key, value, igate, fgate))
-        h, state = delayed_mlstm(*inputs, delay=0, state=state)
-        return self._score(piece, read, h[0, :, count - reads :]), state
+        value = values.float() if w.v_proj is None else products[..., columns:-2]
+        gates = zip((products[..., -2], products[..., -1]), (w.igate_bias, w.fgate_bias), strict=True)
+        return tuple(x.unsqueeze(0) for x in (key, value, *(self._softcap(a + b.unsqueeze(-1)) for a, b in gates)))
 
     def _features(self, a: torch.Tensor) -> torch.Tensor:
         if self.weights.feature_map == "softmax":

@@ -10,34 +10,74 @@ from kvpop_vllm.kernels.triton._serving_pages import (
     MARKS,
     PRECISION,
     REFUSED,
-    decided_before,
-    decides_at,
-    page_of,
-    phase_of,
-    seen_slots,
-    slots_at,
     state_at,
     word_at,
 )
 
 
 @triton.jit
-def _nothing(used):
-    """Output where no slot is attended over: 0 of padding, NaN of a request that was refused."""
-    return tl.where(used == REFUSED, float("nan"), 0.0)
+def _nothing(found):
+    """Output where nothing is attended over: 0 of padding, NaN of a request that was refused."""
+    return tl.where(found == REFUSED, float("nan"), 0.0)
+
+
+@triton.jit
+def _attended(marks, P: tl.constexpr):
+    """Slots and protected tokens that a head attends over: 0 of padding, REFUSED of a request that was refused."""
+    found = tl.load(marks)
+    if P.protects:
+        found += tl.load(marks + 3)
+    return found
+
+
+@triton.jit
+def _walk(
+    k, v, pages, page, rows_page,  # where the head's keys and values are, its page numbers, their stride, that between pages
+    begin, end, used, rows, scale, top, total, acc,
+    logits,  # of slot 0, [GROUP]
+    P: tl.constexpr, GROUP: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """Softmax attention over blocks ``[begin, end)`` of the ``used`` first slots, merged into the sums so far; logits are KEPT where
+    masses are asked for."""
+    g, column = tl.arange(0, GROUP), tl.arange(0, P.padded)
+    fits, present = column < P.size, g < P.group
+    for block in range(begin, end):
+        first = block * BLOCK_S
+        slot = first + tl.arange(0, BLOCK_S)
+        seen = slot < used
+        start = tl.load(pages + first // P.slots * page).to(tl.int64) * rows_page + first % P.slots * P.size
+        place = start + tl.arange(0, BLOCK_S)[:, None] * P.size + column[None, :]
+        inside = seen[:, None] & fits[None, :]
+        keys = tl.load(k + place, mask=inside, other=0.0)
+        values = tl.load(v + place, mask=inside, other=0.0)
+        if WIDE:
+            keys, values = keys.to(tl.float32), values.to(tl.float32)
+        products = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
+        products = tl.where(seen[None, :], products, float("-inf"))
+        if KEPT:
+            tl.store(logits[:, None] + slot[None, :], products, mask=present[:, None] & seen[None, :])
+        new_top = tl.maximum(top, tl.max(products, 1))
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(products - pivot[:, None])
+        fade = tl.exp2(top - pivot)
+        total = total * fade + tl.sum(weights, 1)
+        acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
+        top = new_top
+    return top, total, acc
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _attend(
-    q, cache, asked,
+    q, cache, before,
     out, lse,  # [R, Hq, D], [R, Hq]
     sums,  # [R, Hq, splits, D] float32: where heads are CUT, these
     tops,  # [R, Hq, splits, 2]: maximum, in base 2, and total
-    logits,  # [R, H * slots * G], in base 2, where masses are asked for
+    logits,  # [R, Hq, slots], in base 2, where masses are asked for
     marks, heads, splits, scale, q_request, q_head,
     P: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One part of a head's slots, for all of its query heads. BLOCK_S divides N, so that a block of slots lies in one page."""
+    """One part of a head's protected tokens and slots, for all of its query heads. BLOCK_S divides N, so that a block of slots lies in
+    one page."""
     part, h, r = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     used = tl.load(marks + (r * heads + h) * MARKS)
     g, column = tl.arange(0, GROUP), tl.arange(0, P.padded)
@@ -47,50 +87,43 @@ def _attend(
     rows = tl.load(at, mask=present[:, None] & fits[None, :], other=0.0)
     if WIDE:
         rows = rows.to(tl.float32)
-    position = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
-    decided = decided_before(position + 1, phase_of(asked, r, P), P)
 
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
     padded: tl.constexpr = P.padded  # Triton 3.6 takes no attribute in a shape
     acc = tl.zeros([GROUP, padded], tl.float32)
     head = r * heads * P.group + query_head  # of [R, Hq]
-    if P.masses:
-        base, width = slots_at(asked, r, h, heads, P)
     blocks = (tl.maximum(used, 0) + BLOCK_S - 1) // BLOCK_S
-    share = (blocks + splits - 1) // splits
-    for block in range(part * share, tl.minimum(blocks, (part + 1) * share)):
-        first = block * BLOCK_S
-        slot = first + tl.arange(0, BLOCK_S)
-        seen = seen_slots(slot, used, position, decided, P)
-        page = page_of(cache, r, h, P.state_pages + first // P.slots)
-        start = page * cache.rows + h * cache.rows_head + first % P.slots * P.size
-        place = start + tl.arange(0, BLOCK_S)[:, None] * P.size + column[None, :]
-        inside = seen[:, None] & fits[None, :]
-        keys = tl.load(cache.k + place, mask=inside, other=0.0)
-        values = tl.load(cache.v + place, mask=inside, other=0.0)
-        if WIDE:
-            keys, values = keys.to(tl.float32), values.to(tl.float32)
-        products = tl.dot(rows, tl.trans(keys), input_precision=PRECISION) * (scale * LOG2E)
-        products = tl.where(seen[None, :], products, float("-inf"))
-        if P.masses:
-            place_of_logits = logits + base * P.group + g[:, None] * width + slot[None, :]
-            tl.store(place_of_logits, products, mask=present[:, None] & seen[None, :])
-        new_top = tl.maximum(top, tl.max(products, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(products - pivot[:, None])
-        fade = tl.exp2(top - pivot)
-        total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
-        top = new_top
+    own, found = logits + head * P.most_slots, used
+    if P.protects:
+        protected = tl.load(marks + (r * heads + h) * MARKS + 3)
+        ahead = (protected + BLOCK_S - 1) // BLOCK_S
+        share = (ahead + blocks + splits - 1) // splits
+        begin, end = part * share, tl.minimum(ahead + blocks, (part + 1) * share)
+        shift, pages = h * before.rows_head, before.table + r * before.table_request
+        top, total, acc = _walk(
+            before.k + shift, before.v + shift, pages, before.table_page, before.rows, begin, tl.minimum(end, ahead), protected,
+            rows, scale, top, total, acc, own, P, GROUP, BLOCK_S, WIDE, False,
+        )  # fmt: skip
+        begin, end = tl.maximum(begin - ahead, 0), end - ahead
+        found += protected
+    else:
+        share = (blocks + splits - 1) // splits
+        begin, end = part * share, tl.minimum(blocks, (part + 1) * share)
+    pages = cache.table + r * cache.table_request + h * cache.table_head + P.state_pages * cache.table_page
+    shift = h * cache.rows_head
+    top, total, acc = _walk(
+        cache.k + shift, cache.v + shift, pages, cache.table_page, cache.rows, begin, end, used,
+        rows, scale, top, total, acc, own, P, GROUP, BLOCK_S, WIDE, P.masses,
+    )  # fmt: skip
     if CUT:
         row = head * splits + part
         tl.store(sums + row[:, None] * P.size + column[None, :], acc, mask=present[:, None] & fits[None, :])
         tl.store(tops + row * 2, top, mask=present)
         tl.store(tops + row * 2 + 1, total, mask=present)
     else:
-        acc = tl.where(used > 0, acc / total[:, None], _nothing(used))
-        natural = tl.where(used > 0, (top + tl.log2(total)) * LN2, float("-inf") + _nothing(used))
+        acc = tl.where(found > 0, acc / total[:, None], _nothing(found))
+        natural = tl.where(found > 0, (top + tl.log2(total)) * LN2, float("-inf") + _nothing(found))
         place = out + head[:, None] * P.size + column[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), mask=present[:, None] & fits[None, :])
         tl.store(lse + head, natural, mask=present)
@@ -103,7 +136,7 @@ def _combine(
 ):  # fmt: skip
     """A block of columns of the parts' sums, merged by their maxima; the log-sum-exp."""
     first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    used = tl.load(marks + (r * heads + h) * MARKS)
+    found = _attended(marks + (r * heads + h) * MARKS, P)
     g, column = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_C)
     present = g < P.group
     inside = present[:, None] & (column < P.size)[None, :]
@@ -122,8 +155,8 @@ def _combine(
         total = total * fade + own_total * gain
         acc = acc * fade[:, None] + own * gain[:, None]
         top = new_top
-    acc = tl.where(used > 0, acc / total[:, None], _nothing(used))
-    natural = tl.where(used > 0, (top + tl.log2(total)) * LN2, float("-inf") + _nothing(used))
+    acc = tl.where(found > 0, acc / total[:, None], _nothing(found))
+    natural = tl.where(found > 0, (top + tl.log2(total)) * LN2, float("-inf") + _nothing(found))
     tl.store(out + head[:, None] * P.size + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
     if first == 0:
         tl.store(lse + head, natural, mask=present)
@@ -136,8 +169,7 @@ def _correct(
 ):  # fmt: skip
     """A block of columns of the output with what the evicted tokens add to it. merged ``[R, Hq, D]`` float32."""
     first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    mark = marks + (r * heads + h) * MARKS
-    count = tl.load(mark + 1) + tl.load(mark + 2)
+    count = tl.load(marks + (r * heads + h) * MARKS + 1)
     g, column = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_C)
     present, fits = g < P.group, column < P.size
     inside = present[:, None] & fits[None, :]
@@ -170,37 +202,23 @@ def _correct(
 
 @triton.jit
 def _masses(
-    logits, lse, cache, asked, marks, heads,
+    logits, lse, cache, marks, heads,
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The query's weights over a block of slots, and those behind it by so many as there are programs, averaged over the query heads,
-    into their score words or added to them."""
-    h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
+    """The query's weights over a block of slots, averaged over the query heads, into their score words or added to them."""
+    first, h, r = tl.program_id(0) * BLOCK_S, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     used = tl.load(marks + (r * heads + h) * MARKS)
-    if tl.program_id(0) * BLOCK_S >= used:
+    if first >= used:
         return
-    position = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
-    phase = phase_of(asked, r, P)
-    counted, adds = used, 0
-    if P.mean:
-        adds = 1
-    if P.votes:
-        counted = tl.where(position < tl.load(asked.prompts + r * asked.prompts_request), used, 0)
-        adds = tl.where(decides_at(position, phase, P), 0, 1)
-    g = tl.arange(0, GROUP)
-    present = g < P.group
+    g, slot = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_S)
+    present, seen = g < P.group, slot < used
     head = (r * heads + h) * P.group + g
     top = tl.load(lse + head, mask=present, other=0.0) * LOG2E
-    base, width = slots_at(asked, r, h, heads, P)
-    for first in range(tl.program_id(0) * BLOCK_S, counted, tl.num_programs(0) * BLOCK_S):
-        slot = first + tl.arange(0, BLOCK_S)
-        seen = seen_slots(slot, counted, position, decided_before(position + 1, phase, P), P)
-        inside = present[:, None] & seen[None, :]
-        place = logits + base * P.group + g[:, None] * width + slot[None, :]
-        own = tl.load(place, mask=inside, other=float("-inf"))
-        mass = tl.sum(tl.where(inside, tl.exp2(own - top[:, None]), 0.0), 0) / P.group
-        at = word_at(cache, r, h, tl.where(seen, slot, 0), P)
-        if not P.newest:
-            mass += tl.where(adds == 1, tl.load(cache.score + at, mask=seen, other=0.0), 0.0)
-            tl.debug_barrier()
-        tl.store(cache.score + at, mass, mask=seen)
+    inside = present[:, None] & seen[None, :]
+    own = tl.load(logits + head[:, None] * P.most_slots + slot[None, :], mask=inside, other=float("-inf"))
+    mass = tl.sum(tl.where(inside, tl.exp2(own - top[:, None]), 0.0), 0) / P.group
+    at = cache.score + word_at(cache, r, h, tl.where(seen, slot, 0), P)
+    if P.mean:
+        mass += tl.load(at, mask=seen, other=0.0)
+        tl.debug_barrier()
+    tl.store(at, mass, mask=seen)

@@ -6,29 +6,32 @@ Scores and evictions are one program per request and head (:mod:`_serving_retain
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import triton
 from kvpop_vllm.kernels.triton._serving_attend import _attend, _combine, _correct, _masses
-from kvpop_vllm.kernels.triton._serving_pages import MARKS, Asked, Cache, Plan, Weights, processors, tiles_at_once
+from kvpop_vllm.kernels.triton._serving_pages import MARKS, Asked, Before, Cache, Plan, Weights
 from kvpop_vllm.kernels.triton._serving_retain import _products, _retain
-from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _pool_votes, _project, _rank_votes, _residuals
-from kvpop_vllm.kernels.triton._serving_shares import SharedHeads, shared_pages
+from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _project, _residuals
 
 from kvpop_vllm.kernels.ops import (
     AttentionMass,
-    AttentionVotes,
     GivenScore,
     KeyNorm,
     LinearWeights,
     MLPWeights,
     MLSTMWeights,
     MomentResidual,
+    RandomDraw,
 )
 
 SPLIT_SLOTS = 128  # at least so many for each program of attention
+LONGEST_WALK = 8192  # protected tokens that such a program may have to go through, whatever the number of requests
 SEARCHED = 1024  # scores that a search for a victim compares at a time
 TILE_BYTES = 16 * 1024  # of keys, and of values, that such a program holds at a time
 LARGEST_HEAD = 256
+PREFIX_LIKE_PAGES = "num_kv_heads", "head_size", "dtype", "block_slots"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -54,7 +57,6 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
             "columns": scorer.q_proj.shape[-1],
             "features": scorer.features,
             "values": scorer.value_size,
-            "hedgehog": scorer.feature_map == "hedgehog",
             "softcap": scorer.gate_softcap,
             "delayed": scorer.delayed,
             "norm": scorer.norm_weight is not None,
@@ -64,18 +66,18 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
     kinds = {
         type(None): lambda: {"scorer": "none"},
         KeyNorm: lambda: {"scorer": "key_norm"},
-        AttentionMass: lambda: {"scorer": "parked", "mean": scorer.mean, "newest": not scorer.mean},
-        MomentResidual: lambda: {"scorer": "parked", "newest": True, "residual": True},
+        RandomDraw: lambda: {"scorer": "none", "draws": True},
+        AttentionMass: lambda: {"scorer": "parked", "masses": True, "mean": scorer.mean},
+        MomentResidual: lambda: {"scorer": "parked", "masses": True, "residual": True},
         GivenScore: lambda: {"scorer": "parked", "given": True, "ages": scorer.ages, "threshold": scorer.threshold},
-        AttentionVotes: lambda: {"scorer": "parked", "votes": True, "pool": scorer.pool},
     }
     if type(scorer) not in kinds:
         raise NotImplementedError(f"{op} in Triton has no scorer {type(scorer).__name__}: use impl='reference'")
     return Weights(), kinds[type(scorer)]()
 
 
-def check_step(q, k, v, pages, rule, weights, op: str) -> None:
-    """What would be computed wrongly is refused; nothing is read from the device.
+def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) -> None:
+    """What would be computed wrongly is refused; nothing is read from the device. requests: of the step.
 
     Raises:
         NotImplementedError, TypeError, ValueError: see :func:`decode_step`.
@@ -95,6 +97,13 @@ def check_step(q, k, v, pages, rule, weights, op: str) -> None:
         raise ValueError(
             f"the layout has room for a state of {pages.layout.state_floats} floats, the rule needs {needed}"
         )
+    if prefix is not None:
+        alike = all(getattr(prefix.pages.layout, of) == getattr(pages.layout, of) for of in PREFIX_LIKE_PAGES)
+        if not alike or prefix.table.shape[:-1] != (requests,) or prefix.tokens.shape != (requests,):
+            raise ValueError(
+                f"a prefix of table {tuple(prefix.table.shape)} and tokens {tuple(prefix.tokens.shape)} does not fit"
+                f" {requests} requests and their pages"
+            )
     if k.shape[-1] > LARGEST_HEAD:
         raise ValueError(f"{op} in Triton takes heads of up to {LARGEST_HEAD}, got {k.shape[-1]}")
     if rule.window < 1:
@@ -109,17 +118,9 @@ def check_step(q, k, v, pages, rule, weights, op: str) -> None:
             raise ValueError(f"{name} must be contiguous {wanted} on {q.device}, got {weight.dtype} on {weight.device}")
 
 
-def plan_of(pages, table, group: int, rule, options: dict) -> Plan:
-    """What the kernels are compiled for; options: of :func:`weights_of`.
-
-    Raises:
-        ValueError: heads divide a budget whose shares do not fit ``rule.share_pages``.
-    """
+def plan_of(pages, table, group: int, rule, options: dict, protects: bool) -> Plan:
+    """The constants that the kernels are compiled for; options: of :func:`weights_of`. protects: whether there is a prefix."""
     layout = pages.layout
-    columns = table.shape[-1] - layout.state_blocks
-    if rule.share_pages:
-        options = options | shared_pages(layout, columns, rule)
-        columns = options["heads_pages"]
     return Plan(
         size=layout.head_size,
         padded=max(16, triton.next_power_of_2(layout.head_size)),
@@ -127,14 +128,20 @@ def plan_of(pages, table, group: int, rule, options: dict) -> Plan:
         slots=layout.block_slots,
         state_pages=layout.state_blocks,
         region_words=layout.region_bytes // 4,
-        most_slots=columns * layout.block_slots,
+        most_slots=(table.shape[-1] - layout.state_blocks) * layout.block_slots,
         sinks=rule.sinks,
         window=rule.window,
-        every=rule.decide_every,
         decay_step=rule.decay_step,
         corrects=rule.moment_correction,
+        protects=protects,
         **options,
     )
+
+
+@functools.cache
+def _processors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; a few where kernels are interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _block_slots(plan: Plan, itemsize: int) -> int:
@@ -143,13 +150,13 @@ def _block_slots(plan: Plan, itemsize: int) -> int:
     return max(16, min(dividing, 64, TILE_BYTES // (plan.padded * itemsize)))
 
 
-def _splits(plan: Plan, programs: int, block: int, device: torch.device) -> int:
-    """Parts of a head's slots: enough for two programs a multiprocessor, by shapes alone."""
-    wanted = triton.cdiv(2 * processors(device), max(1, programs))
-    return max(1, min(wanted, plan.most_slots // max(block, SPLIT_SLOTS), 64))
+def _splits(plan: Plan, protected: int, programs: int, block: int, device: torch.device) -> int:
+    """Parts of a head's slots and of as many as ``protected`` tokens: enough for two programs a multiprocessor, by shapes alone."""
+    wanted = max(triton.cdiv(2 * _processors(device), max(1, programs)), triton.cdiv(protected, LONGEST_WALK))
+    return max(1, min(wanted, (protected + plan.most_slots) // max(block, SPLIT_SLOTS), 64))
 
 
-def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, scale, given=None, prompts=None):
+def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`. Never waits for the device, so that a CUDA graph may hold it: what
     is launched and allocated (by ``torch.empty``) depends on shapes and the rule's constants alone.
 
@@ -157,58 +164,53 @@ def decode_step(q, k, v, pages, page_table, positions, valid, budgets, *, rule, 
 
     - A step that does not start at a head's ``tokens_seen`` raises nothing. That head's pages stay as they are, its outputs
       and log-sum-exps are NaN.
-    - A position of -1 is padding: no page is read or written for it, whatever its page-table row, ``valid`` and ``budgets``
-      say; outputs are 0, log-sum-exps -inf.
-    - ``scale``, like the rule's numbers, is a number of the host. All tensors, the rule's too, are on q's device.
+    - A position of -1 is padding: no page is read or written for it, whatever its page-table row and ``budgets`` say; outputs are 0, log-sum-exps -inf.
+    - ``scale``, like the rule's numbers, is a number of the host. All tensors, the rule's and the prefix's too, are on q's device.
 
     Raises:
         NotImplementedError: a scorer that is not known here.
         TypeError: a dtype other than float32, float16 and bfloat16, or k and v of another one than the cache.
-        ValueError: shapes or tables of shares that do not fit, a last axis that is not contiguous, tensors of the rule on another device.
+        ValueError: shapes that do not fit, a last axis that is not contiguous, tensors of the rule on another device.
     """
     weights, options = weights_of(rule.scorer, "decode_step")
-    check_step(q, k, v, pages, rule, weights, "decode_step")
-    plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options)
+    check_step(q, k, v, pages, rule, weights, prefix, len(q), "decode_step")
+    plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
     if len(q):
-        told = positions, valid, budgets, prompts, given
+        told = positions, budgets, given, prefix, keys
         take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse)
     return out, lse
 
 
 def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
-    """The launches of a step that has been checked, its outputs into ``out`` and ``lse``, contiguous; told: positions, valid,
-    budgets, prompts and given scores as :func:`decode_step` takes them."""
+    """The launches of a step that has been checked, its outputs into ``out`` and ``lse``, contiguous; told: positions,
+    budgets, given scores, prefix and keys as :func:`decode_step` takes them."""
     (requests, heads, size), device = k.shape, q.device
-    positions, valid, budgets, prompts, given = told
+    positions, budgets, given, prefix, keys = told
     cache = Cache(
         pages.k, pages.v, pages.score, pages.position, pages.state,
         *pages.k.stride()[:2], *pages.score.stride()[:2], page_table, *page_table.stride(),
     )  # fmt: skip
     asked = Asked(
-        k, v, *k.stride()[:2], *v.stride()[:2], positions, positions.stride(0), valid, *valid.stride(),
-        budgets, *budgets.stride(),
-        prompts, 0 if prompts is None else prompts.stride(0), given, *((0, 0) if given is None else given.stride()),
+        k, v, *k.stride()[:2], *v.stride()[:2], positions, positions.stride(0),
+        budgets, *budgets.stride(), given, *((0, 0) if given is None else given.stride()),
+        *((None, 0) if prefix is None else (prefix.tokens, prefix.tokens.stride(0))),
+        keys, *((0, 0) if keys is None else keys.stride()),
     )  # fmt: skip
+    before = Before()
+    if prefix is not None:
+        of = prefix.pages
+        before = Before(of.k, of.v, *of.k.stride()[:2], prefix.table, *prefix.table.stride())
     marks = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=device)
-    shared = SharedHeads(plan, cache, asked, requests, heads) if plan.shares else None
-    if shared:
-        cache, asked = shared.cache, shared.asked
     work = _score(plan, cache, asked, weights, requests, heads, scale, marks)
-    searched = min(SEARCHED, triton.next_power_of_2(plan.most_slots))
-    parts = ((True, False), (False, True)) if shared else ((True, True),)
-    parked = _floats(device, requests, heads) if shared else marks
-    for scores, places in parts:
-        _retain[heads, requests](
-            cache, asked, weights, rule.log_gamma, *work, marks, parked, heads, P=plan,
-            BLOCK=searched, SCORES=scores, PLACES=places, num_warps=4, enable_fp_fusion=False,
-        )  # fmt: skip
-        if not places:
-            shared.divide(rule.log_gamma, searched)
+    _retain[heads, requests](
+        cache, asked, weights, rule.log_gamma, *work, marks, heads, P=plan,
+        BLOCK=min(SEARCHED, triton.next_power_of_2(plan.most_slots)), num_warps=4, enable_fp_fusion=False,
+    )  # fmt: skip
     if plan.moments:
         rows = triton.cdiv(size, 32)
         _products[rows, heads, requests](cache, work[3], marks, heads, P=plan, BLOCK_X=32, num_warps=4)
-    _attention(plan, q, cache, asked, out, lse, marks, requests, heads, scale)
+    _attention(plan, q, cache, before, out, lse, marks, requests, heads, scale)
 
 
 def _floats(device, *shape) -> torch.Tensor:
@@ -216,22 +218,20 @@ def _floats(device, *shape) -> torch.Tensor:
 
 
 def _score(plan, cache, asked, weights, requests, heads, scale, marks):
-    """Workspaces of :func:`_retain`: products with weights, numerators, residuals, room for what is evicted."""
-    device, every = marks.device, plan.every
+    """Workspaces of :func:`_retain`: products with weights, numerators, residuals, deviations of what is evicted."""
+    device = marks.device
     projected = numerators = factors = moved = marks  # where there is none, any pointer will do
     if plan.scorer in ("mlp", "mlstm"):
-        projected = _floats(device, requests, heads, every, plan.projected)
-        tiles, blocks = triton.cdiv(requests * every, 16), triton.cdiv(plan.columns, 64)
+        projected = _floats(device, requests, heads, plan.projected)
+        tiles, blocks = triton.cdiv(requests, 16), triton.cdiv(plan.columns, 64)
         if plan.scorer == "mlstm":
             blocks = 2 * blocks + (triton.cdiv(plan.values, 64) if plan.projects_values else 0)
         _project[tiles, blocks, heads](
             cache, asked, weights, projected, requests, heads, P=plan, ROWS=16, BLOCK_C=64, BLOCK_X=32, num_warps=4
         )
     if plan.scorer == "mlstm":
-        _gates[tiles, heads](
-            cache, asked, weights, projected, requests, heads, P=plan, ROWS=16, BLOCK_X=32, num_warps=4
-        )
-        numerators = _floats(device, requests, heads, every, plan.values)
+        _gates[tiles, heads](asked, weights, projected, requests, heads, P=plan, ROWS=16, BLOCK_X=32, num_warps=4)
+        numerators = _floats(device, requests, heads, plan.values)
         _cells[triton.cdiv(plan.values, 32), heads, requests](
             cache, asked, projected, numerators, heads, P=plan, BLOCK_V=32, num_warps=4
         )
@@ -240,26 +240,18 @@ def _score(plan, cache, asked, weights, requests, heads, scale, marks):
         _residuals[triton.cdiv(plan.most_slots, 32), heads, requests](
             cache, asked, factors, heads, scale, P=plan, BLOCK_S=32, BLOCK_X=32, num_warps=4
         )
-    if plan.votes:
-        ranks = torch.empty(requests, heads, plan.usual_slots, dtype=torch.int32, device=device)
-        ordered = _floats(device, requests, heads, plan.usual_slots)
-        grid, sizes = (
-            (tiles_at_once(plan.usual_slots, 64, requests * heads, device), heads, requests),
-            {"P": plan, "BLOCK_S": 64, "num_warps": 4},
-        )
-        _rank_votes[grid](cache, asked, ranks, ordered, heads, **sizes)
-        _pool_votes[grid](cache, asked, ranks, ordered, heads, **sizes)
     if plan.moments:
-        moved = _floats(device, requests, heads, every, 2, plan.size)
+        moved = _floats(device, requests, heads, 2, plan.size)
     return projected, numerators, factors, moved
 
 
-def _attention(plan, q, cache, asked, out, lse, marks, requests, heads, scale) -> None:
+def _attention(plan, q, cache, before, out, lse, marks, requests, heads, scale) -> None:
     """Outputs and log-sum-exps, and masses into the score words where the rule asks for them."""
     device, query_heads = q.device, q.shape[1]
     wide = q.dtype != cache.k.dtype or q.dtype == torch.float32
     block = _block_slots(plan, 4 if wide else q.element_size())
-    splits = _splits(plan, requests * heads, block, device)
+    protected = before.table.shape[1] * plan.slots if plan.protects else 0
+    splits = _splits(plan, protected, requests * heads, block, device)
     group = triton.next_power_of_2(plan.group)
     merged = _floats(device, *out.shape) if plan.corrects else out
     sums = tops = logits = lse
@@ -267,9 +259,9 @@ def _attention(plan, q, cache, asked, out, lse, marks, requests, heads, scale) -
         sums = _floats(device, requests, query_heads, splits, plan.size)
         tops = _floats(device, requests, query_heads, splits, 2)
     if plan.masses:
-        logits = _floats(device, requests, query_heads, plan.usual_slots)
+        logits = _floats(device, requests, query_heads, plan.most_slots)
     _attend[splits, heads, requests](
-        q, cache, asked, merged, lse, sums, tops, logits, marks, heads, splits, scale, *q.stride()[:2],
+        q, cache, before, merged, lse, sums, tops, logits, marks, heads, splits, scale, *q.stride()[:2],
         P=plan, GROUP=max(16, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide, num_warps=4, num_stages=2,
     )  # fmt: skip
     columns = triton.cdiv(plan.padded, 64)
@@ -283,6 +275,6 @@ def _attention(plan, q, cache, asked, out, lse, marks, requests, heads, scale) -
             P=plan, GROUP=max(16, group), BLOCK_C=64, BLOCK_X=32, num_warps=4,
         )  # fmt: skip
     if plan.masses:
-        _masses[tiles_at_once(plan.usual_slots, 128, requests * heads, device), heads, requests](
-            logits, lse, cache, asked, marks, heads, P=plan, GROUP=group, BLOCK_S=128, num_warps=4
+        _masses[triton.cdiv(plan.most_slots, 128), heads, requests](
+            logits, lse, cache, marks, heads, P=plan, GROUP=group, BLOCK_S=128, num_warps=4
         )

@@ -277,6 +277,15 @@ class _DelayedMLSTM(torch.autograd.Function):
         return dq, dk, dv, digate[:, : layout.length], dfgate, None, None, *[None] * len(state)
 
 
+def last_state(k, v, igate, fgate):
+    """Return the state behind k ``[B, H, S, F]``, v ``[B, H, S, DV]`` and gates ``[B, H, S]``, as :func:`delayed_mlstm` does; nothing
+    is read out."""
+    lead = k.shape[:2]
+    k, v, igate, fgate = (t.float().flatten(0, 1).contiguous() for t in (k, v, igate, fgate))
+    states = _Layout(k, v, igate, fgate, 0, LARGEST_CHUNK).states(k, v, None)
+    return tuple(t[:, -1].unflatten(0, lead) for t in states)
+
+
 def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):
     """See :func:`kvpop_vllm.kernels.ops.delayed_mlstm`. The returned state carries no gradient, a given one gets none."""
     if state is not None and delay > 0:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton._draws import draw
 from kvpop_vllm.kernels.triton._lowest_score import FAR, lower_of, lowest_of, none_yet
 from kvpop_vllm.kernels.triton.running_topk import _kth_smallest
 
@@ -19,23 +20,26 @@ BLOCK = 2048
 
 
 @triton.jit
-def _effective(raw, age, log_gamma, decay_step, AGES: tl.constexpr):
-    """How a token of some age ranks, float64; launched without fused multiply-adds, as :mod:`_serving_retain` is."""
-    score = raw.to(tl.float64)
+def _effective(raw, token, q, log_gamma, key, decay_step, AGES: tl.constexpr, DRAWS: tl.constexpr):
+    """How tokens rank at q, float64; key: of the head's draws. Launched without fused multiply-adds, as :mod:`_serving_retain` is."""
+    score, age = raw.to(tl.float64), q - token
+    if DRAWS:
+        score = draw(key, q, token)
     if AGES:
         score = score * age.to(tl.float64)
     return score + (age // decay_step).to(tl.float64) * log_gamma
 
 
-@triton.jit(do_not_specialize=["held", "total", "topk", "window", "every", "decay_step"])
+@triton.jit(do_not_specialize=["held", "total", "topk", "window", "decay_step"])
 def _simulate(
     score,  # [H, T] float32
     position,  # [H, T] int32
     log_gamma,  # [H] float64
+    keys,  # [H] int64, of draws
     slots,  # [H, 3, k] int32: which token a slot holds, its position, the bits of its score; those held are there
     gone,  # [H, T] int64
-    held, total, topk, window, every, decay_step,
-    AGES: tl.constexpr, BLOCK: tl.constexpr,
+    held, total, topk, window, decay_step,
+    AGES: tl.constexpr, DRAWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Arrival after arrival of one head: of those in the slots and itself the lowest leaves once all are filled."""
     h = tl.program_id(0).to(tl.int64)
@@ -43,11 +47,13 @@ def _simulate(
     position += h * total
     gone += h * total
     slots += h * 3 * topk
-    gamma = tl.load(log_gamma + h)
+    gamma, key = tl.load(log_gamma + h), h
+    if DRAWS:
+        key = tl.load(keys + h)
     filled = held
     for j in range(held, total):
         raw, t = tl.load(score + j), tl.load(position + j)
-        q = (t + window) // every * every + every - 1
+        q = t + window
         target = filled
         if filled >= topk:
             best, oldest, where = none_yet(BLOCK)
@@ -56,11 +62,12 @@ def _simulate(
                 inside = slot < topk
                 token = tl.load(slots + topk + slot, mask=inside, other=0)
                 bits = tl.load(slots + 2 * topk + slot, mask=inside, other=0)
-                age = tl.where(inside, q - token, 1)
-                effective = _effective(bits.to(tl.float32, bitcast=True), age, gamma, decay_step, AGES)
+                token = tl.where(inside, token, q - 1)
+                raws = bits.to(tl.float32, bitcast=True)
+                effective = _effective(raws, token, q, gamma, key, decay_step, AGES, DRAWS)
                 best, oldest, where = lower_of(best, oldest, where, effective, token, slot, inside)
             lowest, victim = lowest_of(best, oldest, where)
-            stays = (_effective(raw, q - t, gamma, decay_step, AGES) >= lowest) & (victim != FAR)
+            stays = (_effective(raw, t, q, gamma, key, decay_step, AGES, DRAWS) >= lowest) & (victim != FAR)
             target = tl.where(stays, victim, -1)
             leaves = tl.where(stays, tl.load(slots + tl.where(stays, victim, 0), mask=stays, other=0), j)
             tl.store(gone + leaves, q.to(tl.int64))
@@ -72,7 +79,7 @@ def _simulate(
         tl.debug_barrier()  # and seen when the next one arrives
 
 
-def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, decide_every=1, ages=False):
+def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
     """See :func:`kvpop_vllm.kernels.ops.online_topk`.
 
     Raises:
@@ -84,20 +91,21 @@ def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1,
     gone = torch.full((heads, total), NEVER, dtype=torch.int64, device=device)
     if total <= topk or total <= held:
         return gone
-    if topk == 0 or decay_step == 1 and not ages:
-        return _static_order(score, position, held, topk, window, log_gamma, decide_every, gone)
+    if topk == 0 or decay_step == 1 and not ages and keys is None:
+        return _static_order(score, position, held, topk, window, log_gamma, gone)
     score, position, log_gamma = score.float().contiguous(), position.int().contiguous(), log_gamma.contiguous()
     slots = torch.empty(heads, 3, topk, dtype=torch.int32, device=device)
     slots[:, 0, :held] = torch.arange(held, dtype=torch.int32, device=device)
     slots[:, 1, :held], slots[:, 2, :held] = position[:, :held], score[:, :held].view(torch.int32)
     _simulate[(heads,)](
-        score, position, log_gamma, slots, gone, held, total, topk, window, decide_every, decay_step, AGES=ages,
+        score, position, log_gamma, keys, slots, gone, held, total, topk, window, decay_step, AGES=ages,
+        DRAWS=keys is not None,
         BLOCK=min(BLOCK, triton.next_power_of_2(max(16, topk))), num_warps=8, enable_fp_fusion=False,
     )  # fmt: skip
     return gone
 
 
-def _static_order(score, position, held, topk, window, log_gamma, decide_every, gone):
+def _static_order(score, position, held, topk, window, log_gamma, gone):
     """Eviction times into ``gone``."""
     (heads, total), device = score.shape, score.device
     leaving = last = torch.arange(held, total, device=device).expand(heads, -1)  # which leave, and at which arrival
@@ -107,6 +115,4 @@ def _static_order(score, position, held, topk, window, log_gamma, decide_every, 
         order = newest.gather(-1, priority.gather(-1, newest).argsort(dim=-1, descending=True, stable=True))
         leaving = order[:, topk:]
         last = _kth_smallest(order.int(), topk, topk, total - topk).maximum(leaving.int())
-    at = position[:, held : held + 1] + window + last.long() - held
-    decided = at // decide_every * decide_every + decide_every - 1
-    return gone.scatter_(-1, leaving, decided)
+    return gone.scatter_(-1, leaving, position[:, held : held + 1] + window + last.long() - held)

@@ -3,21 +3,31 @@
 A chunk is worked off in pieces. What a piece's heads hold and its own tokens are keys that come and go: scores
 (:mod:`_prefill_scores`), then eviction times (:mod:`online_topk`), then attention to the keys that a query finds
 (:mod:`_prefill_attend`), then the survivors go into slots. Rules whose scores depend on what earlier queries saw are worked off token by
-token, by the kernels of decode_step. The device is waited for once a call, for budgets and tokens_seen, and twice more for each of
+token, by the kernels of decode_step. A protected prefix is attended to by torch's own kernels. The device is waited for once a call, for budgets and tokens_seen, and twice more for each of
 several budgets.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import torch
 from kvpop_vllm.kernels.triton._prefill_attend import attend
-from kvpop_vllm.kernels.triton._prefill_scores import Piece, Scores, State
+from kvpop_vllm.kernels.triton._prefill_scores import (
+    Piece,
+    Scores,
+    State,
+    load_state,
+    oldest_in_window,
+    store_state,
+)
 from kvpop_vllm.kernels.triton.decode_step import check_step, plan_of, take_step, weights_of
 from kvpop_vllm.kernels.triton.online_topk import online_topk
 
 from kvpop_vllm.kernels.ops import MLSTMWeights, RetentionRule, StepOrderError
+from kvpop_vllm.kernels.pages import Prefix
+from kvpop_vllm.kernels.prefix_attention import with_prefix
 
 PIECE = 8192
 """Tokens whose scores, order and lists of keys are in memory at once."""
@@ -25,32 +35,49 @@ LAST = 2**31 - 1
 
 
 @torch.no_grad()
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prompt=None):
-    """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`. All tensors, the rule's too, are on q's device.
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None, keys=None):
+    """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`. All tensors but the prefix's ``tokens`` are on q's device, the rule's too.
 
     Raises:
         StepOrderError: ``start`` differs from what some head's pages have seen; nothing has been written.
         NotImplementedError, TypeError, ValueError: as in :mod:`decode_step`.
     """
     weights, options = weights_of(rule.scorer, "prefill_chunk")
-    check_step(q, k, v, pages, rule, weights, "prefill_chunk")
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-    group, shares = q.shape[1] // k.shape[1], _look(pages, page_table, start, budgets)
-    if len(q) == 0:
-        return out, lse
+    check_step(q, k, v, pages, rule, weights, prefix, 1, "prefill_chunk")
+    protected = 0 if prefix is None else int(prefix.tokens[0])
+    own, shares = rule.behind(protected), _look(pages, page_table, start, budgets, protected)
     if rule.sequential:
-        plan = plan_of(pages, page_table, group, rule, options)
-        _token_by_token(plan, q, k, v, pages, page_table, start, budgets, rule, weights, scale, given, prompt, out, lse)
-        return out, lse
-    for budget in sorted(set(shares)):
+        plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
+        run = partial(
+            _token_by_token, plan, pages, page_table, budgets, rule, weights, scale, _on_device(prefix, q), keys
+        )
+    else:
+        run = partial(
+            _in_pieces, pages, page_table, [share - rule.sinks + own.sinks for share in shares], own, scale, keys
+        )
+    return with_prefix(run, q, k, v, start, given, prefix, scale, attends=rule.sequential)
+
+
+def _empty(q) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs and log-sum-exps, to be filled."""
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+
+
+def _in_pieces(
+    pages, page_table, shares, rule, scale, keys, q, k, v, start, given
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens of a tail, whose rule and budgets these are, over its slots alone; heads of one budget together."""
+    (out, lse), group = _empty(q), q.shape[1] // k.shape[1]
+    for budget in sorted(set(shares)) if len(q) else ():
         own = [h for h, share in enumerate(shares) if share == budget]
         if len(own) == len(shares):
-            _Heads(pages, page_table, None, budget, rule, scale).run(q, k, v, start, given, out, lse)
+            _Heads(pages, page_table, None, budget, rule, scale, keys).run(q, k, v, start, given, out, lse)
             continue
         heads = torch.tensor(own, device=q.device)
         rows = torch.tensor([h * group + i for h in own for i in range(group)], device=q.device)
-        part = _Heads(pages, page_table[heads], heads, budget, _of_heads(rule, heads), scale)
+        drawn = None if keys is None else keys[:, heads]
+        part = _Heads(pages, page_table[heads], heads, budget, _of_heads(rule, heads), scale, drawn)
         some, some_lse = out.new_empty(len(q), len(rows), q.shape[2]), lse.new_empty(len(q), len(rows))
         scores = None if given is None else given[:, heads]
         part.run(q[:, rows], k[:, heads], v[:, heads], start, scores, some, some_lse)
@@ -58,13 +85,13 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
     return out, lse
 
 
-def _look(pages, page_table, start: int, budgets) -> list[int]:
+def _look(pages, page_table, start: int, budgets, protected: int) -> list[int]:
     """Budgets of the heads.
 
     Raises:
-        StepOrderError: their pages have seen another number of tokens; a sequence's first step may start on any bytes.
+        StepOrderError: their pages have seen another number of tokens; a tail's first step may start on any bytes.
     """
-    if start == 0:
+    if start <= protected:
         return budgets.tolist()
     heads = torch.arange(len(budgets), device=budgets.device)
     seen = pages.position[page_table[:, pages.layout.state_blocks].long(), heads, 0]
@@ -75,18 +102,27 @@ def _look(pages, page_table, start: int, budgets) -> list[int]:
     return shares[0]
 
 
-def _token_by_token(plan, q, k, v, pages, table, start, budgets, rule, weights, scale, given, prompt, out, lse) -> None:
-    """L decode steps; what they need beside the tokens is worked out on the device."""
+def _on_device(prefix: Prefix | None, like: torch.Tensor) -> Prefix | None:
+    """The prefix of a request with its ``tokens`` on a tensor's device, without waiting for it."""
+    if prefix is None:
+        return None
+    return replace(prefix, tokens=torch.full((1,), int(prefix.tokens[0]), dtype=torch.int64, device=like.device))
+
+
+def _token_by_token(
+    plan, pages, table, budgets, rule, weights, scale, prefix, keys, q, k, v, start, given
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """L decode steps, whose positions are on the device from the start."""
+    out, lse = _empty(q)
     positions = torch.arange(start, start + len(q), device=q.device).unsqueeze(1)
-    valid = rule.for_prompt(prompt).extents(positions, budgets).int()
     positions = positions.repeat(1, 2)  # each at a multiple of 16 bytes: kernels are compiled for one alignment
-    prompts = None if prompt is None else torch.full((1,), prompt, device=q.device)
     rows, own = table.unsqueeze(0), budgets.unsqueeze(0)
     for i in range(len(q)):
         cut = slice(i, i + 1)
-        told = positions[i, :1], valid[cut], own, prompts, None if given is None else given[cut]
+        told = positions[i, :1], own, None if given is None else given[cut], prefix, keys
         step = (x[cut] for x in (q, k, v))
         take_step(plan, *step, pages, rows, told, rule, weights, scale, out[cut], lse[cut])
+    return out, lse
 
 
 def _of_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
@@ -99,13 +135,16 @@ def _of_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
 
 
 class _Heads:
-    """The heads of one request that share one budget: all, or those numbered ``heads``, whose table and rule are given."""
+    """The heads of one request that share one budget: all, or those numbered ``heads``, whose table, rule and keys ``[1, H]`` of
+    draws are given.
 
-    def __init__(self, pages, table, heads, budget: int, rule: RetentionRule, scale: float):
+    Positions are counted from the first token that has a slot, those in pages and those that come in from 0."""
+
+    def __init__(self, pages, table, heads, budget: int, rule: RetentionRule, scale: float, keys):
         self.pages, self.budget, self.rule, self.scale = pages, budget, rule, scale
         self.device, count = table.device, len(table)
         self.heads = torch.arange(count, device=self.device) if heads is None else heads
-        self.topk = budget - rule.first_long
+        self.topk, self.keys = budget - rule.first_long, None if keys is None else keys[0]
         states = pages.layout.state_blocks
         self.state_rows, self.slot_rows = table[:, :states].long(), table[:, states:].long()
         self.scores = Scores(rule)
@@ -115,7 +154,7 @@ class _Heads:
         for first in range(0, len(q), PIECE):
             cut = slice(first, first + PIECE)
             own = None if given is None else given[cut]
-            piece = self._load(k[cut], v[cut], own, start + first)
+            piece = self._load(k[cut], v[cut], own, start - self.rule.first + first)
             self._finish(piece, q[cut], out[cut], lse[cut])
 
     def _finish(self, piece: Piece, q, out, lse) -> None:
@@ -127,7 +166,7 @@ class _Heads:
         attend(q, piece.keys, piece.values, gone, piece.held, self.budget, self.scale, out, lse)
         self._store(piece, *self._survivors(piece, leaving, gone))
         if state is not None:
-            self._store_state(state)
+            store_state(self.pages, self.state_rows, self.heads, state)
 
     def _arange(self, start: int, end: int) -> torch.Tensor:
         return torch.arange(start, max(start, end), device=self.device)
@@ -140,11 +179,10 @@ class _Heads:
     def _load(self, k, v, given, a: int) -> Piece:
         """Tokens ``[a, a + len(k))`` behind all that is held before a."""
         rule, pages, length, heads = self.rule, self.pages, len(k), k.shape[1]
-        undecided, sinks = rule.decided(a), min(rule.sinks, a)
-        end = rule.extent(a, self.budget) if undecided > rule.sinks else 0
-        near = self._arange(undecided, a)
-        long_range = self._arange(rule.first_long, end)
-        in_ring = rule.sinks + (near - rule.sinks) % rule.ring
+        oldest, sinks = oldest_in_window(rule, a), min(rule.sinks, a)
+        near = self._arange(oldest, a)
+        long_range = self._arange(rule.first_long, min(a, self.budget))
+        in_ring = rule.sinks + (near - rule.sinks) % rule.window
         at = self._at(torch.cat([long_range, self._arange(0, sinks), in_ring]))
         held = at[0].shape[1]
         keys = torch.empty(heads, held + length, k.shape[2], dtype=k.dtype, device=self.device)
@@ -154,8 +192,8 @@ class _Heads:
             if new is not None:
                 whole[:, held:] = new.transpose(0, 1)
         told = torch.cat([self._arange(0, sinks), near, self._arange(a, a + length)]).expand(heads, -1)
-        position = torch.cat([pages.position[self._at(long_range)].long(), told], 1)
-        first = len(long_range) + rule.sinks - undecided
+        position = torch.cat([pages.position[self._at(long_range)].long() - rule.first, told], 1)
+        first = len(long_range) + rule.sinks - oldest
         return Piece(keys, values, score, position, held, len(long_range), first, a, a + length)
 
     def _evictions(self, piece: Piece, leaving: slice) -> torch.Tensor:
@@ -164,22 +202,22 @@ class _Heads:
         gone = torch.full(piece.score.shape, LAST, dtype=torch.int32, device=self.device)
         ranked = [slice(0, held), leaving]
         score, position = (torch.cat([x[:, part] for part in ranked], 1) for x in (piece.score, piece.position))
-        at = online_topk(
-            score, position, held, topk=self.topk, window=rule.window, log_gamma=rule.log_gamma,
-            decay_step=rule.decay_step, decide_every=rule.decide_every, ages=rule.ages,
+        at = online_topk(  # draws go by a token's own position
+            score, position + rule.first, held, topk=self.topk, window=rule.window, log_gamma=rule.log_gamma,
+            decay_step=rule.decay_step, ages=rule.ages, keys=self.keys,
         )  # fmt: skip
-        at = (at - piece.a).clamp_max(LAST).int()
+        at = (at - piece.a - rule.first).clamp_max(LAST).int()
         gone[:, :held], gone[:, leaving] = at[:, :held], at[:, held:]
         return gone
 
     def _survivors(self, piece: Piece, leaving: slice, gone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Slots ``[n]`` to be written, and the index ``[H, n]`` of the token that each then holds. Long-range tokens stay where they
         are, newcomers take free slots, the oldest the first one."""
-        rule, heads, decided = self.rule, len(self.heads), self.rule.decided(piece.b)
+        rule, heads, oldest = self.rule, len(self.heads), oldest_in_window(self.rule, piece.b)
         sinks = self._arange(min(rule.sinks, piece.a), min(rule.sinks, piece.b))
-        near = self._arange(decided, piece.b)
-        filled = self._arange(0, min(decided - rule.sinks, self.topk))
-        slots = torch.cat([sinks, rule.sinks + (near - rule.sinks) % rule.ring, rule.first_long + filled])
+        near = self._arange(oldest, piece.b)
+        filled = self._arange(0, min(oldest - rule.sinks, self.topk))
+        slots = torch.cat([sinks, rule.sinks + (near - rule.sinks) % rule.window, rule.first_long + filled])
         fixed = (piece.first + torch.cat([sinks, near])).expand(heads, -1)
         if len(filled) == 0 or leaving.stop == leaving.start:
             return slots[: fixed.shape[1]], fixed
@@ -197,25 +235,13 @@ class _Heads:
         for array, values in ((pages.k, piece.keys), (pages.v, piece.values)):
             pages.put(array, at, values.flatten(0, 1).index_select(0, rows).view(*source.shape, -1))
         pages.put(pages.score, at, piece.score.gather(1, source))
-        pages.put(pages.position, at, piece.position.gather(1, source).int())
-        seen = torch.full((len(source), 1), piece.b, dtype=torch.int32, device=self.device)
+        pages.put(pages.position, at, (piece.position.gather(1, source) + self.rule.first).int())
+        seen = torch.full((len(source), 1), self.rule.first + piece.b, dtype=torch.int32, device=self.device)
         pages.put(pages.position, self._at(self._arange(0, 1)), seen)  # slot 0's position word holds tokens_seen
 
     def _load_state(self, a: int) -> State | None:
-        """Of an mLSTM that has taken tokens in."""
+        """State of an mLSTM that has taken tokens in, the tail's or of a prefix."""
         weights = self.rule.scorer
-        if not isinstance(weights, MLSTMWeights) or self.rule.taken(a) == 0:
+        if not isinstance(weights, MLSTMWeights) or self.rule.first + a == 0:
             return None
-        flat = self.pages.state[self.state_rows, self.heads.unsqueeze(1)].flatten(1)
-        cells, width = weights.features * weights.value_size, weights.state_floats
-        c = flat[:, :cells].unflatten(1, (weights.features, weights.value_size))
-        return c.unsqueeze(0), flat[None, :, cells : width - 1], flat[None, :, width - 1]
-
-    def _store_state(self, state: State) -> None:
-        c, z, m = state
-        flat = torch.cat([c[0].flatten(1), z[0], m[0].unsqueeze(1)], 1)
-        region = self.pages.state.shape[-1]
-        for i in range(self.state_rows.shape[1]):
-            part = flat[:, i * region : (i + 1) * region]
-            words = self.pages.state[..., : part.shape[1]]
-            self.pages.put(words, (self.state_rows[:, i], self.heads, slice(None)), part)
+        return load_state(self.pages, self.state_rows, self.heads, weights)

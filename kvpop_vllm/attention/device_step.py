@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.attention.fixed_budget import PrefillChunk, StepBatch
-from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.attention.fixed_budget import PrefillChunk, Protection, StepBatch
+from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.roles import Retention
 
@@ -46,12 +46,16 @@ class DecodeRows:
     """Tensors of the requests decoded in a step, allocated once and filled before each.
 
     Args:
-        layout: of the layers' pages. retention: of all heads and layers. most: requests of a step. columns: of a request's
-            block-table row, at most. heads_with: how many heads of all layers have each budget. device: of all tensors.
+        layout: of the layers' pages. retention: of all heads and layers. most: requests of a step. columns: blocks of a
+            request's state and tail, at most. heads_with: how many heads of all layers have each budget. device: of all tensors.
+        longest: protected tokens of a request, at most.
 
     Attributes:
-        table: ``[most, columns]`` int32, blocks of each request, :data:`NULL_BLOCK` where it holds none. positions: ``[most]``
-            int64, :data:`PADDING` in rows of padding. budgets: ``[H]`` int32, B.
+        table: ``[most, columns]`` int32, blocks of each request's state and tail, :data:`NULL_BLOCK` where it holds none.
+        positions: ``[most]`` int64, :data:`PADDING` in rows of padding. budgets: ``[H]`` int32, B.
+        protected: ``[most]`` int64, p of each. prefix_table: ``[most, F]`` int32, its prefix blocks and what lies behind them.
+        blocks, slots: ``[most]`` int64, where its new token goes if that is protected, else slot 0 of :data:`NULL_BLOCK`.
+        seeds: ``[most]`` int64, of its draws.
     """
 
     def __init__(
@@ -62,29 +66,82 @@ class DecodeRows:
         columns: int,
         heads_with: Mapping[int, int],
         device: torch.device | str,
+        longest: int = 0,
     ):
-        self.layout, self.retention, self.heads_with = layout, retention, dict(heads_with)
+        self.layout, self.retention, self.heads_with, self.protects = layout, retention, dict(heads_with), longest > 0
         self.table = torch.full((most, columns), NULL_BLOCK, dtype=torch.int32, device=device)
         self.positions = torch.full((most,), PADDING, dtype=torch.int64, device=device)
         self.budgets = torch.full((layout.num_kv_heads,), retention.budget, dtype=torch.int32, device=device)
+        self.protected, self.blocks, self.slots, self.seeds = (
+            torch.zeros(most, dtype=torch.int64, device=device) for _ in range(4)
+        )
+        blocks = cdiv(longest, layout.block_slots)
+        self.prefix_table = torch.full((most, blocks), NULL_BLOCK, dtype=torch.int32, device=device)
         self._columns = torch.arange(columns, dtype=torch.int32, device=device)
+        self._rows = torch.arange(most, device=device)
 
-    def fill(self, rows: int, lengths: torch.Tensor, block_table: torch.Tensor, slots: torch.Tensor) -> None:
-        """The first ``rows`` rows, by operations of the device alone.
+    def fill(
+        self,
+        rows: int,
+        lengths: torch.Tensor,
+        block_table: torch.Tensor,
+        slots: torch.Tensor,
+        protected: torch.Tensor | None = None,
+        seeds: torch.Tensor | None = None,
+    ) -> None:
+        """Fill the first ``rows`` rows, by operations of the device alone.
 
-        Padding is a row that the engine gives no length, or whose token it gives no slot (-1), or that has no block for its
-        first slot: rows behind the requests of a captured batch, dummy runs, warm-ups with blocks for keys and values only.
+        Padding is a row that the engine gives no length, or whose token it gives no slot (-1), or that has no block for it or,
+        behind a prefix, for the first slot: rows behind the requests of a captured batch, dummy runs, warm-ups with blocks for
+        keys and values only.
 
         Args:
-            lengths: ``[>= rows]`` int32, of each request with the new token. block_table: ``[>= rows, W]`` int32, state blocks
-                first. slots: ``[>= rows]`` int64, -1 where a token has none; else not used.
+            lengths: ``[>= rows]`` int32, of each request with the new token. block_table: ``[>= rows, W]`` int32, of each the
+                blocks of its prefix, its state and its tail. slots: ``[>= rows]`` int64, -1 where a token has none; else not
+                used. protected, seeds: ``[requests]`` int64, in pinned memory of the CPU: p of each request of the step where
+                prompts are protected, and the seed of its draws where scores are drawn.
         """
-        width, positions = min(self.table.shape[1], block_table.shape[1]), self.positions[:rows]
-        table = block_table[:rows, :width]
-        real = (slots[:rows] >= 0) & (table[:, self.layout.state_blocks] != NULL_BLOCK)
-        positions.copy_(torch.where(real, lengths[:rows] - 1, PADDING))
-        held = self._columns[:width] < self._blocks(positions).unsqueeze(1)
-        self.table[:rows, :width].copy_(torch.where(held, table, NULL_BLOCK))
+        positions, asked = self.positions[:rows], lengths[:rows] - 1
+        for whole, sent in ((self.protected, protected), (self.seeds, seeds)):
+            if sent is not None:
+                whole[: len(sent)].copy_(sent, non_blocking=True)
+        tails = self._tails(block_table, slice(0, rows))
+        width, block = tails.shape[1], tails[:, self.layout.state_blocks]
+        if self.protects:
+            inside, block = self._fill_prefixes(asked, block_table[:rows], block)
+        real = (slots[:rows] >= 0) & (block != NULL_BLOCK)
+        positions.copy_(torch.where(real, asked, PADDING))
+        since = positions - self.protected[:rows] if self.protects else positions
+        held = self._columns[:width] < self._blocks(since).unsqueeze(1)
+        self.table[:rows, :width].copy_(torch.where(held, tails, NULL_BLOCK))
+        if self.protects:
+            inside &= positions >= 0
+            self.blocks[:rows].copy_(torch.where(inside, block, NULL_BLOCK))
+            self.slots[:rows].copy_(torch.where(inside, asked % self.layout.block_slots, 0))
+
+    def _fill_prefixes(
+        self, asked: torch.Tensor, table: torch.Tensor, block: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Fill ``prefix_table``; return which tokens at positions ``asked [R]`` are protected, and of these the blocks instead of
+        ``block [R]``. table ``[R, W]``: of the engine."""
+        most = min(self.prefix_table.shape[1], table.shape[1])
+        self.prefix_table[: len(table), :most].copy_(table[:, :most])
+        inside, columns = asked < self.protected[: len(table)], asked // self.layout.block_slots
+        own = table.gather(1, columns.clamp(0, table.shape[1] - 1).long().unsqueeze(1)).squeeze(1)
+        return inside, torch.where(inside, own, block)
+
+    def _tails(self, block_table: torch.Tensor, chosen: slice) -> torch.Tensor:
+        """Return what lies behind the prefix blocks of some requests, ``[R, columns]``; where that runs over the end of a row, its
+        last entry again."""
+        if not self.protects:
+            return block_table[chosen, : self.table.shape[1]]
+        size = self.layout.block_slots
+        columns = (self.protected[chosen] + size - 1).unsqueeze(1) // size + self._columns
+        return block_table[chosen].gather(1, columns.clamp_max(block_table.shape[1] - 1))
+
+    def beginning(self, chosen: list[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the tables ``[n, columns]`` and prefix tables ``[n, F]`` of some rows."""
+        return tuple(torch.stack([whole[i] for i in chosen]) for whole in (self.table, self.prefix_table))
 
     def batch(
         self,
@@ -93,15 +150,17 @@ class DecodeRows:
         block_table: torch.Tensor,
         regions: RegionMap | None = None,
         layer: int = 0,
+        protected: Sequence[int] | None = None,
+        seeds: Sequence[int] | None = None,
     ) -> StepBatch:
         """The step as one layer sees it; decode rows are views of the tensors that :meth:`fill` filled, or made of them.
 
         Args:
             lengths: of each request with its new tokens, exact for chunks. block_table: ``[requests, W]`` int32.
-            regions, layer: as in :meth:`StepBatch.build`.
+            regions, layer: as in :meth:`StepBatch.build`. protected, seeds: as :meth:`fill` took them.
         """
         rows, heads, chosen = split.decodes, self.layout.num_kv_heads, [i for i, _, _ in split.chunks]
-        blocks = block_table[chosen[0] : chosen[-1] + 1, : self.table.shape[1]] if chosen else self.table[:0]
+        blocks = self._tails(block_table, slice(chosen[0], chosen[-1] + 1)) if chosen else self.table[:0]
         if regions is None:
             budgets = self.budgets
             own, others = (x.unsqueeze(1).expand(-1, heads, -1) for x in (self.table[:rows], blocks))
@@ -109,18 +168,57 @@ class DecodeRows:
             budgets = regions.budgets(layer)
             own, others = regions.rows(layer, self.table[:rows]), regions.rows(layer, blocks)
         chunks = tuple(
-            PrefillChunk(first, first + count, lengths[i] - count, others[i - chosen[0]])
+            PrefillChunk(
+                first,
+                first + count,
+                lengths[i] - count,
+                others[i - chosen[0]],
+                *self._prefix(i, block_table, protected),
+                None if seeds is None else seeds[i],
+            )
             for i, first, count in split.chunks
         )
-        return StepBatch(rows, slice(0, rows), own, self.positions[:rows], budgets, chunks, None, None)
+        protection = self._protection(rows, chunks, others) if self.protects else None
+        drawn = None if seeds is None else self.seeds[:rows]
+        positions = self.positions[:rows]
+        return StepBatch(rows, slice(0, rows), own, positions, budgets, chunks, None, None, protection, drawn)
 
-    def _blocks(self, positions: torch.Tensor) -> torch.Tensor:
-        """``[rows]``, blocks that requests of ``positions + 1`` tokens hold; 0 in rows of padding."""
+    def _prefix(
+        self, i: int, block_table: torch.Tensor, protected: Sequence[int] | None
+    ) -> tuple[int, torch.Tensor | None]:
+        """Return p and the prefix blocks ``[F]`` of request i, in memory of its own: kernels are compiled for one alignment."""
+        if not self.protects:
+            return 0, None
+        return protected[i], block_table[i, : self.prefix_table.shape[1]].clone()
+
+    def _protection(self, rows: int, chunks: Sequence[PrefillChunk], others: torch.Tensor) -> Protection:
+        """Return what a step has to do with protected prompts; others ``[.., H, P]``: pages of tails, of its chunks among them.
+
+        Tails that begin in a row of decodes are not among those begun: a CUDA graph could not hold that.
+        """
+        size, device = self.layout.block_slots, self.table.device
+        begun = [chunk for chunk in chunks if chunk.protected and chunk.start <= chunk.protected < chunk.end]
+        written, blocks, slots = [self._rows[:rows]], [self.blocks[:rows]], [self.slots[:rows]]
+        for chunk in chunks:
+            if (count := min(chunk.end, chunk.protected) - chunk.start) > 0:
+                each = torch.arange(count, device=device)
+                written.append(chunk.first + each)
+                blocks.append(chunk.prefix_row[(chunk.start + each) // size].long())
+                slots.append((chunk.start + each) % size)
+        places = (parts[0] if len(parts) == 1 else torch.cat(parts) for parts in (written, blocks, slots))
+        tails, table = others[:0], self.prefix_table[:0]
+        if begun:
+            tails, table = (torch.stack(parts) for parts in zip(*((c.row, c.prefix_row) for c in begun), strict=True))
+        tokens = torch.tensor([chunk.protected for chunk in begun], dtype=torch.int64, device="cpu")
+        return Protection(self.prefix_table[:rows], self.protected[:rows], *places, tails, table, tokens)
+
+    def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[rows]``, blocks that the states and slots of ``tokens + 1`` tokens take at most; 0 where ``tokens`` is negative."""
         size = self.layout.block_slots
         pages = [
-            (((positions + 1).clamp_max(budget) + size - 1) // size + self.layout.state_blocks) * many
+            (((tokens + 1).clamp_max(budget) + size - 1) // size + self.layout.state_blocks) * many
             for budget, many in self.heads_with.items()
         ]
         heads = sum(self.heads_with.values())
         blocks = (sum(pages) + heads - 1) // heads if heads > 1 else pages[0]
-        return torch.where(positions < 0, 0, blocks)
+        return torch.where(tokens < 0, 0, blocks)

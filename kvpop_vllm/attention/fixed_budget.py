@@ -31,6 +31,11 @@ class PrefillChunk:
     prefix_row: torch.Tensor | None = None
     seed: int | None = None
 
+    @property
+    def end(self) -> int:
+        """Position behind the last token."""
+        return self.start + self.last - self.first
+
     def prefix(self, pages: Pages) -> Prefix | None:
         """Return the protected prefix as the kernels take it; pages: by block."""
         if not self.protected:

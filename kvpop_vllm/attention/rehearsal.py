@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from kvpop_vllm.attention.device_step import PADDING
-from kvpop_vllm.attention.fixed_budget import PrefillChunk, StepBatch
+from kvpop_vllm.attention.fixed_budget import PrefillChunk, Protection, StepBatch
 from kvpop_vllm.attention.fresh import fresh_pages
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, Pages
+from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
 
 
 def largest_steps(
@@ -23,25 +23,55 @@ def largest_steps(
     requests: int,
     length: int,
     device: torch.device,
+    longest: int = 0,
 ) -> Iterator[tuple[Pages, StepBatch, int]]:
     """Pages, a step of one layer and its number of tokens: requests decoded together, as rows of padding, then a prefill chunk
     behind a full cache. Where tokens are done one by one, two stand for all.
 
+    Where prompts are protected, all have a prefix, whose blocks are one and the same; the chunk is behind as long a one as it can
+    be, then within it but for its last two tokens.
+
     Args:
         budgets: of the layer's heads. most: the largest budget of any layer. tokens, requests: of a step at most.
-        length: of a request at most.
+        length: of a request at most. longest: protected tokens of a request at most, 0 where prompts are not.
     """
     pages, table = fresh_pages(layout, most, length=length, device=device)
     told = torch.tensor(budgets, dtype=torch.int32, device=device)
     rows = min(tokens, requests)
     positions = torch.full((rows,), PADDING, dtype=torch.int64, device=device)
-    yield pages, StepBatch(rows, slice(0, rows), table.expand(rows, -1, -1), positions, told, (), None, None), rows
+    prefix_table = torch.zeros(rows, cdiv(longest, layout.block_slots), dtype=torch.int32, device=device)
+    protection = _protection(prefix_table, rows, table[:0], 0) if longest else None
+    decodes = rows, slice(0, rows), table.expand(rows, -1, -1), positions, told
+    seeds = torch.zeros(rows, dtype=torch.int64, device=device) if rule.draws else None
+    yield pages, StepBatch(*decodes, (), None, None, protection, seeds), rows
 
-    count, start = min(tokens, length), 0
+    def of_chunk(count: int, start: int, protected: int):
+        """A step of one chunk of so many tokens, from position ``start`` on, behind so many protected ones or among them."""
+        own = (protected, prefix_table[0]) if longest else (0, None)
+        chunk, protection = PrefillChunk(0, count, start, table[0], *own, 0 if rule.draws else None), None
+        if longest:
+            within = min(count, max(0, protected - start))
+            protection = _protection(prefix_table[:1], within, table[:1], protected)
+        return pages, StepBatch(0, slice(0, 0), table[:0], positions[:0], told, (chunk,), None, None, protection), count
+
+    count, start, most_tokens = min(tokens, length), 0, min(tokens, length)
     if rule.sequential:
         count = min(count, 2)
-    else:
-        start = min(most, length - count)
+    protected = min(longest, length - count)
+    if protected or not rule.sequential:
+        start = min(protected + most, length - count)
         pages.position[table[0, :, layout.state_blocks].long(), :, 0] = start  # tokens_seen
-    chunk = PrefillChunk(0, count, start, table[0])
-    yield pages, StepBatch(0, slice(0, 0), table[:0], positions[:0], told, (chunk,), None, None), count
+    yield of_chunk(count, start, protected)
+    if longest:
+        end = min(longest + 2, length)
+        yield of_chunk(min(most_tokens, end), max(0, end - most_tokens), min(longest, end - 2))
+
+
+def _protection(table: torch.Tensor, written: int, begun: torch.Tensor, protected: int) -> Protection:
+    """Return what a step has to do with prefixes in ``table [R, F]``, whose requests are padding or none, that writes so many tokens
+    of them; begun ``[B, H, P]``: pages of tails that begin behind ``protected`` tokens."""
+    nothing = torch.zeros(len(table) + written, dtype=torch.int64, device=table.device)
+    tokens = torch.full((len(begun),), protected, dtype=torch.int64, device="cpu")
+    each = torch.arange(written, device=table.device)
+    places = nothing[:written], nothing[:written]
+    return Protection(table, nothing[: len(table)], each, *places, begun, table[: len(begun)], tokens)

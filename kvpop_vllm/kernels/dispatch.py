@@ -64,6 +64,7 @@ def _implementation(op: str, impl: str) -> Callable:
 
 
 CPP_DTYPES = {
+    "begin_tail": (torch.float32, torch.bfloat16),
     "decode_step": (torch.float32, torch.bfloat16),
     "prefill_chunk": (torch.float32, torch.bfloat16),
     "online_topk": (torch.float32,),
@@ -72,6 +73,7 @@ CPP_DTYPES = {
 """Dtypes of the first tensor that the C++ implementation of an op takes."""
 
 TRITON_DTYPES = {
+    "begin_tail": (torch.float32, torch.float16, torch.bfloat16),
     "decode_step": (torch.float32, torch.float16, torch.bfloat16),
     "delayed_mlstm": (torch.float32, torch.float16, torch.bfloat16),
     "future_attention_mass": (torch.float32, torch.float16, torch.bfloat16),
@@ -83,6 +85,7 @@ TRITON_DTYPES = {
 """Dtypes of the first tensor that the Triton implementation of an op takes."""
 
 TRITON_LARGEST_HEAD = {
+    "begin_tail": 256,
     "decode_step": 256,
     "prefill_chunk": 256,
     "future_attention_mass": 128,
@@ -92,7 +95,7 @@ TRITON_LARGEST_HEAD = {
 
 def select(op: str, tensor: torch.Tensor) -> str:
     """The name of the implementation that ``impl="auto"`` takes for ``tensor`` (an op's first argument)."""
-    fits = op not in ("decode_step", "prefill_chunk") or tensor.shape[-1] % 16 == 0
+    fits = op not in ("begin_tail", "decode_step", "prefill_chunk") or tensor.shape[-1] % 16 == 0
     if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _extension_available():
         return "cpp"
     if tensor.device.type == "cuda" and tensor.dtype in TRITON_DTYPES.get(op, ()) and _triton_available():

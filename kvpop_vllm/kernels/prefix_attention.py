@@ -10,6 +10,8 @@ from kvpop_vllm.kernels.pages import Prefix
 
 Attended = tuple[torch.Tensor, torch.Tensor]
 """Outputs ``[L, Hq, D]`` and log-sum-exps ``[L, Hq]`` float32."""
+PIECE = 8192
+"""Protected tokens whose keys and values are copied at a time: so many are in memory, however long a prefix is."""
 
 
 def with_prefix(
@@ -23,28 +25,28 @@ def with_prefix(
         attends: ``run_tail`` attends to the prefix too, else its results are merged with attention to the prefix.
     """
     protects = 0 if prefix is None else int(prefix.tokens[0])
-    inside = min(max(protects - start, 0), len(q))
-    parts = [causal_attention(q[:inside], prefix, start, scale)] if inside else []
-    if inside < len(q):
+    inside, parts = min(max(protects - start, 0), len(q)), []
+    if inside:
+        own = _attend(q[:inside], *prefix.gather(0, start, start + inside), scale, causal=True)
+        parts.append(_with_all(own, q[:inside], prefix, start, scale))
+    if inside < len(q) or not inside:
         scores = None if given is None else given[inside:]
         tail = run_tail(q[inside:], k[inside:], v[inside:], start + inside, scores)
-        parts.append(
-            tail if attends or not protects else merge(tail, _attend(q[inside:], *prefix.gather(0, 0, protects), scale))
-        )
+        parts.append(tail if attends or not len(q) else _with_all(tail, q[inside:], prefix, protects, scale))
     return parts[0] if len(parts) == 1 else tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
 
 
-def causal_attention(q: torch.Tensor, prefix: Prefix, start: int, scale: float) -> Attended:
-    """Attend causally within the prefix of one request: ``q [L, Hq, D]``, tokens ``[start, start + L)`` of it."""
-    own = _attend(q, *prefix.gather(0, start, start + len(q)), scale, causal=True)
-    return merge(own, _attend(q, *prefix.gather(0, 0, start), scale)) if start else own
-
-
-def merge(a: Attended, b: Attended) -> Attended:
-    """Merge attention over two sets of keys by their log-sum-exps; in float32, outputs in the dtype of ``a``."""
-    lse = torch.logaddexp(a[1], b[1])
-    share = torch.exp(b[1] - lse).unsqueeze(-1)
-    return torch.lerp(a[0].float(), b[0].float(), share).to(a[0].dtype), lse
+def _with_all(found: Attended, q: torch.Tensor, prefix: Prefix | None, end: int, scale: float) -> Attended:
+    """Attention of ``q [L, Hq, D]`` over other keys, merged in float32 with that over the first ``end`` protected tokens."""
+    if not end:
+        return found
+    (out, lse), dtype = found, found[0].dtype
+    for begin in range(0, end, PIECE):
+        part, part_lse = _attend(q, *prefix.gather(0, begin, min(begin + PIECE, end)), scale)
+        merged = torch.logaddexp(lse, part_lse)
+        out = torch.lerp(out.float(), part.float(), torch.exp(part_lse - merged).unsqueeze(-1))
+        lse = merged
+    return out.to(dtype), lse
 
 
 def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool = False) -> Attended:

@@ -3,7 +3,7 @@
 Imports nothing else of this package, so that what it judges cannot leak into the judgement.
 """
 
-from .budgets import ErrorBudget, assert_within_budget, error_budget
+from .budgets import ErrorBudget, OtherRoundings, assert_within_budget, eager_runs
 from .models import (
     random_prompt,
     require_distant_influence,
@@ -15,6 +15,7 @@ from .oracle import (
     OracleRun,
     derived_budget,
     derived_margin_bound,
+    margin_bound,
 )
 from .oracle_coupled import corrected_attention, follow_attention
 from .oracle_policy import Decided, OraclePolicy, masked_attention, masked_lse
@@ -32,14 +33,16 @@ __all__ = [
     "OracleModel",
     "OraclePolicy",
     "OracleRun",
+    "OtherRoundings",
     "assert_within_budget",
     "corrected_attention",
     "decision_margins",
     "derived_budget",
     "derived_margin_bound",
-    "error_budget",
+    "eager_runs",
     "follow_attention",
     "log_gamma",
+    "margin_bound",
     "masked_attention",
     "masked_lse",
     "random_prompt",

@@ -189,25 +189,33 @@ def _check_known(config: dict) -> None:
 
 
 def derived_budget(run32: OracleRun, run64: OracleRun) -> float:
-    """Allowed log-probability error: 4 times the largest difference between the two runs.
+    """Allowed log-probability error: the largest difference between the two runs.
 
-    Both must have run with the float64 retained sets, so that only rounding tells them apart.
+    Both must have run with the float64 retained sets, so that only rounding tells them apart, and the
+    one in float32 under :class:`OtherRoundings`. The largest of so many disturbed numbers is no luck: it needs no multiple.
     """
     _require_same_sets(run32, run64)
-    return 4.0 * float((run32.logprobs.double() - run64.logprobs.double()).abs().max())
+    return float((run32.logprobs.double() - run64.logprobs.double()).abs().max())
 
 
 def derived_margin_bound(run32: OracleRun, run64: OracleRun) -> list[float]:
-    """Per layer, the decision margin below which a correct implementation may decide otherwise.
-
-    A margin is a difference of two scores, so twice 4 times the layer's largest raw-score error.
-    """
+    """Per layer the :func:`margin_bound` of two runs such as :func:`derived_budget` takes."""
     _require_same_sets(run32, run64)
-    bounds = []
-    for low, high in zip(run32.scores, run64.scores, strict=True):
-        error = (low.double() - high.double()).abs()[~high.isnan()]
-        bounds.append(8.0 * float(error.max()) if error.numel() else 0.0)
-    return bounds
+    return [margin_bound(low, high) for low, high in zip(run32.scores, run64.scores, strict=True)]
+
+
+def margin_bound(low: torch.Tensor, exact: torch.Tensor) -> float:
+    """Decision margin below which a correct implementation may decide otherwise.
+
+    A margin is a difference of two scores, so twice their largest error.
+
+    Args:
+        low: float32 raw scores of one layer, made under :class:`OtherRoundings`.
+        exact: the same in float64; NaN where there is none.
+    """
+    error = (low.double() - exact).abs()
+    error = error[~error.isnan()]  # nor where both are infinite
+    return 2.0 * float(error.max()) if error.numel() else 0.0
 
 
 def _require_same_sets(run32: OracleRun, run64: OracleRun) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from vllm.logger import init_logger
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager, SingleTypeKVCacheManager
 from vllm.v1.kv_cache_interface import AttentionSpec, FullAttentionSpec
@@ -13,6 +14,11 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cach
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.vllm_glue import prefix_hits
+
+logger = init_logger("vllm.kvpop_vllm")
+
+TYPICAL = 1024
+"""Tokens of a prompt, for what is said of concurrency beside vLLM's own line, which is of the worst case."""
 
 
 class FixedBudgetManager(SingleTypeKVCacheManager):
@@ -24,6 +30,9 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.prompts: dict[str, int] = {}  # tokens of each request's prompt
         if kv_cache_spec.protect:
             prefix_hits.apply()
+            length, protected = TYPICAL + kv_cache_spec.budget, protected_tokens(kv_cache_spec.protect, TYPICAL)
+            fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, protected)
+            logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
 
     def protected(self, request_id: str) -> int:
         """Return p of a request, in tokens."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
+from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpop_vllm.attention.device_step import DecodeRows, Split
 from kvpop_vllm.attention.rehearsal import largest_steps
-from kvpop_vllm.config import SUPPORTED_HEAD_SIZES
-from kvpop_vllm.vllm_glue import cuda
+from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, protected_tokens
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.pages import Prefix
+from kvpop_vllm.vllm_glue import cuda, prompt_lengths
 from kvpop_vllm.vllm_glue.backend import (
     FixedBudgetBackend,
     FixedBudgetImpl,
@@ -84,14 +87,23 @@ class CudaImpl(FixedBudgetImpl):
         budgets, most = [budget] * self.num_kv_heads, budget
         if self.shares is not None:
             budgets, most = self.shares.budgets[self.layer], max(self.shares.counts)
-        limits = len(query), scheduler.max_num_seqs, self.vllm_config.model_config.max_model_len
-        for pages, batch, n in largest_steps(attention.rule, attention.layout, budgets, most, *limits, query.device):
+        length = self.vllm_config.model_config.max_model_len
+        limits = len(query), scheduler.max_num_seqs, length
+        steps = largest_steps(
+            attention.rule,
+            attention.layout,
+            budgets,
+            most,
+            *limits,
+            query.device,
+            protected_tokens(self.policy.protect, length),
+        )
+        for pages, batch, n in steps:
             beside = None
-            if (
-                batch.prefills and attention.rule.sequential
-            ):  # each token's and head's output, log-sum-exp, slots in use
+            if batch.prefills and attention.rule.sequential and n == 2:  # two stand for all
+                # each token's and head's output, log-sum-exp, slots in use
                 beside = query.new_empty(*query.shape[:2], self.head_size + 24 // query.itemsize)
-            self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], given)
+            self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], given, pages)
             del beside
 
 
@@ -103,6 +115,10 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
     block table, chunks from the host's, which are exact: speculative decoding, which they may run ahead of, is refused.
 
     A buffer may be filled for a step while the one before still runs: both, and the kernels that read it, are on one stream.
+
+    A tail that begins in a row of decodes is begun here, for all layers and before any of them runs, as the step may be a CUDA
+    graph's. All protected tokens of that request have been written by then, by steps before: it has computed the last one itself
+    (:mod:`kvpop_vllm.vllm_glue.prefix_hits`).
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -117,15 +133,58 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             kv_cache_spec.blocks(vllm_config.model_config.max_model_len),
             {kept.budget: 1} if shares is None else shares.counts,
             device,
+            protected_tokens(self.protect, vllm_config.model_config.max_model_len),
         )
+        if (self.protect or self.draws) and vllm_config.use_v2_model_runner:
+            prompt_lengths.apply_v2()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
         """None for a dummy run of longer requests, of which runner V2 makes hundreds before it serves: outputs are 0 then."""
         common = common_attn_metadata
         split = Split.of(common.query_start_loc_cpu.tolist())
-        lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks else []
+        lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks or self.protect else []
         if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
             return None  # from position 0 on, and yet past its prompt
-        self.rows.fill(split.decodes, common.seq_lens, common.block_table_tensor, common.slot_mapping)
-        step = split, lengths, common.block_table_tensor
-        return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer), split.tokens)
+        table = common.block_table_tensor
+        protected, seeds = self._told(common) if self.protect or self.draws else (None, None)
+        pinned = {"dtype": torch.int64, "device": "cpu", "pin_memory": is_pin_memory_available()}
+        sent = [x and torch.tensor(x, **pinned) for x in (protected, seeds)]
+        self.rows.fill(split.decodes, common.seq_lens, table, common.slot_mapping, *sent)
+        if self.protect:
+            self._begin_tails([i for i in range(split.decodes) if 0 < protected[i] == lengths[i] - 1], protected)
+        step = split, lengths, table
+        return self.finish(
+            lambda regions, layer: self.rows.batch(*step, regions, layer, protected, seeds), split.tokens
+        )
+
+    def _told(self, common) -> tuple[list[int] | None, list[int] | None]:
+        """Return p and the seed of each row; 0 of rows that are no request's, and while nothing is known: in dummy runs.
+
+        Raises:
+            RuntimeError: the model runner does not say them.
+        """
+        requests, found = common.num_reqs, []
+        if self.prompts is not None or any(common.is_prefilling[:requests]):
+            found = [self.protected(requests), None if (seeds := self.drawn(requests)) is None else seeds.tolist()]
+        known = [each or [] for each in found or (None, None)]
+        padded = [each + [0] * (requests - len(each)) for each in known]
+        return padded[0] if self.protect else None, padded[1] if self.draws else None
+
+    def _begin_tails(self, chosen: list[int], protected: list[int]) -> None:
+        """Begin the tails of rows of decodes in all layers; a row that turns out to be padding has null blocks."""
+        if not chosen:
+            return
+        (table, prefix_table), tokens = (
+            self.rows.beginning(chosen),
+            torch.tensor([protected[i] for i in chosen], device="cpu"),
+        )
+        layers = self.vllm_config.compilation_config.static_forward_context
+        for name in self.layer_names:
+            impl = layers[name].impl
+            pages, regions, blocks = impl._bind(layers[name].kv_cache)
+            if regions is None:
+                rows = table.unsqueeze(1).expand(-1, impl.num_kv_heads, -1)
+            else:
+                rows = regions.rows(impl.layer, table)
+            prefix, attention = Prefix(blocks, prefix_table, tokens), impl.attention
+            ops.begin_tail(pages, rows, prefix, rule=attention.rule, impl=attention.impl)

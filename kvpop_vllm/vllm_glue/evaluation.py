@@ -44,8 +44,6 @@ class EngineBackend:
     @contextmanager
     def start(self, deployed: Deployed | None) -> Iterator[EngineRun]:
         """See :class:`kvpop_vllm.evaluation.running.Backend`."""
-        if deployed is not None and deployed.policy is None:
-            raise ConfigError(f"{deployed.contender.name} is no policy that can be served: leave it out")
         llm = self._engine({} if deployed is None else {ADDITIONAL_CONFIG_KEY: settings_of(deployed)})
         try:
             yield EngineRun(llm)
@@ -152,8 +150,11 @@ def held_in_step(vllm_config, seen: int) -> torch.Tensor:
         impl, rule = attention.impl, attention.impl.attention.rule
         pages, regions, _ = impl._bind(attention.kv_cache)
         batch = metadata.batch(impl.layer, regions)
-        table = batch.table[0] if batch.decodes else batch.prefills[0].row
+        if batch.decodes:
+            table, protected = batch.table[0], 0 if batch.protection is None else int(batch.protection.tokens[0])
+        else:
+            table, protected = batch.prefills[0].row, batch.prefills[0].protected
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
-        layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, batch.budgets.cpu())
+        layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, batch.budgets.cpu(), protected)
     return torch.stack([layers[layer] for layer in sorted(layers)])

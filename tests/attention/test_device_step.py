@@ -13,14 +13,13 @@ from kvpop_vllm.attention.device_step import DecodeRows, Split
 from kvpop_vllm.attention.fixed_budget import StepBatch
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.kernels.regions import HeadRegions, RegionMap, Shares
+from kvpop_vllm.kernels.regions import RegionMap, Shares
 from kvpop_vllm.roles import Retention
 
 HEADS, SIZE, MOST, LAYERS, BLOCKS = 2, 32, 6, 2, 300
 KEPT = {
     "every step": Retention(40, 2, 6),
-    "a grid": Retention(48, 2, 6, 8),
-    "a grid of the prompt": Retention(48, 0, 9, 8, prompt_grid=True),
+    "no sinks": Retention(48, 0, 9),
     "longer than any": Retention(400, 2, 6),
 }
 SHARES = Shares(((64, 64), (16, 16)))
@@ -32,6 +31,9 @@ STEPS = [
     ([64, 3], [64, 90]),
 ]
 """Tokens of each request, and its length with them; in the third, a prompt of one token behind a longer chunk."""
+PROTECTED = [[20, 0, 3], [0, 39, 41, 50], [76, 40, 1, 150], [32, 90]]
+"""p of each of these requests: within a prefix, at its end and behind it, in rows of decodes and in chunks."""
+LONGEST = 200
 
 
 class NoWaiting(TorchDispatchMode):
@@ -46,18 +48,18 @@ class NoWaiting(TorchDispatchMode):
         return out
 
 
-def rows_of(kept, device="cpu", shares=None, state=0, columns=None, divides=False):
+def rows_of(kept, device="cpu", shares=None, state=0, columns=None, longest=0):
     layout = PageLayout(HEADS, SIZE, torch.float32, 16, state)
     heads_with = {kept.budget: 1} if shares is None else shares.counts
     most = max(heads_with)
-    columns = columns or layout.blocks(most, most) + divides
-    return DecodeRows(layout, kept, MOST, columns, heads_with, device, divides)
+    return DecodeRows(layout, kept, MOST, columns or layout.blocks(most, most), heads_with, device, longest)
 
 
 def engine_tables(rows, lens, seed=0):
     """A block table as an engine has it, with blocks of others behind a request's own, and slots of its tokens."""
     g = torch.Generator().manual_seed(seed)
-    table = 1 + torch.randperm(BLOCKS - 1, generator=g)[: MOST * rows.table.shape[1]].int().view(MOST, -1)
+    width = rows.table.shape[1] + rows.prefix_table.shape[1]
+    table = 1 + torch.randperm(BLOCKS - 1, generator=g)[: MOST * width].int().view(MOST, -1)
     return table, torch.arange(100, 100 + sum(lens))
 
 
@@ -69,14 +71,12 @@ def split_of(lens):
     return Split.of(ends(lens))
 
 
-def filled(rows, lens, lengths, prompts=None):
+def filled(rows, lens, lengths, protected=None):
     """The step of these requests, through the persistent tensors, on their device."""
     device, (table, slots) = rows.table.device, engine_tables(rows, lens)
     table, slots, seq_lens = (x.to(device) for x in (table, slots, torch.tensor(lengths, dtype=torch.int32)))
-    if prompts is not None:
-        rows.prompts[: len(prompts)] = torch.tensor(prompts)
-    rows.fill(split_of(lens).decodes, seq_lens, table, slots)
-    return lambda regions=None, layer=0: rows.batch(split_of(lens), lengths, table, prompts, regions, layer)
+    rows.fill(split_of(lens).decodes, seq_lens, table, slots, None if protected is None else torch.tensor(protected))
+    return lambda regions=None, layer=0: rows.batch(split_of(lens), lengths, table, regions, layer, protected)
 
 
 def test_decodes_are_the_leading_rows():
@@ -93,27 +93,22 @@ def test_equal_to_batches_made_anew(name, state):
     kept = KEPT[name]
     rows = rows_of(kept, state=state)
     for lens, lengths in STEPS:
-        prompts = [length - 3 if length > 3 else length for length in lengths] if kept.prompt_grid else None
-        batch, d = filled(rows, lens, lengths, prompts)(), split_of(lens).decodes
-        asked = None if prompts is None else torch.tensor(prompts)
+        batch, d = filled(rows, lens, lengths)(), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
-        expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, asked)
+        expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table)
         assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.slot_zero is None
         assert torch.equal(batch.positions, expected.positions[:d])
-        assert torch.equal(batch.valid, expected.valid[:d])
         assert torch.equal(batch.budgets, expected.budgets)
         for r in range(d):
-            own = rows.layout.blocks(lengths[r], kept.budget, kept.decide_every)
+            own = rows.layout.blocks(lengths[r], kept.budget)
             assert (
                 torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
                 and (batch.table[r, :, own:] == 0).all()
             )
         chunks = [c for c in batch.prefills if c.last - c.first > 1]
         for chunk, other in zip(chunks, expected.prefills, strict=True):
-            assert replace(chunk, row=None) == replace(other, row=None)
+            assert replace(chunk, row=None) == replace(other, row=None, prefix_row=None)
             assert torch.equal(chunk.row, other.row[:, : chunk.row.shape[1]])
-        if prompts is not None:
-            assert batch.prompts.tolist() == prompts[:d]
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -125,8 +120,8 @@ def test_heads_of_unequal_budgets(layer):
         batch, d = filled(rows, lens, lengths)(regions, layer), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, None, regions, layer)
-        assert torch.equal(batch.valid, expected.valid[:d]) and torch.equal(batch.budgets, expected.budgets)
+        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, None, None, regions, layer)
+        assert torch.equal(batch.positions, expected.positions[:d]) and torch.equal(batch.budgets, expected.budgets)
         for r in range(d):
             own = min(lengths[r], SHARES.budgets[layer][0])
             own = rows.layout.blocks(own, own)
@@ -135,35 +130,64 @@ def test_heads_of_unequal_budgets(layer):
         assert (rows.table[0, :held] > 0).all() and (rows.table[0, held:] == 0).all() or d == 0
 
 
-@pytest.mark.parametrize("name", KEPT)
-def test_heads_that_divide_a_budget(name):
-    """One block more once it is outgrown; regions of what is held as of a table made anew."""
+@pytest.mark.parametrize("state", [0, 5000])
+@pytest.mark.parametrize("name", ["every step", "no sinks"])
+def test_protected_prompts_equal_batches_made_anew(name, state):
     kept = KEPT[name]
-    rows, spare = rows_of(kept, state=5000, divides=True), HeadRegions.spare
-    regions = HeadRegions(rows.layout, kept.budget, BLOCKS)
-    for lens, lengths in STEPS:
-        prompts = [min(length, 90) for length in lengths]
-        batch, d = filled(rows, lens, lengths, prompts)(regions), split_of(lens).decodes
+    rows = rows_of(kept, state=state, longest=LONGEST)
+    for (lens, lengths), protected in zip(STEPS, PROTECTED, strict=True):
+        batch, d = filled(rows, lens, lengths, protected)(), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
-        step = torch.tensor(lengths, dtype=torch.int32), table, torch.tensor(prompts)
-        expected = StepBatch.build(rows.layout, kept, lens, *step, regions)
-        assert torch.equal(batch.valid, expected.valid[:d]) and torch.equal(batch.budgets, expected.budgets)
+        expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, protected)
+        assert torch.equal(batch.positions, expected.positions[:d])
         for r in range(d):
-            own = rows.layout.blocks(lengths[r], kept.budget, kept.decide_every)
-            own += spare * (lengths[r] + kept.decide_every - 1 > kept.budget)
+            own = rows.layout.blocks(max(0, lengths[r] - protected[r]), kept.behind(protected[r]).budget)
+            own = own if lengths[r] > protected[r] else 0
             assert torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
-            assert (rows.table[r, own:] == 0).all() and (rows.table[r, :own] > 0).all()
+            assert (batch.table[r, :, own + 1 :] == 0).all() and (own > 0 or (batch.table[r] == 0).all())
         chunks = [c for c in batch.prefills if c.last - c.first > 1]
         for chunk, other in zip(chunks, expected.prefills, strict=True):
-            assert torch.equal(chunk.row, other.row)
-    place = filled(rows, [1], [50])(regions).table.data_ptr()
-    assert filled(rows, [1, 1], [9, 300])(regions).table.data_ptr() == place
+            assert replace(chunk, row=None, prefix_row=None) == replace(other, row=None, prefix_row=None)
+            assert torch.equal(chunk.row, other.row[:, : chunk.row.shape[1]])
+            assert torch.equal(chunk.prefix_row, other.prefix_row[: rows.prefix_table.shape[1]])
+        found, other = batch.protection, expected.protection
+        assert found.tokens.tolist() == protected[:d] and torch.equal(found.table, table[:d, : found.table.shape[1]])
+        real = found.blocks != 0
+        for each in ("written", "blocks", "slots"):
+            assert torch.equal(getattr(found, each)[real], getattr(other, each)), each
+        assert (found.slots[~real] == 0).all() and found.written[:d].tolist() == list(range(d))
+        in_rows = sum(0 < protected[r] == lengths[r] - 1 for r in range(d))
+        assert torch.equal(found.begun_tokens, other.begun_tokens[in_rows:])
+        assert torch.equal(found.begun, other.begun[in_rows:, :, : found.begun.shape[2]])
+        assert torch.equal(found.begun_table, other.begun_table[in_rows:, : found.begun_table.shape[1]])
+
+
+@pytest.mark.parametrize("cause", ["no length", "no slot", "no block"])
+def test_rows_of_padding_behind_a_prefix(cause):
+    """Within one, at its end and behind it; the block that is missing is that of the token, or the tail's first."""
+    rows, protected = rows_of(KEPT["every step"], state=5000, longest=LONGEST), torch.tensor([0, 20, 20, 20, 0, 0])
+    (table, slots), lengths = engine_tables(rows, [1] * 4), torch.tensor([30, 18, 21, 60], dtype=torch.int32)
+    first = 2 + rows.layout.state_blocks
+    if cause == "no length":
+        lengths[1:] = 0
+    elif cause == "no slot":
+        slots[1:] = -1
+    else:
+        table[1, 1] = table[2, first] = table[3, first] = 0
+    rows.fill(4, lengths, table, slots, protected)
+    assert rows.positions[:4].tolist() == [29, -1, -1, -1]
+    assert (rows.table[1:4] == 0).all() and (rows.blocks == 0).all() and (rows.slots == 0).all()
+    if cause == "no block":
+        table[1, 1] = table[3, first] = 7
+        rows.fill(4, lengths, table, slots, protected)
+        assert rows.positions[:4].tolist() == [29, 17, -1, 59], "blocks of others do not matter"
+        assert rows.blocks[:4].tolist() == [0, 7, 0, 0] and rows.slots[:4].tolist() == [0, 1, 0, 0]
 
 
 def test_addresses_stay_and_rows_of_others_are_left_alone():
-    rows = rows_of(KEPT["a grid"])
+    rows = rows_of(KEPT["no sinks"])
     lens, lengths = [1] * MOST, [9, 100, 7, 50, 60, 1]
-    names = ("table", "positions", "valid", "budgets")
+    names = ("table", "positions", "budgets")
     first = {name: getattr(filled(rows, lens, lengths)(), name).data_ptr() for name in names}
     before = rows.positions.clone()
     second = filled(rows, [1, 1], [10, 101])()
@@ -185,7 +209,7 @@ def test_rows_of_padding(name, cause):
         table[2:, rows.layout.state_blocks :] = 0
     rows.fill(4, lengths, table, slots)
     assert rows.positions[:4].tolist() == [29, 30, -1, -1]
-    assert (rows.table[2:4] == 0).all() and (rows.valid[2:4] == 0).all() and (rows.table[:2, 0] > 0).all()
+    assert (rows.table[2:4] == 0).all() and (rows.table[:2, 0] > 0).all()
 
 
 def test_a_narrow_block_table_is_taken_as_it_is():
@@ -195,26 +219,25 @@ def test_a_narrow_block_table_is_taken_as_it_is():
     assert rows.table[0].count_nonzero() == 2 and rows.table[1, :4].tolist() == [5, 6, 7, 8]
 
 
-@pytest.mark.parametrize("shared", [None, "map", "divided"])
+@pytest.mark.parametrize("longest", [0, LONGEST])
+@pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", KEPT)
-def test_no_value_is_asked_for(name, shared):
+def test_no_value_is_asked_for(name, shared, longest):
     """On the device "meta" tensors have no values, and may not meet tensors of the CPU."""
-    rows = rows_of(KEPT[name], "meta", SHARES if shared == "map" else None, divides=shared == "divided")
-    regions = RegionMap(SHARES, rows.layout, BLOCKS, "meta") if shared == "map" else None
-    if shared == "divided":
-        regions = HeadRegions(rows.layout, KEPT[name].budget, BLOCKS, "meta")
+    rows = rows_of(KEPT[name], "meta", SHARES if shared else None, longest=longest)
+    regions = RegionMap(SHARES, rows.layout, BLOCKS, "meta") if shared else None
     raw = torch.empty(BLOCKS, HEADS, rows.layout.region_bytes, dtype=torch.uint8, device="meta")
     pages = rows.layout.view(raw)
-    for lens, lengths in STEPS:
+    for (lens, lengths), protected in zip(STEPS, PROTECTED, strict=True):
         tokens, table = sum(lens), torch.empty(MOST, 30, dtype=torch.int32, device="meta")
         slots = torch.empty(tokens, dtype=torch.int64, device="meta")
         seq_lens = torch.empty(len(lens), dtype=torch.int32, device="meta")
         given = torch.empty(tokens, HEADS, device="meta")
         with NoWaiting():
-            rows.fill(split_of(lens).decodes, seq_lens, table, slots)
-            batch = rows.batch(split_of(lens), lengths, table, None, regions, 1)
+            rows.fill(split_of(lens).decodes, seq_lens, table, slots, torch.tensor(protected) if longest else None)
+            batch = rows.batch(split_of(lens), lengths, table, regions, 1, protected)
             assert shift(given, pages, batch, KEPT["every step"]).shape == given.shape
-        assert batch.table.device.type == batch.valid.device.type == batch.budgets.device.type == "meta"
+        assert batch.table.device.type == batch.positions.device.type == batch.budgets.device.type == "meta"
 
 
 def test_waiting_would_be_noticed():

@@ -32,7 +32,7 @@ def interpreted(tmp_path_factory):
 def test_all_is_right_and_nothing_is_timed(interpreted):
     said, rows, log = interpreted
     assert said == log and "stays as slow" not in said
-    assert said.splitlines()[-1] == "16 cases done, 0 cases wrong, 0 cases skipped, 0 cases not reached"
+    assert said.splitlines()[-1] == "15 cases done, 0 cases wrong, 0 cases skipped, 0 cases not reached"
     assert {row["machine"] for row in rows} == {"interpreter"} and {row["commit"] for row in rows} == {"abc"}
     assert not [row for row in rows if row["unit"] == "ms"]
     assert {row["dtype"] for row in rows} == {"float32"}
@@ -48,8 +48,8 @@ def test_all_is_right_and_nothing_is_timed(interpreted):
     }
     assert max(errors.values()) < 4
     steps = {row["case"]: float(row["value"]) for row in rows if row["measure"] == "steps with equal sets"}
-    assert steps.keys() == {f"decode_step is right, {name}" for name in (*FEW, "heads that divide a budget")}
-    assert min(steps.values()) >= 9
+    assert steps.keys() == {f"decode_step is right, {name}" for name in FEW}
+    assert min(steps.values()) >= 12
     chunks = {row["case"]: row["value"] for row in rows if row["measure"] == "chunks with equal sets"}
     assert chunks == {f"prefill_chunk is right, {name}": "2" for name in ("mlstm", "own decays")}
     assert [row["value"] for row in rows if row["measure"] == "sets that differ"] == ["0"]

@@ -6,6 +6,7 @@ import csv
 import importlib
 import time
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -56,19 +57,23 @@ def test_passes_are_computed_as_generate_does(checks, on_cpu, monkeypatch):
 
 
 def test_a_pass_that_does_not_see_a_cache_fill_up_is_found(checks, on_cpu, monkeypatch):
-    """What says how many slots are in use stays as it was when the graph was made."""
-    from kvpop_vllm.hf.layer import Clock
+    """Replays take no more slots than were in use when the graph was made."""
+    from kvpop_vllm.hf.layer import LayerPages
 
-    valid, frozen = Clock.valid, []
+    decode, frozen = LayerPages.decode, []
 
     class Graph(checks.Decoding):
         def captured(self, bench):
             replay = super().captured(bench)
-            frozen.append(True)
+            frozen.append(max(checks.PROMPTS))
             return replay
 
+    def not_filling(self):
+        batch = decode(self)
+        return replace(batch, budgets=batch.budgets.clamp_max(*frozen)) if frozen else batch
+
     monkeypatch.setattr(checks, "Decoding", Graph)
-    monkeypatch.setattr(Clock, "valid", lambda self, *how: self._valid[how[2]] if frozen else valid(self, *how))
+    monkeypatch.setattr(LayerPages, "decode", not_filling)
     with pytest.raises((AssertionError, ValueError)):
         list(checks.kvpop_right(on_cpu))
 

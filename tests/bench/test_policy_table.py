@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+from threads import same_threads
 
 from kvpop_vllm.evaluation.contenders import Contender, known_training_free
 from kvpop_vllm.evaluation.served import Sequence
@@ -52,9 +53,8 @@ def bench(modules, folder, tmp_path, monkeypatch, capsys):
         words = f"--model {folder / 'model'} --scorer {folder / 'scorer'} --data {text} --haystack {text} --length 700 --context 700"
         words += " --needles 2 --requests 2 --rounds 3"
         monkeypatch.setattr(sys, "argv", ["policy_table.py", *words.split(), *options])
-        threads = torch.get_num_threads()
-        status = modules["policy_table"].main()
-        torch.set_num_threads(threads)
+        with same_threads():
+            status = modules["policy_table"].main()
         paths = [tmp_path / name for name in ("policies.csv", "policy-steps.csv")]
         rows, times = (list(csv.DictReader(path.open())) if path.exists() else [] for path in paths)
         return status, rows, times, capsys.readouterr()

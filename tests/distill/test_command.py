@@ -17,6 +17,7 @@ import torch.distributed as dist
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer
 from distill.typed import RECIPE, distill
 from safetensors.torch import load_file, save_file
+from threads import one_thread
 from transformers import AutoTokenizer
 
 from kvpop_vllm.distill import run
@@ -62,14 +63,6 @@ def test_trains_every_kind_of_scorer_and_tells_how(kvpop, kind):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
-@pytest.fixture
-def same_threads():
-    """Puts back what ``--threads`` sets."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 def kill_after(words, metrics, step):
     """Runs a command line in a process of its own until ``metrics`` tell of ``step``, and kills it there."""
     process = subprocess.Popen([sys.executable, "-m", "kvpop_vllm.cli", *words], stderr=subprocess.PIPE, text=True)
@@ -84,7 +77,8 @@ def _reached(metrics, step) -> bool:
     return any(row["step"] >= step for row in read_metrics(metrics))
 
 
-def test_a_kill_changes_nothing(kvpop, folder, same_threads):
+@one_thread()
+def test_a_kill_changes_nothing(kvpop, folder):
     """Text of two kinds, more than one pass over it; what is left is compared byte for byte."""
     text = "".join(json.loads(line)["text"] + "\n" for line in (folder / "text.jsonl").read_text().splitlines()[:20])
     (folder / "text.txt").write_text(text)

@@ -170,7 +170,7 @@ REFUSED = {
     "--recipe=trimkv --topk 23 --capacity=-1": "capacity must be at least 0",
     "--recipe=dms --window=8 --topk 23 --compression=0.5": "compression must be at least 1",
     "--recipe=dms --window=8 --topk 23 --gumbel-tau=0": "gumbel_tau must be above 0",
-    "--recipe=dms --window=8 --topk 23 --sinks=0": "sinks must be an integer from 1",
+    "--recipe=dms --window=1 --topk 23": "window must be an integer from 2",
     "--recipe=trimkv --topk 511": "length 96 must exceed sinks + window + topk",
 }
 

@@ -12,6 +12,7 @@ from distill.launching import launch, launch_torchrun
 from distill.rows import Rows, teacher_of
 from distill.train_tiny import LENGTH, RECIPE, RECIPES, calibration_rows
 from safetensors.torch import load_file
+from threads import one_thread
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.calibration import decay_grid
@@ -29,15 +30,6 @@ from kvpop_vllm.testing import write_tiny_model
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
-
-
-@pytest.fixture
-def one_thread():
-    """As in the processes that are launched; the number of threads decides the last bits."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +67,9 @@ def test_a_kill_changes_nothing(model, tmp_path, whole, kind, processes):
         assert a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
 
 
+@one_thread()  # as in the processes that are launched
 @pytest.mark.parametrize("kind", ["frozen", "base", "gates"])
-def test_two_processes_equal_one(model, tmp_path, whole, kind, one_thread):
+def test_two_processes_equal_one(model, tmp_path, whole, kind):
     train(model, tmp_path, RECIPES[kind]).run()
     folders = tmp_path, whole(kind, 2)[0]
     one, two = (read_metrics(folder / "run/metrics.jsonl") for folder in folders)

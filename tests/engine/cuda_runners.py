@@ -7,6 +7,7 @@ import contextlib
 from types import SimpleNamespace
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 from engine.cuda_engine import LENGTH, cache_of
@@ -75,15 +76,15 @@ class Runner:
         return resolve(support, backend.__name__, 1, use_v2_model_runner=v2)
 
     def step(self, counts, lengths, rows, prompts=None):
-        """Metadata of requests with ``counts`` tokens that make them ``lengths`` long; rows: their blocks. prompts: tokens of
-        each one's prompt, by default all of them."""
+        """Metadata of requests with ``counts`` tokens that make them ``lengths`` long; rows: their blocks. prompts: tokens of each
+        one's, all of them where None."""
         output = SchedulerOutput.make_empty()
         output.finished_req_ids, self.steps = set(self.names), self.steps + 1
         self.names = [f"{self.steps}-{i}" for i in range(len(counts))]
         output.num_scheduled_tokens = dict(zip(self.names, counts, strict=True))
         output.total_num_scheduled_tokens = sum(counts)
         for name, count, length, row, prompt in zip(self.names, counts, lengths, rows, prompts or lengths, strict=True):
-            told = {"mm_features": [], "pooling_params": None, "lora_request": None, "prefill_token_ids": [1] * prompt}
+            told = {"mm_features": [], "pooling_params": None, "lora_request": None, "prefill_token_ids": [1] * length}
             new = NewRequestData(
                 name, [1] * prompt, sampling_params=SamplingParams(), block_ids=(row,),
                 num_computed_tokens=length - count, **told,
@@ -119,6 +120,10 @@ class RunnerV2(Runner):
         runner.model_state = DefaultModelState(self.config, None, None, CPU)
         runner.model_state.prepare_attn = _ending(runner.model_state.prepare_attn)
         runner.sampler, runner.prompt_logprobs_worker, runner.decode_query_len = mock.Mock(), mock.Mock(), 1
+        seeds = SimpleNamespace(np=np.arange(100, 100 + runner.max_num_reqs))
+        runner.sampler.sampling_states = SimpleNamespace(
+            seeds=seeds, seeds_set=np.ones(runner.max_num_reqs, dtype=bool)
+        )
         runner.cudagraph_manager = cudagraph_utils.CudaGraphManager(self.config, CPU, self.graph_mode(True), 1)
         runner.cudagraph_manager._graphs_captured = True
         spec = self.group.kv_cache_spec

@@ -13,6 +13,7 @@ from kvpop_vllm.testing import (
     OracleModel,
     OraclePolicy,
     OracleRun,
+    OtherRoundings,
     derived_budget,
     derived_margin_bound,
 )
@@ -31,7 +32,7 @@ class Nudge(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """The oracle on one sequence, in float64 and, with the same sets, in float32."""
+    """The oracle on one sequence, in float64 and, with the same sets and disturbed sums, in float32."""
 
     exact: OracleRun
     low: OracleRun
@@ -91,7 +92,9 @@ class Judge:
         if key not in self.known:
             exact, low = self.models
             run = exact.run(tokens, policy, bias=nudges)
-            self.known[key] = Reference(run, low.run(tokens, policy, visible=run.visible))
+            with OtherRoundings(0):
+                eager = low.run(tokens, policy, visible=run.visible)
+            self.known[key] = Reference(run, eager)
         return self.known[key]
 
     def check(self, answers, held) -> Verdict:

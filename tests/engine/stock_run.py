@@ -7,7 +7,8 @@ import json
 import sys
 from pathlib import Path
 
-from engine.tiny_engine import backend, complete, start, stop
+import torch
+from engine.tiny_engine import backend, complete, running
 
 import kvpop_vllm
 
@@ -33,16 +34,16 @@ def functions_of_ours_in_vllm() -> list[str]:
 
 def main(model: str, out: str) -> None:
     """Writes greedy outputs, the backend's name, the imported modules and what is wrapped of vLLM as JSON."""
-    llm = start(model, None)
-    outputs = complete(llm, 24)
-    used = backend(llm)
-    report = {
-        "outputs": outputs,
-        "backend": f"{used.__module__}.{used.__name__}",
-        "modules": sorted(name for name in sys.modules if not name.startswith("kvpop_vllm.testing")),
-        "wrapped": functions_of_ours_in_vllm(),
-    }
-    stop(llm)
+    with running(model, None) as llm:
+        outputs = complete(llm, 24)
+        used = backend(llm)
+        report = {
+            "outputs": outputs,
+            "threads": torch.get_num_threads(),
+            "backend": f"{used.__module__}.{used.__name__}",
+            "modules": sorted(name for name in sys.modules if not name.startswith("kvpop_vllm.testing")),
+            "wrapped": functions_of_ours_in_vllm(),
+        }
     with open(out, "w") as file:
         json.dump(report, file)
 

@@ -10,24 +10,32 @@ from engine.matrix import BUDGET
 from kvpop_vllm.vllm_glue.backend import FixedBudgetBackend
 from kvpop_vllm.vllm_glue.cuda_backend import CudaMetadataBuilder
 
-JOBS = [Job(1, new=24), Job(14, new=50), Job(BUDGET), Job(130)]
+JOBS = [Job(1, new=24), Job(15, new=50), Job(BUDGET), Job(130)]
 CASES = {
     "a state": ("qwen3", "kvpop", {}),
-    "prompts and regions": ("llama", "pyramidkv", {}),
-    "shares by the data": ("llama", "adakv", {}),
-    "scores one token late, on a grid": ("llama", "dms", {"shifted": True, "every": 5}),
+    "regions": ("llama", "streaming-llm", {"allocator": "pyramid"}),
+    "scores one token late": ("llama", "dms", {"shifted": True}),
+    "protected prompts, a state": ("qwen3", "kvpop", {"protect_prompt": True}),
+    "twenty protected tokens": ("llama", "streaming-llm", {"protect_prompt": 20}),
+    "regions behind protected prompts": ("llama", "streaming-llm", {"allocator": "pyramid", "protect_prompt": 40}),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_served_as_by_the_cpus_builder(case, watch, monkeypatch, name):
-    """Chunks of seven tokens beside single ones, requests that are preempted half-way, a pool too small for all of them."""
+    """Chunks of seven tokens beside single ones, requests that are preempted half-way, a pool too small for all of them. Of a prompt of
+    15 tokens the last is a row of decodes."""
     monkeypatch.setattr(FixedBudgetBackend, "get_builder_cls", staticmethod(lambda: CudaMetadataBuilder))
     kind, policy, options = CASES[name]
-    with watch(case(kind, policy, **options), num_gpu_blocks_override=24) as engine:
+    room = (
+        {"num_gpu_blocks_override": 40, "max_model_len": 256}
+        if "protect_prompt" in options
+        else {"num_gpu_blocks_override": 24}
+    )
+    with watch(case(kind, policy, **options), **room) as engine:
         (builder,) = engine.recorder.runner.attn_groups[0][0].metadata_builders
         assert type(builder) is CudaMetadataBuilder
-        places = [x.data_ptr() for x in (builder.rows.table, builder.rows.positions, builder.rows.valid)]
+        places = [x.data_ptr() for x in (builder.rows.table, builder.rows.positions)]
         engine.chunk(7)
 
         def preempt(step):
@@ -35,7 +43,5 @@ def test_served_as_by_the_cpus_builder(case, watch, monkeypatch, name):
                 engine.engine.reset_prefix_cache(reset_running_requests=True)
 
         verdict = engine.verdict(engine.serve(JOBS, preempt))
-        assert verdict and places == [
-            x.data_ptr() for x in (builder.rows.table, builder.rows.positions, builder.rows.valid)
-        ]
+        assert verdict and places == [x.data_ptr() for x in (builder.rows.table, builder.rows.positions)]
         assert sum(engine.recorder.preemptions.values()) > 0

@@ -152,7 +152,6 @@ class TestRefusals(Pretended):
         "named, policy, options",
         [
             ("leave --attention-backend out", {}, {"attention_backend": "FLASH_ATTN"}),
-            ("leave --worker-cls out", {"policy": "snapkv"}, {"worker_cls": "other.Worker"}),
             ("--speculative-config", {}, {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}}),
             ("--block-size 8", {}, {"block_size": 8}),
         ],
@@ -204,7 +203,7 @@ class TestRefusals(Pretended):
 
     def test_what_a_cpu_refuses_and_a_gpu_does_not(self, model):
         assert configure(model, dtype="float16").model_config.dtype == torch.float16
-        for policy in ("h2o", "snapkv", "pyramidkv", "momentkv"):
+        for policy in ("h2o", "momentkv"):
             configure(model, {"policy": policy, "budget": 128})
 
 

@@ -14,6 +14,7 @@ from kernels.memory import peak_bytes
 from kvpop_vllm.attention import fixed_budget
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
 from kvpop_vllm.attention.rehearsal import largest_steps
+from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import region_map
 from kvpop_vllm.scorers.gates import Signals
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
@@ -27,7 +28,12 @@ ROLES = {"sinks": 2, "window": 4}
 POLICIES = {
     "streaming-llm": {"policy": "streaming-llm", "budget": 32} | ROLES,
     "kvpop": {"policy": "kvpop"},
-    "pyramidkv": {"policy": "pyramidkv", "budget": 24, "window": 5, "decide_every": 4},
+    "pyramid": {"policy": "l2norm", "budget": 24, "allocator": "pyramid"} | ROLES,
+}
+PROTECTED = {
+    "streaming-llm, 20 tokens": POLICIES["streaming-llm"] | {"protect_prompt": 20},
+    "kvpop, prompts": POLICIES["kvpop"] | {"protect_prompt": True},
+    "pyramid, prompts": POLICIES["pyramid"] | {"protect_prompt": True},
 }
 
 
@@ -62,7 +68,8 @@ class Layers:
             with rank(config):
                 impl = self.group.backend.get_impl_cls()(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS)
                 impl.gates = torch.nn.ModuleList()
-                context[f"model.layers.{layer}.self_attn.attn"] = SimpleNamespace(impl=impl)
+                layer_of = SimpleNamespace(impl=impl, kv_cache=self.gpu[layer])
+                context[f"model.layers.{layer}.self_attn.attn"] = layer_of
                 impl.process_weights_after_loading(torch.float32)
             impl.attention.impl = "triton"
             self.impls.append(impl)
@@ -73,64 +80,66 @@ class Layers:
         heads = (HEADS * GROUP, HEADS, HEADS)
         return [torch.randn(len(self.impls), count, n, SIZE, generator=self.generator) for n in heads]
 
+    @torch.inference_mode()
     def forward(self, q, k, v, metadata, out):
         """The GPU's path, layer by layer."""
         for i, impl in enumerate(self.impls):
             impl.forward(None, q[i], k[i], v[i], self.gpu[i], metadata, out[i])
 
-    def expected(self, q, k, v, counts, lengths, rows, prompts):
-        """Outputs of the CPU's path, by the reference."""
-        out = torch.empty_like(q)
-        seq_lens, known = torch.tensor(lengths, dtype=torch.int32), torch.tensor(prompts)
+    def expected(self, q, k, v, counts, lengths, rows, protected):
+        """Outputs of the CPU's path, by the reference; protected: p of each request."""
+        out, seq_lens = torch.empty_like(q), torch.tensor(lengths, dtype=torch.int32)
         for i, impl in enumerate(self.impls):
             layout, regions = impl.attention.layout, None
+            pages = blocks_of = layout.view(self.cpu[i].view(torch.uint8))
             if impl.shares is not None:
                 regions = region_map(impl.shares, layout, BLOCKS)
                 pages = regions.view(self.cpu.view(torch.uint8).view(-1))
-            else:
-                pages = layout.view(self.cpu[i].view(torch.uint8))
             table = torch.zeros(len(counts), 32, dtype=torch.int32)
             for row, blocks in zip(table, rows, strict=True):
                 row[: len(blocks)] = torch.tensor(blocks)
-            asked = known if impl.policy.needs_prompt else None
-            step = StepBatch.build(layout, impl.policy.retention, counts, seq_lens, table, asked, regions, i)
+            step = StepBatch.build(layout, impl.policy.retention, counts, seq_lens, table, protected, None, regions, i)
             cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference")
-            cpu.forward(q[i], k[i], v[i], pages, step, out[i])
+            cpu.forward(q[i], k[i], v[i], pages, step, out[i], None, blocks_of)
         return out
 
     def same_pages(self):
         """What both pools hold: keys, values and positions to the bit, scores and states to rounding."""
-        bits = [pool.view(torch.int32) for pool in (self.gpu, self.cpu)]
+        pools = [pool[:, 1:] for pool in (self.gpu, self.cpu)]  # without the null block
+        bits = [pool.view(torch.int32) for pool in pools]
         other = bits[0] != bits[1]
-        floats = [pool[other] for pool in (self.gpu, self.cpu)]
+        floats = [pool[other] for pool in pools]
         return torch.allclose(*floats, rtol=1e-3, atol=1e-4)
 
 
 class Requests:
-    """Who is served: blocks, lengths and prompts, as a scheduler would have it.
+    """Requests that are served: blocks and lengths, as a scheduler would have it.
 
     Attributes:
-        lengths, prompts: tokens so far, and of each prompt. rows: blocks claimed so far, taken from ``free``.
+        lengths: tokens so far. rows: blocks claimed so far, taken from ``free``. prompts: tokens of each one's.
     """
 
-    def __init__(self, spec):
-        self.spec, self.lengths, self.prompts, self.rows = spec, {}, {}, {}
+    def __init__(self, spec, prompts=None):
+        self.spec, self.lengths, self.rows, self.prompts = spec, {}, {}, prompts
         self.free = [int(b) for b in 1 + torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(1))]
 
     def step(self, **counts):
-        """counts, lengths, rows and prompts of a step, single tokens first."""
+        """counts, lengths and rows of a step, single tokens first."""
         names = sorted(counts, key=lambda name: counts[name] > 1)
         for name in names:
-            self.prompts.setdefault(name, counts[name])
             self.lengths[name] = self.lengths.get(name, 0) + counts[name]
-            row = self.rows.setdefault(name, [])
-            row += [self.free.pop(0) for _ in range(self.spec.blocks(self.lengths[name]) - len(row))]
-        return [[x[name] for name in names] for x in (counts, self.lengths, self.rows, self.prompts)]
+            row, protected = self.rows.setdefault(name, []), self.protected(name)
+            row += [self.free.pop(0) for _ in range(self.spec.blocks(self.lengths[name], protected) - len(row))]
+        self.names = names
+        return [[x[name] for name in names] for x in (counts, self.lengths, self.rows)]
+
+    def protected(self, name):
+        return protected_tokens(self.spec.protect, (self.prompts or self.lengths)[name])
 
     def finish(self, name):
         """Its blocks are the next that are handed out."""
         self.free[:0] = self.rows.pop(name)
-        del self.lengths[name], self.prompts[name]
+        del self.lengths[name]
 
 
 @pytest.fixture(scope="module")
@@ -140,10 +149,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def serve(model, tmp_path, monkeypatch):
-    """``policy's name -> Served``."""
+    """``policy's name, tokens of prompts -> Served``."""
 
-    def start(name):
-        settings = dict(POLICIES[name])
+    def start(name, prompts=None):
+        settings = dict((POLICIES | PROTECTED)[name])
         if settings["policy"] == "kvpop":
             settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, "mlstm", **ROLES, topk=26))
         layers = Layers(configure(model, settings, compilation_config={"cudagraph_capture_sizes": [MOST]}))
@@ -154,7 +163,7 @@ def serve(model, tmp_path, monkeypatch):
             return prefill(*tensors, rule=rule, impl="reference" if rule.sequential else impl, **more)
 
         monkeypatch.setattr(fixed_budget.ops, "prefill_chunk", by_interpreter)
-        return Served(layers)
+        return Served(layers, prompts)
 
     return start
 
@@ -162,8 +171,8 @@ def serve(model, tmp_path, monkeypatch):
 class Served:
     """Both paths, step by step; the graph is recorded before anything is served, as engines do it."""
 
-    def __init__(self, layers):
-        self.layers, self.requests = layers, Requests(layers.group.kv_cache_spec)
+    def __init__(self, layers, prompts=None):
+        self.layers, self.requests = layers, Requests(layers.group.kv_cache_spec, prompts)
         self.runner = RunnerV1(layers.config, layers.group)
         self.q, self.k, self.v = layers.tokens(MOST)
         self.out = torch.empty_like(self.q)
@@ -173,11 +182,13 @@ class Served:
 
     def step(self, graph=False, **counts):
         """Runs a step on both paths; returns their outputs for its tokens."""
-        counts, lengths, rows, prompts = self.requests.step(**counts)
-        n, layers = sum(counts), self.layers
+        counts, lengths, rows = self.requests.step(**counts)
+        n, layers, names = sum(counts), self.layers, self.requests.names
+        prompts = self.requests.prompts and [self.requests.prompts[name] for name in names]
         metadata = self.runner.step(counts, lengths, rows, prompts)
         q, k, v = layers.tokens(n)
-        expected = layers.expected(q, k, v, counts, lengths, rows, prompts)
+        protected = [self.requests.protected(name) for name in names]
+        expected = layers.expected(q, k, v, counts, lengths, rows, protected)
         if graph:
             assert set(counts) == {1}
             for buffer, fresh in zip((self.q, self.k, self.v), (q, k, v), strict=True):
@@ -210,6 +221,47 @@ class TestServed(Pretended):
         assert served.layers.same_pages()
         assert (served.layers.gpu[:, 0].view(torch.uint8) == 255).all(), "the null block has been written"
 
+    @pytest.mark.parametrize("name", PROTECTED)
+    def test_protected_prompts(self, serve, name):
+        """Chunks within a prompt, over its end and behind it; a prompt whose last token is a row of a graph, tails that begin in
+        rows of decodes, in a graph and beside chunks."""
+        served = serve(name, {"a": 9, "b": 30, "c": 21, "d": 10})
+        assert (served.layers.gpu[:, 1:].view(torch.uint8) == 255).all(), "recording has written"
+        served.check(a=9, b=30)
+        served.check(a=1, b=1, c=20)
+        served.check(graph=True, a=1, b=1, c=1)
+        served.check(graph=True, a=1, b=1, c=1)
+        served.requests.finish("b")
+        served.check(a=1, c=7, d=18)
+        served.check(graph=True, a=1, c=1, d=1)
+        assert served.layers.same_pages()
+
+    def test_requests_share_a_prefix_that_one_of_them_computes(self, serve):
+        """In the same step: the other one has hit its blocks, and has chunks or a row of decodes behind them."""
+        served = serve("kvpop, prompts", {"a": 33, "b": 33, "c": 33})
+        served.check(a=15)
+        for name in "bc":
+            served.requests.rows[name] = served.requests.rows["a"][:1]
+        served.requests.lengths |= {"b": 16, "c": 32}
+        served.check(a=18, b=17)
+        served.requests.rows["c"] = served.requests.rows["a"][:2]
+        served.check(graph=True, a=1, b=1, c=1)
+        served.check(graph=True, a=1, b=1, c=1)
+        assert served.layers.same_pages()
+
+    def test_a_dummy_run_begins_no_tail(self, serve):
+        """Runner V1's has the block table of the requests before it: were its lengths those of tails that begin, the null block would
+        be written to."""
+        served = serve("kvpop, prompts", {"a": 9, "b": 12})
+        served.check(a=9, b=12)
+        served.check(graph=True, a=1, b=1)
+        before, builder = served.layers.gpu.clone().view(torch.int32), served.layers.group.get_metadata_builder()
+        served.runner.dummy(MOST)
+        with torch.inference_mode():
+            builder._begin_tails([0, 1], [9, 12])
+        after = served.layers.gpu.view(torch.int32)
+        assert torch.equal(before[:, 1:], after[:, 1:]) and not torch.equal(before, after)
+
     def test_a_step_out_of_order_is_no_number(self, serve):
         """In that request's outputs alone; its pages stay as they are, and the next right step goes on."""
         served = serve("streaming-llm")
@@ -226,7 +278,7 @@ class TestServed(Pretended):
 
 
 class TestLayer(Pretended):
-    @pytest.mark.parametrize("policy", ["streaming-llm", "pyramidkv"])
+    @pytest.mark.parametrize("policy", ["streaming-llm", "pyramid"])
     def test_a_cache_that_vllm_drops_is_freed(self, model, policy):
         """As the one that CUDA graphs are measured with, before the real one is made."""
         from vllm.v1.worker.utils import clear_layer_kv_caches
@@ -270,12 +322,16 @@ class TestPlacement(Pretended):
 
     SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "trimkv": "trimkv", "dms": "dms"}
 
-    @pytest.mark.parametrize("policy", [*SCORERS, "h2o", "momentkv", "pyramidkv"])
+    @pytest.mark.parametrize("policy", [*SCORERS, "h2o", "momentkv", "pyramid"])
     def test_a_layer_lies_on_its_device(self, model, policy, tmp_path):
-        options = {"budget": 96}
+        options = {"policy": policy, "budget": 96}
+        if policy == "pyramid":
+            options |= POLICIES[policy] | {"budget": 96}
         if policy in self.SCORERS:
-            options = {"scorer": str(write_random_scorer(tmp_path, model, self.SCORERS[policy], **ROLES, topk=26))}
-        config = configure(model, {"policy": policy} | options)
+            options = {"policy": policy} | {
+                "scorer": str(write_random_scorer(tmp_path, model, self.SCORERS[policy], **ROLES, topk=26))
+            }
+        config = configure(model, options)
         sent = pickle.loads(pickle.dumps(config))  # as a worker gets it
         sent.device_config.device_type = "meta"
         with rank(sent):
@@ -305,8 +361,8 @@ class TestPlacement(Pretended):
         cache = torch.empty(
             2, BLOCKS, HEADS, SLOTS, impl.attention.layout.slot_bytes // 2, dtype=torch.bfloat16, device="meta"
         )
-        pages, regions = impl._bind(cache[1])
-        assert pages.k.device.type == "meta" and (regions is None) == (policy != "pyramidkv")
+        pages, regions, _ = impl._bind(cache[1])
+        assert pages.k.device.type == "meta" and (regions is None) == (policy != "pyramid")
         if regions is not None:
             table = torch.ones(MOST, 9, dtype=torch.int32, device="meta")
             assert regions.rows(1, table).device.type == regions.budgets(1).device.type == "meta"
@@ -336,8 +392,9 @@ class TestMemory(Pretended):
     @pytest.mark.parametrize(
         "policy, options",
         [
-            ("streaming-llm", {"window": 60}), ("kvpop", {}), ("kvpop", {"decide_every": 16}), ("h2o", {}), ("snapkv", {}),
-            ("momentkv", {}), ("streaming-llm", {"allocator": "pyramid"}), ("adakv", {}), ("trimkv", {}), ("dms", {}),
+            ("streaming-llm", {"window": 60}), ("kvpop", {}), ("h2o", {}), ("momentkv", {}),
+            ("streaming-llm", {"allocator": "pyramid"}), ("trimkv", {}), ("dms", {}), ("random", {}),
+            ("kvpop", {"protect_prompt": True}), ("h2o", {"protect_prompt": 200}),
         ],
     )  # fmt: skip
     def test_no_less_than_steps_take(self, layers, policy, options, monkeypatch):
@@ -353,12 +410,19 @@ class TestMemory(Pretended):
             step = q[:n], k[:n], v[:n], cache, metadata
             return peak_bytes(lambda: impl.forward(None, *step, output=out[:n], given=given))
 
-        def of_a_step(counts, seen):
-            metadata = runner.step(counts, [seen + n for n in counts], self.ROWS[: len(counts)])
+        def of_a_step(counts, seen, prompt=None):
+            lengths = [seen + n for n in counts]
+            rows = [5 * row if options.get("protect_prompt") else row for row in self.ROWS[: len(counts)]]
+            metadata = runner.step(counts, lengths, rows, prompt and [prompt] * len(counts))
             impl._bind(layers.gpu[0])[0].position.fill_(seen)
             return peak(sum(counts), layers.gpu[0], metadata)
 
         taken = max(of_a_step([1] * MOST, 400), of_a_step([self.TOKENS], length - self.TOKENS))
+        if options.get("protect_prompt"):
+            seen = length - self.TOKENS
+            behind = [of_a_step([self.TOKENS], seen, prompt) for prompt in (seen, seen - 80, seen + 100)]
+            over_its_end = of_a_step([self.TOKENS], 0, self.TOKENS - 30)
+            taken = max(taken, of_a_step([1] * MOST, 400, 200), over_its_end, *behind)
         found = peak(self.TOKENS, torch.tensor([]), None)
         layout = impl.attention.layout
         pages = 2 * layout.blocks(80, 80) * layout.region_bytes  # some heads of some layers have more than others
@@ -366,11 +430,11 @@ class TestMemory(Pretended):
         assert peak(self.TOKENS, layers.gpu[0], None) == 0 and (out == 0).all(), "a run of no requests, later on"
 
     def test_kernels_run_on_pages_that_are_made_up(self, layers):
-        """With a window's worth of tokens undecided, as positions of the grid have it."""
-        impl = layers("kvpop", decide_every=4).impls[0]
+        """The chunk begins where the cache is full."""
+        impl = layers("kvpop").impls[0]
         q, k, v = (torch.randn(9, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS))
         for pages, batch, n in largest_steps(impl.attention.rule, impl.attention.layout, [80], 80, 9, MOST, 512, "cpu"):
             out = torch.full_like(q[:n], 7.0)
-            impl.attend(q[:n], k[:n], v[:n], pages, batch, out, None)
+            impl.attend(q[:n], k[:n], v[:n], pages, batch, out, None, pages)
             assert (out == 0).all() if batch.decodes else (out.abs().amax((1, 2)) > 0).all()
-        assert batch.prefills[0].start == 83 and pages.position[pages.layout.state_blocks, 0, 0] == 83 + 9
+        assert batch.prefills[0].start == 80 and pages.position[pages.layout.state_blocks, 0, 0] == 80 + 9

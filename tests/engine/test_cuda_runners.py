@@ -42,15 +42,55 @@ class TestRunners(Pretended):
         found = runner.step([1, 1, 1], [33, 5, 64], ROWS)
         batch = found.batch(0, None)
         assert (found.num_tokens, batch.decodes, batch.tokens, batch.prefills) == (MOST, MOST, slice(0, MOST), ())
-        assert batch.positions.tolist() == [32, 4, 63, -1] and batch.valid[:, 0].tolist() == [32, 4, 63, 0]
+        assert batch.positions.tolist() == [32, 4, 63, -1]
         assert batch.table[:, 0].tolist() == [[11, 12, 13, 0], [21, 0, 0, 0], [31, 32, 33, 34], [0] * 4]
         assert batch.table.shape == (MOST, 2, 4) and batch.budgets.tolist() == [64, 64]
 
+    def test_protected_prompts(self, runner):
+        """Behind a prefix, within one, at its end, and a row of padding; what is at the end is begun before the step."""
+        runner, begun = runner(STREAMING | {"protect_prompt": True}), []
+        builder = runner.group.get_metadata_builder()
+        builder._begin_tails = lambda chosen, protected: begun.append((chosen, protected))
+        assert runner.dummy(MOST, capture=True).batch(0, None).protection.tokens.tolist() == [0] * MOST
+        runner.step([1] * MOST, [60] * MOST, [[41, 42, 43, 44]] * MOST, [9] * MOST)
+        rows = [ROWS[0], [*ROWS[2], 35], ROWS[1]]
+        batch = runner.step([1, 1, 1], [33, 64, 5], rows, [20, 63, 5]).batch(0, None)
+        assert batch.positions.tolist() == [32, 63, 4, -1] and batch.decodes == MOST
+        assert batch.table[:, 0].tolist() == [[13, 0, 0, 0], [35, 0, 0, 0], [0] * 4, [0] * 4]
+        found = batch.protection
+        assert found.tokens.tolist() == [20, 63, 5, 0] and found.table[1, :4].tolist() == ROWS[2]
+        assert found.written.tolist() == [0, 1, 2, 3] and found.table.shape == (MOST, LENGTH // SLOTS)
+        assert (found.blocks.tolist(), found.slots.tolist()) == ([0, 0, 21, 0], [0, 0, 4, 0])
+        assert begun == [([], [0] * MOST), ([], [9] * MOST), ([1], [20, 63, 5, 0])] and len(found.begun) == 0
+        addresses = {getattr(found, name).data_ptr() for name in ("tokens", "table", "blocks", "slots")}
+        batch = runner.step([1, 20], [33, 35], [ROWS[0], [21, 22, 23]], [20, 30]).batch(0, None)
+        found, (chunk,) = batch.protection, batch.prefills
+        assert (chunk.start, chunk.end, chunk.protected, chunk.prefix_row[:2].tolist()) == (15, 35, 30, [21, 22])
+        assert found.tokens.tolist() == [20] and found.written.tolist() == [0, *range(1, 16)]
+        assert found.blocks.tolist() == [0, 21, *[22] * 14] and found.slots.tolist() == [0, 15, *range(14)]
+        assert found.begun_tokens.tolist() == [30] and found.begun[:, 0, 0].tolist() == chunk.row[:1, 0].tolist() == [
+            23
+        ]
+        assert {found.tokens.data_ptr(), found.table.data_ptr()} <= addresses
+
+    def test_seeds(self, runner, version):
+        """Of requests that name none, the server's."""
+        from kvpop_vllm.kernels.draws import request_seed
+
+        runner = runner({"policy": "random", "budget": 64, "window": 16})
+        batch = runner.step([1, 1], [33, 5], ROWS[:2]).batch(0, None)
+        own = set(range(100, 104)) if version == "V2" else {0}
+        server = request_seed(runner.config.model_config.seed, 0)
+        assert {seed - server for seed in batch.seeds[:2].tolist()} <= own
+        batch = runner.step([1, 30], [33, 35], [ROWS[0], ROWS[2]]).batch(0, None)
+        assert batch.prefills[0].seed - server in own
+
+    @pytest.mark.parametrize("protect", [None, True])
     @pytest.mark.parametrize("capture", [False, True])
-    def test_dummy_runs_are_padding(self, runner, version, capture):
+    def test_dummy_runs_are_padding(self, runner, version, capture, protect):
         """Also where rows of the block table are those of live requests, as in a dummy run of runner V1."""
-        runner = runner()
-        before = runner.step([1] * MOST, [60] * MOST, [[*row, 9] for row in (*ROWS, [41])]).batch(0, None)
+        runner, rows = runner(STREAMING | {"protect_prompt": protect}), [[*row, 9] for row in (*ROWS, [41])]
+        before = runner.step([1] * MOST, [60] * MOST, rows, [1] * MOST).batch(0, None)
         assert before.positions.tolist() == [59] * MOST
         batch = runner.dummy(MOST, capture).batch(0, None)
         if version == "V1":
@@ -63,7 +103,7 @@ class TestRunners(Pretended):
         """Runners leave three marks on a row behind the requests: one alone makes it padding."""
         runner, real, kept = runner(), {"lengths": 20, "block_table": 41, "slots": 20}, {}
         rows = runner.group.get_metadata_builder().rows
-        rows.fill = lambda n, *given: kept.update(zip(real, given, strict=True))
+        rows.fill = lambda n, *given: kept.update(zip(real, given, strict=False))
         runner.step([1, 1, 1], [33, 5, 64], ROWS)
         del rows.fill
         for name in set(real) - {mark}:
@@ -72,7 +112,7 @@ class TestRunners(Pretended):
         assert rows.positions.tolist() == [32, 4, 63, -1] and (rows.table[3] == 0).all()
 
     def test_addresses_stay(self, runner):
-        runner, names, seen = runner(), ("table", "positions", "valid", "budgets"), set()
+        runner, names, seen = runner(), ("table", "positions", "budgets"), set()
         for n in (1, 2, 3):
             batch = runner.step([1] * n, [40 + n] * n, ROWS[:n]).batch(0, None)
             seen.add(tuple(getattr(batch, name).data_ptr() for name in names))
@@ -88,8 +128,9 @@ class TestRunners(Pretended):
         for runner in (v2, RUNNERS["V1"](config, group)):
             assert len(runner.step([1, 2, 2], [1, 2, 2], [[11], [21], [31]]).batch(0, None).prefills) == 2
 
+    @pytest.mark.parametrize("protect", [None, True, 1])
     @pytest.mark.parametrize("state", [False, True])
-    def test_the_warm_up_of_runner_v2(self, model, tmp_path, state):
+    def test_the_warm_up_of_runner_v2(self, model, tmp_path, state, protect):
         """It counts blocks of keys and values only: with a state, rows of decodes have none for their slots and are padding. Chunks
         begin at position 0, where whatever their pages hold is taken for empty."""
         from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
@@ -100,8 +141,10 @@ class TestRunners(Pretended):
                 "policy": "kvpop",
                 "scorer": str(write_random_scorer(tmp_path / "scorer", model, sinks=2, window=6)),
             }
+        policy = policy | {"protect_prompt": protect}
         config = configure(model, policy, compilation_config={"cudagraph_capture_sizes": [MOST]})
         runner, positions, starts = RUNNERS["V2"](config, group_of(config)), [], []
+        runner.group.get_metadata_builder()._begin_tails = lambda *told: None
 
         def execute(output):
             if output.total_num_scheduled_tokens == 0:
@@ -113,7 +156,8 @@ class TestRunners(Pretended):
         with without_a_gpu():
             warmup_kernels(runner.runner, execute, lambda grammar: None)
         assert run_mixed_prefill_decode_warmup(runner.runner, execute, lambda grammar: None, 16)
-        assert set(positions) == ({-1} if state else {-1, 0}) and set(starts) == {0}
+        written = not state or protect  # a protected token has a block
+        assert set(positions) == ({-1, 0} if written else {-1}) and set(starts) == {0}
 
     def test_decodes_and_chunks(self, runner):
         found = runner().step([1, 30, 7], [33, 30, 71], [ROWS[0], [21, 22], ROWS[2]])
@@ -121,36 +165,6 @@ class TestRunners(Pretended):
         assert (found.num_tokens, batch.decodes, batch.positions.tolist()) == (38, 1, [32])
         assert [(c.first, c.last, c.start) for c in batch.prefills] == [(1, 8, 64), (8, 38, 0)], "as runners order them"
         assert [c.row[:, 0].tolist() for c in batch.prefills] == [[31, 31], [21, 21]]
-
-    def test_lengths_of_prompts(self, runner, version):
-        from kvpop_vllm.vllm_glue import prompt_lengths
-
-        if version == "V2":
-            prompt_lengths.apply_v2()
-        runner = runner({"policy": "snapkv", "budget": 96})
-        batch = runner.step([1, 1, 40], [33, 5, 64], ROWS, [20, 4, 90]).batch(0, None)
-        assert batch.prompts.tolist() == [20, 4] and [c.prompt for c in batch.prefills] == [90]
-        assert runner.step([1, 1], [34, 6], ROWS[:2], [20, 4]).batch(0, None).prompts.tolist() == [20, 4, 1, 1]
-        assert runner.dummy(MOST).batch(0, None).positions.tolist() == [-1] * MOST
-
-    def test_a_runner_that_does_not_say_prompts_is_refused(self, model, monkeypatch):
-        from kvpop_vllm.vllm_glue import prompt_lengths
-
-        monkeypatch.setattr(prompt_lengths, "_hand_over", lambda *args: None)
-        config = configure(model, {"policy": "snapkv", "budget": 96})
-        runner = RUNNERS["V2"](config, group_of(config))
-        with pytest.raises(RuntimeError, match="does not say how long prompts are"):
-            runner.step([1, 40], [33, 40], ROWS[:2])
-
-    def test_what_is_wrapped_on_gpus(self):
-        from engine.stock_run import functions_of_ours_in_vllm
-
-        from kvpop_vllm.vllm_glue import prompt_lengths
-        from kvpop_vllm.vllm_glue.patches import LEDGER
-
-        prompt_lengths.apply_v2()
-        (target,) = [patch.target for patch in LEDGER if patch.on_gpus]
-        assert target == prompt_lengths.RUNNER_V2 and target in functions_of_ours_in_vllm()
 
     def test_heads_of_ranks(self, model):
         """Two KV heads on one, two and four ranks: the layout of a rank is that of the heads it holds."""
@@ -160,20 +174,20 @@ class TestRunners(Pretended):
                 builder = group_of(config, held, index=index, ranks=ranks).get_metadata_builder()
                 assert builder.layout.num_kv_heads == held and builder.rows.budgets.shape == (held,)
 
-    def test_no_value_is_asked_for(self, model):
+    @pytest.mark.parametrize(
+        "policy", [STREAMING, STREAMING | {"protect_prompt": True}, {"policy": "random", "budget": 64}]
+    )
+    def test_no_value_is_asked_for(self, model, policy):
         """On the device "meta" tensors have none, and may not meet those of the CPU."""
         from attention.test_device_step import NoWaiting
 
-        for policy in (STREAMING, {"policy": "snapkv", "budget": 96}):
-            config = configure(model, policy)
-            builder = group_of(config, device="meta").get_metadata_builder()
-            for counts, rows in (([1, 1, 1], MOST), ([1, 30, 7], 3)):
-                common = common_of(counts, rows)
-                if builder.needs_prompt:
-                    builder.prompts = torch.full((rows,), 70)
-                with NoWaiting():
-                    batch = builder.build(0, common).batch(0, None)
-                assert batch.positions.device.type == "meta"
+        builder = group_of(configure(model, policy), device="meta").get_metadata_builder()
+        builder.prompts = builder.seeds = torch.full((3,), 50)
+        for counts, rows in (([1, 1, 1], MOST), ([1, 30, 7], 3)):
+            common = common_of(counts, rows)
+            with NoWaiting():
+                batch = builder.build(0, common).batch(0, None)
+            assert batch.positions.device.type == "meta"
 
 
 class TestAsyncScheduling(Pretended):
@@ -212,6 +226,29 @@ class TestAsyncScheduling(Pretended):
         (fresh,) = third.scheduled_new_reqs
         assert (fresh.req_id, fresh.num_computed_tokens) == ("b", 0) and set(fresh.block_ids[0]) == set(held)
         assert third.finished_req_ids == {"a"}
+
+
+class TestHits(Pretended):
+    def test_a_hit_leaves_the_last_protected_token(self, model):
+        """So that a tail never begins in the step that computes its prefix: a request that hits blocks of another one of its step
+        begins before its own p."""
+        from vllm import SamplingParams
+        from vllm.utils.hashing import sha256
+        from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+        from vllm.v1.core.sched.scheduler import Scheduler
+        from vllm.v1.request import Request
+        from vllm.v1.structured_output import StructuredOutputManager
+
+        init_none_hash(sha256)
+        config = configure(model, STREAMING | {"protect_prompt": 2 * SLOTS}, async_scheduling=False)
+        config.cache_config.num_gpu_blocks = 99
+        scheduler = Scheduler(config, cache_of(group_of(config)), StructuredOutputManager(config), SLOTS)
+        hasher = get_request_block_hasher(SLOTS, sha256)
+        for name, length in (("a", 3 * SLOTS), ("b", 3 * SLOTS), ("c", 2 * SLOTS + 1), ("d", 2 * SLOTS)):
+            scheduler.add_request(Request(name, [1] * length, SamplingParams(), None, block_hasher=hasher))
+        step = scheduler.schedule()
+        starts = {request.req_id: request.num_computed_tokens for request in step.scheduled_new_reqs}
+        assert starts == {"a": 0, "b": SLOTS, "c": SLOTS, "d": SLOTS}
 
 
 def common_of(counts, rows):

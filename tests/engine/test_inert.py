@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.stock_run import functions_of_ours_in_vllm
-from engine.tiny_engine import backend, complete, generate, start, stop
+from engine.tiny_engine import backend, complete, generate, running
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -82,7 +82,7 @@ def test_without_a_policy_only_what_the_ledger_says_is_wrapped(fresh_processes):
 
 def test_with_a_policy_all_of_the_ledger_is_wrapped_and_nothing_else(model):
     """Found by where the code of vLLM's functions lies, not by what the wrappers say of themselves."""
-    generate(model, {"policy": "snapkv", "budget": 128}, tokens=1)
+    generate(model, {"policy": "h2o", "budget": 64, "protect_prompt": True}, tokens=1)
     assert functions_of_ours_in_vllm() == sorted(patch.target for patch in patches.LEDGER if not patch.on_gpus)
     assert all(patch.why and patch.goes for patch in patches.LEDGER)
 
@@ -95,16 +95,16 @@ def test_nothing_is_wrapped_outside_the_ledger(monkeypatch):
 
 def test_engines_of_one_process_leave_each_other_alone(model, fresh_processes, tmp_path):
     """A policy, then stock, then a policy, then stock: all stock ones give what a process without the plugin gives, and
-    the policy gives the same before and after."""
+    the policy gives the same before and after, whatever number of threads this process has otherwise."""
     scorer = write_random_scorer(tmp_path / "scorer", model)
     policy = {"policy": "kvpop", "scorer": str(scorer)}
     stock = fresh_processes["without"]["outputs"]
     bounded = generate(model, policy)
     assert as_json(generate(model, None)) == stock
     assert generate(model, policy) == bounded
-    llm = start(model, None)
-    assert backend(llm).__name__ == "CPUAttentionBackend" and as_json(complete(llm, 24)) == stock
-    stop(llm)
+    with running(model, None) as llm:
+        assert backend(llm).__name__ == "CPUAttentionBackend" and as_json(complete(llm, 24)) == stock
+        assert torch.get_num_threads() == fresh_processes["without"]["threads"] == 1
     assert as_json(bounded) != stock
 
 

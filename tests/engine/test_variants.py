@@ -18,7 +18,10 @@ from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import (
     OraclePolicy,
+    OtherRoundings,
     assert_within_budget,
+    eager_runs,
+    margin_bound,
     masked_attention,
     random_prompt,
 )
@@ -169,9 +172,9 @@ def _judge_layer(recorder, policy, name, layer, held) -> list[bool]:
     parts = [recorder.tensors[name, layer, part][:seen].transpose(0, 1) for part in ("query", "key", "value", "out")]
     query, key, value, out = parts
     exact = policy.decide(layer, query.double(), key.double(), value.double())
-    low = policy.decide(layer, query.float(), key.float(), value.float(), forced=exact.visible)
-    sets, margins = exact.visible, exact.margins
-    bound = 8 * float((exact.scores - low.scores.double()).nan_to_num().abs().max())
+    with OtherRoundings(0):
+        low = policy.decide(layer, query.float(), key.float(), value.float(), forced=exact.visible)
+    sets, margins, bound = exact.visible, exact.margins, margin_bound(low.scores, exact.scores)
     ties, others = [False] * int((margins < float("inf")).sum()), [*range(len(key))]
     for head in range(len(key)):
         before = 0
@@ -182,11 +185,12 @@ def _judge_layer(recorder, policy, name, layer, held) -> list[bool]:
                 others.remove(head)
                 break
             before = step.seen
-    exact, eager = (policy.attend(query.to(t), key.to(t), value.to(t), sets) for t in (torch.float64, key.dtype))
+    exact = policy.attend(query.double(), key.double(), value.double(), sets)
+    eager = eager_runs(lambda: policy.attend(query.to(key.dtype), key, value, sets))
     group = len(query) // len(key)
     rows = [head * group + i for head in others for i in range(group)]  # a head with a near-tie sees other tokens
-    found, exact, eager = (
-        x.unflatten(-1, (len(query), -1))[:, rows] for x in (out.transpose(0, 1).flatten(1), exact, eager)
+    found, exact, *eager = (
+        x.unflatten(-1, (len(query), -1))[:, rows] for x in (out.transpose(0, 1).flatten(1), exact, *eager)
     )
     assert_within_budget(found, exact, eager)
     return ties

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from unittest import mock
 
 import torch
+from threads import one_thread
 
 from kvpop_vllm.testing import random_prompt
 
@@ -20,10 +21,17 @@ def generate(model, policy: dict | None, *, tokens: int = 24, **options) -> list
     Args:
         model: folder. policy: contents of ``kv_policy``, None for a stock engine. options: of ``LLM``.
     """
-    with quick():
+    with running(model, policy, **options) as llm:
+        return complete(llm, tokens)
+
+
+@contextmanager
+def running(model, policy: dict | None, **options) -> Iterator:
+    """An engine, stopped at the end. Of equal requests it makes the same bits in every process: on one thread, eagerly."""
+    with one_thread(), quick():
         llm = start(model, policy, **options)
         try:
-            return complete(llm, tokens)
+            yield llm
         finally:
             stop(llm)
 

@@ -29,12 +29,12 @@ CLASSES = {
         "TestDelayedMLSTM",
     ),
     "test_triton_serving.py": ("TestDecodeStep",),
-    "test_triton_shared.py": ("TestSharedHeads",),
     "test_triton_prefill.py": ("TestPrefillChunk",),
+    "test_triton_prefix.py": ("TestPrefix", "TestBeginTail", "TestPrefillBehindAPrefix", "TestDraws"),
     "test_triton_interpreted.py": ("TestQuickerInterpreter",) if QUICKER else (),
 }
 ELSEWHERE = (
-    "test_prefill_chunk.py::test_decay_steps_beyond_one[triton-5-3-linear]",
+    "test_prefill_chunk.py::test_decay_steps_beyond_one[triton-3-linear]",
     "test_prefill_chunk.py::test_replay_raises_and_writes_nothing[triton]",
     "test_regions.py::test_kernels_do_not_care_where_pages_lie[triton-given]",
     "test_online_topk.py",

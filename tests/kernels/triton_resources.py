@@ -2,8 +2,9 @@
 
 ``python tests/kernels/triton_resources.py`` prints registers, bytes of stack and of shared memory, and whether products and
 sums may be fused, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128; ``--op`` those of one op alone (of a
-prefill those that it has of its own); ``--json few`` those that tests look at. Of a decode step it also notes what torch was
-asked for meanwhile, and refuses all that reads a tensor's values; of a prefill it notes these.
+prefill those that it has of its own; ``prefix`` is a decode step behind a protected prefix); ``--json few`` those that tests look
+at. Of a decode step it also notes what torch was asked for meanwhile, and refuses all that reads a tensor's values; of a prefill
+and of the beginning of a tail it notes these.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -29,16 +30,19 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from kernels.factories import given_scores, poisoned_pages  # noqa: E402
 from kernels.problems import Problem  # noqa: E402
 
-from kvpop_vllm.kernels.pages import cdiv  # noqa: E402
+from kvpop_vllm.kernels.pages import Prefix  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-STEPS = "mlstm-corrected", "moment", "votes-corrected shared"
+STEPS = "mlstm-corrected", "moment"
 ALL = dict.fromkeys(itertools.product((90, 80), DTYPES, (64, 128)), STEPS)
 FEW = {(90, "bfloat16", 128): STEPS, (80, "float32", 128): STEPS, (90, "float16", 64): ("mlstm",)}
-"""Cases of decode steps by GPU, dtype and size; scores are read every fourth step, with heads of 64 every step."""
+"""Cases of decode steps by GPU, dtype and size."""
 CHUNKS = {"mlstm": 100, "given-ages": 100, "mlp": 100, "mass-mean": 3}
 """Of prefill: case -> tokens of a chunk."""
-OPS = "decode_step", "prefill_chunk", "training"
+BEHIND = {"mlstm": 100, "mass-mean": 3}
+"""Of prefill behind a prefix of :data:`PREFIX` tokens, in the same way."""
+PREFIX = 200
+OPS = "decode_step", "prefix", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 OWN = "online_topk", "_prefill_attend", "_prefill_scores"
@@ -63,7 +67,6 @@ def compile_only(self, *args, grid, warmup, **options):
         compiled[self.fn.__name__, kernel.hash[:6]] = kernel
         return
     kind = options["P"].scorer if self.fn.__name__ in ("_retain", "_attend") else "any"
-    kind += "" if options.get("PLACES", True) else ", scores"
     if (self.fn.__name__, kind) not in compiled:
         compiled[self.fn.__name__, kind] = launch(self, *args, grid=grid, warmup=True, **options)
 
@@ -110,64 +113,77 @@ class Asked(TorchDispatchMode):
         return result
 
 
-def serve(case: str, dtype: torch.dtype, size: int, every: int) -> list:
-    """Launches and ops of a step of padding, and of one that would decide: they must be the same."""
+def serve(case: str, dtype: torch.dtype, size: int) -> list:
+    """Launches and ops of a step of padding, and of one of tokens: they must be the same."""
     from kvpop_vllm.kernels.triton.decode_step import decode_step
 
-    sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900, every=every)
-    p = Problem(case.removesuffix(" shared"), dtype=dtype, q_dtype=dtype, **sizes).prepare()
-    if case.endswith(" shared"):
-        share(p)
-    pages, (q, k, v), more = poisoned_pages(p.layout, p.num_blocks), p.inputs(range(3)), {}
-    if p.rule.needs_prompt:
-        more["prompts"] = p.prompts
-    found = []
-    for start in (-1, 8 * every - 1):
-        valid, positions = torch.full((3, 2), max(0, start), dtype=torch.int32), torch.full((3,), start)
-        given = given_scores(p.rule, k)
+    sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900)
+    p = Problem(case, dtype=dtype, q_dtype=dtype, **sizes).prepare()
+    pages, (q, k, v) = poisoned_pages(p.layout, p.num_blocks), p.inputs(range(3))
+    found, given = [], given_scores(p.rule, k)
+    for start in (-1, 8):
+        positions, prefix = torch.full((3,), start), None
+        if op == "prefix":
+            prefix = Prefix(pages, torch.zeros(3, 40, dtype=torch.int32), torch.tensor([0, 2 * start, 2500]))
         launches.clear()
+        own = dict(rule=p.rule, scale=p.scale, given=given, prefix=prefix)
         with Asked() as asked:
-            decode_step(
-                q, k, v, pages, p.table, positions, valid, p.budgets, rule=p.rule, scale=p.scale, given=given, **more
-            )  # fmt: skip
+            decode_step(q, k, v, pages, p.table, positions, p.budgets, **own)
         found.append({"launches": list(launches), "ops": asked.ops})
     return found
 
 
-def share(p: Problem) -> None:
-    """Has the heads divide their budget."""
-    p.rule = replace(p.rule, share_pages=(cdiv(int(p.budgets[0, 0]), 16) + 1) * p.heads)
-    p.layout = replace(p.layout, state_floats=p.rule.state_floats(p.size))
-    width = p.layout.state_blocks + p.table.shape[-1] + 1
-    p.table = torch.zeros(p.requests, p.heads, width, dtype=torch.int32)
+@contextmanager
+def noted_reads():
+    """Yields a list that gets the names of the ways in which tensors are read."""
+    found, kept = [], {name: getattr(torch.Tensor, name) for name in READS}
+    for name, method in kept.items():
+        setattr(torch.Tensor, name, lambda *a, name=name, method=method, **b: (found.append(name), method(*a, **b))[1])
+    try:
+        yield found
+    finally:
+        for name, method in kept.items():
+            setattr(torch.Tensor, name, method)
 
 
-def prefill(case: str, dtype: torch.dtype, size: int) -> dict:
-    """A chunk behind 8 tokens, in pieces or token by token: how many of these, and which ways of reading a tensor it took."""
+def begin(case: str, dtype: torch.dtype, size: int) -> list[str]:
+    """The beginning of two tails: which ways of reading a tensor it took."""
+    from kvpop_vllm.kernels.triton import delayed_mlstm as module
+    from kvpop_vllm.kernels.triton.begin_tail import begin_tail
+
+    module._capability = lambda device: divmod(arch, 10)
+    p = Problem(case, 2, group=4, size=size, slots=64, dtype=dtype, q_dtype=dtype).prepare()
+    pages = poisoned_pages(p.layout, p.num_blocks)
+    prefix = Prefix(pages, torch.zeros(2, 40, dtype=torch.int32), torch.tensor([PREFIX, 2500]))
+    with noted_reads() as found:
+        begin_tail(pages, p.table, prefix, rule=p.rule)
+    return found
+
+
+def prefill(case: str, dtype: torch.dtype, size: int, protected: int = 0) -> dict:
+    """A chunk behind 8 tokens, and protected ones, in pieces or token by token: how many of these, and which ways of reading a
+    tensor it took."""
     from kvpop_vllm.kernels.triton import prefill_chunk as module
 
-    count, found = CHUNKS[case], []
-    p = Problem(case, 1, group=4, size=size, slots=64, window=2, topk=20, every=2, dtype=dtype, q_dtype=dtype).prepare()
+    count, prefix, start = (BEHIND if protected else CHUNKS)[case], None, 8 + protected
+    p = Problem(case, 1, group=4, size=size, slots=64, window=2, topk=20, dtype=dtype, q_dtype=dtype).prepare()
     pages = poisoned_pages(p.layout, p.num_blocks)
-    pages.position[p.table[0, 0, p.layout.state_blocks].long(), :, 0] = 8
+    pages.position[p.table[0, 0, p.layout.state_blocks].long(), :, 0] = start
+    if protected:
+        prefix = Prefix(pages, torch.zeros(1, 4, dtype=torch.int32), torch.tensor([protected]))
     q, k, v = p.inputs(range(count))
     launched = []
     piece, attend, step = module.PIECE, module.attend, module.take_step
     module.PIECE = 64
     module.attend = lambda *args: (launched.append(1), attend(*args))
     module.take_step = lambda *args: (launched.append(1), step(*args))
-    kept = {name: getattr(torch.Tensor, name) for name in READS}
-    for name, method in kept.items():
-        setattr(torch.Tensor, name, lambda *a, name=name, method=method, **b: (found.append(name), method(*a, **b))[1])
+    own = dict(rule=p.rule, scale=p.scale, given=given_scores(p.rule, k), prefix=prefix)
     try:
-        module.prefill_chunk(
-            q, k, v, pages, p.table[0], 8, p.budgets[0], rule=p.rule, scale=p.scale, given=given_scores(p.rule, k)
-        )
+        with noted_reads() as found:
+            module.prefill_chunk(q, k, v, pages, p.table[0], start, p.budgets[0], **own)
     finally:
         module.PIECE, module.attend, module.take_step = piece, attend, step
-        for name, method in kept.items():
-            setattr(torch.Tensor, name, method)
-    return {"case": case, "pieces": len(launched), "reads": found}
+    return {"case": case, "protected": protected, "pieces": len(launched), "reads": found}
 
 
 def train(dtype: torch.dtype, size: int, length: int) -> None:
@@ -199,9 +215,10 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
         train(DTYPES[dtype], size, 256 if dtype == "float32" else 77)
     elif op == "prefill_chunk":
         notes["chunks"] += [prefill(case, DTYPES[dtype], size) for case in CHUNKS]
+        notes["chunks"] += [prefill(case, DTYPES[dtype], size, PREFIX) for case in BEHIND]
+        notes["begun"].append(begin(steps[0], DTYPES[dtype], size))
     else:
-        every = 1 if size == 64 else 4
-        notes["steps"] += [{"case": case, "found": serve(case, DTYPES[dtype], size, every)} for case in steps]
+        notes["steps"] += [{"op": op, "case": case, "found": serve(case, DTYPES[dtype], size)} for case in steps]
     about = {"op": op, "arch": arch, "dtype": dtype, "size": size}
     return [about | {"kernel": n, "scorer": s} | resources(kernel) for (n, s), kernel in compiled.items()]
 
@@ -214,7 +231,7 @@ def main():
     options = parser.parse_args()
     driver.set_active(Target())
     JITFunction.run = compile_only
-    found = {"rows": [], "steps": [], "chunks": []}
+    found = {"rows": [], "steps": [], "chunks": [], "begun": []}
     for op in [options.op] if options.op else OPS:  # noqa: B007  (read by compile_only, as arch by Target)
         for (arch, dtype, size), steps in (FEW if options.json == "few" else ALL).items():  # noqa: B007
             if options.json == "few" and op != "decode_step" and size == 64:

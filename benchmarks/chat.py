@@ -1,0 +1,109 @@
+"""Chat turns and a shared system prompt with vLLM's prefix cache: stock, and policies that protect prompts.
+
+The same children as in decode.py. A conversation of some turns grows by as many tokens each; timed is what comes between the
+last turn's request and its second token, with prefix caching on and, for the policies, off as well. Then many requests
+read one system prompt, and steps in which all of them decode are timed. The engines take turns, and nothing is compared
+unless every policy gave stock's greedy tokens on short prompts. Rows go to benchmarks/results/chat.csv.
+
+    python benchmarks/chat.py --budget 512 --policies streaming-llm kvpop
+"""
+
+import argparse
+import statistics
+import sys
+
+import engines as children
+import record
+from engines import NO_HITS, add_options, ask_all, check_budget, conclude, engines, output_problems, say, start
+
+RESULTS = record.ROOT / "benchmarks" / "results" / "chat.csv"
+
+
+def main() -> int:
+    options = parse_arguments()
+    with engines(options) as started:
+        start(started)
+        if problems := output_problems(started):
+            return conclude(problems, None, None, options)
+        rows = chats(started, options)
+        if options.requests:
+            rows += crowds({name: engine for name, engine in started.items() if NO_HITS not in name}, options)
+    return conclude([], lambda: report(rows), lambda: record.append(RESULTS, rows), options)
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser, budget=512, rounds=7)
+    parser.add_argument("--turns", type=int, default=8, help="of a conversation (default 8)")
+    parser.add_argument("--turn", type=int, default=500, help="tokens of a turn, its answer among them (default 500)")
+    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer (default 64)")
+    parser.add_argument("--requests", type=int, default=32, help="that read one system prompt; 0: none (default 32)")
+    parser.add_argument("--system", type=int, default=2000, help="tokens of the system prompt (default 2000)")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps of a round of these (default 16)")
+    options = parser.parse_args()
+    children.LEAST_BUDGET = min(
+        children.LEAST_BUDGET, options.budget
+    )  # prompts are protected: no budget is too small for them
+    check_budget(parser, options)
+    if not 2 <= options.answer < options.turn:
+        parser.error("a turn has a question and an answer of at least 2 tokens: lower --answer or raise --turn")
+    options.protect_prompt, options.prefix_caching = True, True
+    options.most_requests = max(1, options.requests)
+    own = 64 + options.rounds * (options.steps + children.WARM_UP)
+    options.pool_tokens = 1.3 * (
+        options.turns * options.turn + options.system + options.most_requests * (own + options.budget + 256)
+    )
+    return options
+
+
+def chats(started: dict, options) -> list[dict]:
+    rows, told = [], {"turns": options.turns, "tokens": options.turn, "answer": options.answer}
+    for turn in range(options.rounds + 1):
+        found = {name: engine.ask("chat", **told, seed=turn + 1) for name, engine in started.items()}
+        if turn:  # the first one is not counted
+            say(f"round {turn}: " + ", ".join(f"{n} {f['second']:.3f} s ({f['hit']} hit)" for n, f in found.items()))
+            rows += [row("second token", name, turn, f["second"], f["hit"], options) for name, f in found.items()]
+    return rows
+
+
+def crowds(started: dict, options) -> list[dict]:
+    new = 1 + options.rounds * (options.steps + children.WARM_UP) + options.requests
+    for name, reply in ask_all(started, "crowd", requests=options.requests, system=options.system, own=50, new=new):
+        say(f"{name}: {options.requests} requests decode after {reply['seconds']:.1f} s, engines side by side")
+    rows = []
+    for turn in range(1, options.rounds + 1):
+        for name, engine in started.items():
+            times = engine.ask("steps", requests=options.requests, steps=options.steps)["ms"]
+            rows.append(row("step", name, turn, statistics.mean(times) / 1e3, options.system, options))
+    return rows
+
+
+def row(what: str, name: str, turn: int, seconds: float, hit: int, options) -> dict:
+    from importlib.metadata import version
+
+    setting = {"threads": options.threads, "vllm": version("vllm"), "mode": "eager" if options.eager else "compiled"}
+    size = {"turns": options.turns, "turn": options.turn, "requests": options.requests, "budget": options.budget}
+    return (
+        setting | size | {"what": what, "configuration": name, "round": turn, "ms": f"{1e3 * seconds:.2f}", "hit": hit}
+    )
+
+
+def report(rows: list[dict]) -> str:
+    """Medians and, pair by pair, ratios to stock and to the twin without hits: median, least and largest."""
+    lines = [f"{'':14} {'':32} {'ms':>9}  ratios: median (least to largest)"]
+    for what, name in dict.fromkeys((r["what"], r["configuration"]) for r in rows):
+        ms = {
+            n: [float(r["ms"]) for r in rows if (r["what"], r["configuration"]) == (what, n)]
+            for n in (name, "dense", name + NO_HITS)
+        }
+        line = f"{what:14} {name:32} {statistics.median(ms[name]):9.1f}"
+        for other, label in (("dense", "stock"), (name + NO_HITS, "no hits")):
+            if other != name and ms[other]:
+                over = [a / b for a, b in zip(ms[name], ms[other], strict=True)]
+                line += f"  / {label} {statistics.median(over):.2f} ({min(over):.2f} to {max(over):.2f})"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,81 @@
+"""`KVpopCache` with prompts that are kept: rows, turns, prompts in pieces, first N tokens."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hf.prompts import generate, padded
+
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.testing import random_prompt
+
+LENGTHS = (150, 9, 63)
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "h2o", "momentkv", "dms-query", "random"])
+@pytest.mark.parametrize("protect", [True, 70])
+def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, protect):
+    model, found = case("qwen3", policy)
+    settings = found.settings | {"protect_prompt": protect}
+    prompts, cache = [random_prompt(n, seed=n) for n in LENGTHS], KVpopCache(model, **settings)
+    together = generate(model, cache, prompts, 40)
+    for row, prompt in enumerate(prompts):
+        own = KVpopCache(model, **settings)
+        answer = generate(model, own, [prompt], 40)[0]
+        assert answer == together[row] and torch.equal(own.held(), cache.held(row))
+        protected = len(prompt) if protect is True else min(70, len(prompt))
+        assert own.protected == [protected] == [cache.protected[row]]
+        assert bool(own.held()[..., :protected].all())
+        text = [*prompt, *answer, *random_prompt(20, seed=5)]
+        later, anew = generate(model, own, [text], 30)[0], KVpopCache(model, **settings)
+        assert later == generate(model, anew, [text], 30)[0] and torch.equal(own.held(), anew.held())
+
+
+def test_the_budget_bounds_what_is_not_protected(case):
+    model, found = case("qwen3", "h2o")
+    budget, prompt = found.settings["budget"], random_prompt(100)
+    cache = KVpopCache(model, **found.settings, protect_prompt=True)
+    generate(model, cache, [prompt], 2 * budget)
+    held = cache.held().sum(-1)
+    assert bool((held == 100 + budget - cache.policy.retention.sinks).all())
+    assert cache.get_seq_length() == 100 and cache.lengths == [100 + 2 * budget - 1]
+
+
+def test_a_prompt_in_pieces_and_a_copied_cache(case):
+    model, found = case("llama", "kvpop")
+    settings, prompt = found.settings | {"protect_prompt": True}, random_prompt(130)
+    whole, parts = KVpopCache(model, **settings), KVpopCache(model, **settings)
+    expected = generate(model, whole, [prompt], 30)
+    inputs = padded([prompt])
+    found = model.generate(**inputs, past_key_values=parts, max_new_tokens=30, do_sample=False, prefill_chunk_size=50)
+    assert found[0, 130:].tolist() == expected[0] and parts.protected == [130]
+    assert torch.equal(parts.held(), whole.held())
+    branch = copy.deepcopy(whole)
+    text = [*prompt, *expected[0], *random_prompt(9, seed=3)]
+    assert generate(model, branch, [text], 20) == generate(model, whole, [text], 20)
+    whole.reset()
+    assert generate(model, whole, [prompt], 30) == expected and whole.protected == [130]
+
+
+def test_without_protection_nothing_grows(case):
+    model, found = case("qwen3", "h2o")
+    plain, none = KVpopCache(model, **found.settings), KVpopCache(model, **found.settings, protect_prompt=0)
+    prompt = random_prompt(200)
+    assert generate(model, plain, [prompt]) == generate(model, none, [prompt])
+    assert plain.allocated_bytes() == none.allocated_bytes() and plain.protected == [0]
+    for wrong in ("some", -1, 1.5):
+        with pytest.raises(ValueError, match="^protect_prompt must be all or a number of tokens"):
+            KVpopCache(model, **found.settings, protect_prompt=wrong)
+
+
+def test_seeds_of_random_eviction(case):
+    model, found = case("qwen3", "random")
+    settings, prompt = found.settings | {"protect_prompt": 0}, random_prompt(150)
+    held = []
+    for seed in (0, 0, 1):
+        cache = KVpopCache(model, **settings, seed=seed)
+        generate(model, cache, [prompt])
+        held.append(cache.held())
+    assert torch.equal(held[0], held[1]) and not torch.equal(held[0], held[2])

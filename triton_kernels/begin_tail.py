@@ -1,0 +1,19 @@
+"""The scorer's state at the beginning of a tail, by the chunkwise kernels that prefill has. Never waits for the device."""
+
+from __future__ import annotations
+
+import torch
+from kvpop_vllm.kernels.triton._prefill_scores import Scores, store_state
+from kvpop_vllm.kernels.triton.delayed_mlstm import last_state
+
+
+@torch.no_grad()
+def begin_tail(pages, page_table, prefix, *, rule):
+    """See :func:`kvpop_vllm.kernels.ops.begin_tail`. Requests are done one by one: what is allocated is that of ``rule.replay``
+    tokens of all heads."""
+    scores, states = Scores(rule), page_table[..., : pages.layout.state_blocks].long()
+    heads = torch.arange(page_table.shape[1], device=page_table.device)
+    for r, end in enumerate(prefix.tokens.tolist()):
+        if end:
+            inputs = scores.inputs(*prefix.gather(r, max(0, end - rule.replay), end))
+            store_state(pages, states[r], heads, last_state(*inputs))
