@@ -11,7 +11,17 @@ import numpy as np
 import torch
 
 from .oracle_coupled import corrected_attention, follow_attention
-from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL, NEWEST_MASS, RECENCY, log_gamma, raw_scores, read_scorer
+from .oracle_random import follow_draws
+from .oracle_scores import (
+    MEAN_MASS,
+    MOMENT_RESIDUAL,
+    NEWEST_MASS,
+    RANDOM_DRAW,
+    RECENCY,
+    log_gamma,
+    raw_scores,
+    read_scorer,
+)
 from .oracle_sets import best_lost, decision_margins, retained_sets
 
 
@@ -63,7 +73,7 @@ class OraclePolicy:
 
     Attributes:
         scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"`` (see
-            :func:`follow_attention`); or the result of :func:`read_scorer`.
+            :func:`follow_attention`); ``"random draw"`` (see :func:`follow_draws`); or the result of :func:`read_scorer`.
         sinks, window, topk: ``s``, ``w``, ``k`` in tokens; k of each layer, where they differ.
         step: ``n``, positions per decay step.
         log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
@@ -72,6 +82,7 @@ class OraclePolicy:
         ages: a token's score counts as often as it is old (TRIM-KV). threshold: a lower score is dropped when it leaves the
             window (DMS).
         protect: ``p``, tokens at the beginning that everybody sees for ever, in the place of sinks; 0 for sinks alone.
+        seeds: of draws, the server's and the request's.
         replay: ``R``; with protected tokens a recurrent scorer begins at token ``max(0, p - R)``.
     """
 
@@ -86,6 +97,7 @@ class OraclePolicy:
     threshold: float | None = None
     protect: int = 0
     replay: int = 1024
+    seeds: tuple[int, int] = (0, 0)
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
@@ -172,6 +184,8 @@ class OraclePolicy:
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
             return Decided(*follow_attention(query, key, value, self.scorer, *shape, forced, bias))
+        if self.scorer == RANDOM_DRAW:
+            return Decided(*follow_draws(layer, *key.shape[:2], self.seeds, *shape, forced))
         begins = max(0, self.protect - self.replay)
         scores = raw_scores(self.scorer, layer, key, value, self.window, hidden, channel, begins)
         rule = (decay, *shape, self.step, self.ages, self.threshold)

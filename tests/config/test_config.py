@@ -14,6 +14,7 @@ from kvpop_vllm.config import (
     ScorerShape,
     TrainedBudget,
     check_spelling,
+    protected_tokens,
     resolve_retention,
 )
 
@@ -144,6 +145,38 @@ def test_more_tokens_than_positions_can_count(name):
     assert settings(**{name: 2**24}) is not None
     message = refusal(settings, **{name: 2**40})
     assert message.startswith(f"{FLAGS[name]} ") and "lower it" in message
+
+
+@pytest.mark.parametrize(
+    "given, kept",
+    [
+        (None, None),
+        ("all", True),
+        (True, True),
+        (False, False),
+        (0, 0),
+        ("0", 0),
+        (1, 1),
+        ("17", 17),
+        (2**24, 2**24),
+    ],
+)
+def test_what_may_be_protected(given, kept):
+    found = settings(protect_prompt=given).protect_prompt
+    assert found == kept and type(found) is type(kept)
+
+
+@pytest.mark.parametrize(
+    "given", ["some", "ALL", "", " 1", "-1", -1, 1.0, "1.5", float("nan"), [1], {}, 2**24 + 1, str(2**24 + 1), "1" * 30]
+)
+def test_what_may_not_be_protected(given):
+    message = refusal(settings, protect_prompt=given)
+    assert message == f"--kv-protect-prompt must be all or a number of tokens up to {2**24}, got {given!r}"
+
+
+def test_how_much_of_a_prompt_is_protected():
+    for protect, kept in ((True, (1, 5, 900)), (False, (0, 0, 0)), (0, (0, 0, 0)), (5, (1, 5, 5)), (1, (1, 1, 1))):
+        assert tuple(protected_tokens(protect, prompt) for prompt in (1, 5, 900)) == kept
 
 
 def test_budget_and_compression_exclude_each_other():

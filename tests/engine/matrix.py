@@ -39,14 +39,14 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         model: folder of the model. folder: where the scorer goes. policy: a name of ROWS.
         options: of :func:`write_random_scorer`, ``allocator``, ``correction``, ``protect_prompt``, and the budget.
     """
-    row, protect = ROWS[policy], options.pop("protect_prompt", None)
+    row, protect = ROWS[policy], options.pop("protect_prompt", 0)
     budget = options.pop("budget", BUDGET)
     window = WINDOW * budget // BUDGET
     allocator, correction = options.pop("allocator", row.allocator), options.pop("correction", None)
     asked = {
         "allocator": allocator if allocator != "uniform" else None,
         "correction": correction,
-        "protect_prompt": "all" if protect is True else protect,
+        "protect_prompt": "all" if protect is True else protect if protect or policy == "random" else None,
     }
     settings = {"policy": row.policy or policy} | {key: value for key, value in asked.items() if value is not None}
     if row.learned:
@@ -57,11 +57,14 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
     else:
         roles = {"sinks": row.sinks, "window": budget // 2 if row.window < 0 else row.window} | options
         settings |= {"budget": budget} | options
-        if policy == "streaming-llm":
+        if policy in ("streaming-llm", "random"):
             roles = {"sinks": SINKS, "window": window} | options
             settings |= roles
-            if allocator == "uniform":  # the oracle has another window on purpose: it must not matter
+            if (policy, allocator) == (
+                "streaming-llm",
+                "uniform",
+            ):  # the oracle has another window on purpose: it must not matter
                 roles["window"] = budget - roles["sinks"] - 1
         oracle = OraclePolicy(row.scorer, **roles, topk=budget - roles["sinks"] - roles["window"])
     oracle = replace(oracle, corrected=row.corrected if correction is None else correction == "moment")
-    return Case(model, settings, Judge(model, allocated(oracle, allocator), protect=protect or 0))
+    return Case(model, settings, Judge(model, allocated(oracle, allocator), protect=protect))

@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import extract_layer_index
 from kvpop_vllm.cache.retained import EMPTY, filled_slots, slot_positions
 from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl, FixedBudgetMetadataBuilder
-from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
 
 
 class Held(NamedTuple):
@@ -130,11 +130,10 @@ class Recorder:
 
     def protected(self, name: str) -> int:
         """Tokens of a request that the policy protects, by the scheduler's own idea of its prompt."""
-        asked, prompt = engine_policy(self.llm.llm_engine.vllm_config).protect, self._prompt(name)
+        config = self.llm.llm_engine.vllm_config
+        asked = engine_policy(config).protect if requested(config) else 0
+        prompt = self.scheduler.requests[name].num_prompt_tokens
         return prompt if asked is True else min(asked, prompt)
-
-    def _prompt(self, name: str) -> int:
-        return self.scheduler.requests[name].num_prompt_tokens
 
     def _after_layer(self, impl, layer: int, kv_cache, query, key, value, out) -> None:
         rule, layout, retention = impl.attention.rule, impl.attention.layout, impl.policy.retention

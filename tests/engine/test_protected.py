@@ -38,10 +38,10 @@ def protected(request, case):
 
 
 def hits(engine, answer) -> int:
-    """Tokens that a request can hit at most: whole blocks of what is protected, and not its last token."""
+    """Tokens that a request can hit at most: whole blocks of what is protected, but for the last of these tokens."""
     prompt = len(answer.prompt_token_ids)
-    asked = engine.judge.protect
-    return min(prompt - 1, prompt if asked is True else min(asked, prompt)) // BLOCK * BLOCK
+    protected = prompt if engine.judge.protect is True else min(engine.judge.protect, prompt)
+    return (protected - 1) // BLOCK * BLOCK
 
 
 def check(engine, answers) -> None:

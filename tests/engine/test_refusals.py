@@ -142,19 +142,57 @@ def test_a_length_that_is_fitted_later(llama):
 
 
 def test_all_reasons_in_one_line(llama):
-    message = refusal(llama, enable_prefix_caching=True, enable_dbo=True, kv_offloading_size=1.0)
-    assert all(flag in message for flag in ("--enable-prefix-caching", "--enable-dbo", "--kv-offloading-size"))
+    message = refusal(llama, ubatch_size=2, enable_dbo=True, kv_offloading_size=1.0)
+    assert all(flag in message for flag in ("--ubatch-size", "--enable-dbo", "--kv-offloading-size"))
 
 
-def test_default_prefix_caching_is_switched_off(llama, monkeypatch):
-    """With one line of the log, unless it was off already. Not by caplog: the first config sets vLLM's loggers up anew."""
-    said, line = [], "--kv-policy streaming-llm: prefix caching is switched off, evicted tokens cannot be shared"
+@pytest.mark.parametrize(
+    "protect, asked, caches",
+    [(None, None, False), (None, False, False), (0, None, False), (False, False, False)]
+    + [(protect, asked, asked is not False) for protect in ("all", True, 1, "40") for asked in (None, True, False)],
+)
+def test_prefixes_are_cached_where_prompts_are_protected(llama, monkeypatch, protect, asked, caches):
+    """Unless vLLM's own flag says otherwise. One line of the log says that it is off where nobody has asked. Not by caplog: the first
+    config sets vLLM's loggers up anew."""
+    said, line = [], "--kv-policy streaming-llm: prefix caching is off, prompts are not protected (--kv-protect-prompt)"
     monkeypatch.setattr(logging.getLogger("vllm.kvpop_vllm"), "info", lambda text, *args: said.append(text % args))
+    policy = STREAMING | ({} if protect is None else {"protect_prompt": protect})
+    assert configure(llama, policy, enable_prefix_caching=asked).cache_config.enable_prefix_caching is caches
+    assert said.count(line) == (asked is None and not caches)
+    worst = [text for text in said if text.startswith("--kv-protect-prompt")]
+    assert len(worst) == (1 if protect else 0)
+
+
+def test_without_a_policy_prefixes_are_cached(llama):
     assert configure(llama, None).cache_config.enable_prefix_caching is True
-    assert configure(llama, enable_prefix_caching=False).cache_config.enable_prefix_caching is False
-    assert line not in said
-    assert configure(llama).cache_config.enable_prefix_caching is False
-    assert said.count(line) == 1
+
+
+@pytest.mark.parametrize("protect", [None, 0, False])
+def test_a_prefix_cache_without_protected_prompts_is_refused(llama, protect):
+    policy = STREAMING if protect is None else STREAMING | {"protect_prompt": protect}
+    message = refusal(llama, policy, enable_prefix_caching=True)
+    assert message.startswith("--enable-prefix-caching has nothing to share while prompts are evicted from")
+    assert "--kv-protect-prompt all" in message and "leave it out" in message
+
+
+@pytest.mark.parametrize("given", ["some", "", "-1", -1, 1.5, "1.5", [1], 2**24 + 1, "99999999999"])
+def test_what_cannot_be_protected(llama, given):
+    message = refusal(llama, STREAMING | {"protect_prompt": given})
+    assert message.startswith("--kv-protect-prompt must be all or a number of tokens up to") and repr(given) in message
+
+
+@pytest.mark.parametrize("given", ["all", "0", "40"])
+def test_the_flag_of_protected_prompts(llama, given):
+    """As vLLM's own command parses it; a bad value is told by the same line as in ``additional_config``."""
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    flags = ["--model", str(llama), "--kv-policy", "streaming-llm", "--kv-budget", "64", "--max-model-len", "256"]
+    args = EngineArgs.from_cli_args(parser.parse_args([*flags, "--kv-protect-prompt", given]))
+    args.skip_tokenizer_init = True
+    assert args.create_engine_config().cache_config.enable_prefix_caching is (given != "0")
+    switched = parser.parse_args([*flags, "--kv-protect-prompt", given, "--no-enable-prefix-caching"])
+    args = EngineArgs.from_cli_args(switched)
+    args.skip_tokenizer_init = True
+    assert args.create_engine_config().cache_config.enable_prefix_caching is False
 
 
 @pytest.mark.parametrize(
@@ -162,7 +200,7 @@ def test_default_prefix_caching_is_switched_off(llama, monkeypatch):
     [
         ("--kv-policy", {"policy": "h3o"}),
         ("--kv-policy", {"budget": 64}),
-        ("--kv-policy snapkv", {"policy": "snapkv", "budget": 64}),
+        ("policy snapkv", {"policy": "snapkv", "budget": 64}),
         ("--kv-allocator", {"policy": "h2o", "budget": 64, "allocator": "ada"}),
         ("'decide_every'", {"policy": "h2o", "budget": 64, "decide_every": 8}),
         ("'bugdet'", {"policy": "streaming-llm", "bugdet": 64}),

@@ -51,6 +51,7 @@ ROWS = {
     "kvpop-mlp": Row("mlp", spread=DECAY, engines=("qwen3", "llama"), longest=10),
     "kvpop-linear": Row("linear", spread=DECAY | {"decay_step": 3}, engines=("qwen3", "llama"), longest=10),
     "streaming-llm": Row("recency", sinks=4, window=8, asked=True, engines=("qwen3", "llama"), longest=10),
+    "random": Row("random draw", sinks=4, window=8, asked=True, engines=("qwen3",), own_blocks=False),
     "h2o": Row("mean mass", window=-1, engines=("qwen3",), own_blocks=False),
     "tova": Row("newest mass", engines=("llama",), own_blocks=False),
     "h2o-pyramid": Row("mean mass", "h2o", window=-1, allocator="pyramid", engines=("llama",)),

@@ -11,12 +11,16 @@ from typing import NamedTuple
 import pytest
 import torch
 from policies.matrix import ROWS, Row, allocated
+from threads import one_thread
 
 from kvpop_vllm import policies
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch, tail_tables
+from kvpop_vllm.attention.shifted import shift
+from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
 from kvpop_vllm.evaluation.served import Sequence
 from kvpop_vllm.kernels import dispatch, ops
-from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.gates import Signals
@@ -37,6 +41,12 @@ CHUNKS = [1, 17, 25, 7, *[1] * 22]
 MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN)
 NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform"]
 COMBINATIONS = list(itertools.product(NAMES, ALLOCATORS, CORRECTIONS))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_threads():
+    with one_thread():
+        yield
 
 
 def test_every_policy_has_a_row():
@@ -122,10 +132,10 @@ def decide(own: OraclePolicy, layer: int, dtype: torch.dtype, forced: torch.Tens
 
 @pytest.fixture(scope="module")
 def oracle(scorer):
-    """``(name, allocator)`` -> the oracle's policy, and what each layer sees, ``[H, S, S]``."""
+    """``(name, allocator, p)`` -> the oracle's policy, and what each layer sees, ``[H, S, S]``."""
 
     @functools.cache
-    def found(name: str, allocator: str) -> tuple[OraclePolicy, list[torch.Tensor]]:
+    def found(name: str, allocator: str, protect: int = 0) -> tuple[OraclePolicy, list[torch.Tensor]]:
         row, folder = ROWS[name], scorer(name)
         window = BUDGET // 2 if row.window < 0 else row.window
         if row.keeps_all:
@@ -134,7 +144,7 @@ def oracle(scorer):
             own = OraclePolicy.from_scorer(folder)
         else:
             own = OraclePolicy(row.scorer, row.sinks, window, BUDGET - row.sinks - window)
-        own, layers = allocated(own, allocator), []
+        own, layers = replace(allocated(own, allocator), protect=protect), []
         for layer in range(LAYERS):
             exact = decide(own, layer, torch.float64)
             low = decide(own, layer, torch.float32, exact.visible)
@@ -151,11 +161,12 @@ def oracle(scorer):
 
 @pytest.fixture(scope="module")
 def expected(oracle):
-    """``(name, allocator, correction)`` -> for each layer what is seen, and outputs and log-sum-exps in float64 and of eager float32 runs."""
+"""``(name, allocator, correction, p)`` -> for each layer what is seen, and outputs and log-sum-exps in float64 and of eager
+    float32 runs."""
 
     @functools.cache
-    def found(name: str, allocator: str, correction: str) -> list[tuple]:
-        own, layers = oracle(name, allocator)
+    def found(name: str, allocator: str, correction: str, protect: int = 0) -> list[tuple]:
+        own, layers = oracle(name, allocator, protect)
         own, both = replace(own, corrected=correction == "moment"), []
         for layer, visible in enumerate(layers):
             exact, low = tokens(layer).to(torch.float64), tokens(layer)
@@ -189,21 +200,49 @@ def logged(monkeypatch):
     return seen
 
 
-def sequences(own: policies.Policy) -> list[Sequence]:
+class InRegions(Sequence):
+    """Whose layers share a request's blocks, as heads of unequal shares do in an engine."""
+
+    def share(self, layer: int, regions: RegionMap, storage: torch.Tensor, row: torch.Tensor) -> None:
+        """Take pages of one layer in a pool of all layers; row ``[1, W]``: the request's blocks, those of its prefix first."""
+        self.layer, self.regions, self.layout, self.row = layer, regions, regions.layout, row
+        self.pages = regions.view(storage)
+        own = storage.view(LAYERS, regions.num_blocks, HEADS, regions.layout.region_bytes)[layer]
+        self.blocks = regions.layout.view(own)
+
+    def attend(self, q, k, v, scale, given=None):
+        q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
+        given, out = None if given is None else given.T.contiguous(), torch.empty_like(q)
+        told = [len(q)], torch.tensor([self.seen + len(q)]), self.row, [self.protected], self.seeds
+        batch = StepBatch.build(self.layout, self.retention, *told, self.regions, self.layer)
+        if self.shifted:
+            given = shift(given, self.pages, batch, self.rule)
+        FixedBudgetAttention(self.layout, self.rule, scale).forward(q, k, v, self.pages, batch, out, given, self.blocks)
+        self.seen += len(q)
+        return out.transpose(0, 1)
+
+    def held(self) -> torch.Tensor:
+        tail = self.regions.rows(self.layer, tail_tables(self.row, [self.protected], self.layout))[0]
+        return held_tokens(self.pages, tail, self.seen, self.rule, self.budgets, self.protected)
+
+
+def sequences(own: policies.Policy, protect: int = 0) -> list[Sequence]:
     """Empty caches of all layers, in pages of NaN; where layers share a request's blocks, they do here."""
     found, heads = [], slice(0, HEADS)
-    sizes = {"length": LENGTH, "shifted": own.shifted}
+    shares = own.checked_shares(heads)
+    kind = Sequence if shares is None else InRegions
+    sizes = {"length": LENGTH, "shifted": own.shifted, "protected": protect}
     for layer in range(LAYERS):
-        found.append(Sequence(own.layer_rule(layer, heads), own.shares()[layer], tokens(layer).k, **sizes))
+        found.append(kind(own.layer_rule(layer, heads), own.shares()[layer], tokens(layer).k, **sizes))
         found[-1].pages.raw.fill_(255)
-    if (shares := own.checked_shares(heads)) is not None:
+    if shares is not None:
         layout = PageLayout(HEADS, SIZE, torch.float32, 16, own.state_floats)
-        blocks = shares.blocks(layout.state_blocks, 16, LENGTH)
+        blocks = cdiv(protect, 16) + shares.blocks(layout.state_blocks, 16, LENGTH - protect)
         regions = RegionMap(shares, layout, blocks + 2)
-        pages = regions.view(torch.full((LAYERS * (blocks + 2) * HEADS * layout.region_bytes,), 255, dtype=torch.uint8))
+        storage = torch.full((LAYERS * (blocks + 2) * HEADS * layout.region_bytes,), 255, dtype=torch.uint8)
         row = torch.arange(blocks, 0, -1, dtype=torch.int32).view(1, -1)
         for layer, sequence in enumerate(found):
-            sequence.pages, sequence.table = pages, regions.rows(layer, row)[0]
+            sequence.share(layer, regions, storage, row)
     return found
 
 
@@ -217,8 +256,28 @@ def test_product(scorer, expected, logged, monkeypatch, name, allocator, correct
         return
     own = policy(name, scorer(name), allocator, correction)
     monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
-    for layer, sequence in enumerate(sequences(own)):
-        seen, (visible, outs, masses) = tokens(layer), expected(name, allocator, correction)[layer]
+    compare(own, expected(name, allocator, correction), sequences(own), logged)
+
+
+PROTECTED = [1, 9, 15, 16, 17, 23, 24, 25, 40]
+"""Protected tokens: all but the last two end within a chunk, 1 with one."""
+SERVED = [each for each in COMBINATIONS if refusal(ROWS[each[0]], *each[1:]) is None]
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+@pytest.mark.parametrize("name, allocator, correction", SERVED, ids=lambda x: x)
+def test_product_with_protected_prompts(scorer, expected, logged, monkeypatch, name, allocator, correction, impl):
+    own = policy(name, scorer(name), allocator, correction)
+    monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
+    at = SERVED.index((name, allocator, correction))
+    for protect in (PROTECTED[at % 9], PROTECTED[(at + 4) % 9]):
+        compare(own, expected(name, allocator, correction, protect), sequences(own, protect), logged)
+
+
+def compare(own, expected, empty, logged):
+    """Serve all tokens of each layer in chunks, and compare what is held after each, outputs and log-sum-exps."""
+    for layer, sequence in enumerate(empty):
+        seen, (visible, outs, masses) = tokens(layer), expected[layer]
         gate, given = own.gate(layer, slice(0, HEADS)), None
         if gate is not None:
             k, v = (x.transpose(0, 1) for x in (seen.k, seen.v))
