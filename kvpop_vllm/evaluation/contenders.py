@@ -10,7 +10,7 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import CacheBytes, request_bytes
-from kvpop_vllm.config import DEFAULT_SINKS, GATE_KINDS, ConfigError, PolicySettings, ScorerShape, protected_tokens
+from kvpop_vllm.config import GATE_KINDS, ConfigError, PolicySettings, ScorerShape, protected_tokens
 from kvpop_vllm.distill.hook import Attend
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Score, Sparse, recency
@@ -25,16 +25,13 @@ from kvpop_vllm.scorers import Gate, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
 
-DEFAULT_WINDOW = 64
-"""w of what is no registered policy."""
-
 
 @dataclass(frozen=True)
 class Contender:
     """A policy that is compared, before there is a budget.
 
     Attributes:
-        name: of its lines in a table. policy: its name in the registry; None if it cannot be served.
+        name: of its lines in a table. policy: its name in the registry.
         scorer: folder. correction, allocator: as ``--kv-correction`` and ``--kv-allocator``, None for the policy's own.
         score: its scores for whole sequences, if they say all that it does but for a correction.
         serve: the kernels of serving run it, though scores would do.
@@ -42,7 +39,7 @@ class Contender:
     """
 
     name: str
-    policy: str | None
+    policy: str
     scorer: str | None = None
     correction: str | None = None
     score: Score | None = None
@@ -53,39 +50,20 @@ class Contender:
     @property
     def corrects(self) -> bool:
         """Whether outputs are corrected by the moments of evicted tokens."""
-        own = policies.get(self.policy).default_correction if self.policy else None
-        return (self.correction or own) == "moment"
+        return (self.correction or policies.get(self.policy).default_correction) == "moment"
 
     def corrected(self) -> Contender:
-        """The same with corrected outputs.
-
-        Raises:
-            ConfigError: it cannot be served.
-        """
-        if self.policy is None:
-            raise ConfigError(f"{self.name!r} cannot be corrected, it is no policy that can be served: leave it out")
+        """Return the same with corrected outputs."""
         return replace(self, name=f"{self.name}+moment", correction="moment")
 
     def allocated(self, allocator: str) -> Contender:
-        """The same with that allocator, on the kernels of serving.
-
-        Raises:
-            ConfigError: it cannot be served.
-        """
-        if self.policy is None:
-            raise ConfigError(f"{self.name!r} has no allocator, it is no policy that can be served: leave it out")
+        """Return the same with that allocator, on the kernels of serving."""
         own = policies.get(self.policy).default_allocator
         name = self.name if allocator == own else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator, serve=True)
 
     def protecting(self, protect: bool | int) -> Contender:
-        """Return the same with prompts, or their first tokens, that are never evicted, on the kernels of serving.
-
-        Raises:
-            ConfigError: it cannot be served.
-        """
-        if self.policy is None:
-            raise ConfigError(f"{self.name!r} protects no prompt, it is no policy that can be served: leave it out")
+        """Return the same with prompts, or their first tokens, that are never evicted, on the kernels of serving."""
         own = policies.get(self.policy).default_protect
         suffix = "+prompt" if protect is True else f"+first {protect}" if protect else "+nothing protected"
         return replace(self, name=self.name + ("" if protect == own else suffix), protect=protect, serve=True)
@@ -96,9 +74,6 @@ class Contender:
         Raises:
             ConfigError: the policy cannot be used so; the message names options of `kvpop eval`.
         """
-        if self.policy is None:
-            s, w = DEFAULT_SINKS if sinks is None else sinks, window or DEFAULT_WINDOW
-            return Deployed(self, model, Roles(s, w, budget - s - w), None)
         settings = PolicySettings(
             self.policy,
             budget,
@@ -123,10 +98,10 @@ class Deployed:
 
     Attributes:
         contender, model: see :meth:`Contender.deploy`. roles: what the budget is made of. policy: as an engine would resolve
-            it; None if it cannot be served.
+            it.
     """
 
-    def __init__(self, contender: Contender, model: ModelShape, roles: Roles, policy: Policy | None):
+    def __init__(self, contender: Contender, model: ModelShape, roles: Roles, policy: Policy):
         self.contender, self.model, self.roles, self.policy = contender, model, roles, policy
         self._rules: dict[int, RetentionRule] = {}
         self._gates: dict[int, Gate | None] = {}
@@ -134,16 +109,10 @@ class Deployed:
     @property
     def state_floats(self) -> int:
         """float32 words of recurrent state per layer and KV head."""
-        return self.policy.state_floats if self.policy else 0
+        return self.policy.state_floats
 
     def request_bytes(self, length: int, dtype: torch.dtype) -> CacheBytes:
-        """What a request of ``length`` tokens holds in pages of the default number of slots.
-
-        Raises:
-            ConfigError: it cannot be served.
-        """
-        if self.policy is None:
-            raise ConfigError(f"{self.contender.name} is no policy that can be served: leave it out")
+        """Return what a request of ``length`` tokens holds in pages of the default number of slots."""
         model, policy = self.model, self.policy
         protected = protected_tokens(policy.protect, length)
         layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=self.state_floats)
@@ -157,13 +126,7 @@ class Deployed:
         return own.score is not None and not own.corrects and not own.serve and not self.protect
 
     def rule(self, layer: int) -> RetentionRule:
-        """What the kernels of serving run, for all heads of a layer.
-
-        Raises:
-            ConfigError: it cannot be served.
-        """
-        if self.policy is None:
-            raise ConfigError(f"{self.contender.name} is no policy that can be served: leave it out")
+        """Return what the kernels of serving run, for all heads of a layer."""
         if layer not in self._rules:
             self._rules[layer] = self.policy.layer_rule(layer, slice(0, self.model.num_kv_heads))
         return self._rules[layer]
@@ -186,18 +149,16 @@ class Deployed:
     @property
     def protect(self) -> bool | int:
         """What of prompts is never evicted: True for all, else the number of tokens."""
-        return self.policy.protect if self.policy else 0
+        return self.policy.protect
 
     @property
     def least(self) -> int:
         """B of the head that holds fewest tokens."""
-        return int(self.policy.shares().min()) if self.policy else self.roles.budget
+        return int(self.policy.shares().min())
 
     @property
     def whole(self) -> int:
         """Tokens of which every head still holds all, whatever they are."""
-        if self.policy is None:
-            return self.roles.budget
         rule = self.rule(0)
         return rule.sinks + rule.window if rule.threshold is not None else self.least
 

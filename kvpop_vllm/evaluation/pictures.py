@@ -43,8 +43,6 @@ class Report:
 
     def add_map(self, backend: Backend, setting: Setting, contender: Contender, tokens: torch.Tensor) -> None:
         """Runs the policy on ``tokens [S]`` once more and looks at its caches; where that cannot be done the table says so."""
-        if contender.policy is None:
-            return self._leave_out(f"{contender.name} cannot be served: it has no map of retained tokens")
         deployed = setting.deploy(contender, backend.shape, backend.dtype)
         held = backend.held(deployed, tokens)
         if held.shape[-1] < len(tokens):
@@ -60,7 +58,6 @@ class Report:
                 "held": retention_map(held, width).tolist(),
             }
         )
-        return None
 
     def _leave_out(self, why: str) -> None:
         if why not in self.left_out:

@@ -13,11 +13,14 @@ from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
-from kvpop_vllm.evaluation.contenders import DEFAULT_WINDOW, Contender, learned, training_free
+from kvpop_vllm.evaluation.contenders import Contender, learned, training_free
 from kvpop_vllm.evaluation.output import format_table, records_file
 from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
 from kvpop_vllm.evaluation.running import TransformersBackend
+
+DEFAULT_WINDOW = 64
+"""w of all policies alike where no scorer says one."""
 
 COLUMNS = (*KEYS, "teacher", "hindsight", "mass", "error", "kl", "perplexity", "accuracy")
 DEFAULT_POLICIES = "streaming-llm", "l2norm", "random"
@@ -82,7 +85,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
     if options.protect_prompt is not None:
         contenders = with_protection(contenders, list(dict.fromkeys(options.protect_prompt)), options.task)
     elif options.task != "retrieval":  # rows are all prompt
-        contenders = [replace(c, protect=0) if c.policy else c for c in contenders]
+        contenders = [replace(c, protect=0) for c in contenders]
     if options.correction is not None:
         contenders = with_correction(contenders, options.correction)
     names = [contender.name for contender in contenders]
@@ -97,43 +100,28 @@ def longest_of(settings: list[Setting]) -> list[Setting]:
 
 
 def with_allocators(contenders: list[Contender], allocators: list[str]) -> list[Contender]:
-    """All that can be served with each of the allocators, on the kernels of serving."""
-    found = []
-    for contender in contenders:
-        if contender.policy is None:
-            print(f"{contender.name} cannot be served, so it has no allocator")
-            found.append(contender)
-        else:
-            found += [contender.allocated(name) for name in allocators]
-    return found
+    """Return each with each of the allocators, on the kernels of serving."""
+    return [contender.allocated(name) for contender in contenders for name in allocators]
 
 
 def with_protection(contenders: list[Contender], asked: list[bool | int], task: str) -> list[Contender]:
-    """Return all that can be served with each of these protections, on the kernels of serving.
+    """Return each with each of these protections, on the kernels of serving.
 
     Raises:
         ConfigError: whole prompts are to be protected in a task whose rows are all prompt.
     """
-    if True in [each for each in asked if each is True] and task != "retrieval":
+    if any(each is True for each in asked) and task != "retrieval":
         raise ConfigError(
             f"--protect-prompt all keeps all of a row in --task {task}: give a number, or --task retrieval"
         )
-    served = [contender for contender in contenders if contender.policy]
-    for name in [contender.name for contender in contenders if not contender.policy]:
-        print(f"{name} cannot be served, so it protects no prompt")
-    return [c for c in contenders if not c.policy] + [c.protecting(each) for c in served for each in asked]
+    return [contender.protecting(each) for contender in contenders for each in asked]
 
 
 def with_correction(contenders: list[Contender], correction: str) -> list[Contender]:
-    """All that can be served on the kernels of serving, so that nothing else differs; with ``moment`` each of them also
-    corrected, with ``none`` none of them."""
-    found = [replace(c, serve=True, correction="none") if c.policy else c for c in contenders]
-    if correction == "moment":
-        for contender in contenders:
-            if contender.policy is None:
-                print(f"{contender.name} cannot be served, so it is not corrected")
-        found += [contender.corrected() for contender in found if contender.policy]
-    return found
+    """Return each on the kernels of serving, so that nothing else differs; with ``moment`` each of them also corrected, with
+    ``none`` none of them."""
+    found = [replace(c, serve=True, correction="none") for c in contenders]
+    return found + [contender.corrected() for contender in found] if correction == "moment" else found
 
 
 def _agreed(values: dict[str, int], name: str, default: int, where: str = "") -> int:

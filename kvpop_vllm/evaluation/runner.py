@@ -48,7 +48,7 @@ class Setting:
             ConfigError: nothing is left for the long range, or the policy cannot be used so.
         """
         deployed = self._deploy(contender, model, self.budget)
-        if self.equal == "k" or deployed.policy is None:
+        if self.equal == "k":
             return deployed
         plain = PageLayout(model.num_kv_heads, model.head_dim, dtype)
         most = request_bytes(plain, model.num_layers, self.length, deployed.policy.retention).allocated

@@ -8,7 +8,7 @@ from typing import Protocol
 
 import torch
 
-from kvpop_vllm.config import ConfigError, protected_tokens
+from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.distill.hook import borrow_channel, load_model, show_hidden_states
 from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.contenders import Deployed
@@ -67,8 +67,6 @@ class TransformersBackend:
 
     @contextmanager
     def start(self, deployed: Deployed | None) -> Iterator[TransformersRun]:
-        if deployed is not None and deployed.policy is None:
-            raise ConfigError(f"{deployed.contender.name} is no policy that can be served: leave it out")
         yield TransformersRun(self, deployed)
 
     def held(self, deployed: Deployed, tokens: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,6 @@ def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Back
     if options.threads:
         torch.set_num_threads(options.threads)
     contenders, _ = contenders_of(options, tuple(known_training_free()))
-    if unserved := [c.name for c in contenders if c.policy is None]:
-        raise ConfigError(f"--task {options.task} runs what can be served, and {unserved[0]} cannot: leave it out")
     settings = _settings(options)
     longest, dtype = max(options.length), getattr(torch, options.dtype)
     check_length(options.model, longest)

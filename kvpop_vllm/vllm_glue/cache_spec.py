@@ -129,12 +129,10 @@ class FixedBudgetSpec(AttentionSpec):
     def most_blocks(self, length: int) -> int:
         """Return the most blocks that a request of ``length`` tokens can hold, whatever its prompt."""
         longest = protected_tokens(self.protect, length)  # a prompt may be all of it
-        turning = {
-            0,
-            longest,
-            *(min(max(0, length - self.budget + i), longest) for i in range(-1, self.block_size + 1)),
-        }
-        return max(self.blocks(length, protected) for protected in turning)
+        last = min(longest, length - 1)
+        # Another block of prefix costs the tail a block at most: of the prompts that leave a tail one of the longest N is worst.
+        prompts = {longest, *range(max(1, last - self.block_size + 1), last + 1)}
+        return max(self.blocks(length, protected) for protected in prompts)
 
     def max_memory_usage_bytes(self, vllm_config) -> int:
         return self.most_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes

@@ -44,8 +44,6 @@ class EngineBackend:
     @contextmanager
     def start(self, deployed: Deployed | None) -> Iterator[EngineRun]:
         """See :class:`kvpop_vllm.evaluation.running.Backend`."""
-        if deployed is not None and deployed.policy is None:
-            raise ConfigError(f"{deployed.contender.name} is no policy that can be served: leave it out")
         llm = self._engine({} if deployed is None else {ADDITIONAL_CONFIG_KEY: settings_of(deployed)})
         try:
             yield EngineRun(llm)

@@ -63,7 +63,7 @@ def test_unknown_key_lists_the_known_ones(key):
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
 def test_policies_that_compress_a_prompt_are_refused_by_name(name):
     message = refusal(policies.get, name)
-    assert message.startswith(f"--kv-policy {name} ") and "use h2o or tova" in message
+    assert message.startswith(f"policy {name} ") and "use h2o or tova" in message
 
 
 def test_heads_cannot_divide_a_budget():

@@ -82,7 +82,7 @@ def test_without_a_policy_only_what_the_ledger_says_is_wrapped(fresh_processes):
 
 def test_with_a_policy_all_of_the_ledger_is_wrapped_and_nothing_else(model):
     """Found by where the code of vLLM's functions lies, not by what the wrappers say of themselves."""
-    generate(model, {"policy": "h2o", "budget": 64}, tokens=1)
+    generate(model, {"policy": "h2o", "budget": 64, "protect_prompt": True}, tokens=1)
     assert functions_of_ours_in_vllm() == sorted(patch.target for patch in patches.LEDGER if not patch.on_gpus)
     assert all(patch.why and patch.goes for patch in patches.LEDGER)
 

@@ -187,10 +187,3 @@ def test_maps_are_means_over_heads_and_positions():
     held = torch.zeros(2, 3, 10, dtype=torch.bool)
     held[0, :, 0] = held[0, 1, 5] = held[1, 2, 8:] = True
     torch.testing.assert_close(retention_map(held, 4), torch.tensor([[3 / 12, 1 / 12, 0], [0, 0, 2 / 6]]))
-
-
-def test_what_cannot_be_served_has_no_run(backend):
-    deployed = training_free("random").deploy(backend.shape, B, 2, 6)
-    with pytest.raises(ConfigError, match="random is no policy that can be served: leave it out"):
-        with backend.start(deployed):
-            pass

@@ -53,7 +53,10 @@ def importable(folder: Path) -> Iterator[None]:
 
 
 def install(
-    folder: Path, entry: str = "projection = outside_policies:Projection", name: str = "outside-policies", code: str = PROJECTION
+    folder: Path,
+    entry: str = "projection = outside_policies:Projection",
+    name: str = "outside-policies",
+    code: str = PROJECTION,
 ):
     """A distribution in ``folder``, which is to be on ``sys.path``, with ``entry`` in our group."""
     module = entry.split("=")[1].split(":")[0].strip()

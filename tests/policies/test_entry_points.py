@@ -47,7 +47,7 @@ def test_what_is_wrong_with_it(folder):
     )
     install(folder, "plain = outside_plain:value", "outside-plain", "value = 3\n")
     assert "entry point 'plain' of outside-plain must be" in refusal("plain")
-    install(folder, "broken = outside_broken:Random", "outside-broken", "import nothing_of_this_name\n")
+    install(folder, "broken = outside_broken:Projection", "outside-broken", "import nothing_of_this_name\n")
     assert "policy 'broken' of outside-broken cannot be imported" in refusal("broken")
     install(folder, "absent = outside_policies:Absent", "outside-absent")
     assert "policy 'absent' of outside-absent cannot be imported" in refusal("absent")
@@ -56,11 +56,15 @@ def test_what_is_wrong_with_it(folder):
 def test_a_class_that_says_too_little(folder, capsys):
     """It can be asked for, and is refused; the others are listed all the same."""
     little = PROJECTION.replace('paper = "-"', "").replace("def rule", "def role")
-    install(folder, "random = outside_little:Random", "outside-little", little)
-    assert "policy 'random' of outside-little does not say paper, rule: mend that package" in refusal("projection")
+    install(folder, "projection = outside_little:Projection", "outside-little", little)
+    assert "policy 'projection' of outside-little does not say paper, rule: mend that package" in refusal("projection")
     assert main(["policies"]) in (0, None)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-1] == refusal("projection") and lines[1].startswith("kvpop ") and len(lines) == 2 + len(policies.POLICIES)
+    assert (
+        lines[-1] == refusal("projection")
+        and lines[1].startswith("kvpop ")
+        and len(lines) == 2 + len(policies.POLICIES)
+    )
 
 
 @pytest.mark.parametrize(
@@ -72,7 +76,7 @@ def test_a_class_that_says_too_little(folder, capsys):
 )  # fmt: skip
 def test_declarations_that_do_not_hold(folder, change, message):
     code = PROJECTION.replace("import Policy, Signal", "import Order, Policy, Signal").replace(*change)
-    install(folder, "random = outside_other:Random", "outside-other", code)
+    install(folder, "projection = outside_other:Projection", "outside-other", code)
     with pytest.raises(ConfigError, match=message):
         policies.get("projection")(PolicySettings("projection", 64), ModelShape("llama", 2, 4, 32, 256)).layer_rule(
             0, slice(0, 4)
@@ -81,5 +85,7 @@ def test_declarations_that_do_not_hold(folder, change, message):
 
 def test_two_packages_bring_one_name(folder):
     install(folder)
-    install(folder, "random = outside_more:Random", "outside-more", PROJECTION)
-    assert "policy 'random' is brought by outside-more, outside-policies: uninstall all but one" in refusal("projection")
+    install(folder, "projection = outside_more:Projection", "outside-more", PROJECTION)
+    assert "policy 'projection' is brought by outside-more, outside-policies: uninstall all but one" in refusal(
+        "projection"
+    )

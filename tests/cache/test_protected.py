@@ -1,0 +1,143 @@
+"""What requests with protected prompts hold, and how many blocks, against plain counts."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from kernels.factories import random_page_table, random_rule, random_scorer
+
+from kvpop_vllm.cache.accounting import request_bytes
+from kvpop_vllm.cache.retained import held_tokens
+from kvpop_vllm.config import protected_tokens
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.pages import PageLayout, Prefix
+from kvpop_vllm.kernels.regions import Shares
+from kvpop_vllm.roles import Retention
+
+HEADS, SIZE = 2, 32
+
+
+def pages_and_keys(kind, protect, count, budget=14, sinks=2, window=4, threshold=False):
+    """A request served token by token; its keys tell which tokens lie in its pages."""
+    draw = torch.Generator().manual_seed(count)
+    scorer = random_scorer(kind, HEADS, SIZE, draw, **({"threshold": -0.3} if threshold else {}))
+    rule = random_rule(scorer, HEADS, sinks, window, draw)
+    layout = PageLayout(HEADS, SIZE, torch.float32, 16, rule.state_floats(SIZE))
+    pages, table = random_page_table(layout, 2, budget + 48, draw)
+    prefix_row, tail = table[0, 0, :3].unsqueeze(0), table[1].unsqueeze(0)
+    prefix = Prefix(pages, prefix_row, torch.tensor([protect]))
+    keys = torch.randn(count, HEADS, SIZE, generator=draw)
+    budgets = torch.full((1, HEADS), budget, dtype=torch.int32)
+    for t in range(count):
+        token = keys[t : t + 1]
+        if t < protect:
+            prefix.write(token, token, prefix_row[0, t // 16].view(1).long(), torch.tensor([t % 16]))
+        if t == protect:
+            ops.begin_tail(pages, tail, prefix, rule=rule)
+        given = token[..., 0].contiguous() if kind == "given" else None
+        told = dict(rule=rule, scale=1.0, given=given, prefix=prefix if protect else None)
+        ops.decode_step(torch.zeros(1, HEADS, SIZE), token, token, pages, tail, torch.tensor([t]), budgets, **told)
+    return pages, prefix_row[0], tail[0], rule, budgets[0], keys
+
+
+@pytest.mark.parametrize("kind, threshold", [(None, False), ("linear", False), ("mlstm", False), ("given", True)])
+@pytest.mark.parametrize("protect", [0, 1, 15, 16, 17, 33])
+@pytest.mark.parametrize("beyond", [0, 1, 4, 12, 13, 40])
+def test_held_tokens_are_those_in_the_pages(kind, threshold, protect, beyond):
+    seen = max(1, protect + beyond)
+    pages, prefix_row, tail, rule, budgets, keys = pages_and_keys(kind, protect, seen, threshold=threshold)
+    held = held_tokens(pages, tail, seen, rule, budgets, protect)
+    state, slots = pages.layout.state_blocks, torch.arange(min(seen - protect, 12 if protect else 14))
+    for h in range(HEADS):
+        there = [pages.k[int(prefix_row[t // 16]), h, t % 16] for t in range(min(seen, protect))]
+        end = len(slots)
+        if threshold and seen - protect > (4 if protect else 6):
+            end = (4 if protect else 6) + int(pages.position[int(tail[h, state]), h, 1])
+        there += [pages.k[int(tail[h, state + s // 16]), h, s % 16] for s in slots[:end].tolist()]
+        found = {int((keys[:, h] == key).all(-1).nonzero()) for key in there}
+        assert set(held[h].nonzero().flatten().tolist()) == found and len(found) == len(there)
+
+
+def test_pages_of_another_length_are_an_error():
+    pages, _, tail, rule, budgets, _ = pages_and_keys(None, 5, 20)
+    with pytest.raises(ValueError, match=r"have seen \[20, 20\] tokens, not 19"):
+        held_tokens(pages, tail, 19, rule, budgets, 5)
+    assert held_tokens(pages, tail, 3, rule, budgets, 5).all()
+
+
+def counted(length: int, protect: int, budget: int, sinks: int, slots: int, state: int) -> int:
+    """Blocks, by taking token after token: a block whenever one has no room left."""
+    prefix = tail = 0
+    for t in range(length):
+        if t < protect:
+            prefix += t % slots == 0
+        else:
+            at = t - protect
+            tail += at % slots == 0 and at < budget - (sinks if protect else 0)
+    return prefix + tail + (state if length > protect else 0)
+
+
+SHAPES = list(itertools.product([6, 16, 17, 40], [0, 1, 4], [16, 32], [0, 2]))
+
+
+def make_spec(budget, sinks, slots, state, protect, shares=None):
+    from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
+
+    return FixedBudgetSpec(
+        block_size=slots, num_kv_heads=2, head_size=32, dtype=torch.float32, state_content_bytes=264, budget=budget,
+        sinks=sinks, state_blocks=state, shares=shares, protect=protect,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("protect", [0, 1, 5, 16, 33, True])
+def test_blocks_and_most_blocks(protect):
+    """``blocks`` for every prompt, ``most_blocks`` for the worst of them, at every length of a sequence."""
+    for budget, sinks, slots, state in SHAPES:
+        spec = make_spec(budget, sinks, slots, state, protect)
+        worst = 0
+        for length in range(1, 90):
+            for prompt in range(1, length + 1):
+                p = protected_tokens(protect, prompt)
+                assert spec.blocks(length, p) == counted(length, p, budget, sinks, slots, state), (length, p)
+                worst = max(worst, spec.blocks(length, p))
+            assert spec.most_blocks(length) == worst, (budget, sinks, slots, state, length)
+
+
+def test_blocks_never_shrink_as_a_sequence_grows():
+    for budget, sinks, slots, state in SHAPES:
+        spec = make_spec(budget, sinks, slots, state, True)
+        for p in (0, 1, 15, 16, 17, 40):
+            counts = [spec.blocks(length, p) for length in range(90)]
+            assert counts == sorted(counts)
+
+
+@pytest.mark.parametrize("protect", [1, 16, 33, True])
+def test_most_blocks_of_unequal_shares(protect):
+    """Every layer's heads, rounded up to whole blocks: enough for the heads' own tails, and never fewer than any prompt needs."""
+    shares = Shares(((30, 30), (12, 12)))
+    for sinks, state in itertools.product([0, 4], [0, 1]):
+        spec = make_spec(21, sinks, 16, state, protect, shares)
+        for length in range(1, 90):
+            counts = []
+            for prompt in range(1, length + 1):
+                p = protected_tokens(protect, prompt)
+                own = length - p
+                pages = sum(state + -(-min(own, budget - (sinks if p else 0)) // 16) for budget in (30, 30, 12, 12))
+                counts.append(spec.blocks(length, p))
+                assert counts[-1] >= -(-p // 16) + (-(-pages // 4) if own else 0)
+            assert spec.most_blocks(length) >= max(counts)
+
+
+def test_bytes_of_a_protected_request():
+    """3 heads, D = 64, bfloat16, 30 layers: 700 protected tokens in 11 blocks, then a state block and 1,020 slots of 5,000 - 700."""
+    layout, kept = PageLayout(3, 64, torch.bfloat16, 64, state_floats=64 * 64 + 64 + 1), Retention(1024, 4, 64)
+    found = request_bytes(layout, 30, 5000, kept, protected=700)
+    assert (found.canonical, found.blocks) == ((700 + 1020) * 256 * 90, 11 + 1 + 16)
+    assert found.allocated == 28 * 64 * 264 * 90
+    whole = request_bytes(layout, 30, 700, kept, protected=900)
+    assert (whole.canonical, whole.blocks) == (700 * 256 * 90, 11)
+    first = request_bytes(layout, 30, 701, kept, protected=700)
+    assert (first.canonical, first.blocks) == (701 * 256 * 90, 13)
+    assert request_bytes(layout, 30, 5000, kept) == request_bytes(layout, 30, 5000, kept, protected=0)
