@@ -175,7 +175,7 @@ def write(layer, context: int, generator: torch.Generator) -> None:
 def check_held(cache: KVpopCache, budget: int) -> None:
     """Raises AssertionError or ValueError where the cache's reader does not find ``budget`` tokens in the first and last layer."""
     for index in {0, len(cache) - 1}:
-        held = cache._layers[index].held(0, cache.lengths[0])
+        held = cache._layers[index].held(0, cache.lengths[0], cache.protected[0])
         assert bool((held.sum(1) == budget).all()), f"layer {index} holds {held.sum(1).tolist()} tokens, not {budget}"
 
 

@@ -19,16 +19,19 @@ from pathlib import Path
 import torch
 from gpu import Bench, Skipped, within
 from gpu_clock import bandwidth, graph_of, paired
+from kernels.behind import Behind
 from kernels.factories import given_scores, poisoned_pages, random_rule, random_scorer
 from kernels.problems import CLOSE, CLOSE_MASS, Problem
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
-from kvpop_vllm.kernels.pages import PageLayout, Pages
+from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
 
 HEADS, KV_HEADS, SIZE, LAYERS = 32, 8, 128, 36
 """Of Qwen3-8B."""
 SINKS, WINDOW, SEEN = 4, 256, 16384
+PROTECTED = 8192
+"""Tokens of a prompt that all requests of a step share."""
 MOST_BYTES = 24 << 30
 """Of pages, whatever a GPU has."""
 TOOLS = "memcheck", "racecheck"
@@ -47,6 +50,15 @@ RIGHT = {
     "mean mass": dict(case="mass-mean", group=3),
     "moments": dict(case="moment-corrected"),
 }
+BEHIND = {
+    "recency": dict(case="none"),
+    "key norm": dict(case="key-norm", group=4),
+    "mlstm": dict(case="mlstm-norm-skip", group=4, size=128, replay=48),
+    "mlstm read at once": dict(case="mlstm-immediate"),
+    "mean mass": dict(case="mass-mean"),
+}
+"""Behind a prefix that a chunk begins in, and one that ends in it."""
+FEW_BEHIND = ("mlstm",)
 FEW = "recency", "mlstm", "moments"
 """Where kernels are interpreted, or watched."""
 
@@ -55,6 +67,8 @@ def serving_kernels(bench: Bench):
     """Cases; see :data:`gpu.Section`."""
     for name in FEW if bench.small or bench.watched else RIGHT:
         yield f"decode_step is right, {name}", lambda name=name: step_right(bench, name)
+    for name in FEW_BEHIND if bench.small or bench.watched else BEHIND:
+        yield f"a prefix and its tail are right, {name}", lambda name=name: prefix_right(bench, name)
     if bench.small or bench.watched:
         return
     needed = {f"decode_step is right, {name}" for name in ("recency", "mlstm")}
@@ -68,6 +82,11 @@ def serving_kernels(bench: Bench):
                 f"decode_step, {name}",
                 lambda budget=budget, requests=requests: step_times(bench, budget, requests),
             )
+    for requests in (1, 16, 64):
+        yield (
+            f"decode_step, B 2048, batch {requests}, behind {PROTECTED} shared tokens",
+            lambda requests=requests: step_times(bench, 2048, requests, PROTECTED),
+        )
 
 
 def sanitizers(bench: Bench):
@@ -106,6 +125,50 @@ def step_right(bench: Bench, name: str) -> Iterator[dict]:
     for i, what in enumerate(("out", "lse")):
         actual, wide, eager = (torch.stack([each[j][i].cpu() for each in found]) for j in range(3))
         yield from within(bench, actual, wide, eager, what, factor=3.0)
+
+
+def prefix_right(bench: Bench, name: str) -> Iterator[dict]:
+    """A prompt in chunks, whose attention to its prefix is torch's own, the beginning of its tail, and steps behind it: retained tokens
+    are the float64 loop's, outputs as good as the reference's in the same precision."""
+    options = dict(heads=2, size=64, group=2, window=3, topk=13, slots=16, protected=(70,)) | BEHIND[name]
+    reduced = dict(heads=1, size=32, group=1, protected=(18,)) if bench.small else {}
+    p = Behind(**options | reduced | dict(dtype=bench.dtype, q_dtype=bench.dtype)).prepare()
+    (protected,), exact = p.protected, [p.exact(0, h) for h in range(p.heads)]
+    length, found, ends = protected + 24, [], (protected - 9, protected + 16)
+    q, k, v = p.inputs([0] * length)
+    reference, rule = poisoned_pages(p.layout, p.num_blocks), p.rule.to(bench.device)
+    pages = p.layout.view(poisoned_pages(p.layout, p.num_blocks).raw.to(bench.device))
+    wide, eager, margins = [], [], []
+    for t in range(length):
+        token = [x[t : t + 1] for x in (q, k, v)]
+        eager.append(p.run(reference, [0], [t], *token, "reference"))
+        one, least = _exact_step(p, [exact], t, *token)
+        wide.append(one)
+        margins.append(min(least))
+    close = CLOSE_MASS if rule.coupled else CLOSE
+    assert min(margins) > close, "the data have a close decision: take another seed"
+    q, k, v, table, budgets = (x.to(bench.device) for x in (q, k, v, p.table, p.budgets))
+    prefix = Prefix(pages, p.prefix_table.to(bench.device), p.tokens)
+    at = torch.arange(protected, device=bench.device)
+    prefix.write(k[:protected], v[:protected], prefix.table[0, at // p.slots].long(), at % p.slots)
+    own = dict(rule=rule, scale=p.scale, impl="triton")
+    ops.begin_tail(pages, table, prefix, rule=rule, impl="triton")
+    for start, end in zip((0, *ends[:-1]), ends, strict=True):
+        cut = slice(start, end)
+        found.append(
+            ops.prefill_chunk(q[cut], k[cut], v[cut], pages, table[0], start, budgets[0], prefix=prefix, **own)
+        )
+    there = Prefix(pages, prefix.table, p.tokens.to(bench.device))
+    for t in range(ends[-1], length):
+        cut, position = slice(t, t + 1), torch.full((1,), t, device=bench.device)
+        found.append(ops.decode_step(q[cut], k[cut], v[cut], pages, table, position, budgets, prefix=there, **own))
+    on_host = p.layout.view(pages.raw.cpu())
+    for h in range(p.heads):
+        held, expected = p.long_range(on_host, 0, h, length - 1).keys(), exact[h].long_range(length - 1).keys()
+        assert held == expected, f"head {h}: {sorted(held ^ expected)} differ"
+    for i, what in enumerate(("out", "lse")):
+        parts = (torch.cat([each[i].cpu() for each in part]) for part in (found, wide, eager))
+        yield from within(bench, *parts, what, factor=3.0)
 
 
 def _exact_step(p: Problem, exact, position: int, q, k, v):
@@ -176,9 +239,10 @@ def output_of(command: list[str], limit: float) -> tuple[int | None, str]:
     return process.returncode, said
 
 
-def step_times(bench: Bench, budget: int, requests: int) -> Iterator[dict]:
+def step_times(bench: Bench, budget: int, requests: int, protected: int = 0) -> Iterator[dict]:
     """A layer's step in a CUDA graph of several layers, more than the GPU caches: with recency alone, which is attention, and with KVpop's
-    scorer; the difference is what scores and evictions cost."""
+    scorer; the difference is what scores and evictions cost. protected: tokens of a prefix that all requests share; its floor is that
+    each of them reads all."""
     generator = torch.Generator().manual_seed(0)
     rules = {
         "attention": RetentionRule(SINKS, WINDOW, torch.full((KV_HEADS,), -1.0, dtype=torch.float64)),
@@ -186,7 +250,7 @@ def step_times(bench: Bench, budget: int, requests: int) -> Iterator[dict]:
             random_scorer("mlstm", KV_HEADS, SIZE, generator, skip=True), KV_HEADS, SINKS, WINDOW, generator
         ),
     }
-    graphs = {what: Replayed(bench, rule, budget, requests) for what, rule in rules.items()}
+    graphs = {what: Replayed(bench, rule, budget, requests, protected) for what, rule in rules.items()}
     layers = {what: graph.layers for what, graph in graphs.items()}
     times = {
         what: 1e3 * value / layers[what] for what, value in paired({w: g.replay for w, g in graphs.items()}).items()
@@ -194,7 +258,7 @@ def step_times(bench: Bench, budget: int, requests: int) -> Iterator[dict]:
     for what, graph in graphs.items():
         graph.check(what)
     speed = bandwidth()
-    keys = requests * KV_HEADS * budget * 2 * SIZE * bench.dtype.itemsize
+    keys = requests * KV_HEADS * (budget + protected) * 2 * SIZE * bench.dtype.itemsize
     state = requests * KV_HEADS * 4 * (2 * rules["kvpop"].state_floats(SIZE) + 2 * budget)
     yield bench.row("attention, a layer", times["attention"], "ms", 1e3 * keys / speed)
     yield bench.row("kvpop, a layer", times["kvpop"], "ms", 1e3 * (keys + state) / speed)
@@ -206,17 +270,17 @@ class Replayed:
     """A CUDA graph of one decode step in each of so many layers, of requests that have seen :data:`SEEN` tokens.
 
     Args:
-        rule: of all layers, on the CPU. budget: B. requests: R.
+        rule: of all layers, on the CPU. budget: B. requests: R. protected: tokens of a prefix that all of them share.
 
     Attributes:
         layers: as many as it takes to be more than a GPU caches.
     """
 
-    def __init__(self, bench: Bench, rule: RetentionRule, budget: int, requests: int):
-        device, self.rule = bench.device, rule.to(bench.device)
+    def __init__(self, bench: Bench, rule: RetentionRule, budget: int, requests: int, protected: int = 0):
+        device, self.rule, self.protected = bench.device, rule.to(bench.device), protected
         layout = PageLayout(KV_HEADS, SIZE, bench.dtype, state_floats=rule.state_floats(SIZE))
         blocks = layout.blocks(budget, budget)
-        own = requests * blocks * KV_HEADS * layout.region_bytes
+        own = (requests * blocks + cdiv(protected, layout.block_slots)) * KV_HEADS * layout.region_bytes
         self.layers = max(1, min(LAYERS, MOST_BYTES // (2 * own), -(-(1 << 30) // own)))
         self.positions = torch.full((requests,), SEEN, device=device)
         budgets = torch.full((requests, KV_HEADS), budget, dtype=torch.int32, device=device)
@@ -224,19 +288,23 @@ class Replayed:
         filled = [self._pages(layout, budget, requests, blocks, device) for _ in range(self.layers)]
 
         def step():
-            for pages, table in filled:
+            for pages, table, prefix in filled:
                 self.out, _ = ops.decode_step(
-                    *tokens, pages, table, self.positions, budgets, rule=self.rule, scale=SIZE**-0.5, impl="triton"
-                )
+                    *tokens, pages, table, self.positions, budgets, rule=self.rule, scale=SIZE**-0.5, prefix=prefix,
+                    impl="triton",
+                )  # fmt: skip
             self.positions.add_(1)
 
         self.graph = graph_of(step)
         self.replay = self.graph.replay
 
-    def _pages(self, layout: PageLayout, budget: int, requests: int, blocks: int, device) -> tuple[Pages, torch.Tensor]:
-        """Full pages of random tokens, blocks in random order."""
+    def _pages(
+        self, layout: PageLayout, budget: int, requests: int, blocks: int, device
+    ) -> tuple[Pages, torch.Tensor, Prefix | None]:
+        """Full pages of random tokens, blocks in random order, and the prefix that all share behind them."""
+        ahead = cdiv(self.protected, layout.block_slots)
         raw = torch.zeros(
-            requests * blocks, KV_HEADS, layout.block_slots, layout.slot_bytes, dtype=torch.uint8, device=device
+            requests * blocks + ahead, KV_HEADS, layout.block_slots, layout.slot_bytes, dtype=torch.uint8, device=device
         )
         pages = layout.view(raw)
         for part in (pages.k, pages.v, pages.score):
@@ -250,7 +318,11 @@ class Replayed:
         pages.position[of_blocks] = told.expand(requests, -1, KV_HEADS, -1)
         pages.position[of_blocks[:, 0], :, 0] = SEEN
         pages.state[table[:, 0, : layout.state_blocks].long()] = 0.0
-        return pages, table.expand(-1, KV_HEADS, -1)
+        prefix = None
+        if ahead:
+            shared = requests * blocks + torch.arange(ahead, dtype=torch.int32, device=device).expand(requests, -1)
+            prefix = Prefix(pages, shared, torch.full((requests,), self.protected, device=device))
+        return pages, table.expand(-1, KV_HEADS, -1), prefix
 
     def check(self, what: str) -> None:
         """Raises AssertionError if a step was not taken, as a wrong start is not."""

@@ -32,7 +32,7 @@ def interpreted(tmp_path_factory):
 def test_all_is_right_and_nothing_is_timed(interpreted):
     said, rows, log = interpreted
     assert said == log and "stays as slow" not in said
-    assert said.splitlines()[-1] == "15 cases done, 0 cases wrong, 0 cases skipped, 0 cases not reached"
+    assert said.splitlines()[-1] == "16 cases done, 0 cases wrong, 0 cases skipped, 0 cases not reached"
     assert {row["machine"] for row in rows} == {"interpreter"} and {row["commit"] for row in rows} == {"abc"}
     assert not [row for row in rows if row["unit"] == "ms"]
     assert {row["dtype"] for row in rows} == {"float32"}

@@ -68,8 +68,8 @@ def test_a_pass_that_does_not_see_a_cache_fill_up_is_found(checks, on_cpu, monke
             frozen.append(max(checks.PROMPTS))
             return replay
 
-    def not_filling(self):
-        batch = decode(self)
+    def not_filling(self, *told):
+        batch = decode(self, *told)
         return replace(batch, budgets=batch.budgets.clamp_max(*frozen)) if frozen else batch
 
     monkeypatch.setattr(checks, "Decoding", Graph)
