@@ -175,12 +175,14 @@ def protection_of(
     table: torch.Tensor,
     tails: torch.Tensor,
     chosen: slice | torch.Tensor,
+    ahead: int = 0,
 ) -> Protection:
     """Return what a step has to do with protected prompts.
 
     Args:
         size: N. spans: (first token in the flat batch, its position, tokens) of each request. protected: p of each.
         table: ``[requests, F]`` int32, prefix blocks. tails: ``[requests, H, P]`` int32. chosen: the requests decoded.
+        ahead: 0 where a tail is begun in the step that has token p; 1 where already in that of the token before.
     """
     begun = []
     written, blocks, slots = ([torch.empty(0, dtype=torch.int64, device=table.device)] for _ in range(3))
@@ -190,7 +192,7 @@ def protection_of(
             written.append(first + t - start)
             blocks.append(table[i, t // size].long())
             slots.append(t % size)
-        if 0 < protected[i] and start <= protected[i] < start + count:
+        if count and 0 < protected[i] and start <= protected[i] < start + count + ahead:
             begun.append(i)
     tokens = torch.tensor(protected)
     places = (torch.cat(parts) for parts in (written, blocks, slots))
@@ -244,7 +246,8 @@ class FixedBudgetAttention:
             prefix = Prefix(blocks, protection.table, protection.tokens)
             prefix.write(k[protection.written], v[protection.written], protection.blocks, protection.slots)
             begun = Prefix(blocks, protection.begun_table, protection.begun_tokens)
-            ops.begin_tail(pages, protection.begun, begun, rule=self.rule, impl=self.impl)
+            if len(begun.tokens):
+                ops.begin_tail(pages, protection.begun, begun, rule=self.rule, impl=self.impl)
         if batch.decodes:
             at = batch.tokens
             out[at], _ = ops.decode_step(

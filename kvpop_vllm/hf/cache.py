@@ -35,8 +35,8 @@ class KVpopCache(Cache, Takes):
     leave them out when they are continued; nor can rows be continued together whose turns differ in length.
 
     With ``protect_prompt`` the text that a call of ``generate()`` brings is never evicted, or its first N tokens. A later call
-    brings the whole text so far, earlier answers too: these are computed again, and what was protected before is not. The
-    cache grows with what it protects.
+    brings the whole text so far, earlier answers too: these are computed again, and what was protected before is not: of the first N
+    tokens, all that follows. The cache grows with what it protects.
 
     Args:
         model: of transformers. It stays as it is: passes without such a cache are untouched. One thread at a time can use it.
@@ -112,7 +112,7 @@ class KVpopCache(Cache, Takes):
         )
 
     def allocated_bytes(self) -> int:
-        """Bytes that are held for the batch, with scores, positions, state and padding; the same from the first token on."""
+        """Bytes that are held for the batch, with scores, positions, state and padding; the same from the first token on but for what is protected."""
         clocks = sum(3 * clock.positions.nbytes for clock in self._clocks.values())
         return clocks + sum(layer.allocated_bytes() for layer in self._layers.values())
 
@@ -167,34 +167,47 @@ class KVpopCache(Cache, Takes):
         else:
             shift = torch.tensor([end - length for end in after]).unsqueeze(1)
             own, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
-            if columns < self._columns or protected == lengths:  # a prompt, or its rest
-                protected = [protected_tokens(self.policy.protect, end) for end in after]
+            # a prompt, or its rest
+            protected = [
+                protected_tokens(self.policy.protect, end) if columns < self._columns or p == seen else p
+                for p, seen, end in zip(protected, lengths, after, strict=True)
+            ]
         if look and positions is not None:
             check_positions(positions, own, counts)
-        if columns < self._columns:
-            self._columns = columns
-            for each in self._clocks.values():
-                each.positions.copy_(torch.tensor(lengths))
-        if protected != self.protected:
-            for each in self._clocks.values():
-                each.protected.copy_(torch.tensor(protected))
-            for layer in self._layers.values():
-                self._make_room(layer, protected)
-        self._lengths, self.protected = lengths, protected
+        for layer in self._layers.values():
+            self._make_room(layer, protected)
+        self._before = self._columns, self._lengths, self.protected
+        self._go_to(columns, lengths, protected)
         self._step = Step(self, own, starts, counts, length, recorded)
         return self._step
+
+    def _go_to(self, columns: int, lengths: list[int], protected: list[int]) -> None:
+        """Set what has been seen and is protected."""
+        for each in self._clocks.values() if lengths else ():
+            if columns != self._columns:
+                each.positions.copy_(torch.tensor(lengths))
+            if protected != self.protected:
+                each.protected.copy_(torch.tensor(protected))
+        self._columns, self._lengths, self.protected = columns, lengths, protected
 
     def _begins_at(self, mask: torch.Tensor | None, length: int) -> tuple[int, list[int]]:
         """Return the columns, and each row's tokens in them, behind which a pass of so many columns goes on: those seen, or those
         that are protected, where the text behind them comes again. ``mask [R, columns + length]`` tells; without it a pass of one
-        token goes on behind all, a longer one behind :meth:`get_seq_length`."""
-        kept = self.get_seq_length()
-        told = mask.shape[1] - length if isinstance(mask, torch.Tensor) and mask.dim() == 2 else None
-        if told is None:
-            told = self._columns if length == 1 else kept
+        token goes on behind all.
+
+        Raises:
+            ValueError: a longer one without a mask could go on behind either.
+        """
+        kept, told = self.get_seq_length(), self._columns
+        if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+            told = mask.shape[1] - length
+        elif length > 1 and kept < told:
+            raise ValueError(
+                f"{length} columns may follow the {told} that were seen or the {kept} that are protected: give attention_mask"
+            )
         if told != kept or kept == self._columns:
             return self._columns, self._lengths
-        return kept, [seen - (self._columns - kept) for seen in self._lengths]
+        return kept, [max(0, seen - (self._columns - kept)) for seen in self._lengths]
 
     def _make_room(self, layer: LayerPages, protected: list[int]) -> None:
         """Make room in a layer for protected tokens."""
@@ -278,8 +291,7 @@ class KVpopCache(Cache, Takes):
             return  # the step stays, for begin() to see
         self._step = None
         if not step.attended:
-            if not self._columns:
-                self._forget()
+            self._go_to(*self._before)
             if not failed:
                 raise RuntimeError("the model attended without the KVpopCache: leave its attention alone in a pass")
             return

@@ -74,14 +74,14 @@ class LayerPages:
         blocks = torch.arange(first, first + rows * more, dtype=torch.int32, device=raw.device)
         self.prefix_table = torch.cat([self.prefix_table, blocks.view(rows, more)], 1)
 
-    def decode(self, seen: list[int], protected: list[int]) -> StepBatch:
-        """Return the step of one token for every row, which have seen so many and protect so many."""
+    def decode(self, protected: list[int]) -> StepBatch:
+        """Return the step of one token for every row, which protect so many; their tails have been begun."""
         rows, positions = len(self.table), self.clock.positions
         none, protection = positions[:0], None
         if any(protected):
-            begun = [r for r in range(rows) if 0 < protected[r] == seen[r]]
-            tails = self.table[begun], self.prefix_table[begun], torch.tensor([protected[r] for r in begun])
-            protection = Protection(self.prefix_table, self.clock.protected, none, none, none, *tails)
+            protection = Protection(
+                self.prefix_table, self.clock.protected, none, none, none, self.table[:0], self.prefix_table[:0], none
+            )
         return StepBatch(
             rows, slice(0, rows), self.table, positions, self._budgets, (), none, none, protection, self.clock.seeds
         )
@@ -103,7 +103,8 @@ class LayerPages:
         first = torch.tensor(goes_on, dtype=torch.int64, device=device)
         size, protection = self.pages.layout.block_slots, None
         if any(protected):
-            protection = protection_of(size, spans, protected, self.prefix_table, self.table, slice(0, 0))
+            # a CUDA graph may hold the next token, so tails are begun before it
+            protection = protection_of(size, spans, protected, self.prefix_table, self.table, slice(0, 0), ahead=1)
         own = self.table[:0], none, self._budgets, tuple(chunks), first, self.table[zero].long(), protection
         return StepBatch(0, slice(0, 0), *own)
 

@@ -58,7 +58,7 @@ class Step:
             )
         self.attended.add(layer)
         if self.starts is None:
-            batch = pages.decode(self.cache.lengths, self.cache.protected)
+            batch = pages.decode(self.cache.protected)
         else:
             batch = pages.prefill(self.starts, self.counts, self.length, self.cache.protected)
         return pages.attend(q, k, v, batch, given)

@@ -45,6 +45,11 @@ def draw(keys: torch.Tensor, q: torch.Tensor | int, t: torch.Tensor) -> torch.Te
     return _shift(mix(mix(keys + q) + t * GOLDEN), 11).double()
 
 
+def signed(x: int) -> int:
+    """Return a whole number modulo 2**64 as a signed 64-bit integer."""
+    return (x + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def request_seed(server: int, own: int) -> int:
-    """Return the seed of a request's draws, signed 64 bits: of the server's seed and the request's own."""
-    return int(mix(torch.tensor(server) + GOLDEN) + own)
+    """Return the seed of a request's draws, signed 64 bits: of the server's seed and the request's own, whole numbers."""
+    return int(mix(torch.tensor(signed(server)) + GOLDEN) + signed(own))

@@ -166,7 +166,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
     def _asked(self) -> None:
         if self.prompts is None:
             raise RuntimeError(
-                "this model runner does not say how long prompts are: leave --kv-protect-prompt and random out"
+                "this model runner does not say how long prompts are: leave --worker-cls out"
             )
 
     def protected(self, requests: int) -> list[int] | None:

@@ -15,6 +15,7 @@ ATTENTION_OP = "kvpop_vllm::attention_with_given"
 ONE_BY_ONE = 1024
 """Tokens of a step at most where a prompt's are done one by one, by about eight launches a layer each: some 15 ms a token for 36
 layers, when vLLM's workers have 300 s to answer, and requests that are decoded wait as long."""
+_WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker")
 
 
 def prepare(vllm_config: Any, policy: Any) -> None:
@@ -70,6 +71,11 @@ def _reasons(vllm_config: Any, policy: Any) -> Iterator[tuple[bool, str]]:
     yield importlib.util.find_spec("triton") is None, "an installation without Triton: install the package triton"
     lacking = _ops_without_kernels(vllm_config.model_config)
     yield bool(lacking), f"what has no kernel in Triton ({', '.join(lacking)}): serve on a CPU"
+    worker = vllm_config.parallel_config.worker_cls
+    yield (
+        bool(policy.protect or policy.draws) and worker not in _WORKERS,
+        f"the worker {worker}, which does not say how long prompts are: leave --worker-cls out",
+    )
     yield envs.VLLM_BATCH_INVARIANT, "batch-invariant kernels: unset VLLM_BATCH_INVARIANT"
 
 

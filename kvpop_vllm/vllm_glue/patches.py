@@ -53,7 +53,7 @@ LEDGER = (
         "vllm.engine.arg_utils:EngineArgs.create_engine_config",
         True,
         "The only point between the arguments and the loading of weights: refuses keys of additional_config that are "
-        "misspelt; with a policy, refuses what cannot work, switches prefix caching off and, for a policy with a gate, names "
+        "misspelt; with a policy, refuses what cannot work, switches prefix caching on where prompts are protected and off elsewhere and, for a policy with a gate, names "
         "the model class that has room for it.",
         "when platforms consult a backend's validate_configuration on CPU too (vLLM issue 42449 is about such hooks)",
     ),
@@ -95,8 +95,8 @@ LEDGER = (
     Patch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
         False,
-        "(prompt_lengths.py) Attention metadata do not say how long a request's prompt is: where prompts are protected, the "
-        "runner's own numbers are handed to the metadata builder first.",
+        "(prompt_lengths.py) Attention metadata do not say how long a request's prompt is, nor its seed: where prompts are protected or scores drawn, "
+        "the runner's own numbers are handed to the metadata builder first.",
         "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
     ),
     Patch(
@@ -199,9 +199,11 @@ def _config_with_policy(engine_args, original, args, kwargs):
     wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {settings.policy}")
-    parallel = vllm_config.parallel_config.pipeline_parallel_size
-    if policy.checked_shares(slice(None)) is not None and parallel > 1:
-        raise ConfigError("--kv-allocator shares blocks among all layers: set --pipeline-parallel-size 1")
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        if policy.checked_shares(slice(None)) is not None:
+            raise ConfigError("--kv-allocator shares blocks among all layers: set --pipeline-parallel-size 1")
+        if policy.draws:  # of model runner V2 the last rank alone knows of seeds
+            raise ConfigError(f"--kv-policy {cls.name} draws by seeds of requests: set --pipeline-parallel-size 1")
     kept = policy.retention
     logger.info(
         "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range)%s",

@@ -3,8 +3,11 @@ runner, listed with their reasons in :mod:`kvpop_vllm.vllm_glue.patches`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
+from kvpop_vllm.kernels.draws import signed
 from kvpop_vllm.vllm_glue.patches import wrap
 
 RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata"
@@ -24,11 +27,17 @@ def apply_v2() -> None:
 def _build(original):
     def build_attention_metadata(self, num_tokens, num_reqs, *args, **kwargs):
         batch = self.input_batch
-        params = [self.requests[name].sampling_params for name in batch.req_ids[:num_reqs]]
-        seeds = [0 if each is None else each.seed or 0 for each in params]
-        seeds = torch.tensor(seeds + [0] * (num_reqs - len(seeds)))
+        names = batch.req_ids[:num_reqs]
+        prompts = batch.num_prompt_tokens_cpu_tensor[:num_reqs].long()
+        prompts[len(names) :] = 0  # of a dummy run
+
+        def seeds() -> torch.Tensor:
+            params = [self.requests[name].sampling_params for name in names]
+            own = [0 if each is None else signed(each.seed or 0) for each in params]
+            return torch.tensor(own + [0] * (num_reqs - len(own)))
+
         for group in self._attn_group_iterator():
-            _hand_over(group.metadata_builders, batch.num_prompt_tokens_cpu_tensor[:num_reqs], seeds)
+            _hand_over(group.metadata_builders, prompts, seeds)
         return original(self, num_tokens, num_reqs, *args, **kwargs)
 
     return build_attention_metadata
@@ -36,9 +45,13 @@ def _build(original):
 
 def _prepare(original):
     def prepare_attn(self, input_batch):
-        chosen, states = input_batch.idx_mapping_np, self.sampler.sampling_states
-        prompts = torch.from_numpy(self.req_states.prompt_len.np[chosen])
-        seeds = torch.from_numpy(states.seeds.np[chosen] * states.seeds_set[chosen])  # others are drawn by lot
+        chosen = input_batch.idx_mapping_np
+        prompts = torch.from_numpy(self.req_states.prompt_len.np[chosen]).long()
+
+        def seeds() -> torch.Tensor:
+            states = self.sampler.sampling_states
+            return torch.from_numpy(states.seeds.np[chosen] * states.seeds_set[chosen])  # others are drawn by lot
+
         for groups in self.attn_groups:
             for group in groups:
                 _hand_over(group.metadata_builders, prompts, seeds)
@@ -47,8 +60,8 @@ def _prepare(original):
     return prepare_attn
 
 
-def _hand_over(builders, prompts: torch.Tensor, seeds: torch.Tensor) -> None:
-    """Set ``prompts`` and ``seeds [requests]``, on the CPU, of our builders."""
+def _hand_over(builders, prompts: torch.Tensor, seeds: Callable[[], torch.Tensor]) -> None:
+    """Set ``prompts`` and, where scores are drawn, ``seeds``, ``[requests]`` int64 on the CPU, of our builders."""
     for builder in builders:
         if hasattr(builder, "prompts"):
-            builder.prompts, builder.seeds = prompts.long(), seeds
+            builder.prompts, builder.seeds = prompts, seeds() if builder.draws else None
