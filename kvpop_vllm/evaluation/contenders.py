@@ -62,11 +62,18 @@ class Contender:
         name = self.name if allocator == own else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator, serve=True)
 
-    def protecting(self, protect: bool | int) -> Contender:
-        """Return the same with prompts, or their first tokens, that are never evicted, on the kernels of serving."""
-        own = policies.get(self.policy).default_protect
+    def protecting(self, protect: bool | int, unasked: bool | int) -> Contender:
+        """Return the same with prompts, or their first tokens, that are never evicted, on the kernels of serving.
+
+        ``unasked`` is what the task protects if nothing is said; the name tells of others.
+        """
         suffix = "+prompt" if protect is True else f"+first {protect}" if protect else "+nothing protected"
-        return replace(self, name=self.name + ("" if protect == own else suffix), protect=protect, serve=True)
+        return replace(
+            self,
+            name=self.name + ("" if (type(protect), protect) == (type(unasked), unasked) else suffix),
+            protect=protect,
+            serve=True,
+        )
 
     def deploy(self, model: ModelShape, budget: int, sinks: int | None = None, window: int | None = None) -> Deployed:
         """Return the policy with a budget of B tokens per KV head, and its own sinks and window where they are None.

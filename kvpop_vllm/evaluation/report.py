@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import torch
 
+from kvpop_vllm import policies
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
@@ -83,7 +84,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
     if options.allocator is not None:
         contenders = with_allocators(contenders, list(dict.fromkeys(options.allocator)))
     if options.protect_prompt is not None:
-        contenders = with_protection(contenders, list(dict.fromkeys(options.protect_prompt)), options.task)
+        contenders = with_protection(contenders, options.protect_prompt, options.task)
     elif options.task != "retrieval":  # rows are all prompt
         contenders = [replace(c, protect=0) for c in contenders]
     if options.correction is not None:
@@ -110,11 +111,13 @@ def with_protection(contenders: list[Contender], asked: list[bool | int], task: 
     Raises:
         ConfigError: whole prompts are to be protected in a task whose rows are all prompt.
     """
+    asked = list({(type(each), each): each for each in asked}.values())  # True is not 1
     if any(each is True for each in asked) and task != "retrieval":
         raise ConfigError(
             f"--protect-prompt all keeps all of a row in --task {task}: give a number, or --task retrieval"
         )
-    return [contender.protecting(each) for contender in contenders for each in asked]
+    unasked = [policies.get(c.policy).default_protect if task == "retrieval" else 0 for c in contenders]
+    return [c.protecting(each, own) for c, own in zip(contenders, unasked, strict=True) for each in asked]
 
 
 def with_correction(contenders: list[Contender], correction: str) -> list[Contender]:

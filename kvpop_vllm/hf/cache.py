@@ -144,7 +144,7 @@ class KVpopCache(Cache, Takes):
             raise ValueError(
                 f"a batch of {rows} rows for a KVpopCache of {len(self._lengths)}: call reset() on it, or make another"
             )
-        columns, lengths = self._begins_at(mask, length)
+        columns, lengths = self._begins_at(mask, positions, length)
         lengths = lengths or [0] * rows
         decoding = length == 1 and columns == self._columns and all(lengths)
         recorded = recording(inputs.device)
@@ -190,20 +190,25 @@ class KVpopCache(Cache, Takes):
                 each.protected.copy_(torch.tensor(protected))
         self._columns, self._lengths, self.protected = columns, lengths, protected
 
-    def _begins_at(self, mask: torch.Tensor | None, length: int) -> tuple[int, list[int]]:
+    def _begins_at(
+        self, mask: torch.Tensor | None, positions: torch.Tensor | None, length: int
+    ) -> tuple[int, list[int]]:
         """Return the columns, and each row's tokens in them, behind which a pass of so many columns goes on: those seen, or those
-        that are protected, where the text behind them comes again. ``mask [R, columns + length]`` tells; without it a pass of one
-        token goes on behind all.
+        that are protected, where the text behind them comes again. ``mask [R, columns + length]`` tells, or else
+        ``positions [R, length]``, there being no pads; without them a pass of one token goes on behind all.
 
         Raises:
-            ValueError: a longer one without a mask could go on behind either.
+            ValueError: a longer one without either could go on behind both.
         """
         kept, told = self.get_seq_length(), self._columns
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
             told = mask.shape[1] - length
+        elif length > 1 and kept < told and positions is not None:
+            told = int(positions[0, 0])
         elif length > 1 and kept < told:
             raise ValueError(
-                f"{length} columns may follow the {told} that were seen or the {kept} that are protected: give attention_mask"
+                f"{length} columns may follow the {told} that were seen or the {kept} that are protected: give attention_mask or"
+                " position_ids"
             )
         if told != kept or kept == self._columns:
             return self._columns, self._lengths

@@ -165,9 +165,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
 
     def _asked(self) -> None:
         if self.prompts is None:
-            raise RuntimeError(
-                "this model runner does not say how long prompts are: leave --worker-cls out"
-            )
+            raise RuntimeError("this model runner does not say how long prompts are: leave --worker-cls out")
 
     def protected(self, requests: int) -> list[int] | None:
         """Return p of each request of the step, 0 in dummy runs; None where nothing is protected.

@@ -31,7 +31,8 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         self.prompts: dict[str, int] = {}  # tokens of each request's prompt
         if kv_cache_spec.protect:
             prefix_hits.apply()
-            length, protected = TYPICAL + kv_cache_spec.budget, protected_tokens(kv_cache_spec.protect, TYPICAL)
+            protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
+            length = TYPICAL + kv_cache_spec.budget
             fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, protected)
             logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
 

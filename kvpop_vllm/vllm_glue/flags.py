@@ -36,7 +36,7 @@ _HELP = {
     "protect_prompt": (
         str,
         "all|N",
-        "Never evict the prompt, or its first N tokens; these are shared by vLLM's prefix cache. Default: 0, but for random.",
+        "Never evict the prompt, or its first N tokens; these are shared by vLLM's prefix cache. Default: all under random, 0 elsewhere.",
     ),
 }
 

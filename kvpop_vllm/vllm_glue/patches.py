@@ -216,9 +216,8 @@ def _config_with_policy(engine_args, original, args, kwargs):
     )
     if policy.protect:
         logger.info(
-            "--kv-protect-prompt %s: such a request may need as many blocks as a dense one of --max-model-len, and its tail; lower one of these "
-            "where the pool is too small",
-            "all" if policy.protect is True else policy.protect,
+            "protected: %s of each prompt (--kv-protect-prompt); --max-model-len bounds it, lower that if the pool is too small",
+            "all" if policy.protect is True else f"the first {policy.protect} tokens",
         )
     return vllm_config
 

@@ -79,3 +79,53 @@ def test_seeds_of_random_eviction(case):
         generate(model, cache, [prompt])
         held.append(cache.held())
     assert torch.equal(held[0], held[1]) and not torch.equal(held[0], held[2])
+
+
+def test_padded_rows_protect_their_own_first_tokens(case):
+    """Of pads among the columns, a second turn, and a prompt whose pieces begin with nothing but pads."""
+    model, found = case("qwen3", "kvpop")
+    settings, prompts = found.settings | {"protect_prompt": 5}, [random_prompt(40), random_prompt(20, seed=4)]
+    for options in ({}, {"prefill_chunk_size": 16}):
+        cache = KVpopCache(model, **settings)
+        answers = generate(model, cache, prompts, 6, **options)
+        assert cache.protected == [5, 5]
+        texts = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, answers, strict=True)]
+        later = generate(model, cache, texts, 6)
+        for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+            own = KVpopCache(model, **settings)
+            assert generate(model, own, [prompt], 6) == [answers[row]]
+            assert generate(model, own, [text], 6) == [later[row]]
+            assert torch.equal(own.held(), cache.held(row))
+
+
+def test_what_a_longer_pass_follows_must_be_said(case):
+    model, found = case("llama", "kvpop")
+    cache, ids = KVpopCache(model, **found.settings, protect_prompt=10), torch.tensor([random_prompt(45)])
+    with torch.no_grad():
+        model(ids[:, :30], past_key_values=cache)
+        with pytest.raises(
+            ValueError, match="^10 columns may follow the 30 .* or the 10 .*: give attention_mask or pos"
+        ):
+            model(ids[:, 30:40], past_key_values=cache)
+        model(ids[:, 30:40], past_key_values=cache, attention_mask=torch.ones(1, 40, dtype=torch.int64))
+        model(ids[:, 40:], past_key_values=cache, position_ids=torch.arange(40, 45).unsqueeze(0))
+    assert (cache.lengths, cache.protected) == ([45], [10])
+
+
+def test_a_turn_that_fails_before_attention_leaves_the_cache_as_it_was(case):
+    model, found = case("qwen3", "kvpop")
+    cache, prompt = KVpopCache(model, **found.settings, protect_prompt=True), random_prompt(40)
+    answer = generate(model, cache, [prompt], 6)[0]
+    held, text = cache.held(), [*prompt, *answer, *random_prompt(14, seed=6)]
+    untouched = copy.deepcopy(cache)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    hook = model.model.layers[0].input_layernorm.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        generate(model, cache, [text], 6)
+    hook.remove()
+    assert (cache.lengths, cache.protected, cache.get_seq_length()) == ([45], [40], 40)
+    assert torch.equal(cache.held(), held)
+    assert generate(model, cache, [text], 6) == generate(model, untouched, [text], 6)

@@ -147,3 +147,11 @@ def test_seeds_are_asked_for():
             rule=rule,
             scale=1.0,
         )
+
+
+@pytest.mark.parametrize("seed", [2**63, 2**63 + 5, 2**64 - 1, -(2**63), 7])
+def test_seeds_of_64_bits(seed):
+    """Whatever a client sends: vLLM takes seeds of signed and of unsigned 64 bits, and adds a sample's number to them."""
+    expected = (mix(5 + 0x9E3779B97F4A7C15) + seed) % 2**64
+    assert draws.request_seed(5, seed) % 2**64 == draws.request_seed(5 + 2**64, seed) % 2**64 == expected
+    assert -(2**63) <= draws.signed(seed) < 2**63
