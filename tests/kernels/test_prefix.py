@@ -127,6 +127,11 @@ class Problem:
         lses = torch.stack(lses).view(shape).transpose(0, 1).flatten(1)
         return {"out": outs, "lse": lses, "magnitude": sizes, "held": held, "margin": margin}
 
+    def lse(self, held: torch.Tensor) -> torch.Tensor:
+        """Log-sum-exps ``[L, Hq]`` in float32 over what is ``held [L, H, L]``."""
+        q, k = (x.transpose(0, 1).float() for x in (self.q, self.k))
+        return masked_lse(q, k, held.transpose(0, 1))
+
 
 @functools.cache
 def problem(case: str, protect: int, dtype: torch.dtype = torch.float32):
@@ -135,12 +140,7 @@ def problem(case: str, protect: int, dtype: torch.dtype = torch.float32):
         found = Problem(case, protect, dtype, seed=seed)
         exact = found.exact()
         if exact["margin"] > (CLOSE_MASS if found.rule.coupled else CLOSE):
-            q, k, visible = (
-                found.q.transpose(0, 1).float(),
-                found.k.transpose(0, 1).float(),
-                exact["held"].transpose(0, 1),
-            )
-            exact["eager"] = eager_runs(lambda: masked_lse(q, k, visible))
+            exact["eager"] = eager_runs(functools.partial(found.lse, exact["held"]))
             return found, exact, Pool([found]).serve([found.length], "reference")
     raise AssertionError("no seed does")
 
