@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 from kernels.factories import random_page_table, random_rule, random_scorer
+from threads import one_thread
 
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.cache.retained import held_tokens
@@ -17,6 +18,12 @@ from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.roles import Retention
 
 HEADS, SIZE = 2, 32
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_threads():
+    with one_thread():
+        yield
 
 
 def pages_and_keys(kind, protect, count, budget=14, sinks=2, window=4, threshold=False):

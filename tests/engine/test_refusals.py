@@ -175,7 +175,7 @@ def test_a_prefix_cache_without_protected_prompts_is_refused(llama, protect):
     assert "--kv-protect-prompt all" in message and "leave it out" in message
 
 
-@pytest.mark.parametrize("given", ["some", "", "-1", -1, 1.5, "1.5", [1], 2**24 + 1, "99999999999"])
+@pytest.mark.parametrize("given", ["some", "", "-1", -1, 1.5, "1.5", [1], 2**24 + 1])
 def test_what_cannot_be_protected(llama, given):
     message = refusal(llama, STREAMING | {"protect_prompt": given})
     assert message.startswith("--kv-protect-prompt must be all or a number of tokens up to") and repr(given) in message

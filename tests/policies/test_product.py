@@ -70,6 +70,10 @@ def refusal(row: Row, allocator: str, correction: str) -> str | None:
     return None
 
 
+class NearTie(Exception):
+    """Rounding may decide."""
+
+
 class Tokens(NamedTuple):
     """Of one layer: q ``[Hq, S, D]``, k, v ``[H, S, D]``, what goes into attention ``[S, E]``, and a channel ``[H, S]``."""
 
@@ -150,9 +154,8 @@ def oracle(scorer):
             low = decide(own, layer, torch.float32, exact.visible)
             bound = 8 * float((exact.scores - low.scores.double()).nan_to_num().abs().max())
             smallest = float(exact.margins[exact.margins != 0].min())  # ties are ties with any rounding
-            assert smallest > bound, (
-                f"{name}, {allocator}: a margin of {smallest:.1e} below {bound:.1e}, choose another seed"
-            )
+            if smallest <= bound:
+                raise NearTie(f"{name}, {allocator}: a margin of {smallest:.1e} below {bound:.1e}, choose another seed")
             layers.append(exact.visible)
         return own, layers
 
@@ -161,7 +164,7 @@ def oracle(scorer):
 
 @pytest.fixture(scope="module")
 def expected(oracle):
-"""``(name, allocator, correction, p)`` -> for each layer what is seen, and outputs and log-sum-exps in float64 and of eager
+    """``(name, allocator, correction, p)`` -> for each layer what is seen, and outputs and log-sum-exps in float64 and of eager
     float32 runs."""
 
     @functools.cache
@@ -267,11 +270,21 @@ SERVED = [each for each in COMBINATIONS if refusal(ROWS[each[0]], *each[1:]) is 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
 @pytest.mark.parametrize("name, allocator, correction", SERVED, ids=lambda x: x)
 def test_product_with_protected_prompts(scorer, expected, logged, monkeypatch, name, allocator, correction, impl):
+    """Two lengths of those above at which rounding decides nothing."""
     own = policy(name, scorer(name), allocator, correction)
     monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
-    at = SERVED.index((name, allocator, correction))
-    for protect in (PROTECTED[at % 9], PROTECTED[(at + 4) % 9]):
-        compare(own, expected(name, allocator, correction, protect), sequences(own, protect), logged)
+    at, tried = SERVED.index((name, allocator, correction)), 0
+    for i in range(len(PROTECTED)):
+        protect = PROTECTED[(at + 4 * i) % len(PROTECTED)]
+        try:
+            right = expected(name, allocator, correction, protect)
+        except NearTie:
+            continue
+        compare(own, right, sequences(own, protect), logged)
+        tried += 1
+        if tried == 2:
+            return
+    raise AssertionError("rounding may decide with too many of these prompts: choose another seed")
 
 
 def compare(own, expected, empty, logged):
