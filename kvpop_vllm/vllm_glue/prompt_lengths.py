@@ -28,7 +28,7 @@ def _build(original):
     def build_attention_metadata(self, num_tokens, num_reqs, *args, **kwargs):
         batch = self.input_batch
         names = batch.req_ids[:num_reqs]
-        prompts = batch.num_prompt_tokens_cpu_tensor[:num_reqs].long()
+        prompts = batch.num_prompt_tokens_cpu_tensor[:num_reqs].to(torch.int64, copy=True)
         prompts[len(names) :] = 0  # of a dummy run
 
         def seeds() -> torch.Tensor:
