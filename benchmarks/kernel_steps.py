@@ -47,7 +47,7 @@ class Steps:
         raw = torch.zeros(blocks, self.heads, layout.region_bytes, dtype=torch.uint8)
         pages, table = self._pages(layout, raw, torch.arange(blocks, dtype=torch.int32)[None])
         told = {"rule": rule, "scale": self.size**-0.5, "given": self._given(rule, len(prompt[0]))}
-        ops.prefill_chunk(*prompt, pages, table[0], 0, budgets, **told)
+        ops.prefill_chunk(*prompt, pages, table[0], 0, budgets, seed=0, **told)
         return raw
 
     def _pages(self, layout: PageLayout, pool: torch.Tensor, rows: torch.Tensor):
@@ -84,4 +84,4 @@ class Steps:
 
     def _step(self, tokens, rule, pages: Pages, table, budgets, positions) -> None:
         told = {"rule": rule, "scale": self.size**-0.5, "given": self._given(rule, self.requests)}
-        ops.decode_step(*tokens, pages, table, positions, budgets, **told)
+        ops.decode_step(*tokens, pages, table, positions, budgets, seeds=torch.arange(self.requests), **told)

@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import record
@@ -112,7 +113,8 @@ def measure(options) -> int:
         raise ConfigError(
             f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(c.name for c in contenders)}"
         )
-    chosen = [c for c in contenders if not options.policies or c.name in options.policies]
+    # within a budget, prompts too
+    chosen = [replace(c, protect=0) for c in contenders if not options.policies or c.name in options.policies]
     if record.KEY["commit"].endswith("+"):
         say("tracked files differ from the commit: no row can be taken over, all is measured")
     cells, settings, problems = Cells(options), [], 0

@@ -87,12 +87,28 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
         contenders = with_protection(contenders, options.protect_prompt, options.task)
     elif options.task != "retrieval":  # rows are all prompt
         contenders = [replace(c, protect=0) for c in contenders]
+    if "bytes" in options.equal:
+        check_tails(contenders)
     if options.correction is not None:
         contenders = with_correction(contenders, options.correction)
     names = [contender.name for contender in contenders]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice!r} is to be compared twice: give it once")
     return contenders, shapes
+
+
+def check_tails(contenders: list[Contender]) -> None:
+    """No contender protects prompts: at equal bytes a prefix would be taken from the tail.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for contender in contenders:
+        own = policies.get(contender.policy).default_protect if contender.protect is None else contender.protect
+        if own:
+            raise ConfigError(
+                f"--equal bytes compares tails only, {contender.name} protects prompts: give --protect-prompt 0"
+            )
 
 
 def longest_of(settings: list[Setting]) -> list[Setting]:

@@ -50,10 +50,6 @@ class Setting:
         deployed = self._deploy(contender, model, self.budget)
         if self.equal == "k":
             return deployed
-        if deployed.protect:
-            raise ConfigError(
-                f"--equal bytes compares tails only, {contender.name} protects prompts: give --protect-prompt 0"
-            )
         plain = PageLayout(model.num_kv_heads, model.head_dim, dtype)
         most = request_bytes(plain, model.num_layers, self.length, deployed.policy.retention).allocated
         too_many = self.budget + 1

@@ -12,6 +12,8 @@ from kvpop_vllm.testing import write_random_scorer
 if PRETENDED:
     from engine.cuda_engine import LENGTH, MOST, SLOTS, STREAMING, cache_of, configure, group_of
     from engine.cuda_runners import RUNNERS, without_a_gpu
+else:
+    STREAMING = {}  # collected only
 
 ROWS = [[11, 12, 13], [21], [31, 32, 33, 34]]
 

@@ -159,7 +159,7 @@ def test_prefixes_are_cached_where_prompts_are_protected(llama, monkeypatch, pro
     policy = STREAMING | ({} if protect is None else {"protect_prompt": protect})
     assert configure(llama, policy, enable_prefix_caching=asked).cache_config.enable_prefix_caching is caches
     assert said.count(line) == (asked is None and not caches)
-    worst = [text for text in said if text.startswith("--kv-protect-prompt")]
+    worst = [text for text in said if text.startswith("protected: ")]
     assert len(worst) == (1 if protect else 0)
 
 

@@ -229,6 +229,16 @@ def test_odd_address_is_reported():
 
 def test_overflow_is_reported():
     """Of a window that the op itself refuses."""
-    told = torch.zeros(1, 2), torch.arange(2)[None], 0, 1, 2**63 - 1, torch.zeros(1, dtype=torch.float64), 1, False
+    told = (
+        torch.zeros(1, 2),
+        torch.arange(2)[None],
+        0,
+        1,
+        2**63 - 1,
+        torch.zeros(1, dtype=torch.float64),
+        1,
+        False,
+        None,
+    )
     said = report(lambda: _C.online_topk(*told))
     assert "signed integer overflow" in said, said

@@ -107,7 +107,9 @@ def test_bad_arguments_are_refused():
 def test_the_extension_itself_refuses_what_it_would_overrun(held, topk, window):
     score, position = draw_tokens(torch.Generator().manual_seed(1), 2, 4, 5, False)
     with pytest.raises(ValueError, match="need 0 <= held"):
-        load_extension().online_topk(score, position, held, topk, window, torch.zeros(2, dtype=torch.float64), 1, False)
+        load_extension().online_topk(
+            score, position, held, topk, window, torch.zeros(2, dtype=torch.float64), 1, False, None
+        )
 
 
 @pytest.mark.parametrize("impl", IMPLS)
