@@ -11,19 +11,18 @@ import statistics
 import sys
 
 import record
-from engines import add_options, add_pool, check_budget, conclude, engines, output_problems, say, start
+from engines import add_options, add_pool, check_budget, compare, say
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "capacity.csv"
 
 
 def main() -> int:
     options = parse_arguments()
-    with engines(options) as started:
-        start(started)
-        if problems := output_problems(started):
-            return conclude(problems, None, None, options)
-        rows = [row for turn in range(options.rounds) for row in one_round(started, turn + 1, options)]
-    return conclude([], lambda: report(rows), lambda: record.append(RESULTS, rows), options)
+
+    def rounds(started: dict) -> list[dict]:
+        return [row for turn in range(options.rounds) for row in one_round(started, turn + 1, options)]
+
+    return compare(options, rounds, report, lambda rows: record.append(RESULTS, rows))
 
 
 def parse_arguments():

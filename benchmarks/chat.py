@@ -14,21 +14,19 @@ import sys
 
 import engines as children
 import record
-from engines import NO_HITS, add_options, ask_all, check_budget, conclude, engines, output_problems, say, start
+from engines import NO_HITS, add_options, ask_all, check_budget, compare, say
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "chat.csv"
 
 
 def main() -> int:
     options = parse_arguments()
-    with engines(options) as started:
-        start(started)
-        if problems := output_problems(started):
-            return conclude(problems, None, None, options)
-        rows = chats(started, options)
-        if options.requests:
-            rows += crowds({name: engine for name, engine in started.items() if NO_HITS not in name}, options)
-    return conclude([], lambda: report(rows), lambda: record.append(RESULTS, rows), options)
+
+    def measure(started: dict) -> list[dict]:
+        many = {name: engine for name, engine in started.items() if NO_HITS not in name}
+        return chats(started, options) + (crowds(many, options) if options.requests else [])
+
+    return compare(options, measure, report, lambda rows: record.append(RESULTS, rows))
 
 
 def parse_arguments():

@@ -2,16 +2,20 @@
 
 Each configuration lives in a child process with an engine of its own (vLLM's default compiled mode). All of them prefill
 the same prompts; then they take turns, A B C A B C ..., while the others sleep. Nothing is called faster unless every
-policy gave stock's greedy tokens on prompts shorter than its budget. Rows go to benchmarks/results/decode.csv.
+policy gave stock's greedy tokens on prompts shorter than its budget. Rows go to benchmarks/results/decode.csv. With --against
+each policy runs from another checkout too, whose steps are told and not written.
 """
 
 import argparse
+import math
 import statistics
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import record
 from engines import (
+    BEFORE,
     EAGER,
     PEER_INTERVAL,
     PEER_NAMES,
@@ -20,70 +24,13 @@ from engines import (
     add_options,
     ask_all,
     check_budget,
-    conclude,
-    engines,
-    output_problems,
+    compare,
     say,
-    start,
 )
 
 from kvpop_vllm.argument_types import positive
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "decode.csv"
-
-
-def main() -> int:
-    options = parse_arguments()
-    with engines(options) as started:
-        return measure(started, options)
-
-
-def parse_arguments():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser, budget=2048, rounds=5)
-    parser.add_argument(
-        "--context", nargs="+", type=int, default=[7500], help="tokens of each prompt, about (default 7500)"
-    )
-    parser.add_argument("--requests", nargs="+", type=int, default=[8], help="requests decoded together (default 8)")
-    parser.add_argument("--steps", type=positive, default=24, help="counted steps of a turn (default 24)")
-    parser.add_argument(
-        "--peers", action="store_true", help="transformers and kvpress too, with --requests 1 (`make peers` first)"
-    )
-    parser.add_argument("--eager-too", action="store_true", help="each policy a second time, eager")
-    options = parser.parse_args()
-    if options.eager and options.eager_too:
-        parser.error("--eager leaves nothing to compare: leave it out, or --eager-too")
-    check_budget(parser, options)
-    if options.peers and options.requests != [1]:
-        parser.error("the peers decode one request: give --requests 1")
-    turns = options.rounds * len(options.requests)
-    if max(options.context) + turns * (options.steps + WARM_UP) > 8000:
-        parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context")
-    options.most_requests = max(options.requests)
-    if min(options.context) <= STAGGER * options.most_requests or min(options.requests) < 1:
-        parser.error(
-            f"prompts differ by {STAGGER} tokens each and must not be empty: raise --context or lower --requests"
-        )
-    if options.peers and options.steps % PEER_INTERVAL:
-        parser.error(f"a turn must hold as many compressions as any other: make --steps a multiple of {PEER_INTERVAL}")
-    options.pool_tokens = 1.15 * options.most_requests * 8192  # what stock needs for all requests, and a little
-    return options
-
-
-def measure(engines: dict, options) -> int:
-    start(engines)
-    rows = []
-    if problems := output_problems(engines):
-        return conclude(problems, None, None, options)
-    for context in options.context:
-        say(f"prefill of {options.most_requests} x about {context} tokens in every engine: this may take minutes")
-        for name, reply in ask_all(engines, "prefill", context=context, requests=options.most_requests):
-            say(f"{name}: {reply['tokens'] / reply['seconds']:.0f} tokens/s, engines side by side")
-        for requests in sorted(options.requests, reverse=True):
-            rows += cell(engines, context, requests, options)
-        for _ in ask_all(engines, "keep", requests=0):
-            pass
-    return conclude([], lambda: report(rows), lambda: append(rows, options), options)
 
 
 @dataclass(frozen=True)
@@ -99,13 +46,69 @@ class Turn:
     held: int
 
 
+def main() -> int:
+    options = parse_arguments()
+    return compare(options, lambda started: measure(started, options), report, lambda rows: append(rows, options))
+
+
+def parse_arguments():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser, budget=2048, rounds=5)
+    parser.add_argument(
+        "--context", nargs="+", type=int, default=[7500], help="tokens of each prompt, about (default 7500)"
+    )
+    parser.add_argument("--requests", nargs="+", type=int, default=[8], help="requests decoded together (default 8)")
+    parser.add_argument("--steps", type=positive, default=24, help="counted steps of a turn (default 24)")
+    parser.add_argument(
+        "--peers", action="store_true", help="transformers and kvpress too, with --requests 1 (`make peers` first)"
+    )
+    parser.add_argument(
+        "--against", metavar="DIR", help="each policy a second time from this checkout, whose extension is built"
+    )
+    parser.add_argument("--eager-too", action="store_true", help="each policy a second time, eager")
+    options = parser.parse_args()
+    if options.eager and options.eager_too:
+        parser.error("--eager leaves nothing to compare: leave it out, or --eager-too")
+    check_budget(parser, options)
+    if options.peers and options.requests != [1]:
+        parser.error("the peers decode one request: give --requests 1")
+    if options.against and not (Path(options.against) / "kvpop_vllm" / "__init__.py").is_file():
+        parser.error(f"there is no kvpop_vllm in {options.against}: give --against a checkout of this repository")
+    turns = options.rounds * len(options.requests)
+    if max(options.context) + turns * (options.steps + WARM_UP) > 8000:
+        parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context")
+    options.most_requests = max(options.requests)
+    if min(options.context) <= STAGGER * options.most_requests or min(options.requests) < 1:
+        parser.error(
+            f"prompts differ by {STAGGER} tokens each and must not be empty: raise --context or lower --requests"
+        )
+    if options.peers and options.steps % PEER_INTERVAL:
+        parser.error(f"a turn must hold as many compressions as any other: make --steps a multiple of {PEER_INTERVAL}")
+    options.pool_tokens = 1.15 * options.most_requests * 8192  # what stock needs for all requests, and a little
+    return options
+
+
+def measure(engines: dict, options) -> list[Turn]:
+    turns = []
+    for context in options.context:
+        say(f"prefill of {options.most_requests} x about {context} tokens in every engine: this may take minutes")
+        for name, reply in ask_all(engines, "prefill", context=context, requests=options.most_requests):
+            say(f"{name}: {reply['tokens'] / reply['seconds']:.0f} tokens/s, engines side by side")
+        for requests in sorted(options.requests, reverse=True):
+            turns += cell(engines, context, requests, options)
+        for _ in ask_all(engines, "keep", requests=0):
+            pass
+    return turns
+
+
 def cell(engines: dict, context: int, requests: int, options) -> list[Turn]:
     """All rounds of one context and number of requests."""
     held = {name: reply["held_bytes"] for name, reply in ask_all(engines, "keep", requests=requests)}
     turns = []
     for turn in range(1, options.rounds + 1):
         told = {"requests": requests, "steps": options.steps}
-        means = {name: statistics.mean(engine.ask("steps", **told)["ms"]) for name, engine in engines.items()}
+        order = list(engines)[:: 1 if turn % 2 else -1]  # neither of a pair is always the first
+        means = {name: statistics.mean(engines[name].ask("steps", **told)["ms"]) for name in order}
         shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in means.items())
         say(f"{requests} at {context}, round {turn}: {shown}")
         turns += [
@@ -130,7 +133,25 @@ def report(turns: list[Turn]) -> str:
             compiled = {t.round: t.ms for t in turns if (t.context, t.requests, t.name) == twin}
             over = [t.ms / compiled[t.round] for t in mine]
             lines.append(f"  / compiled: median {statistics.median(over):.2f}, {min(over):.2f} to {max(over):.2f}")
+        before = [t.ms for t in turns if (t.context, t.requests, t.name) == (context, requests, name + BEFORE)]
+        if before:
+            over = [t.ms / ms for t, ms in zip(mine, before, strict=True)]
+            low, high = median_interval(over)
+            lines.append(f"  / before: median {statistics.median(over):.3f}, 95% interval {low:.3f} to {high:.3f}")
     return "\n".join(lines)
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Return the interval that holds the median of what ``values`` were drawn from with a probability of at least 0.95.
+
+    Its ends are order statistics, by the binomial distribution of the number of values below the median; nothing is assumed
+    of how the values are distributed. Fewer than six give the least and the largest, which hold it less often.
+    """
+    n, rank, below = len(values), 0, 0.0
+    while (below := below + math.comb(n, rank) / 2**n) <= 0.025:
+        rank += 1
+    ordered = sorted(values)
+    return ordered[max(0, rank - 1)], ordered[min(n - 1, n - rank)]
 
 
 def append(turns: list[Turn], options) -> None:
@@ -152,6 +173,7 @@ def append(turns: list[Turn], options) -> None:
                 "kv_bytes": t.held,
             }
             for t in turns
+            if not t.name.endswith(BEFORE)  # rows are of this commit
         ],
     )
 

@@ -1,4 +1,4 @@
-"""The child's end of a peer: plain transformers, or kvpress on it, as `engines.Child` is for vLLM; one request at a time.
+"""The child's end of a peer: plain transformers, or kvpress on it, as `engine_child.Child` is for vLLM; one request at a time.
 
 Runs in an environment of its own (`make peers`), since kvpress wants an older transformers than vLLM, and imports nothing
 of this repository.
@@ -15,7 +15,7 @@ WARM_UP = 2
 
 
 class Peer:
-    """One model; the same commands and replies as `engines.Child`."""
+    """One model; the same commands and replies as `engine_child.Child`."""
 
     def __init__(self, options: dict):
         self.options = options

@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 import record
-from engines import add_options, check_budget, conclude, engines, output_problems, say, start
+from engines import add_options, check_budget, compare, say
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "prefill.csv"
 POSITIONS = 8192
@@ -27,24 +27,23 @@ def main() -> int:
         if max(options.context) + 1 > POSITIONS:
             lengthen(Path(options.model), Path(folder), max(options.context) + 1)
             options.model, options.load_format = folder, "dummy"
-        return compare(options)
+        judged = options.load_format != "dummy"  # weights at random make flat logits, whose near ties say nothing
+        if not judged:
+            print("random weights: outputs and times are not compared with stock's")
+        return compare(
+            options,
+            lambda started: measure(started, options),
+            report,
+            lambda rows: record.append(RESULTS, rows),
+            judged=judged,
+        )
 
 
-def compare(options) -> int:
-    with engines(options) as started:
-        start(started)
-        # weights at random make flat logits, whose near ties say nothing
-        if options.load_format != "dummy" and (problems := output_problems(started)):
-            return conclude(problems, None, None, options)
-        for engine in started.values():
-            engine.ask("prompt", context=min(options.context))  # the first long one is not counted
-        rounds = range(1, options.rounds + 1)
-        rows = [
-            row for turn in rounds for context in options.context for row in one_turn(started, turn, context, options)
-        ]
-    if options.load_format == "dummy":
-        print("random weights: outputs and times are not compared with stock's")
-    return conclude([], lambda: report(rows), lambda: record.append(RESULTS, rows), options)
+def measure(started: dict, options) -> list[dict]:
+    for engine in started.values():
+        engine.ask("prompt", context=min(options.context))  # the first long one is not counted
+    rounds = range(1, options.rounds + 1)
+    return [row for turn in rounds for context in options.context for row in one_turn(started, turn, context, options)]
 
 
 def lengthen(model: Path, folder: Path, positions: int) -> None:

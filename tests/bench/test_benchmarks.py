@@ -118,12 +118,18 @@ def test_every_benchmark_stops_when_outputs_differ(modules, capsys, monkeypatch)
     for name in ("decode", "prefill", "capacity"):
         module = modules[name]
         engines = {"dense": Stub(start={}, short=STOCK), "kvpop": Stub(start={}, short=[told([9, 2, 3, 4]), STOCK[1]])}
-        monkeypatch.setattr(module, "engines", lambda options, engines=engines: nullcontext(engines))
+        monkeypatch.setattr(modules["engines"], "engines", lambda options, engines=engines: nullcontext(engines))
         monkeypatch.setattr(module, "parse_arguments", lambda: options)
         assert module.main() == 1
         out, err = capsys.readouterr()
         assert err == "output check failed, no ratio is given: kvpop, prompt 0, token 0: 9 instead of 1, gap 2.00\n"
         assert " / it" not in out and "tokens/s" not in out
+
+
+@pytest.mark.parametrize("number, first, last", [(1, 1, 1), (5, 1, 5), (6, 1, 6), (9, 2, 8), (15, 4, 12), (20, 6, 15)])
+def test_interval_of_a_median(modules, number, first, last):
+    """Ranks of tables of the sign test; below six values none holds the median often enough."""
+    assert modules["decode"].median_interval([float(number - i) for i in range(number)]) == (first, last)
 
 
 def test_load_stops_when_outputs_differ(modules, capsys, monkeypatch, tmp_path):

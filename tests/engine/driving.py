@@ -25,7 +25,7 @@ MOST_STEPS = 2000
 @dataclass
 class Job:
     """A greedy request: ``new`` tokens after ``length`` random ones, or after ``prompt``, with log-probs of the prompt too if
-    ``scored``, which then hits nothing. ``samples``: so many continuations, drawn."""
+    ``scored``, which then hits nothing. ``samples``: so many continuations, drawn. ``adapter``: a ``LoRARequest``."""
 
     length: int = 0
     new: int = 12
@@ -34,6 +34,7 @@ class Job:
     salt: str | None = None
     priority: int = 0
     samples: int = 1
+    adapter: object = None
 
     @property
     def tokens(self) -> list[int]:
@@ -60,7 +61,8 @@ class Watched:
     def add(self, name: str, job: Job) -> str:
         """Queue a request, also while others are served; returns its internal id."""
         prompt = {"prompt_token_ids": job.tokens} | ({"cache_salt": job.salt} if job.salt else {})
-        self.names[name] = self.engine.add_request(name, prompt, _parameters(job), priority=job.priority)
+        told = {"priority": job.priority, "lora_request": job.adapter}
+        self.names[name] = self.engine.add_request(name, prompt, _parameters(job), **told)
         return self.names[name]
 
     def serve(self, jobs: list[Job], each_step: Callable[[int], None] | None = None) -> dict:

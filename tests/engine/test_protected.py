@@ -17,6 +17,7 @@ TEXT = random_prompt(220, seed=99)
 BUDGET = 26
 """Few, so that answers outgrow what is kept behind a prompt."""
 BORDERS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, BUDGET - 1, BUDGET, BUDGET + 1, 2 * BUDGET]
+BESIDE = [2, 7, 40, 2 * BLOCK, 4 * BLOCK, 70, 100]
 KINDS = {name: row.engines[0] for name, row in ROWS.items() if row.engines}
 ASKED = dict(
     zip(KINDS, [BUDGET, 1, BLOCK - 1, BLOCK, BLOCK + 1, BUDGET - 1, BUDGET + 1, 33, 2 * BLOCK, 7, 48, 63], strict=False)
@@ -52,13 +53,13 @@ def check(engine, answers) -> None:
 
 
 def test_every_length_in_every_cut(protected):
-    """Prompts at and around the borders of a block and of the budget: in chunks of seven, whole, and all but the last token;
-    again when all of it can be hit; then as twins within one step, and after the prefix cache was emptied."""
-    jobs = [Job(new=34, prompt=TEXT[:n]) for n in BORDERS]
+    """Sixteen prompts, at and around the borders of a block and of the budget among them: in chunks of seven, whole, and all but the
+    last token; again when all of it can be hit; then as twins within one step, and after the prefix cache was emptied."""
+    jobs = [Job(new=34, prompt=TEXT[:n]) for n in BORDERS] + [Job(new=14, prompt=TEXT[:n]) for n in BESIDE]
     protected.chunk(7)
     answers, before = protected.serve(jobs), protected.judge.decisions
     assert all(answer.num_cached_tokens == 0 for answer in answers.values())
-    assert max(len(step.running) for step in protected.recorder.blocks) == len(jobs)
+    assert max(len(step.running) for step in protected.recorder.blocks) == len(jobs) == 16
     check(protected, answers)
     assert protected.judge.decisions - before > 20
     first = {len(a.prompt_token_ids): a.outputs[0].token_ids for a in answers.values()}
@@ -78,8 +79,8 @@ def test_every_length_in_every_cut(protected):
 
 
 def test_last_chunks_of_one_token(protected):
-    """A prompt cut so that its last token runs as a decode step, and cuts into single tokens."""
-    for chunk, lengths in ((16, (17, 33, 49)), (26, (27, 28, 53)), (1, (18, 3))):
+    """A prompt cut so that its last token runs as a decode step, cuts into single tokens, and larger ones than a budget."""
+    for chunk, lengths in ((16, (17, 33, 49)), (26, (27, 28, 53)), (1, (18, 3)), (64, (65, 128, 150))):
         protected.chunk(chunk)
         answers = protected.serve([Job(1, new=30), *(Job(new=26, prompt=TEXT[:n][::-1]) for n in lengths)])
         check(protected, answers)

@@ -181,3 +181,22 @@ def test_several_samples_of_one_prompt(engine):
     shared = set.intersection(*(set(blocks) for _, blocks in first.values()))
     assert len(first) == 4 and len(shared) == most(engine, 64) // BLOCK
     check(engine, answers)
+
+
+def test_sleep_and_wake(engine):
+    """Deep enough that the cache is discarded: nothing is hit that was computed before."""
+    engine.chunk(7)
+
+    def sleep(step):
+        if step == 9:
+            engine.llm.sleep(1, mode="keep")
+            engine.fill_pool(255)
+            engine.llm.wake_up(None)
+
+    jobs = [fork(n, new=20) for n in (3, 40, BUDGET, 70)] + [fork(90, new=20, seed=5, at=33)]
+    answers = engine.serve(jobs, sleep)
+    assert set(engine.recorder.preemptions.values()) == {1}
+    check(engine, answers)
+    answers = engine.serve(jobs)
+    assert max(answer.num_cached_tokens for answer in answers.values()) == most(engine, 69)
+    check(engine, answers)

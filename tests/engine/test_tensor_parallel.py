@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from engine.tiny_engine import generate
+from engine.tiny_engine import answers, complete, running, scores
 
 from kvpop_vllm.vllm_glue.backend import heads_of_rank
 
@@ -22,15 +22,24 @@ def test_heads_of_each_rank(total, ranks, first):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy, options", [("kvpop", {}), ("trimkv", {"allocator": "pyramid"})])
+@pytest.mark.parametrize(
+    "policy, options", [("kvpop", {}), ("trimkv", {"allocator": "pyramid"}), ("kvpop", {"protect_prompt": True})]
+)
 def test_two_ranks_equal_one(case, monkeypatch, policy, options):
-    """The second with gates, and with pages of layers with unequal budgets."""
+    """The second with gates, and with pages of layers with unequal budgets; the third hits its prompts when they come again."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
     found = case("qwen3", policy, **options)
-    one = generate(found.model, found.settings)
-    two = generate(found.model, found.settings, tensor_parallel_size=2, distributed_executor_backend="mp")
-    for alone, together in zip(one, two, strict=True):
+    with running(found.model, found.settings, block_size=16) as llm:
+        one = complete(llm, 24)
+    with running(
+        found.model, found.settings, block_size=16, tensor_parallel_size=2, distributed_executor_backend="mp"
+    ) as llm:
+        two = [*answers(llm, 24), *answers(llm, 24)]
+    hit = [answer.num_cached_tokens for answer in two]
+    whole = [(len(answer.prompt_token_ids) - 1) // 16 * 16 for answer in two[:4]]
+    assert hit == [0] * 4 + (whole if "protect_prompt" in options else [0] * 4)
+    for alone, together in zip(one * 2, map(scores, two), strict=True):
         assert [token for token, _ in together] == [token for token, _ in alone]
         assert [score for _, score in together] == pytest.approx([score for _, score in alone], abs=1e-3)

@@ -64,15 +64,21 @@ def stop(llm) -> None:
 
 
 def complete(llm, tokens: int) -> list[list[tuple[int, float]]]:
+    return [scores(answer) for answer in answers(llm, tokens)]
+
+
+def answers(llm, tokens: int) -> list:
+    """vLLM's greedy answers to :data:`PROMPTS`."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, detokenize=False, ignore_eos=True)
-    answers = llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
-    outputs = [answer.outputs[0] for answer in answers]
-    return [
-        [(token, chosen[token].logprob) for token, chosen in zip(out.token_ids, out.logprobs, strict=True)]
-        for out in outputs
-    ]
+    return llm.generate([{"prompt_token_ids": p} for p in PROMPTS], params, use_tqdm=False)
+
+
+def scores(answer) -> list[tuple[int, float]]:
+    """Tokens of an answer with their log-probabilities."""
+    out = answer.outputs[0]
+    return [(token, chosen[token].logprob) for token, chosen in zip(out.token_ids, out.logprobs, strict=True)]
 
 
 def backend(llm) -> type:

@@ -33,6 +33,14 @@ CASES = {
     "mlstm-odd-widths": ("mlstm", {"norm": True}),
 }
 CASES |= {f"{name}-corrected": (kind, options | {"correction": True}) for name, (kind, options) in CASES.items()}
+CORRECTED = {"none", "moment", "mass-mean", "mlstm"}
+SOME_CASES = {
+    name: case
+    for name, case in CASES.items()
+    if not name.startswith("mlstm-odd-widths")
+    and (not name.endswith("-corrected") or name.removesuffix("-corrected") in CORRECTED)
+}
+"""For tests of whole requests: each scorer, and the correction with a scorer of each kind."""
 
 
 @dataclass

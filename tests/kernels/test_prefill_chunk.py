@@ -11,6 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kernels.exact import Exact
 from kernels.factories import given_scores, random_page_table, random_rule, random_scorer
+from kernels.problems import SOME_CASES
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
@@ -19,29 +20,6 @@ from kvpop_vllm.kernels.pages import PageLayout
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IMPLS = ["triton"] if INTERPRETED else ["reference", *_C.isa_levels()]
 """Torch, and C++ with each instruction set of this machine; where Triton's kernels are interpreted (test_triton_interpreted), those."""
-
-CASES = {
-    "none": (None, {}),
-    "key-norm": ("key-norm", {}),
-    "mass-newest": ("mass", {"mean": False}),
-    "mass-mean": ("mass", {"mean": True}),
-    "moment": ("moment", {}),
-    "given": ("given", {}),
-    "given-ages": ("given", {"ages": True}),
-    "given-threshold": ("given", {"threshold": -0.5}),
-    "moment-corrected": ("moment", {"correction": True}),
-    "none-corrected": (None, {"correction": True}),
-    "mass-mean-corrected": ("mass", {"mean": True, "correction": True}),
-    "mlstm-corrected": ("mlstm", {"correction": True}),
-    "linear": ("linear", {}),
-    "mlp": ("mlp", {}),
-    "mlstm": ("mlstm", {}),
-    "mlstm-norm-skip": ("mlstm", {"norm": True, "skip": True}),
-    "mlstm-softmax-cap": ("mlstm", {"feature_map": "softmax", "gate_softcap": 3.0}),
-    "mlstm-direct-values": ("mlstm", {"value_projection": False}),
-    "mlstm-immediate": ("mlstm", {"delayed": False}),
-}
-
 
 SCORE_NOISE, MASS_NOISE = 2e-6, 2e-7
 """Attention masses, of order 1 / B, and their products with residuals by a tenth of that. Paths round raw scores of order 1 to 3 differently by up to this much (float32, states of up to 120 tokens)."""
@@ -57,7 +35,7 @@ class Problem:
     """Random tokens of one request and the rule they are served under."""
 
     def __init__(self, case, sinks, window, topk, length, *, heads=2, group=2, size=32, slots=16, step=1, seed=0, dtype=torch.float32):  # fmt: skip
-        kind, options = CASES[case]
+        kind, options = SOME_CASES[case]
         window = max(2, window) if case == "given-threshold" else window
         self.generator = torch.Generator().manual_seed(seed)
         options = dict(options)
@@ -159,7 +137,7 @@ def check_same(actual, expected):
         torch.testing.assert_close(a, b, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", SOME_CASES)
 @pytest.mark.parametrize("roles", [(2, 8, 10), (0, 1, 5), (4, 16, 0), (3, 5, 40)], ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_equals_decode_steps(case, roles, impl):
@@ -194,7 +172,7 @@ def test_decay_steps_beyond_one(case, step, impl):
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
-    case=st.sampled_from(sorted(CASES)),
+    case=st.sampled_from(sorted(SOME_CASES)),
     sinks=st.integers(0, 5),
     window=st.integers(1, 20),
     topk=st.integers(0, 30),
@@ -211,7 +189,7 @@ def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, gro
     shape = dict(heads=heads, group=group, slots=slots, size=size)
     problem = Problem(case, sinks, window, topk, length, seed=seed, **shape)
     noise = MASS_NOISE if problem.rule.coupled else SCORE_NOISE
-    assume(CASES[case][0] is None or problem.closest_decision() > 10 * noise)
+    assume(SOME_CASES[case][0] is None or problem.closest_decision() > 10 * noise)
     check_same(problem.prefill(chunks, impl), problem.decode())
 
 

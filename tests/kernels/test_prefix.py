@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernels.exact import Exact
 from kernels.factories import given_scores, poisoned_pages, random_rule, random_scorer
-from kernels.problems import CLOSE, CLOSE_MASS
+from kernels.problems import CLOSE, CLOSE_MASS, SOME_CASES
 from threads import one_thread
 
 from kvpop_vllm import _C
@@ -18,27 +18,8 @@ from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout, Prefix, cdiv
 from kvpop_vllm.testing import assert_within_budget, eager_runs, masked_lse
 
-CASES = {
-    "none": (None, {}),
-    "key-norm": ("key-norm", {}),
-    "mass-newest": ("mass", {"mean": False}),
-    "mass-mean": ("mass", {"mean": True}),
-    "moment": ("moment", {}),
-    "given": ("given", {}),
-    "given-ages": ("given", {"ages": True}),
-    "given-threshold": ("given", {"threshold": -0.5}),
-    "linear": ("linear", {}),
-    "mlp": ("mlp", {}),
-    "mlstm": ("mlstm", {}),
-    "mlstm-norm-skip": ("mlstm", {"norm": True, "skip": True}),
-    "mlstm-softmax-cap": ("mlstm", {"feature_map": "softmax", "gate_softcap": 3.0}),
-    "mlstm-direct-values": ("mlstm", {"value_projection": False}),
-    "mlstm-immediate": ("mlstm", {"delayed": False}),
-    "none-corrected": (None, {"correction": True}),
-    "moment-corrected": ("moment", {"correction": True}),
-    "mass-mean-corrected": ("mass", {"mean": True, "correction": True}),
+CASES = SOME_CASES | {
     "given-threshold-corrected": ("given", {"threshold": -0.5, "correction": True}),
-    "mlstm-corrected": ("mlstm", {"correction": True}),
     "mlstm-short": ("mlstm", {"replay": 5}),
     "mlstm-no-replay": ("mlstm", {"replay": 0}),
     "mlstm-immediate-short": ("mlstm", {"delayed": False, "replay": 3}),

@@ -1,0 +1,186 @@
+"""The child's end of an engine that takes turns with others (engines.py)."""
+
+import argparse
+import json
+import os
+import random
+import sys
+import time
+from pathlib import Path
+
+from engines import SHORT_PROMPTS, STAGGER, WARM_UP, token_bytes
+from record import ROOT
+
+
+class Child:
+    """One engine. Reads commands, one a line, ``[name, arguments]``, and answers each with a line of JSON."""
+
+    def __init__(self, options: dict):
+        self.options = argparse.Namespace(**options)
+        self.replies = os.fdopen(os.dup(1), "w", buffering=1)
+        os.dup2(2, 1)  # whatever else is printed goes to the log
+
+    def serve(self) -> int:
+        for line in sys.stdin:
+            command, arguments = json.loads(line)
+            self.reply(getattr(self, command)(**arguments))
+        os._exit(0)  # vLLM's own teardown has nothing to say here
+
+    def reply(self, what) -> None:
+        print(json.dumps(what), file=self.replies)
+
+    def start(self) -> dict:
+        begin, asked = time.monotonic(), self.options
+        from vllm import LLM
+
+        import kvpop_vllm
+
+        if not Path(kvpop_vllm.__file__).is_relative_to(getattr(asked, "checkout", ROOT)):
+            raise RuntimeError(f"{kvpop_vllm.__file__} is served, which is not in {getattr(asked, 'checkout', ROOT)}")
+
+        self.llm = LLM(
+            asked.model,
+            dtype="bfloat16",
+            max_num_seqs=asked.most_requests,
+            kv_cache_memory_bytes=int(asked.pool_tokens * token_bytes(asked.model)),
+            enable_prefix_caching=getattr(asked, "prefix_caching", False),
+            enforce_eager=asked.eager,
+            load_format=asked.load_format,
+            additional_config={"kv_policy": asked.policy} if asked.policy else {},
+        )
+        self.engine = self.llm.llm_engine
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        self.pool = scheduler.kv_cache_manager.block_pool
+        pool_bytes = sum(tensor.size for tensor in scheduler.kv_cache_config.kv_cache_tensors)
+        self.block_bytes = pool_bytes // scheduler.kv_cache_config.num_blocks
+        self.free = self.pool.get_num_free_blocks()
+        return {"seconds": time.monotonic() - begin, "pool_bytes": pool_bytes}
+
+    def short(self) -> list:
+        """Greedy tokens of short prompts, each with its log-probability and its lead over the second."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
+        answers = self.llm.generate(list(SHORT_PROMPTS), params, use_tqdm=False)
+        return [
+            [self._token(*pair) for pair in zip(a.outputs[0].token_ids, a.outputs[0].logprobs, strict=True)]
+            for a in answers
+        ]
+
+    @staticmethod
+    def _token(token: int, candidates: dict) -> dict:
+        first, second = sorted((c.logprob for c in candidates.values()), reverse=True)[:2]
+        return {"token": token, "logprob": candidates[token].logprob, "gap": first - second}
+
+    def prefill(self, context: int, requests: int) -> dict:
+        """Requests of about ``context`` tokens, until all of them decode."""
+        from vllm import SamplingParams
+
+        draw = random.Random(context)
+        lengths = [context - STAGGER * i for i in range(requests)]
+        params = SamplingParams(temperature=0, max_tokens=8192 - context, ignore_eos=True, detokenize=False)
+        for i, length in enumerate(lengths):
+            self.engine.add_request(f"{context}-{i}", {"prompt_token_ids": self._random(draw, length)}, params)
+        self.asked = [f"{context}-{i}" for i in range(requests)]
+        begin = said = time.monotonic()
+        while (decoding := len(self.engine.step())) < requests:
+            if time.monotonic() - said > 30:
+                said = time.monotonic()
+                self.reply({"progress": f"{decoding} of {requests} prompts done after {said - begin:.0f} s"})
+        return {"seconds": time.monotonic() - begin, "tokens": sum(lengths)}
+
+    def chat(self, turns: int, tokens: int, answer: int, seed: int) -> dict:
+        """Hold a conversation whose turns add so many tokens each, ``answer`` of them generated; return the seconds from the last
+        turn's request to its first and second token, and the tokens of its prompt that were hit."""
+        from vllm import SamplingParams
+
+        draw, text = random.Random(seed), []
+        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
+        for turn in range(turns):
+            text = [*text, *self._random(draw, tokens - answer)]
+            begin, times, found = time.perf_counter(), [], []
+            self.engine.add_request(f"chat-{seed}-{turn}", {"prompt_token_ids": text}, params)
+            while self.engine.has_unfinished_requests():
+                for reply in self.engine.step():
+                    times += [time.perf_counter() - begin] * (len(reply.outputs[0].token_ids) - len(times))
+                    found, hit = reply.outputs[0].token_ids, reply.num_cached_tokens
+            text = [*text, *found]
+        return {"first": times[0], "second": times[1], "hit": hit or 0}
+
+    def crowd(self, requests: int, system: int, own: int, new: int) -> dict:
+        """Requests that read one system prompt of so many tokens, each with a question of its own, until all of them decode."""
+        from vllm import SamplingParams
+
+        prompt = self._random(random.Random(0), system)
+        self.llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=1), use_tqdm=False)
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        begin = time.monotonic()
+        for i in range(requests):
+            tokens = [*prompt, *self._random(random.Random(i + 1), own)]
+            self.engine.add_request(f"crowd-{i}", {"prompt_token_ids": tokens}, params)
+        self.asked = [f"crowd-{i}" for i in range(requests)]
+        while len(self.engine.step()) < requests:
+            pass
+        return {"seconds": time.monotonic() - begin}
+
+    @staticmethod
+    def _random(draw: random.Random, length: int) -> list[int]:
+        return [draw.randrange(100, 40000) for _ in range(length)]
+
+    def keep(self, requests: int) -> dict:
+        """Goes on with the first so many requests of the last ``prefill``; says what they hold."""
+        self.engine.abort_request(self.asked[requests:])
+        self.asked = self.asked[:requests]
+        return {"held_bytes": (self.free - self.pool.get_num_free_blocks()) * self.block_bytes}
+
+    def prompt(self, context: int) -> dict:
+        """One prompt alone, never seen before, to its first token."""
+        from vllm import SamplingParams
+
+        self.prompts = getattr(self, "prompts", 0) + 1
+        tokens = self._random(random.Random(self.prompts), context)
+        begin = time.perf_counter()
+        self.llm.generate({"prompt_token_ids": tokens}, SamplingParams(max_tokens=1), use_tqdm=False)
+        return {"seconds": time.perf_counter() - begin}
+
+    def steps(self, requests: int, steps: int) -> dict:
+        """Milliseconds of each step in which all ``requests`` decode, after a few that are not counted."""
+        times = []
+        for _ in range(WARM_UP + steps):
+            begin = time.perf_counter()
+            decoded = len(self.engine.step())
+            times.append(1e3 * (time.perf_counter() - begin))
+            if decoded != requests:
+                raise RuntimeError(f"{decoded} of {requests} requests decoded: a turn must hold all of them")
+        return {"ms": times[WARM_UP:]}
+
+    def drain(self, requests: int, prompt: int, new: int) -> dict:
+        """All requests at once, each ``prompt`` random tokens and ``new`` generated ones, until the last is done."""
+        from vllm import SamplingParams
+
+        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        scheduler, done, most, preempted = self.engine.engine_core.engine_core.scheduler, 0, 0, {}
+        for i in range(requests):
+            self.engine.add_request(str(i), {"prompt_token_ids": self._random(random.Random(i), prompt)}, params)
+        begin = said = time.monotonic()
+        generated = 0
+        while self.engine.has_unfinished_requests():
+            for answer in self.engine.step():
+                done += answer.finished
+                generated += len(answer.outputs[0].token_ids) if answer.finished else 0
+            most = max(most, len(scheduler.running))
+            preempted |= {r.request_id: r.num_preemptions for r in scheduler.requests.values()}
+            if time.monotonic() - said > 60:
+                said = time.monotonic()
+                self.reply({"progress": f"{done} of {requests} requests done after {said - begin:.0f} s"})
+        if generated != requests * new:
+            raise RuntimeError(f"{generated} tokens generated, not {requests} x {new}")
+        return {
+            "seconds": time.monotonic() - begin,
+            "most_running": most,
+            "preemptions": sum(preempted.values()),
+        }
+
+
+if __name__ == "__main__":
+    sys.exit(Child(json.loads(sys.argv[1])).serve())

@@ -1,0 +1,94 @@
+"""Protected prompts under features of vLLM that make requests of their own or tell requests apart: beam search, LoRA names."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import torch
+from engine.driving import BLOCK, Job, watched
+from engine.judge import Judge
+from safetensors.torch import load_file, save_file
+
+from kvpop_vllm.testing import random_prompt
+
+RANK = 4
+TEXT = random_prompt(90, seed=97)
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "streaming-llm"])
+def test_beam_search_equals_stock_s(case, policy, monkeypatch):
+    """Each step of a beam is a prompt of its own, so nothing of it is evicted: beams and scores are those of stock vLLM, and all
+    but the last block of a beam is hit."""
+    from vllm.sampling_params import BeamSearchParams
+
+    found = case("qwen3", policy, protect_prompt=True, budget=26)
+    beams = {}
+    for name, settings in (("stock", None), ("ours", found.settings)):
+        with watched(found.model, settings, enable_prefix_caching=True) as engine:
+            tokenizer = SimpleNamespace(eos_token_id=-1, decode=lambda tokens, **options: "")
+            monkeypatch.setattr(engine.llm.renderer, "get_tokenizer", lambda made=tokenizer: made)
+            engine.recorder.clear()
+            params = BeamSearchParams(beam_width=3, max_tokens=40, ignore_eos=True)
+            (answer,) = engine.llm.beam_search([{"prompt_token_ids": TEXT[:50]}], params)
+            beams[name] = {tuple(beam.tokens): beam.cum_logprob for beam in answer.sequences}
+            assert not engine.leaks()
+            new = [held.new for layers in engine.recorder.held.values() for held in layers[0]]
+    assert len(new) > 2 * 40 and new[0] == 50 and max(new[1:]) <= BLOCK
+    assert len(beams["stock"]) == 3 and beams["ours"].keys() == beams["stock"].keys()
+    for tokens, score in beams["stock"].items():
+        assert beams["ours"][tokens] == pytest.approx(score, abs=1e-3)
+
+
+def adapter(base: str, folder, seed: int):
+    """Write a LoRA adapter of the attention's projections and the model that it makes of ``base``; return both folders."""
+    generator, scale = torch.Generator().manual_seed(seed), 2.0
+    weights, told = load_file(f"{base}/model.safetensors"), {}
+    for name, weight in list(weights.items()):
+        if any(name.endswith(f"{which}_proj.weight") for which in "qkvo"):
+            out, width = weight.shape
+            a = torch.randn(RANK, width, generator=generator) / width**0.5
+            b = torch.randn(out, RANK, generator=generator) * weight.std() / 2
+            weights[name] = weight + scale * b @ a
+            prefix = f"base_model.model.{name.removesuffix('.weight')}"
+            told |= {f"{prefix}.lora_A.weight": a, f"{prefix}.lora_B.weight": b}
+    merged, lora = folder / "merged", folder / "adapter"
+    for path in (merged, lora):
+        path.mkdir(parents=True)
+    (merged / "config.json").write_bytes(open(f"{base}/config.json", "rb").read())
+    save_file(weights, merged / "model.safetensors", metadata={"format": "pt"})
+    config = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": RANK, "lora_alpha": scale * RANK, "bias": "none"}
+    config |= {"target_modules": [f"{which}_proj" for which in "qkvo"]}
+    (lora / "adapter_config.json").write_text(json.dumps(config))
+    save_file(told, lora / "adapter_model.safetensors")
+    return merged, lora
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "streaming-llm"])
+def test_adapters_do_not_share(case, tmp_path, policy):
+    """One prompt under the base model and under two adapters: each hits its own only, and each is what the oracle makes of the
+    model whose weights hold the adapter."""
+    from vllm.lora.request import LoRARequest
+
+    found = case("qwen3", policy, protect_prompt=True, budget=26)
+    judges, adapters = {None: found.judge}, {None: None}
+    for number, name in enumerate(("first", "second"), 1):
+        merged, lora = adapter(found.model, tmp_path / name, seed=number)
+        judges[name] = Judge(str(merged), found.judge.policy, protect=True)
+        adapters[name] = LoRARequest(name, number, str(lora))
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    with watched(found.model, found.settings, **options) as engine:
+        jobs = [
+            Job(new=30, prompt=TEXT[:n], scored=False, adapter=lora) for lora in adapters.values() for n in (49, 70)
+        ]
+        owners = [name for name in adapters for _ in range(2)]
+        for again in (False, True):
+            answers = engine.serve(jobs)
+            hit = {a.request_id: a.num_cached_tokens for a in answers.values()}
+            assert sorted(hit.values()) == sorted(([48, 64] if again else [0, 48]) * 3)
+            for name, judge in judges.items():
+                mine = {key: a for key, a in answers.items() if owners[int(a.request_id)] == name}
+                assert len(mine) == 2
+                print(judge.check(mine, {key: engine.recorder.held[key] for key in mine}))
+            assert not engine.leaks()
