@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.driving import BLOCK, Job, watched
+from engine.driving import Job, watched
 from engine.judge import Judge
 from safetensors.torch import load_file, save_file
 
@@ -23,10 +23,11 @@ def test_beam_search_equals_stock_s(case, policy, monkeypatch):
     but the last block of a beam is hit."""
     from vllm.sampling_params import BeamSearchParams
 
+    block = 32  # stock's smallest on a CPU
     found = case("qwen3", policy, protect_prompt=True, budget=26)
     beams = {}
     for name, settings in (("stock", None), ("ours", found.settings)):
-        with watched(found.model, settings, enable_prefix_caching=True) as engine:
+        with watched(found.model, settings, enable_prefix_caching=True, block_size=block) as engine:
             tokenizer = SimpleNamespace(eos_token_id=-1, decode=lambda tokens, **options: "")
             monkeypatch.setattr(engine.llm.renderer, "get_tokenizer", lambda made=tokenizer: made)
             engine.recorder.clear()
@@ -35,7 +36,7 @@ def test_beam_search_equals_stock_s(case, policy, monkeypatch):
             beams[name] = {tuple(beam.tokens): beam.cum_logprob for beam in answer.sequences}
             assert not engine.leaks()
             new = [held.new for layers in engine.recorder.held.values() for held in layers[0]]
-    assert len(new) > 2 * 40 and new[0] == 50 and max(new[1:]) <= BLOCK
+    assert len(new) > 2 * 40 and new[0] == 50 and max(new[1:]) <= block
     assert len(beams["stock"]) == 3 and beams["ours"].keys() == beams["stock"].keys()
     for tokens, score in beams["stock"].items():
         assert beams["ours"][tokens] == pytest.approx(score, abs=1e-3)
@@ -77,18 +78,21 @@ def test_adapters_do_not_share(case, tmp_path, policy):
         merged, lora = adapter(found.model, tmp_path / name, seed=number)
         judges[name] = Judge(str(merged), found.judge.policy, protect=True)
         adapters[name] = LoRARequest(name, number, str(lora))
-    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
+    hits, options = [], {"enable_lora": True, "max_lora_rank": 8, "max_loras": 2}
     with watched(found.model, found.settings, **options) as engine:
-        jobs = [
-            Job(new=30, prompt=TEXT[:n], scored=False, adapter=lora) for lora in adapters.values() for n in (49, 70)
-        ]
-        owners = [name for name in adapters for _ in range(2)]
-        for again in (False, True):
+        for names in (
+            [None],
+            ["first", "second"],
+        ) * 2:  # vLLM's LoRA on a CPU takes no batch of requests with and without
+            owners = [name for name in names for _ in range(2)]
+            jobs = [
+                Job(new=30, prompt=TEXT[:n], scored=False, adapter=adapters[name]) for name in names for n in (49, 70)
+            ]
             answers = engine.serve(jobs)
-            hit = {a.request_id: a.num_cached_tokens for a in answers.values()}
-            assert sorted(hit.values()) == sorted(([48, 64] if again else [0, 48]) * 3)
-            for name, judge in judges.items():
+            hits.append(sorted(a.num_cached_tokens for a in answers.values()))
+            for name in names:
                 mine = {key: a for key, a in answers.items() if owners[int(a.request_id)] == name}
                 assert len(mine) == 2
-                print(judge.check(mine, {key: engine.recorder.held[key] for key in mine}))
+                print(judges[name].check(mine, {key: engine.recorder.held[key] for key in mine}))
             assert not engine.leaks()
+    assert hits == [[0, 48], [0, 0, 48, 48], [48, 64], [48, 48, 64, 64]]
