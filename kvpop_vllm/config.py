@@ -28,6 +28,8 @@ FLAGS = {
     "correction": "--kv-correction",
     "allocator": "--kv-allocator",
     "protect_prompt": "--kv-protect-prompt",
+    "max_budget": "--kv-max-budget",
+    "max_protect": "--kv-max-protect",
 }
 """Setting -> the flag users know it by; error messages name the flag."""
 
@@ -92,6 +94,7 @@ class PolicySettings:
         correction: what outputs gain from the evicted tokens, one of CORRECTIONS.
         allocator: how layers and heads share the budget, one of ALLOCATORS.
         protect_prompt: tokens of each prompt that are never evicted: True for all, N for the first N; 0 or False for none.
+        max_budget, max_protect: the most that a request may ask for instead; by default the server's own.
     """
 
     policy: str
@@ -103,6 +106,8 @@ class PolicySettings:
     correction: str | None = None
     allocator: str | None = None
     protect_prompt: bool | int | None = None
+    max_budget: int | None = None
+    max_protect: bool | int | None = None
 
     @classmethod
     def parse(cls, given: Mapping) -> PolicySettings:
@@ -124,7 +129,9 @@ class PolicySettings:
         _check_int(values, "budget", 1)
         _check_int(values, "sinks", 0)
         _check_int(values, "window", 1)
-        values["protect_prompt"] = protection(values["protect_prompt"])
+        _check_int(values, "max_budget", 1)
+        for name in ("protect_prompt", "max_protect"):
+            values[name] = protection(values[name], FLAGS[name])
         _check_compression(values["compression"])
         if values["scorer"] is not None and not isinstance(values["scorer"], str):
             raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
@@ -144,7 +151,7 @@ def _check_int(values: dict, name: str, least: int) -> None:
         raise ConfigError(f"{FLAGS[name]} {value} is more than {MAX_BUDGET} tokens: lower it")
 
 
-def protection(value: object) -> bool | int | None:
+def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool | int | None:
     """Return what ``--kv-protect-prompt`` or ``protect_prompt`` say: True for the whole prompt, a number of tokens, or None.
 
     Raises:
@@ -155,9 +162,7 @@ def protection(value: object) -> bool | int | None:
     if isinstance(value, str) and (value == "all" or value.isdecimal()):
         value = True if value == "all" else int(value)
     if not isinstance(value, int) or not 0 <= value <= MAX_BUDGET:
-        raise ConfigError(
-            f"{FLAGS['protect_prompt']} must be all or a number of tokens up to {MAX_BUDGET}, got {value!r}"
-        )
+        raise ConfigError(f"{asked_by} must be all or a number of tokens up to {MAX_BUDGET}, got {value!r}")
     return value
 
 

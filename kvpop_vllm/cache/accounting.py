@@ -67,10 +67,10 @@ def request_bytes(
 
 def worst_prompts(longest: int, length: int, size: int) -> list[int]:
     """Return numbers of protected tokens, up to ``longest``, among which is one with which a request of ``length`` tokens holds most
-    blocks of ``size`` slots: another block of prefix costs the tail a block at most, so of prompts that leave a tail it is one
+    blocks of ``size`` slots, a request that protects nothing among them: another block of prefix costs the tail a block at most, so of prompts that leave a tail it is one
     of the longest ``size``."""
     last = min(longest, length - 1)
-    return sorted({longest, *range(max(1, last - size + 1), last + 1)})
+    return sorted({0, longest, *range(max(1, last - size + 1), last + 1)})
 
 
 def dense_request_bytes(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch, tail_tables
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch, tail_tables
 from kvpop_vllm.attention.fresh import fresh_pages
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.cache.retained import held_tokens
@@ -54,10 +53,11 @@ class Sequence:
         """The next tokens: ``q [Hq, L, D]``, ``k, v [H, L, D]``, ``given [H, L]`` -> ``[Hq, L, D]``. One token is a decode step."""
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
         given, out, count = None if given is None else given.T.contiguous(), torch.empty_like(q), len(q)
-        told = [count], torch.tensor([self.seen + count]), self.row, [self.protected], self.seeds
-        batch = replace(StepBatch.build(self.layout, self.retention, *told), budgets=self.budgets)
+        sizes = Sizes([self.protected], self.budgets.unsqueeze(0), seeds=self.seeds)
+        told = [count], torch.tensor([self.seen + count]), self.row, sizes
+        batch = StepBatch.build(self.layout, self.retention, *told)
         if self.shifted:
-            given = shift(given, self.pages, batch, self.rule)
+            given = shift(given, self.pages, batch, self.rule.sinks)
         FixedBudgetAttention(self.layout, self.rule, scale).forward(q, k, v, self.pages, batch, out, given)
         self.seen += count
         return out.transpose(0, 1)

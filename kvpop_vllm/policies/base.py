@@ -40,6 +40,9 @@ class Signal(Enum):
     PRE_ROPE = "pre-RoPE q and k"
 
 
+MOST_RETENTIONS = 1024
+"""Budgets of requests that are remembered with what they resolve to."""
+
 GATED = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
 """Signals that only a gate sees."""
 
@@ -106,6 +109,7 @@ class Policy(ABC):
     settings: PolicySettings
     model: ModelShape
     retention: Retention = field(init=False)
+    _retentions: dict[int, Retention] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
         self.prepare()
@@ -114,14 +118,49 @@ class Policy(ABC):
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-correction out")
         if self.keeps_all and self.allocator != "uniform":
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-allocator out")
-        self.retention = resolve_retention(
-            self.settings,
+        self.retention = self._resolve(self.settings)
+        self._check_limits()
+
+    def _resolve(self, settings: PolicySettings) -> Retention:
+        return resolve_retention(
+            settings,
             self.model.max_model_len,
             self.scorer_shape(),
             keeps_all=self.keeps_all,
             sinks=self.default_sinks,
             window_share=self.window_share,
         )
+
+    def retention_of(self, budget: int) -> Retention:
+        """Return what a server with this budget would have, for one request.
+
+        Raises:
+            ConfigError: the budget is too small.
+        """
+        if budget not in self._retentions:
+            if len(self._retentions) >= MOST_RETENTIONS:
+                self._retentions.clear()
+            self._retentions[budget] = self._resolve(replace(self.settings, budget=budget, compression=None))
+        return self._retentions[budget]
+
+    def _check_limits(self) -> None:
+        """Raise ConfigError where requests may ask for less than the server has, or for what the policy cannot follow."""
+        budget, protect = self.settings.max_budget, self.settings.max_protect
+        if budget is not None and (self.keeps_all or self.allocator != "uniform"):
+            why = "keeps every token" if self.keeps_all else f"has the allocator {self.allocator}"
+            raise ConfigError(
+                f"--kv-policy {self.name} {why}, so requests have no budgets of their own: leave --kv-max-budget out"
+            )
+        if budget is not None and budget < self.retention.budget:
+            raise ConfigError(
+                f"--kv-max-budget {budget} is below the server's own budget: raise it to at least {self.retention.budget}"
+            )
+        own = self.protect
+        if protect is not None and protect is not True and (own is True or protect < own):
+            raise ConfigError(
+                f"--kv-max-protect {int(protect)} is below what --kv-protect-prompt says:"
+                f" raise it to {'all' if own is True else f'at least {own}'}"
+            )
 
     def check_realised(self) -> None:
         """Refuse declarations that nothing acts on, rather than ignore them.
@@ -183,6 +222,17 @@ class Policy(ABC):
         """Tokens of each prompt that are never evicted (``--kv-protect-prompt``): True for all, 0 for none."""
         asked = self.settings.protect_prompt
         return self.default_protect if asked is None else asked
+
+    @property
+    def max_budget(self) -> int:
+        """Largest budget that a request may have (``--kv-max-budget``)."""
+        return max(self.settings.max_budget or 0, self.retention.budget)
+
+    @property
+    def max_protect(self) -> bool | int:
+        """Most tokens of a prompt that a request may protect (``--kv-max-protect``): True for all, 0 for none."""
+        asked = self.settings.max_protect
+        return self.protect if asked is None else asked
 
     def shares(self) -> torch.Tensor:
         """Budget ``[layers, H]`` int32 of every head, B on average, as the allocator says it."""

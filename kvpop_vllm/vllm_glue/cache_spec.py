@@ -14,7 +14,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cach
 from kvpop_vllm.cache.accounting import worst_prompts
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import Shares
-from kvpop_vllm.vllm_glue import prefix_hits
+from kvpop_vllm.requests import of_params
+from kvpop_vllm.vllm_glue import manager_requests
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -28,20 +29,26 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec, *args, **kwargs):
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.prompts: dict[str, int] = {}  # tokens of each request's prompt
+        self.requests: dict[str, tuple[int, int]] = {}  # p and B of each
+        manager_requests.apply()
         if kv_cache_spec.protect:
-            prefix_hits.apply()
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
             fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, protected)
             logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
 
+    def admit(self, request) -> None:
+        """Remember what a request asked for, or else gets."""
+        spec, asked = self.kv_cache_spec, of_params(request.sampling_params)
+        own = protected_tokens(spec.protect, request.num_prompt_tokens), spec.budget
+        self.requests[request.request_id] = own if asked is None else (asked.protected, asked.budget)
+
     def protected(self, request_id: str) -> int:
         """Return p of a request, in tokens."""
-        return protected_tokens(self.kv_cache_spec.protect, self.prompts.get(request_id, 0))
+        return self.requests.get(request_id, (0, 0))[0]
 
     def _blocks(self, request_id: str, num_tokens: int) -> int:
-        return self.kv_cache_spec.blocks(num_tokens, self.protected(request_id))
+        return self.kv_cache_spec.blocks(num_tokens, *self.requests.get(request_id, (0, None)))
 
     def get_num_blocks_to_allocate(
         self,
@@ -79,7 +86,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         super().cache_blocks(request, prefix, retention_interval, replay_boundaries=replay_boundaries)
 
     def pop_blocks_for_free(self, request_id):
-        self.prompts.pop(request_id, None)
+        self.requests.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     @classmethod
@@ -109,30 +116,33 @@ class FixedBudgetSpec(AttentionSpec):
     unequal ``shares``, tails are counted by these, rounded up (:class:`kvpop_vllm.kernels.regions.Shares`).
 
     ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head; ``protect`` is what
-    ``--kv-protect-prompt`` says, True for whole prompts.
+    ``--kv-protect-prompt`` says, True for whole prompts; ``max_budget`` and ``max_protect`` bound what a request may ask for.
     """
 
     budget: int
     sinks: int
     state_blocks: int
+    protect: bool | int
+    max_budget: int
+    max_protect: bool | int
     shares: Shares | None = None
-    protect: bool | int = 0
 
-    def blocks(self, length: int, protected: int = 0) -> int:
-        """Return the blocks of a request of ``length`` tokens, the first ``protected`` of them never evicted."""
+    def blocks(self, length: int, protected: int = 0, budget: int | None = None) -> int:
+        """Return the blocks of a request of ``length`` tokens, the first ``protected`` of them never evicted, with this budget or
+        the server's."""
         prefix, own = cdiv(min(length, protected), self.block_size), length - protected
         if own <= 0:
             return prefix
         if self.shares is not None:
             return prefix + self.shares.blocks(self.state_blocks, self.block_size, own)
-        tail = self.budget - (self.sinks if protected else 0)
+        tail = (budget or self.budget) - (self.sinks if protected else 0)
         return prefix + self.state_blocks + cdiv(min(own, tail), self.block_size)
 
     def most_blocks(self, length: int) -> int:
-        """Return the most blocks that a request of ``length`` tokens can hold, whatever its prompt."""
-        longest = protected_tokens(self.protect, length)  # a prompt may be all of it
+        """Return the most blocks that a request of ``length`` tokens can hold, whatever its prompt and what it asks for."""
+        longest = protected_tokens(self.max_protect, length)  # a prompt may be all of it
         prompts = worst_prompts(longest, length, self.block_size)
-        return max(self.blocks(length, protected) for protected in prompts)
+        return max(self.blocks(length, protected, self.max_budget) for protected in prompts)
 
     def max_memory_usage_bytes(self, vllm_config) -> int:
         return self.most_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
@@ -144,4 +154,4 @@ class FixedBudgetSpec(AttentionSpec):
 
     @property
     def prefix_cacheable(self) -> bool:
-        return bool(self.protect)
+        return bool(self.max_protect)

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpop_vllm import requests
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings, check_spelling
 from kvpop_vllm.vllm_glue import cuda, flags, refusals
 from kvpop_vllm.vllm_glue.engine_policy import requested
@@ -60,8 +61,9 @@ LEDGER = (
     Patch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         False,
-        "Requests that stream their input rewind the sequence: refuses them.",
-        "when a KV cache spec can refuse",
+        "Requests that stream their input rewind the sequence: refuses them. Requests may ask for a budget of their own: checks "
+        "what they ask, and resolves it into the numbers that travel with their sampling parameters.",
+        "when a KV cache spec can refuse, and plugins can check sampling parameters",
     ),
     Patch(
         "vllm.v1.attention.selector:_cached_get_attn_backend",
@@ -88,21 +90,35 @@ LEDGER = (
     Patch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
         False,
-        "(prefix_hits.py) A cache manager is told of a request's name only: where prompts are protected, ours learns how long "
-        "each is, and a hit that reaches beyond it is cut.",
+        "(manager_requests.py) A cache manager is told of a request's name only: ours learns what each asked for and how long its "
+        "prompt is, and a hit that reaches beyond what it protects is cut.",
         "when cache managers are handed the request",
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
         False,
-        "(prompt_lengths.py) Attention metadata do not say how long a request's prompt is, nor its seed: where prompts are protected or scores drawn, "
-        "the runner's own numbers are handed to the metadata builder first.",
+        "(step_requests.py) Attention metadata do not say how long a request's prompt is, what it asked for, nor its seed: the "
+        "runner's own numbers are handed to the metadata builder first.",
         "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
         False,
-        "(prompt_lengths.py) The same of model runner V2.",
+        "(step_requests.py) The same of model runner V2.",
+        "with the one above",
+        on_gpus=True,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests",
+        False,
+        "(step_requests.py) Model runner V2 does not keep what a request asked for: it is kept beside it.",
+        "when it keeps extra_args",
+        on_gpus=True,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests",
+        False,
+        "(step_requests.py) And forgotten when the request is done.",
         "with the one above",
         on_gpus=True,
     ),
@@ -237,9 +253,27 @@ def _process_inputs(original):
     def process_inputs(self, *args, **kwargs):
         if kwargs.get("resumable") and requested(self.vllm_config):
             refusals.refuse_streaming_input(self.vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]["policy"])
-        return original(self, *args, **kwargs)
+        request = original(self, *args, **kwargs)
+        if request.sampling_params is not None and requested(self.vllm_config):
+            _resolve_request(self.vllm_config, request)
+        return request
 
     return process_inputs
+
+
+def _resolve_request(vllm_config, request) -> None:
+    """Check what a request asks of its cache, and have the resolved numbers travel with it.
+
+    Raises:
+        ConfigError: it cannot have that.
+    """
+    from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+
+    params = request.sampling_params
+    prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
+    found = requests.resolve(engine_policy(vllm_config), params.extra_args, len(prompt))
+    if found is not None:  # not into the caller's own dictionary
+        params.extra_args = {**params.extra_args, requests.RESOLVED: list(found)}
 
 
 def _clear_caches(function) -> None:

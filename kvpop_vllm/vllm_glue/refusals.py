@@ -38,7 +38,7 @@ def _raise(reasons: list[str]) -> None:
 
 
 def check_prefix_caching(args: Any, policy: Any, settings: Any) -> bool | int:
-    """Return what of prompts is protected, which is all that a prefix cache can share.
+    """Return what of prompts may be protected, which is all that a prefix cache can share.
 
     Args:
         args: a ``vllm.engine.arg_utils.EngineArgs``. policy: class. settings: a ``PolicySettings``.
@@ -47,6 +47,7 @@ def check_prefix_caching(args: Any, policy: Any, settings: Any) -> bool | int:
         ConfigError: prefix caching is asked for and nothing is protected.
     """
     protects = policy.default_protect if settings.protect_prompt is None else settings.protect_prompt
+    protects = protects if settings.max_protect is None else settings.max_protect
     if args.enable_prefix_caching and not protects:
         raise ConfigError(
             "--enable-prefix-caching has nothing to share while prompts are evicted from: add --kv-protect-prompt all, or leave it out"

@@ -174,7 +174,7 @@ class TestRunners(Pretended):
         for ranks, held in ((1, 2), (2, 1), (4, 1)):
             for index in range(ranks):
                 builder = group_of(config, held, index=index, ranks=ranks).get_metadata_builder()
-                assert builder.layout.num_kv_heads == held and builder.rows.budgets.shape == (held,)
+                assert builder.layout.num_kv_heads == held
 
     @pytest.mark.parametrize(
         "policy", [STREAMING, STREAMING | {"protect_prompt": True}, {"policy": "random", "budget": 64}]

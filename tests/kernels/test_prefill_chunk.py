@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -42,6 +43,7 @@ class Problem:
         correction = options.pop("correction", False)
         scorer = random_scorer(kind, heads, size, self.generator, **options)
         self.rule = random_rule(scorer, heads, sinks, window, self.generator, step, correction)
+        self.told = replace(self.rule, window=self.rule.window + 3)  # the request's own window is the one that counts
         self.budget, self.heads, self.length, self.scale = self.rule.first_long + topk, heads, length, size**-0.5
         self.layout = PageLayout(heads, size, dtype, slots, self.rule.state_floats(size))
         self.q, self.k, self.v = (
@@ -60,7 +62,8 @@ class Problem:
             rows.append(
                 ops.decode_step(
                     self.q[cut], self.k[cut], self.v[cut], pages, table, torch.tensor([t]), self.budgets.expand(1, -1),
-                    rule=self.rule, scale=self.scale, given=given_scores(self.rule, self.k[cut]), impl=impl,
+                    rule=self.told, scale=self.scale, given=given_scores(self.rule, self.k[cut]), impl=impl,
+                    windows=torch.tensor([self.rule.window], dtype=torch.int32),
                 )
             )  # fmt: skip
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
@@ -77,7 +80,7 @@ class Problem:
             rows.append(
                 ops.prefill_chunk(
                     self.q[cut], self.k[cut], self.v[cut], pages, table[0], start, self.budgets,
-                    rule=self.rule, scale=self.scale, given=given_scores(self.rule, self.k[cut]),
+                    rule=self.told, scale=self.scale, given=given_scores(self.rule, self.k[cut]), window=self.rule.window,
                     impl=impl if impl in ("reference", "triton") else "cpp",
                 )
             )  # fmt: skip

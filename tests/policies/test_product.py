@@ -14,7 +14,7 @@ from policies.matrix import ROWS, Row, allocated
 from threads import one_thread
 
 from kvpop_vllm import policies
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch, tail_tables
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch, tail_tables
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
@@ -216,10 +216,11 @@ class InRegions(Sequence):
     def attend(self, q, k, v, scale, given=None):
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
         given, out = None if given is None else given.T.contiguous(), torch.empty_like(q)
-        told = [len(q)], torch.tensor([self.seen + len(q)]), self.row, [self.protected], self.seeds
+        sizes = Sizes([self.protected], seeds=self.seeds)
+        told = [len(q)], torch.tensor([self.seen + len(q)]), self.row, sizes
         batch = StepBatch.build(self.layout, self.retention, *told, self.regions, self.layer)
         if self.shifted:
-            given = shift(given, self.pages, batch, self.rule)
+            given = shift(given, self.pages, batch, self.rule.sinks)
         FixedBudgetAttention(self.layout, self.rule, scale).forward(q, k, v, self.pages, batch, out, given, self.blocks)
         self.seen += len(q)
         return out.transpose(0, 1)
