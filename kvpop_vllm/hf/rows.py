@@ -27,7 +27,7 @@ class Rows:
         lengths = {name: len(value) for name, value in lists.items()}
         if len(set(lengths.values())) > 1 or 0 in lengths.values():
             told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
-            raise ConfigError(f"lists have one entry for each row of the batch, but {told}: make them equally long")
+            raise ConfigError(f"lists have an entry for each row of the batch, but {told}: make them equally long")
         self.number = next(iter(lengths.values()), None)
 
     def settings(self) -> dict:
