@@ -280,8 +280,8 @@ def test_no_value_is_asked_for(name, shared, longest):
         with NoWaiting():
             sent = {"protected": torch.tensor(protected)} if longest else {}
             rows.fill(split_of(lens).decodes, seq_lens, table, slots, sent)
-            batch = rows.batch(split_of(lens), lengths, table, regions, 1, protected)
-            assert shift(given, pages, batch, KEPT["every step"]).shape == given.shape
+            batch = rows.batch(split_of(lens), lengths, table, regions, 1, Sizes(protected if longest else None))
+            assert shift(given, pages, batch, KEPT["every step"].sinks).shape == given.shape
         assert batch.table.device.type == batch.positions.device.type == batch.budgets.device.type == "meta"
 
 

@@ -43,13 +43,17 @@ class Problem:
         correction = options.pop("correction", False)
         scorer = random_scorer(kind, heads, size, self.generator, **options)
         self.rule = random_rule(scorer, heads, sinks, window, self.generator, step, correction)
-        self.told = replace(self.rule, window=self.rule.window + 3)  # the request's own window is the one that counts
         self.budget, self.heads, self.length, self.scale = self.rule.first_long + topk, heads, length, size**-0.5
         self.layout = PageLayout(heads, size, dtype, slots, self.rule.state_floats(size))
         self.q, self.k, self.v = (
             torch.randn(length, n, size, generator=self.generator).to(dtype) for n in (heads * group, heads, heads)
         )
         self.budgets = torch.full((heads,), self.budget, dtype=torch.int32)
+
+    @property
+    def told(self):
+        """The rule as it is passed: the request's own window is the one that counts."""
+        return replace(self.rule, window=self.rule.window + 3)
 
     def pages(self):
         return random_page_table(self.layout, 1, self.budget, self.generator)
