@@ -229,6 +229,7 @@ def resolve_retention(
     keeps_all: bool = False,
     sinks: int = DEFAULT_SINKS,
     window_share: float = 1.0,
+    window: int | None = None,
 ) -> Retention:
     """The budget and its parts; flags override what a scorer's config says for budget and sinks.
 
@@ -236,6 +237,7 @@ def resolve_retention(
         settings: the user's. max_model_len: longest sequence, tokens. scorer: from the scorer's config, if there is one.
         keeps_all: the policy never evicts, so that B is max_model_len.
         sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
+        window: the default w without a scorer, where it is no share.
 
     Raises:
         ConfigError: no budget to be had, budget below sinks + window + 1, or a window the scorer was not trained with.
@@ -251,7 +253,7 @@ def resolve_retention(
         scorer.check_window(settings.window, "--kv-window")
     if scorer:
         window = scorer.window_for(budget - sinks)
-    else:  # one long-range slot at least
+    elif window is None:  # one long-range slot at least
         window = max(1, min(int(window_share * (budget - sinks)), budget - sinks - 1))
     window = settings.window if settings.window is not None else window
     least = sinks + window + 1

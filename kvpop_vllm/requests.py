@@ -84,6 +84,8 @@ def _protected(policy: Policy, asked: object, prompt: int) -> int:
         return protected_tokens(policy.protect, prompt)
     if not (asked is True or asked == "all" or _integer(asked)):
         raise ConfigError(f'{PROTECT} must be "all" or a whole number of tokens, got {asked!r}')
+    if policy.compresses:
+        raise ConfigError(f"--kv-policy {policy.name} holds the prompt until its end anyway: leave {PROTECT} out")
     protect, most = protection(asked, PROTECT), policy.max_protect
     tokens = protected_tokens(protect, prompt)
     wanted = tokens if protect is True else protect

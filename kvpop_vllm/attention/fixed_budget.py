@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels import compress, ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
@@ -21,12 +21,14 @@ class Sizes:
     Attributes:
         protected: p, tokens of the protected prefix. budgets: B, of all heads or ``[requests, H]``. windows: w.
         seeds: ``[requests]`` int64 on the CPU, of draws, None where nothing is drawn.
+        compresses: the prefix is a prompt that is held until its end only; p is then all of the prompt.
     """
 
     protected: list[int] | None = None
     budgets: list[int] | torch.Tensor | None = None
     windows: list[int] | None = None
     seeds: torch.Tensor | None = None
+    compresses: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class PrefillChunk:
     Attributes:
         row: ``[H, P]`` int32, pages of the tail. budgets: ``[H]`` int32, B of each head. window: w.
         protected: p, tokens of its protected prefix. prefix_row: ``[F]`` int32, blocks of these.
-        seed: of its draws, where the policy draws.
+        seed: of its draws, where the policy draws. compresses: the prefix is compressed into the tail where the chunk ends with it.
     """
 
     first: int
@@ -48,6 +50,7 @@ class PrefillChunk:
     protected: int = 0
     prefix_row: torch.Tensor | None = None
     seed: int | None = None
+    compresses: bool = False
 
     @property
     def end(self) -> int:
@@ -141,15 +144,23 @@ class StepBatch:
         else:
             budgets, rows = regions.budgets(layer).expand(requests, -1), regions.rows(layer, tails)
         lengths = seq_lens.tolist()
+        if sizes.compresses:  # behind a prompt that has been compressed there is no prefix
+            starting = [length - count for length, count in zip(lengths, query_lens, strict=True)]
+            protected = [p if start < p else 0 for start, p in zip(starting, protected, strict=True)]
         singles, at, prefills, first = [], [], [], 0
         for i, count in enumerate(query_lens):
-            if count == 1:
+            start, own = lengths[i] - count, (rows[i], budgets[i], windows[i])
+            if sizes.compresses and count and protected[i]:
+                cut = min(count, protected[i] - start)
+                chunk = PrefillChunk(first, first + cut, start, *own, protected[i], block_table[i], compresses=True)
+                prefills.append(chunk)
+                if cut < count:
+                    prefills.append(PrefillChunk(first + cut, first + count, protected[i], *own))
+            elif count == 1:
                 singles.append(i)
                 at.append(first)
             elif count > 1:
-                span = first, first + count, lengths[i] - count
-                own = rows[i], budgets[i], windows[i]
-                prefills.append(PrefillChunk(*span, *own, protected[i], block_table[i], drawn[i]))
+                prefills.append(PrefillChunk(first, first + count, start, *own, protected[i], block_table[i], drawn[i]))
             first += count
         together = at == list(range(len(at))) and singles == at
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
@@ -306,6 +317,19 @@ class FixedBudgetAttention:
                 window=chunk.window,
                 impl=self.impl,
             )
+            if chunk.compresses:
+                self._compress(q[cut], pages, chunk, chunk.prefix(blocks))
+
+    def _compress(self, q: torch.Tensor, pages: Pages, chunk: PrefillChunk, prefix: Prefix) -> None:
+        """Keep the queries ``[L, Hq, D]`` of a chunk that will vote, and compress the prompt where it ends."""
+        first = max(chunk.start, chunk.protected - self.rule.votes.queries)
+        if first < chunk.end:
+            number = first - chunk.protected + self.rule.votes.queries
+            state = chunk.row[:, : pages.layout.state_blocks]
+            compress.hold_queries(q[first - chunk.start :], pages, state, number)
+        if chunk.end == chunk.protected:
+            told = {"rule": self.rule, "scale": self.scale}
+            compress.compress(pages, chunk.row, prefix, chunk.budgets, chunk.window, **told)
 
 
 def _check_starts(pages: Pages, batch: StepBatch) -> None:

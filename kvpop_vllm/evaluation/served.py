@@ -53,7 +53,7 @@ class Sequence:
         """The next tokens: ``q [Hq, L, D]``, ``k, v [H, L, D]``, ``given [H, L]`` -> ``[Hq, L, D]``. One token is a decode step."""
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
         given, out, count = None if given is None else given.T.contiguous(), torch.empty_like(q), len(q)
-        sizes = Sizes([self.protected], self.budgets.unsqueeze(0), seeds=self.seeds)
+        sizes = Sizes([self.protected], self.budgets.unsqueeze(0), None, self.seeds, self.rule.compresses)
         told = [count], torch.tensor([self.seen + count]), self.row, sizes
         batch = StepBatch.build(self.layout, self.retention, *told)
         if self.shifted:
@@ -65,7 +65,8 @@ class Sequence:
     def held(self) -> torch.Tensor:
         """``[H, seen]`` booleans: which tokens are held."""
         tail = tail_tables(self.row, [self.protected], self.layout).expand(len(self.budgets), -1)
-        return held_tokens(self.pages, tail, self.seen, self.rule, self.budgets, self.protected)
+        protected = 0 if self.rule.compresses and self.seen >= self.protected else self.protected
+        return held_tokens(self.pages, tail, self.seen, self.rule, self.budgets, protected)
 
     def kept(self) -> torch.Tensor:
         """``[H, E]`` booleans: which tokens of ``E(q)`` are held, q being the newest token, oldest first."""

@@ -59,7 +59,7 @@ class Order(Enum):
 @dataclass(frozen=True)
 class ModelShape:
     """The model as a policy sees it: layers, KV heads H of the whole model, head size D, longest sequence in tokens, width
-    E of its hidden states if that is known."""
+    E of its hidden states and query heads of the whole model if these are known."""
 
     model_type: str
     num_layers: int
@@ -67,6 +67,7 @@ class ModelShape:
     head_dim: int
     max_model_len: int
     hidden_size: int | None = None
+    num_heads: int | None = None
 
 
 def moment_fields(head_dim: int) -> dict[str, int]:
@@ -88,7 +89,8 @@ class Policy(ABC):
         default_sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
         default_correction: where ``--kv-correction`` is not given.
         default_allocator: where ``--kv-allocator`` is not given. default_protect: where ``--kv-protect-prompt`` is not.
-        keeps_all: never evicts. draws: its rule's scores are drawn by the request's seed.
+        keeps_all: never evicts. draws: its rule's scores are drawn by the request's seed. default_window: without a scorer, the default
+        w where it does not depend on the budget. compresses: the prompt is held until its end and compressed then.
     """
 
     name: ClassVar[str]
@@ -104,6 +106,8 @@ class Policy(ABC):
     default_protect: ClassVar[bool | int] = 0
     keeps_all: ClassVar[bool] = False
     draws: ClassVar[bool] = False
+    default_window: ClassVar[int | None] = None
+    compresses: ClassVar[bool] = False
     scorer_kind: ClassVar[str | None] = None
 
     settings: PolicySettings
@@ -129,6 +133,7 @@ class Policy(ABC):
             keeps_all=self.keeps_all,
             sinks=self.default_sinks,
             window_share=self.window_share,
+            window=self.default_window,
         )
 
     def retention_of(self, budget: int) -> Retention:
@@ -306,6 +311,11 @@ class Policy(ABC):
         if isinstance(rule.scorer, GivenScore) != self.gated:
             raise ConfigError(
                 f"--kv-policy {self.name} {'has a' if self.gated else 'has no'} gate, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
+            )
+        if rule.compresses != self.compresses:
+            raise ConfigError(
+                f"--kv-policy {self.name} {'compresses' if self.compresses else 'does not compress'} prompts, its rule does otherwise:"
+                " fix the policy class"
             )
         if rule.draws != self.draws:
             raise ConfigError(

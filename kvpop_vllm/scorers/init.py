@@ -27,7 +27,7 @@ def gives_up_channel(config: dict) -> bool:
 
 
 def model_shape(model: str | Path) -> dict:
-    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``, and ``hidden_size`` if it is there.
+    """``model_type, num_layers, num_kv_heads, head_dim, num_heads`` from a model folder's ``config.json``, and ``hidden_size`` if it is there.
 
     The model type of a full checkpoint is that of its base model, which is what its scorers are made for.
 
@@ -52,6 +52,7 @@ def shape_of(config: dict, path: str | Path) -> dict:
             "num_layers": config["num_hidden_layers"],
             "num_kv_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+            "num_heads": heads,
             **({"hidden_size": config["hidden_size"]} if config.get("hidden_size") is not None else {}),
         }
         for name, number in found.items():

@@ -93,6 +93,7 @@ class FixedBudgetBackend(AttentionBackend):
             protect=cls.policy.protect,
             max_budget=cls.policy.max_budget,
             max_protect=cls.policy.max_protect,
+            votes=cls.policy.votes.queries if cls.policy.compresses else 0,
             max_tp_shards=spec.max_tp_shards,
         )
 
@@ -161,6 +162,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
         self.unequal, self.protect = kv_cache_spec.shares is not None, kv_cache_spec.protect
+        self.compresses = backend.policy.compresses
         self.draws, self.seed = backend.policy.draws, vllm_config.model_config.seed
         # set before each build: [requests] int64, tokens of each prompt and the request's own seed; what each asked for
         self.prompts = self.seeds = None
@@ -190,7 +192,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
             for i, own in enumerate(asked if self.draws else ()):
                 if own is not None and own.seed is not None:
                     seeds[i] = request_seed(self.seed, signed(own.seed))
-        return Sizes(protected, budgets, windows, seeds)
+        return Sizes(protected, budgets, windows, seeds, self.compresses)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         common = common_attn_metadata

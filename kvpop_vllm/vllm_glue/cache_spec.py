@@ -74,6 +74,18 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         held.extend(blocks)
         return blocks
 
+    def reusable(self, request_id: str) -> int:
+        """Return the tokens of a request's prompt that it may take from the prefix cache: all that are protected but the last, which it
+        computes itself, in an earlier step than that in which the tail begins (the blocks of a hit may be those of a request of the
+        same step); where prompts are compressed, those before the queries that vote."""
+        return max(0, self.protected(request_id) - max(1, self.kv_cache_spec.votes))
+
+    def remove_skipped_blocks(self, request_id, processed_computed_tokens, num_prompt_tokens=None) -> None:
+        """Give up the prefix of a prompt that has been compressed; full blocks of it stay in the prefix cache."""
+        prompt = self.protected(request_id)
+        if self.kv_cache_spec.votes and 0 < prompt <= processed_computed_tokens:
+            self._remove_blocks_in_range(request_id, 0, cdiv(prompt, self.block_size))
+
     def allocate_external_computed_blocks(
         self, request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing=True
     ):
@@ -117,6 +129,10 @@ class FixedBudgetSpec(AttentionSpec):
 
     ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head; ``protect`` is what
     ``--kv-protect-prompt`` says, True for whole prompts; ``max_budget`` and ``max_protect`` bound what a request may ask for.
+
+    Where prompts are compressed at their end, ``votes`` is the number of last queries that vote, and a request of a prompt of p tokens
+    holds its prefix and, from the first of these on, its state; at the prompt's end a tail with B slots as well; from then on no prefix,
+    whose entries in its row of the block table are null blocks.
     """
 
     budget: int
@@ -125,21 +141,28 @@ class FixedBudgetSpec(AttentionSpec):
     protect: bool | int
     max_budget: int
     max_protect: bool | int
+    votes: int = 0
     shares: Shares | None = None
 
     def blocks(self, length: int, protected: int = 0, budget: int | None = None) -> int:
         """Return the blocks of a request of ``length`` tokens, the first ``protected`` of them never evicted, with this budget or
-        the server's."""
+        the server's. Entries of a dropped prefix are counted among them."""
         prefix, own = cdiv(min(length, protected), self.block_size), length - protected
-        if own <= 0:
+        sinks = self.sinks if protected else 0
+        if self.votes and protected:
+            if length <= protected - self.votes:
+                return prefix
+            prefix, own, sinks = cdiv(protected, self.block_size), length if length >= protected else 0, 0
+        elif own <= 0:
             return prefix
         if self.shares is not None:
             return prefix + self.shares.blocks(self.state_blocks, self.block_size, own)
-        tail = (budget or self.budget) - (self.sinks if protected else 0)
-        return prefix + self.state_blocks + cdiv(min(own, tail), self.block_size)
+        return prefix + self.state_blocks + cdiv(min(own, (budget or self.budget) - sinks), self.block_size)
 
     def most_blocks(self, length: int) -> int:
         """Return the most blocks that a request of ``length`` tokens can hold, whatever its prompt and what it asks for."""
+        if self.votes:  # at the end of a prompt that is all of it
+            return self.blocks(length, length, self.max_budget)
         longest = protected_tokens(self.max_protect, length)  # a prompt may be all of it
         prompts = worst_prompts(longest, length, self.block_size)
         return max(self.blocks(length, protected, self.max_budget) for protected in prompts)

@@ -154,10 +154,12 @@ class Recorder:
             for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
                 self._remember(name, row, layer, tensor[row.first : last])
             assert (rule.sinks, rule.window) == (retention.sinks, retention.window)
-            self._check_prefix(natural, row, layer)
+            if not (rule.compresses and row.seen > row.protected):
+                self._check_prefix(natural, row, layer)
             prefix = list(range(min(row.seen, row.protected)))
             positions = [prefix] * layout.num_kv_heads
             if row.seen > row.protected:
+                prefix = [] if rule.compresses else prefix
                 tail = row.blocks[cdiv(row.protected, layout.block_slots) :]
                 table, own = tail.expand(layout.num_kv_heads, -1), retention
                 if row.budget is not None:
@@ -167,7 +169,8 @@ class Recorder:
                     assert len(budgets) == 1, "heads of one layer differ"
                     own = replace(own, budget=budgets.pop())
                 filled = filled_slots(pages, table) if rule.threshold is not None else None
-                slots = slot_positions(pages, table, row.seen, own.behind(row.protected), filled)
+                own = own if rule.compresses else own.behind(row.protected)
+                slots = slot_positions(pages, table, row.seen, own, filled)
                 self._check_content(pages, row, layer, slots, table)
                 positions = [prefix + sorted(t for t in head if t != EMPTY) for head in slots.tolist()]
             self.held[row.request][layer].append(Held(row.seen, row.new, positions))

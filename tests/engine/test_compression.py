@@ -1,0 +1,176 @@
+"""Prompts that are held until their end and compressed then, against the oracle: sets at every step, log-probabilities and tokens."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from engine.driving import BLOCK, Job, watched
+from engine.matrix import BUDGET, make_case, state_blocks
+from engine.test_sharing import preempt_all
+
+from kvpop_vllm.kernels.pages import cdiv
+from kvpop_vllm.testing import random_prompt
+
+TEXT = random_prompt(260, seed=94)
+VOTERS = 32
+LENGTHS = [1, 5, 16, 31, 32, 33, BUDGET - 1, BUDGET, BUDGET + 1, 2 * BUDGET, 150]
+POLICIES = [("snapkv", "qwen3"), ("snapkv", "llama"), ("pyramidkv", "llama")]
+
+
+@pytest.fixture(scope="module", params=POLICIES, ids="-".join)
+def engine(request, tiny_model, tmp_path_factory):
+    policy, kind = request.param
+    found = make_case(tiny_model(kind), tmp_path_factory.mktemp("scorer"), policy, protect_prompt=True)
+    options = {"max_model_len": 512, "num_gpu_blocks_override": 181}
+    with pytest.MonkeyPatch.context() as patch, watched(found.model, found.settings, found.judge, **options) as made:
+        made.policy = policy
+        made.poison(patch)
+        yield made
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left(request):
+    if "engine" in request.fixturenames:
+        made = request.getfixturevalue("engine")
+        made.chunk(None)
+        made.engine.reset_prefix_cache()
+        yield
+        assert not made.leaks()
+    else:
+        yield
+
+
+def check(engine, answers) -> None:
+    """What every answer shows; and the blocks at every step, the prefix's among them until the step after the prompt's end."""
+    engine.verdict(answers)
+    state, layers = state_blocks(engine.policy), engine.judge.policy.budgets(1)
+    for step in engine.recorder.blocks:
+        own: list[int] = []
+        for name, (tokens, row) in step.running.items():
+            prompt, held = step.protected[name], [block for block in row if block]
+            prefix = cdiv(prompt, BLOCK)
+            pages = cdiv(sum(cdiv(min(tokens, budget), BLOCK) for budget in layers), len(layers))
+            if tokens <= prompt - VOTERS:
+                expected = cdiv(tokens, BLOCK)
+            elif tokens <= prompt:
+                expected = prefix + state + pages * (tokens == prompt)
+            else:
+                expected = state + pages
+                assert row[:prefix] == [0] * prefix
+            assert len(held) == expected, (tokens, prompt)
+            own += held[-(state + pages) :] if tokens >= prompt else []
+        assert len(set(own)) == len(own), "tails are shared"
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 64, None])
+def test_every_length_in_every_cut(engine, chunk):
+    """Prompts below, at and above the budget and the number of queries that vote, and answers that push the prompt out; in chunks, one
+    of which may end a token before the prompt does."""
+    engine.chunk(chunk)
+    jobs = [Job(new=70 if n < 100 else 30, prompt=TEXT[:n]) for n in LENGTHS]
+    answers = engine.serve(jobs)
+    assert all(answer.num_cached_tokens == 0 for answer in answers.values())
+    check(engine, answers)
+
+
+def test_hits(engine):
+    """All whole blocks before the queries that vote are hit, within one step and in later ones; and so are those of a request that has
+    been compressed, while another still reads them."""
+    jobs = [Job(new=40, prompt=TEXT[:n], scored=False) for n in (150, 150, 150, 90, 49, 47)]
+    answers = engine.serve(jobs)
+    hits = {a.request_id: a.num_cached_tokens for a in answers.values()}
+    assert hits["0"] == 0 and hits["1"] == hits["2"] == (150 - VOTERS) // BLOCK * BLOCK
+    assert hits["3"] == (90 - VOTERS) // BLOCK * BLOCK and hits["4"] == 16 and hits["5"] == 0
+    check(engine, answers)
+    engine.chunk(7)
+    late = {3: Job(new=9, prompt=TEXT[:200], scored=False), 14: Job(new=9, prompt=TEXT[:150], scored=False)}
+    answers = engine.serve(
+        [Job(1, new=60, scored=False), Job(new=20, prompt=TEXT[:150], scored=False)],
+        lambda step: step in late and engine.add(f"late {step}", late[step]),
+    )
+    assert len(answers) == 4 and max(a.num_cached_tokens for a in answers.values()) >= 112
+    check(engine, answers)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_preemption(engine, keep):
+    """Before a prompt's end and behind it: what was generated is read again behind the prompt, in chunks that may cross its end."""
+    engine.chunk(7)
+
+    def interrupt(step):
+        if step in (6, 40):
+            if keep:
+                preempt_all(engine.recorder.scheduler)
+            else:
+                engine.engine.reset_prefix_cache(reset_running_requests=True)
+
+    jobs = [Job(new=44, prompt=TEXT[:n], scored=False) for n in (3, 30, 40, 60, 61, 62, 63, 64, 90, 150)]
+    answers = engine.serve(jobs, interrupt)
+    assert set(engine.recorder.preemptions.values()) == {2}
+    check(engine, answers)
+
+
+def test_a_resumed_chunk_may_cross_the_end(engine):
+    """One chunk with the end of the prompt and all that was generated behind it."""
+
+    def interrupt(step):
+        if step == 30:
+            engine.engine.reset_prefix_cache(reset_running_requests=True)
+
+    answers = engine.serve([Job(new=60, prompt=TEXT[:n], scored=False) for n in (20, 70, 120)], interrupt)
+    assert set(engine.recorder.preemptions.values()) == {1}
+    assert max(max(engine.chunks(name)) for name in answers) == 120 + 29
+    check(engine, answers)
+
+
+def test_aborts(engine):
+    engine.chunk(7)
+    jobs = [Job(new=20, prompt=TEXT[:n], scored=False) for n in (40, 90, 90, 150, 150)]
+    aborted = {3: ["3"], 14: ["1"], 18: ["0"]}
+    answers = engine.serve(jobs, lambda step: engine.engine.abort_request(aborted.get(step, [])))
+    finished = {name: a for name, a in answers.items() if a.outputs[0].finish_reason == "length"}
+    assert {a.request_id for a in finished.values()} >= {"2", "4"}
+    engine.verdict(finished)
+
+
+def test_a_pool_too_small_for_all(tiny_model, tmp_path):
+    """Prompts that fit one or two at a time; what was compressed makes room for the next."""
+    found = make_case(tiny_model("qwen3"), tmp_path, "snapkv", protect_prompt=True)
+    sizes = {"max_model_len": 256, "num_gpu_blocks_override": 30}
+    with pytest.MonkeyPatch.context() as patch, watched(found.model, found.settings, found.judge, **sizes) as engine:
+        engine.policy = "snapkv"
+        engine.poison(patch)
+        engine.chunk(16)
+        jobs = [Job(new=30, prompt=[*TEXT[:120], i], scored=False) for i in range(8)]
+        answers = engine.serve(jobs)
+        assert len(answers) == 8
+        check(engine, answers)
+        assert not engine.leaks()
+
+
+def test_budgets_of_requests(tiny_model, tmp_path):
+    """Each is compressed to its own."""
+    found = make_case(tiny_model("qwen3"), tmp_path, "snapkv", protect_prompt=True)
+    asks = (None, {"kv_budget": 30}, {"kv_budget": 80})
+    policy, budgets = found.judge.policy, (BUDGET, 30, 80)
+    judges = [
+        replace(found.judge, policy=replace(policy, topk=budget - policy.sinks - policy.window), known={})
+        for budget in budgets
+    ]
+    with watched(found.model, found.settings | {"max_budget": 80}) as engine:
+        engine.recorder.windows = dict.fromkeys(budgets, policy.window)
+        jobs = [Job(new=50, prompt=TEXT[:n], asks=asks[i % 3]) for i, n in enumerate((60, 60, 60, 120, 110, 100))]
+        answers = engine.serve(jobs)
+        for i, judge in enumerate(judges):
+            mine = {key: a for key, a in answers.items() if int(a.request_id) % 3 == i}
+            assert len(mine) == 2
+            print(judge.check(mine, {key: engine.recorder.held[key] for key in mine}))
+
+
+def test_votes_decide(engine):
+    """What the judge demands is neither the newest tokens nor what everything is."""
+    reference = engine.judge.reference(TEXT[:200], prompt=150)
+    seen = reference.exact.visible[0][:, 151, : 150 - VOTERS]
+    assert not seen[:, -10:].all() and seen.any(-1).all()
+    assert (reference.exact.visible[0][:, 149, :150]).all()
