@@ -44,6 +44,7 @@ class Sequence:
         self.rule, self.seen, self.protected, self.shifted = rule, 0, protected, shifted
         self.seeds = torch.tensor([request_seed(0, seed)])
         self.retention = Retention(int(self.budgets.max()), rule.sinks, rule.window)
+        length = None if rule.compresses else length  # the tail holds what is chosen of the prompt
         self.pages, table = fresh_pages(self.layout, self.retention.budget, length=length, protected=protected)
         self.row = table[:, 0].contiguous()
 
