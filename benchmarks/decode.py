@@ -107,7 +107,8 @@ def cell(engines: dict, context: int, requests: int, options) -> list[Turn]:
     turns = []
     for turn in range(1, options.rounds + 1):
         told = {"requests": requests, "steps": options.steps}
-        order = list(engines)[:: 1 if turn % 2 else -1]  # neither of a pair is always the first
+        beside = sorted(engines, key=lambda name: list(engines).index(name.removesuffix(BEFORE)))
+        order = beside[:: 1 if turn % 2 else -1]  # twins follow each other, neither always first
         means = {name: statistics.mean(engines[name].ask("steps", **told)["ms"]) for name in order}
         shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in means.items())
         say(f"{requests} at {context}, round {turn}: {shown}")

@@ -361,6 +361,26 @@ std::tuple<Tensor, Tensor> prefill_chunk(const Tensor& q, const Tensor& k, const
     return results;
 }
 
+std::tuple<Tensor, Tensor> prefix_attention(const Tensor& q, const Tensor& raw, int64_t block_slots, const Tensor& table,
+                                            int64_t first, int64_t last, bool causal, bool cache_is_bf16, double scale) {
+    kvpop::PrefillChunk chunk{};
+    DecodeStep& step = chunk.step;
+    TORCH_CHECK_VALUE(q.dim() == 3 && raw.dim() == 3 && table.dim() == 1 && q.stride(2) == 1, "q must be [L, Hq, D], the last axis contiguous, and the table [F]");
+    step.requests = 1, step.heads = raw.size(1), step.size = q.size(2), step.cache_is_bf16 = cache_is_bf16, step.q_is_bf16 = is_bf16(q, "q");
+    TORCH_CHECK_VALUE(step.size > 0 && step.size % 16 == 0 && step.heads > 0 && q.size(1) % step.heads == 0 && block_slots > 0,
+                      "head size must be a multiple of 16, and query heads one of KV heads");
+    step.group = q.size(1) / step.heads, chunk.length = q.size(0);
+    step.q = q.data_ptr(), step.scale = float(scale), step.block_slots = block_slots;
+    for (int i = 0; i < 2; i++) step.q_stride[i] = q.stride(i);
+    step.region_bytes = block_slots * (2 * step.size * step.item_bytes() + 8);
+    TORCH_CHECK_VALUE(first >= 0 && last > first && (!causal || last - first == chunk.length), "no keys, or not as many as queries");
+    const Tensor tokens = at::full({1}, last, at::kLong);
+    fill_prefix(step, std::make_tuple(raw, table.unsqueeze(0), tokens));
+    const auto results = allocate_results(step, q);
+    if (chunk.length) kvpop::prefix_attention(chunk, first, last, causal);
+    return results;
+}
+
 void begin_tail(const Tensor& raw, int64_t block_slots, int64_t state_blocks, const Tensor& page_table, const Rule& rule,
                 int64_t replay, bool is_bf16, const PrefixTensors& prefix) {
     DecodeStep step{};
@@ -427,6 +447,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
     module.def("begin_tail", &begin_tail, nogil, "See kvpop_vllm.kernels.ops.begin_tail.");
     module.def("prefill_chunk", &prefill_chunk, nogil, "See kvpop_vllm.kernels.ops.prefill_chunk.");
+    module.def("prefix_attention", &prefix_attention, nogil, "Attention to tokens of a protected prefix (kvpop_vllm/kernels/prefix_attention.py).");
     module.def("online_topk", &online_topk, nogil, "See kvpop_vllm.kernels.ops.online_topk.");
     module.def("running_topk", &running_topk, nogil, "See kvpop_vllm.kernels.ops.running_topk; float64.");
     module.def("isa_levels", [] {

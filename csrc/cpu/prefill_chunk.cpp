@@ -42,6 +42,23 @@ struct Memory {
     }
 };
 
+// Packs key and value k, v, in the cache's type, as number `index` of a head's.
+void pack_token(const PackedTiles& packed, const PrefillHead& work, int64_t index, const uint8_t* k, const uint8_t* v, bool is_bf16) {
+    const int64_t column = index % TILE_KEYS, tile = index / TILE_KEYS * packed.words(), item = is_bf16 ? 2 : 4;
+    uint32_t *keys = work.keys + tile + column, *values = work.values + tile;
+    if (packed.per == 2) {
+        for (int64_t w = 0; w < packed.size / 2; w++) std::memcpy(keys + w * TILE_KEYS, k + 4 * w, 4);
+        uint16_t* halves = reinterpret_cast<uint16_t*>(values + column / 2 * packed.size) + column % 2;
+        for (int64_t e = 0; e < packed.size; e++) std::memcpy(halves + 2 * e, v + 2 * e, 2);
+        return;
+    }
+    for (int64_t e = 0; e < packed.size; e++) {
+        const float key_item = as_float(k + e * item, is_bf16), value_item = as_float(v + e * item, is_bf16);
+        std::memcpy(keys + e * TILE_KEYS, &key_item, 4);
+        std::memcpy(values + column * packed.size + e, &value_item, 4);
+    }
+}
+
 // One head of the chunk between its stages.
 class HeadOfChunk {
   public:
@@ -144,20 +161,7 @@ class HeadOfChunk {
     }
 
     void pack(int64_t index, const uint8_t* k, const uint8_t* v) {
-        const PackedTiles& packed = chunk_.packed;
-        const int64_t column = index % TILE_KEYS, tile = index / TILE_KEYS * packed.words(), item = a_.item_bytes();
-        uint32_t *keys = work_.keys + tile + column, *values = work_.values + tile;
-        if (packed.per == 2) {
-            for (int64_t w = 0; w < a_.size / 2; w++) std::memcpy(keys + w * TILE_KEYS, k + 4 * w, 4);
-            uint16_t* halves = reinterpret_cast<uint16_t*>(values + column / 2 * a_.size) + column % 2;
-            for (int64_t e = 0; e < a_.size; e++) std::memcpy(halves + 2 * e, v + 2 * e, 2);
-            return;
-        }
-        for (int64_t e = 0; e < a_.size; e++) {
-            const float key_item = as_float(k + e * item, a_.cache_is_bf16), value_item = as_float(v + e * item, a_.cache_is_bf16);
-            std::memcpy(keys + e * TILE_KEYS, &key_item, 4);
-            std::memcpy(values + column * a_.size + e, &value_item, 4);
-        }
+        pack_token(chunk_.packed, work_, index, k, v, a_.cache_is_bf16);
     }
 
     PrefillChunk& chunk_;
@@ -199,15 +203,54 @@ void token_by_token(const PrefillChunk& chunk, const Kernels& kernels) {
     });
 }
 
+// Attention of the piece's queries over the packed keys.
+void attend_piece(const PrefillChunk& chunk, const Kernels& kernels, const Piece& piece, int64_t floats) {
+    const int64_t tiles = (piece.tokens() + TILE_QUERIES - 1) / TILE_QUERIES;
+    at::parallel_for(0, chunk.step.heads * tiles, 1, [&](int64_t begin, int64_t end) {
+        float* scratch = scratch_of_this_thread(floats);
+        for (int64_t i = begin; i < end; i++) {
+            const int64_t first = i % tiles * TILE_QUERIES;
+            kernels.prefill_attend(chunk, piece, i / tiles, first, std::min(TILE_QUERIES, piece.tokens() - first), scratch);
+        }
+    });
+}
+
+// How tiles are packed where they are multiplied.
+PackedTiles packed_for(const DecodeStep& step, const Kernels& kernels) {
+    return {step.size, kernels.bf16_words && step.cache_is_bf16 && step.q_is_bf16 ? 2 : 1};
+}
+
 }  // namespace
+
+void prefix_attention(PrefillChunk& chunk, int64_t first, int64_t last, bool causal) {
+    const Kernels& kernels = *current_isa().kernels;
+    const DecodeStep& step = chunk.step;
+    const int64_t keys = last - first, row = step.size * step.item_bytes();
+    chunk.packed = packed_for(step, kernels);
+    std::vector<PrefillHead> heads(static_cast<size_t>(step.heads));
+    std::vector<Memory> memory(heads.size());
+    chunk.heads = heads.data();
+    at::parallel_for(0, step.heads, 1, [&](int64_t begin, int64_t end) {
+        for (int64_t h = begin; h < end; h++) {
+            PrefillHead& work = heads[size_t(h)];
+            work = memory[size_t(h)].allocate((keys + TILE_KEYS - 1) / TILE_KEYS, chunk.packed.words(), 0, 0);
+            for (int64_t i = 0; i < work.tiles * TILE_KEYS; i++) {
+                work.born[i] = causal ? int32_t(i) : 0, work.gone[i] = i < keys ? NEVER_GONE : 0;
+                if (i >= keys) continue;
+                const uint8_t* k = step.prefix_region(0, h, first + i) + (first + i) % step.block_slots * row;
+                pack_token(chunk.packed, work, i, k, k + step.block_slots * row, step.cache_is_bf16);
+            }
+        }
+    });
+    attend_piece(chunk, kernels, {0, chunk.length}, kernels.prefill_scratch(step));
+}
 
 void prefill_chunk(PrefillChunk& chunk) {
     const Kernels& kernels = *current_isa().kernels;
     const DecodeStep& step = chunk.step;
     if (step.sequential()) return token_by_token(chunk, kernels);
     const int64_t floats = kernels.prefill_scratch(step);
-    const bool dots = kernels.bf16_words && step.cache_is_bf16 && step.q_is_bf16;
-    chunk.packed = {step.size, dots ? 2 : 1};
+    chunk.packed = packed_for(step, kernels);
     std::vector<PrefillHead> heads(static_cast<size_t>(step.heads));
     std::vector<Memory> memory(heads.size());
     chunk.heads = heads.data();
@@ -216,7 +259,6 @@ void prefill_chunk(PrefillChunk& chunk) {
     });
     for (int64_t a = chunk.start; a < chunk.start + chunk.length; a += PIECE) {
         const Piece piece{a, std::min(a + PIECE, chunk.start + chunk.length)};
-        const int64_t tiles = (piece.tokens() + TILE_QUERIES - 1) / TILE_QUERIES;
         at::parallel_for(0, step.heads, 1, [&](int64_t begin, int64_t end) {
             float* scratch = scratch_of_this_thread(floats);
             for (int64_t h = begin; h < end; h++) {
@@ -224,13 +266,7 @@ void prefill_chunk(PrefillChunk& chunk) {
                 HeadOfChunk(chunk, h).plan(piece);
             }
         });
-        at::parallel_for(0, step.heads * tiles, 1, [&](int64_t begin, int64_t end) {
-            float* scratch = scratch_of_this_thread(floats);
-            for (int64_t i = begin; i < end; i++) {
-                const int64_t first = i % tiles * TILE_QUERIES;
-                kernels.prefill_attend(chunk, piece, i / tiles, first, std::min(TILE_QUERIES, piece.tokens() - first), scratch);
-            }
-        });
+        attend_piece(chunk, kernels, piece, floats);
         at::parallel_for(0, step.heads, 1, [&](int64_t begin, int64_t end) {
             for (int64_t h = begin; h < end; h++) HeadOfChunk(chunk, h).commit(piece);
         });

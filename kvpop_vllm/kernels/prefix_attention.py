@@ -1,4 +1,5 @@
-"""Attention of a chunk to a protected prefix by torch's own kernels, for implementations whose kernels attend to the tail alone."""
+"""Attention of a chunk to a protected prefix, for implementations whose prefill kernels attend to the tail alone: by torch's own kernels,
+unless they bring one."""
 
 from __future__ import annotations
 
@@ -15,7 +16,17 @@ PIECE = 8192
 
 
 def with_prefix(
-    run_tail: Callable[..., Attended], q, k, v, start: int, given, prefix: Prefix | None, scale: float, *, attends: bool
+    run_tail: Callable[..., Attended],
+    q,
+    k,
+    v,
+    start: int,
+    given,
+    prefix: Prefix | None,
+    scale: float,
+    *,
+    attends: bool,
+    attend: Callable[..., Attended] | None = None,
 ) -> Attended:
     """Run a chunk that may begin within a protected prefix, end in it, or lie behind it.
 
@@ -23,34 +34,37 @@ def with_prefix(
         run_tail: ``(q, k, v, start, given)`` of the tokens behind the prefix, as :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
         q, k, v, start, given, prefix, scale: the chunk's, as there; its own protected tokens lie in the prefix pages.
         attends: ``run_tail`` attends to the prefix too, else its results are merged with attention to the prefix.
+        attend: ``(q, prefix, begin, end, scale, causal)``, attention of ``q`` to protected tokens ``[begin, end)``; torch's by default.
     """
+    attend = attend or _attend
     protects = 0 if prefix is None else int(prefix.tokens[0])
     inside, parts = min(max(protects - start, 0), len(q)), []
     if inside:
-        own = _attend(q[:inside], *prefix.gather(0, start, start + inside), scale, causal=True)
-        parts.append(_with_all(own, q[:inside], prefix, start, scale))
+        own = attend(q[:inside], prefix, start, start + inside, scale, True)
+        parts.append(_with_all(attend, own, q[:inside], prefix, start, scale))
     if inside < len(q) or not inside:
         scores = None if given is None else given[inside:]
         tail = run_tail(q[inside:], k[inside:], v[inside:], start + inside, scores)
-        parts.append(tail if attends or not len(q) else _with_all(tail, q[inside:], prefix, protects, scale))
+        parts.append(tail if attends or not len(q) else _with_all(attend, tail, q[inside:], prefix, protects, scale))
     return parts[0] if len(parts) == 1 else tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
 
 
-def _with_all(found: Attended, q: torch.Tensor, prefix: Prefix | None, end: int, scale: float) -> Attended:
+def _with_all(attend, found: Attended, q: torch.Tensor, prefix: Prefix | None, end: int, scale: float) -> Attended:
     """Attention of ``q [L, Hq, D]`` over other keys, merged in float32 with that over the first ``end`` protected tokens."""
     if not end:
         return found
     (out, lse), dtype = found, found[0].dtype
     for begin in range(0, end, PIECE):
-        part, part_lse = _attend(q, *prefix.gather(0, begin, min(begin + PIECE, end)), scale)
+        part, part_lse = attend(q, prefix, begin, min(begin + PIECE, end), scale, False)
         merged = torch.logaddexp(lse, part_lse)
         out = torch.lerp(out.float(), part.float(), torch.exp(part_lse - merged).unsqueeze(-1))
         lse = merged
     return out.to(dtype), lse
 
 
-def _attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float, causal: bool = False) -> Attended:
-    """Softmax attention of ``q [L, Hq, D]`` over ``keys, values [H, n, D]``, all of them or causally (n = L)."""
+def _attend(q: torch.Tensor, prefix: Prefix, begin: int, end: int, scale: float, causal: bool) -> Attended:
+    """Softmax attention of ``q [L, Hq, D]`` over protected tokens ``[begin, end)``, all of them or causally (as many as queries)."""
+    keys, values = prefix.gather(0, begin, end)
     heads, group = keys.shape[0], q.shape[1] // keys.shape[0]
     rows = q.transpose(0, 1).unflatten(0, (heads, group))
     keys, values = (x.to(q.dtype).unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))

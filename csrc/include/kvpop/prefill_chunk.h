@@ -53,4 +53,8 @@ struct Piece {
 // Runs the chunk. The arguments have been checked.
 void prefill_chunk(PrefillChunk& chunk);
 
+// Attention of the chunk's queries over tokens [first, last) of its prefix; causal: query i sees those up to first + i. The arguments
+// have been checked; start is 0.
+void prefix_attention(PrefillChunk& chunk, int64_t first, int64_t last, bool causal);
+
 }  // namespace kvpop

@@ -1,6 +1,8 @@
-"""A prefill chunk in C++; attention to a protected prefix by torch's own kernel."""
+"""A prefill chunk in C++."""
 
 from __future__ import annotations
+
+import torch
 
 from kvpop_vllm.kernels.cpp.decode_step import check_dtype, packed, tensors_of
 from kvpop_vllm.kernels.dispatch import load_extension
@@ -22,4 +24,11 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
         except _C.StepOrder as error:
             raise StepOrderError(str(error)) from None
 
-    return with_prefix(run, q, k, v, start, given, prefix, scale, attends=rule.sequential)
+    return with_prefix(run, q, k, v, start, given, prefix, scale, attends=rule.sequential, attend=_attend)
+
+
+def _attend(q, prefix, begin, end, scale, causal):
+    """Attention of ``q`` to protected tokens, see :func:`with_prefix`."""
+    layout, raw, table = prefix.pages.layout, prefix.pages.raw, prefix.table[0]
+    is_bf16 = layout.dtype is torch.bfloat16
+    return _C.prefix_attention(q, raw, layout.block_slots, table, begin, end, causal, is_bf16, scale)
