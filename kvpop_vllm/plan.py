@@ -99,7 +99,9 @@ def plan(options) -> None:
     )
     print(_table(rows))
     if compressing := [cls.name for cls in found if cls.compresses]:
-        notes.append(f"{', '.join(compressing)} hold the whole prompt while it is prefilled: what they hold is that of a prompt's end")
+        notes.append(
+            f"{', '.join(compressing)} hold the whole prompt while it is prefilled: what they hold is that of a prompt's end"
+        )
     if given != "mlstm" and (own is None or own.scorer != "mlstm"):
         notes.insert(0, "kvpop's state is that of a scorer of default size: give --scorer DIR for another")
     print("\n".join(notes), end="\n" if notes else "")
@@ -114,7 +116,8 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
     """
     length, retention = lengths[2], policy.retention
     if policy.compresses:
-        return compressing_bytes(*lengths[:2], length if prompt is None else prompt, retention, shares)
+        at_prompts_end = compressing_bytes(*lengths[:2], length if prompt is None else prompt, retention, shares)
+        return max(at_prompts_end, request_bytes(*lengths, retention, shares), key=lambda held: held.blocks)
     longest = protected_tokens(policy.protect, length)
     if prompt is not None or not longest:
         own = protected_tokens(policy.protect, prompt or 0)

@@ -18,7 +18,7 @@ BUDGET, PROTECT, SEED = KEYS = ("kv_budget", "kv_protect_prompt", "kv_seed")
 """What a request may ask: B in tokens; "all" or a number of prompt tokens that are never evicted; the seed of random draws."""
 RESOLVED = "kvpop"
 """The key under which a :class:`RequestCache` travels."""
-OF_VLLM = ("kv_transfer_params",)
+OF_VLLM = ("kv_transfer_params", "kv_cache_report_mode")
 """Keys of vLLM's own that begin as ours do."""
 
 
@@ -65,14 +65,10 @@ def _integer(value: object) -> bool:
 def _retention(policy: Policy, budget: object):
     if not _integer(budget):
         raise ConfigError(f"{BUDGET} must be a whole number of tokens, got {budget!r}")
-    if policy.keeps_all:
-        raise ConfigError(f"--kv-policy {policy.name} keeps every token: leave {BUDGET} out")
-    if policy.allocator != "uniform":
-        raise ConfigError(f"with --kv-allocator {policy.allocator} all requests have one budget: leave {BUDGET} out")
-    if budget > policy.max_budget:
-        raise ConfigError(f"{BUDGET} {budget} is more than this server allows: lower it to at most {policy.max_budget}")
     if budget < 1:
         raise ConfigError(f"{BUDGET} must be at least 1, got {budget}")
+    if budget > policy.max_budget and not policy.one_budget:
+        raise ConfigError(f"{BUDGET} {budget} is more than this server allows: lower it to at most {policy.max_budget}")
     try:
         return policy.retention_of(budget)
     except ConfigError as error:
@@ -82,7 +78,7 @@ def _retention(policy: Policy, budget: object):
 def _protected(policy: Policy, asked: object, prompt: int) -> int:
     if asked is None:
         return protected_tokens(policy.protect, prompt)
-    if not (asked is True or asked == "all" or _integer(asked)):
+    if not (asked is True or asked == "all" or (_integer(asked) and asked >= 0)):
         raise ConfigError(f'{PROTECT} must be "all" or a whole number of tokens, got {asked!r}')
     if policy.compresses:
         raise ConfigError(f"--kv-policy {policy.name} holds the prompt until its end anyway: leave {PROTECT} out")

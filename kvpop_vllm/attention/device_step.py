@@ -53,7 +53,7 @@ class DecodeRows:
 
     Attributes:
         table: ``[most, columns]`` int32, blocks of each request's state and tail, :data:`NULL_BLOCK` where it holds none.
-        positions: ``[most]`` int64, :data:`PADDING` in rows of padding. budgets, windows: ``[most]`` int32, B and w of each.
+        positions: ``[most]`` int64, :data:`PADDING` in rows of padding. budgets: ``[most, H]`` int32, windows: ``[most]`` int32, B and w of each.
         protected: ``[most]`` int64, p of each. prefix_table: ``[most, F]`` int32, its prefix blocks and what lies behind them.
         blocks, slots: ``[most]`` int64, where its new token goes if that is protected, else slot 0 of :data:`NULL_BLOCK`.
         seeds: ``[most]`` int64, of its draws.
@@ -72,7 +72,7 @@ class DecodeRows:
         self.layout, self.retention, self.heads_with, self.protects = layout, retention, dict(heads_with), longest > 0
         self.table = torch.full((most, columns), NULL_BLOCK, dtype=torch.int32, device=device)
         self.positions = torch.full((most,), PADDING, dtype=torch.int64, device=device)
-        self.budgets = torch.full((most,), retention.budget, dtype=torch.int32, device=device)
+        self.budgets = torch.full((most, layout.num_kv_heads), retention.budget, dtype=torch.int32, device=device)
         self.windows = torch.full((most,), retention.window, dtype=torch.int32, device=device)
         self.protected, self.blocks, self.slots, self.seeds = (
             torch.zeros(most, dtype=torch.int64, device=device) for _ in range(4)
@@ -156,13 +156,14 @@ class DecodeRows:
 
         Args:
             lengths: of each request with its new tokens, exact for chunks. block_table: ``[requests, W]`` int32.
-            regions, layer: as in :meth:`StepBatch.build`. sizes: what :meth:`fill` was sent.
+            regions, layer: as in :meth:`StepBatch.build`. sizes: what :meth:`fill` was sent. Budgets of chunks lie in memory of their
+                own: kernels are compiled for one alignment.
         """
         rows, heads, chosen = split.decodes, self.layout.num_kv_heads, [i for i, _, _ in split.chunks]
         blocks = self._tails(block_table, slice(chosen[0], chosen[-1] + 1)) if chosen else self.table[:0]
         kept, drawn = self.retention, None if sizes.seeds is None else sizes.seeds.tolist()
         if regions is None:
-            budgets = self.budgets.unsqueeze(1).expand(-1, heads)
+            budgets = self.budgets
             own, others = (x.unsqueeze(1).expand(-1, heads, -1) for x in (self.table[:rows], blocks))
         else:
             budgets = regions.budgets(layer).expand(len(self.budgets), -1)
@@ -173,7 +174,7 @@ class DecodeRows:
                 first + count,
                 lengths[i] - count,
                 others[i - chosen[0]],
-                budgets[i],
+                budgets[i].clone(),
                 kept.window if sizes.windows is None else sizes.windows[i],
                 *self._prefix(i, block_table, sizes.protected),
                 None if drawn is None else drawn[i],
@@ -217,7 +218,7 @@ class DecodeRows:
     def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[rows]``, blocks that the states and slots of ``tokens + 1`` tokens take at most; 0 where ``tokens`` is negative."""
         size = self.layout.block_slots
-        heads_with = self.heads_with or {self.budgets[: len(tokens)]: 1}
+        heads_with = self.heads_with or {self.budgets[: len(tokens), 0]: 1}
         pages = [
             (((tokens + 1).clamp_max(budget) + size - 1) // size + self.layout.state_blocks) * many
             for budget, many in heads_with.items()

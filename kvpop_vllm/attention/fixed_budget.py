@@ -328,7 +328,7 @@ class FixedBudgetAttention:
             state = chunk.row[:, : pages.layout.state_blocks]
             compress.hold_queries(q[first - chunk.start :], pages, state, number)
         if chunk.end == chunk.protected:
-            told = {"rule": self.rule, "scale": self.scale}
+            told = {"group": q.shape[1] // pages.layout.num_kv_heads, "rule": self.rule, "scale": self.scale}
             compress.compress(pages, chunk.row, prefix, chunk.budgets, chunk.window, **told)
 
 

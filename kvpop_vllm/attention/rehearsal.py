@@ -42,7 +42,7 @@ def largest_steps(
     prefix_table = torch.zeros(rows, cdiv(longest, layout.block_slots), dtype=torch.int32, device=device)
     protection = _protection(prefix_table, rows, table[:0], 0) if longest else None
     windows = torch.full((rows,), rule.window, dtype=torch.int32, device=device)
-    decodes = rows, slice(0, rows), table.expand(rows, -1, -1), positions, told.expand(rows, -1), windows
+    decodes = rows, slice(0, rows), table.expand(rows, -1, -1), positions, told.expand(rows, -1).contiguous(), windows
     seeds = torch.zeros(rows, dtype=torch.int64, device=device) if rule.draws else None
     yield pages, StepBatch(*decodes, (), None, None, protection, seeds), rows
 

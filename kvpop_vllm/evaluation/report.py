@@ -74,7 +74,9 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
     Raises:
         ConfigError: there is nothing, something twice, or something that cannot be used.
     """
-    names, shapes = default if options.policies is None else options.policies, {}
+    names, shapes = options.policies, {}
+    if names is None:  # rows of other tasks are no prompts with answers behind them
+        names = [name for name in default if options.task == "retrieval" or not policies.get(name).compresses]
     contenders = [training_free(name) for name in names]
     for folder in options.scorer:
         contender, shapes[folder] = learned(folder, options.model)

@@ -65,7 +65,7 @@ class LayerPages:
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
         self.pages, self.table = fresh_pages(layout, int(budgets.max()), requests=rows, device=like.device)
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
-        self._budgets = budgets.to(like.device)
+        self._budgets = budgets.contiguous().to(like.device)
         self._windows = torch.tensor(windows, dtype=torch.int32, device=like.device)
         self.attention = FixedBudgetAttention(layout, rule, scale)
 
@@ -108,7 +108,7 @@ class LayerPages:
                 first + count,
                 start,
                 self.table[r],
-                self._budgets[r],
+                self._budgets[r].clone(),
                 self.windows[r],
                 protected[r],
                 self.prefix_table[r],

@@ -29,6 +29,9 @@ class Rows:
             told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
             raise ConfigError(f"lists have an entry for each row of the batch, but {told}: make them equally long")
         self.number = next(iter(lengths.values()), None)
+        own = seed if _several(seed) else [seed]
+        if wrong := [each for each in own if type(each) is not int]:
+            raise ConfigError(f"seed must be an integer, got {wrong[0]!r}")
 
     def settings(self) -> dict:
         """Return the largest budget and the first row's protection, which the policy is resolved with."""
@@ -42,14 +45,11 @@ class Rows:
 
     def check(self, policy: Policy) -> None:
         """Raise ConfigError where a row cannot have what it asks for under the policy."""
-        if _several(self.budget) and (policy.keeps_all or policy.allocator != "uniform"):
-            raise ConfigError(
-                f"with policy {policy.name} and allocator {policy.allocator} all rows have one budget: give a number"
-            )
         for budget in self.budget if _several(self.budget) else ():
             policy.retention_of(budget)
         if _several(self.protect_prompt):
-            self.protect_prompt = [protection(each) or 0 for each in self.protect_prompt]
+            asked = [protection(each) for each in self.protect_prompt]
+            self.protect_prompt = [policy.default_protect if each is None else each for each in asked]
 
     def check_number(self, rows: int) -> None:
         """Raise ValueError where a batch has another number of rows than the lists."""

@@ -34,6 +34,7 @@ def compress(
     budgets: torch.Tensor,
     window: int,
     *,
+    group: int,
     rule: RetentionRule,
     scale: float,
 ) -> None:
@@ -47,11 +48,12 @@ def compress(
     Args:
         pages: the tail's cache, written in place. row: ``[H, P]`` int32, its pages, state first, whose state holds the queries.
         prefix: of this request, R = 1, all p tokens written, its ``tokens`` on the CPU. budgets: ``[H]`` int32. window: w.
-        rule: with votes. scale: factor on q . k.
+        group: query heads of a KV head here. rule: with votes. scale: factor on q . k.
     """
     p, heads = int(prefix.tokens[0]), pages.layout.num_kv_heads
     keys, values = prefix.gather(0, 0, p)
-    votes = prompt_votes(_queries(pages, row, rule.votes, min(rule.votes.queries, window, p)), keys, scale, rule.votes)
+    voters = _queries(pages, row, rule.votes.queries, min(rule.votes.queries, window, p), group)
+    votes = prompt_votes(voters, keys, scale, rule.votes)
     sinks, table = rule.sinks, row.long()
     oldest = max(sinks, p - window)
     near = torch.cat([torch.arange(min(sinks, p)), torch.arange(oldest, max(oldest, p))]).to(keys.device)
@@ -93,13 +95,13 @@ def prompt_votes(q: torch.Tensor, keys: torch.Tensor, scale: float, votes: Promp
     return found
 
 
-def _queries(pages: Pages, row: torch.Tensor, votes: PromptVotes, count: int) -> torch.Tensor:
-    """Return the queries ``[H, count, G, D]`` that :func:`hold_queries` has written, the last ones of ``votes.queries``."""
+def _queries(pages: Pages, row: torch.Tensor, most: int, count: int, group: int) -> torch.Tensor:
+    """Return the queries ``[H, count, G, D]`` that :func:`hold_queries` has written, the last ones of ``most``."""
     size = pages.layout.head_size
-    each = votes.group * size
-    at = torch.arange(count * each, device=row.device) + (votes.queries - count) * each
+    each = group * size
+    at = torch.arange(count * each, device=row.device) + (most - count) * each
     blocks, heads, words = _words(pages, row[:, : pages.layout.state_blocks], at)
-    return pages.state[blocks, heads, words].unflatten(1, (count, votes.group, size))
+    return pages.state[blocks, heads, words].unflatten(1, (count, group, size))
 
 
 def _words(pages: Pages, state: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

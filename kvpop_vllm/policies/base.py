@@ -7,6 +7,7 @@ loaded; from then on the kernels work from that rule alone, without calling back
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -126,7 +127,7 @@ class Policy(ABC):
         self._check_limits()
 
     def _resolve(self, settings: PolicySettings) -> Retention:
-        return resolve_retention(
+        kept = resolve_retention(
             settings,
             self.model.max_model_len,
             self.scorer_shape(),
@@ -135,27 +136,43 @@ class Policy(ABC):
             window_share=self.window_share,
             window=self.default_window,
         )
+        self.check_retention(kept)
+        return kept
+
+    def check_retention(self, kept: Retention) -> None:
+        """Refuse parts of a budget that the policy cannot work with, the server's or a request's.
+
+        Raises:
+            ConfigError: naming the option to change.
+        """
+        return
+
+    @functools.cached_property
+    def one_budget(self) -> bool:
+        """Whether all requests have the server's budget: it keeps everything, or heads have unequal shares."""
+        return self.keeps_all or bool((self.shares() != self.retention.budget).any())
 
     def retention_of(self, budget: int) -> Retention:
         """Return what a server with this budget would have, for one request.
 
         Raises:
-            ConfigError: the budget is too small.
+            ConfigError: the budget is too small, or all requests have the server's.
         """
-        if budget not in self._retentions:
+        if self.one_budget:
+            raise ConfigError(f"--kv-policy {self.name} gives all requests one budget here: leave --kv-budget out")
+        found = self._retentions.get(budget)
+        if found is None:
+            found = self._resolve(replace(self.settings, budget=budget, compression=None))
             if len(self._retentions) >= MOST_RETENTIONS:
                 self._retentions.clear()
-            self._retentions[budget] = self._resolve(replace(self.settings, budget=budget, compression=None))
-        return self._retentions[budget]
+            self._retentions[budget] = found
+        return found
 
     def _check_limits(self) -> None:
         """Raise ConfigError where requests may ask for less than the server has, or for what the policy cannot follow."""
         budget, protect = self.settings.max_budget, self.settings.max_protect
-        if budget is not None and (self.keeps_all or self.allocator != "uniform"):
-            why = "keeps every token" if self.keeps_all else f"has the allocator {self.allocator}"
-            raise ConfigError(
-                f"--kv-policy {self.name} {why}, so requests have no budgets of their own: leave --kv-max-budget out"
-            )
+        if budget is not None and self.one_budget:
+            raise ConfigError(f"--kv-policy {self.name} gives all requests one budget here: leave --kv-max-budget out")
         if budget is not None and budget < self.retention.budget:
             raise ConfigError(
                 f"--kv-max-budget {budget} is below the server's own budget: raise it to at least {self.retention.budget}"

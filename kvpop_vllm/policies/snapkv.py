@@ -23,6 +23,7 @@ class SnapKV(Policy):
     name = "snapkv"
     paper = "Li et al. 2024, arXiv:2404.14469"
     cost = "the prompt is held densely while it is prefilled; at its end the attention weights of 32 queries; then none"
+    state = "32 x G x D float32, G query heads a KV head"
     signals = frozenset({Signal.MASS})
     default_sinks, default_window = 0, OBSERVED
     compresses = True

@@ -170,23 +170,23 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         step_requests.apply()
 
     def sizes(self, requests: int) -> Sizes:
-        """Return what the requests of the step have.
+        """Return what the requests of the step have, or as many of them as the model runner has told of: others are padding.
 
         Raises:
             RuntimeError: the model runner does not say what they asked for.
         """
         if self.prompts is None:
             raise RuntimeError("this model runner does not say what requests ask for: leave --worker-cls out")
-        asked, kept, seeds = self.asked[:requests], self.retention, None
+        prompts, kept, seeds = self.prompts[:requests].tolist(), self.retention, None
+        asked = [*self.asked[: len(prompts)], *[None] * (len(prompts) - len(self.asked))]
         protected = budgets = windows = None
         if self.protect:
-            protected = [protected_tokens(self.protect, prompt) for prompt in self.prompts[:requests].tolist()]
+            protected = [protected_tokens(self.protect, prompt) for prompt in prompts]
         if self.draws:
-            seeds = self.seeds[:requests] + request_seed(self.seed, 0)
+            seeds = self.seeds[: len(prompts)] + request_seed(self.seed, 0)
         if any(asked):
-            protected = [
-                p if own is None else own.protected for p, own in zip(protected or [0] * requests, asked, strict=True)
-            ]
+            plain = protected or [0] * len(prompts)
+            protected = [p if own is None else own.protected for p, own in zip(plain, asked, strict=True)]
             budgets = [kept.budget if own is None else own.budget for own in asked]
             windows = [kept.window if own is None else own.window for own in asked]
             for i, own in enumerate(asked if self.draws else ()):

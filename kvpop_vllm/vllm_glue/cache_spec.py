@@ -31,7 +31,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         super().__init__(kv_cache_spec, *args, **kwargs)
         self.requests: dict[str, tuple[int, int]] = {}  # p and B of each
         manager_requests.apply()
-        if kv_cache_spec.protect:
+        if kv_cache_spec.protect and not kv_cache_spec.votes:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
             fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, protected)

@@ -136,6 +136,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             device,
             protected_tokens(kv_cache_spec.max_protect, longest),
         )
+        self.sized = False  # some row has a budget of its own
         self.may_protect = bool(kv_cache_spec.max_protect)
         if vllm_config.use_v2_model_runner:
             step_requests.apply_v2()
@@ -148,15 +149,17 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
             return None  # from position 0 on, and yet past its prompt
         table, sizes = common.block_table_tensor, self._told(common)
-        self.rows.fill(split.decodes, common.seq_lens, table, common.slot_mapping, self._sent(sizes))
+        self.rows.fill(
+            split.decodes, common.seq_lens, table, common.slot_mapping, self._sent(sizes, self.layout.num_kv_heads)
+        )
         if (protected := sizes.protected) is not None:
             self._begin_tails([i for i in range(split.decodes) if 0 < protected[i] == lengths[i] - 1], protected)
         step = split, lengths, table
         return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer, sizes), split.tokens)
 
     def _told(self, common) -> Sizes:
-        """Return what the rows of a step have; in full, for what the last step had must not stay. Rows that are no request's, and
-        all rows of dummy runs, have the server's budget and protect nothing.
+        """Return what the rows of a step have; in full where this step or the one before has requests with budgets of their own, for
+        what that had must not stay. Rows that are no request's have the server's budget and protect nothing.
 
         Raises:
             RuntimeError: the model runner does not say what requests ask for.
@@ -169,6 +172,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             known = values or []
             return known + [otherwise] * (requests - len(known))
 
+        own, self.sized = self.sized or found.budgets is not None, found.budgets is not None
         seeds = None
         if self.draws:
             seeds = torch.zeros(requests, dtype=torch.int64)
@@ -176,17 +180,19 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
                 seeds[: len(found.seeds)] = found.seeds
         return Sizes(
             padded(found.protected, 0) if self.may_protect else None,
-            None if self.unequal else padded(found.budgets, kept.budget),
-            None if self.unequal else padded(found.windows, kept.window),
+            padded(found.budgets, kept.budget) if own and not self.unequal else None,
+            padded(found.windows, kept.window) if own and not self.unequal else None,
             seeds,
         )
 
     @staticmethod
-    def _sent(sizes: Sizes) -> dict[str, torch.Tensor]:
+    def _sent(sizes: Sizes, heads: int) -> dict[str, torch.Tensor]:
         """Return these numbers as :meth:`DecodeRows.fill` takes them."""
         pinned = {"device": "cpu", "pin_memory": is_pin_memory_available()}
         dtypes = {"protected": torch.int64, "budgets": torch.int32, "windows": torch.int32}
         found = {name: getattr(sizes, name) for name in dtypes}
+        if found["budgets"] is not None:
+            found["budgets"] = [[budget] * heads for budget in found["budgets"]]
         sent = {name: torch.tensor(x, dtype=dtypes[name], **pinned) for name, x in found.items() if x is not None}
         if sizes.seeds is not None:
             sent["seeds"] = sizes.seeds.pin_memory() if is_pin_memory_available() else sizes.seeds

@@ -152,9 +152,12 @@ def held_in_step(vllm_config, seen: int) -> torch.Tensor:
         batch = metadata.batch(impl.layer, regions)
         if batch.decodes:
             table, protected = batch.table[0], 0 if batch.protection is None else int(batch.protection.tokens[0])
+            budgets = batch.budgets[0]
         else:
-            table, protected = batch.prefills[0].row, batch.prefills[0].protected
+            chunk = batch.prefills[-1]
+            table, budgets = chunk.row, chunk.budgets
+            protected = 0 if chunk.compresses and chunk.end == chunk.protected else chunk.protected
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
-        layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, batch.budgets.cpu(), protected)
+        layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, budgets.cpu(), protected)
     return torch.stack([layers[layer] for layer in sorted(layers)])

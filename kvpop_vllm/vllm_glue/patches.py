@@ -66,6 +66,13 @@ LEDGER = (
         "when a KV cache spec can refuse, and plugins can check sampling parameters",
     ),
     Patch(
+        "vllm.v1.engine.async_llm:AsyncLLM.generate",
+        False,
+        "A generator does nothing before it is asked, and an answer that is streamed has begun by then: what a request asks of its "
+        "cache is checked when the generator is made, so that a refusal is HTTP 400 there too.",
+        "when plugins can check sampling parameters",
+    ),
+    Patch(
         "vllm.v1.attention.selector:_cached_get_attn_backend",
         True,
         "The choice of a backend class is cached per process under a key that knows nothing of policies: engines of one "
@@ -213,6 +220,7 @@ def _config_with_policy(engine_args, original, args, kwargs):
     check_checkpoint(vllm_config)
     choose_model_class(vllm_config)
     wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
+    wrap("vllm.v1.engine.async_llm:AsyncLLM.generate", _generate)
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {settings.policy}")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -230,7 +238,9 @@ def _config_with_policy(engine_args, original, args, kwargs):
         kept.topk,
         ", outputs corrected by the moments of evicted tokens" if policy.corrects else "",
     )
-    if policy.protect:
+    if policy.compresses:
+        logger.info("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
+    elif policy.protect:
         logger.info(
             "protected: %s of each prompt (--kv-protect-prompt); --max-model-len bounds it, lower that if the pool is too small",
             "all" if policy.protect is True else f"the first {policy.protect} tokens",
@@ -255,25 +265,40 @@ def _process_inputs(original):
             refusals.refuse_streaming_input(self.vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]["policy"])
         request = original(self, *args, **kwargs)
         if request.sampling_params is not None and requested(self.vllm_config):
-            _resolve_request(self.vllm_config, request)
+            params = request.sampling_params
+            prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
+            found = _resolved(self.vllm_config, params, len(prompt))
+            if found is not None:  # not into the caller's own dictionary
+                params.extra_args = {**params.extra_args, requests.RESOLVED: list(found)}
         return request
 
     return process_inputs
 
 
-def _resolve_request(vllm_config, request) -> None:
-    """Check what a request asks of its cache, and have the resolved numbers travel with it.
+def _generate(original):
+    def generate(self, prompt, sampling_params, *args, **kwargs):
+        if requested(self.vllm_config) and getattr(sampling_params, "extra_args", None):
+            tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+            _resolved(self.vllm_config, sampling_params, 0 if tokens is None else len(tokens))
+        return original(self, prompt, sampling_params, *args, **kwargs)
+
+    return generate
+
+
+def _resolved(vllm_config, params, prompt: int):
+    """Return what a request with a prompt of so many tokens gets that asks for something, else None.
 
     Raises:
-        ConfigError: it cannot have that.
+        VLLMValidationError: it cannot have that.
     """
+    from vllm.exceptions import VLLMValidationError
+
     from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
-    params = request.sampling_params
-    prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
-    found = requests.resolve(engine_policy(vllm_config), params.extra_args, len(prompt))
-    if found is not None:  # not into the caller's own dictionary
-        params.extra_args = {**params.extra_args, requests.RESOLVED: list(found)}
+    try:
+        return requests.resolve(engine_policy(vllm_config), params.extra_args, prompt)
+    except ConfigError as error:
+        raise VLLMValidationError(str(error)) from None
 
 
 def _clear_caches(function) -> None:

@@ -107,6 +107,12 @@ def test_sixteen_of_all_kinds(engine, chunk):
     answers = engine.serve(jobs)
     assert len(answers) == 16 and max(len(step.running) for step in engine.recorder.blocks) > 8
     check(engine, answers, jobs)
+    again = [replace(job, scored=False) for job in jobs]
+    answers = engine.serve(again)
+    assert len({a.num_cached_tokens for a in answers.values()}) > 2, (
+        "each hits what it protects, up to 0, 16 and 48 tokens"
+    )
+    check(engine, answers, again)
 
 
 def test_interrupted(engine):
@@ -170,7 +176,7 @@ REFUSED = [
     ({"kv_protect_prompt": "al"}, "kv_protect_prompt must be \"all\" or a whole number of tokens, got 'al'"),
     ({"kv_protect_prompt": 51}, "kv_protect_prompt asks for 51 tokens, more than this server allows: lower it to at most 50"),
     ({"kv_protect_prompt": "all"}, "kv_protect_prompt asks for 60 tokens, more than this server allows: lower it to at most 50"),
-    ({"kv_protect_prompt": -1}, "kv_protect_prompt must be all or a number of tokens up to 16777216, got -1"),
+    ({"kv_protect_prompt": -1}, "kv_protect_prompt must be \"all\" or a whole number of tokens, got -1"),
     ({"kv_seed": 3}, "--kv-policy kvpop draws nothing: leave kv_seed out"),
     ({"kv_bugdet": 3}, "unknown key 'kv_bugdet': use kv_budget, kv_protect_prompt, kv_seed"),
     ({"kvpop": [0, 9999, 8, None]}, "the key 'kvpop' is reserved: leave it out"),
@@ -179,12 +185,14 @@ REFUSED = [
 
 def test_refusals(case):
     """Each in one line, before the engine has seen the request; and it serves on."""
+    from vllm.exceptions import VLLMValidationError
+
     kind, options = POLICIES["kvpop"]
     found = case(kind, "kvpop", budget=BUDGET, protect_prompt=PROTECT, **options)
     settings = found.settings | {"max_budget": MOST, "max_protect": MOST_PROTECT}
     with watched(found.model, settings) as engine:
         for asks, message in REFUSED:
-            with pytest.raises(ValueError) as error:
+            with pytest.raises(VLLMValidationError) as error:
                 engine.add("0", Job(new=2, prompt=TEXT[:60], asks=asks))
             assert str(error.value) == message
         own = {"kv_budget": 30, "of another plugin": 1}

@@ -249,8 +249,10 @@ def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy):
         ({"budget": []}, "budget has 0: make them equally long"),
         ({"budget": [40, "56"]}, "budget must be an integer for each row, got '56'"),
         ({"budget": [40, 3]}, "a budget of 3 is too small .* raise budget to at least"),
-        ({"budget": [40, 56], "allocator": "pyramid"}, "allocator pyramid all rows have one budget: give a number"),
+        ({"budget": [40, 56], "allocator": "pyramid"}, "gives all requests one budget here: leave budget out"),
         ({"protect_prompt": [True, "some"]}, "protect_prompt must be all or a number of tokens"),
+        ({"seed": [1, "2"]}, "seed must be an integer, got '2'"),
+        ({"seed": None}, "seed must be an integer, got None"),
     ],
 )
 def test_lists_that_cannot_be(tiny, options, message):

@@ -146,7 +146,7 @@ class PromptVotes:
     (:mod:`kvpop_vllm.kernels.compress`).
 
     Attributes:
-        group: G, query heads of a KV head. queries: that vote at most; no more than the window has tokens. neighbours: tokens over
+        group: G, query heads of a KV head at most. queries: that vote at most; no more than the window has tokens. neighbours: tokens over
             which votes are averaged, zeros beyond the ends counted.
     """
 
