@@ -12,6 +12,7 @@ import torch
 from kernels import sanitized
 from kernels import test_decode_step as decode
 from kernels import test_prefill_chunk as prefill
+from kernels import test_prefix_attention as prefix
 from kernels import test_running_topk as running
 from kernels.test_decode_step import (  # noqa: F401  (tests and fixtures that run here too)
     check_budgets,
@@ -147,6 +148,13 @@ def test_prefill_chunk(chunks, problem):
 @pytest.mark.parametrize("shape", [(16, 2, BF16), (80, 2, BF16), (96, 3, BF16), (96, 1, F32)], ids=str)
 def test_prefill_chunk_of_bfloat16(isa, shape):
     prefill.test_bfloat16_is_within_its_roundings(isa, *shape)
+
+
+@pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("shape", prefix.SHAPES, ids=str)
+def test_attention_to_a_prefix(shape, dtype, isa):
+    prefix.test_it_is_a_softmax_over_these_tokens(shape, dtype, dtype, isa, make=apart)
 
 
 @pytest.mark.parametrize("isa", _C.isa_levels())
