@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
 from kvpop_vllm.config import FULL_CHECKPOINT_SUFFIX, ConfigError
 from kvpop_vllm.scorers import build
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, write_scorer
+
+if TYPE_CHECKING:
+    from kvpop_vllm.policies.base import ModelShape
 
 BORROWED = "kvpop_borrowed_channel"
 """Key in the ``config.json`` of a model that was trained here to give a channel up."""
@@ -27,13 +31,25 @@ def gives_up_channel(config: dict) -> bool:
 
 
 def model_shape(model: str | Path) -> dict:
-    """``model_type, num_layers, num_kv_heads, head_dim, num_heads`` from a model folder's ``config.json``, and ``hidden_size`` if it is there.
+    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``, and ``hidden_size`` if it is there: what
+    scorers are made for.
 
     The model type of a full checkpoint is that of its base model, which is what its scorers are made for.
 
     Raises:
         ConfigError: no such folder, or a config without these numbers.
     """
+    return {name: number for name, number in _read_shape(model).items() if name != "num_heads"}
+
+
+def policy_shape(model: str | Path, max_model_len: int) -> ModelShape:
+    """Return a model folder's shape as policies see it, for sequences of so many tokens. Raises what :func:`model_shape` does."""
+    from kvpop_vllm.policies.base import ModelShape
+
+    return ModelShape(**_read_shape(model), max_model_len=max_model_len)
+
+
+def _read_shape(model: str | Path) -> dict:
     path = Path(model) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -43,7 +59,7 @@ def model_shape(model: str | Path) -> dict:
 
 
 def shape_of(config: dict, path: str | Path) -> dict:
-    """The same from what a ``config.json`` says; ``path`` names it in errors."""
+    """What :func:`model_shape` returns, and ``num_heads``, from what a ``config.json`` says; ``path`` names it in errors."""
     try:
         heads = config["num_attention_heads"]
         kind = config["model_type"]

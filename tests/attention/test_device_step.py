@@ -80,6 +80,8 @@ def filled(rows, lens, lengths, sizes=Sizes()):  # noqa: B008
     dtypes = {"protected": torch.int64, "budgets": torch.int32, "windows": torch.int32}
     known = {name: getattr(sizes, name) for name in dtypes}
     sent = {name: torch.tensor(x, dtype=dtypes[name]) for name, x in known.items() if x is not None}
+    if "budgets" in sent:
+        sent["budgets"] = sent["budgets"].unsqueeze(1).repeat(1, HEADS)
     rows.fill(split_of(lens).decodes, seq_lens, table, slots, sent)
     return lambda regions=None, layer=0: rows.batch(split_of(lens), lengths, table, regions, layer, sizes)
 
