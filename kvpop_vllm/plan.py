@@ -17,7 +17,7 @@ from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape, Policy
 from kvpop_vllm.scorers import ScorerConfig, build
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
-from kvpop_vllm.scorers.init import model_shape, policy_shape
+from kvpop_vllm.scorers.init import model_shape
 
 UNITS = {
     "": 1,
@@ -49,7 +49,7 @@ def plan(options) -> None:
     Raises:
         ConfigError: the model's config, the scorer, a budget or another option cannot work.
     """
-    shape = policy_shape(options.model, options.max_model_len)
+    shape = ModelShape.of(options.model, options.max_model_len)
     model = json.loads((Path(options.model) / "config.json").read_text())
     _check_served(options.model, shape, model)
     if shape.num_kv_heads % options.tensor_parallel and options.tensor_parallel % shape.num_kv_heads:

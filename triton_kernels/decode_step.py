@@ -156,7 +156,7 @@ def _splits(plan: Plan, protected: int, programs: int, block: int, device: torch
 
 
 def decode_step(
-    q, k, v, pages, page_table, positions, budgets, windows, *, rule, scale, given=None, prefix=None, keys=None
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
 ):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`. Never waits for the device, so that a CUDA graph may hold it: what
     is launched and allocated (by ``torch.empty``) depends on shapes and the rule's constants alone.

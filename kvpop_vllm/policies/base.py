@@ -11,6 +11,7 @@ import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from os import PathLike
 from typing import ClassVar
 
 import torch
@@ -69,6 +70,17 @@ class ModelShape:
     max_model_len: int
     hidden_size: int | None = None
     num_heads: int | None = None
+
+    @classmethod
+    def of(cls, model: str | PathLike, max_model_len: int) -> ModelShape:
+        """Return the shape that a model folder's ``config.json`` says, for sequences of so many tokens.
+
+        Raises:
+            ConfigError: it cannot be read, or is no language model's.
+        """
+        from kvpop_vllm.scorers.init import full_shape
+
+        return cls(**full_shape(model), max_model_len=max_model_len)
 
 
 def moment_fields(head_dim: int) -> dict[str, int]:

@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 
 from kvpop_vllm.config import FULL_CHECKPOINT_SUFFIX, ConfigError
 from kvpop_vllm.scorers import build
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, write_scorer
-
-if TYPE_CHECKING:
-    from kvpop_vllm.policies.base import ModelShape
 
 BORROWED = "kvpop_borrowed_channel"
 """Key in the ``config.json`` of a model that was trained here to give a channel up."""
@@ -39,17 +35,11 @@ def model_shape(model: str | Path) -> dict:
     Raises:
         ConfigError: no such folder, or a config without these numbers.
     """
-    return {name: number for name, number in _read_shape(model).items() if name != "num_heads"}
+    return {name: number for name, number in full_shape(model).items() if name != "num_heads"}
 
 
-def policy_shape(model: str | Path, max_model_len: int) -> ModelShape:
-    """Return a model folder's shape as policies see it, for sequences of so many tokens. Raises what :func:`model_shape` does."""
-    from kvpop_vllm.policies.base import ModelShape
-
-    return ModelShape(**_read_shape(model), max_model_len=max_model_len)
-
-
-def _read_shape(model: str | Path) -> dict:
+def full_shape(model: str | Path) -> dict:
+    """The same with ``num_heads``, query heads."""
     path = Path(model) / "config.json"
     try:
         config = json.loads(path.read_text())

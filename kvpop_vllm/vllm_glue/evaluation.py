@@ -15,7 +15,7 @@ from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.distill.hook import load_config
 from kvpop_vllm.distill.hook import longest as most_positions
 from kvpop_vllm.evaluation.contenders import Deployed
-from kvpop_vllm.scorers.init import borrows_channel, policy_shape
+from kvpop_vllm.scorers.init import borrows_channel
 
 SPARE_BYTES = 32 << 20
 """Of KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
@@ -37,7 +37,7 @@ class EngineBackend:
                 " --backend vllm out"
             )
         self.model, self.dtype, self.longest = model, dtype, longest
-        self.shape = policy_shape(model, longest)
+        self.shape = ModelShape.of(model, longest)
         self.room = min(longest + 1, most_positions(load_config(model)) or longest + 1)
 
     @contextmanager

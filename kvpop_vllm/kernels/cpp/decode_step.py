@@ -73,7 +73,7 @@ def tensors_of(prefix: Prefix | None) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def decode_step(
-    q, k, v, pages, page_table, positions, budgets, windows, *, rule, scale, given=None, prefix=None, keys=None
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
 ):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
     check_dtype(k, pages)

@@ -72,7 +72,8 @@ def decode_step(
     more = _inputs_of(rule, given, k.shape[:2], seeds, (len(k),))
     if windows is None:
         windows = torch.full((len(k),), rule.window, dtype=torch.int32, device=k.device)
-    return run(q, k, v, pages, page_table, positions, budgets, windows, rule=rule, scale=scale, prefix=prefix, **more)
+    more["windows"] = windows
+    return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **more)
 
 
 def _inputs_of(rule: RetentionRule, given, scores: tuple[int, ...], seeds, requests: tuple[int, ...]) -> dict:

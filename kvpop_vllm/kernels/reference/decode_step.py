@@ -24,7 +24,7 @@ from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen, pr
 
 
 def decode_step(
-    q, k, v, pages, page_table, positions, budgets, windows, *, rule, scale, given=None, prefix=None, keys=None
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
 ):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
     requests, heads, _ = k.shape
