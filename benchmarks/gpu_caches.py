@@ -156,7 +156,7 @@ def written_cache(drawn: Drawn, requests: int, context: int, budget: int) -> KVp
 
 def write(layer, context: int, generator: torch.Generator) -> None:
     """Fills a layer's pages; the scorer's state stays as it is."""
-    pages, rule, (budget,) = layer.pages, layer.rule, set(layer.budgets.tolist())
+    pages, rule, (budget,) = layer.pages, layer.rule, layer.budgets.unique().tolist()
     layout, device = pages.layout, pages.raw.device
     rows = layer.table[:, 0].long()  # [R, P]
     states, blocks = rows[:, : layout.state_blocks], rows[:, layout.state_blocks :]

@@ -24,7 +24,6 @@ from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.evaluation.tasks import CHARACTERS
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.init import model_shape
 
 SAME = 0.02
 """Nats a token that bfloat16 may make of a difference in rounding before anything is evicted; 0.002 is usual."""
@@ -77,7 +76,7 @@ class Cells:
         return None if equal == "bytes" and found.roles.budget == budget else setting
 
     def _deploy(self, contender, setting):
-        shape = ModelShape(**model_shape(self.options.model_folder), max_model_len=self.options.length)
+        shape = ModelShape.of(self.options.model_folder, self.options.length)
         return setting.deploy(contender, shape, self.dtype)
 
     def quality(self, contender, setting, asked: dict) -> dict | None:

@@ -25,6 +25,7 @@ import record
 from engines import DEMO_MODEL, SHIPPED_SCORER, check_model, say
 from policy_cells import EQUAL_BYTES_FROM, Cells
 
+from kvpop_vllm import policies
 from kvpop_vllm.argument_types import positive
 from kvpop_vllm.config import ConfigError
 
@@ -113,6 +114,9 @@ def measure(options) -> int:
         raise ConfigError(
             f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(c.name for c in contenders)}"
         )
+    for name in [c.name for c in contenders if policies.get(c.policy).compresses]:
+        say(f"left out: {name} compresses a prompt at its end, and these texts have none before the last token")
+    contenders = [c for c in contenders if not policies.get(c.policy).compresses]
     # within a budget, prompts too
     chosen = [replace(c, protect=0) for c in contenders if not options.policies or c.name in options.policies]
     if record.KEY["commit"].endswith("+"):

@@ -196,6 +196,15 @@ void fill_requests(DecodeStep& step, const Tensor& page_table, const Tensor& pos
     for (int i = 0; i < 2; i++) step.budgets_stride[i] = budgets.stride(i);
 }
 
+// A window for each request.
+void fill_windows(DecodeStep& step, const Tensor& windows) {
+    check(windows, "windows", at::kInt, {step.requests});
+    step.windows = windows.data_ptr<int32_t>(), step.windows_stride = windows.stride(0);
+    for (int64_t r = 0; r < step.requests; r++)
+        TORCH_CHECK_VALUE(step.window(r) >= (step.scorer.bounded ? 2 : 1), "request ", r, ": a window of ", step.window(r),
+                          " tokens is too small");
+}
+
 // Scores that come with their tokens, and keys of the requests' draws, where the rule takes them.
 void fill_inputs(DecodeStep& step, const std::optional<Tensor>& given, at::IntArrayRef tokens_and_heads,
                  const std::optional<Tensor>& keys) {
@@ -308,14 +317,15 @@ std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
 
 std::tuple<Tensor, Tensor> decode_step(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& raw,
                                        int64_t block_slots, int64_t state_blocks, const Tensor& page_table,
-                                       const Tensor& positions, const Tensor& budgets, const Rule& rule, double scale,
-                                       const std::optional<Tensor>& given, const PrefixTensors& prefix,
-                                       const std::optional<Tensor>& keys) {
+                                       const Tensor& positions, const Tensor& budgets, const Tensor& windows,
+                                       const Rule& rule, double scale, const std::optional<Tensor>& given,
+                                       const PrefixTensors& prefix, const std::optional<Tensor>& keys) {
     DecodeStep step{};
     fill_tokens(step, q, k, v);
     fill_rule(step, rule, scale);
     fill_pages(step, raw, block_slots, state_blocks, rule);
     fill_requests(step, page_table, positions, budgets);
+    fill_windows(step, windows);
     fill_inputs(step, given, {step.requests, step.heads}, keys);
     fill_prefix(step, prefix);
     check_requests(step, 1, page_table.size(2), raw.size(0));

@@ -28,6 +28,8 @@ FLAGS = {
     "correction": "--kv-correction",
     "allocator": "--kv-allocator",
     "protect_prompt": "--kv-protect-prompt",
+    "max_budget": "--kv-max-budget",
+    "max_protect": "--kv-max-protect",
 }
 """Setting -> the flag users know it by; error messages name the flag."""
 
@@ -92,6 +94,7 @@ class PolicySettings:
         correction: what outputs gain from the evicted tokens, one of CORRECTIONS.
         allocator: how layers and heads share the budget, one of ALLOCATORS.
         protect_prompt: tokens of each prompt that are never evicted: True for all, N for the first N; 0 or False for none.
+        max_budget, max_protect: the most that a request may ask for instead; by default the server's own.
     """
 
     policy: str
@@ -103,6 +106,8 @@ class PolicySettings:
     correction: str | None = None
     allocator: str | None = None
     protect_prompt: bool | int | None = None
+    max_budget: int | None = None
+    max_protect: bool | int | None = None
 
     @classmethod
     def parse(cls, given: Mapping) -> PolicySettings:
@@ -124,7 +129,9 @@ class PolicySettings:
         _check_int(values, "budget", 1)
         _check_int(values, "sinks", 0)
         _check_int(values, "window", 1)
-        values["protect_prompt"] = protection(values["protect_prompt"])
+        _check_int(values, "max_budget", 1)
+        for name in ("protect_prompt", "max_protect"):
+            values[name] = protection(values[name], FLAGS[name])
         _check_compression(values["compression"])
         if values["scorer"] is not None and not isinstance(values["scorer"], str):
             raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
@@ -144,7 +151,7 @@ def _check_int(values: dict, name: str, least: int) -> None:
         raise ConfigError(f"{FLAGS[name]} {value} is more than {MAX_BUDGET} tokens: lower it")
 
 
-def protection(value: object) -> bool | int | None:
+def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool | int | None:
     """Return what ``--kv-protect-prompt`` or ``protect_prompt`` say: True for the whole prompt, a number of tokens, or None.
 
     Raises:
@@ -155,9 +162,7 @@ def protection(value: object) -> bool | int | None:
     if isinstance(value, str) and (value == "all" or value.isdecimal()):
         value = True if value == "all" else int(value)
     if not isinstance(value, int) or not 0 <= value <= MAX_BUDGET:
-        raise ConfigError(
-            f"{FLAGS['protect_prompt']} must be all or a number of tokens up to {MAX_BUDGET}, got {value!r}"
-        )
+        raise ConfigError(f"{asked_by} must be all or a number of tokens up to {MAX_BUDGET}, got {value!r}")
     return value
 
 
@@ -224,6 +229,7 @@ def resolve_retention(
     keeps_all: bool = False,
     sinks: int = DEFAULT_SINKS,
     window_share: float = 1.0,
+    window: int | None = None,
 ) -> Retention:
     """The budget and its parts; flags override what a scorer's config says for budget and sinks.
 
@@ -231,6 +237,7 @@ def resolve_retention(
         settings: the user's. max_model_len: longest sequence, tokens. scorer: from the scorer's config, if there is one.
         keeps_all: the policy never evicts, so that B is max_model_len.
         sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
+        window: the default w without a scorer, where it is no share.
 
     Raises:
         ConfigError: no budget to be had, budget below sinks + window + 1, or a window the scorer was not trained with.
@@ -246,7 +253,7 @@ def resolve_retention(
         scorer.check_window(settings.window, "--kv-window")
     if scorer:
         window = scorer.window_for(budget - sinks)
-    else:  # one long-range slot at least
+    elif window is None:  # one long-range slot at least
         window = max(1, min(int(window_share * (budget - sinks)), budget - sinks - 1))
     window = settings.window if settings.window is not None else window
     least = sinks + window + 1

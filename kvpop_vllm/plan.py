@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm import policies
-from kvpop_vllm.cache.accounting import CacheBytes, dense_request_bytes, request_bytes, worst_prompts
+from kvpop_vllm.cache.accounting import CacheBytes, compressing_bytes, dense_request_bytes, request_bytes, worst_prompts
 from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape, Policy
@@ -49,7 +49,7 @@ def plan(options) -> None:
     Raises:
         ConfigError: the model's config, the scorer, a budget or another option cannot work.
     """
-    shape = ModelShape(**model_shape(options.model), max_model_len=options.max_model_len)
+    shape = ModelShape.of(options.model, options.max_model_len)
     model = json.loads((Path(options.model) / "config.json").read_text())
     _check_served(options.model, shape, model)
     if shape.num_kv_heads % options.tensor_parallel and options.tensor_parallel % shape.num_kv_heads:
@@ -98,18 +98,26 @@ def plan(options) -> None:
         f"{shape.max_model_len} tokens, {_size(options.kv_memory)} of KV memory, {options.block_size} slots a block"
     )
     print(_table(rows))
+    if compressing := [cls.name for cls in found if cls.compresses]:
+        notes.append(
+            f"{', '.join(compressing)} hold the whole prompt while it is prefilled: what they hold is that of a prompt's end"
+        )
     if given != "mlstm" and (own is None or own.scorer != "mlstm"):
         notes.insert(0, "kvpop's state is that of a scorer of default size: give --scorer DIR for another")
     print("\n".join(notes), end="\n" if notes else "")
 
 
 def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> CacheBytes:
-    """Return what a request holds by its end, with a prompt of so many tokens, or of those with which it holds most blocks.
+    """Return what a request holds at most, with a prompt of so many tokens, or of those with which it holds most blocks: by its end or,
+    where prompts are compressed, at the prompt's.
 
     Args:
         lengths: layout, layers, and tokens of the request.
     """
     length, retention = lengths[2], policy.retention
+    if policy.compresses:
+        at_prompts_end = compressing_bytes(*lengths[:2], length if prompt is None else prompt, retention, shares)
+        return max(at_prompts_end, request_bytes(*lengths, retention, shares), key=lambda held: held.blocks)
     longest = protected_tokens(policy.protect, length)
     if prompt is not None or not longest:
         own = protected_tokens(policy.protect, prompt or 0)

@@ -67,6 +67,8 @@ class Asked(NamedTuple):
     given_head: int
     protected: Any  # [R], p of each
     protected_request: int
+    windows: Any  # [R], w of each
+    windows_request: int
     keys: Any  # [R, H] int64, of draws
     keys_request: int
     keys_head: int
@@ -101,7 +103,6 @@ class Plan:
     region_words: int  # N * C / 4
     most_slots: int  # that the page table has room for
     sinks: int
-    window: int
     decay_step: int
     scorer: str  # none, key_norm, linear, mlp, mlstm, or parked: the score word
     masses: bool = False  # attention weights of the newest query are written to the score words,
@@ -179,13 +180,14 @@ def state_at(cache, r, h, word, inside, P: tl.constexpr):
 
 @triton.jit
 def roles_of(asked, r, P: tl.constexpr):
-    """p and the sinks of the slots of request r, or of each of several: behind a prefix, slots are those of a tail that begins with
-    token p and has no sinks."""
+    """p, the sinks and the window of the slots of request r, or of each of several: behind a prefix, slots are those of a tail that
+    begins with token p and has no sinks."""
     protected, sinks = tl.full([], 0, tl.int32), tl.full([], P.sinks, tl.int32)
+    window = tl.load(asked.windows + r * asked.windows_request).to(tl.int32)
     if P.protects:
         protected = tl.load(asked.protected + r * asked.protected_request).to(tl.int32)
         sinks = tl.where(protected > 0, 0, P.sinks)
-    return protected, sinks
+    return protected, sinks, window
 
 
 @triton.jit
@@ -200,6 +202,6 @@ def start_of(cache, asked, r, h, protected, P: tl.constexpr):
 
 
 @triton.jit
-def ring_slot(t, sinks, P: tl.constexpr):
+def ring_slot(t, sinks, window):
     """Slot to which token t >= 0 of a tail is written; from ``sinks + w`` on, that of the token that leaves the window at t."""
-    return tl.where(t < sinks, t, sinks + (t - sinks) % P.window)
+    return tl.where(t < sinks, t, sinks + (t - sinks) % window)

@@ -165,7 +165,7 @@ def _retain(
     the new token takes its place."""
     h, r = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     head = r * heads + h
-    protected, sinks = roles_of(asked, r, P)
+    protected, sinks, window = roles_of(asked, r, P)
     since = start_of(cache, asked, r, h, protected, P)  # the tail's roles go by it, scores and positions by q
     marks += head * MARKS
     if since < 0:
@@ -177,7 +177,7 @@ def _retain(
             tl.store(marks + 3, tl.where(since == -1, tl.minimum(seen, protected), 0))
         return
     q = since + protected
-    first_long = sinks + P.window
+    first_long = sinks + window
     projected += head * P.projected
     numerators += head * P.values
     column = tl.arange(0, P.padded)
@@ -194,7 +194,7 @@ def _retain(
             x_value = tl.load(new_value, mask=fits, other=0.0).to(tl.float32)
             inserted = _read_mlstm(projected, numerators, z, m, weights, h, x_key, x_value, column, fits, P)
 
-    slot = ring_slot(since, sinks, P)
+    slot = ring_slot(since, sinks, window)
     row, word = row_at(cache, r, h, slot, P), word_at(cache, r, h, slot, P)
     budget = tl.load(asked.budgets + r * asked.budgets_request + h * asked.budgets_head) - P.sinks + sinks
     used = since
@@ -203,7 +203,7 @@ def _retain(
         used = tl.minimum(since, first_long) + filled
     used = tl.minimum(used, budget)
     evicted, gone = since - used, 0
-    u = q - P.window
+    u = q - window
     if since >= first_long:
         key = tl.load(cache.k + row + column, mask=fits, other=0.0)
         value = tl.load(cache.v + row + column, mask=fits, other=0.0)

@@ -13,15 +13,16 @@ from kvpop_vllm.kernels.triton._serving_pages import PRECISION, ring_slot, roles
 @triton.jit
 def _requests(asked, requests, first, P: tl.constexpr, ROWS: tl.constexpr):
     """Requests ``first ..`` [ROWS] int64, the tokens of their tails before the new ones, below 0 where a row is padding, past the
-    last one or within its prefix, and their sinks."""
+    last one or within its prefix, their sinks and windows."""
     r = first + tl.arange(0, ROWS)
     inside = r < requests
     r = tl.where(inside, r, 0).to(tl.int64)
-    protected, sinks = roles_of(asked, r, P)
+    protected, sinks, window = roles_of(asked, r, P)
     return (
         r,
         tl.load(asked.positions + r * asked.positions_request, mask=inside, other=-1).to(tl.int32) - protected,
         sinks,
+        window,
     )
 
 
@@ -35,7 +36,7 @@ def _project(
     """``[k; v]`` of the new token (or of the one that leaves the window) of all requests, times a block of columns of a
     matrix. A row's result does not depend on the others."""
     part, h = tl.program_id(1), tl.program_id(2).to(tl.int64)
-    r, since, sinks = _requests(asked, requests, tl.program_id(0) * ROWS, P, ROWS)
+    r, since, sinks, window = _requests(asked, requests, tl.program_id(0) * ROWS, P, ROWS)
     blocks = (P.columns + BLOCK_C - 1) // BLOCK_C
     matrix = weights.q_proj
     which = 0 * part
@@ -52,9 +53,9 @@ def _project(
     values, value_row = asked.v, r * asked.v_request + h * asked.v_head
     if P.delayed:
         if which == 0:
-            wanted = since >= sinks + P.window
+            wanted = since >= sinks + window
             keys, values = cache.k, cache.v
-            key_row = row_at(cache, r, h, ring_slot(tl.where(wanted, since, 0), sinks, P), P)
+            key_row = row_at(cache, r, h, ring_slot(tl.where(wanted, since, 0), sinks, window), P)
             value_row = key_row
     if tl.max(wanted.to(tl.int32), 0) == 0:
         return
@@ -84,7 +85,7 @@ def _gates(
     """The last words of :func:`_project`'s rows: the input gate and the logarithm of the forget gate; where values are not
     projected, the values."""
     h = tl.program_id(1).to(tl.int64)
-    r, since, _ = _requests(asked, requests, tl.program_id(0) * ROWS, P, ROWS)
+    r, since, _, _ = _requests(asked, requests, tl.program_id(0) * ROWS, P, ROWS)
     wanted = since >= 0
     row = out + (r * heads + h) * P.projected + 2 * P.columns
     key_row = asked.k + r * asked.k_request + h * asked.k_head
@@ -158,7 +159,7 @@ def _cells(
     z and m stay as they are: all blocks read them, :mod:`_serving_retain` writes them.
     """
     first, h, r = tl.program_id(0) * BLOCK_V, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    protected, sinks = roles_of(asked, r, P)
+    protected, sinks, window = roles_of(asked, r, P)
     since = start_of(cache, asked, r, h, protected, P)
     if since < 0:
         return
@@ -175,7 +176,7 @@ def _cells(
     value = tl.load(projected + 2 * P.columns + column, mask=fits, other=0.0)
     write = features_of(projected + P.columns, P) * gain
     c = c * keep + write[:, None] * value[None, :]
-    if (since >= sinks + P.window) | (not P.delayed):
+    if (since >= sinks + window) | (not P.delayed):
         read = features_of(projected, P)
         tl.store(numerators + (r * heads + h) * P.values + column, tl.sum(read[:, None] * c, 0), mask=fits)
     tl.debug_barrier()  # a cell that several threads hold has been read by all
@@ -192,7 +193,7 @@ def _residuals(
     """``|v - vb - scale Sig k|`` of a block of slots, where a token is to be evicted: all slots are in use then."""
     slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    protected, sinks = roles_of(asked, r, P)
+    protected, sinks, _ = roles_of(asked, r, P)
     since = start_of(cache, asked, r, h, protected, P)
     budget = tl.load(asked.budgets + r * asked.budgets_request + h * asked.budgets_head) - P.sinks + sinks
     evicted = since - budget

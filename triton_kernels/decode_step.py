@@ -130,7 +130,6 @@ def plan_of(pages, table, group: int, rule, options: dict, protects: bool) -> Pl
         region_words=layout.region_bytes // 4,
         most_slots=(table.shape[-1] - layout.state_blocks) * layout.block_slots,
         sinks=rule.sinks,
-        window=rule.window,
         decay_step=rule.decay_step,
         corrects=rule.moment_correction,
         protects=protects,
@@ -156,7 +155,9 @@ def _splits(plan: Plan, protected: int, programs: int, block: int, device: torch
     return max(1, min(wanted, (protected + plan.most_slots) // max(block, SPLIT_SLOTS), 64))
 
 
-def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None):
+def decode_step(
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
+):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`. Never waits for the device, so that a CUDA graph may hold it: what
     is launched and allocated (by ``torch.empty``) depends on shapes and the rule's constants alone.
 
@@ -177,16 +178,16 @@ def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, 
     plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
     if len(q):
-        told = positions, budgets, given, prefix, keys
+        told = positions, budgets, windows, given, prefix, keys
         take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse)
     return out, lse
 
 
 def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
     """The launches of a step that has been checked, its outputs into ``out`` and ``lse``, contiguous; told: positions,
-    budgets, given scores, prefix and keys as :func:`decode_step` takes them."""
+    budgets, windows, given scores, prefix and keys as :func:`decode_step` takes them."""
     (requests, heads, size), device = k.shape, q.device
-    positions, budgets, given, prefix, keys = told
+    positions, budgets, windows, given, prefix, keys = told
     cache = Cache(
         pages.k, pages.v, pages.score, pages.position, pages.state,
         *pages.k.stride()[:2], *pages.score.stride()[:2], page_table, *page_table.stride(),
@@ -195,6 +196,7 @@ def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out,
         k, v, *k.stride()[:2], *v.stride()[:2], positions, positions.stride(0),
         budgets, *budgets.stride(), given, *((0, 0) if given is None else given.stride()),
         *((None, 0) if prefix is None else (prefix.tokens, prefix.tokens.stride(0))),
+        windows, windows.stride(0),
         keys, *((0, 0) if keys is None else keys.stride()),
     )  # fmt: skip
     before = Before()

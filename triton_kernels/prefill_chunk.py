@@ -117,9 +117,10 @@ def _token_by_token(
     positions = torch.arange(start, start + len(q), device=q.device).unsqueeze(1)
     positions = positions.repeat(1, 2)  # each at a multiple of 16 bytes: kernels are compiled for one alignment
     rows, own = table.unsqueeze(0), budgets.unsqueeze(0)
+    windows = torch.full((1,), rule.window, dtype=torch.int32, device=q.device)
     for i in range(len(q)):
         cut = slice(i, i + 1)
-        told = positions[i, :1], own, None if given is None else given[cut], prefix, keys
+        told = positions[i, :1], own, windows, None if given is None else given[cut], prefix, keys
         step = (x[cut] for x in (q, k, v))
         take_step(plan, *step, pages, rows, told, rule, weights, scale, out[cut], lse[cut])
     return out, lse

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.attention.fixed_budget import PrefillChunk, Protection, StepBatch
+from kvpop_vllm.attention.fixed_budget import PrefillChunk, Protection, Sizes, StepBatch
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.roles import Retention
@@ -47,12 +47,13 @@ class DecodeRows:
 
     Args:
         layout: of the layers' pages. retention: of all heads and layers. most: requests of a step. columns: blocks of a
-            request's state and tail, at most. heads_with: how many heads of all layers have each budget. device: of all tensors.
+            request's state and tail, at most. heads_with: how many heads of all layers have each budget,
+            empty where all have the request's. device: of all tensors.
         longest: protected tokens of a request, at most.
 
     Attributes:
         table: ``[most, columns]`` int32, blocks of each request's state and tail, :data:`NULL_BLOCK` where it holds none.
-        positions: ``[most]`` int64, :data:`PADDING` in rows of padding. budgets: ``[H]`` int32, B.
+        positions: ``[most]`` int64, :data:`PADDING` in rows of padding. budgets: ``[most, H]`` int32, windows: ``[most]`` int32, B and w of each.
         protected: ``[most]`` int64, p of each. prefix_table: ``[most, F]`` int32, its prefix blocks and what lies behind them.
         blocks, slots: ``[most]`` int64, where its new token goes if that is protected, else slot 0 of :data:`NULL_BLOCK`.
         seeds: ``[most]`` int64, of its draws.
@@ -71,7 +72,8 @@ class DecodeRows:
         self.layout, self.retention, self.heads_with, self.protects = layout, retention, dict(heads_with), longest > 0
         self.table = torch.full((most, columns), NULL_BLOCK, dtype=torch.int32, device=device)
         self.positions = torch.full((most,), PADDING, dtype=torch.int64, device=device)
-        self.budgets = torch.full((layout.num_kv_heads,), retention.budget, dtype=torch.int32, device=device)
+        self.budgets = torch.full((most, layout.num_kv_heads), retention.budget, dtype=torch.int32, device=device)
+        self.windows = torch.full((most,), retention.window, dtype=torch.int32, device=device)
         self.protected, self.blocks, self.slots, self.seeds = (
             torch.zeros(most, dtype=torch.int64, device=device) for _ in range(4)
         )
@@ -86,8 +88,7 @@ class DecodeRows:
         lengths: torch.Tensor,
         block_table: torch.Tensor,
         slots: torch.Tensor,
-        protected: torch.Tensor | None = None,
-        seeds: torch.Tensor | None = None,
+        sent: Mapping[str, torch.Tensor] = {},  # noqa: B006
     ) -> None:
         """Fill the first ``rows`` rows, by operations of the device alone.
 
@@ -98,13 +99,12 @@ class DecodeRows:
         Args:
             lengths: ``[>= rows]`` int32, of each request with the new token. block_table: ``[>= rows, W]`` int32, of each the
                 blocks of its prefix, its state and its tail. slots: ``[>= rows]`` int64, -1 where a token has none; else not
-                used. protected, seeds: ``[requests]`` int64, in pinned memory of the CPU: p of each request of the step where
-                prompts are protected, and the seed of its draws where scores are drawn.
+                used. sent: ``protected``, ``budgets``, ``windows`` and ``seeds`` of each request of the step, as the attributes
+                of that name, in pinned memory of the CPU; what is not sent stays as it was.
         """
         positions, asked = self.positions[:rows], lengths[:rows] - 1
-        for whole, sent in ((self.protected, protected), (self.seeds, seeds)):
-            if sent is not None:
-                whole[: len(sent)].copy_(sent, non_blocking=True)
+        for name, values in sent.items():
+            getattr(self, name)[: len(values)].copy_(values, non_blocking=True)
         tails = self._tails(block_table, slice(0, rows))
         width, block = tails.shape[1], tails[:, self.layout.state_blocks]
         if self.protects:
@@ -150,22 +150,23 @@ class DecodeRows:
         block_table: torch.Tensor,
         regions: RegionMap | None = None,
         layer: int = 0,
-        protected: Sequence[int] | None = None,
-        seeds: Sequence[int] | None = None,
+        sizes: Sizes = Sizes(),  # noqa: B008
     ) -> StepBatch:
         """The step as one layer sees it; decode rows are views of the tensors that :meth:`fill` filled, or made of them.
 
         Args:
             lengths: of each request with its new tokens, exact for chunks. block_table: ``[requests, W]`` int32.
-            regions, layer: as in :meth:`StepBatch.build`. protected, seeds: as :meth:`fill` took them.
+            regions, layer: as in :meth:`StepBatch.build`. sizes: what :meth:`fill` was sent. Budgets of chunks lie in memory of their
+                own: kernels are compiled for one alignment.
         """
         rows, heads, chosen = split.decodes, self.layout.num_kv_heads, [i for i, _, _ in split.chunks]
         blocks = self._tails(block_table, slice(chosen[0], chosen[-1] + 1)) if chosen else self.table[:0]
+        kept, drawn = self.retention, None if sizes.seeds is None else sizes.seeds.tolist()
         if regions is None:
             budgets = self.budgets
             own, others = (x.unsqueeze(1).expand(-1, heads, -1) for x in (self.table[:rows], blocks))
         else:
-            budgets = regions.budgets(layer)
+            budgets = regions.budgets(layer).expand(len(self.budgets), -1)
             own, others = regions.rows(layer, self.table[:rows]), regions.rows(layer, blocks)
         chunks = tuple(
             PrefillChunk(
@@ -173,21 +174,23 @@ class DecodeRows:
                 first + count,
                 lengths[i] - count,
                 others[i - chosen[0]],
-                *self._prefix(i, block_table, protected),
-                None if seeds is None else seeds[i],
+                budgets[i].clone(),
+                kept.window if sizes.windows is None else sizes.windows[i],
+                *self._prefix(i, block_table, sizes.protected),
+                None if drawn is None else drawn[i],
             )
             for i, first, count in split.chunks
         )
         protection = self._protection(rows, chunks, others) if self.protects else None
-        drawn = None if seeds is None else self.seeds[:rows]
-        positions = self.positions[:rows]
-        return StepBatch(rows, slice(0, rows), own, positions, budgets, chunks, None, None, protection, drawn)
+        ahead = None if drawn is None else self.seeds[:rows]
+        told = self.positions[:rows], budgets[:rows], self.windows[:rows]
+        return StepBatch(rows, slice(0, rows), own, *told, chunks, None, None, protection, ahead)
 
     def _prefix(
         self, i: int, block_table: torch.Tensor, protected: Sequence[int] | None
     ) -> tuple[int, torch.Tensor | None]:
         """Return p and the prefix blocks ``[F]`` of request i, in memory of its own: kernels are compiled for one alignment."""
-        if not self.protects:
+        if not self.protects or protected is None:
             return 0, None
         return protected[i], block_table[i, : self.prefix_table.shape[1]].clone()
 
@@ -215,10 +218,11 @@ class DecodeRows:
     def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[rows]``, blocks that the states and slots of ``tokens + 1`` tokens take at most; 0 where ``tokens`` is negative."""
         size = self.layout.block_slots
+        heads_with = self.heads_with or {self.budgets[: len(tokens), 0]: 1}
         pages = [
             (((tokens + 1).clamp_max(budget) + size - 1) // size + self.layout.state_blocks) * many
-            for budget, many in self.heads_with.items()
+            for budget, many in heads_with.items()
         ]
-        heads = sum(self.heads_with.values())
+        heads = sum(heads_with.values())
         blocks = (sum(pages) + heads - 1) // heads if heads > 1 else pages[0]
         return torch.where(tokens < 0, 0, blocks)

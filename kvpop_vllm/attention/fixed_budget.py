@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels import compress, ops
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
@@ -15,21 +15,42 @@ from kvpop_vllm.roles import Retention
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What the requests of a step have, one number each; None where all have the server's, or 0.
+
+    Attributes:
+        protected: p, tokens of the protected prefix. budgets: B, of all heads or ``[requests, H]``. windows: w.
+        seeds: ``[requests]`` int64 on the CPU, of draws, None where nothing is drawn.
+        compresses: the prefix is a prompt that is held until its end only; p is then all of the prompt.
+    """
+
+    protected: list[int] | None = None
+    budgets: list[int] | torch.Tensor | None = None
+    windows: list[int] | None = None
+    seeds: torch.Tensor | None = None
+    compresses: bool = False
+
+
+@dataclass(frozen=True)
 class PrefillChunk:
     """Tokens ``[first, last)`` of the flat batch belong to one request, from position ``start`` on.
 
     Attributes:
-        row: ``[H, P]`` int32, pages of the tail. protected: p, tokens of its protected prefix. prefix_row: ``[F]`` int32, blocks of
-            these. seed: of its draws, where the policy draws.
+        row: ``[H, P]`` int32, pages of the tail. budgets: ``[H]`` int32, B of each head. window: w.
+        protected: p, tokens of its protected prefix. prefix_row: ``[F]`` int32, blocks of these.
+        seed: of its draws, where the policy draws. compresses: the prefix is compressed into the tail where the chunk ends with it.
     """
 
     first: int
     last: int
     start: int
     row: torch.Tensor
+    budgets: torch.Tensor
+    window: int
     protected: int = 0
     prefix_row: torch.Tensor | None = None
     seed: int | None = None
+    compresses: bool = False
 
     @property
     def end(self) -> int:
@@ -71,7 +92,7 @@ class StepBatch:
     Attributes:
         decodes: number R of requests decoded. tokens: where their tokens lie in the flat batch, a slice where they come
             first. table: ``[R, H, P]`` int32. positions: ``[R]`` int64.
-        budgets: ``[H]`` int32, B of each head.
+        budgets: ``[R, H]`` int32, B of each head. windows: ``[R]`` int32, w of each request.
         prefills: the other requests, in order.
         starts: ``[n]`` int64, position each request with tokens goes on from, in order, 0 where its tail begins afresh.
             slot_zero: ``[n, H]`` int64, the page of each head's slot 0, which knows how many tokens were seen. None where the
@@ -84,6 +105,7 @@ class StepBatch:
     table: torch.Tensor
     positions: torch.Tensor
     budgets: torch.Tensor
+    windows: torch.Tensor
     prefills: tuple[PrefillChunk, ...]
     starts: torch.Tensor | None
     slot_zero: torch.Tensor | None
@@ -98,8 +120,7 @@ class StepBatch:
         query_lens: list[int],
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
-        protected: list[int] | None = None,
-        seeds: torch.Tensor | None = None,
+        sizes: Sizes = Sizes(),  # noqa: B008
         regions: RegionMap | None = None,
         layer: int = 0,
     ) -> StepBatch:
@@ -108,27 +129,38 @@ class StepBatch:
         Args:
             retention: of all heads and layers. query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
             block_table: ``[requests, W]`` int32; of each request the blocks of its prefix, its state and its tail.
-            protected: p of each request, or None where all are 0. seeds: ``[requests]`` int64, of draws.
-            regions, layer: where heads hold different numbers of tokens, where their pages are, and of which layer.
+            sizes: of each request. regions, layer: where heads hold different numbers of tokens, where their pages are, and of which layer.
         """
-        heads, protected = layout.num_kv_heads, protected or [0] * len(query_lens)
-        drawn = [None] * len(query_lens) if seeds is None else seeds.tolist()
+        heads, requests, seeds = layout.num_kv_heads, len(query_lens), sizes.seeds
+        protected, windows = sizes.protected or [0] * requests, sizes.windows or [retention.window] * requests
+        drawn = [None] * requests if seeds is None else seeds.tolist()
         tails = tail_tables(block_table, protected, layout) if any(protected) else block_table
         if regions is None:
-            budgets = torch.full((heads,), retention.budget, dtype=torch.int32)
-            width = layout.blocks(retention.budget, retention.budget)
+            asked = [retention.budget] * requests if sizes.budgets is None else sizes.budgets
+            budgets = torch.as_tensor(asked, dtype=torch.int32).view(requests, -1).expand(-1, heads)
+            most = int(budgets.max()) if requests else retention.budget
+            width = layout.blocks(most, most)
             rows = tails[:, :width].unsqueeze(1).expand(-1, heads, -1)
         else:
-            budgets, rows = regions.budgets(layer), regions.rows(layer, tails)
+            budgets, rows = regions.budgets(layer).expand(requests, -1), regions.rows(layer, tails)
         lengths = seq_lens.tolist()
+        if sizes.compresses:  # behind a prompt that has been compressed there is no prefix
+            starting = [length - count for length, count in zip(lengths, query_lens, strict=True)]
+            protected = [p if start < p else 0 for start, p in zip(starting, protected, strict=True)]
         singles, at, prefills, first = [], [], [], 0
         for i, count in enumerate(query_lens):
-            if count == 1:
+            start, own = lengths[i] - count, (rows[i], budgets[i], windows[i])
+            if sizes.compresses and count and protected[i]:
+                cut = min(count, protected[i] - start)
+                chunk = PrefillChunk(first, first + cut, start, *own, protected[i], block_table[i], compresses=True)
+                prefills.append(chunk)
+                if cut < count:
+                    prefills.append(PrefillChunk(first + cut, first + count, protected[i], *own))
+            elif count == 1:
                 singles.append(i)
                 at.append(first)
             elif count > 1:
-                span = first, first + count, lengths[i] - count
-                prefills.append(PrefillChunk(*span, rows[i], protected[i], block_table[i], drawn[i]))
+                prefills.append(PrefillChunk(first, first + count, start, *own, protected[i], block_table[i], drawn[i]))
             first += count
         together = at == list(range(len(at))) and singles == at
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
@@ -151,7 +183,8 @@ class StepBatch:
             tokens,
             rows[chosen],
             positions,
-            budgets,
+            budgets[chosen],
+            torch.tensor(windows, dtype=torch.int32)[chosen],
             tuple(prefills),
             starts.long(),
             slot_zero,
@@ -257,12 +290,13 @@ class FixedBudgetAttention:
                 pages,
                 batch.table,
                 batch.positions,
-                batch.budgets.expand(batch.decodes, -1),
+                batch.budgets,
                 rule=self.rule,
                 scale=self.scale,
                 given=None if given is None else given[at],
                 prefix=prefix,
                 seeds=batch.seeds,
+                windows=batch.windows,
                 impl=self.impl,
             )
         for chunk in batch.prefills:
@@ -274,14 +308,28 @@ class FixedBudgetAttention:
                 pages,
                 chunk.row,
                 chunk.start,
-                batch.budgets,
+                chunk.budgets,
                 rule=self.rule,
                 scale=self.scale,
                 given=None if given is None else given[cut],
                 prefix=chunk.prefix(blocks),
                 seed=chunk.seed,
+                window=chunk.window,
                 impl=self.impl,
             )
+            if chunk.compresses:
+                self._compress(q[cut], pages, chunk, chunk.prefix(blocks))
+
+    def _compress(self, q: torch.Tensor, pages: Pages, chunk: PrefillChunk, prefix: Prefix) -> None:
+        """Keep the queries ``[L, Hq, D]`` of a chunk that will vote, and compress the prompt where it ends."""
+        first = max(chunk.start, chunk.protected - self.rule.votes.queries)
+        if first < chunk.end:
+            number = first - chunk.protected + self.rule.votes.queries
+            state = chunk.row[:, : pages.layout.state_blocks]
+            compress.hold_queries(q[first - chunk.start :], pages, state, number)
+        if chunk.end == chunk.protected:
+            told = {"group": q.shape[1] // pages.layout.num_kv_heads, "rule": self.rule, "scale": self.scale}
+            compress.compress(pages, chunk.row, prefix, chunk.budgets, chunk.window, **told)
 
 
 def _check_starts(pages: Pages, batch: StepBatch) -> None:

@@ -41,18 +41,21 @@ def largest_steps(
     positions = torch.full((rows,), PADDING, dtype=torch.int64, device=device)
     prefix_table = torch.zeros(rows, cdiv(longest, layout.block_slots), dtype=torch.int32, device=device)
     protection = _protection(prefix_table, rows, table[:0], 0) if longest else None
-    decodes = rows, slice(0, rows), table.expand(rows, -1, -1), positions, told
+    windows = torch.full((rows,), rule.window, dtype=torch.int32, device=device)
+    decodes = rows, slice(0, rows), table.expand(rows, -1, -1), positions, told.expand(rows, -1).contiguous(), windows
     seeds = torch.zeros(rows, dtype=torch.int64, device=device) if rule.draws else None
     yield pages, StepBatch(*decodes, (), None, None, protection, seeds), rows
 
     def of_chunk(count: int, start: int, protected: int):
         """A step of one chunk of so many tokens, from position ``start`` on, behind so many protected ones or among them."""
         own = (protected, prefix_table[0]) if longest else (0, None)
-        chunk, protection = PrefillChunk(0, count, start, table[0], *own, 0 if rule.draws else None), None
+        place = table[0], told, rule.window
+        chunk, protection = PrefillChunk(0, count, start, *place, *own, 0 if rule.draws else None), None
         if longest:
             within = min(count, max(0, protected - start))
             protection = _protection(prefix_table[:1], within, table[:1], protected)
-        return pages, StepBatch(0, slice(0, 0), table[:0], positions[:0], told, (chunk,), None, None, protection), count
+        none = slice(0, 0), table[:0], positions[:0], told.expand(0, -1), windows[:0]
+        return pages, StepBatch(0, *none, (chunk,), None, None, protection), count
 
     count, start, most_tokens = min(tokens, length), 0, min(tokens, length)
     if rule.sequential:

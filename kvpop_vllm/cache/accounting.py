@@ -65,12 +65,23 @@ def request_bytes(
     return CacheBytes(canonical=held * per_token, allocated=blocks * page, blocks=blocks)
 
 
+def compressing_bytes(
+    layout: PageLayout, num_layers: int, prompt: int, retention: Retention, shares: Shares | None = None
+) -> CacheBytes:
+    """Return what a request holds at the end of a prompt of so many tokens that is compressed then: all of it, and its tail."""
+    tail = request_bytes(layout, num_layers, prompt, retention, shares)
+    heads, blocks = num_layers * layout.num_kv_heads, cdiv(prompt, layout.block_slots)
+    whole = heads * prompt * 2 * layout.head_size * layout.dtype.itemsize
+    page = layout.num_kv_heads * layout.region_bytes * num_layers
+    return CacheBytes(tail.canonical + whole, tail.allocated + blocks * page, tail.blocks + blocks)
+
+
 def worst_prompts(longest: int, length: int, size: int) -> list[int]:
     """Return numbers of protected tokens, up to ``longest``, among which is one with which a request of ``length`` tokens holds most
-    blocks of ``size`` slots: another block of prefix costs the tail a block at most, so of prompts that leave a tail it is one
+    blocks of ``size`` slots, a request that protects nothing among them: another block of prefix costs the tail a block at most, so of prompts that leave a tail it is one
     of the longest ``size``."""
     last = min(longest, length - 1)
-    return sorted({longest, *range(max(1, last - size + 1), last + 1)})
+    return sorted({0, longest, *range(max(1, last - size + 1), last + 1)})
 
 
 def dense_request_bytes(

@@ -121,7 +121,7 @@ class Deployed:
     def request_bytes(self, length: int, dtype: torch.dtype) -> CacheBytes:
         """Return what a request of ``length`` tokens holds in pages of the default number of slots."""
         model, policy = self.model, self.policy
-        protected = protected_tokens(policy.protect, length)
+        protected = 0 if policy.compresses else protected_tokens(policy.protect, length)
         layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=self.state_floats)
         shares = policy.checked_shares(slice(0, model.num_kv_heads))
         return request_bytes(layout, model.num_layers, length, policy.retention, shares, protected)

@@ -74,7 +74,9 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
     Raises:
         ConfigError: there is nothing, something twice, or something that cannot be used.
     """
-    names, shapes = default if options.policies is None else options.policies, {}
+    names, shapes = options.policies, {}
+    if names is None:  # rows of other tasks are no prompts with answers behind them
+        names = [name for name in default if options.task == "retrieval" or not policies.get(name).compresses]
     contenders = [training_free(name) for name in names]
     for folder in options.scorer:
         contender, shapes[folder] = learned(folder, options.model)
@@ -86,6 +88,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
     if options.protect_prompt is not None:
         contenders = with_protection(contenders, options.protect_prompt, options.task)
     elif options.task != "retrieval":  # rows are all prompt
+        check_evicting(contenders)
         contenders = [replace(c, protect=0) for c in contenders]
     if "bytes" in options.equal:
         check_tails(contenders)
@@ -95,6 +98,19 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice!r} is to be compared twice: give it once")
     return contenders, shapes
+
+
+def check_evicting(contenders: list[Contender]) -> None:
+    """No contender compresses prompts, where rows are not prompts with answers behind them.
+
+    Raises:
+        ConfigError: one does.
+    """
+    for contender in contenders:
+        if policies.get(contender.policy).compresses:
+            raise ConfigError(
+                f"{contender.name} compresses a prompt at its end, and these rows have no end before the last: give --task retrieval"
+            )
 
 
 def check_tails(contenders: list[Contender]) -> None:

@@ -200,6 +200,7 @@ def shape_of(model: nn.Module, longest: int) -> ModelShape:
         getattr(config, "head_dim", None) or config.hidden_size // heads,
         longest,
         config.hidden_size,
+        heads,
     )
 
 

@@ -14,7 +14,7 @@ from kvpop_vllm.distill.run import default_device
 from kvpop_vllm.evaluation.contenders import Deployed
 from kvpop_vllm.evaluation.served import DenseRequest, Request
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.init import borrows_channel, model_shape
+from kvpop_vllm.scorers.init import borrows_channel
 
 
 class Run(Protocol):
@@ -59,7 +59,7 @@ class TransformersBackend:
     """
 
     def __init__(self, model: str, dtype: torch.dtype, longest: int):
-        self.shape, self.dtype, self.longest = ModelShape(**model_shape(model), max_model_len=longest), dtype, longest
+        self.shape, self.dtype, self.longest = ModelShape.of(model, longest), dtype, longest
         self.model = load_model(model, dtype).eval().to(default_device())
         show_hidden_states(self.model)
         if borrows_channel(model):

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Protocol
 
 import torch
 
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch, tail_tables
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch, tail_tables
 from kvpop_vllm.attention.fresh import fresh_pages
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.cache.retained import held_tokens
@@ -45,6 +44,7 @@ class Sequence:
         self.rule, self.seen, self.protected, self.shifted = rule, 0, protected, shifted
         self.seeds = torch.tensor([request_seed(0, seed)])
         self.retention = Retention(int(self.budgets.max()), rule.sinks, rule.window)
+        length = None if rule.compresses else length  # the tail holds what is chosen of the prompt
         self.pages, table = fresh_pages(self.layout, self.retention.budget, length=length, protected=protected)
         self.row = table[:, 0].contiguous()
 
@@ -54,10 +54,11 @@ class Sequence:
         """The next tokens: ``q [Hq, L, D]``, ``k, v [H, L, D]``, ``given [H, L]`` -> ``[Hq, L, D]``. One token is a decode step."""
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
         given, out, count = None if given is None else given.T.contiguous(), torch.empty_like(q), len(q)
-        told = [count], torch.tensor([self.seen + count]), self.row, [self.protected], self.seeds
-        batch = replace(StepBatch.build(self.layout, self.retention, *told), budgets=self.budgets)
+        sizes = Sizes([self.protected], self.budgets.unsqueeze(0), None, self.seeds, self.rule.compresses)
+        told = [count], torch.tensor([self.seen + count]), self.row, sizes
+        batch = StepBatch.build(self.layout, self.retention, *told)
         if self.shifted:
-            given = shift(given, self.pages, batch, self.rule)
+            given = shift(given, self.pages, batch, self.rule.sinks)
         FixedBudgetAttention(self.layout, self.rule, scale).forward(q, k, v, self.pages, batch, out, given)
         self.seen += count
         return out.transpose(0, 1)
@@ -65,7 +66,8 @@ class Sequence:
     def held(self) -> torch.Tensor:
         """``[H, seen]`` booleans: which tokens are held."""
         tail = tail_tables(self.row, [self.protected], self.layout).expand(len(self.budgets), -1)
-        return held_tokens(self.pages, tail, self.seen, self.rule, self.budgets, self.protected)
+        protected = 0 if self.rule.compresses and self.seen >= self.protected else self.protected
+        return held_tokens(self.pages, tail, self.seen, self.rule, self.budgets, protected)
 
     def kept(self) -> torch.Tensor:
         """``[H, E]`` booleans: which tokens of ``E(q)`` are held, q being the newest token, oldest first."""

@@ -24,7 +24,6 @@ from kvpop_vllm.evaluation.report import budgets, check_equal_bytes, contenders_
 from kvpop_vllm.evaluation.runner import Setting, told
 from kvpop_vllm.evaluation.running import Backend, Run
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.init import model_shape
 
 KEYS = ("length", "budget", "equal", "window", "topk", "policy")
 RETRIEVAL_COLUMNS = (*KEYS, "kind", "examples", *retrieval.MEASURES)
@@ -58,7 +57,7 @@ def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Back
     settings = _settings(options)
     longest, dtype = max(options.length), getattr(torch, options.dtype)
     check_length(options.model, longest)
-    shape = ModelShape(**model_shape(options.model), max_model_len=longest)
+    shape = ModelShape.of(options.model, longest)
     if options.policies is None:
         contenders = _deployable(contenders, settings, shape, dtype)
     deployments = deploy_all(contenders, settings, shape, dtype)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import weakref
+from collections.abc import Sequence
 from os import PathLike
 
 import torch
@@ -19,9 +20,9 @@ from kvpop_vllm.hf.checks import (
 )
 from kvpop_vllm.hf.layer import Clock, LayerPages, check_kernels, recording
 from kvpop_vllm.hf.resolved import in_python, resolve
+from kvpop_vllm.hf.rows import Rows
 from kvpop_vllm.hf.step import Step
 from kvpop_vllm.hf.takeover import Takes, put_back, take_over
-from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.scorers.init import gives_up_channel
 
 
@@ -43,7 +44,8 @@ class KVpopCache(Cache, Takes):
         policy: registered name. budget, compression, sinks, window, scorer, correction, allocator, protect_prompt: as
             :class:`kvpop_vllm.config.PolicySettings` and the flags of ``vllm serve``; scorer: a folder, by default the model's own if it
             is a full checkpoint.
-        seed: of random eviction's draws, the same for every row.
+            budget and protect_prompt may be lists, of one for each row of the batch; pages are made for the largest budget.
+        seed: of random eviction's draws, the same for every row, or a list of one for each.
         max_length: longest sequence in tokens, for ``compression`` and for the policy ``full``; by default the model's.
 
     Attributes:
@@ -58,30 +60,31 @@ class KVpopCache(Cache, Takes):
         model: torch.nn.Module,
         policy: str,
         *,
-        budget: int | None = None,
+        budget: int | Sequence[int] | None = None,
         compression: float | None = None,
         sinks: int | None = None,
         window: int | None = None,
         scorer: str | PathLike | None = None,
         correction: str | None = None,
         allocator: str | None = None,
-        protect_prompt: bool | int | None = None,
+        protect_prompt: bool | int | Sequence[bool | int] | None = None,
         max_length: int | None = None,
-        seed: int = 0,
+        seed: int | Sequence[int] = 0,
     ):
         super().__init__(layers=[])
         check_model(model)
-        self._seed = request_seed(0, seed)
         if not isinstance(policy, str):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
-        given = dict(policy=policy, budget=budget, compression=compression, sinks=sinks, window=window)
-        given |= dict(correction=correction, allocator=allocator, protect_prompt=protect_prompt)
+        given = dict(policy=policy, compression=compression, sinks=sinks, window=window)
+        given |= dict(correction=correction, allocator=allocator)
         given["scorer"] = str(scorer) if isinstance(scorer, PathLike) else scorer
         try:
-            self.policy = resolve(model, PolicySettings.parse(given), max_length)
+            self._rows = Rows(budget, protect_prompt, seed)
+            settings = PolicySettings.parse(given | self._rows.settings())
+            self.policy = resolve(model, settings, max_length)
+            self._rows.check(self.policy)
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
             self.policy.checked_shares(heads)
-            self._budgets = self.policy.shares()
             self._gates = [self.policy.gate(i, heads) for i in range(len(self))]
         except ConfigError as error:
             raise ConfigError(in_python(str(error))) from None
@@ -144,6 +147,7 @@ class KVpopCache(Cache, Takes):
             raise ValueError(
                 f"a batch of {rows} rows for a KVpopCache of {len(self._lengths)}: call reset() on it, or make another"
             )
+        self._rows.check_number(rows)
         columns, lengths = self._begins_at(mask, positions, length)
         lengths = lengths or [0] * rows
         decoding = length == 1 and columns == self._columns and all(lengths)
@@ -162,15 +166,17 @@ class KVpopCache(Cache, Takes):
             self._clocks, self._layers = {}, {}
         clock = self._clock(inputs.device, rows)
         protected = self.protected or [0] * rows
-        if decoding or length == 1 and all(counts) and not self.policy.protect:
+        if decoding or length == 1 and all(counts) and not self._rows.any_protects(self.policy):
             own, starts = clock.positions.unsqueeze(1).clone(), None
         else:
             shift = torch.tensor([end - length for end in after]).unsqueeze(1)
             own, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
             # a prompt, or its rest
             protected = [
-                protected_tokens(self.policy.protect, end) if columns < self._columns or p == seen else p
-                for p, seen, end in zip(protected, lengths, after, strict=True)
+                protected_tokens(asked, end) if columns < self._columns or p == seen else p
+                for asked, p, seen, end in zip(
+                    self._rows.protects(self.policy, rows), protected, lengths, after, strict=True
+                )
             ]
         if look and positions is not None:
             check_positions(positions, own, counts)
@@ -240,7 +246,7 @@ class KVpopCache(Cache, Takes):
         """Of that device, as far as the rows are."""
         if device not in self._clocks:
             with torch.inference_mode(False):
-                clock = self._clocks[device] = Clock(rows, device, self._seed)
+                clock = self._clocks[device] = Clock(rows, device, self._rows.seeds(rows))
             clock.positions.copy_(torch.tensor(self._lengths or [0] * rows))
             clock.protected.copy_(torch.tensor(self.protected or [0] * rows))
         return self._clocks[device]
@@ -271,7 +277,9 @@ class KVpopCache(Cache, Takes):
             warn_of_reference(k)
             clock = self._clock(k.device, len(self._lengths))
             with torch.inference_mode(False):  # tensors of inference mode could not be written outside of it
-                self._layers[index] = LayerPages(rule, self._budgets[index], k, scale, clock, self.policy.shifted)
+                budgets, windows = self._rows.sizes(self.policy, index, len(k))
+                told = k, scale, clock, self._rows.seeds(len(k)), self.policy.shifted
+                self._layers[index] = LayerPages(rule, budgets, windows, *told)
             self._make_room(self._layers[index], self.protected)
         return self._layers[index]
 
@@ -356,7 +364,7 @@ class KVpopCache(Cache, Takes):
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the columns that a longer text need not bring again, pads among them: all that were seen, held or not; where
         prompts are protected, those of the protected tokens."""
-        if not self.policy.protect or not self._lengths:
+        if not self._rows.any_protects(self.policy) or not self._lengths:
             return self._columns
         unprotected = (seen - kept for seen, kept in zip(self._lengths, self.protected, strict=True))
         return self._columns - max(unprotected)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, PrefillChunk, Protection, StepBatch, protection_of
@@ -21,11 +23,10 @@ class Clock:
         positions: ``[R]`` int64, of each row's next token. protected, seeds: ``[R]`` int64, p of each row, and of its draws.
     """
 
-    def __init__(self, rows: int, device: torch.device, seed: int):
+    def __init__(self, rows: int, device: torch.device, seeds: list[int]):
         self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
         self.protected = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.seeds = torch.full((rows,), seed, dtype=torch.int64, device=device)
-        self.seed = seed
+        self.seeds = torch.tensor(seeds, device=device)
 
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
@@ -42,20 +43,30 @@ class LayerPages:
     """The caches of R rows in one layer, written and attended to.
 
     Args:
-        rule: of the layer. budgets: ``[H]`` int32, on the CPU. like: keys ``[R, H, L, D]``, for sizes, dtype and device.
-        scale: factor on q . k. clock: of that device. shifted: the score given with token t + 1 is token t's.
+        rule: of the layer. budgets: ``[R, H]`` int32, on the CPU. windows: w of each row. like: keys ``[R, H, L, D]``, for sizes,
+        dtype and device. scale: factor on q . k. clock: of that device. seeds: of each row's draws. shifted: the score given with
+        token t + 1 is token t's.
     """
 
     def __init__(
-        self, rule: RetentionRule, budgets: torch.Tensor, like: torch.Tensor, scale: float, clock: Clock, shifted: bool
+        self,
+        rule: RetentionRule,
+        budgets: torch.Tensor,
+        windows: list[int],
+        like: torch.Tensor,
+        scale: float,
+        clock: Clock,
+        seeds: list[int],
+        shifted: bool,
     ):
         rows, heads, _, size = like.shape
-        self.clock, self.shifted, self.budgets = clock, shifted, budgets
+        self.clock, self.shifted, self.budgets, self.windows, self.seeds = clock, shifted, budgets, windows, seeds
         self.rule = rule = rule.to(like.device)
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
         self.pages, self.table = fresh_pages(layout, int(budgets.max()), requests=rows, device=like.device)
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
-        self._budgets = budgets.to(like.device)
+        self._budgets = budgets.contiguous().to(like.device)
+        self._windows = torch.tensor(windows, dtype=torch.int32, device=like.device)
         self.attention = FixedBudgetAttention(layout, rule, scale)
 
     @property
@@ -82,8 +93,9 @@ class LayerPages:
             protection = Protection(
                 self.prefix_table, self.clock.protected, none, none, none, self.table[:0], self.prefix_table[:0], none
             )
+        sizes = self._budgets, self._windows
         return StepBatch(
-            rows, slice(0, rows), self.table, positions, self._budgets, (), none, none, protection, self.clock.seeds
+            rows, slice(0, rows), self.table, positions, *sizes, (), none, none, protection, self.clock.seeds
         )
 
     def prefill(self, starts: list[int], counts: list[int], length: int, protected: list[int]) -> StepBatch:
@@ -92,7 +104,15 @@ class LayerPages:
         spans = [((r + 1) * length - count, starts[r], count) for r, count in enumerate(counts)]
         chunks = [
             PrefillChunk(
-                first, first + count, start, self.table[r], protected[r], self.prefix_table[r], self.clock.seed
+                first,
+                first + count,
+                start,
+                self.table[r],
+                self._budgets[r].clone(),
+                self.windows[r],
+                protected[r],
+                self.prefix_table[r],
+                self.seeds[r],
             )
             for r, (first, start, count) in enumerate(spans)
             if count
@@ -105,8 +125,8 @@ class LayerPages:
         if any(protected):
             # a CUDA graph may hold the next token, so tails are begun before it
             protection = protection_of(size, spans, protected, self.prefix_table, self.table, slice(0, 0), ahead=1)
-        own = self.table[:0], none, self._budgets, tuple(chunks), first, self.table[zero].long(), protection
-        return StepBatch(0, slice(0, 0), *own)
+        own = self.table[:0], none, self._budgets[:0], self._windows[:0]
+        return StepBatch(0, slice(0, 0), *own, tuple(chunks), first, self.table[zero].long(), protection)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch, given=None) -> torch.Tensor:
         """``q [R, Hq, L, D]``, ``k, v [R, H, L, D]``, ``given [R, L, H]`` -> ``[R, Hq, L, D]``, 0 where there is no token."""
@@ -114,7 +134,7 @@ class LayerPages:
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         given = None if given is None else given.flatten(0, 1)
         if self.shifted:
-            given = shift(given, self.pages, batch, self.rule)
+            given = shift(given, self.pages, batch, self.rule.sinks)
         out = torch.empty_like(q) if batch.decodes else torch.zeros_like(q)
         with torch.cuda.device_of(q):  # of several GPUs, Triton launches on the current one
             self.attention.forward(q, k, v, self.pages, batch, out, given)
@@ -125,13 +145,14 @@ class LayerPages:
         pages = self.pages
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
-        return held_tokens(pages, self.table[row].cpu(), seen, self.rule, self.budgets, protected)
+        rule = replace(self.rule, window=self.windows[row])
+        return held_tokens(pages, self.table[row].cpu(), seen, rule, self.budgets[row], protected)
 
     def allocated_bytes(self) -> int:
         """Bytes of its pages and table."""
         return sum(
             tensor.untyped_storage().nbytes()
-            for tensor in (self.pages.raw, self.table, self.prefix_table, self._budgets)
+            for tensor in (self.pages.raw, self.table, self.prefix_table, self._budgets, self._windows)
         )
 
 

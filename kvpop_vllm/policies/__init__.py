@@ -12,7 +12,9 @@ from kvpop_vllm.policies.h2o import H2O
 from kvpop_vllm.policies.kvpop import KVpop, KVpopLinear, KVpopMLP
 from kvpop_vllm.policies.l2norm import L2Norm
 from kvpop_vllm.policies.momentkv import MomentKV
+from kvpop_vllm.policies.pyramidkv import PyramidKV
 from kvpop_vllm.policies.random_attention import RandomAttention
+from kvpop_vllm.policies.snapkv import SnapKV
 from kvpop_vllm.policies.streaming_llm import StreamingLLM
 from kvpop_vllm.policies.tova import TOVA
 from kvpop_vllm.policies.trimkv import TrimKV
@@ -31,13 +33,15 @@ POLICIES: dict[str, type[Policy]] = {
         TOVA,
         MomentKV,
         RandomAttention,
+        SnapKV,
+        PyramidKV,
         Full,
     )
 }
 """The policies of this package by name."""
 
-WAITING = ("snapkv", "pyramidkv", "adakv")
-"""Policies that compress a prompt at its end, which this version does not."""
+WAITING = ("adakv",)
+"""Policies whose heads divide a budget at a prompt's end, which this version does not do."""
 
 ENTRY_POINTS = "kvpop_vllm.policies"
 """``name = "module:Class"``, the class a :class:`Policy` of that name."""
@@ -56,7 +60,7 @@ def check_known(name: str) -> None:
     """
     if name in WAITING:
         raise ConfigError(
-            f"policy {name} compresses a prompt at its end, which this version does not: use h2o or tova, which evict from the start"
+            f"policy {name} has heads divide a budget at a prompt's end, which this version does not do: use snapkv"
         )
 
 

@@ -7,9 +7,11 @@ loaded; from then on the kernels work from that rule alone, without calling back
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from os import PathLike
 from typing import ClassVar
 
 import torch
@@ -40,6 +42,9 @@ class Signal(Enum):
     PRE_ROPE = "pre-RoPE q and k"
 
 
+MOST_RETENTIONS = 1024
+"""Budgets of requests that are remembered with what they resolve to."""
+
 GATED = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
 """Signals that only a gate sees."""
 
@@ -56,7 +61,7 @@ class Order(Enum):
 @dataclass(frozen=True)
 class ModelShape:
     """The model as a policy sees it: layers, KV heads H of the whole model, head size D, longest sequence in tokens, width
-    E of its hidden states if that is known."""
+    E of its hidden states and query heads of the whole model if these are known."""
 
     model_type: str
     num_layers: int
@@ -64,6 +69,18 @@ class ModelShape:
     head_dim: int
     max_model_len: int
     hidden_size: int | None = None
+    num_heads: int | None = None
+
+    @classmethod
+    def of(cls, model: str | PathLike, max_model_len: int) -> ModelShape:
+        """Return the shape that a model folder's ``config.json`` says, for sequences of so many tokens.
+
+        Raises:
+            ConfigError: it cannot be read, or is no language model's.
+        """
+        from kvpop_vllm.scorers.init import full_shape
+
+        return cls(**full_shape(model), max_model_len=max_model_len)
 
 
 def moment_fields(head_dim: int) -> dict[str, int]:
@@ -85,7 +102,8 @@ class Policy(ABC):
         default_sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
         default_correction: where ``--kv-correction`` is not given.
         default_allocator: where ``--kv-allocator`` is not given. default_protect: where ``--kv-protect-prompt`` is not.
-        keeps_all: never evicts. draws: its rule's scores are drawn by the request's seed.
+        keeps_all: never evicts. draws: its rule's scores are drawn by the request's seed. default_window: without a scorer, the default
+        w where it does not depend on the budget. compresses: the prompt is held until its end and compressed then.
     """
 
     name: ClassVar[str]
@@ -101,11 +119,14 @@ class Policy(ABC):
     default_protect: ClassVar[bool | int] = 0
     keeps_all: ClassVar[bool] = False
     draws: ClassVar[bool] = False
+    default_window: ClassVar[int | None] = None
+    compresses: ClassVar[bool] = False
     scorer_kind: ClassVar[str | None] = None
 
     settings: PolicySettings
     model: ModelShape
     retention: Retention = field(init=False)
+    _retentions: dict[int, Retention] = field(init=False, repr=False, default_factory=dict)
 
     def __post_init__(self):
         self.prepare()
@@ -114,14 +135,66 @@ class Policy(ABC):
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-correction out")
         if self.keeps_all and self.allocator != "uniform":
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-allocator out")
-        self.retention = resolve_retention(
-            self.settings,
+        self.retention = self._resolve(self.settings)
+        self._check_limits()
+
+    def _resolve(self, settings: PolicySettings) -> Retention:
+        kept = resolve_retention(
+            settings,
             self.model.max_model_len,
             self.scorer_shape(),
             keeps_all=self.keeps_all,
             sinks=self.default_sinks,
             window_share=self.window_share,
+            window=self.default_window,
         )
+        self.check_retention(kept)
+        return kept
+
+    def check_retention(self, kept: Retention) -> None:
+        """Refuse parts of a budget that the policy cannot work with, the server's or a request's.
+
+        Raises:
+            ConfigError: naming the option to change.
+        """
+        return
+
+    @functools.cached_property
+    def one_budget(self) -> bool:
+        """Whether all requests have the server's budget: it keeps everything, or heads have unequal shares."""
+        return self.keeps_all or bool((self.shares() != self.retention.budget).any())
+
+    def retention_of(self, budget: int) -> Retention:
+        """Return what a server with this budget would have, for one request.
+
+        Raises:
+            ConfigError: the budget is too small, or all requests have the server's.
+        """
+        if self.one_budget:
+            raise ConfigError(f"--kv-policy {self.name} gives all requests one budget here: leave --kv-budget out")
+        found = self._retentions.get(budget)
+        if found is None:
+            found = self._resolve(replace(self.settings, budget=budget, compression=None))
+            if len(self._retentions) >= MOST_RETENTIONS:
+                self._retentions.clear()
+            self._retentions[budget] = found
+        return found
+
+    def _check_limits(self) -> None:
+        """Raise ConfigError where requests may ask for less than the server has, or for what the policy cannot follow."""
+        budget, protect = self.settings.max_budget, self.settings.max_protect
+        if budget is not None and self.one_budget:
+            raise ConfigError(f"--kv-policy {self.name} gives all requests one budget here: leave --kv-max-budget out")
+        if budget is not None and budget < self.retention.budget:
+            raise ConfigError(
+                f"--kv-max-budget {budget} is below the server's own budget: raise it to at least {self.retention.budget}"
+            )
+        own = self.protect
+        if protect is not None and protect is not True and (own is True or protect < own):
+            raise ConfigError(
+                f"--kv-max-protect {int(protect)} is below what --kv-protect-prompt says:"
+                f" raise it to {'all' if own is True else f'at least {own}'}"
+            )
 
     def check_realised(self) -> None:
         """Refuse declarations that nothing acts on, rather than ignore them.
@@ -183,6 +256,17 @@ class Policy(ABC):
         """Tokens of each prompt that are never evicted (``--kv-protect-prompt``): True for all, 0 for none."""
         asked = self.settings.protect_prompt
         return self.default_protect if asked is None else asked
+
+    @property
+    def max_budget(self) -> int:
+        """Largest budget that a request may have (``--kv-max-budget``)."""
+        return max(self.settings.max_budget or 0, self.retention.budget)
+
+    @property
+    def max_protect(self) -> bool | int:
+        """Most tokens of a prompt that a request may protect (``--kv-max-protect``): True for all, 0 for none."""
+        asked = self.settings.max_protect
+        return self.protect if asked is None else asked
 
     def shares(self) -> torch.Tensor:
         """Budget ``[layers, H]`` int32 of every head, B on average, as the allocator says it."""
@@ -256,6 +340,11 @@ class Policy(ABC):
         if isinstance(rule.scorer, GivenScore) != self.gated:
             raise ConfigError(
                 f"--kv-policy {self.name} {'has a' if self.gated else 'has no'} gate, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
+            )
+        if rule.compresses != self.compresses:
+            raise ConfigError(
+                f"--kv-policy {self.name} {'compresses' if self.compresses else 'does not compress'} prompts, its rule does otherwise:"
+                " fix the policy class"
             )
         if rule.draws != self.draws:
             raise ConfigError(

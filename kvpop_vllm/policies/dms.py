@@ -23,9 +23,8 @@ class DMS(Gated):
     cost = "one [E, H] product per layer, or none"
     signals = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
 
-    def __post_init__(self):
-        super().__post_init__()
-        if self.retention.window < 2:
+    def check_retention(self, kept):
+        if kept.window < 2:
             raise ConfigError(f"--kv-policy {self.name} needs a window of two tokens: set --kv-window to at least 2")
 
     @property

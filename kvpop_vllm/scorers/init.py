@@ -27,13 +27,19 @@ def gives_up_channel(config: dict) -> bool:
 
 
 def model_shape(model: str | Path) -> dict:
-    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``, and ``hidden_size`` if it is there.
+    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``, and ``hidden_size`` if it is there: what
+    scorers are made for.
 
     The model type of a full checkpoint is that of its base model, which is what its scorers are made for.
 
     Raises:
         ConfigError: no such folder, or a config without these numbers.
     """
+    return {name: number for name, number in full_shape(model).items() if name != "num_heads"}
+
+
+def full_shape(model: str | Path) -> dict:
+    """The same with ``num_heads``, query heads."""
     path = Path(model) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -43,7 +49,7 @@ def model_shape(model: str | Path) -> dict:
 
 
 def shape_of(config: dict, path: str | Path) -> dict:
-    """The same from what a ``config.json`` says; ``path`` names it in errors."""
+    """What :func:`model_shape` returns, and ``num_heads``, from what a ``config.json`` says; ``path`` names it in errors."""
     try:
         heads = config["num_attention_heads"]
         kind = config["model_type"]
@@ -52,6 +58,7 @@ def shape_of(config: dict, path: str | Path) -> dict:
             "num_layers": config["num_hidden_layers"],
             "num_kv_heads": config.get("num_key_value_heads") or heads,
             "head_dim": config.get("head_dim") or config["hidden_size"] // heads,
+            "num_heads": heads,
             **({"hidden_size": config["hidden_size"]} if config.get("hidden_size") is not None else {}),
         }
         for name, number in found.items():

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -128,6 +128,7 @@ def write_random_scorer(
     sinks: int = 4,
     window: int = 16,
     topk: int = 44,
+    trained: Sequence[tuple[int, int]] = (),
     seed: int = 0,
     feature_map: str = "hedgehog",
     gate_softcap: float | None = None,
@@ -166,6 +167,7 @@ def write_random_scorer(
         "scorer": scorer,
         "sinks": sinks,
         "window": window,
+        **({"trained": [{"window": w, "topk": k} for w, k in trained]} if trained else {}),
         "topk": topk,
     }
     sizes = {"M": mlp_width}

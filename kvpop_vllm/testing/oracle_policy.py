@@ -16,6 +16,7 @@ from .oracle_scores import (
     MEAN_MASS,
     MOMENT_RESIDUAL,
     NEWEST_MASS,
+    PROMPT_VOTES,
     RANDOM_DRAW,
     RECENCY,
     log_gamma,
@@ -23,6 +24,7 @@ from .oracle_scores import (
     read_scorer,
 )
 from .oracle_sets import best_lost, decision_margins, retained_sets
+from .oracle_votes import held_until, vote_scores
 
 
 def masked_attention(
@@ -73,7 +75,7 @@ class OraclePolicy:
 
     Attributes:
         scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"`` (see
-            :func:`follow_attention`); ``"random draw"`` (see :func:`follow_draws`); or the result of :func:`read_scorer`.
+            :func:`follow_attention`); ``"random draw"`` (see :func:`follow_draws`); ``"prompt votes"`` (see :func:`vote_scores`); or the result of :func:`read_scorer`.
         sinks, window, topk: ``s``, ``w``, ``k`` in tokens; k of each layer, where they differ.
         step: ``n``, positions per decay step.
         log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
@@ -83,6 +85,7 @@ class OraclePolicy:
             window (DMS).
         protect: ``p``, tokens at the beginning that everybody sees for ever, in the place of sinks; 0 for sinks alone.
         seeds: of draws, the server's and the request's.
+        prompt: tokens that are all there until the last of them, where the prompt votes.
         replay: ``R``; with protected tokens a recurrent scorer begins at token ``max(0, p - R)``.
     """
 
@@ -98,6 +101,7 @@ class OraclePolicy:
     protect: int = 0
     replay: int = 1024
     seeds: tuple[int, int] = (0, 0)
+    prompt: int = 0
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
@@ -136,7 +140,10 @@ class OraclePolicy:
         return self.protect or self.sinks
 
     def protecting(self, asked: bool | int, prompt: int) -> OraclePolicy:
-        """The same for a prompt of so many tokens of which as many are protected as are asked for, True for all."""
+        """The same for a prompt of so many tokens of which as many are protected as are asked for, True for all; or of which the votes
+        decide."""
+        if self.scorer == PROMPT_VOTES:
+            return replace(self, prompt=prompt)
         return replace(self, protect=prompt if asked is True else min(asked, prompt))
 
     def decay(self, layer: int, heads: int) -> list[float]:
@@ -187,13 +194,17 @@ class OraclePolicy:
         if self.scorer == RANDOM_DRAW:
             return Decided(*follow_draws(layer, *key.shape[:2], self.seeds, *shape, forced))
         begins = max(0, self.protect - self.replay)
-        scores = raw_scores(self.scorer, layer, key, value, self.window, hidden, channel, begins)
+        if self.scorer == PROMPT_VOTES:
+            scores = vote_scores(query, key, self.prompt, self.window)
+        else:
+            scores = raw_scores(self.scorer, layer, key, value, self.window, hidden, channel, begins)
         rule = (decay, *shape, self.step, self.ages, self.threshold)
         if forced is None:
             biased = scores.double().numpy().copy()
             for head, token, by in bias:
                 biased[head, token] += by
-            forced = torch.from_numpy(retained_sets(biased, *rule))
+            forced = held_until(torch.from_numpy(retained_sets(biased, *rule)), self.prompt)
         sets, raw = np.asarray(forced), scores.numpy()
-        margins, lost = decision_margins(sets, raw, *rule), best_lost(sets, raw, decay, self.step, self.ages)
+        margins = decision_margins(sets, raw, *rule, held=self.prompt)
+        lost = best_lost(sets, raw, decay, self.step, self.ages)
         return Decided(forced, torch.from_numpy(margins), scores, torch.from_numpy(lost))

@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 RECENCY, KEY_NORM = "recency", "key norm"
 NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL = "newest mass", "mean mass", "moment residual"
 RANDOM_DRAW = "random draw"
+PROMPT_VOTES = "prompt votes"
 _EPSILON = 1e-6
 _START_STABILISER = -1e30
 

@@ -120,6 +120,7 @@ def decision_margins(
     step: int = 1,
     ages: bool = False,
     threshold: float | None = None,
+    held: int = 0,
 ) -> np.ndarray:
     """Margin of every eviction decision in given retained sets, ``[H, S]`` float64.
 
@@ -128,7 +129,7 @@ def decision_margins(
     nothing to decide. So sets made elsewhere can be judged one decision after the other, without
     one near-tie spoiling every later comparison. With ``ages`` it is divided by the best victim's age, and so in the
     units of raw scores. With a ``threshold`` the smallest of all that was decided: that a token passed it, or that a
-    victim either did not or was the lowest.
+    victim either did not or was the lowest. Before query ``held`` nothing is decided.
 
     Raises:
         ValueError: the sets cannot come from this budget (sinks or window missing, a future or
@@ -143,6 +144,9 @@ def decision_margins(
             new = {q - window} if q - window >= sinks else set()
             candidates = kept | new
             now = _long_range(visible[h, q], h, q, sinks, window)
+            if q < held:
+                kept = now
+                continue
             lost, surplus = candidates - now, max(0, len(candidates) - topk)
             more = threshold is not None and surplus <= len(lost) and (len(now) == topk or lost <= new)
             if now - candidates or (len(lost) != surplus and not more):

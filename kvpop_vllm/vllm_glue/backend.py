@@ -22,15 +22,16 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.kernels.draws import request_seed
+from kvpop_vllm.kernels.draws import request_seed, signed
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
 from kvpop_vllm.kernels.regions import RegionMap, Shares, region_map
-from kvpop_vllm.vllm_glue import prompt_lengths
+from kvpop_vllm.requests import RequestCache
+from kvpop_vllm.vllm_glue import step_requests
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
 
@@ -90,6 +91,9 @@ class FixedBudgetBackend(AttentionBackend):
             state_blocks=layout.state_blocks,
             shares=cls.shares(spec.num_kv_heads),
             protect=cls.policy.protect,
+            max_budget=cls.policy.max_budget,
+            max_protect=cls.policy.max_protect,
+            votes=cls.policy.votes.queries if cls.policy.compresses else 0,
             max_tp_shards=spec.max_tp_shards,
         )
 
@@ -158,43 +162,44 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
         self.unequal, self.protect = kv_cache_spec.shares is not None, kv_cache_spec.protect
+        self.compresses = backend.policy.compresses
         self.draws, self.seed = backend.policy.draws, vllm_config.model_config.seed
-        self.prompts = self.seeds = None  # [requests] int64: tokens of each prompt, and the request's own seed
-        if self.protect or self.draws:
-            prompt_lengths.apply()  # sets them before each build
+        # set before each build: [requests] int64, tokens of each prompt and the request's own seed; what each asked for
+        self.prompts = self.seeds = None
+        self.asked: list[RequestCache | None] = []
+        step_requests.apply()
 
-    def _asked(self) -> None:
+    def sizes(self, requests: int) -> Sizes:
+        """Return what the requests of the step have, or as many of them as the model runner has told of: others are padding.
+
+        Raises:
+            RuntimeError: the model runner does not say what they asked for.
+        """
         if self.prompts is None:
-            raise RuntimeError("this model runner does not say how long prompts are: leave --worker-cls out")
-
-    def protected(self, requests: int) -> list[int] | None:
-        """Return p of each request of the step, 0 in dummy runs; None where nothing is protected.
-
-        Raises:
-            RuntimeError: the model runner does not say how long prompts are.
-        """
-        if not self.protect:
-            return None
-        self._asked()
-        return [protected_tokens(self.protect, prompt) for prompt in self.prompts[:requests].tolist()]
-
-    def drawn(self, requests: int) -> torch.Tensor | None:
-        """Return the seeds ``[requests]`` int64 of the step's draws, on the CPU; None where nothing is drawn.
-
-        Raises:
-            RuntimeError: the model runner does not say them.
-        """
-        if not self.draws:
-            return None
-        self._asked()
-        return self.seeds[:requests] + request_seed(self.seed, 0)
+            raise RuntimeError("this model runner does not say what requests ask for: leave --worker-cls out")
+        prompts, kept, seeds = self.prompts[:requests].tolist(), self.retention, None
+        asked = [*self.asked[: len(prompts)], *[None] * (len(prompts) - len(self.asked))]
+        protected = budgets = windows = None
+        if self.protect:
+            protected = [protected_tokens(self.protect, prompt) for prompt in prompts]
+        if self.draws:
+            seeds = self.seeds[: len(prompts)] + request_seed(self.seed, 0)
+        if any(asked):
+            plain = protected or [0] * len(prompts)
+            protected = [p if own is None else own.protected for p, own in zip(plain, asked, strict=True)]
+            budgets = [kept.budget if own is None else own.budget for own in asked]
+            windows = [kept.window if own is None else own.window for own in asked]
+            for i, own in enumerate(asked if self.draws else ()):
+                if own is not None and own.seed is not None:
+                    seeds[i] = request_seed(self.seed, signed(own.seed))
+        return Sizes(protected, budgets, windows, seeds, self.compresses)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         common = common_attn_metadata
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
-        told = self.protected(len(query_lens)), self.drawn(len(query_lens))
-        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, *told
+        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor
+        step = *step, self.sizes(len(query_lens))
         return self.finish(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
 
     def finish(self, build: Callable[[RegionMap | None, int], StepBatch], num_tokens: int) -> FixedBudgetMetadata:
@@ -312,7 +317,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         """Run a step, whose tokens all tensors but ``given`` end with; blocks: the layer's pages by block."""
         given = None if given is None else given[: len(q)]
         if self.policy.shifted:
-            given = shift(given, pages, batch, self.attention.rule)
+            given = shift(given, pages, batch, self.attention.rule.sinks)
         self.attention.forward(q, k, v, pages, batch, out, given, blocks)
 
     def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | None, Pages]:

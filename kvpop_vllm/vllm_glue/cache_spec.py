@@ -14,7 +14,8 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cach
 from kvpop_vllm.cache.accounting import worst_prompts
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import Shares
-from kvpop_vllm.vllm_glue import prefix_hits
+from kvpop_vllm.requests import of_params
+from kvpop_vllm.vllm_glue import manager_requests
 
 logger = init_logger("vllm.kvpop_vllm")
 
@@ -28,20 +29,26 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec, *args, **kwargs):
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.prompts: dict[str, int] = {}  # tokens of each request's prompt
-        if kv_cache_spec.protect:
-            prefix_hits.apply()
+        self.requests: dict[str, tuple[int, int]] = {}  # p and B of each
+        manager_requests.apply()
+        if kv_cache_spec.protect and not kv_cache_spec.votes:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
             length = TYPICAL + kv_cache_spec.budget
             fit = (self.block_pool.num_gpu_blocks - 1) / kv_cache_spec.blocks(length, protected)
             logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
 
+    def admit(self, request) -> None:
+        """Remember what a request asked for, or else gets."""
+        spec, asked = self.kv_cache_spec, of_params(request.sampling_params)
+        own = protected_tokens(spec.protect, request.num_prompt_tokens), spec.budget
+        self.requests[request.request_id] = own if asked is None else (asked.protected, asked.budget)
+
     def protected(self, request_id: str) -> int:
         """Return p of a request, in tokens."""
-        return protected_tokens(self.kv_cache_spec.protect, self.prompts.get(request_id, 0))
+        return self.requests.get(request_id, (0, 0))[0]
 
     def _blocks(self, request_id: str, num_tokens: int) -> int:
-        return self.kv_cache_spec.blocks(num_tokens, self.protected(request_id))
+        return self.kv_cache_spec.blocks(num_tokens, *self.requests.get(request_id, (0, None)))
 
     def get_num_blocks_to_allocate(
         self,
@@ -67,6 +74,18 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         held.extend(blocks)
         return blocks
 
+    def reusable(self, request_id: str) -> int:
+        """Return the tokens of a request's prompt that it may take from the prefix cache: all that are protected but the last, which it
+        computes itself, in an earlier step than that in which the tail begins (the blocks of a hit may be those of a request of the
+        same step); where prompts are compressed, those before the queries that vote."""
+        return max(0, self.protected(request_id) - max(1, self.kv_cache_spec.votes))
+
+    def remove_skipped_blocks(self, request_id, processed_computed_tokens, num_prompt_tokens=None) -> None:
+        """Give up the prefix of a prompt that has been compressed; full blocks of it stay in the prefix cache."""
+        prompt = self.protected(request_id)
+        if self.kv_cache_spec.votes and 0 < prompt <= processed_computed_tokens:
+            self._remove_blocks_in_range(request_id, 0, cdiv(prompt, self.block_size))
+
     def allocate_external_computed_blocks(
         self, request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing=True
     ):
@@ -79,7 +98,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         super().cache_blocks(request, prefix, retention_interval, replay_boundaries=replay_boundaries)
 
     def pop_blocks_for_free(self, request_id):
-        self.prompts.pop(request_id, None)
+        self.requests.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
     @classmethod
@@ -109,30 +128,44 @@ class FixedBudgetSpec(AttentionSpec):
     unequal ``shares``, tails are counted by these, rounded up (:class:`kvpop_vllm.kernels.regions.Shares`).
 
     ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head; ``protect`` is what
-    ``--kv-protect-prompt`` says, True for whole prompts.
+    ``--kv-protect-prompt`` says, True for whole prompts; ``max_budget`` and ``max_protect`` bound what a request may ask for.
+
+    Where prompts are compressed at their end, ``votes`` is the number of last queries that vote, and a request of a prompt of p tokens
+    holds its prefix and, from the first of these on, its state; at the prompt's end a tail with B slots as well; from then on no prefix,
+    whose entries in its row of the block table are null blocks.
     """
 
     budget: int
     sinks: int
     state_blocks: int
+    protect: bool | int
+    max_budget: int
+    max_protect: bool | int
+    votes: int = 0
     shares: Shares | None = None
-    protect: bool | int = 0
 
-    def blocks(self, length: int, protected: int = 0) -> int:
-        """Return the blocks of a request of ``length`` tokens, the first ``protected`` of them never evicted."""
+    def blocks(self, length: int, protected: int = 0, budget: int | None = None) -> int:
+        """Return the blocks of a request of ``length`` tokens, the first ``protected`` of them never evicted, with this budget or
+        the server's. Entries of a dropped prefix are counted among them."""
         prefix, own = cdiv(min(length, protected), self.block_size), length - protected
-        if own <= 0:
+        sinks = self.sinks if protected else 0
+        if self.votes and protected:
+            if length <= protected - self.votes:
+                return prefix
+            prefix, own, sinks = cdiv(protected, self.block_size), length if length >= protected else 0, 0
+        elif own <= 0:
             return prefix
         if self.shares is not None:
             return prefix + self.shares.blocks(self.state_blocks, self.block_size, own)
-        tail = self.budget - (self.sinks if protected else 0)
-        return prefix + self.state_blocks + cdiv(min(own, tail), self.block_size)
+        return prefix + self.state_blocks + cdiv(min(own, (budget or self.budget) - sinks), self.block_size)
 
     def most_blocks(self, length: int) -> int:
-        """Return the most blocks that a request of ``length`` tokens can hold, whatever its prompt."""
-        longest = protected_tokens(self.protect, length)  # a prompt may be all of it
+        """Return the most blocks that a request of ``length`` tokens can hold, whatever its prompt and what it asks for."""
+        if self.votes:  # at the end of a prompt that is all of it
+            return self.blocks(length, length, self.max_budget)
+        longest = protected_tokens(self.max_protect, length)  # a prompt may be all of it
         prompts = worst_prompts(longest, length, self.block_size)
-        return max(self.blocks(length, protected) for protected in prompts)
+        return max(self.blocks(length, protected, self.max_budget) for protected in prompts)
 
     def max_memory_usage_bytes(self, vllm_config) -> int:
         return self.most_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
@@ -144,4 +177,4 @@ class FixedBudgetSpec(AttentionSpec):
 
     @property
     def prefix_cacheable(self) -> bool:
-        return bool(self.protect)
+        return bool(self.max_protect)

@@ -73,9 +73,10 @@ def _reasons(vllm_config: Any, policy: Any) -> Iterator[tuple[bool, str]]:
     yield bool(lacking), f"what has no kernel in Triton ({', '.join(lacking)}): serve on a CPU"
     worker = vllm_config.parallel_config.worker_cls
     yield (
-        bool(policy.protect or policy.draws) and worker not in _WORKERS,
-        f"the worker {worker}, which does not say how long prompts are: leave --worker-cls out",
+        worker not in _WORKERS,
+        f"the worker {worker}, which does not say what requests ask for: leave --worker-cls out",
     )
+    yield policy.compresses, "compression of prompts at their end, which only the CPU's path does: serve on a CPU"
     yield envs.VLLM_BATCH_INVARIANT, "batch-invariant kernels: unset VLLM_BATCH_INVARIANT"
 
 

@@ -9,11 +9,12 @@ from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import AttentionCGSupport
 
 from kvpop_vllm.attention.device_step import DecodeRows, Split
+from kvpop_vllm.attention.fixed_budget import Sizes
 from kvpop_vllm.attention.rehearsal import largest_steps
 from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import Prefix
-from kvpop_vllm.vllm_glue import cuda, prompt_lengths
+from kvpop_vllm.vllm_glue import cuda, step_requests
 from kvpop_vllm.vllm_glue.backend import (
     FixedBudgetBackend,
     FixedBudgetImpl,
@@ -82,7 +83,7 @@ class CudaImpl(FixedBudgetImpl):
 
     def _rehearse(self, query, key, value, output, given) -> None:
         """Runs the largest steps that can come; what they write is overwritten, or thrown away."""
-        attention, budget, scheduler = self.attention, self.policy.retention.budget, self.vllm_config.scheduler_config
+        attention, budget, scheduler = self.attention, self.policy.max_budget, self.vllm_config.scheduler_config
         query = query[: scheduler.max_num_scheduled_tokens]
         budgets, most = [budget] * self.num_kv_heads, budget
         if self.shares is not None:
@@ -96,7 +97,7 @@ class CudaImpl(FixedBudgetImpl):
             most,
             *limits,
             query.device,
-            protected_tokens(self.policy.protect, length),
+            protected_tokens(self.policy.max_protect, length),
         )
         for pages, batch, n in steps:
             beside = None
@@ -118,57 +119,84 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
 
     A tail that begins in a row of decodes is begun here, for all layers and before any of them runs, as the step may be a CUDA
     graph's. All protected tokens of that request have been written by then, by steps before: it has computed the last one itself
-    (:mod:`kvpop_vllm.vllm_glue.prefix_hits`).
+    (:mod:`kvpop_vllm.vllm_glue.manager_requests`).
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
 
     def __init__(self, kv_cache_spec, layer_names, vllm_config, device):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        shares, kept = kv_cache_spec.shares, self.retention
+        shares, kept, longest = kv_cache_spec.shares, self.retention, vllm_config.model_config.max_model_len
         self.rows = DecodeRows(
             self.layout,
             kept,
             vllm_config.scheduler_config.max_num_seqs,
-            kv_cache_spec.blocks(vllm_config.model_config.max_model_len),
-            {kept.budget: 1} if shares is None else shares.counts,
+            kv_cache_spec.blocks(longest, 0, kv_cache_spec.max_budget),
+            {} if shares is None else shares.counts,
             device,
-            protected_tokens(self.protect, vllm_config.model_config.max_model_len),
+            protected_tokens(kv_cache_spec.max_protect, longest),
         )
-        if (self.protect or self.draws) and vllm_config.use_v2_model_runner:
-            prompt_lengths.apply_v2()
+        self.sized = False  # some row has a budget of its own
+        self.may_protect = bool(kv_cache_spec.max_protect)
+        if vllm_config.use_v2_model_runner:
+            step_requests.apply_v2()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
         """None for a dummy run of longer requests, of which runner V2 makes hundreds before it serves: outputs are 0 then."""
         common = common_attn_metadata
         split = Split.of(common.query_start_loc_cpu.tolist())
-        lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks or self.protect else []
+        lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks or self.may_protect else []
         if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
             return None  # from position 0 on, and yet past its prompt
-        table = common.block_table_tensor
-        protected, seeds = self._told(common) if self.protect or self.draws else (None, None)
-        pinned = {"dtype": torch.int64, "device": "cpu", "pin_memory": is_pin_memory_available()}
-        sent = [x and torch.tensor(x, **pinned) for x in (protected, seeds)]
-        self.rows.fill(split.decodes, common.seq_lens, table, common.slot_mapping, *sent)
-        if self.protect:
+        table, sizes = common.block_table_tensor, self._told(common)
+        self.rows.fill(
+            split.decodes, common.seq_lens, table, common.slot_mapping, self._sent(sizes, self.layout.num_kv_heads)
+        )
+        if (protected := sizes.protected) is not None:
             self._begin_tails([i for i in range(split.decodes) if 0 < protected[i] == lengths[i] - 1], protected)
         step = split, lengths, table
-        return self.finish(
-            lambda regions, layer: self.rows.batch(*step, regions, layer, protected, seeds), split.tokens
-        )
+        return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer, sizes), split.tokens)
 
-    def _told(self, common) -> tuple[list[int] | None, list[int] | None]:
-        """Return p and the seed of each row; 0 of rows that are no request's, and while nothing is known: in dummy runs.
+    def _told(self, common) -> Sizes:
+        """Return what the rows of a step have; in full where this step or the one before has requests with budgets of their own, for
+        what that had must not stay. Rows that are no request's have the server's budget and protect nothing.
 
         Raises:
-            RuntimeError: the model runner does not say them.
+            RuntimeError: the model runner does not say what requests ask for.
         """
-        requests, found = common.num_reqs, []
+        requests, kept, found = common.num_reqs, self.retention, Sizes()
         if self.prompts is not None or any(common.is_prefilling[:requests]):
-            found = [self.protected(requests), None if (seeds := self.drawn(requests)) is None else seeds.tolist()]
-        known = [each or [] for each in found or (None, None)]
-        padded = [each + [0] * (requests - len(each)) for each in known]
-        return padded[0] if self.protect else None, padded[1] if self.draws else None
+            found = self.sizes(requests)
+
+        def padded(values, otherwise) -> list[int]:
+            known = values or []
+            return known + [otherwise] * (requests - len(known))
+
+        own, self.sized = self.sized or found.budgets is not None, found.budgets is not None
+        seeds = None
+        if self.draws:
+            seeds = torch.zeros(requests, dtype=torch.int64)
+            if found.seeds is not None:
+                seeds[: len(found.seeds)] = found.seeds
+        return Sizes(
+            padded(found.protected, 0) if self.may_protect else None,
+            padded(found.budgets, kept.budget) if own and not self.unequal else None,
+            padded(found.windows, kept.window) if own and not self.unequal else None,
+            seeds,
+        )
+
+    @staticmethod
+    def _sent(sizes: Sizes, heads: int) -> dict[str, torch.Tensor]:
+        """Return these numbers as :meth:`DecodeRows.fill` takes them."""
+        pinned = {"device": "cpu", "pin_memory": is_pin_memory_available()}
+        dtypes = {"protected": torch.int64, "budgets": torch.int32, "windows": torch.int32}
+        found = {name: getattr(sizes, name) for name in dtypes}
+        if found["budgets"] is not None:
+            found["budgets"] = [[budget] * heads for budget in found["budgets"]]
+        sent = {name: torch.tensor(x, dtype=dtypes[name], **pinned) for name, x in found.items() if x is not None}
+        if sizes.seeds is not None:
+            sent["seeds"] = sizes.seeds.pin_memory() if is_pin_memory_available() else sizes.seeds
+        return sent
 
     def _begin_tails(self, chosen: list[int], protected: list[int]) -> None:
         """Begin the tails of rows of decodes in all layers; a row that turns out to be padding has null blocks."""

@@ -133,6 +133,7 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
         head_dim=model.get_head_size(),
         max_model_len=model.max_model_len,
         hidden_size=model.get_hidden_size(),
+        num_heads=model.model_arch_config.total_num_attention_heads,
     )
     if cls.scorer_kind is None:
         return cls(settings, shape)

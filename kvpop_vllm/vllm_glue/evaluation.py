@@ -16,7 +16,7 @@ from kvpop_vllm.distill.hook import load_config
 from kvpop_vllm.distill.hook import longest as most_positions
 from kvpop_vllm.evaluation.contenders import Deployed
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.init import borrows_channel, model_shape
+from kvpop_vllm.scorers.init import borrows_channel
 
 SPARE_BYTES = 32 << 20
 """Of KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
@@ -38,7 +38,7 @@ class EngineBackend:
                 " --backend vllm out"
             )
         self.model, self.dtype, self.longest = model, dtype, longest
-        self.shape = ModelShape(**model_shape(model), max_model_len=longest)
+        self.shape = ModelShape.of(model, longest)
         self.room = min(longest + 1, most_positions(load_config(model)) or longest + 1)
 
     @contextmanager
@@ -152,9 +152,12 @@ def held_in_step(vllm_config, seen: int) -> torch.Tensor:
         batch = metadata.batch(impl.layer, regions)
         if batch.decodes:
             table, protected = batch.table[0], 0 if batch.protection is None else int(batch.protection.tokens[0])
+            budgets = batch.budgets[0]
         else:
-            table, protected = batch.prefills[0].row, batch.prefills[0].protected
+            chunk = batch.prefills[-1]
+            table, budgets = chunk.row, chunk.budgets
+            protected = 0 if chunk.compresses and chunk.end == chunk.protected else chunk.protected
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
-        layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, batch.budgets.cpu(), protected)
+        layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, budgets.cpu(), protected)
     return torch.stack([layers[layer] for layer in sorted(layers)])

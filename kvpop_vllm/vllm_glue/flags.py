@@ -38,6 +38,12 @@ _HELP = {
         "all|N",
         "Never evict the prompt, or its first N tokens; these are shared by vLLM's prefix cache. Default: all under random, 0 elsewhere.",
     ),
+    "max_budget": (int, "B", "Largest budget that a request may ask for (kv_budget); default: the server's own."),
+    "max_protect": (
+        str,
+        "all|N",
+        "Most prompt tokens that a request may ask to protect (kv_protect_prompt); default: what --kv-protect-prompt says.",
+    ),
 }
 
 

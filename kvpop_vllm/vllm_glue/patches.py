@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvpop_vllm import requests
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings, check_spelling
 from kvpop_vllm.vllm_glue import cuda, flags, refusals
 from kvpop_vllm.vllm_glue.engine_policy import requested
@@ -60,8 +61,16 @@ LEDGER = (
     Patch(
         "vllm.v1.engine.input_processor:InputProcessor.process_inputs",
         False,
-        "Requests that stream their input rewind the sequence: refuses them.",
-        "when a KV cache spec can refuse",
+        "Requests that stream their input rewind the sequence: refuses them. Requests may ask for a budget of their own: checks "
+        "what they ask, and resolves it into the numbers that travel with their sampling parameters.",
+        "when a KV cache spec can refuse, and plugins can check sampling parameters",
+    ),
+    Patch(
+        "vllm.v1.engine.async_llm:AsyncLLM.generate",
+        False,
+        "A generator does nothing before it is asked, and an answer that is streamed has begun by then: what a request asks of its "
+        "cache is checked when the generator is made, so that a refusal is HTTP 400 there too.",
+        "when plugins can check sampling parameters",
     ),
     Patch(
         "vllm.v1.attention.selector:_cached_get_attn_backend",
@@ -88,21 +97,35 @@ LEDGER = (
     Patch(
         "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks",
         False,
-        "(prefix_hits.py) A cache manager is told of a request's name only: where prompts are protected, ours learns how long "
-        "each is, and a hit that reaches beyond it is cut.",
+        "(manager_requests.py) A cache manager is told of a request's name only: ours learns what each asked for and how long its "
+        "prompt is, and a hit that reaches beyond what it protects is cut.",
         "when cache managers are handed the request",
     ),
     Patch(
         "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata",
         False,
-        "(prompt_lengths.py) Attention metadata do not say how long a request's prompt is, nor its seed: where prompts are protected or scores drawn, "
-        "the runner's own numbers are handed to the metadata builder first.",
+        "(step_requests.py) Attention metadata do not say how long a request's prompt is, what it asked for, nor its seed: the "
+        "runner's own numbers are handed to the metadata builder first.",
         "when common attention metadata hold prompt lengths, as they do for reference sliding windows",
     ),
     Patch(
         "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn",
         False,
-        "(prompt_lengths.py) The same of model runner V2.",
+        "(step_requests.py) The same of model runner V2.",
+        "with the one above",
+        on_gpus=True,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests",
+        False,
+        "(step_requests.py) Model runner V2 does not keep what a request asked for: it is kept beside it.",
+        "when it keeps extra_args",
+        on_gpus=True,
+    ),
+    Patch(
+        "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests",
+        False,
+        "(step_requests.py) And forgotten when the request is done.",
         "with the one above",
         on_gpus=True,
     ),
@@ -197,6 +220,7 @@ def _config_with_policy(engine_args, original, args, kwargs):
     check_checkpoint(vllm_config)
     choose_model_class(vllm_config)
     wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
+    wrap("vllm.v1.engine.async_llm:AsyncLLM.generate", _generate)
     if policy.scorer_kind is None:
         _log_unused_scorers(vllm_config, f"by --kv-policy {settings.policy}")
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
@@ -214,7 +238,9 @@ def _config_with_policy(engine_args, original, args, kwargs):
         kept.topk,
         ", outputs corrected by the moments of evicted tokens" if policy.corrects else "",
     )
-    if policy.protect:
+    if policy.compresses:
+        logger.info("prompts are held whole until their end, and compressed then; --max-model-len bounds them")
+    elif policy.protect:
         logger.info(
             "protected: %s of each prompt (--kv-protect-prompt); --max-model-len bounds it, lower that if the pool is too small",
             "all" if policy.protect is True else f"the first {policy.protect} tokens",
@@ -237,9 +263,42 @@ def _process_inputs(original):
     def process_inputs(self, *args, **kwargs):
         if kwargs.get("resumable") and requested(self.vllm_config):
             refusals.refuse_streaming_input(self.vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]["policy"])
-        return original(self, *args, **kwargs)
+        request = original(self, *args, **kwargs)
+        if request.sampling_params is not None and requested(self.vllm_config):
+            params = request.sampling_params
+            prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
+            found = _resolved(self.vllm_config, params, len(prompt))
+            if found is not None:  # not into the caller's own dictionary
+                params.extra_args = {**params.extra_args, requests.RESOLVED: list(found)}
+        return request
 
     return process_inputs
+
+
+def _generate(original):
+    def generate(self, prompt, sampling_params, *args, **kwargs):
+        if requested(self.vllm_config) and getattr(sampling_params, "extra_args", None):
+            tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+            _resolved(self.vllm_config, sampling_params, 0 if tokens is None else len(tokens))
+        return original(self, prompt, sampling_params, *args, **kwargs)
+
+    return generate
+
+
+def _resolved(vllm_config, params, prompt: int):
+    """Return what a request with a prompt of so many tokens gets that asks for something, else None.
+
+    Raises:
+        VLLMValidationError: it cannot have that.
+    """
+    from vllm.exceptions import VLLMValidationError
+
+    from kvpop_vllm.vllm_glue.engine_policy import engine_policy
+
+    try:
+        return requests.resolve(engine_policy(vllm_config), params.extra_args, prompt)
+    except ConfigError as error:
+        raise VLLMValidationError(str(error)) from None
 
 
 def _clear_caches(function) -> None:

@@ -38,7 +38,7 @@ def _raise(reasons: list[str]) -> None:
 
 
 def check_prefix_caching(args: Any, policy: Any, settings: Any) -> bool | int:
-    """Return what of prompts is protected, which is all that a prefix cache can share.
+    """Return what of prompts may be protected, which is all that a prefix cache can share.
 
     Args:
         args: a ``vllm.engine.arg_utils.EngineArgs``. policy: class. settings: a ``PolicySettings``.
@@ -47,6 +47,8 @@ def check_prefix_caching(args: Any, policy: Any, settings: Any) -> bool | int:
         ConfigError: prefix caching is asked for and nothing is protected.
     """
     protects = policy.default_protect if settings.protect_prompt is None else settings.protect_prompt
+    protects = protects if settings.max_protect is None else settings.max_protect
+    protects = True if policy.compresses else protects  # until its end
     if args.enable_prefix_caching and not protects:
         raise ConfigError(
             "--enable-prefix-caching has nothing to share while prompts are evicted from: add --kv-protect-prompt all, or leave it out"
@@ -55,6 +57,8 @@ def check_prefix_caching(args: Any, policy: Any, settings: Any) -> bool | int:
 
 
 def _argument_reasons(args: Any) -> Iterator[tuple[bool, str]]:
+    from vllm import envs
+
     yield args.speculative_config is not None, "speculative decoding: leave --speculative-config out"
     yield args.kv_transfer_config is not None, "a KV connector: leave --kv-transfer-config out"
     yield bool(args.kv_offloading_size), "KV offloading: leave --kv-offloading-size out"
@@ -62,6 +66,8 @@ def _argument_reasons(args: Any) -> Iterator[tuple[bool, str]]:
     yield args.prefill_context_parallel_size > 1, "prefill context parallelism: set --prefill-context-parallel-size 1"
     yield args.enable_dbo or args.ubatch_size > 1, "dual-batch overlap: leave --enable-dbo and --ubatch-size out"
     yield bool(args.kv_sharing_fast_prefill), "cross-layer KV sharing: leave --kv-sharing-fast-prefill out"
+    rust = envs.VLLM_USE_RUST_FRONTEND
+    yield rust, "the Rust front end, which does not check what requests ask for: unset VLLM_USE_RUST_FRONTEND"
     slots = args.block_size
     yield slots is not None and slots % 16 != 0, f"--block-size {slots}: use a multiple of 16"
 

@@ -3,6 +3,7 @@ that the host asks a device for."""
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpop_vllm.attention.device_step import DecodeRows, Split
-from kvpop_vllm.attention.fixed_budget import StepBatch
+from kvpop_vllm.attention.fixed_budget import Sizes, StepBatch
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.kernels.regions import RegionMap, Shares
@@ -48,10 +49,11 @@ class NoWaiting(TorchDispatchMode):
         return out
 
 
-def rows_of(kept, device="cpu", shares=None, state=0, columns=None, longest=0):
+def rows_of(kept, device="cpu", shares=None, state=0, columns=None, longest=0, most=None):
+    most = most or kept.budget
     layout = PageLayout(HEADS, SIZE, torch.float32, 16, state)
-    heads_with = {kept.budget: 1} if shares is None else shares.counts
-    most = max(heads_with)
+    heads_with = {} if shares is None else shares.counts
+    most = max(heads_with, default=most)
     return DecodeRows(layout, kept, MOST, columns or layout.blocks(most, most), heads_with, device, longest)
 
 
@@ -71,12 +73,35 @@ def split_of(lens):
     return Split.of(ends(lens))
 
 
-def filled(rows, lens, lengths, protected=None):
+def filled(rows, lens, lengths, sizes=Sizes()):  # noqa: B008
     """The step of these requests, through the persistent tensors, on their device."""
     device, (table, slots) = rows.table.device, engine_tables(rows, lens)
     table, slots, seq_lens = (x.to(device) for x in (table, slots, torch.tensor(lengths, dtype=torch.int32)))
-    rows.fill(split_of(lens).decodes, seq_lens, table, slots, None if protected is None else torch.tensor(protected))
-    return lambda regions=None, layer=0: rows.batch(split_of(lens), lengths, table, regions, layer, protected)
+    dtypes = {"protected": torch.int64, "budgets": torch.int32, "windows": torch.int32}
+    known = {name: getattr(sizes, name) for name in dtypes}
+    sent = {name: torch.tensor(x, dtype=dtypes[name]) for name, x in known.items() if x is not None}
+    if "budgets" in sent:
+        sent["budgets"] = sent["budgets"].unsqueeze(1).repeat(1, HEADS)
+    rows.fill(split_of(lens).decodes, seq_lens, table, slots, sent)
+    return lambda regions=None, layer=0: rows.batch(split_of(lens), lengths, table, regions, layer, sizes)
+
+
+def same_sizes(batch, expected, decodes):
+    """Of the rows decoded."""
+    for name in ("positions", "budgets", "windows"):
+        assert torch.equal(getattr(batch, name), getattr(expected, name)[:decodes]), name
+
+
+def same_chunks(batch, expected):
+    chunks = [c for c in batch.prefills if c.last - c.first > 1]
+    without = {"row": None, "prefix_row": None, "budgets": None}
+    for chunk, other in zip(chunks, expected.prefills, strict=True):
+        assert replace(chunk, **without) == replace(other, **without)
+        assert torch.equal(chunk.budgets, other.budgets)
+        shared = min(chunk.row.shape[1], other.row.shape[1])
+        assert torch.equal(chunk.row[:, :shared], other.row[:, :shared])
+        if chunk.prefix_row is not None:
+            assert torch.equal(chunk.prefix_row, other.prefix_row[: len(chunk.prefix_row)])
 
 
 def test_decodes_are_the_leading_rows():
@@ -97,18 +122,14 @@ def test_equal_to_batches_made_anew(name, state):
         table = engine_tables(rows, lens)[0][: len(lens)]
         expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table)
         assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.slot_zero is None
-        assert torch.equal(batch.positions, expected.positions[:d])
-        assert torch.equal(batch.budgets, expected.budgets)
+        same_sizes(batch, expected, d)
         for r in range(d):
             own = rows.layout.blocks(lengths[r], kept.budget)
             assert (
                 torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
                 and (batch.table[r, :, own:] == 0).all()
             )
-        chunks = [c for c in batch.prefills if c.last - c.first > 1]
-        for chunk, other in zip(chunks, expected.prefills, strict=True):
-            assert replace(chunk, row=None) == replace(other, row=None, prefix_row=None)
-            assert torch.equal(chunk.row, other.row[:, : chunk.row.shape[1]])
+        same_chunks(batch, expected)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -120,8 +141,8 @@ def test_heads_of_unequal_budgets(layer):
         batch, d = filled(rows, lens, lengths)(regions, layer), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, None, None, regions, layer)
-        assert torch.equal(batch.positions, expected.positions[:d]) and torch.equal(batch.budgets, expected.budgets)
+        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, Sizes(), regions, layer)
+        same_sizes(batch, expected, d)
         for r in range(d):
             own = min(lengths[r], SHARES.budgets[layer][0])
             own = rows.layout.blocks(own, own)
@@ -136,20 +157,18 @@ def test_protected_prompts_equal_batches_made_anew(name, state):
     kept = KEPT[name]
     rows = rows_of(kept, state=state, longest=LONGEST)
     for (lens, lengths), protected in zip(STEPS, PROTECTED, strict=True):
-        batch, d = filled(rows, lens, lengths, protected)(), split_of(lens).decodes
+        batch, d = filled(rows, lens, lengths, Sizes(protected))(), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
-        expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, protected)
-        assert torch.equal(batch.positions, expected.positions[:d])
+        expected = StepBatch.build(
+            rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, Sizes(protected)
+        )
+        same_sizes(batch, expected, d)
         for r in range(d):
             own = rows.layout.blocks(max(0, lengths[r] - protected[r]), kept.behind(protected[r]).budget)
             own = own if lengths[r] > protected[r] else 0
             assert torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
             assert (batch.table[r, :, own + 1 :] == 0).all() and (own > 0 or (batch.table[r] == 0).all())
-        chunks = [c for c in batch.prefills if c.last - c.first > 1]
-        for chunk, other in zip(chunks, expected.prefills, strict=True):
-            assert replace(chunk, row=None, prefix_row=None) == replace(other, row=None, prefix_row=None)
-            assert torch.equal(chunk.row, other.row[:, : chunk.row.shape[1]])
-            assert torch.equal(chunk.prefix_row, other.prefix_row[: rows.prefix_table.shape[1]])
+        same_chunks(batch, expected)
         found, other = batch.protection, expected.protection
         assert found.tokens.tolist() == protected[:d] and torch.equal(found.table, table[:d, : found.table.shape[1]])
         real = found.blocks != 0
@@ -160,6 +179,33 @@ def test_protected_prompts_equal_batches_made_anew(name, state):
         assert torch.equal(found.begun_tokens, other.begun_tokens[in_rows:])
         assert torch.equal(found.begun, other.begun[in_rows:, :, : found.begun.shape[2]])
         assert torch.equal(found.begun_table, other.begun_table[in_rows:, : found.begun_table.shape[1]])
+
+
+@pytest.mark.parametrize("state", [0, 5000])
+def test_requests_with_sizes_of_their_own(state):
+    """Budgets below and above the server's, windows, and protection; then again with the server's, of which nothing is left over."""
+    kept = KEPT["every step"]
+    rows = rows_of(kept, state=state, longest=LONGEST, most=2 * kept.budget)
+    for turn in range(2):
+        for number, ((lens, lengths), protected) in enumerate(zip(STEPS, PROTECTED, strict=True)):
+            draw = random.Random(number)
+            sizes = Sizes(protected, [kept.budget] * len(lens), [kept.window] * len(lens))
+            if turn == 0:
+                budgets = [draw.randint(kept.first_long + 4, 2 * kept.budget) for _ in lens]
+                sizes = replace(sizes, budgets=budgets, windows=[draw.randint(1, kept.window + 2) for _ in lens])
+            batch, d = filled(rows, lens, lengths, sizes)(), split_of(lens).decodes
+            table = engine_tables(rows, lens)[0][: len(lens)]
+            told = torch.tensor(lengths, dtype=torch.int32), table
+            expected = StepBatch.build(rows.layout, kept, lens, *told, sizes)
+            same_sizes(batch, expected, d)
+            assert batch.budgets[:, 0].tolist() == sizes.budgets[:d] and batch.windows.tolist() == sizes.windows[:d]
+            for r in range(d):
+                behind = lengths[r] - protected[r]
+                own = replace(kept, budget=sizes.budgets[r]).behind(protected[r]).budget
+                own = rows.layout.blocks(max(0, behind), own) if behind > 0 else 0
+                assert torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
+                assert (batch.table[r, :, own + 1 :] == 0).all() and (own > 0 or (batch.table[r] == 0).all())
+            same_chunks(batch, expected)
 
 
 @pytest.mark.parametrize("cause", ["no length", "no slot", "no block"])
@@ -174,12 +220,12 @@ def test_rows_of_padding_behind_a_prefix(cause):
         slots[1:] = -1
     else:
         table[1, 1] = table[2, first] = table[3, first] = 0
-    rows.fill(4, lengths, table, slots, protected)
+    rows.fill(4, lengths, table, slots, {"protected": protected})
     assert rows.positions[:4].tolist() == [29, -1, -1, -1]
     assert (rows.table[1:4] == 0).all() and (rows.blocks == 0).all() and (rows.slots == 0).all()
     if cause == "no block":
         table[1, 1] = table[3, first] = 7
-        rows.fill(4, lengths, table, slots, protected)
+        rows.fill(4, lengths, table, slots, {"protected": protected})
         assert rows.positions[:4].tolist() == [29, 17, -1, 59], "blocks of others do not matter"
         assert rows.blocks[:4].tolist() == [0, 7, 0, 0] and rows.slots[:4].tolist() == [0, 1, 0, 0]
 
@@ -187,7 +233,7 @@ def test_rows_of_padding_behind_a_prefix(cause):
 def test_addresses_stay_and_rows_of_others_are_left_alone():
     rows = rows_of(KEPT["no sinks"])
     lens, lengths = [1] * MOST, [9, 100, 7, 50, 60, 1]
-    names = ("table", "positions", "budgets")
+    names = ("table", "positions", "budgets", "windows")
     first = {name: getattr(filled(rows, lens, lengths)(), name).data_ptr() for name in names}
     before = rows.positions.clone()
     second = filled(rows, [1, 1], [10, 101])()
@@ -234,9 +280,10 @@ def test_no_value_is_asked_for(name, shared, longest):
         seq_lens = torch.empty(len(lens), dtype=torch.int32, device="meta")
         given = torch.empty(tokens, HEADS, device="meta")
         with NoWaiting():
-            rows.fill(split_of(lens).decodes, seq_lens, table, slots, torch.tensor(protected) if longest else None)
-            batch = rows.batch(split_of(lens), lengths, table, regions, 1, protected)
-            assert shift(given, pages, batch, KEPT["every step"]).shape == given.shape
+            sent = {"protected": torch.tensor(protected)} if longest else {}
+            rows.fill(split_of(lens).decodes, seq_lens, table, slots, sent)
+            batch = rows.batch(split_of(lens), lengths, table, regions, 1, Sizes(protected if longest else None))
+            assert shift(given, pages, batch, KEPT["every step"].sinks).shape == given.shape
         assert batch.table.device.type == batch.positions.device.type == batch.budgets.device.type == "meta"
 
 

@@ -47,7 +47,8 @@ def run(layer, step, tokens, seed):
 def test_decodes_first(layer):
     step = batch(layer, [1, 1, 5], [9, 100, 7], [0, 1, 2])
     assert (step.decodes, step.tokens) == (2, slice(0, 2))
-    assert step.positions.tolist() == [8, 99] and step.budgets.tolist() == [BUDGET] * HEADS
+    assert step.positions.tolist() == [8, 99] and step.budgets.tolist() == [[BUDGET] * HEADS] * 2
+    assert step.windows.tolist() == [WINDOW] * 2 and step.prefills[0].window == WINDOW
     assert [(c.first, c.last, c.start) for c in step.prefills] == [(2, 7, 2)]
     assert step.table.shape == (2, HEADS, layer[0].layout.blocks(BUDGET, BUDGET))
     assert torch.equal(step.prefills[0].row, layer[2][2].expand(HEADS, -1))

@@ -89,12 +89,12 @@ def counted(length: int, protect: int, budget: int, sinks: int, slots: int, stat
 SHAPES = list(itertools.product([6, 16, 17, 40], [0, 1, 4], [16, 32], [0, 2]))
 
 
-def make_spec(budget, sinks, slots, state, protect, shares=None):
+def make_spec(budget, sinks, slots, state, protect, shares=None, max_budget=None):
     from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 
     return FixedBudgetSpec(
         block_size=slots, num_kv_heads=2, head_size=32, dtype=torch.float32, state_content_bytes=264, budget=budget,
-        sinks=sinks, state_blocks=state, shares=shares, protect=protect,
+        sinks=sinks, state_blocks=state, shares=shares, protect=protect, max_budget=max_budget or budget, max_protect=protect,
     )  # fmt: skip
 
 
@@ -105,11 +105,23 @@ def test_blocks_and_most_blocks(protect):
         spec = make_spec(budget, sinks, slots, state, protect)
         worst = 0
         for length in range(1, 90):
-            for prompt in range(1, length + 1):
+            for prompt in range(length + 1):  # 0: a request may ask for nothing to be protected
                 p = protected_tokens(protect, prompt)
                 assert spec.blocks(length, p) == counted(length, p, budget, sinks, slots, state), (length, p)
                 worst = max(worst, spec.blocks(length, p))
             assert spec.most_blocks(length) == worst, (budget, sinks, slots, state, length)
+
+
+@pytest.mark.parametrize("most", [1, 16, 33, True])
+def test_most_blocks_of_what_requests_may_ask(most):
+    """Of any protection and any budget up to the largest: the worst is found, and is no more than that."""
+    for budget, sinks, slots, state in SHAPES[::5]:
+        spec = make_spec(budget, sinks, slots, state, most, max_budget=2 * budget)
+        for length in range(1, 70):
+            asked = itertools.product(range(protected_tokens(most, length) + 1), range(sinks + 2, 2 * budget + 1))
+            assert spec.most_blocks(length) == max(spec.blocks(length, p, own) for p, own in asked)
+            for p, own in ((0, 2 * budget), (min(5, length), sinks + 2)):
+                assert spec.blocks(length, p, own) == counted(length, p, own, sinks, slots, state)
 
 
 def test_blocks_never_shrink_as_a_sequence_grows():

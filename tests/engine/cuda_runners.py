@@ -23,6 +23,8 @@ from vllm.v1.worker.gpu import model_runner as v2
 from vllm.v1.worker.gpu.model_states.default import DefaultModelState
 from vllm.v1.worker.utils import AttentionGroup
 
+from kvpop_vllm.requests import RESOLVED
+
 CPU = torch.device("cpu")
 
 
@@ -75,18 +77,20 @@ class Runner:
         resolve = self.config.compilation_config.resolve_cudagraph_mode_and_sizes
         return resolve(support, backend.__name__, 1, use_v2_model_runner=v2)
 
-    def step(self, counts, lengths, rows, prompts=None):
+    def step(self, counts, lengths, rows, prompts=None, asks=None):
         """Metadata of requests with ``counts`` tokens that make them ``lengths`` long; rows: their blocks. prompts: tokens of each
-        one's, all of them where None."""
+        one's, all of them where None; asks: what was resolved of each."""
         output = SchedulerOutput.make_empty()
         output.finished_req_ids, self.steps = set(self.names), self.steps + 1
         self.names = [f"{self.steps}-{i}" for i in range(len(counts))]
         output.num_scheduled_tokens = dict(zip(self.names, counts, strict=True))
         output.total_num_scheduled_tokens = sum(counts)
-        for name, count, length, row, prompt in zip(self.names, counts, lengths, rows, prompts or lengths, strict=True):
+        asks = [{} if each is None else {RESOLVED: each} for each in asks or [None] * len(counts)]
+        told = zip(self.names, counts, lengths, rows, prompts or lengths, asks, strict=True)
+        for name, count, length, row, prompt, own in told:
             told = {"mm_features": [], "pooling_params": None, "lora_request": None, "prefill_token_ids": [1] * length}
             new = NewRequestData(
-                name, [1] * prompt, sampling_params=SamplingParams(), block_ids=(row,),
+                name, [1] * prompt, sampling_params=SamplingParams(extra_args=own), block_ids=(row,),
                 num_computed_tokens=length - count, **told,
             )  # fmt: skip
             output.scheduled_new_reqs.append(new)

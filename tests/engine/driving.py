@@ -25,7 +25,8 @@ MOST_STEPS = 2000
 @dataclass
 class Job:
     """A greedy request: ``new`` tokens after ``length`` random ones, or after ``prompt``, with log-probs of the prompt too if
-    ``scored``, which then hits nothing. ``samples``: so many continuations, drawn. ``adapter``: a ``LoRARequest``."""
+    ``scored``, which then hits nothing. ``samples``: so many continuations, drawn. ``adapter``: a ``LoRARequest``. ``asks``: what
+    it asks of its cache."""
 
     length: int = 0
     new: int = 12
@@ -35,6 +36,7 @@ class Job:
     priority: int = 0
     samples: int = 1
     adapter: object = None
+    asks: dict | None = None
 
     @property
     def tokens(self) -> list[int]:
@@ -118,7 +120,7 @@ class Watched:
         held = [block.block_id for block in pool.blocks if block.ref_cnt != 0 and not block.is_null]
         found = {"blocks": held, "requests": list(manager.req_to_blocks), "counts": list(manager.num_cached_block)}
         found |= {
-            "prompts": list(getattr(manager, "prompts", ())),
+            "asked": list(getattr(manager, "requests", ())),
             "lost": range(pool.get_num_free_blocks(), pool.num_gpu_blocks - 1),
         }
         return [f"{what}: {list(which)}" for what, which in found.items() if len(which)]
@@ -141,7 +143,8 @@ class Watched:
             for name, (tokens, blocks) in step.running.items():
                 protected = step.protected[name]
                 prefix, rest = cdiv(min(tokens, protected), BLOCK), tokens - protected
-                tails = [budget - (sinks if protected else 0) for budget in budgets]
+                asked = (step.budgets[name],) if name in step.budgets else budgets
+                tails = [budget - (sinks if protected else 0) for budget in asked]
                 pages = sum(state + cdiv(min(rest, tail), BLOCK) for tail in tails) if rest > 0 else 0
                 assert len(blocks) == prefix + cdiv(pages, len(budgets)), (
                     f"after {tokens} tokens, {protected} protected"
@@ -180,6 +183,7 @@ def _parameters(job: Job):
         detokenize=False,
         ignore_eos=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        extra_args=job.asks,
     )
 
 

@@ -88,7 +88,7 @@ class Judge:
     def reference(self, tokens: Sequence[int], nudges: tuple[Nudge, ...] = (), prompt: int = 0) -> Reference:
         """Run the oracle on ``tokens``, of which so many are the prompt, or return its known run."""
         policy = self.policy.protecting(self.protect, prompt)
-        key = tuple(tokens), nudges, policy.protect
+        key = tuple(tokens), nudges, policy.protect, policy.prompt
         if key not in self.known:
             exact, low = self.models
             run = exact.run(tokens, policy, bias=nudges)

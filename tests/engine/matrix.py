@@ -42,11 +42,18 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
     row, protect = ROWS[policy], options.pop("protect_prompt", 0)
     budget = options.pop("budget", BUDGET)
     window = WINDOW * budget // BUDGET
-    allocator, correction = options.pop("allocator", row.allocator), options.pop("correction", None)
+    own = row.own_allocator if row.allocator == "uniform" else row.allocator
+    allocator, correction = options.pop("allocator", own), options.pop("correction", None)
     asked = {
-        "allocator": allocator if allocator != "uniform" else None,
+        "allocator": allocator if allocator != row.own_allocator else None,
         "correction": correction,
-        "protect_prompt": "all" if protect is True else protect if protect or policy == "random" else None,
+        "protect_prompt": None
+        if row.compresses
+        else "all"
+        if protect is True
+        else protect
+        if protect or policy == "random"
+        else None,
     }
     settings = {"policy": row.policy or policy} | {key: value for key, value in asked.items() if value is not None}
     if row.learned:
@@ -57,7 +64,7 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
     else:
         roles = {"sinks": row.sinks, "window": budget // 2 if row.window < 0 else row.window} | options
         settings |= {"budget": budget} | options
-        if policy in ("streaming-llm", "random"):
+        if row.asked:
             roles = {"sinks": SINKS, "window": window} | options
             settings |= roles
             if (policy, allocator) == (

@@ -24,7 +24,8 @@ class Held(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One request of the batch that the runner has built, the first ``protected`` tokens of it protected."""
+    """One request of the batch that the runner has built, the first ``protected`` tokens of it protected, with its own budget or
+    None."""
 
     request: str
     first: int
@@ -32,16 +33,18 @@ class Row(NamedTuple):
     seen: int
     blocks: torch.Tensor
     protected: int
+    budget: int | None
 
 
 @dataclass
 class Blocks:
-    """Blocks after one call of the scheduler: request -> (tokens scheduled so far, its blocks), its protected tokens, and how many
-    blocks are free."""
+    """Blocks after one call of the scheduler: request -> (tokens scheduled so far, its blocks), its protected tokens, its own
+    budget if it asked for one, and how many blocks are free."""
 
     running: dict[str, tuple[int, list[int]]]
     free: int
     protected: dict[str, int]
+    budgets: dict[str, int]
 
 
 @dataclass
@@ -52,6 +55,7 @@ class Recorder:
         held: request -> layer -> one :class:`Held` per step, in order.
         tensors: (request, layer, "query" | "key" | "value" | "out") -> ``[tokens, heads, D]``, as of a token's last step.
         blocks: one entry per call of the scheduler. preemptions: request -> how often so far.
+        windows: budget that a request may ask for -> its window.
     """
 
     llm: object
@@ -59,6 +63,7 @@ class Recorder:
     tensors: dict[tuple, torch.Tensor] = field(default_factory=dict)
     blocks: list[Blocks] = field(default_factory=list)
     preemptions: dict[str, int] = field(default_factory=dict)
+    windows: dict[int, int] = field(default_factory=dict)
     _rows: list[Row] = field(default_factory=list)
     _seen: dict[str, tuple[int, int]] = field(default_factory=dict)
 
@@ -119,7 +124,8 @@ class Recorder:
         starts, seen, rows = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist(), []
         for i, name in enumerate(self.runner.input_batch.req_ids):
             new, blocks = starts[i + 1] - starts[i], common.block_table_tensor[i].clone()
-            rows.append(Row(name, starts[i], new, seen[i], blocks, self.protected(name)))
+            own = self.protected(name), self.asked(name).get("kv_budget")
+            rows.append(Row(name, starts[i], new, seen[i], blocks, *own))
             came = seen[i] - new, self.scheduler.requests[name].num_preemptions
             if came != self._seen.get(name, (0, 0)):  # others may have computed what it does not
                 for key, known in self.tensors.items():
@@ -128,12 +134,17 @@ class Recorder:
             self._seen[name] = seen[i], came[1]
         return rows
 
+    def asked(self, name: str) -> dict:
+        """What a request itself asks for."""
+        return self.scheduler.requests[name].sampling_params.extra_args or {}
+
     def protected(self, name: str) -> int:
-        """Tokens of a request that the policy protects, by the scheduler's own idea of its prompt."""
+        """Tokens of a request that are protected, by the scheduler's own idea of its prompt."""
         config = self.llm.llm_engine.vllm_config
-        asked = engine_policy(config).protect if requested(config) else 0
+        protect = engine_policy(config).protect if requested(config) else 0
+        protect = self.asked(name).get("kv_protect_prompt", protect)
         prompt = self.scheduler.requests[name].num_prompt_tokens
-        return prompt if asked is True else min(asked, prompt)
+        return prompt if protect is True or protect == "all" else min(protect, prompt)
 
     def _after_layer(self, impl, layer: int, kv_cache, query, key, value, out) -> None:
         rule, layout, retention = impl.attention.rule, impl.attention.layout, impl.policy.retention
@@ -143,18 +154,23 @@ class Recorder:
             for name, tensor in (("query", query), ("key", key), ("value", value), ("out", out)):
                 self._remember(name, row, layer, tensor[row.first : last])
             assert (rule.sinks, rule.window) == (retention.sinks, retention.window)
-            self._check_prefix(natural, row, layer)
+            if not (rule.compresses and row.seen > row.protected):
+                self._check_prefix(natural, row, layer)
             prefix = list(range(min(row.seen, row.protected)))
             positions = [prefix] * layout.num_kv_heads
             if row.seen > row.protected:
+                prefix = [] if rule.compresses else prefix
                 tail = row.blocks[cdiv(row.protected, layout.block_slots) :]
                 table, own = tail.expand(layout.num_kv_heads, -1), retention
+                if row.budget is not None:
+                    own = replace(own, budget=row.budget, window=self.windows[row.budget])
                 if regions is not None:
                     table, budgets = regions.rows(layer, tail.unsqueeze(0))[0], set(regions.budgets(layer).tolist())
                     assert len(budgets) == 1, "heads of one layer differ"
                     own = replace(own, budget=budgets.pop())
                 filled = filled_slots(pages, table) if rule.threshold is not None else None
-                slots = slot_positions(pages, table, row.seen, own.behind(row.protected), filled)
+                own = own if rule.compresses else own.behind(row.protected)
+                slots = slot_positions(pages, table, row.seen, own, filled)
                 self._check_content(pages, row, layer, slots, table)
                 positions = [prefix + sorted(t for t in head if t != EMPTY) for head in slots.tolist()]
             self.held[row.request][layer].append(Held(row.seen, row.new, positions))
@@ -187,16 +203,19 @@ class Recorder:
         for name, array in (("key", pages.k), ("value", pages.v)):
             stored = array[blocks, head, at % layout.block_slots]  # [H, slots, D]
             given = self.tensors[row.request, layer, name][slots.clamp_min(0), head]
-            assert torch.equal(stored[slots != EMPTY], given[slots != EMPTY]), (
+            known = (slots != EMPTY) & ~given.isnan().any(-1)  # of a hit it was another request that gave it
+            assert stored[slots != EMPTY].isfinite().all() and torch.equal(stored[known], given[known]), (
                 f"request {row.request}, layer {layer}: a slot holds another {name}"
             )
 
     def _after_schedule(self) -> None:
-        running, protected = {}, {}
+        running, protected, budgets = {}, {}, {}
         for request in self.scheduler.running:
+            if (budget := self.asked(request.request_id).get("kv_budget")) is not None:
+                budgets[request.request_id] = budget
             protected[request.request_id] = self.protected(request.request_id)
             held = [block.block_id for block in self.manager.req_to_blocks[request.request_id]]
             running[request.request_id] = request.num_computed_tokens, held
         for request in self.scheduler.requests.values():
             self.preemptions[request.request_id] = request.num_preemptions
-        self.blocks.append(Blocks(running, self.pool.get_num_free_blocks(), protected))
+        self.blocks.append(Blocks(running, self.pool.get_num_free_blocks(), protected, budgets))

@@ -12,7 +12,7 @@ from engine.pretended import PRETENDED, Pretended
 from kernels.memory import peak_bytes
 
 from kvpop_vllm.attention import fixed_budget
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch
 from kvpop_vllm.attention.rehearsal import largest_steps
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import region_map
@@ -98,7 +98,7 @@ class Layers:
             table = torch.zeros(len(counts), 32, dtype=torch.int32)
             for row, blocks in zip(table, rows, strict=True):
                 row[: len(blocks)] = torch.tensor(blocks)
-            step = StepBatch.build(layout, impl.policy.retention, counts, seq_lens, table, protected, None, regions, i)
+            step = StepBatch.build(layout, impl.policy.retention, counts, seq_lens, table, Sizes(protected), regions, i)
             cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference")
             cpu.forward(q[i], k[i], v[i], pages, step, out[i], None, blocks_of)
         return out

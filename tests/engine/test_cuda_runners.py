@@ -46,7 +46,26 @@ class TestRunners(Pretended):
         assert (found.num_tokens, batch.decodes, batch.tokens, batch.prefills) == (MOST, MOST, slice(0, MOST), ())
         assert batch.positions.tolist() == [32, 4, 63, -1]
         assert batch.table[:, 0].tolist() == [[11, 12, 13, 0], [21, 0, 0, 0], [31, 32, 33, 34], [0] * 4]
-        assert batch.table.shape == (MOST, 2, 4) and batch.budgets.tolist() == [64, 64]
+        assert batch.table.shape == (MOST, 2, 4) and batch.budgets.tolist() == [[64, 64]] * MOST
+
+    def test_requests_with_sizes_of_their_own(self, runner):
+        """In a padded batch, and in the next step, in which nobody asks, nothing is left of them."""
+        runner = runner(STREAMING | {"max_protect": True})
+        rows = [ROWS[0], [*ROWS[2], 35], ROWS[1]]
+        asked = [None, [20, 48, 30, None], [0, 40, 20, None]]
+        for first in (True, False):
+            found = runner.step([1, 1, 1], [33, 64, 5], rows, asks=asked if first else None)
+            batch = found.batch(0, None)
+            own = [64, 48, 40, 64] if first else [64] * 4
+            assert batch.budgets.tolist() == [[budget] * 2 for budget in own]
+            assert batch.windows.tolist()[1:3] == ([30, 20] if first else batch.windows.tolist()[:1] * 2)
+            assert batch.protection.tokens.tolist() == ([0, 20, 0, 0] if first else [0] * 4)
+        runner.step([1, 1, 1], [33, 64, 5], rows, asks=asked)
+        chunks = runner.step([1, 30], [33, 60], [ROWS[0], [*ROWS[2], 35]], asks=[None, [0, 40, 20, None]]).batch(
+            0, None
+        )
+        (chunk,) = chunks.prefills
+        assert (chunk.budgets.tolist(), chunk.window) == ([40, 40], 20) and chunks.budgets.tolist() == [[64, 64]]
 
     def test_protected_prompts(self, runner):
         """Behind a prefix, within one, at its end, and a row of padding; what is at the end is begun before the step."""
@@ -174,7 +193,7 @@ class TestRunners(Pretended):
         for ranks, held in ((1, 2), (2, 1), (4, 1)):
             for index in range(ranks):
                 builder = group_of(config, held, index=index, ranks=ranks).get_metadata_builder()
-                assert builder.layout.num_kv_heads == held and builder.rows.budgets.shape == (held,)
+                assert builder.layout.num_kv_heads == held
 
     @pytest.mark.parametrize(
         "policy", [STREAMING, STREAMING | {"protect_prompt": True}, {"policy": "random", "budget": 64}]

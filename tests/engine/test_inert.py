@@ -23,7 +23,7 @@ from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue import flags, patches, plugin
 
 TESTS = Path(__file__).resolve().parents[1]
-LIGHT = {f"kvpop_vllm{name}" for name in ("", ".config", ".model_types", ".roles", ".vllm_glue")} | {
+LIGHT = {f"kvpop_vllm{name}" for name in ("", ".config", ".model_types", ".requests", ".roles", ".vllm_glue")} | {
     f"kvpop_vllm.vllm_glue.{name}"
     for name in ("plugin", "patches", "flags", "refusals", "select", "cuda", "engine_policy", "full_checkpoint")
 }

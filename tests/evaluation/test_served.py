@@ -26,7 +26,7 @@ from kvpop_vllm.testing import (
 )
 
 S, Q0 = 90, [40, 70]
-SHAPE = ModelShape("llama", 2, 2, 32, 256)
+SHAPE = ModelShape("llama", 2, 2, 32, 256, num_heads=4)
 ORACLES = {"streaming-llm": "recency", "h2o": "mean mass", "tova": "newest mass", "momentkv": "moment residual"}
 
 

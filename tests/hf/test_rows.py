@@ -10,6 +10,7 @@ from engine.matrix import BUDGET
 from hf.prompts import generate, padded
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt
 
@@ -218,3 +219,50 @@ def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
             hollow(tokens, past_key_values=cache, **more)
     assert cache.lengths == [4, 4, 4] and len(steps) == 8
     assert all(positions is steps[0][0] and budgets.shape == (3, 2) for positions, budgets in steps)
+
+
+@pytest.mark.parametrize("policy", ["kvpop", "h2o", "momentkv", "random"])
+def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy):
+    """Each is what a cache of one row with these is, also after a reset and in later turns."""
+    model, found = case("qwen3", policy)
+    settings = {name: value for name, value in found.settings.items() if name not in ("budget", "protect_prompt")}
+    own = {"budget": [40, 72, 56], "protect_prompt": [True, 0, 20]}
+    if policy == "random":
+        own["seed"] = [5, 6, 5]
+    prompts = [random_prompt(n, seed=n + i) for i, n in enumerate(LENGTHS)]
+    cache = KVpopCache(model, **settings | own)
+    together = generate(model, cache, prompts, 60)
+    for row, prompt in enumerate(prompts):
+        tokens, alone_cache = alone(model, settings | {name: each[row] for name, each in own.items()}, prompt, 60)
+        assert together[row] == tokens and torch.equal(cache.held(row), alone_cache.held())
+        protected = (LENGTHS[0], 0, 20)[row]
+        assert cache.protected[row] == protected
+        assert cache.held(row).sum(-1).max() <= own["budget"][row] + protected
+    cache.reset()
+    assert generate(model, cache, prompts, 60) == together
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"budget": [40, 56], "protect_prompt": [True]}, "budget has 2, protect_prompt has 1: make them equally long"),
+        ({"budget": []}, "budget has 0: make them equally long"),
+        ({"budget": [40, "56"]}, "budget must be an integer for each row, got '56'"),
+        ({"budget": [40, 3]}, "a budget of 3 is too small .* raise budget to at least"),
+        ({"budget": [40, 56], "allocator": "pyramid"}, "gives all requests one budget here: leave budget out"),
+        ({"protect_prompt": [True, "some"]}, "protect_prompt must be all or a number of tokens"),
+        ({"seed": [1, "2"]}, "seed must be an integer, got '2'"),
+        ({"seed": None}, "seed must be an integer, got None"),
+    ],
+)
+def test_lists_that_cannot_be(tiny, options, message):
+    with pytest.raises(ConfigError, match=message):
+        KVpopCache(tiny("llama")[1], "streaming-llm", **{"budget": 40, "window": 8} | options)
+
+
+def test_lists_of_another_number_of_rows(tiny):
+    model = tiny("llama")[1]
+    with pytest.raises(
+        ValueError, match="a batch of 3 rows for a KVpopCache with lists of 2: give one entry for each row"
+    ):
+        generate(model, KVpopCache(model, "streaming-llm", budget=[40, 56]), [random_prompt(9)] * 3)

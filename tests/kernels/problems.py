@@ -45,7 +45,8 @@ SOME_CASES = {
 
 @dataclass
 class Problem:
-    """Requests that start one after another, served under one rule; unequal: heads with their own budgets and blocks."""
+    """Requests that start one after another, served under one rule; unequal: heads with their own budgets and blocks, requests
+    with their own windows."""
 
     case: str = "mlstm"
     requests: int = 2
@@ -77,14 +78,18 @@ class Problem:
         roles = self.sinks, self.window, self.generator, self.step
         self.rule = random_rule(scorer, self.heads, *roles, correction)
         self.layout = PageLayout(self.heads, self.size, self.dtype, self.slots, self.rule.state_floats(self.size))
-        base, shape = self.sinks + self.window, (self.requests, self.heads)
+        shape = self.requests, self.heads
         shares = torch.randint(0, self.topk + 1, shape, generator=self.generator, dtype=torch.int32)
-        self.budgets = (
-            base + shares if self.unequal else torch.tensor(base + self.topk, dtype=torch.int32).expand(shape)
-        )
-        pages, self.table = random_page_table(self.layout, self.requests, base + self.topk, self.generator)
+        self.windows = torch.full((self.requests,), self.window, dtype=torch.int32)
         if self.unequal:
-            width = self.layout.state_blocks + cdiv(base + self.topk, self.slots)
+            self.windows += torch.randint(0, 5, (self.requests,), generator=self.generator, dtype=torch.int32)
+        else:
+            shares = torch.full(shape, self.topk, dtype=torch.int32)
+        self.budgets = self.sinks + self.windows.unsqueeze(1) + shares
+        most = self.sinks + int(self.windows.max()) + self.topk
+        pages, self.table = random_page_table(self.layout, self.requests, most, self.generator)
+        if self.unequal:
+            width = self.layout.state_blocks + cdiv(most, self.slots)
             blocks = self.requests * self.heads * width
             self.table = torch.randperm(blocks + 3, generator=self.generator)[:blocks].int().view(*shape, width)
             pages = poisoned_pages(self.layout, blocks + 3)
@@ -102,16 +107,16 @@ class Problem:
         )
 
     def exact(self, r, h):
-        return Exact(self.rule, h, int(self.budgets[r, h]))
+        return Exact(replace(self.rule, window=int(self.windows[r])), h, int(self.budgets[r, h]))
 
     def run(self, pages, active, positions, q, k, v, impl):
         at = self.table[active], torch.tensor(positions), self.budgets[active]
         own = dict(rule=self.rule, scale=self.scale, given=given_scores(self.rule, k), impl=impl)
-        return ops.decode_step(q, k, v, pages, *at, **own)
+        return ops.decode_step(q, k, v, pages, *at, windows=self.windows[active], **own)
 
     def long_range(self, pages, r, h, position):
         """``{position: score}`` of the long-range slots after the step at ``position``."""
-        first = self.rule.first_long
+        first = self.rule.sinks + int(self.windows[r])
         end = min(position + 1, int(self.budgets[r, h]))
         if self.rule.threshold is not None:
             end = first + int(pages.position[self.table[r, h, self.layout.state_blocks], h, 1])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
+from dataclasses import replace
 
 import pytest
 import torch
@@ -49,6 +50,11 @@ class Problem:
         )
         self.budgets = torch.full((heads,), self.budget, dtype=torch.int32)
 
+    @property
+    def told(self):
+        """The rule as it is passed: the request's own window is the one that counts."""
+        return replace(self.rule, window=self.rule.window + 3)
+
     def pages(self):
         return random_page_table(self.layout, 1, self.budget, self.generator)
 
@@ -60,7 +66,8 @@ class Problem:
             rows.append(
                 ops.decode_step(
                     self.q[cut], self.k[cut], self.v[cut], pages, table, torch.tensor([t]), self.budgets.expand(1, -1),
-                    rule=self.rule, scale=self.scale, given=given_scores(self.rule, self.k[cut]), impl=impl,
+                    rule=self.told, scale=self.scale, given=given_scores(self.rule, self.k[cut]), impl=impl,
+                    windows=torch.tensor([self.rule.window], dtype=torch.int32),
                 )
             )  # fmt: skip
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
@@ -77,7 +84,7 @@ class Problem:
             rows.append(
                 ops.prefill_chunk(
                     self.q[cut], self.k[cut], self.v[cut], pages, table[0], start, self.budgets,
-                    rule=self.rule, scale=self.scale, given=given_scores(self.rule, self.k[cut]),
+                    rule=self.told, scale=self.scale, given=given_scores(self.rule, self.k[cut]), window=self.rule.window,
                     impl=impl if impl in ("reference", "triton") else "cpp",
                 )
             )  # fmt: skip

@@ -126,7 +126,7 @@ def serve(case: str, dtype: torch.dtype, size: int) -> list:
         if op == "prefix":
             prefix = Prefix(pages, torch.zeros(3, 40, dtype=torch.int32), torch.tensor([0, 2 * start, 2500]))
         launches.clear()
-        own = dict(rule=p.rule, scale=p.scale, given=given, prefix=prefix)
+        own = dict(rule=p.rule, scale=p.scale, given=given, prefix=prefix, windows=p.windows)
         with Asked() as asked:
             decode_step(q, k, v, pages, p.table, positions, p.budgets, **own)
         found.append({"launches": list(launches), "ops": asked.ops})

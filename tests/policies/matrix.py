@@ -18,7 +18,8 @@ class Row:
         scorer: by what the oracle ranks, or the kind of a scorer folder. policy: its name, where the row is of a variant.
         options: of such a folder, in all tests. spread: more of them where a test has few tokens.
         sinks, window: defaults of a policy without a folder; -1: half of the budget. asked: whether tests ask for others.
-        allocator: asked for, where the row is of a variant. corrected: what it does unasked. keeps_all: it evicts nothing.
+        compresses: the prompt is held until its end.
+        own_allocator: what shares the budget unasked. allocator: asked for, where the row is of a variant. corrected: what it does unasked. keeps_all: it evicts nothing.
         engines: kinds of models that an engine serves with it. longest: its longest prompts there, in budgets. own_blocks: a pool
             that is too small is tried with it; no other of its make needs other blocks.
         state: float32 words a head at D = 32.
@@ -31,7 +32,9 @@ class Row:
     sinks: int = 0
     window: int = 1
     asked: bool = False
+    compresses: bool = False
     allocator: str = "uniform"
+    own_allocator: str = "uniform"
     corrected: bool = False
     keeps_all: bool = False
     engines: tuple[str, ...] = ()
@@ -52,6 +55,10 @@ ROWS = {
     "kvpop-linear": Row("linear", spread=DECAY | {"decay_step": 3}, engines=("qwen3", "llama"), longest=10),
     "streaming-llm": Row("recency", sinks=4, window=8, asked=True, engines=("qwen3", "llama"), longest=10),
     "random": Row("random draw", sinks=4, window=8, asked=True, engines=("qwen3",), own_blocks=False),
+    "snapkv": Row("prompt votes", window=32, asked=True, compresses=True, state=32 * 2 * 32),
+    "pyramidkv": Row(
+        "prompt votes", window=32, asked=True, compresses=True, own_allocator="pyramid", state=32 * 2 * 32
+    ),
     "h2o": Row("mean mass", window=-1, engines=("qwen3",), own_blocks=False),
     "tova": Row("newest mass", engines=("llama",), own_blocks=False),
     "h2o-pyramid": Row("mean mass", "h2o", window=-1, allocator="pyramid", engines=("llama",)),

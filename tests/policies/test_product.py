@@ -14,7 +14,7 @@ from policies.matrix import ROWS, Row, allocated
 from threads import one_thread
 
 from kvpop_vllm import policies
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch, tail_tables
+from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch, tail_tables
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
@@ -39,7 +39,8 @@ BUDGET, LENGTH = 24, 72
 CHUNKS = [1, 17, 25, 7, *[1] * 22]
 """Of a prompt, and decode steps."""
 MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN)
-NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform"]
+NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform" and not row.compresses]
+"""Policies that evict from the first token on; of the others tests/engine/test_compression.py has this."""
 COMBINATIONS = list(itertools.product(NAMES, ALLOCATORS, CORRECTIONS))
 
 
@@ -50,14 +51,15 @@ def few_threads():
 
 
 def test_every_policy_has_a_row():
-    lacking = set(policies.POLICIES) - {ROWS[name].policy or name for name in NAMES}
+    lacking = set(policies.POLICIES) - {row.policy or name for name, row in ROWS.items()}
     assert not lacking, f"give {', '.join(sorted(lacking))} a row in ROWS of tests/policies/matrix.py"
 
 
 def test_rows_say_what_policies_do_unasked():
     for name, row in ROWS.items():
         cls = policies.get(row.policy or name)
-        assert (cls.default_allocator, cls.default_correction == "moment") == ("uniform", row.corrected), name
+        assert (cls.default_allocator, cls.default_correction == "moment") == (row.own_allocator, row.corrected), name
+        assert cls.compresses == row.compresses, name
         assert (cls.scorer_kind, cls.keeps_all) == (row.scorer if row.learned else None, row.keeps_all), name
 
 
@@ -216,10 +218,11 @@ class InRegions(Sequence):
     def attend(self, q, k, v, scale, given=None):
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
         given, out = None if given is None else given.T.contiguous(), torch.empty_like(q)
-        told = [len(q)], torch.tensor([self.seen + len(q)]), self.row, [self.protected], self.seeds
+        sizes = Sizes([self.protected], seeds=self.seeds)
+        told = [len(q)], torch.tensor([self.seen + len(q)]), self.row, sizes
         batch = StepBatch.build(self.layout, self.retention, *told, self.regions, self.layer)
         if self.shifted:
-            given = shift(given, self.pages, batch, self.rule)
+            given = shift(given, self.pages, batch, self.rule.sinks)
         FixedBudgetAttention(self.layout, self.rule, scale).forward(q, k, v, self.pages, batch, out, given, self.blocks)
         self.seen += len(q)
         return out.transpose(0, 1)

@@ -126,6 +126,35 @@ def test_a_long_prompt_holds_a_bounded_number_of_blocks(served):
     assert server.blocks_in_use() == 0
 
 
+def test_a_request_has_a_budget_of_its_own(served):
+    """It holds the blocks of that; what it cannot have is a 400 with one line, also where the answer is streamed."""
+    server, client, most = served
+    prompt = [(11 * i) % 40_000 + 100 for i in range(1500)]
+    asked = {"model": name(client), "prompt": prompt, "max_tokens": 12, "temperature": 0, "stream": True}
+    held = []
+    for _ in client.completions.create(
+        **asked, extra_body={"ignore_eos": True, "vllm_xargs": {"kv_budget": 512, "kv_protect_prompt": 0}}
+    ):
+        held.append(server.blocks_in_use())
+    assert max(held) == most - (BUDGET - 512) // 64
+    for xargs, message in (
+        (
+            {"kv_budget": BUDGET + 1},
+            f"kv_budget {BUDGET + 1} is more than this server allows: lower it to at most {BUDGET}",
+        ),
+        ({"kv_budget": "512"}, "kv_budget must be a whole number of tokens, got '512'"),
+        ({"kv_protect_prompt": "all"}, "this server protects no prompts: leave kv_protect_prompt out"),
+        ({"kv_bugdet": 512}, "unknown key 'kv_bugdet': use kv_budget, kv_protect_prompt, kv_seed"),
+    ):
+        for stream in (False, True):
+            with pytest.raises(openai.BadRequestError) as error:
+                list(client.completions.create(**asked | {"stream": stream}, extra_body={"vllm_xargs": xargs}))
+            assert error.value.status_code == 400 and message in error.value.message and "\n" not in error.value.message
+    with pytest.raises(openai.BadRequestError, match="kv_budget must be at least 1, got 0"):
+        ask(client, extra_body={"vllm_xargs": {"kv_budget": 0}})
+    assert server.blocks_in_use() == 0
+
+
 def test_the_demo_counts_the_tokens_in_the_cache(served):
     """Prompt and answer without its last token, from which no other was predicted."""
     server, client, _ = served

@@ -104,6 +104,8 @@ struct DecodeStep {
     int64_t positions_stride;
     const int32_t* budgets;
     int64_t budgets_stride[2];
+    const int32_t* windows;  // [R], or null: that of `roles`
+    int64_t windows_stride;
     int64_t mass_row;  // where attention masses are asked for: most slots of a head by the end, in whole blocks
 
     const float* given;  // scores [R, H], or null
@@ -112,7 +114,7 @@ struct DecodeStep {
     int64_t keys_stride[2];
 
     float scale;
-    Roles roles;  // of a request without a prefix: see roles_of
+    Roles roles;  // of a request without a prefix or a window of its own: see roles_of
     int64_t decay_step;
     const double* log_gamma;  // [H]
     Scorer scorer;
@@ -127,7 +129,8 @@ struct DecodeStep {
     int64_t prefix(int64_t r) const { return prefix_raw ? prefix_tokens[r * prefix_tokens_stride] : 0; }
     int64_t prefix_seen(int64_t r) const { return position(r) < prefix(r) ? position(r) + 1 : prefix(r); }
     bool in_prefix(int64_t r) const { return position(r) < prefix(r); }
-    Roles roles_of(int64_t r) const { return roles.behind(prefix(r)); }
+    int64_t window(int64_t r) const { return windows ? windows[r * windows_stride] : roles.window; }
+    Roles roles_of(int64_t r) const { return Roles{roles.sinks, window(r)}.behind(prefix(r)); }
 
     // Slots in use before the step.
     int64_t in_use(int64_t r, int64_t h) const {

@@ -72,7 +72,9 @@ def tensors_of(prefix: Prefix | None) -> tuple[torch.Tensor, torch.Tensor, torch
     return None if prefix is None else (prefix.pages.raw, prefix.table, prefix.tokens)
 
 
-def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None):
+def decode_step(
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
+):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
@@ -87,6 +89,7 @@ def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, 
             page_table,
             positions,
             budgets,
+            windows,
             told,
             scale,
             given,

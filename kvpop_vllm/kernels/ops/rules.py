@@ -139,6 +139,26 @@ class RandomDraw:
     lanes: torch.Tensor
 
 
+@dataclass(frozen=True)
+class PromptVotes:
+    """Votes of a prompt's last queries for its tokens, counted once at its end, when all of it is still there (SnapKV,
+    arXiv:2404.14469). In the tail every token that leaves the window scores 0, those of the prompt less, by their votes
+    (:mod:`kvpop_vllm.kernels.compress`).
+
+    Attributes:
+        group: G, query heads of a KV head at most. queries: that vote at most; no more than the window has tokens. neighbours: tokens over
+            which votes are averaged, zeros beyond the ends counted.
+    """
+
+    group: int
+    queries: int = 32
+    neighbours: int = 5
+
+    def state_floats(self, head_size: int) -> int:
+        """float32 words of one head's state: the queries, as they come."""
+        return self.queries * self.group * head_size
+
+
 ScorerWeights = (
     LinearWeights
     | MLPWeights
@@ -165,7 +185,8 @@ class RetentionRule(SlotRoles):
     a step counts before its query attends.
 
     For where tokens lie see :class:`SlotRoles`; k is ``B - s - w``. Behind a protected prefix of p tokens the rule is that of
-    the tail (:meth:`behind`), and a scorer's state starts from the last ``replay`` tokens of the prefix.
+    the tail (:meth:`behind`), and a scorer's state starts from the last ``replay`` tokens of the prefix. With ``votes`` a prompt is
+    held until its end, and what stays of it is chosen once.
 
     Raises:
         ValueError: a threshold with a window of less than 2.
@@ -179,6 +200,7 @@ class RetentionRule(SlotRoles):
     moment_correction: bool = False
     first: int = 0
     replay: int = REPLAY
+    votes: PromptVotes | None = None
 
     def __post_init__(self):
         if self.threshold is not None and self.window < 2:
@@ -220,6 +242,11 @@ class RetentionRule(SlotRoles):
         return self.moment_correction or isinstance(self.scorer, MomentResidual)
 
     @property
+    def compresses(self) -> bool:
+        """Whether a prompt is held until its end, and then compressed into the tail."""
+        return self.votes is not None
+
+    @property
     def replays(self) -> bool:
         """Whether a scorer's state must be built when a tail begins behind a protected prefix."""
         return isinstance(self.scorer, MLSTMWeights)
@@ -227,6 +254,7 @@ class RetentionRule(SlotRoles):
     def state_floats(self, head_size: int) -> int:
         """float32 words of one head's state."""
         own = self.scorer.state_floats if isinstance(self.scorer, MLSTMWeights) else 0
+        own += self.votes.state_floats(head_size) if self.compresses else 0
         return own + (moment_floats(head_size) if self.keeps_moments else 0)
 
 

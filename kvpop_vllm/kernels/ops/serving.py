@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvpop_vllm.kernels.dispatch import resolve
@@ -24,6 +26,7 @@ def decode_step(
     given: torch.Tensor | None = None,
     prefix: Prefix | None = None,
     seeds: torch.Tensor | None = None,
+    windows: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Advance each of R requests by one token: state update, delayed readout, score, argmin, slot move, attention.
@@ -53,6 +56,7 @@ def decode_step(
         given: ``[R, H]`` float32, scores of the tokens, where the rule's scorer is :class:`GivenScore`, else ignored.
         prefix: protected tokens of the R requests, or None where nobody has any.
         seeds: ``[R]`` int64, of each request's draws where the rule's scorer is :class:`RandomDraw`, else ignored.
+        windows: ``[R]`` int32, w of each request; the rule's where not given.
 
     Returns:
         ``out [R, Hq, D]`` in q's dtype, corrected if the rule says so, and ``lse [R, Hq]`` float32, the natural log-sum-exp
@@ -66,6 +70,9 @@ def decode_step(
     """
     run = resolve("decode_step", impl, q)
     more = _inputs_of(rule, given, k.shape[:2], seeds, (len(k),))
+    if windows is None:
+        windows = torch.full((len(k),), rule.window, dtype=torch.int32, device=k.device)
+    more["windows"] = windows
     return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **more)
 
 
@@ -102,6 +109,7 @@ def prefill_chunk(
     given: torch.Tensor | None = None,
     prefix: Prefix | None = None,
     seed: int | None = None,
+    window: int | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The L tokens ``[start, start + L)`` of one request; equals L decode steps to rounding (DESIGN "One step").
@@ -114,7 +122,7 @@ def prefill_chunk(
         q: ``[L, Hq, D]``, k, v: ``[L, H, D]`` in the cache's dtype.
         page_table: ``[H, P]`` int32. start: position of the first token. budgets: ``[H]`` int32.
         given: ``[L, H]`` float32. prefix: of this request, R = 1, its ``tokens`` on the CPU. seed: of the
-            request's draws. The rest as in :func:`decode_step`.
+            request's draws. window: w of the request, the rule's where not given. The rest as in :func:`decode_step`.
 
     Returns:
         ``out [L, Hq, D]`` in q's dtype, ``lse [L, Hq]`` float32.
@@ -127,6 +135,8 @@ def prefill_chunk(
     run = resolve("prefill_chunk", impl, q)
     seeds = None if seed is None else torch.tensor([seed], device=k.device)
     more = _inputs_of(rule, given, k.shape[:2], seeds, (1,))
+    if window not in (None, rule.window):
+        rule = replace(rule, window=window)
     return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale, prefix=prefix, **more)
 
 

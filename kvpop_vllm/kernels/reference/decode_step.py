@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from kvpop_vllm.kernels.draws import draw
@@ -21,7 +23,9 @@ from kvpop_vllm.kernels.reference.moments import HeadMoments
 from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen, protected
 
 
-def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None):
+def decode_step(
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
+):
     """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
     requests, heads, _ = k.shape
     group = q.shape[1] // heads
@@ -30,7 +34,7 @@ def decode_step(q, k, v, pages, page_table, positions, budgets, *, rule, scale, 
     check_tokens_seen(pages, page_table, starts, prefix)
     for r, at in enumerate(starts):
         protect = protected(prefix, r)
-        own = rule.behind(protect)
+        own = replace(rule, window=int(windows[r])).behind(protect)
         before = prefix.gather(r, 0, min(protect, at + 1)) if protect else (k[r, :, None][:, :0], v[r, :, None][:, :0])
         for h in range(heads):
             rows, keys, values = slice(h * group, (h + 1) * group), before[0][h], before[1][h]

@@ -64,11 +64,12 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
 
 def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prefix, keys):
     steps, table, own = [], page_table.unsqueeze(0), budgets.unsqueeze(0)
+    window = torch.tensor([rule.window], dtype=torch.int32)
     for i in range(len(q)):
         token, at = (x[i : i + 1] for x in (q, k, v)), torch.tensor([start + i])
         score = None if given is None else given[i : i + 1]
         more = {"rule": rule, "scale": scale, "given": score, "prefix": prefix, "keys": keys}
-        steps.append(decode_step(*token, pages, table, at, own, **more))
+        steps.append(decode_step(*token, pages, table, at, own, windows=window, **more))
     outs, lses = zip(*steps, strict=True)
     return torch.cat(outs), torch.cat(lses)
 

@@ -1,4 +1,4 @@
-"""What vLLM's block manager does not tell ours: whose request it is. A wrapper, listed with its reason in
+"""What vLLM's block manager does not tell ours: what request it is. A wrapper, listed with its reason in
 :mod:`kvpop_vllm.vllm_glue.patches`."""
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ def _look_up(original):
 
         ours = [each for each in self.coordinator.single_type_managers if isinstance(each, FixedBudgetManager)]
         for manager in ours:
-            manager.prompts[request.request_id] = request.num_prompt_tokens
+            manager.admit(request)
         blocks, hit, boundary = original(self, request)
         for manager in ours:  # beyond its own prompt lie tokens of another request's
-            # and its last protected token is computed, in an earlier step than that in which the tail begins: the blocks of a hit
-            # may be those of a request of the same step
-            most = max(0, manager.protected(request.request_id) - 1) // manager.block_size
+            most = manager.reusable(request.request_id) // manager.block_size
             if hit > most * manager.block_size:
                 blocks = self.create_kv_cache_blocks(tuple(list(group)[:most] for group in blocks.blocks))
                 hit = most * manager.block_size

@@ -1,0 +1,87 @@
+"""The tokens that our policies keep at a prompt's end beside those of kvpress 0.5.5's presses, on one model in float32 (`make peers` first).
+
+    python benchmarks/press_parity.py
+
+Prints, for each policy and budget, how many of the kept tokens are the same, each head that differs with the tokens that only one
+keeps, and the layers that get other numbers of tokens. Exit code 1 if tokens differ where both keep as many, or where one keeps fewer
+that are not among the other's.
+"""
+
+import argparse
+import json
+import subprocess
+import sys
+
+import record
+import torch
+from engines import DEMO_MODEL, PEERS, check_model, say
+
+from kvpop_vllm.evaluation.contenders import training_free
+from kvpop_vllm.evaluation.running import TransformersBackend
+
+TEXT = record.ROOT / "tests" / "data" / "hamlet.txt"
+POLICIES = ("snapkv", "pyramidkv")
+WINDOW = 32
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--text", default=str(TEXT))
+    parser.add_argument("--length", type=int, default=2048, help="tokens of the prompt (default 2048)")
+    parser.add_argument("--budget", type=int, nargs="+", default=[256, 512])
+    options = parser.parse_args()
+    check_model(options)
+    if not PEERS.is_file():
+        sys.exit("the peers have no environment: run `make peers`")
+    from transformers import AutoTokenizer
+
+    tokens = AutoTokenizer.from_pretrained(options.model)(open(options.text).read()).input_ids[: options.length]
+    backend = TransformersBackend(options.model, torch.float32, options.length + 1)
+    wrong = 0
+    for policy in POLICIES:
+        for budget in options.budget:
+            deployed = training_free(policy).deploy(backend.shape, budget, 0, WINDOW)
+            ours = backend.held(deployed, torch.tensor(tokens))
+            theirs = kept_by_press(options.model, tokens, policy, budget)
+            wrong += compare(policy, budget, ours, theirs)
+    return int(wrong > 0)
+
+
+def kept_by_press(model: str, tokens: list[int], press: str, budget: int) -> list:
+    """Positions per layer and head, from kvpress."""
+    told = {"model": model, "tokens": tokens, "press": press, "budget": budget, "window": WINDOW}
+    script = str(record.ROOT / "benchmarks" / "press_sets.py")
+    done = subprocess.run([str(PEERS), script], input=json.dumps(told), capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"kvpress failed: {done.stderr.strip().splitlines()[-1]}")
+    return json.loads(done.stdout)["kept"]
+
+
+def compare(policy: str, budget: int, ours: torch.Tensor, theirs: list) -> int:
+    """Print what differs; return the number of differing tokens where both keep as many."""
+    same = total = other = 0
+    sizes, wrong = [], 0
+    for layer, heads in enumerate(theirs):
+        for h, kept in enumerate(heads):
+            mine = set(ours[layer, h].nonzero().flatten().tolist())
+            total, same, other = total + len(mine), same + len(mine & set(kept)), other + len(kept)
+            if len(mine) != len(kept):
+                sizes.append((layer, len(mine), len(kept)))
+            elif mine != set(kept):
+                wrong += len(mine - set(kept))
+                say(
+                    f"{policy}, B = {budget}, layer {layer}, head {h}: only ours {sorted(mine - set(kept))}, only theirs {sorted(set(kept) - mine)}"
+                )
+            smaller, larger = sorted((mine, set(kept)), key=len)
+            if len(mine) != len(kept) and not smaller <= larger:
+                wrong += len(smaller - larger)
+    say(f"{policy}, B = {budget}: we keep {total} tokens, kvpress {other}, {same} of them the same")
+    if sizes:
+        told = ", ".join(f"{layer}: {a} and {b}" for layer, a, b in sorted(set(sizes)))
+        say(f"{policy}, B = {budget}: layers that get other numbers of tokens, ours and theirs: {told}")
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""What each row of a batch asks of its cache."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from kvpop_vllm.config import ConfigError, protection
+from kvpop_vllm.kernels.draws import request_seed
+from kvpop_vllm.policies import Policy
+
+
+class Rows:
+    """Budgets, protection and seeds of rows: one of each for all of them, or a list.
+
+    Args:
+        budget, protect_prompt, seed: as :class:`kvpop_vllm.hf.KVpopCache` takes them.
+
+    Raises:
+        ConfigError: a list is empty, or lists have different lengths.
+    """
+
+    def __init__(self, budget, protect_prompt, seed):
+        self.budget, self.protect_prompt, self.seed = budget, protect_prompt, seed
+        lists = {name: value for name, value in vars(self).items() if _several(value)}
+        lengths = {name: len(value) for name, value in lists.items()}
+        if len(set(lengths.values())) > 1 or 0 in lengths.values():
+            told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
+            raise ConfigError(f"lists have an entry for each row of the batch, but {told}: make them equally long")
+        self.number = next(iter(lengths.values()), None)
+        own = seed if _several(seed) else [seed]
+        if wrong := [each for each in own if type(each) is not int]:
+            raise ConfigError(f"seed must be an integer, got {wrong[0]!r}")
+
+    def settings(self) -> dict:
+        """Return the largest budget and the first row's protection, which the policy is resolved with."""
+        budget = self.budget
+        if _several(budget):
+            if wrong := [each for each in budget if type(each) is not int]:
+                raise ConfigError(f"budget must be an integer for each row, got {wrong[0]!r}")
+            budget = max(budget)
+        protect = self.protect_prompt[0] if _several(self.protect_prompt) else self.protect_prompt
+        return {"budget": budget, "protect_prompt": protect}
+
+    def check(self, policy: Policy) -> None:
+        """Raise ConfigError where a row cannot have what it asks for under the policy."""
+        for budget in self.budget if _several(self.budget) else ():
+            policy.retention_of(budget)
+        if _several(self.protect_prompt):
+            asked = [protection(each) for each in self.protect_prompt]
+            self.protect_prompt = [policy.default_protect if each is None else each for each in asked]
+
+    def check_number(self, rows: int) -> None:
+        """Raise ValueError where a batch has another number of rows than the lists."""
+        if self.number not in (None, rows):
+            raise ValueError(
+                f"a batch of {rows} rows for a KVpopCache with lists of {self.number}: give one entry for each row"
+            )
+
+    def protects(self, policy: Policy, rows: int) -> list[bool | int]:
+        """Return what each row protects: True for the whole prompt, or a number of tokens."""
+        return self.protect_prompt if _several(self.protect_prompt) else [policy.protect] * rows
+
+    def any_protects(self, policy: Policy) -> bool:
+        """Return whether some row protects its prompt."""
+        return any(self.protects(policy, 1))
+
+    def seeds(self, rows: int) -> list[int]:
+        """Return the seed of each row's draws."""
+        own = self.seed if _several(self.seed) else [self.seed] * rows
+        return [request_seed(0, each) for each in own]
+
+    def sizes(self, policy: Policy, layer: int, rows: int) -> tuple[torch.Tensor, list[int]]:
+        """Return the budgets ``[R, H]`` int32 of a layer's heads, and the window of each row."""
+        if not _several(self.budget):
+            return policy.shares()[layer].expand(rows, -1), [policy.retention.window] * rows
+        kept = [policy.retention_of(budget) for budget in self.budget]
+        budgets = torch.tensor([own.budget for own in kept], dtype=torch.int32)
+        return budgets.unsqueeze(1).expand(-1, policy.model.num_kv_heads), [own.window for own in kept]
+
+
+def _several(value) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str)

@@ -1,0 +1,107 @@
+"""What one request may ask of its cache: keys of ``SamplingParams.extra_args``, which are ``vllm_xargs`` over HTTP.
+
+They are checked and resolved once, where the request comes in; its numbers then travel with it to the block manager and to the
+workers (:data:`RESOLVED`). Nothing here imports vLLM.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple
+
+from kvpop_vllm.config import ConfigError, protected_tokens, protection
+
+if TYPE_CHECKING:
+    from kvpop_vllm.policies import Policy
+
+BUDGET, PROTECT, SEED = KEYS = ("kv_budget", "kv_protect_prompt", "kv_seed")
+"""What a request may ask: B in tokens; "all" or a number of prompt tokens that are never evicted; the seed of random draws."""
+RESOLVED = "kvpop"
+"""The key under which a :class:`RequestCache` travels."""
+OF_VLLM = ("kv_transfer_params", "kv_cache_report_mode")
+"""Keys of vLLM's own that begin as ours do."""
+
+
+class RequestCache(NamedTuple):
+    """The numbers of one request: p, B and w in tokens, and the seed of its draws, None for the one that it has anyway."""
+
+    protected: int
+    budget: int
+    window: int
+    seed: int | None = None
+
+
+def resolve(policy: Policy, extra_args: Mapping | None, prompt: int) -> RequestCache | None:
+    """Return what a request gets that asks ``extra_args`` with a prompt of so many tokens; None where it asks nothing.
+
+    Budgets and windows resolve as those of a server with that budget would.
+
+    Raises:
+        ConfigError: a key is unknown, a value is of the wrong type, too large or too small, or the policy cannot follow it.
+    """
+    asked = {
+        key: value for key, value in (extra_args or {}).items() if str(key).startswith("kv_") and key not in OF_VLLM
+    }
+    if RESOLVED in (extra_args or {}):
+        raise ConfigError(f"the key {RESOLVED!r} is reserved: leave it out")
+    if not asked:
+        return None
+    if unknown := sorted(set(asked) - set(KEYS)):
+        raise ConfigError(f"unknown key {unknown[0]!r}: use {', '.join(KEYS)}")
+    kept = policy.retention if asked.get(BUDGET) is None else _retention(policy, asked[BUDGET])
+    return RequestCache(_protected(policy, asked.get(PROTECT), prompt), kept.budget, kept.window, _seed(policy, asked))
+
+
+def of_params(params: object) -> RequestCache | None:
+    """Return what was resolved of a request with these sampling parameters; None where it asked nothing."""
+    told = (getattr(params, "extra_args", None) or {}).get(RESOLVED)
+    return None if told is None else RequestCache(*told)
+
+
+def _integer(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _retention(policy: Policy, budget: object):
+    if not _integer(budget):
+        raise ConfigError(f"{BUDGET} must be a whole number of tokens, got {budget!r}")
+    if budget < 1:
+        raise ConfigError(f"{BUDGET} must be at least 1, got {budget}")
+    if budget > policy.max_budget and not policy.one_budget:
+        raise ConfigError(f"{BUDGET} {budget} is more than this server allows: lower it to at most {policy.max_budget}")
+    try:
+        return policy.retention_of(budget)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("--kv-budget", BUDGET)) from None
+
+
+def _protected(policy: Policy, asked: object, prompt: int) -> int:
+    if asked is None:
+        return protected_tokens(policy.protect, prompt)
+    if not (asked is True or asked == "all" or (_integer(asked) and asked >= 0)):
+        raise ConfigError(f'{PROTECT} must be "all" or a whole number of tokens, got {asked!r}')
+    if policy.compresses:
+        raise ConfigError(f"--kv-policy {policy.name} holds the prompt until its end anyway: leave {PROTECT} out")
+    protect, most = protection(asked, PROTECT), policy.max_protect
+    tokens = protected_tokens(protect, prompt)
+    wanted = tokens if protect is True else protect
+    if most is not True and wanted > most:
+        if not most:
+            raise ConfigError(
+                f"this server protects no prompts: leave {PROTECT} out, or have it started with --kv-max-protect"
+            )
+        raise ConfigError(
+            f"{PROTECT} asks for {wanted} tokens, more than this server allows: lower it to at most {most}"
+        )
+    return tokens
+
+
+def _seed(policy: Policy, asked: Mapping) -> int | None:
+    seed = asked.get(SEED)
+    if seed is None:
+        return None
+    if not _integer(seed) or not -(2**63) <= seed < 2**64:
+        raise ConfigError(f"{SEED} must be a whole number of 64 bits, got {seed!r}")
+    if not policy.draws:
+        raise ConfigError(f"--kv-policy {policy.name} draws nothing: leave {SEED} out")
+    return seed

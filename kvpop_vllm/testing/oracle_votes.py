@@ -1,0 +1,41 @@
+"""A prompt compressed once at its end by its last queries' votes; part of the naive oracle."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+QUERIES, NEIGHBOURS = 32, 5
+_LEAST = 2.0**-126
+"""A vote of 0 counts as this."""
+
+
+def vote_scores(query: torch.Tensor, key: torch.Tensor, prompt: int, window: int) -> torch.Tensor:
+    """``r_t [H, S]`` in the dtype of ``key``: the logarithm of the votes of a prompt's token, 0 of its last ``window`` tokens and of
+    those that come later.
+
+    Args:
+        query: ``[H * G, S, D]``. key: ``[H, S, D]``.
+    """
+    heads, length, size = key.shape
+    group, voters = len(query) // heads, min(QUERIES, window, prompt)
+    scores = torch.zeros(heads, length, dtype=key.dtype)
+    first = prompt - voters
+    for h in range(heads):
+        votes = torch.zeros(max(0, first), dtype=key.dtype)
+        for g in range(group):
+            for q in range(first, prompt):
+                logits = key[h, : q + 1] @ query[h * group + g, q] / math.sqrt(size)
+                votes += logits.softmax(0)[:first] / (voters * group)
+        for t in range(max(0, prompt - window)):
+            near = votes[max(0, t - NEIGHBOURS // 2) : t + NEIGHBOURS // 2 + 1]
+            scores[h, t] = (near.sum() / NEIGHBOURS).clamp_min(_LEAST).log()
+    return scores
+
+
+def held_until(visible: torch.Tensor, prompt: int) -> torch.Tensor:
+    """Retained sets ``[H, S, S]`` in which every query of the prompt sees all tokens before it."""
+    length = visible.shape[-1]
+    whole = torch.ones(length, length, dtype=torch.bool).tril().expand_as(visible)
+    return torch.where((torch.arange(length) < prompt).view(1, -1, 1), whole, visible)

@@ -1,0 +1,44 @@
+"""As test_compression, for what takes an engine of its own."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from engine.driving import Job, watched
+from engine.matrix import BUDGET, make_case
+from engine.test_compression import TEXT, check
+
+
+def test_a_pool_too_small_for_all(tiny_model, tmp_path):
+    """Prompts that fit one or two at a time; what was compressed makes room for the next."""
+    found = make_case(tiny_model("qwen3"), tmp_path, "snapkv", protect_prompt=True)
+    sizes = {"max_model_len": 256, "num_gpu_blocks_override": 30}
+    with pytest.MonkeyPatch.context() as patch, watched(found.model, found.settings, found.judge, **sizes) as engine:
+        engine.policy = "snapkv"
+        engine.poison(patch)
+        engine.chunk(16)
+        jobs = [Job(new=30, prompt=[*TEXT[:120], i], scored=False) for i in range(8)]
+        answers = engine.serve(jobs)
+        assert len(answers) == 8
+        check(engine, answers)
+        assert not engine.leaks()
+
+
+def test_budgets_of_requests(tiny_model, tmp_path):
+    """Each is compressed to its own."""
+    found = make_case(tiny_model("qwen3"), tmp_path, "snapkv", protect_prompt=True)
+    asks = (None, {"kv_budget": 30}, {"kv_budget": 80})
+    policy, budgets = found.judge.policy, (BUDGET, 30, 80)
+    judges = [
+        replace(found.judge, policy=replace(policy, topk=budget - policy.sinks - policy.window), known={})
+        for budget in budgets
+    ]
+    with watched(found.model, found.settings | {"max_budget": 80}) as engine:
+        engine.recorder.windows = dict.fromkeys(budgets, policy.window)
+        jobs = [Job(new=50, prompt=TEXT[:n], asks=asks[i % 3]) for i, n in enumerate((60, 60, 60, 120, 110, 100))]
+        answers = engine.serve(jobs)
+        for i, judge in enumerate(judges):
+            mine = {key: a for key, a in answers.items() if int(a.request_id) % 3 == i}
+            assert len(mine) == 2
+            print(judge.check(mine, {key: engine.recorder.held[key] for key in mine}))
