@@ -131,25 +131,21 @@ class StepBatch:
             block_table: ``[requests, W]`` int32; of each request the blocks of its prefix, its state and its tail.
             sizes: of each request. regions, layer: where heads hold different numbers of tokens, where their pages are, and of which layer.
         """
-        heads, requests, seeds = layout.num_kv_heads, len(query_lens), sizes.seeds
+        requests, seeds, lengths = len(query_lens), sizes.seeds, seq_lens.tolist()
+        starting = [length - count for length, count in zip(lengths, query_lens, strict=True)]
         protected, windows = sizes.protected or [0] * requests, sizes.windows or [retention.window] * requests
         drawn = [None] * requests if seeds is None else seeds.tolist()
         tails = tail_tables(block_table, protected, layout) if any(protected) else block_table
         if regions is None:
             asked = [retention.budget] * requests if sizes.budgets is None else sizes.budgets
-            budgets = torch.as_tensor(asked, dtype=torch.int32).view(requests, -1).expand(-1, heads)
-            most = int(budgets.max()) if requests else retention.budget
-            width = layout.blocks(most, most)
-            rows = tails[:, :width].unsqueeze(1).expand(-1, heads, -1)
+            budgets, rows = _equal_heads(layout, asked, tails, retention.budget)
         else:
             budgets, rows = regions.budgets(layer).expand(requests, -1), regions.rows(layer, tails)
-        lengths = seq_lens.tolist()
         if sizes.compresses:  # behind a prompt that has been compressed there is no prefix
-            starting = [length - count for length, count in zip(lengths, query_lens, strict=True)]
             protected = [p if start < p else 0 for start, p in zip(starting, protected, strict=True)]
         singles, at, prefills, first = [], [], [], 0
         for i, count in enumerate(query_lens):
-            start, own = lengths[i] - count, (rows[i], budgets[i], windows[i])
+            start, own = starting[i], (rows[i], budgets[i], windows[i])
             if sizes.compresses and count and protected[i]:
                 cut = min(count, protected[i] - start)
                 chunk = PrefillChunk(first, first + cut, start, *own, protected[i], block_table[i], compresses=True)
@@ -167,14 +163,10 @@ class StepBatch:
         positions = seq_lens[chosen].long() - 1
         tokens = chosen if together else torch.tensor(at)
         busy = torch.tensor([i for i, count in enumerate(query_lens) if count], dtype=torch.int64)
-        before = [lengths[i] - query_lens[i] for i in busy.tolist()]
-        starts = torch.tensor(
-            [start if start > protected[i] else 0 for i, start in zip(busy.tolist(), before, strict=True)]
-        )
+        starts = torch.tensor([starting[i] if starting[i] > protected[i] else 0 for i in busy.tolist()])
         slot_zero = rows[busy, :, layout.state_blocks].long()
         protection = None
         if any(protected):
-            starting = [length - count for length, count in zip(lengths, query_lens, strict=True)]
             ends = itertools.accumulate(query_lens, initial=0)
             spans = list(zip(ends, starting, query_lens, strict=False))
             protection = protection_of(layout.block_slots, spans, protected, block_table, rows, chosen)
@@ -191,6 +183,21 @@ class StepBatch:
             protection,
             None if seeds is None else seeds[chosen],
         )
+
+
+def _equal_heads(
+    layout: PageLayout, asked: list[int] | torch.Tensor, tails: torch.Tensor, otherwise: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the budgets ``[requests, H]`` int32 and pages ``[requests, H, P]`` of requests whose heads have the same pages.
+
+    Args:
+        asked: B of each request, or ``[requests, H]``. tails: ``[requests, W]`` int32. otherwise: B where there is no request.
+    """
+    heads, requests = layout.num_kv_heads, len(asked)
+    budgets = torch.as_tensor(asked, dtype=torch.int32)
+    budgets = (budgets.unsqueeze(1) if budgets.dim() == 1 else budgets).expand(-1, heads)
+    most = int(budgets.max()) if requests else otherwise
+    return budgets, tails[:, : layout.blocks(most, most)].unsqueeze(1).expand(-1, heads, -1)
 
 
 def tail_tables(block_table: torch.Tensor, protected: list[int], layout: PageLayout) -> torch.Tensor:
