@@ -20,7 +20,7 @@ from kvpop_vllm.evaluation.contenders import training_free
 from kvpop_vllm.evaluation.running import TransformersBackend
 
 TEXT = record.ROOT / "tests" / "data" / "hamlet.txt"
-POLICIES = ("snapkv", "pyramidkv")
+POLICIES = ("snapkv", "pyramidkv", "adakv")
 WINDOW = 32
 
 

@@ -38,7 +38,7 @@ SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128)
 CORRECTIONS = ("none", "moment")
 """What ``--kv-correction`` takes."""
 
-ALLOCATORS = ("uniform", "pyramid")
+ALLOCATORS = ("uniform", "pyramid", "ada")
 """What ``--kv-allocator`` takes."""
 
 SCORER_KINDS = ("mlstm", "mlp", "linear", "trimkv", "dms")

@@ -116,8 +116,11 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
     """
     length, retention = lengths[2], policy.retention
     if policy.compresses:
-        at_prompts_end = compressing_bytes(*lengths[:2], length if prompt is None else prompt, retention, shares)
-        return max(at_prompts_end, request_bytes(*lengths, retention, shares), key=lambda held: held.blocks)
+        prompt = length if prompt is None else prompt
+        at_its_end = compressing_bytes(*lengths[:2], prompt, retention, shares, policy.divides)
+        divided = policy.divides and prompt > retention.budget
+        at_the_end = request_bytes(*lengths, retention, shares, divided=divided)
+        return max(at_its_end, at_the_end, key=lambda held: held.blocks)
     longest = protected_tokens(policy.protect, length)
     if prompt is not None or not longest:
         own = protected_tokens(policy.protect, prompt or 0)

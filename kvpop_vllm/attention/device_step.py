@@ -162,28 +162,28 @@ class DecodeRows:
         rows, heads, chosen = split.decodes, self.layout.num_kv_heads, [i for i, _, _ in split.chunks]
         blocks = self._tails(block_table, slice(chosen[0], chosen[-1] + 1)) if chosen else self.table[:0]
         kept, drawn = self.retention, None if sizes.seeds is None else sizes.seeds.tolist()
+        first = chosen[0] if chosen else 0
         if regions is None:
-            budgets = self.budgets
             own, others = (x.unsqueeze(1).expand(-1, heads, -1) for x in (self.table[:rows], blocks))
+            budgets, sized = self.budgets[:rows], self.budgets[first:]
         else:
-            budgets = regions.budgets(layer).expand(len(self.budgets), -1)
-            own, others = regions.rows(layer, self.table[:rows]), regions.rows(layer, blocks)
+            (budgets, own), (sized, others) = (regions.place(layer, tails) for tails in (self.table[:rows], blocks))
         chunks = tuple(
             PrefillChunk(
-                first,
-                first + count,
+                start,
+                start + count,
                 lengths[i] - count,
-                others[i - chosen[0]],
-                budgets[i].clone(),
+                others[i - first],
+                sized[i - first].clone(),
                 kept.window if sizes.windows is None else sizes.windows[i],
                 *self._prefix(i, block_table, sizes.protected),
                 None if drawn is None else drawn[i],
             )
-            for i, first, count in split.chunks
+            for i, start, count in split.chunks
         )
         protection = self._protection(rows, chunks, others) if self.protects else None
         ahead = None if drawn is None else self.seeds[:rows]
-        told = self.positions[:rows], budgets[:rows], self.windows[:rows]
+        told = self.positions[:rows], budgets, self.windows[:rows]
         return StepBatch(rows, slice(0, rows), own, *told, chunks, None, None, protection, ahead)
 
     def _prefix(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 import torch
 
-from kvpop_vllm.kernels import compress, ops
+from kvpop_vllm.kernels import compress, divided, ops, rounds
+from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
@@ -39,6 +41,7 @@ class PrefillChunk:
         row: ``[H, P]`` int32, pages of the tail. budgets: ``[H]`` int32, B of each head. window: w.
         protected: p, tokens of its protected prefix. prefix_row: ``[F]`` int32, blocks of these.
         seed: of its draws, where the policy draws. compresses: the prefix is compressed into the tail where the chunk ends with it.
+        follows: the chunk before it in the step does that, so that only then heads that divide their slots have pages of their own.
     """
 
     first: int
@@ -51,6 +54,7 @@ class PrefillChunk:
     prefix_row: torch.Tensor | None = None
     seed: int | None = None
     compresses: bool = False
+    follows: bool = False
 
     @property
     def end(self) -> int:
@@ -121,7 +125,7 @@ class StepBatch:
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
         sizes: Sizes = Sizes(),  # noqa: B008
-        regions: RegionMap | None = None,
+        regions: RegionMap | DividedRegions | None = None,
         layer: int = 0,
     ) -> StepBatch:
         """Split a batch into decodes and prefills.
@@ -140,7 +144,8 @@ class StepBatch:
             asked = [retention.budget] * requests if sizes.budgets is None else sizes.budgets
             budgets, rows = _equal_heads(layout, asked, tails, retention.budget)
         else:
-            budgets, rows = regions.budgets(layer).expand(requests, -1), regions.rows(layer, tails)
+            compressed = [start >= p for start, p in zip(starting, protected, strict=True)]
+            budgets, rows = regions.place(layer, tails, compressed)
         if sizes.compresses:  # behind a prompt that has been compressed there is no prefix
             protected = [p if start < p else 0 for start, p in zip(starting, protected, strict=True)]
         singles, at, prefills, first = [], [], [], 0
@@ -151,7 +156,7 @@ class StepBatch:
                 chunk = PrefillChunk(first, first + cut, start, *own, protected[i], block_table[i], compresses=True)
                 prefills.append(chunk)
                 if cut < count:
-                    prefills.append(PrefillChunk(first + cut, first + count, protected[i], *own))
+                    prefills.append(PrefillChunk(first + cut, first + count, protected[i], *own, follows=True))
             elif count == 1:
                 singles.append(i)
                 at.append(first)
@@ -306,16 +311,23 @@ class FixedBudgetAttention:
                 windows=batch.windows,
                 impl=self.impl,
             )
-        for chunk in batch.prefills:
-            cut = slice(chunk.first, chunk.last)
+            if self.rule.rounds is not None:
+                protected = [0] * batch.decodes if protection is None else protection.tokens.tolist()
+                ends, sizes = (batch.positions + 1).tolist(), (batch.budgets[:, 0].tolist(), batch.windows.tolist())
+                rows = rounds.Rows(pages, batch.table, ends, *sizes, protected, batch.seeds)
+                rounds.advance(q[at], rows, self.rule, self.scale)
+        for chunk in itertools.chain.from_iterable(map(self._between_rounds, batch.prefills)):
+            cut, row, budgets = slice(chunk.first, chunk.last), chunk.row, chunk.budgets
+            if chunk.follows and self.rule.votes.divides:
+                (budgets,), (row,) = divided.settle(pages, row.unsqueeze(0), self.rule.votes)
             out[cut], _ = ops.prefill_chunk(
                 q[cut],
                 k[cut],
                 v[cut],
                 pages,
-                chunk.row,
+                row,
                 chunk.start,
-                chunk.budgets,
+                budgets,
                 rule=self.rule,
                 scale=self.scale,
                 given=None if given is None else given[cut],
@@ -326,14 +338,30 @@ class FixedBudgetAttention:
             )
             if chunk.compresses:
                 self._compress(q[cut], pages, chunk, chunk.prefix(blocks))
+            if self.rule.rounds is not None:
+                seeds = None if chunk.seed is None else torch.tensor([chunk.seed])
+                sizes = [int(budgets[0])], [chunk.window], [chunk.protected], seeds
+                rounds.advance(q[cut], rounds.Rows(pages, row.unsqueeze(0), [chunk.end], *sizes), self.rule, self.scale)
+
+    def _between_rounds(self, chunk: PrefillChunk) -> Iterator[PrefillChunk]:
+        """Cut a chunk where rounds are due."""
+        if self.rule.rounds is None:
+            yield chunk
+            return
+        kept = Retention(int(chunk.budgets[0]), self.rule.sinks, chunk.window).behind(chunk.protected)
+        start = chunk.start
+        for end in rounds.cuts(self.rule, kept, start, chunk.end):
+            first = chunk.first + start - chunk.start
+            yield replace(chunk, first=first, last=first + end - start, start=start)
+            start = end
 
     def _compress(self, q: torch.Tensor, pages: Pages, chunk: PrefillChunk, prefix: Prefix) -> None:
         """Keep the queries ``[L, Hq, D]`` of a chunk that will vote, and compress the prompt where it ends."""
         first = max(chunk.start, chunk.protected - self.rule.votes.queries)
         if first < chunk.end:
-            number = first - chunk.protected + self.rule.votes.queries
-            state = chunk.row[:, : pages.layout.state_blocks]
-            compress.hold_queries(q[first - chunk.start :], pages, state, number)
+            votes = torch.arange(first, chunk.end) - chunk.protected + self.rule.votes.queries
+            states = chunk.row[:, : pages.layout.state_blocks].expand(len(votes), -1, -1)
+            compress.hold_queries(q[first - chunk.start :], pages, states, votes)
         if chunk.end == chunk.protected:
             told = {"group": q.shape[1] // pages.layout.num_kv_heads, "rule": self.rule, "scale": self.scale}
             compress.compress(pages, chunk.row, prefix, chunk.budgets, chunk.window, **told)

@@ -43,14 +43,14 @@ def largest_steps(
     protection = _protection(prefix_table, rows, table[:0], 0) if longest else None
     windows = torch.full((rows,), rule.window, dtype=torch.int32, device=device)
     decodes = rows, slice(0, rows), table.expand(rows, -1, -1), positions, told.expand(rows, -1).contiguous(), windows
-    seeds = torch.zeros(rows, dtype=torch.int64, device=device) if rule.draws else None
+    seeds = torch.zeros(rows, dtype=torch.int64, device=device) if rule.seeded else None
     yield pages, StepBatch(*decodes, (), None, None, protection, seeds), rows
 
     def of_chunk(count: int, start: int, protected: int):
         """A step of one chunk of so many tokens, from position ``start`` on, behind so many protected ones or among them."""
         own = (protected, prefix_table[0]) if longest else (0, None)
         place = table[0], told, rule.window
-        chunk, protection = PrefillChunk(0, count, start, *place, *own, 0 if rule.draws else None), None
+        chunk, protection = PrefillChunk(0, count, start, *place, *own, 0 if rule.seeded else None), None
         if longest:
             within = min(count, max(0, protected - start))
             protection = _protection(prefix_table[:1], within, table[:1], protected)

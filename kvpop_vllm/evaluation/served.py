@@ -11,9 +11,11 @@ from kvpop_vllm.attention.fresh import fresh_pages
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ConfigError, protected_tokens
+from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.kernels.regions import divided_blocks
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Signals
 
@@ -45,8 +47,13 @@ class Sequence:
         self.seeds = torch.tensor([request_seed(0, seed)])
         self.retention = Retention(int(self.budgets.max()), rule.sinks, rule.window)
         length = None if rule.compresses else length  # the tail holds what is chosen of the prompt
-        self.pages, table = fresh_pages(self.layout, self.retention.budget, length=length, protected=protected)
+        divides = rule.compresses and rule.votes.divides
+        slots = divided_blocks(heads, self.retention.budget, self.layout.block_slots) if divides else 0
+        most = max(self.retention.budget, slots * self.layout.block_slots)
+        self.blocks, table = fresh_pages(self.layout, most, length=length, protected=protected)
         self.row = table[:, 0].contiguous()
+        self.regions = DividedRegions(self.blocks, rule.votes, self.retention.budget) if divides else None
+        self.pages = self.regions.pages if divides else self.blocks
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, given: torch.Tensor | None = None
@@ -56,18 +63,20 @@ class Sequence:
         given, out, count = None if given is None else given.T.contiguous(), torch.empty_like(q), len(q)
         sizes = Sizes([self.protected], self.budgets.unsqueeze(0), None, self.seeds, self.rule.compresses)
         told = [count], torch.tensor([self.seen + count]), self.row, sizes
-        batch = StepBatch.build(self.layout, self.retention, *told)
+        batch = StepBatch.build(self.layout, self.retention, *told, self.regions)
         if self.shifted:
             given = shift(given, self.pages, batch, self.rule.sinks)
-        FixedBudgetAttention(self.layout, self.rule, scale).forward(q, k, v, self.pages, batch, out, given)
+        FixedBudgetAttention(self.layout, self.rule, scale).forward(q, k, v, self.pages, batch, out, given, self.blocks)
         self.seen += count
         return out.transpose(0, 1)
 
     def held(self) -> torch.Tensor:
         """``[H, seen]`` booleans: which tokens are held."""
-        tail = tail_tables(self.row, [self.protected], self.layout).expand(len(self.budgets), -1)
-        protected = 0 if self.rule.compresses and self.seen >= self.protected else self.protected
-        return held_tokens(self.pages, tail, self.seen, self.rule, self.budgets, protected)
+        tails, budgets = tail_tables(self.row, [self.protected], self.layout), self.budgets
+        compressed, tail = self.rule.compresses and self.seen >= self.protected, tails.expand(len(budgets), -1)
+        if self.regions is not None:
+            (budgets,), (tail,) = self.regions.place(0, tails, [compressed])
+        return held_tokens(self.pages, tail, self.seen, self.rule, budgets, 0 if compressed else self.protected)
 
     def kept(self) -> torch.Tensor:
         """``[H, E]`` booleans: which tokens of ``E(q)`` are held, q being the newest token, oldest first."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.kernels import divided
 from kvpop_vllm.kernels.ops import PromptVotes, RetentionRule
 from kvpop_vllm.kernels.pages import Pages, Prefix
 
@@ -14,17 +15,22 @@ LEAST_VOTE = torch.finfo(torch.float32).tiny
 """Stands for 0, whose logarithm no score word could hold."""
 
 
-def hold_queries(q: torch.Tensor, pages: Pages, state: torch.Tensor, first: int) -> None:
-    """Write the prompt's last queries to the request's state, as they come.
+def hold_queries(q: torch.Tensor, pages: Pages, states: torch.Tensor, places: torch.Tensor) -> None:
+    """Write queries to the states of their requests.
 
     Args:
-        q: ``[L, Hq, D]``. pages: the tail's; state is written in place. state: ``[H, S]`` block numbers of the state.
-        first: number of the first of them among those that vote.
+        q: ``[L, Hq, D]``. pages: the tails'; states are written in place. states: ``[L, H, S]`` block numbers of each one's state.
+        places: ``[L]`` int64, the number of each among the queries that a state holds.
     """
-    heads = pages.layout.num_kv_heads
-    words = q.transpose(0, 1).unflatten(0, (heads, -1)).transpose(1, 2).reshape(heads, -1).float()  # [H, L * G * D]
-    at = torch.arange(words.shape[1], device=q.device) + first * (words.shape[1] // len(q))
-    pages.put(pages.state, _words(pages, state, at), words)
+    words = q.reshape(len(q), pages.layout.num_kv_heads, -1).float()  # [L, H, G * D]
+    pages.put(pages.state, _words(pages, states, places, words.shape[-1]), words)
+
+
+def held_queries(pages: Pages, row: torch.Tensor, places: torch.Tensor, group: int) -> torch.Tensor:
+    """Return the queries ``[H, c, G, D]`` at ``places [c]`` of a request's state; row: ``[H, P]``, state blocks first."""
+    states = row[:, : pages.layout.state_blocks].expand(len(places), -1, -1)
+    words = pages.state[_words(pages, states, places.to(row.device), group * pages.layout.head_size)]
+    return words.transpose(0, 1).unflatten(-1, (group, -1))
 
 
 def compress(
@@ -43,19 +49,27 @@ def compress(
 
     The last ``n = min(32, w)`` queries' attention to the tokens before them is averaged over queries and query heads and over
     five neighbours. Sinks, the last w tokens and the ``B - s - w`` tokens of most votes stay; of equal votes the newer. A token's
-    score is the logarithm of its votes, so that it is below that of every token that leaves the window later, 0.
+    score is the logarithm of its votes, so that it is below that of every token that leaves the window later, 0. Heads that divide their
+    slots do that first.
 
     Args:
-        pages: the tail's cache, written in place. row: ``[H, P]`` int32, its pages, state first, whose state holds the queries.
+        pages: the tail's cache, written in place. row: ``[H, P]`` int32, its pages, state first, whose state holds the queries; where
+            heads divide their slots, regions of its blocks as of equal heads.
         prefix: of this request, R = 1, all p tokens written, its ``tokens`` on the CPU. budgets: ``[H]`` int32. window: w.
         group: query heads of a KV head here. rule: with votes. scale: factor on q . k.
     """
     p, heads = int(prefix.tokens[0]), pages.layout.num_kv_heads
     keys, values = prefix.gather(0, 0, p)
-    voters = _queries(pages, row, rule.votes.queries, min(rule.votes.queries, window, p), group)
+    most = rule.votes.queries
+    voters = held_queries(pages, row, torch.arange(most - min(most, window, p), most), group)
     votes = prompt_votes(voters, keys, scale, rule.votes)
-    sinks, table = rule.sinks, row.long()
+    sinks = rule.sinks
     oldest = max(sinks, p - window)
+    if rule.votes.divides:
+        budgets = divided.divide(votes[:, sinks:oldest], int(budgets[0]), sinks + window, rule.votes.safe)
+        divided.keep_budgets(pages, row, budgets, rule.votes)
+        (budgets,), (row,) = divided.settle(pages, row.unsqueeze(0), rule.votes)
+    table = row.long()
     near = torch.cat([torch.arange(min(sinks, p)), torch.arange(oldest, max(oldest, p))]).to(keys.device)
     slots = torch.where(near < sinks, near, sinks + (near - sinks) % window)
     for h in range(heads):
@@ -95,17 +109,11 @@ def prompt_votes(q: torch.Tensor, keys: torch.Tensor, scale: float, votes: Promp
     return found
 
 
-def _queries(pages: Pages, row: torch.Tensor, most: int, count: int, group: int) -> torch.Tensor:
-    """Return the queries ``[H, count, G, D]`` that :func:`hold_queries` has written, the last ones of ``most``."""
-    size = pages.layout.head_size
-    each = group * size
-    at = torch.arange(count * each, device=row.device) + (most - count) * each
-    blocks, heads, words = _words(pages, row[:, : pages.layout.state_blocks], at)
-    return pages.state[blocks, heads, words].unflatten(1, (count, group, size))
-
-
-def _words(pages: Pages, state: torch.Tensor, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return where words ``at [n]`` of the heads' states lie in ``pages.state``."""
-    region = pages.state.shape[-1]
-    heads = torch.arange(len(state), device=at.device).unsqueeze(1).expand(-1, len(at))
-    return state.long()[:, at // region], heads, (at % region).expand(len(state), -1)
+def _words(
+    pages: Pages, states: torch.Tensor, places: torch.Tensor, each: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return where the queries at ``places [L]`` of ``states [L, H, S]``, of so many words each, lie in ``pages.state``: three
+    indices ``[L, H, each]``."""
+    region, heads = pages.state.shape[-1], torch.arange(states.shape[1], device=places.device)
+    at = (places.unsqueeze(1) * each + torch.arange(each, device=places.device)).unsqueeze(1).expand(-1, len(heads), -1)
+    return states.long().gather(2, at // region), heads.view(-1, 1).expand_as(at), at % region

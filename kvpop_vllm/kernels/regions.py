@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -62,6 +63,22 @@ class Shares:
         return layout.blocks(budget, budget)
 
 
+def divided_blocks(heads: int, budget: int, size: int) -> int:
+    """Return the blocks of ``size`` slots that heads hold at most who divide ``heads * budget`` slots among them: the last page of each
+    may be filled in part."""
+    return cdiv(heads * (budget + size - 1) // size, heads)
+
+
+def page_numbers(full: torch.Tensor, width: int) -> torch.Tensor:
+    """Return in which order pages are handed out, ``[..., width, n]``: the first page of every head before the second of any.
+
+    Args:
+        full: ``[..., n]`` pages of each of n heads. Those that a head has not have the number of some other.
+    """
+    claimed = torch.arange(width, device=full.device).unsqueeze(1) < full.unsqueeze(-2)
+    return claimed.flatten(-2).cumsum(-1).view_as(claimed) - 1
+
+
 class RegionMap:
     """Which of a request's regions are the pages of which head.
 
@@ -75,27 +92,26 @@ class RegionMap:
         full = torch.tensor(
             [[shares.pages_of_head(layout, i, h) for h in range(shares.heads)] for i in range(shares.layers)]
         )
-        claimed = (
-            torch.arange(int(full.max())).view(-1, 1, 1) < full
-        )  # [P, layers, H]: in the order they are handed out
-        number = claimed.flatten().cumsum(0).view_as(claimed) - 1
+        number = page_numbers(full.flatten(), int(full.max())).unflatten(1, full.shape)  # [P, layers, H]
         self.ordinal = (number // per_block).to(device)  # which of the request's blocks
         layer, head = number % per_block // shares.heads, number % shares.heads
         self.offset = (layer * num_blocks * shares.heads + head).to(device)
         self._budgets = torch.tensor(shares.budgets, dtype=torch.int32, device=device)
 
-    def rows(self, layer: int, block_table: torch.Tensor) -> torch.Tensor:
-        """Region numbers ``[R, H, P]`` int32 of a layer's pages; ``block_table [R, W]``: blocks of each request.
+    def place(
+        self, layer: int, tails: torch.Tensor, compressed: Sequence[bool] | torch.Tensor = ()
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the budgets ``[R, H]`` int32 of a layer's heads, and the region numbers ``[R, H, P]`` int32 of their pages.
 
         Pages that have not been claimed yet, or never will be, have the number of some other region.
+
+        Args:
+            tails: ``[R, W]``, blocks of each request's state and slots. compressed: not used.
         """
         ordinal = self.ordinal[:, layer].T  # [H, P]
-        block = block_table.long()[:, ordinal.clamp_max(block_table.shape[1] - 1)]
-        return (block * self.shares.heads + self.offset[:, layer].T).int()
-
-    def budgets(self, layer: int) -> torch.Tensor:
-        """``[H]`` int32."""
-        return self._budgets[layer]
+        block = tails.long()[:, ordinal.clamp_max(tails.shape[1] - 1)]
+        rows = (block * self.shares.heads + self.offset[:, layer].T).int()
+        return self._budgets[layer].expand(len(tails), -1), rows
 
     def view(self, storage: torch.Tensor) -> Pages:
         """All regions of the pool for the kernels: ``[layers * num_blocks * H, H, N * C]``, the same for every head.

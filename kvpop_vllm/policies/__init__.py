@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import entry_points
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.policies.adakv import AdaKV
 from kvpop_vllm.policies.base import Order, Policy
 from kvpop_vllm.policies.dms import DMS
 from kvpop_vllm.policies.full import Full
@@ -14,10 +15,12 @@ from kvpop_vllm.policies.l2norm import L2Norm
 from kvpop_vllm.policies.momentkv import MomentKV
 from kvpop_vllm.policies.pyramidkv import PyramidKV
 from kvpop_vllm.policies.random_attention import RandomAttention
+from kvpop_vllm.policies.rkv import RKV
 from kvpop_vllm.policies.snapkv import SnapKV
 from kvpop_vllm.policies.streaming_llm import StreamingLLM
 from kvpop_vllm.policies.tova import TOVA
 from kvpop_vllm.policies.trimkv import TrimKV
+from kvpop_vllm.policies.vase import VaSE
 
 POLICIES: dict[str, type[Policy]] = {
     cls.name: cls
@@ -35,13 +38,13 @@ POLICIES: dict[str, type[Policy]] = {
         RandomAttention,
         SnapKV,
         PyramidKV,
+        AdaKV,
+        VaSE,
+        RKV,
         Full,
     )
 }
 """The policies of this package by name."""
-
-WAITING = ("adakv",)
-"""Policies whose heads divide a budget at a prompt's end, which this version does not do."""
 
 ENTRY_POINTS = "kvpop_vllm.policies"
 """``name = "module:Class"``, the class a :class:`Policy` of that name."""
@@ -50,18 +53,6 @@ ENTRY_POINTS = "kvpop_vllm.policies"
 def known() -> list[str]:
     """Names of all policies, those of other packages last; imports none of these."""
     return [*POLICIES, *sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)} - set(POLICIES))]
-
-
-def check_known(name: str) -> None:
-    """Refuse a policy that other versions have.
-
-    Raises:
-        ConfigError: it is one of :data:`WAITING`.
-    """
-    if name in WAITING:
-        raise ConfigError(
-            f"policy {name} has heads divide a budget at a prompt's end, which this version does not do: use snapkv"
-        )
 
 
 def get(name: str) -> type[Policy]:
@@ -77,8 +68,6 @@ def get(name: str) -> type[Policy]:
         raise ConfigError(f"policy {name!r} is brought by {packages}{ours}: uninstall all but one")
     if name in POLICIES:
         return POLICIES[name]
-    if not brought:
-        check_known(name)
     if not brought:
         raise ConfigError(f"unknown policy {name!r}: --kv-policy takes {', '.join(known())}")
     try:

@@ -1,4 +1,4 @@
-"""How many of a request's tokens each head of each layer may hold; any allocator goes with any policy."""
+"""How many of a request's tokens each head of each layer may hold; any goes with any policy, but for ada, which needs votes."""
 
 from __future__ import annotations
 
@@ -32,8 +32,15 @@ def pyramid(kept: Retention, layers: int, heads: int) -> torch.Tensor:
     return (kept.first_long + long_range).int().unsqueeze(1).repeat(1, heads)
 
 
+def ada(kept: Retention, layers: int, heads: int) -> torch.Tensor:
+    """All the same until a prompt's end, where the heads of a layer divide their slots by votes
+    (:func:`kvpop_vllm.kernels.divided.divide`)."""
+    return uniform(kept, layers, heads)
+
+
 ALLOCATORS: dict[str, Callable[[Retention, int, int], torch.Tensor]] = {
     "uniform": uniform,
     "pyramid": pyramid,
+    "ada": ada,
 }
 """``allocator(retention, layers, H) -> [layers, H]`` int32 budgets, by the name that ``--kv-allocator`` takes; B on average."""

@@ -51,11 +51,12 @@ GATED = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
 
 class Order(Enum):
     """How priorities move with time. STATIC: the order of two tokens never changes. AGED: it changes with q alone.
-    COUPLED: it depends on what was evicted before, so that prefill must run token by token."""
+    COUPLED: it depends on what was evicted before, so that prefill must run token by token. ROUNDS: so, but only every m tokens."""
 
     STATIC = "static"
     AGED = "aged"
     COUPLED = "attention-coupled"
+    ROUNDS = "attention-coupled, in rounds"
 
 
 @dataclass(frozen=True)
@@ -135,6 +136,11 @@ class Policy(ABC):
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-correction out")
         if self.keeps_all and self.allocator != "uniform":
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-allocator out")
+        if self.divides and not self.compresses:
+            raise ConfigError(
+                f"--kv-allocator ada compares tokens of different heads, and scores of --kv-policy {self.name} mean something within a"
+                " head only: choose --kv-policy adakv, or another allocator"
+            )
         self.retention = self._resolve(self.settings)
         self._check_limits()
 
@@ -162,7 +168,7 @@ class Policy(ABC):
     @functools.cached_property
     def one_budget(self) -> bool:
         """Whether all requests have the server's budget: it keeps everything, or heads have unequal shares."""
-        return self.keeps_all or bool((self.shares() != self.retention.budget).any())
+        return self.keeps_all or self.divides or bool((self.shares() != self.retention.budget).any())
 
     def retention_of(self, budget: int) -> Retention:
         """Return what a server with this budget would have, for one request.
@@ -252,6 +258,11 @@ class Policy(ABC):
         return self.settings.allocator or self.default_allocator
 
     @property
+    def divides(self) -> bool:
+        """Whether the heads of a layer divide each request's budget among them at its prompt's end."""
+        return self.allocator == "ada"
+
+    @property
     def protect(self) -> bool | int:
         """Tokens of each prompt that are never evicted (``--kv-protect-prompt``): True for all, 0 for none."""
         asked = self.settings.protect_prompt
@@ -267,6 +278,17 @@ class Policy(ABC):
         """Most tokens of a prompt that a request may protect (``--kv-max-protect``): True for all, 0 for none."""
         asked = self.settings.max_protect
         return self.protect if asked is None else asked
+
+    @property
+    def query_group(self) -> int:
+        """G, query heads of a KV head.
+
+        Raises:
+            ConfigError: the model's shape does not say.
+        """
+        if self.model.num_heads is None:
+            raise ConfigError(f"--kv-policy {self.name} must know how many heads the model has: give its config")
+        return self.model.num_heads // self.model.num_kv_heads
 
     def shares(self) -> torch.Tensor:
         """Budget ``[layers, H]`` int32 of every head, B on average, as the allocator says it."""
@@ -300,12 +322,13 @@ class Policy(ABC):
         return None
 
     def check_ranks(self, ranks: int) -> None:
-        """Whether its gate works on the KV heads of one of so many tensor-parallel ranks.
+        """Whether it works on the KV heads of one of so many tensor-parallel ranks.
 
         Raises:
             ConfigError: it does not.
         """
-        return
+        if self.divides and ranks > 1:
+            raise ConfigError(f"--kv-policy {self.name} has all heads of a layer divide a budget: set --tensor-parallel-size 1")
 
     @property
     def gated(self) -> bool:
@@ -333,7 +356,7 @@ class Policy(ABC):
             ConfigError: the rule is not of the order that the policy declares, or needs more state.
         """
         rule = replace(self.rule(layer, heads), moment_correction=self.corrects)
-        if rule.coupled != (self.order is Order.COUPLED):
+        if rule.coupled != (self.order is Order.COUPLED) or (rule.rounds is None) == (self.order is Order.ROUNDS):
             raise ConfigError(
                 f"--kv-policy {self.name} declares the order {self.order.value!r}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
             )
@@ -346,9 +369,9 @@ class Policy(ABC):
                 f"--kv-policy {self.name} {'compresses' if self.compresses else 'does not compress'} prompts, its rule does otherwise:"
                 " fix the policy class"
             )
-        if rule.draws != self.draws:
+        if rule.seeded != self.draws:
             raise ConfigError(
-                f"--kv-policy {self.name} {'draws' if rule.draws else 'does not draw'} its scores: fix the policy class"
+                f"--kv-policy {self.name} {'draws' if rule.seeded else 'does not draw'} its scores: fix the policy class"
             )
         if (needed := rule.state_floats(self.model.head_dim)) > self.state_floats:
             raise ConfigError(

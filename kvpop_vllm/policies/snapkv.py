@@ -10,6 +10,8 @@ from kvpop_vllm.policies.base import Policy, Signal
 
 OBSERVED = 32
 """Default window in tokens, which is also the paper's observation window."""
+SAFE = 0.2
+"""Share of its budget that every head keeps where heads divide them, as kvpress and Ada-KV's own code have it."""
 
 
 class SnapKV(Policy):
@@ -30,8 +32,6 @@ class SnapKV(Policy):
 
     def prepare(self):
         super().prepare()
-        if self.model.num_heads is None:
-            raise ConfigError(f"--kv-policy {self.name} must know how many heads the model has: give its config")
         if self.settings.protect_prompt is not None:
             raise ConfigError(
                 f"--kv-policy {self.name} holds the prompt until its end anyway: leave --kv-protect-prompt out"
@@ -46,7 +46,7 @@ class SnapKV(Policy):
     @property
     def votes(self) -> PromptVotes:
         """Who votes, and how votes are averaged."""
-        return PromptVotes(self.model.num_heads // self.model.num_kv_heads)
+        return PromptVotes(self.query_group, safe=SAFE if self.divides else None)
 
     @property
     def state_fields(self):

@@ -12,6 +12,7 @@ import torch
 
 from .oracle_coupled import corrected_attention, follow_attention
 from .oracle_random import follow_draws
+from .oracle_rounds import REDUNDANCY, SAMPLED_MASS, follow_rounds
 from .oracle_scores import (
     MEAN_MASS,
     MOMENT_RESIDUAL,
@@ -24,7 +25,7 @@ from .oracle_scores import (
     read_scorer,
 )
 from .oracle_sets import best_lost, decision_margins, retained_sets
-from .oracle_votes import held_until, vote_scores
+from .oracle_votes import divided_slots, held_until, vote_scores
 
 
 def masked_attention(
@@ -75,7 +76,7 @@ class OraclePolicy:
 
     Attributes:
         scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"`` (see
-            :func:`follow_attention`); ``"random draw"`` (see :func:`follow_draws`); ``"prompt votes"`` (see :func:`vote_scores`); or the result of :func:`read_scorer`.
+            :func:`follow_attention`); ``"random draw"`` (see :func:`follow_draws`); ``"sampled mass"``, ``"redundancy"`` (see :func:`follow_rounds`); ``"prompt votes"`` (see :func:`vote_scores`); or the result of :func:`read_scorer`.
         sinks, window, topk: ``s``, ``w``, ``k`` in tokens; k of each layer, where they differ.
         step: ``n``, positions per decay step.
         log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
@@ -85,7 +86,7 @@ class OraclePolicy:
             window (DMS).
         protect: ``p``, tokens at the beginning that everybody sees for ever, in the place of sinks; 0 for sinks alone.
         seeds: of draws, the server's and the request's.
-        prompt: tokens that are all there until the last of them, where the prompt votes.
+        prompt: tokens that are all there until the last of them, where the prompt votes. divides: the heads of a layer divide their k then.
         replay: ``R``; with protected tokens a recurrent scorer begins at token ``max(0, p - R)``.
     """
 
@@ -102,6 +103,7 @@ class OraclePolicy:
     replay: int = 1024
     seeds: tuple[int, int] = (0, 0)
     prompt: int = 0
+    divides: bool = False
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
@@ -193,18 +195,24 @@ class OraclePolicy:
             return Decided(*follow_attention(query, key, value, self.scorer, *shape, forced, bias))
         if self.scorer == RANDOM_DRAW:
             return Decided(*follow_draws(layer, *key.shape[:2], self.seeds, *shape, forced))
+        if self.scorer in (SAMPLED_MASS, REDUNDANCY):
+            where = layer, self.seeds, self.protect, self.sinks, self.window, topk
+            return Decided(*follow_rounds(query, key, value, self.scorer, *where, forced, bias))
         begins = max(0, self.protect - self.replay)
         if self.scorer == PROMPT_VOTES:
             scores = vote_scores(query, key, self.prompt, self.window)
         else:
             scores = raw_scores(self.scorer, layer, key, value, self.window, hidden, channel, begins)
-        rule = (decay, *shape, self.step, self.ages, self.threshold)
+        biased, divide = scores.double().numpy().copy(), math.inf
+        for head, token, by in bias:
+            biased[head, token] += by
+        if self.divides:
+            topk, divide = divided_slots(biased, self.prompt, *shape)
+        rule = (decay, *shape[:2], topk, self.step, self.ages, self.threshold)
         if forced is None:
-            biased = scores.double().numpy().copy()
-            for head, token, by in bias:
-                biased[head, token] += by
             forced = held_until(torch.from_numpy(retained_sets(biased, *rule)), self.prompt)
         sets, raw = np.asarray(forced), scores.numpy()
         margins = decision_margins(sets, raw, *rule, held=self.prompt)
+        margins[:, self.prompt : self.prompt + 1] = np.minimum(margins[:, self.prompt : self.prompt + 1], divide)
         lost = best_lost(sets, raw, decay, self.step, self.ages)
         return Decided(forced, torch.from_numpy(margins), scores, torch.from_numpy(lost))

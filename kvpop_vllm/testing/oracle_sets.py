@@ -30,7 +30,7 @@ def retained_sets(
     log_gamma: Sequence[float],
     sinks: int,
     window: int,
-    topk: int,
+    topk: int | Sequence[int],
     step: int = 1,
     ages: bool = False,
     threshold: float | None = None,
@@ -40,7 +40,7 @@ def retained_sets(
     Args:
         scores: raw scores ``[H, S]``; NaN allowed where a token is never ranked.
         log_gamma: one decay per head, in nats per ``step`` positions.
-        sinks, window, topk: ``s``, ``w``, ``k``.
+        sinks, window, topk: ``s``, ``w``, ``k``; k of each head, where they differ.
         step: ``n`` of the decay.
         ages: a token's score counts as often as it is old, and nothing else decays.
         threshold: a token with a lower score is dropped when it leaves the window, whatever room there is.
@@ -50,13 +50,13 @@ def retained_sets(
     """
     heads, length = scores.shape
     scores = scores.astype(np.float64)
-    visible = np.zeros((heads, length, length), dtype=bool)
+    visible, topk = np.zeros((heads, length, length), dtype=bool), np.broadcast_to(topk, heads).tolist()
     for h in range(heads):
         kept: list[int] = []
         for q in range(length):
             leaving = q - window
             if leaving >= sinks and (threshold is None or scores[h][leaving] >= threshold):
-                kept = _best(scores[h], [*kept, leaving], q, topk, step, log_gamma[h], ages)
+                kept = _best(scores[h], [*kept, leaving], q, topk[h], step, log_gamma[h], ages)
             visible[h, q] = _base_row(length, q, sinks, window)
             visible[h, q, kept] = True
     return visible
@@ -116,7 +116,7 @@ def decision_margins(
     log_gamma: Sequence[float],
     sinks: int,
     window: int,
-    topk: int,
+    topk: int | Sequence[int],
     step: int = 1,
     ages: bool = False,
     threshold: float | None = None,
@@ -137,8 +137,8 @@ def decision_margins(
     """
     heads, length = scores.shape
     scores = scores.astype(np.float64)
-    margins = np.full((heads, length), math.inf)
-    for h in range(heads):
+    margins, shares = np.full((heads, length), math.inf), np.broadcast_to(topk, heads).tolist()
+    for h, topk in enumerate(shares):
         kept: set[int] = set()
         for q in range(length):
             new = {q - window} if q - window >= sinks else set()

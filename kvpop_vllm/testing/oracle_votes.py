@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 
 QUERIES, NEIGHBOURS = 32, 5
@@ -32,6 +33,31 @@ def vote_scores(query: torch.Tensor, key: torch.Tensor, prompt: int, window: int
             near = votes[max(0, t - NEIGHBOURS // 2) : t + NEIGHBOURS // 2 + 1]
             scores[h, t] = (near.sum() / NEIGHBOURS).clamp_min(_LEAST).log()
     return scores
+
+
+def divided_slots(scores: np.ndarray, prompt: int, sinks: int, window: int, topk: int) -> tuple[list[int], float]:
+    """Long-range slots of each head where heads divide ``H * topk`` by their scores (Ada-KV), and the margin of that: the score of
+    the worst token that got in by comparison with other heads' less that of the best that did not, infinite where nothing is compared.
+
+    A fifth of the budget is every head's own, that of sinks and window included.
+
+    Args:
+        scores: ``[H, S]``, of the prompt's tokens the logarithms of their votes.
+    """
+    heads, budget = len(scores), sinks + window + topk
+    tokens = range(sinks, prompt - window)
+    if len(tokens) <= topk:
+        return [topk] * heads, math.inf
+    own, contested = [0] * heads, []
+    for h in range(heads):
+        ranked = sorted(tokens, key=lambda t: (-scores[h][t], -t))
+        own[h] = max(0, budget // 5 - sinks - window)
+        contested += [(-scores[h][t], -t, h) for t in ranked[own[h] :]]
+    contested.sort()
+    free = heads * topk - sum(own)
+    for _, _, h in contested[:free]:
+        own[h] += 1
+    return own, float(contested[free][0] - contested[free - 1][0])
 
 
 def held_until(visible: torch.Tensor, prompt: int) -> torch.Tensor:

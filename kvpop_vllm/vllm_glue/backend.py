@@ -26,6 +26,7 @@ from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepB
 from kvpop_vllm.attention.shifted import shift
 from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.draws import request_seed, signed
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
@@ -94,6 +95,7 @@ class FixedBudgetBackend(AttentionBackend):
             max_budget=cls.policy.max_budget,
             max_protect=cls.policy.max_protect,
             votes=cls.policy.votes.queries if cls.policy.compresses else 0,
+            divides=cls.policy.divides,
             max_tp_shards=spec.max_tp_shards,
         )
 
@@ -138,11 +140,11 @@ class FixedBudgetMetadata:
     """One step's metadata: the batch of all layers or, where heads have unequal shares, how a layer's is made, and the number of
     its tokens. A layer's own is made anew whenever it asks, so that a CUDA graph holds how, and not what it was."""
 
-    build: Callable[[RegionMap | None, int], StepBatch]
+    build: Callable[[RegionMap | DividedRegions | None, int], StepBatch]
     num_tokens: int
     shared: StepBatch | None = None
 
-    def batch(self, layer: int, regions: RegionMap | None) -> StepBatch:
+    def batch(self, layer: int, regions: RegionMap | DividedRegions | None) -> StepBatch:
         """Of layer ``layer``; regions: where its pages are, if shares are unequal."""
         if regions is not None:
             return self.build(regions, layer)
@@ -161,7 +163,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
-        self.unequal, self.protect = kv_cache_spec.shares is not None, kv_cache_spec.protect
+        self.unequal, self.protect = kv_cache_spec.shares is not None or kv_cache_spec.divides, kv_cache_spec.protect
         self.compresses = backend.policy.compresses
         self.draws, self.seed = backend.policy.draws, vllm_config.model_config.seed
         # set before each build: [requests] int64, tokens of each prompt and the request's own seed; what each asked for
@@ -202,7 +204,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         step = *step, self.sizes(len(query_lens))
         return self.finish(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
 
-    def finish(self, build: Callable[[RegionMap | None, int], StepBatch], num_tokens: int) -> FixedBudgetMetadata:
+    def finish(self, build: Callable[[RegionMap | DividedRegions | None, int], StepBatch], num_tokens: int) -> FixedBudgetMetadata:
         """Metadata of a step, with the batch that all layers share if there is one."""
         metadata = FixedBudgetMetadata(build, num_tokens)
         if not self.unequal:
@@ -320,20 +322,23 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             given = shift(given, pages, batch, self.attention.rule.sinks)
         self.attention.forward(q, k, v, pages, batch, out, given, blocks)
 
-    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | None, Pages]:
-        """Return typed views of this layer's cache or, where shares are unequal, of all layers' and its map, and the
-        layer's own by block; made once per allocation."""
+    def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | DividedRegions | None, Pages]:
+        """Return typed views of this layer's cache or, where heads have unequal shares, by region with what tells where pages are,
+        and the layer's own by block; made once per allocation."""
         key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
         if self._pages is None or self._pages[0] != key:
             self._pages = key, self._view(kv_cache), weakref.ref(kv_cache, _forget_pages_of(weakref.ref(self)))
         return self._pages[1]
 
-    def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | None, Pages]:
+    def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | DividedRegions | None, Pages]:
         """View its storage, so that the tensor is freed when vLLM lets go of it."""
         layout, blocks = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype), kv_cache.shape[0]
         raw = kv_cache.view(torch.uint8)
         place = raw.storage_offset(), raw.shape, raw.stride()
         own = layout.view(torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place))
+        if self.policy.divides:
+            divided = DividedRegions(own, self.attention.rule.votes, self.policy.retention.budget)
+            return divided.pages, divided, own
         if self.shares is None:
             return own, None, own
         regions = region_map(self.shares, layout, blocks, kv_cache.device)

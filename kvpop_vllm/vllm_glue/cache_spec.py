@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry, register_kv_cach
 
 from kvpop_vllm.cache.accounting import worst_prompts
 from kvpop_vllm.config import protected_tokens
-from kvpop_vllm.kernels.regions import Shares
+from kvpop_vllm.kernels.regions import Shares, divided_blocks
 from kvpop_vllm.requests import of_params
 from kvpop_vllm.vllm_glue import manager_requests
 
@@ -132,7 +132,8 @@ class FixedBudgetSpec(AttentionSpec):
 
     Where prompts are compressed at their end, ``votes`` is the number of last queries that vote, and a request of a prompt of p tokens
     holds its prefix and, from the first of these on, its state; at the prompt's end a tail with B slots as well; from then on no prefix,
-    whose entries in its row of the block table are null blocks.
+    whose entries in its row of the block table are null blocks. Where its heads ``divide`` their slots (at the end of a prompt longer
+    than the budget), each head's last page may be filled in part.
     """
 
     budget: int
@@ -142,6 +143,7 @@ class FixedBudgetSpec(AttentionSpec):
     max_budget: int
     max_protect: bool | int
     votes: int = 0
+    divides: bool = False
     shares: Shares | None = None
 
     def blocks(self, length: int, protected: int = 0, budget: int | None = None) -> int:
@@ -152,6 +154,9 @@ class FixedBudgetSpec(AttentionSpec):
         if self.votes and protected:
             if length <= protected - self.votes:
                 return prefix
+            if self.divides and length >= protected > self.budget:
+                tail = divided_blocks(self.num_kv_heads, self.budget, self.block_size)
+                return cdiv(protected, self.block_size) + self.state_blocks + tail
             prefix, own, sinks = cdiv(protected, self.block_size), length if length >= protected else 0, 0
         elif own <= 0:
             return prefix

@@ -213,6 +213,6 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             if regions is None:
                 rows = table.unsqueeze(1).expand(-1, impl.num_kv_heads, -1)
             else:
-                rows = regions.rows(impl.layer, table)
+                _, rows = regions.place(impl.layer, table)
             prefix, attention = Prefix(blocks, prefix_table, tokens), impl.attention
             ops.begin_tail(pages, rows, prefix, rule=attention.rule, impl=attention.impl)

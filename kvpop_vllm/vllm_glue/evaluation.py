@@ -15,6 +15,7 @@ from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.distill.hook import load_config
 from kvpop_vllm.distill.hook import longest as most_positions
 from kvpop_vllm.evaluation.contenders import Deployed
+from kvpop_vllm.kernels import divided
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import borrows_channel
 
@@ -157,6 +158,8 @@ def held_in_step(vllm_config, seen: int) -> torch.Tensor:
             chunk = batch.prefills[-1]
             table, budgets = chunk.row, chunk.budgets
             protected = 0 if chunk.compresses and chunk.end == chunk.protected else chunk.protected
+            if rule.compresses and rule.votes.divides:
+                (budgets,), (table,) = divided.settle(pages, table.unsqueeze(0), rule.votes)
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
         layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, budgets.cpu(), protected)

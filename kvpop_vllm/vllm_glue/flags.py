@@ -30,8 +30,8 @@ _HELP = {
     "allocator": (
         str,
         "NAME",
-        "How layers share the budget, under any policy: 'uniform'; 'pyramid', more in lower layers (PyramidKV); "
-        "default: uniform.",
+        "How layers and heads share the budget: 'uniform'; 'pyramid', more in lower layers (PyramidKV), both under any policy; 'ada', the "
+        "heads of a layer divide theirs at a prompt's end (Ada-KV), under policies that compress it; default: uniform.",
     ),
     "protect_prompt": (
         str,

@@ -61,13 +61,8 @@ def test_unknown_key_lists_the_known_ones(key):
     assert message.startswith(f"unknown key {key!r} ") and "budget" in message.split("use ")[1]
 
 
-def test_a_policy_whose_heads_divide_a_budget_is_refused_by_name():
-    message = refusal(policies.get, "adakv")
-    assert message.startswith("policy adakv ") and message.endswith("use snapkv")
-
-
-def test_heads_cannot_divide_a_budget():
-    assert refusal(settings, allocator="ada") == "--kv-allocator must be one of uniform, pyramid, got 'ada'"
+def test_unknown_allocator_lists_the_known_ones():
+    assert refusal(settings, allocator="cone") == "--kv-allocator must be one of uniform, pyramid, ada, got 'cone'"
 
 
 @pytest.mark.parametrize(

@@ -66,6 +66,8 @@ def test_protection():
         ("random", {}, {"kv_seed": 2**64}, "must be a whole number of 64 bits"),
         ("random", {}, {"kv_seed": 1.0}, "must be a whole number of 64 bits"),
         ("h2o", {"allocator": "pyramid"}, {"kv_budget": 60}, "gives all requests one budget here: leave kv_budget out"),
+        ("adakv", {}, {"kv_budget": 60}, "gives all requests one budget here: leave kv_budget out"),
+        ("snapkv", {"allocator": "ada"}, {"kv_budget": 60}, "gives all requests one budget here: leave kv_budget out"),
         ("full", {"budget": None}, {"kv_budget": 60}, "gives all requests one budget here: leave kv_budget out"),
         ("snapkv", {}, {"kv_protect_prompt": 1}, "holds the prompt until its end anyway: leave kv_protect_prompt out"),
         ("h2o", {}, {"kv_policy": "tova"}, "unknown key 'kv_policy'"),
@@ -81,6 +83,7 @@ def test_refusals_of_requests(policy, settings, asked, message):
     [
         ("h2o", {"max_budget": 63}, "--kv-max-budget 63 is below the server's own budget: raise it to at least 64"),
         ("h2o", {"allocator": "pyramid", "max_budget": 80}, "leave --kv-max-budget out"),
+        ("adakv", {"max_budget": 80}, "leave --kv-max-budget out"),
         ("full", {"budget": None, "max_budget": 8192}, "gives all requests one budget here: leave --kv-max-budget out"),
         ("h2o", {"protect_prompt": True, "max_protect": 9}, "raise it to all"),
         ("h2o", {"protect_prompt": 10, "max_protect": 9}, "raise it to at least 10"),

@@ -164,13 +164,14 @@ class Recorder:
                 table, own = tail.expand(layout.num_kv_heads, -1), retention
                 if row.budget is not None:
                     own = replace(own, budget=row.budget, window=self.windows[row.budget])
+                budgets = [own.budget] * layout.num_kv_heads
                 if regions is not None:
-                    table, budgets = regions.rows(layer, tail.unsqueeze(0))[0], set(regions.budgets(layer).tolist())
-                    assert len(budgets) == 1, "heads of one layer differ"
-                    own = replace(own, budget=budgets.pop())
+                    (budgets,), (table,) = regions.place(layer, tail.unsqueeze(0), [True])
+                    budgets = budgets.tolist()
                 filled = filled_slots(pages, table) if rule.threshold is not None else None
-                own = own if rule.compresses else own.behind(row.protected)
-                slots = slot_positions(pages, table, row.seen, own, filled)
+                behind = 0 if rule.compresses else row.protected
+                kept = [replace(own, budget=budget).behind(behind) for budget in budgets]
+                slots = _slots_of_heads(pages, table, row.seen, kept, filled)
                 self._check_content(pages, row, layer, slots, table)
                 positions = [prefix + sorted(t for t in head if t != EMPTY) for head in slots.tolist()]
             self.held[row.request][layer].append(Held(row.seen, row.new, positions))
@@ -219,3 +220,12 @@ class Recorder:
         for request in self.scheduler.requests.values():
             self.preemptions[request.request_id] = request.num_preemptions
         self.blocks.append(Blocks(running, self.pool.get_num_free_blocks(), protected, budgets))
+
+
+def _slots_of_heads(pages, table, seen: int, kept: list, filled) -> torch.Tensor:
+    """``[H, slots]`` positions as of ``slot_positions``, of heads of which each has its own retention."""
+    known = {retention: slot_positions(pages, table, seen, retention, filled) for retention in set(kept)}
+    found = torch.full((len(kept), max(slots.shape[1] for slots in known.values())), EMPTY)
+    for h, retention in enumerate(kept):
+        found[h, : known[retention].shape[1]] = known[retention][h]
+    return found

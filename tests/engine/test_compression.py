@@ -15,7 +15,7 @@ from kvpop_vllm.testing import random_prompt
 TEXT = random_prompt(260, seed=94)
 VOTERS = 32
 LENGTHS = [1, 5, 16, 31, 32, 33, BUDGET - 1, BUDGET, BUDGET + 1, 2 * BUDGET, 150]
-POLICIES = [("snapkv", "qwen3"), ("snapkv", "llama"), ("pyramidkv", "llama")]
+POLICIES = [("snapkv", "qwen3"), ("snapkv", "llama"), ("pyramidkv", "llama"), ("adakv", "qwen3")]
 
 
 @pytest.fixture(scope="module", params=POLICIES, ids="-".join)

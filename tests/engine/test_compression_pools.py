@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from engine.driving import Job, watched
-from engine.matrix import BUDGET, make_case
+from engine.matrix import BUDGET, make_case, state_blocks
 from engine.test_compression import TEXT, check
 
 
@@ -23,6 +23,32 @@ def test_a_pool_too_small_for_all(tiny_model, tmp_path):
         assert len(answers) == 8
         check(engine, answers)
         assert not engine.leaks()
+
+
+def test_heads_that_divide_more_blocks_than_equal_ones_take(tiny_model, tmp_path):
+    """A budget of whole blocks, of which unequal heads fill two in part; a window so small that every head has tokens of its own."""
+    shape = {"protect_prompt": True, "budget": 64, "sinks": 2, "window": 4}
+    found = make_case(tiny_model("qwen3"), tmp_path, "adakv", **shape)
+    sizes = {"max_model_len": 256, "num_gpu_blocks_override": 80}
+    with pytest.MonkeyPatch.context() as patch, watched(found.model, found.settings, found.judge, **sizes) as engine:
+        engine.poison(patch)
+        engine.chunk(50)
+        lengths = (26, 63, 64, 65, 66, 80, 119, 150)
+        answers = engine.serve([Job(new=40, prompt=TEXT[:n], scored=False) for n in lengths])
+        engine.verdict(answers)
+        for step in engine.recorder.blocks:
+            for name, (tokens, row) in step.running.items():
+                prompt = step.protected[name]
+                if tokens > prompt:
+                    full = -(-min(tokens, 64) // 16) if prompt <= 64 else 5
+                    assert len([block for block in row if block]) == state_blocks("adakv") + full
+        shares = [
+            [len(positions) for positions in engine.recorder.held[name][layer][-1].positions]
+            for name in answers
+            for layer in (0, 1)
+        ]
+        assert all(sum(share) == 2 * 64 for share in shares) and sum(a != b for a, b in shares) >= 8
+        assert min(map(min, shares)) >= 64 // 5 and not engine.leaks()
 
 
 def test_budgets_of_requests(tiny_model, tmp_path):

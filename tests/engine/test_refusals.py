@@ -200,7 +200,6 @@ def test_the_flag_of_protected_prompts(llama, given):
     [
         ("--kv-policy", {"policy": "h3o"}),
         ("--kv-policy", {"budget": 64}),
-        ("policy adakv", {"policy": "adakv", "budget": 64}),
         ("--kv-allocator", {"policy": "h2o", "budget": 64, "allocator": "ada"}),
         ("'decide_every'", {"policy": "h2o", "budget": 64, "decide_every": 8}),
         ("'bugdet'", {"policy": "streaming-llm", "bugdet": 64}),

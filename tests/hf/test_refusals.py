@@ -47,7 +47,7 @@ def used(model):
         ({"policy": "full", "allocator": "pyramid"}, "policy full keeps every token: leave allocator out$"),
         (
             {"policy": "h2o", "budget": 64, "allocator": "cone"},
-            "allocator must be one of uniform, pyramid, got 'cone'$",
+            "allocator must be one of uniform, pyramid, ada, got 'cone'$",
         ),
         ({"policy": "full", "max_length": 0}, "max_length must be an integer of at least 1, got 0"),
         ({"policy": None, "budget": 64}, "^policy must be the name of one, such as 'kvpop', got None$"),

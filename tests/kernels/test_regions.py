@@ -36,7 +36,7 @@ def test_pages_have_regions_of_their_own(layers, heads, state, seed):
     num_blocks = 3 * longest + 1
     blocks = 1 + torch.randperm(3 * longest, generator=draw).view(3, longest)
     regions = RegionMap(shares, layout, num_blocks)
-    rows = [regions.rows(layer, blocks.int()) for layer in range(layers)]
+    rows = [regions.place(layer, blocks.int())[1] for layer in range(layers)]
     for length in [*range(1, 140), 10_000]:
         held, seen = shares.blocks(state, N, length), set()
         used = 0
@@ -79,7 +79,7 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
         given_ = torch.randn(length, heads, generator=draw)
         width = int(layout.blocks(64, 64))
         alone = poisoned_pages(layout, width + 1), torch.arange(1, width + 1).int().expand(heads, -1)
-        shared = regions.view(pool), regions.rows(layer, blocks)[0]
+        shared = regions.view(pool), regions.place(layer, blocks)[1][0]
         found = []
         for pages, table in (alone, shared):
             outs = []

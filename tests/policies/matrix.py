@@ -59,6 +59,9 @@ ROWS = {
     "pyramidkv": Row(
         "prompt votes", window=32, asked=True, compresses=True, own_allocator="pyramid", state=32 * 2 * 32
     ),
+    "adakv": Row(
+        "prompt votes", window=32, asked=True, compresses=True, own_allocator="ada", state=32 * 2 * 32 + 1
+    ),
     "h2o": Row("mean mass", window=-1, engines=("qwen3",), own_blocks=False),
     "tova": Row("newest mass", engines=("llama",), own_blocks=False),
     "h2o-pyramid": Row("mean mass", "h2o", window=-1, allocator="pyramid", engines=("llama",)),
@@ -80,5 +83,7 @@ def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:
     """Give lower layers more tokens: two layers whose k are to each other as 39 to 1 (PyramidKV, beta 20)."""
     if allocator == "uniform":
         return plain
+    if allocator == "ada":
+        return replace(plain, divides=True)
     last = plain.topk // 20 + (plain.topk % 20 > 10)
     return replace(plain, topk=(2 * plain.topk - last, last))

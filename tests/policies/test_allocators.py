@@ -41,8 +41,25 @@ def test_one_layer_is_no_pyramid():
 def test_refusals():
     with pytest.raises(ConfigError, match="full keeps every token: leave --kv-allocator out"):
         made("full", None, allocator="pyramid")
-    with pytest.raises(ConfigError, match="--kv-allocator must be one of uniform, pyramid, got 'cone'"):
+    with pytest.raises(ConfigError, match="--kv-allocator must be one of uniform, pyramid, ada, got 'cone'"):
         PolicySettings.parse({"policy": "h2o", "budget": 100, "allocator": "cone"})
+
+
+@pytest.mark.parametrize("name", ["h2o", "streaming-llm", "random", "l2norm", "momentkv"])
+def test_heads_divide_by_votes_alone(name):
+    message = f"ada compares tokens of different heads, and scores of --kv-policy {name} mean something within a head only"
+    with pytest.raises(ConfigError, match=message):
+        made(name, 256, allocator="ada")
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
+def test_any_votes_can_be_divided_by(name):
+    shape = ModelShape("llama", 30, 3, 64, 8192, num_heads=9)
+    policy = made(name, 256, shape, allocator="ada")
+    assert policy.divides and (policy.shares() == 256).all() and policy.rule(0, slice(0, 3)).votes.safe == 0.2
+    policy.check_ranks(1)
+    with pytest.raises(ConfigError, match=f"--kv-policy {name} has all heads of a layer divide a budget: set --tensor-par"):
+        policy.check_ranks(3)
 
 
 def test_equal_shares_below_the_budget_are_what_was_asked_for(monkeypatch):

@@ -147,15 +147,67 @@ class PromptVotes:
 
     Attributes:
         group: G, query heads of a KV head at most. queries: that vote at most; no more than the window has tokens. neighbours: tokens over
-            which votes are averaged, zeros beyond the ends counted.
+            which votes are averaged, zeros beyond the ends counted. safe: None where all heads keep as many tokens; else the heads of
+            a layer divide their slots by votes, and this share of the budget is every head's own (Ada-KV, arXiv:2407.11550).
     """
 
     group: int
     queries: int = 32
     neighbours: int = 5
+    safe: float | None = None
+
+    @property
+    def divides(self) -> bool:
+        """Whether the heads of a layer divide their slots by votes."""
+        return self.safe is not None
 
     def state_floats(self, head_size: int) -> int:
-        """float32 words of one head's state: the queries, as they come."""
+        """float32 words of one head's state: the queries, as they come, and its budget where the votes decide that."""
+        return self.queries * self.group * head_size + self.divides
+
+
+@dataclass(frozen=True)
+class SampledMass:
+    """Every so many tokens those of large values stay, and a sample of the others, weighted with the attention of the newest queries
+    (VaSE, arXiv:2606.03928; :func:`kvpop_vllm.kernels.rounds.sampled_mass`).
+
+    Attributes:
+        group: G, query heads of a KV head at most. lanes: ``[H]`` int64, layer and KV head of the whole model. every: m, tokens between
+            rounds at most. queries: that weigh at most; no more than the window has tokens. neighbours: tokens over which weights are
+            averaged, zeros beyond the ends counted. large: one of so many tokens before the window stays for its value.
+    """
+
+    group: int
+    lanes: torch.Tensor
+    every: int = 64
+    queries: int = 64
+    neighbours: int = 5
+    large: int = 4
+
+    def state_floats(self, head_size: int) -> int:
+        """float32 words of one head's state: the newest queries."""
+        return self.queries * self.group * head_size
+
+
+@dataclass(frozen=True)
+class Redundancy:
+    """Every so many tokens those stay that the newest queries attend to and whose keys resemble few others (R-KV, arXiv:2505.24133;
+    :func:`kvpop_vllm.kernels.rounds.without_redundancy`).
+
+    Attributes:
+        group, every, queries: as of :class:`SampledMass`. neighbours: tokens of which each takes the largest weight. similar: T, cosine
+            above which keys resemble one another. weight: lambda, of attention beside redundancy.
+    """
+
+    group: int
+    every: int = 128
+    queries: int = 8
+    neighbours: int = 7
+    similar: float = 0.5
+    weight: float = 0.1
+
+    def state_floats(self, head_size: int) -> int:
+        """float32 words of one head's state: the newest queries."""
         return self.queries * self.group * head_size
 
 
@@ -186,7 +238,8 @@ class RetentionRule(SlotRoles):
 
     For where tokens lie see :class:`SlotRoles`; k is ``B - s - w``. Behind a protected prefix of p tokens the rule is that of
     the tail (:meth:`behind`), and a scorer's state starts from the last ``replay`` tokens of the prefix. With ``votes`` a prompt is
-    held until its end, and what stays of it is chosen once.
+    held until its end, and what stays of it is chosen once. With ``rounds`` scores are made anew every so many tokens
+    (:mod:`kvpop_vllm.kernels.rounds`).
 
     Raises:
         ValueError: a threshold with a window of less than 2.
@@ -201,6 +254,7 @@ class RetentionRule(SlotRoles):
     first: int = 0
     replay: int = REPLAY
     votes: PromptVotes | None = None
+    rounds: SampledMass | Redundancy | None = None
 
     def __post_init__(self):
         if self.threshold is not None and self.window < 2:
@@ -208,8 +262,8 @@ class RetentionRule(SlotRoles):
 
     def to(self, device: torch.device | str) -> RetentionRule:
         """The same rule with its tensors, the scorer's too, on that device."""
-        scorer = self.scorer if self.scorer is None else _moved(self.scorer, device)
-        return replace(_moved(self, device), scorer=scorer)
+        scorer, rounds = (None if part is None else _moved(part, device) for part in (self.scorer, self.rounds))
+        return replace(_moved(self, device), scorer=scorer, rounds=rounds)
 
     @property
     def coupled(self) -> bool:
@@ -230,6 +284,11 @@ class RetentionRule(SlotRoles):
     def draws(self) -> bool:
         """Whether scores are drawn at every eviction."""
         return isinstance(self.scorer, RandomDraw)
+
+    @property
+    def seeded(self) -> bool:
+        """Whether what stays depends on the request's seed."""
+        return self.draws or isinstance(self.rounds, SampledMass)
 
     @property
     def sequential(self) -> bool:
@@ -254,7 +313,7 @@ class RetentionRule(SlotRoles):
     def state_floats(self, head_size: int) -> int:
         """float32 words of one head's state."""
         own = self.scorer.state_floats if isinstance(self.scorer, MLSTMWeights) else 0
-        own += self.votes.state_floats(head_size) if self.compresses else 0
+        own += sum(part.state_floats(head_size) for part in (self.votes, self.rounds) if part is not None)
         return own + (moment_floats(head_size) if self.keeps_moments else 0)
 
 

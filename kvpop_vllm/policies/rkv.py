@@ -1,0 +1,36 @@
+"""R-KV: importance and redundancy (Cai et al., 2025, arXiv 2505.24133)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from kvpop_vllm.kernels.ops import Redundancy
+from kvpop_vllm.policies.base import Order, Policy, Signal
+
+RECENT = 8
+"""Default window in tokens, the paper's alpha."""
+
+
+class RKV(Policy):
+    """In rounds of 128 tokens, of the tokens before the window: those stay that the last 8 queries attend to and whose keys do not
+    resemble others, ``0.1 I - 0.9 R``.
+
+    The authors drop 128 tokens together every 128 tokens. Here the lowest of the round leave one a step until the next one (DESIGN
+    "Rounds"). What the paper gives no number for is as in its authors' code: which keys are similar, over how many neighbours attention is
+    pooled, and that of similar tokens the newest is spared.
+    """
+
+    name = "rkv"
+    paper = "Cai et al. 2025, arXiv:2505.24133"
+    cost = "every 128 tokens the attention weights of 8 queries and the cosines of all keys; the queries are kept"
+    state = "8 x G x D float32, G query heads a KV head"
+    signals = frozenset({Signal.MASS, Signal.KEY})
+    order = Order.ROUNDS
+    default_sinks, default_window = 0, RECENT
+
+    @property
+    def state_fields(self):
+        return {"queries": Redundancy.queries * self.query_group * self.model.head_dim}
+
+    def rule(self, layer, heads):
+        return replace(self.training_free_rule(heads, None), rounds=Redundancy(self.query_group))

@@ -1,0 +1,149 @@
+"""Policies whose scores are made anew every so many tokens; part of the naive oracle.
+
+Papers: VaSE (arXiv 2606.03928), R-KV (arXiv 2505.24133). What they evict together at a round leaves here one by one until the next.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from .oracle_random import draw
+
+SAMPLED_MASS, REDUNDANCY = "sampled mass", "redundancy"
+_EVERY = {SAMPLED_MASS: 64, REDUNDANCY: 128}
+_QUERIES = {SAMPLED_MASS: 64, REDUNDANCY: 8}
+_DRAWN, _LARGE, _NEW = 0, 1, 2
+
+
+@dataclass(frozen=True)
+class Head:
+    """One KV head of a layer: ``query [G, S, D]``, ``key`` and ``value [S, D]``, and what its draws depend on."""
+
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    place: tuple[tuple[int, int], int, int]
+
+    def logits(self, q: int, tokens: list[int]) -> torch.Tensor:
+        """``[G, tokens]``."""
+        return self.query[:, q] @ self.key[tokens].T / math.sqrt(self.key.shape[1])
+
+
+def sampled_mass(head: Head, last: int, seen: list[int], sinks: int, queries: int, window: int) -> tuple[dict, float]:
+    """Rank of each token behind the sinks, ``(class, value)``, and by how much those that stay for their values exceed the others.
+
+    Args:
+        last: the round's token. seen: all candidates, oldest first, the first ``sinks`` of them sinks.
+    """
+    weight = torch.zeros(len(seen), dtype=head.key.dtype)
+    for q in range(last - queries + 1, last + 1):
+        weight += head.logits(q, seen).softmax(-1).mean(0) / queries
+    near = [sum(weight[max(0, i - 2) : i + 3]) / 5 for i in range(len(seen))]
+    spread = {t: float(head.value[t].max() - head.value[t].min()) for t in seen[sinks:]}
+    by_spread = sorted(spread, key=lambda t: (spread[t], t), reverse=True)
+    large = by_spread[: max(0, len(seen) // 4 - sinks)]
+    rank = {}
+    for i, t in enumerate(seen[sinks:], start=sinks):
+        uniform = (draw(*head.place, last, t) + 0.5) / 2**53
+        drawn = math.log(float(near[i])) - math.log(-math.log(uniform))
+        rank[t] = (_LARGE, spread[t]) if t in large else (_DRAWN, drawn)
+    rest = [spread[t] for t in by_spread[len(large) :]]
+    return rank, spread[large[-1]] - rest[0] if large and rest else math.inf
+
+
+def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int, window: int) -> tuple[dict, float]:
+    """Rank of each token behind the sinks, and the smallest distance of a cosine from the threshold; arguments as of
+    :func:`sampled_mass`. What resembles a token may also lie in the window."""
+    weight = torch.zeros(len(seen), dtype=head.key.dtype)
+    for q in range(last - queries + 1, last + 1):
+        weight += head.logits(q, seen).amax(0).softmax(-1) / queries
+    importance = [float(weight[max(0, i - 3) : i + 4].max()) for i in range(len(seen))]
+    key = head.key[[*seen, *range(last - window + 1, last + 1)]]
+    unit = torch.stack([k / (k.norm() + 1e-8) for k in key])
+    total, closest = torch.zeros(len(unit), dtype=head.key.dtype), math.inf
+    for i, own in enumerate(unit):
+        cosine = unit @ own
+        cosine[i] = 0
+        closest = min(closest, float((cosine - 0.5).abs().min()))
+        similar = (cosine > 0.5).nonzero().flatten().tolist()
+        if similar:
+            cosine[similar[-1]] = 0
+        total += cosine
+    redundant = (total / len(unit)).softmax(0)
+    value = [0.1 * own - 0.9 * float(other) for own, other in zip(importance, redundant, strict=False)]
+    return {t: (_DRAWN, value[i]) for i, t in enumerate(seen) if i >= sinks}, closest
+
+
+def follow_rounds(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    how: str,
+    layer: int,
+    seeds: tuple[int, int],
+    protect: int,
+    sinks: int,
+    window: int,
+    topk: int,
+    forced: torch.Tensor | None = None,
+    bias: Sequence[tuple[int, int, float]] = (),
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Retained sets where after every m tokens all that lies before the window is ranked: until the next such token the lowest leaves when
+    something must, and what has left the window meanwhile counts as higher.
+
+    Args:
+        query: ``[H * G, S, D]``. key, value: ``[H, S, D]``. how: SAMPLED_MASS or REDUNDANCY. seeds: of draws.
+        protect: tokens at the beginning that stay and are not ranked; if there are none, ``sinks`` stay that are.
+        window, topk: ``w``, ``k``. forced, bias: as for :meth:`OraclePolicy.decide`.
+
+    Returns:
+        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`Decided`, scores as for :func:`follow_attention`.
+
+    Raises:
+        ValueError: forced sets that cannot come from this budget.
+    """
+    heads, length, _ = key.shape
+    group, stay, sinks = len(query) // heads, protect or sinks, 0 if protect else sinks
+    every, rule = min(_EVERY[how], max(1, topk // 2)), {SAMPLED_MASS: sampled_mass, REDUNDANCY: redundancy}[how]
+    visible = torch.zeros(heads, length, length, dtype=torch.bool)
+    margins = torch.full((heads, length), math.inf, dtype=torch.float64)
+    scores = torch.full((heads, length, 2), math.nan, dtype=key.dtype)
+    lost = torch.full((heads, length), -1)
+    for h in range(heads):
+        head = Head(query[h * group : (h + 1) * group], key[h], value[h], (seeds, layer, h))
+        more = {token: by for at, token, by in bias if at == h}
+        kept: list[int] = []
+        rank: dict[int, tuple[int, float]] = {}
+        for q in range(length):
+            if q - window >= stay:
+                kept.append(q - window)
+            if len(kept) > topk:
+                order = sorted(kept, key=lambda t: (*_nudged(rank.get(t, (_NEW, 0.0)), more.get(t, 0.0)), t))
+                gone = order[0]
+                if forced is not None:
+                    (gone, *others) = [t for t in kept if not forced[h, q, t]] or [None]
+                    if others or gone is None:
+                        raise ValueError(f"head {h}, query {q}: one token must leave")
+                kept.remove(gone)
+                lost[h, q] = gone
+                mine, least = (rank.get(t, (_NEW, 0.0)) for t in (gone, min(kept, key=lambda t: rank.get(t, (_NEW, 0.0)))))
+                if kept and mine[0] == least[0] != _NEW:
+                    scores[h, q] = torch.tensor([mine[1], least[1]])
+                    margins[h, q] = min(float(margins[h, q]), least[1] - mine[1])
+            seen = sorted({*range(min(stay, q + 1)), *range(max(0, q - window + 1), q + 1), *kept})
+            if forced is not None and seen != torch.nonzero(forced[h, q]).flatten().tolist():
+                raise ValueError(f"head {h}, query {q}: these sets see other tokens than what stays, window and what was kept")
+            visible[h, q, seen] = True
+            if (q + 1) % every == 0 and kept:
+                candidates = [*range(sinks), *sorted(kept)]
+                rank, apart = rule(head, q, candidates, sinks, min(_QUERIES[how], window), window)
+                margins[h, q + 1 : q + 2] = apart
+    return visible, margins, scores, lost
+
+
+def _nudged(rank: tuple[int, float], by: float) -> tuple[int, float]:
+    return rank[0], rank[1] + by

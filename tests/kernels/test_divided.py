@@ -1,0 +1,102 @@
+"""Heads that divide a layer's slots by votes: against a naive division, and no page is anybody else's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvpop_vllm.kernels.divided import DividedRegions, arranged, divide, keep_budgets
+from kvpop_vllm.kernels.ops import PromptVotes
+from kvpop_vllm.kernels.pages import PageLayout, cdiv
+from kvpop_vllm.kernels.regions import divided_blocks
+
+N, SIZE = 16, 32
+
+
+def naive(votes: list[list[float]], budget: int, first: int, safe: float) -> list[int]:
+    """By one sort of all tokens, token by token."""
+    heads, count = len(votes), len(votes[0])
+    room = budget - first
+    if count <= room:
+        return [budget] * heads
+    kept = []
+    for h in range(heads):
+        best = sorted(range(count), key=lambda t: (-votes[h][t], -t))
+        kept.append(set(best[: max(0, int(safe * budget) - first)]))
+    others = [(-votes[h][t], -t, h) for h in range(heads) for t in range(count) if t not in kept[h]]
+    for _, minus_t, h in sorted(others)[: heads * room - sum(map(len, kept))]:
+        kept[h].add(-minus_t)
+    return [first + len(mine) for mine in kept]
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(
+    heads=st.integers(1, 5),
+    count=st.integers(0, 60),
+    first=st.integers(1, 9),
+    room=st.integers(0, 40),
+    levels=st.integers(1, 40),
+    safe=st.sampled_from([0.0, 0.2, 0.9]),
+    seed=st.integers(0, 10_000),
+)
+def test_division(heads, count, first, room, levels, safe, seed):
+    """Few levels of votes make many of them equal."""
+    draw = torch.Generator().manual_seed(seed)
+    votes = torch.randint(0, levels, (heads, count), generator=draw).float() / 64
+    budget = first + room
+    found = divide(votes, budget, first, safe)
+    assert found.tolist() == naive(votes.tolist(), budget, first, safe)
+    assert found.dtype == torch.int32 and int(found.sum()) == heads * budget and int(found.min()) >= first
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    heads=st.integers(1, 5), budget=st.integers(1, 200), state=st.integers(0, 300), seed=st.integers(0, 10_000)
+)
+def test_pages_are_a_requests_own(heads, budget, state, seed):
+    """Whatever the division, pages are regions of the request's blocks, none twice, and state pages are where they were before."""
+    draw = torch.Generator().manual_seed(seed)
+    cuts = torch.randint(0, heads * (budget - 1) + 1, (heads - 1,), generator=draw).sort().values
+    ends = torch.cat([torch.zeros(1).long(), cuts, torch.tensor([heads * (budget - 1)])])
+    budgets = (ends.diff() + 1).int().unsqueeze(0)
+    assert int(budgets.sum()) == heads * budget
+    layout = PageLayout(heads, SIZE, torch.float32, N, state)
+    held = layout.state_blocks + divided_blocks(heads, budget, N)
+    blocks = torch.randperm(held + 3, generator=draw)[:held]
+    natural = blocks * heads + torch.arange(heads).unsqueeze(1)
+    _, (row,) = arranged(layout, natural.unsqueeze(0), budgets)
+    seen = []
+    for h in range(heads):
+        pages = layout.state_blocks + cdiv(int(budgets[0, h]), N)
+        seen += row[h, :pages].tolist()
+        assert row[h, : layout.state_blocks].tolist() == natural[h, : layout.state_blocks].tolist()
+    assert len(set(seen)) == len(seen) and set(seen) <= set(natural.flatten().tolist())
+
+
+def test_what_was_divided_is_read_back():
+    """Of requests whose prompts have been compressed; others are equal, whatever lies in their state; rows may have another width."""
+    votes, heads, budget = PromptVotes(2, safe=0.2), 3, 40
+    layout = PageLayout(heads, SIZE, torch.float32, N, votes.state_floats(SIZE))
+    pages = layout.view(torch.full((40, heads, layout.region_bytes), 255, dtype=torch.uint8))
+    regions = DividedRegions(pages, votes, budget)
+    assert regions.pages.raw.data_ptr() == pages.raw.data_ptr() and regions.pages.num_blocks == 40 * heads
+    tails = torch.arange(40).view(2, 20)[:, : layout.state_blocks + 4]
+    natural = tails.unsqueeze(1) * heads + torch.arange(heads).unsqueeze(1)
+    shares = torch.tensor([20, 71, 29], dtype=torch.int32)
+    keep_budgets(regions.pages, natural[1], shares, votes)
+    budgets, rows = regions.place(0, tails, [False, True])
+    assert budgets.tolist() == [[40] * 3, [20, 71, 29]]
+    assert rows.shape == (2, 3, layout.state_blocks + 5) and rows.dtype == torch.int32
+    assert torch.equal(rows[0, :, : layout.state_blocks + 4], natural[0].int()), "whoever divides wants all blocks"
+    assert torch.equal(rows[1], arranged(layout, natural[1:], shares.unsqueeze(0))[1][0])
+    wide = DividedRegions(pages, votes, budget, width=layout.state_blocks + 8)
+    assert torch.equal(wide.place(0, tails, torch.tensor([False, True]))[1][1, :, : rows.shape[2]], rows[1])
+
+
+def test_regions_must_lie_one_after_another():
+    layout = PageLayout(2, SIZE, torch.float32, N)
+    raw = torch.zeros(4, 3, layout.region_bytes, dtype=torch.uint8)[:, :2]
+    with pytest.raises(ValueError, match="do not lie one after another"):
+        layout.view(raw).by_region()
