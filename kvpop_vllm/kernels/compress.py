@@ -15,21 +15,22 @@ LEAST_VOTE = torch.finfo(torch.float32).tiny
 """Stands for 0, whose logarithm no score word could hold."""
 
 
-def hold_queries(q: torch.Tensor, pages: Pages, states: torch.Tensor, places: torch.Tensor) -> None:
+def hold_queries(q: torch.Tensor, pages: Pages, states: torch.Tensor, places: torch.Tensor, first: int = 0) -> None:
     """Write queries to the states of their requests.
 
     Args:
         q: ``[L, Hq, D]``. pages: the tails'; states are written in place. states: ``[L, H, S]`` block numbers of each one's state.
-        places: ``[L]`` int64, the number of each among the queries that a state holds.
+        places: ``[L]`` int64, the number of each among the queries that a state holds. first: word of the state that these begin at.
     """
     words = q.reshape(len(q), pages.layout.num_kv_heads, -1).float()  # [L, H, G * D]
-    pages.put(pages.state, _words(pages, states, places, words.shape[-1]), words)
+    pages.put(pages.state, _words(pages, states, places, words.shape[-1], first), words)
 
 
-def held_queries(pages: Pages, row: torch.Tensor, places: torch.Tensor, group: int) -> torch.Tensor:
-    """Return the queries ``[H, c, G, D]`` at ``places [c]`` of a request's state; row: ``[H, P]``, state blocks first."""
+def held_queries(pages: Pages, row: torch.Tensor, places: torch.Tensor, group: int, first: int = 0) -> torch.Tensor:
+    """Return the queries ``[H, c, G, D]`` at ``places [c]`` of a request's state, which begin at word ``first``; row: ``[H, P]``, state
+    blocks first."""
     states = row[:, : pages.layout.state_blocks].expand(len(places), -1, -1)
-    words = pages.state[_words(pages, states, places.to(row.device), group * pages.layout.head_size)]
+    words = pages.state[_words(pages, states, places.to(row.device), group * pages.layout.head_size, first)]
     return words.transpose(0, 1).unflatten(-1, (group, -1))
 
 
@@ -110,10 +111,10 @@ def prompt_votes(q: torch.Tensor, keys: torch.Tensor, scale: float, votes: Promp
 
 
 def _words(
-    pages: Pages, states: torch.Tensor, places: torch.Tensor, each: int
+    pages: Pages, states: torch.Tensor, places: torch.Tensor, each: int, first: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return where the queries at ``places [L]`` of ``states [L, H, S]``, of so many words each, lie in ``pages.state``: three
     indices ``[L, H, each]``."""
     region, heads = pages.state.shape[-1], torch.arange(states.shape[1], device=places.device)
-    at = (places.unsqueeze(1) * each + torch.arange(each, device=places.device)).unsqueeze(1).expand(-1, len(heads), -1)
+    at = (first + places.unsqueeze(1) * each + torch.arange(each, device=places.device)).unsqueeze(1).expand(-1, len(heads), -1)
     return states.long().gather(2, at // region), heads.view(-1, 1).expand_as(at), at % region

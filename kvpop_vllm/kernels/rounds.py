@@ -67,6 +67,7 @@ def advance(q: torch.Tensor, rows: Rows, rule: RetentionRule, scale: float) -> N
             ends a round.
     """
     rounds, layout, count = rule.rounds, rows.pages.layout, len(q)
+    first = _first_word(rule, layout.head_size)
     kept = [rows.retention(r, rule) for r in range(len(rows.ends))]
     every = [interval(rounds, retention.topk) for retention in kept]
     wanted, due = [], []
@@ -80,11 +81,11 @@ def advance(q: torch.Tensor, rows: Rows, rule: RetentionRule, scale: float) -> N
     if wanted and len(rows.ends) == 1:
         newest = q[-rounds.queries :]
         places = torch.arange(rows.ends[0] - len(newest), rows.ends[0], device=q.device) % rounds.queries
-        hold_queries(newest, rows.pages, states.expand(len(newest), -1, -1), places)
+        hold_queries(newest, rows.pages, states.expand(len(newest), -1, -1), places, first)
     elif wanted:
         at = slice(None) if len(wanted) == count else torch.tensor(wanted, device=q.device)
         places = torch.tensor([(rows.ends[r] - 1) % rounds.queries for r in wanted], device=q.device)
-        hold_queries(q[at], rows.pages, states[at], places)
+        hold_queries(q[at], rows.pages, states[at], places, first)
     for r in due:
         seed = None if rows.seeds is None else rows.seeds[r : r + 1]
         _hold_round(rows.pages, rows.table[r], rows.ends[r], kept[r], rule, scale, seed, q.shape[1] // layout.num_kv_heads)
@@ -109,7 +110,9 @@ def _hold_round(
         positions,
         pages.k[at].float(),
         pages.v[at].float(),
-        held_queries(pages, row, _newest(rounds.queries, retention.window, seen), group),
+        held_queries(
+            pages, row, _newest(rounds.queries, retention.window, seen), group, _first_word(rule, layout.head_size)
+        ),
         retention.sinks,
         retention.window,
     )
@@ -120,6 +123,11 @@ def _hold_round(
     chosen = tuple(x.expand_as(order)[:, retention.sinks : order.shape[1] - retention.window] for x in at)
     rank = value.argsort(dim=1, stable=True).argsort(dim=1)  # of equal ones the newer is higher
     pages.put(pages.score, chosen, (rank - rank.shape[1]).float())
+
+
+def _first_word(rule: RetentionRule, head_size: int) -> int:
+    """Return where in a head's state the queries begin: behind the moments, if it has any."""
+    return rule.state_floats(head_size) - rule.rounds.state_floats(head_size)
 
 
 def _newest(most: int, window: int, seen: int) -> torch.Tensor:

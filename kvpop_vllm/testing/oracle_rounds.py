@@ -49,7 +49,7 @@ def sampled_mass(head: Head, last: int, seen: list[int], sinks: int, queries: in
     rank = {}
     for i, t in enumerate(seen[sinks:], start=sinks):
         uniform = (draw(*head.place, last, t) + 0.5) / 2**53
-        drawn = math.log(float(near[i])) - math.log(-math.log(uniform))
+        drawn = (math.log(float(near[i])) if near[i] > 0 else -math.inf) - math.log(-math.log(uniform))
         rank[t] = (_LARGE, spread[t]) if t in large else (_DRAWN, drawn)
     rest = [spread[t] for t in by_spread[len(large) :]]
     return rank, spread[large[-1]] - rest[0] if large and rest else math.inf

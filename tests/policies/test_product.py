@@ -38,7 +38,7 @@ LAYERS, HEADS, GROUP, SIZE, HIDDEN = 2, 2, 2, 16, 32
 BUDGET, LENGTH = 24, 72
 CHUNKS = [1, 17, 25, 7, *[1] * 22]
 """Of a prompt, and decode steps."""
-MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN)
+MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN, HEADS * GROUP)
 NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform" and not row.compresses]
 """Policies that evict from the first token on; of the others tests/engine/test_compression.py has this."""
 COMBINATIONS = list(itertools.product(NAMES, [name for name in ALLOCATORS if name != "ada"], CORRECTIONS))

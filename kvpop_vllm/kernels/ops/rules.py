@@ -310,11 +310,16 @@ class RetentionRule(SlotRoles):
         """Whether a scorer's state must be built when a tail begins behind a protected prefix."""
         return isinstance(self.scorer, MLSTMWeights)
 
+    @property
+    def scorer_floats(self) -> int:
+        """float32 words of the scorer's state, which is the first of a head's state; moments follow, and queries come last."""
+        return self.scorer.state_floats if isinstance(self.scorer, MLSTMWeights) else 0
+
     def state_floats(self, head_size: int) -> int:
         """float32 words of one head's state."""
-        own = self.scorer.state_floats if isinstance(self.scorer, MLSTMWeights) else 0
-        own += sum(part.state_floats(head_size) for part in (self.votes, self.rounds) if part is not None)
-        return own + (moment_floats(head_size) if self.keeps_moments else 0)
+        moments = moment_floats(head_size) if self.keeps_moments else 0
+        queries = sum(part.state_floats(head_size) for part in (self.votes, self.rounds) if part is not None)
+        return self.scorer_floats + moments + queries
 
 
 def _moved(part, device: torch.device | str):

@@ -20,7 +20,7 @@ class HeadMoments:
         self.slots, self.scale = slots, scale
         self.size = slots.pages.layout.head_size
         self.count = max(0, q - rule.first - rule.first_long) - max(0, in_use - rule.first_long)
-        self.first = rule.state_floats(self.size) - moment_floats(self.size)
+        self.first = rule.scorer_floats
 
     def _load(self):
         """Mean key and value ``[D]``, sum of products of deviations ``[D, D]``, a row per channel of the key."""
