@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 import statistics
 import time
+from dataclasses import replace
 
 import torch
 from engines import say
@@ -69,7 +69,7 @@ class Cells:
         """
         if contender is None:
             return Setting(self.options.length, 0, None, None)
-        if equal == "bytes" and budget < EQUAL_BYTES_FROM:
+        if equal == "bytes" and (budget < EQUAL_BYTES_FROM or self.options.prompt):
             return None
         setting = Setting(self.options.length, budget, None, None, equal)
         found = self._deploy(contender, setting)
@@ -134,7 +134,7 @@ class Cells:
         """Means over rows: ``error`` of attention outputs from position B on, ``perplexity``, ``kl`` in nats a token, and ``kl_before``,
         that of as many tokens as every head can hold."""
         records, before = [], []
-        served = [] if deployed is None else [dataclasses.replace(deployed.contender, serve=True)]
+        served = [] if deployed is None else [replace(deployed.contender, serve=True)]
         for row in self.rows:
             *_, last = evaluate(self.backend.model, [row], served, [setting], recall=False)
             records.append(last)
@@ -162,6 +162,10 @@ class Cells:
 
     def found(self, deployed) -> dict:
         """Needles: ``exact`` and ``partial`` credit, means."""
+        if deployed is not None and self.options.prompt:
+            asked = replace(deployed.contender, protect=True)
+            kept = deployed.policy.retention
+            deployed = asked.deploy(deployed.model, kept.budget, kept.sinks, kept.window)
         with self.backend.start(deployed) as run:
             given = list(answers(run, self.tokenizer, self.needles))
         return {name: statistics.mean(answer[name] for answer in given) for name in MEASURES}

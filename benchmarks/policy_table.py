@@ -6,6 +6,9 @@ serving kernel alone (attention, scorer and cache of all layers, no matrix produ
 kernel keeping everything. Each policy has its own defaults of serving; once at equal k, and for B >= 512 of those that take more pages than a
 plain policy at equal allocated bytes.
 
+With --prompt N the first N tokens of each text are a prompt: it is protected or, under policies that do so, compressed at its end; and
+so are the prompts with needles, which are all prompt. Without it nothing is protected, and policies that compress are left out.
+
 Each (policy, B) is appended to benchmarks/results/policies.csv, its times to policy-steps.csv, as it is done, and a rerun of the same commit goes
 on behind what is there. Nothing is compared or timed unless the policy gives the dense model's predictions where nothing has been evicted.
 """
@@ -36,7 +39,7 @@ HAYSTACK = str(HELD_OUT / "bible.jsonl")
 FILES = {"quality": "policies.csv", "steps": "policy-steps.csv"}
 """The parts of a table, in the order in which they are measured."""
 ASKED = {
-    "quality": "threads model text haystack_text length rows needles seed".split(),
+    "quality": "threads model text haystack_text length rows needles seed prompt".split(),
     "steps": "threads model length context requests rounds".split(),
 }
 CELL = ("scorer", "equal", "budget", "policy")
@@ -67,6 +70,9 @@ def parse_arguments():
     )
     parser.add_argument("--haystack", default=HAYSTACK, help="text that needles are hidden in")
     parser.add_argument("--length", type=positive, default=2048, help="tokens of a row, and of a prompt (default 2048)")
+    parser.add_argument(
+        "--prompt", type=positive, default=0, help="tokens of each text that are a prompt (default: none are)"
+    )
     parser.add_argument("--rows", type=positive, default=1, help="of each text (default 1)")
     parser.add_argument("--needles", type=positive, default=10, help="prompts with a needle (default 10)")
     parser.add_argument("--context", type=positive, default=4096, help="tokens before a timed step (default 4096)")
@@ -114,11 +120,15 @@ def measure(options) -> int:
         raise ConfigError(
             f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(c.name for c in contenders)}"
         )
-    for name in [c.name for c in contenders if policies.get(c.policy).compresses]:
-        say(f"left out: {name} compresses a prompt at its end, and these texts have none before the last token")
-    contenders = [c for c in contenders if not policies.get(c.policy).compresses]
-    # within a budget, prompts too
-    chosen = [replace(c, protect=0) for c in contenders if not options.policies or c.name in options.policies]
+    if not options.prompt:
+        for name in [c.name for c in contenders if policies.get(c.policy).compresses]:
+            say(f"left out: {name} compresses a prompt at its end, and these texts have none: give --prompt")
+        contenders = [c for c in contenders if not policies.get(c.policy).compresses]
+    chosen = [
+        replace(c, protect=options.prompt, serve=c.serve or options.prompt > 0)
+        for c in contenders
+        if not options.policies or c.name in options.policies
+    ]
     if record.KEY["commit"].endswith("+"):
         say("tracked files differ from the commit: no row can be taken over, all is measured")
     cells, settings, problems = Cells(options), [], 0

@@ -35,7 +35,7 @@ class Contender:
         scorer: folder. correction, allocator: as ``--kv-correction`` and ``--kv-allocator``, None for the policy's own.
         score: its scores for whole sequences, if they say all that it does but for a correction.
         serve: the kernels of serving run it, though scores would do.
-        protect: as ``--kv-protect-prompt``, None for the policy's own.
+        protect: as ``--kv-protect-prompt``, None for the policy's own; of a policy that compresses prompts, how long these are.
     """
 
     name: str
@@ -89,7 +89,7 @@ class Contender:
             scorer=self.scorer,
             correction=self.correction,
             allocator=self.allocator,
-            protect_prompt=self.protect,
+            protect_prompt=None if policies.get(self.policy).compresses else self.protect,
         )
         try:
             policy = policies.get(self.policy)(settings, model)
@@ -155,8 +155,9 @@ class Deployed:
 
     @property
     def protect(self) -> bool | int:
-        """What of prompts is never evicted: True for all, else the number of tokens."""
-        return self.policy.protect
+        """What of prompts is never evicted, or is held until it is compressed: True for all, else the number of tokens."""
+        asked = self.contender.protect
+        return asked if self.policy.compresses and asked is not None else self.policy.protect
 
     @property
     def least(self) -> int:

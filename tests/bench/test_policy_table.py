@@ -62,6 +62,22 @@ def bench(modules, folder, tmp_path, monkeypatch, capsys):
     return run
 
 
+def test_prompts_are_protected_or_compressed(bench):
+    """The first tokens of each text are: their predictions are the dense model's, and all policies are there."""
+    plain = ("--budget", "128", "--parts", "quality", "--policies", "streaming-llm", "h2o")
+    _, (_, *plain), _, _ = bench(*plain)
+    names = ("streaming-llm", "h2o", "snapkv", "pyramidkv", "adakv")
+    status, rows, _, said = bench("--budget", "128", "--parts", "quality", "--prompt", "300", "--policies", *names)
+    own = {row["policy"]: row for row in rows if row["prompt"] == "300"}
+    assert status == 0 and own.keys() == {"dense", *names} and "left out: snapkv" not in said.out
+    for row in plain:
+        assert row["prompt"] == "0" and 0 < float(own[row["policy"]]["kl"]) < float(row["kl"])
+    dense, kept = own["dense"], own["h2o"]
+    assert (dense["exact"], dense["partial"]) == (kept["exact"], kept["partial"]), "a whole prompt is protected"
+    assert len({own[name]["kl"] for name in names}) == 5
+    assert len(bench("--budget", "128", "--parts", "quality", "--prompt", "300", "--policies", *names)[1]) == len(rows)
+
+
 def table_of(said):
     return [line for line in said.out.splitlines() if line.startswith("|")]
 
@@ -69,7 +85,7 @@ def table_of(said):
 def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkeypatch):
     status, rows, times, said = bench("--budget", "128")
     names = {*known_training_free(), "kvpop"} - {"snapkv", "pyramidkv", "adakv"}
-    assert "left out: snapkv compresses a prompt at its end" in said.out
+    assert "left out: snapkv compresses a prompt at its end, and these texts have none: give --prompt" in said.out
     assert status == 0 and {row["policy"] for row in rows} == names | {"dense"} and len(rows) == len(names) + 1
     dense, *others = rows
     assert dense["policy"] == "dense" and float(dense["kl"]) == float(dense["error"]) == 0
