@@ -169,6 +169,8 @@ def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
     """
     if k.device.type != "cuda":
         return
+    if rule.rounds is not None:
+        raise ConfigError("this policy makes its scores anew in rounds, which only a CPU does: move the model to the CPU")
     if torch.version.hip is not None or torch.cuda.get_device_capability(k.device) < (8, 0):
         raise ConfigError(
             "GPU kernels are for NVIDIA's from compute capability 8.0 on: move the model to another GPU or the CPU"

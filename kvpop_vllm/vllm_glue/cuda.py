@@ -61,6 +61,8 @@ def _reasons(vllm_config: Any, policy: Any) -> Iterator[tuple[bool, str]]:
     from vllm import envs
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
 
+    from kvpop_vllm.policies.base import Order
+
     attention = vllm_config.attention_config
     custom = AttentionBackendEnum.CUSTOM
     chosen = getattr(attention.backend, "name", None)
@@ -77,6 +79,7 @@ def _reasons(vllm_config: Any, policy: Any) -> Iterator[tuple[bool, str]]:
         f"the worker {worker}, which does not say what requests ask for: leave --worker-cls out",
     )
     yield policy.compresses, "compression of prompts at their end, which only the CPU's path does: serve on a CPU"
+    yield policy.order is Order.ROUNDS, "scores made anew in rounds, which only the CPU's path does: serve on a CPU"
     yield envs.VLLM_BATCH_INVARIANT, "batch-invariant kernels: unset VLLM_BATCH_INVARIANT"
 
 

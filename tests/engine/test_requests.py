@@ -19,6 +19,7 @@ POLICIES = {
     "dms-query": ("llama", {"window": 8, "topk": 28}),
     "momentkv": ("llama", {}),
     "random": ("qwen3", {}),
+    "vase": ("qwen3", {}),
 }
 ASKS = (
     None,
@@ -35,7 +36,7 @@ def window(policy: str, sinks: int, budget: int) -> int:
     """w of a request's budget, from the policies' definitions."""
     if policy == "kvpop":
         return 16 if budget - sinks >= 36 else 8
-    return {"h2o": budget // 2, "dms-query": 8, "momentkv": 1, "random": 11}[policy]
+    return {"h2o": budget // 2, "dms-query": 8, "momentkv": 1, "random": 11, "vase": 11}[policy]
 
 
 class Judges:
@@ -78,7 +79,7 @@ def nothing_is_left(request):
 
 
 def asks_of(engine) -> tuple:
-    return ASKS + (SEEDS if engine.policy == "random" else ())
+    return ASKS + (SEEDS if engine.policy in ("random", "vase") else ())
 
 
 def check(engine, answers, jobs: list[Job], finished=None) -> None:

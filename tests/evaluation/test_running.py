@@ -24,6 +24,7 @@ OWN = {  # the oracle's scorer, and each policy's own sinks and window at this b
     "h2o": ("mean mass", 0, B // 2),
     "tova": ("newest mass", 0, 1),
     "momentkv": ("moment residual", 1, 1),
+    "rkv": ("redundancy", 0, 8),
 }
 GATES = {"trimkv": {}, "dms": {"evict": 0.5}, "dms, shifted": {"evict": 0.5, "shifted": True}}
 NAMES = (None, *OWN, "kvpop", *GATES, "h2o+pyramid")
@@ -110,6 +111,27 @@ def test_generated_tokens_are_the_oracles(model, backend, both, name):
         assert run.generate(prompt, 3, set()) == exact[:3], "a request knows nothing of the one before"
         stop = exact[5]
         assert run.generate(prompt, NEW, {stop}) == exact[: exact.index(stop)]
+
+
+@pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
+def test_a_prompt_is_compressed_as_the_oracle_does(model, backend, name):
+    """What is held at its end, and what is generated from that, where it has been pushed out in part."""
+    prompt, k = random_prompt(70, seed=11), B - 8
+    shares = {"pyramidkv": (2 * k - round(k / 20), round(k / 20))}
+    oracle = OraclePolicy("prompt votes", 0, 8, shares.get(name, k), divides=name == "adakv", prompt=len(prompt))
+    deployed, naive, exact = training_free(name).deploy(backend.shape, B, 0, 8), OracleModel(model), []
+    run = naive.run([*prompt, 0], oracle)
+    held = backend.held(deployed, torch.tensor(prompt))
+    for layer, visible in enumerate(run.visible):
+        # in the step after the prompt one token more has left the window, and of a full head the lowest has gone for it
+        mine, theirs = held[layer], visible[:, len(prompt), : len(prompt)]
+        assert bool((mine | ~theirs).all()) and bool((mine.sum(-1) - theirs.sum(-1) <= 1).all())
+    assert int(held.sum()) == 2 * 2 * B
+    for _ in range(NEW):
+        exact.append(int(naive.run(prompt + exact, oracle).logprobs[-1].argmax()))
+    assert naive.run(prompt + exact, oracle).top2_gap[len(prompt) - 1 : -1].min() > 1e-3
+    with backend.start(deployed) as run:
+        assert run.generate(prompt, NEW, set()) == exact != naive.greedy(prompt, NEW)
 
 
 @pytest.mark.parametrize("name", [None, "h2o", "kvpop", "trimkv", "dms, shifted", "h2o+pyramid"])

@@ -14,7 +14,7 @@ from kvpop_vllm.testing import random_prompt
 LENGTHS = (150, 9, 63)
 
 
-@pytest.mark.parametrize("policy", ["kvpop", "h2o", "momentkv", "dms-query", "random"])
+@pytest.mark.parametrize("policy", ["kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv"])
 @pytest.mark.parametrize("protect", [True, 70])
 def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, protect):
     model, found = case("qwen3", policy)

@@ -15,7 +15,7 @@ from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt
 
 LENGTHS = (70, 9, 63)
-POLICIES = ["kvpop", "h2o", "h2o-pyramid", "momentkv", "trimkv", "dms-query"]
+POLICIES = ["kvpop", "h2o", "h2o-pyramid", "momentkv", "trimkv", "dms-query", "vase", "rkv"]
 TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
 """Keys and values of a token: two layers, two heads of 32 float32."""
 

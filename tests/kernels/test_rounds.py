@@ -1,0 +1,137 @@
+"""Rounds: when they are due, that a chunk is cut there, and what the two rankings make of tokens that are easy to judge."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from threads import one_thread
+
+from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.kernels import rounds
+from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
+from kvpop_vllm.kernels.rounds import Tokens, cuts, interval, sampled_mass, without_redundancy
+from kvpop_vllm.roles import Retention
+
+HEADS, GROUP, SIZE = 2, 2, 32
+LANES = torch.arange(HEADS)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_threads():
+    with one_thread():
+        yield
+
+
+def rule_of(kind: str, sinks: int = 2, window: int = 6, **options) -> RetentionRule:
+    found = SampledMass(GROUP, LANES, **options) if kind == "vase" else Redundancy(GROUP, **options)
+    return RetentionRule(sinks, window, torch.zeros(HEADS, dtype=torch.float64), rounds=found)
+
+
+@pytest.mark.parametrize("topk, every", [(0, 1), (1, 1), (2, 1), (36, 18), (127, 63), (128, 64), (4096, 64)])
+def test_interval(topk, every):
+    assert interval(SampledMass(GROUP, LANES), topk) == every
+
+
+def test_a_chunk_is_cut_where_rounds_are_due():
+    """From the last one on before something leaves: B = 48 with k = 40, so every 20 tokens."""
+    rule, kept = rule_of("vase"), Retention(48, 2, 6)
+    assert cuts(rule, kept, 0, 28) == [28] and cuts(rule, kept, 0, 40) == [40]
+    assert cuts(rule, kept, 0, 100) == [40, 60, 80, 100] and cuts(rule, kept, 45, 101) == [60, 80, 100, 101]
+    assert cuts(rule, kept, 60, 61) == [61]
+    assert cuts(rule, kept.behind(1000), 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots behind the prefix"
+
+
+@pytest.mark.parametrize("kind", ["vase", "rkv"])
+def test_rounds_are_held_when_due_and_no_more(kind, monkeypatch):
+    """In a chunk, in two and token by token; and in none of them before something may leave."""
+    held, seen = [], rounds._hold_round
+
+    def noting(pages, row, length, *rest):
+        held.append(length)
+        return seen(pages, row, length, *rest)
+
+    monkeypatch.setattr(rounds, "_hold_round", noting)
+    draw = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(heads, 130, SIZE, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS))
+    outs = []
+    for pieces in ([130], [70, 60], [1] * 130):
+        held.clear()
+        sequence = Sequence(rule_of(kind), 48, k, length=130)
+        outs.append(torch.cat([sequence.attend(*part, SIZE**-0.5) for part in zip(*(x.split(pieces, 1) for x in (q, k, v)), strict=True)], 1))
+        assert held == [40, 60, 80, 100, 120]
+    assert all(torch.allclose(out, outs[0], atol=1e-5) for out in outs)
+
+
+def tokens_of(keys, values, queries, sinks=0, window=4) -> Tokens:
+    """One head: ``keys, values [n, D]``, ``queries [c, G, D]``."""
+    positions = torch.arange(len(keys)).unsqueeze(0)
+    return Tokens(positions, keys.unsqueeze(0), values.unsqueeze(0), queries.unsqueeze(0), sinks, window)
+
+
+def test_values_of_the_widest_range_are_above_all_others():
+    """A quarter of what lies before the window, sinks among it; whatever attention says."""
+    draw = torch.Generator().manual_seed(1)
+    keys, values = (torch.randn(44, SIZE, generator=draw) for _ in range(2))
+    wide = torch.tensor([7, 8, 20, 33])
+    values[wide] *= 10
+    values[38:, 0] = 100.0  # those of the last two before the window
+    found = sampled_mass(
+        tokens_of(keys, values, torch.zeros(4, GROUP, SIZE), 4), SampledMass(GROUP, LANES), 1.0, LANES[:1], 43
+    )
+    best = found[0].argsort(descending=True)[:6] + 4
+    assert set(best.tolist()) == {*wide.tolist(), 38, 39} and set(best[:2].tolist()) == {38, 39}
+    assert bool((found[0].sort().values[:-6] < 100).all())
+
+
+def test_a_sample_is_weighted_with_attention():
+    """Of equal values, a token that gets e times the attention is that much likelier to be above another; over many seeds."""
+    keys = torch.zeros(28, SIZE)
+    keys[:12, 0], keys[12:24, 0] = 1.0, 0.0
+    queries = torch.zeros(4, GROUP, SIZE)
+    queries[..., 0] = 1.0
+    kind = SampledMass(GROUP, LANES, neighbours=1, large=100)
+    lanes, seeds = torch.zeros(1, dtype=torch.int64), torch.arange(1500).unsqueeze(1) * 7919
+    told = tokens_of(keys, torch.zeros(28, SIZE), queries)
+    above = [
+        bool(found[0, 3] > found[0, 17])
+        for found in (sampled_mass(told, kind, 1.0, lanes + seed, 27) for seed in seeds)
+    ]
+    expected = math.e / (1 + math.e)
+    assert abs(sum(above) / len(above) - expected) < 4 * math.sqrt(expected * (1 - expected) / len(above))
+
+
+def test_of_tokens_that_resemble_one_another_the_newest_is_spared():
+    """Four alike among others that are not: each spares the newest other, so that of the newest none speaks, and of the one before it two
+    do; all others have nobody."""
+    keys = torch.eye(SIZE)[:28].clone()
+    keys[[3, 9, 17, 21]] = keys[3].clone()
+    found = without_redundancy(tokens_of(keys, keys, torch.zeros(8, GROUP, SIZE)), Redundancy(GROUP), 1.0)[0]
+    shares = torch.zeros(28)
+    shares[3] = shares[9] = 3 / 28
+    shares[17] = 2 / 28
+    expected = 0.1 / 24 - 0.9 * shares.softmax(0)[:24]
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+def test_attention_speaks_where_keys_do_not():
+    """Of orthogonal keys those that the queries attend to stay, with their neighbours."""
+    keys = torch.eye(SIZE)[:28] * 3
+    queries = torch.zeros(8, GROUP, SIZE)
+    queries[:, 1, 10] = 4.0
+    found = without_redundancy(tokens_of(keys, keys, queries), Redundancy(GROUP), 1.0)[0]
+    assert set(found.argsort(descending=True)[:7].tolist()) == set(range(7, 14))
+
+
+@pytest.mark.parametrize("kind", ["vase", "rkv"])
+def test_state_lies_behind_moments(kind):
+    rule = replace(rule_of(kind), moment_correction=True)
+    own = rule.rounds.state_floats(SIZE)
+    assert rule.state_floats(SIZE) == own + SIZE * (SIZE + 2) and rule.scorer_floats == 0
+    assert rule.to("cpu").rounds == rule.rounds or kind == "vase"
+
+
+def test_a_sample_needs_a_seed():
+    assert rule_of("vase").seeded and not rule_of("vase").draws and not rule_of("rkv").seeded
