@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -23,6 +24,34 @@ def test_a_pool_too_small_for_all(tiny_model, tmp_path):
         assert len(answers) == 8
         check(engine, answers)
         assert not engine.leaks()
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
+def test_any_prompts_against_a_tight_pool(tiny_model, tmp_path, policy):
+    """Hundreds of random requests in a pool that holds the largest of them once: all are served, none holds more blocks than it was counted
+    with, and nothing leaks."""
+    found = make_case(tiny_model("qwen3"), tmp_path, policy, protect_prompt=True)
+    settings = found.settings | ({"max_budget": 80} if policy == "snapkv" else {})
+    draw, sizes = random.Random(6), {"max_model_len": 128, "num_gpu_blocks_override": 18}
+    with pytest.MonkeyPatch.context() as patch, watched(found.model, settings, **sizes) as engine:
+        engine.poison(patch)
+        spec = engine.recorder.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        engine.recorder.windows = dict.fromkeys(range(30, 81), found.judge.policy.window)
+        assert spec.most_blocks(128) <= 17 < 2 * spec.most_blocks(128)
+        for _ in range(13):
+            jobs = []
+            for _ in range(40):
+                length = draw.randint(1, 100)
+                asks = {"kv_budget": draw.randint(30, 80)} if policy == "snapkv" and draw.random() < 0.7 else None
+                prompt = TEXT[draw.choice((0, 7)) :][:length]
+                jobs.append(Job(new=draw.randint(1, min(25, 127 - length)), prompt=prompt, asks=asks, scored=False))
+            answers = engine.serve(jobs)
+            assert all(len(a.outputs[0].token_ids) == jobs[int(a.request_id)].new for a in answers.values())
+            assert len(answers) == 40 and not engine.leaks()
+            for step in engine.recorder.blocks:
+                for name, (tokens, row) in step.running.items():
+                    told = tokens, step.protected[name], step.budgets.get(name)
+                    assert len(row) == spec.blocks(*told) <= spec.most_blocks(128)
 
 
 def test_heads_that_divide_more_blocks_than_equal_ones_take(tiny_model, tmp_path):
