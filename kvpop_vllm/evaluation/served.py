@@ -9,13 +9,13 @@ import torch
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch, tail_tables
 from kvpop_vllm.attention.fresh import fresh_pages
 from kvpop_vllm.attention.shifted import shift
-from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.kernels.regions import divided_blocks
+from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Signals
 

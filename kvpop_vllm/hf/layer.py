@@ -9,11 +9,11 @@ import torch
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, PrefillChunk, Protection, StepBatch, protection_of
 from kvpop_vllm.attention.fresh import fresh_pages
 from kvpop_vllm.attention.shifted import shift
-from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
+from kvpop_vllm.kernels.retained import held_tokens
 
 
 class Clock:
@@ -170,7 +170,9 @@ def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
     if k.device.type != "cuda":
         return
     if rule.rounds is not None:
-        raise ConfigError("this policy makes its scores anew in rounds, which only a CPU does: move the model to the CPU")
+        raise ConfigError(
+            "this policy makes its scores anew in rounds, which only a CPU does: move the model to the CPU"
+        )
     if torch.version.hip is not None or torch.cuda.get_device_capability(k.device) < (8, 0):
         raise ConfigError(
             "GPU kernels are for NVIDIA's from compute capability 8.0 on: move the model to another GPU or the CPU"

@@ -116,5 +116,9 @@ def _words(
     """Return where the queries at ``places [L]`` of ``states [L, H, S]``, of so many words each, lie in ``pages.state``: three
     indices ``[L, H, each]``."""
     region, heads = pages.state.shape[-1], torch.arange(states.shape[1], device=places.device)
-    at = (first + places.unsqueeze(1) * each + torch.arange(each, device=places.device)).unsqueeze(1).expand(-1, len(heads), -1)
+    at = (
+        (first + places.unsqueeze(1) * each + torch.arange(each, device=places.device))
+        .unsqueeze(1)
+        .expand(-1, len(heads), -1)
+    )
     return states.long().gather(2, at // region), heads.view(-1, 1).expand_as(at), at % region

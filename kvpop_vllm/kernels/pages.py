@@ -139,7 +139,9 @@ class Pages:
         blocks, heads, size = self.raw.shape
         if not self.raw.is_contiguous():
             raise ValueError(f"regions of strides {self.raw.stride()} do not lie one after another")
-        return self.layout.view(self.raw.as_strided((blocks * heads, heads, size), (size, 0, 1), self.raw.storage_offset()))
+        return self.layout.view(
+            self.raw.as_strided((blocks * heads, heads, size), (size, 0, 1), self.raw.storage_offset())
+        )
 
     def put(self, array: torch.Tensor, at: tuple, values: torch.Tensor) -> None:
         """``array[at] = values`` for one of the arrays and ``at = (block, head, slot)``, also where regions are the same for

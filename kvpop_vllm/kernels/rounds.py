@@ -13,11 +13,11 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.cache.retained import slot_positions
 from kvpop_vllm.kernels.compress import held_queries, hold_queries
 from kvpop_vllm.kernels.draws import draw, head_keys
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
 from kvpop_vllm.kernels.pages import Pages
+from kvpop_vllm.kernels.retained import slot_positions
 from kvpop_vllm.roles import Retention
 
 LARGE = 1e6
@@ -88,7 +88,9 @@ def advance(q: torch.Tensor, rows: Rows, rule: RetentionRule, scale: float) -> N
         hold_queries(q[at], rows.pages, states[at], places, first)
     for r in due:
         seed = None if rows.seeds is None else rows.seeds[r : r + 1]
-        _hold_round(rows.pages, rows.table[r], rows.ends[r], kept[r], rule, scale, seed, q.shape[1] // layout.num_kv_heads)
+        _hold_round(
+            rows.pages, rows.table[r], rows.ends[r], kept[r], rule, scale, seed, q.shape[1] // layout.num_kv_heads
+        )
 
 
 def _hold_round(
@@ -173,7 +175,9 @@ def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.
         keys: ``[H]`` int64, of draws. q: the newest token's position.
     """
     weights = tokens.logits(scale).softmax(-1).mean((1, 2))  # [H, candidates]
-    weights = torch.nn.functional.avg_pool1d(weights.unsqueeze(1), rounds.neighbours, 1, rounds.neighbours // 2).squeeze(1)
+    weights = torch.nn.functional.avg_pool1d(
+        weights.unsqueeze(1), rounds.neighbours, 1, rounds.neighbours // 2
+    ).squeeze(1)
     values = tokens.values[:, : tokens.candidates]
     spread = (values.amax(-1) - values.amin(-1))[:, tokens.sinks :]
     by_spread = spread.argsort(dim=1, stable=True).argsort(dim=1)
@@ -192,7 +196,9 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
     token's key with the others', the window's among them, where each of these leaves out the newest of those it resembles (eqs. 5, 6).
     """
     weights = tokens.logits(scale).amax(2).softmax(-1).mean(1)
-    importance = torch.nn.functional.max_pool1d(weights.unsqueeze(1), rounds.neighbours, 1, rounds.neighbours // 2).squeeze(1)
+    importance = torch.nn.functional.max_pool1d(
+        weights.unsqueeze(1), rounds.neighbours, 1, rounds.neighbours // 2
+    ).squeeze(1)
     unit = tokens.keys / (tokens.keys.norm(dim=-1, keepdim=True) + 1e-8)
     redundancy = torch.stack([_redundancy(head, rounds.similar) for head in unit])
     ranked = slice(tokens.sinks, tokens.candidates)

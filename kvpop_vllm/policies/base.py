@@ -328,7 +328,9 @@ class Policy(ABC):
             ConfigError: it does not.
         """
         if self.divides and ranks > 1:
-            raise ConfigError(f"--kv-policy {self.name} has all heads of a layer divide a budget: set --tensor-parallel-size 1")
+            raise ConfigError(
+                f"--kv-policy {self.name} has all heads of a layer divide a budget: set --tensor-parallel-size 1"
+            )
 
     @property
     def gated(self) -> bool:

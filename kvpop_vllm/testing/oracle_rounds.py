@@ -130,13 +130,17 @@ def follow_rounds(
                         raise ValueError(f"head {h}, query {q}: one token must leave")
                 kept.remove(gone)
                 lost[h, q] = gone
-                mine, least = (rank.get(t, (_NEW, 0.0)) for t in (gone, min(kept, key=lambda t: rank.get(t, (_NEW, 0.0)))))
+                mine, least = (
+                    rank.get(t, (_NEW, 0.0)) for t in (gone, min(kept, key=lambda t: rank.get(t, (_NEW, 0.0))))
+                )
                 if kept and mine[0] == least[0] != _NEW:
                     scores[h, q] = torch.tensor([mine[1], least[1]])
                     margins[h, q] = min(float(margins[h, q]), least[1] - mine[1])
             seen = sorted({*range(min(stay, q + 1)), *range(max(0, q - window + 1), q + 1), *kept})
             if forced is not None and seen != torch.nonzero(forced[h, q]).flatten().tolist():
-                raise ValueError(f"head {h}, query {q}: these sets see other tokens than what stays, window and what was kept")
+                raise ValueError(
+                    f"head {h}, query {q}: these sets see other tokens than what stays, window and what was kept"
+                )
             visible[h, q, seen] = True
             if (q + 1) % every == 0 and kept:
                 candidates = [*range(sinks), *sorted(kept)]

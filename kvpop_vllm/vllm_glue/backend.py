@@ -204,7 +204,9 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         step = *step, self.sizes(len(query_lens))
         return self.finish(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
 
-    def finish(self, build: Callable[[RegionMap | DividedRegions | None, int], StepBatch], num_tokens: int) -> FixedBudgetMetadata:
+    def finish(
+        self, build: Callable[[RegionMap | DividedRegions | None, int], StepBatch], num_tokens: int
+    ) -> FixedBudgetMetadata:
         """Metadata of a step, with the batch that all layers share if there is one."""
         metadata = FixedBudgetMetadata(build, num_tokens)
         if not self.unequal:

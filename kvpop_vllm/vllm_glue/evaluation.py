@@ -10,12 +10,12 @@ from contextlib import contextmanager
 import torch
 
 from kvpop_vllm.cache.accounting import dense_request_bytes
-from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.distill.hook import load_config
 from kvpop_vllm.distill.hook import longest as most_positions
 from kvpop_vllm.evaluation.contenders import Deployed
 from kvpop_vllm.kernels import divided
+from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import borrows_channel
 

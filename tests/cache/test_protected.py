@@ -10,11 +10,11 @@ from kernels.factories import random_page_table, random_rule, random_scorer
 from threads import one_thread
 
 from kvpop_vllm.cache.accounting import request_bytes
-from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout, Prefix
 from kvpop_vllm.kernels.regions import Shares
+from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.roles import Retention
 
 HEADS, SIZE = 2, 32

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 
-from kvpop_vllm import policies
 from kvpop_vllm.config import (
     FLAGS,
     ConfigError,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 from vllm.model_executor.models.utils import extract_layer_index
 
-from kvpop_vllm.cache.retained import EMPTY, filled_slots, slot_positions
 from kvpop_vllm.kernels.pages import cdiv
+from kvpop_vllm.kernels.retained import EMPTY, filled_slots, slot_positions
 from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl, FixedBudgetMetadataBuilder
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
 

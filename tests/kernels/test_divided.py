@@ -52,9 +52,7 @@ def test_division(heads, count, first, room, levels, safe, seed):
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
-@given(
-    heads=st.integers(1, 5), budget=st.integers(1, 200), state=st.integers(0, 300), seed=st.integers(0, 10_000)
-)
+@given(heads=st.integers(1, 5), budget=st.integers(1, 200), state=st.integers(0, 300), seed=st.integers(0, 10_000))
 def test_pages_are_a_requests_own(heads, budget, state, seed):
     """Whatever the division, pages are regions of the request's blocks, none twice, and state pages are where they were before."""
     draw = torch.Generator().manual_seed(seed)

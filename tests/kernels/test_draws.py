@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvpop_vllm.attention.fresh import fresh_pages
-from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.kernels import draws, ops
 from kvpop_vllm.kernels.pages import PageLayout, Prefix
+from kvpop_vllm.kernels.retained import held_tokens
 
 WORD = (1 << 64) - 1
 HEADS, SIZE, BUDGET, SINKS, WINDOW, LENGTH, LAYER, SLOTS = 3, 16, 24, 2, 5, 90, 7, 16

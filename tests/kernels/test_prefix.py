@@ -13,9 +13,9 @@ from kernels.problems import CLOSE, CLOSE_MASS, SOME_CASES
 from threads import one_thread
 
 from kvpop_vllm import _C
-from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout, Prefix, cdiv
+from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.testing import assert_within_budget, eager_runs, masked_lse
 
 CASES = SOME_CASES | {

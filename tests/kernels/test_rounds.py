@@ -60,7 +60,15 @@ def test_rounds_are_held_when_due_and_no_more(kind, monkeypatch):
     for pieces in ([130], [70, 60], [1] * 130):
         held.clear()
         sequence = Sequence(rule_of(kind), 48, k, length=130)
-        outs.append(torch.cat([sequence.attend(*part, SIZE**-0.5) for part in zip(*(x.split(pieces, 1) for x in (q, k, v)), strict=True)], 1))
+        outs.append(
+            torch.cat(
+                [
+                    sequence.attend(*part, SIZE**-0.5)
+                    for part in zip(*(x.split(pieces, 1) for x in (q, k, v)), strict=True)
+                ],
+                1,
+            )
+        )
         assert held == [40, 60, 80, 100, 120]
     assert all(torch.allclose(out, outs[0], atol=1e-5) for out in outs)
 

@@ -59,9 +59,7 @@ ROWS = {
     "pyramidkv": Row(
         "prompt votes", window=32, asked=True, compresses=True, own_allocator="pyramid", state=32 * 2 * 32
     ),
-    "adakv": Row(
-        "prompt votes", window=32, asked=True, compresses=True, own_allocator="ada", state=32 * 2 * 32 + 1
-    ),
+    "adakv": Row("prompt votes", window=32, asked=True, compresses=True, own_allocator="ada", state=32 * 2 * 32 + 1),
     "vase": Row("sampled mass", sinks=4, window=8, asked=True, engines=("qwen3",), own_blocks=False, state=64 * 2 * 32),
     "rkv": Row("redundancy", window=8, asked=True, engines=("llama",), own_blocks=False, state=8 * 2 * 32),
     "h2o": Row("mean mass", window=-1, engines=("qwen3",), own_blocks=False),

@@ -47,7 +47,9 @@ def test_refusals():
 
 @pytest.mark.parametrize("name", ["h2o", "streaming-llm", "random", "l2norm", "momentkv"])
 def test_heads_divide_by_votes_alone(name):
-    message = f"ada compares tokens of different heads, and scores of --kv-policy {name} mean something within a head only"
+    message = (
+        f"ada compares tokens of different heads, and scores of --kv-policy {name} mean something within a head only"
+    )
     with pytest.raises(ConfigError, match=message):
         made(name, 256, allocator="ada")
 
@@ -58,7 +60,9 @@ def test_any_votes_can_be_divided_by(name):
     policy = made(name, 256, shape, allocator="ada")
     assert policy.divides and (policy.shares() == 256).all() and policy.rule(0, slice(0, 3)).votes.safe == 0.2
     policy.check_ranks(1)
-    with pytest.raises(ConfigError, match=f"--kv-policy {name} has all heads of a layer divide a budget: set --tensor-par"):
+    with pytest.raises(
+        ConfigError, match=f"--kv-policy {name} has all heads of a layer divide a budget: set --tensor-par"
+    ):
         policy.check_ranks(3)
 
 

@@ -16,12 +16,12 @@ from threads import one_thread
 from kvpop_vllm import policies
 from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch, tail_tables
 from kvpop_vllm.attention.shifted import shift
-from kvpop_vllm.cache.retained import held_tokens
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
 from kvpop_vllm.evaluation.served import Sequence
 from kvpop_vllm.kernels import dispatch, ops
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
+from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.gates import Signals
 from kvpop_vllm.testing import (

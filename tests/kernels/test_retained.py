@@ -6,9 +6,9 @@ import pytest
 import torch
 from kernels.factories import random_page_table, random_rule, random_scorer
 
-from kvpop_vllm.cache.retained import retained_positions, slot_positions
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.kernels.retained import retained_positions, slot_positions
 from kvpop_vllm.roles import Retention
 
 HEADS, SIZE = 2, 32
