@@ -12,6 +12,7 @@ import torch
 from engines import say
 from kernel_steps import Steps
 
+from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import vocabulary_of
@@ -23,7 +24,7 @@ from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.evaluation.tasks import CHARACTERS
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.policies.base import ModelShape, Order
 
 SAME = 0.02
 """Nats a token that bfloat16 may make of a difference in rounding before anything is evicted; 0.002 is usual."""
@@ -98,8 +99,14 @@ class Cells:
         return self._row(asked, setting, about, found, begin)
 
     def steps(self, contender, setting, asked: dict) -> dict | None:
-        """A row of times, or None if predictions differ before anything is evicted."""
+        """A row of times, or None if predictions differ before anything is evicted.
+
+        Raises:
+            ConfigError: the policy works every so many steps, which these would not show.
+        """
         begin = time.monotonic()
+        if contender is not None and policies.get(contender.policy).order is Order.ROUNDS:
+            raise ConfigError(f"{contender.name} makes its scores every so many steps, of which so few are not timed")
         deployed = contender and self._deploy(contender, setting)
         if not self.passes(deployed, asked):
             return None
@@ -163,7 +170,7 @@ class Cells:
     def found(self, deployed) -> dict:
         """Needles: ``exact`` and ``partial`` credit, means."""
         if deployed is not None and self.options.prompt:
-            asked = replace(deployed.contender, protect=True)
+            asked = replace(deployed.contender, prompt=None, protect=None if deployed.policy.compresses else True)
             kept = deployed.policy.retention
             deployed = asked.deploy(deployed.model, kept.budget, kept.sinks, kept.window)
         with self.backend.start(deployed) as run:

@@ -78,7 +78,7 @@ def parse_arguments():
     parser.add_argument("--context", type=positive, default=4096, help="tokens before a timed step (default 4096)")
     parser.add_argument("--requests", type=positive, default=4, help="decoded together when timed (default 4)")
     parser.add_argument("--rounds", type=positive, default=5, help="turns of policy and dense (default 5)")
-    parser.add_argument("--parts", nargs="+", choices=list(FILES), default=list(FILES), help="default: all")
+    parser.add_argument("--parts", nargs="+", choices=list(FILES), help="default: all; with --prompt quality alone")
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="only print the table of this commit's rows")
@@ -99,6 +99,9 @@ def parse_arguments():
             )
     if max(options.budget) >= options.length or max(options.budget) >= options.context:
         parser.error("a budget must be below --length and --context: lower --budget")
+    if options.prompt and "steps" in (options.parts or ()):
+        parser.error("a step behind a prompt is timed as one without: leave --prompt or steps out")
+    options.parts = options.parts or (["quality"] if options.prompt else list(FILES))
     options.text, options.haystack_text = (
         " ".join(Path(path).stem for path in options.data),
         Path(options.haystack).stem,
@@ -124,11 +127,12 @@ def measure(options) -> int:
         for name in [c.name for c in contenders if policies.get(c.policy).compresses]:
             say(f"left out: {name} compresses a prompt at its end, and these texts have none: give --prompt")
         contenders = [c for c in contenders if not policies.get(c.policy).compresses]
-    chosen = [
-        replace(c, protect=options.prompt, serve=c.serve or options.prompt > 0)
-        for c in contenders
-        if not options.policies or c.name in options.policies
-    ]
+    chosen = []
+    for contender in contenders:
+        if not options.policies or contender.name in options.policies:
+            compresses = policies.get(contender.policy).compresses
+            given = {"prompt": options.prompt} if compresses else {"protect": options.prompt}
+            chosen.append(replace(contender, **given, serve=contender.serve or options.prompt > 0))
     if record.KEY["commit"].endswith("+"):
         say("tracked files differ from the commit: no row can be taken over, all is measured")
     cells, settings, problems = Cells(options), [], 0

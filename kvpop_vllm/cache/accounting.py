@@ -47,10 +47,10 @@ def request_bytes(
     retention: Retention,
     shares: Shares | None = None,
     protected: int = 0,
-    divided: bool = False,
+    divided: int = 0,
 ) -> CacheBytes:
     """Return what a request holds whose cache has taken in ``length`` tokens; ``shares``: of its heads, where they are unequal;
-    ``protected``: p, tokens of its protected prefix; ``divided``: it is full, and its heads have divided their slots by votes."""
+    ``protected``: p, tokens of its protected prefix; ``divided``: tokens of its prompt, at whose end its heads divide their slots by votes."""
     protected = min(protected, length)
     own, tail = length - protected, retention.behind(protected)
     heads, sinks = num_layers * layout.num_kv_heads, retention.sinks - tail.sinks
@@ -59,7 +59,7 @@ def request_bytes(
     blocks = cdiv(protected, layout.block_slots)
     if own and shares:
         blocks += shares.blocks(layout.state_blocks, layout.block_slots, own)
-    elif divided:
+    elif divided > retention.budget:
         blocks += layout.state_blocks + divided_blocks(layout.num_kv_heads, tail.budget, layout.block_slots)
     elif own:
         blocks += layout.blocks(own, tail.budget)
@@ -78,7 +78,7 @@ def compressing_bytes(
 ) -> CacheBytes:
     """Return what a request holds at the end of a prompt of so many tokens that is compressed then: all of it, and its tail; ``divides``:
     its heads divide their slots by votes."""
-    tail = request_bytes(layout, num_layers, prompt, retention, shares, divided=divides and prompt > retention.budget)
+    tail = request_bytes(layout, num_layers, prompt, retention, shares, divided=prompt if divides else 0)
     heads, blocks = num_layers * layout.num_kv_heads, cdiv(prompt, layout.block_slots)
     whole = heads * prompt * 2 * layout.head_size * layout.dtype.itemsize
     page = layout.num_kv_heads * layout.region_bytes * num_layers

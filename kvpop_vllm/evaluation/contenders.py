@@ -35,7 +35,8 @@ class Contender:
         scorer: folder. correction, allocator: as ``--kv-correction`` and ``--kv-allocator``, None for the policy's own.
         score: its scores for whole sequences, if they say all that it does but for a correction.
         serve: the kernels of serving run it, though scores would do.
-        protect: as ``--kv-protect-prompt``, None for the policy's own; of a policy that compresses prompts, how long these are.
+        protect: as ``--kv-protect-prompt``, None for the policy's own.
+        prompt: tokens of a row that are its prompt, where they are not all; of policies that compress prompts.
     """
 
     name: str
@@ -46,6 +47,7 @@ class Contender:
     serve: bool = False
     allocator: str | None = None
     protect: bool | int | None = None
+    prompt: int | None = None
 
     @property
     def corrects(self) -> bool:
@@ -89,7 +91,7 @@ class Contender:
             scorer=self.scorer,
             correction=self.correction,
             allocator=self.allocator,
-            protect_prompt=None if policies.get(self.policy).compresses else self.protect,
+            protect_prompt=self.protect,
         )
         try:
             policy = policies.get(self.policy)(settings, model)
@@ -124,7 +126,8 @@ class Deployed:
         protected = 0 if policy.compresses else protected_tokens(policy.protect, length)
         layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=self.state_floats)
         shares = policy.checked_shares(slice(0, model.num_kv_heads))
-        return request_bytes(layout, model.num_layers, length, policy.retention, shares, protected)
+        divided = length if policy.divides else 0
+        return request_bytes(layout, model.num_layers, length, policy.retention, shares, protected, divided)
 
     @property
     def by_scores(self) -> bool:
@@ -156,8 +159,8 @@ class Deployed:
     @property
     def protect(self) -> bool | int:
         """What of prompts is never evicted, or is held until it is compressed: True for all, else the number of tokens."""
-        asked = self.contender.protect
-        return asked if self.policy.compresses and asked is not None else self.policy.protect
+        prompt = self.contender.prompt
+        return prompt if self.policy.compresses and prompt is not None else self.policy.protect
 
     @property
     def least(self) -> int:

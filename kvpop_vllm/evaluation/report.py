@@ -141,8 +141,13 @@ def with_protection(contenders: list[Contender], asked: list[bool | int], task: 
     """Return each with each of these protections, on the kernels of serving.
 
     Raises:
-        ConfigError: whole prompts are to be protected in a task whose rows are all prompt.
+        ConfigError: whole prompts are to be protected in a task whose rows are all prompt, or a contender compresses prompts.
     """
+    for contender in contenders:
+        if policies.get(contender.policy).compresses:
+            raise ConfigError(
+                f"{contender.name} holds prompts until their end anyway: leave --protect-prompt out, or {contender.name}"
+            )
     asked = list({(type(each), each): each for each in asked}.values())  # True is not 1
     if any(each is True for each in asked) and task != "retrieval":
         raise ConfigError(

@@ -75,12 +75,11 @@ class DividedRegions:
     """Where the pages of a layer's requests are.
 
     Args:
-        own: the layer's pages, by block. votes: by which prompts are compressed. budget: B, the mean of heads. width: P of the rows that
-            are asked for; by default that of the head that has most, and of equal heads at least all blocks that a request holds.
+        own: the layer's pages, by block. votes: by which prompts are compressed. budget: B, the mean of heads.
     """
 
-    def __init__(self, own: Pages, votes: PromptVotes, budget: int, width: int | None = None):
-        self.pages, self.votes, self.budget, self.width = own.by_region(), votes, budget, width
+    def __init__(self, own: Pages, votes: PromptVotes, budget: int):
+        self.pages, self.votes, self.budget = own.by_region(), votes, budget
         layout = own.layout
         self.held = layout.state_blocks + divided_blocks(layout.num_kv_heads, budget, layout.block_slots)
 
@@ -99,7 +98,7 @@ class DividedRegions:
         known = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
         found, _ = settle(self.pages, rows, self.votes, 1)
         budgets = torch.where(known, found, self.budget)
-        width = self.width or max(self.held, layout.blocks(most := int(budgets.max()), most))
+        width = max(self.held, layout.blocks(most := int(budgets.max()), most))  # equal heads: all that is held
         budgets, found = arranged(layout, rows, budgets, width)
         plain = rows[..., torch.arange(width, device=rows.device).clamp_max(rows.shape[2] - 1)].int()
         return budgets, torch.where(known.unsqueeze(2), found, plain)

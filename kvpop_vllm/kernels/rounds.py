@@ -20,13 +20,14 @@ from kvpop_vllm.kernels.pages import Pages
 from kvpop_vllm.kernels.retained import slot_positions
 from kvpop_vllm.roles import Retention
 
-LARGE = 1e6
-"""More than any logarithm of a weight and its draw."""
-
 
 def interval(rounds: SampledMass | Redundancy, topk: int) -> int:
-    """Return m of a head with so many long-range slots: no more than half of them."""
+    """Return m of a head with so many long-range slots: at most half of them, so that half of what a round ranks outlives it."""
     return min(rounds.every, max(1, topk // 2))
+
+
+BLOCK = 512
+"""Keys whose cosines with all others are formed together."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,10 @@ class Rows:
 
 
 def cuts(rule: RetentionRule, retention: Retention, start: int, end: int) -> list[int]:
-    """Return where rounds cut the tokens ``[start, end)`` of a request, ascending, the end last; not where nothing can leave before
-    the next round. retention: of its tail."""
+    """Return where rounds cut the tokens ``[start, end)`` of a request, ascending, the end last; not where nothing that is ranked can leave
+    before the next round. retention: of its tail."""
+    if not retention.topk:
+        return [end]
     every = interval(rule.rounds, retention.topk)
     first = max(start, retention.first + retention.budget - every)
     return [*range((first // every + 1) * every, end, every), end]
@@ -73,6 +76,8 @@ def advance(q: torch.Tensor, rows: Rows, rule: RetentionRule, scale: float) -> N
     wanted, due = [], []
     for r, (end, retention, m) in enumerate(zip(rows.ends, kept, every, strict=True)):
         full = retention.first + retention.budget
+        if not retention.topk:
+            continue
         if end > max(retention.first, full - m - rounds.queries) and (-end) % m < rounds.queries:
             wanted.append(r)
         if end % m == 0 and end - 1 + m >= full and end > retention.first:
@@ -165,7 +170,7 @@ class Tokens:
 
 
 def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.Tensor, q: int) -> torch.Tensor:
-    """Return what ranks the long-range tokens under VaSE (arXiv:2606.03928), ``[H, n]`` float64: tokens whose values span the widest
+    """Return what ranks the long-range tokens under VaSE (arXiv:2606.03928), ``[H, n]`` int64: tokens whose values span the widest
     ranges are above all others and rank by these; of the others ``log w_t - log E_t``, E_t drawn from the exponential distribution. The
     best so many of these are a sample without replacement, weighted with w.
 
@@ -185,7 +190,7 @@ def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.
     positions = tokens.positions[:, tokens.sinks : tokens.candidates]
     uniform = (draw(keys.unsqueeze(1), q, positions) + 0.5) * 2.0**-53
     drawn = weights[:, tokens.sinks :].double().log() - (-uniform.log()).log()
-    return torch.where(by_spread >= few, LARGE + by_spread, drawn)
+    return torch.where(by_spread >= few, by_spread + drawn.shape[1], drawn.argsort(dim=1, stable=True).argsort(dim=1))
 
 
 def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torch.Tensor:
@@ -206,10 +211,14 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
 
 
 def _redundancy(unit: torch.Tensor, similar: float) -> torch.Tensor:
-    """R ``[n]`` of keys ``unit [n, D]`` of length 1, oldest first."""
-    cosine = (unit @ unit.T).fill_diagonal_(0)
+    """Return R ``[n]`` of keys ``unit [n, D]`` of length 1, oldest first; cosines are formed in blocks of rows."""
     count = len(unit)
-    newest = torch.where(cosine > similar, torch.arange(count, device=unit.device), -1).amax(1)
-    rows = (newest >= 0).nonzero().squeeze(1)
-    cosine[rows, newest[rows]] = 0
-    return cosine.mean(0).softmax(0)
+    total, numbers = torch.zeros(count, device=unit.device), torch.arange(count, device=unit.device)
+    for rows in numbers.split(BLOCK):
+        cosine = unit[rows] @ unit.T
+        cosine[torch.arange(len(rows), device=unit.device), rows] = 0
+        alike = cosine > similar
+        newest = count - 1 - alike.flip(1).byte().argmax(1)
+        spared = torch.where(alike.any(1), cosine.gather(1, newest.unsqueeze(1)).squeeze(1), 0.0)
+        total += cosine.sum(0).index_add(0, newest, spared, alpha=-1)
+    return (total / count).softmax(0)

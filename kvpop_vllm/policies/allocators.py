@@ -32,15 +32,10 @@ def pyramid(kept: Retention, layers: int, heads: int) -> torch.Tensor:
     return (kept.first_long + long_range).int().unsqueeze(1).repeat(1, heads)
 
 
-def ada(kept: Retention, layers: int, heads: int) -> torch.Tensor:
-    """All the same until a prompt's end, where the heads of a layer divide their slots by votes
-    (:func:`kvpop_vllm.kernels.divided.divide`)."""
-    return uniform(kept, layers, heads)
-
-
 ALLOCATORS: dict[str, Callable[[Retention, int, int], torch.Tensor]] = {
     "uniform": uniform,
     "pyramid": pyramid,
-    "ada": ada,
+    "ada": uniform,
 }
-"""``allocator(retention, layers, H) -> [layers, H]`` int32 budgets, by the name that ``--kv-allocator`` takes; B on average."""
+"""``allocator(retention, layers, H) -> [layers, H]`` int32 budgets, by the name that ``--kv-allocator`` takes; B on average. Under ada heads
+are the same until a prompt's end, where those of a layer divide their slots (:func:`kvpop_vllm.kernels.divided.divide`)."""

@@ -309,6 +309,10 @@ class Policy(ABC):
             )
         if int(budgets.sum()) > self.retention.budget * budgets.numel():
             raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: mend that policy")
+        if self.order is Order.ROUNDS and (budgets != budgets[:, :1]).any():
+            raise ConfigError(
+                f"--kv-policy {self.name} ranks all heads of a layer in one round, its shares differ by head: fix the policy class"
+            )
         own = budgets[:, heads]
         if own.shape[1] < budgets.shape[1] and (budgets != budgets[:, :1]).any():
             raise ConfigError(

@@ -26,6 +26,7 @@ class RKV(Policy):
     state = "8 x G x D float32, G query heads a KV head"
     signals = frozenset({Signal.MASS, Signal.KEY})
     order = Order.ROUNDS
+    default_protect = True
     default_sinks, default_window = 0, RECENT
 
     @property

@@ -11,7 +11,7 @@ from kvpop_vllm.policies.base import Policy, Signal
 OBSERVED = 32
 """Default window in tokens, which is also the paper's observation window."""
 SAFE = 0.2
-"""Share of its budget that every head keeps where heads divide them, as kvpress and Ada-KV's own code have it."""
+"""Share of its budget that every head keeps where heads divide them, as in kvpress."""
 
 
 class SnapKV(Policy):

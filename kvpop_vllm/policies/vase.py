@@ -27,6 +27,7 @@ class VaSE(Policy):
     state = "64 x G x D float32, G query heads a KV head"
     signals = frozenset({Signal.MASS, Signal.VALUE})
     order = Order.ROUNDS
+    default_protect = True
     draws = True
     default_window = RECENT
 

@@ -158,7 +158,7 @@ def held_in_step(vllm_config, seen: int) -> torch.Tensor:
             chunk = batch.prefills[-1]
             table, budgets = chunk.row, chunk.budgets
             protected = 0 if chunk.compresses and chunk.end == chunk.protected else chunk.protected
-            if rule.compresses and rule.votes.divides:
+            if (chunk.compresses or chunk.follows) and rule.votes.divides:
                 (budgets,), (table,) = divided.settle(pages, table.unsqueeze(0), rule.votes)
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())

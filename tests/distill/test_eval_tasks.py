@@ -116,6 +116,10 @@ def test_text_has_a_report_too(kvpop):
             "--protect-prompt all keeps all of a row in --task replay: give a number, or",
         ),
         (
+            "--task=retrieval --budget 60 --kinds needle --policies snapkv --protect-prompt 0",
+            "snapkv holds prompts until their end anyway: leave --protect-prompt out, or snapkv",
+        ),
+        (
             "--equal bytes --protect-prompt 9 --length 2048 --budget 1024 --policies h2o",
             "--equal bytes compares tails only, h2o+first 9 protects prompts: give",
         ),

@@ -9,6 +9,7 @@ from typing import NamedTuple
 from engine.judge import Judge
 from policies.matrix import MOMENTS, ROWS, allocated
 
+from kvpop_vllm import policies
 from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import OraclePolicy, write_random_scorer
 
@@ -52,7 +53,7 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         else "all"
         if protect is True
         else protect
-        if protect or policy == "random"
+        if protect or policies.get(row.policy or policy).default_protect
         else None,
     }
     settings = {"policy": row.policy or policy} | {key: value for key, value in asked.items() if value is not None}

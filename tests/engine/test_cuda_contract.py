@@ -187,6 +187,22 @@ class TestRefusals(Pretended):
         monkeypatch.delitem(dispatch.TRITON_DTYPES, op)
         assert op in refusal(model, STREAMING)
 
+    @pytest.mark.parametrize(
+        "policy, reason",
+        [
+            ("snapkv", "compression of prompts at their end"),
+            ("adakv", "compression of prompts at their end"),
+            ("vase", "scores made anew in rounds"),
+            ("rkv", "scores made anew in rounds"),
+        ],
+    )
+    def test_policies_of_the_cpu(self, model, policy, reason):
+        message = refusal(model, {"policy": policy, "budget": 100})
+        assert (
+            f"--kv-policy {policy} on a GPU" in message
+            and f"{reason}, which only the CPU's path does: serve on a CPU" in message
+        )
+
     def test_batch_invariance(self, model, monkeypatch):
         monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
         assert "unset VLLM_BATCH_INVARIANT" in refusal(model, STREAMING)

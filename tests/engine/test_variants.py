@@ -43,6 +43,8 @@ OPTIONS = {
     "late-gate-narrow": ("dms", {"shifted": True, "sinks": 0, "window": 2, "topk": BUDGET - 2}),
     "corrected-mass": ("tova", {"correction": "moment", "sinks": 1, "window": 4}),
     "pyramid": ("kvpop", {"allocator": "pyramid"}),
+    "pyramid-rounds": ("rkv", {"allocator": "pyramid"}),
+    "corrected-rounds": ("vase", {"correction": "moment"}),
     "pyramid-late-gate": ("dms", {"allocator": "pyramid", "shifted": True}),
     "pyramid-corrected": ("streaming-llm", {"allocator": "pyramid", "correction": "moment"}),
     "all-else": (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -66,7 +67,7 @@ def both(model, scorer, backend, tmp_path_factory):
             return learned(scorer, model)[0].deploy(backend.shape, B), OraclePolicy.from_scorer(scorer)
         kind, sinks, window = OWN[name]
         oracle = OraclePolicy(kind, sinks, window, B - sinks - window, corrected=name == "momentkv")
-        return training_free(name).deploy(backend.shape, B), oracle
+        return replace(training_free(name), protect=0).deploy(backend.shape, B), oracle
 
     return make
 

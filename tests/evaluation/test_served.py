@@ -262,6 +262,18 @@ def test_equal_bytes_count_pages_that_are_not_full(name, allocator, more):
         assert one_more.request_bytes(2048, torch.bfloat16).allocated > 8 * page
 
 
+def test_bytes_of_heads_that_divide():
+    """Heads whose last pages are filled in part take a block more than equal ones, but not for a prompt that fits."""
+    shape = ModelShape("llama", 30, 3, 64, 2048, num_heads=9)
+    of = {name: training_free(name).deploy(shape, 512) for name in ("snapkv", "adakv")}
+    more = [
+        of["adakv"].request_bytes(length, torch.bfloat16).blocks
+        - of["snapkv"].request_bytes(length, torch.bfloat16).blocks
+        for length in (512, 513, 2000)
+    ]
+    assert more == [0, 1, 1]
+
+
 @pytest.mark.parametrize("name, allocator", [("streaming-llm", "uniform"), ("h2o", "uniform"), ("h2o", "pyramid")])
 def test_how_many_tokens_are_all_held(layer, name, allocator):
     """That many, whatever they are, and after some more not."""

@@ -10,6 +10,7 @@ import threading
 import warnings
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -23,7 +24,7 @@ from kvpop_vllm.distill.hook import NAME, borrow_channel
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.hf.checks import _warn_of_reference
 from kvpop_vllm.hf.layer import check_kernels
-from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.kernels.ops import Redundancy, RetentionRule
 from kvpop_vllm.testing import random_prompt
 
 PROMPTS = [random_prompt(n, seed=n) for n in (70, 63)]
@@ -294,3 +295,5 @@ def test_what_a_gpu_has_no_kernels_for_is_refused(monkeypatch, dtype, size, capa
     keys = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 5, size))
     with pytest.raises(ConfigError, match=message) if message else nullcontext():
         check_kernels(keys, rule)
+    with pytest.raises(ConfigError, match="scores anew in rounds, which only a CPU does: move the model to the CPU"):
+        check_kernels(keys, replace(rule, rounds=Redundancy(2)))

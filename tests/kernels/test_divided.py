@@ -89,8 +89,6 @@ def test_what_was_divided_is_read_back():
     assert rows.shape == (2, 3, layout.state_blocks + 5) and rows.dtype == torch.int32
     assert torch.equal(rows[0, :, : layout.state_blocks + 4], natural[0].int()), "whoever divides wants all blocks"
     assert torch.equal(rows[1], arranged(layout, natural[1:], shares.unsqueeze(0))[1][0])
-    wide = DividedRegions(pages, votes, budget, width=layout.state_blocks + 8)
-    assert torch.equal(wide.place(0, tails, torch.tensor([False, True]))[1][1, :, : rows.shape[2]], rows[1])
 
 
 def test_regions_must_lie_one_after_another():

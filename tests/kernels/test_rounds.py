@@ -14,6 +14,7 @@ from kvpop_vllm.kernels import rounds
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
 from kvpop_vllm.kernels.rounds import Tokens, cuts, interval, sampled_mass, without_redundancy
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.testing.oracle_rounds import follow_rounds
 
 HEADS, GROUP, SIZE = 2, 2, 32
 LANES = torch.arange(HEADS)
@@ -133,12 +134,55 @@ def test_attention_speaks_where_keys_do_not():
     assert set(found.argsort(descending=True)[:7].tolist()) == set(range(7, 14))
 
 
+@pytest.mark.parametrize("protected", [0, 20])
 @pytest.mark.parametrize("kind", ["vase", "rkv"])
-def test_state_lies_behind_moments(kind):
+def test_nothing_is_ranked_where_there_is_nothing_to_rank(kind, protected):
+    """As in the last layer of a small pyramid: no long-range slots, so the window is all."""
+    k = torch.randn(HEADS, 90, SIZE, generator=torch.Generator().manual_seed(4))
+    sequence = Sequence(rule_of(kind), 8, k, length=90, protected=protected)
+    for a, b in ((0, 50), (50, 51), (51, 90)):
+        sequence.attend(k.repeat(2, 1, 1)[:, a:b], k[:, a:b], k[:, a:b], 1.0)
+    kept = sequence.held().nonzero()[:, 1].view(HEADS, -1)
+    assert kept.tolist() == [[*range(protected or 2), *range(84, 90)]] * HEADS
+
+
+@pytest.mark.parametrize("kind, budget", [("vase", 300), ("rkv", 420)])
+@pytest.mark.parametrize("protected", [0, 70])
+def test_at_sizes_of_serving(kind, budget, protected):
+    """Rounds of 64 and 128 tokens, a window of as many tokens as queries that weigh; retained sets are the oracle's at each of their ends."""
+    sinks, window = (4, 64) if kind == "vase" else (0, 8)
+    length = budget + protected + 300
+    draw = torch.Generator().manual_seed(12)
+    q, k, v = (torch.randn(heads, length, SIZE, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS))
+    topics = torch.randn(HEADS, 9, SIZE, generator=draw)
+    k += (
+        topics[:, torch.randint(0, 9, (length,), generator=draw)] * torch.rand(length, 1, generator=draw) * 3
+    )  # some are alike
+    rule, topk = rule_of(kind, sinks, window), budget - sinks - window
+    assert interval(rule.rounds, topk) == rule.rounds.every
+    how, seeds = {"vase": "sampled mass", "rkv": "redundancy"}[kind], (0, 3)
+    exact = (x.double() for x in (q, k, v))
+    visible, margins, _, _ = follow_rounds(*exact, how, 0, seeds, protected, sinks, window, topk)
+    assert float(margins.min()) > 5e-9, "a near-tie: choose another seed"
+    sequence, at = Sequence(rule, budget, k, length=length, protected=protected, seed=3), 0
+    for count in (budget, 1, 63, 64, 1, 100, length - budget - 229):
+        sequence.attend(*(x[:, at : at + count] for x in (q, k, v)), SIZE**-0.5)
+        at += count
+        assert torch.equal(sequence.held(), visible[:, at - 1, :at]), f"after {at} tokens"
+    assert not torch.equal(visible[0, -1], visible[1, -1])
+
+
+def test_cosines_in_blocks_are_those_of_all_pairs(monkeypatch):
+    unit = torch.nn.functional.normalize(torch.randn(100, 6, generator=torch.Generator().manual_seed(7)), dim=-1)
+    whole = rounds._redundancy(unit, 0.5)
+    monkeypatch.setattr(rounds, "BLOCK", 7)
+    assert torch.allclose(rounds._redundancy(unit, 0.5), whole, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["vase", "rkv"])
+def test_a_state_has_room_for_queries_behind_moments(kind):
     rule = replace(rule_of(kind), moment_correction=True)
-    own = rule.rounds.state_floats(SIZE)
-    assert rule.state_floats(SIZE) == own + SIZE * (SIZE + 2) and rule.scorer_floats == 0
-    assert rule.to("cpu").rounds == rule.rounds or kind == "vase"
+    assert rule.state_floats(SIZE) == rule.rounds.state_floats(SIZE) + SIZE * (SIZE + 2) and rule.scorer_floats == 0
 
 
 def test_a_sample_needs_a_seed():
