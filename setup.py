@@ -1,9 +1,10 @@
-"""Builds the optional extension `kvpop_vllm._C` and maps triton_kernels/ to `kvpop_vllm.kernels.triton`.
+"""Build the optional extension ``kvpop_vllm._C`` and map triton_kernels/ to ``kvpop_vllm.kernels.triton``.
 
-The rest of the metadata is in pyproject.toml. Without torch or GCC (whose vector notation and target pragmas the sources
-use) the install succeeds without `_C` and says so; KVPOP_REQUIRE_EXT=1 makes that an error. There is no -march flag: the
-sources choose instruction sets at run time.
-KVPOP_SANITIZE=1 builds with AddressSanitizer and UBSan into build/sanitized, and never into the source tree.
+The rest of the metadata is in pyproject.toml. The sources need GCC, whose vector extensions and target
+pragmas they use. Without torch or GCC the install succeeds without ``_C`` and prints a message;
+KVPOP_REQUIRE_EXT=1 makes that an error. There is no -march flag, because the sources select instruction sets
+at run time. KVPOP_SANITIZE=1 builds with AddressSanitizer and UBSan into build/sanitized, and never into the
+source tree.
 """
 
 import os
@@ -13,18 +14,19 @@ from glob import glob
 from setuptools import find_packages, setup
 
 REQUIRED = os.environ.get("KVPOP_REQUIRE_EXT") == "1"
-# OpenMP is compiled in but not linked: its symbols come from the runtime torch has loaded, so that there is only one
-# pool of threads and torch.set_num_threads() holds for our kernels too.
+# OpenMP is compiled in but not linked. Its symbols come from the runtime that torch has loaded, so that
+# there is one thread pool and torch.set_num_threads() applies to these kernels too.
 COMPILE_FLAGS = ["-std=c++20", "-fopenmp", "-fvisibility=hidden", "-Wall", "-Wno-unknown-pragmas"]
 LINK_FLAGS = []
 SANITIZE = os.environ.get("KVPOP_SANITIZE") == "1"
 if SANITIZE:
     LINK_FLAGS += ["-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
     COMPILE_FLAGS += [*LINK_FLAGS, "-fno-omit-frame-pointer", "-D_GLIBCXX_ASSERTIONS"]
-    # Python's own flags may hold -fwrapv, which would define signed overflow and so hide it.
+    # Python's own flags may contain -fwrapv, which defines signed overflow and so hides it.
     COMPILE_FLAGS += ["-fno-wrapv"]
-    # What compiles fastest: no checks of virtual tables, which no class here has, or of sizes, which AddressSanitizer
-    # sees; accesses checked by calls instead of code in place; memory instead of garbage collections of the compiler.
+    # These flags compile fastest. They omit checks of virtual tables, which no class here has, and of object
+    # sizes, which AddressSanitizer covers. Accesses are checked by calls instead of inline code. The compiler
+    # uses more memory and collects garbage less often.
     COMPILE_FLAGS += ["-Og", "-g1", "-fno-sanitize=vptr,object-size"]
     COMPILE_FLAGS += ["--param=asan-instrumentation-with-call-threshold=0", "--param=ggc-min-heapsize=500000"]
 else:
@@ -32,7 +34,7 @@ else:
 
 
 def not_built(reason):
-    """Say that `_C` is left out, or raise where it is required."""
+    """Print that ``_C`` is left out, or exit with an error if it is required."""
     line = f"kvpop_vllm._C was not built: {reason}. CPU kernels in C++ will not be available."
     if REQUIRED:
         raise SystemExit(line)
@@ -40,7 +42,7 @@ def not_built(reason):
 
 
 def extension_arguments():
-    """`ext_modules` and `cmdclass` for setup(); empty where torch is missing."""
+    """Return ``ext_modules`` and ``cmdclass`` for setup(); empty if torch is missing."""
     try:
         import torch
         from torch.utils.cpp_extension import BuildExtension, CppExtension
@@ -49,10 +51,10 @@ def extension_arguments():
         return {}
 
     class OptionalBuild(BuildExtension):
-        """A failing compiler leaves the extension out instead of failing the install."""
+        """Build command that leaves the extension out if it fails to compile."""
 
         def finalize_options(self):
-            """Keep the objects in build/, also under pip, so that only changed sources are compiled again."""
+            """Keep object files in build/, also under pip, so that only changed sources are recompiled."""
             super().finalize_options()
             self.build_temp = os.path.join("build", f"{sys.implementation.cache_tag}-torch-{torch.__version__}")
             if SANITIZE:
@@ -60,6 +62,7 @@ def extension_arguments():
                 self.build_lib, self.inplace = os.path.join("build", "sanitized"), False
 
         def run(self):
+            """Build the extension, or leave it out."""
             try:
                 super().run()
             except (Exception, SystemExit) as error:
@@ -68,7 +71,7 @@ def extension_arguments():
                 self.extensions = []
 
         def remove_stale(self):
-            """An earlier build in the same place must not pass for the one that failed."""
+            """Remove an earlier build, so that it is not used in place of the failed one."""
             for path in glob(os.path.join(self.build_lib if SANITIZE else "", "kvpop_vllm", "_C*.so")):
                 os.remove(path)
 

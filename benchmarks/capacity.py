@@ -1,8 +1,9 @@
-"""A batch of long requests in KV memory that holds few of them densely: wall time of stock vLLM and of fixed budgets.
+"""Wall time of a batch of long requests, stock vLLM and fixed budgets with little KV memory.
 
-Each configuration has an engine of its own with the same pool, and works the whole batch off alone, one configuration
-after the other, as often as --rounds says. Stock queues or preempts what does not fit. Takes up to an hour. Nothing is called faster
-unless every policy gave stock's greedy tokens on prompts shorter than its budget. Rows go to
+The memory holds few of the requests densely. Each configuration has an engine of its own with the same pool
+and runs the whole batch alone, one configuration after the other, as often as --rounds says. Stock queues or
+preempts requests that do not fit. This takes up to an hour. Nothing is called faster unless every policy gave
+stock's greedy tokens on prompts shorter than its budget. Rows are appended to
 benchmarks/results/capacity.csv.
 """
 
@@ -17,6 +18,7 @@ RESULTS = record.ROOT / "benchmarks" / "results" / "capacity.csv"
 
 
 def main() -> int:
+    """Run the benchmark and return its exit code."""
     options = parse_arguments()
 
     def rounds(started: dict) -> list[dict]:
@@ -26,6 +28,7 @@ def main() -> int:
 
 
 def parse_arguments():
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, budget=1024, rounds=1)
     parser.add_argument("--requests", type=int, default=16, help="default 16")
@@ -41,6 +44,7 @@ def parse_arguments():
 
 
 def one_round(started: dict, turn: int, options) -> list[dict]:
+    """Return one row per configuration of one round."""
     from importlib.metadata import version
 
     told = {"requests": options.requests, "prompt": options.prompt, "new": options.new}
@@ -75,6 +79,7 @@ def one_round(started: dict, turn: int, options) -> list[dict]:
 
 
 def report(rows: list[dict]) -> str:
+    """Return the results as a table, with medians and ranges of the ratios to stock."""
     lines = [f"{'':30} {'seconds':>8} {'running':>8} {'preempted':>9} {'it / dense: median':>19} {'min':>6} {'max':>6}"]
     for name in dict.fromkeys(row["configuration"] for row in rows):
         mine = [row for row in rows if row["configuration"] == name]

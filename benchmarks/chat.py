@@ -1,9 +1,10 @@
 """Chat turns and a shared system prompt with vLLM's prefix cache: stock, and policies that protect prompts.
 
-The same children as in decode.py. A conversation of some turns grows by as many tokens each; timed is what comes between the
-last turn's request and its second token, with prefix caching on and, for the policies, off as well. Then many requests
-read one system prompt, and steps in which all of them decode are timed. The engines take turns, and nothing is compared
-unless every policy gave stock's greedy tokens on short prompts. Rows go to benchmarks/results/chat.csv.
+It uses the same children as decode.py. A conversation of some turns grows by a fixed number of tokens each.
+The time from the last turn's request to its second token is measured with prefix caching on and, for the
+policies, off as well. Then many requests read one system prompt, and steps in which all of them decode are
+timed. The engines take turns, and nothing is compared unless every policy gave stock's greedy tokens on short
+prompts. Rows are appended to benchmarks/results/chat.csv.
 
     python benchmarks/chat.py --budget 512 --policies streaming-llm kvpop
 """
@@ -20,6 +21,7 @@ RESULTS = record.ROOT / "benchmarks" / "results" / "chat.csv"
 
 
 def main() -> int:
+    """Run the benchmark and return its exit code."""
     options = parse_arguments()
 
     def measure(started: dict) -> list[dict]:
@@ -30,6 +32,7 @@ def main() -> int:
 
 
 def parse_arguments():
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, budget=512, rounds=7)
     parser.add_argument("--turns", type=int, default=8, help="of a conversation (default 8)")
@@ -41,7 +44,7 @@ def parse_arguments():
     options = parser.parse_args()
     children.LEAST_BUDGET = min(
         children.LEAST_BUDGET, options.budget
-    )  # prompts are protected: no budget is too small for them
+    )  # prompts are protected, so that no budget is too small for them
     check_budget(parser, options)
     if not 2 <= options.answer < options.turn:
         parser.error("a turn has a question and an answer of at least 2 tokens: lower --answer or raise --turn")
@@ -55,16 +58,18 @@ def parse_arguments():
 
 
 def chats(started: dict, options) -> list[dict]:
+    """Return the rows of the conversations."""
     rows, told = [], {"turns": options.turns, "tokens": options.turn, "answer": options.answer}
     for turn in range(options.rounds + 1):
         found = {name: engine.ask("chat", **told, seed=turn + 1) for name, engine in started.items()}
-        if turn:  # the first one is not counted
+        if turn:  # the first round is not counted
             say(f"round {turn}: " + ", ".join(f"{n} {f['second']:.3f} s ({f['hit']} hit)" for n, f in found.items()))
             rows += [row("second token", name, turn, f["second"], f["hit"], options) for name, f in found.items()]
     return rows
 
 
 def crowds(started: dict, options) -> list[dict]:
+    """Return the rows of the decode steps behind a shared system prompt."""
     new = 1 + options.rounds * (options.steps + children.WARM_UP) + options.requests
     for name, reply in ask_all(started, "crowd", requests=options.requests, system=options.system, own=50, new=new):
         say(f"{name}: {options.requests} requests decode after {reply['seconds']:.1f} s, engines side by side")
@@ -77,6 +82,7 @@ def crowds(started: dict, options) -> list[dict]:
 
 
 def row(what: str, name: str, turn: int, seconds: float, hit: int, options) -> dict:
+    """Return one row of the CSV file."""
     from importlib.metadata import version
 
     setting = {"threads": options.threads, "vllm": version("vllm"), "mode": "eager" if options.eager else "compiled"}
@@ -87,7 +93,7 @@ def row(what: str, name: str, turn: int, seconds: float, hit: int, options) -> d
 
 
 def report(rows: list[dict]) -> str:
-    """Medians and, pair by pair, ratios to stock and to the twin without hits: median, least and largest."""
+    """Return medians, and paired ratios to stock and to the twin without hits: median, least and largest."""
     lines = [f"{'':14} {'':32} {'ms':>9}  ratios: median (least to largest)"]
     for what, name in dict.fromkeys((r["what"], r["configuration"]) for r in rows):
         ms = {

@@ -1,9 +1,10 @@
 """Decode steps of stock vLLM against fixed budgets, paired: `make bench`.
 
-Each configuration lives in a child process with an engine of its own (vLLM's default compiled mode). All of them prefill
-the same prompts; then they take turns, A B C A B C ..., while the others sleep. Nothing is called faster unless every
-policy gave stock's greedy tokens on prompts shorter than its budget. Rows go to benchmarks/results/decode.csv. With --against
-each policy runs from another checkout too, whose steps are told and not written.
+Each configuration is a child process with an engine of its own (vLLM's default compiled mode). All of them
+prefill the same prompts. Then they take turns, A B C A B C ..., while the others sleep. Nothing is called
+faster unless every policy gave stock's greedy tokens on prompts shorter than its budget. Rows are appended to
+benchmarks/results/decode.csv. With --against each policy also runs from another checkout, whose steps are
+printed and not written.
 """
 
 import argparse
@@ -35,7 +36,17 @@ RESULTS = record.ROOT / "benchmarks" / "results" / "decode.csv"
 
 @dataclass(frozen=True)
 class Turn:
-    """One configuration's mean step in one round, so that work done every few steps counts; ``ratio`` is stock's over it."""
+    """Mean step of one configuration in one round, which includes work done every few steps.
+
+    Attributes:
+        context: tokens of each prompt, about.
+        requests: requests decoded together.
+        name: name of the configuration.
+        round: number of the round, from 1.
+        ms: milliseconds of a step.
+        ratio: stock's milliseconds divided by these.
+        held: bytes of KV cache that the requests hold.
+    """
 
     context: int
     requests: int
@@ -47,11 +58,13 @@ class Turn:
 
 
 def main() -> int:
+    """Run the benchmark and return its exit code."""
     options = parse_arguments()
     return compare(options, lambda started: measure(started, options), report, lambda rows: append(rows, options))
 
 
 def parse_arguments():
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, budget=2048, rounds=5)
     parser.add_argument(
@@ -84,11 +97,13 @@ def parse_arguments():
         )
     if options.peers and options.steps % PEER_INTERVAL:
         parser.error(f"a turn must hold as many compressions as any other: make --steps a multiple of {PEER_INTERVAL}")
-    options.pool_tokens = 1.15 * options.most_requests * 8192  # what stock needs for all requests, and a little
+    # what stock needs for all requests, and a little more
+    options.pool_tokens = 1.15 * options.most_requests * 8192
     return options
 
 
 def measure(engines: dict, options) -> list[Turn]:
+    """Return the turns of all contexts and numbers of requests."""
     turns = []
     for context in options.context:
         say(f"prefill of {options.most_requests} x about {context} tokens in every engine: this may take minutes")
@@ -102,13 +117,13 @@ def measure(engines: dict, options) -> list[Turn]:
 
 
 def cell(engines: dict, context: int, requests: int, options) -> list[Turn]:
-    """All rounds of one context and number of requests."""
+    """Return the turns of all rounds of one context and number of requests."""
     held = {name: reply["held_bytes"] for name, reply in ask_all(engines, "keep", requests=requests)}
     turns = []
     for turn in range(1, options.rounds + 1):
         told = {"requests": requests, "steps": options.steps}
         beside = sorted(engines, key=lambda name: list(engines).index(name.removesuffix(BEFORE)))
-        order = beside[:: 1 if turn % 2 else -1]  # twins follow each other, neither always first
+        order = beside[:: 1 if turn % 2 else -1]  # twins follow each other, and neither is always first
         means = {name: statistics.mean(engines[name].ask("steps", **told)["ms"]) for name in order}
         shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in means.items())
         say(f"{requests} at {context}, round {turn}: {shown}")
@@ -119,6 +134,7 @@ def cell(engines: dict, context: int, requests: int, options) -> list[Turn]:
 
 
 def report(turns: list[Turn]) -> str:
+    """Return the results as a table, with ratios to stock, to the compiled twin and to the other checkout."""
     lines = [
         f"{'context':>7} {'requests':>8} {'':30} {'ms/step':>8} {'KV MiB':>7} {'dense / it: median':>19} {'min':>6} {'max':>6}"
     ]
@@ -143,10 +159,11 @@ def report(turns: list[Turn]) -> str:
 
 
 def median_interval(values: list[float]) -> tuple[float, float]:
-    """Return the interval that holds the median of what ``values`` were drawn from with a probability of at least 0.95.
+    """Return an interval that holds the distribution's median with a probability of at least 0.95.
 
-    Its ends are order statistics, by the binomial distribution of the number of values below the median; nothing is assumed
-    of how the values are distributed. Fewer than six give the least and the largest, which hold it less often.
+    Its ends are order statistics of ``values``, by the binomial distribution of the number of values below
+    the median. No distribution is assumed. Fewer than six values give the least and the largest, which hold
+    the median less often.
     """
     n, rank, below = len(values), 0, 0.0
     while (below := below + math.comb(n, rank) / 2**n) <= 0.025:
@@ -156,6 +173,7 @@ def median_interval(values: list[float]) -> tuple[float, float]:
 
 
 def append(turns: list[Turn], options) -> None:
+    """Append the turns of this checkout to the CSV file."""
     from importlib.metadata import version
 
     setting = {"threads": options.threads, "vllm": version("vllm"), "budget": options.budget}

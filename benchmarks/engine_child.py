@@ -1,4 +1,4 @@
-"""The child's end of an engine that takes turns with others (engines.py)."""
+"""Child process of an engine that takes turns with others (engines.py)."""
 
 import argparse
 import json
@@ -13,23 +13,29 @@ from record import ROOT
 
 
 class Child:
-    """One engine. Reads commands, one a line, ``[name, arguments]``, and answers each with a line of JSON."""
+    """One engine that answers commands.
+
+    A command is a line ``[name, arguments]``, its answer a line of JSON.
+    """
 
     def __init__(self, options: dict):
         self.options = argparse.Namespace(**options)
         self.replies = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # whatever else is printed goes to the log
+        os.dup2(2, 1)  # other output goes to the log
 
     def serve(self) -> int:
+        """Answer commands from standard input until it ends."""
         for line in sys.stdin:
             command, arguments = json.loads(line)
             self.reply(getattr(self, command)(**arguments))
-        os._exit(0)  # vLLM's own teardown has nothing to say here
+        os._exit(0)  # skips vLLM's teardown, whose messages do not matter here
 
     def reply(self, what) -> None:
+        """Write a reply, or a line of progress."""
         print(json.dumps(what), file=self.replies)
 
     def start(self) -> dict:
+        """Start the engine; return the seconds that it took and the bytes of its KV pool."""
         begin, asked = time.monotonic(), self.options
         from vllm import LLM
 
@@ -57,7 +63,10 @@ class Child:
         return {"seconds": time.monotonic() - begin, "pool_bytes": pool_bytes}
 
     def short(self) -> list:
-        """Greedy tokens of short prompts, each with its log-probability and its lead over the second."""
+        """Return greedy tokens of short prompts.
+
+        Each has its log-probability and its lead over the second.
+        """
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
@@ -73,7 +82,7 @@ class Child:
         return {"token": token, "logprob": candidates[token].logprob, "gap": first - second}
 
     def prefill(self, context: int, requests: int) -> dict:
-        """Requests of about ``context`` tokens, until all of them decode."""
+        """Prefill requests of about ``context`` tokens; return seconds and tokens until all decode."""
         from vllm import SamplingParams
 
         draw = random.Random(context)
@@ -90,8 +99,18 @@ class Child:
         return {"seconds": time.monotonic() - begin, "tokens": sum(lengths)}
 
     def chat(self, turns: int, tokens: int, answer: int, seed: int) -> dict:
-        """Hold a conversation whose turns add so many tokens each, ``answer`` of them generated; return the seconds from the last
-        turn's request to its first and second token, and the tokens of its prompt that were hit."""
+        """Hold a conversation and measure its last turn.
+
+        Args:
+            turns: number of turns.
+            tokens: tokens that a turn adds.
+            answer: tokens of these that are generated.
+            seed: seed of the random tokens.
+
+        Returns:
+            Seconds from the last turn's request to its ``first`` and ``second`` token, and ``hit``, the
+            tokens of its prompt that were hit.
+        """
         from vllm import SamplingParams
 
         draw, text = random.Random(seed), []
@@ -108,7 +127,14 @@ class Child:
         return {"first": times[0], "second": times[1], "hit": hit or 0}
 
     def crowd(self, requests: int, system: int, own: int, new: int) -> dict:
-        """Requests that read one system prompt of so many tokens, each with a question of its own, until all of them decode."""
+        """Start requests that share a system prompt; return the seconds until all of them decode.
+
+        Args:
+            requests: number of requests.
+            system: tokens of the system prompt.
+            own: tokens of each request's own question.
+            new: tokens generated for each.
+        """
         from vllm import SamplingParams
 
         prompt = self._random(random.Random(0), system)
@@ -128,13 +154,16 @@ class Child:
         return [draw.randrange(100, 40000) for _ in range(length)]
 
     def keep(self, requests: int) -> dict:
-        """Goes on with the first so many requests of the last ``prefill``; says what they hold."""
+        """Continue with the first ``requests`` requests of the last ``prefill``.
+
+        Return the bytes that they hold.
+        """
         self.engine.abort_request(self.asked[requests:])
         self.asked = self.asked[:requests]
         return {"held_bytes": (self.free - self.pool.get_num_free_blocks()) * self.block_bytes}
 
     def prompt(self, context: int) -> dict:
-        """One prompt alone, never seen before, to its first token."""
+        """Run one prompt alone, never seen before, to its first token; return the seconds."""
         from vllm import SamplingParams
 
         self.prompts = getattr(self, "prompts", 0) + 1
@@ -144,7 +173,10 @@ class Child:
         return {"seconds": time.perf_counter() - begin}
 
     def steps(self, requests: int, steps: int) -> dict:
-        """Milliseconds of each step in which all ``requests`` decode, after a few that are not counted."""
+        """Return milliseconds of each step in which all ``requests`` decode.
+
+        The first few steps are not counted.
+        """
         times = []
         for _ in range(WARM_UP + steps):
             begin = time.perf_counter()
@@ -155,7 +187,10 @@ class Child:
         return {"ms": times[WARM_UP:]}
 
     def drain(self, requests: int, prompt: int, new: int) -> dict:
-        """All requests at once, each ``prompt`` random tokens and ``new`` generated ones, until the last is done."""
+        """Run all requests at once until the last is done; return the time and the scheduler's counts.
+
+        Each request has ``prompt`` random and ``new`` generated tokens.
+        """
         from vllm import SamplingParams
 
         params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)

@@ -1,4 +1,4 @@
-"""Engines that take turns: one child process each (engine_child.py), on the same prompts, asked one after the other."""
+"""Engines that take turns: one child process each (engine_child.py), on the same prompts."""
 
 import json
 import os
@@ -12,36 +12,38 @@ from record import ROOT
 
 DEMO_MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 PEERS = ROOT / "build" / "peers" / "bin" / "python"
-PEER_INTERVAL = 64  # tokens between kvpress's compressions; its default of 512 would keep up to 512 above the budget
+# tokens between kvpress's compressions; its default of 512 would keep up to 512 above the budget
+PEER_INTERVAL = 64
 PEER_NAMES = ("transformers", "kvpress, key norm")
 PEER = ROOT / "benchmarks" / "peer.py"
 CHILD = ROOT / "benchmarks" / "engine_child.py"
 SHIPPED_SCORER = ROOT / "examples" / "scorers" / "smollm2-135m-kvpop"
 EAGER = " eager"
-"""Ends the name of a policy's eager twin."""
+"""Suffix of a policy's eager twin."""
 NO_HITS = ", no hits"
-"""Ends the name of a policy's twin without prefix caching."""
+"""Suffix of a policy's twin without prefix caching."""
 BEFORE = ", before"
-"""Ends the name of a policy's twin that another checkout of this repository serves."""
+"""Suffix of a policy's twin that another checkout of this repository serves."""
 NEAR_TIE = 0.5  # nats: four steps of a bfloat16 logit between 16 and 32
-WARM_UP = 2  # steps of each turn that are not counted: the caches belong to the process before
-STAGGER = 17  # tokens between the lengths of prompts
+WARM_UP = 2  # steps of each turn that are not counted: the processor's caches hold another process's data
+STAGGER = 17  # difference between the lengths of consecutive prompts, in tokens
 SHORT_PROMPTS = (
     "The capital of France is",
     "Water boils when it is heated, and it freezes when",
     "Once upon a time there was a miller who had three sons. When he died, the eldest got the mill,",
     "def fibonacci(n):\n    if n < 2:\n        return n\n    return",
-    " ".join(f"Line {i} of the list says that {i} plus {i} is {2 * i}." for i in range(30)),  # some pieces of a prefill
+    # several pieces of a prefill
+    " ".join(f"Line {i} of the list says that {i} plus {i} is {2 * i}." for i in range(30)),
 )
 
 
 LEAST_BUDGET = 768
-"""Holds the longest of them and what is generated."""
+"""Smallest budget that holds the longest short prompt and its generated tokens."""
 
 
 @contextmanager
 def engines(options):
-    """Name -> :class:`Engine` for stock and every policy of ``options``; all are stopped at the end."""
+    """Yield name -> :class:`Engine` for stock and every policy; all are stopped at the end."""
     check_model(options)
     with tempfile.TemporaryDirectory(prefix="kvpop-bench-") as folder:
         started = {}
@@ -61,7 +63,7 @@ def engines(options):
 
 
 def add_options(parser, *, budget: int, rounds: int) -> None:
-    """What all benchmarks of engines take; the numbers are defaults."""
+    """Add the options of all benchmarks of engines; ``budget`` and ``rounds`` are defaults."""
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--budget", type=int, default=budget, help=f"B of the policies (default {budget})")
     parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each configuration (default {rounds})")
@@ -77,9 +79,13 @@ def add_options(parser, *, budget: int, rounds: int) -> None:
 
 
 def configurations(options, folder: Path) -> dict:
-    """Name -> ``policy``, its ``kv_policy`` or None for stock, and ``eager``."""
+    """Return name -> settings of an engine.
+
+    Settings are ``policy``, its ``kv_policy`` or None for stock, ``eager`` and options of twins.
+    """
     policies = {name: {"policy": name, "budget": options.budget} for name in options.policies}
-    for name in set(policies) & {"kvpop-mlp", "kvpop-linear"}:  # none is shipped: an untrained one takes as long
+    # none is shipped; an untrained one takes as long
+    for name in set(policies) & {"kvpop-mlp", "kvpop-linear"}:
         from kvpop_vllm.scorers.init import init_scorer
 
         init_scorer(options.model, str(folder / name), scorer=name.removeprefix("kvpop-"))
@@ -103,7 +109,7 @@ def configurations(options, folder: Path) -> dict:
 
 
 def peers(options) -> dict:
-    """Name -> what a peer is told, if peers are asked for."""
+    """Return name -> settings of a peer, if peers are asked for."""
     if not getattr(options, "peers", False):
         return {}
     if not PEERS.is_file():
@@ -116,20 +122,20 @@ def peers(options) -> dict:
 
 
 def check_model(options) -> None:
-    """Ends with a message if there is none."""
+    """Exit with a message if the model does not exist."""
     if not (Path(options.model) / "config.json").is_file():
         sys.exit(f"no model in {options.model}: run `make model`")
 
 
 def token_bytes(model: str | Path) -> int:
-    """Of a token's keys and values in stock's bfloat16 cache."""
+    """Return the bytes of a token's keys and values in stock's bfloat16 cache."""
     config = json.loads((Path(model) / "config.json").read_text())
     width = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
     return 2 * 2 * config["num_hidden_layers"] * config["num_key_value_heads"] * width
 
 
 def check_budget(parser, options) -> None:
-    """Ends with a message if outputs could not be compared, or nothing would be measured."""
+    """Exit with a message if outputs could not be compared, or nothing would be measured."""
     if options.rounds < 1:
         parser.error("--rounds must be at least 1")
     if options.budget < LEAST_BUDGET:
@@ -139,21 +145,24 @@ def check_budget(parser, options) -> None:
 
 
 def start(started: dict) -> None:
-    """Loads and compiles, all engines at once."""
+    """Load and compile all engines at once."""
     say("starting (each engine compiles for about a minute when it is new to this machine)")
     for name, reply in ask_all(started, "start"):
         say(f"{name}: ready after {reply['seconds']:.0f} s, KV pool {reply['pool_bytes'] >> 20} MiB")
 
 
 def output_problems(started: dict) -> list[str]:
-    """What is wrong with the policies' greedy tokens on prompts shorter than the budget, one line each."""
+    """Return one line per policy whose greedy tokens on short prompts differ from stock's."""
     short = dict(ask_all(started, "short"))
     others = [name for name in started if name != "dense"]
     return [problem for name in others if (problem := differs(name, short["dense"], short[name]))]
 
 
 def differs(name: str, dense: list, other: list) -> str | None:
-    """Greedy tokens and their log-probabilities must be stock's up to the first near tie; what is wrong, or None."""
+    """Return the first difference between two lists of greedy tokens, or None.
+
+    Tokens and log-probabilities must be stock's up to the first near tie.
+    """
     compared = 0
     for prompt, (expected, got) in enumerate(zip(dense, other, strict=True)):
         for step, (e, g) in enumerate(zip(expected, got, strict=True)):
@@ -161,7 +170,7 @@ def differs(name: str, dense: list, other: list) -> str | None:
             if e["token"] != g["token"]:
                 if e["gap"] > NEAR_TIE:
                     return f"{name}, prompt {prompt}, token {step}: {g['token']} instead of {e['token']}, gap {e['gap']:.2f}"
-                break  # from here on the texts differ
+                break  # after this the texts differ
             if abs(e["logprob"] - g["logprob"]) > NEAR_TIE:
                 return f"{name}, prompt {prompt}, token {step}: log-probability {g['logprob']:.2f}, stock {e['logprob']:.2f}"
     total = sum(map(len, dense))
@@ -173,8 +182,14 @@ def compare(options, measure, report, write, *, judged: bool = True) -> int:
     """Start the engines, check their outputs, measure, print and append.
 
     Args:
-        measure: ``(started) -> rows``, after outputs were found to be stock's, if they are ``judged``. report: ``(rows) -> text``.
-        write: ``(rows)``.
+        options: options of the command line.
+        measure: ``(started) -> rows``, called once outputs are found to be stock's, if they are ``judged``.
+        report: ``(rows) -> text``.
+        write: ``(rows)``, appends them.
+        judged: True to compare outputs with stock's.
+
+    Returns:
+        The exit code.
     """
     with engines(options) as started:
         start(started)
@@ -184,7 +199,7 @@ def compare(options, measure, report, write, *, judged: bool = True) -> int:
 
 
 def conclude(problems: list[str], report, write, options) -> int:
-    """Prints ``report()`` and calls ``write()``, or says why there is nothing to compare; returns the exit code."""
+    """Print ``report()`` and call ``write()``, or print the problems; return the exit code."""
     for problem in problems:
         print(f"output check failed, no ratio is given: {problem}", file=sys.stderr)
     if problems:
@@ -196,22 +211,23 @@ def conclude(problems: list[str], report, write, options) -> int:
 
 
 def add_pool(parser) -> None:
-    """The size of the KV pool, for benchmarks in which stock is short of memory."""
+    """Add the option for the size of the KV pool, for benchmarks in which stock is short of memory."""
     parser.add_argument(
         "--dense-requests", type=float, default=4.0, help="the pool holds so many requests of 8192 tokens densely"
     )
 
 
 def say(line: str) -> None:
+    """Print a line of progress."""
     print(f"[bench] {line}", flush=True)
 
 
 class EngineError(Exception):
-    """A child failed; the text says how."""
+    """Error of a child; the message gives its cause."""
 
 
 class Engine:
-    """The parent's end of one child."""
+    """Parent's end of one child process."""
 
     def __init__(self, name: str, told: dict, options, folder: Path, command: list[str] | None = None):
         self.name, self.log = name, folder / f"{name}.log"
@@ -230,6 +246,11 @@ class Engine:
             )
 
     def send(self, command: str, **arguments) -> None:
+        """Send a command.
+
+        Raises:
+            EngineError: the child has died.
+        """
         try:
             self.process.stdin.write(json.dumps([command, arguments]) + "\n")
             self.process.stdin.flush()
@@ -237,6 +258,11 @@ class Engine:
             raise self._died() from None
 
     def receive(self):
+        """Return the reply to a command; lines of progress are printed.
+
+        Raises:
+            EngineError: the child has died.
+        """
         while line := self.process.stdout.readline():
             reply = json.loads(line)
             if "progress" not in reply:
@@ -245,6 +271,7 @@ class Engine:
         raise self._died()
 
     def ask(self, command: str, **arguments):
+        """Send a command and return its reply."""
         self.send(command, **arguments)
         return self.receive()
 
@@ -253,12 +280,13 @@ class Engine:
         return EngineError(f"the {self.name} engine died: {lines[-1] if lines else 'without a word'}")
 
     def stop(self) -> None:
+        """Kill the child."""
         self.process.kill()
         self.process.wait()
 
 
 def ask_all(engines: dict, command: str, **arguments):
-    """All at once; yields each name with its reply."""
+    """Send a command to all engines at once; yield each name with its reply."""
     for engine in engines.values():
         engine.send(command, **arguments)
     for name, engine in engines.items():

@@ -1,13 +1,16 @@
-"""`make gpu`: the Triton kernels on a machine with a GPU, torch, Triton and transformers; neither vLLM nor a network.
+"""`make gpu`: the Triton kernels on a GPU.
 
-Sections run one after another, each case on its own: what it found is in the CSV file and in the log before the next one begins, and what
-there is no time for is named in the log. Correctness comes first, in bfloat16 against float64, and what a case of times needs is checked before: if that was wrong, it is not timed.
+The machine needs torch, Triton and transformers, neither vLLM nor a network.
 
-No case begins after ``--minutes``, and a sanitizer is ended then: 7.5, so that 8 are enough where no case takes more
-than half a minute.
+Sections run one after another, each case on its own: its results are in the CSV file and in the log before
+the next case begins. Cases that there is no time for are named in the log. Correctness comes first, in
+bfloat16 against float64. A case of times is skipped if a check that it depends on has failed.
 
-With ``--interpret`` the same code runs on a CPU at reduced shapes in float32, Triton's kernels interpreted; nothing is
-timed, and no CUDA graph made.
+No case begins after ``--minutes``, and a sanitizer is ended then. The default of 7.5 keeps a run within 8
+minutes if no case takes more than half a minute.
+
+With ``--interpret`` the same code runs on a CPU at reduced shapes in float32 with Triton's interpreter.
+Nothing is timed then, and no CUDA graph is made.
 """
 
 from __future__ import annotations
@@ -33,11 +36,16 @@ COLUMNS = "torch triton section case dtype measure value unit floor over_floor".
 
 @dataclass
 class Bench:
-    """What sections need: where they run, how large they may be, and how long they have.
+    """Environment of the sections: device, sizes and time.
 
     Attributes:
-        device, dtype: of tensors. small: reduced shapes, no times. watched: no times, few cases, for a tool that watches. ends: ``time.monotonic()`` when all must be over.
-        until: when the section must be.
+        device: device of tensors.
+        dtype: dtype of tensors.
+        small: True for reduced shapes without times.
+        watched: True for few cases without times, under a sanitizer.
+        ends: ``time.monotonic()`` at which everything must be over.
+        say: writes a line to the log.
+        until: ``time.monotonic()`` at which the section must be over.
     """
 
     device: str
@@ -47,22 +55,32 @@ class Bench:
     ends: float
     say: Callable[[str], None]
     wrong: set[str] = field(default_factory=set)
-    """Cases that failed."""
+    """Names of the cases that failed."""
     until: float = math.inf
 
     def left(self) -> float:
-        """Seconds."""
+        """Return the seconds that are left."""
         return min(self.ends, self.until) - time.monotonic()
 
     def row(self, measure: str, value: float, unit: str, floor: float | None = None) -> dict:
-        """One line of the CSV file; ``floor``: what the value is measured against, in its unit."""
+        """Return one line of the CSV file.
+
+        Args:
+            measure: name of the value.
+            value: the value.
+            unit: its unit.
+            floor: value to compare with, in the same unit, or None.
+        """
         over = "" if floor is None else f"{value / floor:.3f}"
         named = {"dtype": str(self.dtype).removeprefix("torch."), "measure": measure, "unit": unit}
         return named | {"value": f"{value:.6g}", "floor": "" if floor is None else f"{floor:.6g}", "over_floor": over}
 
 
 Section = Callable[[Bench], Iterator[tuple[str, Callable[[], Iterator[dict]]]]]
-"""``section(bench)`` yields cases: a name, and what gives its rows; it raises AssertionError where something is wrong."""
+"""Section: ``section(bench)`` yields cases, each a name and a function that yields its rows.
+
+The function raises AssertionError if something is wrong.
+"""
 
 
 SECTIONS = {
@@ -73,7 +91,7 @@ SECTIONS = {
     "distillation": "gpu_distillation:distillation",
     "sanitizers": "gpu_serving:sanitizers",
 }
-"""Name -> module and section, in the order in which they run."""
+"""Name -> module and function, in the order in which sections run."""
 SHARES = {
     "serving-kernels": 1.75,
     "prefill-kernels": 1.25,
@@ -82,15 +100,19 @@ SHARES = {
     "distillation": 0.75,
     "sanitizers": math.inf,
 }
-"""Eighths of the time, when all sections run: after its own and those before it no case of a section begins, and what is left goes to
-those behind."""
+"""Eighths of the time, if all sections run.
+
+No case of a section begins after the section's own share and those before it. Time that is left goes to later
+sections.
+"""
 
 
 class Skipped(Exception):
-    """A case cannot be run here, which is nobody's mistake; what it says is for the log."""
+    """Raised by a case that cannot run here, which is no failure; the message is for the log."""
 
 
 def main(arguments: list[str] | None = None) -> int:
+    """Run the sections of the command line and return the exit code."""
     options = parse_arguments(arguments)
     import torch
 
@@ -132,7 +154,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def quicken(say: Callable[[str], None]) -> None:
-    """The interpreter of the tests; where Triton names things otherwise, its own, which is slower."""
+    """Use the faster interpreter of the tests, or Triton's own if Triton's names have changed."""
     try:
         importlib.import_module("kernels.quicker_interpreter").quicken()
     except (AttributeError, ImportError) as error:
@@ -142,11 +164,14 @@ def quicken(say: Callable[[str], None]) -> None:
 def run_sections(
     bench: Bench, sections: dict[str, Section | None], shares: dict[str, float], results: Path, about: dict
 ) -> int:
-    """Runs all cases; 0 if some were done and nothing was wrong, else 1.
+    """Run all cases; return 0 if some were done and none failed, else 1.
 
     Args:
-        sections: None for one that could not be imported. shares: seconds that a section has, without an entry all that
-        are left. results: the CSV file. about: of all its rows.
+        bench: see :class:`Bench`.
+        sections: name -> section, None for one that could not be imported.
+        shares: seconds of each section; a section without an entry has all that are left.
+        results: the CSV file.
+        about: columns of all rows.
     """
     outcomes = dict.fromkeys(("done", "wrong", "skipped", "not reached"), 0)
     until = time.monotonic()
@@ -164,8 +189,10 @@ def run_sections(
 
 
 def guarded(bench: Bench, name: str, section: Section | None) -> Iterator[tuple[str, Callable | None]]:
-    """A section's cases, until one breaks it between them, which must not cost the others; None is what is wrong
-    then."""
+    """Yield a section's cases; yield a case of None if an error occurs between cases.
+
+    The other sections then still run.
+    """
     try:
         if section is not None:
             yield from section(bench)
@@ -178,7 +205,7 @@ def guarded(bench: Bench, name: str, section: Section | None) -> Iterator[tuple[
 
 
 def imported(bench: Bench, name: str) -> Section | None:
-    """A section, or None where it cannot be imported, which must not cost the others."""
+    """Return a section, or None if it cannot be imported; the other sections then still run."""
     module, _, function = SECTIONS[name].partition(":")
     try:
         return getattr(importlib.import_module(module), function)
@@ -189,7 +216,7 @@ def imported(bench: Bench, name: str) -> Section | None:
 
 
 def usable(bench: Bench) -> bool:
-    """Whether kernels can still be run after a failure: an illegal access ends all that a process can do on a GPU."""
+    """Return whether kernels can run after a failure; an illegal access ends a process's use of the GPU."""
     import torch
 
     try:
@@ -200,6 +227,7 @@ def usable(bench: Bench) -> bool:
 
 
 def parse_arguments(arguments):
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--interpret", action="store_true", help="on the CPU, interpreted, at reduced shapes")
     parser.add_argument("--watched", action="store_true", help="only few right cases, under a sanitizer")
@@ -215,10 +243,18 @@ def parse_arguments(arguments):
 
 
 def within(bench: Bench, actual, exact, eager, name: str, factor: float = 2.0) -> Iterator[dict]:
-    """The row of an output that is as good as it must be: its error over the eager one's; ``factor``: how many times that one it may be.
+    """Check an output against the error of the eager output and yield its row.
+
+    Args:
+        bench: see :class:`Bench`.
+        actual: the output.
+        exact: the float64 output.
+        eager: output of a plain implementation in the same precision.
+        name: name of the output.
+        factor: maximum ratio of the output's error to the eager one's.
 
     Raises:
-        AssertionError: it is not.
+        AssertionError: the error is larger.
     """
     from kvpop_vllm.testing import assert_within_budget
 
@@ -231,8 +267,14 @@ def within(bench: Bench, actual, exact, eager, name: str, factor: float = 2.0) -
 
 @contextmanager
 def ops_take(implementation: str | None) -> Iterator[set[tuple[str, str]]]:
-    """Ops choose this one where they have it and nobody says which, whatever the device; None: as always. Gives the ops
-    that chose, with what they chose."""
+    """Make ops select an implementation on every device; other ops run the reference.
+
+    Args:
+        implementation: name of the implementation; None for the usual choice.
+
+    Yields:
+        A set that receives the ops that were called, each with the implementation selected.
+    """
     from kvpop_vllm.kernels import dispatch
 
     chosen, told = dispatch.select, set()
@@ -251,7 +293,10 @@ def ops_take(implementation: str | None) -> Iterator[set[tuple[str, str]]]:
 
 
 def take_kernels_from(root: Path) -> None:
-    """Makes kvpop_vllm importable as it lies here, the folder triton_kernels as kvpop_vllm.kernels.triton, whatever is installed."""
+    """Import kvpop_vllm from a checkout, with triton_kernels as kvpop_vllm.kernels.triton.
+
+    An installed package is ignored.
+    """
     sys.path[:0] = [str(path) for path in (root, root / "benchmarks") if str(path) not in sys.path]
     name, folder = "kvpop_vllm.kernels.triton", root / "triton_kernels"
     import kvpop_vllm.kernels
@@ -266,7 +311,7 @@ def take_kernels_from(root: Path) -> None:
 
 @contextmanager
 def tests_of(root: Path) -> Iterator[None]:
-    """The package ``kernels`` is that of the tests, and not another one of that name that is installed, for imports within."""
+    """Make the package ``kernels`` that of the tests for imports within the context."""
     others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "kernels"}
     spec = importlib.machinery.ModuleSpec("kernels", None, is_package=True)
     spec.submodule_search_locations = [str(root / "tests" / "kernels")]
@@ -280,7 +325,7 @@ def tests_of(root: Path) -> Iterator[None]:
 
 
 def run_case(bench: Bench, section: str, case: str, measure, results: Path, about: dict) -> str:
-    """Runs one case if there is time: "done", "wrong", "skipped" or "not reached".
+    """Run one case if there is time; return "done", "wrong", "skipped" or "not reached".
 
     Raises:
         ValueError: the results have other columns.
@@ -312,6 +357,7 @@ def run_case(bench: Bench, section: str, case: str, measure, results: Path, abou
 
 
 def of_floor(row: dict) -> str:
+    """Return the part of a log line about the floor, or nothing."""
     return f", {row['over_floor']} of its floor {row['floor']}" if row["floor"] else ""
 
 

@@ -1,4 +1,4 @@
-"""Random models and their caches in the state that a long context leaves behind, without a prefill; and a pass of them in a CUDA graph."""
+"""Random models and their caches after a long context, made without a prefill, and graphs of a pass."""
 
 from __future__ import annotations
 
@@ -23,17 +23,18 @@ _NAMES = (
 QWEN3_8B = dict(zip(_NAMES, (36, 4096, 12288, 32, 8, 128, 151936), strict=True))
 TINY = dict(zip(_NAMES, (2, 64, 96, 4, 2, 32, 256), strict=True))
 TINIER = dict(zip(_NAMES, (1, 64, 96, 2, 1, 16, 256), strict=True))
-"""For kernels that are interpreted."""
+"""Shape for interpreted kernels."""
 POSITIONS = 1 << 18
-"""Of a drawn model: more than any context."""
+"""Positions of a random model, more than any context."""
 SINKS, WINDOW = 4, 256
 
 
 class Drawn:
-    """A model of random weights, made when it is first asked for, and a folder with scorers for it; a context manager.
+    """Model with random weights, made at first use, and a folder with scorers for it; a context manager.
 
     Attributes:
-        config: the model's. scorer: folder.
+        config: config of the model.
+        scorer: folder of the scorers.
     """
 
     def __init__(self, bench: Bench, shape: dict, window: int = WINDOW):
@@ -51,6 +52,7 @@ class Drawn:
 
     @property
     def model(self) -> torch.nn.Module:
+        """Model on the bench's device; the first access makes it."""
         if self._model is None:
             self.config.save_pretrained(self._folder.name)
             self.scorer = write_random_scorer(
@@ -70,21 +72,26 @@ class Drawn:
 
     @property
     def read(self) -> int:
-        """Bytes of the weights that a pass reads, which is all but the embeddings of other tokens."""
+        """Bytes of the weights that a pass reads, which exclude the input embeddings."""
         return self.weights - self.model.get_input_embeddings().weight.nbytes
 
 
-# one pass
+# One pass
 
 
 class Decoding:
-    """One greedy token of every row, over and over.
+    """Repeated passes that generate one greedy token of every row.
 
     Args:
-        tokens: ``[R, 1]``, the first ones. before: what comes before each pass. options: of the model's forward.
+        model: the model.
+        cache: its cache.
+        tokens: ``[R, 1]``, the first tokens.
+        before: called before each pass.
+        options: arguments of the model's forward.
 
     Attributes:
-        tokens: of the last pass. logits: ``[R, V]``, of the last pass.
+        tokens: ``[R, 1]``, tokens of the last pass.
+        logits: ``[R, V]`` of the last pass.
     """
 
     def __init__(self, model, cache, tokens: torch.Tensor, before: Callable[[], object] = lambda: None, **options):
@@ -93,23 +100,27 @@ class Decoding:
 
     @torch.no_grad()
     def step(self) -> None:
+        """Run one pass."""
         self.before()
         self.logits = self.model(input_ids=self.tokens, **self.options).logits[:, -1]
         self.tokens.copy_(self.logits.argmax(-1, keepdim=True))
 
     def captured(self, bench: Bench) -> Callable[[], object]:
-        """Does a pass, and gives what does another one: a CUDA graph, or without a GPU the pass itself."""
+        """Run a pass and return a function that runs another one.
+
+        The function replays a CUDA graph; without a GPU it is the pass itself.
+        """
         if bench.device != "cuda":
             self.step()
             return self.step
         return graph_of(self.step).replay
 
 
-# caches without a prefill
+# Caches without a prefill
 
 
 def static_cache(model, requests: int, length: int) -> tuple[StaticCache, torch.Tensor]:
-    """An empty one, and the tokens that its layers have seen, ``[layers]``."""
+    """Return an empty static cache, and the number of tokens that its layers have seen, ``[layers]``."""
     config, weight = model.config, model.lm_head.weight
     cache = StaticCache(config=config, max_cache_len=length)
     cache.early_initialization(
@@ -127,8 +138,10 @@ def static_cache(model, requests: int, length: int) -> tuple[StaticCache, torch.
 
 
 def full_cache(model, requests: int, context: int) -> tuple[StaticCache, Callable[[], object]]:
-    """One that has a token less than it holds, random ones, the same every time, and what says so again after every
-    token."""
+    """Return a static cache of random tokens with room for one more, and a function that resets its length.
+
+    The tokens are the same in every call. The length must be reset after every token.
+    """
     cache, seen = static_cache(model, requests, context)
     generator = torch.Generator(seen.device).manual_seed(0)
     for layer in cache.layers:
@@ -139,7 +152,7 @@ def full_cache(model, requests: int, context: int) -> tuple[StaticCache, Callabl
 
 @torch.no_grad()
 def written_cache(drawn: Drawn, requests: int, context: int, budget: int) -> KVpopCache:
-    """One that holds random tokens as after ``context`` of them."""
+    """Return a cache that holds random tokens as after ``context`` tokens."""
     model = drawn.model
     cache = KVpopCache(model, "kvpop", scorer=drawn.scorer, budget=budget, max_length=2 * context)
     first = torch.zeros(requests, 1, dtype=torch.int64, device=model.lm_head.weight.device)
@@ -155,7 +168,7 @@ def written_cache(drawn: Drawn, requests: int, context: int, budget: int) -> KVp
 
 
 def write(layer, context: int, generator: torch.Generator) -> None:
-    """Fills a layer's pages; the scorer's state stays as it is."""
+    """Fill a layer's pages with random tokens; the scorer's state is unchanged."""
     pages, rule, (budget,) = layer.pages, layer.rule, layer.budgets.unique().tolist()
     layout, device = pages.layout, pages.raw.device
     rows = layer.table[:, 0].long()  # [R, P]
@@ -173,7 +186,12 @@ def write(layer, context: int, generator: torch.Generator) -> None:
 
 
 def check_held(cache: KVpopCache, budget: int) -> None:
-    """Raises AssertionError or ValueError where the cache's reader does not find ``budget`` tokens in the first and last layer."""
+    """Check that the cache's reader finds ``budget`` tokens in the first and last layer.
+
+    Raises:
+        AssertionError: it finds another number.
+        ValueError: the pages have not seen as many tokens.
+    """
     for index in {0, len(cache) - 1}:
         held = cache._layers[index].held(0, cache.lengths[0], cache.protected[0])
         assert bool((held.sum(1) == budget).all()), f"layer {index} holds {held.sum(1).tolist()} tokens, not {budget}"
@@ -181,8 +199,10 @@ def check_held(cache: KVpopCache, budget: int) -> None:
 
 @contextmanager
 def tiny(bench: Bench) -> Iterator[tuple[torch.nn.Module, Path, int]]:
-    """A model whose tokens depend on those far back, on the bench's device and in its dtype, the folder of its scorer,
-    and B."""
+    """Yield a tiny model whose tokens depend on distant ones, the folder of its scorer, and B.
+
+    The model has the bench's device and dtype.
+    """
     shape, roles = (
         ({}, (4, 16, 44)) if not bench.small else (dict(layers=1, q_heads=2, kv_heads=1, head_dim=16), (1, 3, 8))
     )
@@ -195,7 +215,7 @@ def tiny(bench: Bench) -> Iterator[tuple[torch.nn.Module, Path, int]]:
 
 
 def empty(bench: Bench) -> None:
-    """Gives back what nothing uses."""
+    """Free unused memory."""
     gc.collect()
     if bench.device == "cuda":
         torch.cuda.empty_cache()

@@ -1,7 +1,8 @@
-"""Times on a GPU: events around what runs, medians over rounds, several in turn; and CUDA graphs of what is timed.
+"""Timing on a GPU: CUDA events, medians over rounds with several functions in turn, and CUDA graphs.
 
-The GPU is kept busy while the host queues what is timed, so that the launches, of a graph of a thousand nodes too, are
-no part of it. What waits for the GPU itself, or is queued for longer than that, is timed with the host's share of it.
+The GPU is kept busy while the host queues the timed work, so that launches, even those of a graph of a
+thousand nodes, are not part of the time. Work that waits for the GPU itself, or takes the host longer to
+queue, is timed with the host's share.
 """
 
 from __future__ import annotations
@@ -14,13 +15,13 @@ import torch
 
 ROUNDS, WARM_UP = 10, 3
 COPIED = 1 << 30
-"""Bytes of the copy that says what memory can do."""
+"""Bytes of the copy that measures memory bandwidth."""
 QUEUEING = 10_000_000
-"""Cycles of the GPU, some 5 ms, that it waits before what is timed."""
+"""GPU cycles, some 5 ms, that the GPU waits before the timed work."""
 
 
 def _once(run: Callable[[], object]) -> float:
-    """Seconds of the GPU's own clock."""
+    """Return the seconds of one call by the GPU's own clock."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(QUEUEING)
     start.record()
@@ -31,7 +32,7 @@ def _once(run: Callable[[], object]) -> float:
 
 
 def paired(runs: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[str, float]:
-    """Name -> median seconds, all in turn in every round."""
+    """Return name -> median seconds, with all functions called in turn in every round."""
     for run in runs.values():
         for _ in range(WARM_UP):
             run()
@@ -44,13 +45,13 @@ def paired(runs: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[
 
 
 def seconds(run: Callable[[], object], rounds: int = ROUNDS) -> float:
-    """Median."""
+    """Return the median seconds of a function."""
     return paired({"": run}, rounds)[""]
 
 
 @functools.cache
 def bandwidth() -> float:
-    """Bytes a second that a large copy reads and writes together."""
+    """Return the bytes per second that a large copy reads and writes together."""
     source = torch.zeros(COPIED // 4, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPIED / seconds(lambda: target.copy_(source))
@@ -58,13 +59,18 @@ def bandwidth() -> float:
 
 @functools.cache
 def side_stream() -> torch.cuda.Stream:
-    """The one on which graphs are made: every stream that a matrix product runs on keeps a workspace for good."""
+    """Return the stream on which graphs are recorded.
+
+    There is only one, because every stream that a matrix product runs on keeps a workspace for good.
+    """
     return torch.cuda.Stream()
 
 
 def graph_of(run: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A CUDA graph of ``run``, which is called twice: done the first time, for what has to be compiled, and
-    recorded."""
+    """Return a CUDA graph of ``run``.
+
+    ``run`` is called twice: first to compile what has to be compiled, then to be recorded.
+    """
     side = side_stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):

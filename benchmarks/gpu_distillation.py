@@ -1,7 +1,8 @@
-"""Distillation on a GPU: the trainer's own steps on a model of SmolLM2-135M's shape at 8,192 tokens, one row a step, tokens a second and memory.
+"""Distillation on a GPU: the trainer's steps on a model of SmolLM2-135M's shape, tokens a second and memory.
 
-With a frozen base only scorers are trained, by the boundary loss: a KL at the output would reach nothing. With the base trained too the KL is there, to the
-256 best tokens of the model as it was, which is asked row by row; its pass counts.
+A step is one row of 8,192 tokens. With a frozen base only scorers are trained, by the boundary loss: a KL at
+the output would not reach them. If the base is trained too, there is a KL to the top 256 tokens of the
+initial model, which runs row by row; its pass counts.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ SHAPE = dict(
 )
 LENGTH, ROUNDS = 8192, 5
 OPS = {"delayed_mlstm", "running_topk", "sparse_attention", "future_attention_mass"}
-"""With kernels of their own, that a step takes."""
+"""Ops with kernels of their own that a step takes."""
 KINDS = {"scorers": False, "scorers and base": True}
-"""Name -> whether the base is trained."""
+"""Name -> True if the base is trained."""
 
 
 def distillation(bench: Bench):
-    """Cases; see :data:`gpu.Section`."""
+    """Yield cases; see :data:`gpu.Section`."""
     if bench.watched:
         return
     for name, trains_base in KINDS.items():
@@ -59,8 +60,10 @@ def distillation(bench: Bench):
 
 
 def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
-    """Losses and gradient norms of two steps, where kernels are interpreted of one, are those that the reference gives
-    on the same device, in float32."""
+    """Check losses and gradient norms of two steps (one if interpreted) against the reference's, in float32.
+
+    Both run on the same device.
+    """
     sizes = dict(length=64, window=[8], topk=[20])
     shape, steps = dict(head_dim=32), 2
     if bench.small:
@@ -91,20 +94,20 @@ def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
 
 
 def random_rows(length: int, vocab: int) -> Iterator[torch.Tensor]:
-    """The same ones every time."""
+    """Yield random rows, the same in every call."""
     for seed in itertools.count():
         yield torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed))
 
 
 def made(bench: Bench, model: str | Path, recipe: Recipe, out: Path) -> Trainer:
-    """A trainer whose steps are taken one by one, with the teacher that its recipe asks for."""
+    """Return a trainer, whose steps are taken one by one, with the teacher that its recipe needs."""
     device = torch.device(bench.device)
     teacher = OnlineTeacher(model, recipe, device) if recipe.distils else None
     return Trainer(model, recipe, out, None, teacher=teacher, process=Process(device=device), quiet=True)
 
 
 def step_times(bench: Bench, trains_base: bool) -> Iterator[dict]:
-    """Medians of steps after a warm-up."""
+    """Yield the median time of a step after a warm-up, and the peak memory."""
     recipe = dataclasses.replace(PAPER, length=LENGTH, batch=1, train_base=trains_base)
     with tempfile.TemporaryDirectory() as folder:
         torch.cuda.empty_cache()
@@ -118,7 +121,7 @@ def step_times(bench: Bench, trains_base: bool) -> Iterator[dict]:
 
 
 def demo_or_random(bench: Bench, folder: Path) -> Path:
-    """The demo model's folder, or where there is none that of a random one of its shape."""
+    """Return the demo model's folder, or if it does not exist that of a random model of its shape."""
     if (DEMO_MODEL / "model.safetensors").exists():
         return DEMO_MODEL
     bench.say("distillation: there is no demo model here, its weights are drawn")

@@ -1,12 +1,13 @@
-"""Decoding from end to end, as KVpop's Figure 4 has it: a model of Qwen3-8B's shape through `KVpopCache`, beside transformers' static cache.
+"""Decoding of a model of Qwen3-8B's shape with `KVpopCache` and transformers' static cache (KVpop Figure 4).
 
-Weights are drawn. No prefill is paid: caches are written in the state that so many tokens leave behind, random keys, values and scores, and
-for KVpop the position words, token counts and clocks that its own reader takes for valid; the scorers' states are those of one token. Time and
-memory do not depend on what is held.
+Weights are random. There is no prefill: caches are written in the state after the context, with random keys,
+values and scores and, for KVpop, with position words, token counts and positions that its own reader accepts;
+the scorers' states are those after one token. Time and memory do not depend on which tokens are held.
 
-The static cache is attended to twice: as transformers does it in a graph, with a mask and keys repeated for each query head, and without
-either, which is right where the cache is full, and the faster one. A pass is one greedy token of every row, from embedding to argmax. The floor is
-the bytes that it has to read, weights and cache, at the bandwidth of a large copy.
+The static cache is attended to in two ways: as transformers does it in a graph, with a mask and with keys
+repeated for each query head, and without either, which is correct if the cache is full, and faster. A pass is
+one greedy token of every row, from embedding to argmax. Its floor is the bytes of weights and cache that it
+has to read, at the bandwidth of a large copy.
 """
 
 from __future__ import annotations
@@ -32,15 +33,15 @@ from gpu_clock import bandwidth, paired, side_stream
 from gpu_generation_checks import dense_right, kvpop_right
 
 CONTEXTS = 16384, 131072, 65536, 32768
-"""The ends first, in case that time runs short."""
+"""Contexts; the shortest and the longest come first, in case time runs out."""
 COMPRESSION, FIXED = 4, 4096
-"""Tokens per token held, and a budget that does not grow."""
+"""Tokens per retained token, and a budget that does not grow."""
 ROUNDS = 30
 ROOM = 4 << 30
 """Bytes that must be free beside a cache."""
 GIB = 1 << 30
 FLAT = 1.05
-"""Latency that grows by no more from the first context to the last is called flat."""
+"""Maximum growth of latency from the first context to the last that is called flat."""
 DENSE = "dense", "dense, no mask"
 KVPOP = "kvpop, 75% off", f"kvpop, B {FIXED}"
 PARTS = {"half": 2, "a quarter": 1}
@@ -54,11 +55,11 @@ RIGHT = {
     ),
     "caches that are written go on, dense": (DENSE, lambda bench: written_right(bench, DENSE)),
 }
-"""Case -> what is not timed where it is wrong, and the check."""
+"""Case -> the caches that are not timed if it fails, and the check."""
 
 
 def generation(bench: Bench):
-    """Cases; see :data:`gpu.Section`."""
+    """Yield cases; see :data:`gpu.Section`."""
     if bench.watched:
         return
     for case, (_, check) in RIGHT.items():
@@ -83,11 +84,11 @@ def generation(bench: Bench):
         bench.say(line)
 
 
-# what is right
+# Checks
 
 
 def written_right(bench: Bench, names: Sequence[str]) -> Iterator[dict]:
-    """What is timed later, of a tiny model: passes are finite, and caches stay as full as they should."""
+    """Check written caches of a tiny model: passes are finite, and caches stay as full as they should."""
     shape, window, requests, context = (TINIER, 4, 1, 40) if bench.small else (TINY, 16, 2, 400)
     budgets = {name: context * PARTS.get(name, 0) // 4 for name in names}
     with Drawn(bench, shape, window=window) as drawn, ops_take("triton" if bench.small else None):
@@ -100,14 +101,22 @@ def written_right(bench: Bench, names: Sequence[str]) -> Iterator[dict]:
     yield bench.row("caches that go on", len(found), "count")
 
 
-# times
+# Times
 
 
 @dataclass
 class Timed:
-    """A cache and its pass. cache: its bytes. read: bytes of it that a pass reads or writes. peak: bytes of weights,
-    cache and what else a pass needs, which is not what a prefill would. check: raises AssertionError where a pass was
-    none. seconds: of a pass."""
+    """Cache with its pass.
+
+    Attributes:
+        replay: runs a pass.
+        cache: bytes of the cache.
+        read: bytes of the cache that a pass reads or writes.
+        peak: bytes of weights, cache and everything else that a pass needs; a prefill would need another
+            number.
+        check: raises AssertionError if a pass failed.
+        seconds: time of a pass.
+    """
 
     replay: Callable[[], object]
     cache: int
@@ -119,26 +128,38 @@ class Timed:
 
 @dataclass
 class Missing:
-    """A cache that is not timed. needed: bytes that it would have to find free, if that is why. wrong: what went wrong,
-    else nothing."""
+    """Cache that is not timed.
+
+    Attributes:
+        needed: bytes that must be free for it, if there are too few.
+        wrong: the error, else empty.
+    """
 
     needed: int
     wrong: str = ""
 
 
 def budgets_at(context: int) -> dict[str, int]:
-    """Name -> B, 0 of dense ones."""
+    """Return name -> B, 0 for dense caches."""
     return dict.fromkeys(DENSE, 0) | dict(zip(KVPOP, (context // COMPRESSION, FIXED), strict=True))
 
 
 def times(
     bench: Bench, drawn: Drawn, requests: int, context: int, names: list[str], found: dict[int, dict[str, Timed]]
 ) -> Iterator[dict]:
-    """A pass with every cache, in turn, and what those need that do not fit; names: of the caches. found: what each
-    context gave.
+    """Yield rows of a pass with every cache, in turn, and the memory that caches which do not fit would need.
+
+    Args:
+        bench: device and dtype.
+        drawn: the model.
+        requests: rows of a batch.
+        context: tokens that have been seen.
+        names: names of the caches.
+        found: context -> timed caches; this call adds its own.
 
     Raises:
-        AssertionError: one could not be made, or is not right after its passes; the rows of the others come before.
+        AssertionError: a cache could not be made, or is wrong after its passes. The rows of the others come
+            before.
     """
     budgets = {name: budget for name, budget in budgets_at(context).items() if name in names}
     speed, made = bandwidth(), contenders(bench, drawn, requests, context, budgets)
@@ -160,7 +181,7 @@ def times(
         yield bench.row(f"{name}, cache", each.cache / GIB, "GiB")
         yield bench.row(f"{name}, peak memory while decoding", each.peak / GIB, "GiB")
     for each in distinct.values():
-        each.replay = each.check = None  # gives the memory back
+        each.replay = each.check = None  # frees the memory
     del distinct
     empty(bench)
     wrong = {name: each.wrong for name, each in made.items() if isinstance(each, Missing) and each.wrong}
@@ -168,8 +189,16 @@ def times(
 
 
 def attempt(bench: Bench, what: str, run: Callable[[], object], needed: int = 0):
-    """What ``run`` gives, or what is missing, with the reason in the log; needed: bytes, more than 0 where there may be
-    too few. Errors are not kept, which would keep the memory of what they interrupted."""
+    """Return the result of ``run``, or :class:`Missing` with the reason in the log.
+
+    Errors are not kept, because they would keep the memory of the frames that they left.
+
+    Args:
+        bench: the log.
+        what: name for the log.
+        run: makes a cache or checks it.
+        needed: bytes that ``run`` needs, if there may be too few; else 0.
+    """
     try:
         return run()
     except Exception as error:  # noqa: BLE001  what one cache does must not cost the others
@@ -184,7 +213,10 @@ def attempt(bench: Bench, what: str, run: Callable[[], object], needed: int = 0)
 def contenders(
     bench: Bench, drawn: Drawn, requests: int, context: int, budgets: dict[str, int]
 ) -> dict[str, Timed | Missing]:
-    """Name -> what is timed, for as many as fit in memory together, small ones first; equal budgets are one."""
+    """Return name -> timed cache, for as many as fit in memory together, small ones first.
+
+    Caches of equal budgets are shared.
+    """
     made: dict[object, Timed | Missing] = {}
     config, dense = drawn.model.config, []
     slot = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * bench.dtype.itemsize
@@ -212,7 +244,7 @@ def contenders(
 
 
 def dense_timed(bench, drawn, requests, context, name: str, dense: list) -> Timed:
-    """``dense``: the static cache, where it has been made."""
+    """Return a timed static cache; ``dense`` holds the cache once it has been made."""
     if not dense:
         dense += full_cache(drawn.model, requests, context)
     cache, before = dense
@@ -225,7 +257,7 @@ def dense_timed(bench, drawn, requests, context, name: str, dense: list) -> Time
 
 
 def kvpop_timed(bench, drawn, requests, context, budget: int) -> Timed:
-    """The cache reads what it has of tokens, and reads and writes its states."""
+    """Return a timed KVpop cache; a pass reads its tokens, and reads and writes its states."""
     cache = written_cache(drawn, requests, context, budget)
     layer, name = cache._layers[0], f"kvpop, B {budget}"
     heads, size = layer.pages.layout.num_kv_heads, layer.pages.layout.head_size
@@ -252,8 +284,10 @@ def kvpop_timed(bench, drawn, requests, context, budget: int) -> Timed:
 
 
 def with_peak(bench: Bench, decoding: Decoding) -> tuple[Callable[[], object], int]:
-    """What repeats a pass, and how many bytes a pass takes at most beside weights and cache, without the workspace that
-    matrix products keep; a prefill would take others."""
+    """Return a function that repeats a pass, and the bytes that a pass needs beside weights and cache.
+
+    The workspace that matrix products keep is not counted.
+    """
     if bench.device != "cuda":
         return decoding.captured(bench), 0
     with torch.cuda.stream(side_stream()):
@@ -268,18 +302,26 @@ def with_peak(bench: Bench, decoding: Decoding) -> tuple[Callable[[], object], i
 
 
 def check_finite(name: str, decoding: Decoding) -> None:
-    """Raises AssertionError where a step was refused, which gives no numbers."""
+    """Check that no step was refused, which would give NaN.
+
+    Raises:
+        AssertionError: a logit is not finite.
+    """
     assert bool(decoding.logits.isfinite().all()), f"{name}: logits are not finite"
 
 
 def free(bench: Bench) -> float:
-    """Bytes of memory that a tensor may take."""
+    """Return the bytes of memory that are free for tensors."""
     empty(bench)
     return torch.cuda.mem_get_info()[0] if bench.device == "cuda" else torch.inf
 
 
 def in_short(found: dict[int, dict[str, Timed]]) -> Iterator[str]:
-    """What Figure 4 says: how caches grow, whether latency does, and from which context on KVpop is ahead of the faster dense one."""
+    """Yield lines that summarise Figure 4's claims.
+
+    They say how caches grow, whether latency grows, and from which context on KVpop is faster than the faster
+    dense cache.
+    """
     for name in (*DENSE, *KVPOP):
         there = {context: timed[name] for context, timed in sorted(found.items()) if name in timed}
         if len(there) < 2:
@@ -302,13 +344,13 @@ def in_short(found: dict[int, dict[str, Timed]]) -> Iterator[str]:
 
 
 def of_both(timed: dict[str, Timed], name: str) -> tuple[float, float] | None:
-    """Seconds of a cache and of the faster dense one, None where one was not measured."""
+    """Return seconds of a cache and of the faster dense one, or None if one was not measured."""
     dense = [timed[other].seconds for other in DENSE if other in timed]
     return (timed[name].seconds, min(dense)) if dense and name in timed else None
 
 
 def ahead_from(both: dict[int, tuple[float, float]]) -> int | None:
-    """The first context from which on the first number is below the second; contexts rise."""
+    """Return the first context from which on the first number stays below the second; contexts ascend."""
     start = None
     for context, (own, other) in both.items():
         start = (context if start is None else start) if own < other else None

@@ -1,6 +1,7 @@
-"""Decoding in a graph is right: tokens of captured passes, through `KVpopCache` and transformers' static cache, of a tiny model.
+"""Checks of decoding in a CUDA graph: tokens of captured passes of a tiny model.
 
-That caches which are written rather than filled go on is checked where they are made, in gpu_generation.py.
+The passes run through `KVpopCache` and through transformers' static cache. Caches that are written rather
+than filled are checked where they are made, in gpu_generation.py.
 """
 
 from __future__ import annotations
@@ -15,14 +16,17 @@ from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt
 
 PROMPTS, NEW = (40, 33), 40
-"""Of the tiny model, whose B of 64 is so reached in replays, by one row before the other."""
+"""Prompts of the tiny model and new tokens; replays reach its B of 64, in one row before the other."""
 SMALL_PROMPTS, SMALL_NEW = (10, 9), 5
-"""Where kernels are interpreted, B 12."""
+"""Prompts and new tokens with interpreted kernels, for B of 12."""
 
 
 def kvpop_right(bench: Bench) -> Iterator[dict]:
-    """Tokens of captured passes are those of ``generate()``, and the same tokens are held; caches fill up in replays,
-    one row's after the other's. Interpreted passes are held against ``generate()`` as a CPU does it."""
+    """Check that captured passes give the tokens of ``generate()`` and retain the same tokens.
+
+    The caches fill up during replays, one row's after the other's. Interpreted passes are compared with
+    ``generate()`` on a CPU.
+    """
     new = SMALL_NEW if bench.small else NEW
     with tiny(bench) as (model, scorer, budget):
         prompts, mask = padded(bench)
@@ -43,8 +47,10 @@ def kvpop_right(bench: Bench) -> Iterator[dict]:
 
 
 def dense_right(bench: Bench) -> Iterator[dict]:
-    """Tokens of captured passes are those of passes one by one; and without a mask a full cache gives the same logits
-    for the same token."""
+    """Check that captured passes give the tokens of single passes.
+
+    A full cache must also give the same logits for the same token with and without a mask.
+    """
     new, logits = 12, []
     with tiny(bench) as (model, *_):
         prompts = padded(bench)[0]
@@ -55,10 +61,10 @@ def dense_right(bench: Bench) -> Iterator[dict]:
         for options in ({}, {"attention_mask": {"full_attention": None}}):
             decoding = Decoding(model, cache, prompts[:, -1:], before, **options)
             replay = decoding.captured(bench)
-            decoding.tokens.copy_(prompts[:, -1:])  # what the pass before chose may differ by a rounding
+            decoding.tokens.copy_(prompts[:, -1:])  # the previous pass may differ by rounding
             replay()
             logits.append(decoding.logits.float().cpu())
-            del replay  # not before it is done
+            del replay  # must not be freed before it is done
     assert found == expected, f"captured passes give {found}, passes one by one {expected}"
     error = float((logits[0] - logits[1]).abs().max())
     assert error < (0.2 if bench.dtype == torch.bfloat16 else 1e-3), f"without a mask logits differ by {error:.3g}"
@@ -66,7 +72,7 @@ def dense_right(bench: Bench) -> Iterator[dict]:
 
 
 def padded(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two prompts ``[2, L]``, the shorter one with pads on its left, and which columns are tokens."""
+    """Return two prompts ``[2, L]``, the shorter one padded on its left, and a mask of their tokens."""
     lengths = SMALL_PROMPTS if bench.small else PROMPTS
     rows = [[0] * (max(lengths) - n) + random_prompt(n, seed=i) for i, n in enumerate(lengths)]
     mask = [[0] * (max(lengths) - n) + [1] * n for n in lengths]
@@ -76,13 +82,20 @@ def padded(bench: Bench) -> tuple[torch.Tensor, torch.Tensor]:
 def greedy(
     bench: Bench, model, cache, prompts: torch.Tensor, new: int, mask=None, one_by_one: bool = False
 ) -> list[list[int]]:
-    """``new`` tokens of every row: the first from the prompt's pass, the second from a pass, the others from replays of
-    one.
+    """Return ``new`` greedy tokens of every row.
+
+    The first comes from the prompt's pass, the second from a pass, the others from replays of a pass.
 
     Args:
-        mask: which columns of the prompts are tokens, None: all. one_by_one: no graph is made.
+        bench: device and dtype.
+        model: the model.
+        cache: its empty cache.
+        prompts: ``[R, L]``.
+        new: number of tokens.
+        mask: ``[R, L]``, the columns of the prompts that are tokens; None for all.
+        one_by_one: True to run passes without a graph.
     """
-    told = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)  # as generate() does
+    told = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)  # as in generate()
     with torch.no_grad():
         first = model(input_ids=prompts, attention_mask=mask, **told).logits[:, -1:].argmax(-1)
     decoding, found = Decoding(model, cache, first), [first.clone()]
@@ -102,6 +115,6 @@ def greedy(
 
 
 def after(cache: KVpopCache, passes: int, bench: Bench) -> None:
-    """The host counts passes that were replayed; without a GPU there was no graph, and it has."""
+    """Count replayed passes on the host; without a GPU there was no graph, and they are counted already."""
     if bench.device == "cuda":
         cache.replayed(passes)

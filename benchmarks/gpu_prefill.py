@@ -1,9 +1,10 @@
-"""`prefill_chunk` on a GPU: right in low precision, and its time at Qwen3-8B's shapes for a prompt of 16,384 tokens
-beside SDPA and FlexAttention; and that of a rule whose tokens have decays of their own, and of one that is worked off
-token by token.
+"""`prefill_chunk` on a GPU: correctness in low precision, and times at Qwen3-8B's shapes.
 
-SDPA attends to everything before each query, FlexAttention is given the mask of what the policy keeps. The floor of attention is SDPA's time
-times the share of logits that is visible.
+A prompt of 16,384 tokens is timed beside SDPA and FlexAttention. A rule whose tokens have decays of their own
+and a rule that goes token by token are timed as well.
+
+SDPA attends to all tokens before each query. FlexAttention gets the mask of the tokens that the policy keeps.
+The floor of attention is SDPA's time multiplied by the share of logits that is visible.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
-"""Of Qwen3-8B."""
+"""Attention shape of Qwen3-8B."""
 SINKS, WINDOW, LENGTH = 4, 256, 16384
 CHUNK, ROUNDS = 256, 3
-"""Tokens of a chunk that is worked off one by one, and of how many chunks the median is."""
+"""Tokens of a chunk that is processed token by token, and number of chunks whose median is taken."""
 
 RIGHT = {
     "recency": dict(case="none", sinks=0, window=1, unequal=True),
@@ -39,11 +40,11 @@ RIGHT = {
     "moments": dict(case="moment-corrected"),
 }
 FEW = "mlstm", "own decays"
-"""Where kernels are interpreted, or watched."""
+"""Cases that run with interpreted kernels or under a sanitizer."""
 
 
 def prefill_kernels(bench: Bench):
-    """Cases; see :data:`gpu.Section`."""
+    """Yield cases; see :data:`gpu.Section`."""
     for name in FEW if bench.small or bench.watched else RIGHT:
         yield f"prefill_chunk is right, {name}", lambda name=name: chunk_right(bench, name)
     if bench.small or bench.watched:
@@ -62,8 +63,11 @@ def prefill_kernels(bench: Bench):
 
 
 def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
-    """In small pieces, what is held after each chunk is what the float64 loop holds, as far as none of its decisions was close; outputs are as good as the
-    reference's in the same precision."""
+    """Check a prompt in small pieces against the float64 loop and the reference.
+
+    After each chunk the retained tokens must be those of the float64 loop, none of whose decisions may be
+    close. Outputs must be as good as the reference's in the same precision.
+    """
     from kvpop_vllm.kernels.triton import _prefill_attend, prefill_chunk
 
     chunks = (17, 8) if bench.small else (37, 1, 60, 22)
@@ -95,7 +99,7 @@ def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
 
 
 def _chunk(p: Problem, rule: RetentionRule, pages, start: int, q, k, v, impl: str):
-    """Of the only request, everything where the pages are."""
+    """Run a chunk of the only request on the device of its pages."""
     given, device = given_scores(p.rule, k), pages.raw.device
     q, k, v, table, budgets = (x.to(device) for x in (q, k, v, p.table[0], p.budgets[0]))
     return ops.prefill_chunk(
@@ -118,8 +122,10 @@ def _exact_chunk(p: Problem, exact, start: int, q, k, v):
 
 
 def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
-    """A layer's prompt in one chunk: with scores that are given, which is order and attention, and with KVpop's scorer, beside attention to
-    everything and to what is kept."""
+    """Yield times of a layer's prompt in one chunk, beside attention to all tokens and to the kept tokens.
+
+    The chunk is timed with given scores, which is ordering and attention alone, and with KVpop's scorer.
+    """
     draw, scale = torch.Generator().manual_seed(0), SIZE**-0.5
     rules = {
         "given scores": RetentionRule(SINKS, WINDOW, _no_decay(), scorer=ops.GivenScore()),
@@ -148,7 +154,7 @@ def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
 
 
 def ages_times(bench: Bench, budget: int) -> Iterator[dict]:
-    """A layer's prompt in one chunk, of tokens that have decays of their own."""
+    """Yield the time of a layer's prompt in one chunk, with tokens that have decays of their own."""
     draw = torch.Generator().manual_seed(0)
     rule = RetentionRule(SINKS, WINDOW, _no_decay(), scorer=ops.GivenScore(ages=True)).to(bench.device)
     tokens = _tokens(bench, draw)
@@ -159,9 +165,11 @@ def ages_times(bench: Bench, budget: int) -> Iterator[dict]:
 
 
 def mass_times(bench: Bench, budget: int) -> Iterator[dict]:
-    """Chunks one after another where every token evicts one, by mean attention mass; the host's launches count where
-    they take longer than the GPU. The floor is a token's bytes, keys, values, scores and positions of all that is
-    held."""
+    """Yield the time of a token in consecutive chunks under mean attention mass.
+
+    Every token evicts one. The host's launches count where they take longer than the GPU. The floor is the
+    bytes that a token reads: keys, values, scores and positions of all retained tokens.
+    """
     scale, starts = SIZE**-0.5, itertools.count(budget, CHUNK)
     rule = RetentionRule(SINKS, WINDOW, _no_decay(), scorer=ops.AttentionMass(mean=True)).to(bench.device)
     q, k, v = _tokens(bench, torch.Generator().manual_seed(0))
@@ -185,21 +193,24 @@ def _no_decay() -> torch.Tensor:
 
 
 def _tokens(bench: Bench, draw: torch.Generator) -> list[torch.Tensor]:
-    """Queries, keys and values of a layer's prompt."""
+    """Return random queries, keys and values of a layer's prompt."""
     return [
         torch.randn(LENGTH, n, SIZE, generator=draw).to(bench.device, bench.dtype) for n in (HEADS, KV_HEADS, KV_HEADS)
     ]
 
 
 def _prefill(bench: Bench, rule: RetentionRule, budget: int, q, k, v, given, scale: float):
-    """The whole prompt into pages of its own, which every call begins anew."""
+    """Return a function that reads the whole prompt into pages of its own, which every call begins anew."""
     pages, table, budgets = _empty(bench, rule, budget)
     own = dict(rule=rule, scale=scale, impl="triton", given=given if isinstance(rule.scorer, ops.GivenScore) else None)
     return lambda: ops.prefill_chunk(q, k, v, pages, table, 0, budgets, **own)[0]
 
 
 def _empty(bench: Bench, rule: RetentionRule, budget: int):
-    """Pages of one request, its table ``[H, P]`` with blocks in random order, and the heads' budgets ``[H]``."""
+    """Return pages of one request, its table ``[H, P]`` and the budgets ``[H]``.
+
+    The blocks are in random order.
+    """
     layout = PageLayout(KV_HEADS, SIZE, bench.dtype, state_floats=rule.state_floats(SIZE))
     blocks = layout.blocks(budget, budget)
     raw = torch.zeros(blocks, KV_HEADS, layout.region_bytes, dtype=torch.uint8, device=bench.device)

@@ -1,7 +1,8 @@
-"""`decode_step` on a GPU: right in low precision, clean under compute-sanitizer, and its time at Qwen3-8B's shapes beside its floor.
+"""`decode_step` on a GPU: correctness in low precision, sanitizers, and times at Qwen3-8B's shapes.
 
-The floor is the bytes that a step has to move at the bandwidth of a large copy: keys and values in use for attention; for scorer and
-eviction the state, read and written, and the scores and positions that a victim is looked for among.
+The floor of a time is the bytes that a step has to move at the bandwidth of a large copy. For attention these
+are the keys and values in use. For scorer and eviction they are the state, read and written, and the scores
+and positions among which a victim is searched.
 """
 
 from __future__ import annotations
@@ -28,14 +29,14 @@ from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
 
 HEADS, KV_HEADS, SIZE, LAYERS = 32, 8, 128, 36
-"""Of Qwen3-8B."""
+"""Attention shape of Qwen3-8B."""
 SINKS, WINDOW, SEEN = 4, 256, 16384
 PROTECTED = 8192
 """Tokens of a prompt that all requests of a step share."""
 MOST_BYTES = 24 << 30
-"""Of pages, whatever a GPU has."""
+"""Maximum bytes of pages on any GPU."""
 TOOLS = "memcheck", "racecheck"
-"""The second watches shared memory alone: what several warps write to pages, it does not see."""
+"""Tools of compute-sanitizer; racecheck watches shared memory only, not what several warps write to pages."""
 FOUND = re.compile(r"=========\s+(Invalid|Error|Race|Program hit)")
 LEAST = 45.0
 """Seconds that must be left for a tool to begin."""
@@ -57,14 +58,14 @@ BEHIND = {
     "mlstm read at once": dict(case="mlstm-immediate"),
     "mean mass": dict(case="mass-mean"),
 }
-"""Behind a prefix that a chunk begins in, and one that ends in it."""
+"""Cases behind a prefix that a chunk begins in, and behind one that a chunk ends in."""
 FEW_BEHIND = ("mlstm",)
 FEW = "recency", "mlstm", "moments"
-"""Where kernels are interpreted, or watched."""
+"""Cases that run with interpreted kernels or under a sanitizer."""
 
 
 def serving_kernels(bench: Bench):
-    """Cases; see :data:`gpu.Section`."""
+    """Yield cases; see :data:`gpu.Section`."""
     for name in FEW if bench.small or bench.watched else RIGHT:
         yield f"decode_step is right, {name}", lambda name=name: step_right(bench, name)
     for name in FEW_BEHIND if bench.small or bench.watched else BEHIND:
@@ -90,14 +91,17 @@ def serving_kernels(bench: Bench):
 
 
 def sanitizers(bench: Bench):
-    """Cases; see :data:`gpu.Section`."""
+    """Yield cases; see :data:`gpu.Section`."""
     for tool in () if bench.small or bench.watched else TOOLS:
         yield f"decode_step and prefill_chunk under {tool}", lambda tool=tool: sanitized(bench, tool)
 
 
 def step_right(bench: Bench, name: str) -> Iterator[dict]:
-    """Retained tokens after every step are the float64 loop's, until one of its decisions is too close; outputs are as good as the
-    reference's in the same precision."""
+    """Check decode steps against the float64 loop and the reference.
+
+    The retained tokens after every step must be those of the float64 loop, until one of its decisions is too
+    close. Outputs must be as good as the reference's in the same precision.
+    """
     steps = 6 if bench.small else 40
     options = dict(requests=3, heads=2, size=64, group=2, window=3, topk=13, slots=16) | RIGHT[name]
     reduced = dict(requests=1, heads=1, size=32, topk=12) if bench.small else {}
@@ -128,8 +132,11 @@ def step_right(bench: Bench, name: str) -> Iterator[dict]:
 
 
 def prefix_right(bench: Bench, name: str) -> Iterator[dict]:
-    """A prompt in chunks, whose attention to its prefix is torch's own, the beginning of its tail, and steps behind it: retained tokens
-    are the float64 loop's, outputs as good as the reference's in the same precision."""
+    """Check a prefix, its tail and steps behind it against the float64 loop and the reference.
+
+    The prompt comes in chunks, whose attention to the prefix is torch's own. The retained tokens must be
+    those of the float64 loop, and outputs as good as the reference's in the same precision.
+    """
     options = dict(heads=2, size=64, group=2, window=3, topk=13, slots=16, protected=(70,)) | BEHIND[name]
     reduced = dict(heads=1, size=32, group=1, protected=(18,)) if bench.small else {}
     p = Behind(**options | reduced | dict(dtype=bench.dtype, q_dtype=bench.dtype)).prepare()
@@ -183,7 +190,7 @@ def _exact_step(p: Problem, exact, position: int, q, k, v):
 
 
 def _step(bench: Bench, p: Problem, rule: RetentionRule, pages: Pages, position: int, q, k, v):
-    """The kernel's own, everything on its device."""
+    """Run a decode step of the kernel on its device."""
     given = given_scores(p.rule, k)
     told = q, k, v, torch.full((p.requests,), position), p.budgets, p.table
     q, k, v, positions, budgets, table = (x.to(bench.device) for x in told)
@@ -194,10 +201,10 @@ def _step(bench: Bench, p: Problem, rule: RetentionRule, pages: Pages, position:
 
 
 def sanitized(bench: Bench, tool: str) -> Iterator[dict]:
-    """The few right cases once more, watched by compute-sanitizer; it says what is wrong in the log.
+    """Run the few cases under compute-sanitizer, which reports errors in the log.
 
     Raises:
-        Skipped: there is no such tool, or not the time for it.
+        Skipped: the tool does not exist, or there is not enough time.
     """
     program = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     if not Path(program).exists():
@@ -218,8 +225,10 @@ def sanitized(bench: Bench, tool: str) -> Iterator[dict]:
 
 
 def output_of(command: list[str], limit: float) -> tuple[int | None, str]:
-    """A program's exit code and what it said; the code is None where it was ended, with all that it started, after
-    ``limit`` seconds."""
+    """Return a program's exit code and output.
+
+    After ``limit`` seconds the program and its children are killed, and the code is None.
+    """
     with subprocess.Popen(
         command,
         stdout=subprocess.PIPE,
@@ -227,7 +236,7 @@ def output_of(command: list[str], limit: float) -> tuple[int | None, str]:
         text=True,
         start_new_session=True,
         env=os.environ
-        | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # or a tensor's neighbour would be memory like its own
+        | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # otherwise memory beside a tensor would be valid as well
     ) as process:
         try:
             said, _ = process.communicate(timeout=limit)
@@ -240,9 +249,17 @@ def output_of(command: list[str], limit: float) -> tuple[int | None, str]:
 
 
 def step_times(bench: Bench, budget: int, requests: int, protected: int = 0) -> Iterator[dict]:
-    """A layer's step in a CUDA graph of several layers, more than the GPU caches: with recency alone, which is attention, and with KVpop's
-    scorer; the difference is what scores and evictions cost. protected: tokens of a prefix that all requests share; its floor is that
-    each of them reads all."""
+    """Yield the time of a layer's step in a CUDA graph of several layers, which exceed the GPU's cache.
+
+    A step is timed with recency alone, which is attention, and with KVpop's scorer. The difference is the
+    cost of scores and evictions.
+
+    Args:
+        bench: device and dtype.
+        budget: B.
+        requests: R.
+        protected: tokens of a prefix that all requests share; in the floor each request reads all of them.
+    """
     generator = torch.Generator().manual_seed(0)
     rules = {
         "attention": RetentionRule(SINKS, WINDOW, torch.full((KV_HEADS,), -1.0, dtype=torch.float64)),
@@ -267,13 +284,19 @@ def step_times(bench: Bench, budget: int, requests: int, protected: int = 0) -> 
 
 
 class Replayed:
-    """A CUDA graph of one decode step in each of so many layers, of requests that have seen :data:`SEEN` tokens.
+    """CUDA graph of one decode step in each of several layers.
+
+    The requests have seen :data:`SEEN` tokens.
 
     Args:
-        rule: of all layers, on the CPU. budget: B. requests: R. protected: tokens of a prefix that all of them share.
+        bench: device and dtype.
+        rule: rule of all layers, on the CPU.
+        budget: B.
+        requests: R.
+        protected: tokens of a prefix that all requests share.
 
     Attributes:
-        layers: as many as it takes to be more than a GPU caches.
+        layers: number of layers, enough to exceed a GPU's cache.
     """
 
     def __init__(self, bench: Bench, rule: RetentionRule, budget: int, requests: int, protected: int = 0):
@@ -301,7 +324,10 @@ class Replayed:
     def _pages(
         self, layout: PageLayout, budget: int, requests: int, blocks: int, device
     ) -> tuple[Pages, torch.Tensor, Prefix | None]:
-        """Full pages of random tokens, blocks in random order, and the prefix that all share behind them."""
+        """Return full pages of random tokens, their table, and the shared prefix or None.
+
+        The blocks are in random order.
+        """
         ahead = cdiv(self.protected, layout.block_slots)
         raw = torch.zeros(
             requests * blocks + ahead, KV_HEADS, layout.block_slots, layout.slot_bytes, dtype=torch.uint8, device=device
@@ -325,5 +351,9 @@ class Replayed:
         return pages, table.expand(-1, KV_HEADS, -1), prefix
 
     def check(self, what: str) -> None:
-        """Raises AssertionError if a step was not taken, as a wrong start is not."""
+        """Check that steps were taken; a wrong start does not raise.
+
+        Raises:
+            AssertionError: an output is not finite.
+        """
         assert bool(self.out.isfinite().all()), f"{what}: outputs are not finite"

@@ -1,7 +1,8 @@
-"""The training kernels on a GPU: right in low precision, and their times at 16,384 tokens beside SDPA, FlexAttention and what they are measured against.
+"""Training kernels on a GPU: correctness in low precision, and times at 16,384 tokens.
 
-The rank order is drawn, so the k long-range tokens of a query lie anywhere, as those of a scorer do: no block of keys is skipped
-before queries are far away. SDPA attends to everything; FlexAttention is given the same mask as a function of ranks.
+Times are beside those of SDPA and FlexAttention and beside their floors. The rank order is random, so the k
+long-range tokens of a query lie anywhere, as those of a scorer do: no block of keys is skipped until queries
+are far away. SDPA attends to all tokens. FlexAttention gets the same mask as a function of ranks.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from kvpop_vllm.kernels import ops
 
 SINKS, WINDOW = 4, 512
 HEADS, KV_HEADS, SIZE = 32, 8, 128
-"""Of Qwen3-8B."""
+"""Attention shape of Qwen3-8B."""
 
 
 RIGHT = {
@@ -29,7 +30,7 @@ RIGHT = {
 
 
 def training_kernels(bench: Bench):
-    """Cases; see :data:`gpu.Section`."""
+    """Yield cases; see :data:`gpu.Section`."""
     for case, check in RIGHT.items():
         yield case, lambda check=check: check(bench)
     if bench.small or bench.watched:
@@ -47,7 +48,7 @@ def training_kernels(bench: Bench):
 
 
 def _draw(bench: Bench, seed: int, *shape: int, dtype=None) -> torch.Tensor:
-    """The same numbers on every device."""
+    """Return random numbers that are the same on every device."""
     drawn = torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
     return drawn.to(bench.device, dtype or bench.dtype)
 
@@ -57,7 +58,7 @@ def _qkv(bench: Bench, length: int, size: int, group: int) -> list[torch.Tensor]
 
 
 def topk_right(bench: Bench) -> Iterator[dict]:
-    """Equal to the sort for every query."""
+    """Check that the retained sets are those of a sort for every query."""
     priority = _draw(bench, 0, 2, 2, 77 if bench.small else 300, dtype=torch.float32)
     options = dict(sinks=3, window=9, topk=11)
     rank, cutoff = (x.cpu() for x in ops.running_topk(priority, **options, impl="triton"))
@@ -67,7 +68,7 @@ def topk_right(bench: Bench) -> Iterator[dict]:
 
 
 def attention_right(bench: Bench) -> Iterator[dict]:
-    """Outputs, log-sum-exps and all gradients."""
+    """Check outputs, log-sum-exps and all gradients."""
     sizes = ((77, 16, 2),) if bench.small else ((300, 64, 3), (300, 128, 4), (513, 80, 1))
     for length, size, group in sizes:
         inputs, priority = _qkv(bench, length, size, group), _draw(bench, 0, 1, 2, length, dtype=torch.float32)
@@ -95,7 +96,7 @@ def _complete(run, inputs, grad, dtype):
 
 
 def mass_right(bench: Bench) -> Iterator[dict]:
-    """With and without a look-ahead."""
+    """Check masses with and without a look-ahead."""
     length, size = (70, 16) if bench.small else (700, 128)
     q, k, _ = _qkv(bench, length, size, 2)
     lse = 3 + _draw(bench, 5, *q.shape[:3], dtype=torch.float32)
@@ -109,7 +110,10 @@ def mass_right(bench: Bench) -> Iterator[dict]:
 
 
 def mlstm_right(bench: Bench) -> Iterator[dict]:
-    """Outputs and gradients against the chunkwise reference in float64; inputs are rounded to the low precision first."""
+    """Check outputs and gradients against the chunkwise reference in float64.
+
+    Inputs are first rounded to the low precision.
+    """
     length, features, width, delay = (45, 16, 16, 9) if bench.small else (700, 64, 128, 64)
     q, k = (_draw(bench, i, 1, 2, length, features).abs() for i in (1, 2))
     v, igate, fgate = (_draw(bench, i, 1, 2, length, *more) for i, more in ((5, (width,)), (3, ()), (4, ())))
@@ -127,8 +131,10 @@ def mlstm_right(bench: Bench) -> Iterator[dict]:
 
 
 def attention_times(bench: Bench, length: int, topk: int) -> Iterator[dict]:
-    """Forward, and forward with backward, in turn with SDPA and FlexAttention; sparse is measured against the visible logits at the
-    rate that SDPA reaches on all of them."""
+    """Yield times of forward, and of forward with backward, in turn with SDPA and FlexAttention.
+
+    The floor of sparse attention is the visible logits at the rate that SDPA reaches on all logits.
+    """
     q, k, v = (_draw(bench, i, 1, heads, length, SIZE) for i, heads in ((1, HEADS), (2, KV_HEADS), (3, KV_HEADS)))
     priority, scale = _draw(bench, 0, 1, KV_HEADS, length, dtype=torch.float32), SIZE**-0.5
     rank, cutoff = ops.running_topk(priority, sinks=SINKS, window=WINDOW, topk=topk, impl="triton")
@@ -166,7 +172,10 @@ def _with_gradients(*inputs):
 
 
 def compiled_flex(rank, cutoff, length: int, window: int):
-    """FlexAttention compiled for the mask of ``rank`` and ``cutoff`` ``[1, H, S]``, its list of blocks made beforehand."""
+    """Return FlexAttention compiled for the mask of ``rank`` and ``cutoff`` ``[1, H, S]``.
+
+    Its list of blocks is made beforehand.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     group = HEADS // KV_HEADS
@@ -182,8 +191,10 @@ def compiled_flex(rank, cutoff, length: int, window: int):
 
 
 def scorer_times(bench: Bench, length: int, topk: int) -> Iterator[dict]:
-    """What a layer's scorer costs beside its attention: mLSTM forward and backward, order, targets; the floor is its tensors read and
-    written once at the bandwidth of a copy."""
+    """Yield times of a layer's scorer: mLSTM forward and backward, order, targets.
+
+    The floor is its tensors read and written once at the bandwidth of a copy.
+    """
     speed = bandwidth()
     q, k = (_draw(bench, i, 1, KV_HEADS, length, SIZE // 2).abs() for i in (1, 2))
     v, igate, fgate = (_draw(bench, i, 1, KV_HEADS, length, *more) for i, more in ((5, (SIZE,)), (3, ()), (4, ())))

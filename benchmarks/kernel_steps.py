@@ -1,4 +1,4 @@
-"""Decode steps of the serving kernel alone: attention, scorer and cache of all layers, without the rest of a model."""
+"""Decode steps of the serving kernel alone: attention, scorer and cache of all layers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,18 @@ from kvpop_vllm.kernels.pages import PageLayout, Pages
 
 
 class Steps:
-    """Requests that are decoded together, all with the same ``context`` tokens of random keys and values behind them.
+    """Requests that are decoded together, each with ``context`` tokens of the same random keys and values.
 
-    Every layer and request has pages of its own, blocks in random order, so that a step reads as much memory as in serving.
+    Every layer and request has pages of its own, with blocks in random order, so that a step reads as much
+    memory as in serving.
 
     Args:
-        deployed: the policy. queries: query heads of a layer. requests: R. context: tokens before the first step.
-        most: steps there is room for.
+        deployed: the policy with its budget.
+        queries: query heads of a layer.
+        requests: R.
+        context: tokens before the first step.
+        most: maximum number of steps.
+        dtype: dtype of the cache.
     """
 
     def __init__(self, deployed: Deployed, queries: int, requests: int, context: int, most: int, dtype: torch.dtype):
@@ -42,7 +47,7 @@ class Steps:
         return torch.randn(tokens, heads, self.size, generator=self.draw).to(self.dtype)
 
     def _prefill(self, rule: RetentionRule, layout: PageLayout, budgets, prompt, length: int) -> torch.Tensor:
-        """Bytes of one request's pages after the prompt."""
+        """Return the bytes of one request's pages after the prompt."""
         blocks = layout.blocks(length, int(budgets.max()))
         raw = torch.zeros(blocks, self.heads, layout.region_bytes, dtype=torch.uint8)
         pages, table = self._pages(layout, raw, torch.arange(blocks, dtype=torch.int32)[None])
@@ -55,7 +60,10 @@ class Steps:
         return layout.view(pool), rows[:, None].expand(-1, self.heads, -1)
 
     def _given(self, rule: RetentionRule, tokens: int) -> torch.Tensor | None:
-        """Scores of a gate, by lot, that evict nothing while there is room; its own time is not counted."""
+        """Return random gate scores that evict nothing while there is room.
+
+        The gate's own time is not counted.
+        """
         if not isinstance(rule.scorer, GivenScore):
             return None
         drawn = torch.rand(tokens, self.heads, generator=self.draw)
@@ -70,7 +78,7 @@ class Steps:
         return rule, pages, table, budgets.expand(self.requests, -1).contiguous()
 
     def seconds(self, steps: int) -> float:
-        """Return the mean time of a step over so many."""
+        """Return the mean seconds of a step over ``steps`` steps."""
         tokens = [self._random(self.requests, heads) for heads in (self.queries, self.heads, self.heads)]
         spent = 0.0
         for _ in range(steps):

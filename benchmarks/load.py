@@ -1,8 +1,8 @@
-"""Time to first token under load: `vllm bench serve` against stock vLLM and fixed budgets with the same KV memory.
+"""Time to first token under load of stock vLLM and fixed budgets with the same KV memory.
 
-One server after another, as often as --rounds says, each asked the same random prompts at the same times. Nothing is
-called faster unless every policy's server gave stock's greedy tokens on prompts shorter than its budget. Rows go to
-benchmarks/results/load.csv.
+The load comes from `vllm bench serve`. Servers run one after another, as often as --rounds says, and each
+gets the same random prompts at the same times. Nothing is called faster unless every policy's server gave
+stock's greedy tokens on prompts shorter than its budget. Rows are appended to benchmarks/results/load.csv.
 """
 
 import argparse
@@ -37,6 +37,7 @@ MEASURES = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "output_throughpu
 
 
 def main() -> int:
+    """Run the benchmark and return its exit code."""
     options = parse_arguments()
     check_model(options)
     rows, first = [], None
@@ -57,6 +58,7 @@ def main() -> int:
 
 
 def parse_arguments():
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, budget=1024, rounds=1)
     parser.add_argument("--prompts", type=int, default=24, help="requests (default 24)")
@@ -74,7 +76,7 @@ def parse_arguments():
 
 
 def one_server(name: str, policy: dict | None, options, folder: Path) -> tuple[list, dict]:
-    """Greedy tokens of short prompts, and what the load generator measured."""
+    """Return greedy tokens of short prompts, and the measurements of the load generator."""
     pool = int(options.dense_requests * 8192 * token_bytes(options.model))
     flags = ["--kv-cache-memory-bytes", str(pool), "--no-enable-prefix-caching"]
     flags += ["--enforce-eager"] if options.eager else []
@@ -99,7 +101,7 @@ def one_server(name: str, policy: dict | None, options, folder: Path) -> tuple[l
 
 
 def greedy(url: str, model: str, prompt: str) -> list[dict]:
-    """Greedy tokens of a prompt, each with its log-probability and its lead over the second."""
+    """Return greedy tokens of a prompt, each with its log-probability and its lead over the second."""
     asked = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 2, "ignore_eos": True}
     request = urllib.request.Request(
         f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
@@ -114,6 +116,7 @@ def greedy(url: str, model: str, prompt: str) -> list[dict]:
 
 
 def row(name: str, turn: int, measured: dict, options) -> dict:
+    """Return one row of the CSV file."""
     from importlib.metadata import version
 
     setting = {
@@ -131,6 +134,7 @@ def row(name: str, turn: int, measured: dict, options) -> dict:
 
 
 def report(rows: list[dict]) -> str:
+    """Return the results as a table."""
     lines = [f"{'':30} " + " ".join(f"{m:>18}" for m in MEASURES)]
     for name in dict.fromkeys(r["configuration"] for r in rows):
         mine = [r for r in rows if r["configuration"] == name]

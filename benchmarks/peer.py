@@ -1,7 +1,7 @@
-"""The child's end of a peer: plain transformers, or kvpress on it, as `engine_child.Child` is for vLLM; one request at a time.
+"""Child process of a peer: plain transformers, or kvpress on it, one request at a time.
 
-Runs in an environment of its own (`make peers`), since kvpress wants an older transformers than vLLM, and imports nothing
-of this repository.
+It is the counterpart of `engine_child.Child` for vLLM. It runs in an environment of its own (`make peers`),
+because kvpress needs an older transformers than vLLM, and imports nothing of this repository.
 """
 
 import json
@@ -15,7 +15,7 @@ WARM_UP = 2
 
 
 class Peer:
-    """One model; the same commands and replies as `engine_child.Child`."""
+    """One model with the commands and replies of `engine_child.Child`."""
 
     def __init__(self, options: dict):
         self.options = options
@@ -23,11 +23,13 @@ class Peer:
         os.dup2(2, 1)
 
     def serve(self) -> None:
+        """Answer commands from standard input until it ends."""
         for line in sys.stdin:
             command, arguments = json.loads(line)
             print(json.dumps(getattr(self, command)(**arguments)), file=self.replies)
 
     def start(self) -> dict:
+        """Load the model; return the seconds that it took."""
         begin = time.monotonic()
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -39,7 +41,10 @@ class Peer:
         return {"seconds": time.monotonic() - begin, "pool_bytes": 0}
 
     def _press(self, context: int):
-        """Down to the budget after the prompt, and again every few tokens; nothing for plain transformers."""
+        """Return a context in which the cache is compressed to the budget.
+
+        This happens after the prompt and again every few tokens. For plain transformers it does nothing.
+        """
         budget = self.options["kvpress_budget"]
         if budget is None:
             return nullcontext()
@@ -51,7 +56,7 @@ class Peer:
             target_size=budget,
             hidden_states_buffer_size=0,
         )
-        # half a token more, since kvpress rounds what it keeps down
+        # half a token more, because kvpress rounds the number of kept tokens down
         prefilling = KnormPress(compression_ratio=1 - (budget + 0.5) / context) if context > budget else None
         return PrefillDecodingPress(prefilling_press=prefilling, decoding_press=decoding)(self.model)
 
@@ -75,6 +80,10 @@ class Peer:
         return logprobs
 
     def short(self) -> list:
+        """Return greedy tokens of the short prompts.
+
+        Each has its log-probability and its lead over the second.
+        """
         return [self._greedy(self.tokenizer(prompt)["input_ids"]) for prompt in self.options["short_prompts"]]
 
     def _greedy(self, tokens: list[int]) -> list:
@@ -87,6 +96,7 @@ class Peer:
         return found
 
     def prefill(self, context: int, requests: int) -> dict:
+        """Read a random prompt of ``context`` tokens; return the seconds that it took."""
         if requests != 1:
             raise ValueError("a peer decodes one request")
         draw = random.Random(context)
@@ -98,6 +108,11 @@ class Peer:
         return {"seconds": time.monotonic() - begin, "tokens": context}
 
     def keep(self, requests: int) -> dict:
+        """Return the bytes that the cache holds, or end the request if ``requests`` is 0.
+
+        Raises:
+            RuntimeError: the number of tokens in kvpress's cache does not fit its budget.
+        """
         if requests == 0:
             self.press.__exit__(None, None, None)
             self.cache = None
@@ -109,6 +124,7 @@ class Peer:
         return {"held_bytes": sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))}
 
     def steps(self, requests: int, steps: int) -> dict:
+        """Return the milliseconds of each step, after a few that are not counted."""
         times = []
         for _ in range(WARM_UP + steps):
             begin = time.perf_counter()

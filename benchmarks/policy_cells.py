@@ -1,4 +1,7 @@
-"""One row of `benchmarks/policy_table.py`: a policy at a budget, on text, on needles, and its decode kernel against the clock."""
+"""Measurements of one row of `benchmarks/policy_table.py`.
+
+A row is a policy at a budget, on text, on needles, and in time.
+"""
 
 from __future__ import annotations
 
@@ -27,26 +30,31 @@ from kvpop_vllm.evaluation.tasks import CHARACTERS
 from kvpop_vllm.policies.base import ModelShape, Order
 
 SAME = 0.02
-"""Nats a token that bfloat16 may make of a difference in rounding before anything is evicted; 0.002 is usual."""
+"""Divergence in nats a token that bfloat16 rounding may cause before anything is evicted; 0.002 is usual."""
 EQUAL_BYTES_FROM = 512
 STEPS, WARM_UP = 8, 2
 """Decode steps of a turn, and before the first turn."""
 
 
 class Cells:
-    """What is measured; model, text and needles are made when the first cell needs them.
+    """Measurements of rows; model, text and needles are loaded when the first row needs them.
 
     Args:
-        options: of `benchmarks/policy_table.py`.
+        options: options of `benchmarks/policy_table.py`.
     """
 
     def __init__(self, options):
         self.options, self.dtype = options, torch.bfloat16
         self.backend = None
         self.passed = set()
-        """Cells that have passed the output check."""
+        """Rows that have passed the output check."""
 
     def load(self) -> None:
+        """Load model, text and needles, unless they are loaded.
+
+        Raises:
+            ConfigError: a text is too short.
+        """
         if self.backend is not None:
             return
         o = self.options
@@ -63,7 +71,7 @@ class Cells:
         self.backend = TransformersBackend(o.model_folder, self.dtype, o.length)
 
     def setting(self, contender, budget: int | None, equal: str):
-        """None where a cell would say the same as another, or is not asked for.
+        """Return the setting of a row; None if the row would equal another one, or is not asked for.
 
         Raises:
             ConfigError: the policy cannot have this budget.
@@ -81,7 +89,7 @@ class Cells:
         return setting.deploy(contender, shape, self.dtype)
 
     def quality(self, contender, setting, asked: dict) -> dict | None:
-        """A row of what is still known, or None if predictions differ before anything is evicted."""
+        """Return a row of quality, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
         deployed = contender and self._deploy(contender, setting)
         read = self.read(deployed, setting)
@@ -99,10 +107,10 @@ class Cells:
         return self._row(asked, setting, about, found, begin)
 
     def steps(self, contender, setting, asked: dict) -> dict | None:
-        """A row of times, or None if predictions differ before anything is evicted.
+        """Return a row of times, or None if predictions differ before anything is evicted.
 
         Raises:
-            ConfigError: the policy works every so many steps, which these would not show.
+            ConfigError: the policy makes its scores in rounds, which so few steps would not show.
         """
         begin = time.monotonic()
         if contender is not None and policies.get(contender.policy).order is Order.ROUNDS:
@@ -113,10 +121,14 @@ class Cells:
         return self._row(asked, setting, {}, self.speed(deployed), begin)
 
     def passes(self, deployed, asked: dict, before: float | None = None) -> bool:
-        """The output check, once for a cell: whether the dense model is followed while nothing has been evicted, said where it is not.
+        """Return whether the policy follows the dense model while nothing has been evicted.
+
+        This check runs once for each row and prints a failure.
 
         Args:
-            before: nats a token, if they are known.
+            deployed: the policy, or None for dense.
+            asked: the row's settings.
+            before: divergence in nats a token, if it is known.
         """
         cell = asked["scorer"], asked["equal"], asked["budget"], asked["policy"]
         if cell in self.passed:
@@ -138,8 +150,11 @@ class Cells:
         return asked | about | {name: f"{value:.6g}" for name, value in found.items()}
 
     def read(self, deployed, setting) -> dict:
-        """Means over rows: ``error`` of attention outputs from position B on, ``perplexity``, ``kl`` in nats a token, and ``kl_before``,
-        that of as many tokens as every head can hold."""
+        """Return means over rows of text.
+
+        They are ``error`` of attention outputs from position B on, ``perplexity``, ``kl`` in nats a token,
+        and ``kl_before``, the divergence over as many tokens as every head can hold.
+        """
         records, before = [], []
         served = [] if deployed is None else [replace(deployed.contender, serve=True)]
         for row in self.rows:
@@ -155,7 +170,7 @@ class Cells:
         }
 
     def kl_before(self, deployed, row: torch.Tensor) -> float:
-        """Nats a token, over as many tokens of a row as every head can hold."""
+        """Return the divergence in nats a token, over as many tokens of a row as every head can hold."""
         if deployed is None:
             return 0.0
         first = max(2, deployed.least)
@@ -164,11 +179,11 @@ class Cells:
             return replay.compare(run, row[:first], told, first)["kl"]
 
     def keeps_all(self, deployed) -> bool:
-        """Whether the policy holds all of a text for which there is room, as all do that evict nothing before."""
+        """Return whether the policy holds all of a text that fits, as all do that evict nothing earlier."""
         return bool(self.backend.held(deployed, self.rows[0][: deployed.least]).all())
 
     def found(self, deployed) -> dict:
-        """Needles: ``exact`` and ``partial`` credit, means."""
+        """Return mean ``exact`` and ``partial`` credit for needles."""
         if deployed is not None and self.options.prompt:
             asked = replace(deployed.contender, prompt=None, protect=None if deployed.policy.compresses else True)
             kept = deployed.policy.retention
@@ -178,7 +193,10 @@ class Cells:
         return {name: statistics.mean(answer[name] for answer in given) for name in MEASURES}
 
     def speed(self, deployed) -> dict:
-        """Milliseconds of a step of the kernel, and of the same kernel keeping everything, in turn: medians over rounds."""
+        """Return milliseconds of a step of the kernel and of the same kernel keeping everything.
+
+        The two are run in turn; the values are medians over rounds.
+        """
         o, config = self.options, self.backend.model.config.get_text_config()
         most = o.rounds * STEPS + WARM_UP
         shape = vars(self.backend.shape) | {"max_model_len": o.context + most}
@@ -197,7 +215,10 @@ class Cells:
         return medians | {"dense_over_it": statistics.median(over), "least": min(over), "largest": max(over)}
 
     def allocated(self, deployed) -> int:
-        """Bytes of a request of ``--length`` tokens, pages and state; dense: keys and values alone."""
+        """Return the bytes of a request of ``--length`` tokens, pages and state.
+
+        For dense these are keys and values alone.
+        """
         shape, length = self.backend.shape, self.options.length
         if deployed is not None:
             return deployed.request_bytes(length, self.dtype).allocated

@@ -1,16 +1,19 @@
-"""Every policy of the registry on one page: what it costs and what it still knows, `make policies`.
+"""Table of all registered policies, cost and quality: `make policies`.
 
-On held-out text, at each budget B: the error of attention outputs on the dense model's queries, perplexity and divergence
-from dense under the policy, needles found (RULER's wording), and then, in minutes that want a quiet machine, the time of a decode step of the
-serving kernel alone (attention, scorer and cache of all layers, no matrix products of the model, and no gates), in turn with the same
-kernel keeping everything. Each policy has its own defaults of serving; once at equal k, and for B >= 512 of those that take more pages than a
-plain policy at equal allocated bytes.
+On held-out text, at each budget B, it gives the error of attention outputs on the dense model's queries,
+perplexity and divergence from dense under the policy, and needles found (RULER's wording). Then, in minutes
+that need a quiet machine, it gives the time of a decode step of the serving kernel alone (attention, scorer
+and cache of all layers, without the model's matrix products and without gates), in turn with the same kernel
+keeping everything. Each policy has its defaults of serving. It is measured at equal k and, for B >= 512, also
+at equal allocated bytes if it takes more pages than a plain policy.
 
-With --prompt N the first N tokens of each text are a prompt: it is protected or, under policies that do so, compressed at its end; and
-so are the prompts with needles, which are all prompt. Without it nothing is protected, and policies that compress are left out.
+With --prompt N the first N tokens of each text are a prompt. It is protected or, under policies that do so,
+compressed at its end. The prompts with needles are prompts as a whole. Without --prompt nothing is protected,
+and policies that compress are left out.
 
-Each (policy, B) is appended to benchmarks/results/policies.csv, its times to policy-steps.csv, as it is done, and a rerun of the same commit goes
-on behind what is there. Nothing is compared or timed unless the policy gives the dense model's predictions where nothing has been evicted.
+Each (policy, B) is appended to benchmarks/results/policies.csv, its times to policy-steps.csv, as soon as it
+is done. Another run of the same commit continues after these rows. Nothing is compared or timed unless the
+policy gives the dense model's predictions where nothing has been evicted.
 """
 
 from __future__ import annotations
@@ -37,16 +40,20 @@ HELD_OUT = record.ROOT / "data" / "held-out"
 TEXTS = [str(HELD_OUT / f"{name}.jsonl") for name in ("transcripts", "champ", "shakespeare")]
 HAYSTACK = str(HELD_OUT / "bible.jsonl")
 FILES = {"quality": "policies.csv", "steps": "policy-steps.csv"}
-"""The parts of a table, in the order in which they are measured."""
+"""Parts of a table and their files, in the order of their measurement."""
 ASKED = {
     "quality": "threads model text haystack_text length rows needles seed prompt".split(),
     "steps": "threads model length context requests rounds".split(),
 }
 CELL = ("scorer", "equal", "budget", "policy")
-"""Columns that say which row it is; commit, what was asked and for times the machine tell measurements apart."""
+"""Columns that identify a row.
+
+Measurements of the same row differ by commit, settings and, for times, machine.
+"""
 
 
 def main() -> int:
+    """Print or measure the table and return the exit code."""
     options = parse_arguments()
     if options.table:
         print(table(*(there(options, part) for part in FILES)))
@@ -60,6 +67,7 @@ def main() -> int:
 
 
 def parse_arguments():
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--scorer", nargs="*", default=[str(SHIPPED_SCORER)], help="of learned policies")
@@ -111,6 +119,7 @@ def parse_arguments():
 
 
 def measure(options) -> int:
+    """Measure all rows, print the table and return the exit code, 1 if a row is missing."""
     import torch
 
     torch.set_num_threads(options.threads)
@@ -162,7 +171,7 @@ def measure(options) -> int:
 
 
 def cell(options, cells, part: str, done: list[dict], contender, setting, equal: str) -> dict | None:
-    """A row that is there, or is measured and appended now; None if it cannot be had."""
+    """Return a row that exists, or measure and append it; None if it cannot be measured."""
     named = dict(zip(CELL, cell_named(contender, setting, equal), strict=True))
     for row in done:
         if {column: row[column] for column in CELL} == named:
@@ -179,17 +188,18 @@ def cell(options, cells, part: str, done: list[dict], contender, setting, equal:
 
 
 def cell_named(contender, setting, equal: str) -> tuple[str, ...]:
-    """The values of :data:`CELL`."""
+    """Return the values of :data:`CELL`."""
     scorer = fingerprint(Path(contender.scorer)) if contender and contender.scorer else ""
     return scorer, equal, str(setting.budget if contender else ""), contender.name if contender else "dense"
 
 
 def asked_of(options, part: str) -> dict[str, str]:
+    """Return the settings that identify a measurement."""
     return {column: str(vars(options)[column]) for column in ASKED[part]}
 
 
 def fingerprint(folder: Path) -> str:
-    """A scorer folder's name and what tells its contents from those of another of that name."""
+    """Return a scorer folder's name with a hash of its contents."""
     digest = hashlib.sha256()
     for path in sorted(folder.glob("kvpop_*")):
         digest.update(path.read_bytes())
@@ -197,8 +207,11 @@ def fingerprint(folder: Path) -> str:
 
 
 def there(options, part: str) -> list[dict]:
-    """Rows of a commit that were asked the same, times on this machine alone, but for a table of other commits; none if files differ from
-    the commit."""
+    """Return the rows of a commit with the same settings.
+
+    Times must be of this machine, unless the table is of given commits. Commits with changed files have no
+    rows.
+    """
     path, commits = RESULTS / FILES[part], options.commit or [record.KEY["commit"]]
     if not path.exists():
         return []
@@ -216,8 +229,11 @@ def there(options, part: str) -> list[dict]:
 
 
 def table(quality: list[dict], steps: list[dict]) -> str:
-    """Markdown, a line for each row of quality, by budget and error; one that stands for equal bytes too says so. Commits: of the row and,
-    where it is another one, of its times."""
+    """Return a Markdown table with a line for each row of quality, by budget and error.
+
+    A line that holds for equal bytes too says so. Commits are those of the row and, if different, of its
+    times.
+    """
     times = {tuple(row[column] for column in CELL): row for row in steps}
     lines = [
         "| B | policy | equal | k | KiB | error of outputs | perplexity | KL | needles, exact (partial) | commit | ms per step | dense / it |",

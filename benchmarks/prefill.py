@@ -1,9 +1,10 @@
 """Prefill of stock vLLM against fixed budgets, paired: one prompt at a time, the engines in turn.
 
-The same children as in decode.py. Nothing is called faster unless every policy gave stock's greedy tokens on prompts
-shorter than its budget. Where a prompt exceeds the demo model's 8,192 positions, all are read by a model of its shape
-with longer rotary tables and random weights, whose outputs say nothing: that tells how time grows with the prompt, and is
-not compared with stock. Rows go to benchmarks/results/prefill.csv.
+It uses the same children as decode.py. Nothing is called faster unless every policy gave stock's greedy
+tokens on prompts shorter than its budget. If a prompt exceeds the demo model's 8,192 positions, all prompts
+are read by a model of its shape with longer rotary tables and random weights, whose outputs mean nothing.
+This shows how time grows with the prompt and is not compared with stock. Rows are appended to
+benchmarks/results/prefill.csv.
 """
 
 import argparse
@@ -22,12 +23,13 @@ POSITIONS = 8192
 
 
 def main() -> int:
+    """Run the benchmark and return its exit code."""
     options = parse_arguments()
     with tempfile.TemporaryDirectory(prefix="kvpop-long-") as folder:
         if max(options.context) + 1 > POSITIONS:
             lengthen(Path(options.model), Path(folder), max(options.context) + 1)
             options.model, options.load_format = folder, "dummy"
-        judged = options.load_format != "dummy"  # weights at random make flat logits, whose near ties say nothing
+        judged = options.load_format != "dummy"  # random weights make flat logits with meaningless near ties
         if not judged:
             print("random weights: outputs and times are not compared with stock's")
         return compare(
@@ -40,14 +42,15 @@ def main() -> int:
 
 
 def measure(started: dict, options) -> list[dict]:
+    """Return the rows of all rounds."""
     for engine in started.values():
-        engine.ask("prompt", context=min(options.context))  # the first long one is not counted
+        engine.ask("prompt", context=min(options.context))  # the first long prompt is not counted
     rounds = range(1, options.rounds + 1)
     return [row for turn in rounds for context in options.context for row in one_turn(started, turn, context, options)]
 
 
 def lengthen(model: Path, folder: Path, positions: int) -> None:
-    """A folder with the model's configuration and tokenizer, and room for so many positions."""
+    """Write a folder with the model's configuration and tokenizer for ``positions`` positions."""
     for file in model.iterdir():
         if file.suffix in (".json", ".txt", ".model"):
             shutil.copy(file, folder)
@@ -57,6 +60,7 @@ def lengthen(model: Path, folder: Path, positions: int) -> None:
 
 
 def parse_arguments():
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_options(parser, budget=1024, rounds=5)
     parser.add_argument("--context", nargs="+", type=int, default=[7500], help="tokens of each prompt (default 7500)")
@@ -67,6 +71,7 @@ def parse_arguments():
 
 
 def one_turn(started: dict, turn: int, context: int, options) -> list[dict]:
+    """Return one row per configuration for one prompt."""
     from importlib.metadata import version
 
     took = {name: engine.ask("prompt", context=context)["seconds"] for name, engine in started.items()}
@@ -93,6 +98,7 @@ def one_turn(started: dict, turn: int, context: int, options) -> list[dict]:
 
 
 def report(rows: list[dict]) -> str:
+    """Return the results as a table, with ratios to stock and the growth of time per token."""
     lines = [f"{'context':>7} {'':30} {'tokens/s':>8} {'it / dense: median':>19} {'min':>6} {'max':>6}"]
     contexts = sorted({row["context"] for row in rows})
     for name in dict.fromkeys(row["configuration"] for row in rows):

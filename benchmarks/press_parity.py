@@ -1,10 +1,13 @@
-"""The tokens that our policies keep at a prompt's end beside those of kvpress 0.5.5's presses, on one model in float32 (`make peers` first).
+"""Comparison of the tokens kept at a prompt's end with those of kvpress 0.5.5's presses.
+
+Both run on one model in float32. Run `make peers` first, then
 
     python benchmarks/press_parity.py
 
-Prints, for each policy and budget, how many of the kept tokens are the same, each head that differs with the tokens that only one
-keeps, and the layers that get other numbers of tokens. Exit code 1 if tokens differ where both keep as many, or where one keeps fewer
-that are not among the other's.
+For each policy and budget it prints how many of the kept tokens are the same, each head that differs with the
+tokens that only one of the two keeps, and the layers that get different numbers of tokens. The exit code is 1
+if tokens differ where both keep as many, or if the one that keeps fewer tokens keeps some that the other does
+not.
 """
 
 import argparse
@@ -25,6 +28,7 @@ WINDOW = 32
 
 
 def main() -> int:
+    """Run the comparison and return its exit code."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--text", default=str(TEXT))
@@ -49,7 +53,7 @@ def main() -> int:
 
 
 def kept_by_press(model: str, tokens: list[int], press: str, budget: int) -> list:
-    """Positions per layer and head, from kvpress."""
+    """Return the positions that kvpress keeps, per layer and head."""
     told = {"model": model, "tokens": tokens, "press": press, "budget": budget, "window": WINDOW}
     script = str(record.ROOT / "benchmarks" / "press_sets.py")
     done = subprocess.run([str(PEERS), script], input=json.dumps(told), capture_output=True, text=True)
@@ -59,7 +63,16 @@ def kept_by_press(model: str, tokens: list[int], press: str, budget: int) -> lis
 
 
 def compare(policy: str, budget: int, ours: torch.Tensor, theirs: list) -> int:
-    """Print what differs; return the number of differing tokens where both keep as many."""
+    """Print the differences and return the number of tokens that count as wrong.
+
+    These are tokens that differ where both keep as many, and tokens that the smaller set has alone.
+
+    Args:
+        policy: name of the policy.
+        budget: B in tokens.
+        ours: ``[layers, H, S]`` booleans, tokens kept by our policy.
+        theirs: positions kept by kvpress, per layer and head.
+    """
     same = total = other = 0
     sizes, wrong = [], 0
     for layer, heads in enumerate(theirs):

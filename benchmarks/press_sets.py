@@ -1,7 +1,9 @@
-"""What kvpress keeps of a prompt, in its own environment (`make peers`); the other end of press_parity.py. Imports nothing of ours.
+"""Tokens that kvpress keeps of a prompt, for press_parity.py.
 
-Reads one JSON object from standard input: the model's folder, the prompt's tokens, window, budget, and the name of a press. Writes
-``kept``, per layer and head the positions of the prompt's tokens that are in the cache behind the press.
+This script runs in its own environment (`make peers`) and imports nothing of this repository. It reads one
+JSON object from standard input: the model's folder, the prompt's tokens, window, budget, and the name of a
+press. It writes ``kept``: for each layer and head, the positions of the prompt's tokens that are in the cache
+after the press.
 """
 
 import json
@@ -14,8 +16,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 
 def main() -> None:
+    """Read the request, run the press and write the kept positions."""
     replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever else is printed
+    os.dup2(2, 1)  # other output goes to stderr
     told = json.load(sys.stdin)
     model = AutoModelForCausalLM.from_pretrained(told["model"], dtype=torch.float32).eval()
     tokens = torch.tensor([told["tokens"]])
@@ -31,7 +34,7 @@ def main() -> None:
 
 
 def recorded(press) -> list[list[list[int]]]:
-    """Per layer and head the positions that are left, filled while the press works."""
+    """Return a list that receives the kept positions of each layer and head while the press works."""
     found, compress = [], press.compress
 
     def noting(module, hidden_states, keys, values, attentions, kwargs):
@@ -39,7 +42,7 @@ def recorded(press) -> list[list[list[int]]]:
         masked = getattr(module, "masked_key_indices", None)
         heads = []
         for h in range(keys.shape[1]):
-            if masked is not None:  # a press of unequal heads hides keys instead of taking them out
+            if masked is not None:  # a press of unequal heads masks keys instead of removing them
                 gone = set(masked[2][masked[1] == h].tolist())
                 heads.append([t for t in range(keys.shape[2]) if t not in gone])
                 continue

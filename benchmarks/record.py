@@ -1,4 +1,4 @@
-"""CSV files of results, each row with the machine, the date and the commit it was measured on."""
+"""CSV files of results; each row has the machine, the date and the commit of the measurement."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def append(path: Path, rows: list[dict]) -> None:
-    """Adds rows of the same columns to a file, which is made with a heading where there is none.
+    """Append rows of the same columns to a file, which is created with a heading if it does not exist.
 
     Raises:
-        ValueError: the file has other columns; the rows are in a file beside it then.
+        ValueError: the file has other columns; the rows are then in a file beside it.
     """
     keyed = [KEY | row for row in rows]
     names = list(keyed[0])
@@ -40,7 +40,7 @@ def append(path: Path, rows: list[dict]) -> None:
 
 
 def cpu_model() -> str:
-    """The name, and what tells models of the same name apart."""
+    """Return the CPU's name with family and model, which distinguish models of the same name."""
     about = Path("/proc/cpuinfo").read_text()
     fields = dict(line.split("\t", 1) for line in about.splitlines() if "\t" in line)
     name, family, model = (fields.get(key, "").strip("\t: ") for key in ("model name", "cpu family", "model"))
@@ -48,7 +48,11 @@ def cpu_model() -> str:
 
 
 def commit() -> str:
-    """Short hash, with a + where tracked files differ from it, results aside; "none" outside a repository or without git."""
+    """Return the short hash of the commit.
+
+    It ends with a + if tracked files other than results differ from the commit, and is "none" outside a
+    repository or without git.
+    """
 
     def git(*arguments):
         try:
@@ -66,4 +70,4 @@ KEY = {
     "date": datetime.date.today().isoformat(),
     "commit": commit(),
 }
-"""What tells measurements apart, as it is when a program starts."""
+"""Columns that identify a measurement, taken when a program starts."""

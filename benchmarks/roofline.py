@@ -1,12 +1,15 @@
-"""What the bytes and the operations allow on one core, beside what the CPU kernels take.
+"""Time that bytes and operations allow on one core, beside the time of the CPU kernels.
 
-First the machine: bytes read per second, in one stream and in pages in random order, and multiply-adds per
-second in float32 and bfloat16. Then decode steps, their caches well beyond the processor's, and prefill behind a full
-cache: bytes that must be moved and operations that must be done, counted; the time these allow at least (the floor), the time
-measured, and their ratio. Every round reads a stream and takes one step, and its ratios are to that round's bandwidth. A step
-of attention alone has a free slot and no scorer; what the whole step takes longer is the share of scorer and eviction. A scorer alone
-is what steps take longer with it than without for requests which keep two tokens, so many that their states are beyond the caches.
-Rows go to benchmarks/results/roofline.csv.
+The machine is measured first: bytes read per second, in one stream and in pages in random order, and
+multiply-adds per second in float32 and bfloat16. Then come decode steps, whose caches exceed the processor's,
+and prefill behind a full cache. For each the bytes that must be moved and the operations that must be done
+are counted. The table gives the time that these need at least (the floor), the time measured, and their
+ratio. Every round reads a stream and takes one step, and its ratios are to that round's bandwidth.
+
+A step of attention alone has a free slot and no scorer. The additional time of a whole step is the share of
+scorer and eviction. A scorer alone is measured as the difference between steps with and without it, for
+requests that keep two tokens, so many that their states exceed the caches. Rows are appended to
+benchmarks/results/roofline.csv.
 
     python benchmarks/roofline.py [--sizes 64 128] [--budgets 1024 2048 4096]
 """
@@ -29,10 +32,11 @@ from kvpop_vllm.scorers import ScorerConfig, build
 RESULTS = record.ROOT / "benchmarks" / "results" / "roofline.csv"
 SINKS, WINDOW = 4, 64
 CACHES = 256 << 20
-"""Bytes of a working set that no cache holds."""
+"""Bytes of a working set that exceeds all caches."""
 
 
 def main() -> int:
+    """Run the benchmark and return its exit code."""
     options = parse_arguments()
     torch.set_num_threads(1)
     machine = Machine()
@@ -53,6 +57,7 @@ def main() -> int:
 
 
 def parse_arguments():
+    """Return the options of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="D (default 64 128)")
     parser.add_argument("--budgets", type=int, nargs="*", default=[1024, 2048, 4096], help="B; none: a scorer alone")
@@ -68,7 +73,7 @@ def parse_arguments():
 
 
 class Machine:
-    """What one thread can do, in bytes or operations per second: the best of some tries, and the read rate of right now."""
+    """Rates of one thread in bytes or operations per second: the best of several tries."""
 
     def __init__(self):
         from torch.utils.cpp_extension import load
@@ -84,22 +89,29 @@ class Machine:
         }
         low = self.rates["bfloat16 operations"] if load_extension().current_isa().endswith("_bf16") else 0
         self.products = low or self.float32
-        tiles = load_extension().current_isa().startswith("amx")  # prefill's products then; torch's are the best known
+        # prefill's products then; torch's are the best known
+        tiles = load_extension().current_isa().startswith("amx")
         self.prefill_products = max(matrix_rate() for _ in range(5)) if tiles else self.products
 
     def page_rate(self, size: int) -> float:
-        """Of a head's pages in random order, the next one fetched while one is read."""
+        """Return the read rate of a head's pages in random order.
+
+        The next page is fetched while one is read.
+        """
         page = PageLayout(1, size, torch.bfloat16).region_bytes // 256 * 256
         order = torch.randperm(CACHES // page)
         return len(order) * page / min(self.native.read_once(self.memory, order, page, True) for _ in range(7))
 
     def read_rate(self) -> float:
-        """Of one stream."""
+        """Return the current read rate of one stream."""
         return CACHES / self.native.read_once(self.memory, self.stream, 1 << 20, False)
 
 
 class Problem:
-    """Full caches of R requests and one more token for each; ``free``: slots beyond the budget, so that nothing is evicted."""
+    """Full caches of R requests and one more token for each.
+
+    ``free`` is the number of slots beyond the budget, so that nothing is evicted.
+    """
 
     def __init__(self, size, budget, requests, heads, group, kind=None, *, free=0, sinks=SINKS, window=WINDOW):
         self.scorer = None
@@ -127,7 +139,7 @@ class Problem:
         self.budgets = torch.full((requests, heads), budget + free, dtype=torch.int32)
 
     def seconds(self) -> float:
-        """Return the time of one step."""
+        """Return the seconds of one step."""
         positions = torch.full((len(self.q),), self.at)
         begin = time.perf_counter()
         ops.decode_step(
@@ -139,7 +151,11 @@ class Problem:
 
 
 def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
-    """Attention reads all keys and values; eviction all scores and positions; a scorer its weights, and its state twice."""
+    """Return the rows of decode steps: attention, scorer and eviction, and both together.
+
+    Attention reads all keys and values. Eviction reads all scores and positions. A scorer reads its weights
+    once and moves its state twice.
+    """
     requests = max(1, CACHES // (options.heads * budget * 4 * size))
     shape = size, budget, requests, options.heads, options.group
     problems = {"attention": Problem(*shape, free=BLOCK_SLOTS), "decode": Problem(*shape, "mlstm")}
@@ -166,7 +182,7 @@ def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
 
 
 def scorer(size: int, options, machine: Machine) -> dict:
-    """The state is read and written, and the weights once."""
+    """Return the row of a scorer alone; the state is read and written, and the weights are read once."""
     probe = Problem(size, 2, 1, options.heads, options.group, "mlstm", sinks=0, window=1)
     floats = probe.rule.scorer.state_floats
     requests = max(1, CACHES // (options.heads * 4 * floats))
@@ -184,13 +200,16 @@ def scorer(size: int, options, machine: Machine) -> dict:
 
 
 def scorer_operations(weights, size: int) -> int:
-    """Of one head and token: three projections, and the state written and read once."""
+    """Return the operations of one head and token: three projections, and the state written and read once."""
     columns, features, values = weights.q_proj.shape[2], weights.features, weights.value_size
     return 2 * 2 * size * (2 * columns + values) + 2 * 2 * features * values
 
 
 def prefill(size: int, budget: int, options, machine: Machine) -> list[dict]:
-    """2,048 tokens of one request behind a full cache, of which everything is read at least once."""
+    """Return the row of 2,048 tokens of one request behind a full cache.
+
+    All of the cache is read at least once.
+    """
     length, heads, group = 2048, options.heads, options.group
     times = []
     with torch.no_grad():
@@ -214,7 +233,7 @@ def prefill(size: int, budget: int, options, machine: Machine) -> list[dict]:
 
 
 def matrix_rate() -> float:
-    """Operations a second of torch's product of bfloat16 matrices as wide as a model's."""
+    """Return the operations per second of torch's product of bfloat16 matrices as wide as a model's."""
     a, b = torch.randn(2048, 576).bfloat16(), torch.randn(576, 1536).bfloat16()
     begin = time.perf_counter()
     a @ b
@@ -222,10 +241,20 @@ def matrix_rate() -> float:
 
 
 def row(op, size, budget, requests, needs, rates, seconds, machine: Machine, options, fast: float = 0) -> dict:
-    """``needs``: bytes, operations with keys and values (in bfloat16 where the kernels can), operations in float32. ``fast``:
-    rate of those with keys and values, if not the machine's.
+    """Return one row of the CSV file, with the median, least and largest ratio of the rounds.
 
-    ``rates`` and ``seconds`` are of the rounds, whose ratios are given by their median, least and largest.
+    Args:
+        op: name of the op.
+        size: D.
+        budget: B.
+        requests: R.
+        needs: bytes, operations with keys and values (in bfloat16 where the kernels can), operations in
+            float32.
+        rates: read rate of each round.
+        seconds: time of each round.
+        machine: the machine's rates.
+        options: options of the command line.
+        fast: rate of operations with keys and values; default: the machine's.
     """
     moved, products, scoring = needs
     compute = products / (fast or machine.products) + scoring / machine.float32
@@ -255,6 +284,7 @@ def row(op, size, budget, requests, needs, rates, seconds, machine: Machine, opt
 
 
 def report(rows: list[dict]) -> str:
+    """Return the rows as a table."""
     names = ["op", "head_size", "budget", "requests", "megabytes", "gigaoperations", "floor_ms", "ms", "ms_over_floor"]
     names += ["least", "largest", "stream_gb_s"]
     table = [names] + [[str(r[name]) for name in names] for r in rows]

@@ -1,4 +1,4 @@
-// The module kvpop_vllm._C: checks arguments and hands raw pointers to the kernels.
+// Module kvpop_vllm._C: checks arguments and passes raw pointers to the kernels.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -24,7 +24,7 @@ using kvpop::DecodeStep;
 using kvpop::Scorer;
 using kvpop::ScorerKind;
 
-// A step does not start where the request's state ends; nothing has been written.
+// Error: a step does not start at the request's tokens_seen. Nothing has been written.
 struct StepOrder : std::runtime_error {
     using std::runtime_error::runtime_error;
 };
@@ -35,7 +35,8 @@ void check(const Tensor& t, const char* name, at::ScalarType dtype, at::IntArray
     TORCH_CHECK_VALUE(t.sizes() == shape, name, " must have shape ", shape, ", got ", t.sizes());
 }
 
-// A layer's RetentionRule, checked once. The tensors are shared, so weights changed in place are seen.
+// RetentionRule of a layer, checked once. The tensors are shared, so in-place changes of weights take
+// effect.
 class Rule {
   public:
     Rule(int64_t sinks, int64_t window, int64_t decay_step, const Tensor& log_gamma, const std::string& kind,
@@ -196,7 +197,7 @@ void fill_requests(DecodeStep& step, const Tensor& page_table, const Tensor& pos
     for (int i = 0; i < 2; i++) step.budgets_stride[i] = budgets.stride(i);
 }
 
-// A window for each request.
+// Sets and checks the window of each request.
 void fill_windows(DecodeStep& step, const Tensor& windows) {
     check(windows, "windows", at::kInt, {step.requests});
     step.windows = windows.data_ptr<int32_t>(), step.windows_stride = windows.stride(0);
@@ -205,7 +206,7 @@ void fill_windows(DecodeStep& step, const Tensor& windows) {
                           " tokens is too small");
 }
 
-// Scores that come with their tokens, and keys of the requests' draws, where the rule takes them.
+// Sets the gate scores of the tokens and the keys of the requests' draws, if the rule uses them.
 void fill_inputs(DecodeStep& step, const std::optional<Tensor>& given, at::IntArrayRef tokens_and_heads,
                  const std::optional<Tensor>& keys) {
     TORCH_CHECK_VALUE(keys.has_value() == (step.scorer.kind == ScorerKind::Draw), "keys go with draws");
@@ -221,7 +222,7 @@ void fill_inputs(DecodeStep& step, const std::optional<Tensor>& given, at::IntAr
     for (int i = 0; i < 2; i++) step.given_stride[i] = given->stride(i);
 }
 
-// The first `needed` entries of a head's page-table row are blocks.
+// Checks that the first `needed` entries of a head's page-table row are valid block numbers.
 void check_entries(const DecodeStep& step, int64_t r, int64_t h, int64_t needed, int64_t num_blocks) {
     const int32_t* row = step.page_table + r * step.table_stride[0] + h * step.table_stride[1];
     for (int64_t p = 0; p < needed; p++) {
@@ -252,7 +253,7 @@ void fill_prefix(DecodeStep& step, const PrefixTensors& prefix) {
     for (int64_t r = 0; r < step.requests; r++) {
         const int64_t protects = step.prefix(r), needed = (protects + step.block_slots - 1) / step.block_slots;
         TORCH_CHECK_VALUE(protects >= 0 && protects <= INT32_MAX, "request ", r, ": a prefix of ", protects, " tokens is out of range");
-        // A step below the end reads no further than its own token.
+        // A step below the end of the prefix reads up to its own token only.
         const int64_t read = step.positions ? (step.prefix_seen(r) + step.block_slots - 1) / step.block_slots : needed;
         TORCH_CHECK_INDEX(read <= table.size(1), "request ", r, ": its prefix table has ", table.size(1), " entries, ", read, " are needed");
         for (int64_t i = 0; i < read; i++) {
@@ -262,7 +263,7 @@ void fill_prefix(DecodeStep& step, const PrefixTensors& prefix) {
     }
 }
 
-// Everything that the kernels would otherwise read out of bounds when each request takes in so many tokens; sets mass_row.
+// Checks that a step of `tokens` tokens per request reads nothing out of bounds, and sets mass_row.
 void check_requests(DecodeStep& step, int64_t tokens, int64_t entries, int64_t num_blocks) {
     for (int64_t r = 0; r < step.requests; r++) {
         const int64_t q = step.position(r), since = q + tokens - step.prefix(r), ring_end = step.roles_of(r).first_long();
@@ -306,7 +307,7 @@ void fill_rule(DecodeStep& step, const Rule& rule, double scale) {
     step.corrects = rule.corrects;
 }
 
-// Output like q and its log-sum-exps, with the step's pointers set to them.
+// Allocates the output, shaped like q, and its log-sum-exps, and sets the step's pointers to them.
 std::tuple<Tensor, Tensor> allocate_results(DecodeStep& step, const Tensor& q) {
     Tensor out = at::empty(q.sizes(), q.options().requires_grad(false).memory_format(at::MemoryFormat::Contiguous));
     Tensor lse = at::empty({q.size(0), q.size(1)}, out.options().dtype(at::kFloat));
@@ -425,7 +426,7 @@ std::pair<Tensor, Tensor> running_topk(const Tensor& priority, int64_t sinks, in
     const Tensor p = priority.contiguous();
     const int64_t tokens = p.size(-1), rows = tokens ? p.numel() / tokens : 0;
     Tensor rank = at::empty(p.sizes(), p.options().dtype(at::kInt)), cutoff = at::empty_like(rank);
-    // More sinks or a longer window than tokens change nothing but sums, which must stay in range.
+    // Sinks and window are clamped to the number of tokens: the result is the same, and sums stay in range.
     kvpop::running_topk(p.data_ptr<double>(), rows, tokens, std::min(sinks, tokens), std::min(window, tokens), topk,
                         rank.data_ptr<int32_t>(), cutoff.data_ptr<int32_t>());
     return {rank, cutoff};

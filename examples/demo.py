@@ -1,4 +1,4 @@
-"""Serve a real model with a bounded KV cache, ask it something, and count the bytes: `make demo`."""
+"""Serve a real model with a bounded KV cache, ask it a question, and count the bytes: `make demo`."""
 
 from __future__ import annotations
 
@@ -26,9 +26,12 @@ MIB = 2**20
 
 
 def ask(server: Server, prompt: str, tokens: int) -> tuple[str, int, int]:
-    """Streams a chat completion; the answer, the tokens its cache took in, and the most blocks it was seen to hold.
+    """Stream a chat completion.
 
-    The last token of an answer is never put into the cache: no other token was predicted from it.
+    The last token of an answer never enters the cache, because no other token is predicted from it.
+
+    Returns:
+        The answer, the number of tokens that entered the cache, and the most blocks in use.
     """
     client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
     stream = client.chat.completions.create(
@@ -51,6 +54,7 @@ def ask(server: Server, prompt: str, tokens: int) -> tuple[str, int, int]:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Serve the model with the policy, ask the question, serve it without a policy, and print the report."""
     common = ["--max-model-len", str(args.max_model_len), "--kv-cache-memory-bytes", str(args.kv_memory * MIB)]
     flags = ["--kv-policy", args.policy, "--kv-budget", str(args.budget)]
     scorer = str(args.scorer) if args.policy == "kvpop" else None
@@ -72,11 +76,18 @@ def run(args: argparse.Namespace) -> None:
 def report(
     args: argparse.Namespace, policy: Policy, length: int, seen: int, bounded: list[float], dense: list[float]
 ) -> None:
-    """Prints what the request held and what it would have held, and the same of the pools.
+    """Print the bytes of the request and of the pool, with the policy and dense.
 
     Args:
-        length: tokens that the request's cache took in. seen: blocks that vLLM's gauge showed.
-        bounded, dense: blocks of the pool and vLLM's maximum concurrency, of stock vLLM also the tokens per block.
+        args: arguments of the command line.
+        policy: resolved policy.
+        length: tokens that entered the request's cache.
+        seen: most blocks that vLLM's gauge reported.
+        bounded: blocks of the pool and vLLM's maximum concurrency, with the policy.
+        dense: the same of stock vLLM, and the tokens per block.
+
+    Raises:
+        ServerError: the request held more blocks than its budget allows.
     """
     dtype = getattr(torch, json.loads((args.model / "config.json").read_text())["dtype"])
     model, budget = policy.model, policy.retention.budget
@@ -99,11 +110,12 @@ def report(
 
 
 def mib(count: int) -> str:
+    """Return a number of bytes as text in MiB."""
     return f"{count / MIB:8.1f} MiB"
 
 
 def arguments() -> argparse.ArgumentParser:
-    """What it takes."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--policy", default="kvpop", choices=["kvpop", "streaming-llm"])
@@ -117,11 +129,13 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    """Run the demo. Return 0, 1 after an error, 2 if there is no model, or 130 after an interrupt."""
     args = arguments().parse_args()
     if not (args.model / "config.json").is_file():
         print(f"no model in {args.model}: run `make model`, or give --model", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that the server is stopped, too
+    # exit by an exception, so that the server is stopped too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         run(args)
     except (ServerError, ConfigError) as error:

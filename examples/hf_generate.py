@@ -1,4 +1,4 @@
-"""A fixed-size KV cache under plain transformers: a real model answers from a text longer than its cache, on a CPU."""
+"""Fixed-size KV cache in transformers: a real model answers from a text longer than its cache, on a CPU."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MIB = 2**20
 
 
 def run(args: argparse.Namespace) -> str:
-    """Prints the answer and what the cache holds; returns the answer."""
+    """Print the answer and the size of the cache; return the answer."""
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.bfloat16)
     scorer = args.scorer if args.policy == "kvpop" else None
@@ -38,7 +38,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 def arguments() -> argparse.ArgumentParser:
-    """What it takes."""
+    """Return the parser of the command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path, default=MODEL)
     parser.add_argument("--policy", default="kvpop")
@@ -50,6 +50,7 @@ def arguments() -> argparse.ArgumentParser:
 
 
 def main() -> int:
+    """Run the example. Return 0, 1 after an error, or 2 if there is no model."""
     args = arguments().parse_args()
     if not (args.model / "config.json").is_file():
         print(f"no model in {args.model}: run `make model`, or give --model", file=sys.stderr)

@@ -1,10 +1,10 @@
-"""A long text with something to be found in it."""
+"""Long text with a fact to retrieve."""
 
 from __future__ import annotations
 
 
 def question(notes: int) -> str:
-    """A long report, much longer than the budget, with what is asked for near its end."""
+    """Return a report of ``notes`` lines, with the fact near its end, followed by the question."""
     filler = "The grass is green. The sky is blue. The sun is yellow. Here we go. There and back again."
     lines = [f"Note {i}: {filler}" for i in range(notes)]
     lines.insert(-3, "One of the special magic numbers for quokka is: 4719.")

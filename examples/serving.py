@@ -1,4 +1,4 @@
-"""A `vllm serve` child process on a free local port, always stopped again."""
+"""``vllm serve`` as a child process on a free local port."""
 
 from __future__ import annotations
 
@@ -17,15 +17,18 @@ from pathlib import Path
 
 
 class ServerError(Exception):
-    """The server did not come up or went away; the message ends with its last lines."""
+    """Failure of the server to start or to keep running; the message ends with its last lines of output."""
 
 
 class Server:
-    """Runs `vllm serve MODEL OPTIONS...`; use as a context manager.
+    """Context manager that runs ``vllm serve MODEL OPTIONS...``.
 
     Args:
-        model: folder or Hub id. options: further arguments. wait_s: seconds to wait for /health.
-        say: called with progress lines. env: variables on top of this process's.
+        model: folder or Hub id.
+        options: further arguments of ``vllm serve``.
+        wait_s: seconds to wait for /health.
+        say: function that is called with progress lines.
+        env: environment variables in addition to those of this process.
     """
 
     def __init__(self, model: str, *options: str, wait_s: float = 400, say=print, env: dict[str, str] | None = None):
@@ -41,7 +44,8 @@ class Server:
         command += ["--host", "127.0.0.1", "--port", str(self.port)]
         self._log = tempfile.NamedTemporaryFile("w+", suffix=".log")
         self.process, own = None, {signal.SIGTERM, signal.SIGINT}
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, own)  # else one could come when the child has no name yet
+        # no signal may arrive before self.process is set
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, own)
         try:
             try:
                 self.process = subprocess.Popen(
@@ -82,32 +86,43 @@ class Server:
         self.process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.process.wait(timeout=30)
-        with contextlib.suppress(ProcessLookupError):  # the engine and its workers too, if they are still there
+        with contextlib.suppress(ProcessLookupError):  # stop the engine and its workers if they still run
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
         self._log.close()
 
     def log(self) -> str:
-        """Everything the server has printed."""
+        """Return everything the server has printed."""
         return Path(self._log.name).read_text(errors="replace")
 
     def tail(self, lines: int = 8) -> str:
+        """Return the last ``lines`` lines the server has printed."""
         return "\n".join(self.log().splitlines()[-lines:])
 
     def metrics(self) -> str:
-        """The text of /metrics."""
+        """Return the text of /metrics."""
         with urllib.request.urlopen(f"{self.url}/metrics", timeout=10) as reply:
             return reply.read().decode()
 
     def cache_info(self, name: str) -> float:
-        """A number among the labels of `vllm:cache_config_info`."""
+        """Return a number from the labels of ``vllm:cache_config_info``.
+
+        Raises:
+            ServerError: /metrics does not have it.
+        """
         found = re.search(rf'^vllm:cache_config_info{{.*?\b{name}="([^"]+)"', self.metrics(), re.MULTILINE)
         if found is None:
             raise ServerError(f"/metrics has no {name} in vllm:cache_config_info")
         return float(found[1])
 
     def blocks_in_use(self) -> int:
-        """Blocks that requests hold right now, from vLLM's own usage gauge (its null block is not counted)."""
+        """Return the number of blocks that requests hold now, from vLLM's usage gauge.
+
+        Its null block is not counted.
+
+        Raises:
+            ServerError: /metrics does not have the gauge.
+        """
         usage = re.search(r"^vllm:kv_cache_usage_perc{[^}]*} (\S+)", self.metrics(), re.MULTILINE)
         if usage is None:
             raise ServerError("/metrics has no vllm:kv_cache_usage_perc")

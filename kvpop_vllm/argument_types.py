@@ -6,7 +6,11 @@ from kvpop_vllm.config import ConfigError, protection
 
 
 def non_negative(text: str) -> int:
-    """0 or more."""
+    """Return an integer of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: it is negative.
+    """
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError(f"{text} is negative")
@@ -14,7 +18,11 @@ def non_negative(text: str) -> int:
 
 
 def positive(text: str) -> int:
-    """1 or more."""
+    """Return an integer of at least 1.
+
+    Raises:
+        argparse.ArgumentTypeError: it is less.
+    """
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
@@ -22,7 +30,11 @@ def positive(text: str) -> int:
 
 
 def protected(text: str) -> bool | int:
-    """What of a prompt is never evicted: ``all`` (True) or a number of tokens."""
+    """Return the number of prompt tokens that are never evicted; ``all`` is True.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is neither ``all`` nor a number of tokens.
+    """
     try:
         return protection(text)
     except ConfigError as error:

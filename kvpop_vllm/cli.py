@@ -1,4 +1,7 @@
-"""The `kvpop` command. A subcommand imports what it needs when it runs, so that `kvpop --help` is quick anywhere."""
+"""The ``kvpop`` command.
+
+A subcommand imports what it needs when it runs, so that ``kvpop --help`` is fast and works anywhere.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,14 @@ if TYPE_CHECKING:
 
 
 def fetch_demo_model(options: argparse.Namespace) -> None:
+    """Run ``kvpop fetch-demo-model``."""
     from kvpop_vllm.demo_model import fetch_demo_model
 
     fetch_demo_model(options.directory)
 
 
 def init_scorer(options: argparse.Namespace) -> None:
+    """Run ``kvpop init-scorer``."""
     from kvpop_vllm.scorers.init import init_scorer
 
     chosen = {name: getattr(options, name) for name in ("scorer", "sinks", "window", "topk", "seed")}
@@ -33,6 +38,7 @@ def init_scorer(options: argparse.Namespace) -> None:
 
 
 def import_gates(options: argparse.Namespace) -> None:
+    """Run ``kvpop import``."""
     from kvpop_vllm.scorers.published import import_gates
 
     roles = {name: getattr(options, name) for name in ("sinks", "window", "topk")}
@@ -41,6 +47,7 @@ def import_gates(options: argparse.Namespace) -> None:
 
 
 def export(options: argparse.Namespace) -> None:
+    """Run ``kvpop export``."""
     from kvpop_vllm.scorers.export import export_checkpoint
 
     export_checkpoint(options.base, options.adapter, options.directory)
@@ -48,23 +55,26 @@ def export(options: argparse.Namespace) -> None:
 
 
 def policies(options: argparse.Namespace) -> None:
+    """Run ``kvpop policies``: print the table of policies."""
     from kvpop_vllm.policies import describe
 
     print(describe())
 
 
 def add_command(commands: Commands, name: str, purpose: str) -> argparse.ArgumentParser:
-    """A subcommand whose purpose is both its line in `kvpop --help` and its own description."""
+    """Add and return a subcommand; ``purpose`` is its line in ``kvpop --help`` and its description."""
     return commands.add_parser(name, help=purpose, description=purpose)
 
 
 def add_fetch(commands: Commands) -> None:
+    """Add ``kvpop fetch-demo-model``."""
     command = add_command(commands, "fetch-demo-model", "put SmolLM2-135M-Instruct into DIR as a Hugging Face folder")
     command.add_argument("directory", metavar="DIR")
     command.set_defaults(run=fetch_demo_model)
 
 
 def add_init(commands: Commands) -> None:
+    """Add ``kvpop init-scorer``."""
     command = add_command(commands, "init-scorer", "write an untrained scorer for MODEL into DIR")
     command.add_argument("model", metavar="MODEL", help="folder of the base model")
     command.add_argument("directory", metavar="DIR", help="folder to write")
@@ -77,6 +87,7 @@ def add_init(commands: Commands) -> None:
 
 
 def add_import(commands: Commands) -> None:
+    """Add ``kvpop import``."""
     purpose = "write the gates of a published TRIM-KV or DMS checkpoint into DIR as a scorer"
     command = add_command(commands, "import", purpose)
     command.add_argument("source", metavar="SOURCE", help="folder with its config.json and weights")
@@ -90,6 +101,7 @@ def add_import(commands: Commands) -> None:
 
 
 def add_export(commands: Commands) -> None:
+    """Add ``kvpop export``."""
     purpose = "write one checkpoint into DIR that holds the model BASE and the scorer ADAPTER"
     command = add_command(commands, "export", purpose)
     command.add_argument("base", metavar="BASE", help="folder of the base model")
@@ -99,26 +111,31 @@ def add_export(commands: Commands) -> None:
 
 
 def vllm_backend() -> type:
+    """Return the evaluation backend that runs vLLM's engine."""
     from kvpop_vllm.vllm_glue.evaluation import EngineBackend
 
     return EngineBackend
 
 
 def add_evaluation(commands: Commands) -> None:
+    """Add ``kvpop eval``, with vLLM's engine as a backend."""
     add_eval(commands, vllm_backend)
 
 
 def add_policies(commands: Commands) -> None:
+    """Add ``kvpop policies``."""
     add_command(commands, "policies", "list the policies that --kv-policy takes").set_defaults(run=policies)
 
 
 def bench_plot(options: argparse.Namespace) -> None:
+    """Run ``kvpop bench plot``."""
     from kvpop_vllm.bench.plot import bench_plot
 
     bench_plot(options)
 
 
 def add_bench(commands: Commands) -> None:
+    """Add ``kvpop bench``."""
     command = add_command(commands, "bench", "what the scripts in benchmarks/ measured")
     group = command.add_subparsers(metavar="ACTION", required=True)
     plot = add_command(group, "plot", "draw their CSV files as one figure, and write one table")
@@ -130,18 +147,21 @@ def add_bench(commands: Commands) -> None:
 
 
 def plan(options: argparse.Namespace) -> None:
+    """Run ``kvpop plan``."""
     from kvpop_vllm.plan import plan
 
     plan(options)
 
 
 def memory(text: str) -> int:
+    """Return a size in bytes, see :func:`kvpop_vllm.plan.memory`."""
     from kvpop_vllm.plan import memory
 
     return memory(text)
 
 
 def add_plan(commands: Commands) -> None:
+    """Add ``kvpop plan``."""
     command = add_command(commands, "plan", "bytes of a request and how many fit, for every policy and budget")
     command.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder; its config.json is read")
     command.add_argument("--max-model-len", required=True, type=positive, metavar="N", help="tokens of a request")
@@ -177,6 +197,7 @@ def add_plan(commands: Commands) -> None:
 
 
 def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the ``kvpop`` command with all subcommands."""
     parser = argparse.ArgumentParser(prog="kvpop", description="Fixed-budget KV caches for vLLM.")
     parser.add_argument("--version", action="version", version=f"kvpop {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -197,7 +218,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand. Returns 0, or 2 after one line on stderr when the user's input is at fault."""
+    """Run one subcommand. Return 0, or 2 after one line on stderr if the user's input is wrong."""
     options = make_parser().parse_args(arguments)
     try:
         options.run(options)

@@ -1,6 +1,6 @@
-"""The one place where the command line, ``additional_config`` and a scorer's config meet and are checked.
+"""Validation of the settings from the command line, ``additional_config`` and a scorer's config.
 
-Nothing here imports vLLM or torch: the glue hands in plain values.
+This module imports neither vLLM nor torch. The glue passes plain values.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvpop_vllm.roles import Retention
 ADDITIONAL_CONFIG_KEY = "kv_policy"
 DEFAULT_SINKS = 4
 MAX_BUDGET = 2**24
-"""Largest B in tokens; positions and slots are int32 in the pages."""
+"""Largest B in tokens, because positions and slots are int32 in the pages."""
 
 FLAGS = {
     "policy": "--kv-policy",
@@ -31,43 +31,44 @@ FLAGS = {
     "max_budget": "--kv-max-budget",
     "max_protect": "--kv-max-protect",
 }
-"""Setting -> the flag users know it by; error messages name the flag."""
+"""Command-line flag of each setting, for error messages."""
 
 SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128)
 
 CORRECTIONS = ("none", "moment")
-"""What ``--kv-correction`` takes."""
+"""Values of ``--kv-correction``."""
 
 ALLOCATORS = ("uniform", "pyramid", "ada")
-"""What ``--kv-allocator`` takes."""
+"""Values of ``--kv-allocator``."""
 
 SCORER_KINDS = ("mlstm", "mlp", "linear", "trimkv", "dms")
-"""What a scorer's config may name."""
+"""Values of ``scorer`` in a scorer's config."""
 
 GATE_KINDS = ("trimkv", "dms")
-"""Those that score a token when it comes in, from what no attention backend sees."""
+"""Scorer kinds that score a token at insertion, from signals that no attention backend sees."""
 
 FULL_CHECKPOINT_SUFFIX = "_kvpop"
-"""What a full checkpoint's model type has behind that of its base model."""
+"""Suffix of a full checkpoint's model type, after the model type of the base model."""
 
 ARCHITECTURES = {"llama": "LlamaKVpopForCausalLM", "qwen3": "Qwen3KVpopForCausalLM"}
-"""Base model type -> architecture of the full checkpoint, which is also the name of its class in the vLLM glue."""
+"""Architecture of the full checkpoint, by base model type; also the name of its class in the vLLM glue."""
 
 
 STOCK_ARCHITECTURES = {name.replace("KVpop", ""): name for name in ARCHITECTURES.values()}
-"""Architecture of a base model -> that of its full checkpoint."""
+"""Architecture of the full checkpoint, by architecture of the base model."""
 
 
 class ConfigError(ValueError):
-    """The user's configuration cannot work; the message is one line that names what to change."""
+    """Error for a configuration that cannot work; the message is one line that names what to change."""
 
 
 def check_spelling(additional_config: object) -> None:
-    """No key of ``additional_config`` is a slip of the pen for ours, or a setting that belongs into it: vLLM would ignore
-    it, and serve densely or with other settings.
+    """Check that no key of ``additional_config`` is a misspelt or misplaced setting of this package.
+
+    vLLM would ignore such a key, and serve densely or with other settings.
 
     Raises:
-        ConfigError: naming the key and what was probably meant.
+        ConfigError: names the key and its probable meaning.
     """
     keys = [str(key) for key in additional_config] if isinstance(additional_config, Mapping) else []
     ours = [f"kv_{name}" for name in FLAGS] + ["kv_policies", "kvpop"]
@@ -86,15 +87,21 @@ def check_spelling(additional_config: object) -> None:
 
 @dataclass(frozen=True)
 class PolicySettings:
-    """What the user asked for, before the model and the scorer have been looked at.
+    """Settings as given by the user, before the model and the scorer are read.
 
     Attributes:
-        policy: registered name. budget: B, tokens per KV head. compression: c with B = max-model-len / c.
-        sinks: s. window: w. scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
-        correction: what outputs gain from the evicted tokens, one of CORRECTIONS.
-        allocator: how layers and heads share the budget, one of ALLOCATORS.
-        protect_prompt: tokens of each prompt that are never evicted: True for all, N for the first N; 0 or False for none.
-        max_budget, max_protect: the most that a request may ask for instead; by default the server's own.
+        policy: registered name.
+        budget: B, tokens per KV head.
+        compression: c with ``B = max-model-len / c``.
+        sinks: s.
+        window: w.
+        scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
+        correction: correction of the outputs for evicted tokens, one of CORRECTIONS.
+        allocator: distribution of the budget over layers and heads, one of ALLOCATORS.
+        protect_prompt: tokens of each prompt that are never evicted: True for all, N for the first N, 0 or
+            False for none.
+        max_budget: largest budget that a request may ask for; by default the server's own.
+        max_protect: most prompt tokens that a request may protect; by default the server's own.
     """
 
     policy: str
@@ -111,10 +118,11 @@ class PolicySettings:
 
     @classmethod
     def parse(cls, given: Mapping) -> PolicySettings:
-        """Checks names, types and ranges.
+        """Return the settings in the mapping ``given``, after a check of names, types and ranges.
 
         Raises:
-            ConfigError: unknown or missing keys, wrong types, impossible values, budget together with compression.
+            ConfigError: unknown or missing keys, wrong types, impossible values, or both budget and
+                compression.
         """
         if not isinstance(given, Mapping):
             raise ConfigError(
@@ -152,10 +160,14 @@ def _check_int(values: dict, name: str, least: int) -> None:
 
 
 def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool | int | None:
-    """Return what ``--kv-protect-prompt`` or ``protect_prompt`` say: True for the whole prompt, a number of tokens, or None.
+    """Return the parsed number of protected prompt tokens; True for the whole prompt, None if not given.
+
+    Args:
+        value: bool, number of tokens, "all", a decimal string, or None.
+        asked_by: option that error messages name.
 
     Raises:
-        ConfigError: it is none of these.
+        ConfigError: the value is none of these.
     """
     if value is None or isinstance(value, bool):
         return value
@@ -167,7 +179,7 @@ def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool |
 
 
 def protected_tokens(protect: bool | int, prompt: int) -> int:
-    """Return p of a prompt of so many tokens, by what ``--kv-protect-prompt`` says (True: all of it)."""
+    """Return p for a prompt of ``prompt`` tokens; ``protect`` is True for all, or a number."""
     return prompt if protect is True else min(int(protect), prompt)
 
 
@@ -179,21 +191,28 @@ def _check_compression(value) -> None:
 
 @dataclass(frozen=True)
 class TrainedBudget:
-    """Window w and long-range slots k that a scorer was trained with."""
+    """Window w and number of long-range slots k that a scorer was trained with."""
 
     window: int
     topk: int
 
     @property
     def slots(self) -> int:
-        """``B - s``."""
+        """Number of slots without sinks, ``B - s``."""
         return self.window + self.topk
 
 
 @dataclass(frozen=True)
 class ScorerShape:
-    """What a scorer's config says about retention: sinks s, window w, long-range slots k, whether it is delayed, and all
-    budgets that it was trained with if there were others."""
+    """Retention settings of a scorer's config.
+
+    Attributes:
+        sinks: s.
+        window: w.
+        topk: k, long-range slots.
+        delayed: True if a token is scored when it leaves the window.
+        trained: all budgets that the scorer was trained with, if there were several.
+    """
 
     sinks: int
     window: int
@@ -202,16 +221,23 @@ class ScorerShape:
     trained: tuple[TrainedBudget, ...] = ()
 
     def window_for(self, slots: int) -> int:
-        """Of ``B - s`` slots: the window of the largest trained budget that needs no more, or of the smallest one."""
+        """Return the window of the largest trained budget that fits into ``slots``.
+
+        If none fits, the window of the smallest one is returned. ``slots`` is ``B - s``.
+        """
         known = self.trained or (TrainedBudget(self.window, self.topk),)
         fitting = [own for own in known if own.slots <= slots] or [min(known, key=lambda own: own.slots)]
         return max(fitting, key=lambda own: own.slots).window
 
     def check_window(self, window: int, flag: str) -> None:
-        """A delayed scorer reads a token when it leaves the window, and has learned to at some distances only.
+        """Check that a delayed scorer was trained with the given window.
+
+        A delayed scorer reads out a token when it leaves the window, and was trained at certain distances
+        only.
 
         Raises:
-            ConfigError: the window, given by the option ``flag``, is outside of what it was trained with.
+            ConfigError: the window, given by the option ``flag``, is outside the range that the scorer was
+                trained with.
         """
         known = [own.window for own in self.trained] or [self.window]
         if self.delayed and not min(known) <= window <= max(known):
@@ -231,16 +257,20 @@ def resolve_retention(
     window_share: float = 1.0,
     window: int | None = None,
 ) -> Retention:
-    """The budget and its parts; flags override what a scorer's config says for budget and sinks.
+    """Return budget, sinks and window. Flags override the scorer's config.
 
     Args:
-        settings: the user's. max_model_len: longest sequence, tokens. scorer: from the scorer's config, if there is one.
-        keeps_all: the policy never evicts, so that B is max_model_len.
-        sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
-        window: the default w without a scorer, where it is no share.
+        settings: the user's settings.
+        max_model_len: longest sequence, in tokens.
+        scorer: retention settings of the scorer's config, if there is one.
+        keeps_all: True if the policy never evicts, so that B is max_model_len.
+        sinks: default s without a scorer.
+        window_share: without a scorer, the fraction of ``B - s`` that is the default w.
+        window: default w without a scorer, if it does not depend on the budget.
 
     Raises:
-        ConfigError: no budget to be had, budget below sinks + window + 1, or a window the scorer was not trained with.
+        ConfigError: no budget is given, the budget is below sinks + window + 1 or too large, or the scorer
+            was not trained with the window.
     """
     if settings.sinks is not None:
         sinks = settings.sinks
@@ -269,7 +299,7 @@ def resolve_retention(
 
 
 def _remedy(settings: PolicySettings, max_model_len: int, least: int, keeps_all: bool) -> str:
-    """How the budget comes to be at least ``least``, by the option that it came from."""
+    """Return the advice for a budget below ``least``, in terms of the option that set it."""
     if keeps_all or (settings.compression is not None and max_model_len < least):
         lower = [f"lower {FLAGS[name]}" for name in ("sinks", "window") if getattr(settings, name)]
         return " or ".join([f"raise --max-model-len to at least {least}", *lower])

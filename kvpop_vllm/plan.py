@@ -1,4 +1,4 @@
-"""`kvpop plan`: bytes of a request and how many fit, for every policy and budget, before anything is served."""
+"""``kvpop plan``: bytes of a request and number of requests that fit, for every policy and budget."""
 
 from __future__ import annotations
 
@@ -24,17 +24,24 @@ UNITS = {
     **{u: 1000 ** (i + 1) for i, u in enumerate("KMG")},
     **{f"{u}i": 1024 ** (i + 1) for i, u in enumerate("KMG")},
 }
+"""Bytes of each unit prefix: powers of 1000, and of 1024 for Ki, Mi, Gi."""
 SHARES = (2, 4, 8)
-"""Budgets where none are given: the longest request's tokens divided by these."""
+"""Divisors of the longest request's tokens that give the default budgets."""
 SINKS, LARGEST_WINDOW = 4, 256
-"""Of a learned policy for which no scorer is given: those of an untrained one, its window a quarter of the budget at most."""
+"""Sinks and largest window of an untrained scorer, for learned policies without a scorer.
+
+The window is at most a quarter of the budget.
+"""
 
 
 def memory(text: str) -> int:
-    """Bytes: a number with K, M, G (1000) or Ki, Mi, Gi (1024) behind it, and a B if one likes.
+    """Return a size in bytes.
+
+    Args:
+        text: a number, optionally with K, M, G (1000) or Ki, Mi, Gi (1024), optionally with B.
 
     Raises:
-        argparse.ArgumentTypeError: it is none.
+        argparse.ArgumentTypeError: the text is not a size.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?|)B?", text.strip())
     count = int(Fraction(match[1]) * UNITS[match[2]]) if match else 0
@@ -44,7 +51,7 @@ def memory(text: str) -> int:
 
 
 def plan(options) -> None:
-    """Runs `kvpop plan`.
+    """Run ``kvpop plan`` and print its table.
 
     Raises:
         ConfigError: the model's config, the scorer, a budget or another option cannot work.
@@ -108,11 +115,13 @@ def plan(options) -> None:
 
 
 def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> CacheBytes:
-    """Return what a request holds at most, with a prompt of so many tokens, or of those with which it holds most blocks: by its end or,
-    where prompts are compressed, at the prompt's.
+    """Return the most bytes that a request holds: at its end or, if prompts are compressed, at the prompt's.
 
     Args:
-        lengths: layout, layers, and tokens of the request.
+        lengths: layout, number of layers, tokens of the request.
+        policy: resolved policy.
+        shares: budgets of all heads, or None if they are equal.
+        prompt: tokens of the prompt, or None for the length that takes the most blocks.
     """
     length, retention = lengths[2], policy.retention
     if policy.compresses:
@@ -129,10 +138,10 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
 
 
 def _check_served(folder: str, shape: ModelShape, config: dict) -> None:
-    """What ``config.json`` alone tells of models that no policy serves.
+    """Check that the model's ``config.json`` does not describe a model that no policy serves.
 
     Raises:
-        ConfigError: it is one.
+        ConfigError: it does.
     """
     kinds = config.get("layer_types") or ()
     windows = config.get("sliding_window") and config.get("use_sliding_window", True)
@@ -147,8 +156,11 @@ def _check_served(folder: str, shape: ModelShape, config: dict) -> None:
 
 
 def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: str | None, own) -> Policy:
-    """The policy with its scorer: ``--scorer``, of the kind ``given``, the checkpoint's ``own``, or an untrained one, the
-    last two without numbers."""
+    """Return the policy with its scorer.
+
+    The scorer is the one of ``--scorer`` if its kind ``given`` fits, else the checkpoint's ``own``, else an
+    untrained one. The last two have shapes only.
+    """
     mine = options.scorer if given is not None and given == cls.scorer_kind else None
     settings = PolicySettings(
         cls.name,
@@ -195,7 +207,7 @@ def _dtype(options, config: dict) -> torch.dtype:
 
 
 def _row(name: str, budget: int, held: CacheBytes, pool: int, stock: CacheBytes) -> tuple[str, ...]:
-    def fit(one: CacheBytes) -> Fraction:  # as vLLM reports it: whole blocks of the pool over blocks of a request
+    def fit(one: CacheBytes) -> Fraction:  # as vLLM counts: whole blocks of the pool over blocks of a request
         return Fraction(pool // (one.allocated // one.blocks), one.blocks)
 
     more = f"{float(fit(held) / fit(stock)):.2f}" if fit(stock) else "-"

@@ -1,7 +1,8 @@
-"""What one request may ask of its cache: keys of ``SamplingParams.extra_args``, which are ``vllm_xargs`` over HTTP.
+"""Cache settings of a single request.
 
-They are checked and resolved once, where the request comes in; its numbers then travel with it to the block manager and to the
-workers (:data:`RESOLVED`). Nothing here imports vLLM.
+They are keys of ``SamplingParams.extra_args``, which are ``vllm_xargs`` over HTTP. They are checked and
+resolved once, when the request arrives. The resolved numbers are passed with the request to the block manager
+and to the workers (:data:`RESOLVED`). This module does not import vLLM.
 """
 
 from __future__ import annotations
@@ -15,15 +16,26 @@ if TYPE_CHECKING:
     from kvpop_vllm.policies import Policy
 
 BUDGET, PROTECT, SEED = KEYS = ("kv_budget", "kv_protect_prompt", "kv_seed")
-"""What a request may ask: B in tokens; "all" or a number of prompt tokens that are never evicted; the seed of random draws."""
+"""Keys of a request.
+
+``kv_budget`` is B in tokens, ``kv_protect_prompt`` "all" or the number of protected prompt tokens,
+``kv_seed`` the seed of random draws.
+"""
 RESOLVED = "kvpop"
-"""The key under which a :class:`RequestCache` travels."""
+"""Key of ``extra_args`` that holds the resolved :class:`RequestCache`."""
 OF_VLLM = ("kv_transfer_params", "kv_cache_report_mode")
-"""Keys of vLLM's own that begin as ours do."""
+"""Keys of vLLM with the same prefix as the keys of this package."""
 
 
 class RequestCache(NamedTuple):
-    """The numbers of one request: p, B and w in tokens, and the seed of its draws, None for the one that it has anyway."""
+    """Resolved numbers of one request.
+
+    Attributes:
+        protected: p, in tokens.
+        budget: B, in tokens.
+        window: w, in tokens.
+        seed: seed of the request's draws, or None for the seed that it has anyway.
+    """
 
     protected: int
     budget: int
@@ -32,12 +44,14 @@ class RequestCache(NamedTuple):
 
 
 def resolve(policy: Policy, extra_args: Mapping | None, prompt: int) -> RequestCache | None:
-    """Return what a request gets that asks ``extra_args`` with a prompt of so many tokens; None where it asks nothing.
+    """Return the resolved settings of a request, or None if it asks for nothing.
 
-    Budgets and windows resolve as those of a server with that budget would.
+    ``prompt`` is the number of its prompt tokens. Budget and window are resolved as for a server with that
+    budget.
 
     Raises:
-        ConfigError: a key is unknown, a value is of the wrong type, too large or too small, or the policy cannot follow it.
+        ConfigError: a key is unknown, a value has the wrong type, is too large or too small, or the policy
+            does not support it.
     """
     asked = {
         key: value for key, value in (extra_args or {}).items() if str(key).startswith("kv_") and key not in OF_VLLM
@@ -53,7 +67,7 @@ def resolve(policy: Policy, extra_args: Mapping | None, prompt: int) -> RequestC
 
 
 def of_params(params: object) -> RequestCache | None:
-    """Return what was resolved of a request with these sampling parameters; None where it asked nothing."""
+    """Return the resolved settings in sampling parameters, or None if the request asked for nothing."""
     told = (getattr(params, "extra_args", None) or {}).get(RESOLVED)
     return None if told is None else RequestCache(*told)
 

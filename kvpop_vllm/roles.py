@@ -1,4 +1,4 @@
-"""Roles of the slots of a fixed budget (DESIGN "The rule"). Imports nothing heavy."""
+"""Roles of the slots of a fixed budget (DESIGN "The rule"). This module needs no heavy imports."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ if TYPE_CHECKING:
 
 
 class SlotRoles:
-    """Sinks ``[0, s)``, a ring ``[s, s + w)`` of the newest tokens, and long-range slots from there to B.
+    """Roles of the slots of a KV head.
 
-    Behind a protected prefix of p tokens these are the slots of the tail, which begins with token p and has no sinks.
+    Slots ``[0, s)`` are sinks, ``[s, s + w)`` a ring of the newest tokens, ``[s + w, B)`` long-range slots.
+    Behind a protected prefix of p tokens these are the slots of the tail, which begins with token p and has
+    no sinks.
 
     Attributes:
-        sinks: s. window: w. first: p, the first token that has a slot here.
+        sinks: s.
+        window: w.
+        first: p, the first token that has a slot here.
     """
 
     sinks: int
@@ -33,18 +37,25 @@ class SlotRoles:
         return self.first + self.sinks
 
     def ring_slot(self, t: int) -> int:
-        """Return the slot that token t is written to: its sink slot, or its ring slot."""
+        """Return the slot that token t is written to: its sink slot or its ring slot."""
         at = t - self.first_evictable
         return self.sinks + at % self.window if at >= 0 else t - self.first
 
     def behind(self, prefix: int) -> Self:
-        """Return the roles of the tail behind so many protected tokens; these roles where there are none."""
+        """Return the roles of the tail behind ``prefix`` protected tokens; unchanged if ``prefix`` is 0."""
         return replace(self, sinks=0, first=prefix) if prefix else self
 
 
 @dataclass(frozen=True)
 class Retention(SlotRoles):
-    """Slots per KV head: ``budget = sinks + window + topk``."""
+    """Number of slots per KV head: ``budget = sinks + window + topk``.
+
+    Attributes:
+        budget: B.
+        sinks: s.
+        window: w.
+        first: p, the first token that has a slot here.
+    """
 
     budget: int
     sinks: int
@@ -57,5 +68,5 @@ class Retention(SlotRoles):
         return self.budget - self.first_long
 
     def behind(self, prefix: int) -> Retention:
-        """Return the tail's retention behind so many protected tokens: window and k stay, sinks go."""
+        """Return the retention of the tail behind ``prefix`` protected tokens: same w and k, no sinks."""
         return replace(super().behind(prefix), budget=self.budget - self.sinks) if prefix else self

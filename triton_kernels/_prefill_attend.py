@@ -1,5 +1,7 @@
-"""Attention of a piece's queries to keys that come and go: which of them a block of queries sees is listed before, so that no other is
-loaded."""
+"""Attention of a piece's queries to keys with births and evictions.
+
+The keys that a block of queries sees are listed first, so that no other key is loaded.
+"""
 
 from __future__ import annotations
 
@@ -8,19 +10,22 @@ import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._serving_pages import LN2, LOG2E, PRECISION
 
-LISTED = 1024  # keys that are looked at together when lists are made
-LIST_BYTES = 64 << 20  # of lists that are in memory at once
+LISTED = 1024  # keys that are examined together when lists are built
+LIST_BYTES = 64 << 20  # memory of the lists that exist at the same time
 
 
 @triton.jit(do_not_specialize=["skipped", "held", "total", "room"])
 def _list_keys(
-    gone,  # [H, T] int32: the first query, from 0 on, that misses a key
+    gone,  # [H, T] int32: index of the first query that does not see a key
     lists,  # [H, query blocks of this launch, room] int32
     counts,  # [H, query blocks of this launch] int32
     skipped, held, total, room,
     BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Keys that some query of a block sees, in their order; blocks from ``skipped`` on."""
+    """List the keys that some query of a block sees, in their order.
+
+    The launch covers the blocks from ``skipped`` on.
+    """
     h = tl.program_id(1).to(tl.int64)
     row = h * tl.num_programs(0) + tl.program_id(0)
     first = (skipped + tl.program_id(0)) * BLOCK_Q
@@ -38,7 +43,7 @@ def _list_keys(
 @triton.jit(do_not_specialize=["skipped", "held", "total", "room", "queries"])
 def _attend_keys(
     q,  # [L, Hq, D]
-    keys,  # [H, T, D]: those that were held, then one for each query
+    keys,  # [H, T, D]: retained tokens, then one token per query
     values, gone, lists, counts,
     out,  # [L, Hq, D]
     lse,  # [L, Hq]
@@ -46,7 +51,10 @@ def _attend_keys(
     SIZE: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr,
     BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """A block of queries of all query heads of a KV head; ROWS: BLOCK_Q times GROUP up to a power of two."""
+    """Compute attention of a block of queries, for all query heads of a KV head.
+
+    ROWS is BLOCK_Q times GROUP, rounded up to a power of two.
+    """
     h = tl.program_id(1).to(tl.int64)
     heads = tl.num_programs(1) * GROUP
     row, column = tl.arange(0, ROWS), tl.arange(0, PADDED)
@@ -82,7 +90,7 @@ def _attend_keys(
         visible = visible & (query[:, None] < until[None, :])
         logits = tl.where(visible, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)  # rows that have not met a visible key
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)  # 0 for rows without a visible key so far
         weights = tl.exp2(logits - pivot[:, None])
         fade = tl.exp2(top - pivot)
         weight = weight * fade + tl.sum(weights, 1)
@@ -90,26 +98,34 @@ def _attend_keys(
         top = new_top
     weight = tl.where(present, weight, 1.0)  # every query sees itself
     acc = acc / weight[:, None]
-    head += query.to(tl.int64) * heads  # of [L, Hq]
+    head += query.to(tl.int64) * heads  # index in [L, Hq]
     place = out + head[:, None] * SIZE + column[None, :]
     tl.store(place, acc.to(out.dtype.element_ty), mask=present[:, None] & fits[None, :])
     tl.store(lse + head, (top + tl.log2(weight)) * LN2, mask=present)
 
 
 def _tiles(wide: bool, padded: int) -> tuple[int, int, int]:
-    """Rows, keys and warps of a program: what fits twice into a multiprocessor, by what the compiler says of it."""
+    """Return rows, keys and warps of a program.
+
+    Two programs fit on a multiprocessor, by the resources that the compiler reports.
+    """
     if wide:
         return (32, 32, 4) if padded <= 128 else (16, 16, 4)
     return (128, 64, 8) if padded <= 128 else (64, 32, 8)
 
 
 def attend(q, keys, values, gone, held, budget, scale, out, lse) -> None:
-    """Softmax attention of queries to the keys that are born and not gone.
+    """Compute softmax attention of queries to the keys that have been born and not evicted.
 
     Args:
-        q: ``[L, Hq, D]``. keys, values: ``[H, held + L, D]``, contiguous; key ``held + i`` is born with query i.
-        gone: ``[H, held + L]`` int32, number of the first query that does not see a key. budget: keys that a query sees at most.
-        out: ``[L, Hq, D]``, lse: ``[L, Hq]``; written, contiguous.
+        q: ``[L, Hq, D]``.
+        keys, values: ``[H, held + L, D]``, contiguous; key ``held + i`` is born with query i.
+        gone: ``[H, held + L]`` int32, index of the first query that does not see a key.
+        held: number of retained tokens before the queries.
+        budget: largest number of keys that a query sees.
+        scale: factor on q . k.
+        out: ``[L, Hq, D]``, contiguous; written.
+        lse: ``[L, Hq]`` float32, contiguous; written.
     """
     (queries, query_heads, size), (heads, total, _) = q.shape, keys.shape
     group, padded = query_heads // heads, max(16, triton.next_power_of_2(size))

@@ -1,4 +1,8 @@
-"""Raw scores of a piece's tokens: products with a scorer's weights for all of them at once, the mLSTM by chunks, from its state on."""
+"""Raw scores of the tokens of a piece.
+
+Products with the scorer's weights are formed for all tokens at once. The mLSTM runs chunkwise from its stored
+state.
+"""
 
 from __future__ import annotations
 
@@ -21,13 +25,20 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 @dataclass
 class Piece:
-    """Tokens of some heads that are keys of a piece ``[a, b)``: those of long-range slots, sinks, those of the window, then the new
-    ones. From those of the window on their positions go up by one.
+    """Tokens of some heads that are keys of a piece ``[a, b)``.
+
+    The order is: tokens of long-range slots, sinks, window tokens, new tokens. Positions rise by one from the
+    first window token on.
 
     Attributes:
-        keys, values: ``[H, T, D]``. score: ``[H, T]`` float32, as it stands in their slots. position: ``[H, T]`` int64.
-        held: how many come before the new ones. long_range: how many of these are in long-range slots.
-        first: index of token t is ``first + t`` where t is in the window before a, or new.
+        keys, values: ``[H, T, D]``.
+        score: ``[H, T]`` float32, score fields of the slots.
+        position: ``[H, T]`` int64.
+        held: number of tokens before the new ones.
+        long_range: number of tokens in long-range slots.
+        first: offset such that ``first + t`` is the index of token t, for tokens in the window before a and
+            new tokens.
+        a, b: positions of the first new token and behind the last.
     """
 
     keys: torch.Tensor
@@ -41,24 +52,24 @@ class Piece:
     b: int
 
     def leaving(self, rule: RetentionRule) -> slice:
-        """Indices of the tokens that leave the window in this piece."""
+        """Return the indices of the tokens that leave the window in this piece."""
         return slice(*(self.first + oldest_in_window(rule, q) for q in (self.a, self.b)))
 
 
 def oldest_in_window(rule: RetentionRule, q: int) -> int:
-    """Position of the oldest token that is in the window, and no sink, before position q."""
+    """Return the position of the oldest token in the window before position q, sinks excluded."""
     return max(rule.sinks, q - rule.window)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _multiply(
-    keys,  # [H, n, D], strides of heads apart
+    keys,  # [H, n, D], any stride between heads
     values, matrix,  # [H, 2 D, C]
     out,  # [H, n, C] float32
     tokens, columns, keys_head,
     SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """``[k; v]`` of a block of tokens, in float32, times a block of columns."""
+    """Multiply ``[k; v]`` of a block of tokens by a block of columns of a matrix, in float32."""
     first, h = tl.program_id(0) * ROWS, tl.program_id(2).to(tl.int64)
     row, column = first + tl.arange(0, ROWS), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside, fits = row < tokens, column < columns
@@ -81,7 +92,14 @@ def _multiply(
 
 
 def load_state(pages: Pages, rows: torch.Tensor, heads: torch.Tensor, weights: MLSTMWeights) -> State:
-    """Return the states of heads; rows ``[H, pages]``: where they lie."""
+    """Return the states of heads.
+
+    Args:
+        pages: the layer's cache.
+        rows: ``[H, pages]`` state blocks of each head.
+        heads: ``[H]`` indices of the heads in the pages.
+        weights: weights of the scorer.
+    """
     flat = pages.state[rows, heads.unsqueeze(1)].flatten(1)
     cells, width = weights.features * weights.value_size, weights.state_floats
     c = flat[:, :cells].unflatten(1, (weights.features, weights.value_size))
@@ -89,7 +107,7 @@ def load_state(pages: Pages, rows: torch.Tensor, heads: torch.Tensor, weights: M
 
 
 def store_state(pages: Pages, rows: torch.Tensor, heads: torch.Tensor, state: State) -> None:
-    """Write states where :func:`load_state` finds them."""
+    """Write states to the pages from which :func:`load_state` reads them."""
     c, z, m = state
     flat = torch.cat([c[0].flatten(1), z[0], m[0].unsqueeze(1)], 1)
     region = pages.state.shape[-1]
@@ -99,7 +117,7 @@ def store_state(pages: Pages, rows: torch.Tensor, heads: torch.Tensor, state: St
 
 
 def _products(keys: torch.Tensor, values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
-    """``[k; v]`` of tokens ``keys, values [H, n, D]`` times ``matrix [H, 2 D, C]``: ``[H, n, C]`` float32."""
+    """Return ``[k; v]`` of ``keys, values [H, n, D]`` times ``matrix [H, 2 D, C]``: ``[H, n, C]`` float32."""
     heads, tokens, size = keys.shape
     columns = matrix.shape[-1]
     out = torch.empty(heads, tokens, columns, dtype=torch.float32, device=keys.device)
@@ -112,17 +130,20 @@ def _products(keys: torch.Tensor, values: torch.Tensor, matrix: torch.Tensor) ->
 
 
 def _dot(piece: Piece, where: slice, weight: torch.Tensor) -> torch.Tensor:
-    """``[k; v] . weight[h]``: ``[H, n]``; sums of products, which no setting of matrix products rounds."""
+    """Return ``[k; v] . weight[h]``, ``[H, n]``.
+
+    It is a sum of products, because torch's settings for matrix products do not affect its precision.
+    """
     size = piece.keys.shape[-1]
     keys, values = weight[:, None, :size], weight[:, None, size:]
     return (piece.keys[:, where] * keys).sum(-1) + (piece.values[:, where] * values).sum(-1)
 
 
 class Scores:
-    """What a rule's scorer says, for some heads.
+    """Scorer of a rule for some heads.
 
     Args:
-        rule: with the tensors of these heads alone.
+        rule: rule with the tensors of these heads alone.
     """
 
     def __init__(self, rule: RetentionRule):
@@ -134,8 +155,10 @@ class Scores:
             self.written = torch.cat([w.k_proj, *of_values, *gates], -1)
 
     def __call__(self, piece: Piece, state: State | None) -> tuple[torch.Tensor, State | None]:
-        """Scores ``[H, leaving]`` of the tokens that leave the window in a piece, and the state behind it; scores that are given at
-        insertion go into the piece's."""
+        """Return the scores ``[H, leaving]`` of the tokens leaving the window in a piece, and the new state.
+
+        Scores computed at insertion are also written to the piece.
+        """
         weights, where = self.weights, piece.leaving(self.rule)
         keys = piece.keys[:, where]
         if weights is None or self.rule.draws:
@@ -157,7 +180,10 @@ class Scores:
         return piece.score[:, where], state
 
     def _mlstm(self, piece: Piece, read: slice, state: State | None) -> tuple[torch.Tensor, State]:
-        """Scores of the tokens ``read``, the last of them with all new tokens in the state."""
+        """Return the scores of the tokens ``read`` and the state after all new tokens.
+
+        The last token of ``read`` is read out after the last new token.
+        """
         new = slice(piece.held, None)
         query = self._features(_products(piece.keys[:, read], piece.values[:, read], self.weights.q_proj))
         skipped = piece.b - piece.a - query.shape[1]
@@ -166,8 +192,12 @@ class Scores:
         return self._score(piece, read, h[0, :, skipped:]), state
 
     def inputs(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return what an mLSTM takes in of tokens ``keys, values [H, n, D]``: write features, values and gates ``[1, H, n, ..]``
-        float32."""
+        """Return the inputs of an mLSTM's state update for tokens ``keys, values [H, n, D]``.
+
+        Returns:
+            Write features, values, and input and forget gate pre-activations, each ``[1, H, n, ...]``
+                float32.
+        """
         w, columns = self.weights, self.weights.k_proj.shape[-1]
         products = _products(keys, values, self.written)
         key = self._features(products[..., :columns])
@@ -176,16 +206,18 @@ class Scores:
         return tuple(x.unsqueeze(0) for x in (key, value, *(self._softcap(a + b.unsqueeze(-1)) for a, b in gates)))
 
     def _features(self, a: torch.Tensor) -> torch.Tensor:
+        """Return the features of products ``[..., Fp]``."""
         if self.weights.feature_map == "softmax":
             return a.softmax(-1)
         return torch.cat([a.softmax(-1), (-a).softmax(-1)], -1)
 
     def _softcap(self, a: torch.Tensor) -> torch.Tensor:
+        """Return gate pre-activations after the soft cap, if there is one."""
         cap = self.weights.gate_softcap
         return a if cap is None else cap * torch.tanh(a / cap)
 
     def _score(self, piece: Piece, read: slice, h: torch.Tensor) -> torch.Tensor:
-        """Of readouts ``h [H, n, Dv]``."""
+        """Return the scores of readouts ``h [H, n, Dv]``."""
         w = self.weights
         if w.norm_weight is not None:
             h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + NORM_EPS) * w.norm_weight.unsqueeze(1)

@@ -1,4 +1,7 @@
-"""Attention over the slots in use, cut among programs; their sums are merged, corrected, and turned into masses per slot."""
+"""Attention over the slots in use, split among programs, whose results are merged.
+
+Further kernels add the moment correction and convert logits to attention masses per slot.
+"""
 
 from __future__ import annotations
 
@@ -17,13 +20,16 @@ from kvpop_vllm.kernels.triton._serving_pages import (
 
 @triton.jit
 def _nothing(found):
-    """Output where nothing is attended over: 0 of padding, NaN of a request that was refused."""
+    """Return the output of a head without tokens: 0 for padding, NaN for a refused request."""
     return tl.where(found == REFUSED, float("nan"), 0.0)
 
 
 @triton.jit
 def _attended(marks, P: tl.constexpr):
-    """Slots and protected tokens that a head attends over: 0 of padding, REFUSED of a request that was refused."""
+    """Return the number of slots and protected tokens that a head attends to.
+
+    It is 0 for padding and REFUSED for a refused request.
+    """
     found = tl.load(marks)
     if P.protects:
         found += tl.load(marks + 3)
@@ -32,13 +38,16 @@ def _attended(marks, P: tl.constexpr):
 
 @triton.jit
 def _walk(
-    k, v, pages, page, rows_page,  # where the head's keys and values are, its page numbers, their stride, that between pages
+    k, v, pages, page, rows_page,  # keys, values, page numbers and their stride, stride of pages
     begin, end, used, rows, scale, top, total, acc,
-    logits,  # of slot 0, [GROUP]
+    logits,  # address of slot 0's logits, [GROUP]
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
-    """Softmax attention over blocks ``[begin, end)`` of the ``used`` first slots, merged into the sums so far; logits are KEPT where
-    masses are asked for."""
+    """Run softmax attention over blocks ``[begin, end)`` of the first ``used`` slots.
+
+    The result is merged into ``top``, ``total`` and ``acc``. If KEPT, the logits are stored, because the rule
+    needs attention masses.
+    """
     g, column = tl.arange(0, GROUP), tl.arange(0, P.padded)
     fits, present = column < P.size, g < P.group
     for block in range(begin, end):
@@ -70,14 +79,17 @@ def _walk(
 def _attend(
     q, cache, before,
     out, lse,  # [R, Hq, D], [R, Hq]
-    sums,  # [R, Hq, splits, D] float32: where heads are CUT, these
-    tops,  # [R, Hq, splits, 2]: maximum, in base 2, and total
-    logits,  # [R, Hq, slots], in base 2, where masses are asked for
+    sums,  # [R, Hq, splits, D] float32: sums of the parts, if CUT
+    tops,  # [R, Hq, splits, 2]: maximum in base 2 and total of each part, if CUT
+    logits,  # [R, Hq, slots], in base 2, if masses are needed
     marks, heads, splits, scale, q_request, q_head,
     P: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """One part of a head's protected tokens and slots, for all of its query heads. BLOCK_S divides N, so that a block of slots lies in
-    one page."""
+    """Compute one part of a head's attention, for all of its query heads.
+
+    A part is a range of the head's protected tokens and slots. BLOCK_S divides N, so that a block of slots
+    lies in one page.
+    """
     part, h, r = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     used = tl.load(marks + (r * heads + h) * MARKS)
     g, column = tl.arange(0, GROUP), tl.arange(0, P.padded)
@@ -90,9 +102,9 @@ def _attend(
 
     top = tl.full([GROUP], float("-inf"), tl.float32)
     total = tl.zeros([GROUP], tl.float32)
-    padded: tl.constexpr = P.padded  # Triton 3.6 takes no attribute in a shape
+    padded: tl.constexpr = P.padded  # Triton 3.6 does not accept an attribute in a shape
     acc = tl.zeros([GROUP, padded], tl.float32)
-    head = r * heads * P.group + query_head  # of [R, Hq]
+    head = r * heads * P.group + query_head  # index in [R, Hq]
     blocks = (tl.maximum(used, 0) + BLOCK_S - 1) // BLOCK_S
     own, found = logits + head * P.most_slots, used
     if P.protects:
@@ -134,7 +146,7 @@ def _combine(
     sums, tops, out, lse, marks, heads, splits,
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of the parts' sums, merged by their maxima; the log-sum-exp."""
+    """Merge a block of columns of the parts' sums by their maxima, and write the log-sum-exp."""
     first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     found = _attended(marks + (r * heads + h) * MARKS, P)
     g, column = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_C)
@@ -167,7 +179,10 @@ def _correct(
     q, cache, merged, lse, out, marks, heads, scale, q_request, q_head,
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of the output with what the evicted tokens add to it. merged ``[R, Hq, D]`` float32."""
+    """Add the evicted tokens' estimated contribution to a block of columns of the output.
+
+    ``merged`` is ``[R, Hq, D]`` float32.
+    """
     first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     count = tl.load(marks + (r * heads + h) * MARKS + 1)
     g, column = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_C)
@@ -205,7 +220,10 @@ def _masses(
     logits, lse, cache, marks, heads,
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
-    """The query's weights over a block of slots, averaged over the query heads, into their score words or added to them."""
+    """Write attention masses to the score fields of a block of slots, or add them.
+
+    A mass is the query's weight over a slot, averaged over the query heads.
+    """
     first, h, r = tl.program_id(0) * BLOCK_S, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     used = tl.load(marks + (r * heads + h) * MARKS)
     if first >= used:

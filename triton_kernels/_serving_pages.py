@@ -1,4 +1,4 @@
-"""Definitions that the kernels of serving share: their arguments, addresses in the pages, and the roles of slots (kvpop_vllm/roles.py)."""
+"""Definitions shared by the serving kernels: arguments, page addresses and slot roles."""
 
 from __future__ import annotations
 
@@ -10,14 +10,18 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-PRECISION = tl.constexpr("tf32x3")  # of float32 products: three of tensor cores, good to about 2**-22
-PADDING, REFUSED = tl.constexpr(0), tl.constexpr(-1)  # in place of the slots to attend over
+PRECISION = tl.constexpr("tf32x3")  # three tensor core products per float32 product, error about 2**-22
+PADDING, REFUSED = tl.constexpr(0), tl.constexpr(-1)  # stored in place of the number of slots to attend to
 MARKS = tl.constexpr(4)
-"""int32 words of a head: slots to attend over, tokens evicted so far, tokens evicted now (0 or 1), protected tokens to attend over."""
+"""Number of int32 flags per head.
+
+They are: slots to attend to, tokens evicted so far, tokens evicted in this step (0 or 1), protected tokens to
+attend to.
+"""
 
 
 class Cache(NamedTuple):
-    """A layer's pages and who has which. Strides in elements of the array they belong to."""
+    """Pages of a layer and their page table, with strides in elements of the respective array."""
 
     k: Any  # [blocks, H, N, D]
     v: Any
@@ -26,8 +30,8 @@ class Cache(NamedTuple):
     state: Any  # [blocks, H, words]
     rows: int  # strides of k and v: between blocks,
     rows_head: int  # between heads
-    words: int  # of the other three, which are all of 4 bytes
-    words_head: int
+    words: int  # strides of score, position and state (4 bytes each): between blocks,
+    words_head: int  # between heads
     table: Any  # [R, H, P]
     table_request: int
     table_head: int
@@ -35,8 +39,10 @@ class Cache(NamedTuple):
 
 
 class Before(NamedTuple):
-    """Protected tokens, which lie in slots of blocks by their positions (:class:`kvpop_vllm.kernels.pages.Prefix`); None where nobody
-    has any. Strides in elements."""
+    """Pages of protected tokens (:class:`kvpop_vllm.kernels.pages.Prefix`), with strides in elements.
+
+    Fields are None if no request has a prefix.
+    """
 
     k: Any = None  # [blocks, H, N, D]
     v: Any = None
@@ -48,8 +54,11 @@ class Before(NamedTuple):
 
 
 class Asked(NamedTuple):
-    """The tokens of a step. given and keys are None where the rule does not read them, protected where nobody has a
-    prefix."""
+    """Tokens of a step, with strides in elements.
+
+    ``given`` and ``keys`` are None if the rule does not read them; ``protected`` is None if no request has a
+    prefix.
+    """
 
     k: Any  # [R, H, D]
     v: Any
@@ -65,17 +74,20 @@ class Asked(NamedTuple):
     given: Any  # [R, H]
     given_request: int
     given_head: int
-    protected: Any  # [R], p of each
+    protected: Any  # [R], p of each request
     protected_request: int
-    windows: Any  # [R], w of each
+    windows: Any  # [R], w of each request
     windows_request: int
-    keys: Any  # [R, H] int64, of draws
+    keys: Any  # [R, H] int64, keys of draws
     keys_request: int
     keys_head: int
 
 
 class Weights(NamedTuple):
-    """Of a learned scorer, float32, contiguous, None where it has none; as in :mod:`kvpop_vllm.kernels.ops.rules`."""
+    """Tensors of a learned scorer, float32 and contiguous, as in :mod:`kvpop_vllm.kernels.ops.rules`.
+
+    Fields that the scorer does not have are None.
+    """
 
     q_proj: Any = None  # fc1_weight of an MLP
     k_proj: Any = None
@@ -85,7 +97,7 @@ class Weights(NamedTuple):
     fgate_weight: Any = None
     fgate_bias: Any = None
     out_weight: Any = None  # fc2_weight of an MLP
-    out_bias: Any = None  # its bias, or a linear scorer's
+    out_bias: Any = None  # fc2_bias of an MLP, bias of a linear scorer
     norm_weight: Any = None
     skip_weight: Any = None  # weight of a linear scorer
     hidden_bias: Any = None  # fc1_bias of an MLP
@@ -93,19 +105,19 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """What the kernels are compiled for: sizes and the rule's constants."""
+    """Compile-time constants of the kernels: sizes and the numbers of the rule."""
 
     size: int  # D
-    padded: int  # D up to a power of two
+    padded: int  # D rounded up to a power of two, at least 16
     group: int  # G
     slots: int  # N
     state_pages: int
     region_words: int  # N * C / 4
-    most_slots: int  # that the page table has room for
+    most_slots: int  # number of slots that the page table has room for
     sinks: int
     decay_step: int
-    scorer: str  # none, key_norm, linear, mlp, mlstm, or parked: the score word
-    masses: bool = False  # attention weights of the newest query are written to the score words,
+    scorer: str  # none, key_norm, linear, mlp, mlstm, or parked: read from the score field
+    masses: bool = False  # attention weights of the newest query are written to the score fields,
     mean: bool = False  # or added to them
     given: bool = False
     ages: bool = False
@@ -113,7 +125,7 @@ class Plan:
     threshold: float | None = None
     residual: bool = False
     corrects: bool = False
-    protects: bool = False  # requests may have a protected prefix: their tail has no sinks
+    protects: bool = False  # requests may have a protected prefix; their tail has no sinks
     columns: int = 0  # Fp of an mLSTM, M of an MLP
     features: int = 0  # F
     values: int = 0  # Dv
@@ -125,63 +137,80 @@ class Plan:
 
     @property
     def moments(self) -> bool:
+        """True if moments of evicted tokens are stored."""
         return self.residual or self.corrects
 
     @property
     def projected(self) -> int:
-        """float32 words of a token's products with the scorer's weights: read features, write features, values, gates."""
+        """Number of float32 values in a token's products with the scorer's weights.
+
+        They are read features, write features, values and gates, or the hidden sums of an MLP.
+        """
         return self.columns if self.scorer == "mlp" else 2 * self.columns + self.values + 2
 
     @property
     def state_words(self) -> int:
-        """float32 words of the scorer's state; moments lie behind it."""
+        """Number of float32 values in the scorer's state; moments follow it."""
         return self.features * (self.values + 1) + 1 if self.scorer == "mlstm" else 0
 
     @property
     def padded_features(self) -> int:
+        """Number of features F, rounded up to a power of two."""
         return triton.next_power_of_2(max(1, self.features))
 
     @property
     def padded_values(self) -> int:
+        """Value width Dv, rounded up to a power of two."""
         return triton.next_power_of_2(max(1, self.values))
 
     @property
     def padded_columns(self) -> int:
+        """Number of columns (Fp or M), rounded up to a power of two."""
         return triton.next_power_of_2(max(1, self.columns))
 
 
 @triton.jit
 def page_of(cache, r, h, page):
-    """Number of the block (or region) that is the page of request r, head h; ``page`` may be a tensor of pages."""
+    """Return the block or region number of a page of request r, head h; ``page`` may be a tensor."""
     entry = cache.table + r * cache.table_request + h * cache.table_head + page * cache.table_page
     return tl.load(entry).to(tl.int64)
 
 
 @triton.jit
 def row_at(cache, r, h, slot, P: tl.constexpr):
-    """Where a slot's key, and its value, lie in ``cache.k`` and ``cache.v``."""
+    """Return the offset of a slot's key and value in ``cache.k`` and ``cache.v``."""
     block = page_of(cache, r, h, P.state_pages + slot // P.slots)
     return block * cache.rows + h * cache.rows_head + slot % P.slots * P.size
 
 
 @triton.jit
 def word_at(cache, r, h, slot, P: tl.constexpr):
-    """Where a slot's score, and its position, lie."""
+    """Return the offset of a slot's score and position in ``cache.score`` and ``cache.position``."""
     block = page_of(cache, r, h, P.state_pages + slot // P.slots)
     return block * cache.words + h * cache.words_head + slot % P.slots
 
 
 @triton.jit
 def state_at(cache, r, h, word, inside, P: tl.constexpr):
-    """Indices in ``cache.state`` of words of a head's state, a flat array over the state pages; of the first page where not inside."""
+    """Return offsets in ``cache.state`` of elements of a head's state.
+
+    The state is a flat array over the state pages. Elements that are not ``inside`` get an offset in the
+    first page.
+
+    Args:
+        word: indices of the elements.
+        inside: mask of valid elements.
+    """
     page = tl.where(inside, word // P.region_words, 0)
     return page_of(cache, r, h, page) * cache.words + h * cache.words_head + word % P.region_words
 
 
 @triton.jit
 def roles_of(asked, r, P: tl.constexpr):
-    """p, the sinks and the window of the slots of request r, or of each of several: behind a prefix, slots are those of a tail that
-    begins with token p and has no sinks."""
+    """Return p, the number of sinks and the window of request r, or of several requests.
+
+    Behind a prefix, the slots are those of a tail that begins with token p and has no sinks.
+    """
     protected, sinks = tl.full([], 0, tl.int32), tl.full([], P.sinks, tl.int32)
     window = tl.load(asked.windows + r * asked.windows_request).to(tl.int32)
     if P.protects:
@@ -192,8 +221,11 @@ def roles_of(asked, r, P: tl.constexpr):
 
 @triton.jit
 def start_of(cache, asked, r, h, protected, P: tl.constexpr):
-    """Tokens of the tail before a request's token, ``q - p``: -1 where nothing is to be written, as its row is padding or the token
-    protected, -2 where the pages have seen another number of tokens. Holds until the new token is written."""
+    """Return the number of tokens in the tail before a request's token, ``q - p``, or a negative code.
+
+    The code is -1 if nothing is to be written, because the row is padding or the token is protected. It is -2
+    if the pages have seen another number of tokens. The result is valid until the new token is written.
+    """
     q = tl.load(asked.positions + r * asked.positions_request).to(tl.int32)
     seen = q
     if q > protected:
@@ -203,5 +235,8 @@ def start_of(cache, asked, r, h, protected, P: tl.constexpr):
 
 @triton.jit
 def ring_slot(t, sinks, window):
-    """Slot to which token t >= 0 of a tail is written; from ``sinks + w`` on, that of the token that leaves the window at t."""
+    """Return the slot to which token t >= 0 of a tail is written.
+
+    From ``sinks + window`` on, it is the slot of the token leaving the window at t.
+    """
     return tl.where(t < sinks, t, sinks + (t - sinks) % window)

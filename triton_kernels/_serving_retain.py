@@ -1,4 +1,8 @@
-"""The token that leaves the window is ranked, the loser evicted, the winner moved, and the new token written; one program per head."""
+"""Eviction and insertion, one program per request and head.
+
+The token leaving the window is ranked, the lowest-ranked token is evicted, the other one is moved, and the
+new token is written.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +28,10 @@ EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def _effective(raw, t, q, log_gamma, factor, key, P: tl.constexpr):
-    """How tokens t rank at q, float64; key: of the head's draws. Launched without fused multiply-adds, so that every operation rounds as in the
-    reference."""
+    """Return the effective scores of tokens t at q, float64; ``key`` is the key of the head's draws.
+
+    Kernels are launched without fused multiply-adds, so that every operation rounds as in the reference.
+    """
     score = raw.to(tl.float64)
     if P.draws:
         score = draw(key, q, t)
@@ -41,8 +47,10 @@ def _effective(raw, t, q, log_gamma, factor, key, P: tl.constexpr):
 
 @triton.jit
 def _lowest(cache, factors, r, h, first_long, budget, q, log_gamma, key, P: tl.constexpr, BLOCK: tl.constexpr):
-    """Lowest effective score of the long-range slots of a full cache and the slot that has it, of equal ones the oldest token's;
-    slot -1 where there is none that is a number."""
+    """Return the lowest effective score of the long-range slots of a full cache, and its slot.
+
+    Of equal scores the oldest token's slot is returned; the slot is -1 if all scores are NaN.
+    """
     best, oldest, where = none_yet(BLOCK)
     for start in range(first_long, budget, BLOCK):
         slot = start + tl.arange(0, BLOCK)
@@ -62,7 +70,7 @@ def _lowest(cache, factors, r, h, first_long, budget, q, log_gamma, key, P: tl.c
 
 @triton.jit
 def _dot(x_key, x_value, weight, h, column, fits, P: tl.constexpr):
-    """``[k; v] . weight[h]``."""
+    """Return ``[k; v] . weight[h]``."""
     at = 2 * h * P.size + column
     keys = tl.load(weight + at, mask=fits, other=0.0)
     values = tl.load(weight + at + P.size, mask=fits, other=0.0)
@@ -76,7 +84,7 @@ def _silu(x):
 
 @triton.jit
 def _read_mlstm(projected, numerator, z, m, weights, h, x_key, x_value, column, fits, P: tl.constexpr):
-    """Score of the token whose read features are ``projected``, out of the state's products with them."""
+    """Return the score of a token from the state's products with its read features ``projected``."""
     c = tl.arange(0, P.padded_values)
     inside = c < P.values
     bounded = tl.minimum(tl.maximum(m, -60.0), 60.0)
@@ -94,8 +102,12 @@ def _read_mlstm(projected, numerator, z, m, weights, h, x_key, x_value, column, 
 
 @triton.jit
 def _stateless(projected, weights, h, x_key, x_value, parked, column, fits, P: tl.constexpr):
-    """Score of a token that leaves the window, of scorers without a state. parked: its score word. projected: an MLP's hidden
-    sums."""
+    """Return the score of a token leaving the window, for scorers without state.
+
+    Args:
+        projected: hidden sums of an MLP.
+        parked: the token's score field.
+    """
     score = parked
     if P.scorer == "none":
         score = tl.full([], 0.0, tl.float32)
@@ -116,7 +128,10 @@ def _stateless(projected, weights, h, x_key, x_value, parked, column, fits, P: t
 
 @triton.jit
 def _take_in(cache, projected, r, h, q, P: tl.constexpr):
-    """z ``[P.padded_features]`` and m of an mLSTM's state with the new token; projected: of this head."""
+    """Update z ``[P.padded_features]`` and m of an mLSTM's state with the new token and return them.
+
+    ``projected`` is the workspace of this head.
+    """
     f = tl.arange(0, P.padded_features)
     inside = f < P.features
     z_at = cache.state + state_at(cache, r, h, P.features * P.values + f, inside, P)
@@ -124,7 +139,7 @@ def _take_in(cache, projected, r, h, q, P: tl.constexpr):
     z = tl.load(z_at, mask=f < tl.where(q > 0, P.features, 0), other=0.0)
     m, keep, gain = gates_of(m_at, projected, q, P)
     z = z * keep + features_of(projected + P.columns, P) * gain
-    tl.debug_barrier()  # words that several threads hold have been read by all
+    tl.debug_barrier()  # all threads have read the values, which several threads may hold
     tl.store(z_at, z, mask=inside)
     tl.store(m_at, m)
     return z, m
@@ -132,8 +147,10 @@ def _take_in(cache, projected, r, h, q, P: tl.constexpr):
 
 @triton.jit
 def _into_moments(cache, moved, r, h, slot, count, column, fits, P: tl.constexpr):
-    """The means of the evicted tokens take in the one in ``slot``, the ``count``-th; ``moved``, of this head, gets its part of the
-    products."""
+    """Update the means of the evicted tokens with the ``count``-th one, which is in ``slot``.
+
+    The factors of its contribution to the products are written to ``moved``, the workspace of this head.
+    """
     row = row_at(cache, r, h, slot, P)
     key_at = cache.state + state_at(cache, r, h, P.state_words + column, fits, P)
     value_at = cache.state + state_at(cache, r, h, P.state_words + P.size + column, fits, P)
@@ -144,7 +161,7 @@ def _into_moments(cache, moved, r, h, slot, count, column, fits, P: tl.constexpr
     mean_key += (key - mean_key) / count
     tl.store(moved + column, key - mean_key, mask=fits)
     tl.store(moved + P.size + column, deviation, mask=fits)
-    tl.debug_barrier()  # all have read what is overwritten
+    tl.debug_barrier()  # all threads have read the values that are overwritten
     tl.store(key_at, mean_key, mask=fits)
     tl.store(value_at, mean_value + deviation / count, mask=fits)
 
@@ -153,20 +170,23 @@ def _into_moments(cache, moved, r, h, slot, count, column, fits, P: tl.constexpr
 def _retain(
     cache, asked, weights,
     log_gamma,  # [H] float64
-    projected,  # [R, H, P.projected], of a learned scorer
-    numerators,  # [R, H, Dv], of an mLSTM
-    factors,  # [R, H, slots], of residuals
-    moved,  # [R, H, 2, D], where moments are kept: deviations of the evicted token's key and value
+    projected,  # [R, H, P.projected], products of a learned scorer
+    numerators,  # [R, H, Dv], readout numerators of an mLSTM
+    factors,  # [R, H, slots], residuals
+    moved,  # [R, H, 2, D], deviations of the evicted token's key and value, if moments are kept
     marks,  # [R, H, MARKS] int32
     heads,
     P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Scores, eviction and slot moves of one head: the token that leaves the window goes into a free slot, over a worse token, or nowhere;
-    the new token takes its place."""
+    """Score, evict and move the tokens of one head, and write the new token.
+
+    The token leaving the window goes to a free slot, replaces a token with a lower score, or is evicted. The
+    new token takes its slot.
+    """
     h, r = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64)
     head = r * heads + h
     protected, sinks, window = roles_of(asked, r, P)
-    since = start_of(cache, asked, r, h, protected, P)  # the tail's roles go by it, scores and positions by q
+    since = start_of(cache, asked, r, h, protected, P)  # slot roles use this, scores and positions use q
     marks += head * MARKS
     if since < 0:
         tl.store(marks, tl.where(since == -1, PADDING, REFUSED))
@@ -184,7 +204,7 @@ def _retain(
     fits = column < P.size
     new_key = asked.k + r * asked.k_request + h * asked.k_head + column
     new_value = asked.v + r * asked.v_request + h * asked.v_head + column
-    inserted = tl.full([], 0.0, tl.float32)  # score of the new token at its insertion
+    inserted = tl.full([], 0.0, tl.float32)  # score of the new token at insertion
     if P.given:
         inserted = tl.load(asked.given + r * asked.given_request + h * asked.given_head).to(tl.float32)
     if P.scorer == "mlstm":
@@ -231,7 +251,7 @@ def _retain(
             if gone > 0:
                 place = tl.where(target < 0, slot, target)
                 _into_moments(cache, moved + head * 2 * P.size, r, h, place, evicted + 1, column, fits, P)
-        tl.debug_barrier()  # all that is overwritten has been read
+        tl.debug_barrier()  # all threads have read the values that are overwritten
         if target >= 0:
             at, to = row_at(cache, r, h, target, P) + column, word_at(cache, r, h, target, P)
             tl.store(cache.k + at, key, mask=fits)
@@ -240,7 +260,7 @@ def _retain(
             tl.store(cache.position + to, u)
             used = tl.maximum(used, target + 1)
 
-    tl.debug_barrier()  # all have read tokens_seen
+    tl.debug_barrier()  # all threads have read tokens_seen
     zero = cache.position + word_at(cache, r, h, 0, P)
     tl.store(cache.k + row + column, tl.load(new_key, mask=fits), mask=fits)
     tl.store(cache.v + row + column, tl.load(new_value, mask=fits), mask=fits)
@@ -262,7 +282,7 @@ def _products(
     moved, marks, heads,
     P: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """A block of rows of the moments' products takes in the token that has been evicted."""
+    """Update a block of rows of the moments' products with the evicted token."""
     first, h, r = tl.program_id(0) * BLOCK_X, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = r * heads + h
     if tl.load(marks + head * MARKS + 2) == 0:

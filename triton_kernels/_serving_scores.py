@@ -1,6 +1,7 @@
-"""Inputs of a decision, computed before anything moves: products with scorer weights, the mLSTM's cells, residuals.
+"""Inputs of an eviction, computed before anything moves: projections, mLSTM cells and residuals.
 
-Results go into workspaces that :mod:`_serving_retain` reads; of the pages, only the cells of states are written.
+Results go to workspaces that :mod:`_serving_retain` reads. The only part of the pages that is written are the
+cells of states.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from kvpop_vllm.kernels.triton._serving_pages import PRECISION, ring_slot, roles
 
 @triton.jit
 def _requests(asked, requests, first, P: tl.constexpr, ROWS: tl.constexpr):
-    """Requests ``first ..`` [ROWS] int64, the tokens of their tails before the new ones, below 0 where a row is padding, past the
-    last one or within its prefix, their sinks and windows."""
+    """Return requests ``first ..``, their numbers of earlier tail tokens, sinks and windows.
+
+    All are ``[ROWS]``, the requests int64. The number of tokens is negative if a row is padding, past the
+    last request or within its prefix.
+    """
     r = first + tl.arange(0, ROWS)
     inside = r < requests
     r = tl.where(inside, r, 0).to(tl.int64)
@@ -33,8 +37,11 @@ def _project(
     requests, heads,
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """``[k; v]`` of the new token (or of the one that leaves the window) of all requests, times a block of columns of a
-    matrix. A row's result does not depend on the others."""
+    """Multiply ``[k; v]`` of one token of each request by a block of columns of a matrix.
+
+    The token is the new one, or the one leaving the window for the read features of a delayed scorer and for
+    an MLP. A row's result does not depend on the other rows.
+    """
     part, h = tl.program_id(1), tl.program_id(2).to(tl.int64)
     r, since, sinks, window = _requests(asked, requests, tl.program_id(0) * ROWS, P, ROWS)
     blocks = (P.columns + BLOCK_C - 1) // BLOCK_C
@@ -82,8 +89,10 @@ def _gates(
     asked, weights, out, requests, heads,
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """The last words of :func:`_project`'s rows: the input gate and the logarithm of the forget gate; where values are not
-    projected, the values."""
+    """Write the gates of :func:`_project`'s rows: the input gate and the logarithm of the forget gate.
+
+    If values are not projected, the values are written too.
+    """
     h = tl.program_id(1).to(tl.int64)
     r, since, _, _ = _requests(asked, requests, tl.program_id(0) * ROWS, P, ROWS)
     wanted = since >= 0
@@ -114,7 +123,7 @@ def _gates(
 
 @triton.jit
 def _softcap(a, P: tl.constexpr):
-    """``c tanh(a / c)`` of float64."""
+    """Return ``c tanh(a / c)`` in float64."""
     fade = tl.exp(-2.0 * tl.abs(a) / P.softcap)
     size = P.softcap * (1.0 - fade) / (1.0 + fade)
     return tl.where(a < 0.0, -size, size)
@@ -122,7 +131,10 @@ def _softcap(a, P: tl.constexpr):
 
 @triton.jit
 def features_of(projected, P: tl.constexpr):
-    """phi of the P.columns products from ``projected`` on: [P.padded_features] float32, 0 beyond F."""
+    """Return the features phi of the P.columns products at ``projected``.
+
+    They are ``[P.padded_features]`` float32, 0 beyond F.
+    """
     f = tl.arange(0, P.padded_features)
     plus = f < P.columns
     inside = f < P.features
@@ -138,8 +150,13 @@ def features_of(projected, P: tl.constexpr):
 
 @triton.jit
 def gates_of(m_at, projected, q, P: tl.constexpr):
-    """m of an mLSTM's state with token q, and the factors of the state before it and of the token itself. m_at: address of m;
-    projected: of this head."""
+    """Return the new m of an mLSTM's state and the factors of its old content and of the new token.
+
+    Args:
+        m_at: address of m.
+        projected: workspace of this head.
+        q: position of the token.
+    """
     m = tl.where(q > 0, tl.load(m_at), -1e30)
     old = tl.load(projected + 2 * P.columns + P.values + 1) + m
     igate = tl.load(projected + 2 * P.columns + P.values)
@@ -154,16 +171,16 @@ def _cells(
     heads,
     P: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """A block of columns of an mLSTM's cells takes in the new token, and is read out.
+    """Update a block of columns of an mLSTM's cells with the new token, and read it out.
 
-    z and m stay as they are: all blocks read them, :mod:`_serving_retain` writes them.
+    z and m stay unchanged, because all blocks read them; :mod:`_serving_retain` writes them.
     """
     first, h, r = tl.program_id(0) * BLOCK_V, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     protected, sinks, window = roles_of(asked, r, P)
     since = start_of(cache, asked, r, h, protected, P)
     if since < 0:
         return
-    q = since + protected  # a state has taken tokens of the prefix in
+    q = since + protected  # behind a prefix, the state includes tokens of the prefix
     column = first + tl.arange(0, BLOCK_V)
     f = tl.arange(0, P.padded_features)
     fits = column < P.values
@@ -179,7 +196,7 @@ def _cells(
     if (since >= sinks + window) | (not P.delayed):
         read = features_of(projected, P)
         tl.store(numerators + (r * heads + h) * P.values + column, tl.sum(read[:, None] * c, 0), mask=fits)
-    tl.debug_barrier()  # a cell that several threads hold has been read by all
+    tl.debug_barrier()  # all threads have read the cells, which several threads may hold
     tl.store(cache.state + at, c, mask=inside)
 
 
@@ -190,7 +207,10 @@ def _residuals(
     heads, scale,
     P: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """``|v - vb - scale Sig k|`` of a block of slots, where a token is to be evicted: all slots are in use then."""
+    """Compute ``|v - vb - scale Sig k|`` of a block of slots, if a token is to be evicted.
+
+    All slots are in use then.
+    """
     slot = tl.program_id(0) * BLOCK_S + tl.arange(0, BLOCK_S)
     h, r = tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     protected, sinks, _ = roles_of(asked, r, P)
@@ -203,7 +223,7 @@ def _residuals(
     column = tl.arange(0, P.padded)
     fits = column < P.size
     row = row_at(cache, r, h, tl.where(inside, slot, 0), P)
-    padded: tl.constexpr = P.padded  # Triton 3.6 takes no attribute in a shape
+    padded: tl.constexpr = P.padded  # Triton 3.6 does not accept an attribute in a shape
     predicted = tl.zeros([BLOCK_S, padded], tl.float32)
     mean = tl.zeros([padded], tl.float32)
     if evicted > 0:

@@ -1,4 +1,7 @@
-"""The scorer's state at the beginning of a tail, by the chunkwise kernels that prefill has. Never waits for the device."""
+"""Triton ``begin_tail``: the chunkwise mLSTM kernels of prefill build the state.
+
+It does not wait for the device.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from kvpop_vllm.kernels.triton.delayed_mlstm import last_state
 
 @torch.no_grad()
 def begin_tail(pages, page_table, prefix, *, rule):
-    """See :func:`kvpop_vllm.kernels.ops.begin_tail`. Requests are done one by one: what is allocated is that of ``rule.replay``
-    tokens of all heads."""
+    """Implement :func:`kvpop_vllm.kernels.ops.begin_tail`.
+
+    Requests are processed one by one, so workspaces hold ``rule.replay`` tokens of all heads.
+    """
     scores, states = Scores(rule), page_table[..., : pages.layout.state_blocks].long()
     heads = torch.arange(page_table.shape[1], device=page_table.device)
     for r, end in enumerate(prefix.tokens.tolist()):

@@ -1,7 +1,9 @@
-"""One decode step over a fixed-budget paged cache, in a few launches whose shapes depend on shapes alone (DESIGN "In Triton").
+"""Decode step over a fixed-budget paged cache, in a few launches (DESIGN "One step", "In Triton").
 
-Scores and evictions are one program per request and head (:mod:`_serving_retain`), fed by kernels that have more of them
-(:mod:`_serving_scores`); attention cuts a head's slots among programs (:mod:`_serving_attend`). Nothing is read back.
+The launches depend on shapes alone. Scores and evictions run in one program per request and head
+(:mod:`_serving_retain`). Their inputs come from kernels with more programs (:mod:`_serving_scores`).
+Attention splits the slots of a head among programs (:mod:`_serving_attend`). Nothing is copied back to the
+host.
 """
 
 from __future__ import annotations
@@ -26,20 +28,25 @@ from kvpop_vllm.kernels.ops import (
     RandomDraw,
 )
 
-SPLIT_SLOTS = 128  # at least so many for each program of attention
-LONGEST_WALK = 8192  # protected tokens that such a program may have to go through, whatever the number of requests
-SEARCHED = 1024  # scores that a search for a victim compares at a time
-TILE_BYTES = 16 * 1024  # of keys, and of values, that such a program holds at a time
+SPLIT_SLOTS = 128  # minimum number of slots per program of attention
+LONGEST_WALK = 8192  # maximum number of protected tokens per program of attention
+SEARCHED = 1024  # scores that the search for the lowest one compares at a time
+TILE_BYTES = 16 * 1024  # bytes of keys, and of values, that a program of attention holds at a time
 LARGEST_HEAD = 256
 PREFIX_LIKE_PAGES = "num_kv_heads", "head_size", "dtype", "block_slots"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def weights_of(scorer, op: str) -> tuple[Weights, dict]:
-    """A scorer's tensors, and what the kernels are compiled for; ``op`` is who asks.
+    """Return a scorer's tensors and its compile-time options.
+
+    Args:
+        scorer: scorer of a rule.
+        op: name of the calling op, for error messages.
 
     Raises:
-        NotImplementedError: there is no such scorer here.
+        NotImplementedError: the scorer has no Triton implementation.
+        ValueError: unknown feature map.
     """
     if isinstance(scorer, LinearWeights):
         return Weights(skip_weight=scorer.weight, out_bias=scorer.bias), {"scorer": "linear"}
@@ -77,7 +84,13 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
 
 
 def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) -> None:
-    """What would be computed wrongly is refused; nothing is read from the device. requests: of the step.
+    """Check the arguments of a step without reading from the device.
+
+    The arguments not listed here are those of :func:`decode_step`.
+
+    Args:
+        requests: number of requests of the step.
+        op: name of the calling op, for error messages.
 
     Raises:
         NotImplementedError, TypeError, ValueError: see :func:`decode_step`.
@@ -119,7 +132,16 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) ->
 
 
 def plan_of(pages, table, group: int, rule, options: dict, protects: bool) -> Plan:
-    """The constants that the kernels are compiled for; options: of :func:`weights_of`. protects: whether there is a prefix."""
+    """Return the constants that the kernels are compiled for.
+
+    Args:
+        pages: the layer's cache.
+        table: page table ``[..., P]``.
+        group: G.
+        rule: retention rule of the layer.
+        options: compile-time options of the scorer, from :func:`weights_of`.
+        protects: True if there is a prefix.
+    """
     layout = pages.layout
     return Plan(
         size=layout.head_size,
@@ -139,18 +161,21 @@ def plan_of(pages, table, group: int, rule, options: dict, protects: bool) -> Pl
 
 @functools.cache
 def _processors(device: torch.device) -> int:
-    """Multiprocessors of a GPU; a few where kernels are interpreted."""
+    """Return the number of multiprocessors of a GPU, or 4 if kernels are interpreted."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
 def _block_slots(plan: Plan, itemsize: int) -> int:
-    """Slots that a program of attention takes at a time: a power of two that divides N."""
+    """Return the slots that a program of attention loads at a time: a power of two that divides N."""
     dividing = plan.slots & -plan.slots
     return max(16, min(dividing, 64, TILE_BYTES // (plan.padded * itemsize)))
 
 
 def _splits(plan: Plan, protected: int, programs: int, block: int, device: torch.device) -> int:
-    """Parts of a head's slots and of as many as ``protected`` tokens: enough for two programs a multiprocessor, by shapes alone."""
+    """Return the number of parts into which a head's slots and ``protected`` tokens are split.
+
+    There are enough parts for two programs per multiprocessor. The number depends on shapes alone.
+    """
     wanted = max(triton.cdiv(2 * _processors(device), max(1, programs)), triton.cdiv(protected, LONGEST_WALK))
     return max(1, min(wanted, (protected + plan.most_slots) // max(block, SPLIT_SLOTS), 64))
 
@@ -158,20 +183,24 @@ def _splits(plan: Plan, protected: int, programs: int, block: int, device: torch
 def decode_step(
     q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
 ):
-    """See :func:`kvpop_vllm.kernels.ops.decode_step`. Never waits for the device, so that a CUDA graph may hold it: what
-    is launched and allocated (by ``torch.empty``) depends on shapes and the rule's constants alone.
+    """Implement :func:`kvpop_vllm.kernels.ops.decode_step`.
 
-    What the schema leaves to this:
+    The function never waits for the device, so a CUDA graph can capture it. Launches and allocations (by
+    ``torch.empty``) depend on shapes and the rule's constants alone. It adds these rules to the schema:
 
-    - A step that does not start at a head's ``tokens_seen`` raises nothing. That head's pages stay as they are, its outputs
-      and log-sum-exps are NaN.
-    - A position of -1 is padding: no page is read or written for it, whatever its page-table row and ``budgets`` say; outputs are 0, log-sum-exps -inf.
-    - ``scale``, like the rule's numbers, is a number of the host. All tensors, the rule's and the prefix's too, are on q's device.
+    - A step that does not start at a head's ``tokens_seen`` raises no error. The head's pages stay unchanged;
+      its outputs and log-sum-exps are NaN.
+    - A position of -1 is padding. No page is read or written for it, whatever its page-table row and
+      ``budgets`` are. Its outputs are 0 and its log-sum-exps -inf.
+    - ``scale`` and the numbers of the rule are on the host. All tensors, including those of the rule and the
+      prefix, are on q's device.
 
     Raises:
-        NotImplementedError: a scorer that is not known here.
-        TypeError: a dtype other than float32, float16 and bfloat16, or k and v of another one than the cache.
-        ValueError: shapes that do not fit, a last axis that is not contiguous, tensors of the rule on another device.
+        NotImplementedError: the scorer has no Triton implementation.
+        TypeError: a dtype other than float32, float16 and bfloat16, or k and v in another dtype than the
+            cache.
+        ValueError: shapes that do not fit, a last axis that is not contiguous, or tensors of the rule on
+            another device.
     """
     weights, options = weights_of(rule.scorer, "decode_step")
     check_step(q, k, v, pages, rule, weights, prefix, len(q), "decode_step")
@@ -184,8 +213,17 @@ def decode_step(
 
 
 def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
-    """The launches of a step that has been checked, its outputs into ``out`` and ``lse``, contiguous; told: positions,
-    budgets, windows, given scores, prefix and keys as :func:`decode_step` takes them."""
+    """Launch the kernels of a step that has been checked.
+
+    The arguments not listed here are those of :func:`decode_step`.
+
+    Args:
+        plan: compile-time constants.
+        told: positions, budgets, windows, gate scores, prefix and keys, as :func:`decode_step` takes them.
+        weights: tensors of the scorer.
+        out: ``[R, Hq, D]``, contiguous; written.
+        lse: ``[R, Hq]`` float32, contiguous; written.
+    """
     (requests, heads, size), device = k.shape, q.device
     positions, budgets, windows, given, prefix, keys = told
     cache = Cache(
@@ -216,13 +254,17 @@ def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out,
 
 
 def _floats(device, *shape) -> torch.Tensor:
+    """Return an uninitialised float32 tensor."""
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
 def _score(plan, cache, asked, weights, requests, heads, scale, marks):
-    """Workspaces of :func:`_retain`: products with weights, numerators, residuals, deviations of what is evicted."""
+    """Compute the inputs of :func:`_retain` and return its workspaces.
+
+    They are products with weights, numerators, residuals, and deviations of the evicted tokens.
+    """
     device = marks.device
-    projected = numerators = factors = moved = marks  # where there is none, any pointer will do
+    projected = numerators = factors = moved = marks  # unused workspaces need any valid pointer
     if plan.scorer in ("mlp", "mlstm"):
         projected = _floats(device, requests, heads, plan.projected)
         tiles, blocks = triton.cdiv(requests, 16), triton.cdiv(plan.columns, 64)
@@ -248,7 +290,7 @@ def _score(plan, cache, asked, weights, requests, heads, scale, marks):
 
 
 def _attention(plan, q, cache, before, out, lse, marks, requests, heads, scale) -> None:
-    """Outputs and log-sum-exps, and masses into the score words where the rule asks for them."""
+    """Write outputs and log-sum-exps, and attention masses if the rule needs them."""
     device, query_heads = q.device, q.shape[1]
     wide = q.dtype != cache.k.dtype or q.dtype == torch.float32
     block = _block_slots(plan, 4 if wide else q.element_size())

@@ -1,21 +1,24 @@
 """Chunkwise-parallel mLSTM with a delayed readout and its gradients, all in float32.
 
-Forward: one kernel walks over the chunks and stores the state at the start of each, another reads all chunks out at once.
-The delay shifts the features that are read: token p of the sequence is where row ``p - delay`` of q is read. Backward: a
-walk from the end gives the gradient of each state, two kernels the gradients of q, k and of v (formulas in
-:mod:`_delayed_mlstm_backward`); the states are computed again, so that between forward and backward memory is O(S). The order of work follows the chunkwise linear attentions of
-flash-linear-attention and the mLSTM kernels of NX-AI (arXiv 2503.14376); unlike the latter, the gradient of the
-denominator is not left out, since no norm behind the readout need cancel it.
+Forward: one kernel walks over the chunks and stores the state at the start of each, another computes the
+readouts of all chunks at once. The delay shifts the features that are read: at token p of the sequence, row
+``p - delay`` of q is read. Backward: a walk from the end gives the gradient of each state, and two kernels
+give the gradients of q, k and of v (formulas in :mod:`_delayed_mlstm_backward`). The states are recomputed,
+so that memory between forward and backward is O(S). The order of work follows the chunkwise linear attentions
+of flash-linear-attention and the mLSTM kernels of NX-AI (arXiv 2503.14376). Unlike the latter, the gradient
+of the denominator is not omitted, because the norm behind the readout that would cancel it is optional.
 
-Within a chunk, with ``b`` the running sum of log f, ``D_ij = exp(b_i - b_j + i_j - m_i)`` for ``j <= i``, the state's weight
-``o_i = exp(b_i + m_start - m_i)`` and ``v' = [v, 1]``, ``C' = [C, z]``:
+Within a chunk, with ``b`` the running sum of log f, ``D_ij = exp(b_i - b_j + i_j - m_i)`` for ``j <= i``, the
+state's weight ``o_i = exp(b_i + m_start - m_i)`` and ``v' = [v, 1]``, ``C' = [C, z]``::
 
-    [n_i, qz_i] = sum_j (q_i . k_j) D_ij v'_j + o_i q_i C',      h_i = n_i / d_i,      d_i = qz_i + eps exp(-clamp(m_i))
+    [n_i, qz_i] = sum_j (q_i . k_j) D_ij v'_j + o_i q_i C',      h_i = n_i / d_i,      d_i = qz_i + eps
+        exp(-clamp(m_i))
 
-**The stabiliser is a constant in the backward.** n and qz are proportional to ``exp(-m_i)`` and so is the epsilon term while
-``|m_i| <= 60``: there h does not depend on m, and the gradient at constant m is the gradient. Beyond, epsilon's term stands
-still and the autograd of the formula has one more term, of size ``|dh . h| * eps exp(-+60) / d_i``. For m > 60 that is below
-1e-32 / qz of a row whose largest weight is 1; for m < -60 the readout itself is below ``1e-20 |v|``. It is left out.
+**The stabiliser is a constant in the backward pass.** n and qz are proportional to ``exp(-m_i)``, and so is
+the epsilon term if ``|m_i| <= 60``. Then h does not depend on m, and the gradient at constant m is the exact
+gradient. Otherwise the epsilon term is constant, and the autograd of the formula has one more term, of size
+``|dh . h| * eps exp(-+60) / d_i``. For m > 60 that is below 1e-32 / qz of a row whose largest weight is 1;
+for m < -60 the readout itself is below ``1e-20 |v|``. The term is omitted.
 """
 
 from __future__ import annotations
@@ -30,8 +33,8 @@ from torch.autograd.function import once_differentiable
 
 EMPTY_M = tl.constexpr(-1e30)
 EPS = tl.constexpr(1e-6)
-LARGEST_CHUNK = 64  # longer chunks are worked off in pieces: the result is the same
-INNER_TILE, WARPS = 32, 8  # found by counting the registers that spill
+LARGEST_CHUNK = 64  # longer chunks are split, which gives the same result
+INNER_TILE, WARPS = 32, 8  # chosen by counting register spills
 
 
 @triton.jit
@@ -48,7 +51,10 @@ def _states(
     HAS_FIRST: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """The state before each chunk and behind the last; each program has a tile of C, all of them walk over the chunks."""
+    """Compute the state before each chunk and behind the last.
+
+    Each program has one tile of C and walks over the chunks.
+    """
     f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
     row = tl.program_id(2).to(tl.int64)
     k += row * length * FEATURES
@@ -59,7 +65,7 @@ def _states(
     z_states += row * (chunks + 1) * FEATURES
     m_states += row * (chunks + 1)
     features = f + tl.arange(0, BLOCK_F)
-    writes_z = features < tl.where(column == 0, FEATURES, 0)  # the first column of tiles has z, the first tile m
+    writes_z = features < tl.where(column == 0, FEATURES, 0)  # first column of tiles for z, first tile for m
     writes_m = column + f == 0
     c = tl.zeros([BLOCK_F, BLOCK_V], tl.float32)
     z = tl.zeros([BLOCK_F], tl.float32)
@@ -98,7 +104,7 @@ def _readout(
     delay, length, chunks,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """h of the tokens of a chunk, a block of its columns; their stabilisers and denominators too."""
+    """Compute a block of columns of h for the tokens of a chunk, and their stabilisers and denominators."""
     column = tl.program_id(0) * BLOCK_V
     chunk = tl.program_id(1)
     row = tl.program_id(2).to(tl.int64)
@@ -138,13 +144,16 @@ def _readout(
 
 
 def _capability(device: torch.device) -> tuple[int, int]:
-    """Of a GPU; of a late one where kernels are interpreted."""
+    """Return the compute capability of a GPU, or (9, 0) if kernels are interpreted."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
 
 
 def _largest_tile(device: torch.device) -> int:
-    """Rows and columns of a tile at most. Only from Hopper's and Blackwell's large GPUs (9, 10) tensor cores read operands from shared memory;
-    where these lie in registers, they would spill by kilobytes."""
+    """Return the largest number of rows and columns of a tile.
+
+    Only the large Hopper and Blackwell GPUs (9, 10) have tensor cores that read operands from shared memory.
+    On other GPUs operands are in registers, and larger tiles would spill kilobytes.
+    """
     return 64 if _capability(device)[0] in (9, 10) else 32
 
 
@@ -164,11 +173,15 @@ class _Layout:
         self.decay = log_f.view(self.rows, self.chunks, chunk).cumsum(-1).view_as(log_f)
 
     def padded(self, x, value):
-        """``[rows, S]`` -> ``[rows, chunks * L]``."""
+        """Pad ``[rows, S]`` to ``[rows, chunks * L]``."""
         return F.pad(x, (0, self.chunks * self.chunk - self.length), value=value).contiguous()
 
     def tiles(self, inner=""):
-        """Block sizes and launch options; of the axis that a kernel runs along (``F`` or ``V``) it holds less at a time."""
+        """Return block sizes and launch options.
+
+        Args:
+            inner: axis over which the kernel loops, ``F`` or ``V``; its blocks are smaller.
+        """
         block_f = min(self.block_f, INNER_TILE) if inner == "F" else self.block_f
         block_v = min(self.block_v, INNER_TILE) if inner == "V" else self.block_v
         sizes = {"FEATURES": self.features, "WIDTH": self.width, "L": self.chunk}
@@ -178,7 +191,7 @@ class _Layout:
         return torch.empty(shape, dtype=torch.float32, device=self.igate.device)
 
     def states(self, k, v, state):
-        """C, z and m before each chunk and behind the last."""
+        """Return C, z and m before each chunk and behind the last."""
         where = self.rows, self.chunks + 1
         states = self.empty(*where, self.features, self.width), self.empty(*where, self.features), self.empty(*where)
         first = (None, None, None) if state is None else state
@@ -198,7 +211,10 @@ class _Layout:
 
 
 class _DelayedMLSTM(torch.autograd.Function):
-    """On rows: q, k ``[R, S, F]``, v ``[R, S, DV]``, gates ``[R, S]``, state ``[R, ...]``; contiguous float32."""
+    """Autograd function on rows of contiguous float32 tensors.
+
+    q, k are ``[R, S, F]``, v is ``[R, S, DV]``, gates are ``[R, S]``, the state is ``[R, ...]``.
+    """
 
     @staticmethod
     def forward(ctx, q, k, v, igate, fgate, delay, chunk, *state):
@@ -278,8 +294,13 @@ class _DelayedMLSTM(torch.autograd.Function):
 
 
 def last_state(k, v, igate, fgate):
-    """Return the state behind k ``[B, H, S, F]``, v ``[B, H, S, DV]`` and gates ``[B, H, S]``, as :func:`delayed_mlstm` does; nothing
-    is read out."""
+    """Return the state behind all tokens, as :func:`delayed_mlstm` does, without readouts.
+
+    Args:
+        k: ``[B, H, S, F]``.
+        v: ``[B, H, S, DV]``.
+        igate, fgate: ``[B, H, S]``.
+    """
     lead = k.shape[:2]
     k, v, igate, fgate = (t.float().flatten(0, 1).contiguous() for t in (k, v, igate, fgate))
     states = _Layout(k, v, igate, fgate, 0, LARGEST_CHUNK).states(k, v, None)
@@ -287,7 +308,14 @@ def last_state(k, v, igate, fgate):
 
 
 def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):
-    """See :func:`kvpop_vllm.kernels.ops.delayed_mlstm`. The returned state carries no gradient, a given one gets none."""
+    """Implement :func:`kvpop_vllm.kernels.ops.delayed_mlstm`.
+
+    The returned state carries no gradient, and a passed state gets none.
+
+    Raises:
+        ValueError: a state with ``delay > 0`` or one that requires gradients, a chunk that is not a power of
+            two of at least 16, or float64 inputs.
+    """
     if state is not None and delay > 0:
         raise ValueError("a state can only be continued with delay=0: pass the features of the tokens to read")
     if chunk < 16 or chunk & (chunk - 1):

@@ -1,4 +1,4 @@
-"""The transposed attention pass: for every key an online log-sum-exp over the queries that come after its window."""
+"""Transposed attention pass: an online log-sum-exp of each key over the queries after its window."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-PRECISION = tl.constexpr("tf32x3")  # of float32 inputs: three products of tensor cores, good to about 2**-22
+PRECISION = tl.constexpr("tf32x3")  # three tensor core products per float32 product, error about 2**-22
 LARGEST_HEAD = 128
 
 
@@ -21,10 +21,10 @@ def _mass(
     scale,
     D: tl.constexpr, PADDED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys under one query head."""
-    row = tl.program_id(1).to(tl.int64)  # of [B * Hq]
+    """Compute the log mass of a block of keys under one query head."""
+    row = tl.program_id(1).to(tl.int64)  # index in [B * Hq]
     batch, query_head = row // (heads * group), row % (heads * group)
-    start = tl.program_id(0) * BLOCK_K  # the early keys have the most queries
+    start = tl.program_id(0) * BLOCK_K  # early keys have the most queries and start first
     keys = start + tl.arange(0, BLOCK_K)
     column = tl.arange(0, PADDED)
     k += batch * stride_kb + (query_head // group) * stride_kh
@@ -56,14 +56,14 @@ def _mass(
 
 
 def tiles(padded: int, dtype: torch.dtype) -> dict:
-    """Block sizes and launch options."""
+    """Return block sizes and launch options for the padded head size and the dtype."""
     if dtype == torch.float32:
         return {"BLOCK_Q": 32, "BLOCK_K": 64, "num_warps": 8, "num_stages": 2}
     return {"BLOCK_Q": 64, "BLOCK_K": 128, "num_warps": 8 if padded == 128 else 4, "num_stages": 3}
 
 
 def future_attention_mass(q, k, lse, *, window, scale, lookahead=None):
-    """See :func:`kvpop_vllm.kernels.ops.future_attention_mass`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.future_attention_mass`."""
     batch, query_heads, length, size = q.shape
     common = torch.promote_types(q.dtype, k.dtype)
     if size > LARGEST_HEAD:

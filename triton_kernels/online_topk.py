@@ -1,9 +1,9 @@
-"""When each token is evicted from k slots that are filled one by one.
+"""Eviction times of tokens that are added one by one to k slots.
 
-Where the order is static, a token is out as soon as k of those that rank above it have arrived: at the k-th smallest arrival
-among them, or at its own if that is later. With the arrivals listed by rank, best first, that is an order statistic of a
-prefix, for every prefix, which :mod:`running_topk` finds for all of them at once. Where the order changes with the query's
-position, one program per head works the arrivals off one after another.
+If the order is static, a token is evicted once k tokens that rank above it have arrived: at the k-th smallest
+arrival among them, or at its own arrival if that is later. With the arrivals listed by rank, best first, this
+is an order statistic of every prefix, which :mod:`running_topk` computes for all prefixes at once. If the
+order changes with the query's position, one program per head processes the arrivals one by one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ BLOCK = 2048
 
 @triton.jit
 def _effective(raw, token, q, log_gamma, key, decay_step, AGES: tl.constexpr, DRAWS: tl.constexpr):
-    """How tokens rank at q, float64; key: of the head's draws. Launched without fused multiply-adds, as :mod:`_serving_retain` is."""
+    """Return the effective scores of tokens at q, float64; ``key`` is the key of the head's draws.
+
+    Kernels are launched without fused multiply-adds, as in :mod:`_serving_retain`.
+    """
     score, age = raw.to(tl.float64), q - token
     if DRAWS:
         score = draw(key, q, token)
@@ -35,13 +38,16 @@ def _simulate(
     score,  # [H, T] float32
     position,  # [H, T] int32
     log_gamma,  # [H] float64
-    keys,  # [H] int64, of draws
-    slots,  # [H, 3, k] int32: which token a slot holds, its position, the bits of its score; those held are there
+    keys,  # [H] int64, keys of draws
+    slots,  # [H, 3, k] int32: index, position and score bits of each slot's token; initially the held ones
     gone,  # [H, T] int64
     held, total, topk, window, decay_step,
     AGES: tl.constexpr, DRAWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Arrival after arrival of one head: of those in the slots and itself the lowest leaves once all are filled."""
+    """Process the arrivals of one head one by one.
+
+    Once all slots are filled, the lowest of the tokens in the slots and the arrival is evicted.
+    """
     h = tl.program_id(0).to(tl.int64)
     score += h * total
     position += h * total
@@ -71,16 +77,16 @@ def _simulate(
             target = tl.where(stays, victim, -1)
             leaves = tl.where(stays, tl.load(slots + tl.where(stays, victim, 0), mask=stays, other=0), j)
             tl.store(gone + leaves, q.to(tl.int64))
-        tl.debug_barrier()  # all have read what is overwritten
+        tl.debug_barrier()  # all threads have read the words that are overwritten
         tl.store(slots + target, j, mask=target >= 0)
         tl.store(slots + topk + target, t, mask=target >= 0)
         tl.store(slots + 2 * topk + target, raw.to(tl.int32, bitcast=True), mask=target >= 0)
         filled = tl.minimum(filled + 1, topk)
-        tl.debug_barrier()  # and seen when the next one arrives
+        tl.debug_barrier()  # the stores are visible before the next arrival
 
 
 def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
-    """See :func:`kvpop_vllm.kernels.ops.online_topk`.
+    """Implement :func:`kvpop_vllm.kernels.ops.online_topk`.
 
     Raises:
         ValueError: more tokens are held than there are slots.
@@ -106,9 +112,9 @@ def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1,
 
 
 def _static_order(score, position, held, topk, window, log_gamma, gone):
-    """Eviction times into ``gone``."""
+    """Write the eviction times under a static order into ``gone`` and return it."""
     (heads, total), device = score.shape, score.device
-    leaving = last = torch.arange(held, total, device=device).expand(heads, -1)  # which leave, and at which arrival
+    leaving = last = torch.arange(held, total, device=device).expand(heads, -1)  # evicted tokens, arrivals
     if topk:
         priority = score.double() - position.double() * log_gamma.unsqueeze(-1)
         newest = position.argsort(dim=-1, descending=True)

@@ -1,10 +1,11 @@
-"""A prefill chunk over a fixed-budget paged cache (DESIGN "In Triton").
+"""Prefill chunk over a fixed-budget paged cache (DESIGN "One step", "Prefill in Triton").
 
-A chunk is worked off in pieces. What a piece's heads hold and its own tokens are keys that come and go: scores
-(:mod:`_prefill_scores`), then eviction times (:mod:`online_topk`), then attention to the keys that a query finds
-(:mod:`_prefill_attend`), then the survivors go into slots. Rules whose scores depend on what earlier queries saw are worked off token by
-token, by the kernels of decode_step. A protected prefix is attended to by torch's own kernels. The device is waited for once a call, for budgets and tokens_seen, and twice more for each of
-several budgets.
+A chunk is processed in pieces. The retained tokens of a piece's heads and the piece's own tokens are keys
+with births and evictions. For each piece, scores are computed (:mod:`_prefill_scores`), then eviction times
+(:mod:`online_topk`), then attention to the keys that each query sees (:mod:`_prefill_attend`). Finally the
+survivors are written to the slots. Attention-coupled and other sequential rules are processed token by token
+with the kernels of decode_step. Attention to a protected prefix uses torch's own kernels. The host waits for
+the device once per call, for budgets and tokens_seen, and twice more for each of several budgets.
 """
 
 from __future__ import annotations
@@ -30,16 +31,18 @@ from kvpop_vllm.kernels.pages import Prefix
 from kvpop_vllm.kernels.prefix_attention import with_prefix
 
 PIECE = 8192
-"""Tokens whose scores, order and lists of keys are in memory at once."""
+"""Number of tokens whose scores, order and lists of keys are in memory at once."""
 LAST = 2**31 - 1
 
 
 @torch.no_grad()
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None, keys=None):
-    """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`. All tensors but the prefix's ``tokens`` are on q's device, the rule's too.
+    """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
+
+    All tensors, including those of the rule, are on q's device; the ``tokens`` of the prefix are on the CPU.
 
     Raises:
-        StepOrderError: ``start`` differs from what some head's pages have seen; nothing has been written.
+        StepOrderError: ``start`` differs from ``tokens_seen`` of some head; nothing has been written.
         NotImplementedError, TypeError, ValueError: as in :mod:`decode_step`.
     """
     weights, options = weights_of(rule.scorer, "prefill_chunk")
@@ -59,7 +62,7 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
 
 
 def _empty(q) -> tuple[torch.Tensor, torch.Tensor]:
-    """Outputs and log-sum-exps, to be filled."""
+    """Return uninitialised outputs and log-sum-exps."""
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     return out, torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
 
@@ -67,7 +70,10 @@ def _empty(q) -> tuple[torch.Tensor, torch.Tensor]:
 def _in_pieces(
     pages, page_table, shares, rule, scale, keys, q, k, v, start, given
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens of a tail, whose rule and budgets these are, over its slots alone; heads of one budget together."""
+    """Run tokens of a tail over its slots alone, heads of equal budget together.
+
+    ``rule`` and ``shares``, the budgets, are those of the tail.
+    """
     (out, lse), group = _empty(q), q.shape[1] // k.shape[1]
     for budget in sorted(set(shares)) if len(q) else ():
         own = [h for h, share in enumerate(shares) if share == budget]
@@ -86,10 +92,11 @@ def _in_pieces(
 
 
 def _look(pages, page_table, start: int, budgets, protected: int) -> list[int]:
-    """Budgets of the heads.
+    """Return the budgets of the heads.
 
     Raises:
-        StepOrderError: their pages have seen another number of tokens; a tail's first step may start on any bytes.
+        StepOrderError: the pages have seen another number of tokens. A tail's first step may start on pages
+            with any content.
     """
     if start <= protected:
         return budgets.tolist()
@@ -103,7 +110,7 @@ def _look(pages, page_table, start: int, budgets, protected: int) -> list[int]:
 
 
 def _on_device(prefix: Prefix | None, like: torch.Tensor) -> Prefix | None:
-    """The prefix of a request with its ``tokens`` on a tensor's device, without waiting for it."""
+    """Return a prefix with its ``tokens`` on the device of ``like``, without waiting for the device."""
     if prefix is None:
         return None
     return replace(prefix, tokens=torch.full((1,), int(prefix.tokens[0]), dtype=torch.int64, device=like.device))
@@ -112,10 +119,10 @@ def _on_device(prefix: Prefix | None, like: torch.Tensor) -> Prefix | None:
 def _token_by_token(
     plan, pages, table, budgets, rule, weights, scale, prefix, keys, q, k, v, start, given
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """L decode steps, whose positions are on the device from the start."""
+    """Run L decode steps, whose positions are on the device from the start."""
     out, lse = _empty(q)
     positions = torch.arange(start, start + len(q), device=q.device).unsqueeze(1)
-    positions = positions.repeat(1, 2)  # each at a multiple of 16 bytes: kernels are compiled for one alignment
+    positions = positions.repeat(1, 2)  # 16-byte alignment for every position: kernels compile once
     rows, own = table.unsqueeze(0), budgets.unsqueeze(0)
     windows = torch.full((1,), rule.window, dtype=torch.int32, device=q.device)
     for i in range(len(q)):
@@ -127,7 +134,7 @@ def _token_by_token(
 
 
 def _of_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
-    """The rule of some heads."""
+    """Return the rule of some heads."""
     scorer = rule.scorer
     if scorer is not None:
         own = {name: x[heads] for name, x in vars(scorer).items() if isinstance(x, torch.Tensor)}
@@ -136,10 +143,12 @@ def _of_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
 
 
 class _Heads:
-    """The heads of one request that share one budget: all, or those numbered ``heads``, whose table, rule and keys ``[1, H]`` of
-    draws are given.
+    """Heads of one request that share one budget.
 
-    Positions are counted from the first token that has a slot, those in pages and those that come in from 0."""
+    These are all heads, or those numbered ``heads``, whose table, rule and keys ``[1, H]`` of draws are
+    passed. Within this class positions are relative to ``rule.first``, the first token that has a slot.
+    Positions in the pages are absolute.
+    """
 
     def __init__(self, pages, table, heads, budget: int, rule: RetentionRule, scale: float, keys):
         self.pages, self.budget, self.rule, self.scale = pages, budget, rule, scale
@@ -151,7 +160,7 @@ class _Heads:
         self.scores = Scores(rule)
 
     def run(self, q, k, v, start: int, given, out, lse) -> None:
-        """All pieces of a chunk."""
+        """Process all pieces of a chunk."""
         for first in range(0, len(q), PIECE):
             cut = slice(first, first + PIECE)
             own = None if given is None else given[cut]
@@ -159,7 +168,7 @@ class _Heads:
             self._finish(piece, q[cut], out[cut], lse[cut])
 
     def _finish(self, piece: Piece, q, out, lse) -> None:
-        """Scores, evictions, attention, and what is left."""
+        """Compute scores, evictions and attention of a piece, and store the survivors."""
         score, state = self.scores(piece, self._load_state(piece.a))
         leaving = piece.leaving(self.rule)
         piece.score[:, leaving] = score
@@ -173,12 +182,12 @@ class _Heads:
         return torch.arange(start, max(start, end), device=self.device)
 
     def _at(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Where slots are in the arrays of the pages, of all heads."""
+        """Return the indices of slots of all heads in the arrays of the pages."""
         n = self.pages.layout.block_slots
         return self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n
 
     def _load(self, k, v, given, a: int) -> Piece:
-        """Tokens ``[a, a + len(k))`` behind all that is held before a."""
+        """Return the piece of tokens ``[a, a + len(k))`` and all tokens retained before a."""
         rule, pages, length, heads = self.rule, self.pages, len(k), k.shape[1]
         oldest, sinks = oldest_in_window(rule, a), min(rule.sinks, a)
         near = self._arange(oldest, a)
@@ -198,12 +207,12 @@ class _Heads:
         return Piece(keys, values, score, position, held, len(long_range), first, a, a + length)
 
     def _evictions(self, piece: Piece, leaving: slice) -> torch.Tensor:
-        """``[H, T]`` int32: the number, from 0 on, of the first query that does not see a key."""
+        """Return ``[H, T]`` int32: the index of the first query that does not see a key."""
         rule, held = self.rule, piece.long_range
         gone = torch.full(piece.score.shape, LAST, dtype=torch.int32, device=self.device)
         ranked = [slice(0, held), leaving]
         score, position = (torch.cat([x[:, part] for part in ranked], 1) for x in (piece.score, piece.position))
-        at = online_topk(  # draws go by a token's own position
+        at = online_topk(  # draws depend on a token's absolute position
             score, position + rule.first, held, topk=self.topk, window=rule.window, log_gamma=rule.log_gamma,
             decay_step=rule.decay_step, ages=rule.ages, keys=self.keys,
         )  # fmt: skip
@@ -212,8 +221,10 @@ class _Heads:
         return gone
 
     def _survivors(self, piece: Piece, leaving: slice, gone: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Slots ``[n]`` to be written, and the index ``[H, n]`` of the token that each then holds. Long-range tokens stay where they
-        are, newcomers take free slots, the oldest the first one."""
+        """Return slots ``[n]`` to write, and the index ``[H, n]`` of the token for each of them.
+
+        Long-range tokens keep their slots. Newcomers take free slots, the oldest one the first slot.
+        """
         rule, heads, oldest = self.rule, len(self.heads), oldest_in_window(self.rule, piece.b)
         sinks = self._arange(min(rule.sinks, piece.a), min(rule.sinks, piece.b))
         near = self._arange(oldest, piece.b)
@@ -225,12 +236,12 @@ class _Heads:
         stays = torch.zeros(heads, len(filled), dtype=torch.bool, device=self.device)
         stays[:, : piece.long_range] = gone[:, : piece.long_range] == LAST
         left = (gone[:, leaving] != LAST).byte()
-        newcomers = leaving.start + left.argsort(dim=-1, stable=True)  # those that stay first, by age
+        newcomers = leaving.start + left.argsort(dim=-1, stable=True)  # retained newcomers first, by age
         rank = ((~stays).cumsum(-1) - 1).clamp(0, left.shape[1] - 1)
         return slots, torch.cat([fixed, torch.where(stays, filled, newcomers.gather(1, rank))], 1)
 
     def _store(self, piece: Piece, slots: torch.Tensor, source: torch.Tensor) -> None:
-        """Tokens ``source [H, n]`` of a piece into ``slots [n]``."""
+        """Write tokens ``source [H, n]`` of a piece to slots ``slots [n]``."""
         pages, at, total = self.pages, self._at(slots), piece.keys.shape[1]
         rows = (source + total * torch.arange(len(source), device=self.device).unsqueeze(1)).flatten()
         for array, values in ((pages.k, piece.keys), (pages.v, piece.values)):
@@ -238,10 +249,10 @@ class _Heads:
         pages.put(pages.score, at, piece.score.gather(1, source))
         pages.put(pages.position, at, (piece.position.gather(1, source) + self.rule.first).int())
         seen = torch.full((len(source), 1), self.rule.first + piece.b, dtype=torch.int32, device=self.device)
-        pages.put(pages.position, self._at(self._arange(0, 1)), seen)  # slot 0's position word holds tokens_seen
+        pages.put(pages.position, self._at(self._arange(0, 1)), seen)  # tokens_seen is in slot 0
 
     def _load_state(self, a: int) -> State | None:
-        """State of an mLSTM that has taken tokens in, the tail's or of a prefix."""
+        """Return the state of an mLSTM that has processed tokens of the tail or a prefix, else None."""
         weights = self.rule.scorer
         if not isinstance(weights, MLSTMWeights) or self.rule.first + a == 0:
             return None

@@ -1,17 +1,21 @@
-"""Ranks and running cutoffs of a static order, all queries at once.
+"""Ranks and running cutoffs of a static order, for all queries at once.
 
-The cutoff of query q is the k-th smallest rank in the prefix of tokens that are eligible at q: an order statistic of a
-prefix, for every prefix. Instead of inserting token after token into a tree, the binary digits of all answers are found
-together, from the highest digit down, as one walks down a wavelet tree:
+The cutoff of query q is the k-th smallest rank in the prefix of tokens that are eligible at q: an order
+statistic of a prefix, for every prefix. Instead of inserting the tokens into a tree one by one, the kernels
+find the binary digits of all answers together, from the highest digit down, as in a descent of a wavelet
+tree:
 
-- The tokens, in the order in which they become eligible, are kept sorted by the digits of their rank above the current
-  one, stably. As the ranks are a permutation of 0 .. S - 1, the tokens whose higher digits make up ``low`` stand at
-  positions ``low ..``, in the order of their arrival, so the ones that a prefix holds are the first ``count`` of them.
-- How many of those have a zero as the next digit is one look-up in running counts of zeros. If at least ``left`` do, the
-  answer is among them and its digit is 0; else it is 1, and ``left`` shrinks by that many.
+- The tokens, in the order in which they become eligible, are kept sorted stably by the digits of their rank
+  above the current one. The ranks are a permutation of 0 .. S - 1. Therefore the tokens whose higher digits
+  form ``low`` are at positions ``low ..``, in the order of their arrival, and those in a prefix are the first
+  ``count`` of them.
+- The number of those with a zero as the next digit is one look-up in running counts of zeros. If it is at
+  least ``left``, the answer is among them and its digit is 0. Otherwise the digit is 1, and ``left`` is
+  reduced by that number.
 
-O(S log S) work, O(S) memory, 2 launches per digit. Each launch reads only what earlier launches wrote and writes each word
-once, so nothing depends on the order of memory operations inside a kernel.
+The work is O(S log S), the memory O(S), with 2 launches per digit. Each launch reads only what earlier
+launches wrote and writes each element once, so the result does not depend on the order of memory operations
+inside a kernel.
 """
 
 from __future__ import annotations
@@ -25,7 +29,10 @@ BLOCK = 1024
 
 @triton.jit(do_not_specialize=["half"])
 def _count_and_split(ranks, zeros, split, length, half, BLOCK: tl.constexpr):
-    """Zeros of the digit worth ``half`` before each position, ``[rows, S + 1]``, and the ranks sorted by that digit too."""
+    """Count the zeros of one digit before each position, and sort the ranks stably by that digit too.
+
+    ``half`` is the value of the digit; the counts are ``[rows, S + 1]``.
+    """
     row = tl.program_id(0).to(tl.int64)
     ranks += row * length
     split += row * length
@@ -39,9 +46,8 @@ def _count_and_split(ranks, zeros, split, length, half, BLOCK: tl.constexpr):
         flags = zero.to(tl.int32)
         before = seen + tl.cumsum(flags, 0) - flags
         tl.store(zeros + place, before, mask=inside)
-        node = rank & (
-            -2 * half
-        )  # where the tokens with the same higher digits start; half of the ranks below have a zero
+        # start of the tokens with the same higher digits; half of the ranks below it have a zero
+        node = rank & (-2 * half)
         zeros_of_node = before - node // 2
         target = tl.where(zero, node + zeros_of_node, place + half - zeros_of_node)
         tl.store(split + target, rank, mask=inside)
@@ -51,7 +57,11 @@ def _count_and_split(ranks, zeros, split, length, half, BLOCK: tl.constexpr):
 
 @triton.jit(do_not_specialize=["half"])
 def _descend(zeros, low, count, left, length, queries, half, BLOCK: tl.constexpr):
-    """One digit of the answers: ``low`` their digits so far, ``count`` tokens of the prefix share them, ``left`` to find."""
+    """Find one digit of the answers.
+
+    ``low`` are their digits so far, ``count`` tokens of the prefix share these digits, and the answer is the
+    ``left``-th smallest of those.
+    """
     row = tl.program_id(0).to(tl.int64)
     query = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = query < queries
@@ -67,7 +77,10 @@ def _descend(zeros, low, count, left, length, queries, half, BLOCK: tl.constexpr
 
 
 def _ranks(priority: torch.Tensor) -> torch.Tensor:
-    """``[rows, S]`` int32: 0 for the highest priority; of equal ones the newer comes first."""
+    """Return ranks ``[rows, S]`` int32, 0 for the highest priority.
+
+    Of equal priorities the newer comes first.
+    """
     length = priority.shape[-1]
     order = torch.sort(priority.flip(-1), dim=-1, descending=True, stable=True).indices
     places = torch.arange(length, dtype=torch.int32, device=priority.device).expand(priority.shape)
@@ -75,7 +88,10 @@ def _ranks(priority: torch.Tensor) -> torch.Tensor:
 
 
 def _kth_smallest(ranks: torch.Tensor, topk: int, first: int, queries: int) -> torch.Tensor:
-    """``[rows, queries]``: the k-th smallest of ``ranks[:, :first + i]`` for each i; ``ranks [rows, S]`` permutations."""
+    """Return ``[rows, queries]``: the k-th smallest of ``ranks[:, :first + i]`` for each i.
+
+    ``ranks [rows, S]`` are permutations.
+    """
     rows, length = ranks.shape
     count = torch.arange(first, first + queries, dtype=torch.int32, device=ranks.device).repeat(rows, 1)
     low, left = torch.zeros_like(count), torch.full_like(count, topk)
@@ -91,13 +107,13 @@ def _kth_smallest(ranks: torch.Tensor, topk: int, first: int, queries: int) -> t
 
 
 def running_topk(priority, *, sinks, window, topk):
-    """See :func:`kvpop_vllm.kernels.ops.running_topk`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.running_topk`."""
     shape, length = priority.shape, priority.shape[-1]
     rank = _ranks(priority.reshape(-1, length))
     cutoff = torch.full_like(rank, length - 1 if topk else -1)
-    first = sinks + window + topk  # the first query that more than k tokens are eligible for
+    first = sinks + window + topk  # the first query with more than k eligible tokens
     if topk and length > first:
-        # never eligible tokens go last: no prefix reaches them, and with them the ranks stay a permutation
+        # tokens that are never eligible go last: no prefix includes them, and the ranks stay a permutation
         arrival = torch.cat([rank[:, sinks : length - window], rank[:, length - window :], rank[:, :sinks]], dim=1)
         cutoff[:, first:] = _kth_smallest(arrival, topk, topk + 1, length - first)
     return rank.view(shape), cutoff.view(shape)

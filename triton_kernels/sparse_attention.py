@@ -1,9 +1,10 @@
-"""Attention under the running top-k mask: FlashAttention's forward and backward, skipping blocks that nobody sees.
+"""Attention under the running top-k mask: FlashAttention's forward and backward without the unseen blocks.
 
-Softmax is taken online over blocks of keys, the backward recomputes it from the stored lse (Dao 2023, arXiv 2307.08691).
-Which blocks of keys a block of queries has to visit is listed before each pass, from numbers per block alone: a block is
-visited if it holds a sink, reaches into somebody's window, or its best rank is within the largest cutoff of the queries.
-The lists take ``S**2 / (BLOCK_Q * BLOCK_K)`` int32 per head: 128 KiB at 16,384 tokens, 8 MiB at 131,072.
+Softmax is computed online over blocks of keys. The backward pass recomputes it from the stored lse (Dao 2023,
+arXiv 2307.08691). Before each pass the blocks of keys that a block of queries visits are listed, from one
+number per block. A block is visited if it holds a sink, overlaps the window of some query, or its best rank
+is within the largest cutoff of the queries. The lists take ``S**2 / (BLOCK_Q * BLOCK_K)`` int32 per head: in
+the forward pass of 16-bit inputs 128 KiB at 16,384 tokens, 8 MiB at 131,072.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch.autograd.function import once_differentiable
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 INT32_MAX = tl.constexpr(2**31 - 1)
-PRECISION = tl.constexpr("tf32x3")  # of float32 inputs: three products of tensor cores, good to about 2**-22
+PRECISION = tl.constexpr("tf32x3")  # three tensor core products per float32 product, error about 2**-22
 LARGEST_HEAD = 128
 
 
@@ -24,12 +25,12 @@ LARGEST_HEAD = 128
 def _list_blocks(
     best_rank,  # [B * H, key blocks]
     best_cutoff,  # [B * H, query blocks]
-    counts,  # [B * H, blocks of the one kind]
-    lists,  # [B * H, blocks of the one kind, blocks of the other]
+    counts,  # [B * H, blocks with lists]
+    lists,  # [B * H, blocks with lists, listed blocks]
     length, sinks, window, key_blocks, query_blocks,
     BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, OF_QUERIES: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """For a block of queries the key blocks it visits (OF_QUERIES), or for a block of keys the query blocks that visit it."""
+    """List the key blocks that each query block visits (OF_QUERIES), or the query blocks per key block."""
     one = tl.program_id(0)
     head = tl.program_id(1).to(tl.int64)
     others = key_blocks if OF_QUERIES else query_blocks
@@ -54,14 +55,14 @@ def _list_blocks(
 
 @triton.jit
 def _visible(query, key, rank, cutoff, length, sinks, window):
-    """The mask of the op; all arguments broadcast, ``rank`` belongs to the keys and ``cutoff`` to the queries."""
+    """Return the mask of the op; arguments broadcast, ``rank`` belongs to keys and ``cutoff`` to queries."""
     kept = (key < sinks) | (key > query - window) | (rank <= cutoff)
     return kept & (key <= query) & (key < length) & (query < length)
 
 
 @triton.jit
 def _rows(base, first, stride, length, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows ``first ..`` of a matrix of ``length`` rows and D columns, zero outside: ``[ROWS, COLUMNS]``."""
+    """Load rows ``first ..`` of a matrix ``[length, D]`` as ``[ROWS, COLUMNS]``, 0 outside."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (first + row < length)[:, None]
@@ -73,6 +74,7 @@ def _rows(base, first, stride, length, D: tl.constexpr, ROWS: tl.constexpr, COLU
 
 @triton.jit
 def _store_rows(base, values, first, stride, length, D: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Store rows ``first ..`` of a matrix ``[length, D]``, omitting elements outside the matrix."""
     row = tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
     inside = (first + row < length)[:, None] & (column < D)[None, :]
@@ -88,9 +90,9 @@ def _forward(
     heads, group, length, key_blocks, sinks, window, scale,
     D: tl.constexpr, PADDED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """out and lse of a block of queries of one query head."""
-    query_block = tl.num_programs(0) - 1 - tl.program_id(0)  # the long rows first
-    row = tl.program_id(1).to(tl.int64)  # of [B * Hq]
+    """Compute out and lse of a block of queries of one query head."""
+    query_block = tl.num_programs(0) - 1 - tl.program_id(0)  # long rows first
+    row = tl.program_id(1).to(tl.int64)  # index in [B * Hq]
     batch, query_head = row // (heads * group), row % (heads * group)
     head = query_head // group
     kv_row = batch * heads + head
@@ -116,14 +118,14 @@ def _forward(
         visible = _visible(queries[:, None], keys[None, :], ranks[None, :], cutoffs[:, None], length, sinks, window)
         logits = tl.where(visible, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)  # rows that have not met a visible key
+        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)  # 0 for rows without a visible key so far
         weights = tl.exp2(logits - pivot[:, None])
         fade = tl.exp2(top - pivot)
         total = total * fade + tl.sum(weights, 1)
         block_v = _rows(v, start, stride_vs, length, D, BLOCK_K, PADDED)
         acc = tl.dot(weights.to(block_v.dtype), block_v, acc * fade[:, None], input_precision=PRECISION)
         top = new_top
-    total = tl.where(queries < length, total, 1.0)  # every query sees itself, only rows behind the end see nothing
+    total = tl.where(queries < length, total, 1.0)  # only rows behind the end see no key
     acc = acc / total[:, None]
     _store_rows(out + batch * stride_ob + query_head * stride_oh, acc, first, stride_os, length, D, BLOCK_Q, PADDED)
     tl.store(lse + row * length + queries, (top + tl.log2(total)) * LN2, mask=queries < length)
@@ -137,7 +139,10 @@ def _backward_queries(
     heads, group, length, key_blocks, sinks, window, scale,
     D: tl.constexpr, PADDED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dq of a block of queries of one query head, and ``delta = sum(out * grad)`` for :func:`_backward_keys`."""
+    """Compute dq of a block of queries of one query head, and ``delta`` for :func:`_backward_keys`.
+
+    ``delta = sum(out * grad)``.
+    """
     query_block = tl.num_programs(0) - 1 - tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     batch, query_head = row // (heads * group), row % (heads * group)
@@ -185,8 +190,11 @@ def _backward_keys(
     heads, group, length, query_blocks, sinks, window, scale,
     D: tl.constexpr, PADDED: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """dk and dv of a block of keys, summed over the query heads of its group; everything transposed, keys first."""
-    key_block = tl.program_id(0)  # the early keys have the most queries
+    """Compute dk and dv of a block of keys, summed over the query heads of its group.
+
+    All products are transposed, keys first.
+    """
+    key_block = tl.program_id(0)  # early keys have the most queries and start first
     kv_row = tl.program_id(1).to(tl.int64)
     batch, head = kv_row // heads, kv_row % heads
     start = key_block * BLOCK_K
@@ -229,7 +237,7 @@ def _backward_keys(
 
 
 def tiles(pass_name: str, padded: int, dtype: torch.dtype) -> dict:
-    """Block sizes and launch options of a pass, ``forward`` or ``backward``."""
+    """Return block sizes and launch options of a pass, ``forward`` or ``backward``."""
     if dtype == torch.float32:
         if pass_name == "forward":
             return {"BLOCK_Q": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
@@ -241,7 +249,10 @@ def tiles(pass_name: str, padded: int, dtype: torch.dtype) -> dict:
 
 
 def _block_extreme(values: torch.Tensor, block: int, largest: bool) -> torch.Tensor:
-    """Largest or smallest of each block of ``block`` values, ``[B, H, S]`` -> ``[B, H, blocks]`` int32."""
+    """Return the largest or smallest of each block of ``block`` values.
+
+    ``[B, H, S]`` becomes ``[B, H, blocks]`` int32.
+    """
     missing = -values.shape[-1] % block
     padded = torch.nn.functional.pad(values, (0, missing), value=-1 if largest else INT32_MAX.value)
     blocks = padded.unflatten(-1, (-1, block))
@@ -249,7 +260,7 @@ def _block_extreme(values: torch.Tensor, block: int, largest: bool) -> torch.Ten
 
 
 def _visits(rank, cutoff, sinks, window, block_q, block_k, of_queries):
-    """Counts and lists of :func:`_list_blocks`."""
+    """Return counts and lists of :func:`_list_blocks`."""
     best_rank, best_cutoff = _block_extreme(rank, block_k, False), _block_extreme(cutoff, block_q, True)
     key_blocks, query_blocks = best_rank.shape[-1], best_cutoff.shape[-1]
     ones, others = (query_blocks, key_blocks) if of_queries else (key_blocks, query_blocks)
@@ -264,6 +275,7 @@ def _visits(rank, cutoff, sinks, window, block_q, block_k, of_queries):
 
 
 def _unit_stride(x: torch.Tensor) -> torch.Tensor:
+    """Return ``x``, copied if its last axis is not contiguous."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -320,7 +332,7 @@ class _SparseAttention(torch.autograd.Function):
 
 
 def sparse_attention(q, k, v, rank, cutoff, *, sinks, window, scale):
-    """See :func:`kvpop_vllm.kernels.ops.sparse_attention`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.sparse_attention`."""
     if q.shape[-1] > LARGEST_HEAD:
         raise ValueError(f"sparse_attention in Triton takes heads of up to {LARGEST_HEAD}, got {q.shape[-1]}")
     common = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)

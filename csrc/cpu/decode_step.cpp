@@ -1,4 +1,4 @@
-// The decode step over all requests and heads.
+// Decode step over all requests and heads.
 
 #include "kvpop/decode_step.h"
 
@@ -15,19 +15,21 @@ namespace kvpop {
 
 namespace {
 
-constexpr int64_t LEAST_PART = 256;  // slots; less is not worth a thread
+constexpr int64_t LEAST_PART = 256;  // slots; smaller parts are not worth a thread
 
-constexpr int64_t MOST_PARTS = 4;    // where there are two heads for each thread or more: parts have to be merged
+constexpr int64_t MOST_PARTS = 4;    // limit for two or more heads per thread, because parts must be merged
 
-// Into how many parts each head's slots are cut so that all threads have work. Heads that are cut lose the products of several
-// requests together, so the longest share of a thread must become a tenth shorter: from 8 heads a thread on it hardly can.
+// Returns the number of parts into which each head's slots are split so that all threads have work. Heads
+// that are split cannot share the products of several requests. The longest share of a thread must
+// therefore become a tenth shorter. From 8 heads per thread on this is hardly possible.
 int64_t parts_of_a_head(const DecodeStep& step) {
     const int64_t heads = step.requests * step.heads, threads = at::get_num_threads();
     if (heads == 0 || heads >= 8 * threads || threads == 1 || step.sequential()) return 1;
     int64_t longest = 0;
     for (int64_t r = 0; r < step.requests; r++)
         for (int64_t h = 0; h < step.heads; h++) longest = std::max(longest, step.prefix_seen(r) + step.in_use(r, h));
-    // Threads get equal shares of the parts, rounded up: the number that makes the largest share of the work smallest.
+    // Threads get equal shares of the parts, rounded up. Choose the number of parts with the smallest
+    // largest share of the work.
     const int64_t whole = (heads + threads - 1) / threads;
     int64_t best = 1, best_share = whole;
     const int64_t most = heads < 2 * threads ? 2 * threads : MOST_PARTS;
@@ -77,7 +79,8 @@ void decode_step(const DecodeStep& step) {
     const Kernels& kernels = *current_isa().kernels;
     if (const int64_t parts = parts_of_a_head(step); parts > 1) return in_parts(step, kernels, parts);
     const int64_t floats = kernels.scratch_floats(step);
-    // Heads outermost, so that a head's scorer weights stay in the cache from one request to the next.
+    // Heads are the outer loop, so that a head's scorer weights stay in the cache from one request to the
+    // next.
     at::parallel_for(0, step.heads * step.requests, 1, [&](int64_t begin, int64_t end) {
         float* scratch = scratch_of_this_thread(floats);
         for (int64_t i = begin, count; i < end; i += count) {

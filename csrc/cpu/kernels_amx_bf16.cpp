@@ -1,6 +1,6 @@
-// The kernels for AVX-512 with BF16 and AMX.
+// Kernels for AVX-512 with BF16 and AMX.
 
-#include "kvpop/kernel_table.h"  // and with it all standard headers, before the target changes
+#include "kvpop/kernel_table.h"  // includes all standard headers, before the target changes
 
 #if KVPOP_HAS_AMX
 

@@ -1,8 +1,8 @@
-// The kernels for AVX2 and FMA.
+// Kernels for AVX2 and FMA.
 
 #if defined(__x86_64__)
 
-#include "kvpop/kernel_table.h"  // and with it all standard headers, before the target changes
+#include "kvpop/kernel_table.h"  // includes all standard headers, before the target changes
 
 #pragma GCC target("avx2,fma")
 

@@ -1,8 +1,8 @@
-// The kernels for AVX-512 (F, BW, DQ, VL).
+// Kernels for AVX-512 (F, BW, DQ, VL).
 
 #if defined(__x86_64__)
 
-#include "kvpop/kernel_table.h"  // and with it all standard headers, before the target changes
+#include "kvpop/kernel_table.h"  // includes all standard headers, before the target changes
 
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 

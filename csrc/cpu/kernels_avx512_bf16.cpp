@@ -1,10 +1,10 @@
-// The kernels for AVX-512 with BF16.
+// Kernels for AVX-512 with BF16.
 
 #if defined(__x86_64__)
 
 #include <immintrin.h>
 
-#include "kvpop/kernel_table.h"  // and with it all standard headers, before the target changes
+#include "kvpop/kernel_table.h"  // includes all standard headers, before the target changes
 
 #pragma GCC target("avx512bf16,avx512f,avx512bw,avx512dq,avx512vl,avx2,fma")
 

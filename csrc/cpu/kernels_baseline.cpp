@@ -1,6 +1,6 @@
-// The kernels for any processor.
+// Kernels for any processor.
 
-#include "kvpop/kernel_table.h"  // and with it all standard headers, before the target changes
+#include "kvpop/kernel_table.h"  // includes all standard headers, before the target changes
 
 #define KVPOP_ISA baseline
 #define KVPOP_VECTOR_BYTES 16

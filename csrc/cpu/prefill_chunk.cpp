@@ -1,4 +1,4 @@
-// A prefill chunk, piece by piece: scores, evictions, attention, survivors into the slots.
+// Prefill chunk, piece by piece: scores, evictions, attention, and writing the survivors into the slots.
 
 #include "kvpop/prefill_chunk.h"
 
@@ -25,14 +25,14 @@ float as_float(const uint8_t* item, bool is_bf16) {
     return value;
 }
 
-// What a PrefillHead points to.
+// Memory that a PrefillHead points to.
 struct Memory {
     std::vector<uint32_t> keys, values;
     std::vector<int32_t> born, gone;
     std::vector<float> leaving, inserted;
 
     PrefillHead allocate(int64_t tiles, int64_t words, int64_t longest, int64_t leaving_most) {
-        keys.assign(size_t(tiles * words), 0);  // a value that was never written must not be infinite or no number
+        keys.assign(size_t(tiles * words), 0);  // unwritten values must not be infinite or NaN
         values.assign(size_t(tiles * words), 0);
         born.resize(size_t(tiles * TILE_KEYS));
         gone.resize(size_t(tiles * TILE_KEYS));
@@ -42,7 +42,7 @@ struct Memory {
     }
 };
 
-// Packs key and value k, v, in the cache's type, as number `index` of a head's.
+// Packs key k and value v, in the cache's type, at `index` of a head's packed tokens.
 void pack_token(const PackedTiles& packed, const PrefillHead& work, int64_t index, const uint8_t* k, const uint8_t* v, bool is_bf16) {
     const int64_t column = index % TILE_KEYS, tile = index / TILE_KEYS * packed.words(), item = is_bf16 ? 2 : 4;
     uint32_t *keys = work.keys + tile + column, *values = work.values + tile;
@@ -59,14 +59,14 @@ void pack_token(const PackedTiles& packed, const PrefillHead& work, int64_t inde
     }
 }
 
-// One head of the chunk between its stages.
+// State of one head of the chunk between its stages.
 class HeadOfChunk {
   public:
     HeadOfChunk(PrefillChunk& chunk, int64_t h)
         : chunk_(chunk), a_(chunk.step), roles_(a_.roles_of(0)), work_(chunk.heads[h]), h_(h), budget_(a_.budget(0, h)),
           topk_(budget_ - roles_.first_long()) {}
 
-    // Makes room and packs what the slots hold.
+    // Allocates memory and packs the retained tokens.
     void load(Memory& memory) {
         const int64_t longest = std::min(PIECE, chunk_.length);
         const int64_t tiles = chunk_.slot_tiles(h_) + (longest + TILE_KEYS - 1) / TILE_KEYS;
@@ -74,7 +74,7 @@ class HeadOfChunk {
         for (int64_t slot = 0; slot < in_use(chunk_.start); slot++) pack(slot, key(slot), value(slot));
     }
 
-    // Packs the piece's tokens and decides when every key is born and gone.
+    // Packs the piece's tokens and computes the birth and eviction time of every key.
     void plan(const Piece& piece) {
         const int64_t held = in_use(piece.a), first_new = chunk_.first_new(h_);
         std::fill_n(work_.born, work_.tiles * TILE_KEYS, 0);
@@ -88,7 +88,8 @@ class HeadOfChunk {
         evict(piece, std::max(int64_t(0), held - roles_.first_long()));
     }
 
-    // Survivors of the window into free long-range slots, the newest tokens into sinks and ring.
+    // Writes survivors that left the window to free long-range slots, and the newest tokens to sinks and
+    // ring.
     void commit(const Piece& piece) {
         const int64_t u0 = left(piece.a), u1 = left(piece.b);
         int64_t slot = roles_.first_long();
@@ -109,7 +110,7 @@ class HeadOfChunk {
   private:
     // Slots in use before the token at `position`.
     int64_t in_use(int64_t position) const { return std::min(position - roles_.first, budget_); }
-    // Tokens [p + s, left) have left the window before `position`.
+    // Tokens [p + s, left(position)) have left the window before `position`.
     int64_t left(int64_t position) const { return std::max(roles_.first_evictable(), position - roles_.window); }
     int64_t row_bytes() const { return a_.size * a_.item_bytes(); }
     uint8_t* key(int64_t slot) const { return a_.slot_region(0, h_, slot) + slot % a_.block_slots * row_bytes(); }
@@ -171,7 +172,7 @@ class HeadOfChunk {
     int64_t h_, budget_, topk_;
 };
 
-// `step` with q, k, v, out, lse and given scores of token i on their first axis, as the only request.
+// Returns `step` for token i alone: the first axis of q, k, v, out, lse and gate scores counts tokens.
 DecodeStep only_token(const DecodeStep& whole, int64_t i) {
     DecodeStep step = whole;
     const int64_t q_bytes = whole.q_is_bf16 ? 2 : 4, query_heads = i * whole.heads * whole.group;
@@ -187,7 +188,7 @@ DecodeStep only_token(const DecodeStep& whole, int64_t i) {
     return step;
 }
 
-// One decode step after another, head by head.
+// Runs one decode step per token, head by head.
 void token_by_token(const PrefillChunk& chunk, const Kernels& kernels) {
     const DecodeStep& whole = chunk.step;
     const int64_t floats = kernels.scratch_floats(whole);
@@ -203,7 +204,7 @@ void token_by_token(const PrefillChunk& chunk, const Kernels& kernels) {
     });
 }
 
-// Attention of the piece's queries over the packed keys.
+// Runs attention of the piece's queries over the packed keys.
 void attend_piece(const PrefillChunk& chunk, const Kernels& kernels, const Piece& piece, int64_t floats) {
     const int64_t tiles = (piece.tokens() + TILE_QUERIES - 1) / TILE_QUERIES;
     at::parallel_for(0, chunk.step.heads * tiles, 1, [&](int64_t begin, int64_t end) {
@@ -215,7 +216,7 @@ void attend_piece(const PrefillChunk& chunk, const Kernels& kernels, const Piece
     });
 }
 
-// How tiles are packed where they are multiplied.
+// Returns the packing that the kernels multiply.
 PackedTiles packed_for(const DecodeStep& step, const Kernels& kernels) {
     return {step.size, kernels.bf16_words && step.cache_is_bf16 && step.q_is_bf16 ? 2 : 1};
 }

@@ -1,5 +1,5 @@
-// Tokens only ever join, so the k best so far are a heap with the worst of them on top: O(S log S) for the sort, O(log k)
-// per query, where the Fenwick tree of the paper would also answer for other k.
+// Tokens are only added, so the k best tokens so far form a heap with the worst one on top. The sort takes
+// O(S log S), each query O(log k). The Fenwick tree of the paper would also give cutoffs for other k.
 
 #include "kvpop/running_topk.h"
 

@@ -1,5 +1,8 @@
-"""Engine steps on a device that the host must not wait for: decode rows in tensors that keep their addresses, so that a CUDA
-graph recorded with them serves every later step."""
+"""Engine steps on a device that the host must not wait for.
+
+Decode rows are kept in tensors with fixed addresses, so that a CUDA graph recorded with them serves every
+later step.
+"""
 
 from __future__ import annotations
 
@@ -14,15 +17,20 @@ from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.roles import Retention
 
 PADDING = -1
-"""Position of a row for which nothing is read or written."""
+"""Position of a row of padding: nothing is read or written for it."""
 NULL_BLOCK = 0
-"""The block that belongs to no request."""
+"""Block that belongs to no request."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """What the host knows of a step: the first ``decodes`` requests have one token each, or are padding; ``chunks`` are
-    (request, first token, tokens) of the others."""
+    """Division of a step into decode rows and chunks, as known to the host.
+
+    Attributes:
+        decodes: number of requests with one token each, or padding; they come first.
+        tokens: number of tokens of the step.
+        chunks: (request, first token, tokens) of the other requests.
+    """
 
     decodes: int
     tokens: int
@@ -30,9 +38,10 @@ class Split:
 
     @classmethod
     def of(cls, ends: Sequence[int]) -> Split:
-        """Of the flat batch, in which request i has the tokens ``[ends[i], ends[i + 1])``.
+        """Return the division of the flat batch in which request i has the tokens ``[ends[i], ends[i + 1])``.
 
-        A request of one token behind longer ones is a chunk: the rows of decodes must be those of their tokens.
+        A request of one token behind longer ones is a chunk, because decode rows must have the indices of
+        their tokens.
         """
         counts = [after - before for before, after in zip(ends[:-1], ends[1:], strict=True)]
         if max(counts, default=0) <= 1:
@@ -43,20 +52,27 @@ class Split:
 
 
 class DecodeRows:
-    """Tensors of the requests decoded in a step, allocated once and filled before each.
+    """Tensors of the requests decoded in a step, allocated once and filled before each step.
 
     Args:
-        layout: of the layers' pages. retention: of all heads and layers. most: requests of a step. columns: blocks of a
-            request's state and tail, at most. heads_with: how many heads of all layers have each budget,
-            empty where all have the request's. device: of all tensors.
-        longest: protected tokens of a request, at most.
+        layout: page layout of the layers.
+        retention: budget, sinks and window of all heads and layers.
+        most: largest number of requests of a step.
+        columns: largest number of blocks of a request's state and tail.
+        heads_with: number of heads over all layers with each budget; empty if all heads have the request's.
+        device: device of all tensors.
+        longest: most protected tokens of a request.
 
     Attributes:
-        table: ``[most, columns]`` int32, blocks of each request's state and tail, :data:`NULL_BLOCK` where it holds none.
-        positions: ``[most]`` int64, :data:`PADDING` in rows of padding. budgets: ``[most, H]`` int32, windows: ``[most]`` int32, B and w of each.
-        protected: ``[most]`` int64, p of each. prefix_table: ``[most, F]`` int32, its prefix blocks and what lies behind them.
-        blocks, slots: ``[most]`` int64, where its new token goes if that is protected, else slot 0 of :data:`NULL_BLOCK`.
-        seeds: ``[most]`` int64, of its draws.
+        table: ``[most, columns]`` int32, blocks of each request's state and tail, else :data:`NULL_BLOCK`.
+        positions: ``[most]`` int64, :data:`PADDING` in rows of padding.
+        budgets: ``[most, H]`` int32, B of each request.
+        windows: ``[most]`` int32, w of each request.
+        protected: ``[most]`` int64, p of each request.
+        prefix_table: ``[most, F]`` int32, prefix blocks of each request and the blocks behind them.
+        blocks: ``[most]`` int64, block of the new token if it is protected, else :data:`NULL_BLOCK`.
+        slots: ``[most]`` int64, slot of the new token if it is protected, else 0.
+        seeds: ``[most]`` int64, seed of the draws of each request.
     """
 
     def __init__(
@@ -90,17 +106,21 @@ class DecodeRows:
         slots: torch.Tensor,
         sent: Mapping[str, torch.Tensor] = {},  # noqa: B006
     ) -> None:
-        """Fill the first ``rows`` rows, by operations of the device alone.
+        """Fill the first ``rows`` rows, with operations on the device only.
 
-        Padding is a row that the engine gives no length, or whose token it gives no slot (-1), or that has no block for it or,
-        behind a prefix, for the first slot: rows behind the requests of a captured batch, dummy runs, warm-ups with blocks for
-        keys and values only.
+        A row is padding if the engine gives it no length, if its token has no slot (-1), or if it has no
+        block. The block is the prefix block of a protected token, otherwise the block of the first slot of
+        the tail. Such rows occur behind the requests of a captured batch, in dummy runs, and in warm-ups with
+        blocks for keys and values only.
 
         Args:
-            lengths: ``[>= rows]`` int32, of each request with the new token. block_table: ``[>= rows, W]`` int32, of each the
-                blocks of its prefix, its state and its tail. slots: ``[>= rows]`` int64, -1 where a token has none; else not
-                used. sent: ``protected``, ``budgets``, ``windows`` and ``seeds`` of each request of the step, as the attributes
-                of that name, in pinned memory of the CPU; what is not sent stays as it was.
+            rows: number of rows to fill.
+            lengths: ``[>= rows]`` int32, length of each request with the new token.
+            block_table: ``[>= rows, W]`` int32, blocks of each request's prefix, state and tail.
+            slots: ``[>= rows]`` int64, -1 if a token has none; other values are not used.
+            sent: ``protected``, ``budgets``, ``windows`` and ``seeds`` of each request of the step, like the
+                attributes of the same names, in pinned CPU memory. Attributes that are not sent keep their
+                values.
         """
         positions, asked = self.positions[:rows], lengths[:rows] - 1
         for name, values in sent.items():
@@ -122,8 +142,17 @@ class DecodeRows:
     def _fill_prefixes(
         self, asked: torch.Tensor, table: torch.Tensor, block: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Fill ``prefix_table``; return which tokens at positions ``asked [R]`` are protected, and of these the blocks instead of
-        ``block [R]``. table ``[R, W]``: of the engine."""
+        """Fill ``prefix_table`` and find the blocks of protected new tokens.
+
+        Args:
+            asked: ``[R]``, positions of the new tokens.
+            table: ``[R, W]``, block table of the engine.
+            block: ``[R]``, blocks of the tails' first slots.
+
+        Returns:
+            Which tokens are protected, ``[R]`` booleans, and ``block`` with their prefix blocks in place,
+            ``[R]``.
+        """
         most = min(self.prefix_table.shape[1], table.shape[1])
         self.prefix_table[: len(table), :most].copy_(table[:, :most])
         inside, columns = asked < self.protected[: len(table)], asked // self.layout.block_slots
@@ -131,8 +160,10 @@ class DecodeRows:
         return inside, torch.where(inside, own, block)
 
     def _tails(self, block_table: torch.Tensor, chosen: slice) -> torch.Tensor:
-        """Return what lies behind the prefix blocks of some requests, ``[R, columns]``; where that runs over the end of a row, its
-        last entry again."""
+        """Return the blocks behind the prefix blocks of some requests, ``[R, columns]``.
+
+        Beyond the end of a row, its last entry is repeated.
+        """
         if not self.protects:
             return block_table[chosen, : self.table.shape[1]]
         size = self.layout.block_slots
@@ -152,12 +183,17 @@ class DecodeRows:
         layer: int = 0,
         sizes: Sizes = Sizes(),  # noqa: B008
     ) -> StepBatch:
-        """The step as one layer sees it; decode rows are views of the tensors that :meth:`fill` filled, or made of them.
+        """Return the step of one layer. Decode rows are views of the filled tensors, or made from them.
+
+        Budgets of chunks are copied, because kernels are compiled for one alignment.
 
         Args:
-            lengths: of each request with its new tokens, exact for chunks. block_table: ``[requests, W]`` int32.
-            regions, layer: as in :meth:`StepBatch.build`. sizes: what :meth:`fill` was sent. Budgets of chunks lie in memory of their
-                own: kernels are compiled for one alignment.
+            split: division of the step.
+            lengths: length of each request with its new tokens, exact for chunks.
+            block_table: ``[requests, W]`` int32.
+            regions: as in :meth:`StepBatch.build`.
+            layer: as in :meth:`StepBatch.build`.
+            sizes: the values that were sent to :meth:`fill`.
         """
         rows, heads, chosen = split.decodes, self.layout.num_kv_heads, [i for i, _, _ in split.chunks]
         blocks = self._tails(block_table, slice(chosen[0], chosen[-1] + 1)) if chosen else self.table[:0]
@@ -189,15 +225,23 @@ class DecodeRows:
     def _prefix(
         self, i: int, block_table: torch.Tensor, protected: Sequence[int] | None
     ) -> tuple[int, torch.Tensor | None]:
-        """Return p and the prefix blocks ``[F]`` of request i, in memory of its own: kernels are compiled for one alignment."""
+        """Return p and the prefix blocks ``[F]`` of request i.
+
+        The blocks are copied, because kernels are compiled for one alignment.
+        """
         if not self.protects or protected is None:
             return 0, None
         return protected[i], block_table[i, : self.prefix_table.shape[1]].clone()
 
     def _protection(self, rows: int, chunks: Sequence[PrefillChunk], others: torch.Tensor) -> Protection:
-        """Return what a step has to do with protected prompts; others ``[.., H, P]``: pages of tails, of its chunks among them.
+        """Return the protected-prompt part of a step.
 
-        Tails that begin in a row of decodes are not among those begun: a CUDA graph could not hold that.
+        Tails that begin in a decode row are not included, because a CUDA graph cannot hold that.
+
+        Args:
+            rows: number of decode rows.
+            chunks: chunks of the step.
+            others: ``[.., H, P]``, pages of tails of requests with chunks.
         """
         size, device = self.layout.block_slots, self.table.device
         begun = [chunk for chunk in chunks if chunk.protected and chunk.start <= chunk.protected < chunk.end]
@@ -216,7 +260,10 @@ class DecodeRows:
         return Protection(self.prefix_table[:rows], self.protected[:rows], *places, tails, table, tokens)
 
     def _blocks(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[rows]``, blocks that the states and slots of ``tokens + 1`` tokens take at most; 0 where ``tokens`` is negative."""
+        """Return an upper bound ``[rows]`` of the blocks for state and slots of ``tokens + 1`` tokens.
+
+        It is 0 where ``tokens`` is negative.
+        """
         size = self.layout.block_slots
         heads_with = self.heads_with or {self.budgets[: len(tokens), 0]: 1}
         pages = [

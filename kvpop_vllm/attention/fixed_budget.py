@@ -1,4 +1,7 @@
-"""Attention of one layer over a fixed-budget paged cache, for any engine: decode rows together, prefill chunks one by one."""
+"""Attention of one layer over a fixed-budget paged cache, for any engine.
+
+Decode rows run together, prefill chunks one by one.
+"""
 
 from __future__ import annotations
 
@@ -18,12 +21,17 @@ from kvpop_vllm.roles import Retention
 
 @dataclass(frozen=True)
 class Sizes:
-    """What the requests of a step have, one number each; None where all have the server's, or 0.
+    """Settings of the requests of a step, one entry per request.
+
+    None stands for the server's budget, window or no protection.
 
     Attributes:
-        protected: p, tokens of the protected prefix. budgets: B, of all heads or ``[requests, H]``. windows: w.
-        seeds: ``[requests]`` int64 on the CPU, of draws, None where nothing is drawn.
-        compresses: the prefix is a prompt that is held until its end only; p is then all of the prompt.
+        protected: p, tokens of the protected prefix.
+        budgets: B of each request, or ``[requests, H]``.
+        windows: w of each request.
+        seeds: ``[requests]`` int64 on the CPU, seeds of the draws, None if nothing is drawn.
+        compresses: True if the prefix is a prompt that is held until its end and then compressed; p is then
+            the whole prompt.
     """
 
     protected: list[int] | None = None
@@ -35,13 +43,21 @@ class Sizes:
 
 @dataclass(frozen=True)
 class PrefillChunk:
-    """Tokens ``[first, last)`` of the flat batch belong to one request, from position ``start`` on.
+    """Chunk of one request: tokens ``[first, last)`` of the flat batch, from position ``start`` on.
 
     Attributes:
-        row: ``[H, P]`` int32, pages of the tail. budgets: ``[H]`` int32, B of each head. window: w.
-        protected: p, tokens of its protected prefix. prefix_row: ``[F]`` int32, blocks of these.
-        seed: of its draws, where the policy draws. compresses: the prefix is compressed into the tail where the chunk ends with it.
-        follows: the chunk before it in the step does that, so that only then heads that divide their slots have pages of their own.
+        first: index of the first token in the flat batch.
+        last: index behind the last token.
+        start: position of the first token.
+        row: ``[H, P]`` int32, pages of the tail.
+        budgets: ``[H]`` int32, B of each head.
+        window: w.
+        protected: p, tokens of the protected prefix.
+        prefix_row: ``[F]`` int32, blocks of the prefix.
+        seed: seed of the draws, if the policy draws.
+        compresses: True if the prompt is compressed into the tail when the chunk ends with it.
+        follows: True if the previous chunk of the step compresses the prompt. Heads that divide their slots
+            have separate pages only after that.
     """
 
     first: int
@@ -62,7 +78,7 @@ class PrefillChunk:
         return self.start + self.last - self.first
 
     def prefix(self, pages: Pages) -> Prefix | None:
-        """Return the protected prefix as the kernels take it; pages: by block."""
+        """Return the protected prefix as the kernels take it, or None; ``pages`` are by block."""
         if not self.protected:
             return None
         return Prefix(pages, self.prefix_row.unsqueeze(0), torch.tensor([self.protected]))
@@ -70,13 +86,17 @@ class PrefillChunk:
 
 @dataclass(frozen=True)
 class Protection:
-    """What a step has to do with protected prompts.
+    """Work that protected prompts add to a step.
 
     Attributes:
-        table: ``[R, F]`` int32, prefix blocks of the requests decoded. tokens: ``[R]`` int64, p of each.
-        written, blocks, slots: ``[n]`` int64, the tokens of the flat batch that are protected, and where they go.
-        begun: ``[B, H, P]`` int32, tail pages of requests whose tail begins in this step. begun_table, begun_tokens: their prefix
-            blocks ``[B, F]`` and p ``[B]``.
+        table: ``[R, F]`` int32, prefix blocks of the decoded requests.
+        tokens: ``[R]`` int64, p of each decoded request.
+        written: ``[n]`` int64, indices of the protected tokens in the flat batch.
+        blocks: ``[n]`` int64, block of each protected token.
+        slots: ``[n]`` int64, slot of each protected token in its block.
+        begun: ``[B, H, P]`` int32, tail pages of requests whose tail begins in this step.
+        begun_table: ``[B, F]`` int32, their prefix blocks.
+        begun_tokens: ``[B]`` int64, their p.
     """
 
     table: torch.Tensor
@@ -94,14 +114,20 @@ class StepBatch:
     """One engine step, shared by all layers. Requests with one token are decoded together.
 
     Attributes:
-        decodes: number R of requests decoded. tokens: where their tokens lie in the flat batch, a slice where they come
-            first. table: ``[R, H, P]`` int32. positions: ``[R]`` int64.
-        budgets: ``[R, H]`` int32, B of each head. windows: ``[R]`` int32, w of each request.
-        prefills: the other requests, in order.
-        starts: ``[n]`` int64, position each request with tokens goes on from, in order, 0 where its tail begins afresh.
-            slot_zero: ``[n, H]`` int64, the page of each head's slot 0, which knows how many tokens were seen. None where the
-            host must not wait for them: each kernel then answers for its own requests.
-        protection: None where no request has a protected prefix. seeds: ``[R]`` int64, of draws, None where nothing is drawn.
+        decodes: R, number of decoded requests.
+        tokens: indices of their tokens in the flat batch; a slice if they come first.
+        table: ``[R, H, P]`` int32, pages of their tails.
+        positions: ``[R]`` int64, positions of their tokens.
+        budgets: ``[R, H]`` int32, B of each head.
+        windows: ``[R]`` int32, w of each request.
+        prefills: chunks of the other requests, in order.
+        starts: ``[n]`` int64, first position of each request with tokens, in order; 0 if it is at most p,
+            because the tail then begins anew. None if the host must not wait for it; each kernel then checks
+            its own requests.
+        slot_zero: ``[n, H]`` int64, page of each head's slot 0, which stores ``tokens_seen``; None as for
+            ``starts``.
+        protection: work for protected prefixes, None if no request has one.
+        seeds: ``[R]`` int64, seeds of the draws, None if nothing is drawn.
     """
 
     decodes: int
@@ -128,12 +154,17 @@ class StepBatch:
         regions: RegionMap | DividedRegions | None = None,
         layer: int = 0,
     ) -> StepBatch:
-        """Split a batch into decodes and prefills.
+        """Split a batch into decode rows and prefill chunks.
 
         Args:
-            retention: of all heads and layers. query_lens: tokens of each request in this step. seq_lens: ``[requests]``, lengths including them.
-            block_table: ``[requests, W]`` int32; of each request the blocks of its prefix, its state and its tail.
-            sizes: of each request. regions, layer: where heads hold different numbers of tokens, where their pages are, and of which layer.
+            layout: page layout of the layer.
+            retention: budget, sinks and window of all heads and layers.
+            query_lens: tokens of each request in this step.
+            seq_lens: ``[requests]``, lengths including them.
+            block_table: ``[requests, W]`` int32, blocks of each request's prefix, state and tail.
+            sizes: settings of each request.
+            regions: map to the pages of heads with unequal budgets, or None.
+            layer: layer in ``regions``.
         """
         requests, seeds, lengths = len(query_lens), sizes.seeds, seq_lens.tolist()
         starting = [length - count for length, count in zip(lengths, query_lens, strict=True)]
@@ -146,7 +177,7 @@ class StepBatch:
         else:
             compressed = [start >= p for start, p in zip(starting, protected, strict=True)]
             budgets, rows = regions.place(layer, tails, compressed)
-        if sizes.compresses:  # behind a prompt that has been compressed there is no prefix
+        if sizes.compresses:  # a prompt that has been compressed leaves no prefix
             protected = [p if start < p else 0 for start, p in zip(starting, protected, strict=True)]
         singles, at, prefills, first = [], [], [], 0
         for i, count in enumerate(query_lens):
@@ -193,10 +224,16 @@ class StepBatch:
 def _equal_heads(
     layout: PageLayout, asked: list[int] | torch.Tensor, tails: torch.Tensor, otherwise: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the budgets ``[requests, H]`` int32 and pages ``[requests, H, P]`` of requests whose heads have the same pages.
+    """Return the budgets and pages of requests whose heads have the same pages.
 
     Args:
-        asked: B of each request, or ``[requests, H]``. tails: ``[requests, W]`` int32. otherwise: B where there is no request.
+        layout: page layout of the layer.
+        asked: B of each request, or ``[requests, H]``.
+        tails: ``[requests, W]`` int32.
+        otherwise: B if there is no request.
+
+    Returns:
+        Budgets ``[requests, H]`` int32 and pages ``[requests, H, P]``.
     """
     heads, requests = layout.num_kv_heads, len(asked)
     budgets = torch.as_tensor(asked, dtype=torch.int32)
@@ -206,8 +243,10 @@ def _equal_heads(
 
 
 def tail_tables(block_table: torch.Tensor, protected: list[int], layout: PageLayout) -> torch.Tensor:
-    """Return the rows of ``block_table [requests, W]`` from behind each request's prefix blocks on, int32; entries that run
-    over the end repeat the last one."""
+    """Return the entries of ``block_table [requests, W]`` int32 behind each request's prefix blocks.
+
+    Beyond the end of a row, its last entry is repeated.
+    """
     first = torch.tensor([cdiv(tokens, layout.block_slots) for tokens in protected]).unsqueeze(1)
     columns = torch.arange(block_table.shape[1]) + first
     return block_table.gather(1, columns.clamp_max(block_table.shape[1] - 1))
@@ -222,12 +261,17 @@ def protection_of(
     chosen: slice | torch.Tensor,
     ahead: int = 0,
 ) -> Protection:
-    """Return what a step has to do with protected prompts.
+    """Return the work that protected prompts add to a step.
 
     Args:
-        size: N. spans: (first token in the flat batch, its position, tokens) of each request. protected: p of each.
-        table: ``[requests, F]`` int32, prefix blocks. tails: ``[requests, H, P]`` int32. chosen: the requests decoded.
-        ahead: 0 where a tail is begun in the step that has token p; 1 where already in that of the token before.
+        size: N, slots per block.
+        spans: (first token in the flat batch, its position, tokens) of each request.
+        protected: p of each request.
+        table: ``[requests, F]`` int32, prefix blocks.
+        tails: ``[requests, H, P]`` int32, pages of the tails.
+        chosen: the decoded requests.
+        ahead: 0 if a tail begins in the step that has token p; 1 if it begins in the step of the token
+            before.
     """
     begun = []
     written, blocks, slots = ([torch.empty(0, dtype=torch.int64, device=table.device)] for _ in range(3))
@@ -246,10 +290,12 @@ def protection_of(
 
 
 class FixedBudgetAttention:
-    """One layer's attention: writes the cache and attends, as DESIGN "The rule" and "One step" say.
+    """Attention of one layer: writes the cache and attends (DESIGN "The rule" and "One step").
 
     Args:
-        layout: bytes of the layer's pages. rule: what is kept. scale: factor on q . k.
+        layout: page layout of the layer.
+        rule: retention rule of the layer.
+        scale: factor on q . k.
         impl: implementation of the kernels, see :mod:`kvpop_vllm.kernels.dispatch`.
     """
 
@@ -269,23 +315,28 @@ class FixedBudgetAttention:
     ) -> None:
         """Run one step for all requests of the batch.
 
-        All protected tokens of the step are written before anything is read: a request may share blocks that another one of
-        the step is only now computing.
+        All protected tokens of the step are written before anything is read, because a request may share
+        blocks that another request of the same step is computing.
 
         Args:
-            q ``[T, Hq, D]``, k, v ``[T, H, D]``: the flat batch of tokens. out: ``[T, Hq, D]``, written in place.
-            given: ``[T, H]`` float32, scores of the tokens, where the rule takes them.
-            blocks: the layer's pages by block, where ``pages`` are regions.
+            q: ``[T, Hq, D]``, queries of the flat batch of tokens.
+            k: ``[T, H, D]``, keys.
+            v: ``[T, H, D]``, values.
+            pages: pages of the layer, modified in place.
+            batch: the step.
+            out: ``[T, Hq, D]``, written in place.
+            given: ``[T, H]`` float32, scores of the tokens, if the rule takes them.
+            blocks: the layer's pages by block, if ``pages`` are regions.
 
         Raises:
-            StepOrderError: a request's step does not start where its cache ends; nothing has been written. A step that
-                starts at position 0 is a fresh start by definition, whatever its cache has seen.
+            StepOrderError: a request's step does not start where its cache ends; nothing has been written. A
+                step that starts at position 0 is a new start by definition, whatever its cache has seen.
         """
         blocks, protection, prefix = blocks or pages, batch.protection, None
         writes_first = len(batch.prefills) + (batch.decodes > 0) > 1 or (
             protection is not None and len(protection.written)
         )
-        if batch.starts is not None and writes_first:  # else the one kernel that runs checks all there is
+        if batch.starts is not None and writes_first:  # a single kernel checks its requests itself
             _check_starts(pages, batch)
         if protection is not None:
             prefix = Prefix(blocks, protection.table, protection.tokens)
@@ -344,7 +395,7 @@ class FixedBudgetAttention:
                 rounds.advance(q[cut], rounds.Rows(pages, row.unsqueeze(0), [chunk.end], *sizes), self.rule, self.scale)
 
     def _between_rounds(self, chunk: PrefillChunk) -> Iterator[PrefillChunk]:
-        """Cut a chunk where rounds are due."""
+        """Yield the parts of a chunk, cut where rounds are due."""
         if self.rule.rounds is None:
             yield chunk
             return
@@ -356,7 +407,7 @@ class FixedBudgetAttention:
             start = end
 
     def _compress(self, q: torch.Tensor, pages: Pages, chunk: PrefillChunk, prefix: Prefix) -> None:
-        """Keep the queries ``[L, Hq, D]`` of a chunk that will vote, and compress the prompt where it ends."""
+        """Store the queries ``[L, Hq, D]`` of a chunk that will vote, and compress the prompt at its end."""
         first = max(chunk.start, chunk.protected - self.rule.votes.queries)
         if first < chunk.end:
             votes = torch.arange(first, chunk.end) - chunk.protected + self.rule.votes.queries
@@ -368,10 +419,10 @@ class FixedBudgetAttention:
 
 
 def _check_starts(pages: Pages, batch: StepBatch) -> None:
-    """What each kernel checks of its own requests, for all of them before the first kernel writes.
+    """Check the starts of all requests before the first kernel writes; each kernel checks only its own.
 
     Raises:
-        StepOrderError: a request does not go on where its cache ends.
+        StepOrderError: a request's step does not start where its cache ends.
     """
     heads = torch.arange(pages.layout.num_kv_heads, device=batch.slot_zero.device)
     seen = pages.position[batch.slot_zero, heads, 0]  # [n, H]

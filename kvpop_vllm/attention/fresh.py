@@ -1,4 +1,4 @@
-"""Empty pages for engines without an allocator of their own."""
+"""Empty pages for engines without a block allocator."""
 
 from __future__ import annotations
 
@@ -16,11 +16,19 @@ def fresh_pages(
     requests: int = 1,
     device: torch.device | str = "cpu",
 ) -> tuple[Pages, torch.Tensor]:
-    """Return pages of one layer for R requests, and their table ``[R, H, P]`` int32: prefix blocks, state blocks, slot blocks.
+    """Return empty pages of one layer for R requests, and their block table.
 
     Args:
-        budget: B, of the head that has most. length: tokens each has room for, if fewer than B behind those protected.
+        layout: page layout of the layer.
+        budget: B, of the head with the most.
+        length: longest sequence of a request, prefix included, if its tail may need less than B; None
+            reserves B.
         protected: p, tokens of each request's prefix.
+        requests: R.
+        device: device of the pages.
+
+    Returns:
+        The pages, zeroed, and the table ``[R, H, P]`` int32: prefix blocks, state blocks, slot blocks.
     """
     own = budget if length is None else max(1, length - protected)
     blocks = cdiv(protected, layout.block_slots) + layout.blocks(own, budget)

@@ -1,5 +1,7 @@
-"""The steps that take the most memory, on pages that are thrown away: an engine that measures its need before it has a cache runs
-them."""
+"""Worst-case steps for memory profiling, on temporary pages.
+
+An engine that measures its memory before it has a cache runs these steps.
+"""
 
 from __future__ import annotations
 
@@ -25,15 +27,29 @@ def largest_steps(
     device: torch.device,
     longest: int = 0,
 ) -> Iterator[tuple[Pages, StepBatch, int]]:
-    """Pages, a step of one layer and its number of tokens: requests decoded together, as rows of padding, then a prefill chunk
-    behind a full cache. Where tokens are done one by one, two stand for all.
+    """Yield the steps of one layer that take the most memory.
 
-    Where prompts are protected, all have a prefix, whose blocks are one and the same; the chunk is behind as long a one as it can
-    be, then within it but for its last two tokens.
+    The first step decodes up to ``requests`` rows of padding together. The second is a prefill chunk behind a
+    full cache. If the rule processes tokens one by one, this chunk has two tokens, which represent all, and
+    without a prefix it starts at position 0.
+
+    With protected prompts, all requests have a prefix, which consists of the same block. The chunk lies
+    behind the longest prefix that fits. A third step is a chunk that lies in the prefix except for its last
+    two tokens.
 
     Args:
-        budgets: of the layer's heads. most: the largest budget of any layer. tokens, requests: of a step at most.
-        length: of a request at most. longest: protected tokens of a request at most, 0 where prompts are not.
+        rule: rule of the layer.
+        layout: page layout of the layer.
+        budgets: budgets of the layer's heads.
+        most: largest budget of any layer.
+        tokens: most tokens of a step.
+        requests: most requests of a step.
+        length: most tokens of a request.
+        device: device of the steps.
+        longest: most protected tokens of a request, 0 without protected prompts.
+
+    Yields:
+        Pages, step and its number of tokens.
     """
     pages, table = fresh_pages(layout, most, length=length, device=device)
     told = torch.tensor(budgets, dtype=torch.int32, device=device)
@@ -47,7 +63,10 @@ def largest_steps(
     yield pages, StepBatch(*decodes, (), None, None, protection, seeds), rows
 
     def of_chunk(count: int, start: int, protected: int):
-        """A step of one chunk of so many tokens, from position ``start`` on, behind so many protected ones or among them."""
+        """Return a step of one chunk of ``count`` tokens from position ``start`` on.
+
+        ``protected`` is p of its request.
+        """
         own = (protected, prefix_table[0]) if longest else (0, None)
         place = table[0], told, rule.window
         chunk, protection = PrefillChunk(0, count, start, *place, *own, 0 if rule.seeded else None), None
@@ -71,8 +90,14 @@ def largest_steps(
 
 
 def _protection(table: torch.Tensor, written: int, begun: torch.Tensor, protected: int) -> Protection:
-    """Return what a step has to do with prefixes in ``table [R, F]``, whose requests are padding or none, that writes so many tokens
-    of them; begun ``[B, H, P]``: pages of tails that begin behind ``protected`` tokens."""
+    """Return the protected-prompt part of a step whose prefixes are in ``table [R, F]``.
+
+    Args:
+        table: ``[R, F]``, prefix blocks of padding.
+        written: number of protected tokens that the step writes.
+        begun: ``[B, H, P]``, pages of the tails that begin in the step.
+        protected: p of the requests whose tails begin.
+    """
     nothing = torch.zeros(len(table) + written, dtype=torch.int64, device=table.device)
     tokens = torch.full((len(begun),), protected, dtype=torch.int64, device="cpu")
     each = torch.arange(written, device=table.device)

@@ -1,4 +1,4 @@
-"""Scores that come one token late: that of token t + 1 decides on token t (DMS as its authors' code has it)."""
+"""Scores that arrive one token late: the score of token t + 1 decides about token t (DMS, authors' code)."""
 
 from __future__ import annotations
 
@@ -9,14 +9,18 @@ from kvpop_vllm.kernels.pages import Pages
 
 
 def shift(given: torch.Tensor, pages: Pages, batch: StepBatch, sinks: int) -> torch.Tensor:
-    """The score of every token of a step, which is that of the token after it.
+    """Return the shifted scores of a step: each token gets the score of the token after it.
 
-    The score of a request's first token goes where the one before it lies, into the score word of its ring slot: with a
-    window of two or more that token has not left it yet. A last token keeps its own until the next step
-    replaces it. Requests whose step does not start where their cache ends are left alone, for the kernels to refuse.
+    The score of a request's first token in the step belongs to the token before it. It is written to the
+    score word of that token's ring slot; with a window of two or more, that token has not left the window
+    yet. The last token keeps its own score until the next step replaces it. Nothing is written for requests
+    whose step does not start where their cache ends; the kernels refuse them.
 
     Args:
-        given: ``[T, H]`` float32, by token of the flat batch; left as it is. sinks: s of requests without a prefix.
+        given: ``[T, H]`` float32, by token of the flat batch; not modified.
+        pages: pages of the layer, modified in place.
+        batch: the step.
+        sinks: s of requests without a prefix.
 
     Returns:
         ``[T, H]``.
@@ -43,8 +47,17 @@ def _replace(
     protected: torch.Tensor | None,
     sinks: int,
 ) -> None:
-    """Write ``score [R, H]`` to the words of the tokens before ``starts [R]``, where those are in the ring; table ``[R, H, P]``,
-    windows ``[R]``, protected ``[R]`` or None."""
+    """Write scores to the words of the tokens before ``starts``, where those tokens are in the ring.
+
+    Args:
+        score: ``[R, H]``.
+        pages: pages of the layer, modified in place.
+        table: ``[R, H, P]``.
+        starts: ``[R]``.
+        windows: ``[R]``.
+        protected: ``[R]``, or None.
+        sinks: s of requests without a prefix.
+    """
     layout, words = pages.layout, pages.score
     seen = pages.position[table[:, 0, layout.state_blocks].long(), 0, 0]
     first = 0
@@ -52,11 +65,11 @@ def _replace(
         sinks, first = torch.where(protected > 0, 0, sinks), protected
     since = starts - 1 - first - sinks
     there = (since >= 0) & (seen == starts)
-    # the others write back a word of their own: choosing rows would have the host wait for a device
+    # other rows write back their own word, because selecting rows would make the host wait for the device
     slots = torch.where(there, sinks + since % windows, 0)
     columns = layout.state_blocks + slots // layout.block_slots
     blocks = table.gather(2, columns.view(-1, 1, 1).expand(-1, table.shape[1], 1))[..., 0].long()  # [R, H]
-    # by place in memory: with unequal shares heads overlap in this view
+    # index the flat memory, because with unequal shares heads overlap in this view
     strides, heads = words.stride(), torch.arange(table.shape[1], device=words.device)
     places = words.storage_offset() + blocks * strides[0] + heads * strides[1]
     places += (slots % layout.block_slots).unsqueeze(1) * strides[2]

@@ -1,4 +1,4 @@
-"""`kvpop bench plot`: one figure and one table of what `benchmarks/decode.py` measured last."""
+"""``kvpop bench plot``: figure and table of the newest measurement of ``benchmarks/decode.py``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,16 @@ from kvpop_vllm.config import ConfigError
 TABLE = "table.md"
 FIGURE = "figure.png"
 SETTING = ("mode", "configuration", "requests", "context", "budget")
+"""Columns that identify a setting."""
 VALUES = ("step_ms", "dense_over_it", "kv_bytes", "requests", "context", "budget")
+"""Columns with numbers."""
 
 
 def bench_plot(options) -> None:
-    """Runs `kvpop bench plot`: writes both files, and says where.
+    """Run ``kvpop bench plot``: write the figure and the table, and print where.
 
     Raises:
-        ConfigError: there is nothing to draw, or matplotlib is not installed.
+        ConfigError: there are no measurements, or matplotlib is not installed.
     """
     try:
         from matplotlib.figure import Figure
@@ -42,7 +44,11 @@ def bench_plot(options) -> None:
 
 
 def table(rows: list[dict]) -> str:
-    """Markdown: milliseconds a step and how many times faster than stock in the same run, by setting."""
+    """Return a Markdown table with one row per setting.
+
+    Columns include milliseconds per step, the speed-up over stock in the same run, and the bytes of the
+    cache.
+    """
     lines = [
         "| requests x context | B | cache | ms per step | dense / it (least to largest) | KV MiB |",
         "|---|---|---|---|---|---|",
@@ -59,9 +65,10 @@ def table(rows: list[dict]) -> str:
 
 
 def draw(drawing, rows: list[dict], title: str) -> None:
-    """Step time against context at the most requests measured, and throughput against requests at the longest context.
+    """Draw step time against context, and throughput against number of requests.
 
-    Medians, with bars from the least to the largest of the rounds.
+    The first is drawn at the most requests measured, the second at the longest context. Points are medians,
+    bars extend from the least to the largest value of the rounds.
     """
     left, right = drawing.subplots(1, 2)
     most, longest = max(r["requests"] for r in rows), max(r["context"] for r in rows)
@@ -89,5 +96,5 @@ def _name(row: dict) -> str:
 
 
 def _label(row: dict) -> str:
-    """Stock's runs beside several budgets are one curve."""
+    """Return the legend entry of a row. Runs of stock beside several budgets share one."""
     return "stock vLLM, dense" if row["configuration"] == "dense" else f"{_name(row)}, B = {row['budget']:,.0f}"

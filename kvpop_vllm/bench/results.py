@@ -1,4 +1,4 @@
-"""CSV files that the benchmark scripts write: the newest measurement, medians over its rounds."""
+"""CSV files of the benchmark scripts: the newest measurement, as medians over its rounds."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from pathlib import Path
 from kvpop_vllm.config import ConfigError
 
 MEASUREMENT = ("machine", "cores", "threads", "vllm", "date", "commit")
-"""Columns that tell measurements apart; only rows that agree in all of them are compared."""
+"""Columns that identify a measurement; only rows that agree in all of them are compared."""
 
 
 def newest(
     path: Path, setting: tuple[str, ...], values: tuple[str, ...], commit: str | None = None, machine: str | None = None
 ) -> tuple[dict, list[dict]]:
-    """The measurement of a file's last row, and one row per setting of it.
+    """Return the measurement of a file's last row, and one row for each of its settings.
 
     Args:
-        path: written by a script in ``benchmarks/``; later rows are newer. setting: columns that say what was asked.
+        path: file written by a script in ``benchmarks/``; later rows are newer.
+        setting: columns that identify a setting.
         values: number columns; each becomes the median over the rows of a setting.
-        commit, machine: only rows of this commit, and of machines with this in their name.
+        commit: use only rows of this commit.
+        machine: use only rows of machines with this text in their name.
 
     Returns:
-        The :data:`MEASUREMENT` columns, and rows with ``setting`` as they stand, ``values`` as floats, and the least and
-        largest of each as ``least NAME`` and ``largest NAME``.
+        The :data:`MEASUREMENT` columns, and rows with ``setting`` as text, ``values`` as floats, and the
+        least and largest of
+        each value as ``least NAME`` and ``largest NAME``.
 
     Raises:
-        ConfigError: there is no such file, it is empty or has no such rows, a column is missing, or a value is not a number
-            above 0.
+        ConfigError: the file does not exist, is empty or has no such rows, a column is missing, or a value is
+            not a number above 0.
     """
     try:
         with path.open(newline="") as file:

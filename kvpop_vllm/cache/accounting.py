@@ -1,4 +1,4 @@
-"""Bytes of a request's cache and of a pool, each counted two ways (DESIGN "Accounting")."""
+"""Canonical and allocated bytes of a request's cache and of a pool (DESIGN "Accounting")."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from kvpop_vllm.roles import Retention
 
 @dataclass(frozen=True)
 class CacheBytes:
-    """Bytes one request holds.
+    """Bytes held by one request.
 
     Attributes:
-        canonical: K and V of the tokens held, nothing else; compares methods.
-        allocated: whole blocks, with scores, positions, scorer state and padding; what leaves the pool.
+        canonical: K and V of the held tokens only; compares methods.
+        allocated: whole blocks, with scores, positions, scorer state and padding; the amount taken from the
+            pool.
         blocks: pages of each layer.
     """
 
@@ -28,11 +29,12 @@ class CacheBytes:
 
 @dataclass(frozen=True)
 class PoolBytes:
-    """Bytes of a pool that is full of equal requests.
+    """Bytes of a pool filled with equal requests.
 
     Attributes:
-        canonical: K and V of the tokens that the whole requests hold. allocated: all of the pool.
-        requests: how many fit, not rounded, which is what vLLM reports as maximum concurrency.
+        canonical: K and V of the tokens that the whole requests hold.
+        allocated: all bytes of the pool.
+        requests: number of requests that fit, not rounded; vLLM reports it as maximum concurrency.
     """
 
     canonical: int
@@ -49,8 +51,17 @@ def request_bytes(
     protected: int = 0,
     divided: int = 0,
 ) -> CacheBytes:
-    """Return what a request holds whose cache has taken in ``length`` tokens; ``shares``: of its heads, where they are unequal;
-    ``protected``: p, tokens of its protected prefix; ``divided``: tokens of its prompt, at whose end its heads divide their slots by votes."""
+    """Return the bytes of a request that has processed ``length`` tokens.
+
+    Args:
+        layout: page layout of a layer.
+        num_layers: number of layers.
+        length: tokens that the request has processed.
+        retention: budget, sinks and window.
+        shares: budgets of all heads, if they are unequal.
+        protected: p, tokens of the protected prefix.
+        divided: tokens of its prompt if its heads divide their slots by votes at the prompt's end, else 0.
+    """
     protected = min(protected, length)
     own, tail = length - protected, retention.behind(protected)
     heads, sinks = num_layers * layout.num_kv_heads, retention.sinks - tail.sinks
@@ -76,8 +87,16 @@ def compressing_bytes(
     shares: Shares | None = None,
     divides: bool = False,
 ) -> CacheBytes:
-    """Return what a request holds at the end of a prompt of so many tokens that is compressed then: all of it, and its tail; ``divides``:
-    its heads divide their slots by votes."""
+    """Return the bytes of a request at the end of a prompt that is compressed then: whole prompt and tail.
+
+    Args:
+        layout: page layout of a layer.
+        num_layers: number of layers.
+        prompt: number of prompt tokens.
+        retention: budget, sinks and window.
+        shares: budgets of all heads, if they are unequal.
+        divides: True if the heads divide their slots by votes.
+    """
     tail = request_bytes(layout, num_layers, prompt, retention, shares, divided=prompt if divides else 0)
     heads, blocks = num_layers * layout.num_kv_heads, cdiv(prompt, layout.block_slots)
     whole = heads * prompt * 2 * layout.head_size * layout.dtype.itemsize
@@ -86,9 +105,13 @@ def compressing_bytes(
 
 
 def worst_prompts(longest: int, length: int, size: int) -> list[int]:
-    """Return numbers of protected tokens, up to ``longest``, among which is one with which a request of ``length`` tokens holds most
-    blocks of ``size`` slots, a request that protects nothing among them: another block of prefix costs the tail a block at most, so of prompts that leave a tail it is one
-    of the longest ``size``."""
+    """Return candidate numbers of protected tokens that include the worst case.
+
+    In the worst case, a request of ``length`` tokens that protects up to ``longest`` tokens holds the most
+    blocks of ``size`` slots. The result includes 0, for a request without protection. One more prefix block
+    removes at most one block from the tail. Among the prompts that leave a tail, one of the longest ``size``
+    is therefore a worst case.
+    """
     last = min(longest, length - 1)
     return sorted({0, longest, *range(max(1, last - size + 1), last + 1)})
 
@@ -96,13 +119,19 @@ def worst_prompts(longest: int, length: int, size: int) -> list[int]:
 def dense_request_bytes(
     num_layers: int, num_kv_heads: int, head_size: int, dtype: torch.dtype, length: int, block_size: int
 ) -> CacheBytes:
-    """What it would hold in a stock paged cache of ``block_size`` tokens per block (vLLM's default on a CPU is 128)."""
+    """Return the bytes of a request of ``length`` tokens in a stock paged cache.
+
+    ``block_size`` is the number of tokens per block (vLLM's default on a CPU is 128).
+    """
     per_token = 2 * num_kv_heads * head_size * dtype.itemsize * num_layers
     blocks = cdiv(length, block_size)
     return CacheBytes(canonical=length * per_token, allocated=blocks * block_size * per_token, blocks=blocks)
 
 
 def pool_bytes(request: CacheBytes, num_blocks: int) -> PoolBytes:
-    """A pool of ``num_blocks`` pages of each layer, full of requests that hold what ``request`` does, at least a block."""
+    """Return the bytes of a pool with ``num_blocks`` pages per layer, filled with requests like ``request``.
+
+    ``request`` must hold at least one block.
+    """
     requests = num_blocks / request.blocks
     return PoolBytes(int(requests) * request.canonical, num_blocks * request.allocated // request.blocks, requests)

@@ -1,4 +1,7 @@
-"""Decays chosen head by head by what they keep, where the loss says little about them (DESIGN "Training")."""
+"""Calibration of each head's decay by lost attention (DESIGN "Training").
+
+The training loss alone says little about decays.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +19,14 @@ from kvpop_vllm.scorers.checkpoint import Decay
 POINTS = 12
 QUERIES = 256
 FLOOR = 1e-6
-"""Lost mass below which a decay earns nothing more; of decays that are equally good a head gets the slowest."""
+"""Lost mass below which decays count as equal; of equal decays a head gets the slowest."""
 
 
 def decay_grid(decay: Decay) -> torch.Tensor:
-    """``[12]`` float64 values of log gamma inside the decay's range, geometric in ``-log gamma``, smallest gamma first.
+    """Return candidates for log gamma inside the decay's range, geometric in ``-log gamma``.
+
+    Returns:
+        ``[12]`` float64, smallest gamma first.
 
     Raises:
         ValueError: the range is empty or reaches 1.
@@ -42,14 +48,21 @@ def lost_mass(
     positions: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention that queries give to tokens which have been evicted, for each budget and decay.
+    """Return the attention that queries give to evicted tokens, for each budget and decay.
 
     Args:
-        q ``[B, Hq, S, D]``, k ``[B, H, S, D]``, lse ``[B, Hq, S]``: of dense attention. scores: ``[B, H, S]`` for each budget.
-        log_gammas: ``[G]``. budgets: with the same sinks. positions: ``[P]`` queries asked about.
+        q: ``[B, Hq, S, D]``.
+        k: ``[B, H, S, D]``.
+        lse: ``[B, Hq, S]``, log-normalisers of dense attention.
+        scores: raw scores ``[B, H, S]`` for each budget.
+        log_gammas: ``[G]``.
+        budgets: slot roles of each budget, all with the same sinks.
+        positions: ``[P]``, positions of the queries.
+        scale: factor on q . k.
 
     Returns:
-        ``[len(budgets), G, H]``, a share of all attention: mean over sequences, positions and the query heads of a KV head.
+        ``[len(budgets), G, H]``, a share of all attention: mean over sequences, positions and the query heads
+        of a KV head.
     """
     heads, length = k.shape[1], k.shape[2]
     asked = q[:, :, positions].float().unflatten(1, (heads, -1))
@@ -68,7 +81,7 @@ def lost_mass(
 
 
 class _Observer:
-    """Attends densely and adds up every layer's lost mass."""
+    """Dense attention that adds up the lost mass of every layer."""
 
     def __init__(self, student: Student, log_gammas: torch.Tensor):
         self.student, self.log_gammas = student, log_gammas
@@ -77,13 +90,13 @@ class _Observer:
         self.lost = torch.zeros(layers, len(self.budgets), len(log_gammas), heads, dtype=torch.float64)
 
     def __call__(self, layer, q, k, v, scale):
-        """See :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
         out, lse = dense_attention(q, k, v, scale)
         by_window = {w: self.student.score(layer, k, v, w)[0] for w in {r.window for r in self.budgets}}
         scores = [by_window[r.window] for r in self.budgets]
         first, last = max(r.budget for r in self.budgets), k.shape[2] - 1
         positions = torch.linspace(first, last, min(QUERIES, last - first + 1), device=k.device).long().unique()
-        with torch.autocast(k.device.type, enabled=False):  # which would round the logits
+        with torch.autocast(k.device.type, enabled=False):  # autocast would round the logits
             self.lost[layer] += lost_mass(
                 q, k, lse, scores, self.log_gammas.to(k.device), self.budgets, positions, scale
             ).cpu()
@@ -92,17 +105,20 @@ class _Observer:
 
 @torch.no_grad()
 def calibrate(student: Student, rows: Sequence[torch.Tensor], decay: Decay) -> tuple[torch.Tensor, float]:
-    """For every head the decay of :func:`decay_grid` under which its scorer loses least attention on ``rows``.
+    """Return the decay under which each head's scorer loses least attention on ``rows``.
 
-    Attention is that of the dense model. Least is meant in the mean of log lost mass over the recipe's budgets, so that
-    no budget outweighs another. Not in the paper, which learns the decay with the rest (KVpop section 3.3).
+    Decays are those of :func:`decay_grid`. Attention is that of the dense model. The criterion is the mean of
+    log lost mass over the recipe's budgets, so that no budget outweighs another. This is not in the paper,
+    which learns the decay with the other parameters (KVpop section 3.3).
 
     Args:
-        rows: ``[S]`` tokens each, the same in all processes, with S above the largest budget. decay: the range.
+        student: the model and its scorers.
+        rows: ``[S]`` tokens each, the same in all processes, with S above the largest budget.
+        decay: range of the decays.
 
     Returns:
-        The decays' parameter ``decay_logit [layers, H]`` float32, within that range, and the mass lost under them, mean
-        over layers, heads, budgets and rows.
+        The parameter of the decays, ``decay_logit [layers, H]`` float32, relative to that range, and the lost
+        mass under them, mean over layers, heads, budgets and rows.
 
     Raises:
         ValueError: there are no rows, or they are too short.

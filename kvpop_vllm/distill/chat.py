@@ -1,6 +1,6 @@
-"""Conversations: read from records, written as text in the model's own chat format with nothing that was said left out.
+"""Conversations, read from records and written as text in the model's own chat format, without omissions.
 
-What is not said is: a list of tools on offer beside the messages is not read.
+A list of available tools beside the messages is not part of the conversation and is not read.
 """
 
 from __future__ import annotations
@@ -11,20 +11,23 @@ from collections.abc import Callable
 from kvpop_vllm.config import ConfigError
 
 REASONING = ("reasoning_content", "reasoning", "thinking")
-"""Fields beside ``content`` or ``response`` in which a reasoning trace may stand."""
+"""Fields beside ``content`` or ``response`` that may hold a reasoning trace."""
 FIELDS = ("text", "messages", "prompt", "response", *REASONING)
-"""What a record may say something in."""
+"""Fields of a record that may hold content."""
 
 
 def content_of(record: dict, where: Callable[[], str]) -> str | list[dict]:
-    """The ``messages`` of a record, or its ``text`` where it has none (of records with both, the text is the messages written
-    out in some format); ``prompt`` and ``response`` are a conversation of two messages.
+    """Return the ``messages`` of a record, or its ``text`` if it has none.
+
+    In records with both, the text is the messages written in some format. ``prompt`` and ``response`` are a
+    conversation of two messages.
 
     Args:
-        where: what errors call the record.
+        record: the record.
+        where: returns the record's name for error messages.
 
     Raises:
-        ConfigError: it has none of them, or one of another type.
+        ConfigError: the record has none of these fields, or one of another type.
     """
     record = _filled(record)
     messages, text = record.get("messages"), record.get("text")
@@ -41,14 +44,18 @@ def content_of(record: dict, where: Callable[[], str]) -> str | list[dict]:
 
 
 def _filled(value):
-    """Without the fields that are there only because other rows of a table have them."""
+    """Return the value without fields that are None because only other rows of a table have them."""
     if isinstance(value, dict):
         return {name: _filled(part) for name, part in value.items() if part is not None}
     return [_filled(part) for part in value] if isinstance(value, list) else value
 
 
 def _message(message, number: int, where: Callable[[], str]) -> dict:
-    """A message whose content is one string: parts are joined."""
+    """Return a message with its content as one string; parts are joined.
+
+    Raises:
+        ConfigError: a message lacks a role or content, or its content is not text.
+    """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or len(message) < 2:
         raise ConfigError(f"{where()}: message {number} needs a `role` and a `content`, both text")
     content = message.get("content", "")
@@ -60,16 +67,18 @@ def _message(message, number: int, where: Callable[[], str]) -> dict:
 
 
 def render(tokenizer, messages: list[dict], where: Callable[[], str]) -> str:
-    """``messages`` in the tokenizer's chat template.
+    """Return ``messages`` in the tokenizer's chat template.
 
-    Templates of reasoning models leave the reasoning of earlier turns out. Where that happens, the template is given
-    stand-ins for the contents, and the whole contents are put in their place.
+    Templates of reasoning models leave out the reasoning of earlier turns. In that case the template is
+    applied to placeholders, which are then replaced by the whole contents.
 
     Args:
-        where: what errors call the conversation.
+        tokenizer: the model's tokenizer.
+        messages: the conversation.
+        where: returns the conversation's name for error messages.
 
     Raises:
-        ConfigError: there is no template, or it does not take these messages.
+        ConfigError: there is no template, or it does not accept these messages or leaves a part of them out.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(f"{where()} is a conversation, but the tokenizer has no chat template: give `text` instead")
@@ -94,25 +103,25 @@ def render(tokenizer, messages: list[dict], where: Callable[[], str]) -> str:
         if stand_in not in text:
             role = messages[i]["role"]
             raise ConfigError(f"{where()}: the chat template leaves out message {i} ({role}): change its role")
-        if content.startswith("<think>"):  # the template may have opened an empty one itself
+        if content.startswith("<think>"):  # the template may have added an empty one
             text = re.sub(r"<think>\s*</think>\s*" + stand_in, stand_in, text)
         text = text.replace(stand_in, content)
     return text
 
 
 def _silent(tokenizer, messages: list[dict], number: int, text: str) -> bool:
-    """Whether a message's tool calls make no difference to what the template writes."""
+    """Return whether a message's tool calls make no difference to the template's output."""
     without = [{n: v for n, v in m.items() if i != number or n != "tool_calls"} for i, m in enumerate(messages)]
     try:
         return tokenizer.apply_chat_template(without, tokenize=False) == text
-    except Exception:  # whatever a template raises: it looks at them
+    except Exception:  # a template may raise anything; it reads the tool calls then
         return False
 
 
 def _apply(tokenizer, messages: list[dict], where: Callable[[], str]) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
-    except Exception as error:  # whatever a template raises
+    except Exception as error:  # a template may raise anything
         raise ConfigError(f"{where()} does not fit the chat template: {' '.join(str(error).split())}") from None
 
 

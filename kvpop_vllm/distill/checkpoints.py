@@ -1,4 +1,7 @@
-"""Training state on disk: what is written is complete or not there at all, and on the disk before older ones go."""
+"""Training state on disk, written whole or not at all.
+
+A checkpoint is on the disk before older ones are removed.
+"""
 
 from __future__ import annotations
 
@@ -19,35 +22,41 @@ KEEP = 2
 
 
 def is_main() -> bool:
-    """Whether this process writes what is written once."""
+    """Return whether this process writes the files that are written once."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def barrier() -> None:
-    """Waits for all processes."""
+    """Wait for all processes."""
     if dist.is_initialized():
         dist.barrier()
 
 
 class Checkpoints:
-    """Numbered checkpoints in one folder, of trained parameters, optimiser, data position and random state.
+    """Numbered checkpoints in one folder: trained parameters, optimiser, data position and random state.
 
-    Frozen parameters are left out. Sharded parameters are written by every process, its own part.
+    Frozen parameters are left out. Every process writes its own part of sharded parameters.
     """
 
     def __init__(self, folder: Path):
         self.folder = folder
 
     def steps(self) -> list[int]:
-        """Steps of all complete checkpoints, rising."""
+        """Return the steps of all complete checkpoints in ascending order."""
         names = (re.fullmatch(r"step-(\d+)", p.name) for p in self.folder.glob("step-*"))
         return sorted(int(m.group(1)) for m in names if m)
 
     def save(self, step: int, model, optimiser, data: dict) -> None:
-        """Writes the state after ``step`` optimiser steps; older ones but one go once it is complete.
+        """Write the state after ``step`` optimiser steps; then remove all checkpoints but the two newest.
+
+        Args:
+            step: number of optimiser steps taken.
+            model: the trained model.
+            optimiser: its optimiser.
+            data: data position.
 
         Raises:
-            OSError: it cannot be written; those before it are untouched.
+            OSError: the state cannot be written; earlier checkpoints are untouched.
         """
         draft, rank = self.folder / f"draft-{step}", dist.get_rank() if dist.is_initialized() else 0
         if is_main():
@@ -56,11 +65,11 @@ class Checkpoints:
         barrier()
         try:
             with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # torch warns that one process alone saves "non-collectively"
+                warnings.simplefilter("ignore")  # torch warns that a single process saves "non-collectively"
                 dcp.save(_state(model, optimiser), checkpoint_id=draft)
             torch.save({"data": data} | _random_state(), draft / f"process-{rank}.pt")
             _to_disk(draft / f"process-{rank}.pt")
-        except (Exception, CheckpointException) as error:  # the latter is no Exception
+        except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             shutil.rmtree(draft, ignore_errors=True)
             free = shutil.disk_usage(self.folder).free >> 20
             raise OSError(
@@ -78,13 +87,14 @@ class Checkpoints:
         barrier()
 
     def load(self, model, optimiser) -> tuple[int, dict | None]:
-        """Restores the newest checkpoint into model and optimiser; ``(0, None)`` where there is none.
+        """Restore the newest checkpoint into model and optimiser.
 
         Returns:
-            Steps taken and the data position.
+            Steps taken and the data position; ``(0, None)`` if there is no checkpoint.
 
         Raises:
-            ValueError: it was written by another number of processes, or cannot be read: no older one is taken unasked.
+            ValueError: the checkpoint was written by another number of processes or cannot be read. An older
+                one is not taken instead.
         """
         steps = self.steps()
         if not steps:
@@ -122,7 +132,7 @@ _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 
 
 def _to_disk(path: Path) -> None:
-    """Of a file or folder, what the system may still hold back."""
+    """Flush a file or folder to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -136,7 +146,7 @@ def _state(model, optimiser) -> dict:
 
 
 def _random_state() -> dict:
-    """Of the CPU, and of this process's GPU if it has one."""
+    """Return the random state of the CPU, and of this process's GPU if it has one."""
     return {"rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None}
 
 
@@ -151,6 +161,6 @@ def _world() -> int:
 
 
 def _cause(error: BaseException) -> str:
-    """The innermost message; distributed checkpointing wraps it in a report of all processes."""
+    """Return the innermost message, which distributed checkpointing wraps in a report of all processes."""
     text = [line.strip() for line in str(error).splitlines() if "rror" in line and line.strip()]
     return text[-1] if text else str(error).splitlines()[0] if str(error) else type(error).__name__

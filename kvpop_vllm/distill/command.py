@@ -1,4 +1,4 @@
-"""`kvpop distill`: its options. Nothing heavy is imported before it runs."""
+"""Options of `kvpop distill`; nothing heavy is imported before it runs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpop_vllm.distill.recipes import RECIPES
 
 
 def add_distill(commands) -> None:
-    """Adds `kvpop distill` to argparse's ``commands``."""
+    """Add `kvpop distill` to argparse's ``commands``."""
     summary = "train scorers for MODEL (with --train-base the model too); 'teacher' writes its logits to disk; 'texts' fetches real text"
     command = commands.add_parser("distill", help=summary, description=summary)
     command.add_argument("action", nargs="?", choices=("train", "teacher", "texts"), default="train")
@@ -51,10 +51,10 @@ def add_distill(commands) -> None:
 
 
 def recipe_of(options) -> Recipe:
-    """The named recipe with what the command line overrides.
+    """Return the named recipe with the command line's overrides.
 
     Raises:
-        ConfigError: a value makes no sense, or options contradict each other.
+        ConfigError: a value is invalid, an option has no effect, or options contradict each other.
     """
     given = {f.name: getattr(options, f.name) for f in dataclasses.fields(Recipe)}
     recipe = dataclasses.replace(
@@ -62,7 +62,7 @@ def recipe_of(options) -> Recipe:
     )
     if options.train_base is False and recipe.trains_base:
         raise ConfigError(f"--phase {options.phase} trains the base model: leave --no-train-base out")
-    if options.action == "teacher":  # the recipe says which run the logits are for
+    if options.action == "teacher":  # the recipe identifies the run that the logits are for
         return recipe
     off = [f.name for f in dataclasses.fields(Recipe) if f.default is False and given[f.name] is False]
     if unused := recipe.without_effect([n for n, value in given.items() if value is not None and n not in off]):
@@ -77,10 +77,12 @@ def _flag(name: str) -> str:
 
 
 def _refuse_options_of_others(options) -> None:
-    """What an action does nothing with is not to be given to it; 'teacher' takes all of the recipe that its logits are for.
+    """Refuse options that the action does not use.
+
+    'teacher' takes all options of the recipe that its logits are for.
 
     Raises:
-        ConfigError: naming the option.
+        ConfigError: names the option.
     """
     recipe = tuple(f.name for f in dataclasses.fields(Recipe))
     others = {
@@ -94,7 +96,11 @@ def _refuse_options_of_others(options) -> None:
 
 
 def distill(options) -> None:
-    """Runs `kvpop distill`."""
+    """Run `kvpop distill`.
+
+    Raises:
+        ConfigError: an option is missing or of no use, or texts are not available.
+    """
     _refuse_options_of_others(options)
     if options.action == "texts":
         from kvpop_vllm.distill.texts import KINDS, fetch_texts

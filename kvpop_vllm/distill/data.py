@@ -23,7 +23,7 @@ BATCH = 32
 
 
 def split_of(key: str, validation: float, test: float) -> str:
-    """The split of a document whose group, or else text, is ``key``: by its hash, whatever else there is."""
+    """Return the split of a document by the hash of ``key``, which is its group or else its text."""
     share = int.from_bytes(_digest(key), "big") / 2**64
     return "test" if share < test else "validation" if share < test + validation else "train"
 
@@ -35,9 +35,9 @@ def _digest(text: str) -> bytes:
 class Pass:
     """One pass over a split: its pieces, each once, shuffled through a buffer.
 
-    The buffer is filled up to ``buffer`` tokens; a piece drawn at random leaves it, and others take its place. With a
-    buffer that holds the whole split the shuffle is perfect. Only the first of several documents with the same content
-    is used; where their groups are in different splits, that of the first decides.
+    The buffer is filled up to ``buffer`` tokens. A piece drawn at random leaves it, and others take its
+    place. If the buffer holds the whole split, the shuffle is perfect. Of several documents with the same
+    content only the first is used; if their groups are in different splits, the first one's group decides.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Pass:
         self.documents = self.kept = 0
 
     def next(self) -> np.ndarray | None:
-        """A piece, or None at the end."""
+        """Return the next piece, or None at the end."""
         while self.size < self.capacity and (batch := list(islice(self._kept(), BATCH))):
             for place, piece in self._pieces(batch):
                 self.held.append((place, piece))
@@ -66,13 +66,13 @@ class Pass:
         return piece
 
     def _pieces(self, batch: list[tuple[int, Document]]) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
-        """The pieces of documents, and where each is to be found again: source, place, number."""
+        """Yield the pieces of documents with their places: source, place, number."""
         found = self.tokens.pieces([(self.sources[i], document) for i, document in batch])
         for (source, document), pieces in zip(batch, found, strict=True):
             yield from (((source, document.place, number), piece) for number, piece in enumerate(pieces))
 
     def _kept(self) -> Iterator[tuple[int, Document]]:
-        """Documents of this split, each content once."""
+        """Yield documents of this split, each content once."""
         for source, document in self.order:
             content = document.content
             text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
@@ -87,7 +87,10 @@ class Pass:
                 yield source, document
 
     def state(self) -> dict:
-        """Where the pass stands. The buffer is given by the places of its pieces, to be read again."""
+        """Return the state of the pass.
+
+        The buffer is given by the places of its pieces, which :meth:`load` reads again.
+        """
         return {
             "epoch": self.epoch,
             "order": self.order.state(),
@@ -97,6 +100,7 @@ class Pass:
         }
 
     def load(self, state: dict) -> None:
+        """Go to a state and read the pieces of its buffer again."""
         self.order.seek(state["order"])
         self.seen = set(state["seen"].tolist())
         self.drawn, self.given, self.documents, self.kept = state["counts"]
@@ -113,27 +117,34 @@ class Pass:
 
 
 class PackedTokens:
-    """Rows of S tokens of one split, in an order that only the sources and the seed decide.
+    """Rows of S tokens of one split, in an order that depends on the sources and the seed alone.
 
-    A document belongs to a split for good, by the hash of its group or else its text. Documents end with EOS and follow
-    each other without a gap; a row may begin and end anywhere in one. Nothing marks the borders: attention runs across.
-    Of the rows of all processes, number ``j`` is given to rank ``j % world_size``; each process reads and tokenises all
-    of the text. What does not fill a row at the end of a pass opens the next one, or is left out if there is none.
+    A document belongs to a split for good, by the hash of its group or else its text. Documents end with EOS
+    and follow each other without a gap; a row may begin and end anywhere in a document. Borders are not
+    marked, and attention runs across them. Of the rows of all processes, row ``j`` goes to rank ``j %
+    world_size``; each process reads and tokenises all of the text. Tokens that do not fill a row at the end
+    of a pass open the next pass, or are left out if there is none.
 
-    Iterating gives ``[S]`` int64 tensors. Once exhausted (``repeat=False``), ``iter()`` starts over.
+    Iteration yields ``[S]`` int64 tensors. Once exhausted (``repeat=False``), ``iter()`` starts over.
 
     Args:
         sources: files and folders, see :func:`kvpop_vllm.distill.sources.find_sources`.
-        tokenizer: of the model. length: S.
-        split: ``train``, ``validation``, ``test`` or ``all``. validation, test: shares of the documents.
-        seed: of the shuffle, which differs from pass to pass. rank, world_size: of this process.
-        repeat: go on with another pass, without end.
-        vocab_size: of the model, to notice a tokenizer that is not its own.
-        buffer: tokens the shuffle chooses from (4 bytes each). piece_rows: rows that one document may fill at a stretch;
-            the rest of it is a document of its own.
+        tokenizer: the model's tokenizer.
+        length: S.
+        split: ``train``, ``validation``, ``test`` or ``all``.
+        seed: seed of the shuffle, which differs from pass to pass.
+        rank: rank of this process.
+        world_size: number of processes.
+        repeat: True to continue with further passes without end.
+        vocab_size: vocabulary of the model, to detect a tokenizer of another model.
+        validation: validation share of the documents.
+        test: test share of the documents.
+        buffer: tokens that the shuffle chooses from (4 bytes each).
+        piece_rows: rows that one document may fill in succession; the rest is treated as a document of its
+            own.
 
     Raises:
-        ConfigError: the data cannot be used; that a split is empty or too small shows when it has been read.
+        ConfigError: the data cannot be used. An empty or too small split is found only when it has been read.
     """
 
     def __init__(
@@ -186,7 +197,7 @@ class PackedTokens:
         return self
 
     def __next__(self) -> torch.Tensor:
-        """The next row of this rank, ``[S]`` int64."""
+        """Return the next row of this rank, ``[S]`` int64."""
         while not self.exhausted:
             row = self._row()
             if row is None:
@@ -230,15 +241,16 @@ class PackedTokens:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Equal for equal rows: sources, tokenizer, S, split, seed and order, but not how they are shared out."""
+        """Hash that is equal for equal rows: sources, tokenizer, S, split, seed and order, but not ranks."""
         settings = [self.length, self.split, self.seed, self.shares, self.buffer]
         all_of_it = [settings, self.tokens.fingerprint(), [source.fingerprint() for source in self.sources]]
         return hashlib.sha256(json.dumps(all_of_it).encode()).hexdigest()[:16]
 
     def state_dict(self) -> dict:
-        """The position: after :meth:`load_state_dict` the rows go on as if nothing had happened.
+        """Return the position; after :meth:`load_state_dict` the rows continue from there.
 
-        Numbers and int64 tensors: 8 bytes for every document read in this pass, 24 for every piece in the buffer.
+        It holds numbers and int64 tensors: 8 bytes for every document read in this pass, 24 for every piece
+        in the buffer.
         """
         return {
             "fingerprint": self.fingerprint,
@@ -249,10 +261,12 @@ class PackedTokens:
         }
 
     def load_state_dict(self, state: dict) -> None:
-        """Goes to a position; what was in the buffer is read and tokenised again, which takes as long as filling it did.
+        """Go to a position.
+
+        Pieces of the buffer are read and tokenised again, which takes as long as filling it.
 
         Raises:
-            ConfigError: it is a position in other data.
+            ConfigError: the position is one in other data, or of another rank.
         """
         if state["fingerprint"] != self.fingerprint:
             raise ConfigError(

@@ -1,7 +1,7 @@
-"""How gates are trained: attention under their soft evictions, and what a row's evictions cost (TRIM-KV, DMS).
+"""Training of gates: attention under soft evictions, and the loss for a row's evictions (TRIM-KV, DMS).
 
-Both see what a layer's gate sees in serving, and differentiate through all of the model that lies behind it, which itself is
-frozen unless asked otherwise.
+Both methods give a gate what it reads in serving. They differentiate through the whole model behind the gate,
+which is frozen unless asked otherwise.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from kvpop_vllm.distill.soft import after, by_age, soft_attention, soft_sizes
 from kvpop_vllm.scorers import Signals
 
 Given = Callable[[int, Signals], torch.Tensor]
-"""``given(layer, seen of tokens [B, S]) -> [B, S, H]`` float32, what a layer's gate says of them."""
+"""Gate function: ``given(layer, signals of tokens [B, S]) -> [B, S, H]`` float32, the gate's scores."""
 
 
 class _Gated:
-    """An :class:`~kvpop_vllm.distill.hook.Attend` that also sees what goes into every layer's attention."""
+    """Base class of an :class:`~kvpop_vllm.distill.hook.Attend` that also receives the attention's input."""
 
     def __init__(self, given: Given):
         self.given = given
@@ -28,15 +28,15 @@ class _Gated:
         self.channel: dict[int, torch.Tensor] = {}
 
     def see_channel(self, layer: int, channel: torch.Tensor) -> None:
-        """Called with the borrowed channel ``[B, S, H]``, if there is one (:func:`kvpop_vllm.distill.hook.borrow_channel`)."""
+        """Store a layer's borrowed channel ``[B, S, H]`` (:func:`kvpop_vllm.distill.hook.borrow_channel`)."""
         self.channel[layer] = channel
 
     def see(self, layer: int, hidden: torch.Tensor) -> None:
-        """Called with the attention block's input ``[B, S, E]``, just before the layer attends."""
+        """Store the attention block's input ``[B, S, E]``, just before the layer attends."""
         self.hidden[layer] = hidden
 
     def scores(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """``[B, H, S]`` for k, v ``[B, H, S, D]``."""
+        """Return gate scores ``[B, H, S]`` for k, v ``[B, H, S, D]``."""
         hidden, channel = self.hidden.pop(layer), self.channel.pop(layer, None)
         seen = Signals(hidden, k.transpose(1, 2), v.transpose(1, 2), channel)
         return self.given(layer, seen).transpose(1, 2)
@@ -45,12 +45,13 @@ class _Gated:
 class TrimKVAttend(_Gated):
     """Retention-gated attention and the capacity loss (TRIM-KV section 4, eqs. 3 to 6).
 
-    Every token's attention weight carries the factor ``beta_t^(q - t)``, which stands in for its eviction; the loss pushes the
-    sum of these factors below the capacity M. The authors' code divides by ``q - M`` where the paper says q; here it is the
-    paper's. Sinks and window, which the paper does not have, are no part of this.
+    Every token's attention weight has the factor ``beta_t^(q - t)``, which replaces its eviction. The loss
+    pushes the sum of these factors below the capacity M. The paper divides by q, the authors' code by ``q -
+    M``; this follows the paper. Sinks and window, which the paper does not have, are not used.
 
     Args:
-        given: log beta. capacity: M in tokens per head.
+        given: returns log beta.
+        capacity: M in tokens per head.
 
     Attributes:
         losses: layer -> its capacity loss.
@@ -62,22 +63,23 @@ class TrimKVAttend(_Gated):
         self.losses: dict[int, torch.Tensor] = {}
 
     def __call__(self, layer, q, k, v, scale):
-        """See :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
         log_beta = self.scores(layer, k, v)
         self.losses[layer] = capacity_loss(log_beta, self.capacity)
         return soft_attention(q, k, v, log_beta, by_age, scale)
 
     def loss(self) -> tuple[torch.Tensor, dict[str, float]]:
-        """Mean over layers, and what to report."""
+        """Return the mean loss over layers, and the values to report."""
         loss = torch.stack([self.losses[layer] for layer in sorted(self.losses)]).mean()
         return loss, {"capacity": loss.item()}
 
 
 def capacity_loss(log_beta: torch.Tensor, capacity: int) -> torch.Tensor:
-    """``1/T sum_{t=1..T} 1/t max(0, sum_{i<=t} beta_i^(t-i) - M)``, mean over heads (TRIM-KV eq. 5).
+    """Return ``1/T sum_{t=1..T} 1/t max(0, sum_{i<=t} beta_i^(t-i) - M)``, mean over heads (TRIM-KV eq. 5).
 
     Args:
-        log_beta: ``[B, H, S]``. capacity: M.
+        log_beta: ``[B, H, S]``.
+        capacity: M in tokens per head.
     """
     sizes = soft_sizes(log_beta, by_age)
     t = torch.arange(1, log_beta.shape[-1] + 1, device=log_beta.device)
@@ -87,14 +89,19 @@ def capacity_loss(log_beta: torch.Tensor, capacity: int) -> torch.Tensor:
 class DMSAttend(_Gated):
     """Attention under relaxed eviction decisions, and the compression loss (DMS section 3.2).
 
-    ``alpha = sigmoid((logit + noise) / tau)`` with the noise of a binary Gumbel-softmax; a token's weight is ``1 - alpha`` once
-    it has left the window. The loss is ``max(0, target - share of alpha > 1/2)``, a share of all tokens, heads and layers; its
-    gradient is that of alpha itself (straight through). As the authors' code has it, which does not bound the cache: a
-    budget caps in serving only, by the logits. Sinks, which the paper does not have, are never evicted, and not counted.
+    ``alpha = sigmoid((logit + noise) / tau)`` with the noise of a binary Gumbel-softmax. A token's weight is
+    ``1 - alpha`` once it has left the window. The loss is ``max(0, target - share of alpha > 1/2)``, a share
+    of all tokens, heads and layers; its gradient is that of alpha itself (straight through). This follows the
+    authors' code, which does not bound the cache: a budget caps it in serving only, by the logits. Sinks,
+    which the paper does not have, are never evicted and not counted.
 
     Args:
-        given: keep-logits, the negative of eviction logits. roles: sinks and window. target: share of tokens to evict.
-        seed: of the row; noise depends on it and the layer, so that a layer that runs twice draws the same.
+        given: returns keep-logits, the negative of eviction logits.
+        roles: sinks and window.
+        target: share of tokens to evict.
+        tau: temperature of the relaxed decisions.
+        seed: seed of the row. The noise depends on it and on the layer, so that a layer that runs twice draws
+            the same noise.
     """
 
     def __init__(self, given: Given, roles: Roles, target: float, tau: float, seed: int):
@@ -103,7 +110,7 @@ class DMSAttend(_Gated):
         self.evicted: dict[int, torch.Tensor] = {}
 
     def __call__(self, layer, q, k, v, scale):
-        """See :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
         keep = self.scores(layer, k, v)
         logit = (self._noise(layer, keep) - keep) / self.tau
         alpha, sinks = logit.sigmoid(), self.roles.sinks
@@ -114,18 +121,21 @@ class DMSAttend(_Gated):
         return soft_attention(q, k, v, term, after(self.roles.window), scale)
 
     def loss(self) -> tuple[torch.Tensor, dict[str, float]]:
-        """The compression loss, and what to report."""
+        """Return the compression loss, and the values to report."""
         evicted = torch.stack([self.evicted[layer] for layer in sorted(self.evicted)]).mean()
         return (self.target - evicted).clamp_min(0), {"evicted": evicted.item(), "target": self.target}
 
     def _noise(self, layer: int, like: torch.Tensor) -> torch.Tensor:
-        """The difference of two Gumbel variables."""
+        """Return the difference of two Gumbel variables, in the shape of ``like``."""
         generator = torch.Generator(device=like.device).manual_seed(self.seed * 1000 + layer)
         uniform = torch.rand(like.shape, generator=generator, device=like.device, dtype=like.dtype)
         return torch.special.logit(uniform, eps=1e-6)
 
 
 def eviction_target(step: int, steps: int, compression: float) -> float:
-    """Share of tokens to evict at ``step`` of ``steps``: ``1 - 1 / CR``, with CR rising from 1 to ``compression`` (DMS section 3.2)."""
+    """Return the share of tokens to evict at ``step`` of ``steps`` (DMS section 3.2).
+
+    It is ``1 - 1 / CR``, with CR rising linearly from 1 to ``compression``.
+    """
     ratio = 1 + (compression - 1) * min(1.0, step / max(1, steps - 1))
     return 1 - 1 / ratio

@@ -1,7 +1,8 @@
-"""The way into transformers' models: a registered attention function that hands every layer's q, k, v to the caller.
+"""Registered attention function that passes every layer's q, k, v of a transformers model to the caller.
 
-No modelling code is forked: Llama, Qwen2, Qwen3 and whatever else uses transformers' attention interface work as they are.
-What attends is passed with the call, ``model(tokens, attend=...)``; only what a gate sees is taken by hooks on the model.
+No modelling code is forked: Llama, Qwen2, Qwen3 and other models that use transformers' attention interface
+work unchanged. The attention is passed with the call, ``model(tokens, attend=...)``. Only the input of a gate
+is taken by hooks on the model.
 """
 
 from __future__ import annotations
@@ -24,18 +25,29 @@ RESCALED = (
     "final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "logits_soft_cap",
     "output_multiplier",
 )  # fmt: skip
-"""Settings of models that change logits behind the output layer, where nothing here looks."""
+"""Model settings that rescale logits after the output layer, which is not supported here."""
 SCALED_BY_POSITION = "llama_4_scaling_beta", "attn_temperature_tuning"
-"""Settings of models that scale queries by their position."""
+"""Model settings that scale queries by their position."""
 
 
 class Attend(Protocol):
-    """What a model's layers call in place of attention."""
+    """Function that a model's layers call in place of attention."""
 
     def __call__(
         self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float
     ) -> torch.Tensor:  # fmt: skip
-        """``q [B, Hq, S, D]``, ``k, v [B, H, S, D]`` after QK-norm and RoPE -> ``out [B, Hq, S, D]``."""
+        """Return the attention of one layer.
+
+        Args:
+            layer: index of the layer.
+            q: ``[B, Hq, S, D]``, after QK-norm and RoPE.
+            k: ``[B, H, S, D]``, likewise.
+            v: ``[B, H, S, D]``.
+            scale: factor on q . k.
+
+        Returns:
+            ``[B, Hq, S, D]``.
+        """
 
 
 def _attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, attend=None, **options):
@@ -66,7 +78,7 @@ def _attention(module, query, key, value, attention_mask, scaling=None, dropout=
 
 
 def _no_mask(*args, attention_mask=None, **options):
-    """Attention is causal over whole rows; a padding mask would be ignored, so it is refused."""
+    """Return no mask, because attention is causal over whole rows; refuse a padding mask."""
     if attention_mask is not None and not bool(attention_mask.all()):
         raise ConfigError("rows are packed to full length: padding cannot be masked out, leave attention_mask out")
     return None
@@ -77,8 +89,9 @@ AttentionMaskInterface.register(NAME, _no_mask)
 
 
 def show_hidden_states(model: torch.nn.Module) -> None:
-    """Has every attention block hand its input to an ``attend`` that has a method ``see``, just before it attends. May be
-    called again.
+    """Pass the input of every attention block to an ``attend`` with a method ``see``, just before it attends.
+
+    May be called more than once.
 
     Raises:
         ConfigError: the model's layers have no attention block of the usual name.
@@ -98,11 +111,15 @@ def _show(module, positional, named):
 
 
 def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
-    """Takes the last channel of each KV head's first query, as it is before RoPE, out of the query, before and after RoPE (DMS), and hands
-    it, ``[B, S, H]``, to an ``attend`` that has a method ``see_channel``, just before it attends.
+    """Take the last channel of each KV head's first query out of the query, before and after RoPE (DMS).
+
+    The channel ``[B, S, H]``, as it is before RoPE, is passed to an ``attend`` with a method ``see_channel``,
+    just before it attends.
 
     Args:
-        share: of the channel that is taken out before RoPE, and as much once more behind it, while a model gets used to it.
+        model: from :func:`load_model`.
+        share: share of the channel that is taken out before RoPE and again after it, while a model adapts; 1
+            sets it to 0.
 
     Raises:
         ConfigError: the model's attention blocks have no queries of the usual name and shape.
@@ -118,7 +135,7 @@ def borrow_channel(model: torch.nn.Module, share: float = 1.0) -> None:
 
 
 def borrowed_share(model: torch.nn.Module) -> float:
-    """What :func:`borrow_channel` said last of a model, or 0."""
+    """Return the share of the last :func:`borrow_channel` on a model, or 0."""
     return max((getattr(layer.self_attn, "borrowed", 0.0) for layer in model.get_decoder().layers), default=0.0)
 
 
@@ -131,28 +148,28 @@ def _take_channel(block, module, inputs, queries):
 
 
 def _without_channel(by_group: torch.Tensor, share: float) -> torch.Tensor:
-    """``[.., G, D]`` with the first query's last channel that much smaller."""
+    """Return queries ``[.., G, D]`` with the first query's last channel scaled by ``1 - share``."""
     factor = by_group.new_ones(by_group.shape[-2:])
     factor[0, -1] = 1 - share
     return by_group * factor
 
 
 class Dense:
-    """Causal attention over everything: the teacher."""
+    """Causal attention over all tokens, as the teacher uses it."""
 
     def __call__(self, layer, q, k, v, scale):
-        """See :class:`Attend`."""
+        """Return the attention of one layer; see :class:`Attend`."""
         return torch.nn.functional.scaled_dot_product_attention(
             q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
         )
 
 
 def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    """A causal language model from a local folder, whose forward takes ``attend``.
+    """Return a causal language model from a local folder, whose forward takes ``attend``.
 
     Raises:
-        ConfigError: not a model folder, weights that are damaged, missing or of other shapes than its config says, a model
-            whose attention cannot be handed over, or which rescales its logits.
+        ConfigError: it is no model folder, weights are damaged, missing or of other shapes than its config
+            says, the model's attention cannot be replaced, or the model rescales its logits.
     """
     config = load_config(folder)
     _refuse_rescaled_logits(config.get_text_config(), folder)
@@ -181,10 +198,10 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
 
 
 def load_config(folder: str | Path):
-    """A model folder's config.
+    """Return the config of a model folder.
 
     Raises:
-        ConfigError: there is none, or none that transformers knows.
+        ConfigError: the config is missing or unknown to transformers.
     """
     if not (Path(folder) / "config.json").is_file():
         raise ConfigError(f"{folder} has no config.json: give the folder of a Hugging Face model")
@@ -195,12 +212,12 @@ def load_config(folder: str | Path):
 
 
 def vocabulary_of(folder: str | Path) -> int:
-    """How many tokens a model knows; errors as of :func:`load_config`."""
+    """Return the vocabulary size of a model; raises the errors of :func:`load_config`."""
     return load_config(folder).get_text_config().vocab_size
 
 
 def longest(config) -> int | None:
-    """Positions a model was made for, those that a rotation is stretched to among them; None where nothing says it."""
+    """Return the number of positions of a model, those of a stretched rotation included, or None."""
     text = config.get_text_config()
     rope, told = getattr(text, "rope_parameters", None) or {}, getattr(text, "max_position_embeddings", None)
     kinds = [rope, *(own for own in rope.values() if isinstance(own, dict))]
@@ -213,7 +230,7 @@ def longest(config) -> int | None:
 
 
 def check_length(folder: str | Path, length: int) -> None:
-    """A model has positions for rows of ``length`` tokens.
+    """Check that a model has positions for rows of ``length`` tokens.
 
     Raises:
         ConfigError: it has fewer.
@@ -224,10 +241,13 @@ def check_length(folder: str | Path, length: int) -> None:
 
 
 def check_positions(model: torch.nn.Module, positions: int) -> None:
-    """The model attends by differences of positions only, so that a text may begin anywhere before ``positions``.
+    """Check that the model attends by differences of positions only.
+
+    A text may then begin anywhere before ``positions``.
 
     Raises:
-        ConfigError: no rotary embeddings, a rotation or attention that changes with the position, or too many positions.
+        ConfigError: the model has no rotary embeddings, its rotation or attention changes with the position,
+            or it has fewer positions.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}

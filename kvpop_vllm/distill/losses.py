@@ -13,13 +13,19 @@ from kvpop_vllm.kernels import ops
 
 
 class RetentionLoss:
-    """Observer of a sparse pass: the boundary loss of every layer, and how often teacher and student agree.
+    """Observer of a sparse pass that computes the boundary loss and retention recall of every layer.
 
-    Positions are drawn from a generator seeded with ``seed`` and the layer, so that a layer which activation checkpointing
-    runs twice draws the same ones.
+    Positions are drawn from a generator seeded with ``seed`` and the layer, so that a layer that activation
+    checkpointing runs twice draws the same positions.
+
+    Args:
+        roles: slot roles of the budget.
+        options: options of the boundary loss.
+        seed: seed of the row.
 
     Attributes:
-        losses: layer -> scalar. recalls: layer -> the paper's top-k retention recall half way from B to S, mean over heads.
+        losses: layer -> scalar.
+        recalls: layer -> the paper's top-k retention recall half way from B to S, mean over heads.
     """
 
     def __init__(self, roles: Roles, options: BoundaryOptions, seed: int):
@@ -28,7 +34,7 @@ class RetentionLoss:
         self.recalls: dict[int, torch.Tensor] = {}
 
     def __call__(self, seen: Pass) -> None:
-        """Adds one layer's loss."""
+        """Add the loss and recall of one layer."""
         roles, options = self.roles, self.options
         q, k = seen.q.detach(), seen.k.detach()
         lse = dense_attention(q, k, k, seen.scale)[1] if options.exact else seen.lse
@@ -61,18 +67,18 @@ class RetentionLoss:
         self.recalls[seen.layer] = _teacher_recall(seen, target, roles)
 
     def total(self) -> torch.Tensor:
-        """Mean over layers."""
+        """Return the mean loss over layers."""
         return torch.stack([self.losses[layer] for layer in sorted(self.losses)]).mean()
 
     def recall(self) -> float:
-        """Mean over layers and heads."""
+        """Return the mean recall over layers and heads."""
         return float(torch.stack(list(self.recalls.values())).mean())
 
 
 @torch.no_grad()
 def _teacher_recall(seen: Pass, target, roles: Roles) -> torch.Tensor:
     rank, cutoff = running_cutoffs(target, seen.log_gamma, roles)
-    # the middle of what has followed: at the very end targets of young tokens rest on few queries
+    # half way from B to the end: targets of the youngest tokens rest on few queries
     q = (roles.budget + target.shape[-1]) // 2
     if q >= target.shape[-1] or roles.topk == 0:
         return torch.ones((), device=target.device)
@@ -81,10 +87,14 @@ def _teacher_recall(seen: Pass, target, roles: Roles) -> torch.Tensor:
 
 
 def top_kl(student: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:
-    """Forward KL of the teacher, renormalised over its top K tokens, to the student over the whole vocabulary.
+    """Return the forward KL of the teacher's top K tokens to the student.
+
+    The teacher is renormalised over its top K tokens, the student over the whole vocabulary.
 
     Args:
-        student: ``[..., V]`` logits. teacher: ``[..., K]`` logits of the tokens ``indices [..., K]``.
+        student: ``[..., V]`` logits.
+        teacher: ``[..., K]`` logits of the tokens ``indices``.
+        indices: ``[..., K]`` ids.
 
     Returns:
         Mean over positions, in nats.

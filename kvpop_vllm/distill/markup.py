@@ -1,4 +1,4 @@
-"""Plain text of the markup that demo texts come in: Perl's POD, and a book's HTML."""
+"""Conversion of markup to plain text: Perl's POD, and the HTML of a book."""
 
 from __future__ import annotations
 
@@ -8,7 +8,10 @@ from html.parser import HTMLParser
 
 
 def pod_text(source: str) -> str:
-    """Plain text of Perl's documentation format: headings and items lose their command, codes their brackets."""
+    """Return the plain text of Perl's documentation format.
+
+    Headings and items lose their command, formatting codes their brackets.
+    """
     out, skipped, inside = [], False, False
     for paragraph in re.split(r"\n(?:[ \t]*\n)+", source.strip("\n")):
         command, rest = re.match(r"(=[A-Za-z]\S*\s*)?(.*)", paragraph, re.DOTALL).groups()
@@ -25,7 +28,7 @@ OPEN = re.compile(r"([A-Z])(<<+\s+|<)")
 
 
 def pod_codes(text: str) -> str:
-    """``B<bold>``, ``C<< a > b >>``, ``L<text|page>`` and the like as plain text; nested ones too."""
+    """Return text with formatting codes as plain text: ``B<bold>``, ``C<< a > b >>``, ``L<text|page>``."""
     return _pod_codes(text, 0, None)[0]
 
 
@@ -49,7 +52,10 @@ def _pod_codes(text: str, i: int, close: re.Pattern | None) -> tuple[str, int]:
 
 
 def _character(name: str) -> str:
-    """Of ``E<name>``: a number (``233``, ``0xE9``, ``0351``) or a name that HTML has; itself if it is neither."""
+    """Return the character of ``E<name>``, or the name if it is unknown.
+
+    The name is a number (``233``, ``0xE9``, ``0351``) or one of HTML's entities.
+    """
     if not name[:1].isdigit():
         return html5.get(name + ";", name).replace("\N{NO-BREAK SPACE}", " ")
     base = 16 if name[:2].lower() == "0x" else 8 if name[0] == "0" else 10
@@ -60,7 +66,7 @@ def _character(name: str) -> str:
 
 
 def html_text(source: str) -> str:
-    """Plain text of a handbook page without its navigation."""
+    """Return the plain text of a handbook page without its navigation."""
     page = _Page()
     page.feed(source)
     page.close()

@@ -1,4 +1,4 @@
-"""What a run reports: JSONL, TensorBoard where it is installed, and a plot at the end."""
+"""Metrics of a run: JSONL, TensorBoard where it is installed, and a plot at the end."""
 
 from __future__ import annotations
 
@@ -8,10 +8,13 @@ from pathlib import Path
 
 
 class Metrics:
-    """Appends one line per step to ``metrics.jsonl``; lines of steps that a restart repeats are dropped first.
+    """Writer that appends one line per step to ``metrics.jsonl``.
+
+    Lines of steps that a restart repeats are dropped first.
 
     Args:
-        folder: where. first: the first step that will be added.
+        folder: folder of the files.
+        first: the first step that will be added.
     """
 
     def __init__(self, folder: Path, first: int):
@@ -25,7 +28,7 @@ class Metrics:
         self.board = _board(folder / "tensorboard", first)
 
     def add(self, step: int, values: dict[str, float]) -> None:
-        """One step's numbers."""
+        """Add the metrics of one step."""
         row = {"step": step} | values
         self.rows.append(row)
         self.file.write(json.dumps(row) + "\n")
@@ -35,14 +38,14 @@ class Metrics:
                 self.board.add_scalar(name, value, step)
 
     def last(self) -> dict[str, float]:
-        """The last step's numbers, without its number; empty where there are none."""
+        """Return the metrics of the last step without its number, or an empty dictionary."""
         return {name: value for name, value in self.rows[-1].items() if name != "step"} if self.rows else {}
 
     def __enter__(self) -> Metrics:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """Ends the files and draws ``training.png``; of a run that failed, as far as that goes."""
+        """Close the files and draw ``training.png``; after a failed run, ignore errors of the file system."""
         try:
             self._close()
         except OSError:
@@ -57,7 +60,7 @@ class Metrics:
 
 
 def read_metrics(path: Path) -> list[dict]:
-    """Rows of a ``metrics.jsonl``; a last line that a kill cut short is left out."""
+    """Return the rows of a ``metrics.jsonl``, without a last line that is incomplete."""
     rows = []
     for line in path.read_text().splitlines() if path.exists() else ():
         try:
@@ -68,7 +71,7 @@ def read_metrics(path: Path) -> list[dict]:
 
 
 def plot(rows: list[dict], path: Path) -> None:
-    """Loss and retention recall over the steps, faint, with a running mean."""
+    """Plot loss and retention recall over the steps, each faint with a running mean."""
     try:
         from matplotlib.figure import Figure
     except ImportError:

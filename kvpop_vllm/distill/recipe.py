@@ -1,4 +1,4 @@
-"""Hyperparameters of a training run, and the named recipes."""
+"""Hyperparameters of a training run."""
 
 from __future__ import annotations
 
@@ -21,16 +21,19 @@ PHASES = ("uptrain", "sparsify", "streaming-plus", "trimkv", "dms")
 
 
 class TrainingError(RuntimeError):
-    """Training cannot go on; the message says at which step and what is safe."""
+    """Error that stops training; the message gives the step and the last good checkpoint."""
 
 
 class NotFinite(ArithmeticError):
-    """Scores have become infinite or no numbers."""
+    """Error for scores that are infinite or NaN."""
 
 
 @dataclass(frozen=True)
 class BoundaryOptions:
-    """Options of the boundary loss and of its targets; see :func:`kvpop_vllm.kernels.ops.boundary_loss` and :func:`~kvpop_vllm.distill.targets.retention_target`."""
+    """Options of the boundary loss and of its targets.
+
+    See :func:`kvpop_vllm.kernels.ops.boundary_loss` and :func:`~kvpop_vllm.distill.targets.retention_target`.
+    """
 
     tau: float = 1.0
     samples: int = 64
@@ -40,17 +43,22 @@ class BoundaryOptions:
     normalise: bool = True
     groups: str = "max"
     exact: bool = False
-    """Targets from dense log-normalisers instead of the sparse pass's own; costs one more attention pass."""
+    """True for targets from dense log-normalisers instead of the sparse pass's own.
+
+    This costs one more attention pass.
+    """
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that a run depends on besides model and data. The defaults are KVpop's Table 3, but for the base, which is trained
-    only if asked.
+    """All settings of a run besides model and data.
 
-    Phases: ``uptrain`` trains the base with dense attention and cross-entropy; ``sparsify`` trains scorers, and the base
-    with them if asked, under the sparse mask; ``streaming-plus`` trains the base under sinks and window alone. ``trimkv`` and
-    ``dms`` train the gates of these papers by what they cost at the output; the base is frozen, or trained too (dms) if asked.
+    The defaults are KVpop's Table 3, except that the base model is trained only if asked.
+
+    Phases: ``uptrain`` trains the base with dense attention and cross-entropy. ``sparsify`` trains scorers
+    under the sparse mask, and the base with them if asked. ``streaming-plus`` trains the base under sinks and
+    window alone. ``trimkv`` and ``dms`` train the gates of these papers by their loss at the output; the base
+    is frozen, or trained too (dms) if asked.
     """
 
     phase: str = field(default="sparsify", metadata={"help": ", ".join(PHASES)})
@@ -235,43 +243,43 @@ class Recipe:
 
     @property
     def trains_base(self) -> bool:
-        """Whether the base model is trained: if asked, and by the phases that train nothing else."""
+        """True if the base model is trained: if asked, and in the phases that train nothing else."""
         return self.train_base or self.phase in ("uptrain", "streaming-plus")
 
     @property
     def trains_gates(self) -> bool:
-        """Whether what is trained is a gate, by what its evictions cost."""
+        """True if gates are trained, by the loss that their evictions cause."""
         return self.phase in GATE_KINDS
 
     @property
     def has_scorers(self) -> bool:
-        """Whether scorers or gates are trained, and written at the end."""
+        """True if scorers or gates are trained, and written at the end."""
         return self.phase == "sparsify" or self.trains_gates
 
     @property
     def distils(self) -> bool:
-        """Whether the loss looks at the model's outputs, so that gradients pass through it."""
+        """True if the loss depends on the model's outputs, so that gradients pass through the model."""
         return self.trains_base or self.trains_gates
 
     @property
     def moves_rows(self) -> bool:
-        """Whether rows begin at random positions."""
+        """True if rows begin at random positions."""
         return self.positions is not None and self.positions > self.length and self.phase == "sparsify"
 
     @property
     def trained(self) -> list[tuple[int, int]]:
-        """Window and k of the rows, which take turns."""
+        """Window and k of the rows; rows take them in turn."""
         windows = self.window * len(self.topk) if len(self.window) == 1 else self.window
         return list(zip(windows, self.topk, strict=True))
 
     @property
     def calibrates(self) -> bool:
-        """Whether decays are set by calibration; phases without scorers have none."""
+        """True if decays are set by calibration; phases without scorers have no decays."""
         return self.calibrate and self.phase == "sparsify"
 
     @property
     def calibrated_range(self) -> tuple[float, float]:
-        """The smallest and the largest decay that calibration may choose."""
+        """Smallest and largest decay that calibration may choose."""
         low = self.decay_min if self.calibrate_min is None else self.calibrate_min
         high = self.decay_max if self.calibrate_max is None else self.calibrate_max
         return low, high
@@ -291,7 +299,7 @@ class Recipe:
         )
 
     def scorer_options(self) -> dict:
-        """Fields of a :class:`~kvpop_vllm.scorers.ScorerConfig` beside the model's shape."""
+        """Return the fields of a :class:`~kvpop_vllm.scorers.ScorerConfig` beside the model's shape."""
         window, topk = self.trained[0]
         kind = self.phase if self.trains_gates else self.scorer
         options = {"scorer": kind, "sinks": self.sinks, "window": window, "topk": topk}
@@ -308,14 +316,14 @@ class Recipe:
         return options
 
     def scorer_sizes(self) -> dict:
-        """Sizes of the scorer's tensors, as :func:`kvpop_vllm.scorers.build` takes them."""
+        """Return the sizes of the scorer's tensors, as :func:`kvpop_vllm.scorers.build` takes them."""
         if self.trains_gates:
             return {"width": self.gate_width, "bias": self.gate_bias} if self.phase == "trimkv" else {}
         names = {"mlstm": ("features", "value_size", "project_values"), "mlp": ("hidden",)}.get(self.scorer, ())
         return {name: getattr(self, name) for name in names}
 
     def without_effect(self, given: Iterable[str]) -> tuple[str, str] | None:
-        """The first of the fields ``given`` that changes nothing here, and why."""
+        """Return the first of the fields ``given`` that has no effect in this recipe and why, or None."""
         base, scorers, phase = self.trains_base, self.phase == "sparsify", self.phase
         kl = self.distils and phase != "uptrain" and self.kl > 0
         reasons = (
@@ -344,9 +352,9 @@ class Recipe:
 
     @staticmethod
     def defaults() -> dict:
-        """The fields that have a plain default, with it."""
+        """Return the fields that have a plain default, with that default."""
         return {f.name: f.default for f in dataclasses.fields(Recipe) if f.default is not dataclasses.MISSING}
 
     def to_json(self) -> dict:
-        """All fields, ``train_base`` as it takes effect."""
+        """Return all fields, ``train_base`` with the value that takes effect."""
         return dataclasses.asdict(self) | {"train_base": self.trains_base}

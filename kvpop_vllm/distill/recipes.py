@@ -1,12 +1,15 @@
-"""The named recipes."""
+"""Named recipes."""
 
 from __future__ import annotations
 
 from kvpop_vllm.distill.recipe import Recipe
 
 PAPER = Recipe()
-"""KVpop Table 3, whose base is trained too: `--train-base`. Its 2 billion tokens and the text's 2,000 steps differ: 2,000 steps of
-128 rows of 16,384 tokens are 4.2 billion. The steps are taken, as schedules are given in them."""
+"""Recipe of KVpop Table 3, which trains the base too: `--train-base`.
+
+The table's 2 billion tokens and the text's 2,000 steps differ: 2,000 steps of 128 rows of 16,384 tokens are
+4.2 billion. This recipe uses the steps, because the schedules are given in steps.
+"""
 
 DEMO = Recipe(
     length=2048,
@@ -27,9 +30,13 @@ DEMO = Recipe(
     lr_new_end=8e-4,
     activation_checkpointing=False,
 )
-"""Scorers of the frozen 135M demo model in an hour and a quarter on two CPU cores; budgets from a half to a sixteenth of S. Few rows,
-so a rate ten times the paper's, and every row asked at many positions, which costs next to nothing. The decays that it trains with lie
-lower than the paper's, as its budgets of 2,048 and 4,096 lie above these, and are calibrated at the end (LOG "decay")."""
+"""Recipe for scorers of the frozen 135M demo model, an hour and a quarter on two CPU cores.
+
+Budgets are from a half to a sixteenth of S. There are few rows, so the rate is ten times the paper's, and
+every row is sampled at many positions, which costs almost nothing. The decays in training are lower than the
+paper's, because its budgets of 2,048 and 4,096 are larger than these. They are calibrated at the end (LOG
+"decay").
+"""
 
 TRIMKV = Recipe(
     phase="trimkv",
@@ -42,8 +49,11 @@ TRIMKV = Recipe(
     lr_new_end=2e-5,
     weight_decay=1e-2,
 )
-"""TRIM-KV's gates on the frozen base, capacity 512 tokens, rows of 16,384: its rate, weight decay and rows per step. How many steps,
-how long to warm up and how the rate ends are ours; the KL is to the teacher's 256 best tokens, where the paper takes all."""
+"""Recipe for TRIM-KV's gates on the frozen base, capacity 512 tokens, rows of 16,384.
+
+Rate, weight decay and rows per step are the paper's. The number of steps, the warm-up and the final rate are
+ours. The KL is to the teacher's top 256 tokens; the paper uses all tokens.
+"""
 
 DMS = Recipe(
     phase="dms",
@@ -56,7 +66,10 @@ DMS = Recipe(
     lr_new_end=1e-5,
     weight_decay=0.0,
 )
-"""DMS's separate projections, to a compression of 8, one more every 100 steps, window 256, tau 0.1. The paper trains the whole
-model: `--train-base`. Rates, batch, sink and budget are ours."""
+"""Recipe for DMS's separate projections, to a compression of 8, one more every 100 steps.
+
+The window is 256 and tau 0.1. The paper trains the whole model: `--train-base`. Rates, batch, sink and budget
+are ours.
+"""
 
 RECIPES = {"paper": PAPER, "demo": DEMO, "trimkv": TRIMKV, "dms": DMS}

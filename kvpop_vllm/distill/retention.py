@@ -1,4 +1,4 @@
-"""What a layer keeps while training and evaluating: roles of the budget, and scores turned into ranks and cutoffs."""
+"""Retention in training and evaluation: slot roles of a budget, and scores as ranks and cutoffs."""
 
 from __future__ import annotations
 
@@ -11,7 +11,14 @@ from kvpop_vllm.kernels import ops
 
 @dataclass(frozen=True)
 class Roles:
-    """s sinks, w window and k long-range tokens of a budget ``B = s + w + k``, and the decay step n."""
+    """Slot roles of a budget ``B = s + w + k`` and the decay step.
+
+    Attributes:
+        sinks: s.
+        window: w.
+        topk: k, long-range tokens.
+        step: n.
+    """
 
     sinks: int
     window: int
@@ -20,21 +27,23 @@ class Roles:
 
     @property
     def budget(self) -> int:
-        """B in tokens per KV head."""
+        """Return B in tokens per KV head."""
         return self.sinks + self.window + self.topk
 
 
 def running_cutoffs(
     score: torch.Tensor, log_gamma: torch.Tensor, roles: Roles
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Which keys each query sees, as :func:`kvpop_vllm.kernels.ops.sparse_attention` takes it.
+    """Return which keys each query sees, as :func:`kvpop_vllm.kernels.ops.sparse_attention` takes it.
 
     Args:
-        score: ``[B, H, S]`` raw scores, used as float32. log_gamma: ``[H]``.
+        score: ``[B, H, S]`` raw scores, used as float32.
+        log_gamma: ``[H]``.
+        roles: slot roles and decay step.
 
     Returns:
-        ``rank, cutoff [B, H, S]`` int32; key t of E(q) is kept iff ``rank[t] <= cutoff[q]``. With decay steps n > 1 from a
-        simulation of every eviction (DESIGN "The rule").
+        ``rank, cutoff [B, H, S]`` int32; key t of E(q) is kept iff ``rank[t] <= cutoff[q]``. With a decay
+        step n > 1 they come from a simulation of every eviction (DESIGN "The rule").
     """
     score, log_gamma = score.detach().float(), log_gamma.detach().double()
     batch, heads, length = score.shape
@@ -58,6 +67,6 @@ def running_cutoffs(
 
 
 def kept_at(rank: torch.Tensor, cutoff: torch.Tensor, q: int, roles: Roles) -> torch.Tensor:
-    """``[B, H, q - w + 1 - s]`` booleans: which tokens of ``E(q)`` are kept at q, oldest first."""
+    """Return which tokens of ``E(q)`` are kept at q, oldest first: ``[B, H, q - w + 1 - s]`` booleans."""
     last = q - roles.window + 1
     return rank[..., roles.sinks : last] <= cutoff[..., q, None]

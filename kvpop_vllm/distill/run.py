@@ -1,4 +1,4 @@
-"""`kvpop distill`: files in, adapter folder out."""
+"""`kvpop distill`: trains on files and writes an adapter folder."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from kvpop_vllm.distill.trainer import Process, Trainer
 
 
 def load_tokenizer(model: str | Path):
-    """The tokenizer in a model's folder.
+    """Return the tokenizer in a model's folder.
 
     Raises:
-        ConfigError: there is none.
+        ConfigError: there is none that loads.
     """
     try:
         return AutoTokenizer.from_pretrained(model, local_files_only=True)
@@ -32,7 +32,7 @@ def load_tokenizer(model: str | Path):
 
 
 def packed(model, data, recipe: Recipe, process: Process) -> PackedTokens:
-    """This process's training rows."""
+    """Return this process's training rows."""
     check_length(model, recipe.length)
     return PackedTokens(
         data,
@@ -47,21 +47,23 @@ def packed(model, data, recipe: Recipe, process: Process) -> PackedTokens:
 
 
 def calibration_rows(model, data, recipe: Recipe) -> list[torch.Tensor]:
-    """Rows of the training split, in another order than those that are trained on."""
+    """Return rows of the training split, in another order than the rows that are trained on."""
     other = packed(model, data, dataclasses.replace(recipe, seed=(recipe.seed + 1) % 2**31), Process())
     return list(itertools.islice(other, recipe.calibration_rows))
 
 
 def default_device() -> torch.device:
-    """A GPU if there is one."""
+    """Return a GPU if there is one, else the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 class OnlineTeacher:
-    """The untrained model with dense attention, asked row by row.
+    """Teacher that runs the untrained model with dense attention row by row.
 
     Args:
-        model: its folder. recipe: how many logits a position has. device: where it runs.
+        model: folder of the model.
+        recipe: gives dtype and number of logits per position.
+        device: device of the model.
     """
 
     def __init__(self, model: str | Path, recipe: Recipe, device: torch.device):
@@ -69,7 +71,7 @@ class OnlineTeacher:
         self.top = recipe.kl_top
 
     def __call__(self, tokens: torch.Tensor, row: int):
-        """See :data:`kvpop_vllm.distill.student.Teacher`."""
+        """Return the top logits of a row; see :data:`kvpop_vllm.distill.student.Teacher`."""
         return teacher_logits(self.model, tokens, top=self.top, attend=Dense())
 
 
@@ -84,7 +86,25 @@ def train(
     threads: int | None = None,
     quiet: bool = False,
 ) -> dict[str, float]:
-    """Runs or continues a training run; see :class:`kvpop_vllm.distill.trainer.Trainer`."""
+    """Start or continue a training run; see :class:`kvpop_vllm.distill.trainer.Trainer`.
+
+    Args:
+        model: folder of the base model.
+        data: files and folders of text.
+        out: folder of the results.
+        recipe: see :class:`Recipe`.
+        teacher: folder of stored teacher logits; default: the model itself.
+        save_every: optimiser steps between checkpoints.
+        threads: CPU threads; default: torch's own number.
+        quiet: True to hide the progress bar.
+
+    Returns:
+        Metrics of the last step.
+
+    Raises:
+        ConfigError: model, data, recipe and folders do not fit each other.
+        TrainingError: training cannot go on.
+    """
     if threads:
         torch.set_num_threads(threads)
     with Process.start() as process:
@@ -108,7 +128,11 @@ def train(
 
 
 def _teacher(folder: str | None, model: str, rows: PackedTokens, recipe: Recipe, device) -> Teacher | None:
-    """The stored logits in ``folder``, or without one the model itself; None where the recipe has no KL."""
+    """Return the stored logits in ``folder``, or else the model itself; None if the recipe has no KL.
+
+    Raises:
+        ConfigError: a folder is given and the recipe has no use for it, or it does not fit the run.
+    """
     if recipe.distils and recipe.phase != "uptrain" and recipe.kl > 0:
         return stored_teacher(folder, model, rows, recipe) if folder else OnlineTeacher(model, recipe, device)
     if folder and recipe.phase == "uptrain":
@@ -125,11 +149,14 @@ def _teacher(folder: str | None, model: str, rows: PackedTokens, recipe: Recipe,
 def write_teacher(
     model: str, data: list[str], out: str, recipe: Recipe, *, rows: int | None = None, threads: int | None = None
 ) -> None:
-    """Writes the teacher's logits of a run's first ``rows`` rows (default: all of them), from where the folder stands.
+    """Write the teacher's logits of a run's first ``rows`` rows (default: all).
+
+    A folder that exists is continued.
 
     Raises:
-        ConfigError: the data cannot be used, or the folder holds logits of other data, model or settings.
-        OSError: the disk is full; what was written before is safe.
+        ConfigError: the data cannot be used, the folder holds logits of other data, model or settings, or
+            there are several processes.
+        OSError: the disk is full; rows of files that were written before are safe.
     """
     if threads:
         torch.set_num_threads(threads)
@@ -144,7 +171,7 @@ def write_teacher(
 
 
 def stored_teacher(folder: str, model: str, rows: PackedTokens, recipe: Recipe) -> TeacherReader:
-    """What :func:`write_teacher` wrote for ``rows``.
+    """Return the logits that :func:`write_teacher` wrote for ``rows``.
 
     Raises:
         ConfigError: the folder holds logits of other rows, of another model, or too few.

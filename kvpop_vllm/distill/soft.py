@@ -1,7 +1,8 @@
-"""Dense attention in which tokens fade instead of leaving: what gates are trained under (TRIM-KV eq. 3; DMS section 3.2).
+"""Dense attention in which tokens fade instead of being evicted (TRIM-KV eq. 3; DMS section 3.2).
 
-A token's logit gains ``weigh(age) * term_t``: its log-weight, times a factor of its age alone. No ``[S, S]`` array is kept:
-rows of queries are worked off in blocks, and done again for their gradients. All products are in float32 or better.
+Gates are trained under it. ``weigh(age) * term_t`` is added to a token's logit: its log-weight, times a
+factor of its age alone. No ``[S, S]`` array is stored: queries are processed in blocks, which are recomputed
+for their gradients. All products are in float32 or better.
 """
 
 from __future__ import annotations
@@ -15,29 +16,41 @@ ROWS = 256
 """Queries of a block; its logits ``[B, Hq, ROWS, S]`` are in memory at once."""
 
 Weigh = Callable[[torch.Tensor], torch.Tensor]
-"""``weigh(ages) -> factors`` of the same shape; ages are int64, of keys that a query sees 0 and up."""
+"""Age function: ``weigh(ages) -> factors`` of the same shape.
+
+Ages are int64; those of keys that a query sees are at least 0.
+"""
 
 
 def by_age(ages: torch.Tensor) -> torch.Tensor:
-    """A :data:`Weigh`: every token's weight is its ``exp(term)`` to the power of its age (TRIM-KV)."""
+    """Return the ages: a :data:`Weigh` in which a token's weight is ``exp(term * age)`` (TRIM-KV)."""
     return ages
 
 
 def after(window: int) -> Weigh:
-    """A :data:`Weigh`: every token's weight is ``exp(term)`` once it has left a window of that many tokens, 1 before (DMS)."""
+    """Return a :data:`Weigh` in which a token has weight ``exp(term)`` behind the window, 1 within it (DMS).
+
+    Args:
+        window: tokens of the window.
+    """
     return lambda ages: ages >= window
 
 
 def soft_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, term: torch.Tensor, weigh: Weigh, scale: float
 ) -> torch.Tensor:
-    """Causal attention with weights ``exp(scale q . k + weigh(q - t) term_t)``, normalised.
+    """Return causal attention with normalised weights ``exp(scale q . k + weigh(q - t) term_t)``.
 
     Args:
-        q: ``[B, Hq, S, D]``, k, v: ``[B, H, S, D]``. term: ``[B, H, S]``, finite.
+        q: ``[B, Hq, S, D]``.
+        k: ``[B, H, S, D]``.
+        v: ``[B, H, S, D]``.
+        term: ``[B, H, S]``, finite.
+        weigh: factor by age.
+        scale: factor on q . k.
 
     Returns:
-        ``[B, Hq, S, D]`` in q's dtype. Gradients flow to all four.
+        ``[B, Hq, S, D]`` in q's dtype. Gradients flow to q, k, v and term.
     """
     blocks = []
     for first in range(0, q.shape[2], ROWS):
@@ -48,8 +61,15 @@ def soft_attention(
 
 
 def soft_sizes(term: torch.Tensor, weigh: Weigh) -> torch.Tensor:
-    """How many tokens each query holds, softly: ``sum_{t <= q} exp(weigh(q - t) term_t)``, ``[B, H, S]`` for term of the same
-    shape."""
+    """Return the soft number of tokens that each query retains, ``sum_{t <= q} exp(weigh(q - t) term_t)``.
+
+    Args:
+        term: ``[B, H, S]``.
+        weigh: factor by age.
+
+    Returns:
+        ``[B, H, S]``.
+    """
     blocks = []
     for first in range(0, term.shape[-1], ROWS):
         seen = min(first + ROWS, term.shape[-1])
@@ -79,7 +99,17 @@ def _sum_rows(term, first, weigh):
 
 
 def _bias(term, first, rows, weigh):
-    """``[B, H, rows, n]`` for ``term [B, H, n]``: what the logits of queries from ``first`` on gain; -inf ahead of them."""
+    """Return the bias on the logits of queries from ``first`` on, -inf for keys after the query.
+
+    Args:
+        term: ``[B, H, n]``.
+        first: position of the first query.
+        rows: number of queries.
+        weigh: factor by age.
+
+    Returns:
+        ``[B, H, rows, n]``.
+    """
     q = torch.arange(first, first + rows, device=term.device).unsqueeze(1)
     ages = q - torch.arange(term.shape[-1], device=term.device)
     bias = weigh(ages.clamp_min(0)).to(term.dtype) * term.unsqueeze(-2)

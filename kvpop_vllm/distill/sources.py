@@ -1,7 +1,7 @@
-"""Documents on disk: plain text, JSONL, Parquet and `datasets` folders, read in a fixed order from any place in it.
+"""Documents on disk: plain text, JSONL, Parquet and `datasets` folders, read in a fixed order from any place.
 
-A document is a text or a conversation, see :func:`kvpop_vllm.distill.chat.content_of`; its optional ``group`` names
-documents that belong together.
+A document is a text or a conversation, see :func:`kvpop_vllm.distill.chat.content_of`. Its optional ``group``
+names documents that belong together.
 """
 
 from __future__ import annotations
@@ -25,8 +25,10 @@ class Document:
     """One document.
 
     Attributes:
-        content: its text, or a list of messages as chat templates take them. group: None where it has none.
-        place: ``source.read(place)`` starts with it. following: ``source.read(following)`` starts behind it.
+        content: its text, or a list of messages as chat templates take them.
+        group: name of its group, or None.
+        place: ``source.read(place)`` starts with this document.
+        following: ``source.read(following)`` starts with the next document.
     """
 
     content: str | list[dict]
@@ -39,7 +41,8 @@ class Source:
     """One file, or one `datasets` folder.
 
     Attributes:
-        size: bytes. extent: the place behind its last document.
+        size: bytes.
+        extent: the place after its last document.
     """
 
     extent = 1
@@ -48,19 +51,19 @@ class Source:
         self.path, self.size = path, path.stat().st_size
 
     def read(self, place: int) -> Iterator[Document]:
-        """Documents from ``place`` on.
+        """Yield documents from ``place`` on.
 
         Raises:
-            ConfigError: naming the line or row that cannot be read.
+            ConfigError: a line or row cannot be read; the message names it.
         """
         raise NotImplementedError(f"{type(self).__name__} has no read()")
 
     def where(self, place: int) -> str:
-        """What error messages call the document at ``place``."""
+        """Return the name of the document at ``place`` for error messages."""
         return str(self.path)
 
     def fingerprint(self) -> list:
-        """Name, size and a sample: enough to notice that a file has changed, without reading it all."""
+        """Return name, size and a hash of a sample, which reveal a changed file without reading all of it."""
         return [self.path.name, self.size, _sample(self.path)]
 
 
@@ -72,12 +75,13 @@ def _sample(path: Path) -> str:
 
 
 class TextFile(Source):
-    """One document. Place: 0."""
+    """Text file, which is one document at place 0."""
 
     def read(self, place: int) -> Iterator[Document]:
+        """Yield the file's document."""
         if place == 0:
             try:
-                text = self.path.read_bytes().decode("utf-8-sig")  # line ends stay as they are
+                text = self.path.read_bytes().decode("utf-8-sig")  # line ends are kept
             except UnicodeDecodeError as error:
                 raise ConfigError(
                     f"{self.path} is not UTF-8 (byte {error.start}): convert it or leave it out"
@@ -86,13 +90,14 @@ class TextFile(Source):
 
 
 class Jsonl(Source):
-    """A document per line. Place: offset in bytes."""
+    """JSONL file, a document per line; a place is an offset in bytes."""
 
     def __init__(self, path: Path):
         super().__init__(path)
         self.extent = self.size
 
     def read(self, place: int) -> Iterator[Document]:
+        """Yield documents from ``place`` on."""
         with open(self.path, "rb") as file:
             file.seek(place)
             for line in file:
@@ -107,13 +112,14 @@ class Jsonl(Source):
         except UnicodeDecodeError:
             raise ConfigError(f"{self.where(place)} is not UTF-8: convert the file or leave the line out") from None
         except (ValueError, RecursionError) as error:
-            problem = getattr(error, "msg", error)  # without a position, which would be one within the line
+            problem = getattr(error, "msg", error)  # without a position, which would count within the line
             raise ConfigError(f"{self.where(place)} is not JSON ({problem}): write one object per line") from None
         if not isinstance(record, dict):
             raise ConfigError(f"{self.where(place)} is not a JSON object: write one per line, with a field `text`")
         return _document(record, self, place, following)
 
     def where(self, place: int) -> str:
+        """Return path and line number."""
         with open(self.path, "rb") as file:
             return f"{self.path}:{1 + sum(1 for _ in _until(file, place))}"
 
@@ -124,7 +130,10 @@ def _until(file, place: int) -> Iterator[bytes]:
 
 
 class Parquet(Source):
-    """A document per row. Place: number of the row. One row group is in memory at a time, and no file stays open."""
+    """Parquet file, a document per row; a place is the number of a row.
+
+    One row group is in memory at a time, and no file stays open.
+    """
 
     loaded: tuple[int, object] = (-1, None)
 
@@ -141,6 +150,7 @@ class Parquet(Source):
         self.extent = sum(self.counts)
 
     def read(self, place: int) -> Iterator[Document]:
+        """Yield documents from ``place`` on."""
         first = 0
         for group, count in enumerate(self.counts):
             if place < first + count:
@@ -161,11 +171,12 @@ class Parquet(Source):
         return self.loaded[1]
 
     def where(self, place: int) -> str:
+        """Return path and row number."""
         return f"{self.path}, row {place}"
 
 
 class Saved(Source):
-    """A folder written by ``Dataset.save_to_disk``, a document per row. Place: number of the row."""
+    """Folder written by ``Dataset.save_to_disk``, a document per row; a place is the number of a row."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -180,13 +191,16 @@ class Saved(Source):
         self.extent = len(self.rows)
 
     def read(self, place: int) -> Iterator[Document]:
+        """Yield documents from ``place`` on."""
         for row in range(place, self.extent):
             yield _document(self.rows[row], self, row, row + 1)
 
     def where(self, place: int) -> str:
+        """Return path and row number."""
         return f"{self.path}, row {place}"
 
     def fingerprint(self) -> list:
+        """Return name, size and a hash of a sample of each file."""
         return [self.path.name, self.size, [_sample(file) for file in self.files]]
 
 
@@ -194,12 +208,13 @@ FORMATS = {".txt": TextFile, ".jsonl": Jsonl, ".parquet": Parquet}
 
 
 def find_sources(paths: Iterable[str | Path] | str | Path) -> list[Source]:
-    """The sources that ``paths`` name, folders searched through, in the order of their resolved paths, each once.
+    """Return the sources in ``paths``, each once, in the order of their resolved paths.
 
-    In folders files of other kinds and hidden ones are passed over; how many others there were is said.
+    Folders are searched. Hidden files in them are ignored; files of other kinds are ignored and counted on
+    stderr.
 
     Raises:
-        ConfigError: there is no such file, it is of another kind, or a folder holds none.
+        ConfigError: a path does not exist, is of another kind, or is a folder without sources.
     """
     found: dict[Path, tuple[Path, type[Source]]] = {}
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
@@ -268,14 +283,14 @@ def _needs(module: str):
 
 
 LANES = 8
-"""Files that are open at once."""
+"""Number of files read in turn."""
 
 
 class ReadingOrder:
-    """All documents of all sources once, in an order that depends on nothing but the sources.
+    """Order that visits all documents of all sources once and depends on the sources alone.
 
-    The sources are shared out to lanes; next comes a document of the lane of which the smallest part has been read. So
-    several files are mixed in proportion to their sizes, with few of them open.
+    Sources are distributed to lanes. The next document comes from the lane of which the smallest part has
+    been read. Several files are thus mixed in proportion to their sizes, with few of them open.
     """
 
     def __init__(self, sources: list[Source]):
@@ -286,7 +301,7 @@ class ReadingOrder:
         return self
 
     def __next__(self) -> tuple[int, Document]:
-        """Number of a source, and a document of it."""
+        """Return the number of a source, and its next document."""
         while open_lanes := [lane for lane in self.lanes if not lane.finished]:
             lane = min(open_lanes, key=_Lane.progress)
             index = lane.index
@@ -295,16 +310,17 @@ class ReadingOrder:
         raise StopIteration
 
     def state(self) -> list[tuple[int, int]]:
-        """A source and a place of every lane."""
+        """Return a source and a place for every lane."""
         return [(lane.index, lane.place) for lane in self.lanes]
 
     def seek(self, state: list[tuple[int, int]]) -> None:
+        """Go to a state."""
         for lane, (index, place) in zip(self.lanes, state, strict=True):
             lane.seek(index, place)
 
 
 class _Lane:
-    """Sources one after another."""
+    """Sources read one after another."""
 
     def __init__(self, sources: list[Source]):
         self.sources = sources
@@ -312,18 +328,21 @@ class _Lane:
         self.seek(0, 0)
 
     def seek(self, index: int, place: int) -> None:
+        """Go to a place of a source."""
         self.index, self.place, self.reader = index, place, None
 
     @property
     def finished(self) -> bool:
+        """True if all sources have been read."""
         return self.index == len(self.sources)
 
     def progress(self) -> float:
+        """Return the share of the lane's bytes that has been read."""
         source = self.sources[self.index]
         return (self.before[self.index] + source.size * self.place / max(source.extent, 1)) / max(self.before[-1], 1)
 
     def next(self) -> Document | None:
-        """None at the end of a source."""
+        """Return the next document, or None at the end of a source."""
         if self.reader is None:
             self.reader = self.sources[self.index].read(self.place)
         document = next(self.reader, None)

@@ -1,4 +1,4 @@
-"""Attention of a whole sequence under a fixed budget, as training and evaluation run it."""
+"""Attention of a whole sequence under a fixed budget, for training and evaluation."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from kvpop_vllm.distill.retention import Roles, running_cutoffs
 from kvpop_vllm.kernels import ops
 
 Score = Callable[[int, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""``score(layer, k [B, H, S, D], v [B, H, S, D], window) -> (raw scores [B, H, S] float32, log_gamma [H])``; the window is a
-delayed scorer's delay."""
+"""Scoring function of a layer.
+
+``score(layer, k [B, H, S, D], v [B, H, S, D], window) -> (raw scores [B, H, S] float32, log_gamma [H])``. The
+window is a delayed scorer's delay.
+"""
 
 
 def recency(layer, k, v, window):
-    """A :data:`Score` under which sinks and the newest B - s tokens are kept.
+    """Score every token by its position: a :data:`Score` that keeps sinks and the newest B - s tokens.
 
-    The score is the position and nothing decays, so that a teacher that shares the decay looks at attention alone.
+    Nothing decays, so that a teacher that shares the decay depends on attention alone.
     """
     position = torch.arange(k.shape[2], dtype=torch.float32, device=k.device)
     return position.expand(k.shape[:3]), torch.zeros(k.shape[1], device=k.device)
@@ -26,10 +29,19 @@ def recency(layer, k, v, window):
 
 @dataclass(frozen=True)
 class Pass:
-    """One layer's attention, as an observer sees it.
+    """Attention pass of one layer, as an observer receives it.
 
-    q ``[B, Hq, S, D]``; k, v ``[B, H, S, D]``; lse ``[B, Hq, S]``; score ``[B, H, S]``; log_gamma ``[H]``; rank, cutoff
-    ``[B, H, S]``; scale: factor on q . k.
+    Attributes:
+        layer: index of the layer.
+        q: ``[B, Hq, S, D]``.
+        k: ``[B, H, S, D]``.
+        v: ``[B, H, S, D]``.
+        scale: factor on q . k.
+        lse: ``[B, Hq, S]``, log-normalisers.
+        score: ``[B, H, S]``, raw scores.
+        log_gamma: ``[H]``.
+        rank: ``[B, H, S]``, see :func:`~kvpop_vllm.distill.retention.running_cutoffs`.
+        cutoff: ``[B, H, S]``, likewise.
     """
 
     layer: int
@@ -45,19 +57,22 @@ class Pass:
 
 
 class Sparse:
-    """Attends under the mask that the scores imply, and shows every layer's pass to an observer.
+    """Attention under the mask that the scores imply; passes each layer's :class:`Pass` to an observer.
 
-    Scores see detached keys and values: what trains a scorer never reaches the base model (DESIGN "Training").
+    Scores are computed from detached keys and values: a scorer's loss never reaches the base model (DESIGN
+    "Training").
 
     Args:
-        score: see :data:`Score`. roles: what the budget is made of. observe: called once per layer.
+        score: see :data:`Score`.
+        roles: slot roles of the budget.
+        observe: called once per layer, or None.
     """
 
     def __init__(self, score: Score, roles: Roles, observe: Callable[[Pass], None] | None = None):
         self.score, self.roles, self.observe = score, roles, observe
 
     def __call__(self, layer, q, k, v, scale):
-        """See :class:`kvpop_vllm.distill.hook.Attend`."""
+        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
         score, log_gamma = self.score(layer, k.detach(), v.detach(), self.roles.window)
         rank, cutoff = running_cutoffs(score, log_gamma, self.roles)
         out, lse = ops.sparse_attention(
@@ -69,6 +84,6 @@ class Sparse:
 
 
 def dense_attention(q, k, v, scale):
-    """Causal attention with its log-normalisers: ``out [B, Hq, S, D], lse [B, Hq, S]``."""
+    """Return causal attention ``out [B, Hq, S, D]`` and its log-normalisers ``lse [B, Hq, S]``."""
     everything = torch.zeros(k.shape[:3], dtype=torch.int32, device=k.device)
     return ops.sparse_attention(q, k, v, everything, everything, sinks=0, window=1, scale=scale)

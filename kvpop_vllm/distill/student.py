@@ -1,4 +1,4 @@
-"""The model that is trained: a causal language model, its scorers, and what one row of tokens costs them."""
+"""Trained model: a causal language model with its scorers, and the loss of one row of tokens."""
 
 from __future__ import annotations
 
@@ -18,18 +18,27 @@ from kvpop_vllm.distill.sparse import Sparse, recency
 from kvpop_vllm.scorers import Gate, Scorer, Signals
 
 Teacher = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
-"""``teacher(tokens [1, S], row) -> (logits [1, S, K], indices [1, S, K])``, the top K of every position."""
+"""Teacher function: ``teacher(tokens [1, S], row) -> (logits [1, S, K], indices [1, S, K])``.
+
+It returns the top K tokens of every position.
+"""
 
 
 class LayerScorer(nn.Module):
-    """A layer's scorer with all that is asked of it in one call, so that sharded parameters are gathered once."""
+    """Scorer of a layer, evaluated in one call so that sharded parameters are gathered once."""
 
     def __init__(self, scorer: Scorer, recompute: bool):
         super().__init__()
         self.scorer, self.recompute = scorer, recompute
 
     def forward(self, k: torch.Tensor, v: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """``k, v [B, H, S, D] -> raw scores [B, H, S], log_gamma [H]``, float32 or better whatever the model's dtype."""
+        """Return raw scores ``[B, H, S]`` and log_gamma ``[H]`` for ``k, v [B, H, S, D]``.
+
+        Both are float32 or better for any dtype of the model.
+
+        Raises:
+            NotFinite: a score is infinite or NaN.
+        """
         with torch.autocast(k.device.type, enabled=False):
             if self.recompute and torch.is_grad_enabled():
                 score = checkpoint(self.scorer, k, v, window=window, use_reentrant=False)
@@ -41,14 +50,18 @@ class LayerScorer(nn.Module):
 
 
 class LayerGate(nn.Module):
-    """A layer's gate; one call, so that sharded parameters are gathered once."""
+    """Gate of a layer, evaluated in one call so that sharded parameters are gathered once."""
 
     def __init__(self, gate: Gate):
         super().__init__()
         self.scorer = gate
 
     def forward(self, seen: Signals) -> torch.Tensor:
-        """Tokens ``[B, S]`` -> ``[B, S, H]`` float32 whatever the model's dtype."""
+        """Return gate scores ``[B, S, H]`` of tokens ``[B, S]``, float32 for any dtype of the model.
+
+        Raises:
+            NotFinite: a score is infinite or NaN.
+        """
         with torch.autocast(self.scorer.bias.device.type, enabled=False):
             score = self.scorer(seen)
         if not bool(score.isfinite().all()):
@@ -57,11 +70,12 @@ class LayerGate(nn.Module):
 
 
 class Student(nn.Module):
-    """A causal language model from :func:`kvpop_vllm.distill.hook.load_model` and one scorer per layer.
+    """Causal language model from :func:`kvpop_vllm.distill.hook.load_model` with one scorer per layer.
 
     Args:
         base: the model; for phases with gates, after :func:`kvpop_vllm.distill.hook.show_hidden_states`.
-        scorers: one per layer, or gates; none for phases that train the base alone. recipe: see :class:`Recipe`.
+        scorers: one scorer or gate per layer; none for phases that train the base alone.
+        recipe: see :class:`Recipe`.
     """
 
     def __init__(self, base: nn.Module, scorers: list[Scorer] | list[Gate], recipe: Recipe):
@@ -71,21 +85,21 @@ class Student(nn.Module):
         self.scorers = nn.ModuleList(LayerGate(s) if isinstance(s, Gate) else LayerScorer(s, again) for s in scorers)
 
     def roles(self, row: int) -> Roles:
-        """The budget of a row: those of the recipe take turns."""
+        """Return the budget of a row; rows take the recipe's budgets in turn."""
         r = self.recipe
         window, topk = r.trained[row % len(r.trained)]
         return Roles(r.sinks, window, topk, r.decay_step)
 
     def score(self, layer: int, k: torch.Tensor, v: torch.Tensor, window: int):
-        """See :data:`kvpop_vllm.distill.sparse.Score`."""
+        """Return scores of one layer; see :data:`kvpop_vllm.distill.sparse.Score`."""
         return self.scorers[layer](k, v, window)
 
     def given(self, layer: int, seen: Signals) -> torch.Tensor:
-        """See :data:`kvpop_vllm.distill.gates.Given`."""
+        """Return gate scores of one layer; see :data:`kvpop_vllm.distill.gates.Given`."""
         return self.scorers[layer](seen)
 
     def gated(self, row: int) -> TrimKVAttend | DMSAttend:
-        """What attends in a phase that trains gates, for one row."""
+        """Return the attention of one row in a phase that trains gates."""
         recipe, roles = self.recipe, self.roles(row)
         if recipe.phase == "trimkv":
             return TrimKVAttend(self.given, roles.budget)
@@ -96,9 +110,12 @@ class Student(nn.Module):
         return DMSAttend(self.given, roles, target, recipe.gumbel_tau, seed=recipe.seed * 1_000_003 + row)
 
     def first_position(self, row: int) -> int:
-        """Where a row begins. Attention does not feel it, as RoPE is relative, but scorers see rotated keys, and those of
-        positions that they were not trained at are strange to them. A share of ``length / positions`` of the rows begins
-        at 0, as all texts do: without those the first positions would hardly be met."""
+        """Return the first position of a row.
+
+        Attention does not depend on it, as RoPE is relative. Scorers do, because they read rotated keys and
+        generalise badly to positions that they were not trained at. A share of ``length / positions`` of the
+        rows begins at 0, as all texts do; otherwise the first positions would hardly occur.
+        """
         length, positions = self.recipe.length, self.recipe.positions
         if not self.recipe.moves_rows:
             return 0
@@ -106,7 +123,13 @@ class Student(nn.Module):
         return max(0, int(torch.randint(-length, positions - length + 1, (), generator=generator)))
 
     def read(self, tokens: torch.Tensor, attend: Attend, row: int) -> torch.Tensor:
-        """Hidden states of ``[B, S]`` tokens under ``attend``, at the positions of row number ``row``: ``[B, S, hidden]``."""
+        """Return hidden states ``[B, S, hidden]`` of ``[B, S]`` tokens at the positions of a row.
+
+        Args:
+            tokens: ``[B, S]``.
+            attend: attention of the layers.
+            row: number of the row.
+        """
         first = self.first_position(row)
         positions = torch.arange(first, first + tokens.shape[1], device=tokens.device).unsqueeze(0)
         return self.base.get_decoder()(input_ids=tokens, position_ids=positions, attend=attend).last_hidden_state
@@ -114,11 +137,12 @@ class Student(nn.Module):
     def forward(
         self, tokens: torch.Tensor, row: int, teacher: Teacher | None = None
     ) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
-        """Loss of one row.
+        """Return the loss of one row.
 
         Args:
-            tokens: ``[1, S]``. row: its number in the global order of data, which seeds the positions drawn.
-            teacher: for recipes with a KL.
+            tokens: ``[1, S]``.
+            row: number of the row in the global order of data, which seeds the positions drawn.
+            teacher: for recipes with a KL, else None.
 
         Returns:
             The scalar loss and its parts.
@@ -163,7 +187,7 @@ class Student(nn.Module):
         return loss, {"ce": ce.item()} | ({"kl": kl.item()} if use_kl else {})
 
     def _slice(self, hidden, following, top):
-        """Sums of KL and cross-entropy over a slice of positions."""
+        """Return sums of KL and cross-entropy over a slice of positions."""
         logits = self.base.get_output_embeddings()(hidden).float()
         ce = F.cross_entropy(logits[:, : following.shape[1]].flatten(0, 1), following.flatten(), reduction="sum")
         kl = top_kl(logits, *top) * hidden.shape[1] if top is not None else ce.new_zeros(())

@@ -1,4 +1,4 @@
-"""Retention targets: how much attention a token gets after it has left the window (KVpop eqs. 2, 3, 8, 13-17)."""
+"""Retention targets: attention that a token gets after it has left the window (KVpop eqs. 2, 3, 8, 13-17)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from kvpop_vllm.kernels import ops
 
 EPS = 1e-8
-"""Added to the mass inside the logarithm; no paper gives it."""
+"""Constant added to the mass inside the logarithm; no paper gives it."""
 
 
 def retention_target(
@@ -23,13 +23,22 @@ def retention_target(
     normalise: bool = True,
     groups: str = "max",
 ) -> torch.Tensor:
-    """Raw target scores ``[B, H, S]`` float32, without gradient.
+    """Return raw target scores ``[B, H, S]`` float32, without gradient.
 
     Args:
-        q ``[B, Hq, S, D]``, k ``[B, H, S, D]``, lse ``[B, Hq, S]``: of the sparse pass (KVpop eq. 9) or dense (exact).
-        lookahead: L, see :func:`ops.future_attention_mass`. normalise: divide by the number of queries that can attend to
-            the token, ``N_t = max(1, S - t - w)``, at most ``L + 1`` (eq. 16).
-        groups: ``max`` over the query heads that share a KV head (eq. 14), or ``mean`` of their masses (eq. 15).
+        q: ``[B, Hq, S, D]``.
+        k: ``[B, H, S, D]``.
+        lse: ``[B, Hq, S]``, log-normalisers of the sparse pass (KVpop eq. 9) or of dense attention (exact).
+        window: w in tokens.
+        scale: factor on q . k.
+        lookahead: L, see :func:`ops.future_attention_mass`.
+        normalise: divide by the number of queries that can attend to the token, ``N_t = max(1, S - t - w)``,
+            at most ``L + 1`` (eq. 16).
+        groups: ``max`` over the query heads that share a KV head (eq. 14), or ``mean`` of their masses (eq.
+            15).
+
+    Raises:
+        ValueError: ``groups`` is neither.
     """
     log_mass = ops.future_attention_mass(q, k, lse, window=window, scale=scale, lookahead=lookahead)
     length = k.shape[2]

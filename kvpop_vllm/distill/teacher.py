@@ -1,23 +1,24 @@
-"""The teacher's logits, its top 256 of each position: computed, and kept on disk so that they are computed once.
+"""Teacher logits, the top 256 of each position: computed, and stored on disk so that they are computed once.
 
 A folder of them holds ``rows-00000.safetensors``, ... and ``index.json``. Per row of S tokens a file holds
 
-==========  ===================================  ================================================================
-tensor      shape and type                       what
-==========  ===================================  ================================================================
-tokens      ``[R, S]`` int32                     the row itself, to be compared with the one that is asked for
-ids         ``[R, S, K]`` uint16 or int32        the K tokens with the highest logits, falling
+==========  ===================================  ============================================================
+tensor      shape and type                       content
+==========  ===================================  ============================================================
+tokens      ``[R, S]`` int32                     the row itself, compared with the requested row
+ids         ``[R, S, K]`` uint16 or int32        the K tokens with the highest logits, in descending order
 logp        ``[R, S, K]`` float16                their log-probabilities over the whole vocabulary
 lse         ``[R, S]`` float32                   log-normaliser: logit = logp + lse
-==========  ===================================  ================================================================
+==========  ===================================  ============================================================
 
-Why float16 log-probabilities: the tokens that carry the mass have a logp near 0, where float16 is finest. An entry is off by
-at most 2^-11 of itself (2^-25 next to 0), so the teacher's probabilities are right to about that times their logp. The KL from
-the demo model's top 256 to the stored ones is 2e-7 nats a position on average and 7e-7 at most (3,072 positions of held-out
-text; bfloat16 and float32 alike). A position costs 4 K + 8 bytes (6 K + 8 beyond 65,536 tokens).
+Log-probabilities are float16 because the tokens that carry the mass have a logp near 0, where float16 is
+finest. The relative error of an entry is at most 2^-11 (2^-25 absolute next to 0), so the relative error of
+the teacher's probabilities is about that times their logp. The KL from the demo model's top 256 to the stored
+ones is 2e-7 nats a position on average and 7e-7 at most (3,072 positions of held-out text; bfloat16 and
+float32 alike). A position costs 4 K + 8 bytes (6 K + 8 beyond 65,536 tokens).
 
-A file appears whole or not at all, and the index names only files that are there, so a folder left by a kill or a full
-disk is readable and is continued by the same call.
+Files are written whole or not at all, and the index names only files that exist. A folder left by a kill or a
+full disk is therefore readable and is continued by the same call.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ FORMAT = {"format": "kvpop-teacher", "version": 1}
 
 
 class TopLogits(NamedTuple):
-    """Of every position: ``logits [.., S, K]`` falling, ``ids [.., S, K]`` int64, ``lse [.., S]``, the log-normaliser."""
+    """Top logits of every position.
+
+    Attributes:
+        logits: ``[.., S, K]``, in descending order.
+        ids: ``[.., S, K]`` int64.
+        lse: ``[.., S]``, log-normaliser.
+    """
 
     logits: torch.Tensor
     ids: torch.Tensor
@@ -53,11 +60,13 @@ class TopLogits(NamedTuple):
 
 @torch.no_grad()
 def top_logits(model, tokens: torch.Tensor, top: int = 256, **options) -> TopLogits:
-    """The teacher's best tokens, float32 (float64 for a float64 model). No ``[S, V]`` array is formed.
+    """Return the teacher's top tokens, float32 (float64 for a float64 model). No ``[S, V]`` array is formed.
 
     Args:
-        model: from :func:`kvpop_vllm.distill.hook.load_model`. tokens: ``[B, S]``. top: K, at most the vocabulary.
-        options: for the model's forward, ``attend=Dense()``.
+        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        tokens: ``[B, S]``.
+        top: K, at most the vocabulary.
+        options: arguments of the model's forward, ``attend=Dense()``.
     """
     hidden = model.get_decoder()(input_ids=tokens, use_cache=False, **options).last_hidden_state
     parts = []
@@ -70,16 +79,18 @@ def top_logits(model, tokens: torch.Tensor, top: int = 256, **options) -> TopLog
 
 
 def teacher_logits(model, tokens: torch.Tensor, top: int = 256, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Logits and ids of :func:`top_logits`, as :data:`kvpop_vllm.distill.student.Teacher` gives them."""
+    """Return logits and ids of :func:`top_logits`, as :data:`kvpop_vllm.distill.student.Teacher` does."""
     return top_logits(model, tokens, top, **options)[:2]
 
 
 def settings_of(model: str | Path, rows, top: int = 256, dtype: str = "bfloat16") -> dict:
-    """What logits depend on.
+    """Return the settings that logits depend on.
 
     Args:
-        model: folder of the teacher. rows: a :class:`kvpop_vllm.distill.data.PackedTokens`. top: K.
-        dtype: what the teacher computes with.
+        model: folder of the teacher.
+        rows: a :class:`kvpop_vllm.distill.data.PackedTokens`.
+        top: K.
+        dtype: dtype that the teacher computes with.
     """
     return {
         "dtype": dtype,
@@ -92,7 +103,7 @@ def settings_of(model: str | Path, rows, top: int = 256, dtype: str = "bfloat16"
 
 
 def model_fingerprint(folder: str | Path) -> str:
-    """Of the configuration, and of the weight files their sizes and a sample of 256 places."""
+    """Return a hash of a model's configuration, and of the sizes and 256 samples of each weight file."""
     digest = hashlib.sha256((Path(folder) / "config.json").read_bytes())
     for path in sorted([*Path(folder).glob("*.safetensors"), *Path(folder).glob("pytorch_model*.bin")]):
         size = path.stat().st_size
@@ -105,14 +116,18 @@ def model_fingerprint(folder: str | Path) -> str:
 
 
 class TeacherWriter:
-    """Writes a folder of teacher logits row by row, from where it stands; a context manager.
+    """Writer of a folder of teacher logits, row by row; a context manager.
+
+    It continues where the folder ends.
 
     Args:
-        folder: to write to. settings: see :func:`settings_of`; a folder with others is refused.
-        vocab_size: of the model. shard_bytes: size of a file; what a kill may cost.
+        folder: folder to write.
+        settings: see :func:`settings_of`; a folder with other settings is refused.
+        vocab_size: vocabulary of the model.
+        shard_bytes: size of a file; a kill loses at most one file.
 
     Attributes:
-        rows: how many have been added, those found in the folder included. The next one added is number ``rows``.
+        rows: number of rows added, those found in the folder included; also the number of the next row.
     """
 
     def __init__(self, folder: str | Path, settings: dict, *, vocab_size: int, shard_bytes: int = 1 << 26):
@@ -134,10 +149,15 @@ class TeacherWriter:
             self.pending = [{name: tensor[i] for name, tensor in whole.items()} for i in range(self.rows - first)]
 
     def add(self, tokens: torch.Tensor, best: TopLogits) -> None:
-        """Adds a row: tokens ``[S]``, ``best`` of it without a batch axis.
+        """Add a row.
+
+        Args:
+            tokens: ``[S]``.
+            best: top logits of the row, without a batch axis.
 
         Raises:
-            OSError: a file cannot be written; the rows of those before it are safe.
+            ValueError: the row has another shape than the settings say.
+            OSError: a file cannot be written; the rows of earlier files are safe.
         """
         shape = (self.settings["length"], self.settings["top"])
         if best.logits.shape != shape or tokens.shape != shape[:1]:
@@ -153,7 +173,7 @@ class TeacherWriter:
             self.pending = []
 
     def flush(self) -> None:
-        """Writes what has been added so far."""
+        """Write all rows that have been added so far."""
         if self.pending:
             self._write()
 
@@ -183,10 +203,15 @@ class TeacherWriter:
 def write_rows(
     model, rows: Iterable[torch.Tensor], writer: TeacherWriter, count: int, *, quiet=False, **options
 ) -> None:
-    """Writes the first ``count`` of ``rows`` (each ``[S]``); those that ``writer`` has already are passed over.
+    """Write the first ``count`` of ``rows`` (each ``[S]``), without those that ``writer`` has already.
 
     Args:
-        model, options: see :func:`top_logits`.
+        model: see :func:`top_logits`.
+        rows: rows of tokens in their global order.
+        writer: receives the logits.
+        count: number of rows.
+        quiet: True to hide the progress bar.
+        options: see :func:`top_logits`.
     """
     device, top, done = next(model.parameters()).device, writer.settings["top"], writer.rows
     with writer, tqdm(total=count, initial=min(done, count), unit="row", disable=quiet) as bar:
@@ -197,14 +222,17 @@ def write_rows(
 
 
 class TeacherReader:
-    """A folder of teacher logits, in any order of rows; a :data:`kvpop_vllm.distill.student.Teacher`.
+    """Reader of a folder of teacher logits; a :data:`kvpop_vllm.distill.student.Teacher`.
+
+    Rows may be read in any order.
 
     Args:
-        folder: written by :class:`TeacherWriter`. settings: those it must have been written with, see
-            :func:`settings_of`; None takes any. rows: how many must be there.
+        folder: written by :class:`TeacherWriter`.
+        settings: settings that it must have been written with, see :func:`settings_of`; None accepts any.
+        rows: minimum number of rows.
 
     Raises:
-        ConfigError: there is no such folder, it was written with other settings, or it holds fewer rows.
+        ConfigError: the folder does not exist, was written with other settings, or holds fewer rows.
     """
 
     def __init__(self, folder: str | Path, settings: dict | None = None, rows: int = 0):
@@ -215,9 +243,20 @@ class TeacherReader:
         self._require(rows)
 
     def __call__(self, tokens: torch.Tensor, row: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits ``[1, S, K]`` float32 and ids ``[1, S, K]`` int64 of row number ``row``, which is ``tokens [1, S]``.
+        """Return the stored logits of a row.
 
-        The logits are the log-probabilities, that is shifted by the log-normaliser, which no KL sees.
+        The logits are the log-probabilities, that is, shifted by the log-normaliser, which does not change a
+        KL.
+
+        Args:
+            tokens: ``[1, S]``, the row's tokens.
+            row: number of the row.
+
+        Returns:
+            Logits ``[1, S, K]`` float32 and ids ``[1, S, K]`` int64.
+
+        Raises:
+            ConfigError: the row was written for other tokens, or is missing.
         """
         found = self._row(row)
         if not torch.equal(found["tokens"].long(), tokens[0].cpu()):
@@ -228,7 +267,7 @@ class TeacherReader:
         return logits.unsqueeze(0).to(tokens.device), ids.unsqueeze(0).to(tokens.device)
 
     def top(self, row: int) -> TopLogits:
-        """The stored row itself, ``[S, K]`` and ``[S]``."""
+        """Return the stored row itself, logits ``[S, K]``, ids ``[S, K]`` and lse ``[S]``."""
         found = self._row(row)
         logits = found["logp"].float() + found["lse"].unsqueeze(-1)
         return TopLogits(logits, found["ids"].long(), found["lse"])
@@ -247,10 +286,10 @@ class TeacherReader:
 
 
 def read_index(folder: Path) -> dict:
-    """The index of a folder of teacher logits.
+    """Return the index of a folder of teacher logits.
 
     Raises:
-        ConfigError: there is none, or it is of another kind.
+        ConfigError: the index is missing or of another format.
     """
     path = folder / INDEX
     try:
@@ -266,7 +305,8 @@ def read_index(folder: Path) -> dict:
 
 def _refuse_others(folder: Path, before: dict, settings: dict) -> None:
     for name, value in settings.items():
-        if before.get(name, value if name == "dtype" else None) != value:  # older folders do not say their dtype
+        # older folders do not give their dtype
+        if before.get(name, value if name == "dtype" else None) != value:
             raise ConfigError(
                 f"{folder} holds teacher logits with {name} = {before.get(name)!r}, not {value!r}: use the same"
                 f" {name}, or another folder"

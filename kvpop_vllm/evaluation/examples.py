@@ -1,7 +1,8 @@
-"""Retrieval tasks in the style and wording of RULER (Hsieh et al. 2024, arXiv:2404.06654), generated from text and a seed.
+"""Retrieval tasks in the style and wording of RULER (Hsieh et al. 2024, arXiv:2404.06654).
 
-RULER's values have seven digits; here they have four unless asked otherwise, since small models write numbers digit by digit.
-Common words appear 10 times and the others once (RULER: 30 and 3), so that they fit short prompts.
+They are generated from text and a seed. RULER's values have seven digits; here they have four unless asked
+otherwise, because small models write numbers digit by digit. Common words appear 10 times and the others once
+(RULER: 30 and 3), so that they fit short prompts.
 """
 
 from __future__ import annotations
@@ -22,17 +23,19 @@ NOUNS = (
     " river saddle tunnel"
 ).split()
 SHORTEST = 0.9
-"""Share of the length asked for that a prompt fills at least; less means that the text ran out."""
+"""Minimum share of the requested length that a prompt fills; a shorter prompt means that the text ran out."""
 
 
 @dataclass(frozen=True)
 class Example:
-    """A prompt and what its answer must name.
+    """Prompt with the expected content of its answer.
 
     Attributes:
-        kind: see :data:`KINDS`. prompt: token ids. expected: each is to occur in the answer.
-        chat: whether the prompt is in the tokenizer's chat format, or plain for want of one.
-        depth: of the (first) needle, as a share of the sentences; None where there is none.
+        kind: see :data:`KINDS`.
+        prompt: token ids.
+        expected: strings that must all occur in the answer.
+        chat: True if the prompt is in the tokenizer's chat format, False if the tokenizer has none.
+        depth: depth of the (first) needle as a share of the sentences, None without a needle.
     """
 
     kind: str
@@ -44,8 +47,15 @@ class Example:
 
 @dataclass(frozen=True)
 class Question:
-    """A question before its haystack is cut: ``body(n)`` has n units of haystack in it, at most ``units``; ``answer`` is how
-    the model's own answer is begun for it."""
+    """Question before its haystack is cut.
+
+    Attributes:
+        body: ``body(n)`` returns the question with n units of haystack.
+        units: maximum n.
+        answer: beginning of the model's answer.
+        expected: see :class:`Example`.
+        depth: see :class:`Example`.
+    """
 
     body: Callable[[int], str]
     units: int
@@ -57,10 +67,16 @@ class Question:
 def make_example(
     kind: str, tokenizer, sentences: list[str], length: int, *, seed: str, depth: float, digits: int
 ) -> Example:
-    """One example whose prompt has at most ``length`` tokens, and nearly as many.
+    """Return an example whose prompt has at most ``length`` tokens, and nearly as many.
 
     Args:
-        kind: of :data:`KINDS`. sentences: of the haystack; it begins at one that the seed draws. depth: of a single needle.
+        kind: of :data:`KINDS`.
+        tokenizer: the model's tokenizer.
+        sentences: sentences of the haystack; it begins at a sentence drawn by the seed.
+        length: maximum tokens of the prompt.
+        seed: seed of all draws.
+        depth: depth of a single needle, from 0 to 1.
+        digits: digits of a needle's number.
 
     Raises:
         ConfigError: the length has no room for the question, or the text is too short.
@@ -92,7 +108,10 @@ def make_example(
 
 
 def _prompt(tokenizer, body: str, answer: str) -> list[int]:
-    """The user's turn and the beginning of the model's; without a chat template one after the other."""
+    """Return the token ids of the user's turn and the beginning of the model's turn.
+
+    Without a chat template the two are concatenated.
+    """
     text = f"{body}{answer}"
     if tokenizer.chat_template:
         turn = [{"role": "user", "content": body}]
@@ -101,10 +120,10 @@ def _prompt(tokenizer, body: str, answer: str) -> list[int]:
 
 
 def _hidden(sentences: list[str], needles: list[str], depths: list[float]) -> str:
-    """The sentences with each needle at its depth; needles of one depth in their order."""
+    """Return the sentences with each needle at its depth; needles of one depth keep their order."""
     parts, at = list(sentences), [int(depth * len(sentences)) for depth in depths]
     for place, needle in reversed(sorted(zip(at, needles, strict=True), key=lambda pair: pair[0])):
-        parts.insert(place, needle)  # from behind, so that of one place the first comes first
+        parts.insert(place, needle)  # from the end, so that needles of one place keep their order
     return " ".join(parts)
 
 
@@ -134,17 +153,17 @@ def _needles(draw, sentences, depth, digits, count: int) -> Question:
 
 
 def needle(draw: random.Random, sentences: list[str], depth: float, digits: int) -> Question:
-    """RULER's niah_single with numbers in text."""
+    """Return RULER's niah_single with numbers in text."""
     return _needles(draw, sentences, depth, digits, 1)
 
 
 def multikey(draw: random.Random, sentences: list[str], depth: float, digits: int) -> Question:
-    """RULER's niah_multikey_1: three more needles with other keys and values; one is asked for."""
+    """Return RULER's niah_multikey_1: one needle is asked for among three with other keys and values."""
     return _needles(draw, sentences, depth, digits, 4)
 
 
 def variables(draw: random.Random, sentences: list[str], depth: float, digits: int) -> Question:
-    """RULER's variable tracking: one chain of five variables, shown once before in a short example, as there."""
+    """Return RULER's variable tracking: one chain of five variables, after a short example as in RULER."""
     names = ["".join(draw.sample(string.ascii_uppercase, 5)) for _ in range(10)]
     example, asked = _numbers(draw, 2, 5)
     depths = sorted(draw.random() for _ in range(5))
@@ -174,11 +193,11 @@ def variables(draw: random.Random, sentences: list[str], depth: float, digits: i
 
 
 COMMON, OFTEN = 10, 10
-"""How many words are common, and how often each appears."""
+"""Number of common words, and how often each appears."""
 
 
 def words(draw: random.Random, sentences: list[str], depth: float, digits: int) -> Question:
-    """RULER's common words extraction, with words of the text."""
+    """Return RULER's common words extraction, with words of the text."""
     known = dict.fromkeys(
         word.lower() for sentence in sentences for word in re.findall(r"\b[a-zA-Z]{4,10}\b", sentence)
     )
@@ -206,22 +225,30 @@ KINDS: dict[str, Callable[[random.Random, list[str], float, int], Question]] = {
     "variables": variables,
     "words": words,
 }
-"""Kind of task -> what makes its question; ``(draw, sentences, depth, digits) -> Question``."""
+"""Kind of task -> function that makes its question, ``(draw, sentences, depth, digits) -> Question``."""
 NEW_TOKENS = {"needle": 16, "multikey": 16, "variables": 40, "words": 70}
-"""How many tokens of an answer are looked at."""
+"""Number of answer tokens that are generated."""
 
 
 @dataclass(frozen=True)
 class Credit:
-    """exact: 1 if all that was expected is named, else 0. partial: the mean share of each that is."""
+    """Credit for an answer.
+
+    Attributes:
+        exact: 1 if all expected strings are named, else 0.
+        partial: mean share of each expected string that is named.
+    """
 
     exact: float
     partial: float
 
 
 def credit(expected: tuple[str, ...], answer: str) -> Credit:
-    """What an answer is worth. A word counts if it occurs as a whole; of a number the digits count that some number of the answer
-    begins with, out of those of the longer one."""
+    """Return the credit for an answer.
+
+    A word counts if it occurs as a whole. A number counts by the digits that it shares with the beginning of
+    the best matching number of the answer, as a share of the longer number's digits.
+    """
     shares = [_digits_right(e, answer) if e.isdigit() else float(_occurs(e, answer)) for e in expected]
     return Credit(float(all(share == 1 for share in shares)), sum(shares) / len(shares))
 

@@ -1,4 +1,4 @@
-"""Long text from files: whole documents one after another for replay, and sentences to hide needles in."""
+"""Long text from files: documents one after another for replay, and sentences to hide needles in."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from kvpop_vllm.distill.sources import Document, ReadingOrder, Source, find_sour
 from kvpop_vllm.distill.tokens import Tokens
 
 SHARES = 0.05, 0.05
-"""Of the documents for validation and test, as training splits them."""
+"""Shares of the documents for validation and test, as in training."""
 MOST_TOKENS = 1 << 40
-"""A document is one piece, however long."""
+"""Maximum tokens of a piece, so large that every document is one piece."""
 LONGEST_SENTENCE = 300
-"""Characters; longer ones, and text without sentences such as code, are parted between words."""
+"""Characters of a sentence; longer ones, and text without sentences such as code, are split between words."""
 ENOUGH = 1 << 20
-"""Characters of text from which haystacks are made, at least."""
+"""Minimum number of characters that haystacks are made from."""
 
 
 def documents(paths: list[str], split: str) -> Iterator[tuple[Source, Document]]:
-    """Documents of a split that say something, in an order that depends on the files alone.
+    """Yield the non-empty documents of a split, in an order that depends on the files alone.
 
     Raises:
         ConfigError: the files cannot be read.
@@ -42,8 +42,10 @@ def documents(paths: list[str], split: str) -> Iterator[tuple[Source, Document]]
 def replay_rows(
     paths: list[str], tokenizer, length: int, *, split: str, seed: int, vocab_size: int
 ) -> Iterator[torch.Tensor]:
-    """Rows ``[length]`` int64, each from the beginning of a document on; where it ends the next one follows, and what is left of
-    the last one is left out. The documents come in an order drawn by the seed.
+    """Yield rows ``[length]`` int64, each of which begins with a document.
+
+    A document that ends within a row is followed by the next one. The part of a document that exceeds a row
+    is left out. The seed draws the order of the documents.
 
     Raises:
         ConfigError: the files cannot be read, or the tokenizer is not the model's.
@@ -61,7 +63,7 @@ def replay_rows(
 
 
 def sentences(paths: list[str], split: str, least: int) -> list[str]:
-    """Sentences of the first documents, in their order, at least ``least`` characters of them, or all there are.
+    """Return sentences of the first documents in order, of at least ``least`` characters, or all there are.
 
     Raises:
         ConfigError: the files cannot be read, or there is no text.

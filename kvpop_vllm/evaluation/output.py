@@ -1,4 +1,4 @@
-"""What evaluations write: a table on the screen, and records in a file."""
+"""Output of evaluations: a table on the screen, and records in a file."""
 
 from __future__ import annotations
 
@@ -11,8 +11,14 @@ from kvpop_vllm.config import ConfigError
 
 @contextmanager
 def records_file(path: str) -> Iterator:
-    """A file that becomes ``path`` when all is written. Until then, and for good if that never comes, what stood there
-    stays, and what was written is in ``path.draft``. Devices and pipes are written to as they are."""
+    """Open a file that replaces ``path`` once everything is written.
+
+    Until then, or if an error occurs, ``path`` keeps its content and the records are in ``path.draft``.
+    Devices and pipes are written to directly.
+
+    Raises:
+        ConfigError: ``path`` is a folder.
+    """
     if os.path.isdir(path):
         raise ConfigError(f"--out {path} is a folder: name a file")
     if os.path.exists(path) and not os.path.isfile(path):
@@ -32,7 +38,10 @@ def records_file(path: str) -> Iterator:
 
 
 def cells(table: list[dict], columns: tuple[str, ...]) -> list[list[str]]:
-    """The heading and a row of text for each line; numbers with four digits after the point, nothing where a line has no value."""
+    """Return the heading and a row of text for each line.
+
+    Floats have four decimals; a missing value is an empty cell.
+    """
     rows = [list(columns)]
     for line in table:
         values = (line.get(name) for name in columns)
@@ -41,13 +50,13 @@ def cells(table: list[dict], columns: tuple[str, ...]) -> list[list[str]]:
 
 
 def format_table(table: list[dict], columns: tuple[str, ...]) -> str:
-    """Right-aligned columns."""
+    """Return the table as text with right-aligned columns."""
     rows = cells(table, columns)
     widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
 def markdown_table(table: list[dict], columns: tuple[str, ...]) -> str:
-    """The same as a table of Markdown."""
+    """Return the table in Markdown."""
     heading, *rows = ("| " + " | ".join(row) + " |" for row in cells(table, columns))
     return "\n".join([heading, "|" + "---|" * len(columns), *rows]) + "\n"

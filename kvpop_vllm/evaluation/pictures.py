@@ -1,4 +1,4 @@
-"""`kvpop eval --report`: a table, plots, and what each layer still holds at the end of a text (KVpop Figure 6)."""
+"""`kvpop eval --report`: a table, plots, and maps of the tokens that each layer retains (KVpop Figure 6)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from kvpop_vllm.evaluation.running import Backend
 
 TABLE, FIGURE, MAP, MAP_DATA = "table.md", "figure.png", "retained.png", "retained.jsonl"
 MOST_BINS = 64
-"""Of positions, in a map."""
+"""Maximum number of bins of positions in a map."""
 
 
 class Report:
-    """A folder that a table, a figure and the map of retained tokens are written to.
+    """Folder of a report: a table, a figure and maps of retained tokens.
 
     Args:
-        folder: made if it is not there.
+        folder: created if it does not exist.
 
     Raises:
-        ConfigError: it is a file, or matplotlib is not installed.
+        ConfigError: the path is a file, or matplotlib is not installed.
     """
 
     def __init__(self, folder: str):
@@ -42,7 +42,10 @@ class Report:
         self.left_out: list[str] = []
 
     def add_map(self, backend: Backend, setting: Setting, contender: Contender, tokens: torch.Tensor) -> None:
-        """Runs the policy on ``tokens [S]`` once more and looks at its caches; where that cannot be done the table says so."""
+        """Run the policy on ``tokens [S]`` once more and add a map of its caches.
+
+        If the backend cannot run all of them, the table says so.
+        """
         deployed = setting.deploy(contender, backend.shape, backend.dtype)
         held = backend.held(deployed, tokens)
         if held.shape[-1] < len(tokens):
@@ -65,7 +68,7 @@ class Report:
             print(why)
 
     def write(self, task: str, table: list[dict], columns: tuple[str, ...], data: str) -> None:
-        """Writes everything and says where."""
+        """Write all files and print their names."""
         notes = "".join(f"\n{line}.\n" for line in self.left_out)
         (self.folder / TABLE).write_text(
             f"`kvpop eval --task {task}` on {data}\n\n{markdown_table(table, columns)}{notes}"
@@ -80,20 +83,27 @@ class Report:
             draw_maps(drawing, self.maps)
             drawing.savefig(self.folder / MAP, dpi=120)
             written += [MAP, MAP_DATA]
-        else:  # those of an earlier run are not this one's
+        else:  # files of an earlier run
             for name in (MAP, MAP_DATA):
                 (self.folder / name).unlink(missing_ok=True)
         print(f"{self.folder} holds {', '.join(written)}")
 
 
 def retention_map(held: torch.Tensor, width: int) -> torch.Tensor:
-    """``held [layers, H, S]`` booleans -> ``[layers, bins]``: of each bin of ``width`` positions (the last may be shorter), the share that
-    is held, mean over heads."""
+    """Return the share of each bin of positions that is held, mean over heads.
+
+    Args:
+        held: ``[layers, H, S]`` booleans.
+        width: positions of a bin; the last bin may be shorter.
+
+    Returns:
+        ``[layers, bins]``.
+    """
     return torch.stack([part.float().mean(dim=(1, 2)) for part in held.split(width, dim=-1)], dim=1)
 
 
 def draw_maps(drawing, maps: list[dict]) -> None:
-    """One picture for each policy (rows) and budget (columns): layers downwards, positions to the right."""
+    """Draw one map for each policy (rows) and budget (columns): layers downwards, positions to the right."""
     names = list(dict.fromkeys(one["policy"] for one in maps))
     budgets = list(dict.fromkeys((one["budget"], one["equal"]) for one in maps))
     drawing.set_size_inches(1 + 4 * len(budgets), 0.8 + 2.1 * len(names))
@@ -110,7 +120,7 @@ def draw_maps(drawing, maps: list[dict]) -> None:
 
 
 def _curves(table: list[dict], along: str, value: str) -> dict[str, list[tuple[float, float]]]:
-    """Policy -> points, in order."""
+    """Return the points of each policy's curve, in ascending order."""
     curves: dict[str, list[tuple[float, float]]] = {}
     for line in table:
         if line.get(along) is not None and line.get(value) is not None:
@@ -129,7 +139,7 @@ def _against_budget(axis, lines: list[dict], value: str) -> None:
 
 
 def draw_text(drawing, table: list[dict]) -> None:
-    """Perplexity, divergence and error of outputs against the budget; a row of pictures for each length."""
+    """Draw perplexity, divergence and output error against the budget, a row of plots for each length."""
     lengths, values = sorted({line["length"] for line in table}), ("perplexity", "kl", "error")
     drawing.set_size_inches(4 * len(values), 3.4 * len(lengths))
     axes = drawing.subplots(len(lengths), len(values), squeeze=False)
@@ -141,7 +151,7 @@ def draw_text(drawing, table: list[dict]) -> None:
 
 
 def draw_retrieval(drawing, table: list[dict]) -> None:
-    """Partial credit against the budget; a row of pictures for each length, a column for each kind."""
+    """Draw partial credit against the budget, a row of plots for each length and a column for each kind."""
     lengths = sorted({line["length"] for line in table})
     kinds = list(dict.fromkeys(line["kind"] for line in table))
     drawing.set_size_inches(4 * len(kinds), 3.4 * len(lengths))
@@ -154,7 +164,7 @@ def draw_retrieval(drawing, table: list[dict]) -> None:
 
 
 def draw_replay(drawing, table: list[dict]) -> None:
-    """Divergence and agreement against position; a row of pictures for each length and budget."""
+    """Draw divergence and agreement against position, a row of plots for each length and budget."""
     settings = list(dict.fromkeys((x["length"], x["budget"], x["equal"]) for x in table if x["budget"]))
     drawing.set_size_inches(10, 3.2 * len(settings))
     axes = drawing.subplots(len(settings), 2, squeeze=False)

@@ -1,4 +1,4 @@
-"""How much of what a perfect judge would keep a policy keeps, per layer and KV head."""
+"""Recall of a policy, per layer and KV head: how much it keeps of what a perfect judge would keep."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ BLOCK = 512
 
 @dataclass
 class Recall:
-    """Means over sequences and over the positions asked about, each ``[H]``.
+    """Recall of one layer, means over sequences and query positions, each ``[H]``.
 
     Attributes:
-        teacher: share of the teacher's top k (future attention with the policy's own decay) that is kept at the same
-            position (KVpop Figure 7).
-        hindsight: of the k eligible tokens that later queries attend to most, the share that is kept. No decay enters, so
-            recency cannot win it.
-        mass: attention mass of what is kept, as a share of the mass on those k tokens, the most that k tokens can hold.
+        teacher: share of the teacher's top k (future attention with the policy's own decay) that is kept at
+            the same position (KVpop Figure 7).
+        hindsight: share that is kept of the k eligible tokens that later queries attend to most. It does not
+            depend on a decay, so that recency alone cannot win it.
+        mass: attention mass of the kept tokens, as a share of the mass on those k tokens, which is the most
+            that k tokens can have.
     """
 
     teacher: torch.Tensor
@@ -31,10 +32,13 @@ class Recall:
 
 
 class Judge:
-    """What one layer of the dense model really attends to; its results are kept for all policies that are judged.
+    """Dense attention of one layer, against which policies are judged; results are cached for all policies.
 
     Args:
-        q ``[B, Hq, S, D]``, k ``[B, H, S, D]``, lse ``[B, Hq, S]``: of dense attention. scale: factor on q . k.
+        q: ``[B, Hq, S, D]``.
+        k: ``[B, H, S, D]``.
+        lse: ``[B, Hq, S]``, log-normalisers of dense attention.
+        scale: factor on q . k.
     """
 
     def __init__(self, q: torch.Tensor, k: torch.Tensor, lse: torch.Tensor, scale: float):
@@ -45,7 +49,10 @@ class Judge:
         return retention_target(self.q, self.k, self.lse, window=window, scale=self.scale)
 
     def _later_mass(self, q0: int, sinks: int, window: int) -> torch.Tensor:
-        """Attention that the queries after q0 give to the tokens of ``E(q0)``, the largest of the group: ``[B, H, E]``."""
+        """Return the attention that queries after q0 give to the tokens of ``E(q0)``, ``[B, H, E]``.
+
+        It is the largest of the group's query heads.
+        """
         heads = self.k.shape[1]
         q, lse = self.q.unflatten(1, (heads, -1)).float(), self.lse.unflatten(1, (heads, -1))
         eligible = self.k[:, :, None, sinks : q0 - window + 1].float()
@@ -61,7 +68,10 @@ class Judge:
         """Return a policy's recall at equal k.
 
         Args:
-            score: ``[B, H, S]`` raw scores. log_gamma: ``[H]``, shared by teacher and policy. positions: the q0 asked about.
+            score: ``[B, H, S]`` raw scores.
+            log_gamma: ``[H]``, shared by teacher and policy.
+            roles: slot roles of the budget.
+            positions: query positions q0.
 
         Raises:
             ValueError: nothing has been evicted yet at one of the positions, or k is 0.
@@ -81,7 +91,17 @@ class Judge:
     def recall_of(
         self, kept: list[torch.Tensor], log_gamma: torch.Tensor, roles: Roles, positions: list[int]
     ) -> Recall:
-        """The same of what is kept at each of ``positions``: ``[B, H, E]`` booleans each, as of :func:`kept_at`."""
+        """Return the recall of given kept tokens.
+
+        Args:
+            kept: for each position, ``[B, H, E]`` booleans as from :func:`kept_at`.
+            log_gamma: ``[H]`` of the teacher.
+            roles: slot roles of the budget.
+            positions: query positions q0.
+
+        Raises:
+            ValueError: nothing has been evicted yet at one of the positions, or k is 0.
+        """
         self._check(roles, positions)
         teacher_rank, teacher_cutoff = running_cutoffs(self.target(roles.window), log_gamma, roles)
         rows = []

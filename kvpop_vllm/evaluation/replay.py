@@ -1,4 +1,4 @@
-"""Replay: a long text fed token by token as it is, and how far predictions under a policy are from dense, by position."""
+"""Replay: a long text as a prompt, and a policy's divergence from dense predictions by position."""
 
 from __future__ import annotations
 
@@ -12,20 +12,24 @@ MEASURES = ("nll", "kl", "agreement")
 
 
 def predictions(run: Run, tokens: torch.Tensor) -> torch.Tensor:
-    """Hidden states ``[S - 1, E]`` from which the tokens of a row ``[S]`` but the first are predicted."""
+    """Return hidden states ``[S - 1, E]`` that predict all tokens of a row ``[S]`` but the first."""
     return run.hidden(tokens[:-1])
 
 
 def compare(run: Run, tokens: torch.Tensor, dense: torch.Tensor, bucket: int) -> dict:
-    """Predictions of a row ``[S]`` under a policy against those of the ``dense`` model (:func:`predictions`).
+    """Compare predictions of a row under a policy with those of the dense model.
 
     Args:
-        bucket: positions of one.
+        run: the model under the policy.
+        tokens: ``[S]``.
+        dense: hidden states of the dense model (:func:`predictions`).
+        bucket: positions of a bucket.
 
     Returns:
-        Means over all positions: ``nll`` of the next token in nats, ``kl`` = ``KL(dense || policy)`` in nats over the whole
-        vocabulary, ``agreement``, the share of positions with the same most likely token; ``*_by_position``: lists of means over
-        buckets of the position of the query, the last one shorter where they do not divide S - 1; and ``bucket``.
+        Means over all positions: ``nll`` of the next token in nats, ``kl`` = ``KL(dense || policy)`` in nats
+        over the whole vocabulary, ``agreement``, the share of positions with the same most likely token.
+        ``*_by_position``: lists of means over buckets of the query's position; the last bucket is shorter if
+        they do not divide S - 1. ``bucket`` itself.
     """
     own = predictions(run, tokens)
     found = torch.cat([_at(run, own, dense, tokens[1:], a) for a in range(0, len(own), POSITIONS)], 1)
@@ -38,7 +42,7 @@ def compare(run: Run, tokens: torch.Tensor, dense: torch.Tensor, bucket: int) ->
 
 
 def _at(run: Run, own: torch.Tensor, dense: torch.Tensor, expected: torch.Tensor, a: int) -> torch.Tensor:
-    """:data:`MEASURES` ``[3, n]`` of the positions from ``a`` on, in float64."""
+    """Return :data:`MEASURES` ``[3, n]`` of the positions from ``a`` on, in float64."""
     cut = slice(a, a + POSITIONS)
     logp, exact = (run.logits(hidden[cut]).log_softmax(-1) for hidden in (own, dense))
     nll = F.nll_loss(logp, expected[cut].to(logp.device), reduction="none")

@@ -1,4 +1,4 @@
-"""`kvpop eval`: files in, a table out."""
+"""`kvpop eval`: evaluates policies on files and prints a table."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
 from kvpop_vllm.evaluation.running import TransformersBackend
 
 DEFAULT_WINDOW = 64
-"""w of all policies alike where no scorer says one."""
+"""w of all policies if no scorer specifies it."""
 
 COLUMNS = (*KEYS, "teacher", "hindsight", "mass", "error", "kl", "perplexity", "accuracy")
 DEFAULT_POLICIES = "streaming-llm", "l2norm", "random"
@@ -30,7 +30,14 @@ LEAST_AT_EQUAL_BYTES = 512
 
 
 def evaluate_text(options) -> list[dict]:
-    """Evaluates what the command line names, prints the table and writes the records; returns the table."""
+    """Evaluate the policies of the command line on text, print the table and write the records.
+
+    Returns:
+        The table.
+
+    Raises:
+        ConfigError: the options do not fit each other, the model or the data.
+    """
     if options.threads:
         torch.set_num_threads(options.threads)
     contenders, shapes = contenders_of(options, DEFAULT_POLICIES)
@@ -47,7 +54,8 @@ def evaluate_text(options) -> list[dict]:
         vocab_size=vocabulary_of(options.model),
     )
     records, first = [], next(iter(rows), None)
-    with records_file(options.out) if options.out else nullcontext() as file:  # here, before the work is done
+    # opened before the work is done
+    with records_file(options.out) if options.out else nullcontext() as file:
         backend = TransformersBackend(options.model, getattr(torch, options.dtype), max(options.length))
         used = [first, *itertools.islice(rows, options.rows - 1)] if first is not None else []
         for record in evaluate(backend.model, used, contenders, settings):
@@ -69,13 +77,16 @@ def evaluate_text(options) -> list[dict]:
 
 
 def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], dict[str, ScorerShape]]:
-    """What ``--policies`` (or else ``default``), ``--scorer``, ``--allocator``, ``--protect-prompt`` and ``--correction`` name, and what each scorer was trained with.
+    """Return the contenders of the command line, and the shape that each scorer was trained with.
+
+    Contenders come from ``--policies`` (or ``default``), ``--scorer``, ``--allocator``, ``--protect-prompt``
+    and ``--correction``.
 
     Raises:
-        ConfigError: there is nothing, something twice, or something that cannot be used.
+        ConfigError: there is no contender, one is given twice, or one cannot be used.
     """
     names, shapes = options.policies, {}
-    if names is None:  # rows of other tasks are no prompts with answers behind them
+    if names is None:  # rows of other tasks are not prompts with answers
         names = [name for name in default if options.task == "retrieval" or not policies.get(name).compresses]
     contenders = [training_free(name) for name in names]
     for folder in options.scorer:
@@ -101,7 +112,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], d
 
 
 def check_evicting(contenders: list[Contender]) -> None:
-    """No contender compresses prompts, where rows are not prompts with answers behind them.
+    """Check that no contender compresses prompts, for tasks whose rows are not prompts with answers.
 
     Raises:
         ConfigError: one does.
@@ -114,7 +125,7 @@ def check_evicting(contenders: list[Contender]) -> None:
 
 
 def check_tails(contenders: list[Contender]) -> None:
-    """No contender protects prompts: at equal bytes a prefix would be taken from the tail.
+    """Check that no contender protects prompts: at equal bytes a prefix would be taken from the tail.
 
     Raises:
         ConfigError: one does.
@@ -128,17 +139,17 @@ def check_tails(contenders: list[Contender]) -> None:
 
 
 def longest_of(settings: list[Setting]) -> list[Setting]:
-    """Those of the greatest length."""
+    """Return the settings of the greatest length."""
     return [setting for setting in settings if setting.length == max(s.length for s in settings)]
 
 
 def with_allocators(contenders: list[Contender], allocators: list[str]) -> list[Contender]:
-    """Return each with each of the allocators, on the kernels of serving."""
+    """Return each contender with each of the allocators, on the kernels of serving."""
     return [contender.allocated(name) for contender in contenders for name in allocators]
 
 
 def with_protection(contenders: list[Contender], asked: list[bool | int], task: str) -> list[Contender]:
-    """Return each with each of these protections, on the kernels of serving.
+    """Return each contender with each of these protections, on the kernels of serving.
 
     Raises:
         ConfigError: whole prompts are to be protected in a task whose rows are all prompt, or a contender compresses prompts.
@@ -158,14 +169,20 @@ def with_protection(contenders: list[Contender], asked: list[bool | int], task: 
 
 
 def with_correction(contenders: list[Contender], correction: str) -> list[Contender]:
-    """Return each on the kernels of serving, so that nothing else differs; with ``moment`` each of them also corrected, with
-    ``none`` none of them."""
+    """Return each contender on the kernels of serving, so that they differ in nothing else.
+
+    With ``moment`` a corrected copy of each is added; with ``none`` no contender is corrected.
+    """
     found = [replace(c, serve=True, correction="none") for c in contenders]
     return found + [contender.corrected() for contender in found] if correction == "moment" else found
 
 
 def _agreed(values: dict[str, int], name: str, default: int, where: str = "") -> int:
-    """What all scorer folders say alike."""
+    """Return the value that all scorer folders agree on, or ``default`` if there are none.
+
+    Raises:
+        ConfigError: they do not agree.
+    """
     first = next(iter(values), None)
     for folder, value in values.items():
         if value != values[first]:
@@ -177,7 +194,11 @@ def _agreed(values: dict[str, int], name: str, default: int, where: str = "") ->
 
 
 def budgets(options, length: int) -> list[tuple[int, str]]:
-    """Budgets for rows of ``length`` tokens, each with how it came about."""
+    """Return the budgets for rows of ``length`` tokens, each with its derivation as text.
+
+    Raises:
+        ConfigError: ``--share 1`` is asked for.
+    """
     if options.budget:
         return [(budget, str(budget)) for budget in options.budget]
     if 1 in (options.share or ()):
@@ -186,7 +207,11 @@ def budgets(options, length: int) -> list[tuple[int, str]]:
 
 
 def check_equal_bytes(budget: int, said: str) -> None:
-    """A budget, as :func:`budgets` says it, is large enough to be compared at equal bytes.
+    """Check that a budget is large enough to be compared at equal bytes.
+
+    Args:
+        budget: B in tokens.
+        said: the budget's derivation from :func:`budgets`.
 
     Raises:
         ConfigError: it is not.

@@ -1,4 +1,4 @@
-"""Retrieval: what a policy still finds in its cache, asked by generating answers under it."""
+"""Retrieval: answers generated under a policy to questions about a prompt."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ MEASURES = ("exact", "partial")
 def make_examples(
     kinds: list[str], tokenizer, sentences: list[str], length: int, count: int, *, seed: int, digits: int
 ) -> list[Example]:
-    """``count`` examples of each kind, single needles at evenly spaced depths; prompts and answers together have at most
-    ``length`` tokens.
+    """Return ``count`` examples of each kind, single needles at evenly spaced depths.
+
+    Prompt and answer together have at most ``length`` tokens.
 
     Raises:
-        ConfigError: as of :func:`kvpop_vllm.evaluation.examples.make_example`.
+        ConfigError: see :func:`kvpop_vllm.evaluation.examples.make_example`.
     """
     return [
         make_example(
@@ -35,8 +36,11 @@ def make_examples(
 
 
 def answers(run: Run, tokenizer, examples: list[Example]) -> Iterator[dict]:
-    """One record for each example: ``kind, example, tokens`` of the prompt, ``chat, depth, expected, answer, exact, partial``
-    (:class:`kvpop_vllm.evaluation.examples.Credit`)."""
+    """Yield one record for each example.
+
+    A record has ``kind, example, tokens`` of the prompt, ``chat, depth, expected, answer, exact, partial``
+    (:class:`kvpop_vllm.evaluation.examples.Credit`).
+    """
     stop = {tokenizer.eos_token_id} - {None}
     numbers: dict[str, int] = {}
     for example in examples:

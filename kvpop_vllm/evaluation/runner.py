@@ -1,4 +1,4 @@
-"""All measures of several policies on the same rows of text (`kvpop eval`)."""
+"""Measures of several policies on the same rows of text (`kvpop eval`)."""
 
 from __future__ import annotations
 
@@ -20,15 +20,22 @@ from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.policies.base import ModelShape
 
 KEYS = ("length", "budget", "equal", "window", "topk", "policy")
-"""What tells the lines of a table apart."""
+"""Fields that identify a line of a table."""
 RECALL = ("teacher", "hindsight", "mass")
 """Measures of :class:`kvpop_vllm.evaluation.recall.Recall`."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """A length S and a budget B = s + w + k at which policies are compared; ``equal`` is what is equal: ``k`` or ``bytes``.
-    Where sinks or window are None, each policy has its own."""
+    """Length S and budget B = s + w + k at which policies are compared.
+
+    Attributes:
+        length: S in tokens.
+        budget: B in tokens per KV head.
+        sinks: s; None for each policy's own.
+        window: w; None for each policy's own.
+        equal: ``k`` or ``bytes``, whichever is equal between policies.
+    """
 
     length: int
     budget: int
@@ -38,14 +45,16 @@ class Setting:
 
     @property
     def positions(self) -> list[int]:
-        """Positions at which recall is taken: S / 2 (or B) and 3 S / 4."""
+        """Positions of the queries for recall: S / 2 (or B) and 3 S / 4."""
         return [min(q, self.length - 2) for q in (max(self.length // 2, self.budget), 3 * self.length // 4)]
 
     def deploy(self, contender: Contender, model: ModelShape, dtype: torch.dtype) -> Deployed:
-        """The contender with this budget, or with the largest at which its pages are no more than a stateless policy's.
+        """Return a contender with this budget, or with the largest one of as many bytes.
+
+        At equal bytes, its pages take no more than a stateless policy's with this budget.
 
         Raises:
-            ConfigError: nothing is left for the long range, or the policy cannot be used so.
+            ConfigError: no long-range slots are left, or the policy cannot be used with these settings.
         """
         deployed = self._deploy(contender, model, self.budget)
         if self.equal == "k":
@@ -53,7 +62,8 @@ class Setting:
         plain = PageLayout(model.num_kv_heads, model.head_dim, dtype)
         most = request_bytes(plain, model.num_layers, self.length, deployed.policy.retention).allocated
         too_many = self.budget + 1
-        while deployed.request_bytes(self.length, dtype).allocated > most:  # whole pages, then single tokens
+        # first whole pages, then single tokens
+        while deployed.request_bytes(self.length, dtype).allocated > most:
             too_many = deployed.roles.budget
             deployed = self._deploy(contender, model, plain.block_slots * (cdiv(too_many, plain.block_slots) - 1))
         fits = deployed
@@ -84,19 +94,25 @@ def evaluate(
     *,
     recall: bool = True,
 ) -> Iterator[dict]:
-    """One record per row of text, setting and policy (and one per row for ``dense``).
+    """Yield one record per row of text, setting and policy, and one per row and length for ``dense``.
 
-    Recall is taken on the dense model's keys and queries, so that all policies are asked about the same; cross-entropy
-    and accuracy with each policy's own sparse mask in all layers.
+    Recall is taken on the dense model's keys and queries, so that all policies are judged on the same.
+    Cross-entropy and accuracy are taken with each policy's own sparse mask in all layers.
 
     Args:
-        model: from :func:`kvpop_vllm.distill.hook.load_model`. rows: ``[S]`` tokens, each at least as long as the longest
-            setting; the first ``length`` tokens are used. recall: take it (the teacher's pass costs more than all else).
+        model: from :func:`kvpop_vllm.distill.hook.load_model`.
+        rows: ``[S]`` tokens, each at least as long as the longest setting; the first ``length`` tokens are
+            used.
+        contenders: policies to compare.
+        settings: lengths and budgets to compare them at.
+        recall: True to take recall (the teacher's pass costs more than everything else).
 
     Yields:
-        Records with ``row, length, budget, equal, window, topk, policy``, nll (nats per token), accuracy (of the next token), and
-        for policies kl, the divergence ``KL(dense || policy)`` of their predictions in nats per token, teacher, hindsight and mass: means over layers and heads (not where budgets are uneven); and error, the relative error of attention
-        outputs on the dense model's queries, keys and values from position B on; ``*_by_layer`` are lists of layers of heads.
+        Records with ``row, length, budget, equal, window, topk, policy``, nll (nats per token) and accuracy
+        (of the next token). For policies also: kl, the divergence ``KL(dense || policy)`` of their
+        predictions in nats per token; teacher, hindsight and mass, means over layers and heads (not if
+        budgets are uneven); error, the relative error of attention outputs on the dense model's queries, keys
+        and values from position B on. ``*_by_layer`` are lists of layers of heads.
     """
     dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
     for number, row in enumerate(rows):
@@ -115,7 +131,7 @@ def evaluate(
 
 
 def told(setting: Setting, deployed: Deployed) -> dict:
-    """What a record says of a policy, beside its length."""
+    """Return the fields of a record that describe a policy, beside its length."""
     roles = deployed.roles
     return {
         "budget": setting.budget,
@@ -129,7 +145,7 @@ def told(setting: Setting, deployed: Deployed) -> dict:
 
 
 class _Observer:
-    """Attends densely and asks every pair for its recall and its outputs, layer by layer."""
+    """Dense attention that records recall and output error of every setting and policy, layer by layer."""
 
     def __init__(self, pairs, recall: bool):
         self.pairs, self.recall = pairs, recall
@@ -138,11 +154,11 @@ class _Observer:
         self.channel: dict[int, torch.Tensor] = {}
 
     def see(self, layer: int, hidden: torch.Tensor) -> None:
-        """What the layer's gate would look at (:func:`kvpop_vllm.distill.hook.show_hidden_states`)."""
+        """Store the input that a layer's gate reads (:func:`kvpop_vllm.distill.hook.show_hidden_states`)."""
         self.hidden[layer] = hidden
 
     def see_channel(self, layer: int, channel: torch.Tensor) -> None:
-        """What the layer gives up, if it does (:func:`kvpop_vllm.distill.hook.borrow_channel`)."""
+        """Store the layer's borrowed channel (:func:`kvpop_vllm.distill.hook.borrow_channel`)."""
         self.channel[layer] = channel
 
     def __call__(self, layer, q, k, v, scale):
@@ -156,6 +172,7 @@ class _Observer:
         return out
 
     def record(self, i: int) -> dict:
+        """Return the recorded measures of pair i."""
         found, known = {}, all(recall is not None for recall, _ in self.layers[i])
         for name in RECALL if known else ():
             values = torch.stack([getattr(recall, name) for recall, _ in self.layers[i]])
@@ -165,16 +182,23 @@ class _Observer:
 
 
 def _output_error(out: torch.Tensor, exact: torch.Tensor, first: int) -> torch.Tensor:
-    """``|out - exact| / |exact|`` of attention outputs ``[B, Hq, S, D]``, mean over sequences and the queries from ``first``
-    on: ``[Hq]``."""
+    """Return ``|out - exact| / |exact|`` of attention outputs, ``[Hq]``.
+
+    Args:
+        out: ``[B, Hq, S, D]``.
+        exact: ``[B, Hq, S, D]``.
+        first: the mean is over sequences and the queries from this position on.
+    """
     out, exact = out[:, :, first:].float(), exact[:, :, first:].float()
     return ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).mean(dim=(0, 2))
 
 
 @torch.inference_mode()
 def _next_token(model, tokens, attend, dense=None) -> tuple[dict[str, float], torch.Tensor]:
-    """Quality of the predictions, and the hidden states ``[S - 1, E]`` that they come from; with those of the ``dense`` model,
-    also the divergence from its predictions."""
+    """Return the quality of next-token predictions, and their hidden states ``[S - 1, E]``.
+
+    With hidden states of the ``dense`` model, the quality includes the divergence from its predictions.
+    """
     hidden = model.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state[0, :-1]
     head, expected = model.get_output_embeddings(), tokens[0, 1:]
     loss = hits = divergence = 0.0
@@ -190,7 +214,12 @@ def _next_token(model, tokens, attend, dense=None) -> tuple[dict[str, float], to
 
 
 def shape_of(model: nn.Module, longest: int) -> ModelShape:
-    """A transformers model as policies see it; ``longest`` sequences in tokens."""
+    """Return the shape of a transformers model as policies see it.
+
+    Args:
+        model: the model.
+        longest: maximum tokens of a sequence.
+    """
     config = model.config.get_text_config()
     heads = config.num_attention_heads
     return ModelShape(
@@ -205,7 +234,10 @@ def shape_of(model: nn.Module, longest: int) -> ModelShape:
 
 
 def summarise(records: list[dict]) -> list[dict]:
-    """Means over rows: one record per length, budget, window, what is equal, and policy; ``perplexity = exp(mean nll)``."""
+    """Return means over rows: one record per length, budget, window, equality and policy.
+
+    ``perplexity = exp(mean nll)``.
+    """
     groups: dict[tuple, list[dict]] = {}
     for record in records:
         key = tuple(record.get(name) for name in KEYS)

@@ -1,4 +1,4 @@
-"""A model that runs under a policy, whatever runs it: what the tasks ask of a backend, and the one in transformers."""
+"""Interface of a model that runs under a policy, and its implementation in transformers."""
 
 from __future__ import annotations
 
@@ -18,23 +18,24 @@ from kvpop_vllm.scorers.init import borrows_channel
 
 
 class Run(Protocol):
-    """A model under one policy and budget, or dense. Every call is a request of its own."""
+    """Model under one policy and budget, or dense; every call is a request of its own."""
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Last hidden states ``[S, E]`` of a prompt ``[S]``."""
+        """Return the last hidden states ``[S, E]`` of a prompt ``[S]``."""
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[n, E] -> [n, V]`` float32, over the whole vocabulary."""
+        """Return logits ``[n, V]`` float32 over the whole vocabulary for hidden states ``[n, E]``."""
 
     def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
-        """At most ``new`` greedy tokens; ends before one of ``stop``."""
+        """Return at most ``new`` greedy tokens; the answer ends before a token of ``stop``."""
 
 
 class Backend(Protocol):
-    """What runs models under policies.
+    """Engine that runs models under policies.
 
     Attributes:
-        shape: the model as policies see it. dtype: it computes in.
+        shape: the model as policies see it.
+        dtype: dtype that it computes with.
     """
 
     shape: ModelShape
@@ -43,19 +44,26 @@ class Backend(Protocol):
     def __init__(self, model: str, dtype: torch.dtype, longest: int): ...
 
     def start(self, deployed: Deployed | None) -> AbstractContextManager[Run]:
-        """A run under a policy; dense for None. One at a time."""
+        """Start a run under a policy, or dense for None; one run at a time."""
 
     def held(self, deployed: Deployed, tokens: torch.Tensor) -> torch.Tensor:
-        """``[layers, H, S]`` booleans: which tokens of a prompt ``[S]`` are held at its end; of fewer if the backend cannot run
-        as many."""
+        """Return which tokens of a prompt ``[S]`` are held at its end, ``[layers, H, S]`` booleans.
+
+        A backend that cannot run as many tokens returns fewer.
+        """
 
 
 class TransformersBackend:
-    """The model in transformers; policies run on the kernels of serving, prompts by ``prefill_chunk`` and generated tokens by
-    ``decode_step``, dense attention is torch's own. A model that gives up a query channel (DMS) has none of it under any policy.
+    """Backend that runs the model in transformers.
+
+    Policies run on the kernels of serving, prompts by ``prefill_chunk`` and generated tokens by
+    ``decode_step``. Dense attention is torch's own. A model that gives up a query channel (DMS) is without it
+    under any policy.
 
     Args:
-        model: folder. dtype: of weights and cache. longest: request, in tokens, answers included.
+        model: folder of the model.
+        dtype: dtype of weights and cache.
+        longest: maximum tokens of a request, answer included.
     """
 
     def __init__(self, model: str, dtype: torch.dtype, longest: int):
@@ -67,29 +75,33 @@ class TransformersBackend:
 
     @contextmanager
     def start(self, deployed: Deployed | None) -> Iterator[TransformersRun]:
+        """Start a run; see :meth:`Backend.start`."""
         yield TransformersRun(self, deployed)
 
     def held(self, deployed: Deployed, tokens: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Backend.held`."""
+        """Return the held tokens of a prompt; see :meth:`Backend.held`."""
         with self.start(deployed) as run:
             return run.held(tokens)
 
 
 class TransformersRun:
-    """See :class:`Run`."""
+    """Requests of a model in transformers; see :class:`Run`."""
 
     def __init__(self, backend: TransformersBackend, deployed: Deployed | None):
         self.model, self.longest, self.deployed = backend.model, backend.longest, deployed
         self.device = next(self.model.parameters()).device
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states of a prompt; see :meth:`Run.hidden`."""
         return self._forward(tokens, self._request(len(tokens)), 0)
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states; see :meth:`Run.logits`."""
         return self.model.get_output_embeddings()(hidden).float()
 
     def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
+        """Return greedy tokens; see :meth:`Run.generate`."""
         request, found, tokens = self._request(len(prompt)), [], prompt
         for seen in range(len(prompt), len(prompt) + new):
             hidden = self._forward(torch.tensor(tokens), request, seen - len(tokens))
@@ -101,7 +113,7 @@ class TransformersRun:
         return found
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See :meth:`Backend.held`."""
+        """Return the held tokens of a prompt; see :meth:`Backend.held`."""
         request = self._request(len(tokens))
         self._forward(tokens, request, 0)
         return request.held()
@@ -113,7 +125,7 @@ class TransformersRun:
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, request, start: int) -> torch.Tensor:
-        """The next tokens of a request, the first at position ``start``: ``[L, E]``."""
+        """Return hidden states ``[L, E]`` of a request's next tokens, the first at position ``start``."""
         positions = torch.arange(start, start + len(tokens), device=self.device)[None]
         inputs = {"input_ids": tokens.to(self.device)[None], "position_ids": positions}
         return self.model.get_decoder()(**inputs, attend=request).last_hidden_state[0]

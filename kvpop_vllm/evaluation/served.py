@@ -1,4 +1,4 @@
-"""Attention by the kernels of serving: of whole rows, and of requests that go on token by token."""
+"""Attention by the kernels of serving, for whole rows and for requests that continue token by token."""
 
 from __future__ import annotations
 
@@ -21,12 +21,16 @@ from kvpop_vllm.scorers import Gate, Signals
 
 
 class Sequence:
-    """One request's cache of one layer, filled from its first token on.
+    """Cache of one layer of one request, filled from its first token on.
 
     Args:
-        rule: of the layer. budget: B of all heads, or of each, ``[H]`` int32. like: keys ``[H, ..., D]``, for the sizes and the
-            dtype. length: tokens it has room for. protected: p, tokens that are never evicted.
-        shifted: the score given with token t + 1 is token t's. seed: of draws.
+        rule: rule of the layer.
+        budget: B of all heads, or of each, ``[H]`` int32.
+        like: keys ``[H, ..., D]``, for sizes and dtype.
+        length: tokens that it has room for.
+        protected: p, tokens that are never evicted.
+        shifted: True if the score given with token t + 1 is used for token t.
+        seed: seed of draws.
     """
 
     def __init__(
@@ -46,7 +50,7 @@ class Sequence:
         self.rule, self.seen, self.protected, self.shifted = rule, 0, protected, shifted
         self.seeds = torch.tensor([request_seed(0, seed)])
         self.retention = Retention(int(self.budgets.max()), rule.sinks, rule.window)
-        length = None if rule.compresses else length  # the tail holds what is chosen of the prompt
+        length = None if rule.compresses else length  # the tail holds the tokens chosen from the prompt
         divides = rule.compresses and rule.votes.divides
         slots = divided_blocks(heads, self.retention.budget, self.layout.block_slots) if divides else 0
         most = max(self.retention.budget, slots * self.layout.block_slots)
@@ -58,7 +62,18 @@ class Sequence:
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, given: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """The next tokens: ``q [Hq, L, D]``, ``k, v [H, L, D]``, ``given [H, L]`` -> ``[Hq, L, D]``. One token is a decode step."""
+        """Return the attention of the next tokens; a single token is a decode step.
+
+        Args:
+            q: ``[Hq, L, D]``.
+            k: ``[H, L, D]``.
+            v: ``[H, L, D]``.
+            scale: factor on q . k.
+            given: ``[H, L]`` gate scores, or None.
+
+        Returns:
+            ``[Hq, L, D]``.
+        """
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
         given, out, count = None if given is None else given.T.contiguous(), torch.empty_like(q), len(q)
         sizes = Sizes([self.protected], self.budgets.unsqueeze(0), None, self.seeds, self.rule.compresses)
@@ -71,7 +86,7 @@ class Sequence:
         return out.transpose(0, 1)
 
     def held(self) -> torch.Tensor:
-        """``[H, seen]`` booleans: which tokens are held."""
+        """Return which tokens are held, ``[H, seen]`` booleans."""
         tails, budgets = tail_tables(self.row, [self.protected], self.layout), self.budgets
         compressed, tail = self.rule.compresses and self.seen >= self.protected, tails.expand(len(budgets), -1)
         if self.regions is not None:
@@ -79,46 +94,60 @@ class Sequence:
         return held_tokens(self.pages, tail, self.seen, self.rule, budgets, 0 if compressed else self.protected)
 
     def kept(self) -> torch.Tensor:
-        """``[H, E]`` booleans: which tokens of ``E(q)`` are held, q being the newest token, oldest first."""
+        """Return which tokens of ``E(q)`` are held, oldest first, as ``[H, E]`` booleans.
+
+        q is the newest token.
+        """
         first = max(self.rule.sinks, self.protected)
         return self.held()[:, first : max(first, self.seen - self.rule.window)]
 
 
 class Policy(Protocol):
-    """What runs in every layer of a model; :class:`kvpop_vllm.evaluation.contenders.Deployed` is one."""
+    """Policy in every layer of a model; :class:`kvpop_vllm.evaluation.contenders.Deployed` is one.
+
+    Attributes:
+        shifted: True if the score given with token t + 1 is used for token t.
+        protect: protected tokens of a prompt, True for all.
+    """
 
     shifted: bool
     protect: bool | int
 
     def rule(self, layer: int) -> RetentionRule:
-        """Of all heads."""
+        """Return the rule of all heads of a layer."""
 
     def budgets(self, layer: int) -> torch.Tensor:
-        """``[H]`` int32."""
+        """Return B of each head of a layer, ``[H]`` int32."""
 
     def gate(self, layer: int) -> Gate | None:
-        """What scores tokens when they come in, if the kernels do not."""
+        """Return the gate that scores tokens at insertion, or None if the kernels score them."""
 
 
 class Gated:
-    """Remembers what goes into a layer's attention, and what its gate says of it."""
+    """Base class that stores the input of each layer's attention and computes gate scores."""
 
     def __init__(self, policy: Policy):
         self.policy, self.hidden, self.channel = policy, {}, {}
 
     def see(self, layer: int, hidden: torch.Tensor) -> None:
-        """``[B, L, E]``, just before the layer attends (:func:`kvpop_vllm.distill.hook.show_hidden_states`)."""
+        """Store the attention's input ``[B, L, E]``, just before the layer attends.
+
+        See :func:`kvpop_vllm.distill.hook.show_hidden_states`.
+        """
         self.hidden[layer] = hidden
 
     def see_channel(self, layer: int, channel: torch.Tensor | None) -> None:
-        """``[B, L, H]``, just before the layer attends, if it gives up a channel (:func:`kvpop_vllm.distill.hook.borrow_channel`)."""
+        """Store the borrowed channel ``[B, L, H]`` just before the layer attends, or None.
+
+        See :func:`kvpop_vllm.distill.hook.borrow_channel`.
+        """
         self.channel[layer] = channel
 
     def given(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-        """``[B, H, L]`` for k, v ``[B, H, L, D]``, on the CPU; None without a gate.
+        """Return gate scores ``[B, H, L]`` for k, v ``[B, H, L, D]``, on the CPU; None without a gate.
 
         Raises:
-            ConfigError: it reads a channel that the model does not give up.
+            ConfigError: the gate reads a channel that the model does not give up.
         """
         hidden, channel, gate = self.hidden.pop(layer, None), self.channel.pop(layer, None), self.policy.gate(layer)
         if gate is None:
@@ -132,10 +161,14 @@ class Gated:
 
 
 class Request(Gated):
-    """The caches of all layers of one request, an :class:`kvpop_vllm.distill.hook.Attend` that goes on where it stopped.
+    """Caches of all layers of one request, an :class:`kvpop_vllm.distill.hook.Attend`.
+
+    Each call continues the sequence.
 
     Args:
-        policy: what runs. length: tokens it has room for. protected: p, tokens that are never evicted.
+        policy: the policy to run.
+        length: tokens that the caches have room for.
+        protected: p, tokens that are never evicted.
     """
 
     def __init__(self, policy: Policy, *, length: int, protected: int = 0):
@@ -144,6 +177,7 @@ class Request(Gated):
         self.layers: dict[int, Sequence] = {}
 
     def __call__(self, layer, q, k, v, scale):
+        """Return the attention of a layer's next tokens; see :class:`kvpop_vllm.distill.hook.Attend`."""
         device, given = q.device, self.given(layer, k, v)
         q, k, v = (x.detach().cpu()[0] for x in (q, k, v))
         if layer not in self.layers:
@@ -153,17 +187,21 @@ class Request(Gated):
         return out[None].to(device)
 
     def held(self) -> torch.Tensor:
-        """``[layers, H, seen]`` booleans: which tokens are held."""
+        """Return which tokens are held, ``[layers, H, seen]`` booleans."""
         return torch.stack([self.layers[layer].held() for layer in sorted(self.layers)])
 
 
 class DenseRequest:
-    """The same with a cache that keeps everything, attended to by torch: shares no kernel with the policies."""
+    """Request with a cache that keeps everything, attended to by torch.
+
+    It shares no kernel with the policies.
+    """
 
     def __init__(self):
         self.layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def __call__(self, layer, q, k, v, scale):
+        """Return the attention of a layer's next tokens; see :class:`kvpop_vllm.distill.hook.Attend`."""
         if layer in self.layers:
             k, v = (torch.cat(pair, 2) for pair in zip(self.layers[layer], (k, v), strict=True))
         self.layers[layer] = k, v
@@ -175,9 +213,10 @@ class DenseRequest:
 
 
 class Served(Gated):
-    """Attends to whole rows as serving does; an :class:`kvpop_vllm.distill.hook.Attend`."""
+    """Attention of whole rows as in serving; an :class:`kvpop_vllm.distill.hook.Attend`."""
 
     def __call__(self, layer, q, k, v, scale):
+        """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
         given, policy = self.given(layer, k, v), self.policy
         own = {"given": given, "shifted": policy.shifted, "protected": protected_tokens(policy.protect, q.shape[2])}
         return attend_and_keep(policy.rule(layer), policy.budgets(layer), q, k, v, scale, [], **own)[0]
@@ -196,11 +235,23 @@ def attend_and_keep(
     shifted: bool = False,
     protected: int = 0,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Sequences ``q [B, Hq, S, D]``, ``k, v [B, H, S, D]`` as serving attends to them; ``given [B, H, S]`` from a gate.
+    """Return the attention of sequences as in serving, and the tokens that are held.
+
+    Args:
+        rule: rule of the layer.
+        budget: B of all heads, or of each, ``[H]`` int32.
+        q: ``[B, Hq, S, D]``.
+        k: ``[B, H, S, D]``.
+        v: ``[B, H, S, D]``.
+        scale: factor on q . k.
+        positions: query positions q0.
+        given: ``[B, H, S]`` gate scores, or None.
+        shifted: True if the score given with token t + 1 is used for token t.
+        protected: p, tokens that are never evicted.
 
     Returns:
-        ``out [B, Hq, S, D]``, and for each of ``positions``, in their order, ``[B, H, E]`` booleans: which tokens of
-        ``E(q0)`` are held at q0, oldest first.
+        ``out [B, Hq, S, D]``, and for each of ``positions``, in their order, ``[B, H, E]`` booleans: which
+        tokens of ``E(q0)`` are held at q0, oldest first.
     """
     length = q.shape[2]
     outs, stops = [], sorted({*positions, length - 1})

@@ -1,4 +1,7 @@
-"""`kvpop eval --task retrieval` and `--task replay`: every policy with its own defaults of serving, on either backend."""
+"""`kvpop eval --task retrieval` and `--task replay`, on any backend.
+
+Every policy has its defaults of serving.
+"""
 
 from __future__ import annotations
 
@@ -29,17 +32,20 @@ KEYS = ("length", "budget", "equal", "window", "topk", "policy")
 RETRIEVAL_COLUMNS = (*KEYS, "kind", "examples", *retrieval.MEASURES)
 REPLAY_COLUMNS = (*KEYS, "rows", "perplexity", "kl", "kl, all held", "kl, last quarter", "agreement")
 BUCKETS = 16
-"""Of a row's positions, where ``--bucket`` does not say how long one is."""
+"""Number of buckets of a row's positions, unless ``--bucket`` gives their size."""
 CHARACTERS = 16
-"""Of text for a token of haystack, more than any."""
+"""Characters of text per token of haystack, an upper bound."""
 
 
 class Task(NamedTuple):
-    """What is done under each policy.
+    """Task that is done under each policy.
 
     Attributes:
-        material: length -> rows or examples. ask: records of a run on material of one length. example: ``[S]`` tokens of the first
-            of it, for the map of what is retained. summarise, columns: records as a table.
+        material: length -> rows or examples.
+        ask: yields the records of a run on the material of one length.
+        example: returns ``[S]`` tokens of the first row or example, for the map of retained tokens.
+        summarise: makes a table of records.
+        columns: columns of the table.
     """
 
     material: dict[int, list]
@@ -50,7 +56,18 @@ class Task(NamedTuple):
 
 
 def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Backend]) -> list[dict]:
-    """Runs the task that the command line names, prints its table, and writes records and report; returns the table."""
+    """Run the task of the command line, print its table, and write records and report.
+
+    Args:
+        options: options of the command line.
+        backend_class: makes a backend from model folder, dtype and maximum tokens of a request.
+
+    Returns:
+        The table.
+
+    Raises:
+        ConfigError: the options do not fit each other, the model or the data.
+    """
     if options.threads:
         torch.set_num_threads(options.threads)
     contenders, _ = contenders_of(options, tuple(known_training_free()))
@@ -82,7 +99,7 @@ def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Back
 
 
 class Deployment(NamedTuple):
-    """A contender with one budget, and the settings (lengths) that it is to run with."""
+    """Contender with one budget, and the settings (lengths) that it runs with."""
 
     deployed: Deployed
     settings: list[Setting]
@@ -91,10 +108,10 @@ class Deployment(NamedTuple):
 def deploy_all(
     contenders: list[Contender], settings: list[Setting], shape: ModelShape, dtype: torch.dtype
 ) -> list[Deployment]:
-    """Every contender with every budget; nothing has been loaded yet.
+    """Return every contender with every budget; no model is loaded.
 
     Raises:
-        ConfigError: one cannot be used so.
+        ConfigError: a contender cannot be used with a setting.
     """
     found: dict[tuple, Deployment] = {}
     for contender, setting in itertools.product(contenders, settings):
@@ -104,10 +121,10 @@ def deploy_all(
 
 
 def _deployable(contenders: list[Contender], settings: list[Setting], shape: ModelShape, dtype) -> list[Contender]:
-    """Those of the registry's that can be used so, where nobody has named any; says why others are left out.
+    """Return the contenders that can be used with all settings; print why others are left out.
 
     Raises:
-        ConfigError: none can.
+        ConfigError: none can, or one with a scorer cannot.
     """
     found, why = [], list(policies.loadable()[1])
     for contender in contenders:
@@ -126,7 +143,7 @@ def _deployable(contenders: list[Contender], settings: list[Setting], shape: Mod
 
 
 def run_task(task: Task, backend: Backend, deployments: list[Deployment]) -> Iterator[dict]:
-    """Records of the dense model, then of every policy with every budget."""
+    """Yield records of the dense model, then of every policy with every budget."""
     with backend.start(None) as run:
         for length in task.material:
             for record in task.ask(run, length):
@@ -169,7 +186,7 @@ def _retrieval(options) -> Task:
 
 
 def summarise_retrieval(records: list[dict]) -> list[dict]:
-    """Means over examples: a line for each length, budget, policy and kind."""
+    """Return means over examples: a line for each length, budget, policy and kind."""
     table = []
     for line, members in _groups(records, (*KEYS, "kind")):
         means = {name: sum(m[name] for m in members) / len(members) for name in retrieval.MEASURES}
@@ -201,10 +218,11 @@ def _replay(options) -> Task:
 
 
 class Replay:
-    """Asks a run for its predictions of rows; the first run that is asked is the dense one.
+    """Replay of rows under a run; the first run is the dense one.
 
     Args:
-        material: length -> rows ``[length]``. bucket: positions of one; None for a sixteenth of the row.
+        material: length -> rows ``[length]``.
+        bucket: positions of a bucket; None for a sixteenth of the row.
     """
 
     def __init__(self, material: dict[int, list[torch.Tensor]], bucket: int | None):
@@ -212,6 +230,7 @@ class Replay:
         self.dense: dict[int, list[torch.Tensor]] = {}
 
     def __call__(self, run: Run, length: int) -> Iterator[dict]:
+        """Yield one record for each row under ``run``."""
         bucket = self.bucket or max(1, length // BUCKETS)
         rows = self.material[length]
         if length not in self.dense:
@@ -221,8 +240,11 @@ class Replay:
 
 
 def summarise_replay(records: list[dict]) -> list[dict]:
-    """Means over rows. ``kl, all held`` is that of the buckets that end before anything is evicted, ``kl, last quarter`` that of
-    those which begin in the last quarter of the row."""
+    """Return means over rows.
+
+    ``kl, all held`` is the mean of the buckets that end before anything is evicted, ``kl, last quarter`` that
+    of the buckets that begin in the last quarter of the row.
+    """
     table = []
     for line, members in _groups(records, KEYS):
         means = {name: sum(m[name] for m in members) / len(members) for name in replay.MEASURES}

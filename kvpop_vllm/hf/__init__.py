@@ -1,4 +1,4 @@
-"""The fixed-size cache and its policies under plain transformers: ``model.generate(past_key_values=KVpopCache(model, ...))``."""
+"""Fixed-size KV cache for transformers: ``model.generate(past_key_values=KVpopCache(model, ...))``."""
 
 from kvpop_vllm.hf.cache import KVpopCache
 

@@ -1,4 +1,4 @@
-"""The cache that ``generate()`` takes."""
+"""KV cache of fixed size for ``generate()``."""
 
 from __future__ import annotations
 
@@ -27,32 +27,45 @@ from kvpop_vllm.scorers.init import gives_up_channel
 
 
 class KVpopCache(Cache, Takes):
-    """A KV cache of fixed size for ``model.generate(**inputs, past_key_values=cache)``, under any registered policy.
+    """KV cache of fixed size for transformers, under any registered policy.
 
-    Every row of the batch is a request of its own, as if it were served alone: pads on its left never enter the cache,
-    positions count from its first real token. A later call continues: the tokens beyond those that were seen are
-    appended, as in a chat's next turn; ``copy.deepcopy`` of a cache lets several texts go on from one beginning. :meth:`reset`
-    starts anew with the same pages. Rows that ended before others hold the pads that ``generate()`` fed them, and cannot
-    leave them out when they are continued; nor can rows be continued together whose turns differ in length.
+    It is used as ``model.generate(**inputs, past_key_values=cache)``. Every row of the batch is an
+    independent request, as if it were served alone. Pads on its left never enter the cache, and positions
+    count from its first token. A later call continues: tokens beyond those already seen are appended, as in
+    the next turn of a chat. ``copy.deepcopy`` of a cache lets several texts continue from one beginning.
+    :meth:`reset` starts over with the same pages. Rows that ended before others contain the pads that
+    ``generate()`` fed them, and cannot be continued without them. Rows whose turns differ in length cannot be
+    continued together.
 
-    With ``protect_prompt`` the text that a call of ``generate()`` brings is never evicted, or its first N tokens. A later call
-    brings the whole text so far, earlier answers too: these are computed again, and what was protected before is not: of the first N
-    tokens, all that follows. The cache grows with what it protects.
+    With ``protect_prompt``, the text of a call of ``generate()``, or its first N tokens, is never evicted. A
+    later call must bring the whole text so far, including earlier answers. Everything behind the protected
+    tokens is then computed again; the protected tokens are not. The cache grows with the protected tokens.
 
     Args:
-        model: of transformers. It stays as it is: passes without such a cache are untouched. One thread at a time can use it.
-        policy: registered name. budget, compression, sinks, window, scorer, correction, allocator, protect_prompt: as
-            :class:`kvpop_vllm.config.PolicySettings` and the flags of ``vllm serve``; scorer: a folder, by default the model's own if it
-            is a full checkpoint.
-            budget and protect_prompt may be lists, of one for each row of the batch; pages are made for the largest budget.
-        seed: of random eviction's draws, the same for every row, or a list of one for each.
-        max_length: longest sequence in tokens, for ``compression`` and for the policy ``full``; by default the model's.
+        model: model of transformers. Hooks are registered on it; passes without such a cache are unchanged.
+            Only one thread at a time can use it.
+        policy: registered name.
+        budget: as in :class:`kvpop_vllm.config.PolicySettings`, or a list with one entry per row; pages are
+            allocated for the largest.
+        compression: as in :class:`kvpop_vllm.config.PolicySettings`.
+        sinks: as in :class:`kvpop_vllm.config.PolicySettings`.
+        window: as in :class:`kvpop_vllm.config.PolicySettings`.
+        scorer: scorer folder; by default the model's own scorer if it is a full checkpoint.
+        correction: as in :class:`kvpop_vllm.config.PolicySettings`.
+        allocator: as in :class:`kvpop_vllm.config.PolicySettings`.
+        protect_prompt: as in :class:`kvpop_vllm.config.PolicySettings`, or a list with one entry per row.
+        max_length: longest sequence in tokens, for ``compression`` and for the policy ``full``; by default
+            the model's.
+        seed: seed of the draws for every row, or a list with one entry per row.
 
     Attributes:
-        policy: as an engine would resolve it. protected: tokens of each row that are never evicted.
+        policy: policy, resolved as in an engine.
+        protected: p of each row.
+        borrows: True if a query channel is removed from the queries in passes with this cache.
 
     Raises:
-        ConfigError: the policy cannot be used so, or not with this model; one line that names what to change.
+        ConfigError: the settings are invalid, or the policy cannot be used with this model; one line that
+            names what to change.
     """
 
     def __init__(
@@ -101,43 +114,47 @@ class KVpopCache(Cache, Takes):
         self._columns, self._lengths = 0, []
         self.protected: list[int] = []
 
-    # what it holds
+    # contents
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens that each row has seen, pads left out."""
+        """Number of tokens that each row has seen, pads excluded."""
         return list(self._lengths)
 
     def held(self, row: int = 0) -> torch.Tensor:
-        """``[layers, H, seen]`` booleans, on the CPU: which of a row's tokens are held."""
+        """Return which of a row's tokens are held, ``[layers, H, seen]`` booleans on the CPU."""
         return torch.stack(
             [self._layers[i].held(row, self._lengths[row], self.protected[row]) for i in range(len(self))]
         )
 
     def allocated_bytes(self) -> int:
-        """Bytes that are held for the batch, with scores, positions, state and padding; the same from the first token on but for what is protected."""
+        """Return the bytes allocated for the batch, including scores, positions, state and padding.
+
+        The number is constant from the first token on, except for protected prefixes.
+        """
         clocks = sum(3 * clock.positions.nbytes for clock in self._clocks.values())
         return clocks + sum(layer.allocated_bytes() for layer in self._layers.values())
 
     def dense_bytes(self) -> int:
-        """Bytes that a ``DynamicCache`` would hold by now, keys and values of all tokens and pads."""
+        """Return the bytes that a ``DynamicCache`` would hold now: keys and values of all tokens and pads."""
         dtypes = [layer.pages.layout.dtype for layer in self._layers.values()]
         shape = self.policy.model
         tokens = len(self._lengths) * self._columns
         return sum(2 * tokens * shape.num_kv_heads * shape.head_dim * dtype.itemsize for dtype in dtypes)
 
-    # what a pass does
+    # forward pass
 
     def begin(self, decoder, inputs, mask, positions) -> Step:
-        """See :class:`~kvpop_vllm.hf.takeover.Takes`.
+        """Prepare one pass; see :class:`~kvpop_vllm.hf.takeover.Takes`.
 
         Raises:
-            ConfigError, ValueError: the pass does not go on where the cache ends, or is none that it can serve.
-            RuntimeError: the pass before was broken off.
+            ConfigError: the cache belongs to another model, or cannot serve the pass.
+            ValueError: the pass does not continue where the cache ends.
+            RuntimeError: the previous pass was interrupted, or the pass cannot be recorded.
         """
         if decoder is not self._decoder():
             raise ConfigError("this KVpopCache was made for another model: make one with KVpopCache(model, ...)")
-        if self._step is not None and not self._step.attended:  # it was interrupted before any layer had it
+        if self._step is not None and not self._step.attended:  # interrupted before any layer attended
             self.end(failed=True)
         if self._step is not None:
             raise RuntimeError("the pass before was broken off when some layers had it: call reset() on the KVpopCache")
@@ -156,7 +173,7 @@ class KVpopCache(Cache, Takes):
             raise RuntimeError(
                 "a CUDA graph can hold a pass of one token a row only, and not the first: let the prompt and a token pass before it"
             )
-        # on an accelerator the host would wait for the mask
+        # on an accelerator, reading the mask makes the host wait
         look = not recorded and (inputs.device.type == "cpu" or not decoding)
         counts = columns_of_tokens(mask, lengths, columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
@@ -171,7 +188,7 @@ class KVpopCache(Cache, Takes):
         else:
             shift = torch.tensor([end - length for end in after]).unsqueeze(1)
             own, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
-            # a prompt, or its rest
+            # a prompt, or the rest of one
             protected = [
                 protected_tokens(asked, end) if columns < self._columns or p == seen else p
                 for asked, p, seen, end in zip(
@@ -188,7 +205,7 @@ class KVpopCache(Cache, Takes):
         return self._step
 
     def _go_to(self, columns: int, lengths: list[int], protected: list[int]) -> None:
-        """Set what has been seen and is protected."""
+        """Set the columns and tokens seen, and the protected tokens, on the host and on all devices."""
         for each in self._clocks.values() if lengths else ():
             if columns != self._columns:
                 each.positions.copy_(torch.tensor(lengths))
@@ -199,12 +216,15 @@ class KVpopCache(Cache, Takes):
     def _begins_at(
         self, mask: torch.Tensor | None, positions: torch.Tensor | None, length: int
     ) -> tuple[int, list[int]]:
-        """Return the columns, and each row's tokens in them, behind which a pass of so many columns goes on: those seen, or those
-        that are protected, where the text behind them comes again. ``mask [R, columns + length]`` tells, or else
-        ``positions [R, length]``, there being no pads; without them a pass of one token goes on behind all.
+        """Return the number of columns behind which a pass continues, and each row's tokens in them.
+
+        The pass continues behind all columns seen, or behind the protected ones if the text behind them is
+        given again. The width of ``mask [R, columns + length]`` decides between the two. Without a mask there
+        are no pads, and ``positions [R, length]`` decide. A pass of one token without either continues behind
+        all columns.
 
         Raises:
-            ValueError: a longer one without either could go on behind both.
+            ValueError: a longer pass without either is ambiguous.
         """
         kept, told = self.get_seq_length(), self._columns
         if isinstance(mask, torch.Tensor) and mask.dim() == 2:
@@ -221,21 +241,33 @@ class KVpopCache(Cache, Takes):
         return kept, [max(0, seen - (self._columns - kept)) for seen in self._lengths]
 
     def _make_room(self, layer: LayerPages, protected: list[int]) -> None:
-        """Make room in a layer for protected tokens."""
+        """Allocate pages for the protected tokens in a layer.
+
+        Raises:
+            ValueError: as :meth:`_check_unrecorded`, if the pages must be moved.
+        """
         if self._recorded and max(protected, default=0) > layer.prefix_room:
             self._check_unrecorded()
         with torch.inference_mode(False):
             layer.protect(max(protected, default=0))
 
     def _check_unrecorded(self) -> None:
-        """Raises ValueError where pages would be given up that a CUDA graph writes to."""
+        """Check that no CUDA graph writes to the pages, before they are replaced.
+
+        Raises:
+            ValueError: a CUDA graph does.
+        """
         if self._recorded:
             raise ValueError(
                 "a CUDA graph holds this KVpopCache's pages, for as many rows, their dtype and device: make another KVpopCache"
             )
 
     def _check_room(self, lengths: list[int]) -> None:
-        """Raises ValueError where a policy that keeps all has no room for them."""
+        """Check that a policy that never evicts has room for rows of the given lengths.
+
+        Raises:
+            ValueError: it has not.
+        """
         most = self.policy.retention.budget
         if self.policy.keeps_all and max(lengths) > most:
             raise ValueError(
@@ -243,7 +275,7 @@ class KVpopCache(Cache, Takes):
             )
 
     def _clock(self, device: torch.device, rows: int) -> Clock:
-        """Of that device, as far as the rows are."""
+        """Return the clock of a device, created with the progress of the rows if necessary."""
         if device not in self._clocks:
             with torch.inference_mode(False):
                 clock = self._clocks[device] = Clock(rows, device, self._rows.seeds(rows))
@@ -252,11 +284,19 @@ class KVpopCache(Cache, Takes):
         return self._clocks[device]
 
     def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> LayerPages:
-        """The pages of a layer, made when it is first asked for; ``q [R, Hq, L, D]``, ``k, v [R, H, L, D]``.
+        """Return the pages of a layer, allocated on the first call.
+
+        Args:
+            index: layer.
+            q: ``[R, Hq, L, D]``.
+            k: ``[R, H, L, D]``.
+            v: ``[R, H, L, D]``.
+            scale: factor on q . k.
 
         Raises:
-            ConfigError: the layer has other heads than the model's config says, or keys and values of different sizes; or the
-                kernels of its device do not take them.
+            ConfigError: the layer has other heads than the model's config says, keys and values differ in
+                size, or the kernels of the device do not support them.
+            ValueError: a CUDA graph holds the pages, and others are needed.
         """
         known = self._layers.get(index)
         if (
@@ -276,7 +316,7 @@ class KVpopCache(Cache, Takes):
             check_kernels(k, rule)
             warn_of_reference(k)
             clock = self._clock(k.device, len(self._lengths))
-            with torch.inference_mode(False):  # tensors of inference mode could not be written outside of it
+            with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
                 budgets, windows = self._rows.sizes(self.policy, index, len(k))
                 told = k, scale, clock, self._rows.seeds(len(k)), self.policy.shifted
                 self._layers[index] = LayerPages(rule, budgets, windows, *told)
@@ -284,15 +324,15 @@ class KVpopCache(Cache, Takes):
         return self._layers[index]
 
     def gate(self, index: int, device: torch.device):
-        """The module that scores a layer's tokens when they come in, or None."""
+        """Return the gate of a layer on the given device, or None."""
         gate = self._gates[index]
         return None if gate is None else gate.to(device)
 
     def end(self, failed: bool) -> None:
-        """See :class:`~kvpop_vllm.hf.takeover.Takes`.
+        """Finish the pass; see :class:`~kvpop_vllm.hf.takeover.Takes`.
 
         Raises:
-            RuntimeError: a layer has attended to something else.
+            RuntimeError: a layer attended without the cache.
         """
         step = self._step
         step.over = True
@@ -301,7 +341,7 @@ class KVpopCache(Cache, Takes):
                 raise RuntimeError(
                     "layers attended without the KVpopCache: leave the model's attention alone in a pass"
                 )
-            return  # the step stays, for begin() to see
+            return  # keep the step, so that begin() raises
         self._step = None
         if not step.attended:
             self._go_to(*self._before)
@@ -309,7 +349,7 @@ class KVpopCache(Cache, Takes):
                 raise RuntimeError("the model attended without the KVpopCache: leave its attention alone in a pass")
             return
         self._recorded = self._recorded or step.recorded
-        if not step.recorded:  # else nothing has been done yet
+        if not step.recorded:  # a recorded pass has not been executed
             self._count(step.length, step.counts)
         for clock in self._clocks.values():
             clock.advance(step.counts)
@@ -319,12 +359,17 @@ class KVpopCache(Cache, Takes):
         self._lengths = [seen + count for seen, count in zip(self._lengths, tokens, strict=True)]
 
     def replayed(self, passes: int = 1) -> None:
-        """Says that a CUDA graph of a pass of one token a row was replayed: the device has counted its tokens, the host has not, and
-        must before the next pass outside of the graph, and before :meth:`held`.
+        """Record on the host that a CUDA graph of a pass of one token per row was replayed.
+
+        The device has counted the tokens, the host has not. Call this before the next pass outside the graph,
+        and before :meth:`held`.
+
+        Args:
+            passes: number of replays.
 
         Raises:
-            ValueError: ``passes`` is no number of passes, or the policy ``full`` had no room for them.
-            RuntimeError: the cache is empty, or the pass before was broken off.
+            ValueError: ``passes`` is not a number of passes, or the policy ``full`` had no room for them.
+            RuntimeError: the cache is empty, or the previous pass was interrupted.
         """
         if type(passes) is not int or passes < 0:
             raise ValueError(f"passes must be an integer of at least 0, got {passes!r}")
@@ -337,13 +382,15 @@ class KVpopCache(Cache, Takes):
         self._check_room([seen + passes for seen in self._lengths])
         self._count(passes, [passes] * len(self._lengths))
 
-    # what transformers asks of a cache
+    # interface of transformers.Cache
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """Keys and values go through as they are, to the step that attends.
+        """Return keys and values unchanged.
+
+        The step receives them through the attention function.
 
         Raises:
-            ConfigError: no step has begun, so that the model would attend by itself.
+            ConfigError: no step has begun, so the model would attend without the cache.
         """
         if self._step is None or self._step.over:
             raise ConfigError("this model's attention is not the KVpopCache's: make one with KVpopCache(model, ...)")
@@ -358,27 +405,34 @@ class KVpopCache(Cache, Takes):
 
     @property
     def batch_size(self) -> int:
-        """Rows, -1 before the first pass."""
+        """Number of rows, -1 before the first pass."""
         return len(self._lengths) or -1
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Return the columns that a longer text need not bring again, pads among them: all that were seen, held or not; where
-        prompts are protected, those of the protected tokens."""
+        """Return the number of columns that a longer text need not bring again, pads included.
+
+        These are all columns seen, whether their tokens are held or not. With protected prompts they are the
+        columns of the protected tokens.
+        """
         if not self._rows.any_protects(self.policy) or not self._lengths:
             return self._columns
         unprotected = (seen - kept for seen, kept in zip(self._lengths, self.protected, strict=True))
         return self._columns - max(unprotected)
 
     def get_max_length(self, layer_idx: int | None = None) -> int:
-        """No maximum, but for the policy ``full``."""
+        """Return the largest number of tokens: the budget under the policy ``full``, else -1 for none."""
         return self.policy.retention.budget if self.policy.keeps_all else -1
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
-        """Columns with those of the pass, and 0."""
+        """Return the number of columns including the pass, and the offset 0."""
         return self._columns + query_length, 0
 
     def reset(self) -> None:
-        """Forgets all; the pages are kept for the next batch of as many rows, and CUDA graphs recorded with them remain right."""
+        """Forget all tokens.
+
+        The pages are kept for the next batch with the same number of rows. CUDA graphs recorded with them
+        stay valid.
+        """
         if (decoder := self._decoder()) is not None:
             put_back(decoder)
         self._step = None
@@ -387,43 +441,47 @@ class KVpopCache(Cache, Takes):
             clock.restart()
 
     def __deepcopy__(self, memo):
-        """With pages of its own, which no CUDA graph holds, for the same model."""
+        """Return a copy for the same model, with separate pages that no CUDA graph holds."""
         copied = memo[id(self)] = object.__new__(type(self))
         vars(copied).update(copy.deepcopy(vars(self), memo))
         copied._recorded = False
         return copied
 
     def __reduce__(self):
-        """Refused."""
+        """Refuse pickling."""
         _refuse("belongs to the model that it was made for", "do not pickle it, and copy it by copy.deepcopy()")
 
     @property
     def is_croppable(self) -> bool:
-        """Tokens cannot be taken back."""
+        """False, because tokens cannot be removed."""
         return False
 
     def crop(self, *args, **kwargs):
-        """Refused."""
+        """Refuse cropping."""
         _refuse("takes no token back", "leave crop() out, and start anew with reset()")
 
     def activate_past_recording(self):
-        """Refused; assisted generation asks for it."""
+        """Refuse recording; assisted generation asks for it."""
         _refuse("takes no token back", "leave assistant_model and prompt_lookup_num_tokens out")
 
     def reorder_cache(self, beam_idx):
-        """Refused; beam search asks for it. Before the prompt it asks for nothing, and neither cache nor model is told of ``num_beams``."""
+        """Refuse to exchange rows; beam search asks for it.
+
+        Beam search cannot be refused earlier: before the prompt, neither the cache nor the model knows
+        ``num_beams``.
+        """
         _refuse("does not exchange rows", "set num_beams to 1")
 
     def batch_repeat_interleave(self, repeats):
-        """Refused."""
+        """Refuse to repeat rows."""
         _refuse("does not repeat rows", "repeat the inputs of generate() instead, or set num_return_sequences")
 
     def batch_select_indices(self, indices):
-        """Refused."""
+        """Refuse to select rows."""
         _refuse("does not choose among rows", "make one cache for each group of rows")
 
     def offload(self, *args, **kwargs):
-        """Refused."""
+        """Refuse offloading."""
         _refuse("stays where it is", "leave offloading out")
 
     prefetch = offload

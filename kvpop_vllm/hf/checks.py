@@ -1,4 +1,4 @@
-"""What a cache refuses of models and of what it is given, each in a line that says what to change."""
+"""Checks of models and inputs; each error is one line that says what to change."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from kvpop_vllm.kernels import dispatch
 
 
 def check_model(model: torch.nn.Module) -> None:
-    """A fixed-size cache can stand in for the model's own.
+    """Check that a fixed-size cache can replace the model's own.
 
     Raises:
-        ConfigError: it cannot, with the first reasons.
+        ConfigError: it cannot; the message gives the reasons found first.
     """
     if not isinstance(model, PreTrainedModel):
         raise ConfigError(f"{type(model).__name__} is no causal language model of transformers: give one of those")
@@ -50,22 +50,31 @@ def check_model(model: torch.nn.Module) -> None:
 
 
 def _plain(module: torch.nn.Module):
-    """A module's forward, without what others put around it."""
+    """Return a module's forward function without wrappers."""
     forward = inspect.unwrap(module.forward)
     return getattr(forward, "__func__", forward)
 
 
 def _hands_on(function) -> bool:
-    """It takes keyword arguments that it does not know, and does something with them, which the signature does not tell."""
+    """Return whether a function takes unknown keyword arguments and uses them.
+
+    The signature does not say whether they are used, so the bytecode is inspected.
+    """
     names = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD}
-    if not names or not hasattr(function, "__code__"):  # none of Python's
+    if not names or not hasattr(function, "__code__"):  # not a Python function
         return bool(names)
     uses = (each.argval for each in dis.get_instructions(function))
     return any(names.intersection(use if isinstance(use, tuple) else [use]) for use in uses)
 
 
 def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:
-    """Raises RuntimeError, ConfigError or ValueError for ``[R, L, ..]`` that need gradients, lie elsewhere, or hold nothing."""
+    """Check the inputs ``[R, L, ..]`` of a pass.
+
+    Raises:
+        RuntimeError: gradients are required.
+        ConfigError: there are no kernels for the device.
+        ValueError: there are no new tokens.
+    """
     if torch.is_grad_enabled() and (inputs.requires_grad or any(p.requires_grad for p in decoder.parameters())):
         raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
     if inputs.device.type not in ("cpu", "cuda", "meta"):
@@ -77,14 +86,17 @@ def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:
 
 
 def columns_of_tokens(mask: torch.Tensor | None, seen: list[int], columns: int, length: int, look: bool) -> list[int]:
-    """How many columns of a pass are tokens of each row, the others being pads on its left.
+    """Return the number of tokens of each row in a pass; the row's other columns are pads on the left.
 
     Args:
-        mask: ``[R, columns + length]``, or None where all are tokens. seen: tokens that each row had in the columns before. length: columns
-            of the pass. look: at what the mask says; otherwise each row has one token.
+        mask: ``[R, columns + length]``, or None if all columns are tokens.
+        seen: tokens of each row in the earlier columns.
+        columns: number of earlier columns.
+        length: number of columns of the pass.
+        look: True to read the mask; otherwise each row has one token.
 
     Raises:
-        ValueError: the mask is none, or says something else of the columns before, or has pads behind tokens.
+        ValueError: the mask has the wrong type or shape, contradicts ``seen``, or has pads behind tokens.
     """
     if mask is None:
         return [length] * len(seen)
@@ -113,7 +125,11 @@ def columns_of_tokens(mask: torch.Tensor | None, seen: list[int], columns: int, 
 
 
 def check_positions(given: torch.Tensor, own: torch.Tensor, counts: list[int]) -> None:
-    """Raises ValueError where the caller's positions of real tokens are others than the cache's ``[R, L]``."""
+    """Check that the caller's positions of tokens equal the cache's own, ``own [R, L]``.
+
+    Raises:
+        ValueError: the shape differs, or the position of a token.
+    """
     if given.dim() != 2 or given.shape[1] != own.shape[1] or given.shape[0] not in (1, len(own)):
         raise ValueError(
             f"position_ids of shape {tuple(given.shape)} for {tuple(own.shape)} tokens: leave position_ids out"
@@ -128,7 +144,7 @@ def check_positions(given: torch.Tensor, own: torch.Tensor, counts: list[int]) -
 
 
 def warn_of_reference(k: torch.Tensor) -> None:
-    """Says once that keys ``[.., D]`` on a CPU have slow kernels only."""
+    """Warn once if keys ``k [.., D]`` on a CPU have the slow reference kernels only."""
     if k.device.type == "cpu" and "reference" in {dispatch.select(op, k) for op in ("prefill_chunk", "decode_step")}:
         _warn_of_reference(k.dtype, k.shape[-1])
 

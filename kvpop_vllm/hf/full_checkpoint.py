@@ -1,4 +1,4 @@
-"""Checkpoints that carry their scorers, as transformers loads them: the base model, and the scorers' tensors beside it."""
+"""Full checkpoints in transformers: the base model, and the scorers' tensors beside it."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from kvpop_vllm.scorers import checkpoint
 from kvpop_vllm.scorers.checkpoint import ScorerConfig
 
 SCORERS = [r"\.self_attn\.(kvpop|retention_gate)\."]
-"""Names of tensors that are no parameters of the model."""
+"""Patterns of tensor names that are not parameters of the model."""
 
 
 class LlamaKVpopForCausalLM(LlamaForCausalLM):
-    """Llama; what its checkpoint has of scorers is left to :func:`scorer_tensors`."""
+    """Llama without the scorer tensors of its checkpoint, which :func:`scorer_tensors` reads."""
 
     config_class = LlamaKVpopConfig
     _keys_to_ignore_on_load_unexpected = SCORERS
 
 
 class Qwen3KVpopForCausalLM(Qwen3ForCausalLM):
-    """Qwen3, as :class:`LlamaKVpopForCausalLM`."""
+    """Qwen3 without the scorer tensors of its checkpoint, which :func:`scorer_tensors` reads."""
 
     config_class = Qwen3KVpopConfig
     _keys_to_ignore_on_load_unexpected = SCORERS
@@ -38,10 +38,10 @@ for _model in (LlamaKVpopForCausalLM, Qwen3KVpopForCausalLM):
 
 
 def scorer_tensors(folder: str | Path, config: ScorerConfig) -> list[dict[str, torch.Tensor]]:
-    """Per layer, the scorer tensors in a checkpoint's safetensors files, checked.
+    """Return the checked scorer tensors of each layer from a checkpoint's safetensors files.
 
     Raises:
-        ConfigError: no folder, no such tensors, or others than ``config`` says.
+        ConfigError: the folder does not exist, or its scorer tensors are missing or do not fit ``config``.
     """
     if not Path(folder).is_dir():
         raise ConfigError(f"the model was not loaded from a folder ({str(folder)!r}): give --kv-scorer DIR")

@@ -1,4 +1,4 @@
-"""One layer's pages for all rows of a batch."""
+"""Pages of one layer for all rows of a batch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,12 @@ from kvpop_vllm.kernels.retained import held_tokens
 
 
 class Clock:
-    """How far the R rows are, on one device; decode steps advance it there, without a look from the host.
+    """Progress of R rows on one device. Decode steps advance it there, without synchronising with the host.
 
     Attributes:
-        positions: ``[R]`` int64, of each row's next token. protected, seeds: ``[R]`` int64, p of each row, and of its draws.
+        positions: ``[R]`` int64, position of each row's next token.
+        protected: ``[R]`` int64, p of each row.
+        seeds: ``[R]`` int64, seed of the draws of each row.
     """
 
     def __init__(self, rows: int, device: torch.device, seeds: list[int]):
@@ -34,18 +36,23 @@ class Clock:
         self.positions.add_(1 if one else torch.tensor(counts, device=self.positions.device))
 
     def restart(self) -> None:
-        """Set all rows to 0."""
+        """Set all positions and all p to 0."""
         self.positions.zero_()
         self.protected.zero_()
 
 
 class LayerPages:
-    """The caches of R rows in one layer, written and attended to.
+    """Caches of R rows in one layer.
 
     Args:
-        rule: of the layer. budgets: ``[R, H]`` int32, on the CPU. windows: w of each row. like: keys ``[R, H, L, D]``, for sizes,
-        dtype and device. scale: factor on q . k. clock: of that device. seeds: of each row's draws. shifted: the score given with
-        token t + 1 is token t's.
+        rule: retention rule of the layer.
+        budgets: ``[R, H]`` int32, on the CPU.
+        windows: w of each row.
+        like: keys ``[R, H, L, D]``, for sizes, dtype and device.
+        scale: factor on q . k.
+        clock: clock of the device.
+        seeds: seed of the draws of each row.
+        shifted: True if the score given with token t + 1 belongs to token t.
     """
 
     def __init__(
@@ -71,11 +78,11 @@ class LayerPages:
 
     @property
     def prefix_room(self) -> int:
-        """Protected tokens of a row that there is room for."""
+        """Number of protected tokens of a row for which pages are allocated."""
         return self.prefix_table.shape[1] * self.pages.layout.block_slots
 
     def protect(self, tokens: int) -> None:
-        """Make room for prefixes of so many tokens in every row; the pages are moved for it."""
+        """Allocate pages for prefixes of ``tokens`` tokens in every row. Existing pages are moved."""
         if tokens <= self.prefix_room:
             return
         rows, have = self.prefix_table.shape
@@ -86,7 +93,10 @@ class LayerPages:
         self.prefix_table = torch.cat([self.prefix_table, blocks.view(rows, more)], 1)
 
     def decode(self, protected: list[int]) -> StepBatch:
-        """Return the step of one token for every row, which protect so many; their tails have been begun."""
+        """Return the step of one token for every row. The rows' tails have begun.
+
+        ``protected`` is p of each row.
+        """
         rows, positions = len(self.table), self.clock.positions
         none, protection = positions[:0], None
         if any(protected):
@@ -99,7 +109,14 @@ class LayerPages:
         )
 
     def prefill(self, starts: list[int], counts: list[int], length: int, protected: list[int]) -> StepBatch:
-        """Return the step of the last ``counts[r]`` of each row's ``length`` tokens, from position ``starts[r]`` on."""
+        """Return the step of the last ``counts[r]`` of the ``length`` tokens of each row r.
+
+        Args:
+            starts: position of each row's first token.
+            counts: number of tokens of each row.
+            length: number of columns.
+            protected: p of each row.
+        """
         busy = [r for r, count in enumerate(counts) if count]
         spans = [((r + 1) * length - count, starts[r], count) for r, count in enumerate(counts)]
         chunks = [
@@ -123,25 +140,36 @@ class LayerPages:
         first = torch.tensor(goes_on, dtype=torch.int64, device=device)
         size, protection = self.pages.layout.block_slots, None
         if any(protected):
-            # a CUDA graph may hold the next token, so tails are begun before it
+            # tails begin one token early, because the next token may be part of a CUDA graph
             protection = protection_of(size, spans, protected, self.prefix_table, self.table, slice(0, 0), ahead=1)
         own = self.table[:0], none, self._budgets[:0], self._windows[:0]
         return StepBatch(0, slice(0, 0), *own, tuple(chunks), first, self.table[zero].long(), protection)
 
     def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch, given=None) -> torch.Tensor:
-        """``q [R, Hq, L, D]``, ``k, v [R, H, L, D]``, ``given [R, L, H]`` -> ``[R, Hq, L, D]``, 0 where there is no token."""
+        """Run a step and return the attention output.
+
+        Args:
+            q: ``[R, Hq, L, D]``.
+            k: ``[R, H, L, D]``.
+            v: ``[R, H, L, D]``.
+            batch: the step.
+            given: ``[R, L, H]``, scores of the tokens, or None.
+
+        Returns:
+            ``[R, Hq, L, D]``, 0 for pads.
+        """
         rows, _, length, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         given = None if given is None else given.flatten(0, 1)
         if self.shifted:
             given = shift(given, self.pages, batch, self.rule.sinks)
         out = torch.empty_like(q) if batch.decodes else torch.zeros_like(q)
-        with torch.cuda.device_of(q):  # of several GPUs, Triton launches on the current one
+        with torch.cuda.device_of(q):  # Triton launches on the current GPU
             self.attention.forward(q, k, v, self.pages, batch, out, given)
         return out.unflatten(0, (rows, length)).transpose(1, 2)
 
     def held(self, row: int, seen: int, protected: int) -> torch.Tensor:
-        """``[H, seen]`` booleans, on the CPU: which of a row's tokens are held."""
+        """Return which of a row's tokens are held, ``[H, seen]`` booleans on the CPU."""
         pages = self.pages
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
@@ -149,7 +177,7 @@ class LayerPages:
         return held_tokens(pages, self.table[row].cpu(), seen, rule, self.budgets[row], protected)
 
     def allocated_bytes(self) -> int:
-        """Bytes of its pages and table."""
+        """Return the bytes of the pages and tables of this layer."""
         return sum(
             tensor.untyped_storage().nbytes()
             for tensor in (self.pages.raw, self.table, self.prefix_table, self._budgets, self._windows)
@@ -157,15 +185,15 @@ class LayerPages:
 
 
 def recording(device: torch.device) -> bool:
-    """Whether what is launched there now goes into a CUDA graph, and is not run."""
+    """Return whether operations on the device are recorded into a CUDA graph now, and not executed."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
-    """A layer's device has kernels for keys ``[R, H, L, D]`` under its rule; a CPU always has.
+    """Check that a layer's device has kernels for keys ``k [R, H, L, D]`` under its rule; a CPU always has.
 
     Raises:
-        ConfigError: a GPU has not.
+        ConfigError: a GPU has none.
     """
     if k.device.type != "cuda":
         return

@@ -1,4 +1,4 @@
-"""A policy as an engine would resolve it, for a transformers model."""
+"""Policy resolution for a transformers model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,16 @@ from kvpop_vllm.scorers.init import shape_of
 
 
 def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | None) -> Policy:
-    """As an engine would resolve it."""
+    """Return the policy for a model, resolved as an engine would resolve it.
+
+    Args:
+        model: model of transformers.
+        settings: the user's settings.
+        max_length: longest sequence in tokens, or None for the model's own.
+
+    Raises:
+        ConfigError: the policy cannot be used with this model.
+    """
     cls, config = policies.get(settings.policy), model.config.get_text_config()
     if cls.compresses:
         raise ConfigError(f"a KVpopCache does not compress prompts, as policy {cls.name} does: use h2o, or vLLM")
@@ -38,7 +47,7 @@ def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | 
 
 
 def in_python(message: str) -> str:
-    """A message that names flags of the command line, with the arguments of the same meaning."""
+    """Return an error message in which command-line flags are replaced by the matching arguments."""
     message = message.replace(f" in {ADDITIONAL_CONFIG_KEY}", "").replace("--max-model-len", "max_length")
     message = message.replace("give the folder of a decoder-only", "choose a decoder-only")
     return re.sub(r"--kv-([a-z-]+)", lambda match: match[1].replace("-", "_"), message)

@@ -1,4 +1,4 @@
-"""What each row of a batch asks of its cache."""
+"""Budget, protection and seed of each row of a batch."""
 
 from __future__ import annotations
 
@@ -12,13 +12,18 @@ from kvpop_vllm.policies import Policy
 
 
 class Rows:
-    """Budgets, protection and seeds of rows: one of each for all of them, or a list.
+    """Budgets, protection and seeds of rows; each is one value for all rows, or a list.
 
     Args:
-        budget, protect_prompt, seed: as :class:`kvpop_vllm.hf.KVpopCache` takes them.
+        budget: B of the rows, see :class:`kvpop_vllm.hf.KVpopCache`.
+        protect_prompt: protection of the rows, see :class:`kvpop_vllm.hf.KVpopCache`.
+        seed: seeds of the rows, see :class:`kvpop_vllm.hf.KVpopCache`.
+
+    Attributes:
+        number: length of the lists, None if there is no list.
 
     Raises:
-        ConfigError: a list is empty, or lists have different lengths.
+        ConfigError: a list is empty, lists have different lengths, or a seed is not an integer.
     """
 
     def __init__(self, budget, protect_prompt, seed):
@@ -34,7 +39,13 @@ class Rows:
             raise ConfigError(f"seed must be an integer, got {wrong[0]!r}")
 
     def settings(self) -> dict:
-        """Return the largest budget and the first row's protection, which the policy is resolved with."""
+        """Return the settings that the policy is resolved with.
+
+        They are the largest budget and the first row's protection.
+
+        Raises:
+            ConfigError: a budget of the list is not an integer.
+        """
         budget = self.budget
         if _several(budget):
             if wrong := [each for each in budget if type(each) is not int]:
@@ -44,7 +55,11 @@ class Rows:
         return {"budget": budget, "protect_prompt": protect}
 
     def check(self, policy: Policy) -> None:
-        """Raise ConfigError where a row cannot have what it asks for under the policy."""
+        """Check the budgets and protection of all rows under the policy.
+
+        Raises:
+            ConfigError: a row asks for something that the policy does not support.
+        """
         for budget in self.budget if _several(self.budget) else ():
             policy.retention_of(budget)
         if _several(self.protect_prompt):
@@ -52,22 +67,26 @@ class Rows:
             self.protect_prompt = [policy.default_protect if each is None else each for each in asked]
 
     def check_number(self, rows: int) -> None:
-        """Raise ValueError where a batch has another number of rows than the lists."""
+        """Check that a batch has as many rows as the lists.
+
+        Raises:
+            ValueError: it has not.
+        """
         if self.number not in (None, rows):
             raise ValueError(
                 f"a batch of {rows} rows for a KVpopCache with lists of {self.number}: give one entry for each row"
             )
 
     def protects(self, policy: Policy, rows: int) -> list[bool | int]:
-        """Return what each row protects: True for the whole prompt, or a number of tokens."""
+        """Return the number of protected prompt tokens of each row; True for the whole prompt."""
         return self.protect_prompt if _several(self.protect_prompt) else [policy.protect] * rows
 
     def any_protects(self, policy: Policy) -> bool:
-        """Return whether some row protects its prompt."""
+        """Return whether any row protects its prompt."""
         return any(self.protects(policy, 1))
 
     def seeds(self, rows: int) -> list[int]:
-        """Return the seed of each row's draws."""
+        """Return the seed of the draws of each row."""
         own = self.seed if _several(self.seed) else [self.seed] * rows
         return [request_seed(0, each) for each in own]
 

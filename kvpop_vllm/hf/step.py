@@ -1,4 +1,4 @@
-"""One forward pass of a model with a cache."""
+"""Forward pass of a model with a cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,17 @@ if TYPE_CHECKING:
 
 
 class Step:
-    """Attends in every layer of a pass; an :class:`kvpop_vllm.distill.hook.Attend`.
+    """Attention of all layers in one pass; an :class:`kvpop_vllm.distill.hook.Attend`.
 
     Attributes:
-        positions: ``[R, L]`` int64, of the tokens; 0 for pads. starts: of each row's first token in the pass, None where every
-            row decodes one. counts: tokens of each row, its last ones. length: L. recorded: the pass goes into a CUDA graph, and is
-            not done. attended: layers that are done. over: the pass is.
+        cache: cache of the pass.
+        positions: ``[R, L]`` int64, positions of the tokens; 0 for pads.
+        starts: position of each row's first token in the pass, None if every row decodes one token.
+        counts: number of tokens of each row; they are its last columns.
+        length: L.
+        recorded: True if the pass is recorded into a CUDA graph and not executed.
+        attended: layers that have attended.
+        over: True if the pass has ended.
     """
 
     def __init__(
@@ -38,16 +43,22 @@ class Step:
         self._channel: dict[int, torch.Tensor] = {}
 
     def see(self, layer: int, hidden: torch.Tensor) -> None:
-        """``[R, L, E]``, just before the layer attends."""
+        """Store ``hidden [R, L, E]``, the input of the layer's attention block, for the gate."""
         if self.cache.policy.gated:
             self._hidden[layer] = hidden
 
     def see_channel(self, layer: int, channel: torch.Tensor) -> None:
-        """``[R, L, H]``, just before the layer attends, if it gives up a channel."""
+        """Store ``channel [R, L, H]``, the query channel that the layer gives up, for the gate."""
         self._channel[layer] = channel
 
-    @torch.compiler.disable  # kernels that nothing can be compiled into
+    @torch.compiler.disable  # the kernels cannot be compiled
     def __call__(self, layer, q, k, v, scale):
+        """Return the layer's attention output; see :class:`kvpop_vllm.distill.hook.Attend`.
+
+        Raises:
+            RuntimeError: gradients are required.
+            ConfigError: the layer attends twice in a pass.
+        """
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
         pages = self.cache.layer(layer, q, k, v, scale)
@@ -64,7 +75,7 @@ class Step:
         return pages.attend(q, k, v, batch, given)
 
     def _given(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-        """Scores ``[R, L, H]`` of the layer's gate, if it has one."""
+        """Return the scores ``[R, L, H]`` of the layer's gate, or None without a gate."""
         gate = self.cache.gate(layer, k.device)
         hidden, channel = self._hidden.pop(layer, None), self._channel.pop(layer, None)
         return None if gate is None else gate(Signals(hidden, k.transpose(1, 2), v.transpose(1, 2), channel))

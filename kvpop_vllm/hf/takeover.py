@@ -1,9 +1,11 @@
-"""How a transformers model's attention is handed to a cache, for as long as a forward pass with that cache takes.
+"""Hand a transformers model's attention to a cache for the duration of a forward pass.
 
-A hook before the decoder looks for a :class:`~kvpop_vllm.hf.cache.KVpopCache` in ``past_key_values``, has it lay out the step and
-exchanges the attention function, by name, for the one of :mod:`kvpop_vllm.distill.hook`, which calls the step; a hook
-behind the decoder puts the model's own back. Torch leaves that one out when a pass is interrupted from the keyboard: then the model's next
-pass puts it back, or that of a copy the copy's, or the cache's ``reset()``. Passes without such a cache are as they were.
+A hook before the decoder looks for a :class:`~kvpop_vllm.hf.cache.KVpopCache` in ``past_key_values`` and has
+it prepare the step. The hook replaces the attention function, by name, by that of
+:mod:`kvpop_vllm.distill.hook`, which calls the step. A hook behind the decoder restores the model's own
+attention. Torch skips that hook after a KeyboardInterrupt in the pass. The attention is then restored by the
+model's next pass or by the cache's ``reset()``; that of a copy by the copy's. Passes without such a cache are
+unchanged.
 """
 
 from __future__ import annotations
@@ -17,42 +19,51 @@ from kvpop_vllm.config import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, ConfigError
 from kvpop_vllm.distill.hook import NAME, borrow_channel, borrowed_share, show_hidden_states
 
 BUSY = "another thread has the model in a pass with a KVpopCache: one thread at a time, or a copy of the model for each"
+"""Error message for a model that is used by another thread."""
 
 
 class Takes:
-    """What a pass asks of a cache; it is known by this class.
+    """Interface of a cache that takes over attention; the hooks recognise caches by this class.
 
     Attributes:
-        borrows: a channel of the queries is no part of them in its passes.
+        borrows: True if a query channel is removed from the queries in passes with this cache.
     """
 
     borrows: bool
 
     def begin(self, decoder: torch.nn.Module, inputs: torch.Tensor, mask: torch.Tensor | None, positions):
-        """Lays out one pass: inputs ``[R, L, ..]``, mask as the caller gave it, positions ``[R or 1, L]`` if he did.
+        """Prepare one pass.
+
+        Args:
+            decoder: decoder of the model.
+            inputs: ``[R, L, ..]``, token ids or embeddings.
+            mask: attention mask as given by the caller, or None.
+            positions: ``[R or 1, L]`` as given by the caller, or None.
 
         Returns:
-            The step, an :class:`kvpop_vllm.distill.hook.Attend` with ``positions [R, L]`` int64 of its tokens.
+            The step, an :class:`kvpop_vllm.distill.hook.Attend` with ``positions [R, L]`` int64 of its
+            tokens.
         """
         raise NotImplementedError(f"{type(self).__name__} has no begin()")
 
     def end(self, failed: bool) -> None:
-        """After the pass."""
+        """Finish the pass; ``failed`` is True if it raised."""
         raise NotImplementedError(f"{type(self).__name__} has no end()")
 
 
 def take_over(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
-    """Makes a model ready for caches; may be called again.
+    """Register the hooks of a model; may be called again.
 
     Args:
-        model: as :func:`kvpop_vllm.hf.checks.check_model` has it.
-        borrows: a channel of the queries is read, and is no part of them (:class:`kvpop_vllm.scorers.gates.DMSGate`).
+        model: a model that :func:`kvpop_vllm.hf.checks.check_model` accepts.
+        borrows: True if a query channel is read and removed from the queries
+            (:class:`kvpop_vllm.scorers.gates.DMSGate`).
 
     Returns:
         Its decoder.
 
     Raises:
-        ConfigError: it is not known how the channel is borrowed.
+        ConfigError: the channel cannot be borrowed from this type of model.
     """
     show_hidden_states(model)
     decoder = model.get_decoder()
@@ -69,9 +80,13 @@ def take_over(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
 
 
 NOTE = "_kvpop_pass"
-"""Attribute of a decoder in a pass, copied with it: the thread, the attention that it had before, what each layer gave up of its channel."""
+"""Attribute of a decoder during a pass; it is copied with the decoder.
+
+It holds the thread, the attention before the pass, and the share of the channel that was borrowed from each
+layer before it.
+"""
 _turn = threading.Lock()
-"""Held while notes are looked at and changed."""
+"""Lock that is held while notes are read and changed."""
 
 
 def _before(decoder, positional, named):
@@ -84,13 +99,13 @@ def _before(decoder, positional, named):
 
 def _after(decoder, positional, named, result):
     cache, step = named.get("past_key_values"), named.get("attend")
-    if isinstance(cache, Takes) and step is not None:  # else the pass has not begun
+    if isinstance(cache, Takes) and step is not None:  # otherwise the pass has not begun
         _end(decoder, cache, failed=result is None)
 
 
-@torch.compiler.disable  # nothing here is worth a graph
+@torch.compiler.disable  # nothing to compile here
 def _begin(decoder, positional, named):
-    """What the decoder is given in a pass with a cache beside, or in place of, what the caller gives it."""
+    """Return the arguments that replace the caller's in a pass with a cache."""
     cache, inputs = named["past_key_values"], _inputs(decoder, positional, named)
     blocks = [layer.self_attn for layer in decoder.layers]
     with _turn:
@@ -118,17 +133,20 @@ def _end(decoder, cache, failed):
 
 @torch.compiler.disable
 def put_back(decoder: torch.nn.Module) -> None:
-    """A decoder's own attention, after a pass that was interrupted from the keyboard.
+    """Restore a decoder's own attention after a pass that was interrupted from the keyboard.
 
     Raises:
-        RuntimeError: it is in a pass of another thread.
+        RuntimeError: the decoder is in a pass of another thread.
     """
     with _turn:
         _put_back_interrupted(decoder)
 
 
 def _put_back_interrupted(decoder):
-    """As :func:`put_back`; a pass of this thread is not running any more."""
+    """Restore the attention as :func:`put_back` does, with the lock held.
+
+    A pass of the current thread cannot be running any more.
+    """
     if (note := getattr(decoder, NOTE, None)) is None:
         return
     if note[0] != threading.get_ident() and _runs(note[0], decoder):
@@ -137,7 +155,7 @@ def _put_back_interrupted(decoder):
 
 
 def _runs(thread: int, decoder: torch.nn.Module) -> bool:
-    """Whether a thread is in a call of the decoder."""
+    """Return whether a thread is inside a call of the decoder."""
     frame = sys._current_frames().get(thread)
     while frame is not None:
         if frame.f_locals.get("self") is decoder:
@@ -150,7 +168,7 @@ def _put_back(decoder):
     if (note := getattr(decoder, NOTE, None)) is None:
         return
     _, before, shares = note
-    if decoder.config._attn_implementation == NAME:  # else it has been set since
+    if decoder.config._attn_implementation == NAME:  # otherwise it was changed in the meantime
         decoder.config._attn_implementation = before
     for layer, share in zip(decoder.layers, shares, strict=True):
         if hasattr(layer.self_attn, "borrowed"):
@@ -159,10 +177,12 @@ def _put_back(decoder):
 
 
 def _inputs(decoder, positional, named):
-    """What a pass brings: inputs, mask and positions.
+    """Return inputs, mask and positions of a pass.
 
     Raises:
-        TypeError, ValueError, ConfigError: there are none, or they are not where they are looked for, or more is asked for.
+        TypeError: more than one positional argument.
+        ValueError: no inputs.
+        ConfigError: attention weights are requested.
     """
     if len(positional) > 1:
         raise TypeError("with a KVpopCache, all inputs of the model but the first are given by name")

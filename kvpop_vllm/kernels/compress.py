@@ -1,6 +1,7 @@
-"""Compression of a prompt at its end (SnapKV, arXiv:2404.14469): its last queries vote once for what the tail keeps of it.
+"""Compression of a prompt at its end (SnapKV, arXiv:2404.14469).
 
-Runs once a request and layer, by torch's own operations on any device.
+The last queries of the prompt vote for the tokens to retain. Compression runs once per request and layer,
+with torch operations on any device.
 """
 
 from __future__ import annotations
@@ -12,23 +13,33 @@ from kvpop_vllm.kernels.ops import PromptVotes, RetentionRule
 from kvpop_vllm.kernels.pages import Pages, Prefix
 
 LEAST_VOTE = torch.finfo(torch.float32).tiny
-"""Stands for 0, whose logarithm no score word could hold."""
+"""Smallest vote; replaces 0, whose logarithm is not finite."""
 
 
 def hold_queries(q: torch.Tensor, pages: Pages, states: torch.Tensor, places: torch.Tensor, first: int = 0) -> None:
     """Write queries to the states of their requests.
 
     Args:
-        q: ``[L, Hq, D]``. pages: the tails'; states are written in place. states: ``[L, H, S]`` block numbers of each one's state.
-        places: ``[L]`` int64, the number of each among the queries that a state holds. first: word of the state that these begin at.
+        q: ``[L, Hq, D]``.
+        pages: pages of the tails; states are written in place.
+        states: ``[L, H, S]`` state blocks of each query's request.
+        places: ``[L]`` int64, index of each query among the queries of the state.
+        first: offset of the queries in the state, in float32 values.
     """
     words = q.reshape(len(q), pages.layout.num_kv_heads, -1).float()  # [L, H, G * D]
     pages.put(pages.state, _words(pages, states, places, words.shape[-1], first), words)
 
 
 def held_queries(pages: Pages, row: torch.Tensor, places: torch.Tensor, group: int, first: int = 0) -> torch.Tensor:
-    """Return the queries ``[H, c, G, D]`` at ``places [c]`` of a request's state, which begin at word ``first``; row: ``[H, P]``, state
-    blocks first."""
+    """Return the stored queries ``[H, c, G, D]`` at indices ``places [c]`` of one request.
+
+    Args:
+        pages: pages of the tail.
+        row: ``[H, P]`` pages of the request, state blocks first.
+        places: ``[c]`` indices among the queries of the state.
+        group: G.
+        first: offset of the queries in the state, in float32 values.
+    """
     states = row[:, : pages.layout.state_blocks].expand(len(places), -1, -1)
     words = pages.state[_words(pages, states, places.to(row.device), group * pages.layout.head_size, first)]
     return words.transpose(0, 1).unflatten(-1, (group, -1))
@@ -45,19 +56,24 @@ def compress(
     rule: RetentionRule,
     scale: float,
 ) -> None:
-    """Fill a tail with what is kept of the prompt that lies in the prefix: afterwards it is that of an unprotected request which has
-    seen p tokens.
+    """Fill a tail with the retained tokens of the prompt in the prefix.
 
-    The last ``n = min(32, w)`` queries' attention to the tokens before them is averaged over queries and query heads and over
-    five neighbours. Sinks, the last w tokens and the ``B - s - w`` tokens of most votes stay; of equal votes the newer. A token's
-    score is the logarithm of its votes, so that it is below that of every token that leaves the window later, 0. Heads that divide their
-    slots do that first.
+    Afterwards the tail is that of an unprotected request that has seen p tokens. The attention of the last
+    ``n = min(queries, w, p)`` queries to the tokens before them is averaged over queries, query heads and
+    neighbours. Retained are the sinks, the last w tokens, and the ``B - s - w`` tokens with the most votes;
+    of equal votes the newer token is retained. A token's score is the logarithm of its votes. It is below 0,
+    the score of every token that leaves the window later. If heads divide their slots, they do so first.
 
     Args:
-        pages: the tail's cache, written in place. row: ``[H, P]`` int32, its pages, state first, whose state holds the queries; where
-            heads divide their slots, regions of its blocks as of equal heads.
-        prefix: of this request, R = 1, all p tokens written, its ``tokens`` on the CPU. budgets: ``[H]`` int32. window: w.
-        group: query heads of a KV head here. rule: with votes. scale: factor on q . k.
+        pages: the tail's cache, written in place.
+        row: ``[H, P]`` int32 pages of the tail, state blocks first; the state holds the queries. If heads
+            divide their slots, the regions of the tail's blocks as for equal heads.
+        prefix: prefix of this request (R = 1), with all p tokens written and its ``tokens`` on the CPU.
+        budgets: ``[H]`` int32, B of each head.
+        window: w.
+        group: query heads per KV head of this layer.
+        rule: rule with votes.
+        scale: factor on q . k.
     """
     p, heads = int(prefix.tokens[0]), pages.layout.num_kv_heads
     keys, values = prefix.gather(0, 0, p)
@@ -76,7 +92,7 @@ def compress(
     for h in range(heads):
         candidates = votes[h, sinks:oldest]
         room = int(budgets[h]) - sinks - window
-        # stable, from the newest on: of equal votes the newer stays
+        # stable sort, newest first: of equal votes the newer token is retained
         order = candidates.flip(0).argsort(descending=True, stable=True)[:room]
         kept = (len(candidates) - 1 - order).sort().values + sinks
         tokens = torch.cat([near, kept])
@@ -94,8 +110,17 @@ def compress(
 
 
 def prompt_votes(q: torch.Tensor, keys: torch.Tensor, scale: float, votes: PromptVotes) -> torch.Tensor:
-    """Return the votes ``[H, p]`` float32 of queries ``q [H, n, G, D]``, the last n of the prompt, for its tokens, of which
-    ``keys [H, p, D]`` are the keys; 0 for the last n themselves."""
+    """Return the votes ``[H, p]`` float32 of the last queries of a prompt for its tokens.
+
+    Args:
+        q: ``[H, n, G, D]``, the last n queries.
+        keys: ``[H, p, D]``, all keys.
+        scale: factor on q . k.
+        votes: parameters of the vote.
+
+    Returns:
+        The votes; 0 for the last n tokens themselves.
+    """
     count, p = q.shape[1], keys.shape[1]
     found = torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device)
     if count == p:
@@ -113,8 +138,14 @@ def prompt_votes(q: torch.Tensor, keys: torch.Tensor, scale: float, votes: Promp
 def _words(
     pages: Pages, states: torch.Tensor, places: torch.Tensor, each: int, first: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return where the queries at ``places [L]`` of ``states [L, H, S]``, of so many words each, lie in ``pages.state``: three
-    indices ``[L, H, each]``."""
+    """Return three indices ``[L, H, each]`` into ``pages.state`` that select stored queries.
+
+    Args:
+        states: ``[L, H, S]`` state blocks.
+        places: ``[L]`` indices of the queries.
+        each: number of float32 values per query and KV head.
+        first: offset of the queries in the state.
+    """
     region, heads = pages.state.shape[-1], torch.arange(states.shape[1], device=places.device)
     at = (
         (first + places.unsqueeze(1) * each + torch.arange(each, device=places.device))

@@ -1,4 +1,4 @@
-"""Which implementation runs an op."""
+"""Selection of the implementation that runs an op."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from collections.abc import Callable
 import torch
 
 IMPLS = ("reference", "cpp", "triton")
+"""Names of the implementations."""
 
 
 def load_extension():
-    """The compiled module ``kvpop_vllm._C``.
+    """Return the compiled module ``kvpop_vllm._C``.
 
     Raises:
-        ImportError: it was not built for this installation.
+        ImportError: the extension was not built for this installation.
     """
     try:
         return importlib.import_module("kvpop_vllm._C")
@@ -70,7 +71,7 @@ CPP_DTYPES = {
     "online_topk": (torch.float32,),
     "running_topk": (torch.float32, torch.float64),
 }
-"""Dtypes of the first tensor that the C++ implementation of an op takes."""
+"""Dtypes that the C++ implementation of each op accepts for its first tensor."""
 
 TRITON_DTYPES = {
     "begin_tail": (torch.float32, torch.float16, torch.bfloat16),
@@ -82,7 +83,7 @@ TRITON_DTYPES = {
     "running_topk": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
     "sparse_attention": (torch.float32, torch.float16, torch.bfloat16),
 }
-"""Dtypes of the first tensor that the Triton implementation of an op takes."""
+"""Dtypes that the Triton implementation of each op accepts for its first tensor."""
 
 TRITON_LARGEST_HEAD = {
     "begin_tail": 256,
@@ -91,10 +92,11 @@ TRITON_LARGEST_HEAD = {
     "future_attention_mass": 128,
     "sparse_attention": 128,
 }
+"""Largest head size D that the Triton implementation of each op accepts."""
 
 
 def select(op: str, tensor: torch.Tensor) -> str:
-    """The name of the implementation that ``impl="auto"`` takes for ``tensor`` (an op's first argument)."""
+    """Return the implementation that ``impl="auto"`` selects for ``tensor``, the op's first argument."""
     fits = op not in ("begin_tail", "decode_step", "prefill_chunk") or tensor.shape[-1] % 16 == 0
     if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _extension_available():
         return "cpp"
@@ -105,11 +107,17 @@ def select(op: str, tensor: torch.Tensor) -> str:
 
 
 def resolve(op: str, impl: str, tensor: torch.Tensor) -> Callable:
-    """The function that runs ``op``.
+    """Return the function that implements ``op``.
+
+    Args:
+        op: name of the op.
+        impl: "auto" or one of ``IMPLS``.
+        tensor: first argument of the op; its device, dtype and last axis decide what "auto" selects.
 
     Raises:
-        ValueError: unknown ``impl``, or Triton for tensors in the CPU's memory without its interpreter.
-        ImportError, NotImplementedError: ``impl`` was asked for by name and is not there.
+        ValueError: unknown ``impl``, or "triton" for CPU tensors without Triton's interpreter.
+        ImportError: the package or extension that ``impl`` needs is not installed.
+        NotImplementedError: the op has no such implementation.
     """
     if impl == "auto":
         impl = select(op, tensor)
@@ -122,5 +130,8 @@ def resolve(op: str, impl: str, tensor: torch.Tensor) -> Callable:
 
 
 def _interpreted() -> bool:
-    """Triton runs its kernels on the CPU, slowly, for tests; it reads this when it is imported."""
+    """Return whether Triton interprets its kernels on the CPU, which is slow and meant for tests.
+
+    Triton reads this variable when it is imported.
+    """
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -1,8 +1,8 @@
-"""A layer's heads that divide the budget of each request among them when its prompt is compressed (Ada-KV, arXiv:2407.11550).
+"""Heads that divide a layer's slots when the prompt is compressed (Ada-KV, arXiv:2407.11550).
 
-A request holds a layer's blocks as if its heads were equal, and up to one more. Their regions are numbered and handed out as in
-:mod:`kvpop_vllm.kernels.regions`, of one layer alone. What each head has got lies in its state, so that whoever holds a request's blocks
-can tell where its pages are.
+A request holds as many blocks of a layer as with equal heads, and up to one more. Their regions are numbered
+and assigned as in :mod:`kvpop_vllm.kernels.regions`, within one layer. The budget of each head is stored in
+its state, so that the page table of the request can be derived from its blocks.
 """
 
 from __future__ import annotations
@@ -17,14 +17,17 @@ from kvpop_vllm.kernels.regions import divided_blocks, page_numbers
 
 
 def divide(votes: torch.Tensor, budget: int, first: int, safe: float) -> torch.Tensor:
-    """Return the budgets ``[H]`` int32 of heads that share ``H * budget`` slots by the votes for their tokens.
+    """Return the budgets ``[H]`` int32 of heads that divide ``H * budget`` slots by votes.
 
-    Each head has ``first`` slots for sinks and window, and keeps its ``safe * budget`` best tokens, those of sinks and window counted
-    among them. The rest goes to the tokens of most votes, whosever they are; of equal votes to the newer, then to the lower head.
+    Each head has ``first`` slots for sinks and window. It retains its ``safe * budget`` best tokens,
+    including sinks and window. The other slots go to the tokens with the most votes of all heads; of equal
+    votes to the newer token, then to the lower head.
 
     Args:
-        votes: ``[H, c]`` float32, for the tokens behind the sinks and before the window, oldest first.
-        budget: B, the mean. first: s + w.
+        votes: ``[H, c]`` float32, votes for the tokens between sinks and window, oldest first.
+        budget: B, the mean budget.
+        first: s + w.
+        safe: share of the budget that is guaranteed to every head.
     """
     heads, candidates = votes.shape
     room = budget - first
@@ -39,7 +42,14 @@ def divide(votes: torch.Tensor, budget: int, first: int, safe: float) -> torch.T
 
 
 def keep_budgets(pages: Pages, row: torch.Tensor, budgets: torch.Tensor, votes: PromptVotes) -> None:
-    """Write ``budgets [H]`` to a request's state; row ``[H, W]``: regions of its blocks, as of equal heads."""
+    """Write ``budgets [H]`` to a request's state.
+
+    Args:
+        pages: pages of the layer, indexed by region.
+        row: ``[H, W]`` regions of the request's blocks, as for equal heads.
+        budgets: B of each head.
+        votes: parameters of the vote, which determine the offset in the state.
+    """
     column, word = _place(pages.layout, votes)
     heads = torch.arange(len(row), device=row.device)
     pages.put(pages.state, (row[:, column].long(), heads, torch.full_like(heads, word)), budgets.float())
@@ -48,22 +58,31 @@ def keep_budgets(pages: Pages, row: torch.Tensor, budgets: torch.Tensor, votes: 
 def settle(
     pages: Pages, rows: torch.Tensor, votes: PromptVotes, width: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the budgets ``[R, H]`` int32 and pages ``[R, H, P]`` int32 of requests whose prompts have been compressed.
+    """Return the budgets ``[R, H]`` and pages ``[R, H, P]``, int32, of requests with compressed prompts.
 
     Args:
-        pages: the layer's, by region. rows: ``[R, H, W]`` regions of their blocks, as of equal heads. width: P; by default that of the
-            head that has most.
+        pages: pages of the layer, indexed by region.
+        rows: ``[R, H, W]`` regions of the requests' blocks, as for equal heads.
+        votes: parameters of the vote, which determine the offset in the state.
+        width: P; by default that of the head with the most pages.
     """
     column, word = _place(pages.layout, votes)
     words = pages.state[:, 0][rows[:, :, column].long(), word]
-    most = rows.shape[1] * rows.shape[2] * pages.layout.block_slots  # a row of no request may say anything
+    most = rows.shape[1] * rows.shape[2] * pages.layout.block_slots  # padding rows may hold any value
     return arranged(pages.layout, rows, words.nan_to_num(1).clamp(1, most).int(), width)
 
 
 def arranged(
     layout: PageLayout, rows: torch.Tensor, budgets: torch.Tensor, width: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``budgets [R, H]`` and the pages ``[R, H, P]`` int32 of such heads; rows, width as in :func:`settle`."""
+    """Return ``budgets [R, H]`` and the pages ``[R, H, P]`` int32 of heads with these budgets.
+
+    Args:
+        layout: page layout of the layer.
+        rows: as in :func:`settle`.
+        budgets: ``[R, H]`` int32.
+        width: as in :func:`settle`.
+    """
     full = layout.state_blocks + (budgets + layout.block_slots - 1) // layout.block_slots
     heads, number = rows.shape[1], page_numbers(full, int(full.max()) if width is None else width).transpose(1, 2)
     at = (number // heads).clamp_max(rows.shape[2] - 1)
@@ -72,10 +91,12 @@ def arranged(
 
 
 class DividedRegions:
-    """Where the pages of a layer's requests are.
+    """Page tables of a layer whose heads divide their slots.
 
     Args:
-        own: the layer's pages, by block. votes: by which prompts are compressed. budget: B, the mean of heads.
+        own: pages of the layer, indexed by block.
+        votes: parameters of the vote that compresses prompts.
+        budget: B, the mean budget of the heads.
     """
 
     def __init__(self, own: Pages, votes: PromptVotes, budget: int):
@@ -86,11 +107,15 @@ class DividedRegions:
     def place(
         self, layer: int, tails: torch.Tensor, compressed: Sequence[bool] | torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the budgets ``[R, H]`` int32 and pages ``[R, H, P]`` int32 of requests; as of equal heads, and all that is held, where
-        the prompt has not been compressed yet.
+        """Return the budgets ``[R, H]`` and pages ``[R, H, P]``, int32, of requests.
+
+        If the prompt of a request has not been compressed yet, its heads are equal and all its blocks are
+        listed.
 
         Args:
-            layer: not used. tails: ``[R, W]``, blocks of each request's state and slots. compressed: of each, whether its prompt has been.
+            layer: not used.
+            tails: ``[R, W]``, state and slot blocks of each request.
+            compressed: ``[R]``, True for requests whose prompt has been compressed.
         """
         layout = self.pages.layout
         heads = torch.arange(layout.num_kv_heads, device=tails.device)
@@ -105,5 +130,5 @@ class DividedRegions:
 
 
 def _place(layout: PageLayout, votes: PromptVotes) -> tuple[int, int]:
-    """Return in which of a head's state pages its budget lies, and in which word of that."""
+    """Return the state page that holds a head's budget, and the offset within that page."""
     return divmod(votes.state_floats(layout.head_size) - 1, layout.region_bytes // 4)

@@ -1,16 +1,20 @@
-"""Where every byte of a request's pages lies.
+"""Byte layout of a request's pages.
 
-One vLLM block holds, per layer and KV head, ``N * C`` contiguous bytes, ``C = 2 * D * itemsize + 8``. A **slot block**
-lays them out as four arrays, a **state block** as one flat float32 region::
+One vLLM block holds, per layer and KV head, ``N * C`` contiguous bytes, ``C = 2 * D * itemsize + 8``. A
+**slot block** stores four arrays. A **state block** is one flat float32 array::
 
     slot block   K [N, D] | V [N, D] | score float32 [N] | position int32 [N]
     state block  float32 [N * C / 4]
 
-A request's block-table row is ``[state blocks..., slot blocks...]``. Slots have fixed roles: sinks ``[0, s)``, ring
-``[s, s + w)``, long-range from there to B; only long-range slots use score and position (scorers that score at
-insertion keep a token's score in its ring slot as well, and attention masses lie in every slot's score word). Slot 0 is
-therefore never long-range, and its position word holds ``tokens_seen``, the number of tokens this head has processed. With
-a threshold, the position word of slot 1 holds the number of filled long-range slots.
+The page-table row of a request (of its tail, if it has a protected prefix) is
+``[state blocks..., slot blocks...]``. Slots have fixed roles: sinks ``[0, s)``, ring ``[s, s + w)``,
+long-range slots ``[s + w, B)``. In general only long-range slots use the score and position fields. Two cases
+use more: scorers that score at insertion also store a token's score in its ring slot, and attention masses
+are stored in the score field of every slot.
+
+Slot 0 is never long-range, because the window holds at least one token. Its position field holds
+``tokens_seen``, the number of tokens this head has processed. If the rule has a threshold, the position field
+of slot 1 holds the number of filled long-range slots.
 """
 
 from __future__ import annotations
@@ -24,13 +28,17 @@ BLOCK_SLOTS = 64
 
 
 def cdiv(a: int, b: int) -> int:
-    """Ceiling division of two non-negative integers."""
+    """Return the quotient of two non-negative integers, rounded up."""
     return -(-a // b)
 
 
 def moment_floats(head_size: int) -> int:
-    """float32 words of a head's moments: mean key [D], mean value [D], sum of the products of their deviations [D, D] with
-    a row per channel of the key. Their number follows from the position."""
+    """Return the number of float32 values in the moments of one head.
+
+    The moments are the mean key ``[D]``, the mean value ``[D]`` and the sum of the products of their
+    deviations ``[D, D]``, with one row per key channel. The number of evicted tokens is not stored: it
+    follows from the position.
+    """
     return head_size * (head_size + 2)
 
 
@@ -43,7 +51,7 @@ class PageLayout:
         head_size: D, in elements.
         dtype: element type of K and V.
         block_slots: N, slots per block; a multiple of 16 so that each array starts at a multiple of 16 bytes.
-        state_floats: float32 words of recurrent state per head; 0 for stateless policies.
+        state_floats: number of float32 values in the recurrent state of one head; 0 for stateless policies.
 
     Raises:
         ValueError: ``block_slots`` is not a positive multiple of 16.
@@ -63,32 +71,32 @@ class PageLayout:
 
     @property
     def slot_bytes(self) -> int:
-        """C: bytes of one slot of one head: K, V, score and position."""
+        """Size C of one slot of one head, in bytes: K, V, score and position."""
         return 2 * self.head_size * self.dtype.itemsize + 8
 
     @property
     def region_bytes(self) -> int:
-        """N * C: bytes of one block of one head."""
+        """Size ``N * C`` of one block of one head, in bytes."""
         return self.block_slots * self.slot_bytes
 
     @property
     def state_blocks(self) -> int:
-        """Blocks that hold a request's recurrent state, before its slot blocks."""
+        """Number of blocks that hold a request's recurrent state; they precede its slot blocks."""
         return cdiv(4 * self.state_floats, self.region_bytes)
 
     def blocks(self, length: int, budget: int) -> int:
-        """Blocks a request of ``length`` tokens holds: state blocks + cdiv(min(length, budget), N)."""
+        """Return the number of blocks of a request of ``length`` tokens: state blocks and slot blocks."""
         return self.state_blocks + cdiv(min(length, budget), self.block_slots)
 
     def view(self, raw: torch.Tensor) -> Pages:
-        """Typed views of a layer's cache.
+        """Return typed views of a layer's cache.
 
         Args:
-            raw: ``[num_blocks, H, N, C]`` or ``[num_blocks, H, N * C]``, one byte per element, the bytes of one
-                (block, head) contiguous; strides between blocks and heads are free.
+            raw: ``[num_blocks, H, N, C]`` or ``[num_blocks, H, N * C]``, one byte per element. The bytes of
+                one (block, head) must be contiguous; strides between blocks and heads are free.
 
         Raises:
-            ValueError: the shape does not match this layout or a (block, head) region is not contiguous.
+            ValueError: the shape does not match this layout, or a (block, head) region is not contiguous.
         """
         expected = (self.num_kv_heads, self.region_bytes)
         contiguous = raw.dim() in (3, 4) and raw.stride(-1) == 1 and (raw.dim() == 3 or raw.stride(2) == raw.shape[3])
@@ -105,11 +113,14 @@ class PageLayout:
 
 
 class Pages:
-    """Typed views of one layer's cache; all share the bytes of ``raw [num_blocks, H, N * C]`` (uint8).
+    """Typed views of one layer's cache, which all share the bytes of ``raw``.
 
     Attributes:
+        layout: byte layout of the pages.
+        raw: ``[num_blocks, H, N * C]`` uint8.
         k, v: ``[num_blocks, H, N, D]`` in the layout's dtype.
-        score: ``[num_blocks, H, N]`` float32. position: ``[num_blocks, H, N]`` int32.
+        score: ``[num_blocks, H, N]`` float32.
+        position: ``[num_blocks, H, N]`` int32.
         state: ``[num_blocks, H, N * C / 4]`` float32.
     """
 
@@ -128,13 +139,16 @@ class Pages:
 
     @property
     def num_blocks(self) -> int:
+        """Number of blocks in the cache."""
         return self.raw.shape[0]
 
     def by_region(self) -> Pages:
-        """Return the same bytes by region: block b of head h is region ``b * H + h``, of any head.
+        """Return views of the same bytes indexed by region.
+
+        Block b of head h is region ``b * H + h``. Any head may use any region.
 
         Raises:
-            ValueError: the regions do not lie one after another.
+            ValueError: the regions are not contiguous.
         """
         blocks, heads, size = self.raw.shape
         if not self.raw.is_contiguous():
@@ -144,8 +158,13 @@ class Pages:
         )
 
     def put(self, array: torch.Tensor, at: tuple, values: torch.Tensor) -> None:
-        """``array[at] = values`` for one of the arrays and ``at = (block, head, slot)``, also where regions are the same for
-        every head."""
+        """Assign ``array[at] = values``, also for pages that are indexed by region.
+
+        Args:
+            array: one of the arrays of these pages.
+            at: indices (block, head, slot).
+            values: the values to write.
+        """
         if self.raw.stride(1) == 0:
             array[:, 0][at[0], at[2]] = values
         else:
@@ -154,11 +173,14 @@ class Pages:
 
 @dataclass(frozen=True)
 class Prefix:
-    """Protected tokens of R requests: token t lies in slot ``t % N`` of block ``t // N``, the same for every head.
+    """Protected tokens of R requests.
+
+    Token t is stored in slot ``t % N`` of block ``t // N``, for every head.
 
     Attributes:
-        pages: the layer's cache, by block. table: ``[R, F]`` int32 block numbers. tokens: ``[R]`` int64, p of each request, 0
-            where nothing is protected.
+        pages: the layer's cache, indexed by block.
+        table: ``[R, F]`` int32 block numbers.
+        tokens: ``[R]`` int64, p of each request; 0 for a request without protected tokens.
     """
 
     pages: Pages
@@ -166,7 +188,7 @@ class Prefix:
     tokens: torch.Tensor
 
     def gather(self, r: int, begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return keys and values ``[H, end - begin, D]`` of tokens ``[begin, end)`` of request r, copied."""
+        """Return copied keys and values ``[H, end - begin, D]`` of tokens ``[begin, end)`` of request r."""
         n = self.pages.layout.block_slots
         blocks = self.table[r, begin // n : cdiv(end, n)].long()
         cut = slice(begin % n, begin % n + end - begin)

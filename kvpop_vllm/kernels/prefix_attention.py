@@ -1,5 +1,7 @@
-"""Attention of a chunk to a protected prefix, for implementations whose prefill kernels attend to the tail alone: by torch's own kernels,
-unless they bring one."""
+"""Attention of a chunk to a protected prefix, for prefill kernels that attend to the tail alone.
+
+The attention runs on torch's kernels unless the implementation provides its own.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from kvpop_vllm.kernels.pages import Prefix
 Attended = tuple[torch.Tensor, torch.Tensor]
 """Outputs ``[L, Hq, D]`` and log-sum-exps ``[L, Hq]`` float32."""
 PIECE = 8192
-"""Protected tokens whose keys and values are copied at a time: so many are in memory, however long a prefix is."""
+"""Number of protected tokens whose keys and values are copied at a time, which bounds the memory."""
 
 
 def with_prefix(
@@ -31,10 +33,17 @@ def with_prefix(
     """Run a chunk that may begin within a protected prefix, end in it, or lie behind it.
 
     Args:
-        run_tail: ``(q, k, v, start, given)`` of the tokens behind the prefix, as :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
-        q, k, v, start, given, prefix, scale: the chunk's, as there; its own protected tokens lie in the prefix pages.
-        attends: ``run_tail`` attends to the prefix too, else its results are merged with attention to the prefix.
-        attend: ``(q, prefix, begin, end, scale, causal)``, attention of ``q`` to protected tokens ``[begin, end)``; torch's by default.
+        run_tail: function ``(q, k, v, start, given)`` that runs the tokens behind the prefix, as
+            :func:`kvpop_vllm.kernels.ops.prefill_chunk` does.
+        q, k, v, start, given, prefix, scale: the chunk, as in ``prefill_chunk``; its own protected tokens are
+            stored in the prefix pages already.
+        attends: True if ``run_tail`` attends to the prefix too; otherwise its results are merged with
+            attention to the prefix.
+        attend: function ``(q, prefix, begin, end, scale, causal)`` that returns attention of ``q`` to the
+            protected tokens ``[begin, end)``; torch's by default.
+
+    Returns:
+        Outputs ``[L, Hq, D]`` and log-sum-exps ``[L, Hq]`` float32.
     """
     attend = attend or _attend
     protects = 0 if prefix is None else int(prefix.tokens[0])
@@ -50,7 +59,7 @@ def with_prefix(
 
 
 def _with_all(attend, found: Attended, q: torch.Tensor, prefix: Prefix | None, end: int, scale: float) -> Attended:
-    """Attention of ``q [L, Hq, D]`` over other keys, merged in float32 with that over the first ``end`` protected tokens."""
+    """Merge attention ``found`` of q with that to the first ``end`` protected tokens, in float32."""
     if not end:
         return found
     (out, lse), dtype = found, found[0].dtype
@@ -63,7 +72,10 @@ def _with_all(attend, found: Attended, q: torch.Tensor, prefix: Prefix | None, e
 
 
 def _attend(q: torch.Tensor, prefix: Prefix, begin: int, end: int, scale: float, causal: bool) -> Attended:
-    """Softmax attention of ``q [L, Hq, D]`` over protected tokens ``[begin, end)``, all of them or causally (as many as queries)."""
+    """Return softmax attention of ``q [L, Hq, D]`` to the protected tokens ``[begin, end)``.
+
+    If ``causal``, there are as many tokens as queries, and query i sees the first i + 1 of them.
+    """
     keys, values = prefix.gather(0, begin, end)
     heads, group = keys.shape[0], q.shape[1] // keys.shape[0]
     rows = q.transpose(0, 1).unflatten(0, (heads, group))
@@ -73,7 +85,10 @@ def _attend(q: torch.Tensor, prefix: Prefix, begin: int, end: int, scale: float,
 
 
 def _fused(q, k, v, scale, causal) -> Attended:
-    """Attention ``[H, G, L, D]`` and natural log-sum-exps ``[H, G, L]`` by the kernel of torch for the device and dtype."""
+    """Return attention ``[H, G, L, D]`` and natural log-sum-exps ``[H, G, L]``.
+
+    The kernel is torch's for the device and dtype.
+    """
     aten = torch.ops.aten
     if q.device.type == "cpu":
         return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)

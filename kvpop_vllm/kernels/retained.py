@@ -1,4 +1,4 @@
-"""Which tokens a request's pages hold, head by head."""
+"""Tokens that a request's pages hold, per head."""
 
 from __future__ import annotations
 
@@ -9,12 +9,21 @@ from kvpop_vllm.kernels.pages import Pages
 from kvpop_vllm.roles import Retention
 
 EMPTY = -1
-"""Stands for the position of a slot that is not filled."""
+"""Position reported for an empty slot."""
 
 
 def filled_slots(pages: Pages, row: torch.Tensor) -> torch.Tensor:
-    """Return the ``[H]`` int64 numbers of long-range slots that each head has filled under a rule with a threshold, as slot 1's
-    position word says. row: ``[H, P]``."""
+    """Return the number of filled long-range slots of each head under a rule with a threshold.
+
+    The number is stored in the position word of slot 1.
+
+    Args:
+        pages: one layer's cache.
+        row: ``[H, P]``, pages of the tail.
+
+    Returns:
+        ``[H]`` int64.
+    """
     heads = torch.arange(pages.layout.num_kv_heads)
     return pages.position[row[:, pages.layout.state_blocks].long(), heads, 1].long()
 
@@ -22,11 +31,15 @@ def filled_slots(pages: Pages, row: torch.Tensor) -> torch.Tensor:
 def held_tokens(
     pages: Pages, row: torch.Tensor, seen: int, rule: RetentionRule, budgets: torch.Tensor, protected: int = 0
 ) -> torch.Tensor:
-    """Return which tokens a request holds after ``seen``, whatever its rule and its heads' budgets.
+    """Return which of its first ``seen`` tokens a request holds, for any rule and any budgets of its heads.
 
     Args:
-        pages: one layer's cache, on the CPU. row: ``[H, P]`` as the kernels take it, of the tail. budgets: ``[H]`` int32.
-            protected: p, tokens of its protected prefix.
+        pages: one layer's cache, on the CPU.
+        row: ``[H, P]``, pages of the tail, as the kernels take them.
+        seen: tokens the request has processed.
+        rule: rule of the layer.
+        budgets: ``[H]`` int32.
+        protected: p, tokens of the protected prefix.
 
     Returns:
         ``[H, seen]`` booleans.
@@ -52,19 +65,22 @@ def slot_positions(
 ) -> torch.Tensor:
     """Return the position of the token in each slot in use, in slot order.
 
-    Sinks and ring follow from ``seen``; long-range slots say it in their position words. Equal budgets only.
+    Positions in sinks and ring follow from ``seen``. Those in long-range slots are read from the position
+    words. All heads must have the same budget.
 
     Args:
         pages: one layer's cache.
         row: the request's block numbers ``[P]`` or, per head, ``[H, P]``; state blocks first.
         seen: tokens the request has processed, more than ``retention.first``.
-        filled: ``[H]`` long-range slots that each head has filled, where that depends on the tokens.
+        retention: budget, sinks and window.
+        filled: ``[H]``, filled long-range slots of each head, if the number depends on the tokens.
 
     Returns:
-        ``[H, n]`` int64, :data:`EMPTY` in slots not filled; n is ``min(seen - p, budget)``, or less where ``filled`` says so.
+        ``[H, n]`` int64, :data:`EMPTY` in slots that are not filled; n is ``min(seen - p, budget)``, or less
+        with ``filled``.
 
     Raises:
-        ValueError: the pages have not seen ``seen`` tokens (slot 0's position word says how many).
+        ValueError: the pages have not seen ``seen`` tokens (as stored in the position word of slot 0).
     """
     layout, first, since = pages.layout, retention.first_long, seen - retention.first
     heads = torch.arange(layout.num_kv_heads).unsqueeze(1)
@@ -76,7 +92,8 @@ def slot_positions(
     words = pages.position[blocks, heads, slots % layout.block_slots].long()
     if seen > 0 and (words[:, 0] != seen).any():
         raise ValueError(f"these pages have seen {words[:, 0].tolist()} tokens, not {seen}")
-    newest = slots + (since - 1 - slots) // retention.window * retention.window  # the newest token of each residue
+    # newest token of each residue modulo w
+    newest = slots + (since - 1 - slots) // retention.window * retention.window
     fixed = retention.first + torch.where(slots < retention.sinks, slots, newest)
     found = torch.where(slots < first, fixed, words)
     if filled is not None:
@@ -87,9 +104,9 @@ def slot_positions(
 def retained_positions(
     pages: Pages, row: torch.Tensor, seen: int, retention: Retention, filled: torch.Tensor | None = None
 ) -> list[list[int]]:
-    """The sorted positions a request holds after ``seen`` tokens, one list per KV head of one layer.
+    """Return the sorted positions that a request holds after ``seen`` tokens, one list per KV head.
 
-    Arguments and errors as in :func:`slot_positions`.
+    Arguments and errors are those of :func:`slot_positions`.
     """
     found = slot_positions(pages, row, seen, retention, filled)
     return [sorted(t for t in head if t != EMPTY) for head in found.tolist()]

@@ -1,10 +1,11 @@
-"""Scores that are made anew in rounds, every m tokens, as VaSE and R-KV evict every m tokens (DESIGN "Rounds").
+"""Rounds: recompute scores every m tokens, as VaSE and R-KV evict every m tokens (DESIGN "Rounds").
 
-After token T with ``(T + 1) % m == 0`` each head ranks its long-range tokens: a token's score word is its rank less their number. A
-token that leaves the window later scores 0, above all of them, so that until the next round those of lowest rank leave, one a step. They
-are the tokens that the papers evict together.
+After token T with ``(T + 1) % m == 0`` each head ranks its long-range tokens. The score of a token is its
+rank minus the number of ranked tokens, so all scores are negative. A token that leaves the window later
+scores 0, which is above all of them. Until the next round the tokens of lowest rank are therefore evicted,
+one per step. They are the tokens that the papers evict together.
 
-Runs by torch's own operations, for one request after another.
+The module uses torch operations and processes requests one by one.
 """
 
 from __future__ import annotations
@@ -20,23 +21,30 @@ from kvpop_vllm.kernels.pages import Pages
 from kvpop_vllm.kernels.retained import slot_positions
 from kvpop_vllm.roles import Retention
 
+BLOCK = 512
+"""Number of keys whose cosines with all other keys are computed together."""
+
 
 def interval(rounds: SampledMass | Redundancy, topk: int) -> int:
-    """Return m of a head with so many long-range slots: at most half of them, so that half of what a round ranks outlives it."""
+    """Return m of a head with ``topk`` long-range slots.
+
+    It is at most half of them, so that half of the tokens that a round ranks are kept until the next round.
+    """
     return min(rounds.every, max(1, topk // 2))
-
-
-BLOCK = 512
-"""Keys whose cosines with all others are formed together."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Requests that have just advanced, a token each, or one request that has advanced by several.
+    """Requests that have just advanced by one token each, or one request that has advanced by several.
 
     Attributes:
-        pages: the layer's cache, written in place. table: ``[R, H, P]`` pages of the tails. ends: position behind the last token of each.
-        budgets: B of each. windows: w of each. protected: p of each. seeds: of each, where the rule needs them.
+        pages: the layer's cache, written in place.
+        table: ``[R, H, P]`` pages of the tails.
+        ends: position behind the last token of each request.
+        budgets: B of each request.
+        windows: w of each request.
+        protected: p of each request.
+        seeds: ``[R]`` int64 seeds of the requests, or None if the rule does not need them.
     """
 
     pages: Pages
@@ -48,13 +56,21 @@ class Rows:
     seeds: torch.Tensor | None = None
 
     def retention(self, r: int, rule: RetentionRule) -> Retention:
-        """Return the slots of request r's tail."""
+        """Return the slot roles of request r's tail."""
         return Retention(self.budgets[r], rule.sinks, self.windows[r]).behind(self.protected[r])
 
 
 def cuts(rule: RetentionRule, retention: Retention, start: int, end: int) -> list[int]:
-    """Return where rounds cut the tokens ``[start, end)`` of a request, ascending, the end last; not where nothing that is ranked can leave
-    before the next round. retention: of its tail."""
+    """Return the positions at which rounds split the tokens ``[start, end)``, ascending, ``end`` last.
+
+    Rounds after which no ranked token can be evicted before the next round are left out.
+
+    Args:
+        rule: rule with rounds.
+        retention: slot roles of the request's tail.
+        start: position of the first token.
+        end: position behind the last token.
+    """
     if not retention.topk:
         return [end]
     every = interval(rule.rounds, retention.topk)
@@ -63,11 +79,14 @@ def cuts(rule: RetentionRule, retention: Retention, start: int, end: int) -> lis
 
 
 def advance(q: torch.Tensor, rows: Rows, rule: RetentionRule, scale: float) -> None:
-    """Keep the queries that a round will want, and hold the rounds that are due.
+    """Store the queries that a later round needs, and run the rounds that are due.
 
     Args:
-        q: ``[R, Hq, D]`` of the newest token of each request; or ``[L, Hq, D]`` of the L newest tokens of one, none but the last of which
-            ends a round.
+        q: ``[R, Hq, D]``, the newest token of each request; or ``[L, Hq, D]``, the L newest tokens of one
+            request, of which only the last may end a round.
+        rows: the requests.
+        rule: rule with rounds.
+        scale: factor on q . k.
     """
     rounds, layout, count = rule.rounds, rows.pages.layout, len(q)
     first = _first_word(rule, layout.head_size)
@@ -108,7 +127,13 @@ def _hold_round(
     seed: torch.Tensor | None,
     group: int,
 ) -> None:
-    """Write the scores of the long-range tokens of one request, ``row [H, P]``, that has seen so many."""
+    """Write new scores of the long-range tokens of one request with pages ``row [H, P]``.
+
+    Args:
+        seen: number of tokens that the request has processed.
+        seed: ``[1]`` seed of the request, or None if the rule does not need it.
+        group: G.
+    """
     layout, rounds = pages.layout, rule.rounds
     positions, order = slot_positions(pages, row, seen, retention).sort(1)  # [H, n]
     heads = torch.arange(len(order), device=order.device).unsqueeze(1)
@@ -128,28 +153,33 @@ def _hold_round(
     else:
         value = without_redundancy(tokens, rounds, scale)
     chosen = tuple(x.expand_as(order)[:, retention.sinks : order.shape[1] - retention.window] for x in at)
-    rank = value.argsort(dim=1, stable=True).argsort(dim=1)  # of equal ones the newer is higher
+    rank = value.argsort(dim=1, stable=True).argsort(dim=1)  # of equal values the newer ranks higher
     pages.put(pages.score, chosen, (rank - rank.shape[1]).float())
 
 
 def _first_word(rule: RetentionRule, head_size: int) -> int:
-    """Return where in a head's state the queries begin: behind the moments, if it has any."""
+    """Return the offset of the queries in a head's state; they lie behind scorer state and moments."""
     return rule.state_floats(head_size) - rule.rounds.state_floats(head_size)
 
 
 def _newest(most: int, window: int, seen: int) -> torch.Tensor:
-    """Return the places of the newest queries, oldest first: no more than the window has tokens, so that all come after all that is
-    ranked."""
+    """Return the indices of the newest stored queries, oldest first.
+
+    At most ``window`` queries are used, so that all of them come after every ranked token.
+    """
     return torch.arange(seen - min(most, window), seen) % most
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What a request's heads hold of the tail, oldest first, and its newest queries.
+    """Retained tokens of the tail of one request, oldest first, and its newest queries.
 
     Attributes:
-        positions: ``[H, n]``. keys, values: ``[H, n, D]`` float32. queries: ``[H, c, G, D]`` float32.
-        sinks, window: how many of the oldest are sinks, and of the newest are the window.
+        positions: ``[H, n]``.
+        keys, values: ``[H, n, D]`` float32.
+        queries: ``[H, c, G, D]`` float32.
+        sinks: number of sinks, the oldest of the n tokens.
+        window: number of window tokens, the newest of the n tokens.
     """
 
     positions: torch.Tensor
@@ -161,23 +191,28 @@ class Tokens:
 
     @property
     def candidates(self) -> int:
-        """Tokens before the window."""
+        """Number of tokens before the window."""
         return self.positions.shape[1] - self.window
 
     def logits(self, scale: float) -> torch.Tensor:
-        """Return the scaled logits ``[H, c, G, candidates]`` of the queries over the tokens before the window."""
+        """Return the scaled logits ``[H, c, G, candidates]`` over the tokens before the window."""
         return torch.einsum("hcgd,hnd->hcgn", self.queries, self.keys[:, : self.candidates]) * scale
 
 
 def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.Tensor, q: int) -> torch.Tensor:
-    """Return what ranks the long-range tokens under VaSE (arXiv:2606.03928), ``[H, n]`` int64: tokens whose values span the widest
-    ranges are above all others and rank by these; of the others ``log w_t - log E_t``, E_t drawn from the exponential distribution. The
-    best so many of these are a sample without replacement, weighted with w.
+    """Return the values ``[H, n]`` int64 by which VaSE ranks the long-range tokens (arXiv:2606.03928).
 
-    w is the softmax over the tokens before the window, averaged over queries, over neighbours and over query heads.
+    Tokens whose values span the widest ranges rank above all others, by these ranges. The other tokens have
+    ``log w_t - log E_t``, with E_t drawn from the exponential distribution. The best of them are a sample
+    without replacement, weighted with w. The weight w is the softmax over the tokens before the window,
+    averaged over queries, query heads and neighbours.
 
     Args:
-        keys: ``[H]`` int64, of draws. q: the newest token's position.
+        tokens: retained tokens of the request.
+        rounds: parameters of the method.
+        scale: factor on q . k.
+        keys: ``[H]`` int64, keys of the draws.
+        q: position of the newest token.
     """
     weights = tokens.logits(scale).softmax(-1).mean((1, 2))  # [H, candidates]
     weights = torch.nn.functional.avg_pool1d(
@@ -194,11 +229,18 @@ def sampled_mass(tokens: Tokens, rounds: SampledMass, scale: float, keys: torch.
 
 
 def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torch.Tensor:
-    """Return what ranks the long-range tokens under R-KV (arXiv:2505.24133), ``[H, n]`` float32: ``weight I - (1 - weight) R`` (eq. 7).
+    """Return the values ``[H, n]`` float32 by which R-KV ranks the long-range tokens (arXiv:2505.24133).
 
-    Importance I is the softmax over the tokens before the window of the largest logit of a KV head's query heads, averaged over
-    queries, of which each token has the largest of its neighbourhood (eqs. 2 to 4). Redundancy R is the softmax of the mean cosine of a
-    token's key with the others', the window's among them, where each of these leaves out the newest of those it resembles (eqs. 5, 6).
+    The value is ``weight I - (1 - weight) R`` (eq. 7). Importance I (eqs. 2 to 4) is formed in this order:
+    the largest logit of a KV head's query heads, the softmax over the tokens before the window, the mean over
+    queries, and the maximum over each token's neighbourhood. Redundancy R (eqs. 5, 6) is the softmax of a
+    token's mean cosine with the keys of the other tokens, including the window. Each other token leaves out
+    the newest token that it is similar to.
+
+    Args:
+        tokens: retained tokens of the request.
+        rounds: parameters of the method.
+        scale: factor on q . k.
     """
     weights = tokens.logits(scale).amax(2).softmax(-1).mean(1)
     importance = torch.nn.functional.max_pool1d(
@@ -211,7 +253,7 @@ def without_redundancy(tokens: Tokens, rounds: Redundancy, scale: float) -> torc
 
 
 def _redundancy(unit: torch.Tensor, similar: float) -> torch.Tensor:
-    """Return R ``[n]`` of keys ``unit [n, D]`` of length 1, oldest first; cosines are formed in blocks of rows."""
+    """Return R ``[n]`` of keys ``unit [n, D]`` of length 1, oldest first."""
     count = len(unit)
     total, numbers = torch.zeros(count, device=unit.device), torch.arange(count, device=unit.device)
     for rows in numbers.split(BLOCK):

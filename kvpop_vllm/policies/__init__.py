@@ -1,4 +1,7 @@
-"""What to keep: one file, one class, one paper. Other packages bring theirs through the entry-point group ``kvpop_vllm.policies``."""
+"""Registry of eviction policies: one file and one class per paper.
+
+Other packages add policies through the entry-point group ``kvpop_vllm.policies``.
+"""
 
 from __future__ import annotations
 
@@ -44,22 +47,26 @@ POLICIES: dict[str, type[Policy]] = {
         Full,
     )
 }
-"""The policies of this package by name."""
+"""Built-in policies by name."""
 
 ENTRY_POINTS = "kvpop_vllm.policies"
-"""``name = "module:Class"``, the class a :class:`Policy` of that name."""
+"""Entry-point group for policies of other packages.
+
+An entry is ``name = "module:Class"``; the class is a :class:`Policy` with that name.
+"""
 
 
 def known() -> list[str]:
-    """Names of all policies, those of other packages last; imports none of these."""
+    """Return the names of all policies, built-in ones first. Policies of other packages are not imported."""
     return [*POLICIES, *sorted({entry.name for entry in entry_points(group=ENTRY_POINTS)} - set(POLICIES))]
 
 
 def get(name: str) -> type[Policy]:
-    """The policy class of that name.
+    """Return the policy class registered under ``name``.
 
     Raises:
-        ConfigError: there is none, several packages bring one, or what a package brings is not a policy of that name.
+        ConfigError: no policy has this name, several packages register it, the class cannot be imported, or
+            it is not a complete :class:`Policy` with this name.
     """
     brought = [entry for entry in entry_points(group=ENTRY_POINTS) if entry.name == name]
     packages = ", ".join(sorted(entry.dist.name if entry.dist else entry.value for entry in brought))
@@ -86,7 +93,7 @@ def get(name: str) -> type[Policy]:
 
 
 def loadable() -> tuple[list[type[Policy]], list[str]]:
-    """All policies that can be had, and of each that cannot the message that says why."""
+    """Return the loadable policies and one error message per policy that fails to load."""
     found, broken = [], []
     for name in known():
         try:
@@ -97,8 +104,10 @@ def loadable() -> tuple[list[type[Policy]], list[str]]:
 
 
 def describe() -> str:
-    """A table of all policies: name, the scorer it needs, what it scores from, order, state, cost per step, paper; below it
-    a line for each that cannot be used."""
+    """Return a table of all policies, followed by one line per policy that fails to load.
+
+    Columns: name, kind of scorer it needs, signals, order, state, cost per step, paper.
+    """
     rows = [("policy", "needs scorer", "scores from", "order", "state per layer and head", "cost per step", "paper")]
     found, broken = loadable()
     for cls in found:

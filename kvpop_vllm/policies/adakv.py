@@ -1,4 +1,4 @@
-"""Ada-KV: SnapKV whose heads divide a layer's budget among them (Feng et al., 2024, arXiv 2407.11550)."""
+"""Ada-KV: SnapKV whose heads divide a layer's slots by votes (Feng et al., 2024, arXiv 2407.11550)."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from kvpop_vllm.policies.snapkv import SnapKV
 
 
 class AdaKV(SnapKV):
-    """:class:`SnapKV` with the allocator ``ada``: at the prompt's end a layer's tokens of most votes stay, whichever heads they are of.
+    """:class:`SnapKV` with the allocator ``ada``.
 
-    Every head keeps a fifth of the budget, its window counted. A head's share does not change afterwards; that of a prompt that fits
-    its budget is the mean.
+    At the prompt's end, a layer retains the tokens with the most votes over all its heads. Every head keeps
+    at least a fifth of the budget, sinks and window included. The budgets of the heads do not change after
+    that. If the prompt fits the budget, all heads have the mean budget.
     """
 
     name = "adakv"

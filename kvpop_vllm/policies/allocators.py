@@ -1,4 +1,8 @@
-"""How many of a request's tokens each head of each layer may hold; any goes with any policy, but for ada, which needs votes."""
+"""Allocators: how the budget of a request is distributed over layers and heads.
+
+Any allocator works with any policy, except ``ada``, which needs the votes of a policy that compresses
+prompts.
+"""
 
 from __future__ import annotations
 
@@ -9,20 +13,23 @@ import torch
 from kvpop_vllm.roles import Retention
 
 STEEPNESS = 20
-"""beta of PyramidKV: the last layer holds so many times fewer long-range tokens than the average one."""
+"""beta of PyramidKV: the last layer has ``1 / beta`` of the mean number of long-range slots."""
 
 
 def uniform(kept: Retention, layers: int, heads: int) -> torch.Tensor:
-    """All the same."""
+    """Return equal budgets ``[layers, H]`` int32 for all heads."""
     return torch.full((layers, heads), kept.budget, dtype=torch.int32)
 
 
 def pyramid(kept: Retention, layers: int, heads: int) -> torch.Tensor:
-    """Fewer in deeper layers, in an arithmetic sequence (PyramidKV, Cai et al. 2024, arXiv:2406.02069, section 4).
+    """Return budgets ``[layers, H]`` int32 that decrease with depth in an arithmetic sequence.
 
-    The last layer has ``k / beta`` long-range slots, the first ``2 k - k / beta``; sinks and window are the same everywhere.
-    beta, which the paper varies, is 20 as in its code; its last step divides by the number of layers, here by one less, so
-    that the last layer gets what it says. Rounded so that all layers together hold as much as equal ones.
+    The last layer has ``k / beta`` long-range slots, the first ``2 k - k / beta``. Sinks and window are the
+    same in all layers. beta varies in the paper; here it is 20, as in the authors' code. The authors' last
+    step divides by the number of layers, here it divides by one less, so that the last layer has exactly ``k
+    / beta``. Rounding preserves the total over all layers.
+
+    Source: PyramidKV, Cai et al. 2024, arXiv:2406.02069, section 4.
     """
     least = kept.topk / STEEPNESS
     steps = torch.arange(layers, dtype=torch.float64) / max(1, layers - 1)
@@ -37,5 +44,9 @@ ALLOCATORS: dict[str, Callable[[Retention, int, int], torch.Tensor]] = {
     "pyramid": pyramid,
     "ada": uniform,
 }
-"""``allocator(retention, layers, H) -> [layers, H]`` int32 budgets, by the name that ``--kv-allocator`` takes; B on average. Under ada heads
-are the same until a prompt's end, where those of a layer divide their slots (:func:`kvpop_vllm.kernels.divided.divide`)."""
+"""Allocators by the name that ``--kv-allocator`` takes.
+
+Each is called as ``allocator(retention, layers, H)`` and returns int32 budgets ``[layers, H]`` with mean B. Under
+``ada`` the budgets are equal until the prompt's end, when the heads of a layer divide their slots by votes
+(:func:`kvpop_vllm.kernels.divided.divide`).
+"""

@@ -1,8 +1,11 @@
-"""What a policy declares. One policy is one file and one class, named after one paper, plus its row in the registry.
+"""Base class of policies.
 
-Life cycle in the engine: the class is looked up by name; what it declares is checked against what is realised today
-(:meth:`Policy.check_realised`); one instance is made for the whole model; ``rule(layer)`` is asked once per layer after the weights have been
-loaded; from then on the kernels work from that rule alone, without calling back into Python.
+A policy is one file with one class, named after its paper, and one line in the registry.
+
+Life cycle in the engine: the class is looked up by name. One instance is made for the whole model, and its
+declarations are checked (:meth:`Policy.check_realised`). After the weights are loaded, ``layer_rule(layer,
+heads)`` is called once per layer. From then on the kernels use that rule alone and do not call back into
+Python.
 """
 
 from __future__ import annotations
@@ -32,8 +35,12 @@ from kvpop_vllm.scorers.gates import Gate
 
 
 class Signal(Enum):
-    """What a policy scores from. KEY and VALUE reach an attention backend; MASS comes out of the attention kernel;
-    HIDDEN and PRE_ROPE are seen by a policy's gate, :meth:`Policy.gate`, in the attention modules of models that have one."""
+    """Input that a policy scores tokens from.
+
+    KEY and VALUE are passed to an attention backend. MASS is an output of the attention kernel. HIDDEN and
+    PRE_ROPE are seen only by a policy's gate (:meth:`Policy.gate`), which runs in the attention modules of
+    models with a gate.
+    """
 
     KEY = "k"
     VALUE = "v"
@@ -43,15 +50,19 @@ class Signal(Enum):
 
 
 MOST_RETENTIONS = 1024
-"""Budgets of requests that are remembered with what they resolve to."""
+"""Largest number of request budgets whose resolved :class:`Retention` is cached."""
 
 GATED = frozenset({Signal.HIDDEN, Signal.PRE_ROPE})
-"""Signals that only a gate sees."""
+"""Signals that only a gate can read."""
 
 
 class Order(Enum):
-    """How priorities move with time. STATIC: the order of two tokens never changes. AGED: it changes with q alone.
-    COUPLED: it depends on what was evicted before, so that prefill must run token by token. ROUNDS: so, but only every m tokens."""
+    """Way in which the ranking of tokens changes over time.
+
+    STATIC: the order of two tokens never changes. AGED: the order depends on the query position q alone.
+    COUPLED: the order depends on earlier evictions, so prefill must run token by token. ROUNDS: as COUPLED,
+    but scores change only every m tokens.
+    """
 
     STATIC = "static"
     AGED = "aged"
@@ -61,8 +72,17 @@ class Order(Enum):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """The model as a policy sees it: layers, KV heads H of the whole model, head size D, longest sequence in tokens, width
-    E of its hidden states and query heads of the whole model if these are known."""
+    """Shape of the model that a policy runs on.
+
+    Attributes:
+        model_type: model type of the base model, as in ``config.json``.
+        num_layers: number of decoder layers.
+        num_kv_heads: H, KV heads of the whole model.
+        head_dim: D, head size.
+        max_model_len: longest sequence, in tokens.
+        hidden_size: E, width of the hidden states, or None if unknown.
+        num_heads: query heads of the whole model, or None if unknown.
+    """
 
     model_type: str
     num_layers: int
@@ -74,10 +94,14 @@ class ModelShape:
 
     @classmethod
     def of(cls, model: str | PathLike, max_model_len: int) -> ModelShape:
-        """Return the shape that a model folder's ``config.json`` says, for sequences of so many tokens.
+        """Return the shape given by the ``config.json`` of a model folder.
+
+        Args:
+            model: Hugging Face folder.
+            max_model_len: longest sequence, in tokens.
 
         Raises:
-            ConfigError: it cannot be read, or is no language model's.
+            ConfigError: the file cannot be read, or does not describe a language model.
         """
         from kvpop_vllm.scorers.init import full_shape
 
@@ -85,7 +109,7 @@ class ModelShape:
 
 
 def moment_fields(head_dim: int) -> dict[str, int]:
-    """State fields of the moments of evicted tokens, float32 words per layer and KV head."""
+    """Return the state fields of the moments of evicted tokens, in float32 words per layer and KV head."""
     return {"mean key": head_dim, "mean value": head_dim, "covariance": head_dim * head_dim}
 
 
@@ -94,17 +118,27 @@ class Policy(ABC):
     """Base class of all policies.
 
     Attributes:
-        settings: what the user asked for. model: the model's shape. retention: resolved budget, sinks and window.
+        settings: the user's settings.
+        model: shape of the model.
+        retention: resolved budget, sinks and window.
 
     Class attributes:
-        name: what ``--kv-policy`` takes. paper: where it is defined. cost: what a step costs beyond attention.
-        state: recurrent state per layer and KV head, in words; ``state_fields`` are its sizes.
-        signals: see :class:`Signal`. order: see :class:`Order`.
-        default_sinks, window_share: without a scorer, the default s, and the share of ``B - s`` that is the default w.
-        default_correction: where ``--kv-correction`` is not given.
-        default_allocator: where ``--kv-allocator`` is not given. default_protect: where ``--kv-protect-prompt`` is not.
-        keeps_all: never evicts. draws: its rule's scores are drawn by the request's seed. default_window: without a scorer, the default
-        w where it does not depend on the budget. compresses: the prompt is held until its end and compressed then.
+        name: value of ``--kv-policy``.
+        paper: reference that defines the policy.
+        cost: cost of a step beyond attention.
+        state: recurrent state per layer and KV head, in words; ``state_fields`` gives the sizes.
+        signals: see :class:`Signal`.
+        order: see :class:`Order`.
+        default_sinks: default s without a scorer.
+        window_share: without a scorer, the fraction of ``B - s`` that is the default w.
+        default_correction: correction without ``--kv-correction``.
+        default_allocator: allocator without ``--kv-allocator``.
+        default_protect: protection without ``--kv-protect-prompt``.
+        keeps_all: True if the policy never evicts.
+        draws: True if the scores of its rule are drawn with the request's seed.
+        default_window: without a scorer, the default w if it does not depend on the budget.
+        compresses: True if the prompt is held in full until its end and compressed then.
+        scorer_kind: kind of scorer that the policy needs, or None.
     """
 
     name: ClassVar[str]
@@ -158,23 +192,27 @@ class Policy(ABC):
         return kept
 
     def check_retention(self, kept: Retention) -> None:
-        """Refuse parts of a budget that the policy cannot work with, the server's or a request's.
+        """Check that the policy can work with the budget, sinks and window of a server or a request.
 
         Raises:
-            ConfigError: naming the option to change.
+            ConfigError: it cannot; the message names the option to change.
         """
         return
 
     @functools.cached_property
     def one_budget(self) -> bool:
-        """Whether all requests have the server's budget: it keeps everything, or heads have unequal shares."""
+        """True if all requests have the server's budget.
+
+        This holds if the policy never evicts, or if heads have unequal budgets, set beforehand or at the
+        prompt's end.
+        """
         return self.keeps_all or self.divides or bool((self.shares() != self.retention.budget).any())
 
     def retention_of(self, budget: int) -> Retention:
-        """Return what a server with this budget would have, for one request.
+        """Return the retention of a request with the given budget, resolved as for a server with that budget.
 
         Raises:
-            ConfigError: the budget is too small, or all requests have the server's.
+            ConfigError: the budget is too small, or all requests have the server's budget.
         """
         if self.one_budget:
             raise ConfigError(f"--kv-policy {self.name} gives all requests one budget here: leave --kv-budget out")
@@ -187,7 +225,11 @@ class Policy(ABC):
         return found
 
     def _check_limits(self) -> None:
-        """Raise ConfigError where requests may ask for less than the server has, or for what the policy cannot follow."""
+        """Check ``max_budget`` and ``max_protect`` against the server's own budget and protection.
+
+        Raises:
+            ConfigError: a limit is below the server's own value, or the policy allows one budget only.
+        """
         budget, protect = self.settings.max_budget, self.settings.max_protect
         if budget is not None and self.one_budget:
             raise ConfigError(f"--kv-policy {self.name} gives all requests one budget here: leave --kv-max-budget out")
@@ -203,10 +245,10 @@ class Policy(ABC):
             )
 
     def check_realised(self) -> None:
-        """Refuse declarations that nothing acts on, rather than ignore them.
+        """Check that everything the policy class declares is implemented, so that no declaration is ignored.
 
         Raises:
-            ConfigError: naming the first one.
+            ConfigError: names the first declaration that is not.
         """
         for what, value, known in (
             ("correction", self.default_correction, CORRECTIONS),
@@ -222,10 +264,12 @@ class Policy(ABC):
             )
 
     def prepare(self) -> None:
-        """Reads and checks what the policy needs from disk. The default refuses a scorer that nothing would use.
+        """Read and check the files that the policy needs from disk.
+
+        The default refuses a scorer, because nothing would use it.
 
         Raises:
-            ConfigError: it cannot be used with this model.
+            ConfigError: the policy cannot be used with this model.
         """
         if self.settings.scorer is not None:
             raise ConfigError(
@@ -233,72 +277,73 @@ class Policy(ABC):
             )
 
     def scorer_shape(self) -> ScorerShape | None:
-        """What a scorer's config says about retention, if there is one."""
+        """Return the retention settings of the scorer's config, or None without a scorer."""
         return None
 
     @property
     def state_fields(self) -> dict[str, int]:
-        """float32 words of recurrent state per layer and KV head, by name."""
+        """Sizes of the recurrent state per layer and KV head, by name, in float32 words."""
         return {}
 
     @property
     def corrects(self) -> bool:
-        """Whether outputs gain what the moments of evicted tokens say (``--kv-correction moment``)."""
+        """True if outputs are corrected with the moments of evicted tokens (``--kv-correction moment``)."""
         return (self.settings.correction or self.default_correction) == "moment"
 
     @property
     def state_floats(self) -> int:
-        """float32 words of recurrent state per layer and KV head, those of a correction among them."""
+        """Size of the state per layer and KV head in float32 words, including the moments of a correction."""
         moments = moment_fields(self.model.head_dim) if self.corrects else {}
         return sum((self.state_fields | moments).values())
 
     @property
     def allocator(self) -> str:
-        """How layers and heads share the budget (``--kv-allocator``)."""
+        """Name of the allocator that distributes the budget over layers and heads (``--kv-allocator``)."""
         return self.settings.allocator or self.default_allocator
 
     @property
     def divides(self) -> bool:
-        """Whether the heads of a layer divide each request's budget among them at its prompt's end."""
+        """True if the heads of a layer divide each request's budget at the end of its prompt."""
         return self.allocator == "ada"
 
     @property
     def protect(self) -> bool | int:
-        """Tokens of each prompt that are never evicted (``--kv-protect-prompt``): True for all, 0 for none."""
+        """Number of protected tokens of each prompt (``--kv-protect-prompt``): True for all, 0 for none."""
         asked = self.settings.protect_prompt
         return self.default_protect if asked is None else asked
 
     @property
     def max_budget(self) -> int:
-        """Largest budget that a request may have (``--kv-max-budget``)."""
+        """Largest budget that a request may have, in tokens (``--kv-max-budget``)."""
         return max(self.settings.max_budget or 0, self.retention.budget)
 
     @property
     def max_protect(self) -> bool | int:
-        """Most tokens of a prompt that a request may protect (``--kv-max-protect``): True for all, 0 for none."""
+        """Most prompt tokens that a request may protect (``--kv-max-protect``): True for all, 0 for none."""
         asked = self.settings.max_protect
         return self.protect if asked is None else asked
 
     @property
     def query_group(self) -> int:
-        """G, query heads of a KV head.
+        """Number of query heads per KV head, G.
 
         Raises:
-            ConfigError: the model's shape does not say.
+            ConfigError: the number of query heads of the model is unknown.
         """
         if self.model.num_heads is None:
             raise ConfigError(f"--kv-policy {self.name} must know how many heads the model has: give its config")
         return self.model.num_heads // self.model.num_kv_heads
 
     def shares(self) -> torch.Tensor:
-        """Budget ``[layers, H]`` int32 of every head, B on average, as the allocator says it."""
+        """Return the budget ``[layers, H]`` int32 of every head, as set by the allocator; the mean is B."""
         return ALLOCATORS[self.allocator](self.retention, self.model.num_layers, self.model.num_kv_heads)
 
     def checked_shares(self, heads: slice) -> Shares | None:
-        """Those of these KV heads, or None if all are the same.
+        """Return the validated budgets of ``heads``, or None if they are all B.
 
         Raises:
-            ConfigError: they are misshapen, too small, or more than B on average.
+            ConfigError: the budgets have the wrong shape or dtype, are too small, exceed B on average, or
+                differ between heads of a layer under tensor parallelism.
         """
         budgets, shape = self.shares(), (self.model.num_layers, self.model.num_kv_heads)
         if tuple(budgets.shape) != shape or budgets.dtype != torch.int32:
@@ -321,12 +366,14 @@ class Policy(ABC):
         return Shares.of(own, self.retention.budget)
 
     def gate(self, layer: int, heads: slice) -> Gate | None:
-        """The module that scores the tokens of ``layer`` for these KV heads when they come in, or None where the kernels score
-        them. What it returns is the ``given`` of :class:`kvpop_vllm.kernels.ops.GivenScore`."""
+        """Return the gate of ``layer`` for ``heads``, or None if the kernels score tokens.
+
+        The gate's output is the ``given`` score of :class:`kvpop_vllm.kernels.ops.GivenScore`.
+        """
         return None
 
     def check_ranks(self, ranks: int) -> None:
-        """Whether it works on the KV heads of one of so many tensor-parallel ranks.
+        """Check that the policy works with the given number of tensor-parallel ranks.
 
         Raises:
             ConfigError: it does not.
@@ -338,28 +385,29 @@ class Policy(ABC):
 
     @property
     def gated(self) -> bool:
-        """Whether it has a gate."""
+        """True if the policy has a gate."""
         return bool(self.signals & GATED)
 
     @property
     def shifted(self) -> bool:
-        """Whether the gate's score of token t + 1 is token t's."""
+        """True if the gate's output for token t + 1 is the score of token t."""
         return False
 
     @property
     def graph(self) -> str:
-        """What a model's compiled graph depends on beyond the policy's name: the gate's make and sizes."""
+        """Key of a model's compiled graph in addition to the policy's name: kind and sizes of the gate."""
         return ""
 
     @abstractmethod
     def rule(self, layer: int, heads: slice) -> RetentionRule:
-        """What the kernels need for ``layer`` and these KV heads (a tensor-parallel rank's), but for the correction."""
+        """Return the rule of ``layer`` for ``heads`` (those of one rank), without the correction."""
 
     def layer_rule(self, layer: int, heads: slice) -> RetentionRule:
-        """:meth:`rule`, with the correction asked for.
+        """Return :meth:`rule` with the requested correction.
 
         Raises:
-            ConfigError: the rule is not of the order that the policy declares, or needs more state.
+            ConfigError: the rule contradicts what the policy declares (order, gate, compression, draws), or
+                needs more state.
         """
         rule = replace(self.rule(layer, heads), moment_correction=self.corrects)
         if rule.coupled != (self.order is Order.COUPLED) or (rule.rounds is None) == (self.order is Order.ROUNDS):
@@ -386,7 +434,13 @@ class Policy(ABC):
         return rule
 
     def training_free_rule(self, heads: slice, scorer: ScorerWeights, log_gamma: float = 0.0) -> RetentionRule:
-        """The same for all layers and heads: ``scorer`` has no tensors; log_gamma in nats per token."""
+        """Return a rule without learned tensors, the same for all layers and heads.
+
+        Args:
+            heads: KV heads that the rule is for.
+            scorer: scorer without tensors per layer; None scores every token 0.
+            log_gamma: logarithm of the decay, in nats per token.
+        """
         count, kept = len(range(*heads.indices(self.model.num_kv_heads))), self.retention
         decay = torch.full((count,), log_gamma, dtype=torch.float64)
         return RetentionRule(kept.sinks, kept.window, decay, scorer=scorer)

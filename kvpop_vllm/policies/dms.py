@@ -1,4 +1,7 @@
-"""DMS: each token carries the decision whether it is evicted when it leaves the window (Łańcucki et al., 2025, arXiv 2506.05345)."""
+"""DMS: a gate decides whether a token is evicted with the window.
+
+Source: Łańcucki et al., 2025, arXiv 2506.05345.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,16 @@ from kvpop_vllm.policies.learned import Gated
 
 
 class DMS(Gated):
-    """``r_t = -logit_t``, the eviction logit from a projection of the attention block's input or from a channel borrowed from
-    the query: a token with a positive logit leaves with the window, though slots are free.
+    """``r_t = -logit_t``: a token with a positive eviction logit is evicted when it leaves the window.
 
-    The paper bounds no head's cache: of what its decisions leave over, a budget keeps the tokens of lowest logit. What a
-    window of w means differs by one: the paper's holds w tokens beside the newest. Its code lets the logit of token t + 1 decide
-    on token t, which a scorer's config may ask for (``shifted``). The window holds at least two tokens: the position word of
-    slot 1 counts filled slots.
+    The token is evicted even if slots are free. The logit is a projection of the attention block's input, or
+    a channel borrowed from the query.
+
+    The paper does not bound the cache of a head. Here, if more tokens remain than the budget allows, those
+    with the lowest logits stay. The meaning of a window of w differs by one: the paper's window holds w
+    tokens beside the newest one. In the authors' code the logit of token t + 1 decides about token t; a
+    scorer's config may ask for this (``shifted``). The window must hold at least two tokens, because the
+    position word of slot 1 stores the number of filled slots.
     """
 
     name, scorer_kind = "dms", "dms"

@@ -1,4 +1,4 @@
-"""The dense cache on the same pages: nothing is ever evicted."""
+"""Dense cache on the same pages: nothing is ever evicted."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ from kvpop_vllm.policies.streaming_llm import StreamingLLM
 
 
 class Full(StreamingLLM):
-    """``B = max-model-len``. For tests, and for a dense comparison that runs the same kernels."""
+    """Dense cache, ``B = max-model-len``.
+
+    For tests, and for a dense baseline that runs the same kernels.
+    """
 
     name = "full"
     paper = "-"

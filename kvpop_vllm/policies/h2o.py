@@ -1,4 +1,4 @@
-"""H2O: heavy hitters, by the attention accumulated so far, and recent tokens (Zhang et al., 2023, arXiv 2306.14048)."""
+"""H2O: heavy hitters, by accumulated attention, and recent tokens (Zhang et al., 2023, arXiv 2306.14048)."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from kvpop_vllm.policies.base import Order, Policy, Signal
 
 
 class H2O(Policy):
-    """``r_t(q)``: mean attention of the queries t to q - 1 to token t, averaged over the query heads of a KV head.
+    """``r_t(q)``: mean attention of queries t to q - 1 to token t.
 
-    The paper accumulates without dividing, which favours old tokens; the mean over the queries that could see the token
-    is the variant in use since. Half of the budget is the window of recent tokens, as in the paper, unless
-    ``--kv-window`` says otherwise; no sinks. Attention of queries is that over what they saw, and prefill evicts as
+    The attention is averaged over the query heads of a KV head. The paper accumulates without dividing, which
+    favours old tokens. The mean over the queries that could see the token is the variant in use since then.
+    Half of the budget is the window of recent tokens, as in the paper, unless ``--kv-window`` is given. There
+    are no sinks. The attention of a query is normalised over the tokens it saw, and prefill evicts as
     decoding does.
     """
 

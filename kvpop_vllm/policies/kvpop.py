@@ -1,4 +1,7 @@
-"""KVpop: Key-Value Cache Compression with Predictive Online Pruning (Hauzenberger et al.), with its three scorers."""
+"""KVpop and its three scorers.
+
+Source: KVpop: Key-Value Cache Compression with Predictive Online Pruning (Hauzenberger et al.).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ from kvpop_vllm.scorers.checkpoint import of_heads
 
 
 class _Scored(Learned):
-    """Scores come from keys and values as cached."""
+    """Learned policy that scores tokens from keys and values as cached."""
 
     signals = frozenset({Signal.KEY, Signal.VALUE})
 
@@ -25,7 +28,10 @@ class _Scored(Learned):
 
 
 class KVpop(_Scored):
-    """Delayed mLSTM scorer: state update with every token, readout for the token that leaves the window."""
+    """Delayed mLSTM scorer.
+
+    Every token updates the state. A token's score is read out when it leaves the window.
+    """
 
     name, scorer_kind = "kvpop", "mlstm"
     paper = "Hauzenberger et al., KVpop, sections 3.3, E.3, E.4"
@@ -38,8 +44,11 @@ class KVpop(_Scored):
         return {"C": features * values, "z": features, "m": 1}
 
     def _widths(self) -> tuple[int, int]:
-        """Features and value size of the state, from the tensors: a full checkpoint's have arrived by the time vLLM asks
-        for the cache's layout."""
+        """Return the number of features and the value size of the state.
+
+        They are read from the tensors. A full checkpoint's tensors are loaded before vLLM asks for the cache
+        layout.
+        """
         first, double = self.loaded(0), 2 if self.config.feature_map == "hedgehog" else 1
         return first["q_proj"].shape[-1] * double, first["out.weight"].shape[-1]
 

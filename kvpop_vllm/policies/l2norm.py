@@ -1,4 +1,4 @@
-"""L2-norm: tokens whose keys have a low norm stay (Devoto et al., 2024, arXiv 2406.11430)."""
+"""L2-norm: tokens whose keys have a low norm are retained (Devoto et al., 2024, arXiv 2406.11430)."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from kvpop_vllm.policies.base import Policy, Signal
 
 
 class L2Norm(Policy):
-    """``r = -|k|_2`` of the key as cached, without decay: the token of largest key norm leaves.
+    """``r = -|k|_2`` of the key as cached, without decay: the token with the largest key norm is evicted.
 
-    The paper prunes with and without a prompt's first layers and says nothing of sinks or a window while tokens are
-    generated. Here all layers prune, at every token; by default there are no sinks and the window is the newest token;
-    ``--kv-sinks`` and ``--kv-window`` give others.
+    The paper prunes with and without a prompt's first layers, and does not specify sinks or a window during
+    generation. Here all layers prune, at every token. By default there are no sinks and the window is the
+    newest token; ``--kv-sinks`` and ``--kv-window`` change this.
 
-    Rotation does not change a norm, so in a model's first layer equal tokens tie (the older leaves), up to the rounding of
-    the rotated key.
+    Rotation does not change a norm. In a model's first layer, equal tokens therefore tie, up to the rounding
+    of the rotated key, and the older one is evicted.
     """
 
     name = "l2norm"

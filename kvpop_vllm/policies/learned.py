@@ -1,4 +1,4 @@
-"""What all learned policies share: where their scorer comes from."""
+"""Base classes of learned policies: they load the scorer."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from kvpop_vllm.scorers.checkpoint import ScorerConfig, check_model, of_heads, r
 
 @dataclass
 class Learned(Policy):
-    """A policy whose raw scores come from a scorer folder or from the model's own checkpoint.
+    """Policy whose raw scores come from a scorer folder or from the model's own checkpoint.
 
     Attributes:
-        checkpoint: the scorer config of a full checkpoint, whose tensors arrive with the model's weights.
+        checkpoint: scorer config of a full checkpoint; its tensors are loaded with the model's weights.
+        config: scorer config in use.
     """
 
     checkpoint: ScorerConfig | None = None
@@ -58,14 +59,14 @@ class Learned(Policy):
         return self.config.retention
 
     def set_tensors(self, layer: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Hands over a full checkpoint's (checked) tensors of one layer, all heads, float32."""
+        """Set the tensors of one layer from a full checkpoint: already checked, all heads, float32."""
         self._layers[layer] = tensors
 
     def loaded(self, layer: int) -> dict[str, torch.Tensor]:
-        """A layer's tensors, all heads.
+        """Return the tensors of one layer, all heads.
 
         Raises:
-            ConfigError: they are to come with the checkpoint's weights, and have not.
+            ConfigError: the tensors should have been loaded with the checkpoint's weights, but were not.
         """
         if not self._layers[layer]:
             raise ConfigError(
@@ -75,7 +76,7 @@ class Learned(Policy):
 
 
 class Gated(Learned):
-    """A learned policy whose scores come from a gate."""
+    """Learned policy whose scores come from a gate."""
 
     def check_ranks(self, ranks):
         if self.config.reads == "kv" and ranks > 1:

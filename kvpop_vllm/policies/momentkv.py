@@ -1,4 +1,4 @@
-"""MomentKV: what evicted tokens would have said is kept in moments (Closing the Directional Gap in KV Cache Eviction)."""
+"""MomentKV: evicted tokens are summarised by moments (Closing the Directional Gap in KV Cache Eviction)."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from kvpop_vllm.policies.base import Order, Policy, Signal, moment_fields
 
 
 class MomentKV(Policy):
-    """The token with the lowest product of attention and moment residual leaves (eq. 10): attention of query q - 1, averaged
-    over the query heads of a KV head, times ``|v - vb - scale Sig k|``, with the moments of what was evicted before q. Outputs
-    are corrected by these moments (eqs. 9, 11, 12), which ``--kv-correction none`` switches off.
+    """Evict the token with the lowest product of attention and moment residual (eq. 10).
 
-    The paper scores once after the prompt, by attention summed over its last 32 queries, merges neighbours into chunks of
-    four and shares the budget among heads, and adds up raw moments; while decoding it evicts whenever the cache is full.
-    Here tokens are evicted one by one from the beginning, so that a hard budget holds in the prompt too, means and
-    covariance are updated in place (Welford), and shares are equal. One sink as in the paper; its decoding has no window, here
-    the window is the newest token.
+    The product is the attention of query q - 1, averaged over the query heads of a KV head, times ``|v - vb -
+    scale Sig k|``, with the moments of the tokens evicted before q. The outputs are corrected with these
+    moments (eqs. 9, 11, 12); ``--kv-correction none`` disables the correction.
+
+    The paper scores once after the prompt, by attention summed over its last 32 queries. It merges neighbours
+    into chunks of four, shares the budget among heads and accumulates raw moments. While decoding, it evicts
+    whenever the cache is full. Here tokens are evicted one by one from the beginning, so that the budget is
+    also a hard limit in the prompt. Mean and covariance are updated in place (Welford), and all heads have
+    equal budgets. There is one sink, as in the paper. The paper's decoding has no window; here the window is
+    the newest token.
     """
 
     name = "momentkv"

@@ -6,7 +6,11 @@ from kvpop_vllm.policies.snapkv import SnapKV
 
 
 class PyramidKV(SnapKV):
-    """:class:`SnapKV` with the allocator ``pyramid``: lower layers keep more of the prompt, the last one a twentieth of the mean."""
+    """:class:`SnapKV` with the allocator ``pyramid``.
+
+    Lower layers retain more of the prompt. The last layer has a twentieth of the mean number of long-range
+    slots.
+    """
 
     name = "pyramidkv"
     paper = "Cai et al. 2024, arXiv:2406.02069"

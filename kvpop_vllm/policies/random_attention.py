@@ -1,4 +1,4 @@
-"""Random eviction, the control that every other policy is measured against (Random Attention, 2026, arXiv 2609.03430)."""
+"""Random eviction, the control for all other policies (Random Attention, 2026, arXiv 2609.03430)."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from kvpop_vllm.policies.base import Order, Policy
 
 
 class RandomAttention(Policy):
-    """Whenever a token must go, a uniformly random one of those behind the window leaves, drawn anew for each KV head.
+    """Evict a uniformly random token among those behind the window, drawn separately for each KV head.
 
-    Prompts are protected by default, as in the paper: what is evicted was generated. Old tokens survive geometrically. Draws
-    depend on the request's seed, the layer, the KV head, the token and the step alone (:mod:`kvpop_vllm.kernels.draws`).
-    Half of the budget is the window unless ``--kv-window`` says otherwise.
+    Prompts are protected by default, as in the paper, so that only generated tokens are evicted. The
+    probability that a token survives decreases geometrically with its age. A draw depends only on the
+    request's seed, the layer, the KV head, the token and the step (:mod:`kvpop_vllm.kernels.draws`). Half of
+    the budget is the window unless ``--kv-window`` is given.
     """
 
     name = "random"

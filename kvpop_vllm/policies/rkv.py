@@ -12,12 +12,12 @@ RECENT = 8
 
 
 class RKV(Policy):
-    """In rounds of 128 tokens, of the tokens before the window: those stay that the last 8 queries attend to and whose keys do not
-    resemble others, ``0.1 I - 0.9 R``.
+    """Retain tokens that the last 8 queries attend to and whose keys are not redundant, ``0.1 I - 0.9 R``.
 
-    The authors drop 128 tokens together every 128 tokens. Here the lowest of the round leave one a step until the next one (DESIGN
-    "Rounds"). What the paper gives no number for is as in its authors' code: which keys are similar, over how many neighbours attention is
-    pooled, and that of similar tokens the newest is spared.
+    Tokens before the window are ranked in rounds, every 128 tokens. The authors drop 128 tokens at once in
+    each round. Here the lowest-ranked tokens are evicted one per step until the next round (DESIGN "Rounds").
+    Where the paper gives no number, the authors' code decides: which keys are similar, over how many
+    neighbours attention is pooled, and that the newest of several similar tokens is spared.
     """
 
     name = "rkv"

@@ -1,4 +1,4 @@
-"""SnapKV: what the end of the prompt attends to (Li et al., 2024, arXiv 2404.14469)."""
+"""SnapKV: the last queries of a prompt select its tokens (Li et al., 2024, arXiv 2404.14469)."""
 
 from __future__ import annotations
 
@@ -9,17 +9,20 @@ from kvpop_vllm.kernels.ops import PromptVotes
 from kvpop_vllm.policies.base import Policy, Signal
 
 OBSERVED = 32
-"""Default window in tokens, which is also the paper's observation window."""
+"""Default window in tokens; it equals the paper's observation window."""
 SAFE = 0.2
-"""Share of its budget that every head keeps where heads divide them, as in kvpress."""
+"""Fraction of the budget that every head keeps if heads divide it, as in kvpress."""
 
 
 class SnapKV(Policy):
-    """The prompt is held until its end. Then its last 32 queries vote once: their attention to each token, averaged over the queries,
-    over the query heads of a KV head and over five neighbouring tokens. The last w tokens and the k tokens of most votes stay.
+    """Hold the prompt until its end, then retain its last w tokens and the k tokens with the most votes.
 
-    The paper keeps all that is generated. Here the budget holds for that too: a token that leaves the window takes a free slot, else
-    that of the prompt's token of fewest votes, and when none is left that of the oldest token. A later turn is another prompt.
+    The last 32 queries of the prompt vote once. A token's votes are the attention to it, averaged over the
+    queries, over the query heads of a KV head and over five neighbouring tokens.
+
+    The paper keeps all generated tokens. Here the budget holds for them too. A token that leaves the window
+    takes a free slot, otherwise the slot of the prompt token with the fewest votes, and when none is left,
+    that of the oldest token. A later turn is a new prompt.
     """
 
     name = "snapkv"
@@ -45,7 +48,7 @@ class SnapKV(Policy):
 
     @property
     def votes(self) -> PromptVotes:
-        """Who votes, and how votes are averaged."""
+        """Settings of the votes: which queries vote, and how votes are averaged."""
         return PromptVotes(self.query_group, safe=SAFE if self.divides else None)
 
     @property

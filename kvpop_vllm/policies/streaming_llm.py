@@ -6,9 +6,10 @@ from kvpop_vllm.policies.base import Policy
 
 
 class StreamingLLM(Policy):
-    """Long-range slots rank by recency, so the policy equals a window of ``B - s`` whatever ``--kv-window`` says.
+    """Rank long-range slots by recency.
 
-    The default window is the largest, ``w = B - s - 1``, which leaves one candidate per decision.
+    The policy equals a window of ``B - s``, whatever ``--kv-window`` is. The default window is the largest,
+    ``w = B - s - 1``, which leaves one candidate per eviction.
     """
 
     name = "streaming-llm"

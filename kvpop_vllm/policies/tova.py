@@ -1,4 +1,4 @@
-"""TOVA: the token with the least attention from the newest query leaves (Oren et al., 2024, arXiv 2401.06104)."""
+"""TOVA: evict the token that the newest query attends to least (Oren et al., 2024, arXiv 2401.06104)."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from kvpop_vllm.policies.base import Order, Policy, Signal
 class TOVA(Policy):
     """``r_t(q)``: attention of query q - 1 to token t, averaged over the query heads of a KV head.
 
-    The paper averages over all heads of a layer, so that these keep the same tokens, and finds that as good as heads of
-    their own; here every KV head keeps its own. It has neither sinks nor a window; the window is the newest token, which
-    no query has seen when it comes in. At position q the paper lets query q itself vote before the victim leaves, with
-    B + 1 tokens in the cache; here the cache never holds more than B, so the victim leaves by the weights of q - 1 before
-    q attends. Weights below e^-87 are 0, and tie.
+    The paper averages over all heads of a layer, so that all heads keep the same tokens, and finds this as
+    good as separate tokens per head. Here every KV head keeps its own tokens. The paper has neither sinks nor
+    a window. Here the window is the newest token, which no query has seen when it is inserted. In the paper,
+    query q votes before the eviction at position q, with B + 1 tokens in the cache. Here the cache never
+    holds more than B tokens, so the token is evicted by the weights of q - 1 before q attends. Weights below
+    e^-87 are 0, and tie.
     """
 
     name = "tova"

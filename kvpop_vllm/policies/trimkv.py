@@ -1,4 +1,4 @@
-"""TRIM-KV: a retention gate scores a token when it comes in, and its score decays (Bui et al., 2025, arXiv 2512.03324)."""
+"""TRIM-KV: a gate scores tokens at insertion, scores decay with age (Bui et al., 2025, arXiv 2512.03324)."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ from kvpop_vllm.policies.learned import Gated
 
 
 class TrimKV(Gated):
-    """``effective_t(q) = (q - t) log beta_t`` with ``log beta`` from a gate on the attention block's input, or on keys and
-    values as cached: the token of lowest ``beta_t^(q - t)`` leaves (section 4.3).
+    """``effective_t(q) = (q - t) log beta_t``: evict the token with the lowest ``beta_t^(q - t)``.
 
-    The paper appends, attends over M + 1 tokens and then evicts; its code does so every 128 tokens, over M + 128, with
-    exponents larger by two. Here the cache never holds more than B: the victim at q leaves before q attends. It has neither
-    sinks nor a window, as the newest token's score is 1; the window is that token, unless the scorer's config says more.
-    Decay acts on nothing but evictions: attention over what is left is plain.
+    Source: section 4.3. ``log beta`` is the output of a gate on the attention block's input, or on keys and
+    values as cached.
+
+    The paper appends a token, attends over M + 1 tokens and then evicts. The authors' code evicts every 128
+    tokens, attends over M + 128, and has exponents larger by two. Here the cache never holds more than B
+    tokens: the token evicted at q is removed before q attends. The paper has neither sinks nor a window,
+    because the newest token's score is 1. Here the window is the newest token, unless the scorer's config
+    sets a larger one. Decay affects evictions only: attention over the retained tokens is unchanged.
     """
 
     name, scorer_kind = "trimkv", "trimkv"

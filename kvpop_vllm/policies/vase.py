@@ -1,4 +1,4 @@
-"""VaSE: large value states stay, the rest is drawn by attention (2026, arXiv 2606.03928)."""
+"""VaSE: retain tokens with large value ranges, sample the rest by attention (2026, arXiv 2606.03928)."""
 
 from __future__ import annotations
 
@@ -13,12 +13,16 @@ RECENT = 64
 
 
 class VaSE(Policy):
-    """In rounds of 64 tokens, of the tokens before the window: a quarter, sinks among them, stays because its values span the widest
-    ranges; of the others a sample, drawn without replacement, weighted with the attention of the last 64 queries.
+    """Retain the tokens with the widest value ranges, and a sample of the others weighted by attention.
 
-    That is the variant which its authors call AttnV, with smoothed weights. They drop 64 tokens together every 64 tokens. Here the
-    lowest of the round leave one a step until the next one (DESIGN "Rounds"). Drawing anew at every step would not be the same: the
-    lowest weights would be drawn against 64 times.
+    Tokens before the window are ranked in rounds, every 64 tokens. A quarter of them, sinks included, is
+    retained because their values span the widest ranges. The others are sampled without replacement, weighted
+    by the attention of the last 64 queries. This is the variant that the authors call AttnV, with smoothed
+    weights.
+
+    The authors drop 64 tokens at once in each round. Here the lowest-ranked tokens are evicted one per step
+    until the next round (DESIGN "Rounds"). A new draw at every step would be a different method, because the
+    lowest weights would take part in 64 draws.
     """
 
     name = "vase"

@@ -1,4 +1,4 @@
-"""Learned scorers as torch modules, used by training and serving alike, and their files."""
+"""Learned scorers and gates as torch modules, for training and serving, and their files."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from kvpop_vllm.scorers.mlp import MLPScorer
 from kvpop_vllm.scorers.mlstm import MLSTMScorer
 
 SCORERS: dict[str, type[Scorer]] = {"mlstm": MLSTMScorer, "mlp": MLPScorer, "linear": LinearScorer}
+"""Scorer classes by the ``scorer`` key of their config."""
 
 __all__ = [
     "GATES",
@@ -34,12 +35,17 @@ __all__ = [
 
 
 def build(config: ScorerConfig, **sizes) -> Scorer | Gate:
-    """A freshly initialised scorer or gate of one layer; ``sizes`` as in the class."""
+    """Return a freshly initialised scorer or gate of one layer.
+
+    Args:
+        config: config of the scorer or gate.
+        sizes: size arguments of its class.
+    """
     return (SCORERS | GATES)[config.scorer](config, **sizes)
 
 
 def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scorer:
-    """One layer's scorer with the tensors of a (checked) file, float32, no gradients."""
+    """Return one layer's scorer with the checked tensors of a file, float32, without gradients."""
     sizes = {}
     if config.scorer == "mlstm":
         sizes = {
@@ -50,14 +56,17 @@ def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scor
     elif config.scorer == "mlp":
         sizes = {"hidden": tensors["fc1.weight"].shape[-1]}
     heads = tensors["decay_logit"].shape[0]
-    module = build(_with_heads(config, heads), **sizes).float()  # vLLM loads under the model's dtype as default
+    # vLLM loads models with the model's dtype as the default dtype
+    module = build(_with_heads(config, heads), **sizes).float()
     module.load_state_dict(tensors)
     return module.requires_grad_(False)
 
 
 def gate_from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Gate:
-    """One layer's gate with the tensors of a (checked) file, float32, no gradients; of all heads, or of some if it reads no keys
-    and values."""
+    """Return one layer's gate with the checked tensors of a file, float32, without gradients.
+
+    The tensors are those of all KV heads, or of some of them if the gate does not read keys and values.
+    """
     sizes = {}
     if config.scorer == "trimkv":
         sizes["width"] = tensors["gate_proj.weight" if config.gated else "linear1.weight"].shape[0]

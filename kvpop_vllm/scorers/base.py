@@ -1,4 +1,4 @@
-"""What all scorers share: the decay parameter and the way from a module to the kernels' weights."""
+"""Base class of scorers: the decay parameter, and the conversion of a module to the kernels' weights."""
 
 from __future__ import annotations
 
@@ -12,15 +12,24 @@ from kvpop_vllm.scorers.checkpoint import Decay, ScorerConfig
 
 
 def log_gamma(decay_logit: torch.Tensor, decay: Decay) -> torch.Tensor:
-    """``log gamma_h = log g_min + sigmoid(alpha_h) (log g_max - log g_min)`` in float64: ``[H]`` -> ``[H]``."""
+    """Return ``log gamma_h = log g_min + sigmoid(alpha_h) (log g_max - log g_min)``.
+
+    Args:
+        decay_logit: ``[H]``, alpha.
+        decay: range of gamma.
+
+    Returns:
+        ``[H]`` float64.
+    """
     low, high = math.log(decay.min), math.log(decay.max)
     return low + torch.sigmoid(decay_logit.double()) * (high - low)
 
 
 class Scorer(nn.Module):
-    """One layer's importance scorer; parameters carry the names and shapes of the file format, heads first.
+    """Importance scorer of one layer.
 
-    Subclasses implement :meth:`weights` and :meth:`forward`.
+    Parameters have the names and shapes of the file format, with the head axis first. Subclasses implement
+    :meth:`weights` and :meth:`forward`.
     """
 
     def __init__(self, config: ScorerConfig):
@@ -29,21 +38,24 @@ class Scorer(nn.Module):
         self.decay_logit = nn.Parameter(torch.zeros(config.num_kv_heads))
 
     def log_gamma(self) -> torch.Tensor:
-        """``[H]`` float64."""
+        """Return the logarithm of the decay of each head, ``[H]`` float64."""
         return log_gamma(self.decay_logit, self.config.decay)
 
     def weights(self) -> ScorerWeights:
-        """The parameters as the kernels take them; no copies, gradients flow."""
+        """Return the parameters as the kernels take them, without copies; gradients flow through."""
         raise NotImplementedError(f"{type(self).__name__} has no weights()")
 
     def forward(self, k: torch.Tensor, v: torch.Tensor, *, window: int) -> torch.Tensor:
-        """Raw scores of all tokens of whole sequences.
+        """Return the raw scores of all tokens of whole sequences.
 
         Args:
-            k, v: ``[B, H, S, D]``, as cached. window: w, which is a delayed scorer's delay.
+            k: keys ``[B, H, S, D]``, as cached.
+            v: values ``[B, H, S, D]``.
+            window: w, the delay of a delayed scorer.
 
         Returns:
-            ``[B, H, S]`` float32. A delayed score of a token that has not left the window by ``S - 1`` means nothing and
-            is never ranked.
+            ``[B, H, S]`` float32. A delayed score of a token that has not left the window by ``S - 1`` is
+            undefined, and is
+            never ranked.
         """
         raise NotImplementedError(f"{type(self).__name__} has no forward()")

@@ -1,8 +1,8 @@
-"""Scorers on disk: format version 1, and the one table of tensor names of full checkpoints.
+"""Scorer files, format version 1, and the table of tensor names in full checkpoints.
 
-An adapter folder holds ``kvpop_config.json`` and ``kvpop_scorer.safetensors`` with tensors ``layers.{i}.<name>``. A full
-checkpoint holds the same config as section ``kvpop`` of its ``config.json`` and the same tensors under
-``model.layers.{i}.self_attn.kvpop.<name>`` among the model's own.
+An adapter folder holds ``kvpop_config.json`` and ``kvpop_scorer.safetensors`` with tensors
+``layers.{i}.<name>``. A full checkpoint holds the same config as section ``kvpop`` of its ``config.json``,
+and the same tensors under ``model.layers.{i}.self_attn.kvpop.<name>``, in the model's own files.
 """
 
 from __future__ import annotations
@@ -31,27 +31,29 @@ FULL_CHECKPOINT_NAMES = (
     (re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.self_attn\.kvpop\.(?P<name>.+)$"), "{name}"),
     (re.compile(r"^(?:model\.)?layers\.(?P<layer>0|[1-9][0-9]*)\.self_attn\.retention_gate\.(?P<name>.+)$"), "{name}"),
 )
-"""(pattern with groups ``layer`` and ``name``, the tensor's name here) of each known layout of full checkpoints: our own, and that
-of TRIM-KV's authors.
+"""Known tensor-name layouts of full checkpoints: that of this package and that of TRIM-KV's authors.
 
-A published layout is one more row; the second column may use every group of its pattern.
+A row is (pattern with groups ``layer`` and ``name``, tensor name in the scorer format). The second column may
+use every group of the pattern. Another published layout needs one more row.
 """
 
 _MODEL_NAMES = re.compile(
     r"^(model\.)?(embed_tokens|norm|lm_head|layers\.\d+\."
     r"(self_attn\.([qkvo]_proj|qkv_proj|[qk]_norm|rotary_emb)|mlp|input_layernorm|post_attention_layernorm))\."
 )
-"""Llama's and Qwen3's own tensors; only used to tell them apart in an error message."""
+"""Pattern of Llama's and Qwen3's own tensors; only used to leave them out of an error message."""
 
 
 def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]], source: str) -> None:
-    """Every layer has exactly the tensors its config asks for, of one shape throughout.
+    """Check that every layer has exactly the tensors that its config requires, with consistent sizes.
 
     Args:
-        layers: per layer, name -> shape. source: names the file in errors.
+        config: scorer config.
+        layers: per layer, name -> shape.
+        source: name of the file in errors.
 
     Raises:
-        ConfigError: naming the first tensor that is wrong.
+        ConfigError: names the first tensor that is wrong.
     """
     sizes: dict[str, int] = {}
     shapes = tensor_shapes(config)
@@ -82,10 +84,10 @@ def _check_shape(what: str, found: tuple[int, ...], shape: tuple, sizes: dict[st
 
 
 def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], source: str) -> None:
-    """As :func:`check_shapes`, and every tensor is floating point and finite.
+    """Check shapes as :func:`check_shapes` does, and that every tensor is floating point and finite.
 
     Raises:
-        ConfigError: naming the first tensor that is wrong.
+        ConfigError: names the first tensor that is wrong.
     """
     check_shapes(config, [{name: tuple(t.shape) for name, t in tensors.items()} for tensors in layers], source)
     for i, tensors in enumerate(layers):
@@ -97,10 +99,10 @@ def check_tensors(config: ScorerConfig, layers: list[dict[str, torch.Tensor]], s
 
 
 def read_config(folder: str | Path) -> ScorerConfig:
-    """Reads and checks ``kvpop_config.json``.
+    """Read and check ``kvpop_config.json``.
 
     Raises:
-        ConfigError: no such folder or file, no JSON, or wrong contents.
+        ConfigError: the folder or file does not exist, is not JSON, or has invalid contents.
     """
     path = Path(folder) / CONFIG_NAME
     if not path.is_file():
@@ -115,10 +117,10 @@ def read_config(folder: str | Path) -> ScorerConfig:
 
 
 def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
-    """A scorer folder's config and, per layer, its tensors (float32).
+    """Return the config of a scorer folder and, per layer, its tensors (float32).
 
     Raises:
-        ConfigError: as :func:`read_config`; or a missing, truncated or wrongly shaped tensor file.
+        ConfigError: as :func:`read_config`; or the tensor file is missing, truncated or has wrong tensors.
     """
     config, path = read_config(folder), Path(folder) / TENSORS_NAME
     if not path.is_file():
@@ -133,7 +135,13 @@ def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.
 
 
 def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source: str) -> list[dict[str, T]]:
-    """``layers.{i}.<name>`` tensors (or their shapes) per layer; floating-point tensors become float32."""
+    """Return tensors named ``layers.{i}.<name>`` (or their shapes) as one dict per layer.
+
+    Floating-point tensors are converted to float32.
+
+    Raises:
+        ConfigError: a name does not fit, or names a tensor twice.
+    """
     layers: list[dict[str, T]] = [{} for _ in range(config.num_layers)]
     for name, tensor in tensors:
         match = re.match(r"^layers\.(0|[1-9][0-9]{0,8})\.(.+)$", name)
@@ -147,9 +155,13 @@ def split_layers(config: ScorerConfig, tensors: Iterable[tuple[str, T]], source:
 
 
 def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str, torch.Tensor]]) -> None:
-    """Writes an adapter folder (checked first), float32 tensors.
+    """Check tensors and write them as an adapter folder, float32.
 
-    Each file appears whole or not at all, the config last: a folder without it holds no scorer.
+    Each file appears complete or not at all. The config is written last: a folder without it holds no scorer.
+
+    Raises:
+        ConfigError: as :func:`check_tensors`.
+        OSError: a file cannot be written.
     """
     folder = Path(folder)
     check_tensors(config, layers, str(folder))
@@ -171,10 +183,12 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, mode_of: Path) -> None:
-    """Writes a safetensors file with the permissions of another file (safetensors writes for the owner only).
+    """Write a safetensors file with the permissions of the file ``mode_of``.
+
+    safetensors itself would make the file readable for its owner only.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
     try:
         save_file(tensors, path, metadata={"format": "pt"})
@@ -184,7 +198,7 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, mode_of: Path) ->
 
 
 def full_checkpoint_name(name: str) -> str | None:
-    """``layers.{i}.<name>`` of a full checkpoint's scorer tensor, or None if the layout table does not know it."""
+    """Return ``layers.{i}.<name>`` for a full checkpoint's scorer tensor, or None if no layout matches."""
     for pattern, target in FULL_CHECKPOINT_NAMES:
         if match := pattern.match(name):
             return f"layers.{match['layer']}.{target.format(**match.groupdict())}"
@@ -192,20 +206,20 @@ def full_checkpoint_name(name: str) -> str | None:
 
 
 def full_checkpoint_target(layer: int, name: str) -> str:
-    """Where a full checkpoint written here keeps ``layers.{layer}.<name>``."""
+    """Return the name of ``layers.{layer}.<name>`` in a full checkpoint written by this package."""
     return f"model.layers.{layer}.self_attn.kvpop.{name}"
 
 
 def looks_like_scorer(name: str) -> bool:
-    """Whether a full checkpoint's tensor is a scorer's, of a layout known or not, and none of the model's own."""
+    """Return whether a tensor of a full checkpoint belongs to a scorer, in a known or an unknown layout."""
     return full_checkpoint_name(name) is not None or "kvpop" in name.lower()
 
 
 def check_layout(names: Iterable[str], source: str) -> None:
-    """A full checkpoint carries scorer tensors, all under names of a known layout.
+    """Check that a full checkpoint has scorer tensors, all under names of a known layout.
 
     Raises:
-        ConfigError: with the list of names found, layer numbers written as ``{i}``.
+        ConfigError: lists the names found, with layer numbers written as ``{i}``.
     """
     names = list(names)
     unknown = [n for n in names if looks_like_scorer(n) and full_checkpoint_name(n) is None]
@@ -230,10 +244,10 @@ def check_model(
     hidden_size: int | None = None,
     source: str,
 ) -> None:
-    """The scorer was made for this model.
+    """Check that a scorer was made for the given model; ``source`` names the scorer in errors.
 
     Raises:
-        ConfigError: naming the first property that differs.
+        ConfigError: names the first property that differs.
     """
     model = {"model_type": model_type, "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
     if config.hidden_size is not None:

@@ -1,4 +1,4 @@
-"""``kvpop export``: a full checkpoint from a base model and a scorer."""
+"""``kvpop export``: write a full checkpoint from a base model and a scorer."""
 
 from __future__ import annotations
 
@@ -28,12 +28,15 @@ _DTYPES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
 def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) -> None:
-    """Writes a folder that ``vllm serve OUT --kv-policy ...`` serves without a scorer folder.
+    """Write a folder that ``vllm serve OUT --kv-policy ...`` serves without a scorer folder.
 
-    The base's files are copied as they are, the scorer becomes one more shard; ``out`` appears complete or not at all.
+    The files of the base model are copied unchanged, and the scorer is added as one more shard. ``out``
+    appears complete or not at all.
 
     Args:
-        base: Hugging Face folder of a Llama or Qwen3 model. adapter: scorer folder. out: must not exist or be empty.
+        base: Hugging Face folder of a Llama or Qwen3 model.
+        adapter: scorer folder.
+        out: output folder; must not exist or be empty.
 
     Raises:
         ConfigError: the scorer does not fit the model, a file is missing or damaged, or ``out`` is not empty.
@@ -43,7 +46,7 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
         raise ConfigError(f"{out} exists and is not an empty folder: name another one")
     shape = model_shape(base)
     kind = shape["model_type"]
-    if kind not in list(ARCHITECTURES):  # it may be anything, a list too
+    if kind not in list(ARCHITECTURES):  # kind may be unhashable, such as a list
         raise ConfigError(
             f"{base}: model type {kind!r} cannot carry scorers, only {', '.join(ARCHITECTURES)} can: serve it with --kv-scorer instead"
         )
@@ -55,7 +58,7 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
     shards = _Shards(base)
     config |= {"architectures": [ARCHITECTURES[kind]], "model_type": kind + FULL_CHECKPOINT_SUFFIX}
     if config.get("dtype", config.get("torch_dtype")) is None:
-        config["dtype"] = shards.dtype()  # vLLM would guess from the shards, of which the scorer's is float32
+        config["dtype"] = shards.dtype()  # vLLM would guess it from the shards, and the scorer's is float32
     config["kvpop"] = scorer.to_json()
 
     out.parent.mkdir(parents=True, exist_ok=True)
@@ -73,7 +76,7 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
 
 
 def _copy_other_files(base: Path, target: Path) -> None:
-    """Tokenizer, templates, generation config, licence: all that is neither weights nor an index of them."""
+    """Copy all files except weights, their index and the config: tokenizer, templates, licence and so on."""
     for file in base.iterdir():
         weights = file.name.endswith((*_WEIGHTS, ".index.json")) or file.name == "config.json"
         if file.is_file() and not weights and not file.name.startswith("."):
@@ -84,7 +87,7 @@ def _copy_other_files(base: Path, target: Path) -> None:
 
 
 class _Shards:
-    """The base's safetensors files, as its index or their names say.
+    """Safetensors files of the base model, as listed by its index, or ``model.safetensors``.
 
     Attributes:
         headers: file name -> tensor name -> ``{"dtype", "shape", "data_offsets"}``.
@@ -101,7 +104,7 @@ class _Shards:
             raise ConfigError(f"{base} carries scorer tensors already, such as {carried[0]}: give the base model")
 
     def dtype(self) -> str:
-        """The dtype most of the base's values have."""
+        """Return the dtype that takes the most bytes in the base model's files."""
         counts = Counter()
         for header in self.headers.values():
             for info in header.values():
@@ -110,9 +113,10 @@ class _Shards:
         return _DTYPES.get(most, "float32")
 
     def write(self, target: Path, scorer: dict) -> None:
-        """Copies the files, adds the scorer's and writes the index of all.
+        """Copy the base model's files, add the scorer's, and write the index of all.
 
-        A lone ``model.safetensors`` gets a numbered name: many readers would look no further than a file of that name.
+        A single ``model.safetensors`` gets a numbered name, because many readers would read no other file
+        beside it.
         """
         names = {name: name for name in self.headers}
         if list(names) == ["model.safetensors"]:
@@ -130,10 +134,10 @@ class _Shards:
 
 
 def _indexed(path: Path) -> list[str]:
-    """The names of the files that an index names.
+    """Return the file names in an index.
 
     Raises:
-        ConfigError: it is no index, or names files elsewhere.
+        ConfigError: the file is not an index, or names files in other folders.
     """
     try:
         names = sorted(set(json.loads(path.read_text())["weight_map"].values()))
@@ -150,15 +154,16 @@ def _size(info: dict) -> int:
 
 
 def _header(path: Path) -> dict[str, dict]:
-    """A safetensors file's table of tensors.
+    """Return the table of tensors of a safetensors file.
 
     Raises:
-        ConfigError: no such file, a malformed header, another length than the header says, or no tensors.
+        ConfigError: the file does not exist, has a malformed header, a different length than the header says,
+            or no tensors.
     """
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
-            with safe_open(path, "pt"):  # checks all of the header, and the length of the file
+            with safe_open(path, "pt"):  # checks the whole header and the length of the file
                 header = json.loads(file.read(length))
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): export needs safetensors weights") from None

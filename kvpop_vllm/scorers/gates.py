@@ -1,8 +1,8 @@
-"""Gates: they score a token once, when it comes in, from what no attention backend sees (TRIM-KV, DMS).
+"""Gates: modules that score a token once, at insertion (TRIM-KV, DMS).
 
-A gate is a torch module that training and serving share. It computes in float32 whatever the model's dtype, and knows
-nothing of sequences: all axes before the last are tokens. What it returns is the token's ``given`` score
-(:class:`kvpop_vllm.kernels.ops.GivenScore`).
+A gate reads signals that no attention backend sees. It is a torch module that training and serving share. It
+computes in float32, whatever the model's dtype. It does not depend on sequences: all axes before the last are
+token axes. Its output is the token's ``given`` score (:class:`kvpop_vllm.kernels.ops.GivenScore`).
 """
 
 from __future__ import annotations
@@ -16,18 +16,22 @@ from torch import nn
 from kvpop_vllm.scorers.checkpoint import ScorerConfig
 
 GATE_BIAS = 8.0
-"""TRIM-KV's initial bias: ``beta = sigmoid(8) = 0.99966``, so that next to nothing is forgotten at the start."""
+"""TRIM-KV's initial bias: ``beta = sigmoid(8) = 0.99966``, so that almost nothing decays before training."""
 GATE_WIDTH = 512
-"""TRIM-KV's hidden units."""
+"""TRIM-KV's default number of hidden units."""
 EVICTION_OFFSET = -5.0
-"""DMS's initial bias of the eviction logit: ``sigmoid(-5) = 0.0067``, so that next to nothing is evicted at the start."""
+"""DMS's initial bias of the eviction logit: ``sigmoid(-5) = 0.0067``, so that almost nothing is evicted."""
 
 
 class Signals(NamedTuple):
-    """What a layer's gate may look at, of tokens ``[..]``; those that it does not read may be None.
+    """Inputs of a layer's gate for tokens ``[..]``. Inputs that the gate does not read may be None.
 
-    hidden ``[.., E]``: the attention block's input, after its norm. k, v ``[.., H, D]``: as cached, of all KV heads. channel
-    ``[.., H]``: last channel of the first query head of each KV head, after QK-norm and before RoPE.
+    Attributes:
+        hidden: ``[.., E]``, the attention block's input, after its norm.
+        k: ``[.., H, D]``, keys as cached, of all KV heads.
+        v: ``[.., H, D]``, values as cached, of all KV heads.
+        channel: ``[.., H]``, last channel of the first query head of each KV head, after QK-norm and before
+            RoPE.
     """
 
     hidden: torch.Tensor | None = None
@@ -37,10 +41,11 @@ class Signals(NamedTuple):
 
 
 class Gate(nn.Module):
-    """One layer's gate; parameters carry the names and shapes of the file format.
+    """Gate of one layer. Parameters have the names and shapes of the file format.
 
     Attributes:
-        config: of the folder. borrows: it takes a channel of the queries, which is to be 0 before and after RoPE.
+        config: config of the scorer folder.
+        borrows: True if the gate reads a channel of the queries, which must then be 0 before and after RoPE.
     """
 
     def __init__(self, config: ScorerConfig):
@@ -49,18 +54,21 @@ class Gate(nn.Module):
         self.borrows = config.reads == "query"
 
     def forward(self, seen: Signals) -> torch.Tensor:
-        """Scores of tokens ``[..]``: ``[.., H]`` float32."""
+        """Return the scores ``[.., H]`` float32 of tokens ``[..]``."""
         raise NotImplementedError(f"{type(self).__name__} has no forward()")
 
 
 class TrimKVGate(Gate):
-    """TRIM-KV's retention gate (arXiv:2512.03324, section 4.1): ``r = log beta = logsigmoid(W_2 SiLU(W_1 x + b_1) + b)``.
+    """TRIM-KV's retention gate, ``r = log beta = logsigmoid(W_2 SiLU(W_1 x + b_1) + b)``.
 
-    x is the attention block's input, or the concatenation ``[k_1; v_1; k_2; v_2; ..]`` of all KV heads as cached; ``gated``
-    replaces the first layer by ``SiLU(W_g x) * W_u x``. The authors' code calls these three rg, rg2 and rg3.
+    x is the attention block's input, or the concatenation ``[k_1; v_1; k_2; v_2; ..]`` of all KV heads as
+    cached. ``gated`` replaces the first layer by ``SiLU(W_g x) * W_u x``. The authors' code calls these three
+    variants rg, rg2 and rg3.
 
-    Before training ``W_2`` is 0, where the authors draw it small: all tokens then have one beta, and the policy is the
-    sliding window.
+    ``W_2`` is initialised to 0, where the authors draw small values. Before training all tokens therefore
+    have the same beta, and the policy is the sliding window.
+
+    Source: arXiv:2512.03324, section 4.1.
 
     Args:
         width: M; default 512.
@@ -82,7 +90,7 @@ class TrimKVGate(Gate):
         return self.down_proj if self.config.gated else self.linear2
 
     def forward(self, seen: Signals) -> torch.Tensor:
-        """See :class:`Gate`; ``[.., H]``, at most 0."""
+        """Return the scores ``[.., H]`` float32, at most 0. See :class:`Gate`."""
         if self.config.reads == "hidden":
             x = seen.hidden.float()
         else:
@@ -95,12 +103,14 @@ class TrimKVGate(Gate):
 
 
 class DMSGate(Gate):
-    """DMS's eviction logit, negated: ``r = -(scale * x + b)``, and a token is evicted where ``r < 0`` (arXiv:2506.05345).
+    """DMS's eviction logit, negated: ``r = -(scale * x + b)``; a token is evicted where ``r < 0``.
 
-    x is ``w_h . hidden`` or the borrowed channel, which is then no part of the query. ``scale`` makes a gate learn that many
-    times faster than the rest of a model, as in the authors' code, which has 100.
+    x is ``w_h . hidden``, or the borrowed channel, which is then removed from the query. ``scale`` makes a
+    gate learn that many times faster than the rest of the model, as in the authors' code, where it is 100.
 
-    Before training ``w`` is 0 and b is -5, so that nothing is evicted while there is room.
+    Before training ``w`` is 0 and b is -5, so that nothing is evicted while slots are free.
+
+    Source: arXiv:2506.05345.
     """
 
     def __init__(self, config: ScorerConfig, bias: float = EVICTION_OFFSET):
@@ -110,9 +120,10 @@ class DMSGate(Gate):
         self.bias = nn.Parameter(torch.full((config.num_kv_heads,), bias))
 
     def forward(self, seen: Signals) -> torch.Tensor:
-        """See :class:`Gate`."""
+        """Return the scores ``[.., H]`` float32. See :class:`Gate`."""
         x = seen.channel.float() if self.borrows else F.linear(seen.hidden.float(), self.weight)
         return -(self.config.scale * x + self.bias)
 
 
 GATES: dict[str, type[Gate]] = {"trimkv": TrimKVGate, "dms": DMSGate}
+"""Gate classes by the ``scorer`` key of their config."""

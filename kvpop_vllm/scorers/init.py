@@ -12,34 +12,43 @@ from kvpop_vllm.scorers import build
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, write_scorer
 
 BORROWED = "kvpop_borrowed_channel"
-"""Key in the ``config.json`` of a model that was trained here to give a channel up."""
+"""Key in the ``config.json`` of a model that was trained by this package to give up a query channel."""
 
 
 def borrows_channel(model: str | Path) -> bool:
-    """Whether the last channel of each KV head's first query is a model's eviction logit (DMS), trained here or in its authors' layout."""
+    """Return whether a model folder's model gives up a query channel (see :func:`gives_up_channel`)."""
     return gives_up_channel(json.loads((Path(model) / "config.json").read_text()))
 
 
 def gives_up_channel(config: dict) -> bool:
-    """The same of the contents of a ``config.json``."""
+    """Return whether the model of a ``config.json`` uses a query channel as its eviction logit (DMS).
+
+    The channel is the last one of each KV head's first query head. Models trained by this package and models
+    in the layout of the authors of DMS are recognised.
+    """
     published = "dms_alpha_scale" in config and not config.get("dms_separate_alpha", False)
     return bool(config.get(BORROWED, False)) or published
 
 
 def model_shape(model: str | Path) -> dict:
-    """``model_type, num_layers, num_kv_heads, head_dim`` from a model folder's ``config.json``, and ``hidden_size`` if it is there: what
-    scorers are made for.
+    """Return the sizes in a model folder's ``config.json`` that scorers depend on.
 
-    The model type of a full checkpoint is that of its base model, which is what its scorers are made for.
+    These are ``model_type``, ``num_layers``, ``num_kv_heads``, ``head_dim`` and, if the file has it,
+    ``hidden_size``. The model type of a full checkpoint is that of its base model, because scorers are made
+    for the base model.
 
     Raises:
-        ConfigError: no such folder, or a config without these numbers.
+        ConfigError: the folder does not exist, or its config lacks one of these numbers.
     """
     return {name: number for name, number in full_shape(model).items() if name != "num_heads"}
 
 
 def full_shape(model: str | Path) -> dict:
-    """The same with ``num_heads``, query heads."""
+    """Return the sizes of :func:`model_shape` and ``num_heads``, the number of query heads.
+
+    Raises:
+        ConfigError: as :func:`model_shape`.
+    """
     path = Path(model) / "config.json"
     try:
         config = json.loads(path.read_text())
@@ -49,7 +58,11 @@ def full_shape(model: str | Path) -> dict:
 
 
 def shape_of(config: dict, path: str | Path) -> dict:
-    """What :func:`model_shape` returns, and ``num_heads``, from what a ``config.json`` says; ``path`` names it in errors."""
+    """Return the sizes of :func:`full_shape` from a decoded ``config.json``; ``path`` names it in errors.
+
+    Raises:
+        ConfigError: a number is missing or not a positive integer.
+    """
     try:
         heads = config["num_attention_heads"]
         kind = config["model_type"]
@@ -76,11 +89,20 @@ def shape_of(config: dict, path: str | Path) -> dict:
 
 
 def init_scorer(model: str | Path, out: str | Path, *, seed: int = 0, **options) -> ScorerConfig:
-    """Writes an adapter folder with freshly initialised scorers, whose policy is the sliding window until trained.
+    """Write an adapter folder with freshly initialised scorers, and return its config.
+
+    Before training their policy is the sliding window.
 
     Args:
-        model: Hugging Face folder. out: folder to write. options: fields of :class:`ScorerConfig`; ``scorer`` defaults
-            to mlstm, ``sinks``, ``window``, ``topk`` to 4, 256 and 764 (B = 1,024).
+        model: Hugging Face folder.
+        out: folder to write.
+        seed: seed of the initial parameters.
+        options: fields of :class:`ScorerConfig`; ``scorer`` defaults to mlstm, ``sinks``, ``window``,
+            ``topk`` to 4, 256 and 764 (B = 1,024).
+
+    Raises:
+        ConfigError: ``out`` holds a scorer already, the model's config cannot be read, or an option is
+            invalid.
     """
     if (Path(out) / CONFIG_NAME).exists():
         raise ConfigError(f"{out} holds a scorer already: choose another folder")

@@ -1,4 +1,4 @@
-"""Headwise linear scorer (KVpop section E.2)."""
+"""Linear scorer per head (KVpop section E.2)."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvpop_vllm.scorers.checkpoint import ScorerConfig
 
 
 class LinearScorer(Scorer):
-    """``r = weight . [k; v] + bias``, zero at the start, so that the untrained policy is the sliding window."""
+    """``r = weight . [k; v] + bias``, initialised to 0.
+
+    Before training all scores are equal, so that the policy is the sliding window.
+    """
 
     def __init__(self, config: ScorerConfig):
         super().__init__(config)
@@ -20,7 +23,9 @@ class LinearScorer(Scorer):
         self.bias = nn.Parameter(torch.zeros(config.num_kv_heads))
 
     def weights(self) -> LinearWeights:
+        """Return the parameters as the kernels take them, without copies."""
         return LinearWeights(self.weight, self.bias)
 
     def forward(self, k, v, *, window):
+        """Return raw scores ``[B, H, S]`` float32 of keys and values ``[B, H, S, D]``."""
         return linear_score(self.weights(), torch.cat([k, v], -1).float())

@@ -1,4 +1,4 @@
-"""Headwise two-layer MLP scorer with SiLU (KVpop section E.2)."""
+"""Two-layer MLP scorer per head, with SiLU (KVpop section E.2)."""
 
 from __future__ import annotations
 
@@ -18,10 +18,12 @@ class _Dense(nn.Module):
 
 
 class MLPScorer(Scorer):
-    """``r = fc2 . SiLU(fc1 [k; v])``; fc2 is zero at the start, so that the untrained policy is the sliding window.
+    """``r = fc2 . SiLU(fc1 [k; v])``, with fc2 initialised to 0.
+
+    Before training all scores are equal, so that the policy is the sliding window.
 
     Args:
-        hidden: M; default D.
+        hidden: M, the hidden width; default D.
     """
 
     def __init__(self, config: ScorerConfig, hidden: int | None = None):
@@ -31,7 +33,9 @@ class MLPScorer(Scorer):
         self.fc2 = _Dense(torch.zeros(h, m), torch.zeros(h))
 
     def weights(self) -> MLPWeights:
+        """Return the parameters as the kernels take them, without copies."""
         return MLPWeights(self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)
 
     def forward(self, k, v, *, window):
+        """Return raw scores ``[B, H, S]`` float32 of keys and values ``[B, H, S, D]``."""
         return mlp_score(self.weights(), torch.cat([k, v], -1).float())

@@ -24,12 +24,16 @@ class _Weight(nn.Module):
 
 
 class MLSTMScorer(Scorer):
-    """Parameters near identity at the start: q and k projections pick key channels, the value projection the value;
-    the readout is zero, so that the untrained policy is the sliding window; the forget gate is open.
+    """Delayed mLSTM scorer, initialised near identity.
+
+    The q and k projections select key channels, the value projection selects value channels, and the forget
+    gate is open. The readout is 0, so that before training all scores are equal and the policy is the sliding
+    window.
 
     Args:
         features: columns of q_proj and k_proj; default D / 2 for hedgehog, D for softmax.
-        value_size: Dv; default D. project_values: False uses the value itself (Dv = D).
+        value_size: Dv; default D.
+        project_values: False uses the value itself (Dv = D).
     """
 
     def __init__(
@@ -53,6 +57,7 @@ class MLSTMScorer(Scorer):
         self.skip = _Weight(torch.zeros(h, 2 * d)) if config.skip else None
 
     def weights(self) -> MLSTMWeights:
+        """Return the parameters as the kernels take them, without copies."""
         return MLSTMWeights(
             q_proj=self.q_proj,
             k_proj=self.k_proj,
@@ -71,6 +76,10 @@ class MLSTMScorer(Scorer):
         )
 
     def forward(self, k, v, *, window):
+        """Return raw scores ``[B, H, S]`` float32 of keys and values ``[B, H, S, D]``.
+
+        Delayed scores are those of :meth:`Scorer.forward`.
+        """
         weights, x = self.weights(), torch.cat([k, v], -1).float()
         key, value, igate, fgate = mlstm_inputs(weights, x)
         delay = window if self.config.delayed else 0
@@ -79,7 +88,7 @@ class MLSTMScorer(Scorer):
 
 
 def _near_identity(heads: int, size: int, columns: int, *, of_values: bool) -> torch.Tensor:
-    """``[H, 2D, columns]``: column j picks channel j (modulo D) of the key or value half, with a little noise."""
+    """Return ``[H, 2D, columns]``: column j selects channel j modulo D of its half, plus noise."""
     pick = F.one_hot(torch.arange(columns) % size, size).T.float()
     halves = [torch.zeros_like(pick), pick] if of_values else [pick, torch.zeros_like(pick)]
     base = torch.cat(halves)

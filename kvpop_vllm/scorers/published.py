@@ -1,14 +1,14 @@
-"""``kvpop import``: gates that the authors of TRIM-KV and DMS published, as a scorer folder.
+"""``kvpop import``: convert gates published by the authors of TRIM-KV and DMS to a scorer folder.
 
-============  ==========================================================================================================
-TRIM-KV       a folder with ``config.json`` (``retention_gate``: rg, rg2 or rg3; ``memory_size``: M) and the gates alone, in
-              ``trimkv_weights.safetensors`` or ``trimkv_weights.pth``; it is served with the base model.
-DMS           a whole model with ``dms_*`` keys in its ``config.json``; it is served itself, with the scorer folder. Its
-              separate projections read the residual stream through a norm of their own, which is folded into them:
-              both norms divide by the same root mean square.
-============  ==========================================================================================================
+TRIM-KV: a folder with ``config.json`` (``retention_gate``: rg, rg2 or rg3; ``memory_size``: M) and the gates
+alone, in ``trimkv_weights.safetensors`` or ``trimkv_weights.pth``. It is served with the base model.
 
-A ``.pth`` file is a pickle. It is read with ``weights_only=True``: tensors and plain containers, and nothing is ever executed.
+DMS: a whole model with ``dms_*`` keys in its ``config.json``. It is served itself, with the scorer folder.
+Its separate projections read the residual stream through a norm of their own, which is folded into them: both
+norms divide by the same root mean square.
+
+A ``.pth`` file is a pickle. It is read with ``weights_only=True``, so that it can hold only tensors and plain
+containers, and no code is executed.
 """
 
 from __future__ import annotations
@@ -28,23 +28,27 @@ from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, check_tenso
 from kvpop_vllm.scorers.init import model_shape
 
 TRIMKV_FILES = ("trimkv_weights.safetensors", "trimkv_weights.pth")
+"""File names of TRIM-KV's gates, in order of preference."""
 RETENTION_GATES = {
     "rg": {"reads": "hidden", "gated": False},
     "rg2": {"reads": "kv", "gated": False},
     "rg3": {"reads": "kv", "gated": True},
 }
-"""What the authors' names stand for."""
+"""Scorer config values for the authors' names of gates."""
 
 
 def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None, topk=None) -> ScorerConfig:
-    """Writes a scorer folder.
+    """Write a scorer folder from a published one, and return its config.
 
     Args:
-        source: published folder. out: folder to write. sinks, window, topk: s, w, k; by default TRIM-KV's are 0, 1 and
-            ``M - 1``, DMS's 1 and its own window, without a k.
+        source: published folder.
+        out: folder to write.
+        sinks: s; default 0 for TRIM-KV, 1 for DMS.
+        window: w; default 1 for TRIM-KV, the published window for DMS.
+        topk: k; default ``M - 1`` for TRIM-KV, required for DMS.
 
     Raises:
-        ConfigError: it is none that is known, something is missing or damaged, or DMS is asked for without a k.
+        ConfigError: the format is unknown, something is missing or damaged, or k is missing for DMS.
     """
     source = Path(source)
     if (Path(out) / CONFIG_NAME).exists():
@@ -135,7 +139,7 @@ def _dms(source, raw, shape, sinks, window, topk):
         **shape,
         scorer="dms",
         sinks=1 if sinks is None else sinks,
-        window=window or raw["dms_window_size"] + 1,  # theirs does not count the newest token
+        window=window or raw["dms_window_size"] + 1,  # the published window excludes the newest token
         topk=topk,
         reads="hidden" if separate else "query",
         scale=float(raw["dms_alpha_scale"]),
@@ -149,7 +153,10 @@ def _dms(source, raw, shape, sinks, window, topk):
 
 
 def _projection(find: _Tensors, layer: int, scale: float, bias: torch.Tensor) -> dict[str, torch.Tensor]:
-    """The projection on the attention block's input: ``W (n_a * x / rms)`` is ``(W n_a / n_in) (n_in * x / rms)``."""
+    """Return a projection on the attention block's input that equals the published one.
+
+    ``W (n_a * x / rms)`` is ``(W n_a / n_in) (n_in * x / rms)``.
+    """
     prefix = f"model.layers.{layer}"
     norm = find(f"{prefix}.input_layernorm.weight")
     if not bool(norm.all()):
@@ -160,7 +167,7 @@ def _projection(find: _Tensors, layer: int, scale: float, bias: torch.Tensor) ->
 
 
 class _Tensors:
-    """Named tensors of a model folder's safetensors files, float32."""
+    """Tensors by name from a model folder's safetensors files, float32."""
 
     def __init__(self, source: Path):
         self.source, self.where = source, {}

@@ -1,4 +1,4 @@
-"""What a scorer's ``kvpop_config.json`` may say, and which tensors follow from it."""
+"""Contents of a scorer's ``kvpop_config.json``, and the tensors that follow from it."""
 
 from __future__ import annotations
 
@@ -20,19 +20,25 @@ _KEYS = {
     "trimkv": ("hidden_size", "reads", "gated"),
     "dms": ("hidden_size", "reads", "scale", "shifted"),
 }
-"""Keys of each kind beside the common ones; all are required."""
+"""Keys of each scorer kind in addition to the common ones; all are required."""
 
 _READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query")}
-"""What the gate of each kind may read: the attention block's input; keys and values as cached, of all heads; a channel of the
-queries before RoPE."""
+"""Values of ``reads`` for each kind of gate.
+
+hidden: the attention block's input. kv: keys and values of all heads as cached. query: a channel of the
+queries before RoPE.
+"""
 
 _SHARED = ("linear1.weight", "linear1.bias", "gate_proj.weight", "up_proj.weight")
-"""Tensors of gates that all heads share; all others have heads first."""
+"""Tensors of gates that all heads share. All other tensors have the head axis first."""
 
 
 @dataclass(frozen=True)
 class Decay:
-    """``log gamma = log min + sigmoid(alpha) (log max - log min)``, applied every ``step`` tokens (KVpop eq. 18)."""
+    """Range and step of the decay (KVpop eq. 18).
+
+    ``log gamma = log min + sigmoid(alpha) (log max - log min)``, applied every ``step`` tokens.
+    """
 
     step: int = 1
     min: float = 0.999
@@ -41,15 +47,34 @@ class Decay:
 
 @dataclass(frozen=True)
 class ScorerConfig:
-    """Contents of ``kvpop_config.json``; what a kind has no key for is meaningless for it.
+    """Contents of ``kvpop_config.json``. Fields for which a kind has no key are unused.
 
-    ``trained`` lists the budgets it was trained with where there were several, the config's own window and topk first.
-    ``hidden_size`` is E, the width of the model. ``reads``: what a gate looks at, "hidden" (the attention block's input), "kv"
-    (trimkv: keys and values of all heads as cached) or "query" (dms: a borrowed channel). ``gated`` (trimkv): a gated first
-    layer. ``scale`` (dms): factor on what the gate reads. ``shifted`` (dms): the logit of token t + 1 decides on token t.
+    Attributes:
+        model_type: model type of the base model.
+        num_layers: number of layers.
+        num_kv_heads: H, KV heads.
+        head_dim: D.
+        scorer: kind, one of SCORER_KINDS.
+        sinks: s.
+        window: w.
+        topk: k, long-range slots.
+        decay: range and step of the decay (mlstm, mlp, linear).
+        feature_map: "hedgehog" or "softmax" (mlstm).
+        gate_softcap: c of ``c * tanh(a / c)`` on the gates, or None (mlstm).
+        norm: True if the memory's output is RMS-normalised (mlstm).
+        skip: True if the score has a skip connection from ``[k; v]`` (mlstm).
+        delayed: True if a token is read out when it leaves the window (mlstm).
+        trained: budgets that the scorer was trained with if there were several; the first is the config's own
+            window and topk.
+        hidden_size: E, width of the model (trimkv, dms).
+        reads: input of the gate: "hidden" (the attention block's input), "kv" (trimkv: keys and values of all
+            heads as cached) or "query" (dms: a borrowed channel).
+        gated: True if the first layer is gated (trimkv).
+        scale: factor on the input of the gate (dms).
+        shifted: True if the logit of token t + 1 decides about token t (dms).
 
     Raises:
-        ConfigError: a value of wrong type or range, from :meth:`parse`.
+        ConfigError: a value has the wrong type or range, from :meth:`parse`.
     """
 
     model_type: str
@@ -75,12 +100,17 @@ class ScorerConfig:
 
     @property
     def retention(self) -> ScorerShape:
+        """Retention settings: sinks, window, long-range slots, delay, trained budgets."""
         delayed = self.scorer == "mlstm" and self.delayed
         return ScorerShape(self.sinks, self.window, self.topk, delayed, self.trained)
 
     @classmethod
     def parse(cls, raw: object, source: str) -> ScorerConfig:
-        """Checks a decoded JSON object; ``source`` names it in errors."""
+        """Check a decoded JSON object and return it as a config; ``source`` names it in errors.
+
+        Raises:
+            ConfigError: wrong format or version, unknown or missing keys, or invalid values.
+        """
         if not isinstance(raw, Mapping):
             raise ConfigError(f"{source} must hold a JSON object")
         if raw.get("format") != FORMAT or raw.get("version") != VERSION:
@@ -91,7 +121,7 @@ class ScorerConfig:
             raise ConfigError(f"{source}: scorer must be one of {', '.join(SCORER_KINDS)}, got {raw.get('scorer')!r}")
         required = _COMMON_KEYS + _KEYS[raw["scorer"]]
         given = {key: value for key, value in raw.items() if key not in ("format", "version")}
-        if given.get("decide_every") == 1:  # what every scorer does: earlier files may say so
+        if given.get("decide_every") == 1:  # files of an earlier version may have this key
             del given["decide_every"]
         if unknown := sorted(set(given) - {*required, *_OPTIONAL_KEYS}):
             raise ConfigError(f"{source}: unknown key {unknown[0]!r}")
@@ -103,6 +133,7 @@ class ScorerConfig:
         return cls(**{**given, **decay, "trained": trained})
 
     def to_json(self) -> dict:
+        """Return the contents of ``kvpop_config.json``."""
         keys = _COMMON_KEYS + _KEYS[self.scorer] + (("trained",) if self.trained else ())
         values = asdict(self) | {"trained": [asdict(budget) for budget in self.trained]}
         return {"format": FORMAT, "version": VERSION, **{k: v for k, v in values.items() if k in keys}}
@@ -112,7 +143,7 @@ def _check_values(given: Mapping, source: str) -> None:
     least = {"num_layers": 1, "num_kv_heads": 1, "head_dim": 1, "sinks": 0, "window": 1, "topk": 0}
     if given["scorer"] in GATE_KINDS:
         least["hidden_size"] = 1
-    if given["scorer"] == "dms":  # slot 1, which must not be long-range, counts filled slots
+    if given["scorer"] == "dms":  # slot 1 stores the number of filled slots, so it must not be long-range
         least["window"] = 2
     _check_integers(given, least, source)
     _check_trained(given, source)
@@ -180,14 +211,17 @@ def _check_trained(given: Mapping, source: str) -> None:
 
 
 def _positive(number: object) -> bool:
-    """Whether it is a positive number, neither infinite nor lost in float32, in which the kernels take it."""
+    """Return whether ``number`` is positive, finite and a normal float32, because the kernels use float32."""
     if isinstance(number, bool) or not isinstance(number, int | float):
         return False
     return torch.finfo(torch.float32).tiny <= number <= torch.finfo(torch.float32).max
 
 
 def tensor_shapes(config: ScorerConfig) -> dict[str, tuple]:
-    """Name -> shape of one layer's tensors. Letters stand for sizes the tensors themselves decide (F, V, M)."""
+    """Return name -> shape of one layer's tensors.
+
+    Letters (F, V, M) stand for sizes that the tensors determine.
+    """
     h, x = config.num_kv_heads, 2 * config.head_dim
     if config.scorer == "dms":
         return {"bias": (h,)} | ({"weight": (h, config.hidden_size)} if config.reads == "hidden" else {})
@@ -214,5 +248,5 @@ def tensor_shapes(config: ScorerConfig) -> dict[str, tuple]:
 
 
 def of_heads(tensors: dict[str, torch.Tensor], heads: slice) -> dict[str, torch.Tensor]:
-    """One layer's tensors for these KV heads."""
+    """Return one layer's tensors for the KV heads ``heads``; shared tensors are returned whole."""
     return {name: t if name in _SHARED else t[heads] for name, t in tensors.items()}

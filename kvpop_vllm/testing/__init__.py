@@ -1,6 +1,6 @@
 """Oracles, input factories and error budgets for tests.
 
-Imports nothing else of this package, so that what it judges cannot leak into the judgement.
+This subpackage imports nothing else of the package, so that the code under test cannot influence the result.
 """
 
 from .budgets import ErrorBudget, OtherRoundings, assert_within_budget, eager_runs

@@ -1,13 +1,13 @@
-"""Error budgets: how wrong a kernel may be, derived rather than chosen.
+"""Error budgets: how large a kernel's error may be, derived rather than chosen.
 
-The same computation is done in float64 (the reference) and, several times, eagerly in the low
-precision. The kernel's largest error against float64 may be twice the largest error of the eager runs,
-plus a few units in the last place of the reference's largest entry. Errors are absolute.
+The same computation is done in float64 (the reference) and, several times, eagerly in low precision. The
+kernel's largest error against float64 may be twice the largest error of the eager runs, plus a few units in
+the last place of the reference's largest entry. Errors are absolute.
 
-How far a single eager run is off is luck: the processor decides in which order a library adds the terms
-of a sum. So the eager runs' sums are disturbed (:class:`OtherRoundings`) by as much as it makes to add
-their terms in any order. What a budget then allows depends on the computation and on seeds, and
-hardly on the processor.
+The error of a single eager run depends on the order in which a library adds the terms of a sum, which depends
+on the processor. The eager runs' sums are therefore disturbed (:class:`OtherRoundings`) by the amount that
+another order of their terms could cause. The budget then depends on the computation and on seeds, and hardly
+on the processor.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _FLOOR_ULPS = 4.0
+"""Units in the last place of the reference's largest entry that are always allowed."""
 
 
 def _of_torch(*names: str) -> set:
@@ -33,23 +34,24 @@ _SUMS = _PRODUCTS | _ADDED_PRODUCTS | _REDUCTIONS | _ALONG_AN_AXIS
 
 
 class OtherRoundings(TorchDispatchMode):
-    """Disturb every float32 sum within, also those of gradients, at random as another processor's roundings would.
+    """Mode that disturbs every float32 sum at random, as the roundings of another processor could.
 
-    Each operand moves by up to one unit in the last place, as if what made it had rounded otherwise. The
-    result of ``n`` terms moves by up to ``sqrt(n)`` units: terms added one after another make ``n`` errors of at most
-    half a unit of what has been added up so far, whose signs rarely agree, so that they rarely come to more.
-    Vectors, blocks and fused multiply-adds make fewer errors. Sums of 16-bit numbers stay as they are: libraries
-    accumulate them in float32, which does not show beside the rounding of the result.
+    Sums of gradients are included. Each operand moves by up to one unit in the last place, as if the
+    operation that produced it had rounded differently. The result of a sum of ``n`` terms moves by up to
+    ``sqrt(n)`` units. Adding terms one after another makes ``n`` errors of at most half a unit of the partial
+    sum. Their signs rarely agree, so the total rarely exceeds ``sqrt(n)`` units. Vectors, blocks and fused
+    multiply-adds make fewer errors. Sums of 16-bit numbers are not disturbed, because libraries accumulate
+    them in float32, and the error of that is small compared with the rounding of the result.
     """
 
     def __init__(self, seed: int) -> None:
-        """Draw what follows from ``seed``: equal seeds disturb equally."""
+        """Seed the disturbances; equal seeds give equal disturbances."""
         super().__init__()
         self.seed = seed
         self.generators: dict[torch.device, torch.Generator] = {}
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        """Run ``func``; disturbed if it adds up."""
+        """Run ``func``, disturbed if it is a sum."""
         which = func.overloadpacket
         if which not in _SUMS:
             return func(*args, **(kwargs or {}))
@@ -63,7 +65,7 @@ class OtherRoundings(TorchDispatchMode):
         return self._moved(result, math.sqrt(terms))
 
     def _moved(self, x: object, units: float) -> object:
-        """``x``; if it is a float32 tensor, with every entry off by up to ``units`` in its last place."""
+        """Return ``x``; entries of a float32 tensor are changed by up to ``units`` in the last place."""
         if not isinstance(x, torch.Tensor) or x.dtype != torch.float32:
             return x
         if x.device not in self.generators:
@@ -73,10 +75,11 @@ class OtherRoundings(TorchDispatchMode):
 
 
 def eager_runs(run: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], count: int = 4) -> list | tuple[list, ...]:
-    """Repeat an eager computation, its sums disturbed from ``count`` seeds.
+    """Repeat an eager computation with its sums disturbed from ``count`` seeds.
 
     Returns:
-        One result of each seed, or of each output such a list if ``run`` returns several. Where nothing is disturbed, one.
+        One result per seed, or a tuple of such lists if ``run`` returns several outputs. There is only one
+        result if nothing is disturbed.
     """
     results = []
     for seed in range(count):
@@ -91,12 +94,12 @@ def eager_runs(run: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], count
 
 @dataclass(frozen=True, eq=False)
 class ErrorBudget:
-    """One output's reference and the error it may show.
+    """Reference of one output and the error that it may have.
 
     Attributes:
         reference: float64 result.
-        eager: the same computation done eagerly in low precision: results of :func:`eager_runs`, each shaped as
-            ``reference``, or one tensor where no sum is involved.
+        eager: the same computation done eagerly in low precision: results of :func:`eager_runs`, each shaped
+            as ``reference``, or one tensor if no sum is involved.
         factor: allowed multiple of the largest eager error.
     """
 
@@ -116,20 +119,23 @@ class ErrorBudget:
 
     @property
     def allowed(self) -> float:
-        """Largest absolute error the result under test may have."""
+        """Largest absolute error that the result under test may have."""
         finite = self.reference[self.reference.isfinite()]
         scale = float(finite.abs().max()) if finite.numel() else 0.0
         return self.factor * self.eager_error + _FLOOR_ULPS * torch.finfo(self.runs[0].dtype).eps * scale
 
     def share(self, actual: torch.Tensor) -> float:
-        """How much of the allowed error ``actual`` shows; 0 if it shows none."""
+        """Return the error of ``actual`` as a fraction of the allowed error; 0 without an error."""
         error = _largest_error(actual, self.reference)
         return error / self.allowed if error else 0.0
 
     def check(self, actual: torch.Tensor, name: str = "result") -> None:
-        """Raise AssertionError unless ``actual`` is within budget.
+        """Check that ``actual`` is within the budget.
 
-        Infinities must sit where the reference has them; a NaN passes only where it has a NaN.
+        Infinities must be where the reference has them. A NaN passes only where the reference has a NaN.
+
+        Raises:
+            AssertionError: the shape differs, or the error is too large.
         """
         if actual.shape != self.reference.shape:
             raise AssertionError(f"{name}: shape {tuple(actual.shape)}, not {self.reference.shape}")
@@ -161,12 +167,16 @@ def assert_within_budget(
     factor: float = 2.0,
     name: str = "result",
 ) -> None:
-    """Raise AssertionError unless ``actual`` is within the :class:`ErrorBudget` of the others."""
+    """Check that ``actual`` is within the :class:`ErrorBudget` of the other arguments.
+
+    Raises:
+        AssertionError: it is not.
+    """
     ErrorBudget(ref64, eager, factor).check(actual, name)
 
 
 def _largest_error(actual: torch.Tensor, reference: torch.Tensor) -> float:
-    """Largest absolute difference over entries where both are finite; 0 when there are none."""
+    """Return the largest absolute difference over entries where both are finite; 0 if there are none."""
     difference = (actual.detach().cpu().double() - reference.detach()).abs()
     difference = difference[difference.isfinite()]
     return float(difference.max()) if difference.numel() else 0.0

@@ -1,8 +1,8 @@
 """Tiny random models and scorers for tests, written without transformers.
 
-A model as its library initialises it attends almost evenly and repeats its last token, so that any
-cache passes a test on it. These have weights scaled so that attention is selective and the output
-depends on tokens far back; :func:`require_distant_influence` checks that it does.
+A model with the default initialisation of its library attends almost evenly and repeats its last token, so
+that any cache passes a test on it. The weights of these models are scaled so that attention is selective and
+the output depends on tokens far back. :func:`require_distant_influence` checks this.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _ARCHITECTURES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-# Standard deviations of what comes out of a projection whose input has unit mean square.
+# Standard deviations of the outputs of projections, for inputs with unit mean square.
 _QK_SPREAD, _V_SPREAD, _O_SPREAD, _MLP_SPREAD, _LOGIT_SPREAD = 1.3, 1.0, 1.5, 0.7, 2.0
 
 
@@ -41,10 +41,10 @@ def write_tiny_model(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
 ) -> Path:
-    """Write a loadable Hugging Face folder (no tokenizer) and return its path.
+    """Write a loadable Hugging Face folder without a tokenizer, and return its path.
 
-    ``kind`` is ``"llama"``, ``"qwen2"`` (with q/k/v bias) or ``"qwen3"`` (with QK-norm).
-    ``q_heads * head_dim`` may differ from ``hidden`` except for Qwen2.
+    ``kind`` is ``"llama"``, ``"qwen2"`` (with q/k/v bias) or ``"qwen3"`` (with QK-norm). ``q_heads *
+    head_dim`` may differ from ``hidden`` except for Qwen2.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def write_tiny_model(
 
 
 def _model_weights(config: dict, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Random weights under their Hugging Face names, float32."""
+    """Return random weights under their Hugging Face names, float32."""
     hidden, vocab = config["hidden_size"], config["vocab_size"]
 
     def normal(*shape: int, std: float = 1.0) -> torch.Tensor:
@@ -148,10 +148,25 @@ def write_random_scorer(
     shifted: bool = False,
     evict: float = 0.0,
 ) -> Path:
-    """Write a scorer folder, format version 1, whose scores differ well from token to token.
+    """Write a scorer folder whose scores vary strongly between tokens, and return its path.
 
-    ``features`` is F (default D / 2 for Hedgehog, D for softmax), ``value_width`` is Dv (default D;
-    ignored without ``v_proj``), ``mlp_width`` is M of mlp and trimkv. ``evict`` shifts the eviction logits of dms. Options that ``scorer`` does not know are ignored.
+    The format is version 1. Options that do not apply to ``scorer`` are ignored. Options without a line here
+    are keys of the config.
+
+    Args:
+        folder: folder to write.
+        model_dir: folder of the model.
+        scorer: mlstm, mlp, linear, trimkv or dms.
+        trained: (window, topk) of all trained budgets.
+        seed: seed of the random weights.
+        v_proj: False leaves the value projection out.
+        features: F; default D / 2 for Hedgehog, D for softmax.
+        value_width: Dv; default D; ignored without ``v_proj``.
+        mlp_width: M of mlp and trimkv.
+        decay_step: ``step`` of the decay.
+        decay_min: ``min`` of the decay.
+        decay_max: ``max`` of the decay.
+        evict: shift of the eviction logits of dms.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -195,7 +210,7 @@ def write_random_scorer(
 def _scorer_weights(
     config: dict, sizes: dict[str, int], v_proj: bool, generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
-    """One layer's tensors, float32, heads first."""
+    """Return one layer's tensors, float32, with the head axis first."""
     heads, pair = config["num_kv_heads"], 2 * config["head_dim"]
 
     def normal(*shape: int, std: float) -> torch.Tensor:
@@ -235,7 +250,7 @@ def _scorer_weights(
 
 
 def _gate_weights(config: dict, sizes: dict, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """One layer's gate: betas from far below 1 to next to it, eviction logits around ``evict``."""
+    """Return one layer's gate: betas from far below 1 to almost 1, eviction logits around ``evict``."""
     heads, inner = config["num_kv_heads"], sizes["M"]
 
     def normal(*shape: int, std: float) -> torch.Tensor:
@@ -258,7 +273,7 @@ def _gate_weights(config: dict, sizes: dict, generator: torch.Generator) -> dict
 
 
 def random_prompt(length: int, vocab: int = 256, seed: int = 0) -> list[int]:
-    """``length`` uniformly random token ids."""
+    """Return ``length`` uniformly random token ids."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(vocab, (length,), generator=generator).tolist()
 
@@ -268,12 +283,14 @@ def require_distant_influence(
 ) -> float:
     """Check that a model's output depends on tokens more than ``distance`` positions back.
 
-    Replaces, one at a time, four tokens that far back and returns the mean over them of the largest
-    log-probability change at the last position (nats).
+    Four tokens that far back are replaced, one at a time.
+
+    Returns:
+        The mean over them of the largest log-probability change at the last position (nats).
 
     Raises:
-        AssertionError: the change is below ``least``, or a 16-token greedy continuation shows
-            fewer than four different tokens or merely repeats the prompt's last.
+        AssertionError: the change is below ``least``, or a 16-token greedy continuation has fewer than four
+            different tokens or only repeats the prompt's last token.
     """
     model = OracleModel(model_dir, torch.float32)
     vocab = model.config["vocab_size"]

@@ -1,10 +1,10 @@
-"""The naive oracle: a whole tiny model, dense attention under masks built query by query.
+"""Naive oracle: a whole tiny model, with dense attention under masks built query by query.
 
-It defines what serving, prefill and training must all compute, and shares no code with them. Slow
-on purpose; meant for a few layers and up to about a thousand tokens.
+It defines the results of serving, prefill and training, and shares no code with them. It is slow on purpose,
+and meant for a few layers and up to about a thousand tokens.
 
-Shapes: ``S`` tokens, ``V`` vocabulary, ``H`` KV heads, ``G`` query heads per KV head, ``D`` head
-size, ``E`` hidden size.
+Shapes: ``S`` tokens, ``V`` vocabulary, ``H`` KV heads, ``G`` query heads per KV head, ``D`` head size, ``E``
+hidden size.
 """
 
 from __future__ import annotations
@@ -22,12 +22,14 @@ from .oracle_policy import OraclePolicy
 
 @dataclass(frozen=True, eq=False)
 class OracleRun:
-    """Result of :meth:`OracleModel.run`; lists go over layers.
+    """Result of :meth:`OracleModel.run`; lists have one entry per layer.
 
     Attributes:
         logprobs: ``[S, V]``; row ``t`` predicts token ``t + 1``.
         visible: bool ``[H, S, S]``; ``visible[layer][h, q]`` is the retained set at step ``q``.
-        margins, scores, lost: see :class:`Decided`.
+        margins: see :class:`Decided`.
+        scores: see :class:`Decided`.
+        lost: see :class:`Decided`.
     """
 
     logprobs: torch.Tensor
@@ -43,18 +45,18 @@ class OracleRun:
         return best[:, 0] - best[:, 1]
 
     def retained(self, layer: int, head: int, q: int) -> list[int]:
-        """Positions held after step ``q``, ascending."""
+        """Return the positions held after step ``q``, ascending."""
         return torch.nonzero(self.visible[layer][head, q]).flatten().tolist()
 
 
 class OracleModel:
-    """Hand-written forward pass of a Llama, Qwen2 or Qwen3 folder, in float32 or float64."""
+    """Forward pass of a Llama, Qwen2 or Qwen3 folder, written out in torch, in float32 or float64."""
 
     def __init__(self, model_dir: str | Path, dtype: torch.dtype = torch.float64) -> None:
-        """Read ``config.json`` and all safetensors of ``model_dir``, weights cast to ``dtype``.
+        """Read ``config.json`` and all safetensors of ``model_dir``, with weights cast to ``dtype``.
 
         Raises:
-            ValueError: the model uses something this forward pass does not know.
+            ValueError: the model has a feature that this forward pass does not support.
         """
         self.config = json.loads((Path(model_dir) / "config.json").read_text())
         self.dtype = dtype
@@ -80,10 +82,10 @@ class OracleModel:
 
         Args:
             token_ids: ``S`` token ids.
-            policy: what to keep; everything if omitted.
-            visible: force these retained sets, bool ``[H, S, S]`` per layer, instead of the
-                policy's own; scores are still computed and the margins then judge the given sets.
-            bias: ``(layer, head, token, by)``: the token scores so much more when sets are made.
+            policy: policy to apply; everything is kept if omitted.
+            visible: use these retained sets, bool ``[H, S, S]`` per layer, instead of the policy's own.
+                Scores are still computed, and the margins then judge the given sets.
+            bias: ``(layer, head, token, by)``: add ``by`` to the token's score when sets are made.
         """
         policy = policy or OraclePolicy.full()
         cos, sin = self._rope(len(token_ids))
@@ -110,7 +112,10 @@ class OracleModel:
         return replace(run, logprobs=logits.log_softmax(-1))
 
     def greedy(self, token_ids: Sequence[int], n_new: int, policy: OraclePolicy | None = None) -> list[int]:
-        """``n_new`` greedy tokens, everything recomputed for each; for short tests only."""
+        """Return ``n_new`` greedy tokens.
+
+        Everything is recomputed for each token, so this is for short tests only.
+        """
         tokens = list(token_ids)
         for _ in range(n_new):
             tokens.append(int(self.run(tokens, policy).logprobs[-1].argmax()))
@@ -122,7 +127,7 @@ class OracleModel:
         return y if bias is None else y + bias
 
     def _norm(self, x: torch.Tensor, name: str) -> torch.Tensor:
-        """RMS norm over the last axis."""
+        """Return the RMS norm over the last axis."""
         mean_square = (x * x).mean(-1, keepdim=True)
         scaled = x / torch.sqrt(mean_square + self.config["rms_norm_eps"])
         return scaled * self.weights[f"{name}.weight"]
@@ -139,8 +144,14 @@ class OracleModel:
     def _qkv(
         self, x: torch.Tensor, name: str, cos: torch.Tensor, sin: torch.Tensor, borrow: bool
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """``[S, E]`` -> query ``[H * G, S, D]``, key and value ``[H, S, D]``, as cached; and of the first query head of each KV
-        head the last channel before RoPE, ``[H, S]``, which is 0 in the query, before and after RoPE, if it is borrowed."""
+        """Project ``x [S, E]`` to query, key, value and the channel that a gate may borrow.
+
+        The channel is the last one of the first query head of each KV head, before RoPE. If it is borrowed,
+        it is 0 in the query, before and after RoPE.
+
+        Returns:
+            Query ``[H * G, S, D]``, key and value ``[H, S, D]`` as cached, channel ``[H, S]``.
+        """
         parts, first = [], slice(None, None, self.q_heads // self.kv_heads)
         for part in "qkv":
             y = self._linear(x, f"{name}.{part}_proj")
@@ -160,10 +171,10 @@ class OracleModel:
         return parts[0], parts[1], parts[2], channel
 
     def _rope(self, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotary tables ``[S, D]``.
+        """Return the rotary tables, cosine and sine ``[S, D]``.
 
-        Made in float32 whatever the dtype: transformers and vLLM both do, so the rounded table is
-        part of the model and not an error of its execution.
+        They are computed in float32, whatever the dtype, as transformers and vLLM do. The rounded table is
+        therefore part of the model and not an error of its execution.
         """
         rope = self.config.get("rope_parameters") or {}
         theta = rope.get("rope_theta", self.config.get("rope_theta", 10000.0))
@@ -175,7 +186,11 @@ class OracleModel:
 
 
 def _check_known(config: dict) -> None:
-    """Raise ValueError for model features the oracle would silently get wrong."""
+    """Check that the oracle supports all features of a model.
+
+    Raises:
+        ValueError: it does not; the result would be wrong.
+    """
     rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
     known = {
         "model_type": config["model_type"] in ("llama", "qwen2", "qwen3"),
@@ -189,32 +204,33 @@ def _check_known(config: dict) -> None:
 
 
 def derived_budget(run32: OracleRun, run64: OracleRun) -> float:
-    """Allowed log-probability error: the largest difference between the two runs.
+    """Return the allowed log-probability error: the largest difference between the two runs.
 
-    Both must have run with the float64 retained sets, so that only rounding tells them apart, and the
-    one in float32 under :class:`OtherRoundings`. The largest of so many disturbed numbers is no luck: it needs no multiple.
+    Both runs must use the float64 retained sets, so that they differ by rounding only. The float32 run must
+    be made under :class:`OtherRoundings`. No factor is needed, because the largest of many disturbed numbers
+    is stable.
     """
     _require_same_sets(run32, run64)
     return float((run32.logprobs.double() - run64.logprobs.double()).abs().max())
 
 
 def derived_margin_bound(run32: OracleRun, run64: OracleRun) -> list[float]:
-    """Per layer the :func:`margin_bound` of two runs such as :func:`derived_budget` takes."""
+    """Return the :func:`margin_bound` of each layer for two runs as in :func:`derived_budget`."""
     _require_same_sets(run32, run64)
     return [margin_bound(low, high) for low, high in zip(run32.scores, run64.scores, strict=True)]
 
 
 def margin_bound(low: torch.Tensor, exact: torch.Tensor) -> float:
-    """Decision margin below which a correct implementation may decide otherwise.
+    """Return the decision margin below which a correct implementation may decide differently.
 
-    A margin is a difference of two scores, so twice their largest error.
+    A margin is a difference of two scores, so the bound is twice their largest error.
 
     Args:
-        low: float32 raw scores of one layer, made under :class:`OtherRoundings`.
+        low: float32 raw scores of one layer, computed under :class:`OtherRoundings`.
         exact: the same in float64; NaN where there is none.
     """
     error = (low.double() - exact).abs()
-    error = error[~error.isnan()]  # nor where both are infinite
+    error = error[~error.isnan()]  # drops entries without a score, and those that are infinite in both
     return 2.0 * float(error.max()) if error.numel() else 0.0
 
 

@@ -1,6 +1,6 @@
-"""Policies that rank tokens by the attention they got; part of the naive oracle.
+"""Policies that rank tokens by the attention they received; part of the naive oracle.
 
-What a query sees follows from the attention of those before it, so queries are followed one by one.
+The retained set of a query depends on the attention of earlier queries, so queries are processed one by one.
 """
 
 from __future__ import annotations
@@ -14,9 +14,14 @@ from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL
 
 
 def moments(key: torch.Tensor, value: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Number n, mean key and value ``[D]`` and value-key covariance ``[D, D]`` of tokens ``[n, D]``, n at least 1.
+    """Return number n, mean key, mean value and value-key covariance of tokens.
 
-    From deviations, so that of one token, or of several equal ones, the covariance is zero and not nearly so.
+    The covariance ``[D, D]`` is computed from deviations, so that it is exactly zero for one token or several
+    equal ones.
+
+    Args:
+        key: ``[n, D]``, n at least 1.
+        value: ``[n, D]``.
     """
     key_mean, value_mean = key.mean(0), value.mean(0)
     return len(key), key_mean, value_mean, (value - value_mean).T @ (key - key_mean) / len(key)
@@ -25,9 +30,18 @@ def moments(key: torch.Tensor, value: torch.Tensor) -> tuple[int, torch.Tensor, 
 def corrected_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """Softmax attention under a mask, each output corrected by the moments of the tokens it does not see any more.
+    """Return softmax attention under a mask, corrected by the moments of the evicted tokens.
 
-    ``query [H * G, S, D]``, ``key`` and ``value [H, S, D]``, ``visible [H, S, S]`` -> ``[S, H * G * D]`` (MomentKV, eq. 12).
+    Those are the earlier tokens that a query does not see. Source: MomentKV, eq. 12.
+
+    Args:
+        query: ``[H * G, S, D]``.
+        key: ``[H, S, D]``.
+        value: ``[H, S, D]``.
+        visible: ``[H, S, S]``.
+
+    Returns:
+        ``[S, H * G * D]``.
     """
     (heads, length, size), group = key.shape, len(query) // len(key)
     scale = 1 / math.sqrt(size)
@@ -60,21 +74,29 @@ def follow_attention(
     forced: torch.Tensor | None = None,
     bias: Sequence[tuple[int, int, float]] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Retained sets under the online rule, by attention mass.
+    """Return the retained sets of the online rule with scores from attention mass.
 
-    A token's mass from a query is its softmax weight over what the query sees, averaged over the query heads of the KV
-    head. At query ``q`` tokens rank by the mass from ``q - 1`` (TOVA), by the mean over ``t .. q - 1`` (H2O), or by the
-    first times ``|v - vb - scale Sig k|`` with the moments of what was evicted before ``q`` (MomentKV, eq. 10).
+    The mass of a token from a query is its softmax weight over the tokens that the query sees, averaged over
+    the query heads of the KV head. At query ``q`` tokens are ranked by the mass from ``q - 1`` (TOVA), by the
+    mean over ``t .. q - 1`` (H2O), or by the former times ``|v - vb - scale Sig k|`` with the moments of the
+    tokens evicted before ``q`` (MomentKV, eq. 10).
 
     Args:
-        query: ``[H * G, S, D]``. key, value: ``[H, S, D]``. how: NEWEST_MASS, MEAN_MASS or MOMENT_RESIDUAL.
-        sinks, window, topk: ``s``, ``w``, ``k`` in tokens. forced, bias: as for :meth:`OraclePolicy.decide`.
+        query: ``[H * G, S, D]``.
+        key: ``[H, S, D]``.
+        value: ``[H, S, D]``.
+        how: NEWEST_MASS, MEAN_MASS or MOMENT_RESIDUAL.
+        sinks: ``s``.
+        window: ``w``.
+        topk: ``k``.
+        forced: as in :meth:`OraclePolicy.decide`.
+        bias: as in :meth:`OraclePolicy.decide`.
 
     Returns:
         ``visible``, ``margins``, ``scores``, ``lost`` of :class:`Decided`.
 
     Raises:
-        ValueError: forced sets that cannot come from this budget.
+        ValueError: the forced sets cannot result from this budget.
     """
     heads, length, size = key.shape
     group = len(query) // heads
@@ -123,13 +145,22 @@ def follow_attention(
 def _with_novelty(
     rank: dict[int, float], key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
 ) -> dict[int, float]:
-    """Each token's mass times its residual."""
+    """Return each token's mass times its residual."""
     novelty = _residuals(key, value, seen)
     return {t: mass * float(novelty[t]) for t, mass in rank.items()}
 
 
 def _residuals(key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-    """How far each value ``[n, D]`` is from what the moments of the tokens not ``seen [n]`` predict of it: ``[n]``."""
+    """Return the distance of each value from its prediction by the moments of the tokens that are not seen.
+
+    Args:
+        key: ``[n, D]``.
+        value: ``[n, D]``.
+        seen: ``[n]``.
+
+    Returns:
+        ``[n]``.
+    """
     if seen.all():
         return value.norm(dim=-1)
     _, _, value_mean, covariance = moments(key[~seen], value[~seen])

@@ -1,4 +1,4 @@
-"""What a policy keeps, as the oracle sees it; part of the naive oracle."""
+"""Policies of the naive oracle."""
 
 from __future__ import annotations
 
@@ -31,9 +31,16 @@ from .oracle_votes import divided_slots, held_until, vote_scores
 def masked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """Dense softmax attention under a boolean mask.
+    """Return dense softmax attention under a boolean mask.
 
-    ``query [H * G, S, D]``, ``key`` and ``value [H, S, D]``, ``visible [H, S, S]`` -> ``[S, H * G * D]``.
+    Args:
+        query: ``[H * G, S, D]``.
+        key: ``[H, S, D]``.
+        value: ``[H, S, D]``.
+        visible: ``[H, S, S]``.
+
+    Returns:
+        ``[S, H * G * D]``.
     """
     weights = _masked_logits(query, key, visible).softmax(-1)
     mixed = weights @ value.repeat_interleave(len(query) // len(key), dim=0)
@@ -41,7 +48,10 @@ def masked_attention(
 
 
 def masked_lse(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """The log-sum-exp of each query's logits over what it sees, ``[S, H * G]``; arguments as for :func:`masked_attention`."""
+    """Return the log-sum-exp of each query's logits over the tokens it sees, ``[S, H * G]``.
+
+    Arguments are those of :func:`masked_attention`.
+    """
     return _masked_logits(query, key, visible).logsumexp(-1).T
 
 
@@ -54,14 +64,14 @@ def _masked_logits(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor
 
 @dataclass(frozen=True, eq=False)
 class Decided:
-    """One layer's decisions.
+    """Decisions of one layer.
 
     Attributes:
         visible: bool ``[H, S, S]``; ``visible[h, q]`` is the retained set at step ``q``.
         margins: float64 ``[H, S]``, see :func:`decision_margins`.
-        scores: raw ``r_t``, ``[H, S]``, NaN where undefined; of attention masses, which change with ``q``, those of the best
-            victim and of the worst that stays, ``[H, S, 2]`` over queries.
-        lost: int64 ``[H, S]``, the best of the tokens evicted at ``q``, -1 where none is.
+        scores: raw ``r_t``, ``[H, S]``, NaN where undefined. For attention masses, which change with ``q``,
+            ``[H, S, 2]`` over queries: the scores of the best evicted token and of the worst retained one.
+        lost: int64 ``[H, S]``, the best of the tokens evicted at ``q``, -1 if there is none.
     """
 
     visible: torch.Tensor
@@ -72,22 +82,27 @@ class Decided:
 
 @dataclass(frozen=True, eq=False)
 class OraclePolicy:
-    """Tokens to keep, per KV head; ``B = sinks + window + topk``.
+    """Retention policy per KV head; ``B = sinks + window + topk``.
 
     Attributes:
-        scorer: ``"recency"``, ``"key norm"``; ``"newest mass"``, ``"mean mass"``, ``"moment residual"`` (see
-            :func:`follow_attention`); ``"random draw"`` (see :func:`follow_draws`); ``"sampled mass"``, ``"redundancy"`` (see :func:`follow_rounds`); ``"prompt votes"`` (see :func:`vote_scores`); or the result of :func:`read_scorer`.
-        sinks, window, topk: ``s``, ``w``, ``k`` in tokens; k of each layer, where they differ.
+        scorer: ``"recency"``; ``"key norm"``; ``"newest mass"``, ``"mean mass"`` or ``"moment residual"``
+            (see :func:`follow_attention`); ``"random draw"`` (see :func:`follow_draws`); ``"sampled mass"``
+            or ``"redundancy"`` (see :func:`follow_rounds`); ``"prompt votes"`` (see :func:`vote_scores`); or
+            the result of :func:`read_scorer`.
+        sinks: ``s``.
+        window: ``w``.
+        topk: ``k``, or k of each layer if they differ.
         step: ``n``, positions per decay step.
-        log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for
-            the others).
-        corrected: outputs are corrected by the moments of evicted tokens.
-        ages: a token's score counts as often as it is old (TRIM-KV). threshold: a lower score is dropped when it leaves the
-            window (DMS).
-        protect: ``p``, tokens at the beginning that everybody sees for ever, in the place of sinks; 0 for sinks alone.
-        seeds: of draws, the server's and the request's.
-        prompt: tokens that are all there until the last of them, where the prompt votes. divides: the heads of a layer divide their k then.
+        log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for the
+            others).
+        corrected: True if outputs are corrected by the moments of evicted tokens.
+        ages: True if a token's score is multiplied by its age (TRIM-KV).
+        threshold: a token with a lower score is evicted when it leaves the window (DMS).
+        protect: ``p``, tokens at the beginning that every query sees, instead of sinks; 0 for sinks only.
         replay: ``R``; with protected tokens a recurrent scorer begins at token ``max(0, p - R)``.
+        seeds: seeds of draws, the server's and the request's.
+        prompt: number of prompt tokens that are held until the last of them, if the prompt votes.
+        divides: True if the heads of a layer divide their k at that point.
     """
 
     scorer: str | dict
@@ -107,7 +122,7 @@ class OraclePolicy:
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
-        """Policy of a scorer folder; ``changes`` override its sinks, window, topk or step."""
+        """Return the policy of a scorer folder; ``changes`` override its fields."""
         scorer = read_scorer(folder)
         config = scorer["config"]
         fields = {name: config[name] for name in ("sinks", "window", "topk")}
@@ -118,38 +133,41 @@ class OraclePolicy:
 
     @classmethod
     def streaming(cls, sinks: int, window: int, topk: int) -> OraclePolicy:
-        """StreamingLLM: long-range tokens rank by position."""
+        """Return StreamingLLM: long-range tokens are ranked by position."""
         return cls(RECENCY, sinks, window, topk)
 
     @classmethod
     def full(cls) -> OraclePolicy:
-        """Keeps everything."""
+        """Return a policy that keeps everything."""
         return cls(RECENCY, sinks=0, window=2**62, topk=0)
 
     @property
     def budget(self) -> int:
-        """``B`` in tokens per KV head; of the layer that holds least, where they differ."""
+        """``B`` in tokens per KV head; the smallest if layers differ."""
         return min(self.budgets(1))
 
     def budgets(self, layers: int) -> list[int]:
-        """``B`` of each of so many layers, or of all that have a ``k`` of their own."""
+        """Return ``B`` of each of ``layers`` layers, or of all layers that have their own ``k``."""
         topk = self.topk if isinstance(self.topk, tuple) else (self.topk,) * layers
         return [self.sinks + self.window + k for k in topk]
 
     @property
     def never_evicted(self) -> int:
-        """Tokens at the beginning that stay: p, or s where nothing is protected."""
+        """Number of tokens at the beginning that are never evicted: p, or s without protection."""
         return self.protect or self.sinks
 
     def protecting(self, asked: bool | int, prompt: int) -> OraclePolicy:
-        """The same for a prompt of so many tokens of which as many are protected as are asked for, True for all; or of which the votes
-        decide."""
+        """Return the policy for a prompt of ``prompt`` tokens.
+
+        The first ``asked`` tokens are protected, True for all. If the prompt votes, it is held until its end
+        instead.
+        """
         if self.scorer == PROMPT_VOTES:
             return replace(self, prompt=prompt)
         return replace(self, protect=prompt if asked is True else min(asked, prompt))
 
     def decay(self, layer: int, heads: int) -> list[float]:
-        """``log gamma`` of each head of one layer."""
+        """Return ``log gamma`` of each head of one layer."""
         if self.log_gamma is not None:
             return list(self.log_gamma[layer])
         undecayed = isinstance(self.scorer, str) or "decay" not in self.scorer["config"]
@@ -157,13 +175,13 @@ class OraclePolicy:
 
     @property
     def borrows(self) -> bool:
-        """Whether the last channel of each KV head's first query is a gate's, and 0 in the query itself."""
+        """True if a gate reads the last channel of each KV head's first query. The query then has 0 there."""
         return isinstance(self.scorer, dict) and self.scorer["config"].get("reads") == "query"
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
     ) -> torch.Tensor:
-        """Outputs ``[S, H * G * D]`` under the retained sets ``[H, S, S]``."""
+        """Return outputs ``[S, H * G * D]`` under the retained sets ``[H, S, S]``."""
         attention = corrected_attention if self.corrected else masked_attention
         return attention(query, key, value, visible)
 
@@ -178,13 +196,18 @@ class OraclePolicy:
         hidden: torch.Tensor | None = None,
         channel: torch.Tensor | None = None,
     ) -> Decided:
-        """Decide which tokens of a whole sequence a layer keeps.
+        """Decide which tokens of a whole sequence a layer retains.
 
         Args:
-            query: ``[H * G, S, D]``. key, value: ``[H, S, D]``, as cached.
+            layer: layer index.
+            query: ``[H * G, S, D]``.
+            key: ``[H, S, D]``, as cached.
+            value: ``[H, S, D]``.
             forced: judge these retained sets, bool ``[H, S, S]``, instead of making them.
-            bias: ``(head, token, by)``: the token scores so much more when sets are made; margins are judged without.
-            hidden, channel: see :func:`raw_scores`.
+            bias: ``(head, token, by)``: add ``by`` to the token's score when sets are made; margins are
+                computed without it.
+            hidden: see :func:`raw_scores`.
+            channel: see :func:`raw_scores`.
         """
         decay = self.decay(layer, len(key))
         topk = self.topk[layer] if isinstance(self.topk, tuple) else self.topk

@@ -1,4 +1,4 @@
-"""Uniformly random evictions, drawn by place; part of the naive oracle."""
+"""Uniformly random evictions, drawn from seeds, layer, head, query and token; part of the naive oracle."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _GOLDEN = 0x9E3779B97F4A7C15
 
 
 def _mix(x: int) -> int:
-    """SplitMix64's finalizer."""
+    """Return SplitMix64's finalizer of ``x``."""
     x &= _WORD
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 & _WORD
     x = (x ^ x >> 27) * 0x94D049BB133111EB & _WORD
@@ -19,7 +19,10 @@ def _mix(x: int) -> int:
 
 
 def draw(seeds: tuple[int, int], layer: int, head: int, q: int, t: int) -> int:
-    """The number that token ``t`` draws when one is evicted at ``q``: 53 bits. seeds: of the server, of the request."""
+    """Return the draw of token ``t`` for the eviction at ``q``, 53 bits.
+
+    ``seeds`` are those of the server and of the request.
+    """
     seed = _mix(seeds[0] + _GOLDEN) + seeds[1]
     key = _mix(_mix(seed + _GOLDEN) + (layer << 32) + head)
     return _mix(_mix(key + q) + t * _GOLDEN) >> 11
@@ -35,15 +38,16 @@ def follow_draws(
     topk: int,
     forced: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Retained sets under the online rule where the lowest draw leaves, of equal ones the older.
+    """Return the retained sets of the online rule in which the token with the lowest draw is evicted.
 
-    Draws are whole numbers, so that there are no near-ties: forced sets must be these.
+    Of equal draws the older token is evicted. Draws are integers, so that there are no near-ties: forced sets
+    must equal the sets of this rule.
 
     Returns:
         ``visible``, ``margins``, ``scores``, ``lost`` of :class:`Decided`; a margin is at least 1.
 
     Raises:
-        ValueError: forced sets that are others.
+        ValueError: the forced sets differ.
     """
     visible = torch.zeros(heads, length, length, dtype=torch.bool)
     margins = torch.full((heads, length), math.inf, dtype=torch.float64)

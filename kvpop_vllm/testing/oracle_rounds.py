@@ -1,6 +1,7 @@
-"""Policies whose scores are made anew every so many tokens; part of the naive oracle.
+"""Policies whose scores are recomputed every m tokens; part of the naive oracle.
 
-Papers: VaSE (arXiv 2606.03928), R-KV (arXiv 2505.24133). What they evict together at a round leaves here one by one until the next.
+The tokens that the papers evict together in a round are evicted here one by one until the next round. Papers:
+VaSE (arXiv 2606.03928), R-KV (arXiv 2505.24133).
 """
 
 from __future__ import annotations
@@ -21,7 +22,14 @@ _DRAWN, _LARGE, _NEW = 0, 1, 2
 
 @dataclass(frozen=True)
 class Head:
-    """One KV head of a layer: ``query [G, S, D]``, ``key`` and ``value [S, D]``, and what its draws depend on."""
+    """One KV head of a layer.
+
+    Attributes:
+        query: ``[G, S, D]``.
+        key: ``[S, D]``.
+        value: ``[S, D]``.
+        place: seeds, layer and head, which the draws depend on.
+    """
 
     query: torch.Tensor
     key: torch.Tensor
@@ -29,15 +37,23 @@ class Head:
     place: tuple[tuple[int, int], int, int]
 
     def logits(self, q: int, tokens: list[int]) -> torch.Tensor:
-        """``[G, tokens]``."""
+        """Return the logits ``[G, tokens]`` of query ``q``."""
         return self.query[:, q] @ self.key[tokens].T / math.sqrt(self.key.shape[1])
 
 
 def sampled_mass(head: Head, last: int, seen: list[int], sinks: int, queries: int, window: int) -> tuple[dict, float]:
-    """Rank of each token behind the sinks, ``(class, value)``, and by how much those that stay for their values exceed the others.
+    """Return the rank ``(class, value)`` of each token behind the sinks, and a margin (VaSE).
+
+    The margin is the value range of the last token that is retained for its values, minus that of the first
+    one that is not.
 
     Args:
-        last: the round's token. seen: all candidates, oldest first, the first ``sinks`` of them sinks.
+        head: the KV head.
+        last: newest token of the round.
+        seen: all candidates, oldest first; the first ``sinks`` of them are sinks.
+        sinks: number of sinks among the candidates.
+        queries: number of newest queries that give weights.
+        window: ``w``, not used.
     """
     weight = torch.zeros(len(seen), dtype=head.key.dtype)
     for q in range(last - queries + 1, last + 1):
@@ -56,8 +72,11 @@ def sampled_mass(head: Head, last: int, seen: list[int], sinks: int, queries: in
 
 
 def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int, window: int) -> tuple[dict, float]:
-    """Rank of each token behind the sinks, and the smallest distance of a cosine from the threshold; arguments as of
-    :func:`sampled_mass`. What resembles a token may also lie in the window."""
+    """Return the rank of each token behind the sinks, and a margin (R-KV).
+
+    The margin is the smallest distance of a cosine from the threshold. Arguments are those of
+    :func:`sampled_mass`; tokens in the window count as similar tokens too.
+    """
     weight = torch.zeros(len(seen), dtype=head.key.dtype)
     for q in range(last - queries + 1, last + 1):
         weight += head.logits(q, seen).amax(0).softmax(-1) / queries
@@ -92,19 +111,32 @@ def follow_rounds(
     forced: torch.Tensor | None = None,
     bias: Sequence[tuple[int, int, float]] = (),
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Retained sets where after every m tokens all that lies before the window is ranked: until the next such token the lowest leaves when
-    something must, and what has left the window meanwhile counts as higher.
+    """Return the retained sets of a rule whose scores are recomputed in rounds.
+
+    After every m tokens, all tokens before the window are ranked. Until the next round the lowest-ranked
+    token is evicted when necessary. Tokens that have left the window since the round rank above all others.
 
     Args:
-        query: ``[H * G, S, D]``. key, value: ``[H, S, D]``. how: SAMPLED_MASS or REDUNDANCY. seeds: of draws.
-        protect: tokens at the beginning that stay and are not ranked; if there are none, ``sinks`` stay that are.
-        window, topk: ``w``, ``k``. forced, bias: as for :meth:`OraclePolicy.decide`.
+        query: ``[H * G, S, D]``.
+        key: ``[H, S, D]``.
+        value: ``[H, S, D]``.
+        how: SAMPLED_MASS or REDUNDANCY.
+        layer: layer index.
+        seeds: seeds of draws.
+        protect: number of tokens at the beginning that are never evicted and not ranked.
+        sinks: without protection, the number of tokens at the beginning that are never evicted but are
+            ranked.
+        window: ``w``.
+        topk: ``k``.
+        forced: as in :meth:`OraclePolicy.decide`.
+        bias: as in :meth:`OraclePolicy.decide`.
 
     Returns:
-        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`Decided`, scores as for :func:`follow_attention`.
+        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`Decided`, scores as in
+        :func:`follow_attention`.
 
     Raises:
-        ValueError: forced sets that cannot come from this budget.
+        ValueError: the forced sets cannot result from this budget.
     """
     heads, length, _ = key.shape
     group, stay, sinks = len(query) // heads, protect or sinks, 0 if protect else sinks

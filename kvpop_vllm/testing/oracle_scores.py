@@ -1,9 +1,9 @@
-"""Raw retention scores, token by token, as the definition says; part of the naive oracle.
+"""Raw retention scores, token by token, by their definition; part of the naive oracle.
 
-Shapes: ``H`` KV heads, ``S`` tokens, ``D`` head size, ``F`` feature columns, ``P`` features after
-the feature map (``2F`` for Hedgehog, ``F`` for softmax), ``Dv`` value width of the memory.
+Shapes: ``H`` KV heads, ``S`` tokens, ``D`` head size, ``F`` feature columns, ``P`` features after the feature
+map (``2F`` for Hedgehog, ``F`` for softmax), ``Dv`` value width of the memory.
 
-Nothing here may be imported by, or import, the code it judges.
+This module must not import the code under test, nor be imported by it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _START_STABILISER = -1e30
 def read_scorer(folder: str | Path) -> dict:
     """Read a scorer folder into ``{"config": dict, "layers": [{name: float64 tensor}, ...]}``.
 
-    Trusts the folder: refusing malformed ones is the product's work, not the oracle's.
+    The contents are not checked, because that is the task of the package and not of the oracle.
     """
     folder = Path(folder)
     config = json.loads((folder / "kvpop_config.json").read_text())
@@ -39,7 +39,7 @@ def read_scorer(folder: str | Path) -> dict:
 
 
 def log_gamma(scorer: dict, layer: int) -> list[float]:
-    """Per-head ``log gamma`` of one layer in float64 (KVpop, eq. 21)."""
+    """Return ``log gamma`` of each head of one layer in float64 (KVpop, eq. 21)."""
     decay = scorer["config"]["decay"]
     low, high = math.log(decay["min"]), math.log(decay["max"])
     logits = scorer["layers"][layer]["decay_logit"].tolist()
@@ -56,28 +56,28 @@ def raw_scores(
     channel: torch.Tensor | None = None,
     begins: int = 0,
 ) -> torch.Tensor:
-    """``r_t`` of every token of one layer, ``[H, S]`` in the dtype of ``keys``.
+    """Return ``r_t`` of every token of one layer, ``[H, S]`` in the dtype of ``keys``.
 
     Args:
-        scorer: ``"recency"``, ``"key norm"`` or what :func:`read_scorer` returns.
+        scorer: ``"recency"``, ``"key norm"`` or the result of :func:`read_scorer`.
         layer: layer index.
         keys: ``[H, S, D]`` as cached (after QK-norm and RoPE).
         values: ``[H, S, D]``.
         window: ``w``, the delay of a delayed readout.
-        hidden: ``[S, E]``, what goes into attention. channel: ``[H, S]``, the last channel of each KV head's first query,
-            before RoPE. For gates.
-        begins: the first token that a recurrent scorer takes in.
+        hidden: ``[S, E]``, input of the attention block, for gates.
+        channel: ``[H, S]``, last channel of each KV head's first query, before RoPE, for gates.
+        begins: first token that a recurrent scorer processes.
 
     Returns:
-        Scores; NaN where none exists (a delayed readout has none for ``t > S - 1 - window``, no recurrent scorer any for
-        ``t < begins``).
+        Scores; NaN where undefined. A delayed readout has none for ``t > S - 1 - window``, a recurrent scorer
+        none for ``t < begins``.
     """
     if scorer == RECENCY:
         positions = torch.arange(keys.shape[1], dtype=keys.dtype)
         return positions.expand(keys.shape[0], -1).clone()
     if scorer == KEY_NORM:
         norm = keys.double().square().sum(-1).sqrt()
-        return -norm.float().to(keys.dtype)  # score words are float32: norms that are one there tie
+        return -norm.float().to(keys.dtype)  # scores are stored in float32, so norms that are equal there tie
     config = scorer["config"]
     params = {name: t.to(keys.dtype) for name, t in scorer["layers"][layer].items()}
     if config["scorer"] == "trimkv":
@@ -97,7 +97,7 @@ def raw_scores(
 def _log_beta(
     params: dict, config: dict, hidden: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
 ) -> torch.Tensor:
-    """TRIM-KV's gate: the log of ``beta = 1 / (1 + exp(-a))``, ``[H, S]``."""
+    """Return TRIM-KV's gate, the log of ``beta = 1 / (1 + exp(-a))``, ``[H, S]``."""
     x = hidden
     if config["reads"] == "kv":
         pairs = [part[head] for head in range(len(keys)) for part in (keys, values)]
@@ -113,7 +113,7 @@ def _log_beta(
 
 
 def _keep_logit(params: dict, config: dict, hidden: torch.Tensor, channel: torch.Tensor | None) -> torch.Tensor:
-    """DMS's eviction logit, negated, ``[H, S]``; NaN for a last token whose successor would decide."""
+    """Return DMS's negated eviction logit, ``[H, S]``; NaN for a last token whose successor would decide."""
     read = channel if config["reads"] == "query" else (hidden @ params["weight"].T).T
     score = -(config["scale"] * read + params["bias"][:, None])
     if config["shifted"]:
@@ -122,7 +122,7 @@ def _keep_logit(params: dict, config: dict, hidden: torch.Tensor, channel: torch
 
 
 def _headwise(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
-    """``w_h . x_t + b_h``: ``[H, S, N]``, ``[H, N]``, ``[H]`` -> ``[H, S]``."""
+    """Return ``w_h . x_t + b_h``: ``[H, S, N]``, ``[H, N]``, ``[H]`` -> ``[H, S]``."""
     return torch.einsum("hsn,hn->hs", x, weight) + bias[:, None]
 
 
@@ -133,7 +133,7 @@ def _mlp_scores(params: dict, x: torch.Tensor) -> torch.Tensor:
 
 
 def _features(kind: str, a: torch.Tensor) -> torch.Tensor:
-    """Positive feature map over the last axis: ``[.., F] -> [.., P]``."""
+    """Return the positive features of the last axis: ``[.., F] -> [.., P]``."""
     if kind == "softmax":
         return torch.softmax(a, dim=-1)
     if kind == "hedgehog":
@@ -146,7 +146,10 @@ def _softcap(a: torch.Tensor, cap: float | None) -> torch.Tensor:
 
 
 def mlstm_inputs(params: dict, config: dict, x: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What the recurrence consumes: ``q~, k~ [H, S, P]``, ``v~ [H, S, Dv]``, ``log i, log f [H, S]``."""
+    """Return the inputs of the recurrence.
+
+    They are ``q~, k~ [H, S, P]``, ``v~ [H, S, Dv]`` and ``log i, log f [H, S]``.
+    """
     kind, cap = config["feature_map"], config["gate_softcap"]
     query = _features(kind, torch.einsum("hsn,hnf->hsf", x, params["q_proj"]))
     key = _features(kind, torch.einsum("hsn,hnf->hsf", x, params["k_proj"]))
@@ -161,10 +164,10 @@ def mlstm_inputs(params: dict, config: dict, x: torch.Tensor, values: torch.Tens
 def _mlstm_scores(
     params: dict, config: dict, x: torch.Tensor, values: torch.Tensor, window: int, begins: int
 ) -> torch.Tensor:
-    """Plain recurrence, one token after the other from token ``begins`` on (KVpop, eqs. 10 and 11).
+    """Return the scores of the plain recurrence from token ``begins`` on (KVpop, eqs. 10 and 11).
 
-    ``C [H, P, Dv]`` and ``z [H, P]`` are kept divided by ``exp(m)``, ``m [H]`` being the running
-    maximum of the log weights.
+    ``C [H, P, Dv]`` and ``z [H, P]`` are stored divided by ``exp(m)``, where ``m [H]`` is the running maximum
+    of the log weights.
     """
     query, key, value, log_i, log_f = mlstm_inputs(params, config, x, values)
     heads, length, width = query.shape
@@ -191,9 +194,9 @@ def _mlstm_scores(
 
 
 def mlstm_head(params: dict, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Score of one readout, ``h [H, Dv]`` and ``x [H, 2D]`` -> ``[H]``.
+    """Return the score of one readout, ``h [H, Dv]`` and ``x [H, 2D]`` -> ``[H]``.
 
-    Optional parts act when their tensor is present: RMS norm per head, skip from ``x``.
+    Optional parts apply if their tensor is present: RMS norm per head, skip connection from ``x``.
     """
     if "norm.weight" in params:
         h = h / torch.sqrt((h * h).mean(-1, keepdim=True) + 1e-6) * params["norm.weight"]

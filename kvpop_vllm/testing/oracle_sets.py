@@ -1,7 +1,7 @@
 """Retained sets, query by query with a sort; part of the naive oracle.
 
-A retained set is a boolean array ``visible [H, S, S]``: ``visible[h, q, t]`` says that query ``q``
-of KV head ``h`` sees token ``t``. Priorities are numpy float64 throughout.
+A retained set is a boolean array ``visible [H, S, S]``: ``visible[h, q, t]`` is True if query ``q`` of KV
+head ``h`` sees token ``t``. Priorities are numpy float64 throughout.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ import numpy as np
 
 
 def _effective(raw: np.ndarray, t: int, q: int, step: int, log_gamma: float, ages: bool = False) -> float:
-    """Score of token ``t`` as query ``q`` ranks it (KVpop, eq. 18; with ``ages``, the log of TRIM-KV's ``beta_t^(q - t)``)."""
+    """Return the effective score of token ``t`` at query ``q`` (KVpop, eq. 18).
+
+    With ``ages`` it is the log of TRIM-KV's ``beta_t^(q - t)``.
+    """
     if ages:
         return (q - t) * float(raw[t])
     return float(raw[t]) + math.floor((q - t) / step) * log_gamma
 
 
 def _base_row(length: int, q: int, sinks: int, window: int) -> np.ndarray:
-    """Sinks and protected window of query ``q`` as a boolean row ``[S]``."""
+    """Return sinks and window of query ``q`` as a boolean row ``[S]``."""
     t = np.arange(length)
     return (t <= q) & ((t < sinks) | (t > q - window))
 
@@ -35,15 +38,17 @@ def retained_sets(
     ages: bool = False,
     threshold: float | None = None,
 ) -> np.ndarray:
-    """Make the set of tokens that each query sees under the online rule: what is evicted never returns.
+    """Return the set of tokens that each query sees under the online rule: an evicted token never returns.
 
     Args:
         scores: raw scores ``[H, S]``; NaN allowed where a token is never ranked.
         log_gamma: one decay per head, in nats per ``step`` positions.
-        sinks, window, topk: ``s``, ``w``, ``k``; k of each head, where they differ.
+        sinks: ``s``.
+        window: ``w``.
+        topk: ``k``, or k of each head if they differ.
         step: ``n`` of the decay.
-        ages: a token's score counts as often as it is old, and nothing else decays.
-        threshold: a token with a lower score is dropped when it leaves the window, whatever room there is.
+        ages: True if a token's score is multiplied by its age, without any other decay.
+        threshold: a token with a lower score is evicted when it leaves the window, even if slots are free.
 
     Returns:
         Boolean ``[H, S, S]``.
@@ -65,7 +70,7 @@ def retained_sets(
 def _best(
     raw: np.ndarray, candidates: list[int], q: int, topk: int, step: int, log_gamma: float, ages: bool = False
 ) -> list[int]:
-    """The ``topk`` best candidates at ``q``; of equal scores the newer is better."""
+    """Return the ``topk`` best candidates at ``q``; of equal scores the newer token is better."""
     if len(candidates) <= topk:
         return candidates
     worst_first = sorted(candidates, key=lambda t: (_effective(raw, t, q, step, log_gamma, ages), t))
@@ -75,10 +80,10 @@ def _best(
 def retained_sets_static(
     scores: np.ndarray, log_gamma: Sequence[float], sinks: int, window: int, topk: int
 ) -> np.ndarray:
-    """The same for ``n = 1``, stated otherwise: top-k of all that was ever eligible.
+    """Return the retained sets for ``n = 1`` by a second definition.
 
-    Ranks by the static priority ``r_t - t log gamma`` (KVpop, eqs. 19, 20 and 26) and
-    keeps no memory from one query to the next.
+    A query sees the top k of all tokens that were ever eligible. Tokens are ranked by the static priority
+    ``r_t - t log gamma`` (KVpop, eqs. 19, 20 and 26), and nothing is stored from one query to the next.
     """
     heads, length = scores.shape
     visible = np.zeros((heads, length, length), dtype=bool)
@@ -95,9 +100,9 @@ def retained_sets_static(
 def retained_sets_instantaneous(
     scores: np.ndarray, log_gamma: Sequence[float], sinks: int, window: int, topk: int, step: int
 ) -> np.ndarray:
-    """Top-k of all that was ever eligible, by effective score: *not* the definition for ``n > 1``.
+    """Return the top k of all tokens that were ever eligible, by effective score.
 
-    Here only to show that the online rule is another one.
+    This is *not* the definition for ``n > 1``. It only serves to show that the online rule differs.
     """
     heads, length = scores.shape
     visible = np.zeros((heads, length, length), dtype=bool)
@@ -122,18 +127,20 @@ def decision_margins(
     threshold: float | None = None,
     held: int = 0,
 ) -> np.ndarray:
-    """Margin of every eviction decision in given retained sets, ``[H, S]`` float64.
+    """Return the margin of every eviction decision in given retained sets, ``[H, S]`` float64.
 
-    At ``q`` it is the lowest effective score among the kept candidates minus the best victim's: zero
-    for a tie, *negative* where ``scores`` would have evicted another token, ``inf`` where there was
-    nothing to decide. So sets made elsewhere can be judged one decision after the other, without
-    one near-tie spoiling every later comparison. With ``ages`` it is divided by the best victim's age, and so in the
-    units of raw scores. With a ``threshold`` the smallest of all that was decided: that a token passed it, or that a
-    victim either did not or was the lowest. Before query ``held`` nothing is decided.
+    At ``q`` it is the lowest effective score among the retained candidates minus that of the best evicted
+    one. It is zero for a tie, *negative* where ``scores`` would have evicted another token, and ``inf`` where
+    nothing was decided. Sets from another source can so be judged one decision at a time, and one near-tie
+    does not affect later comparisons.
+
+    With ``ages`` the margin is divided by the age of the best evicted token, which gives the units of raw
+    scores. With a ``threshold`` it is the smallest margin of all decisions: that a token passed it, or that
+    an evicted one failed it or was the lowest. Before query ``held`` nothing is decided.
 
     Raises:
-        ValueError: the sets cannot come from this budget (sinks or window missing, a future or
-            evicted token seen, a token lost while there was room, too many tokens lost at once).
+        ValueError: the sets cannot result from this budget (sinks or window missing, a future or evicted
+            token seen, a token evicted while slots were free, too many tokens evicted at once).
     """
     heads, length = scores.shape
     scores = scores.astype(np.float64)
@@ -173,7 +180,10 @@ def _threshold_margin(
     topk: int,
     threshold: float,
 ) -> float:
-    """Smallest margin of a decision with a threshold that ``new`` tokens had to pass; ``inf`` where nothing was decided."""
+    """Return the smallest margin of a decision with a threshold that ``new`` tokens had to pass.
+
+    It is ``inf`` where nothing was decided.
+    """
     margins = [float(raw[t]) - threshold for t in new & now]
     lowest = min((effective[t] for t in now), default=math.inf) if len(now) == topk and topk > 0 else -math.inf
     for t in lost:
@@ -185,8 +195,10 @@ def _threshold_margin(
 def best_lost(
     visible: np.ndarray, scores: np.ndarray, log_gamma: Sequence[float], step: int = 1, ages: bool = False
 ) -> np.ndarray:
-    """Of the tokens that are seen at ``q - 1`` and no more at ``q``, the one of highest effective score; -1 where there is
-    none. ``[H, S]`` int64."""
+    """Return the token with the highest effective score among those seen at ``q - 1`` but not at ``q``.
+
+    The result is ``[H, S]`` int64, -1 where there is none.
+    """
     heads, length = scores.shape
     best = np.full((heads, length), -1, dtype=np.int64)
     for h in range(heads):
@@ -198,7 +210,11 @@ def best_lost(
 
 
 def _long_range(row: np.ndarray, h: int, q: int, sinks: int, window: int) -> set[int]:
-    """Visible tokens of one query that are neither sink nor window; checks that those are there."""
+    """Return the visible tokens of one query that are neither sinks nor in the window.
+
+    Raises:
+        ValueError: sinks or window tokens are missing, or a future token is visible.
+    """
     base = _base_row(len(row), q, sinks, window)
     if (base & ~row).any() or row[q + 1 :].any():
         raise ValueError(f"head {h}, query {q}: sinks or window missing, or the future visible")

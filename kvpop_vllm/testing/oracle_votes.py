@@ -1,4 +1,4 @@
-"""A prompt compressed once at its end by its last queries' votes; part of the naive oracle."""
+"""Prompts compressed once at their end by the votes of their last queries; part of the naive oracle."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ import torch
 
 QUERIES, NEIGHBOURS = 32, 5
 _LEAST = 2.0**-126
-"""A vote of 0 counts as this."""
+"""Lower bound of a vote, so that its logarithm is finite."""
 
 
 def vote_scores(query: torch.Tensor, key: torch.Tensor, prompt: int, window: int) -> torch.Tensor:
-    """``r_t [H, S]`` in the dtype of ``key``: the logarithm of the votes of a prompt's token, 0 of its last ``window`` tokens and of
-    those that come later.
+    """Return ``r_t [H, S]`` in the dtype of ``key``: the logarithm of the votes of prompt tokens.
+
+    The score is 0 for the last ``window`` tokens of the prompt and for later tokens.
 
     Args:
-        query: ``[H * G, S, D]``. key: ``[H, S, D]``.
+        query: ``[H * G, S, D]``.
+        key: ``[H, S, D]``.
+        prompt: number of prompt tokens.
+        window: ``w``.
     """
     heads, length, size = key.shape
     group, voters = len(query) // heads, min(QUERIES, window, prompt)
@@ -36,13 +40,18 @@ def vote_scores(query: torch.Tensor, key: torch.Tensor, prompt: int, window: int
 
 
 def divided_slots(scores: np.ndarray, prompt: int, sinks: int, window: int, topk: int) -> tuple[list[int], float]:
-    """Long-range slots of each head where heads divide ``H * topk`` by their scores (Ada-KV), and the margin of that: the score of
-    the worst token that got in by comparison with other heads' less that of the best that did not, infinite where nothing is compared.
+    """Return the long-range slots of each head if heads divide ``H * topk`` by their scores (Ada-KV).
 
-    A fifth of the budget is every head's own, that of sinks and window included.
+    The second result is a margin: the score of the worst token that was selected by comparison across heads,
+    minus that of the best one that was not. It is infinite if nothing is compared. A fifth of the budget is
+    reserved for every head, including its sinks and window.
 
     Args:
-        scores: ``[H, S]``, of the prompt's tokens the logarithms of their votes.
+        scores: ``[H, S]``, for prompt tokens the logarithms of their votes.
+        prompt: number of prompt tokens.
+        sinks: ``s``.
+        window: ``w``.
+        topk: mean ``k`` of the heads.
     """
     heads, budget = len(scores), sinks + window + topk
     tokens = range(sinks, prompt - window)
@@ -61,7 +70,7 @@ def divided_slots(scores: np.ndarray, prompt: int, sinks: int, window: int, topk
 
 
 def held_until(visible: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Retained sets ``[H, S, S]`` in which every query of the prompt sees all tokens before it."""
+    """Return retained sets ``[H, S, S]`` in which every query of the prompt sees all tokens before it."""
     length = visible.shape[-1]
     whole = torch.ones(length, length, dtype=torch.bool).tril().expand_as(visible)
     return torch.where((torch.arange(length) < prompt).view(1, -1, 1), whole, visible)

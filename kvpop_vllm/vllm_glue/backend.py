@@ -1,4 +1,4 @@
-"""The attention backend of engines with a policy. Imported only by those."""
+"""Attention backend of engines with a policy, imported only by those."""
 
 from __future__ import annotations
 
@@ -40,8 +40,10 @@ logger = init_logger("vllm.kvpop_vllm")
 
 
 class FixedBudgetBackend(AttentionBackend):
-    """Stock CPU attention's stand-in while a policy is on; :func:`for_config` binds it to one engine. For GPUs see
-    :mod:`kvpop_vllm.vllm_glue.cuda_backend`."""
+    """Replacement of vLLM's CPU attention while a policy is on; :func:`for_config` binds it to one engine.
+
+    For GPUs see :mod:`kvpop_vllm.vllm_glue.cuda_backend`.
+    """
 
     policy: ClassVar = None
     block_slots: ClassVar[int] = BLOCK_SLOTS
@@ -52,30 +54,41 @@ class FixedBudgetBackend(AttentionBackend):
 
     @staticmethod
     def get_name() -> str:
+        """Return the name of the backend that this one replaces."""
         return "CPU_ATTN"
 
     @classmethod
     def get_supported_kernel_block_sizes(cls, kv_cache_spec=None):
+        """Return the block sizes that the kernels take: multiples of 16."""
         return [MultipleOf(16)]
 
     @classmethod
     def supported_kv_cache_layouts(cls):
+        """Return the cache layouts that the kernels take."""
         return (KVCacheLayout.LBHNC,)
 
     @classmethod
     def supports_kv_connector(cls) -> bool:
+        """Return False: KV connectors are refused."""
         return False
 
     @staticmethod
     def get_impl_cls():
+        """Return the implementation class."""
         return FixedBudgetImpl
 
     @staticmethod
     def get_builder_cls():
+        """Return the metadata builder class."""
         return FixedBudgetMetadataBuilder
 
     @classmethod
     def customize_spec(cls, spec):
+        """Return the cache spec of a layer with full attention.
+
+        Raises:
+            ConfigError: the layer is of another kind.
+        """
         if type(spec).__name__ != "FullAttentionSpec":
             raise ConfigError(
                 f"--kv-policy {cls.policy.settings.policy} cannot serve layers of kind {type(spec).__name__}: leave --kv-policy out"
@@ -101,30 +114,40 @@ class FixedBudgetBackend(AttentionBackend):
 
     @classmethod
     def shares(cls, num_kv_heads: int) -> Shares | None:
-        """Budgets of this rank's heads, None where all are the same."""
+        """Return the budgets of this rank's heads, or None if all heads have the same."""
         ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
         return cls.policy.checked_shares(heads_of_rank(*ranks, cls.policy.model.num_kv_heads, num_kv_heads))
 
     @classmethod
     def layout(cls, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> PageLayout:
+        """Return the page layout of one layer on this rank."""
         return PageLayout(num_kv_heads, head_size, dtype, cls.block_slots, cls.policy.state_floats)
 
 
 def for_config(vllm_config, base: type[FixedBudgetBackend] = FixedBudgetBackend) -> type[FixedBudgetBackend]:
-    """The backend class of one engine, with its policy and its slots per block."""
+    """Return the backend class of one engine, with its policy and its slots per block."""
     cache = vllm_config.cache_config
     slots = cache.block_size if cache.user_specified_block_size else BLOCK_SLOTS
     return type(base.__name__, (base,), {"policy": engine_policy(vllm_config), "block_slots": slots})
 
 
 def heads_of_rank(rank: int, ranks: int, total: int, held: int) -> slice:
-    """Which of a model's ``total`` KV heads a tensor-parallel rank holds; with more ranks than heads, several the same."""
+    """Return the KV heads that a tensor-parallel rank holds.
+
+    With more ranks than heads, several ranks hold the same head.
+
+    Args:
+        rank: the rank.
+        ranks: number of ranks.
+        total: KV heads of the model.
+        held: KV heads of each rank.
+    """
     first = rank * total // ranks
     return slice(first, first + held)
 
 
 def _log_kernels(like: torch.Tensor) -> None:
-    """Says once which implementations run on tensors as this one; the reference is slow, and nobody should have to guess."""
+    """Log once which implementations run on tensors like this one, because the reference is slow."""
     for op, doing in (("decode_step", "decoding"), ("prefill_chunk", "prefilling")):
         chosen = dispatch.select(op, like)
         if chosen == "reference":
@@ -137,15 +160,28 @@ def _log_kernels(like: torch.Tensor) -> None:
 
 @dataclass
 class FixedBudgetMetadata:
-    """One step's metadata: the batch of all layers or, where heads have unequal shares, how a layer's is made, and the number of
-    its tokens. A layer's own is made anew whenever it asks, so that a CUDA graph holds how, and not what it was."""
+    """Metadata of one engine step.
+
+    A layer's batch is built anew each time it is asked for if heads have unequal shares, so that a CUDA graph
+    records how the batch is built and not its values.
+
+    Attributes:
+        build: builds the batch of one layer from the regions of its pages and its index.
+        num_tokens: tokens of the step.
+        shared: the batch of all layers where heads have equal shares, once built.
+    """
 
     build: Callable[[RegionMap | DividedRegions | None, int], StepBatch]
     num_tokens: int
     shared: StepBatch | None = None
 
     def batch(self, layer: int, regions: RegionMap | DividedRegions | None) -> StepBatch:
-        """Of layer ``layer``; regions: where its pages are, if shares are unequal."""
+        """Return the batch of a layer.
+
+        Args:
+            layer: index of the layer.
+            regions: location of the layer's pages if shares are unequal, else None.
+        """
         if regions is not None:
             return self.build(regions, layer)
         if self.shared is None:
@@ -154,7 +190,7 @@ class FixedBudgetMetadata:
 
 
 class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
-    """Asks the runner to put one-token requests first and splits the batch there."""
+    """Metadata builder that has the runner put one-token requests first, and splits the batch there."""
 
     reorder_batch_threshold = 1
 
@@ -166,16 +202,19 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.unequal, self.protect = kv_cache_spec.shares is not None or kv_cache_spec.divides, kv_cache_spec.protect
         self.compresses = backend.policy.compresses
         self.draws, self.seed = backend.policy.draws, vllm_config.model_config.seed
-        # set before each build: [requests] int64, tokens of each prompt and the request's own seed; what each asked for
+        # Set before each build: prompt lengths and seeds of the requests, both ``[requests]`` int64, and the
+        # options that each request asked for.
         self.prompts = self.seeds = None
         self.asked: list[RequestCache | None] = []
         step_requests.apply()
 
     def sizes(self, requests: int) -> Sizes:
-        """Return what the requests of the step have, or as many of them as the model runner has told of: others are padding.
+        """Return the sizes of the step's requests.
+
+        They cover as many requests as the model runner has described; all further ones are padding.
 
         Raises:
-            RuntimeError: the model runner does not say what they asked for.
+            RuntimeError: the model runner does not pass what requests asked for.
         """
         if self.prompts is None:
             raise RuntimeError("this model runner does not say what requests ask for: leave --worker-cls out")
@@ -197,6 +236,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         return Sizes(protected, budgets, windows, seeds, self.compresses)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
+        """Return the metadata of a step from vLLM's common metadata."""
         common = common_attn_metadata
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
@@ -207,7 +247,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
     def finish(
         self, build: Callable[[RegionMap | DividedRegions | None, int], StepBatch], num_tokens: int
     ) -> FixedBudgetMetadata:
-        """Metadata of a step, with the batch that all layers share if there is one."""
+        """Return a step's metadata, with the shared batch already built if all heads have equal shares."""
         metadata = FixedBudgetMetadata(build, num_tokens)
         if not self.unequal:
             metadata.batch(0, None)
@@ -215,7 +255,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
 
 
 class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
-    """One layer."""
+    """Attention of one layer."""
 
     def __init__(
         self,
@@ -256,7 +296,11 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         self._pages = None
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
-        """Builds the layer's rule; a scorer's tensors are there by now."""
+        """Build the layer's rule; a scorer's tensors have been loaded by then.
+
+        Raises:
+            RuntimeError: the rule has other slot roles than the policy's retention.
+        """
         context = self.vllm_config.compilation_config.static_forward_context
         name = next(n for n, layer in context.items() if getattr(layer, "impl", None) is self)
         ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
@@ -278,10 +322,10 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         _log_kernels(torch.empty(0, self.head_size, dtype=act_dtype, device=device))
 
     def _add_gate(self, layer: int, heads: slice) -> None:
-        """Puts the layer's gate where its attention module looks for it.
+        """Add the layer's gate to its attention module.
 
         Raises:
-            ConfigError: the module is none that hands over what a gate sees.
+            ConfigError: the module does not pass what a gate reads.
         """
         if self.gates is None:
             raise ConfigError(
@@ -307,8 +351,20 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         output_block_scale=None,
         given=None,
     ):
-        """query ``[T, Hq, D]``, key, value ``[T, H, D]``, kv_cache ``[blocks, H, N, C / itemsize]``, given ``[T, H]`` of a
-        policy with a gate -> output ``[T, Hq, D]``."""
+        """Write the layer's attention to ``output`` and return it.
+
+        Args:
+            layer: vLLM's attention layer, unused.
+            query: ``[T, Hq, D]``.
+            key: ``[T, H, D]``.
+            value: ``[T, H, D]``.
+            kv_cache: ``[blocks, H, N, C / itemsize]``.
+            attn_metadata: metadata of the step, None in a profiling run.
+            output: ``[T, Hq, D]``.
+            output_scale: unused.
+            output_block_scale: unused.
+            given: ``[T, H]`` float32, gate scores of a policy with a gate, else None.
+        """
         if attn_metadata is None:  # profiling run
             return output.fill_(0)
         n = attn_metadata.num_tokens
@@ -318,22 +374,37 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         return output
 
     def attend(self, q, k, v, pages: Pages, batch: StepBatch, out, given, blocks: Pages) -> None:
-        """Run a step, whose tokens all tensors but ``given`` end with; blocks: the layer's pages by block."""
+        """Run one step.
+
+        Args:
+            q: ``[n, Hq, D]``, for the n tokens of the step.
+            k: ``[n, H, D]``.
+            v: ``[n, H, D]``.
+            pages: the layer's pages, by block or by region.
+            batch: the step's batch.
+            out: ``[n, Hq, D]``, overwritten.
+            given: ``[T, H]`` float32 gate scores with T >= n, or None.
+            blocks: the layer's pages by block.
+        """
         given = None if given is None else given[: len(q)]
         if self.policy.shifted:
             given = shift(given, pages, batch, self.attention.rule.sinks)
         self.attention.forward(q, k, v, pages, batch, out, given, blocks)
 
     def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | DividedRegions | None, Pages]:
-        """Return typed views of this layer's cache or, where heads have unequal shares, by region with what tells where pages are,
-        and the layer's own by block; made once per allocation."""
+        """Return typed views of this layer's cache, made once per allocation.
+
+        Returns:
+            The pages, by region if heads have unequal shares; the regions, or None; the layer's own pages by
+            block.
+        """
         key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
         if self._pages is None or self._pages[0] != key:
             self._pages = key, self._view(kv_cache), weakref.ref(kv_cache, _forget_pages_of(weakref.ref(self)))
         return self._pages[1]
 
     def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | DividedRegions | None, Pages]:
-        """View its storage, so that the tensor is freed when vLLM lets go of it."""
+        """View the storage of the cache; the tensor itself is freed when vLLM drops it."""
         layout, blocks = dataclasses.replace(self.attention.layout, dtype=kv_cache.dtype), kv_cache.shape[0]
         raw = kv_cache.view(torch.uint8)
         place = raw.storage_offset(), raw.shape, raw.stride()
@@ -348,10 +419,12 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
 
 
 def _forget_pages_of(impl):
-    """What is called when a cache is gone: vLLM makes one to measure CUDA graphs, and drops it before the real one.
+    """Return a callback that forgets a layer's pages when their cache is freed.
+
+    vLLM allocates a cache to measure CUDA graphs, and frees it before it allocates the real one.
 
     Args:
-        impl: weak reference to a layer's.
+        impl: weak reference to the layer's implementation.
     """
 
     def gone(cache) -> None:
@@ -363,7 +436,7 @@ def _forget_pages_of(impl):
 
 
 def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:
-    """A rule's and its scorer's tensors into those of the same rule: CUDA graphs have been recorded with these."""
+    """Copy a rule's and its scorer's tensors into those of an equal rule, which CUDA graphs have recorded."""
     target.log_gamma.copy_(source.log_gamma)
     for name, tensor in vars(target.scorer).items() if target.scorer is not None else ():
         if isinstance(tensor, torch.Tensor):
@@ -371,10 +444,14 @@ def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:
 
 
 def _all_layers(kv_cache: torch.Tensor, layer: int) -> torch.Tensor:
-    """The allocation that all layers' caches lie in, one after another; kv_cache: that of layer ``layer``.
+    """Return the allocation that holds the caches of all layers, one after another.
+
+    Args:
+        kv_cache: the cache of layer ``layer``.
+        layer: index of the layer.
 
     Raises:
-        RuntimeError: they do not lie so.
+        RuntimeError: the caches do not lie one after another.
     """
     at = kv_cache.storage_offset() * kv_cache.element_size()
     if not kv_cache.is_contiguous() or at != layer * kv_cache.nbytes:

@@ -1,5 +1,7 @@
-"""How vLLM counts and hands out the blocks of a fixed-budget cache. Importing this module registers it: the engine core
-does so when it unpickles a worker's spec."""
+"""Cache spec and block manager of a fixed-budget cache.
+
+Importing this module registers both. The engine core imports it when it unpickles a worker's spec.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +22,19 @@ from kvpop_vllm.vllm_glue import manager_requests
 logger = init_logger("vllm.kvpop_vllm")
 
 TYPICAL = 1024
-"""Tokens of a prompt, for what is said of concurrency beside vLLM's own line, which is of the worst case."""
+"""Prompt length, in tokens, of the logged concurrency; vLLM's own line is for the worst case."""
 
 
 class FixedBudgetManager(SingleTypeKVCacheManager):
-    """Claims the blocks of a request as it grows: of its protected prefix, which vLLM's prefix cache shares, then of its state
-    and tail, which are its own and bounded."""
+    """Block manager that claims the blocks of a request as it grows.
+
+    It claims blocks of the protected prefix first, which vLLM's prefix cache shares, then those of state and
+    tail, which are private and bounded.
+    """
 
     def __init__(self, kv_cache_spec, *args, **kwargs):
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.requests: dict[str, tuple[int, int]] = {}  # p and B of each
+        self.requests: dict[str, tuple[int, int]] = {}  # p and B of each request
         manager_requests.apply()
         if kv_cache_spec.protect and not kv_cache_spec.votes:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
@@ -38,7 +43,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
 
     def admit(self, request) -> None:
-        """Remember what a request asked for, or else gets."""
+        """Record p and B of a request: those that it asked for, else the server's."""
         spec, asked = self.kv_cache_spec, of_params(request.sampling_params)
         own = protected_tokens(spec.protect, request.num_prompt_tokens), spec.budget
         self.requests[request.request_id] = own if asked is None else (asked.protected, asked.budget)
@@ -61,11 +66,13 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         apply_admission_cap=False,
         prefill_end=0,
     ) -> int:
+        """Return the blocks that a request needs from the pool: missing ones, and evictable ones of a hit."""
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         evictable = self._get_num_evictable_blocks(new_computed_blocks)
         return max(0, self._blocks(request_id, num_tokens) - held) + evictable
 
     def allocate_new_blocks(self, request_id, num_tokens, num_tokens_main_model):
+        """Allocate and return the blocks that a request needs in addition to those that it holds."""
         held = self.req_to_blocks[request_id]
         missing = self._blocks(request_id, num_tokens) - len(held)
         if missing <= 0:
@@ -75,13 +82,16 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         return blocks
 
     def reusable(self, request_id: str) -> int:
-        """Return the tokens of a request's prompt that it may take from the prefix cache: all that are protected but the last, which it
-        computes itself, in an earlier step than that in which the tail begins (the blocks of a hit may be those of a request of the
-        same step); where prompts are compressed, those before the queries that vote."""
+        """Return the number of prompt tokens that a request may take from the prefix cache.
+
+        These are all protected tokens but the last. The request computes the last one itself, in a step
+        before the one in which its tail begins, because the blocks of a hit may be written by another request
+        of the same step. Where prompts are compressed, they are the tokens before the queries that vote.
+        """
         return max(0, self.protected(request_id) - max(1, self.kv_cache_spec.votes))
 
     def remove_skipped_blocks(self, request_id, processed_computed_tokens, num_prompt_tokens=None) -> None:
-        """Give up the prefix of a prompt that has been compressed; full blocks of it stay in the prefix cache."""
+        """Free the prefix of a prompt that has been compressed; its full blocks stay in the prefix cache."""
         prompt = self.protected(request_id)
         if self.kv_cache_spec.votes and 0 < prompt <= processed_computed_tokens:
             self._remove_blocks_in_range(request_id, 0, cdiv(prompt, self.block_size))
@@ -89,6 +99,11 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
     def allocate_external_computed_blocks(
         self, request_id, num_local_computed_tokens, num_external_computed_tokens, record_for_zeroing=True
     ):
+        """Refuse KV blocks from outside.
+
+        Raises:
+            RuntimeError: tokens were computed outside.
+        """
         if num_external_computed_tokens > 0:
             raise RuntimeError("a fixed-budget cache cannot take in KV blocks from outside: remove the KV connector")
 
@@ -98,6 +113,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
         super().cache_blocks(request, prefix, retention_interval, replay_boundaries=replay_boundaries)
 
     def pop_blocks_for_free(self, request_id):
+        """Forget a request and return its blocks."""
         self.requests.pop(request_id, None)
         return super().pop_blocks_for_free(request_id)
 
@@ -105,7 +121,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
     def find_longest_cache_hit(
         cls, block_hashes, max_length, kv_cache_group_ids, block_pool, kv_cache_spec, *args, **kwargs
     ):
-        """Look prefix blocks up as full attention does, whose code takes a spec of its own only."""
+        """Look up prefix blocks as full attention does, whose code takes only a spec of its own."""
         dense = FullAttentionSpec(
             block_size=kv_cache_spec.block_size,
             num_kv_heads=kv_cache_spec.num_kv_heads,
@@ -123,17 +139,31 @@ KVCacheSpecRegistry._ensure_registered()
 @register_kv_cache_spec(manager_class=FixedBudgetManager)
 @dataclass(frozen=True, kw_only=True)
 class FixedBudgetSpec(AttentionSpec):
-    """A layer whose request of n tokens, p of them protected, holds ``cdiv(min(n, p), N)`` prefix blocks and, once n exceeds p,
-    ``state_blocks + cdiv(min(n - p, T), N)`` blocks of its own; T = B - s behind a prefix, B without. Where heads have
-    unequal ``shares``, tails are counted by these, rounded up (:class:`kvpop_vllm.kernels.regions.Shares`).
+    """Cache spec of one layer.
 
-    ``block_size`` is N, slots per block; ``state_content_bytes`` is C, bytes per slot and head; ``protect`` is what
-    ``--kv-protect-prompt`` says, True for whole prompts; ``max_budget`` and ``max_protect`` bound what a request may ask for.
+    A request of n tokens, p of them protected, holds ``cdiv(min(n, p), N)`` prefix blocks and, once n exceeds
+    p, ``state_blocks + cdiv(min(n - p, T), N)`` blocks of its own; T = B - s behind a prefix, B without.
+    Where heads have unequal shares, tails are counted by these, rounded up
+    (:class:`kvpop_vllm.kernels.regions.Shares`).
 
-    Where prompts are compressed at their end, ``votes`` is the number of last queries that vote, and a request of a prompt of p tokens
-    holds its prefix and, from the first of these on, its state; at the prompt's end a tail with B slots as well; from then on no prefix,
-    whose entries in its row of the block table are null blocks. Where its heads ``divide`` their slots (at the end of a prompt longer
-    than the budget), each head's last page may be filled in part.
+    Where prompts are compressed at their end, a request with a prompt of p tokens holds its prefix and, from
+    the first voting query on, its state. At the prompt's end it holds a tail of B slots as well. After that
+    it holds no prefix; the prefix's entries in its row of the block table are null blocks. Where heads divide
+    their slots (at the end of a prompt longer than the budget), each head's last page may be filled in part.
+
+    The inherited fields ``block_size`` and ``state_content_bytes`` are N, slots per block, and C, bytes per
+    slot and head.
+
+    Attributes:
+        budget: B of the server.
+        sinks: s.
+        state_blocks: blocks of state per request.
+        protect: value of ``--kv-protect-prompt``, True for whole prompts.
+        max_budget: largest budget that a request may ask for.
+        max_protect: most prompt tokens that a request may ask to protect, True for whole prompts.
+        votes: number of last queries that vote where prompts are compressed, else 0.
+        divides: True if heads divide a layer's slots.
+        shares: budgets of all heads where they are unequal, else None.
     """
 
     budget: int
@@ -147,8 +177,13 @@ class FixedBudgetSpec(AttentionSpec):
     shares: Shares | None = None
 
     def blocks(self, length: int, protected: int = 0, budget: int | None = None) -> int:
-        """Return the blocks of a request of ``length`` tokens, the first ``protected`` of them never evicted, with this budget or
-        the server's. Entries of a dropped prefix are counted among them."""
+        """Return the number of blocks of a request, entries of a dropped prefix included.
+
+        Args:
+            length: tokens of the request.
+            protected: p, tokens of its protected prefix.
+            budget: B of the request; default: the server's.
+        """
         prefix, own = cdiv(min(length, protected), self.block_size), length - protected
         sinks = self.sinks if protected else 0
         if self.votes and protected:
@@ -165,21 +200,28 @@ class FixedBudgetSpec(AttentionSpec):
         return prefix + self.state_blocks + cdiv(min(own, (budget or self.budget) - sinks), self.block_size)
 
     def most_blocks(self, length: int) -> int:
-        """Return the most blocks that a request of ``length`` tokens can hold, whatever its prompt and what it asks for."""
-        if self.votes:  # at the end of a prompt that is all of it
+        """Return the most blocks that a request of ``length`` tokens can hold.
+
+        The prompt may have any length up to ``length``, and the request may ask for anything that is allowed.
+        """
+        if self.votes:  # the most is at the end of a prompt of this length
             return self.blocks(length, length, self.max_budget)
-        longest = protected_tokens(self.max_protect, length)  # a prompt may be all of it
+        longest = protected_tokens(self.max_protect, length)  # a prompt may have this length
         prompts = worst_prompts(longest, length, self.block_size)
         return max(self.blocks(length, protected, self.max_budget) for protected in prompts)
 
     def max_memory_usage_bytes(self, vllm_config) -> int:
+        """Return the bytes of a request's worst case, at max-model-len."""
         return self.most_blocks(vllm_config.model_config.max_model_len) * self.page_size_bytes
 
     def max_num_blocks_per_req(self, vllm_config, max_len: int) -> int:
-        # Model runner V1 computes a slot mapping for every position from this row, without bounds checks; the mapping is
-        # not used here, but a row narrower than the positions would make it read a neighbour's.
+        """Return the width of a request's row in the block table."""
+        # Model runner V1 computes a slot mapping for every position from this row, without bounds checks. The
+        # mapping is not used here, but with a row narrower than the positions the runner would read the next
+        # row.
         return max(cdiv(max_len, self.block_size), self.most_blocks(max_len))
 
     @property
     def prefix_cacheable(self) -> bool:
+        """Return whether any request may have prefix blocks that can be shared."""
         return bool(self.max_protect)

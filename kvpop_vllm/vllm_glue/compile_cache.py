@@ -1,7 +1,8 @@
-"""Reuse of compiled models on CPU: two wrappers, listed with their reasons in :mod:`kvpop_vllm.vllm_glue.patches`.
+"""Reuse of compiled models on a CPU, by two wrappers listed in :mod:`kvpop_vllm.vllm_glue.patches`.
 
-vLLM saves what it compiled under its cache folder. On CPU, where it compiles with torch's own inductor backend, loading
-fails in 0.32 (``'function' object has no attribute 'finalize_loading'``) and every start compiles anew.
+vLLM saves compiled models in its cache folder. On a CPU, where it compiles with torch's own inductor backend,
+loading them fails in 0.32 (``'function' object has no attribute 'finalize_loading'``), so every start
+compiles again.
 """
 
 from __future__ import annotations
@@ -17,7 +18,10 @@ _HOOK = "finalize_loading"
 
 
 def apply() -> None:
-    """Wraps loading and key of the cache; called where an engine with a policy picks its backend, may be called again."""
+    """Wrap the loading of compiled models and the computation of their cache key.
+
+    Called when an engine with a policy selects its backend. May be called more than once.
+    """
     wrap("vllm.compilation.decorators:_try_load_aot_compiled_fn", _try_load)
     wrap("vllm.compilation.caching:aot_compile_hash_factors", _hash_factors)
 
@@ -34,7 +38,11 @@ def _try_load(original):
 
 @contextmanager
 def _nothing_to_finalize():
-    """Torch's artefact is complete once it is unpickled: the step vLLM's own backend needs does nothing for it."""
+    """Give torch's compiled artefact an empty ``finalize_loading`` method while the context is open.
+
+    vLLM calls this method for artefacts of its own backend. Torch's artefact is complete once it is
+    unpickled.
+    """
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable as artefact
 
     lend = not hasattr(artefact, _HOOK)

@@ -1,4 +1,4 @@
-"""An engine with a policy on NVIDIA GPUs: what its config must say, and what it cannot have. Imports no kernel."""
+"""Checks and settings for an engine with a policy on NVIDIA GPUs; imports no kernel."""
 
 from __future__ import annotations
 
@@ -9,23 +9,30 @@ from typing import Any
 from kvpop_vllm.config import ConfigError
 
 BACKEND = "kvpop_vllm.vllm_glue.select.CudaBackend"
-"""What vLLM's backend CUSTOM is registered as."""
+"""Path that vLLM's backend CUSTOM is registered with."""
 ATTENTION_OP = "kvpop_vllm::attention_with_given"
-"""The op of :mod:`kvpop_vllm.vllm_glue.gated_attention`."""
+"""Name of the op of :mod:`kvpop_vllm.vllm_glue.gated_attention`."""
 ONE_BY_ONE = 1024
-"""Tokens of a step at most where a prompt's are done one by one, by about eight launches a layer each: some 15 ms a token for 36
-layers, when vLLM's workers have 300 s to answer, and requests that are decoded wait as long."""
+"""Maximum number of tokens in a step where prompts are prefilled token by token.
+
+A token then takes about eight launches a layer, some 15 ms for 36 layers. vLLM's workers have 300 s to
+answer, and requests in decoding wait for the whole step.
+"""
 _WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker")
 
 
 def prepare(vllm_config: Any, policy: Any) -> None:
-    """Has the engine choose our backend, run our attention op outside of piecewise graphs, and schedule no steps of minutes.
+    """Configure an engine for our attention backend on a GPU.
+
+    Select the backend CUSTOM, run the gated attention op outside of piecewise graphs, and bound the tokens of
+    a step where prompts are prefilled token by token.
 
     Args:
-        vllm_config: a ``vllm.config.VllmConfig``. policy: in force.
+        vllm_config: a ``vllm.config.VllmConfig``.
+        policy: the engine's policy.
 
     Raises:
-        ConfigError: one line with every reason against it.
+        ConfigError: one line with every reason why the config cannot be served.
     """
     from vllm.logger import init_logger
     from vllm.v1.attention.backends.registry import AttentionBackendEnum
@@ -37,7 +44,8 @@ def prepare(vllm_config: Any, policy: Any) -> None:
     if policy.gated and splits and ATTENTION_OP not in splits:
         splits.append(ATTENTION_OP)
     scheduler = vllm_config.scheduler_config
-    cuts = scheduler.enable_chunked_prefill and not scheduler.disable_chunked_mm_input  # an image may be longer
+    # an image may be longer than a step
+    cuts = scheduler.enable_chunked_prefill and not scheduler.disable_chunked_mm_input
     if scheduler.max_num_scheduled_tokens is None and cuts and _one_by_one(policy):
         most = max(ONE_BY_ONE, scheduler.max_num_seqs)
         scheduler.max_num_scheduled_tokens = min(most, scheduler.max_num_batched_tokens)
@@ -49,7 +57,10 @@ def prepare(vllm_config: Any, policy: Any) -> None:
 
 
 def _one_by_one(policy: Any) -> bool:
-    """Whether prompts are prefilled token by token: of a rule, without a scorer's file where there is one."""
+    """Return whether prompts are prefilled token by token.
+
+    Only the rule of a gated policy is built for this, because no other one depends on the files of a scorer.
+    """
     from kvpop_vllm.policies.base import Order
 
     if policy.order is Order.COUPLED or policy.corrects:
@@ -84,7 +95,10 @@ def _reasons(vllm_config: Any, policy: Any) -> Iterator[tuple[bool, str]]:
 
 
 def _ops_without_kernels(model: Any) -> list[str]:
-    """Ops of serving that would be left to the reference, which waits for the device at every step."""
+    """Return the serving ops without a Triton kernel for this model.
+
+    They would run as the reference, which waits for the device at every step.
+    """
     from kvpop_vllm.kernels.dispatch import TRITON_DTYPES, TRITON_LARGEST_HEAD
 
     size = model.get_head_size()

@@ -1,4 +1,4 @@
-"""The attention backend on NVIDIA GPUs: :mod:`kvpop_vllm.vllm_glue.backend` with metadata that a CUDA graph can hold."""
+"""Attention backend on NVIDIA GPUs: :mod:`kvpop_vllm.vllm_glue.backend` with CUDA-graph-safe metadata."""
 
 from __future__ import annotations
 
@@ -30,43 +30,52 @@ _REASONS = {
     "compute capability not supported": "kernels are for GPUs from compute capability 8.0 on",
     "batch invariance not supported": "unset VLLM_BATCH_INVARIANT",
 }
-"""What a reason of vLLM's asks of the user; for others the answer is to leave the policy out."""
+"""Change that removes one of vLLM's reasons; for any other reason the policy must be left out."""
 
 
 class CudaBackend(FixedBudgetBackend):
-    """Chosen as the backend CUSTOM. vLLM looks a backend that it has chosen up again by :meth:`full_cls_name`."""
+    """Attention backend that vLLM selects as CUSTOM.
+
+    vLLM looks a selected backend up again by :meth:`full_cls_name`.
+    """
 
     supported_dtypes: ClassVar[list] = [torch.float16, torch.bfloat16, torch.float32]
     supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
 
     @staticmethod
     def get_name() -> str:
+        """Return the name under which vLLM selects this backend."""
         return "CUSTOM"
 
     @classmethod
     def full_cls_name(cls) -> tuple[str, str]:
+        """Return module and name of the registered path, which resolves to this class."""
         module, _, name = cuda.BACKEND.rpartition(".")
         return module, name
 
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
+        """Return the head sizes that the kernels take."""
         return list(SUPPORTED_HEAD_SIZES)
 
     @classmethod
     def supports_compute_capability(cls, capability) -> bool:
+        """Return whether the kernels run on a GPU of this compute capability."""
         return capability.major >= 8
 
     @staticmethod
     def get_impl_cls():
+        """Return the implementation class."""
         return CudaImpl
 
     @staticmethod
     def get_builder_cls():
+        """Return the metadata builder class."""
         return CudaMetadataBuilder
 
     @classmethod
     def validate_configuration(cls, *args, **kwargs) -> list[str]:
-        """One line, or none: vLLM's reasons with what to change."""
+        """Return vLLM's reasons against this backend as one line with what to change, or nothing."""
         if not (reasons := super().validate_configuration(*args, **kwargs)):
             return []
         changes = [f"{reason}: {_REASONS.get(reason, 'leave --kv-policy out')}" for reason in reasons]
@@ -74,15 +83,23 @@ class CudaBackend(FixedBudgetBackend):
 
 
 class CudaImpl(FixedBudgetImpl):
-    """One layer, whose kernels allocate as they run: vLLM's profiling run, which has no cache yet, is to see how much."""
+    """Attention of one layer, which runs the largest steps in vLLM's profiling run.
+
+    The kernels allocate as they run. The profiling run comes before there is a cache and must see how much
+    they allocate.
+    """
 
     def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, given=None, **more):
+        """Write the layer's attention to ``output`` and return it.
+
+        In a profiling run, run the largest steps first.
+        """
         if attn_metadata is None and kv_cache.numel() == 0:
             self._rehearse(query, key, value, output, given)
         return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, given=given, **more)
 
     def _rehearse(self, query, key, value, output, given) -> None:
-        """Runs the largest steps that can come; what they write is overwritten, or thrown away."""
+        """Run the largest possible steps; their results are overwritten or thrown away."""
         attention, budget, scheduler = self.attention, self.policy.max_budget, self.vllm_config.scheduler_config
         query = query[: scheduler.max_num_scheduled_tokens]
         budgets, most = [budget] * self.num_kv_heads, budget
@@ -101,25 +118,27 @@ class CudaImpl(FixedBudgetImpl):
         )
         for pages, batch, n in steps:
             beside = None
-            if batch.prefills and attention.rule.sequential and n == 2:  # two stand for all
-                # each token's and head's output, log-sum-exp, slots in use
+            if batch.prefills and attention.rule.sequential and n == 2:  # two tokens stand for all
+                # for each token and head: its output, log-sum-exp and slots in use
                 beside = query.new_empty(*query.shape[:2], self.head_size + 24 // query.itemsize)
             self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], given, pages)
             del beside
 
 
 class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
-    """Metadata whose tensors stay where they are, filled without waiting for the device.
+    """Metadata builder whose tensors keep their addresses and are filled without waiting for the device.
 
-    Full CUDA graphs are declared for batches of one token each alone: in others prefill chunks differ from step to step,
-    and vLLM runs attention outside of its graphs. Positions, slots in use and tables come from the device's own lengths and
-    block table, chunks from the host's, which are exact: speculative decoding, which they may run ahead of, is refused.
+    Full CUDA graphs are declared only for batches of one token per request. In other batches prefill chunks
+    differ from step to step, and vLLM runs attention outside of its graphs. Positions, slots in use and
+    tables come from the device's own lengths and block table. Chunks come from the host's lengths, which are
+    exact because speculative decoding is refused.
 
-    A buffer may be filled for a step while the one before still runs: both, and the kernels that read it, are on one stream.
+    A buffer may be filled for a step while the previous step still runs: both, and the kernels that read the
+    buffer, are on one stream.
 
-    A tail that begins in a row of decodes is begun here, for all layers and before any of them runs, as the step may be a CUDA
-    graph's. All protected tokens of that request have been written by then, by steps before: it has computed the last one itself
-    (:mod:`kvpop_vllm.vllm_glue.manager_requests`).
+    A tail that begins in a decode row is begun here, for all layers and before any of them runs, because the
+    step may be a CUDA graph's. All protected tokens of that request have been written by earlier steps: it
+    has computed the last one itself (:mod:`kvpop_vllm.vllm_glue.manager_requests`).
     """
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
@@ -136,18 +155,21 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             device,
             protected_tokens(kv_cache_spec.max_protect, longest),
         )
-        self.sized = False  # some row has a budget of its own
+        self.sized = False  # whether a row of the last step had a budget of its own
         self.may_protect = bool(kv_cache_spec.max_protect)
         if vllm_config.use_v2_model_runner:
             step_requests.apply_v2()
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata | None:
-        """None for a dummy run of longer requests, of which runner V2 makes hundreds before it serves: outputs are 0 then."""
+        """Return the metadata of a step, or None for a dummy run of longer requests, whose outputs are 0.
+
+        Runner V2 makes hundreds of such dummy runs before it serves.
+        """
         common = common_attn_metadata
         split = Split.of(common.query_start_loc_cpu.tolist())
         lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks or self.may_protect else []
         if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
-            return None  # from position 0 on, and yet past its prompt
+            return None  # a chunk that starts at position 0, yet past its prompt
         table, sizes = common.block_table_tensor, self._told(common)
         self.rows.fill(
             split.decodes, common.seq_lens, table, common.slot_mapping, self._sent(sizes, self.layout.num_kv_heads)
@@ -158,11 +180,14 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer, sizes), split.tokens)
 
     def _told(self, common) -> Sizes:
-        """Return what the rows of a step have; in full where this step or the one before has requests with budgets of their own, for
-        what that had must not stay. Rows that are no request's have the server's budget and protect nothing.
+        """Return the sizes of a step's rows.
+
+        Budgets and windows are given if this step or the previous one has requests with budgets of their own,
+        because values of the previous step must be overwritten. Rows of padding have the server's budget and
+        protect nothing.
 
         Raises:
-            RuntimeError: the model runner does not say what requests ask for.
+            RuntimeError: the model runner does not pass what requests asked for.
         """
         requests, kept, found = common.num_reqs, self.retention, Sizes()
         if self.prompts is not None or any(common.is_prefilling[:requests]):
@@ -187,7 +212,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
 
     @staticmethod
     def _sent(sizes: Sizes, heads: int) -> dict[str, torch.Tensor]:
-        """Return these numbers as :meth:`DecodeRows.fill` takes them."""
+        """Return the sizes as the tensors that :meth:`DecodeRows.fill` takes."""
         pinned = {"device": "cpu", "pin_memory": is_pin_memory_available()}
         dtypes = {"protected": torch.int64, "budgets": torch.int32, "windows": torch.int32}
         found = {name: getattr(sizes, name) for name in dtypes}
@@ -199,7 +224,12 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         return sent
 
     def _begin_tails(self, chosen: list[int], protected: list[int]) -> None:
-        """Begin the tails of rows of decodes in all layers; a row that turns out to be padding has null blocks."""
+        """Begin the tails of decode rows in all layers; a row of padding has null blocks.
+
+        Args:
+            chosen: indices of the rows.
+            protected: tokens of the protected prefix of every row.
+        """
         if not chosen:
             return
         (table, prefix_table), tokens = (

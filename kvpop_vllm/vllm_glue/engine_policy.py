@@ -1,4 +1,4 @@
-"""From a VllmConfig to the policy in force, once per config and process."""
+"""Resolution of a VllmConfig into a policy, once per config and process."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _policies: dict[int, tuple[weakref.ref, Any]] = {}
 
 
 def requested(config: VllmConfig | EngineArgs) -> bool:
-    """Whether a policy was asked for; imports nothing of ours beyond the settings."""
+    """Return whether a policy was asked for; imports nothing of this package but the settings."""
     additional = config.additional_config
     return isinstance(additional, dict) and additional.get(ADDITIONAL_CONFIG_KEY) is not None
 
 
 def engine_policy(vllm_config: VllmConfig) -> Policy:
-    """The resolved policy of this engine; the same object for every layer.
+    """Return the resolved policy of this engine, which is the same object for every layer.
 
     Raises:
-        ConfigError: it cannot work with this model.
+        ConfigError: the policy cannot work with this model.
     """
     known = _policies.get(id(vllm_config))
     if known is not None and known[0]() is vllm_config:
@@ -45,12 +45,12 @@ def engine_policy(vllm_config: VllmConfig) -> Policy:
 
 
 def checkpoint_section(vllm_config: VllmConfig) -> dict | None:
-    """The ``kvpop`` section of a full checkpoint's ``config.json``, or None."""
+    """Return the ``kvpop`` section of a full checkpoint's ``config.json``, or None."""
     return getattr(vllm_config.model_config.hf_text_config, "kvpop", None)
 
 
 def policy_from_checkpoint(vllm_config: VllmConfig) -> Policy | None:
-    """The policy in force if its scorer comes with the model's own weights, else None."""
+    """Return the engine's policy if its scorer is part of the model's own weights, else None."""
     if not requested(vllm_config):
         return None
     policy = engine_policy(vllm_config)
@@ -58,13 +58,14 @@ def policy_from_checkpoint(vllm_config: VllmConfig) -> Policy | None:
 
 
 def check_checkpoint(vllm_config: VllmConfig) -> None:
-    """Names and shapes of a full checkpoint's scorer tensors, read from the files' headers before any weight is loaded.
+    """Check names and shapes of a full checkpoint's scorer tensors before any weight is loaded.
 
-    Weights that are elsewhere or not safetensors are left to the check at loading.
+    They are read from the headers of the safetensors files. Weights that are stored elsewhere or in another
+    format are checked when they are loaded.
 
     Raises:
-        ConfigError: a tensor is missing, misnamed or misshapen, the architecture is not one that carries scorers, or the
-            weights are not to be read at all.
+        ConfigError: a tensor is missing or has a wrong name or shape, the architecture does not carry
+            scorers, the files cannot be read, or ``--load-format dummy`` skips the weights.
     """
     policy = policy_from_checkpoint(vllm_config)
     if policy is None:
@@ -96,10 +97,12 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
 
 
 def choose_model_class(vllm_config: VllmConfig) -> None:
-    """Has vLLM build the model that can be gated, where the policy has a gate and the model is not one that carries scorers.
+    """Select the gated model class if the policy has a gate.
+
+    An architecture that carries scorers is kept, because its class has the gate already.
 
     Raises:
-        ConfigError: there is no such class for this model, or the gate needs all heads in one rank.
+        ConfigError: no gated class exists for this model, or the policy needs all heads in one rank.
     """
     policy, model = engine_policy(vllm_config), vllm_config.model_config
     policy.check_ranks(vllm_config.parallel_config.tensor_parallel_size)

@@ -1,4 +1,7 @@
-"""vLLM as a backend of `kvpop eval`: the engine itself, in this process, with the policy as any user would set it."""
+"""Evaluation backend for `kvpop eval` that runs vLLM in this process.
+
+Policies are set as a user sets them.
+"""
 
 from __future__ import annotations
 
@@ -20,16 +23,20 @@ from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import borrows_channel
 
 SPARE_BYTES = 32 << 20
-"""Of KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
+"""KV memory beyond two dense requests: state blocks, and the block that vLLM never hands out."""
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
 class EngineBackend:
-    """An eager engine for each policy and budget. The hidden states that predictions are made from are taken where the model
-    hands them to vLLM's runner, and become logits by its own output layer, so that divergences are over the whole vocabulary.
+    """Evaluation backend that starts one eager engine for each policy and budget.
+
+    It takes the hidden states that predictions are made from where the model passes them to vLLM's runner,
+    and computes logits with the model's own output layer. Divergences therefore cover the whole vocabulary.
 
     Args:
-        model: folder. dtype: of weights and cache. longest: request, in tokens, answers included.
+        model: folder of the model.
+        dtype: dtype of weights and cache.
+        longest: maximum tokens of a request, answer included.
     """
 
     def __init__(self, model: str, dtype: torch.dtype, longest: int):
@@ -44,7 +51,7 @@ class EngineBackend:
 
     @contextmanager
     def start(self, deployed: Deployed | None) -> Iterator[EngineRun]:
-        """See :class:`kvpop_vllm.evaluation.running.Backend`."""
+        """Start an engine; see :class:`kvpop_vllm.evaluation.running.Backend`."""
         llm = self._engine({} if deployed is None else {ADDITIONAL_CONFIG_KEY: settings_of(deployed)})
         try:
             yield EngineRun(llm)
@@ -52,8 +59,11 @@ class EngineBackend:
             llm.llm_engine.engine_core.shutdown()
 
     def held(self, deployed: Deployed, tokens: torch.Tensor) -> torch.Tensor:
-        """See :meth:`kvpop_vllm.evaluation.running.Backend.held`. Of a prompt that fills the model, which has no room for an answer then,
-        without the last token."""
+        """Return the retained tokens of a prompt; see :meth:`kvpop_vllm.evaluation.running.Backend.held`.
+
+        The last token of a prompt that fills the model is left out, because the engine needs room for an
+        answer of one token.
+        """
         with self.start(deployed) as run:
             return run.held(tokens[: self.room - 1])
 
@@ -86,13 +96,13 @@ class EngineBackend:
 
 
 def settings_of(deployed: Deployed) -> dict:
-    """``kv_policy`` of a deployed contender."""
+    """Return the ``kv_policy`` settings of a deployed contender."""
     given = dataclasses.asdict(deployed.policy.settings)
     return {name: value for name, value in given.items() if value is not None}
 
 
 class EngineRun:
-    """See :class:`kvpop_vllm.evaluation.running.Run`."""
+    """Requests on one engine; see :class:`kvpop_vllm.evaluation.running.Run`."""
 
     def __init__(self, llm):
         self.llm, self.steps, self.watched, self.caches = llm, [], None, None
@@ -105,6 +115,7 @@ class EngineRun:
         llm.apply_model(lambda model: model.register_forward_hook(step) and None)
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Return the last hidden states of a prompt; see :class:`kvpop_vllm.evaluation.running.Run`."""
         self._answer(tokens.tolist(), 1, set())
         found = torch.cat(self.steps)
         if len(found) != len(tokens):
@@ -112,15 +123,21 @@ class EngineRun:
         return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Return the logits of hidden states in float32; see :class:`kvpop_vllm.evaluation.running.Run`."""
         (found,) = self.llm.apply_model(lambda model: model.compute_logits(hidden))
         return found.float()
 
     def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
+        """Return the greedy answer without its stop token; see :class:`kvpop_vllm.evaluation.running.Run`."""
         found = list(self._answer(prompt, new, stop))
         return found[:-1] if found and found[-1] in stop else found
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
-        """See :meth:`kvpop_vllm.evaluation.running.Backend.held`."""
+        """Return the retained tokens of a prompt; see :meth:`kvpop_vllm.evaluation.running.Backend.held`.
+
+        Raises:
+            RuntimeError: no step of the engine ended with the prompt's last token.
+        """
         self.watched, self.caches = len(tokens), None
         try:
             self._answer(tokens.tolist(), 1, set())
@@ -142,7 +159,15 @@ class EngineRun:
 
 
 def held_in_step(vllm_config, seen: int) -> torch.Tensor:
-    """``[layers, H, seen]`` booleans: which tokens the only request of the step that runs holds, at the end of its prompt of so many."""
+    """Return which prompt tokens the only request of the running step retains at the end of its prompt.
+
+    Args:
+        vllm_config: the engine's config.
+        seen: tokens of the prompt.
+
+    Returns:
+        ``[layers, H, seen]`` booleans.
+    """
     from vllm.forward_context import get_forward_context
 
     layers = {}

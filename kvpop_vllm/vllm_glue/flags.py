@@ -1,4 +1,4 @@
-"""Command-line flags: added to every parser of engine arguments, merged into ``additional_config``."""
+"""Command-line flags, added to every parser of engine arguments and merged into ``additional_config``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _HELP = {
 
 
 def add_to(parser: argparse.ArgumentParser) -> None:
-    """Adds the group; a parser that has it already is left alone."""
+    """Add the flag group to a parser, unless the parser has it already."""
     if any("--kv-policy" in action.option_strings for action in parser._actions):
         return
     group = parser.add_argument_group(title="KvPolicy", description="Fixed-budget KV cache (kvpop_vllm).")
@@ -58,10 +58,11 @@ def add_to(parser: argparse.ArgumentParser) -> None:
 
 
 def merge(args: argparse.Namespace, additional_config: object) -> object:
-    """``additional_config`` with the flags given on the command line in it; flags win.
+    """Return ``additional_config`` with the flags of the command line merged in; flags win.
 
     Raises:
-        ConfigError: the flags cannot be merged into it.
+        ConfigError: ``additional_config``, or the policy settings in it, are not an object that flags can be
+            merged into.
     """
     given = {name: getattr(args, dest(flag), None) for name, flag in FLAGS.items()}
     given = {name: value for name, value in given.items() if value is not None}
@@ -78,5 +79,5 @@ def merge(args: argparse.Namespace, additional_config: object) -> object:
 
 
 def dest(flag: str) -> str:
-    """The namespace attribute of a flag."""
+    """Return the argparse namespace attribute of a flag."""
     return flag.removeprefix("--").replace("-", "_")

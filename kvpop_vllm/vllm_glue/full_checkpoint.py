@@ -1,4 +1,4 @@
-"""Makes vLLM and transformers know the model types of full checkpoints; imports no model."""
+"""Registration of the model types of full checkpoints with vLLM and transformers; imports no model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from kvpop_vllm.config import ARCHITECTURES
 
 
 def register() -> None:
-    """May be called again. The model classes are named only; vLLM imports them when a checkpoint asks for one."""
+    """Register the model types and the names of their classes.
+
+    vLLM imports a class only when a checkpoint asks for it. May be called more than once.
+    """
     model_types.register()
     for name in ARCHITECTURES.values():
         if name not in ModelRegistry.get_supported_archs():

@@ -1,12 +1,12 @@
-"""What an attention backend never sees, handed to it with the query: the route of policies with a gate.
+"""Attention modules that pass gate scores to the attention backend, for policies with a gate.
 
-vLLM's attention op takes q, k and v after RoPE, as an opaque piece of the compiled graph. A gate's scores must reach it as one
-more argument: what is left in a buffer or on an object would be written at another time than it is read, as the compiler
-orders a graph by its tensors alone. So the attention modules of a model with a gate call an op of our own, the same
-as vLLM's with ``given`` beside q, k and v.
+vLLM's attention op takes q, k and v after RoPE and is an opaque part of the compiled graph. Gate scores must
+reach it as a further argument: the compiler orders a graph by its tensors alone, so that a buffer or an
+attribute could be written at another time than it is read. Attention modules of a model with a gate therefore
+call an op of this module, which equals vLLM's with ``given`` beside q, k and v.
 
-The modules are vLLM's own, of a class with another ``forward``; that of an instance is exchanged after its model has been built,
-which leaves its parameters, names and registration as they are.
+The modules are vLLM's own with another ``forward``. The class of an instance is exchanged after its model has
+been built, which leaves its parameters, names and registration unchanged.
 """
 
 from __future__ import annotations
@@ -35,14 +35,22 @@ def attention_with_given(
     output: torch.Tensor,
     layer_name: str,
 ) -> None:
-    """One layer's attention, written to ``output [T, Hq, D]``; query ``[T, Hq, D]``, key, value ``[T, H, D]``, given ``[T, H]``
-    float32."""
+    """Compute the attention of one layer and write it to ``output``.
+
+    Args:
+        query: ``[T, Hq, D]``.
+        key: ``[T, H, D]``.
+        value: ``[T, H, D]``.
+        given: ``[T, H]`` float32, gate scores.
+        output: ``[T, Hq, D]``, overwritten.
+        layer_name: the layer's name in vLLM's forward context.
+    """
     metadata, layer, kv_cache, _ = get_attention_context(layer_name)
     layer.impl.forward(layer, query, key, value, kv_cache, metadata, output=output, given=given)
 
 
 def _writes_nothing_here(query, key, value, given, output, layer_name) -> None:
-    """What a trace makes of the op."""
+    """Trace the op: it returns nothing, and the tracer knows that it writes ``output``."""
 
 
 direct_register_custom_op(
@@ -55,7 +63,18 @@ direct_register_custom_op(
 
 
 def attend(layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
-    """q ``[T, Hq * D]``, k, v ``[T, H * D]``, given ``[T, H]`` -> ``[T, Hq * D]``."""
+    """Return the attention of one layer with gate scores.
+
+    Args:
+        layer: vLLM's attention layer.
+        q: ``[T, Hq * D]``.
+        k: ``[T, H * D]``.
+        v: ``[T, H * D]``.
+        given: ``[T, H]`` float32, gate scores.
+
+    Returns:
+        ``[T, Hq * D]``.
+    """
     output = torch.empty_like(q)
     by_head = [
         x.view(-1, heads, layer.head_size)
@@ -67,9 +86,13 @@ def attend(layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
 
 
 class _Gated:
-    """Mixed in before an attention module of vLLM. Its ``gates`` holds the layer's gate once weights have been loaded."""
+    """Mixin before an attention module of vLLM.
+
+    ``gates`` holds the layer's gate once weights have been loaded.
+    """
 
     def forward(self, positions: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Return the layer's attention output ``[T, hidden]`` with gate scores passed to attention."""
         gate, heads, group = self.gates[0], self.num_kv_heads, self.num_heads // self.num_kv_heads
         qkv, _ = self.qkv_proj(hidden_states)
         q, k, v = qkv.split([self.q_size, self.kv_size, self.kv_size], dim=-1)
@@ -87,24 +110,25 @@ class _Gated:
         return output
 
     def normed(self, x: torch.Tensor, of_keys: bool = False) -> torch.Tensor:
-        """Queries or keys ``[T, heads * D]`` as they go into RoPE."""
+        """Return queries or keys ``[T, heads * D]`` as they enter RoPE."""
         return x
 
     def _without_channel(self, q: torch.Tensor) -> torch.Tensor:
-        """Queries whose borrowed channel is 0."""
+        """Return the queries with the borrowed channel set to 0."""
         place = torch.arange(self.q_size, device=q.device)
         borrowed = place % (self.q_size // self.num_kv_heads) == self.head_dim - 1
         return torch.where(borrowed, torch.zeros_like(q), q)
 
 
 class GatedLlamaAttention(_Gated, LlamaAttention):
-    """Llama's."""
+    """Attention of Llama."""
 
 
 class GatedQwen3Attention(_Gated, Qwen3Attention):
-    """Qwen3's, with its norms of queries and keys."""
+    """Attention of Qwen3, with its norms of queries and keys."""
 
     def normed(self, x, of_keys=False):
+        """Return queries or keys ``[T, heads * D]`` after Qwen3's norm."""
         norm = self.k_norm if of_keys else self.q_norm
         return norm(x.view(*x.shape[:-1], -1, self.head_dim)).view(x.shape)
 
@@ -113,8 +137,10 @@ _CLASSES = {LlamaAttention: GatedLlamaAttention, Qwen3Attention: GatedQwen3Atten
 
 
 def prepare(model: nn.Module, policy: Policy) -> None:
-    """Makes the attention modules of a model gated, if the policy has a gate. The gates themselves are put in by the layers'
-    attention implementations when weights have been loaded."""
+    """Turn the attention modules of a model into gated ones if the policy has a gate.
+
+    The layers' attention implementations add the gates when weights have been loaded.
+    """
     for module in model.modules() if policy.gated else ():
         if type(module) in _CLASSES:
             module.__class__ = _CLASSES[type(module)]

@@ -1,5 +1,7 @@
-"""What vLLM's block manager does not tell ours: what request it is. A wrapper, listed with its reason in
-:mod:`kvpop_vllm.vllm_glue.patches`."""
+"""Wrapper that passes each request to our block manager; vLLM itself passes only the request's name.
+
+It is listed with its reason in :mod:`kvpop_vllm.vllm_glue.patches`.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,10 @@ LOOK_UP = "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks"
 
 
 def apply() -> None:
-    """Wrap the look-up of prefix hits, which comes before a request's first blocks are allocated; may be called again."""
+    """Wrap the look-up of prefix hits, which precedes the allocation of a request's first blocks.
+
+    May be called more than once.
+    """
     wrap(LOOK_UP, _look_up)
 
 
@@ -21,7 +26,7 @@ def _look_up(original):
         for manager in ours:
             manager.admit(request)
         blocks, hit, boundary = original(self, request)
-        for manager in ours:  # beyond its own prompt lie tokens of another request's
+        for manager in ours:  # blocks beyond its own prefix belong to another request's prompt
             most = manager.reusable(request.request_id) // manager.block_size
             if hit > most * manager.block_size:
                 blocks = self.create_kv_cache_blocks(tuple(list(group)[:most] for group in blocks.blocks))

@@ -1,5 +1,8 @@
-"""Models of full checkpoints, and of policies with a gate: vLLM's own, which take the scorer tensors out of the weight stream and
-hand their gates' scores to attention."""
+"""Model classes of full checkpoints and of policies with a gate.
+
+They are vLLM's own classes, which in addition take the scorer tensors out of the weight stream and pass gate
+scores to attention.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,16 @@ from kvpop_vllm.vllm_glue.engine_policy import engine_policy, policy_from_checkp
 from kvpop_vllm.vllm_glue.gated_attention import prepare
 
 _DMS_PROJECTION = ".self_attn.dms_proj_alpha"
-"""In the names of a DMS model's eviction projections and of their norms."""
+"""Substring of the names of a DMS model's eviction projections and of their norms."""
 
 
 class _CarriesScorers:
-    """Mixed in before a vLLM model: scorer tensors go to the policy in force, or nowhere if none wants them.
+    """Mixin before a vLLM model that passes scorer tensors to the engine's policy.
 
-    vLLM loads weights before the attention layers process theirs, which is when they ask the policy for its rule.
+    The tensors are dropped if no policy uses them.
+
+    vLLM loads weights before it processes the weights of the attention layers, which is when a layer asks the
+    policy for its rule.
     """
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = ""):
@@ -31,13 +37,24 @@ class _CarriesScorers:
             prepare(self, engine_policy(vllm_config))
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load the model's own weights and hand the scorer tensors to the policy.
+
+        Args:
+            weights: (name, tensor) pairs of a checkpoint.
+
+        Returns:
+            Names of the loaded parameters.
+
+        Raises:
+            ConfigError: a scorer tensor is missing or has a wrong name, shape or value.
+        """
         policy, source = policy_from_checkpoint(self._engine_config), self._engine_config.model_config.model
         scorers: dict[str, torch.Tensor | None] = {}
 
         def models_own() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in weights:
                 if _DMS_PROJECTION in name and requested(self._engine_config):
-                    continue  # imported into a scorer folder (kvpop import)
+                    continue  # imported into a scorer folder by kvpop import
                 if checkpoint.looks_like_scorer(name):
                     scorers[name] = tensor.clone() if policy else None  # a loader may reuse its buffers
                 else:

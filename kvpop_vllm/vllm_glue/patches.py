@@ -1,7 +1,7 @@
-"""Everything of vLLM that is wrapped: the ledger, the one function that wraps, and most wrappers.
+"""Ledger of the vLLM functions that are wrapped, the function that wraps them, and most of the wrappers.
 
-Registered extension points come first; these are the rest. Without a policy each wrapper calls the original with
-unchanged arguments and returns what it returns.
+Only functions without a registered extension point are wrapped. Without a policy each wrapper calls the
+original with unchanged arguments and returns its result.
 """
 
 from __future__ import annotations
@@ -22,12 +22,15 @@ from kvpop_vllm.vllm_glue.engine_policy import requested
 
 @dataclass(frozen=True)
 class Patch:
-    """A function of vLLM that is wrapped.
+    """A wrapped function of vLLM.
 
     Attributes:
-        target: ``module:function`` or ``module:Class.method``. always: wrapped wherever the plugin is loaded; otherwise
-            from the process's first engine with a policy that needs it. why: and how. goes: when it can go. on_gpus: never
-            wrapped elsewhere.
+        target: ``module:function`` or ``module:Class.method``.
+        always: True if it is wrapped wherever the plugin is loaded; otherwise it is wrapped by the first
+            engine of the process whose policy needs it.
+        why: the reason for the wrapper, and what it does.
+        goes: the condition under which the wrapper can be removed.
+        on_gpus: True if it is wrapped on GPUs only.
     """
 
     target: str
@@ -135,10 +138,14 @@ _MARK = "_kvpop_wrapped"
 
 
 def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
-    """Replaces ``target`` by ``make(original)``; once, however often it is called.
+    """Replace ``target`` by ``make(original)``, once, however often this is called.
+
+    Args:
+        target: ``module:function`` or ``module:Class.method``.
+        make: takes the original function and returns its wrapper.
 
     Raises:
-        LookupError: it is not in the ledger.
+        LookupError: the target is not in the ledger.
     """
     if target not in [patch.target for patch in LEDGER]:
         raise LookupError(f"{target} is wrapped without being in the ledger: add it to LEDGER in {__name__}")
@@ -156,7 +163,7 @@ def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
 
 
 def apply() -> None:
-    """Wraps the argument handling and the choice of a backend; may be called again."""
+    """Wrap vLLM's argument handling and its choice of a backend; may be called more than once."""
     wrap("vllm.engine.arg_utils:EngineArgs.add_cli_args", _add_cli_args)
     wrap("vllm.engine.arg_utils:EngineArgs.from_cli_args", _from_cli_args)
     wrap("vllm.engine.arg_utils:EngineArgs.create_engine_config", _create_engine_config)
@@ -226,7 +233,7 @@ def _config_with_policy(engine_args, original, args, kwargs):
     if vllm_config.parallel_config.pipeline_parallel_size > 1:
         if policy.checked_shares(slice(None)) is not None:
             raise ConfigError("--kv-allocator shares blocks among all layers: set --pipeline-parallel-size 1")
-        if policy.draws:  # of model runner V2 the last rank alone knows of seeds
+        if policy.draws:  # in model runner V2 only the last rank knows the seeds
             raise ConfigError(f"--kv-policy {cls.name} draws by seeds of requests: set --pipeline-parallel-size 1")
     kept = policy.retention
     logger.info(
@@ -249,7 +256,7 @@ def _config_with_policy(engine_args, original, args, kwargs):
 
 
 def _log_unused_scorers(vllm_config, why: str):
-    """One line if the model is a full checkpoint; returns its argument."""
+    """Log one line if the model is a full checkpoint; return ``vllm_config``."""
     from vllm.logger import init_logger
 
     from kvpop_vllm.vllm_glue.engine_policy import checkpoint_section
@@ -268,7 +275,7 @@ def _process_inputs(original):
             params = request.sampling_params
             prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
             found = _resolved(self.vllm_config, params, len(prompt))
-            if found is not None:  # not into the caller's own dictionary
+            if found is not None:  # a new dictionary, as the old one belongs to the caller
                 params.extra_args = {**params.extra_args, requests.RESOLVED: list(found)}
         return request
 
@@ -286,10 +293,15 @@ def _generate(original):
 
 
 def _resolved(vllm_config, params, prompt: int):
-    """Return what a request with a prompt of so many tokens gets that asks for something, else None.
+    """Return the resolved cache options of a request, or None if it asks for none.
+
+    Args:
+        vllm_config: the engine's config.
+        params: the request's sampling parameters.
+        prompt: tokens of the request's prompt.
 
     Raises:
-        VLLMValidationError: it cannot have that.
+        VLLMValidationError: the request asks for something that it cannot have.
     """
     from vllm.exceptions import VLLMValidationError
 
@@ -302,7 +314,7 @@ def _resolved(vllm_config, params, prompt: int):
 
 
 def _clear_caches(function) -> None:
-    """Of a function, or of what another plugin's wrapper is around."""
+    """Empty the caches of a function and of every function that it wraps."""
     while function is not None:
         getattr(function, "cache_clear", lambda: None)()
         function = getattr(function, "__wrapped__", None)
@@ -326,14 +338,14 @@ def _cached_get_attn_backend(original):
         return backend
 
     for name in ("cache_clear", "cache_info"):
-        if hasattr(original, name):  # another plugin's wrapper has none
+        if hasattr(original, name):  # a wrapper of another plugin may lack it
             setattr(choose, name, getattr(original, name))
     return choose
 
 
 @contextmanager
 def _one_line_errors():
-    """Where vLLM's own command runs, a ConfigError becomes one line and exit code 1; elsewhere it stays an exception."""
+    """Turn a ConfigError into one line and exit code 1 under vLLM's own command; elsewhere raise it."""
     try:
         yield
     except ConfigError as error:

@@ -1,12 +1,12 @@
-"""Entry point of the ``vllm.general_plugins`` group: called in every process of vLLM, possibly twice."""
+"""Entry point of the ``vllm.general_plugins`` group, called in every vLLM process, possibly twice."""
 
 from __future__ import annotations
 
 
 def register() -> None:
-    """Registers the late-resolving backends, the model classes of full checkpoints, and the flags.
+    """Register the late-resolving backends, the model classes of full checkpoints and the flags.
 
-    Nothing of this has an effect on an engine without a policy, and no kernel is imported here.
+    This has no effect on an engine without a policy, and it imports no kernel.
     """
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 

@@ -1,4 +1,7 @@
-"""What cannot be served with a policy, found before any weight is loaded; each reason names the option to change."""
+"""Checks of what cannot be served with a policy, made before any weight is loaded.
+
+Each reason names the option to change.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +12,7 @@ from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, ConfigError
 
 
 def check_arguments(args: Any) -> None:
-    """Engine arguments that exclude a policy, before vLLM itself acts on them.
+    """Check that no engine argument excludes a policy, before vLLM itself acts on the arguments.
 
     Args:
         args: a ``vllm.engine.arg_utils.EngineArgs``.
@@ -21,7 +24,7 @@ def check_arguments(args: Any) -> None:
 
 
 def check_config(vllm_config: Any) -> None:
-    """Models and resolved settings that exclude a policy.
+    """Check that neither the model nor the resolved settings exclude a policy.
 
     Args:
         vllm_config: a ``vllm.config.VllmConfig``.
@@ -38,17 +41,22 @@ def _raise(reasons: list[str]) -> None:
 
 
 def check_prefix_caching(args: Any, policy: Any, settings: Any) -> bool | int:
-    """Return what of prompts may be protected, which is all that a prefix cache can share.
+    """Return how much of a prompt may be protected, which is all that a prefix cache can share.
 
     Args:
-        args: a ``vllm.engine.arg_utils.EngineArgs``. policy: class. settings: a ``PolicySettings``.
+        args: a ``vllm.engine.arg_utils.EngineArgs``.
+        policy: the policy class.
+        settings: a ``PolicySettings``.
+
+    Returns:
+        A number of tokens, or True for the whole prompt.
 
     Raises:
         ConfigError: prefix caching is asked for and nothing is protected.
     """
     protects = policy.default_protect if settings.protect_prompt is None else settings.protect_prompt
     protects = protects if settings.max_protect is None else settings.max_protect
-    protects = True if policy.compresses else protects  # until its end
+    protects = True if policy.compresses else protects  # until the prompt's end
     if args.enable_prefix_caching and not protects:
         raise ConfigError(
             "--enable-prefix-caching has nothing to share while prompts are evicted from: add --kv-protect-prompt all, or leave it out"
@@ -120,7 +128,7 @@ def _config_reasons(vllm_config: Any) -> Iterator[tuple[bool, str]]:
 
 
 def _platform(vllm_config: Any) -> str:
-    """Others than NVIDIA's GPUs call themselves cuda, too."""
+    """Return the platform's name; device type "cuda" is also used by platforms other than NVIDIA's."""
     from vllm.platforms import current_platform
 
     kind = vllm_config.device_config.device_type
@@ -139,7 +147,8 @@ def _looks_ahead(model: Any) -> bool:
 
 def _has_sinks(text: Any) -> bool:
     if text.model_type in ("granite", "granite_swa", "granitemoe", "granitemoe_swa"):
-        return bool(getattr(text, "attention_sinks", getattr(text, "layer_types", None) is not None))  # as vLLM decides
+        # as in vLLM
+        return bool(getattr(text, "attention_sinks", getattr(text, "layer_types", None) is not None))
     return text.model_type == "gpt_oss" or any(value and "attention_sink" in name for name, value in vars(text).items())
 
 
@@ -152,7 +161,10 @@ def _has_windows(model: Any) -> bool:
 
 
 def _cache_dtype(vllm_config: Any) -> str:
-    """The KV dtype in force: a checkpoint's own KV-cache scheme counts while the user left the choice to it."""
+    """Return the KV-cache dtype in force.
+
+    A checkpoint's own KV-cache scheme counts only if the user left the choice to it.
+    """
     chosen = vllm_config.cache_config.cache_dtype
     quantization = vllm_config.quant_config
     if chosen == "auto" and getattr(quantization, "kv_cache_scheme", None) is not None:
@@ -161,7 +173,7 @@ def _cache_dtype(vllm_config: Any) -> str:
 
 
 def refuse_streaming_input(policy: str) -> None:
-    """Streaming-input requests rewind a sequence behind tokens that are gone.
+    """Refuse a streaming-input request, which would rewind a sequence to tokens that have been evicted.
 
     Raises:
         ConfigError: always.
@@ -172,7 +184,7 @@ def refuse_streaming_input(policy: str) -> None:
 
 
 def refuse_backend(policy: str, backend: str) -> None:
-    """A layer got an attention backend of vLLM's, and would keep every token.
+    """Refuse a layer that got one of vLLM's attention backends, which would keep every token.
 
     Raises:
         ConfigError: always.

@@ -1,9 +1,9 @@
-"""The registered backend paths. ``Backend`` and ``CudaBackend`` resolve late, per engine: stock unless that engine has a policy."""
+"""Registered backend paths, resolved per engine: vLLM's own backend unless the engine has a policy."""
 
 from __future__ import annotations
 
 custom_before: str | None = None
-"""The class that another plugin registered as the backend CUSTOM before this one."""
+"""Path of the class that another plugin had registered as the backend CUSTOM, if any."""
 
 
 def __getattr__(name: str):

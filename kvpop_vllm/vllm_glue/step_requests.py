@@ -1,5 +1,8 @@
-"""What attention metadata do not say of requests: how many tokens the prompts have, what each asked for, and their seeds. Wrappers
-of each model runner, listed with their reasons in :mod:`kvpop_vllm.vllm_glue.patches`."""
+"""Wrappers of the model runners that pass request data to our metadata builders.
+
+Attention metadata lack prompt lengths, cache options and seeds of the requests. The wrappers are listed with
+their reasons in :mod:`kvpop_vllm.vllm_glue.patches`.
+"""
 
 from __future__ import annotations
 
@@ -19,12 +22,12 @@ _ASKED = "_kvpop_asked"
 
 
 def apply() -> None:
-    """Wraps the building of metadata; called where a metadata builder needs it, may be called again."""
+    """Wrap the building of metadata in model runner V1; may be called more than once."""
     wrap(RUNNER_V1, _build)
 
 
 def apply_v2() -> None:
-    """The same of model runner V2, which only GPUs have."""
+    """Wrap model runner V2, which only GPUs have; may be called more than once."""
     wrap(RUNNER_V2, _prepare)
     wrap(ADDED_V2, _add)
     wrap(FINISHED_V2, _finish)
@@ -35,7 +38,7 @@ def _build(original):
         batch = self.input_batch
         names = batch.req_ids[:num_reqs]
         prompts = batch.num_prompt_tokens_cpu_tensor[:num_reqs].to(torch.int64, copy=True)
-        prompts[len(names) :] = 0  # of a dummy run
+        prompts[len(names) :] = 0  # rows of a dummy run
         params = [self.requests[name].sampling_params for name in names]
 
         def seeds() -> torch.Tensor:
@@ -52,7 +55,7 @@ def _build(original):
 
 def _add(original):
     def add_requests(self, scheduler_output):
-        """Keep what requests asked for: the runner's own states do not."""
+        """Keep what requests asked for, because the runner's own states do not."""
         known = self.__dict__.setdefault(_ASKED, {})
         for new in scheduler_output.scheduled_new_reqs:
             known[new.req_id] = of_params(new.sampling_params)
@@ -77,7 +80,8 @@ def _prepare(original):
 
         def seeds() -> torch.Tensor:
             states = self.sampler.sampling_states
-            return torch.from_numpy(states.seeds.np[chosen] * states.seeds_set[chosen])  # others are drawn by lot
+            # 0 for requests without a seed, which vLLM draws
+            return torch.from_numpy(states.seeds.np[chosen] * states.seeds_set[chosen])
 
         known = self.__dict__.get(_ASKED, {})
         asked = [known.get(name) for name in input_batch.req_ids]
@@ -92,8 +96,14 @@ def _prepare(original):
 def _hand_over(
     builders, prompts: torch.Tensor, asked: list[RequestCache | None], seeds: Callable[[], torch.Tensor]
 ) -> None:
-    """Give our builders the ``prompts`` ``[requests]`` int64 on the CPU, what each request ``asked`` for and, where scores are
-    drawn, the requests' ``seeds``, as the prompts."""
+    """Pass the data of a step's requests to our metadata builders.
+
+    Args:
+        builders: metadata builders, those of other backends among them.
+        prompts: ``[requests]`` int64 on the CPU, tokens of each prompt.
+        asked: cache options of each request, or None.
+        seeds: returns ``[requests]`` int64 on the CPU; called only where scores are drawn.
+    """
     for builder in builders:
         if hasattr(builder, "prompts"):
             builder.prompts, builder.asked, builder.seeds = prompts, asked, seeds() if builder.draws else None

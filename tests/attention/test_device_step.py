@@ -1,5 +1,7 @@
-"""Steps whose tensors stay where they are: the same batches as those made anew, padding that touches nothing, and no value
-that the host asks a device for."""
+"""Steps in persistent tensors.
+
+They equal steps built from new tensors, padding writes nothing, and the host reads no value from the device.
+"""
 
 from __future__ import annotations
 
@@ -24,21 +26,21 @@ KEPT = {
     "longer than any": Retention(400, 2, 6),
 }
 SHARES = Shares(((64, 64), (16, 16)))
-"""Of two layers, 40 on average."""
+"""Budgets of two layers, 40 on average."""
 STEPS = [
     ([1, 1, 5], [9, 100, 7]),
     ([1, 1, 1, 1], [1, 40, 41, 300]),
     ([1, 30, 1, 2], [77, 30, 1, 200]),
     ([64, 3], [64, 90]),
 ]
-"""Tokens of each request, and its length with them; in the third, a prompt of one token behind a longer chunk."""
+"""Tokens and length of each request. The third step has a prompt of one token after a longer chunk."""
 PROTECTED = [[20, 0, 3], [0, 39, 41, 50], [76, 40, 1, 150], [32, 90]]
-"""p of each of these requests: within a prefix, at its end and behind it, in rows of decodes and in chunks."""
+"""p of each of these requests: inside a prefix, at its end and behind it, in decode rows and in chunks."""
 LONGEST = 200
 
 
 class NoWaiting(TorchDispatchMode):
-    """Fails where a tensor goes to the meta device as CUDA would make the host wait for."""
+    """A mode that fails if the host would wait for CUDA when a tensor moves to the meta device."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -58,7 +60,7 @@ def rows_of(kept, device="cpu", shares=None, state=0, columns=None, longest=0, m
 
 
 def engine_tables(rows, lens, seed=0):
-    """A block table as an engine has it, with blocks of others behind a request's own, and slots of its tokens."""
+    """Return a block table with foreign blocks behind a request's own, and the slots of its tokens."""
     g = torch.Generator().manual_seed(seed)
     width = rows.table.shape[1] + rows.prefix_table.shape[1]
     table = 1 + torch.randperm(BLOCKS - 1, generator=g)[: MOST * width].int().view(MOST, -1)
@@ -74,7 +76,7 @@ def split_of(lens):
 
 
 def filled(rows, lens, lengths, sizes=Sizes()):  # noqa: B008
-    """The step of these requests, through the persistent tensors, on their device."""
+    """Fill the persistent tensors with these requests and return a function that builds the step."""
     device, (table, slots) = rows.table.device, engine_tables(rows, lens)
     table, slots, seq_lens = (x.to(device) for x in (table, slots, torch.tensor(lengths, dtype=torch.int32)))
     dtypes = {"protected": torch.int64, "budgets": torch.int32, "windows": torch.int32}
@@ -87,7 +89,7 @@ def filled(rows, lens, lengths, sizes=Sizes()):  # noqa: B008
 
 
 def same_sizes(batch, expected, decodes):
-    """Of the rows decoded."""
+    """Compare positions, budgets and windows of the decode rows."""
     for name in ("positions", "budgets", "windows"):
         assert torch.equal(getattr(batch, name), getattr(expected, name)[:decodes]), name
 
@@ -183,7 +185,10 @@ def test_protected_prompts_equal_batches_made_anew(name, state):
 
 @pytest.mark.parametrize("state", [0, 5000])
 def test_requests_with_sizes_of_their_own(state):
-    """Budgets below and above the server's, windows, and protection; then again with the server's, of which nothing is left over."""
+    """Requests may have their own budgets, windows and protection, and the next step keeps nothing of them.
+
+    Budgets lie below and above the server's. The second turn runs the same steps with the server's sizes.
+    """
     kept = KEPT["every step"]
     rows = rows_of(kept, state=state, longest=LONGEST, most=2 * kept.budget)
     for turn in range(2):
@@ -210,7 +215,11 @@ def test_requests_with_sizes_of_their_own(state):
 
 @pytest.mark.parametrize("cause", ["no length", "no slot", "no block"])
 def test_rows_of_padding_behind_a_prefix(cause):
-    """Within one, at its end and behind it; the block that is missing is that of the token, or the tail's first."""
+    """A row behind a prefix is padding if it has no length, no slot or no block.
+
+    Rows 1 to 3 lie inside the prefix, at its end and behind it. The missing block is that of the token, or
+    the first one of the tail.
+    """
     rows, protected = rows_of(KEPT["every step"], state=5000, longest=LONGEST), torch.tensor([0, 20, 20, 20, 0, 0])
     (table, slots), lengths = engine_tables(rows, [1] * 4), torch.tensor([30, 18, 21, 60], dtype=torch.int32)
     first = 2 + rows.layout.state_blocks
@@ -269,7 +278,7 @@ def test_a_narrow_block_table_is_taken_as_it_is():
 @pytest.mark.parametrize("shared", [False, True])
 @pytest.mark.parametrize("name", KEPT)
 def test_no_value_is_asked_for(name, shared, longest):
-    """On the device "meta" tensors have no values, and may not meet tensors of the CPU."""
+    """A step reads no value from the device "meta", whose tensors have none and may not meet CPU tensors."""
     rows = rows_of(KEPT[name], "meta", SHARES if shared else None, longest=longest)
     regions = RegionMap(SHARES, rows.layout, BLOCKS, "meta") if shared else None
     raw = torch.empty(BLOCKS, HEADS, rows.layout.region_bytes, dtype=torch.uint8, device="meta")

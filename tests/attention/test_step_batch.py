@@ -1,4 +1,4 @@
-"""How one engine step is split, and that a step out of order changes nothing."""
+"""One engine step is split as specified, and a step out of order changes nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS, GROUP, SIZE, SINKS, WINDOW, BUDGET = 2, 2, 32, 2, 6, 40
 
 @pytest.fixture
 def layer():
-    """A layer with an mLSTM scorer, its pages, and block-table rows of four requests."""
+    """Return a layer with an mLSTM scorer, its pages, and block-table rows of four requests."""
     g = torch.Generator().manual_seed(0)
     scorer = random_scorer("mlstm", HEADS, SIZE, g)
     layout = PageLayout(HEADS, SIZE, torch.float32, 16, scorer.state_floats)
@@ -26,7 +26,7 @@ def layer():
 
 
 def batch(layer, query_lens, seq_lens, requests):
-    rows = torch.nn.functional.pad(layer[2][requests], (0, 5))  # wider than needed, as vLLM's is
+    rows = torch.nn.functional.pad(layer[2][requests], (0, 5))  # wider than needed, like vLLM's
     return StepBatch.build(
         layer[0].layout,
         Retention(BUDGET, layer[0].rule.sinks, layer[0].rule.window),
@@ -69,7 +69,7 @@ def test_only_decodes_only_prefills_and_idle_rows(layer):
 
 
 def test_a_mixed_batch_equals_requests_alone(layer):
-    """Order and company in a batch make no difference: bit for bit."""
+    """The outputs of a request do not depend on the order and the other requests of its batch, to the bit."""
     lens = [3, 1, 4, 1]
     together = run(layer, batch(layer, lens, lens, [0, 1, 2, 3]), 9, seed=1)
     g = torch.Generator().manual_seed(1)
@@ -100,7 +100,7 @@ def test_a_step_out_of_order_raises_and_writes_nothing(layer, impl, query, seq, 
     with pytest.raises(StepOrderError, match=message):
         run(layer, batch(layer, [query], [seq], [0]), query, seed=3)
     assert torch.equal(layer[1].raw, before)
-    with pytest.raises(StepOrderError, match="request 1"):  # a good request in the same step is not written either
+    with pytest.raises(StepOrderError, match="request 1"):  # a request with a right start
         run(layer, batch(layer, [1, 1], [4, 50], [1, 0]), 2, seed=4)
     assert torch.equal(layer[1].raw, before)
 
@@ -108,7 +108,7 @@ def test_a_step_out_of_order_raises_and_writes_nothing(layer, impl, query, seq, 
 @pytest.mark.parametrize("bad", [0, 1, 2, 3])
 @pytest.mark.parametrize("off", [-1, 1])
 def test_one_bad_start_in_a_mixed_step_and_nothing_is_written(layer, bad, off):
-    """Two decodes and two prefill chunks: whichever is replayed or skipped, the others are not written either."""
+    """If one of two decodes and two chunks is replayed or skipped, none of the four is written."""
     before = [20, 60, 30, 50]
     run(layer, batch(layer, before, before, [0, 1, 2, 3]), sum(before), seed=7)
     query, seq = [1, 1, 6, 9], [21, 61, 36, 59]
@@ -126,7 +126,7 @@ def test_one_bad_start_in_a_mixed_step_and_nothing_is_written(layer, bad, off):
 
 
 def test_a_sequence_may_start_over(layer):
-    """Position 0 on used pages, also as a one-token prompt, is a fresh start (preemption)."""
+    """Position 0 on used pages restarts a request (preemption), also as a prompt of one token."""
     fresh = run(layer, batch(layer, [20], [20], [0]), 20, seed=5)
     run(layer, batch(layer, [1], [1], [0]), 1, seed=6)
     assert torch.equal(run(layer, batch(layer, [20], [20], [0]), 20, seed=5), fresh)

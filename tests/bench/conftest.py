@@ -17,7 +17,7 @@ def script(monkeypatch):
 
 @pytest.fixture
 def on_cpu(script):
-    """As on a GPU, but for the device, its dtype and graphs."""
+    """Bench as on a GPU, except for the device, the dtype and graphs."""
     import torch
 
     return script.Bench("cpu", torch.float32, False, False, time.monotonic() + 600, lambda line: None)

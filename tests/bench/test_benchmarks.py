@@ -1,4 +1,7 @@
-"""What every benchmark rests on: no ratio without equal outputs, and rows that say what they were measured on. No engine."""
+"""Rules that every benchmark follows, tested without an engine.
+
+No ratio is given without equal outputs, and rows name the machine and commit they were measured on.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +31,7 @@ def modules():
 
 
 class Stub:
-    """An engine that answers some commands; ``prompt`` maps contexts to seconds."""
+    """Engine stand-in that answers some commands; ``prompt`` maps contexts to seconds."""
 
     def __init__(self, **answers):
         self.answers = answers
@@ -61,7 +64,7 @@ STOCK = [told([1, 2, 3, 4]), told([5, 6, 7, 8], gaps=[2.0, 0.1, 2.0, 2.0])]
     "other, problem",
     [
         (STOCK, None),
-        ([STOCK[0], told([5, 9, 9, 9])], None),  # from the near tie on the texts differ
+        ([STOCK[0], told([5, 9, 9, 9])], None),  # the texts differ from the near tie on
         ([told([1, 2, 9, 4]), STOCK[1]], "x, prompt 0, token 2: 9 instead of 3, gap 2.00"),
         ([STOCK[0], told([5, 6, 7, 8], shift=-0.6)], "x, prompt 1, token 0: log-probability -1.60, stock -1.00"),
     ],
@@ -113,7 +116,7 @@ def test_weights_at_random_give_no_ratio(modules, capsys):
 
 
 def test_every_benchmark_stops_when_outputs_differ(modules, capsys, monkeypatch):
-    """Before anything is timed: the stubs know of nothing else."""
+    """Each benchmark stops before anything is timed, because the stubs answer nothing else."""
     options = argparse.Namespace(no_csv=False, load_format="auto", context=[7500], rounds=1)
     for name in ("decode", "prefill", "capacity"):
         module = modules[name]
@@ -128,12 +131,12 @@ def test_every_benchmark_stops_when_outputs_differ(modules, capsys, monkeypatch)
 
 @pytest.mark.parametrize("number, first, last", [(1, 1, 1), (5, 1, 5), (6, 1, 6), (9, 2, 8), (15, 4, 12), (20, 6, 15)])
 def test_interval_of_a_median(modules, number, first, last):
-    """Ranks of tables of the sign test; below six values none holds the median often enough."""
+    """Ranks agree with tables of the sign test; below six values the interval is the whole range."""
     assert modules["decode"].median_interval([float(number - i) for i in range(number)]) == (first, last)
 
 
 def test_load_stops_when_outputs_differ(modules, capsys, monkeypatch, tmp_path):
-    """Servers are stubs here; what they measured is neither told nor written."""
+    """Measurements of stub servers with different outputs are neither printed nor written."""
     load = modules["load"]
     options = argparse.Namespace(no_csv=False, load_format="auto", rounds=1)
     answers = {"dense": STOCK, "kvpop": [told([9, 2, 3, 4]), STOCK[1]]}

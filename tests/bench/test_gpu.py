@@ -1,4 +1,4 @@
-"""`make gpu` on a machine without one: the same script, interpreted, at reduced shapes."""
+"""`make gpu` on a machine without a GPU: the same script, interpreted, at reduced shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FEW = "recency", "mlstm", "moments"
 
 @pytest.fixture(scope="module")
 def interpreted(tmp_path_factory):
-    """Output and rows of a run as typed, from nothing but the repository."""
+    """Output, rows and log of the command, run from the repository alone."""
     out = tmp_path_factory.mktemp("gpu")
     command = [sys.executable, str(ROOT / "benchmarks/gpu.py"), "--interpret", "--out", str(out), "--commit", "abc"]
     environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "TRITON_INTERPRET")}
@@ -57,7 +57,7 @@ def test_all_is_right_and_nothing_is_timed(interpreted):
     assert [row["value"] for row in rows if row["measure"] == "caches that go on"] == ["1", "2"]
     steps = {row["case"]: float(row["value"]) for row in rows if row["section"] == "distillation"}
     assert steps.keys() == {"a step is right, scorers", "a step is right, scorers and base"}
-    assert 0 < min(steps.values()) and max(steps.values()) < 1e-3  # the same numbers would be of the same kernels
+    assert 0 < min(steps.values()) and max(steps.values()) < 1e-3  # 0 would mean that the same kernels ran
 
 
 def test_an_interpreter_that_is_named_otherwise_stays_as_it_is(script, monkeypatch):
@@ -103,7 +103,7 @@ def test_a_section_ends_when_its_share_does_and_one_that_is_broken_costs_no_othe
     assert bench.left() < 0
     assert script.SHARES.keys() == script.SECTIONS.keys() and list(script.SECTIONS)[-1] == "sanitizers"
     shares = sum(share for name, share in script.SHARES.items() if name != "sanitizers")
-    assert script.parse_arguments([]).minutes == 7.5 and 60 * 7.5 * (1 - shares / 8) > 60  # which a sanitizer needs
+    assert script.parse_arguments([]).minutes == 7.5 and 60 * 7.5 * (1 - shares / 8) > 60  # for a sanitizer
     monkeypatch.setitem(script.SECTIONS, "generation", "no_such_module:generation")
     assert script.imported(bench, "generation") is None
     assert said[0].startswith("generation: WRONG it cannot be imported: ModuleNotFoundError")
@@ -199,7 +199,7 @@ def test_launches_are_queued_before_the_clock_starts_and_graphs_share_a_stream(s
 
 
 def test_prompts_of_rules_that_are_dear(script, on_cpu, monkeypatch):
-    """Tokens with decays of their own, and such as are done one by one, at a reduced shape by the CPU's kernels."""
+    """Expensive rules, with decays per token or taken token by token, run on CPU kernels at a small shape."""
     prefill = importlib.import_module("gpu_prefill")
     chunk, said = prefill.ops.prefill_chunk, []
 
@@ -221,7 +221,7 @@ def test_prompts_of_rules_that_are_dear(script, on_cpu, monkeypatch):
 
 
 def test_the_kernels_are_those_of_this_folder_and_the_tests_are_too(interpreted, script):
-    """Whatever is installed: another checkout's kernels, another package of the name of the tests'."""
+    """The script uses the kernels and tests of its own checkout, whatever else is installed."""
     code = (
         f"import sys, types; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); sys.modules['kernels'] = types.ModuleType('kernels')\n"
         "import gpu; gpu.take_kernels_from(gpu.ROOT); import kvpop_vllm.kernels.triton as t\n"

@@ -1,4 +1,4 @@
-"""Generation as `make gpu` measures it, without a GPU: what it finds wrong, leaves out and says."""
+"""Generation of `make gpu`, run without a GPU: errors it detects, caches it skips, lines it prints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def checks(script):
 
 
 def test_logits_are_compared_after_the_same_token(checks, on_cpu, monkeypatch):
-    """A choice between two tokens that are nearly as good falls either way, by whether there is a mask."""
+    """Logits are compared after the same token, because a mask may decide a near-tie differently."""
 
     class Rounds(checks.Decoding):
         def step(self):
@@ -42,7 +42,7 @@ def test_full_caches_are_the_same_every_time(checks, on_cpu):
 
 
 def test_passes_are_computed_as_generate_does(checks, on_cpu, monkeypatch):
-    """The output layer gets one position a row."""
+    """The output layer gets one position per row."""
     shapes, tiny = set(), checks.tiny
 
     @contextmanager
@@ -57,7 +57,7 @@ def test_passes_are_computed_as_generate_does(checks, on_cpu, monkeypatch):
 
 
 def test_a_pass_that_does_not_see_a_cache_fill_up_is_found(checks, on_cpu, monkeypatch):
-    """Replays take no more slots than were in use when the graph was made."""
+    """A captured pass that never uses more slots than were filled at capture is detected."""
     from kvpop_vllm.hf.layer import LayerPages
 
     decode, frozen = LayerPages.decode, []
@@ -86,7 +86,7 @@ def contender(generation, seconds, broken=False):
 
 
 def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, monkeypatch, tmp_path):
-    """One cannot be made, one is wrong after its passes, one does not fit, one is timed."""
+    """One cache cannot be made, one gives wrong results, one does not fit, and one is still timed."""
     import torch
 
     said = []
@@ -151,7 +151,7 @@ def test_what_is_wrong_of_one_cache_does_not_stop_the_others(generation, on_cpu,
 
 
 def test_what_is_said_of_contexts(generation):
-    """Growth, flat or not, and from where on KVpop is ahead of the faster dense cache."""
+    """The summary says whether latency grows with context and from where on KVpop is faster than dense."""
 
     def measured(*milliseconds, context):
         sizes = context, context, context // 4, 4096

@@ -1,4 +1,4 @@
-"""`kvpop bench plot`: the newest measurement, and nothing else, in the table and the figure."""
+"""`kvpop bench plot` puts the newest measurement, and no other, into the table and the figure."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_another_measurement_than_the_newest(tmp_path, capsys):
 
 
 def test_the_curves():
-    """Stock's runs beside several budgets are one curve; throughput is in tokens per second."""
+    """Dense runs beside several budgets form one curve; throughput is in tokens per second."""
     from matplotlib.figure import Figure
 
     numbers = [

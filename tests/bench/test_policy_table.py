@@ -1,4 +1,4 @@
-"""`benchmarks/policy_table.py` at tiny sizes: a row for each policy and budget, taken over when the same commit runs again."""
+"""`benchmarks/policy_table.py` at tiny sizes: one row per policy and budget, reused for the same commit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def bench(modules, folder, tmp_path, monkeypatch, capsys):
-    """Runs the script with options; returns its status, its rows, those of times, and what it printed."""
+    """Function that runs the script with options and returns status, quality rows, time rows and output."""
     monkeypatch.setattr(modules["policy_table"], "RESULTS", tmp_path)
     monkeypatch.setitem(modules["record"].KEY, "commit", "abc")
 
@@ -63,7 +63,7 @@ def bench(modules, folder, tmp_path, monkeypatch, capsys):
 
 
 def test_prompts_are_protected_or_compressed(bench):
-    """The first tokens of each text are: their predictions are the dense model's, and all policies are there."""
+    """With a prompt, divergences are smaller and policies that compress a prompt are included."""
     plain = ("--budget", "128", "--parts", "quality", "--policies", "streaming-llm", "h2o")
     _, (_, *plain), _, _ = bench(*plain)
     names = ("streaming-llm", "h2o", "snapkv", "pyramidkv", "adakv")
@@ -164,7 +164,7 @@ def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, modu
 
 
 def test_scorers_of_one_name_are_told_apart(modules, folder, tmp_path):
-    """By what is in their folders: a row of one must not stand for another."""
+    """Scorers in folders of one name differ by their contents, so rows of one never stand for another."""
     name, other = modules["policy_table"].fingerprint(folder / "scorer"), tmp_path / "scorer"
     shutil.copytree(folder / "scorer", other)
     assert modules["policy_table"].fingerprint(other) == name
@@ -185,7 +185,7 @@ def test_what_cannot_be_measured_is_refused(bench):
 
 @pytest.mark.parametrize("name", ["full", "h2o", "streaming-llm"])
 def test_timed_steps_are_real_ones(modules, name):
-    """The same kernel on the same bytes gives the outputs that prefill of the whole text gives."""
+    """The kernel that is timed gives the outputs of a prefill of the whole text."""
     shape, context, count = ModelShape("llama", 2, 2, 32, 64), 50, 6
     deployed = Contender(name, name).deploy(shape, None if name == "full" else 24)
     steps = modules["kernel_steps"].Steps(deployed, 4, 3, context, count, torch.float32)

@@ -1,4 +1,4 @@
-"""Bytes counted by hand: canonical and allocated, of a request and of a pool."""
+"""Canonical and allocated bytes of a request and of a pool, counted by hand."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from kvpop_vllm.roles import Retention
 
 
 def test_a_bounded_request():
-    """3 heads, D = 64, bfloat16, 30 layers: 256 bytes of K and V and 8 of score and position per token and head."""
+    """A bounded request with 3 heads, D = 64, bfloat16 and 30 layers has the bytes counted by hand.
+
+    A token takes 256 bytes of K and V and 8 bytes of score and position per head.
+    """
     layout = PageLayout(3, 64, torch.bfloat16, 64, state_floats=64 * 64 + 64 + 1)  # the state fills a block
     assert request_bytes(layout, 30, 5000, Retention(1024, 4, 64)) == CacheBytes(
         1024 * 256 * 90, 17 * 64 * 264 * 90, 17

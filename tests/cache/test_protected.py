@@ -1,4 +1,4 @@
-"""What requests with protected prompts hold, and how many blocks, against plain counts."""
+"""Tokens and blocks of requests with protected prompts, compared with plain counts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def few_threads():
 
 
 def pages_and_keys(kind, protect, count, budget=14, sinks=2, window=4, threshold=False):
-    """A request served token by token; its keys tell which tokens lie in its pages."""
+    """Serve one request token by token and return its pages, tables, rule, budgets and keys.
+
+    The keys identify the tokens in the pages.
+    """
     draw = torch.Generator().manual_seed(count)
     scorer = random_scorer(kind, HEADS, SIZE, draw, **({"threshold": -0.3} if threshold else {}))
     rule = random_rule(scorer, HEADS, sinks, window, draw)
@@ -75,7 +78,7 @@ def test_pages_of_another_length_are_an_error():
 
 
 def counted(length: int, protect: int, budget: int, sinks: int, slots: int, state: int) -> int:
-    """Blocks, by taking token after token: a block whenever one has no room left."""
+    """Return the number of blocks by adding token after token, a block whenever none has room."""
     prefix = tail = 0
     for t in range(length):
         if t < protect:
@@ -100,12 +103,12 @@ def make_spec(budget, sinks, slots, state, protect, shares=None, max_budget=None
 
 @pytest.mark.parametrize("protect", [0, 1, 5, 16, 33, True])
 def test_blocks_and_most_blocks(protect):
-    """``blocks`` for every prompt, ``most_blocks`` for the worst of them, at every length of a sequence."""
+    """``blocks`` is right for every prompt and ``most_blocks`` is the largest of them, at every length."""
     for budget, sinks, slots, state in SHAPES:
         spec = make_spec(budget, sinks, slots, state, protect)
         worst = 0
         for length in range(1, 90):
-            for prompt in range(length + 1):  # 0: a request may ask for nothing to be protected
+            for prompt in range(length + 1):  # 0: a request may protect nothing
                 p = protected_tokens(protect, prompt)
                 assert spec.blocks(length, p) == counted(length, p, budget, sinks, slots, state), (length, p)
                 worst = max(worst, spec.blocks(length, p))
@@ -114,7 +117,7 @@ def test_blocks_and_most_blocks(protect):
 
 @pytest.mark.parametrize("most", [1, 16, 33, True])
 def test_most_blocks_of_what_requests_may_ask(most):
-    """Of any protection and any budget up to the largest: the worst is found, and is no more than that."""
+    """``most_blocks`` is the exact worst case over every protection and every budget up to the largest."""
     for budget, sinks, slots, state in SHAPES[::5]:
         spec = make_spec(budget, sinks, slots, state, most, max_budget=2 * budget)
         for length in range(1, 70):
@@ -134,7 +137,10 @@ def test_blocks_never_shrink_as_a_sequence_grows():
 
 @pytest.mark.parametrize("protect", [1, 16, 33, True])
 def test_most_blocks_of_unequal_shares(protect):
-    """Every layer's heads, rounded up to whole blocks: enough for the heads' own tails, and never fewer than any prompt needs."""
+    """Blocks of unequal shares suffice for the tails of all heads, and ``most_blocks`` covers every prompt.
+
+    The heads' pages of all layers are counted together and rounded up to whole blocks.
+    """
     shares = Shares(((30, 30), (12, 12)))
     for sinks, state in itertools.product([0, 4], [0, 1]):
         spec = make_spec(21, sinks, 16, state, protect, shares)
@@ -150,7 +156,11 @@ def test_most_blocks_of_unequal_shares(protect):
 
 
 def test_bytes_of_a_protected_request():
-    """3 heads, D = 64, bfloat16, 30 layers: 700 protected tokens in 11 blocks, then a state block and 1,020 slots of 5,000 - 700."""
+    """A protected request with 3 heads, D = 64, bfloat16 and 30 layers has the bytes counted by hand.
+
+    Its 700 protected tokens take 11 blocks. Then come a state block and 1,020 slots for the other 4,300
+    tokens.
+    """
     layout, kept = PageLayout(3, 64, torch.bfloat16, 64, state_floats=64 * 64 + 64 + 1), Retention(1024, 4, 64)
     found = request_bytes(layout, 30, 5000, kept, protected=700)
     assert (found.canonical, found.blocks) == ((700 + 1020) * 256 * 90, 11 + 1 + 16)

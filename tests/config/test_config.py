@@ -1,4 +1,4 @@
-"""Settings and retention: every rule, and that each message is one line that names what to change."""
+"""Settings and retention: every rule is checked, and each message is one line that names the remedy."""
 
 import dataclasses
 import itertools
@@ -22,7 +22,7 @@ STATELESS = ScorerShape(sinks=4, window=16, topk=44, delayed=False)
 
 
 def refusal(call, *args, **options):
-    """The message of the ConfigError that the call raises."""
+    """Return the message of the ConfigError that the call raises, which must be one line."""
     with pytest.raises(ConfigError) as caught:
         call(*args, **options)
     message = str(caught.value)
@@ -206,7 +206,10 @@ def test_a_delayed_scorers_window_is_fixed():
 
 
 def test_a_scorer_trained_with_several_windows():
-    """Each budget has its own, of the largest trained budget within it; the first of equal budgets counts."""
+    """A budget takes the window of the largest trained budget that it holds.
+
+    Of equal trained budgets the first one counts.
+    """
     budgets = [TrainedBudget(*t) for t in ((16, 44), (8, 12), (32, 92), (24, 36))]
     several = ScorerShape(4, 16, 44, True, tuple(budgets))
     assert resolve_retention(settings(), 1000, several) == Retention(64, 4, 16)
@@ -260,7 +263,7 @@ def test_the_remedy_is_the_option_that_set_the_budget():
 
 
 def test_the_compression_named_does():
-    """The number in the message is rounded; followed to the letter, it is small enough."""
+    """The compression that the message names is rounded and still small enough."""
     for length, window in itertools.product(range(30, 300, 7), range(1, 24)):
         message = refusal(resolve_retention, settings(compression=1000, window=window), length, None)
         named = float(message.rsplit(" ", 1)[1])

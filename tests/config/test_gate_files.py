@@ -1,4 +1,4 @@
-"""Scorer folders of gates (TRIM-KV, DMS): round trips, what a gate makes of its tensors, and each way the files can be wrong."""
+"""Scorer folders of gates (TRIM-KV, DMS): round trips, the scores of a gate, and every kind of wrong file."""
 
 from __future__ import annotations
 
@@ -50,7 +50,10 @@ def test_what_is_written_is_read_again(written, tmp_path, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_a_gate_scores_as_the_oracle_does(written, name):
-    """With the model's dtype as torch's default, as vLLM loads weights; inputs in bfloat16 are taken as they are."""
+    """A gate scores like the oracle, with bfloat16 as torch's default dtype and bfloat16 inputs.
+
+    vLLM loads weights with the model's dtype as the default.
+    """
     folder, draw = written(name), torch.Generator().manual_seed(0)
     config, layers = checkpoint.read_scorer(folder)
     hidden, k, v = torch.randn(20, 64, generator=draw), *torch.randn(2, 20, 2, 32, generator=draw)
@@ -74,8 +77,12 @@ def test_a_gate_scores_as_the_oracle_does(written, name):
 
 @pytest.mark.parametrize("name", KINDS)
 def test_ranks_together_have_every_head_once(written, name):
-    """Heads of two ranks score as those of one, but where a gate reads the keys and values of all; with more ranks than KV
-    heads, a rank has not the query that lends its channel."""
+    """Gates of two ranks together score like the gate of one rank.
+
+    A gate that reads the keys and values of all heads is refused on several ranks. A gate that reads a query
+    channel is refused if there are more ranks than KV heads, because a rank then lacks the query with that
+    channel.
+    """
     kind = KINDS[name][0]
     policy = policies.get(kind)(PolicySettings(kind, scorer=str(written(name))), SHAPE)
     draw = torch.Generator().manual_seed(0)
@@ -108,7 +115,10 @@ def test_the_policys_rule(written, name):
 
 
 def test_dms_needs_a_window_of_two_and_no_sink(written):
-    """Slot 1, whose position word counts filled slots, is then no long-range slot."""
+    """DMS needs a window of at least two tokens, and no sinks.
+
+    The position word of slot 1 stores the number of filled slots, so slot 1 may not be long-range.
+    """
     scorer = str(written("dms"))
     narrow = PolicySettings("dms", budget=40, scorer=scorer, sinks=4, window=1)
     assert (
@@ -170,7 +180,10 @@ def test_a_gate_of_a_wider_model_names_the_difference(written):
 
 @pytest.mark.parametrize("kind", ["trimkv", "dms"])
 def test_an_untrained_gate_says_the_same_of_every_token(model, tmp_path, kind):
-    """TRIM-KV's then is a sliding window, with beta next to 1; DMS's evicts nothing while there is room."""
+    """An untrained gate gives every token the same score.
+
+    TRIM-KV is then a sliding window with beta close to 1. DMS evicts nothing while there is room.
+    """
     config = init_scorer(model, tmp_path / kind, scorer=kind)
     _, layers = checkpoint.read_scorer(tmp_path / kind)
     given = gate_from_tensors(config, layers[0])(Signals(torch.randn(12, 64)))

@@ -1,4 +1,4 @@
-"""What a request may ask: bounds of a server, and what it resolves to. No engine."""
+"""Options of a request: the server's bounds and the resolved values, without an engine."""
 
 from __future__ import annotations
 

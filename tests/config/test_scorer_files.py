@@ -1,4 +1,4 @@
-"""Scorer files and the tensor names of full checkpoints: round trips, and each way they can be wrong."""
+"""Scorer files and the tensor names of full checkpoints: round trips, and every kind of wrong file."""
 
 import json
 import os
@@ -66,7 +66,7 @@ def test_what_is_written_is_read_again(model, tmp_path, kind):
 
 @pytest.mark.parametrize("target", ["save_file", "os.replace"])
 def test_a_write_that_fails_leaves_what_was_there(model, scorer, tmp_path, monkeypatch, target):
-    """Nothing half written, under no name; and a new folder holds no config without its tensors."""
+    """A write that fails leaves no partial file, and a new folder gets no config without its tensors."""
     config, layers = checkpoint.read_scorer(write_random_scorer(tmp_path / "other", model, seed=1))
     before = {file.name: file.read_bytes() for file in scorer.iterdir()}
 
@@ -100,7 +100,7 @@ def test_shapes_may_differ_from_the_defaults(model, tmp_path):
 
 
 def test_scorers_are_float32_whatever_the_default_dtype(scorer):
-    """vLLM loads weights with the model's dtype as torch's default."""
+    """Scorers stay float32 although vLLM loads weights with the model's dtype as torch's default."""
     config, layers = checkpoint.read_scorer(scorer)
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.bfloat16)
@@ -191,7 +191,7 @@ def test_wrong_config_values(scorer, changes, named):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_may_say_that_every_step_decides(model, tmp_path, kind):
-    """And nothing else of it; what is written says nothing."""
+    """A config may contain ``decide_every`` only with the value 1, and written configs omit it."""
     folder = write_random_scorer(tmp_path / "scorer", model, kind)
     plain = checkpoint.read_config(folder)
     edit(folder / CONFIG_NAME, decide_every=1)
@@ -252,7 +252,7 @@ def test_wrong_tensors(scorer, change, named):
 
 @pytest.mark.parametrize("kind, length", [("mlstm", "V"), ("mlp", "M")])
 def test_sizes_of_nothing(model, tmp_path, kind, length):
-    """From the shapes alone, which is how a full checkpoint is checked."""
+    """Sizes of 0 are refused by the shapes alone, which is how a full checkpoint is checked."""
     config = checkpoint.read_config(write_random_scorer(tmp_path / "scorer", model, kind))
     sizes = {"F": 8, "V": 8, "M": 8} | {length: 0}
     shapes = {n: tuple(sizes.get(axis, axis) for axis in s) for n, s in checkpoint.tensor_shapes(config).items()}

@@ -1,4 +1,4 @@
-"""A tokenizer whose tokens are the bytes of the text, so that rows can be checked without it; EOS is 256, BOS 257."""
+"""A tokenizer whose tokens are the text's bytes, so that rows can be checked without it; EOS 256, BOS 257."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ CHAT = "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>\n{% 
 
 
 def byte_tokenizer(template: str | None = CHAT, eos: str | None = "<eos>", bos: bool = False):
-    """Args: the chat template, the end-of-text token, and whether texts are opened with BOS."""
+    """Return the tokenizer.
+
+    Args:
+        template: chat template.
+        eos: end-of-text token.
+        bos: True if texts begin with BOS.
+    """
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
     backend = Tokenizer(models.BPE(vocabulary, [], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])

@@ -1,4 +1,4 @@
-"""Tiny models and text, and the command line run among them."""
+"""Tiny models and text, and the command line run in their folder."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def kvpop(folder, capfd, monkeypatch):
-    """Runs a command line in the folder; returns status, output and errors."""
+    """Function that runs a command line in the folder and returns status, output and errors."""
     monkeypatch.chdir(folder)
 
     def run(*words):

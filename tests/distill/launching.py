@@ -1,6 +1,7 @@
-"""Tiny training runs as processes of their own (:mod:`distill.train_tiny`).
+"""Tiny training runs in processes of their own (:mod:`distill.train_tiny`).
 
-Importing torch and transformers takes ten times as long as such a run, so they are forked from a process that has done it.
+Importing torch and transformers takes ten times as long as such a run, so processes are forked from one that
+has imported them.
 """
 
 from __future__ import annotations
@@ -21,7 +22,10 @@ TESTS = Path(__file__).parents[1]
 
 @dataclass
 class Run:
-    """What is left of a run; of several processes, the first one's output and any exit status that is not 0."""
+    """Outcome of a run.
+
+    Of several processes it holds the first one's output and any exit status that is not 0.
+    """
 
     returncode: int
     stdout: str
@@ -35,7 +39,11 @@ class Run:
 
 
 def launch(*args, processes: int = 1, file_size: int | None = None) -> Run:
-    """Runs ``train_tiny.main(*args)``, as one process or as torchrun's would; file_size: bytes that a file may have."""
+    """Run ``train_tiny.main(*args)`` in one process, or in several as torchrun would.
+
+    Args:
+        file_size: largest number of bytes that a file may have.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["distill.train_tiny"])
     with TemporaryDirectory() as said, socket.socket() as free:
@@ -62,7 +70,7 @@ def launch(*args, processes: int = 1, file_size: int | None = None) -> Run:
 
 
 def launch_torchrun(*args, processes: int) -> subprocess.CompletedProcess:
-    """The same by torchrun."""
+    """Run the same by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += [str(TESTS / "distill/train_tiny.py"), *map(str, args)]
     environment = {"PYTHONPATH": str(TESTS), "PATH": "/usr/bin:/bin"}

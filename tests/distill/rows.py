@@ -1,4 +1,4 @@
-"""Rows for trainer tests: text with long-range structure, deterministic, resumable, shared out by number."""
+"""Rows for trainer tests: deterministic, resumable text with long-range structure, shared out by number."""
 
 from __future__ import annotations
 
@@ -6,7 +6,10 @@ import torch
 
 
 class Rows:
-    """Row j is a random text that repeats a few 'names' of its own; process r of n yields rows r, r + n, ..."""
+    """Rows of random text; row j repeats a few names of its own.
+
+    Process r of n yields rows r, r + n, ...
+    """
 
     def __init__(self, length: int, vocab: int = 256, rank: int = 0, world: int = 1):
         self.length, self.vocab, self.rank, self.world, self.drawn = length, vocab, rank, world, 0
@@ -30,7 +33,7 @@ class Rows:
 
 
 def teacher_of(model, top: int = 32):
-    """The model itself, dense, as its own online teacher."""
+    """Return the dense model itself as an online teacher."""
     from kvpop_vllm.distill.hook import Dense
 
     @torch.no_grad()

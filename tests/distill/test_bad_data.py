@@ -1,4 +1,4 @@
-"""Texts and options that training rows cannot be made of: refused in one line."""
+"""Texts and options from which no training rows can be made are refused in one line."""
 
 from __future__ import annotations
 

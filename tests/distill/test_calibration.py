@@ -1,4 +1,4 @@
-"""Calibrated decays lose least attention, by an eviction simulated token by token in float64."""
+"""Calibrated decays lose least attention, by evictions simulated token by token in float64."""
 
 from __future__ import annotations
 
@@ -26,7 +26,13 @@ from kvpop_vllm.testing import write_tiny_model
 
 
 def evicted_mass(q, k, score, log_gamma, roles, positions, scale):
-    """One KV head, one decay: ``q [G, S, D]``, ``k [S, D]``, ``score [S]``; tokens leave one by one and stay away."""
+    """Return the attention mass lost by one KV head under one decay, with permanent evictions one by one.
+
+    Args:
+        q: ``[G, S, D]``.
+        k: ``[S, D]``.
+        score: ``[S]``.
+    """
     q, k, score = q.double(), k.double(), score.double()
     kept, gone, lost = [], [], {}
     for p in range(len(k)):
@@ -85,7 +91,7 @@ def test_the_grid_is_geometric_within_its_range():
 
 
 class Recorder:
-    """Attends densely and keeps what every layer attended with."""
+    """Dense attention that records the inputs of every layer."""
 
     def __init__(self, student):
         self.student, self.seen = student, {}
@@ -109,7 +115,7 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
             p.add_(torch.randn_like(p) * (0 if name.endswith("decay_logit") else 0.3))
         for name, p in student.base.named_parameters():
             if name.endswith("q_norm.weight"):
-                p.mul_(8)  # a tiny random model attends to everything alike, and no decay is better than another
+                p.mul_(8)  # a tiny random model attends to all tokens alike, and no decay is better
     rows = Rows(LENGTH)
     rows = [next(rows) for _ in range(2)]
     logits, least = calibrate(student, rows, decay)
@@ -135,7 +141,7 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
 
 
 def test_equal_decays_and_low_precision(tmp_path):
-    """Heads that lose nothing remember longest, and autocast, under which a bfloat16 base runs, changes no choice."""
+    """Heads that lose nothing get the slowest decay, and autocast, as of a bfloat16 base, changes nothing."""
     model, recipe = write_tiny_model(tmp_path / "model", "qwen3"), dataclasses.replace(RECIPE, window=[8], topk=[20])
     config = ScorerConfig(**model_shape(model), **recipe.scorer_options())
     config = ScorerConfig.parse(json.loads(json.dumps(config.to_json())), "the test")

@@ -1,4 +1,4 @@
-"""Conversations in the model's chat format: nothing that was said is left out, and what does not fit is refused."""
+"""Conversations in the model's chat format: no content is omitted, and what does not fit is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.chat import content_of, render
 
 PLAIN = "{% for m in messages %}<{{ m.role }}>{{ m.content | trim }}{% endfor %}"
-"""Knows no reasoning."""
+"""Template without reasoning."""
 THINKS = """{% for m in messages %}<{{ m.role }}>
 {%- set said = m.content.split('</think>')[-1].lstrip('\\n') %}
 {%- if m.role == 'assistant' and loop.last %}<think>
@@ -17,7 +17,7 @@ THINKS = """{% for m in messages %}<{{ m.role }}>
 </think>
 
 {% endif %}{{ said }}{% endfor %}"""
-"""As of reasoning models: the reasoning of the last turn alone, wherever it stands."""
+"""Template as of reasoning models, which shows the reasoning of the last turn alone."""
 
 
 def turns(*contents, **reasoning):

@@ -1,4 +1,4 @@
-"""`kvpop distill` and `kvpop eval` as they are typed, on tiny models, up to an engine that serves the result."""
+"""The commands `kvpop distill` and `kvpop eval` on tiny models, and an engine that serves the result."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_trains_every_kind_of_scorer_and_tells_how(kvpop, kind):
 
 
 def kill_after(words, metrics, step):
-    """Runs a command line in a process of its own until ``metrics`` tell of ``step``, and kills it there."""
+    """Run a command line in a process of its own until ``metrics`` contains ``step``, and kill it there."""
     process = subprocess.Popen([sys.executable, "-m", "kvpop_vllm.cli", *words], stderr=subprocess.PIPE, text=True)
     deadline = time.monotonic() + 300
     while process.poll() is None and time.monotonic() < deadline and not _reached(metrics, step):
@@ -79,7 +79,7 @@ def _reached(metrics, step) -> bool:
 
 @one_thread()
 def test_a_kill_changes_nothing(kvpop, folder):
-    """Text of two kinds, more than one pass over it; what is left is compared byte for byte."""
+    """A continued run over two kinds of text, in more than one pass, leaves the same files to the byte."""
     text = "".join(json.loads(line)["text"] + "\n" for line in (folder / "text.jsonl").read_text().splitlines()[:20])
     (folder / "text.txt").write_text(text)
     words = "distill --model=qwen3 --data text.jsonl text.txt --steps=120 --batch=2 --save-every=50 --threads=1".split()
@@ -94,7 +94,7 @@ def test_a_kill_changes_nothing(kvpop, folder):
 
 @pytest.fixture
 def group_of_one(monkeypatch):
-    """The environment in which torchrun starts its only process."""
+    """Environment in which torchrun starts its only process."""
     for name, value in {
         "WORLD_SIZE": 1,
         "RANK": 0,
@@ -133,7 +133,7 @@ def test_after_an_error_nccl_waits_for_nobody(monkeypatch, backend, failed):
         if failed:
             raise KeyError
     with Process():
-        pass  # a group that somebody else has joined is left alone
+        pass  # a group that another caller has joined is left alone
     assert left == ["aborted" if failed and backend == "nccl" else "destroyed"]
 
 
@@ -146,7 +146,7 @@ def test_stored_logits_train_as_the_teacher_itself_does(kvpop, monkeypatch):
         "--lr-base=1e-9",
         "--lr-new=1e-9",
         "--lr-new-end=1e-9",
-    ]  # else what float16 rounds off grows step by step
+    ]  # otherwise float16 rounding errors grow step by step
     online = distill(kvpop, "online", *still)
     distill(kvpop, "logits", *still, "--rows=1", action="teacher")
     status, _, errors = kvpop(
@@ -166,7 +166,7 @@ def test_stored_logits_train_as_the_teacher_itself_does(kvpop, monkeypatch):
 
 
 def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monkeypatch):
-    """Greedy tokens of the engine are the student's own under its sparse mask, wherever those are clear."""
+    """Clear greedy tokens of the engine are those of the student under its sparse mask."""
     from engine.tiny_engine import quick, start, stop
     from vllm import SamplingParams
 
@@ -213,7 +213,7 @@ def test_phases_without_a_scorer_write_a_model(kvpop, phase):
 
 @pytest.fixture(scope="module")
 def others(folder):
-    """What cannot be used."""
+    """Models, texts and a scorer that cannot be used."""
     for name in ("damaged", "holed", "mixed"):
         write_byte_tokenizer(write_tiny_model(folder / name, vocab=VOCABULARY))
         weights, config = folder / name / "model.safetensors", folder / name / "config.json"

@@ -1,4 +1,4 @@
-"""Training rows: the same from every format, nothing lost or twice, splits for good, ranks, resumption."""
+"""Training rows: equal from every format, nothing lost or repeated, stable splits, ranks, resumption."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpop_vllm.distill.data import split_of
 
 @pytest.fixture
 def mixed(tmp_path):
-    """Text in four formats and several files, some of it twice."""
+    """Text in four formats and several files, some of it duplicated."""
     own = texts(70)
     write(tmp_path, "a", "jsonl", records(own[:30]))
     write(tmp_path, "b", "parquet", records(own[30:50]))
@@ -185,7 +185,7 @@ def test_parquet_files_are_closed_and_hold_one_row_group(tmp_path):
     folder = str(tmp_path.resolve())
 
     def still_open():
-        """Files of the folder; others may be closed meanwhile."""
+        """Return the open files of the folder; others may be closed meanwhile."""
         return [
             path
             for fd in os.listdir("/proc/self/fd")

@@ -1,4 +1,4 @@
-"""A minute of ``examples/distill_demo.sh``: the demo model, real text, the whole way to the comparison."""
+"""A minute of ``examples/distill_demo.sh``: demo model, real text, all steps up to the comparison."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SCRIPT = TESTS.parent / "examples/distill_demo.sh"
 
 @pytest.mark.parametrize("kinds, asked", [("", ""), ("champ perl", " --data champ perl")])
 def test_texts_are_fetched_first_unless_a_folder_of_them_is_named(tmp_path, kinds, asked):
-    """A stand-in for the command writes down what it is asked."""
+    """Texts are fetched unless a folder is named; a stand-in for the command records its arguments."""
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     (tmp_path / "data/held-out").mkdir(parents=True)
@@ -30,7 +30,7 @@ def test_texts_are_fetched_first_unless_a_folder_of_them_is_named(tmp_path, kind
     stand_in.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     stand_in.chmod(0o755)
     told = {"PATH": os.environ["PATH"], "KVPOP": str(stand_in), "MODEL": str(tmp_path / "model"), "KINDS": kinds}
-    own = tmp_path / "repository/data/held-out"  # what the stand-in does not fetch
+    own = tmp_path / "repository/data/held-out"  # texts that the stand-in does not fetch
     own.mkdir(parents=True)
     (own / "bible.jsonl").touch()
     script = tmp_path / "repository/examples" / SCRIPT.name

@@ -1,4 +1,4 @@
-"""`kvpop eval` as it is typed: its table, its windows and its records."""
+"""The command `kvpop eval`: its table, its windows and its records."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_policies_that_follow_attention_and_corrections(kvpop):
     records = {r["policy"]: r for r in map(json.loads, Path("moments.jsonl").read_text().splitlines())}
     corrected = {f"{name}+moment" for name in (*names, "corrected")}
     assert records.keys() == {"dense", "corrected", *names} | corrected
-    for name in ("streaming-llm", "corrected"):  # which tokens stay does not change, what is made of them does
+    for name in ("streaming-llm", "corrected"):  # the same tokens stay, and outputs change
         plain, more = records[name], records[f"{name}+moment"]
         assert plain["nll"] != more["nll"]
         assert all(plain[measure] == more[measure] for measure in ("teacher", "hindsight", "mass"))

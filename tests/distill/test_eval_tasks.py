@@ -1,4 +1,4 @@
-"""`kvpop eval --task retrieval` and `--task replay` as they are typed, at tiny sizes."""
+"""The commands `kvpop eval --task retrieval` and `--task replay`, at tiny sizes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def records(path):
 
 
 def evicting():
-    """Names of policies that evict from the first token on: rows of a replay are no prompts with answers."""
+    """Return policies that evict from the first token on, because replay rows are not prompts and answers."""
     return [name for name in known_training_free() if not POLICIES[name].compresses]
 
 
@@ -58,7 +58,7 @@ def test_replay_of_all_policies_with_their_own_defaults(kvpop):
 
 def test_what_the_registry_cannot_run_is_left_out_unless_it_is_named(kvpop, monkeypatch):
     class NeedsHidden(POLICIES["tova"]):
-        """Of a kind that no backend of evaluation can serve."""
+        """Policy of a kind that no backend of evaluation can serve."""
 
         name, signals = "needs-hidden", frozenset({Signal.HIDDEN, Signal.MASS})
 

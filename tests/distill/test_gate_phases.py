@@ -1,4 +1,4 @@
-"""`kvpop distill --recipe trimkv` and `--recipe dms` as they are typed, up to an engine that serves what they wrote."""
+"""The commands `kvpop distill --recipe trimkv` and `--recipe dms`, and an engine that serves the result."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ RECIPES = {
 
 
 def model_of(name, folder):
-    """The model that the gates of a run are for: its own where it was trained too."""
+    """Return the model that a run's gates belong to, its own if the run trained it too."""
     return folder / name / "model" if name == "dms-query" else folder / "qwen3"
 
 
@@ -71,7 +71,7 @@ def mean(steps, name):
 
 
 def test_what_the_phase_is_for_is_learned(trained):
-    """Of TRIM-KV the loss falls, and of it what is beyond the capacity; of DMS evictions follow their target."""
+    """TRIM-KV's loss and its excess over the capacity fall; DMS's evictions follow their target."""
     name, folder, steps = trained
     first, last = steps[:5], steps[-5:]
     if name.startswith("dms"):
@@ -83,7 +83,7 @@ def test_what_the_phase_is_for_is_learned(trained):
 
 
 def test_what_is_written(trained):
-    """Gates, and the base only where it was trained."""
+    """Gates are written, and the base only if it was trained."""
     name, folder, _ = trained
     assert (folder / name / "model").exists() == borrows_channel(model_of(name, folder)) == (name == "dms-query")
     config, layers = read_scorer(folder / name)
@@ -96,7 +96,7 @@ def test_what_is_written(trained):
 
 
 def test_training_and_serving_and_the_oracle_score_alike(trained):
-    """A gate inside of transformers' model, from the folder that serving reads, and the oracle's from its own forward pass."""
+    """A gate in transformers' model, loaded as in serving, scores as the oracle's in its own forward pass."""
     name, folder, _ = trained
     config, layers = read_scorer(folder / name)
     model, tokens, found = load_model(model_of(name, folder), torch.float32).eval(), random_prompt(60), {}
@@ -129,7 +129,7 @@ def test_training_and_serving_and_the_oracle_score_alike(trained):
 
 
 def test_an_engine_serves_what_was_trained(trained):
-    """Retained sets and log-probabilities are the oracle's, whose gates are its own."""
+    """Retained sets and log-probabilities are the oracle's, which has its own gates."""
     name, folder, _ = trained
     settings = {"policy": name.partition("-")[0], "scorer": str(folder / name)}
     model = model_of(name, folder)
@@ -142,7 +142,7 @@ def test_an_engine_serves_what_was_trained(trained):
 
 
 def test_stored_logits_do_for_the_model_itself(kvpop):
-    """Half-precision log-probabilities aside, the same run."""
+    """Stored log-probabilities give the same run, up to half precision."""
     recipe = [*TRIMKV, "--steps=3", "--kl-top=32"]
     with one_thread():
         distill(kvpop, "logits", action="teacher", recipe=recipe)

@@ -1,4 +1,4 @@
-"""The attention hook: unchanged models where nothing is evicted, the sparse mask where something is."""
+"""The attention hook leaves models unchanged if nothing is evicted, and applies the sparse mask otherwise."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_nothing_evicted_equals_transformers(folder, tokens):
 
 @pytest.mark.parametrize("part", ["q", "k", "v"])
 def test_biases_reach_attention(tmp_path, tokens, part):
-    """Those of Qwen2, so that the test above would notice one that is lost."""
+    """Biases of Qwen2 change outputs, so that the test above would notice a lost one."""
     model = load_model(write_tiny_model(tmp_path, "qwen2", hidden=128), torch.float32)
     before = model(tokens, attend=Dense()).logits
     torch.nn.init.zeros_(model.get_decoder().layers[0].self_attn.get_submodule(f"{part}_proj").bias)
@@ -56,7 +56,7 @@ def test_biases_reach_attention(tmp_path, tokens, part):
 
 
 def test_the_sparse_pass_equals_a_masked_model(folder, tokens):
-    """Every layer's attention under sets that a sort for every query finds, inside the whole model."""
+    """Layers attend to the sets found by a sort for every query, inside the whole model."""
 
     def naive(layer, q, k, v, scale):
         score, log_gamma = scores(layer, k, v, 6)
@@ -83,7 +83,7 @@ def test_scores_see_detached_keys_and_values(folder, tokens):
 
 @pytest.mark.parametrize("step", [1, 4])
 def test_cutoffs_follow_the_online_rule(step):
-    """Whatever the decay step: permanent eviction, one at a time, worst effective score first."""
+    """For any decay step, evictions are permanent, one at a time, lowest effective score first."""
     g = torch.Generator().manual_seed(step)
     score, log_gamma = torch.randn(1, 2, 60, generator=g), torch.tensor([-0.3, -0.05])
     roles = Roles(2, 5, 7, step)

@@ -1,4 +1,4 @@
-"""What is optimised, against its definition: targets token by token, the teacher's KL, the learning rate, weights of losses."""
+"""Training objectives by definition: targets token by token, teacher's KL, learning rate, loss weights."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def layer():
 @pytest.mark.parametrize("normalise", [False, True])
 @pytest.mark.parametrize("groups", ["max", "mean"])
 def test_targets_token_by_token(layer, lookahead, normalise, groups):
-    """KVpop, equations 13 to 17: queries t + w to S - 1, with a look-ahead L the first L + 1 of them."""
+    """The target is KVpop's equations 13 to 17: queries t + w to S - 1, with look-ahead L the first L + 1."""
     q, k, lse = layer
     found = retention_target(
         q, k, lse, window=WINDOW, scale=SCALE, lookahead=lookahead, normalise=normalise, groups=groups
@@ -51,7 +51,7 @@ def test_targets_token_by_token(layer, lookahead, normalise, groups):
                 norms = [float(lse[0, query_head, i]) for i in range(t + WINDOW, last)]
                 masses.append(sum(math.exp(x - z) for x, z in zip(logits, norms, strict=True)))
             mass = max(masses) if groups == "max" else sum(masses) / 2
-            if normalise:  # by the number of queries that a row of any length would allow within L + 1
+            if normalise:  # by the number of queries within L + 1 in a row of any length
                 count = max(1, S - WINDOW - t)
                 mass /= count if lookahead is None else min(count, lookahead + 1)
             assert float(found[0, h, t]) == pytest.approx(math.log(mass + 1e-8), abs=2e-4)
@@ -72,7 +72,7 @@ def test_teachers_kl_by_definition():
 
 
 def rates(**changes):
-    """The rate of every step."""
+    """Return the learning rate of every step."""
     trainer = type("T", (), {"recipe": dataclasses.replace(PAPER, **changes)})
     return [Trainer.rate(trainer, step) for step in range(trainer.recipe.steps)]
 
@@ -149,7 +149,7 @@ def test_streaming_plus_attends_to_sinks_and_the_newest(model, tmp_path):
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_recency_is_the_same_order_for_every_decay_step(step):
-    """That of a decay with equal scores, though its teacher sees no decay."""
+    """The order is that of a decay with equal scores, though the teacher sees no decay."""
     score, log_gamma = recency(0, torch.zeros(1, 2, S, 8), None, WINDOW)
     assert not log_gamma.any()
     roles = Roles(2, WINDOW, 6, step)
@@ -190,7 +190,7 @@ def test_recipes_that_cannot_train(change, message):
 
 @pytest.mark.parametrize("step", [1, 3])
 def test_nothing_is_made_on_another_device(step):
-    """On torch's meta device, where an operand from the CPU is an error; no GPU is needed to find one."""
+    """The ops run on torch's meta device, where an operand from the CPU is an error, so no GPU is needed."""
     meta = {"device": "meta"}
     q, k = torch.empty(1, 4, S, 8, **meta), torch.empty(1, 2, S, 8, **meta)
     score, log_gamma = torch.empty(2, S, **meta), torch.empty(2, dtype=torch.float64, **meta)

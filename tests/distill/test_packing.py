@@ -1,4 +1,4 @@
-"""Rows are packed without borders: every token attends to documents before its own, as if the row were one text."""
+"""Rows are packed without borders: every token attends to earlier documents, as if the row were one text."""
 
 from __future__ import annotations
 
@@ -25,7 +25,10 @@ VOCABULARY, LENGTH, WINDOW = 258, 96, 8
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Text, a scorer, and a model that is told the end of text, by which borders could be found."""
+    """Folder with text, a scorer, and a model whose config names the end of text.
+
+    Borders could be found by that token.
+    """
     folder = tmp_path_factory.mktemp("packing")
     config = write_tiny_model(folder / "model", "qwen3", vocab=VOCABULARY) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": EOS, "pad_token_id": EOS}))
@@ -42,7 +45,7 @@ def model(folder):
 
 @pytest.fixture(scope="module")
 def row(folder):
-    """A row of three documents at least, ``[1, S]``."""
+    """A row ``[1, S]`` of at least three documents."""
     row = next(PackedTokens(folder / "text.jsonl", byte_tokenizer(), LENGTH, vocab_size=VOCABULARY))
     assert (row[10:-10] == EOS).sum() >= 2
     return row.unsqueeze(0)
@@ -57,7 +60,7 @@ def student(request, model, folder):
 
 
 def hidden_of(student, row):
-    """What the student computes of a row that it is trained on, ``[1, S, hidden]``."""
+    """Return the student's hidden states ``[1, S, hidden]`` of a row that it is trained on."""
     seen = []
     hook = student.base.get_decoder().register_forward_hook(lambda m, args, out: seen.append(out.last_hidden_state))
     student(row, 0, lambda tokens, number: (torch.zeros(1, LENGTH, 1), torch.zeros(1, LENGTH, 1)))
@@ -67,7 +70,7 @@ def hidden_of(student, row):
 
 
 def with_another_sink(row):
-    """One token of the first document changed, which no policy evicts."""
+    """Return the row with another token in the first document, one that no policy evicts."""
     row = row.clone()
     row[0, 1] = (row[0, 1] + 1) % 256
     return row

@@ -1,4 +1,4 @@
-"""Rows that begin at other positions and windows that take turns: what reaches scorers, mask, loss and the written config."""
+"""Rows at random first positions and windows in turn: scores, mask, loss and the written config."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ def train(model, out, recipe=RECIPE):
 
 
 def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
-    """Row by row in scores, mask, loss and where a row begins; the scorer's config says all windows, the first as its own."""
+    """Scores, mask, loss and first position follow the row's turn; the config lists all windows.
+
+    The first window is the scorer's own.
+    """
     seen, begun = [], []
     plain = Sparse.__init__
 
@@ -58,7 +61,7 @@ def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
 
 
 def test_rows_begin_at_random_positions(model, tmp_path):
-    """The scorers meet keys of all positions below the bound, and nothing else about the row changes."""
+    """Scorers see keys of all positions below the bound, and nothing else about a row changes."""
     recipe = dataclasses.replace(RECIPE, positions=900, calibrate=False)
     student = train(model, tmp_path, recipe).student
     first = [student.first_position(row) for row in range(200)]

@@ -1,4 +1,4 @@
-"""One rule three times: the mask of training, the slots that serving keeps, and the oracle, on the same scores."""
+"""The training mask, the slots that serving keeps and the oracle follow one rule on the same scores."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ HEADS, SIZE, LENGTH = 2, 32, 400
 
 
 def positions_held(pages, table, layout, rule, budget, seen):
-    """Set of positions of each head: sinks and ring from their roles, long-range ones from their words."""
+    """Return each head's retained positions: sinks and ring by role, long-range ones by position words."""
     first, n = rule.sinks + rule.window, layout.block_slots
     slots = torch.arange(first, max(first, min(seen, budget)))
     blocks = table[0, 0, layout.state_blocks :].long()
@@ -25,9 +25,13 @@ def positions_held(pages, table, layout, rule, budget, seen):
 
 
 def check_the_same_rule(q, k, v, log_gamma, roles, chunks):
-    """Channel 0 of the keys is the score, read by a linear scorer, so that all three use bit-identical scores.
+    """Check that mask, oracle and pages retain the same tokens.
 
-    q ``[S, Hq, D]``, k, v ``[S, H, D]`` float32.
+    A linear scorer reads channel 0 of the keys as the score, so that all three use bit-identical scores.
+
+    Args:
+        q: ``[S, Hq, D]`` float32.
+        k, v: ``[S, H, D]`` float32.
     """
     length, heads, size = k.shape
     weight = torch.zeros(heads, 2 * size)
@@ -63,7 +67,7 @@ def test_the_same_scores_keep_the_same_tokens(step, chunks, coarse):
     g = torch.Generator().manual_seed(step)
     k, v = (torch.randn(LENGTH, HEADS, SIZE, generator=g) for _ in range(2))
     if coarse:
-        k[..., 0] = (k[..., 0] * 2).round() / 4  # ties in plenty; decays are dyadic
+        k[..., 0] = (k[..., 0] * 2).round() / 4  # many ties; decays are dyadic
     q = torch.randn(LENGTH, 2 * HEADS, SIZE, generator=g)
     log_gamma = torch.tensor([-1 / 64, -1 / 2048], dtype=torch.float64)
     check_the_same_rule(q, k, v, log_gamma, Roles(3, 16, 40, step), chunks)

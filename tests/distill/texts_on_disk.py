@@ -1,4 +1,4 @@
-"""Files and folders of texts, and the rows that are packed of them."""
+"""Files and folders of texts, and the rows packed from them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TABLES = ("jsonl", "parquet", "saved")
 
 
 def write(folder, name, kind, records):
-    """A file or `datasets` folder of ``records``."""
+    """Write a file or `datasets` folder of ``records`` and return its path."""
     folder.mkdir(exist_ok=True)
     path = folder / (name if kind == "saved" else f"{name}.{kind}")
     if kind == "txt":
@@ -35,7 +35,7 @@ def write(folder, name, kind, records):
 
 
 def texts(count, seed=0, longest=300):
-    """Texts of several bytes per character; each begins with its number."""
+    """Return texts with several bytes per character; each begins with its number."""
     draw = random.Random(seed)
     return [f"{i} " + "".join(draw.choices("abc \né中", k=draw.randrange(longest))) for i in range(count)]
 
@@ -53,7 +53,7 @@ def stream(rows, count=None):
 
 
 def pieces(stream):
-    """Of a stream of tokens, what stands between EOS."""
+    """Return the parts of a stream of tokens, each up to and with its EOS."""
     found, start = [], 0
     for end, token in enumerate(stream):
         if token == EOS:
@@ -63,7 +63,7 @@ def pieces(stream):
 
 
 def documents(paths, **options):
-    """All texts of a split, each in one piece; rows of two tokens leave nothing but the last EOS out."""
+    """Return all texts of a split, each in one piece; rows of two tokens omit at most the last EOS."""
     found = pieces(stream(pack(paths, 2, **({"piece_rows": 10**6, "repeat": False} | options))))
     return [bytes(token for token in piece if token != EOS).decode() for piece in found]
 

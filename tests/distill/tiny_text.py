@@ -1,4 +1,4 @@
-"""A byte-level tokenizer and made-up text for tests that go through the commands."""
+"""A byte-level tokenizer and made-up text for tests that run the commands."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ NAMES = ("Ada", "Ben", "Cleo", "Dov", "Eve", "Finn")
 
 
 def write_byte_tokenizer(folder: Path) -> None:
-    """One token per byte, 256 of them, and an end of text."""
+    """Write a tokenizer with 256 tokens, one per byte, and an end of text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     tokens = {character: i for i, character in enumerate(alphabet)}
     tokenizer = Tokenizer(models.BPE(vocab=tokens, merges=[]))
@@ -24,7 +24,7 @@ def write_byte_tokenizer(folder: Path) -> None:
 
 
 def write_text(path: Path, documents: int = 60) -> Path:
-    """JSON lines; each document comes back to the names it began with."""
+    """Write JSON lines of documents that repeat the names they begin with."""
     draw = random.Random(0)
     with path.open("w") as file:
         for _ in range(documents):

@@ -1,4 +1,7 @@
-"""A tiny training run as a process of its own: ``train_tiny.py MODEL OUT {frozen|base|low|gates} [DIE_AT_STEP]``; prints the last loss."""
+"""A tiny training run as a process of its own, which prints the last loss.
+
+Usage: ``train_tiny.py MODEL OUT {frozen|base|low|gates} [DIE_AT_STEP]``.
+"""
 
 from __future__ import annotations
 
@@ -37,20 +40,20 @@ RECIPES = {
     ),
 }
 RECIPES["low"] = dataclasses.replace(RECIPES["base"], dtype="bfloat16", ce=0.0)
-"""As the paper trains: scorers and base, bfloat16 with float32 ranking, KL, layers recomputed."""
+"""Recipe as in the paper: scorers and base, bfloat16 with float32 ranking, KL, layers recomputed."""
 RECIPES["gates"] = dataclasses.replace(
     TRIMKV, batch=2, length=LENGTH, topk=[23], steps=8, warmup=2, dtype="float32", gate_width=16, gate_bias=5.0
 )
 
 
 def calibration_rows() -> list[torch.Tensor]:
-    """Rows that no process trains on."""
+    """Return rows that no process trains on."""
     rows = Rows(LENGTH, rank=1000)
     return [next(rows) for _ in range(RECIPE.calibration_rows)]
 
 
 class Mortal(Rows):
-    """Kills its own process, unannounced, when a given row is asked for."""
+    """Rows that kill their own process without warning when a given row is requested."""
 
     last = None
 

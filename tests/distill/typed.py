@@ -1,4 +1,4 @@
-"""`kvpop distill` as it is typed, at tiny sizes."""
+"""The command `kvpop distill` at tiny sizes."""
 
 from __future__ import annotations
 

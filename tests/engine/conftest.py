@@ -1,5 +1,8 @@
-"""Tiny models, and one watched engine for each model and policy, shared by all tests of a module. vLLM is imported where it is
-needed: the process that only hands tests to workers reads this file before it starts them."""
+"""Tiny models, and one recorded engine for each model and policy, shared by all tests of a module.
+
+vLLM is imported inside the fixtures, because the process that distributes tests to workers also reads this
+file.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from kvpop_vllm.testing import write_tiny_model
 
 @pytest.fixture(scope="session")
 def tiny_model(tmp_path_factory):
-    """``kind -> folder`` of a float32 model, written once."""
+    """Return ``make(kind)``, which returns the folder of a float32 model and writes it once."""
 
     @functools.cache
     def make(kind: str) -> str:
@@ -24,7 +27,7 @@ def tiny_model(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def case(tiny_model, tmp_path_factory):
-    """``(kind, policy, scorer options) -> Case``, made once, with all that its judge learns."""
+    """Return ``make(kind, policy, **options)``, which builds a case once and keeps its judge's runs."""
 
     @functools.cache
     def make(kind: str, policy: str, **options):
@@ -35,7 +38,7 @@ def case(tiny_model, tmp_path_factory):
 
 @pytest.fixture(scope="module", params=MATRIX, ids="-".join)
 def served(request, case):
-    """A watched engine with room for everything."""
+    """Yield a recorded engine with room for all requests."""
     from engine.driving import watched
 
     found = case(*request.param)
@@ -45,7 +48,10 @@ def served(request, case):
 
 @pytest.fixture
 def watch(case):
-    """``(case, **options of LLM)`` -> context manager of a watched engine. One at a time: its patches are global."""
+    """Return ``watch(case, **options)``, a context manager of a recorded engine with options of ``LLM``.
+
+    Only one may be open at a time, because its patches are global.
+    """
     from engine.driving import watched
 
     return lambda found, **options: watched(found.model, found.settings, found.judge, **options)

@@ -1,4 +1,4 @@
-"""Parts of an engine on a GPU that is not there: configs, a metadata builder, what the engine core knows of its cache."""
+"""Parts of an engine on a pretended GPU: configs, a metadata builder, and the engine core's cache config."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STREAMING = {"policy": "streaming-llm", "budget": 64, "sinks": 2, "window": 16}
 
 
 def configure(model, policy=STREAMING, **options):
-    """The config of an engine as ``vllm serve`` makes it."""
+    """Return the config of an engine as ``vllm serve`` makes it."""
     additional = {} if policy is None else {"kv_policy": policy}
     sizes = {"max_model_len": LENGTH, "max_num_seqs": MOST, "block_size": SLOTS}
     args = EngineArgs(str(model), skip_tokenizer_init=True, additional_config=additional, **(sizes | options))
@@ -28,20 +28,20 @@ def configure(model, policy=STREAMING, **options):
 
 @contextmanager
 def rank(config, index: int = 0, ranks: int = 1):
-    """Inside one tensor-parallel rank of an engine."""
+    """Act as one tensor-parallel rank of an engine."""
     there = {"get_tensor_model_parallel_rank": index, "get_tensor_model_parallel_world_size": ranks}
     with set_current_vllm_config(config), mock.patch.multiple(glue, **{k: lambda v=v: v for k, v in there.items()}):
         yield
 
 
 def chosen(config, size=SIZE, dtype=torch.float32, **options):
-    """The backend that vLLM chooses for a layer."""
+    """Return the backend that vLLM chooses for a layer."""
     with set_current_vllm_config(config):
         return get_attn_backend(size, dtype, None, **options)
 
 
 def group_of(config, heads=HEADS, device="cpu", index=0, ranks=1) -> AttentionGroup:
-    """The layers' attention group with its metadata builder, as a runner makes it."""
+    """Return the layers' attention group with its metadata builder, as a runner makes it."""
     with rank(config, index, ranks):
         backend = chosen(config)
         plain = FullAttentionSpec(block_size=SLOTS, num_kv_heads=heads, head_size=SIZE, dtype=torch.float32)
@@ -51,6 +51,6 @@ def group_of(config, heads=HEADS, device="cpu", index=0, ranks=1) -> AttentionGr
 
 
 def cache_of(group, blocks=100) -> KVCacheConfig:
-    """The cache of one group, as the engine core sees it."""
+    """Return the cache config of one group, as the engine core sees it."""
     spec = KVCacheGroupSpec(group.layer_names, group.kv_cache_spec)
     return KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[spec])

@@ -1,5 +1,8 @@
-"""Loaded with ``-p`` before anything of vLLM is: vLLM takes this process for one with an Ampere GPU. Only what asks the device
-itself is replaced; configs, backends, runners and graph managers are vLLM's own, and tensors stay in the CPU's memory."""
+"""A plugin that makes vLLM take this process for one with an Ampere GPU; load it with ``-p`` before vLLM.
+
+Only queries of the device itself are replaced. Configs, backends, runners and graph managers are vLLM's own,
+and tensors stay in CPU memory.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +24,7 @@ from vllm.platforms.interface import DeviceCapability  # noqa: E402
 
 
 class Ampere(cuda.NonNvmlCudaPlatform):
-    """What a driver would say."""
+    """Answers that the driver of an Ampere GPU would give."""
 
     @classmethod
     def get_device_capability(cls, device_id: int = 0) -> DeviceCapability:
@@ -44,11 +47,11 @@ platforms._current_platform = Ampere()
 
 from triton.backends import backends  # noqa: E402
 
-backends["cpu"] = types.SimpleNamespace(driver=None)  # for vLLM's kernels to be Triton's, which the interpreter runs
+backends["cpu"] = types.SimpleNamespace(driver=None)  # lets vLLM import Triton for its interpreter
 importlib.import_module("vllm.triton_utils")
 del backends["cpu"]
 from vllm import _custom_ops  # noqa: E402
 
-# asked while modules are imported, of kernels that are not there
+# called at import time for kernels that do not exist here
 for _name in [name for name in vars(_custom_ops) if name.startswith("cutlass_") and "_supports_" in name]:
     setattr(_custom_ops, _name, lambda *capability: False)

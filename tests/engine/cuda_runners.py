@@ -1,5 +1,8 @@
-"""Both model runners of vLLM on a GPU that is not there, without a model: their own code from what a scheduler says to the metadata
-of a step, tensors in the CPU's memory, their kernels by Triton's interpreter."""
+"""Both model runners of vLLM on a pretended GPU, without a model.
+
+Their own code runs from a scheduler's output to the metadata of a step. Tensors are in CPU memory, and
+Triton's interpreter runs the kernels.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,11 @@ CPU = torch.device("cpu")
 
 
 class _Built(Exception):
-    """Raised with a step's metadata, so that a runner goes no further."""
+    """An exception that carries a step's metadata and stops the runner."""
 
 
 def _ending(build):
-    """``build``, after which a runner goes no further."""
+    """Return ``build`` wrapped so that the runner stops after it."""
 
     def built(*args, **kwargs):
         raise _Built(build(*args, **kwargs))
@@ -43,7 +46,7 @@ def _ending(build):
 
 @contextlib.contextmanager
 def without_a_gpu():
-    """Streams, events, ranks and pinned memory that are none."""
+    """Replace streams, events, ranks and pinned memory by stand-ins."""
     platform, nothing = type(current_platform), mock.MagicMock
     ranks = SimpleNamespace(is_first_rank=True, is_last_rank=True, world_size=1, ranks=[0])
     replaced = [
@@ -59,10 +62,10 @@ def without_a_gpu():
 
 
 class Runner:
-    """A runner with one group of layers, whose requests are others in each step.
+    """A model runner with one group of layers; every step has new requests.
 
     Attributes:
-        runner: vLLM's.
+        runner: vLLM's model runner.
     """
 
     def __init__(self, config, group: AttentionGroup):
@@ -78,8 +81,15 @@ class Runner:
         return resolve(support, backend.__name__, 1, use_v2_model_runner=v2)
 
     def step(self, counts, lengths, rows, prompts=None, asks=None):
-        """Metadata of requests with ``counts`` tokens that make them ``lengths`` long; rows: their blocks. prompts: tokens of each
-        one's, all of them where None; asks: what was resolved of each."""
+        """Return the metadata of a step.
+
+        Args:
+            counts: tokens of each request in this step.
+            lengths: length of each request after this step.
+            rows: blocks of each request.
+            prompts: prompt tokens of each request; None if all tokens are prompt.
+            asks: resolved cache options of each request, or None.
+        """
         output = SchedulerOutput.make_empty()
         output.finished_req_ids, self.steps = set(self.names), self.steps + 1
         self.names = [f"{self.steps}-{i}" for i in range(len(counts))]
@@ -97,7 +107,7 @@ class Runner:
         return self.built(lambda: self.runner.execute_model(output))
 
     def built(self, run):
-        """What the metadata builder makes of the step that ``run`` begins."""
+        """Return the metadata that the builder makes of the step that ``run`` starts."""
         with without_a_gpu(), pytest.raises(_Built) as built:
             run()
         return built.value.args[0][self.group.layer_names[0]]
@@ -113,7 +123,7 @@ class RunnerV1(Runner):
         return runner
 
     def dummy(self, rows, capture=False):
-        """A dummy run of so many requests of one token. Its block table is that of the last step."""
+        """Run a dummy step of ``rows`` requests with one token each and the last step's block table."""
         options = {"uniform_decode": True, "is_graph_capturing": capture}
         return self.built(lambda: self.runner._dummy_run(rows, CUDAGraphMode.FULL, **options))
 
@@ -138,13 +148,13 @@ class RunnerV2(Runner):
         return runner
 
     def dummy(self, rows, capture=False):
-        """The same; V2 has a function of its own for those that are recorded."""
+        """Run the same dummy step; V2 has a separate function for graph capture."""
         if capture:
             return self.recorded(rows, rows, full=True)
         return self.built(lambda: self.runner._dummy_run(rows, uniform_decode=True))
 
     def recorded(self, rows, tokens, full):
-        """Metadata of a batch while a graph is recorded, a full one or a piecewise one."""
+        """Return the metadata of a batch during capture of a full or piecewise graph."""
         runner = self.runner
         of_runner = runner.model_state, runner.input_buffers, runner.block_tables, runner.attn_groups
         shape = rows, tokens, *of_runner, runner.kv_cache_config, full

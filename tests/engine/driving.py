@@ -1,4 +1,4 @@
-"""Requests with names of their own, stepped by hand; and engines that are watched while they serve them."""
+"""Named requests stepped by hand, and engines with a recorder."""
 
 from __future__ import annotations
 
@@ -24,9 +24,19 @@ MOST_STEPS = 2000
 
 @dataclass
 class Job:
-    """A greedy request: ``new`` tokens after ``length`` random ones, or after ``prompt``, with log-probs of the prompt too if
-    ``scored``, which then hits nothing. ``samples``: so many continuations, drawn. ``adapter``: a ``LoRARequest``. ``asks``: what
-    it asks of its cache."""
+    """A request, greedy if it has one sample.
+
+    Attributes:
+        length: number of random prompt tokens, if ``prompt`` is None.
+        new: number of tokens to generate.
+        scored: True to ask for log-probabilities of the prompt; such a request hits no cached prefix.
+        prompt: token ids of the prompt.
+        salt: cache salt.
+        priority: priority for the scheduler.
+        samples: number of continuations; more than one are drawn at temperature 1.
+        adapter: a ``LoRARequest``.
+        asks: ``extra_args`` of the request for its cache.
+    """
 
     length: int = 0
     new: int = 12
@@ -57,19 +67,21 @@ class Watched:
         return self.llm.llm_engine
 
     def chunk(self, tokens: int | None) -> None:
-        """Prompts from now on are cut into chunks of this many tokens; None leaves them whole."""
+        """Cut prompts into chunks of this many tokens from now on; None leaves them whole."""
         self.recorder.scheduler.scheduler_config.long_prefill_token_threshold = tokens or 0
 
     def add(self, name: str, job: Job) -> str:
-        """Queue a request, also while others are served; returns its internal id."""
+        """Queue a request, also while others are served, and return its internal id."""
         prompt = {"prompt_token_ids": job.tokens} | ({"cache_salt": job.salt} if job.salt else {})
         told = {"priority": job.priority, "lora_request": job.adapter}
         self.names[name] = self.engine.add_request(name, prompt, _parameters(job), **told)
         return self.names[name]
 
     def serve(self, jobs: list[Job], each_step: Callable[[int], None] | None = None) -> dict:
-        """Steps until all are done; ``each_step(i)`` runs before step i. Returns finished answers by internal id; of several
-        samples each by itself."""
+        """Run steps until all requests have finished, and return the answers by internal id.
+
+        ``each_step(i)`` runs before step i. Each of several samples has its own entry.
+        """
         self.recorder.clear()
         self.names.clear()
         for i, job in enumerate(jobs):
@@ -86,13 +98,15 @@ class Watched:
         return answers
 
     def fill_pool(self, byte: int) -> None:
-        """Overwrites the whole pool; 255 is NaN as a float and -1 as a position."""
+        """Overwrite the whole pool; 255 is NaN as a float and -1 as a position."""
         for cache in self.recorder.runner.kv_caches:
             cache.view(torch.uint8).fill_(byte)
 
     def poison(self, patch) -> None:
-        """From now on, until ``patch`` is undone, overwrites each block when it is freed without being kept for others, and when it
-        is handed out, whoever's it was."""
+        """Overwrite blocks with 255 when they are freed or handed out, until ``patch`` is undone.
+
+        A freed block that is kept for prefix hits stays as it is.
+        """
         pool = self.recorder.pool
         free, get = pool.free_blocks, pool.get_new_blocks
 
@@ -115,7 +129,7 @@ class Watched:
         patch.setattr(pool, "get_new_blocks", poisoning_get)
 
     def leaks(self) -> list[str]:
-        """What is left behind although nothing runs."""
+        """Return what is still held although nothing runs."""
         pool, manager = self.recorder.pool, self.recorder.manager
         held = [block.block_id for block in pool.blocks if block.ref_cnt != 0 and not block.is_null]
         found = {"blocks": held, "requests": list(manager.req_to_blocks), "counts": list(manager.num_cached_block)}
@@ -126,18 +140,26 @@ class Watched:
         return [f"{what}: {list(which)}" for what, which in found.items() if len(which)]
 
     def verdict(self, answers: dict) -> Verdict:
-        """Compares with the oracle; returns and prints what was compared."""
+        """Compare answers with the oracle, and print and return the verdict."""
         held = {name: self.recorder.held[name] for name in answers}
         verdict = self.judge.check(answers, held)
         print(verdict)
         return verdict
 
     def check_blocks(self, state: int, *budgets: int, sinks: int = 0) -> int:
-        """Check that at every step each running request held the blocks of its protected tokens and, once it had more,
-        ``state + cdiv(min(len, budget), BLOCK)`` others, ``len`` being what the scheduler had scheduled of it behind them, or their
-        mean over layers with several ``budgets``, rounded up; that no block of its own was shared; and that none was lost. Budgets
-        are less by ``sinks`` where tokens are protected. Return the number of steps."""
-        total = self.recorder.pool.num_gpu_blocks - 1  # one is never handed out
+        """Check the blocks of all running requests at every step, and return the number of steps.
+
+        Every request must hold the blocks of its protected tokens. With more tokens it must hold further
+        ``state + cdiv(min(len, budget), BLOCK)`` blocks, where ``len`` counts the tokens scheduled behind the
+        protected ones. With several budgets this is the mean over the layers, rounded up. No such block may
+        be shared, and no block may be lost.
+
+        Args:
+            state: state blocks of a request.
+            budgets: one budget, or one per layer.
+            sinks: subtracted from the budgets where tokens are protected.
+        """
+        total = self.recorder.pool.num_gpu_blocks - 1  # vLLM never hands out the null block
         for step in self.recorder.blocks:
             own, shared = [], set()
             for name, (tokens, blocks) in step.running.items():
@@ -157,12 +179,12 @@ class Watched:
         return len(self.recorder.blocks)
 
     def chunks(self, name: str) -> list[int]:
-        """Tokens of each step of one request."""
+        """Return the number of tokens in each step of one request."""
         return [held.new for held in self.recorder.held[name][0]]
 
 
 def _each_sample(name: str, answer) -> dict:
-    """An answer under its internal id, or one for each sample under its own."""
+    """Return an answer by its internal id, or one entry for each of several samples."""
     if len(answer.outputs) == 1:
         return {name: answer}
     told = {"request_id": name, "prompt_token_ids": answer.prompt_token_ids, "prompt_logprobs": None, "sampled": True}
@@ -189,7 +211,7 @@ def _parameters(job: Job):
 
 @contextmanager
 def watched(model, policy: dict, judge: Judge | None = None, **options) -> Iterator[Watched]:
-    """Starts an engine with small blocks, watches it, stops it."""
+    """Start an engine with small blocks, yield it with a recorder, and stop it."""
     sizes = {"block_size": BLOCK, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 8 << 20}
     with one_thread(), pytest.MonkeyPatch.context() as patch, quick():
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")

@@ -1,4 +1,4 @@
-"""Compares an engine's run with the naive oracle, the engine's own tokens forced on it (DESIGN "The rule")."""
+"""Comparison of an engine's run with the naive oracle on the engine's tokens (DESIGN "The rule")."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvpop_vllm.testing import (
 )
 
 MOST_NEAR_TIES = 1e-3
-"""Largest share of decisions that may differ because they are near-ties."""
+"""Largest share of decisions that may differ as near-ties."""
 
 
 class Nudge(NamedTuple):
-    """The oracle's near-tie decided as the engine did: ``token`` scores ``by`` more."""
+    """A near-tie that the oracle decides like the engine: ``token`` scores ``by`` more."""
 
     layer: int
     head: int
@@ -32,7 +32,7 @@ class Nudge(NamedTuple):
 
 
 class Reference(NamedTuple):
-    """The oracle on one sequence, in float64 and, with the same sets and disturbed sums, in float32."""
+    """The oracle's runs on one sequence: in float64, and in float32 with the same sets and disturbed sums."""
 
     exact: OracleRun
     low: OracleRun
@@ -48,7 +48,18 @@ class Reference(NamedTuple):
 
 @dataclass
 class Verdict:
-    """What was compared. near_ties of decisions fell otherwise; close_tokens of tokens may differ by the oracle's gap."""
+    """Counts of one comparison.
+
+    Attributes:
+        sets: retained sets compared.
+        decisions: evictions decided.
+        near_ties: decisions that differed as near-ties.
+        logprobs: log-probabilities compared.
+        worst: largest error of a log-probability.
+        budget: largest error allowed.
+        tokens: greedy tokens compared.
+        close_tokens: tokens that may differ, because the oracle's two best are within the budget.
+    """
 
     sets: int = 0
     decisions: int = 0
@@ -69,10 +80,12 @@ class Verdict:
 
 @dataclass
 class Judge:
-    """One model under one policy; counts decisions and near-ties of all runs it has judged, and keeps the oracle's runs.
+    """Judge of one model under one policy.
+
+    It counts decisions and near-ties of all runs it has judged, and keeps the oracle's runs.
 
     Attributes:
-        protect: what of each prompt is protected, True for all.
+        protect: number of protected tokens of each prompt, True for all.
     """
 
     model_dir: str
@@ -86,7 +99,7 @@ class Judge:
         self.models = OracleModel(self.model_dir), OracleModel(self.model_dir, torch.float32)
 
     def reference(self, tokens: Sequence[int], nudges: tuple[Nudge, ...] = (), prompt: int = 0) -> Reference:
-        """Run the oracle on ``tokens``, of which so many are the prompt, or return its known run."""
+        """Return the oracle's run on ``tokens``, the first ``prompt`` of which are the prompt."""
         policy = self.policy.protecting(self.protect, prompt)
         key = tuple(tokens), nudges, policy.protect, policy.prompt
         if key not in self.known:
@@ -98,10 +111,11 @@ class Judge:
         return self.known[key]
 
     def check(self, answers, held) -> Verdict:
-        """All requests of a run, against budgets pooled over all of their positions.
+        """Compare all requests of a run with the oracle, with error budgets pooled over all positions.
 
         Args:
-            answers: request id -> finished ``RequestOutput``. held: the recorder's.
+            answers: request id -> finished ``RequestOutput``.
+            held: request id -> layer -> the recorder's ``Held``.
 
         Raises:
             AssertionError: a set, a log-probability or a token differs by more than rounding explains.
@@ -128,16 +142,22 @@ class Judge:
         return verdict
 
     def check_near_ties(self) -> None:
-        """Raise AssertionError if more than MOST_NEAR_TIES of all decisions so far had to be excused."""
+        """Raise AssertionError if more than MOST_NEAR_TIES of all decisions so far were near-ties."""
         print(f"{self.near_ties} near-ties in {self.decisions} decisions")
         assert self.near_ties <= MOST_NEAR_TIES * self.decisions
 
     def settle(self, tokens, held, bounds, name, prompt: int = 0) -> tuple[Reference, tuple[Nudge, ...]]:
-        """The oracle with its near-ties decided as the engine did, and what it took; else AssertionError.
+        """Return the oracle's run with its near-ties decided like the engine's, and these near-ties.
 
         Args:
-            tokens: all that were processed. held: layer -> the recorder's ``Held``. bounds: per layer, see
-            ``derived_margin_bound``. name: for the message. prompt: how many of them are the prompt.
+            tokens: all tokens that were processed.
+            held: layer -> the recorder's ``Held``.
+            bounds: one per layer, see ``derived_margin_bound``.
+            name: name of the request for messages.
+            prompt: number of tokens that are the prompt.
+
+        Raises:
+            AssertionError: the engine retains other tokens, and no near-tie explains it.
         """
         nudges: tuple[Nudge, ...] = ()
         assert sorted(held) == list(range(self.models[0].layers)), f"request {name}: a layer was never called"
@@ -148,7 +168,7 @@ class Judge:
                 return reference, nudges
             layer, head, first, last = found
             margins = reference.exact.margins[layer][head, first : last + 1]
-            margins = margins.where(margins >= 0, math.inf)  # negative: a near-tie that has been decided already
+            margins = margins.where(margins >= 0, math.inf)  # negative: a near-tie that is decided already
             margin, query = float(margins.min()), first + int(margins.argmin())
             where = f"request {name}, layer {layer}, head {head}, queries {first} to {last}"
             assert margin < bounds[layer] and len(nudges) < 20, (
@@ -158,8 +178,11 @@ class Judge:
             nudges += (_nudge(reference.exact, layer, head, query),)
 
     def _settle_inside(self, tokens, held, bounds, answer, nudges, budget) -> tuple[Reference, tuple[Nudge, ...]]:
-        """As :meth:`settle`, with one more near-tie: one inside a chunk, after which the same tokens are left at the
-        chunk's end. Only log-probabilities within the chunk can show it."""
+        """Return the result of :meth:`settle` with one more near-tie inside a chunk.
+
+        After such a near-tie the same tokens are left at the end of the chunk, so only log-probabilities
+        within the chunk differ.
+        """
         prompt = len(answer.prompt_token_ids)
         reference = self.reference(tokens, nudges, prompt)
         for layer, bound in enumerate(bounds):
@@ -177,7 +200,7 @@ class Judge:
     def _check_logprobs(self, answer, run: OracleRun, verdict: Verdict) -> None:
         for row, token, error in _errors(answer, run):
             verdict.worst, verdict.logprobs = max(verdict.worst, error), verdict.logprobs + 1
-            assert error <= verdict.budget, (  # also when it is not a number
+            assert error <= verdict.budget, (  # also fails for NaN
                 f"request {answer.request_id}: log-prob of token {token} after position {row} of "
                 f"{len(answer.prompt_token_ids)} + {len(answer.outputs[0].token_ids)} is off by {error:.2e}, "
                 f"budget {verdict.budget:.1e}"
@@ -192,7 +215,10 @@ class Judge:
 
 
 def _first_difference(run: OracleRun, held) -> tuple[int, int, int, int] | None:
-    """Layer, head, first and last query among which the engine first decides otherwise; later layers follow from it."""
+    """Return layer, head, first and last query of the first decision that differs, or None.
+
+    Differences in later layers follow from it.
+    """
     for layer in sorted(held):
         earliest = math.inf, None
         for head in range(len(run.visible[layer])):
@@ -208,16 +234,16 @@ def _first_difference(run: OracleRun, held) -> tuple[int, int, int, int] | None:
 
 
 def _nudge(run: OracleRun, layer: int, head: int, query: int) -> Nudge:
-    """Decides at ``query`` the other way: of the tokens that were evicted, the best one is kept.
+    """Return a nudge that reverses the decision at ``query``: the best evicted token is kept.
 
-    Of several evictions in one decision only one can be turned: a second near-tie among them would not be excused.
+    Only one of several evictions in a decision can be reversed. A second near-tie among them is not excused.
     """
     victim = int(run.lost[layer][head, query])
     return Nudge(layer, head, victim, 2 * abs(float(run.margins[layer][head, query])) + 1e-12)
 
 
 def _errors(answer, run: OracleRun) -> Iterator[tuple[int, int, float]]:
-    """Row, token and error of every log-probability that the engine gave."""
+    """Yield row, token and error of every log-probability that the engine gave."""
     prompt, length = answer.prompt_logprobs or [None], len(answer.prompt_token_ids)
     for row, entries in [*enumerate(prompt[1:]), *enumerate(answer.outputs[0].logprobs, start=length - 1)]:
         for token, entry in entries.items():

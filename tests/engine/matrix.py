@@ -1,4 +1,4 @@
-"""Models and policies that the engine is compared with the oracle on: small budgets, blocks of 16 slots."""
+"""Models and policies on which the engine is compared with the oracle: small budgets, blocks of 16 slots."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ MATRIX = [(kind, name) for name, row in ROWS.items() for kind in row.engines]
 
 
 def state_blocks(policy: str, corrected: bool = False) -> int:
-    """State blocks of a request; a block has 16 * (2 * 32 * 4 + 8) bytes a head."""
+    """Return the number of state blocks of a request; a block has 16 * (2 * 32 * 4 + 8) bytes per head."""
     row = ROWS[policy]
     words = row.state + (MOMENTS if corrected or row.corrected else 0)
     return cdiv(4 * words, 16 * (2 * 32 * 4 + 8))
 
 
 class Case(NamedTuple):
-    """A model folder, the engine's ``kv_policy``, and the oracle's idea of it."""
+    """A model folder, the engine's ``kv_policy`` settings, and the judge with the matching oracle."""
 
     model: str
     settings: dict
@@ -34,11 +34,14 @@ class Case(NamedTuple):
 
 
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
-    """Make a case.
+    """Build a case and write its scorer folder if the policy is learned.
 
     Args:
-        model: folder of the model. folder: where the scorer goes. policy: a name of ROWS.
-        options: of :func:`write_random_scorer`, ``allocator``, ``correction``, ``protect_prompt``, and the budget.
+        model: folder of the model.
+        folder: folder for the scorer.
+        policy: a name of ROWS.
+        options: options of :func:`write_random_scorer` or roles, ``allocator``, ``correction``,
+            ``protect_prompt``, and ``budget``.
     """
     row, protect = ROWS[policy], options.pop("protect_prompt", 0)
     budget = options.pop("budget", BUDGET)

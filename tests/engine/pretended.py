@@ -1,4 +1,7 @@
-"""For tests that run in a process that vLLM takes for one with a GPU (cuda_platform.py), and nowhere else; imports nothing."""
+"""Base class of tests that run only in a process that vLLM takes for one with a GPU (cuda_platform.py).
+
+This module imports nothing of vLLM.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,6 @@ PRETENDED = os.environ.get(FLAG) == "1"
 
 
 class Pretended:
-    """Its subclasses are collected in such a process only."""
+    """Base of test classes that are collected in such a process only."""
 
     __test__ = PRETENDED

@@ -1,4 +1,4 @@
-"""Watches an engine of this process: what its pages hold after every layer call, and its blocks at every step."""
+"""Recorder of an engine in this process: held tokens after every layer call, and blocks at every step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
 
 
 class Held(NamedTuple):
-    """What one request holds after one layer call: after ``seen`` tokens, ``new`` of them in this step."""
+    """Tokens held by a request after one layer call: after ``seen`` tokens, ``new`` of them in this step."""
 
     seen: int
     new: int
@@ -24,8 +24,17 @@ class Held(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One request of the batch that the runner has built, the first ``protected`` tokens of it protected, with its own budget or
-    None."""
+    """One request of the batch that the model runner has built.
+
+    Attributes:
+        request: internal id.
+        first: index of its first token in the batch.
+        new: tokens in this step.
+        seen: tokens including this step.
+        blocks: its row of the block table.
+        protected: number of its protected tokens.
+        budget: its own budget, or None.
+    """
 
     request: str
     first: int
@@ -38,8 +47,14 @@ class Row(NamedTuple):
 
 @dataclass
 class Blocks:
-    """Blocks after one call of the scheduler: request -> (tokens scheduled so far, its blocks), its protected tokens, its own
-    budget if it asked for one, and how many blocks are free."""
+    """Blocks after one call of the scheduler.
+
+    Attributes:
+        running: request -> (tokens scheduled so far, its blocks).
+        free: number of free blocks.
+        protected: request -> number of protected tokens.
+        budgets: request -> its own budget, if it asked for one.
+    """
 
     running: dict[str, tuple[int, list[int]]]
     free: int
@@ -49,12 +64,14 @@ class Blocks:
 
 @dataclass
 class Recorder:
-    """Records while it is attached.
+    """Recorder of an engine's requests while it is attached.
 
     Attributes:
         held: request -> layer -> one :class:`Held` per step, in order.
-        tensors: (request, layer, "query" | "key" | "value" | "out") -> ``[tokens, heads, D]``, as of a token's last step.
-        blocks: one entry per call of the scheduler. preemptions: request -> how often so far.
+        tensors: (request, layer, "query" | "key" | "value" | "out") -> ``[tokens, heads, D]``, as of a
+            token's last step.
+        blocks: one entry per call of the scheduler.
+        preemptions: request -> number of preemptions so far.
         windows: budget that a request may ask for -> its window.
     """
 
@@ -84,7 +101,7 @@ class Recorder:
         return self.scheduler.kv_cache_manager.coordinator.single_type_managers[0]
 
     def attach(self, patch) -> None:
-        """Wraps the metadata builder, the layers' forward and the scheduler until ``patch`` is undone."""
+        """Wrap the metadata builder, the layers' forward and the scheduler until ``patch`` is undone."""
         builder = type(self.runner.attn_groups[0][0].get_metadata_builder())
         ours = builder if issubclass(builder, FixedBudgetMetadataBuilder) else FixedBudgetMetadataBuilder
         build, forward, schedule = ours.build, FixedBudgetImpl.forward, self.scheduler.schedule
@@ -113,21 +130,21 @@ class Recorder:
             records.clear()
 
     def forget(self, name: str) -> None:
-        """Drop what is known of a request."""
+        """Drop the records of a request."""
         for records in (self.held, self.preemptions, self._seen):
             records.pop(name, None)
         for key in [key for key in self.tensors if key[0] == name]:
             del self.tensors[key]
 
     def _batch(self, common) -> list[Row]:
-        """The batch as the runner sees it, from its own request ids, not from what the backend made of it."""
+        """Return the batch from the runner's own request ids, independent of the backend's metadata."""
         starts, seen, rows = common.query_start_loc_cpu.tolist(), common.seq_lens.tolist(), []
         for i, name in enumerate(self.runner.input_batch.req_ids):
             new, blocks = starts[i + 1] - starts[i], common.block_table_tensor[i].clone()
             own = self.protected(name), self.asked(name).get("kv_budget")
             rows.append(Row(name, starts[i], new, seen[i], blocks, *own))
             came = seen[i] - new, self.scheduler.requests[name].num_preemptions
-            if came != self._seen.get(name, (0, 0)):  # others may have computed what it does not
+            if came != self._seen.get(name, (0, 0)):  # other requests may compute what it skips
                 for key, known in self.tensors.items():
                     if key[0] == name:
                         known[: seen[i] - new] = torch.nan
@@ -135,11 +152,11 @@ class Recorder:
         return rows
 
     def asked(self, name: str) -> dict:
-        """What a request itself asks for."""
+        """Return the options that the request sets for its cache."""
         return self.scheduler.requests[name].sampling_params.extra_args or {}
 
     def protected(self, name: str) -> int:
-        """Tokens of a request that are protected, by the scheduler's own idea of its prompt."""
+        """Return the number of protected tokens of a request, from the scheduler's prompt length."""
         config = self.llm.llm_engine.vllm_config
         protect = engine_policy(config).protect if requested(config) else 0
         protect = self.asked(name).get("kv_protect_prompt", protect)
@@ -184,8 +201,10 @@ class Recorder:
         known[row.seen - row.new : row.seen] = new
 
     def _check_prefix(self, pages, row: Row, layer: int) -> None:
-        """Check that each protected token lies where it belongs, for every head: to the bit what this request gave, if it was
-        this one that computed it."""
+        """Check that the key and value of each protected token lie in its slot, for every head.
+
+        They must equal the tensors of this request to the bit where this request computed them.
+        """
         size = pages.layout.block_slots
         t = torch.arange(min(row.seen, row.protected))
         for name, array in (("key", pages.k), ("value", pages.v)):
@@ -196,7 +215,7 @@ class Recorder:
             )
 
     def _check_content(self, pages, row: Row, layer: int, slots: torch.Tensor, table: torch.Tensor) -> None:
-        """Check that every filled slot holds, bit for bit, the key and value of the token it stands for."""
+        """Check that every filled slot holds, to the bit, the key and value of its token."""
         layout, at = pages.layout, (slots != EMPTY).any(0).nonzero().flatten()
         slots = slots[:, at]
         head = torch.arange(len(slots)).unsqueeze(1)
@@ -204,7 +223,7 @@ class Recorder:
         for name, array in (("key", pages.k), ("value", pages.v)):
             stored = array[blocks, head, at % layout.block_slots]  # [H, slots, D]
             given = self.tensors[row.request, layer, name][slots.clamp_min(0), head]
-            known = (slots != EMPTY) & ~given.isnan().any(-1)  # of a hit it was another request that gave it
+            known = (slots != EMPTY) & ~given.isnan().any(-1)  # another request computed the tokens of a hit
             assert stored[slots != EMPTY].isfinite().all() and torch.equal(stored[known], given[known]), (
                 f"request {row.request}, layer {layer}: a slot holds another {name}"
             )
@@ -223,7 +242,7 @@ class Recorder:
 
 
 def _slots_of_heads(pages, table, seen: int, kept: list, filled) -> torch.Tensor:
-    """``[H, slots]`` positions as of ``slot_positions``, of heads of which each has its own retention."""
+    """Return positions ``[H, slots]`` like ``slot_positions``, for heads with their own retention each."""
     known = {retention: slot_positions(pages, table, seen, retention, filled) for retention in set(kept)}
     found = torch.full((len(kept), max(slots.shape[1] for slots in known.values())), EMPTY)
     for h, retention in enumerate(kept):

@@ -1,4 +1,4 @@
-"""A stock engine in a process of its own; test_inert runs this with ``-m`` and reads the report it writes."""
+"""A stock engine in its own process; test_inert runs this with ``-m`` and reads the report it writes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ OURS = str(Path(kvpop_vllm.__file__).parent)
 
 
 def functions_of_ours_in_vllm() -> list[str]:
-    """``module:name`` of every function in vLLM's loaded modules and their classes whose code lies in this package."""
+    """Return ``module:name`` of every function in vLLM's modules and classes whose code is in this package.
+
+    Only modules that are loaded are searched.
+    """
     found = set()
     for name, module in list(sys.modules.items()):
         if module is None or name.split(".")[0] != "vllm":
@@ -33,7 +36,7 @@ def functions_of_ours_in_vllm() -> list[str]:
 
 
 def main(model: str, out: str) -> None:
-    """Writes greedy outputs, the backend's name, the imported modules and what is wrapped of vLLM as JSON."""
+    """Write greedy outputs, the backend's name, imported modules and wrapped functions of vLLM as JSON."""
     with running(model, None) as llm:
         outputs = complete(llm, 24)
         used = backend(llm)

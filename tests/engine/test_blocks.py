@@ -1,4 +1,4 @@
-"""The blocks a request holds, and what becomes of them."""
+"""Blocks that a request holds, frees and reuses."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_the_formula_at_every_step(engine, policy, chunk):
 
 
 def test_blocks_come_back(engine, policy):
-    """On abort and on preemption at once, not only when the last request is done."""
+    """Abort and preemption free the blocks of a request at once, before other requests end."""
     engine.chunk(7)
     pool, free = engine.recorder.pool, engine.recorder.pool.get_num_free_blocks()
 
@@ -56,7 +56,7 @@ def test_blocks_come_back(engine, policy):
 
 
 def observed(engine) -> tuple[list, set]:
-    """Everything that two requests show, to the bit, and the blocks they held."""
+    """Return everything that two requests show, to the bit, and the blocks they held."""
     answers = engine.serve([Job(130, new=70), Job(5, new=70)])
     shown = []
     for name, answer in answers.items():
@@ -69,7 +69,7 @@ def observed(engine) -> tuple[list, set]:
 
 @pytest.mark.parametrize("chunk", [7, None])
 def test_a_reused_block_shows_nothing_of_its_former_request(engine, chunk):
-    """A new pool is all zeros; then one full of other requests' bytes, then one full of NaN."""
+    """Results are the same in a pool of zeros, of other requests' bytes, and of NaN."""
     engine.chunk(chunk)
     engine.fill_pool(0)
     fresh, _ = observed(engine)

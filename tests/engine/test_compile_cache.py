@@ -1,4 +1,4 @@
-"""What was compiled with a policy is loaded by the next start, whatever its budget."""
+"""A model compiled with a policy is loaded by the next start with any budget."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def model(tmp_path_factory):
 
 
 def compiled(model: str, policy: dict | None) -> tuple[list, int, int]:
-    """Greedy tokens of an engine in its default mode, and how many models its start compiled and loaded."""
+    """Return greedy tokens of an engine in its default mode, and how many models it compiled and loaded."""
     from vllm import LLM, SamplingParams
     from vllm.compilation.counter import compilation_counter as counter
 
@@ -43,13 +43,16 @@ def test_a_second_start_loads_what_the_first_compiled(model, tmp_path, monkeypat
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
     first, *done = compiled(model, {"policy": "streaming-llm", "budget": 400})
     assert done == [1, 0]
-    second, *done = compiled(model, {"policy": "streaming-llm", "budget": 480})  # both hold all of every prompt
+    second, *done = compiled(model, {"policy": "streaming-llm", "budget": 480})  # holds every prompt too
     assert done == [0, 1]
     assert second == first
 
 
 def test_the_shim_is_still_needed():
-    """Else compile_cache.py has had its day: see the ledger in vllm_glue/patches.py."""
+    """The shim in compile_cache.py is needed as long as torch's class lacks this method.
+
+    See the ledger in vllm_glue/patches.py.
+    """
     from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
 
     assert not hasattr(BundledAOTAutogradSerializableCallable, "finalize_loading")

@@ -1,4 +1,4 @@
-"""Prompts that are held until their end and compressed then, against the oracle: sets at every step, log-probabilities and tokens."""
+"""Prompts that are held until their end and then compressed, compared with the oracle at every step."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def nothing_is_left(request):
 
 
 def check(engine, answers) -> None:
-    """What every answer shows; and the blocks at every step, the prefix's among them until the step after that with the prompt's end."""
+    """Check every answer against the oracle, and the blocks at every step.
+
+    The blocks of the prefix must be held until the step after the one with the end of the prompt.
+    """
     engine.verdict(answers)
     state, layers = state_blocks(engine.policy), engine.judge.policy.budgets(1)
     crossed: Counter[str] = Counter()
@@ -54,7 +57,7 @@ def check(engine, answers) -> None:
             pages = cdiv(sum(cdiv(min(tokens, budget), BLOCK) for budget in layers), len(layers))
             if tokens <= prompt - VOTERS:
                 expected = cdiv(tokens, BLOCK)
-            elif tokens <= prompt or row[0]:  # a resumed chunk may have the prompt's end in its middle
+            elif tokens <= prompt or row[0]:  # a resumed chunk may contain the prompt's end
                 expected = prefix + state + pages * (tokens >= prompt)
                 crossed[name] += tokens > prompt
             else:
@@ -70,8 +73,10 @@ def check(engine, answers) -> None:
 
 @pytest.mark.parametrize("chunk", [1, 7, 64, None])
 def test_every_length_in_every_cut(engine, chunk):
-    """Prompts below, at and above the budget and the number of queries that vote, and answers that push the prompt out; in chunks, one
-    of which may end a token before the prompt does."""
+    """Prompts around the budget and the number of voting queries are right, whole and in chunks of any size.
+
+    Long answers evict the prompt. A chunk may end one token before the prompt.
+    """
     engine.chunk(chunk)
     jobs = [Job(new=70 if n < 100 else 30, prompt=TEXT[:n]) for n in LENGTHS]
     answers = engine.serve(jobs)
@@ -80,8 +85,10 @@ def test_every_length_in_every_cut(engine, chunk):
 
 
 def test_hits(engine):
-    """All whole blocks before the queries that vote are hit, within one step and in later ones; and so are those of a request that has
-    been compressed, while another still reads them."""
+    """All whole blocks before the voting queries are hit, within one step and in later ones.
+
+    Blocks of a request that has been compressed are hit while another request still reads them.
+    """
     jobs = [Job(new=40, prompt=TEXT[:n], scored=False) for n in (150, 150, 150, 90, 49, 47)]
     answers = engine.serve(jobs)
     hits = {a.request_id: a.num_cached_tokens for a in answers.values()}
@@ -100,7 +107,10 @@ def test_hits(engine):
 
 @pytest.mark.parametrize("keep", [False, True])
 def test_preemption(engine, keep):
-    """Before a prompt's end and behind it: what was generated is read again behind the prompt, in chunks that may cross its end."""
+    """Requests preempted before and behind a prompt's end are right.
+
+    Generated tokens are read again behind the prompt, in chunks that may cross its end.
+    """
     engine.chunk(7)
 
     def interrupt(step):
@@ -117,7 +127,7 @@ def test_preemption(engine, keep):
 
 
 def test_a_resumed_chunk_may_cross_the_end(engine):
-    """One chunk with the end of the prompt and all that was generated behind it."""
+    """A chunk may contain the end of the prompt and all tokens that were generated behind it."""
 
     def interrupt(step):
         if step == 30:
@@ -140,7 +150,7 @@ def test_aborts(engine):
 
 
 def test_votes_decide(engine):
-    """What the judge demands is neither the newest tokens nor what everything is."""
+    """The oracle's votes keep neither just the newest tokens nor everything."""
     reference = engine.judge.reference(TEXT[:200], prompt=150)
     seen = reference.exact.visible[0][:, 151, : 150 - VOTERS]
     assert not seen[:, -10:].all() and seen.any(-1).all()

@@ -1,4 +1,4 @@
-"""As test_compression, for what takes an engine of its own."""
+"""Tests of compression that need their own engine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.test_compression import TEXT, check
 
 
 def test_a_pool_too_small_for_all(tiny_model, tmp_path):
-    """Prompts that fit one or two at a time; what was compressed makes room for the next."""
+    """Prompts that fit one or two at a time are all served, because compression frees blocks for the next."""
     found = make_case(tiny_model("qwen3"), tmp_path, "snapkv", protect_prompt=True)
     sizes = {"max_model_len": 256, "num_gpu_blocks_override": 30}
     with pytest.MonkeyPatch.context() as patch, watched(found.model, found.settings, found.judge, **sizes) as engine:
@@ -28,8 +28,10 @@ def test_a_pool_too_small_for_all(tiny_model, tmp_path):
 
 @pytest.mark.parametrize("policy", ["snapkv", "adakv"])
 def test_any_prompts_against_a_tight_pool(tiny_model, tmp_path, policy):
-    """Hundreds of random requests in a pool that holds the largest of them once: all are served, none holds more blocks than it was counted
-    with, and nothing leaks."""
+    """Hundreds of random requests are served in a pool that holds the largest of them once.
+
+    None holds more blocks than it was counted with, and nothing leaks.
+    """
     found = make_case(tiny_model("qwen3"), tmp_path, policy, protect_prompt=True)
     settings = found.settings | ({"max_budget": 80} if policy == "snapkv" else {})
     draw, sizes = random.Random(6), {"max_model_len": 128, "num_gpu_blocks_override": 18}
@@ -55,7 +57,11 @@ def test_any_prompts_against_a_tight_pool(tiny_model, tmp_path, policy):
 
 
 def test_heads_that_divide_more_blocks_than_equal_ones_take(tiny_model, tmp_path):
-    """A budget of whole blocks, of which unequal heads fill two in part; a window so small that every head has tokens of its own."""
+    """Unequal heads may take one block more than equal ones.
+
+    The budget fills whole blocks, of which unequal heads fill two in part. The window is so small that every
+    head keeps different tokens.
+    """
     shape = {"protect_prompt": True, "budget": 64, "sinks": 2, "window": 4}
     found = make_case(tiny_model("qwen3"), tmp_path, "adakv", **shape)
     sizes = {"max_model_len": 256, "num_gpu_blocks_override": 80}
@@ -81,7 +87,7 @@ def test_heads_that_divide_more_blocks_than_equal_ones_take(tiny_model, tmp_path
 
 
 def test_budgets_of_requests(tiny_model, tmp_path):
-    """Each is compressed to its own."""
+    """Each request is compressed to its own budget."""
     found = make_case(tiny_model("qwen3"), tmp_path, "snapkv", protect_prompt=True)
     asks = (None, {"kv_budget": 30}, {"kv_budget": 80})
     policy, budgets = found.judge.policy, (BUDGET, 30, 80)

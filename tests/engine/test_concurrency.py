@@ -1,4 +1,4 @@
-"""How many requests vLLM says a pool is enough for, and whether our accounting of bytes agrees with that pool."""
+"""vLLM's reported concurrency of a pool agrees with the accounting of bytes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HEADS, HEAD_DIM, LAYERS, LENGTH, BUDGET = 2, 64, 2, 4096, 1024
 
 
 def test_reported_concurrency_and_bytes(tmp_path):
-    """vLLM's own figure for 4,096 tokens, in pools of the same size, each cache with its default block size."""
+    """Reported concurrency and bytes agree for 4,096 tokens, in equal pools with default block sizes."""
     model = write_tiny_model(tmp_path / "model", "llama", layers=LAYERS, kv_heads=HEADS, head_dim=HEAD_DIM)
     shape = {"sinks": 4, "window": 128, "topk": BUDGET - 4 - 128}
     scorer = write_random_scorer(tmp_path / "scorer", model, "mlstm", **shape)
@@ -33,10 +33,10 @@ def test_reported_concurrency_and_bytes(tmp_path):
 
 
 def counter(engine, policy: dict | None):
-    """``length -> CacheBytes`` of the cache that this engine has."""
+    """Return a function from a length to the ``CacheBytes`` of this engine's cache."""
     config = engine.engine.vllm_config
     if policy is None:
-        assert config.cache_config.block_size != BLOCK_SLOTS  # else a wrong default would not be noticed
+        assert config.cache_config.block_size != BLOCK_SLOTS  # otherwise a wrong default would not be noticed
         slots = config.cache_config.block_size
         return lambda n: dense_request_bytes(LAYERS, HEADS, HEAD_DIM, torch.bfloat16, n, slots)
     layout = PageLayout(HEADS, HEAD_DIM, torch.bfloat16, state_floats=engine_policy(config).state_floats)
@@ -44,10 +44,10 @@ def counter(engine, policy: dict | None):
 
 
 def check_pool(name: str, engine, count) -> float:
-    """vLLM's reported concurrency, after checking that the pool agrees with our accounting; bytes of all layers."""
+    """Check the pool against our accounting over all layers, and return vLLM's reported concurrency."""
     config, blocks = engine.engine.vllm_config.cache_config, engine.recorder.pool.num_gpu_blocks
     total = sum(cache.nbytes for cache in engine.recorder.runner.kv_caches)
-    for prompt in (LENGTH - 8, 639):  # and a token: the second one that it answers never gets into the cache
+    for prompt in (LENGTH - 8, 639):  # plus one token: the second generated token never gets into the cache
         engine.serve([Job(prompt, new=2, scored=False)])
         most = max(len(held) for step in engine.recorder.blocks for _, held in step.running.values())
         request = count(prompt + 1)

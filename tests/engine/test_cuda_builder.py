@@ -1,5 +1,7 @@
-"""An engine of this process with the metadata builder of GPUs and the CPU's kernels: the runner's own batches, judged by the oracle
-as everywhere. What a GPU alone has is in test_cuda_contract."""
+"""An engine of this process with the GPU's metadata builder and the CPU's kernels, compared with the oracle.
+
+The runner's own batches are used. Parts that only a GPU has are tested in test_cuda_contract.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,10 @@ CASES = {
 
 @pytest.mark.parametrize("name", CASES)
 def test_served_as_by_the_cpus_builder(case, watch, monkeypatch, name):
-    """Chunks of seven tokens beside single ones, requests that are preempted half-way, a pool too small for all of them. Of a prompt of
-    15 tokens the last is a row of decodes."""
+    """The GPU's builder serves chunks, decode rows and preempted requests in a small pool like the oracle.
+
+    The last token of a prompt of 15 tokens is a decode row.
+    """
     monkeypatch.setattr(FixedBudgetBackend, "get_builder_cls", staticmethod(lambda: CudaMetadataBuilder))
     kind, policy, options = CASES[name]
     room = (

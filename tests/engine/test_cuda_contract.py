@@ -1,5 +1,7 @@
-"""What vLLM's own classes make of the backend for GPUs: in a process that they take for one with a GPU (cuda_platform.py), where
-nothing but the device itself is missing. What the kernels then do is in test_cuda_interpreted.py, run in the same process."""
+"""vLLM's own classes with the GPU backend, in a process that they take for one with a GPU (cuda_platform.py).
+
+Only the device itself is missing. The kernels are tested in test_cuda_interpreted.py, in the same process.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ if PRETENDED:
 else:
 
     def test_in_a_process_with_a_gpu_that_is_not_there():
-        """Runs what is below, what runners do, and the interpreted kernels."""
+        """Run these tests, the runners' and the interpreted ones in a process with a pretended GPU."""
         files = [
             str(Path(__file__).with_name(f"test_cuda_{name}.py")) for name in ("contract", "runners", "interpreted")
         ]
@@ -48,7 +50,7 @@ def model(tiny_model):
 
 @pytest.fixture
 def gate(model, tmp_path):
-    """A scorer folder of TRIM-KV."""
+    """Return a scorer folder of TRIM-KV."""
     return str(write_random_scorer(tmp_path / "gate", model, "trimkv", sinks=2, window=6, topk=32))
 
 
@@ -67,7 +69,7 @@ class TestChoice(Pretended):
         assert pickle.loads(pickle.dumps(config.attention_config)).backend is AttentionBackendEnum.CUSTOM
 
     def test_vllm_chooses_it_by_its_own_path(self, model):
-        """Twice in a process, each engine gets its own; a stock one none of ours."""
+        """Each of two engines in a process gets its own backend, and a stock engine gets vLLM's."""
         first, second = configure(model), configure(model, STREAMING | {"budget": 96})
         assert [chosen(c).policy.retention.budget for c in (first, second, first)] == [64, 96, 64]
         backend = chosen(first)
@@ -77,7 +79,7 @@ class TestChoice(Pretended):
         try:
             assert chosen(configure(model, None), dtype=torch.bfloat16).__module__.startswith("vllm.")
         except ValueError as error:
-            assert "No valid attention backend found" in str(error)  # none of vllm's own in this build
+            assert "No valid attention backend found" in str(error)  # this build has none of vLLM's
 
     @pytest.mark.parametrize(
         "named, options",
@@ -115,7 +117,7 @@ class TestChoice(Pretended):
         assert group.kv_cache_spec.uses_slot_mapping, "rows of padding are told by it"
 
     def test_custom_without_a_policy(self, model, monkeypatch):
-        """Ours says so; where another plugin had registered one before, that one serves."""
+        """CUSTOM without a policy is refused, unless another plugin had registered its own backend before."""
         from kvpop_vllm.vllm_glue import select
 
         stock = configure(model, None, attention_backend="CUSTOM")
@@ -162,7 +164,10 @@ class TestRefusals(Pretended):
 
     @pytest.mark.parametrize("backend", [None, "FLEX_ATTENTION"])
     def test_a_config_that_no_arguments_have_made(self, model, backend):
-        """Nothing of ours has seen it: the platform, or whoever made it, chooses a backend of vLLM's for its layers."""
+        """A config not made by engine arguments is refused when a layer would get a backend of vLLM's.
+
+        The platform, or whoever made the config, chooses that backend.
+        """
         config = configure(model, None, attention_backend=backend)
         assert chosen(config, dtype=torch.bfloat16).__module__.startswith("vllm.")
         config.additional_config = {"kv_policy": STREAMING}
@@ -209,7 +214,7 @@ class TestRefusals(Pretended):
 
     @pytest.mark.parametrize("rocm", [True, False])
     def test_others_than_nvidias(self, model, monkeypatch, rocm):
-        """AMD's, and those of platforms that plugins bring, call themselves cuda too."""
+        """AMD GPUs and platforms of other plugins are refused, although they call themselves cuda too."""
         from vllm.platforms import current_platform
 
         kind = type(current_platform)
@@ -224,7 +229,7 @@ class TestRefusals(Pretended):
 
 
 class TestSteps(Pretended):
-    """Prompts that are prefilled token by token are cut, so that no step takes minutes."""
+    """Steps of prompts that are prefilled token by token are cut, so that no step takes minutes."""
 
     @pytest.mark.parametrize("policy", ["h2o", "dms", "corrected", "trimkv", "streaming-llm"])
     def test_tokens_of_a_step(self, model, tmp_path, policy):
@@ -271,13 +276,13 @@ class TestGraphs(Pretended):
         return backend.get_builder_cls().get_cudagraph_support(config, None), backend.__name__
 
     def resolved(self, config, v2=False):
-        """The mode as either runner resolves it."""
+        """Return the graph mode as either runner resolves it."""
         return config.compilation_config.resolve_cudagraph_mode_and_sizes(
             *self.support(config), 1, use_v2_model_runner=v2
         )
 
     def test_single_tokens_are_what_is_declared(self, model):
-        """Graphs of several tokens a request, which nothing asks for without speculative decoding, are not."""
+        """Graphs of several tokens per request are not declared; only speculative decoding would use them."""
         from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
 
         config = configure(model)
@@ -338,7 +343,7 @@ class TestGraphs(Pretended):
                 assert found.num_reqs == found.num_tokens and found.uniform_token_count == 1
 
     def test_breakable_graphs_end_where_vllms_attention_ends_them(self):
-        """The decorator looks at the environment when it is applied."""
+        """Our op and vLLM's have the same decorator, which reads the environment when it is applied."""
         from vllm.model_executor.layers.attention import attention
 
         from kvpop_vllm.vllm_glue import gated_attention
@@ -347,7 +352,7 @@ class TestGraphs(Pretended):
             assert re.search(rf"@eager_break_during_capture\n(@\w+\n)*def {op}\(", inspect.getsource(module))
 
     def test_gates_end_a_piece_of_the_compiled_graph(self, model, gate):
-        """The op that hands a gate's scores to attention is no part of a piecewise CUDA graph."""
+        """The op that passes gate scores to attention is outside of piecewise CUDA graphs."""
         from vllm.compilation.partition_rules import should_split
 
         from kvpop_vllm.vllm_glue import gated_attention

@@ -1,5 +1,8 @@
-"""What the layers of an engine on a GPU do, with Triton's interpreter in the GPU's place: the builder's persistent tensors, the
-layer's forward and the kernels, against the CPU's path. Run by test_cuda_contract, in its process."""
+"""Layers of an engine on a GPU, with Triton's interpreter in the GPU's place, compared with the CPU's path.
+
+The builder's persistent tensors, the layer's forward and the kernels are tested. test_cuda_contract runs this
+module in its process.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ PROTECTED = {
 
 
 class Graph:
-    """A CUDA graph that is none: what was recorded is run again, with the very objects it was recorded with."""
+    """A stand-in for a CUDA graph, which runs a recorded call again with the objects it was recorded with."""
 
     def __init__(self, run, *recorded):
         self.run, self.recorded = run, recorded
@@ -48,17 +51,18 @@ class Graph:
 
 
 class Layers:
-    """A layer of an engine, or two where these have unequal budgets, served by both paths from the same bytes.
+    """One layer of an engine, or two with unequal budgets, served by both paths from the same bytes.
 
     Attributes:
-        gpu, cpu: ``[layers, blocks, H, N, C / 4]`` float32 pools; they start as bytes of 255.
+        gpu: ``[layers, blocks, H, N, C / 4]`` float32 pool of the GPU's path; all bytes are 255 at first.
+        cpu: the same for the CPU's path.
     """
 
     def __init__(self, config):
         self.config, self.group = config, group_of(config, HEADS)
         spec = self.group.kv_cache_spec
         layers = 1 if spec.shares is None else 2
-        config.device_config.device_type = "cpu"  # where the rules' tensors go
+        config.device_config.device_type = "cpu"  # the device of the rules' tensors
         shape = (layers, BLOCKS, HEADS, SLOTS, spec.state_content_bytes // 4)
         self.gpu, self.cpu = (
             torch.full((*shape[:-1], 4 * shape[-1]), 255, dtype=torch.uint8).view(torch.float32) for _ in "12"
@@ -76,18 +80,18 @@ class Layers:
         self.generator = torch.Generator().manual_seed(0)
 
     def tokens(self, count):
-        """q, k, v of so many tokens in all layers."""
+        """Return q, k, v of ``count`` tokens in all layers."""
         heads = (HEADS * GROUP, HEADS, HEADS)
         return [torch.randn(len(self.impls), count, n, SIZE, generator=self.generator) for n in heads]
 
     @torch.inference_mode()
     def forward(self, q, k, v, metadata, out):
-        """The GPU's path, layer by layer."""
+        """Run the GPU's path, layer by layer."""
         for i, impl in enumerate(self.impls):
             impl.forward(None, q[i], k[i], v[i], self.gpu[i], metadata, out[i])
 
     def expected(self, q, k, v, counts, lengths, rows, protected):
-        """Outputs of the CPU's path, by the reference; protected: p of each request."""
+        """Return the outputs of the CPU's path with the reference kernels; protected: p of each request."""
         out, seq_lens = torch.empty_like(q), torch.tensor(lengths, dtype=torch.int32)
         for i, impl in enumerate(self.impls):
             layout, regions = impl.attention.layout, None
@@ -104,7 +108,10 @@ class Layers:
         return out
 
     def same_pages(self):
-        """What both pools hold: keys, values and positions to the bit, scores and states to rounding."""
+        """Return whether both pools hold the same.
+
+        Keys, values and positions must agree to the bit, scores and states up to rounding.
+        """
         pools = [pool[:, 1:] for pool in (self.gpu, self.cpu)]  # without the null block
         bits = [pool.view(torch.int32) for pool in pools]
         other = bits[0] != bits[1]
@@ -113,10 +120,12 @@ class Layers:
 
 
 class Requests:
-    """Requests that are served: blocks and lengths, as a scheduler would have it.
+    """Blocks and lengths of the requests that are served, as a scheduler would keep them.
 
     Attributes:
-        lengths: tokens so far. rows: blocks claimed so far, taken from ``free``. prompts: tokens of each one's.
+        lengths: request -> tokens so far.
+        rows: request -> blocks claimed so far, taken from ``free``.
+        prompts: request -> tokens of its prompt; None if all tokens are prompt.
     """
 
     def __init__(self, spec, prompts=None):
@@ -124,7 +133,7 @@ class Requests:
         self.free = [int(b) for b in 1 + torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(1))]
 
     def step(self, **counts):
-        """counts, lengths and rows of a step, single tokens first."""
+        """Return counts, lengths and rows of a step, requests with a single token first."""
         names = sorted(counts, key=lambda name: counts[name] > 1)
         for name in names:
             self.lengths[name] = self.lengths.get(name, 0) + counts[name]
@@ -137,7 +146,7 @@ class Requests:
         return protected_tokens(self.spec.protect, (self.prompts or self.lengths)[name])
 
     def finish(self, name):
-        """Its blocks are the next that are handed out."""
+        """End a request; its blocks are the next to be claimed."""
         self.free[:0] = self.rows.pop(name)
         del self.lengths[name]
 
@@ -149,7 +158,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def serve(model, tmp_path, monkeypatch):
-    """``policy's name, tokens of prompts -> Served``."""
+    """Return ``start(name, prompts)``, which returns a policy served by both paths."""
 
     def start(name, prompts=None):
         settings = dict((POLICIES | PROTECTED)[name])
@@ -159,7 +168,10 @@ def serve(model, tmp_path, monkeypatch):
         prefill = fixed_budget.ops.prefill_chunk
 
         def by_interpreter(*tensors, rule, impl, **more):
-            """Not where tokens are done one by one, which is decode steps again, and long."""
+            """Run prefill by the interpreter, but sequential rules by the reference.
+
+            The kernels of sequential rules are those of decode steps, which take long when interpreted.
+            """
             return prefill(*tensors, rule=rule, impl="reference" if rule.sequential else impl, **more)
 
         monkeypatch.setattr(fixed_budget.ops, "prefill_chunk", by_interpreter)
@@ -169,7 +181,7 @@ def serve(model, tmp_path, monkeypatch):
 
 
 class Served:
-    """Both paths, step by step; the graph is recorded before anything is served, as engines do it."""
+    """Both paths, step by step. The graph is recorded before anything is served, like in an engine."""
 
     def __init__(self, layers, prompts=None):
         self.layers, self.requests = layers, Requests(layers.group.kv_cache_spec, prompts)
@@ -181,7 +193,7 @@ class Served:
         self.graph.replay()
 
     def step(self, graph=False, **counts):
-        """Runs a step on both paths; returns their outputs for its tokens."""
+        """Run a step on both paths and return their outputs for its tokens."""
         counts, lengths, rows = self.requests.step(**counts)
         n, layers, names = sum(counts), self.layers, self.requests.names
         prompts = self.requests.prompts and [self.requests.prompts[name] for name in names]
@@ -209,7 +221,10 @@ class Served:
 class TestServed(Pretended):
     @pytest.mark.parametrize("name", POLICIES)
     def test_equal_to_the_cpus_path(self, serve, name):
-        """Prompts, mixed batches, decodes replayed from a graph with a row of padding, blocks that change hands."""
+        """The GPU's path equals the CPU's for prompts, mixed batches, replayed decodes and reused blocks.
+
+        One row of the replayed batches is padding.
+        """
         served = serve(name)
         assert (served.layers.gpu.view(torch.uint8) == 255).all(), "recording has written"
         served.check(a=9, b=30)
@@ -223,8 +238,11 @@ class TestServed(Pretended):
 
     @pytest.mark.parametrize("name", PROTECTED)
     def test_protected_prompts(self, serve, name):
-        """Chunks within a prompt, over its end and behind it; a prompt whose last token is a row of a graph, tails that begin in
-        rows of decodes, in a graph and beside chunks."""
+        """The paths are equal for protected prompts.
+
+        Chunks lie inside a prompt, across its end and behind it. The last token of a prompt is a row of a
+        graph. Tails begin in decode rows, in a graph and beside chunks.
+        """
         served = serve(name, {"a": 9, "b": 30, "c": 21, "d": 10})
         assert (served.layers.gpu[:, 1:].view(torch.uint8) == 255).all(), "recording has written"
         served.check(a=9, b=30)
@@ -237,7 +255,10 @@ class TestServed(Pretended):
         assert served.layers.same_pages()
 
     def test_requests_share_a_prefix_that_one_of_them_computes(self, serve):
-        """In the same step: the other one has hit its blocks, and has chunks or a row of decodes behind them."""
+        """A request may share prefix blocks that another one computes in the same step.
+
+        It has hit these blocks and runs chunks or a decode row behind them.
+        """
         served = serve("kvpop, prompts", {"a": 33, "b": 33, "c": 33})
         served.check(a=15)
         for name in "bc":
@@ -250,8 +271,10 @@ class TestServed(Pretended):
         assert served.layers.same_pages()
 
     def test_a_dummy_run_begins_no_tail(self, serve):
-        """Runner V1's has the block table of the requests before it: were its lengths those of tails that begin, the null block would
-        be written to."""
+        """A dummy run of runner V1 leaves the pages of earlier requests unchanged.
+
+        It has their block table. A tail that begins after it is written to the null block only.
+        """
         served = serve("kvpop, prompts", {"a": 9, "b": 12})
         served.check(a=9, b=12)
         served.check(graph=True, a=1, b=1)
@@ -263,7 +286,10 @@ class TestServed(Pretended):
         assert torch.equal(before[:, 1:], after[:, 1:]) and not torch.equal(before, after)
 
     def test_a_step_out_of_order_is_no_number(self, serve):
-        """In that request's outputs alone; its pages stay as they are, and the next right step goes on."""
+        """A step out of order makes the outputs of that request NaN.
+
+        Its pages stay as they are, and the other request is served.
+        """
         served = serve("streaming-llm")
         served.check(a=9, b=30)
         before = served.layers.gpu.view(torch.uint8).clone()
@@ -280,7 +306,7 @@ class TestServed(Pretended):
 class TestLayer(Pretended):
     @pytest.mark.parametrize("policy", ["streaming-llm", "pyramid"])
     def test_a_cache_that_vllm_drops_is_freed(self, model, policy):
-        """As the one that CUDA graphs are measured with, before the real one is made."""
+        """A cache that vLLM drops is freed, like the one for measuring CUDA graphs before the real one."""
         from vllm.v1.worker.utils import clear_layer_kv_caches
 
         layers = Layers(configure(model, POLICIES[policy]))
@@ -318,7 +344,10 @@ class TestLayer(Pretended):
 
 
 class TestPlacement(Pretended):
-    """Layers on the device "meta" in the GPU's place: what stayed on the CPU could not meet it, and nothing can be read back."""
+    """Layers on the device "meta" in the GPU's place.
+
+    A tensor left on the CPU could not be combined with theirs, and no value can be read back.
+    """
 
     SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "trimkv": "trimkv", "dms": "dms"}
 
@@ -332,11 +361,11 @@ class TestPlacement(Pretended):
                 "scorer": str(write_random_scorer(tmp_path, model, self.SCORERS[policy], **ROLES, topk=26))
             }
         config = configure(model, options)
-        sent = pickle.loads(pickle.dumps(config))  # as a worker gets it
+        sent = pickle.loads(pickle.dumps(config))  # as sent to a worker
         sent.device_config.device_type = "meta"
         with rank(sent):
             backend, context = chosen(sent), sent.compilation_config.static_forward_context
-            with torch.device("meta"):  # while vLLM builds a model
+            with torch.device("meta"):  # as vLLM does while it builds a model
                 impl = backend.get_impl_cls()(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS)
                 impl.gates = torch.nn.ModuleList()
             context["model.layers.1.self_attn.attn"] = SimpleNamespace(impl=impl)
@@ -369,14 +398,14 @@ class TestPlacement(Pretended):
 
 
 class TestMemory(Pretended):
-    """vLLM's profiling run, which has no cache yet, sees what the largest steps take."""
+    """vLLM's profiling run, which has no cache yet, allocates as much as the largest steps."""
 
     TOKENS, ROWS = 256, [[*range(1 + 6 * i, 7 + 6 * i)] for i in range(4)]
     SCORERS = {"kvpop": ("mlstm", {}), "trimkv": ("trimkv", {}), "dms": ("dms", {"shifted": True})}
 
     @pytest.fixture
     def layers(self, model, tmp_path):
-        """``policy, options -> Layers``."""
+        """Return ``start(policy, **options)``, which returns the layers."""
 
         def start(policy, **options):
             if policy in self.SCORERS:
@@ -425,12 +454,12 @@ class TestMemory(Pretended):
             taken = max(taken, of_a_step([1] * MOST, 400, 200), over_its_end, *behind)
         found = peak(self.TOKENS, torch.tensor([]), None)
         layout = impl.attention.layout
-        pages = 2 * layout.blocks(80, 80) * layout.region_bytes  # some heads of some layers have more than others
+        pages = 2 * layout.blocks(80, 80) * layout.region_bytes  # some heads have more than others
         assert taken <= found <= 1.05 * taken + pages
         assert peak(self.TOKENS, layers.gpu[0], None) == 0 and (out == 0).all(), "a run of no requests, later on"
 
     def test_kernels_run_on_pages_that_are_made_up(self, layers):
-        """The chunk begins where the cache is full."""
+        """The profiling run's kernels work on made-up pages, and its chunk begins where the cache is full."""
         impl = layers("kvpop").impls[0]
         q, k, v = (torch.randn(9, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS))
         for pages, batch, n in largest_steps(impl.attention.rule, impl.attention.layout, [80], 80, 9, MOST, 512, "cpu"):

@@ -1,5 +1,7 @@
-"""What both model runners of vLLM make of the metadata builder for GPUs, by their own code; and its async scheduler. Run by
-test_cuda_contract, in its process."""
+"""Metadata that both model runners of vLLM build for GPUs by their own code, and vLLM's async scheduler.
+
+test_cuda_contract runs this module in its process.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ if PRETENDED:
     from engine.cuda_engine import LENGTH, MOST, SLOTS, STREAMING, cache_of, configure, group_of
     from engine.cuda_runners import RUNNERS, without_a_gpu
 else:
-    STREAMING = {}  # collected only
+    STREAMING = {}  # for collection only
 
 ROWS = [[11, 12, 13], [21], [31, 32, 33, 34]]
 
@@ -26,7 +28,7 @@ def model(tiny_model):
 class TestRunners(Pretended):
     @pytest.fixture
     def runner(self, model, version):
-        """``policy -> vLLM's runner``, whose graphs of decodes are for :data:`MOST` requests."""
+        """Return ``make(policy)``, which returns a runner whose decode graphs have :data:`MOST` rows."""
 
         def make(policy=STREAMING):
             config = configure(model, policy, compilation_config={"cudagraph_capture_sizes": [MOST]})
@@ -49,7 +51,7 @@ class TestRunners(Pretended):
         assert batch.table.shape == (MOST, 2, 4) and batch.budgets.tolist() == [[64, 64]] * MOST
 
     def test_requests_with_sizes_of_their_own(self, runner):
-        """In a padded batch, and in the next step, in which nobody asks, nothing is left of them."""
+        """Requests may have their own sizes in a padded batch, and the next step keeps nothing of them."""
         runner = runner(STREAMING | {"max_protect": True})
         rows = [ROWS[0], [*ROWS[2], 35], ROWS[1]]
         asked = [None, [20, 48, 30, None], [0, 40, 20, None]]
@@ -68,7 +70,10 @@ class TestRunners(Pretended):
         assert (chunk.budgets.tolist(), chunk.window) == ([40, 40], 20) and chunks.budgets.tolist() == [[64, 64]]
 
     def test_protected_prompts(self, runner):
-        """Behind a prefix, within one, at its end, and a row of padding; what is at the end is begun before the step."""
+        """Positions, tables and prefixes are right behind a prefix, inside one, at its end and in padding.
+
+        A tail that begins at the end of a prefix is begun before the step.
+        """
         runner, begun = runner(STREAMING | {"protect_prompt": True}), []
         builder = runner.group.get_metadata_builder()
         builder._begin_tails = lambda chosen, protected: begun.append((chosen, protected))
@@ -95,7 +100,7 @@ class TestRunners(Pretended):
         assert {found.tokens.data_ptr(), found.table.data_ptr()} <= addresses
 
     def test_seeds(self, runner, version):
-        """Of requests that name none, the server's."""
+        """A row's seed is the server's plus the request's own, which only runner V2 has here."""
         from kvpop_vllm.kernels.draws import request_seed
 
         runner = runner({"policy": "random", "budget": 64, "window": 16})
@@ -109,7 +114,7 @@ class TestRunners(Pretended):
     @pytest.mark.parametrize("protect", [None, True])
     @pytest.mark.parametrize("capture", [False, True])
     def test_dummy_runs_are_padding(self, runner, version, capture, protect):
-        """Also where rows of the block table are those of live requests, as in a dummy run of runner V1."""
+        """Dummy runs are padding, also where runner V1 has block-table rows of live requests."""
         runner, rows = runner(STREAMING | {"protect_prompt": protect}), [[*row, 9] for row in (*ROWS, [41])]
         before = runner.step([1] * MOST, [60] * MOST, rows, [1] * MOST).batch(0, None)
         assert before.positions.tolist() == [59] * MOST
@@ -121,7 +126,7 @@ class TestRunners(Pretended):
 
     @pytest.mark.parametrize("mark", ["lengths", "block_table", "slots"])
     def test_each_mark_is_enough(self, runner, mark):
-        """Runners leave three marks on a row behind the requests: one alone makes it padding."""
+        """Any one of the three marks that runners leave on an unused row makes it padding."""
         runner, real, kept = runner(), {"lengths": 20, "block_table": 41, "slots": 20}, {}
         rows = runner.group.get_metadata_builder().rows
         rows.fill = lambda n, *given: kept.update(zip(real, given, strict=False))
@@ -141,7 +146,10 @@ class TestRunners(Pretended):
         assert len(seen) == 1
 
     def test_dummy_runs_of_longer_requests_are_left_out(self, model):
-        """Runner V2 makes one before and one in every piecewise graph; a prompt's first chunk is none."""
+        """Dummy runs of longer requests are left out, but a prompt's first chunk is not.
+
+        Runner V2 makes one before and one inside every piecewise graph.
+        """
         config = configure(model)
         group = group_of(config)
         v2 = RUNNERS["V2"](config, group)
@@ -152,8 +160,11 @@ class TestRunners(Pretended):
     @pytest.mark.parametrize("protect", [None, True, 1])
     @pytest.mark.parametrize("state", [False, True])
     def test_the_warm_up_of_runner_v2(self, model, tmp_path, state, protect):
-        """It counts blocks of keys and values only: with a state, rows of decodes have none for their slots and are padding. Chunks
-        begin at position 0, where whatever their pages hold is taken for empty."""
+        """Runner V2's warm-up writes only tokens that have blocks, and its chunks begin at position 0.
+
+        The warm-up counts blocks of keys and values only. With a state, decode rows have no blocks for their
+        slots and are padding. At position 0 a page counts as empty, whatever it holds.
+        """
         from vllm.v1.worker.gpu.warmup import run_mixed_prefill_decode_warmup, warmup_kernels
 
         policy = STREAMING
@@ -188,7 +199,7 @@ class TestRunners(Pretended):
         assert [c.row[:, 0].tolist() for c in batch.prefills] == [[31, 31], [21, 21]]
 
     def test_heads_of_ranks(self, model):
-        """Two KV heads on one, two and four ranks: the layout of a rank is that of the heads it holds."""
+        """A rank's layout has the heads that the rank holds, for two KV heads on one, two and four ranks."""
         config = configure(model)
         for ranks, held in ((1, 2), (2, 1), (4, 1)):
             for index in range(ranks):
@@ -199,7 +210,10 @@ class TestRunners(Pretended):
         "policy", [STREAMING, STREAMING | {"protect_prompt": True}, {"policy": "random", "budget": 64}]
     )
     def test_no_value_is_asked_for(self, model, policy):
-        """On the device "meta" tensors have none, and may not meet those of the CPU."""
+        """A step reads no value from the device "meta", whose tensors have none.
+
+        Nor may these tensors meet CPU tensors.
+        """
         from attention.test_device_step import NoWaiting
 
         builder = group_of(configure(model, policy), device="meta").get_metadata_builder()
@@ -213,10 +227,10 @@ class TestRunners(Pretended):
 
 class TestAsyncScheduling(Pretended):
     def test_a_recycled_block_is_started_anew_by_a_later_step(self, model):
-        """A request that ends while its next step is on the way: its blocks go to another at once, in a step after that one.
+        """Blocks of a request that ends during its next step go to another request in a later step.
 
-        vLLM holds them back for KV connectors alone. On one stream the later step runs later, and begins at position 0, where
-        kernels take a page for empty whatever it holds.
+        vLLM holds blocks back for KV connectors only. The later step runs later on the same stream and begins
+        at position 0, where kernels take a page for empty whatever it holds.
         """
         from vllm import SamplingParams
         from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -242,7 +256,7 @@ class TestAsyncScheduling(Pretended):
         first, second = scheduler.schedule(), scheduler.schedule()
         assert first.num_scheduled_tokens == {"a": 20} and second.num_scheduled_tokens == {"a": 1}
         (held,) = scheduler.kv_cache_manager.get_block_ids("a")
-        scheduler.update_from_output(first, sampled(first, 7))  # a has ended; its second step is on the way
+        scheduler.update_from_output(first, sampled(first, 7))  # request a ends in its second step
         third = scheduler.schedule()
         (fresh,) = third.scheduled_new_reqs
         assert (fresh.req_id, fresh.num_computed_tokens) == ("b", 0) and set(fresh.block_ids[0]) == set(held)
@@ -251,8 +265,10 @@ class TestAsyncScheduling(Pretended):
 
 class TestHits(Pretended):
     def test_a_hit_leaves_the_last_protected_token(self, model):
-        """So that a tail never begins in the step that computes its prefix: a request that hits blocks of another one of its step
-        begins before its own p."""
+        """A hit leaves the last protected token to compute, so a tail never begins in the step of its prefix.
+
+        A request that hits blocks which another request computes in the same step begins before its own p.
+        """
         from vllm import SamplingParams
         from vllm.utils.hashing import sha256
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
@@ -273,7 +289,7 @@ class TestHits(Pretended):
 
 
 def common_of(counts, rows):
-    """Common metadata of ``rows`` rows whose device is "meta"."""
+    """Return common metadata of ``rows`` rows on the device "meta"."""
     from vllm.v1.attention.backend import CommonAttentionMetadata
 
     starts = torch.tensor([0, *counts] + [0] * (rows - len(counts)), dtype=torch.int32).cumsum(0, dtype=torch.int32)

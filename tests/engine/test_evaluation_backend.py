@@ -1,7 +1,7 @@
-"""The two backends of `kvpop eval`: vLLM's engine and transformers with the kernels of serving say the same.
+"""The two backends of `kvpop eval`, vLLM's engine and transformers with the serving kernels, agree.
 
-In float32, on a tiny model, log-probabilities differ by at most 2e-4 nats and greedy tokens by none; divergences over the
-whole vocabulary agree to a thousandth.
+In float32, on a tiny model, log-probabilities differ by at most 2e-4 nats and greedy tokens are equal.
+Divergences over the whole vocabulary agree to a thousandth.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvpop_vllm.vllm_glue.evaluation import EngineBackend, settings_of
 
 B, LONGEST = 56, 240
 CLOSE = 2e-4
-"""Nats."""
+"""Largest difference of log-probabilities, in nats."""
 
 
 @pytest.fixture(scope="module")
@@ -104,8 +104,10 @@ def test_both_backends_are_one(folder, name, options):
 
 @pytest.mark.slow
 def test_the_demo_model_says_the_same_with_both():
-    """In bfloat16, on real text: the mean divergence from dense to 0.003 nats a token, where rounding alone makes 0.002 of it
-    and the policy 0.018. Tokens that rounding tips over differ."""
+    """On real text in bfloat16 both backends have the same mean divergence from dense, to 0.003 nats a token.
+
+    Rounding alone makes 0.002 nats, the policy 0.018. Greedy tokens may differ by rounding.
+    """
     root = Path(__file__).parents[2]
     model = str(root / "models/SmolLM2-135M-Instruct")
     tokenizer = load_tokenizer(model)

@@ -11,18 +11,22 @@ from kvpop_vllm.testing import OraclePolicy, random_prompt
 
 TOGETHER = [1, 2, 13, 17, 31, 55, 56, 57, 70, 90, 112, 130, 200]
 SOME_ALIKE = [1, 17, 31, 31, 31, 55, 55, 56, 56, 57, 57, 130, 130]
-"""The same number for policies whose oracle is slow: it follows equal requests once."""
+"""An equal number of prompts for policies with a slow oracle, which follows equal requests once."""
 
 
 @pytest.fixture
 def longest(request):
-    """Tokens of the longest prompt."""
+    """Return the number of tokens of the longest prompt."""
     return ROWS[request.node.callspec.params["served"][1]].longest * BUDGET
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_chunks(served, longest, chunk):
-    """vLLM does not cut the prompt of a request that is alone: the first one generates until the last is through."""
+    """Prompts in chunks give the oracle's results.
+
+    vLLM does not cut the prompt of a request that is alone, so the first request generates until the last
+    prompt is read.
+    """
     served.chunk(chunk)
     length = longest if chunk > 1 else min(longest, 4 * BUDGET)
     jobs = [Job(1, new=length // chunk + 2), Job(31), Job(BUDGET), Job(length, new=4)]
@@ -44,7 +48,7 @@ def test_sixteen_together(served, longest):
 
 
 def test_eviction_shows(served, longest):
-    """What the judge demands could not be met by keeping everything, nor by another set of tokens."""
+    """The oracle's results differ from those of keeping everything by far more than the error budget."""
     prompt, policy = random_prompt(longest, seed=longest), served.judge.policy
     everything = OraclePolicy(policy.scorer, sinks=0, window=2**62, topk=0) if policy.borrows else OraclePolicy.full()
     bounded, dense = served.judge.reference(prompt), served.judge.models[0].run(prompt, everything)
@@ -54,14 +58,14 @@ def test_eviction_shows(served, longest):
     assert off[longest * 2 // 5 :].median() > 1000 * bounded.budget
 
 
-# Requests that are interrupted. Long enough chunks of seven tokens for the interruption to meet prompts half done.
+# Interrupted requests. With chunks of seven tokens the interruptions meet half-read prompts.
 
 FEW = [Job(3, 30, False), Job(40, 24, False), Job(BUDGET, 20, False), Job(90, 16, False), Job(200, 16, False)]
 
 
 @pytest.fixture
 def interrupted(served):
-    """``(each_step) -> answers`` of FEW; nothing may be left behind."""
+    """Yield ``serve(each_step)``, which answers FEW, and check that nothing is left behind."""
     served.chunk(7)
     free = served.recorder.pool.get_num_free_blocks()
     yield lambda each_step: served.serve(FEW, each_step)
@@ -89,7 +93,11 @@ def test_aborts(served, interrupted):
 
 
 def test_sleep_and_wake(served, interrupted):
-    """Lightly, then deeper: from level 1 on the KV cache is discarded, which a CPU worker does not do by itself."""
+    """Requests go on after light and deeper sleep.
+
+    From level 1 on the KV cache is discarded. A CPU worker does not do that by itself, so the test overwrites
+    it.
+    """
     held, preempted = [], []
 
     def sleep(step):

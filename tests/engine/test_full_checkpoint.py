@@ -1,4 +1,4 @@
-"""Checkpoints that carry their scorers: ``kvpop export``, and what ``vllm serve DIR --kv-policy kvpop`` makes of them."""
+"""Checkpoints with their own scorers: ``kvpop export``, and ``vllm serve DIR --kv-policy kvpop``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ POLICIES = {"mlstm": "kvpop", "mlp": "kvpop-mlp", "linear": "kvpop-linear", "tri
 
 @pytest.fixture(autouse=True, scope="module")
 def engines_in_this_process():
-    """Not for servers that other tests start."""
+    """Run engines in this process, but not the servers that other tests start."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         yield
@@ -34,9 +34,11 @@ def engines_in_this_process():
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory):
-    """Kind -> base model, adapter, the export of both, and what the base answers densely and with the adapter.
+    """Return ``make(kind)``, which returns folders and answers, built once.
 
-    The adapter's state is of an unusual size: it has to come from the tensors, the config does not tell.
+    The folders are base model, adapter and the export of both. The answers are the base's, dense and with the
+    adapter. The adapter's state has an unusual size, which must come from the tensors because the config does
+    not contain it.
     """
 
     @functools.cache
@@ -83,7 +85,7 @@ def test_the_folder(each):
 
 def test_it_equals_the_base_with_the_adapter(each):
     assert generate(each.full, {"policy": "kvpop"}) == each.bounded
-    assert each.bounded[3] != each.dense[3]  # the longest prompt: something was evicted
+    assert each.bounded[3] != each.dense[3]  # the longest prompt, whose tokens are evicted
 
 
 def test_without_a_policy_it_serves_densely_with_one_line(each, caplog):
@@ -101,7 +103,7 @@ def test_other_scorers(qwen3, tmp_path, scorer):
 
 
 def test_the_layout_of_trimkvs_authors(qwen3, tmp_path):
-    """Gates among the model's own tensors under the names that they have there."""
+    """Gates are also found under the names of TRIM-KV's authors, among the model's own tensors."""
     adapter = write_random_scorer(tmp_path / "adapter", qwen3.base, "trimkv")
     export_checkpoint(qwen3.base, adapter, tmp_path / "out")
     edit_scorer(
@@ -128,7 +130,10 @@ def test_policies_without_scorers_ignore_them_and_say_so(qwen3, caplog, policy):
 
 
 def test_dummy_weights_bring_no_scorer(qwen3, tmp_path):
-    """Refused before weights load; a scorer folder is read whatever the weights are."""
+    """Dummy weights without a scorer folder are refused before weights load.
+
+    A scorer folder is read with any weights.
+    """
     with pytest.raises(ConfigError, match="--load-format dummy brings no scorer .* give --kv-scorer DIR"):
         configure(qwen3.full, {"policy": "kvpop"}, load_format="dummy")
     configure(qwen3.full, {"policy": "kvpop", "scorer": str(qwen3.adapter)}, load_format="dummy")
@@ -173,7 +178,7 @@ def test_tokenizer_and_other_files_come_along(each, tmp_path):
 
 
 def test_the_models_dtype_is_written_down(qwen3, tmp_path):
-    """The scorer's float32 must not decide the dtype that vLLM infers for a config without one."""
+    """The config gets the model's dtype, so that vLLM does not infer it from the scorer's float32."""
     model = shutil.copytree(qwen3.base, tmp_path / "base")
     config = json.loads((model / "config.json").read_text())
     del config["dtype"]
@@ -222,7 +227,7 @@ def test_damaged_tensors_are_refused_before_and_while_loading(copy, monkeypatch,
         configure(copy, {"policy": "kvpop"})
     assert named in str(caught.value) and "\n" not in str(caught.value)
     monkeypatch.setattr(engine_policy, "check_checkpoint", lambda vllm_config: None)
-    if DAMAGE[named] is renamed:  # nothing says that these are scorers: vLLM refuses tensors it has no place for
+    if DAMAGE[named] is renamed:  # nothing marks these as scorers: vLLM refuses unknown tensors
         with pytest.raises(ValueError, match="retention"):
             start(copy, {"policy": "kvpop"})
     else:
@@ -373,7 +378,10 @@ def test_export_leaves_nothing_half_done(qwen3, tmp_path, monkeypatch):
 
 
 def test_a_dms_model_with_projections_of_its_own_is_served(tmp_path):
-    """Imported they are a scorer folder; in the model's weights they belong to nobody and are passed over."""
+    """A DMS model with separate projections is served with the imported scorer folder.
+
+    The projections in the model's weights are ignored.
+    """
     plain, source, gates = (tmp_path / name for name in ("plain", "source", "gates"))
     write_tiny_model(plain, "qwen3")
     shutil.copytree(plain, source)

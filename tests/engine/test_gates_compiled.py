@@ -1,4 +1,4 @@
-"""Policies with a gate where vLLM compiles the model, which is its default: the same tokens are kept as without."""
+"""Policies with a gate keep the same tokens in compiled models, vLLM's default, as in eager ones."""
 
 from __future__ import annotations
 
@@ -29,8 +29,11 @@ def compiler_cache(folder):
 
 
 def serve(case, eager: bool):
-    """Answers and retained sets of eight requests together, prompts in chunks of 64; and how many models were compiled and
-    loaded."""
+    """Serve eight requests together, with prompts in chunks of 64.
+
+    Returns:
+        Answers, retained sets, and the numbers of models that were compiled and loaded.
+    """
     from vllm import LLM, SamplingParams
     from vllm.compilation.counter import compilation_counter as counter
 
@@ -62,7 +65,7 @@ def serve(case, eager: bool):
 
 
 def test_compiled_equals_eager_and_the_oracle(folder, compiler_cache):
-    """And what was compiled is loaded for other weights of the same shapes, which are no part of it."""
+    """Compiled and eager runs equal the oracle, and other weights load the compiled model."""
     model = str(write_tiny_model(folder / "llama", "llama", layers=2))
     case, other = (make_case(model, folder / f"trimkv-{seed}", "trimkv", seed=seed) for seed in (0, 1))
     for judged, eager, counts in ((case, False, (1, 0)), (case, True, (0, 0)), (other, False, (0, 1))):
@@ -70,7 +73,10 @@ def test_compiled_equals_eager_and_the_oracle(folder, compiler_cache):
 
 
 def test_a_full_checkpoint_compiled(folder, compiler_cache):
-    """Of Qwen3, with a borrowed channel; the gate comes with the model's weights."""
+    """A compiled full checkpoint of Qwen3 with a borrowed channel equals the oracle.
+
+    The gate comes with the model's weights.
+    """
     model = str(write_tiny_model(folder / "qwen3", "qwen3", layers=1))
     case = make_case(model, folder / "query", "dms-query")
     export_checkpoint(model, folder / "query", folder / "full")

@@ -1,4 +1,4 @@
-"""Installed but without a policy, the plugin changes nothing; and engines with and without one leave each other alone."""
+"""Without a policy the plugin changes nothing, and engines do not affect each other."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ LIGHT = {f"kvpop_vllm{name}" for name in ("", ".config", ".model_types", ".reque
     f"kvpop_vllm.vllm_glue.{name}"
     for name in ("plugin", "patches", "flags", "refusals", "select", "cuda", "engine_policy", "full_checkpoint")
 }
-"""All that may be imported of ours in an engine without a policy."""
+"""Modules of this package that an engine without a policy may import."""
 
 
 @pytest.fixture(autouse=True)
 def engines_in_this_process(monkeypatch):
-    """Not for servers that other tests start."""
+    """Run engines in this process, but not the servers that other tests start."""
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 
 
@@ -43,7 +43,7 @@ def model(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def fresh_processes(model, tmp_path_factory):
-    """What a stock engine does and imports in a process of its own, with the plugin and without it, side by side."""
+    """Return the reports of two stock engines in their own processes, with and without the plugin."""
     out = tmp_path_factory.mktemp("out")
     runs = {}
     for name, plugins in (("with", None), ("without", "")):
@@ -81,7 +81,10 @@ def test_without_a_policy_only_what_the_ledger_says_is_wrapped(fresh_processes):
 
 
 def test_with_a_policy_all_of_the_ledger_is_wrapped_and_nothing_else(model):
-    """Found by where the code of vLLM's functions lies, not by what the wrappers say of themselves."""
+    """All patches of the ledger are applied with a policy, and no others.
+
+    They are found by the file of each function's code, not by their own names.
+    """
     generate(model, {"policy": "h2o", "budget": 64, "protect_prompt": True}, tokens=1)
     assert functions_of_ours_in_vllm() == sorted(patch.target for patch in patches.LEDGER if not patch.on_gpus)
     assert all(patch.why and patch.goes for patch in patches.LEDGER)
@@ -94,8 +97,11 @@ def test_nothing_is_wrapped_outside_the_ledger(monkeypatch):
 
 
 def test_engines_of_one_process_leave_each_other_alone(model, fresh_processes, tmp_path):
-    """A policy, then stock, then a policy, then stock: all stock ones give what a process without the plugin gives, and
-    the policy gives the same before and after, whatever number of threads this process has otherwise."""
+    """Stock engines and engines with a policy in turn give the same results as alone.
+
+    Stock engines are compared with a process without the plugin. The number of threads of this process does
+    not matter.
+    """
     scorer = write_random_scorer(tmp_path / "scorer", model)
     policy = {"policy": "kvpop", "scorer": str(scorer)}
     stock = fresh_processes["without"]["outputs"]
@@ -109,7 +115,7 @@ def test_engines_of_one_process_leave_each_other_alone(model, fresh_processes, t
 
 
 def test_configs_made_first_and_loaded_later_keep_their_own_backend(model):
-    """vLLM caches the choice of a backend per process, under a key that knows nothing of policies."""
+    """Each config keeps its own backend, although vLLM caches the choice under a key without the policy."""
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.selector import get_attn_backend
 
@@ -142,7 +148,10 @@ def test_registering_again_changes_nothing():
 
 
 def test_a_wrapper_of_another_plugin_around_the_choice_of_a_backend(model, monkeypatch):
-    """That hides the cache's methods: registering does not fail, and engines with a policy get their own."""
+    """The plugin registers if another plugin's wrapper hides the cache's methods.
+
+    Engines with a policy get their own backend.
+    """
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention import selector
 
@@ -209,7 +218,7 @@ def test_flags_reach_additional_config_and_win():
 
 @pytest.mark.parametrize("policy", [None, {"policy": "streaming-llm", "budget": 64}])
 def test_misspelt_keys_are_refused(model, policy):
-    """vLLM would ignore them and serve densely."""
+    """A misspelt key is refused; vLLM would ignore it and serve densely."""
     args = EngineArgs(str(model), additional_config={"kv_polcy": {}} | ({"kv_policy": policy} if policy else {}))
     with pytest.raises(ConfigError, match="unknown key 'kv_polcy' in --additional-config: did you mean 'kv_policy'"):
         args.create_engine_config()

@@ -1,4 +1,4 @@
-"""The judge itself: it excuses a near-tie and what follows from it, and nothing else."""
+"""The judge excuses a near-tie and its consequences, and nothing else."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def flipped(judge):
 
 
 def flip(judge, layer: int):
-    """A run in which a layer once kept its closest victim, and evicted the next in its place; and that margin."""
+    """Return a run that reverses the closest decision of a layer, and the margin of that decision.
+
+    The layer keeps its closest victim once and evicts the next token instead.
+    """
     run = judge.reference(TOKENS).exact
     margin = float(run.margins[layer].min())
     head, query = (int(i) for i in (run.margins[layer] == margin).nonzero()[0])
@@ -36,7 +39,7 @@ def flip(judge, layer: int):
 
 
 def held(run, every: int):
-    """What a recorder would have seen of a run, in chunks of ``every`` tokens."""
+    """Return what a recorder would see of a run in chunks of ``every`` tokens."""
     ends = [*range(every, len(TOKENS), every), len(TOKENS)]
     heads = range(len(run.visible[0]))
     return {
@@ -66,7 +69,7 @@ def test_the_oracle_itself_passes(judge):
 
 
 def test_another_token_is_not_excused(judge, flipped):
-    """A token that was evicted long ago does not come back, however close some decision was."""
+    """A token that was evicted long ago is not excused, however close some decision was."""
     wrong = held(judge.reference(TOKENS).exact, 1)
     kept = wrong[0][-1].positions[0]
     kept[5] = min(set(range(len(TOKENS))) - set(kept))
@@ -75,7 +78,7 @@ def test_another_token_is_not_excused(judge, flipped):
 
 
 def answered(run):
-    """What an engine with these log-probabilities answers to the prompt TOKENS."""
+    """Return the answer of an engine with these log-probabilities to the prompt TOKENS."""
     rows = zip(TOKENS[1:], run.logprobs[:-1], strict=True)
     given = [{token: SimpleNamespace(logprob=float(row[token]))} for token, row in rows]
     out = SimpleNamespace(token_ids=[], logprobs=[])
@@ -83,8 +86,11 @@ def answered(run):
 
 
 def test_a_near_tie_inside_a_chunk(judge):
-    """The tokens left at the chunk's end are the same and only log-probabilities tell: followed and counted all the
-    same; not one with a margin, nor in steps of one token, where the tokens left would tell."""
+    """A near-tie inside a chunk is excused and counted, though only log-probabilities show it.
+
+    The same tokens are left at the end of the chunk. A decision with a margin is not excused, nor is one in
+    steps of one token, where the tokens that are left would show it.
+    """
     exact, (run, margin) = judge.reference(TOKENS), flip(judge, 1)
     whole, answer = held(run, len(TOKENS)), answered(run)
     assert whole == held(exact.exact, len(TOKENS)) and not torch.equal(run.logprobs, exact.exact.logprobs)

@@ -1,4 +1,4 @@
-"""Conversations by the hundred in one small pool, and the same requests with and without sharing."""
+"""Hundreds of conversations in one small pool, and the same requests with and without sharing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TEXT = random_prompt(100, seed=97)
 
 
 class Traffic:
-    """Random requests: new prompts, turns that follow on an earlier answer, and forks of earlier conversations."""
+    """Random requests: new prompts, turns after an earlier answer, and forks of earlier conversations."""
 
     def __init__(self, seed: int):
         self.draw = random.Random(seed)
@@ -35,8 +35,11 @@ class Traffic:
 
 @pytest.mark.parametrize("policy, protect", [("kvpop", True), ("h2o", 33)])
 def test_nothing_leaks(case, policy, protect):
-    """Five hundred requests that extend and fork each other, some aborted, some preempted, some after the prefix cache was emptied:
-    no block is lost or still counted, and a sample of the answers is the oracle's."""
+    """Five hundred requests that extend and fork each other lose no block and leave none counted.
+
+    Some are aborted, some preempted, and some come after the prefix cache was emptied. A sample of the
+    answers is compared with the oracle.
+    """
     found = case("qwen3", policy, protect_prompt=protect, budget=16)
     options = {"max_model_len": 256, "num_gpu_blocks_override": 56}
     with pytest.MonkeyPatch.context() as patch, watched(found.model, found.settings, found.judge, **options) as engine:
@@ -86,7 +89,10 @@ def test_nothing_leaks(case, policy, protect):
 
 @pytest.mark.parametrize("policy, protect", [("kvpop", True), ("streaming-llm", 40)])
 def test_the_same_without_sharing(case, policy, protect):
-    """With prefix caching off the same tokens are retained and said, to rounding; both are the oracle's."""
+    """Without prefix caching the same tokens are retained and generated, up to rounding.
+
+    Both runs are compared with the oracle.
+    """
     forks = [TEXT[:70], TEXT[:33] + random_prompt(40, seed=2), TEXT[:20], TEXT[:65], TEXT[:65]]
     jobs, shown = [Job(new=30, prompt=prompt, scored=False) for prompt in forks], []
     found = case("qwen3", policy, protect_prompt=protect, budget=24)

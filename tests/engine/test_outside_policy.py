@@ -1,4 +1,4 @@
-"""A policy of another package in the engine: one file and one entry point of its own, and a row like those of the matrix."""
+"""A policy of another package in the engine: one file, one entry point, and an oracle like the matrix's."""
 
 from __future__ import annotations
 

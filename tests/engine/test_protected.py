@@ -1,5 +1,8 @@
-"""The engine with protected prompts and prefix caching equals the naive oracle: retained tokens at every step, log-probabilities,
-greedy tokens; and nothing shows who else was served. Freed blocks are overwritten with NaN in all of these tests."""
+"""The engine with protected prompts and prefix caching equals the naive oracle.
+
+Retained tokens at every step, log-probabilities and greedy tokens are compared. Results do not depend on
+which other requests were served. Freed blocks are overwritten with NaN in all of these tests.
+"""
 
 from __future__ import annotations
 
@@ -13,21 +16,21 @@ from policies.matrix import ROWS
 from kvpop_vllm.testing import random_prompt
 
 TEXT = random_prompt(220, seed=99)
-"""What prompts begin with."""
+"""The beginning of all prompts."""
 BUDGET = 26
-"""Few, so that answers outgrow what is kept behind a prompt."""
+"""Small, so that answers outgrow the tail."""
 BORDERS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, BUDGET - 1, BUDGET, BUDGET + 1, 2 * BUDGET]
 BESIDE = [2, 7, 40, 2 * BLOCK, 4 * BLOCK, 70, 100]
 KINDS = {name: row.engines[0] for name, row in ROWS.items() if row.engines}
 ASKED = dict(
     zip(KINDS, [BUDGET, 1, BLOCK - 1, BLOCK, BLOCK + 1, BUDGET - 1, BUDGET + 1, 33, 2 * BLOCK, 7, 48, 63], strict=False)
 )
-"""The N of each policy's engine that protects the first N tokens of a prompt."""
+"""Number of protected tokens in each policy's engine that protects the first N tokens."""
 
 
 @pytest.fixture(scope="module", params=[(name, protect) for name in KINDS for protect in ("all", "N")], ids="-".join)
 def protected(request, case):
-    """An engine with room for everything, for each policy and for whole prompts and parts of them."""
+    """Yield an engine with room for all requests, for each policy and for whole and partial protection."""
     policy, which = request.param
     found = case(KINDS[policy], policy, protect_prompt=True if which == "all" else ASKED[policy], budget=BUDGET)
     with pytest.MonkeyPatch.context() as patch:
@@ -39,7 +42,10 @@ def protected(request, case):
 
 
 def hits(engine, answer) -> int:
-    """Tokens that a request can hit at most: whole blocks of what is protected, but for the last of these tokens."""
+    """Return the largest number of tokens that a request can hit.
+
+    These are whole blocks of protected tokens, without the last protected token.
+    """
     prompt = len(answer.prompt_token_ids)
     protected = prompt if engine.judge.protect is True else min(engine.judge.protect, prompt)
     return (protected - 1) // BLOCK * BLOCK
@@ -53,8 +59,11 @@ def check(engine, answers) -> None:
 
 
 def test_every_length_in_every_cut(protected):
-    """Sixteen prompts, at and around the borders of a block and of the budget among them: in chunks of seven, whole, and all but the
-    last token; again when all of it can be hit; then as twins within one step, and after the prefix cache was emptied."""
+    """Sixteen prompts around the borders of blocks and budget are right, computed, hit and as twins.
+
+    They are computed in chunks of seven tokens, then hit as far as possible. After the prefix cache is
+    emptied, twins come in one step.
+    """
     jobs = [Job(new=34, prompt=TEXT[:n]) for n in BORDERS] + [Job(new=14, prompt=TEXT[:n]) for n in BESIDE]
     protected.chunk(7)
     answers, before = protected.serve(jobs), protected.judge.decisions
@@ -79,7 +88,7 @@ def test_every_length_in_every_cut(protected):
 
 
 def test_last_chunks_of_one_token(protected):
-    """A prompt cut so that its last token runs as a decode step, cuts into single tokens, and larger ones than a budget."""
+    """Prompts whose last token is a decode step are right, in chunks of 1 to 64 tokens."""
     for chunk, lengths in ((16, (17, 33, 49)), (26, (27, 28, 53)), (1, (18, 3)), (64, (65, 128, 150))):
         protected.chunk(chunk)
         answers = protected.serve([Job(1, new=30), *(Job(new=26, prompt=TEXT[:n][::-1]) for n in lengths)])

@@ -1,5 +1,7 @@
-"""What a policy cannot be combined with is refused in one line that names the option, with no weights in sight: none of
-the model folders here holds any."""
+"""Combinations that a policy refuses, each in one line that names the option, before weights load.
+
+None of the model folders has weights.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,16 @@ STREAMING = {"policy": "streaming-llm", "budget": 64}
 
 @pytest.fixture(autouse=True)
 def inspect_models_here(monkeypatch):
-    """vLLM looks at each model class in a process of its own, 10 s each, to keep CUDA out of this one."""
+    """Let vLLM inspect model classes in this process.
+
+    To avoid CUDA here it would start a process of 10 s for each class.
+    """
     monkeypatch.setattr(registry, "_run_in_subprocess", lambda look: look())
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Writes a config-only model folder."""
+    """Return ``write(name, config)``, which writes a model folder with a config only."""
     root = tmp_path_factory.mktemp("models")
 
     def write(name: str, config: dict) -> Path:
@@ -71,7 +76,7 @@ def refusal(model, policy=STREAMING, **options):
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_models(folder, name):
-    """And without a policy vLLM takes the same model, so that it is the policy's line the user sees."""
+    """A policy refuses the model, and vLLM takes it without a policy, so the user sees the policy's line."""
     named, config = REFUSED[name]
     model = folder(name, config)
     message = refusal(model)
@@ -96,7 +101,10 @@ def test_a_cache_of_another_dtype_than_the_model(llama):
 
 
 def test_other_platforms(llama):
-    """A device that calls itself cuda is NVIDIA's only where vLLM's platform says so; where it does: test_cuda_contract."""
+    """A device that calls itself cuda is NVIDIA's only if vLLM's platform says so.
+
+    test_cuda_contract tests platforms that do.
+    """
     vllm_config = configure(llama)
     for platform, named in (
         ("cpu", None),
@@ -130,7 +138,7 @@ def test_engine_arguments(llama, flag, options):
 
 
 def test_a_length_that_is_fitted_later(llama):
-    """It cannot be divided yet; `full` keeps all of it however short it gets."""
+    """A ratio of a length that is not fixed yet is refused, but `full` keeps all tokens of any length."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     for asked in ("-1", "auto"):
         length = parser.parse_args(["--max-model-len", asked]).max_model_len
@@ -152,8 +160,11 @@ def test_all_reasons_in_one_line(llama):
     + [(protect, asked, asked is not False) for protect in ("all", True, 1, "40") for asked in (None, True, False)],
 )
 def test_prefixes_are_cached_where_prompts_are_protected(llama, monkeypatch, protect, asked, caches):
-    """Unless vLLM's own flag says otherwise. One line of the log says that it is off where nobody has asked. Not by caplog: the first
-    config sets vLLM's loggers up anew."""
+    """Prefix caching is on where prompts are protected, unless vLLM's own flag turns it off.
+
+    If nobody asked, one log line says that it is off. caplog is not used, because the first config sets up
+    vLLM's loggers anew.
+    """
     said, line = [], "--kv-policy streaming-llm: prefix caching is off, prompts are not protected (--kv-protect-prompt)"
     monkeypatch.setattr(logging.getLogger("vllm.kvpop_vllm"), "info", lambda text, *args: said.append(text % args))
     policy = STREAMING | ({} if protect is None else {"protect_prompt": protect})
@@ -183,7 +194,7 @@ def test_what_cannot_be_protected(llama, given):
 
 @pytest.mark.parametrize("given", ["all", "0", "40"])
 def test_the_flag_of_protected_prompts(llama, given):
-    """As vLLM's own command parses it; a bad value is told by the same line as in ``additional_config``."""
+    """The flag is parsed by vLLM's own command and decides on prefix caching."""
     parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
     flags = ["--model", str(llama), "--kv-policy", "streaming-llm", "--kv-budget", "64", "--max-model-len", "256"]
     args = EngineArgs.from_cli_args(parser.parse_args([*flags, "--kv-protect-prompt", given]))
@@ -285,7 +296,7 @@ def test_another_window_than_a_delayed_scorers(llama, scorer):
 
 
 def test_streaming_input(llama):
-    """The wrapper is what every request passes; a plain one goes on to vLLM's own checks."""
+    """A streaming request is refused by the wrapper, and a plain one goes on to vLLM's own checks."""
     from vllm.v1.engine.input_processor import InputProcessor
 
     config = configure(llama)
@@ -324,7 +335,7 @@ def test_a_command_prints_one_line_and_no_traceback_and_fails(folder):
 
 @pytest.mark.parametrize("named", COMMANDS)
 def test_other_commands(folder, monkeypatch, named):
-    """The same, without a process of their own, which would mostly import."""
+    """Other commands print the same line; they run in this process, because a new one would mostly import."""
     from vllm.entrypoints.cli.main import main
 
     monkeypatch.setattr(sys, "argv", words_of(folder, COMMANDS[named]))
@@ -335,7 +346,10 @@ def test_other_commands(folder, monkeypatch, named):
 
 
 def write_tokenizer(model: Path) -> None:
-    """One word per token; ``vllm bench throughput`` makes its prompts before it looks at anything else."""
+    """Write a tokenizer with one word per token.
+
+    ``vllm bench throughput`` makes its prompts before it checks anything else.
+    """
     from tokenizers import Tokenizer, models, pre_tokenizers
 
     tokenizer = Tokenizer(models.WordLevel({f"w{i}": i for i in range(LLAMA["vocab_size"])}, unk_token="w0"))

@@ -1,4 +1,4 @@
-"""As test_requests, for what takes an engine of its own."""
+"""Tests of requests with their own sizes that need their own engine."""
 
 from __future__ import annotations
 
@@ -14,8 +14,10 @@ from kvpop_vllm.testing import random_prompt
 
 @pytest.mark.parametrize("policy, waves", [("kvpop", 8), ("h2o", 25)])
 def test_any_requests_against_a_tight_pool(case, policy, waves):
-    """A thousand random requests, or some hundred, that may ask for what they like, in a pool that holds the largest of them once: all are served,
-    none waits for ever, nothing leaks, and none holds more blocks than it was counted with."""
+    """Hundreds of random requests with any options are all served in a pool for the largest of them.
+
+    None waits for ever, none holds more blocks than it was counted with, and nothing leaks.
+    """
     kind, options = POLICIES[policy]
     found = case(kind, policy, budget=BUDGET, protect_prompt=PROTECT, **options)
     settings = found.settings | {"max_budget": MOST, "max_protect": "all"}
@@ -65,7 +67,10 @@ REFUSED = [
 
 
 def test_refusals(case):
-    """Each in one line, before the engine has seen the request; and it serves on."""
+    """Each wrong option is refused in one line before the engine sees the request.
+
+    The engine serves on.
+    """
     from vllm.exceptions import VLLMValidationError
 
     kind, options = POLICIES["kvpop"]

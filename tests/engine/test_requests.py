@@ -1,4 +1,4 @@
-"""Requests with budgets, protection and seeds of their own, together in one engine, against the oracle of each."""
+"""Requests with their own budgets, protection and seeds in one engine, each compared with its own oracle."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ SEEDS = ({"kv_seed": 3}, {"kv_seed": 2**64 - 1, "kv_budget": 30})
 
 
 def window(policy: str, sinks: int, budget: int) -> int:
-    """w of a request's budget, from the policies' definitions."""
+    """Return w of a request's budget, by the policies' definitions."""
     if policy == "kvpop":
         return 16 if budget - sinks >= 36 else 8
     return {"h2o": budget // 2, "dms-query": 8, "momentkv": 1, "random": 11, "vase": 11}[policy]
 
 
 class Judges:
-    """One oracle for each thing that requests ask for."""
+    """One judge for each set of options that requests ask for."""
 
     def __init__(self, policy: str, case):
         self.policy, self.case, self.known = policy, case, {}
@@ -83,7 +83,7 @@ def asks_of(engine) -> tuple:
 
 
 def check(engine, answers, jobs: list[Job], finished=None) -> None:
-    """What every answer shows, by the oracle of what it asked for; and the blocks at every step."""
+    """Check every answer against the oracle of its options, and the blocks at every step."""
     judged = 0
     for asks in {str(job.asks): job.asks for job in jobs}.values():
         judge = engine.judges.of(asks)
@@ -99,7 +99,7 @@ def check(engine, answers, jobs: list[Job], finished=None) -> None:
 
 @pytest.mark.parametrize("chunk", [7, None])
 def test_sixteen_of_all_kinds(engine, chunk):
-    """In one batch: budgets, windows, protection and seeds are each request's own, with hits and without."""
+    """Sixteen requests of one batch keep their own budgets, windows, protection and seeds."""
     engine.chunk(chunk)
     asks, lengths = asks_of(engine), (3, BLOCK, 41, 60, 90)
     jobs = [Job(new=40, prompt=TEXT[: lengths[i % 5]], asks=asks[i % len(asks)], scored=i % 3 == 0) for i in range(16)]
@@ -115,7 +115,7 @@ def test_sixteen_of_all_kinds(engine, chunk):
 
 
 def test_interrupted(engine):
-    """Preempted with what they asked for, and some aborted."""
+    """Preempted requests keep their options, and some requests are aborted."""
     engine.chunk(7)
     jobs = [Job(new=30, prompt=TEXT[: 20 + 5 * i], asks=asks, scored=False) for i, asks in enumerate(asks_of(engine))]
 

@@ -1,5 +1,7 @@
-"""Requests that share protected prompts: hits within a step and across steps, and all that can happen to them. What a request
-shows is judged by the oracle, which knows of no hits, and freed blocks are overwritten with NaN."""
+"""Requests that share protected prompts, by hits within a step and across steps, under all interruptions.
+
+Results are compared with the oracle, which knows no hits. Freed blocks are overwritten with NaN.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ POLICIES = [("kvpop", True), ("streaming-llm", 40)]
 
 @pytest.fixture(scope="module", params=POLICIES, ids=["kvpop-all", "streaming-40"])
 def engine(request, case):
-    """An engine with a pool of 60 blocks, which a few requests fill."""
+    """Yield an engine with a pool of 60 blocks, which a few requests fill."""
     policy, protect = request.param
     found = case("qwen3", policy, protect_prompt=protect)
     options = {"max_model_len": 512, "num_gpu_blocks_override": 61, "scheduling_policy": "priority"}
@@ -34,7 +36,7 @@ def nothing_is_left(engine):
 
 
 def fork(length: int, new: int = 12, seed: int | None = None, at: int = 0, **options) -> Job:
-    """A prompt of the common text, of which token ``at`` is another where there is a seed."""
+    """Return a request with the common text as prompt; a seed makes its tokens from ``at`` on random."""
     prompt = list(TEXT[:length])
     if seed is not None:
         prompt[at:] = random_prompt(length - at, seed=seed)
@@ -42,18 +44,18 @@ def fork(length: int, new: int = 12, seed: int | None = None, at: int = 0, **opt
 
 
 def check(engine, answers):
-    """All that every answer shows, and the blocks held at every step."""
+    """Check every answer against the oracle, and the blocks held at every step."""
     engine.verdict(answers)
     engine.check_blocks(state_blocks(engine.policy), BUDGET, sinks=4)
 
 
 def most(engine, tokens: int) -> int:
-    """Tokens that may be hit of so many that are the same, of a longer prompt."""
+    """Return how many of ``tokens`` equal tokens a longer prompt may hit."""
     return (tokens if engine.judge.protect is True else min(tokens, engine.judge.protect)) // BLOCK * BLOCK
 
 
 def test_hits_of_every_number_of_blocks(engine):
-    """None, one, several, and all but the last token; in one step, and in a later one."""
+    """Prompts hit no block, one, several, and all but the last token, in one step and in a later one."""
     forks = [fork(70, seed=1, at=3), fork(70, seed=2, at=16), fork(70, seed=3, at=47), fork(65), fork(65)]
     answers = engine.serve([fork(70), *forks])
     hit = {name: answer.num_cached_tokens for name, answer in answers.items()}
@@ -69,10 +71,10 @@ def test_hits_of_every_number_of_blocks(engine):
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
 def test_hits_while_the_prompt_is_being_computed(engine, chunk):
-    """Others come while a long prompt is half done, in chunks."""
+    """Requests that come while a long prompt is read in chunks hit the part that is computed."""
     engine.chunk(chunk)
     late = {2: fork(90, new=5), 5: fork(33, new=5), 9: fork(100, new=5, seed=4, at=50)}
-    busy = Job(1, new=110 // chunk + 2, scored=False)  # vLLM does not cut the prompt of a request that is alone
+    busy = Job(1, new=110 // chunk + 2, scored=False)  # vLLM does not cut a lone prompt
     answers = engine.serve(
         [busy, fork(110, new=4)], lambda step: step in late and engine.add(f"late {step}", late[step])
     )
@@ -94,8 +96,10 @@ def test_the_cache_emptied_between_requests(engine):
 
 
 def test_a_shorter_prompt_hits_no_more_than_its_own(engine):
-    """Tokens that one request generated are another one's prompt: when the first comes back after a preemption it may not hit them
-    beyond its own protected prompt."""
+    """A preempted request hits no tokens beyond its own protected prompt.
+
+    Its generated tokens are part of another request's prompt, whose blocks are cached.
+    """
     (first,) = engine.serve([fork(20, new=60)]).values()
     longer = [*first.prompt_token_ids, *first.outputs[0].token_ids]
 
@@ -111,7 +115,7 @@ def test_a_shorter_prompt_hits_no_more_than_its_own(engine):
 
 
 def preempt_all(scheduler):
-    """Preempt what runs, as vLLM does when it empties the prefix cache, and leave the cache as it is."""
+    """Preempt all running requests as vLLM does, but keep the prefix cache."""
     while scheduler.running:
         request = scheduler.running.pop()
         scheduler._preempt_request(request, 0.0, drop_stale_output=True)
@@ -119,7 +123,10 @@ def preempt_all(scheduler):
 
 
 def test_forced_preemption(engine):
-    """With the prefix cache emptied, as vLLM does it, and with the cache kept, so that prompts are hit when they come back."""
+    """Requests preempted with an emptied prefix cache, as by vLLM, and with a kept one, are right.
+
+    With a kept cache the prompts are hit again.
+    """
     engine.chunk(7)
 
     def preempt(step):
@@ -144,7 +151,7 @@ def test_aborts(engine):
 
 
 def test_a_pool_too_small_for_all(engine):
-    """Twelve requests that are admitted with few blocks and outgrow the pool; prefix blocks are lost and computed again."""
+    """Twelve requests outgrow the pool, and lost prefix blocks are computed again."""
     jobs = [fork(40 + i, new=70, seed=i, at=18) for i in range(12)]
     answers = engine.serve(jobs)
     assert len(answers) == 12 and sum(engine.recorder.preemptions.values()) > 0
@@ -152,7 +159,7 @@ def test_a_pool_too_small_for_all(engine):
 
 
 def test_a_lost_prefix_is_computed_again(engine):
-    """Others take its blocks while nobody holds it; the first of its blocks alone may be left."""
+    """A prefix whose blocks other requests took is computed again; its first blocks may be left."""
     (first,) = engine.serve([fork(130, new=3)]).values()
     for wave in range(3):
         engine.serve([fork(130, new=1, seed=100 * wave + i) for i in range(12)])
@@ -162,7 +169,7 @@ def test_a_lost_prefix_is_computed_again(engine):
 
 
 def test_priorities(engine):
-    """Those of lowest priority are preempted when the others grow, and come back; one of highest priority that comes late is not."""
+    """Requests of low priority are preempted when others grow, and a late urgent one is not."""
     jobs = [fork(41 + i, new=60, seed=30 + i, at=20, priority=5 + i % 2) for i in range(14)]
     urgent = fork(200, new=4, seed=50, at=100, priority=0)
     answers = engine.serve(jobs, lambda step: step == 3 and engine.add("urgent", urgent))
@@ -173,7 +180,7 @@ def test_priorities(engine):
 
 
 def test_several_samples_of_one_prompt(engine):
-    """Of four continuations of a prompt three hit what the first is only now computing."""
+    """Three of four continuations of a prompt hit the blocks that the first one is computing."""
     answers = engine.serve([Job(new=30, prompt=list(TEXT[:65]), scored=False, samples=4)])
     assert len(answers) == 4
     assert len({tuple(a.outputs[0].token_ids) for a in answers.values()}) > 1
@@ -184,7 +191,7 @@ def test_several_samples_of_one_prompt(engine):
 
 
 def test_sleep_and_wake(engine):
-    """Deep enough that the cache is discarded: nothing is hit that was computed before."""
+    """After a sleep that discards the cache, earlier tokens are not hit."""
     engine.chunk(7)
 
     def sleep(step):

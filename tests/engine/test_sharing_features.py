@@ -1,4 +1,4 @@
-"""Protected prompts under features of vLLM that make requests of their own or tell requests apart: beam search, LoRA names."""
+"""Protected prompts with features of vLLM that make or distinguish requests: beam search, LoRA."""
 
 from __future__ import annotations
 
@@ -19,11 +19,13 @@ TEXT = random_prompt(90, seed=97)
 
 @pytest.mark.parametrize("policy", ["kvpop", "streaming-llm"])
 def test_beam_search_equals_stock_s(case, policy, monkeypatch):
-    """Each step of a beam is a prompt of its own, so nothing of it is evicted: beams and scores are those of stock vLLM, and all
-    but the last block of a beam is hit."""
+    """Beams and scores equal those of stock vLLM, and all but the last block of a beam is hit.
+
+    Each step of a beam is a new prompt, so nothing of it is evicted.
+    """
     from vllm.sampling_params import BeamSearchParams
 
-    block = 32  # stock's smallest on a CPU
+    block = 32  # smallest block of stock vLLM on a CPU
     found = case("qwen3", policy, protect_prompt=True, budget=26)
     beams = {}
     for name, settings in (("stock", None), ("ours", found.settings)):
@@ -43,7 +45,7 @@ def test_beam_search_equals_stock_s(case, policy, monkeypatch):
 
 
 def adapter(base: str, folder, seed: int):
-    """Write a LoRA adapter of the attention's projections and the model that it makes of ``base``; return both folders."""
+    """Write a LoRA adapter of the attention projections and the merged model, and return both folders."""
     generator, scale = torch.Generator().manual_seed(seed), 2.0
     weights, told = load_file(f"{base}/model.safetensors"), {}
     for name, weight in list(weights.items()):
@@ -68,8 +70,10 @@ def adapter(base: str, folder, seed: int):
 
 @pytest.mark.parametrize("policy", ["kvpop", "streaming-llm"])
 def test_adapters_do_not_share(case, tmp_path, policy):
-    """One prompt under the base model and under two adapters: each hits its own only, and each is what the oracle makes of the
-    model whose weights hold the adapter."""
+    """A prompt under the base model and two adapters hits only blocks of its own adapter.
+
+    Each answer is compared with the oracle on the model whose weights contain the adapter.
+    """
     from vllm.lora.request import LoRARequest
 
     found = case("qwen3", policy, protect_prompt=True, budget=26)
@@ -83,7 +87,7 @@ def test_adapters_do_not_share(case, tmp_path, policy):
         for names in (
             [None],
             ["first", "second"],
-        ) * 2:  # vLLM's LoRA on a CPU takes no batch of requests with and without
+        ) * 2:  # on a CPU vLLM mixes no requests with and without LoRA
             owners = [name for name in names for _ in range(2)]
             jobs = [
                 Job(new=30, prompt=TEXT[:n], scored=False, adapter=adapters[name]) for name in names for n in (49, 70)

@@ -1,4 +1,4 @@
-"""The shipped scorer on real text: vLLM's engine, the mask of training and the oracle keep the same tokens."""
+"""The shipped scorer on real text: vLLM's engine, the training mask and the oracle keep the same tokens."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ PROMPT, NEW, BUDGET, CHUNK = 640, 48, 256, 128
 
 @pytest.fixture(scope="module")
 def run():
-    """The engine's keys and values of every layer, bfloat16 as served, and what it held after every step."""
+    """Yield the engine's bfloat16 queries, keys and values of every layer, and its held tokens.
+
+    Held tokens are recorded after every step.
+    """
     from vllm import SamplingParams
 
     ids = AutoTokenizer.from_pretrained(MODEL)(TEXT.read_text())["input_ids"][500 : 500 + PROMPT]
@@ -59,11 +62,12 @@ def training_scores(run, layer):
 
 
 def test_its_own_scores_everywhere(run):
-    """Each path computes the scores in its own way from the same keys and values: the engine in chunks and steps, training
-    chunkwise over the whole text, the oracle as a recurrence in float64. Sets differ only by near-ties, and those are few.
+    """Engine, training and oracle keep the same tokens, though each computes scores in its own way.
 
-    A near-tie is a pair of tokens whose priorities differ by less than twice the largest error that the same recurrence
-    makes in float32, its sums disturbed. With a decay step of 1 a set is right iff no token outside it is better than one inside (KVpop,
+    The engine works in chunks and steps, training chunkwise over the whole text, and the oracle as a
+    recurrence in float64. Sets may differ only by few near-ties. A near-tie is a pair of tokens whose
+    priorities differ by less than twice the largest error of the same recurrence in float32 with disturbed
+    sums. With a decay step of 1 a set is right iff no token outside it is better than one inside (KVpop,
     equation 26).
     """
     roles, scorer = run.roles, oracle_scores.read_scorer(SCORER)
@@ -81,7 +85,7 @@ def test_its_own_scores_everywhere(run):
         training = visible_keys(rank, cutoff, roles.sinks, roles.window)[0]
         rule = log_gamma.tolist(), roles.sinks, roles.window, roles.topk
         oracle = torch.from_numpy(retained_sets_static(exact.numpy(), *rule))
-        engine = training.clone()  # at the queries that no step ended with, nobody saw what it held
+        engine = training.clone()  # at queries inside a step nobody saw what the engine held
         for step in steps:
             engine[:, step.seen - 1] = False
             for head, positions in enumerate(step.positions):
@@ -102,7 +106,7 @@ def test_its_own_scores_everywhere(run):
 @pytest.mark.parametrize("chunks", [[CHUNK, 1, 1], [100]], ids=str)
 @pytest.mark.parametrize("layer", [0, 13, 29])
 def test_the_same_scores_everywhere(run, layer, chunks):
-    """Given training's scores of the real text, training's mask, serving's slots and the oracle are identical."""
+    """With training's scores of the real text, training mask, serving slots and oracle are identical."""
     q, k, v = (run.tensors[layer, name].float() for name in ("query", "key", "value"))
     k[..., 0] = training_scores(run, layer)[0].T
     check_the_same_rule(q, k, v, run.scorers[layer].log_gamma().detach(), run.roles, chunks)

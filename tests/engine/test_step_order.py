@@ -1,4 +1,4 @@
-"""A step that an engine runs twice, or goes back to, raises and leaves the cache as it was."""
+"""A step that an engine repeats or goes back to raises and leaves the cache unchanged."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl
 
 @pytest.mark.parametrize("policy", ["kvpop", "streaming-llm"])
 def test_a_layer_called_again_with_what_it_has_seen(case, watch, policy):
-    """After each call of each layer: the same call again, then a call from two steps before."""
+    """After each layer call, the same call again and a call from two steps before both raise."""
     refused, earlier = {"replayed": 0, "rewound": 0}, {}
     with watch(case("qwen3", policy), num_gpu_blocks_override=20) as engine, pytest.MonkeyPatch.context() as patch:
         forward = FixedBudgetImpl.forward
@@ -21,7 +21,7 @@ def test_a_layer_called_again_with_what_it_has_seen(case, watch, policy):
             result = forward(impl, layer, query, key, value, kv_cache, metadata, output, **scales)
             call = [t.clone() for t in (query, key, value)], metadata
             earlier[impl] = calls = [*earlier.get(impl, []), call][-3:]
-            if _starts(metadata) == [0]:  # may be repeated: that is how a preempted request starts over
+            if _starts(metadata) == [0]:  # may be repeated: preempted requests start over so
                 return result
             before = kv_cache.view(torch.uint8).clone()
             for name, (inputs, old) in (("replayed", calls[-1]), ("rewound", calls[0])):
@@ -35,12 +35,12 @@ def test_a_layer_called_again_with_what_it_has_seen(case, watch, policy):
         patch.setattr(FixedBudgetImpl, "forward", twice)
         for job, threshold in ((Job(100, new=20), 32), (Job(1, new=70), None)):
             earlier.clear()
-            engine.recorder.scheduler.max_num_scheduled_tokens = threshold or 8192  # cuts a lone prompt, too
+            engine.recorder.scheduler.max_num_scheduled_tokens = threshold or 8192  # also cuts a lone prompt
             engine.verdict(engine.serve([job]))
     assert refused == {"replayed": 2 * (3 + 19 + 69), "rewound": 2 * (1 + 19 + 67)}
 
 
 def _starts(metadata) -> list[int]:
-    """Position from which each request of a batch goes on."""
+    """Return the position at which each request of a batch continues."""
     batch = metadata.batch(0, None)
     return batch.positions.tolist() + [chunk.start for chunk in batch.prefills]

@@ -1,4 +1,4 @@
-"""Two tensor-parallel ranks, each with half of the KV heads and of the scorers, against one."""
+"""Two tensor-parallel ranks, each with half of the KV heads and scorers, compared with one rank."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpop_vllm.vllm_glue.backend import heads_of_rank
     [(8, 1, [0]), (8, 2, [0, 4]), (8, 8, [*range(8)]), (2, 4, [0, 0, 1, 1]), (1, 2, [0, 0]), (3, 3, [0, 1, 2])],
 )
 def test_heads_of_each_rank(total, ranks, first):
-    """As vLLM places them: in order, and replicated when there are more ranks than heads."""
+    """Heads are placed like vLLM's: in order, and replicated if there are more ranks than heads."""
     held = max(1, total // ranks)
     slices = [heads_of_rank(rank, ranks, total, held) for rank in range(ranks)]
     assert slices == [slice(each, each + held) for each in first]
@@ -33,8 +33,11 @@ def test_heads_of_each_rank(total, ranks, first):
     ],
 )
 def test_two_ranks_equal_one(case, monkeypatch, policy, options):
-    """The second with gates, and with pages of layers with unequal budgets; the third hits its prompts when they come again; the
-    fourth draws by the head of the whole model, the last compresses prompts."""
+    """Two ranks give the tokens of one rank.
+
+    The second case has gates and pages of layers with unequal budgets. In the third, repeated prompts are
+    hit. The fourth draws by the head of the whole model. The last compresses prompts.
+    """
     monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")

@@ -1,4 +1,7 @@
-"""As test_fidelity, for what takes an engine of its own: scorer options, a small pool, other kernels, dtypes, `full`."""
+"""Comparisons with the oracle that need their own engine.
+
+They cover scorer options, a small pool, other kernels and dtypes, and `full`.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +30,10 @@ from kvpop_vllm.testing import (
 )
 
 JOBS = [Job(1, new=70), Job(BUDGET), Job(150, new=40)]
-"""Rules are covered in pages already (tests/policies/test_product.py, tests/kernels), and here what the engine adds to them: blocks,
-regions, gates."""
+"""Few requests, because tests/policies/test_product.py and tests/kernels cover the rules in pages.
+
+The tests here cover blocks, regions and gates of the engine.
+"""
 OPTIONS = {
     "decay-step": ("kvpop", {"decay_step": 4, "decay_min": 0.9, "decay_max": 0.99}),
     "no-sinks": ("kvpop-linear", {"sinks": 0}),
@@ -68,7 +73,7 @@ def test_scorer_options(case, watch, name):
 
 
 def test_the_decay_step_matters(case):
-    """Ages rounded down to steps retain other tokens; otherwise the case above would show nothing."""
+    """Ages rounded down to steps retain other tokens, otherwise the case above would prove nothing."""
     policy, options = OPTIONS["decay-step"]
     judge = case("qwen3", policy, **options).judge
     smooth = [[per_step / options["decay_step"] for per_step in judge.policy.decay(layer, 2)] for layer in range(2)]
@@ -83,7 +88,7 @@ def test_the_decay_step_matters(case):
     [("not-delayed", "delayed"), *(("all-else", option) for option in ("norm", "skip", "feature_map", "gate_softcap"))],
 )
 def test_each_scorer_option_matters(case, name, option):
-    """Without it other tokens would be retained: an engine that ignored it would not pass."""
+    """Each option changes the retained tokens, so an engine that ignores it fails."""
     judge = case("qwen3", "kvpop", **OPTIONS[name][1]).judge
     scorer = judge.policy.scorer
     assert scorer["config"][option] != WITHOUT[option]
@@ -99,7 +104,7 @@ def test_each_scorer_option_matters(case, name, option):
 
 @pytest.mark.parametrize("kind, policy", [row for row in MATRIX if ROWS[row[1]].own_blocks])
 def test_a_pool_too_small_for_all(case, watch, kind, policy):
-    """Six requests that are admitted with a block or two of slots each and outgrow a pool for two."""
+    """Six requests are admitted with one or two slot blocks each and outgrow a pool for two requests."""
     state = state_blocks(policy)
     found = case(kind, policy)
     budgets = found.judge.policy.budgets(1)
@@ -125,7 +130,7 @@ def test_reference_kernels(case, watch, monkeypatch):
 
 
 def test_the_fast_kernels_run(case, watch, monkeypatch):
-    """In every layer, C++ for the prompt and for each token after it, and nothing else."""
+    """Every layer uses the C++ kernels for the prompt and for each later token, and nothing else."""
     ran, find = Counter(), dispatch._implementation
     monkeypatch.setattr(dispatch, "_implementation", lambda op, impl: ran.update([(op, impl)]) or find(op, impl))
     with watch(case("qwen3", "kvpop")) as engine:
@@ -156,7 +161,7 @@ OWN_KEYS.append(("l2norm", "float32"))
 
 @pytest.mark.parametrize("policy, dtype", OWN_KEYS)
 def test_judged_on_its_own_keys(case, watch, policy, dtype):
-    """In bfloat16 the chunking changes keys by rounding, so each run is judged by the oracle on its own cached keys."""
+    """Each run is compared with the oracle on its own cached keys, because chunking changes bfloat16 keys."""
     found, ties = case("llama", policy), []
     with watch(found, dtype=dtype) as engine:
         for chunk in (1, 7, 64, None) if dtype == "float32" else (7, None):
@@ -169,7 +174,11 @@ def test_judged_on_its_own_keys(case, watch, policy, dtype):
 
 
 def _judge_layer(recorder, policy, name, layer, held) -> list[bool]:
-    """One layer against the oracle, from the queries, keys and values that reached it. True for each near-tie."""
+    """Compare one layer with the oracle, from the queries, keys and values that reached it.
+
+    Returns:
+        One entry per decision, True for each near-tie.
+    """
     seen = held[-1].seen
     parts = [recorder.tensors[name, layer, part][:seen].transpose(0, 1) for part in ("query", "key", "value", "out")]
     query, key, value, out = parts
@@ -190,7 +199,8 @@ def _judge_layer(recorder, policy, name, layer, held) -> list[bool]:
     exact = policy.attend(query.double(), key.double(), value.double(), sets)
     eager = eager_runs(lambda: policy.attend(query.to(key.dtype), key, value, sets))
     group = len(query) // len(key)
-    rows = [head * group + i for head in others for i in range(group)]  # a head with a near-tie sees other tokens
+    # a head with a near-tie sees other tokens
+    rows = [head * group + i for head in others for i in range(group)]
     found, exact, *eager = (
         x.unflatten(-1, (len(query), -1))[:, rows] for x in (out.transpose(0, 1).flatten(1), exact, *eager)
     )

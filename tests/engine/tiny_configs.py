@@ -1,4 +1,4 @@
-"""``config.json`` contents of tiny models that cannot be served with a policy, each for the reason it is listed under."""
+"""``config.json`` contents of tiny models, refused with a policy for the listed reason or served."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ FULL = ["full_attention"] * LAYERS
 
 
 def text(architecture: str, model_type: str, **more) -> dict:
-    """A decoder's config with the usual names of things."""
+    """Return a decoder's config with the usual key names."""
     return {
         "architectures": [architecture],
         "model_type": model_type,
@@ -140,7 +140,7 @@ REFUSED = {
     "fp8-modelopt": ("--kv-cache-dtype", LLAMA | {"quantization_config": FP8_MODELOPT}),
     "head-size-48": ("head size 48", LLAMA | {"head_dim": 48}),
 }
-"""Name -> (what the refusal says, config)."""
+"""Name -> (text in the refusal, config)."""
 
 SERVED = {
     "llama": LLAMA,

@@ -16,10 +16,13 @@ PROMPTS = [random_prompt(length, seed=length) for length in (1, 5, 64, 300)]
 
 
 def generate(model, policy: dict | None, *, tokens: int = 24, **options) -> list[list[tuple[int, float]]]:
-    """Greedy tokens of :data:`PROMPTS` with their log-probabilities, after a start of its own.
+    """Start an engine and return greedy tokens of :data:`PROMPTS` with their log-probabilities.
 
     Args:
-        model: folder. policy: contents of ``kv_policy``, None for a stock engine. options: of ``LLM``.
+        model: folder of the model.
+        policy: contents of ``kv_policy``, None for a stock engine.
+        tokens: number of tokens to generate.
+        options: options of ``LLM``.
     """
     with running(model, policy, **options) as llm:
         return complete(llm, tokens)
@@ -27,7 +30,10 @@ def generate(model, policy: dict | None, *, tokens: int = 24, **options) -> list
 
 @contextmanager
 def running(model, policy: dict | None, **options) -> Iterator:
-    """An engine, stopped at the end. Of equal requests it makes the same bits in every process: on one thread, eagerly."""
+    """Yield an engine that gives equal bits for equal requests in every process, and stop it at the end.
+
+    It runs eagerly on one thread.
+    """
     with one_thread(), quick():
         llm = start(model, policy, **options)
         try:
@@ -38,14 +44,17 @@ def running(model, policy: dict | None, **options) -> Iterator:
 
 @contextmanager
 def quick() -> Iterator[None]:
-    """Without compiling the sampler's helpers, from which tiny models gain nothing, and without the collections of
-    garbage that vLLM asks for, which take longer than all else of a start in a process with much in memory."""
+    """Start engines faster: compile no helpers of the sampler, and collect no garbage.
+
+    Tiny models gain nothing from compiled helpers. The collections that vLLM asks for would take longer than
+    the rest of a start in a process with many objects.
+    """
     with torch._dynamo.config.patch(disable=True), mock.patch.object(gc, "collect", lambda *generation: 0):
         yield
 
 
 def start(model, policy: dict | None, **options):
-    """A float32, eager engine."""
+    """Return a float32, eager engine."""
     from vllm import LLM
 
     sizes = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
@@ -59,7 +68,7 @@ def start(model, policy: dict | None, **options):
 
 
 def stop(llm) -> None:
-    """Now, rather than when the last reference goes: that would tear down what a later engine uses."""
+    """Stop an engine now; a shutdown at the last reference would tear down what a later engine uses."""
     llm.llm_engine.engine_core.shutdown()
 
 
@@ -68,7 +77,7 @@ def complete(llm, tokens: int) -> list[list[tuple[int, float]]]:
 
 
 def answers(llm, tokens: int) -> list:
-    """vLLM's greedy answers to :data:`PROMPTS`."""
+    """Return vLLM's greedy answers to :data:`PROMPTS`."""
     from vllm import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=tokens, logprobs=0, detokenize=False, ignore_eos=True)
@@ -76,12 +85,12 @@ def answers(llm, tokens: int) -> list:
 
 
 def scores(answer) -> list[tuple[int, float]]:
-    """Tokens of an answer with their log-probabilities."""
+    """Return the tokens of an answer with their log-probabilities."""
     out = answer.outputs[0]
     return [(token, chosen[token].logprob) for token, chosen in zip(out.token_ids, out.logprobs, strict=True)]
 
 
 def backend(llm) -> type:
-    """The attention backend class in use."""
+    """Return the attention backend class in use."""
     runner = llm.llm_engine.model_executor.driver_worker.worker.model_runner
     return runner.attn_groups[0][0].backend

@@ -1,4 +1,4 @@
-"""Retrieval examples: each can be answered from its prompt alone, by a reader that knows nothing of how it was made."""
+"""Each retrieval example can be answered from its prompt alone, by a reader that does not know its origin."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_credit(expected, answer, exact, partial):
 
 
 def test_answers_are_records_of_every_example(tokenizer):
-    """Of a reader that looks the answer up in the prompt."""
+    """A reader that looks the answer up in the prompt gets one record per example."""
     examples = make_examples(["needle", "words"], tokenizer, SENTENCES, 2000, 3, seed=1, digits=4)
     assert [e.depth for e in examples[:3]] == pytest.approx([1 / 6, 3 / 6, 5 / 6])
     assert all(len(e.prompt) + NEW_TOKENS[e.kind] <= 2000 for e in examples)

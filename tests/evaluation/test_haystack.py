@@ -1,4 +1,4 @@
-"""Rows for replay begin where documents begin; sentences lose no word."""
+"""Replay rows begin at the start of documents; sentences lose no word."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`kvpop eval --report`: tables and figures hold the numbers they are given."""
+"""`kvpop eval --report` writes tables and figures that hold the given numbers."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_replay_is_averaged_by_position_and_drawn():
 
 
 def test_a_report_holds_what_the_oracle_holds(tmp_path):
-    """The map of a policy on a text, by layer and bin."""
+    """The map of a policy on a text equals the oracle's, by layer and bin."""
     model = write_tiny_model(tmp_path / "model", "llama")
     length, budget = 150, 40
     backend = TransformersBackend(str(model), torch.float32, length)

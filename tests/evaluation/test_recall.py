@@ -1,4 +1,4 @@
-"""Recall against its definition, token by token."""
+"""Recall matches its definition, token by token."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_teacher_recalls_itself_and_shares_the_decay(layer):
     strong = torch.full((2,), -5.0)
     assert judge.recall(judge.target(6), torch.zeros(2), ROLES, Q0).teacher.tolist() == [1.0, 1.0]
     random = torch.rand(1, 2, S, generator=torch.Generator().manual_seed(2))
-    assert judge.recall(random, strong, ROLES, Q0).teacher.min() > 0.85  # decay decides, for both
+    assert judge.recall(random, strong, ROLES, Q0).teacher.min() > 0.85  # the decay decides for both
     assert judge.recall(random, torch.zeros(2), ROLES, Q0).teacher.max() < 0.7
 
 
@@ -100,7 +100,7 @@ def test_recency_keeps_the_newest_and_l2norm_small_keys(layer):
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128])
 @pytest.mark.parametrize("budget", [512, 1000, 1024])
 def test_equal_bytes_are_equal_and_k_is_the_largest(dtype, size, budget):
-    """Of MomentKV, whose moments are D x (D + 2) words."""
+    """MomentKV, whose moments take D x (D + 2) words, gets the largest k of equal bytes."""
     shape, setting = ModelShape("llama", 3, 2, size, 4096), Setting(4096, budget, 4, 64, "bytes")
 
     def bytes_of(budget, floats):

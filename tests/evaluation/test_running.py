@@ -1,4 +1,4 @@
-"""Requests under policies, prompts and generated tokens, against the naive oracle; replay by its definition."""
+"""Prompts and generated tokens under policies match the naive oracle; replay matches its definition."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvpop_vllm.evaluation.served import DenseRequest, Request
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_random_scorer, write_tiny_model
 
 S, B, NEW = 90, 30, 12
-OWN = {  # the oracle's scorer, and each policy's own sinks and window at this budget
+OWN = {  # the oracle's scorer, and the policy's default sinks and window at this budget
     "streaming-llm": ("recency", 4, B - 5),
     "h2o": ("mean mass", 0, B // 2),
     "tova": ("newest mass", 0, 1),
@@ -49,7 +49,7 @@ def backend(model):
 
 @pytest.fixture(scope="module")
 def both(model, scorer, backend, tmp_path_factory):
-    """``name -> (deployed, the oracle's policy)``; None is dense."""
+    """Function ``name -> (resolved policy, oracle policy)``; None is dense."""
 
     def make(name):
         if name is None:
@@ -98,7 +98,7 @@ def test_predictions_of_a_prompt_are_the_oracles(model, backend, both, name):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_generated_tokens_are_the_oracles(model, backend, both, name):
-    """By decode steps, from the same caches that the prompt has filled. Near-ties of two tokens end the comparison."""
+    """Decode steps on caches that the prompt filled generate the oracle's tokens, none of them a near-tie."""
     prompt, (deployed, oracle) = random_prompt(60, seed=3), both(name)
     naive = OracleModel(model)
     exact = []
@@ -116,7 +116,7 @@ def test_generated_tokens_are_the_oracles(model, backend, both, name):
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
 def test_a_prompt_is_compressed_as_the_oracle_does(model, backend, name):
-    """What is held at its end, and what is generated from that, where it has been pushed out in part."""
+    """Tokens retained at the end of the prompt and tokens generated from them match the oracle."""
     prompt, k = random_prompt(70, seed=11), B - 8
     shares = {"pyramidkv": (2 * k - round(k / 20), round(k / 20))}
     oracle = OraclePolicy("prompt votes", 0, 8, shares.get(name, k), divides=name == "adakv", prompt=len(prompt))
@@ -124,7 +124,8 @@ def test_a_prompt_is_compressed_as_the_oracle_does(model, backend, name):
     run = naive.run([*prompt, 0], oracle)
     held = backend.held(deployed, torch.tensor(prompt))
     for layer, visible in enumerate(run.visible):
-        # in the step after the prompt one token more has left the window, and of a full head the lowest has gone for it
+        # The oracle has taken one more step: one more token has left the window, and a full head has evicted
+        # its lowest token.
         mine, theirs = held[layer], visible[:, len(prompt), : len(prompt)]
         assert bool((mine | ~theirs).all()) and bool((mine.sum(-1) - theirs.sum(-1) <= 1).all())
     assert int(held.sum()) == 2 * 2 * B
@@ -137,7 +138,7 @@ def test_a_prompt_is_compressed_as_the_oracle_does(model, backend, name):
 
 @pytest.mark.parametrize("name", [None, "h2o", "kvpop", "trimkv", "dms, shifted", "h2o+pyramid"])
 def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
-    """In chunks and single tokens, before and after the budget is full, to the outputs of the whole row."""
+    """Chunks and single tokens, before and after the budget is full, give the outputs of the whole row."""
     (deployed, _), loaded = both(name), load_model(model, torch.float32)
     show_hidden_states(loaded)
     tokens = torch.tensor(random_prompt(S))
@@ -156,7 +157,7 @@ def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
 
 @pytest.mark.parametrize("kind, mark", [("llama", "kvpop_borrowed_channel"), ("qwen3", "dms_alpha_scale")])
 def test_a_model_that_gives_up_a_channel_has_it_under_no_policy(kind, mark, tmp_path):
-    """Its gate reads the channel; dense attention, tasks on whole rows and other policies go without it too."""
+    """Dense attention and the policy both run without the channel that the gate reads, on whole rows too."""
     folder, scorer = str(write_tiny_model(tmp_path / "model", kind)), str(tmp_path / "gate")
     write_random_scorer(scorer, folder, "dms", sinks=2, window=6, topk=B - 8, reads="query", evict=0.5)
     tokens, policy = torch.tensor(random_prompt(S)), OraclePolicy.from_scorer(scorer)

@@ -1,4 +1,4 @@
-"""Policies that evaluation runs on the kernels of serving, against the naive oracle and against the same policies by scores."""
+"""Policies that evaluation runs on serving kernels match the naive oracle and their score-based form."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_next_tokens_are_the_oracles(model, name, corrected):
 
 @pytest.mark.parametrize("name", ["trimkv", "dms", "h2o+pyramid"])
 def test_next_tokens_with_gates_and_unequal_layers_are_the_oracles(model, tmp_path, name):
-    """Recall is left out where heads hold different numbers."""
+    """Predictions match the oracle; recall is omitted where heads hold different numbers of tokens."""
     if name in ("trimkv", "dms"):
         folder = write_random_scorer(tmp_path / "gate", model, name, sinks=2, window=6, topk=22, evict=0.5)
         contender, policy = learned(str(folder), model)[0], OraclePolicy.from_scorer(folder)
@@ -102,7 +102,7 @@ def test_recall_is_of_the_sets_on_dense_queries(layer, name):
 
 @pytest.mark.parametrize("kind", ["streaming-llm", "l2norm", "mlstm", "mlp"])
 def test_both_ways_are_one(model, layer, tmp_path, kind):
-    """Policies that scores describe: the mask of training, and the pages of serving."""
+    """Policies described by scores retain the same tokens in the training mask and in serving pages."""
     if kind in policies.POLICIES:
         contender = training_free(kind)
     else:
@@ -123,7 +123,7 @@ def test_both_ways_are_one(model, layer, tmp_path, kind):
 
 @pytest.mark.parametrize("name", ["streaming-llm", "h2o"])
 def test_a_correction_changes_no_decision(layer, name):
-    """And no measure of decisions: the teacher's decay is the same."""
+    """A correction changes no measure of evictions, the teacher's included."""
     q, k, v = layer
     judge = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5)
     both = training_free(name), training_free(name).corrected()
@@ -134,7 +134,10 @@ def test_a_correction_changes_no_decision(layer, name):
 
 @pytest.mark.parametrize("name", ["streaming-llm", "momentkv"])
 def test_the_error_of_outputs_by_definition(model, name):
-    """Of the first layer, whose queries, keys and values are the same with every policy."""
+    """The output error of the first layer matches its definition.
+
+    Queries, keys and values of that layer are the same with every policy.
+    """
     records = list(evaluate(load_model(model, torch.float32), [row()], [training_free(name)], [Setting(S, 30, 2, 6)]))
     kept = {}
 
@@ -152,7 +155,7 @@ def test_the_error_of_outputs_by_definition(model, name):
 
 @pytest.mark.parametrize("name", ["streaming-llm", "h2o"])
 def test_heads_may_hold_different_budgets(layer, name):
-    """Each head is as it would be if all had its budget; in a chunk, and token by token."""
+    """Each head behaves as if all heads had its budget, in a chunk and token by token."""
     q, k, v = (x[0] for x in layer)
     uneven, rule = torch.tensor([20, 33], dtype=torch.int32), training_free(name).deploy(SHAPE, 33, 2, 6).rule(0)
 
@@ -171,7 +174,7 @@ def test_heads_may_hold_different_budgets(layer, name):
 
 
 def test_recall_is_left_out_where_heads_hold_different_numbers(model, monkeypatch):
-    """At equal k of all heads it would mean nothing; everything else is there, and the shares are in force."""
+    """Recall is omitted because it assumes equal k; other measures are present and the shares apply."""
 
     class Uneven(policies.get("h2o")):
         name = "uneven"
@@ -193,7 +196,7 @@ def test_recall_is_left_out_where_heads_hold_different_numbers(model, monkeypatc
 
 @pytest.mark.parametrize("name", known_training_free())
 def test_evaluated_is_what_is_served(name):
-    """Each policy that needs no scorer comes with its own defaults, or with those asked for, as an engine would resolve them."""
+    """Each policy without a scorer gets its defaults, or the given roles, as an engine resolves them."""
     for asked in ({}, {"sinks": 2, "window": 6}):
         policy = policies.get(name)(PolicySettings(name, 128, **asked), SHAPE)
         deployed = training_free(name).deploy(SHAPE, 128, **asked)
@@ -234,7 +237,7 @@ def test_names_that_cannot_be_compared_are_refused(name, message):
 
 
 def test_equal_bytes_count_the_moments():
-    """At D = 64 they are one page of 64 slots to the byte."""
+    """At D = 64 the moments fill exactly one page of 64 slots."""
     plain, shape, setting = (
         training_free("h2o"),
         ModelShape("llama", 2, 2, 64, 4096),
@@ -276,7 +279,7 @@ def test_bytes_of_heads_that_divide():
 
 @pytest.mark.parametrize("name, allocator", [("streaming-llm", "uniform"), ("h2o", "uniform"), ("h2o", "pyramid")])
 def test_how_many_tokens_are_all_held(layer, name, allocator):
-    """That many, whatever they are, and after some more not."""
+    """``whole`` tokens are all retained, and after one more token some are not."""
     q, k, v = layer
     deployed = training_free(name).allocated(allocator).deploy(SHAPE, 40)
     assert (deployed.least < 40) == (allocator == "pyramid")

@@ -1,5 +1,8 @@
-"""Tiny models as transformers loads them, and policies for them. What takes seconds to import is imported where it is needed: the process
-that only hands tests to workers reads this file before it starts them."""
+"""Tiny models as transformers loads them, and policies for them.
+
+Slow imports are inside the fixtures, because the process that distributes tests to workers also reads this
+file.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ def small():
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """``kind -> (folder, model)``, made once."""
+    """Return ``make(kind)``, which returns (folder, model), built once."""
     from transformers import AutoModelForCausalLM
 
     from kvpop_vllm.testing import write_tiny_model
@@ -33,7 +36,7 @@ def tiny(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def case(tiny, tmp_path_factory):
-    """``(kind, policy, options) -> (model, Case)``, made once."""
+    """Return ``make(kind, policy, **options)``, which returns (model, Case), built once."""
     from engine.matrix import make_case
 
     known = {}

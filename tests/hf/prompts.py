@@ -1,4 +1,4 @@
-"""Prompts, batches of them, and what ``generate()`` makes of these."""
+"""Prompts, padded batches, and greedy generation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ import torch
 
 
 def distinct(length: int) -> list[int]:
-    """Tokens none of which comes twice: in a first layer equal ones would have equal key norms and logits of gates."""
+    """Return tokens without repeats, since equal tokens of a first layer have equal norms and gate scores."""
     return torch.randperm(256, generator=torch.Generator().manual_seed(length))[:length].tolist()
 
 
 def padded(prompts):
-    """``input_ids`` and ``attention_mask`` of rows padded on the left."""
+    """Return ``input_ids`` and ``attention_mask`` of rows padded on the left."""
     width = max(map(len, prompts))
     ids = torch.tensor([[0] * (width - len(row)) + row for row in prompts])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in prompts])
@@ -19,7 +19,7 @@ def padded(prompts):
 
 
 def generate(model, cache, prompts, new=8, **options):
-    """Greedy tokens of each row."""
+    """Return the greedy tokens of each row."""
     inputs = padded(prompts)
     out = model.generate(**inputs, past_key_values=cache, max_new_tokens=new, do_sample=False, **options)
     return out[:, inputs["input_ids"].shape[1] :].tolist()

@@ -1,5 +1,7 @@
-"""``generate()`` with a fixed-size cache against the naive oracle: retained sets, log-probabilities and greedy tokens of every policy,
-rows padded on the left."""
+"""``generate()`` with a fixed-size cache equals the naive oracle, with rows padded on the left.
+
+Retained sets, log-probabilities and greedy tokens of every policy are compared.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from transformers import StoppingCriteria
 from kvpop_vllm.hf import KVpopCache
 
 LENGTHS, NEW, TOP = (75, 50), 8, 3
-"""The second row outgrows the budget while it generates."""
+"""Prompt lengths, new tokens, log-probabilities per step. The second row outgrows the budget in decoding."""
 OPTIONS = {
     "corrected": ("llama", "kvpop", {"correction": "moment"}),
     "pyramid": ("qwen3", "kvpop-linear", {"allocator": "pyramid"}),
@@ -28,7 +30,7 @@ CASES = [(kind, policy, {}) for kind, policy in [*MATRIX, ("llama", "l2norm"), (
 
 
 class Watch(StoppingCriteria):
-    """Notes after every step what each row holds; stops nothing."""
+    """A stopping criterion that records what each row holds after every step, and never stops."""
 
     def __init__(self, cache):
         self.cache, self.steps = cache, []
@@ -73,13 +75,14 @@ def test_sets_log_probabilities_and_tokens_are_the_oracles(case, kind, policy, o
     verdict = found.judge.check(answers, held)
     print(verdict)
     assert verdict.near_ties <= 1
-    counts = torch.stack([torch.stack([row.sum(-1) for row in step]) for step in watch.steps])  # [NEW, 2, layers, H]
+    # [NEW, 2, layers, H]
+    counts = torch.stack([torch.stack([row.sum(-1) for row in step]) for step in watch.steps])
     budgets = torch.tensor(found.judge.policy.budgets(2))
     assert bool((counts <= budgets[:, None]).all()), counts
 
 
 def _held(visible, prompt):
-    """One layer's ``[H, seen]`` as the judge takes it."""
+    """Return one layer's ``[H, seen]`` booleans as the judge takes them."""
     seen = visible.shape[1]
     new = seen if seen == prompt else 1
     return SimpleNamespace(seen=seen, new=new, positions=[row.nonzero().flatten().tolist() for row in visible])

@@ -1,4 +1,4 @@
-"""Models that torch compiles, which have had caches or have one."""
+"""Models that torch compiles and that have, or had, a cache."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ def plain(tmp_path_factory):
 
 
 def test_generate_and_dense_passes(plain):
-    """Of a model that has had a cache, with a break in the graph; and after a pass with a cache was interrupted."""
+    """A compiled model that had a cache generates and passes densely as without compilation.
+
+    Its graph has a break, and one pass with a cache is interrupted.
+    """
     torch._dynamo.reset()
     model, inputs = copy.deepcopy(plain), torch.tensor([PROMPT])
     caches = [KVpopCache(each, "h2o", budget=BUDGET) for each in (plain, model, model)]

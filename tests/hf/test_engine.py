@@ -1,4 +1,4 @@
-"""The same tokens as vLLM's engine."""
+"""``generate()`` with the cache gives the same tokens as vLLM's engine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`examples/hf_generate.py` on the demo model."""
+"""Tests of `examples/hf_generate.py` on the demo model."""
 
 from __future__ import annotations
 

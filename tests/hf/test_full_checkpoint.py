@@ -1,4 +1,4 @@
-"""Checkpoints that carry their scorers need no scorer folder."""
+"""Checkpoints with their own scorers need no scorer folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROMPTS = [random_prompt(90), random_prompt(70)]
 
 @pytest.fixture(scope="module", params=[("llama", "mlstm", "kvpop"), ("qwen3", "dms", "dms")], ids=lambda p: p[0])
 def exported(request, tiny, tmp_path_factory):
-    """Base model, its scorer, the export of both, and the policy."""
+    """Return the base model, its scorer, the export of both, and the policy."""
     kind, scorer, policy = request.param
     base, root = tiny(kind)[0], tmp_path_factory.mktemp("exported")
     sizes = {"features": 8, "value_width": 24} if scorer == "mlstm" else {"reads": "query", "evict": 0.5}

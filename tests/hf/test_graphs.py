@@ -1,4 +1,7 @@
-"""What the host counts when a pass goes into a CUDA graph. Recording is pretended: here the pass is done at once, as by a first replay."""
+"""Counts that the host keeps when a pass is recorded in a CUDA graph.
+
+Recording is pretended: the pass runs at once, as a first replay would.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ NEW = 8
 
 @pytest.fixture
 def recording(monkeypatch):
-    """A list: while it holds something, passes are recorded."""
+    """Return a list; while it is not empty, passes count as recorded."""
     told = []
     monkeypatch.setattr(cache, "recording", lambda device: bool(told))
     return told
@@ -81,7 +84,7 @@ def test_replays_beyond_a_full_cache_are_refused(case):
 
 
 def test_replays_of_nothing_are_refused(case):
-    """And leave the cache as it was."""
+    """Wrong replays are refused and leave the cache unchanged."""
     model, found = case("qwen3", "kvpop")
     own = KVpopCache(model, **found.settings)
     with pytest.raises(RuntimeError, match="empty, or broken off in a pass, replays nothing: begin with a prompt"):
@@ -96,7 +99,7 @@ def test_replays_of_nothing_are_refused(case):
 
 
 def test_pages_that_a_graph_holds_are_not_given_up(case, recording):
-    """A reset keeps them; another number of rows, or another dtype, would need others."""
+    """Pages in a CUDA graph are kept by a reset, and another number of rows is refused."""
     model, found = case("qwen3", "kvpop")
     own = KVpopCache(model, **found.settings)
     with torch.no_grad():

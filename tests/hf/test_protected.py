@@ -1,4 +1,4 @@
-"""`KVpopCache` with prompts that are kept: rows, turns, prompts in pieces, first N tokens."""
+"""`KVpopCache` with protected prompts: rows, turns, prompts in chunks, first N tokens."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_seeds_of_random_eviction(case):
 
 
 def test_padded_rows_protect_their_own_first_tokens(case):
-    """Of pads among the columns, a second turn, and a prompt whose pieces begin with nothing but pads."""
+    """Padded rows protect their own first tokens, also in a second turn and with chunks of pads only."""
     model, found = case("qwen3", "kvpop")
     settings, prompts = found.settings | {"protect_prompt": 5}, [random_prompt(40), random_prompt(20, seed=4)]
     for options in ({}, {"prefill_chunk_size": 16}):

@@ -1,4 +1,4 @@
-"""What a cache refuses, each in a line that says what to change; and that nothing attends densely in its stead."""
+"""Refusals of a cache, each in one line with the remedy; nothing falls back to dense attention."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def model(tiny):
 
 @pytest.fixture
 def used(model):
-    """A cache in the middle of a text of 37 tokens, two rows."""
+    """Return a cache of two rows with 37 tokens each."""
     cache = KVpopCache(model, **STREAMING)
     generate(model, cache, [PROMPT, PROMPT])
     return cache
@@ -64,7 +64,7 @@ def test_a_scorer_of_another_model(tiny, tmp_path, model):
     other = write_random_scorer(tmp_path / "other", write_tiny_model(tmp_path / "model", layers=3))
     with pytest.raises(ConfigError, match="made for a model with num_layers = 3, this one has 2: .* with scorer$"):
         KVpopCache(model, "kvpop", scorer=other)
-    assert KVpopCache(model, "kvpop", scorer=own).policy.retention.budget == 64  # a Path, too
+    assert KVpopCache(model, "kvpop", scorer=own).policy.retention.budget == 64  # a Path is accepted too
     with pytest.raises(ConfigError, match="needs a scorer of kind 'dms', .* holds 'mlstm': use policy kvpop"):
         KVpopCache(model, "dms", scorer=own)
 
@@ -103,7 +103,7 @@ def test_attention_that_cannot_be_given_anything(model, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma", "phi3", "olmo2", "mixtral", "granite"])
 def test_models_that_are_served(kind):
-    """Beside those of other tests: with room for all, as without the cache."""
+    """Further models give their dense logits if the cache has room for all tokens."""
     model, inputs = small(kind, sliding_window=None, pad_token_id=0).eval(), torch.tensor([PROMPT]) % 64
     cache = KVpopCache(model, "streaming-llm", budget=64)
     with torch.no_grad():
@@ -112,7 +112,7 @@ def test_models_that_are_served(kind):
 
 
 def test_attention_that_is_not_given_the_step(model, monkeypatch):
-    """By a layer that only looks as if it handed everything on."""
+    """A layer that drops the keyword argument, though its signature takes any, is found during the pass."""
     kind = type(model.get_decoder().layers[0])
     forward = kind.forward
     cache = KVpopCache(model, **STREAMING)
@@ -145,7 +145,7 @@ def test_a_gate_that_borrows_needs_a_model_that_it_is_known_of(tmp_path):
     ],
 )
 def test_ways_of_generating(model, options, message, seen):
-    """Beams are exchanged first behind the prompt."""
+    """Unsupported ways of generating are refused; beams are first exchanged after the prompt."""
     prompts = [PROMPT] if "prompt_lookup_num_tokens" in options else [PROMPT, PROMPT]
     cache = KVpopCache(model, **STREAMING)
     with pytest.raises(ConfigError, match=message):
@@ -221,7 +221,7 @@ def test_a_row_that_ended_cannot_be_continued_without_its_pads(model):
 
 
 def test_another_model_does_not_attend_with_it(tiny, model, used):
-    """Neither one that knows no cache, nor one that knows another."""
+    """Another model refuses the cache, whether it has no cache yet or one of its own."""
     folder = tiny("llama")[0]
     strange = AutoModelForCausalLM.from_pretrained(folder)
     with pytest.raises(ConfigError, match="attention is not the KVpopCache's: make one with KVpopCache.model"):
@@ -245,7 +245,7 @@ def test_the_model_stays_as_it_is(model):
 
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_a_pass_that_is_broken_off(model, used, error):
-    """The model is as before; the cache says that it has to start anew."""
+    """After an interrupted pass the model is unchanged, and the cache asks for a reset."""
 
     def break_off(*args):
         raise error("broken off")
@@ -274,7 +274,7 @@ def test_a_pass_that_fails_before_any_layer_leaves_the_cache_as_it_was(model):
 
 
 def test_attention_that_is_exchanged_during_a_pass(model):
-    """The tokens of such a pass are not handed on."""
+    """The tokens of a pass whose attention was exchanged are not returned."""
 
     def exchange(*args):
         model.config._attn_implementation = "sdpa"

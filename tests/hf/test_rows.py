@@ -1,4 +1,4 @@
-"""Rows are requests of their own; later calls go on where the cache ends; memory stays the same."""
+"""Rows are separate requests, later calls continue the cache, and memory stays constant."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from kvpop_vllm.testing import random_prompt
 LENGTHS = (70, 9, 63)
 POLICIES = ["kvpop", "h2o", "h2o-pyramid", "momentkv", "trimkv", "dms-query", "vase", "rkv"]
 TOKEN_BYTES = 2 * 2 * 2 * 32 * 4
-"""Keys and values of a token: two layers, two heads of 32 float32."""
+"""Bytes of keys and values of a token: two layers, two heads of 32 float32."""
 
 
 def alone(model, settings, prompt, new=8):
-    """Greedy tokens of one row, and its cache."""
+    """Return the greedy tokens of one row and its cache."""
     cache = KVpopCache(model, **settings)
     return generate(model, cache, [prompt], new)[0], cache
 
@@ -74,7 +74,7 @@ def test_full_keeps_everything_and_has_an_end(tiny):
 
 
 def turns(model, cache, prompts, cuts, **options):
-    """The same texts in several calls of ``generate()``, each of which makes a token that is not kept."""
+    """Feed the same texts in several calls of ``generate()``, each with one token that is dropped."""
     width = max(map(len, prompts))
     inputs = padded(prompts)
     for cut in cuts:
@@ -95,7 +95,7 @@ def test_two_turns_are_one_prompt(case, policy):
 
 
 def test_a_chat_goes_on(case):
-    """Turn by turn, with what was generated between: the tokens of one that is fed all of it."""
+    """A chat fed turn by turn, with its answers, gives the tokens of a prompt with the whole text."""
     for policy in ("kvpop", "h2o"):
         model, found = case("qwen3", policy)
         cache, text = KVpopCache(model, **found.settings), random_prompt(50)
@@ -112,7 +112,7 @@ def test_a_chat_goes_on(case):
 
 
 def test_chats_in_a_batch(case):
-    """Whole texts, padded on the left, with their masks at every turn: right where turns are of one length, else refused."""
+    """Whole texts with masks, padded on the left, continue if turns have one length, else are refused."""
     model, found = case("qwen3", "kvpop")
     cache, starts = KVpopCache(model, **found.settings), [random_prompt(n, seed=n) for n in (63, 9)]
 
@@ -153,7 +153,7 @@ def test_texts_with_the_same_beginning(case, policy):
 
 
 def test_prompts_in_chunks(case):
-    """Some of them all pads for a row."""
+    """Prompts in chunks give the same tokens, also if a chunk of a row is all pads."""
     model, found = case("qwen3", "kvpop")
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
     expected = generate(model, KVpopCache(model, **found.settings), prompts)
@@ -162,7 +162,7 @@ def test_prompts_in_chunks(case):
 
 
 def test_passes_by_hand(case):
-    """Without ``generate()``, and without positions, which are the cache's own."""
+    """Passes without ``generate()`` and without positions give the same tokens."""
     model, found = case("llama", "kvpop")
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
     expected, cache = generate(model, KVpopCache(model, **found.settings), prompts), KVpopCache(model, **found.settings)
@@ -201,7 +201,7 @@ def test_memory_is_constant(case, policy, options):
 
 @pytest.mark.parametrize("policy", ["kvpop", "h2o", "h2o-pyramid", "trimkv", "dms-query", "dms-late"])
 def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
-    """On the device "meta" tensors have no values, and whoever asks for one fails; the kernels are left out."""
+    """A decode step reads no value from the device "meta", whose tensors have none; kernels are left out."""
     model, found = case("llama", policy)
     with torch.device("meta"):
         hollow = AutoModelForCausalLM.from_config(model.config)
@@ -223,7 +223,7 @@ def test_decoding_looks_at_no_tensor(case, monkeypatch, policy):
 
 @pytest.mark.parametrize("policy", ["kvpop", "h2o", "momentkv", "random"])
 def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy):
-    """Each is what a cache of one row with these is, also after a reset and in later turns."""
+    """Each row equals a cache of one row with its options, also after a reset."""
     model, found = case("qwen3", policy)
     settings = {name: value for name, value in found.settings.items() if name not in ("budget", "protect_prompt")}
     own = {"budget": [40, 72, 56], "protect_prompt": [True, 0, 20]}

@@ -1,4 +1,4 @@
-"""Models and caches that were used in another way before: nothing of it shows in what comes after."""
+"""Earlier uses of models and caches do not affect later ones."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROMPTS = [random_prompt(n, seed=n) for n in (70, 63)]
 
 
 def test_a_pass_of_pads_alone(case):
-    """The first piece of prompts that are padded to more than they need."""
+    """The first chunk of prompts with much padding may be all pads."""
     model, found = case("qwen3", "kvpop")
     expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
     inputs = {name: torch.nn.functional.pad(x, (58, 0)) for name, x in padded(PROMPTS).items()}  # 128 columns
@@ -75,7 +75,11 @@ def test_gradients_are_refused_before_anything_is_held(case):
 
 
 def test_a_borrowed_channel_is_borrowed_once(case):
-    """By a model that has given it up before, and given back to it after passes with the cache, by its next one after interrupted ones."""
+    """A borrowed channel is taken out once, also from a model that lacks it already.
+
+    After passes with the cache the model has it back. After an interrupted pass, the model's next pass
+    restores it.
+    """
     model, found = case("qwen3", "dms-query")
     expected = KVpopCache(model, **found.settings)
     tokens = generate(model, expected, PROMPTS)
@@ -93,7 +97,7 @@ def test_a_borrowed_channel_is_borrowed_once(case):
 
 @pytest.mark.parametrize("layer, held", [(0, False), (1, True)])
 def test_an_interrupted_pass(case, layer, held):
-    """The model's next pass puts its attention back; a cache that no layer has given anything goes on."""
+    """The model's next pass restores its attention, and a cache without tokens of the pass continues."""
     model, found = case("qwen3", "kvpop")
     dense, cache = generate(model, None, PROMPTS), KVpopCache(model, **found.settings)
     expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
@@ -107,7 +111,7 @@ def test_an_interrupted_pass(case, layer, held):
 
 
 def interrupt(model, layer, cache, error=KeyboardInterrupt):
-    """A pass, before a layer attends; hooks behind modules are then left out."""
+    """Run a pass that raises before a layer attends; torch then leaves out the hooks behind modules."""
 
     def stop(*_):
         raise error
@@ -121,7 +125,7 @@ def interrupt(model, layer, cache, error=KeyboardInterrupt):
 
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_forward_that_accelerate_put_around(case, when):
-    """As it does with models that it spreads over devices."""
+    """The cache works in models whose forward accelerate wraps, as it does to spread them over devices."""
     hooks = pytest.importorskip("accelerate.hooks")
     model, found = case("qwen3", "kvpop")
     spread = copy.deepcopy(model)
@@ -144,7 +148,7 @@ def test_a_forward_that_accelerate_put_around(case, when):
 
 
 def test_another_model_inside_of_a_pass(case):
-    """With a cache of its own and without, when the first has given a layer its tokens."""
+    """Another model may run inside a pass, with and without its own cache, after a layer got its tokens."""
     model, found = case("llama", "h2o")
     guard, own = case("qwen3", "kvpop")
     expected = generate(model, KVpopCache(model, **found.settings), PROMPTS, new=3)
@@ -193,7 +197,7 @@ def test_caches_are_copied_and_not_pickled(case):
 
 
 def test_threads_take_turns(case):
-    """A pass that comes while another thread is in one is refused, with a cache or without; the other goes on."""
+    """A pass during another thread's pass is refused, with or without a cache, and the other continues."""
     model, found = case("llama", "h2o")
     expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
     inside, go, tokens = threading.Event(), threading.Event(), []

@@ -1,5 +1,7 @@
-"""``generate()`` on the kernels that a GPU runs, interpreted on the CPU. Run in the
-process that tests/kernels/test_triton_interpreted starts."""
+"""``generate()`` on the GPU kernels, interpreted on the CPU.
+
+tests/kernels/test_triton_interpreted runs this module in the process that it starts.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,10 @@ class TestGenerate:
         [("qwen3", "kvpop", {}, (70, 41)), ("llama", "h2o", {"budget": 5, "window": 2}, (7,))],
     )
     def test_equals_the_cpus_kernels(self, case, monkeypatch, kind, policy, settings, lengths):
-        """Rows that outgrow their budgets, padded, and their second turn; a prompt whose tokens are done one by one."""
+        """Interpreted Triton kernels generate the tokens of the CPU's kernels.
+
+        Padded rows outgrow their budgets and have a second turn. One prompt is worked off token by token.
+        """
         model, found = case(kind, policy)
         prompts, told = [distinct(length) for length in lengths], []
 

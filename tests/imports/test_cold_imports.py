@@ -1,4 +1,4 @@
-"""What must import without vLLM, Triton and the C++ extension, and who may import vLLM."""
+"""Modules that must import without vLLM, Triton and the C++ extension, and modules that may import vLLM."""
 
 import ast
 import subprocess
@@ -29,7 +29,7 @@ def run_python(code, *, cwd=ROOT):
 
 @pytest.mark.parametrize("module", ["kvpop_vllm", "kvpop_vllm.cli", "kvpop_vllm.config", "kvpop_vllm.demo_model"])
 def test_imports_cold(module):
-    """These import with all optional parts missing, and load none of the heavy packages."""
+    """These modules import without the optional packages and load none of the heavy ones."""
     check = "heavy = {'torch', 'transformers', 'numpy'} & set(sys.modules)\nassert not heavy, heavy"
     outcome = run_python(f"{BLOCK}\nimport {module}\n{check}")
     assert outcome.returncode == 0, outcome.stderr
@@ -39,8 +39,11 @@ PACKAGES = ("attention", "cache", "distill", "evaluation", "hf", "kernels", "pol
 
 
 def test_engine_neutral_packages_import_cold():
-    """Every module outside the glue imports without vLLM, Triton and `_C`, each package alone; a kernel's own module may need
-    `_C`. They are forked from a process that has torch and transformers, and nothing of ours."""
+    """Every module outside the glue imports without vLLM, Triton and `_C`, each package by itself.
+
+    The modules of the compiled kernels are left out, because they may need `_C`. Each package is imported in
+    a process forked from one that has loaded torch and transformers, but nothing of this package.
+    """
     walk = f"""
 import importlib, os, pkgutil, sys, traceback
 import torch, transformers.modeling_utils
@@ -67,7 +70,7 @@ sys.exit(f"imported cold: all but {{failed}}" if failed else 0)
 
 
 def test_blocker_blocks():
-    """The two tests above would notice an import of a blocked package."""
+    """An import of a blocked package fails, so the two tests above would notice one."""
     outcome = run_python(f"{BLOCK}\nimport vllm")
     assert outcome.returncode != 0 and "vllm is blocked in this test" in outcome.stderr
 
@@ -79,7 +82,10 @@ def test_triton_kernels_refuses_its_folder_name():
 
 
 def test_triton_kernels_imports_under_its_package_name(tmp_path):
-    """Also from elsewhere, where only the installation can provide it; and never under the folder's name."""
+    """The package also imports from another folder, where only the installation can provide it.
+
+    It is never found under the name of its folder.
+    """
     code = """
 import importlib.util, kvpop_vllm.kernels.triton
 assert importlib.util.find_spec("triton_kernels") is None
@@ -89,7 +95,7 @@ assert importlib.util.find_spec("triton_kernels") is None
 
 
 def imported_names(source):
-    """Absolute names of everything `source` imports, in functions and under conditions too."""
+    """Yield the absolute names of all imports in `source`, also inside functions and conditions."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -106,7 +112,7 @@ def is_import_call(function):
 
 
 def vllm_importers(files):
-    """Those of `files` that import vllm."""
+    """Return the files that import vLLM."""
     return [f for f in files if any(n.split(".")[0] == "vllm" for n in imported_names(f.read_text(encoding="utf-8")))]
 
 
@@ -153,7 +159,7 @@ ARROWS = {
     },
     "plan": {"policies", "cache", "scorers", "kernels", "config"},
 }
-"""Room -> the rooms it may import from, as DESIGN.md draws them."""
+"""Each room and the rooms it may import from, as in DESIGN.md."""
 
 
 @pytest.mark.parametrize("room", ARROWS)

@@ -1,4 +1,4 @@
-"""Requests behind protected prefixes, to be served under one rule by any implementation."""
+"""Requests behind protected prefixes, served under one rule by any implementation."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from kvpop_vllm.kernels.pages import Prefix, cdiv
 
 @dataclass
 class Behind(Problem):
-    """Requests behind ``protected[r]`` tokens, whose blocks lie in the same pool; a scorer's state begins ``replay`` tokens before a
-    tail."""
+    """Requests behind ``protected[r]`` tokens, whose blocks lie in the same pool.
+
+    A scorer's state begins ``replay`` tokens before the tail.
+    """
 
     protected: tuple[int, ...] = (0, 20)
     replay: int = 1024
@@ -42,7 +44,7 @@ class Behind(Problem):
         return Prefix(pages, self.prefix_table[active], self.tokens[active])
 
     def write(self, pages, active, positions, k, v):
-        """The protected ones of these tokens into their slots."""
+        """Write the protected tokens among these into their slots."""
         for i, (r, t) in enumerate(zip(active, positions, strict=True)):
             if 0 <= t < self.protected[r]:
                 self.prefix(pages, [r]).write(

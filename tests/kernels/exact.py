@@ -11,7 +11,7 @@ from kvpop_vllm.kernels import ops
 
 @dataclass
 class Exact:
-    """Tokens held, their raw scores, and an unstabilised mLSTM state, which begins with token ``begins``."""
+    """Retained tokens, raw scores, and an unstabilised mLSTM state that begins with token ``begins``."""
 
     rule: ops.RetentionRule
     head: int
@@ -19,7 +19,7 @@ class Exact:
     tokens: dict = field(default_factory=dict)  # position -> (k, v)
     score: dict = field(default_factory=dict)
     state: tuple = (0.0, 0.0)
-    gone: list = field(default_factory=list)  # (k, v) of all that was evicted
+    gone: list = field(default_factory=list)  # (k, v) of all evicted tokens
     begins: int = 0
 
     def weight(self, name):
@@ -64,7 +64,12 @@ class Exact:
         return self.read(x)
 
     def step(self, position, q, k, v, scale, given=None):
-        """Output [G, D], lse [G], the weighted mean of the values' magnitudes [G, D] and the margin of the decision taken."""
+        """Advance the head by one token.
+
+        Returns:
+            Output ``[G, D]``, log-sum-exp ``[G]``, weighted mean of the values' magnitudes ``[G, D]``, and
+            margin of the decision.
+        """
         rule, margin = self.rule, float("inf")
         k, v, q = k.double(), v.double(), q.double()
         x = torch.cat([k, v])
@@ -107,13 +112,13 @@ class Exact:
         return out, lse, magnitude, margin
 
     def below(self, t, leaving):
-        """Whether a token that has left the window scores too little to stay, whatever room there is."""
+        """Return whether a token left the window with too low a score to stay, even if slots are free."""
         scorer, sinks = self.rule.scorer, self.rule.sinks
         least = scorer.threshold if isinstance(scorer, ops.GivenScore) else None
         return least is not None and sinks <= t <= leaving and self.score[t] < least
 
     def evicted(self):
-        """Number, mean key and value, and value-key covariance ``[D, D]`` of all that was evicted."""
+        """Return number, mean key, mean value and value-key covariance ``[D, D]`` of all evicted tokens."""
         keys, values = (torch.stack(rows) for rows in zip(*self.gone, strict=True))
         outer = torch.einsum("tv,tk->vk", values, keys) / len(keys)
         return len(keys), keys.mean(0), values.mean(0), outer - torch.outer(values.mean(0), keys.mean(0))
@@ -130,18 +135,18 @@ class Exact:
         return isinstance(self.rule.scorer, ops.AttentionMass) and self.rule.scorer.mean
 
     def ranked_by(self, t, position):
-        """Score of token t without its decay, before the query at ``position`` attends."""
+        """Return the score of token t without its decay, before the query at ``position`` attends."""
         if isinstance(self.rule.scorer, ops.GivenScore) and self.rule.scorer.ages:
             return self.score[t] * (position - t)
         return self.score[t] / (position - t) if self.mean else self.score[t]
 
     def novelty(self, scale):
-        """How far each token's value is from what the moments of the evicted ones predict."""
+        """Return each value's distance from the one predicted by the moments of the evicted tokens."""
         if not self.gone:
             return {t: float(v.norm()) for t, (_, v) in self.tokens.items()}
         _, _, value, covariance = self.evicted()
         return {t: float((v - value - scale * covariance @ k).norm()) for t, (k, v) in self.tokens.items()}
 
     def long_range(self, position):
-        """Tokens in long-range slots after step ``position``, and their scores."""
+        """Return the tokens in long-range slots after step ``position``, with their scores."""
         return {t: self.score[t] for t in self.tokens if self.rule.sinks <= t <= position - self.rule.window}

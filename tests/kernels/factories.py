@@ -18,8 +18,10 @@ from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
 
 
 def random_scorer(kind: str | None, heads: int, size: int, generator: torch.Generator, **options):
-    """A scorer whose scores spread widely, so that few decisions are close. Options as in :class:`MLSTMWeights`,
-    and ``value_projection``, ``norm``, ``skip`` booleans."""
+    """Return a scorer whose scores spread widely, so that few decisions are close.
+
+    Options are those of :class:`MLSTMWeights`, and the booleans ``value_projection``, ``norm`` and ``skip``.
+    """
 
     def normal(*shape, scale=1.0):
         return torch.randn(*shape, generator=generator) * scale
@@ -63,7 +65,7 @@ def random_scorer(kind: str | None, heads: int, size: int, generator: torch.Gene
 
 
 def given_scores(rule: RetentionRule, k: torch.Tensor) -> torch.Tensor | None:
-    """Scores ``[.., H]`` that come with tokens ``k [.., H, D]``, as random as their first channel; where they age, decays."""
+    """Return given scores ``[.., H]``, or decays, of tokens ``k [.., H, D]`` by their first channel."""
     if not isinstance(rule.scorer, GivenScore):
         return None
     return -torch.exp(k[..., 0].float() - 3) if rule.ages else k[..., 0].float()
@@ -86,13 +88,13 @@ def random_rule(
 
 
 def poisoned_pages(layout: PageLayout, num_blocks: int) -> Pages:
-    """Pages of 0xFF bytes: NaN as a float, -1 as a position."""
+    """Return pages of 0xFF bytes: NaN as a float, -1 as a position."""
     raw = torch.full((num_blocks, layout.num_kv_heads, layout.block_slots, layout.slot_bytes), 255, dtype=torch.uint8)
     return layout.view(raw)
 
 
 def random_page_table(layout: PageLayout, requests: int, budget: int, generator: torch.Generator, spare: int = 3):
-    """Pages and ``[requests, H, P]`` rows of distinct blocks in random order; block 0 is never handed out."""
+    """Return pages and ``[requests, H, P]`` rows of distinct blocks in random order, without block 0."""
     width = layout.state_blocks + cdiv(budget, layout.block_slots)
     blocks = 1 + torch.randperm(requests * width + spare, generator=generator)[: requests * width]
     table = blocks.int().view(requests, 1, width).expand(requests, layout.num_kv_heads, width)

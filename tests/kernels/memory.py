@@ -1,4 +1,4 @@
-"""Peak memory of a function, as torch's CPU allocator sees it or as the operating system does."""
+"""Peak memory of a function, measured by torch's CPU allocator or by the operating system."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 
 
 def peak_bytes(run: Callable[[], object]) -> int:
-    """Largest sum of live tensor bytes that were allocated while ``run`` ran."""
+    """Return the largest sum of live tensor bytes that were allocated while ``run`` ran."""
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         run()
     changes = []
@@ -26,7 +26,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
 
 
 def peak_growth(run: Callable[[int], object], short: int = 2048, long: int = 16384) -> float:
-    """Exponent p of peak memory ~ S^p between two lengths: 1 is linear, 2 an S x S array."""
+    """Return the exponent p of peak memory ~ S^p between two lengths: 1 is linear, 2 an S x S array."""
     run(256)
     return math.log(peak_bytes(lambda: run(long)) / peak_bytes(lambda: run(short))) / math.log(long / short)
 
@@ -46,10 +46,10 @@ print(resident("VmHWM") - before)
 
 
 def resident_bytes(source: str, length: int) -> int:
-    """Most bytes that ``run(length)`` adds to a process of its own, whoever allocates them.
+    """Return the peak bytes that ``run(length)`` adds to a new process, whatever allocates them.
 
     Args:
-        source: Python that defines ``run``; ``length`` is there before it.
+        source: Python code that defines ``run`` and may use ``length``.
     """
     program = f"length = {length}\n{source}{_RESIDENT}"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=300)
@@ -58,5 +58,5 @@ def resident_bytes(source: str, length: int) -> int:
 
 
 def resident_growth(source: str, short: int = 2048, long: int = 16384) -> float:
-    """As :func:`peak_growth`, of resident memory."""
+    """Return the exponent of :func:`peak_growth` for resident memory."""
     return math.log(resident_bytes(source, long) / resident_bytes(source, short)) / math.log(long / short)

@@ -6,7 +6,7 @@ import torch
 
 
 def kept_sets(priority, sinks, window, topk):
-    """``[B, H, S, S]`` booleans: what each query sees, with a sort for every query (DESIGN "The rule")."""
+    """Return the ``[B, H, S, S]`` mask of tokens each query sees, by a sort per query (DESIGN "The rule")."""
     batch, heads, length = priority.shape
     visible = torch.zeros(batch, heads, length, length, dtype=torch.bool)
     for b in range(batch):
@@ -20,14 +20,14 @@ def kept_sets(priority, sinks, window, topk):
 
 
 def visible_keys(rank, cutoff, sinks, window):
-    """The mask that ``rank`` and ``cutoff`` describe: ``[B, H, S, S]``."""
+    """Return the mask ``[B, H, S, S]`` that ``rank`` and ``cutoff`` describe."""
     t = torch.arange(rank.shape[-1], device=rank.device)
     q = t.unsqueeze(1)
     return ((t < sinks) | (t > q - window) | (rank.unsqueeze(-2) <= cutoff.unsqueeze(-1))) & (t <= q)
 
 
 def masked_attention(q, k, v, visible, scale):
-    """``out, lse`` of softmax attention under ``visible [B, H, S, S]``."""
+    """Return ``out, lse`` of softmax attention under ``visible [B, H, S, S]``."""
     group = q.shape[1] // k.shape[1]
     k, v, visible = (x.repeat_interleave(group, 1) for x in (k, v, visible))
     logits = (q @ k.transpose(-1, -2) * scale).masked_fill(~visible, -torch.inf)
@@ -35,7 +35,7 @@ def masked_attention(q, k, v, visible, scale):
 
 
 def future_mass(q, k, lse, window, scale, lookahead):
-    """Log of the attention each key gets from the queries that follow its window."""
+    """Return the log of the attention that each key receives from the queries after its window."""
     logits = q @ k.repeat_interleave(q.shape[1] // k.shape[1], 1).transpose(-1, -2) * scale - lse.unsqueeze(-1)
     t = torch.arange(q.shape[2], device=q.device)
     age = t.unsqueeze(1) - t

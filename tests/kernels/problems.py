@@ -1,4 +1,4 @@
-"""Requests to be served under one rule, by any implementation of the decode step."""
+"""Requests served under one rule, by any implementation of the decode step."""
 
 from __future__ import annotations
 
@@ -12,7 +12,10 @@ from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 
 CLOSE, CLOSE_MASS = 1e-4, 1e-6
-"""Decisions with a smaller margin, of attention masses the second, may fall either way; tests leave them out and count them."""
+"""Margins below which a decision may fall either way, for scores and for attention masses.
+
+Tests leave such decisions out and count them.
+"""
 
 CASES = {
     "none": (None, {}),
@@ -40,13 +43,15 @@ SOME_CASES = {
     if not name.startswith("mlstm-odd-widths")
     and (not name.endswith("-corrected") or name.removesuffix("-corrected") in CORRECTED)
 }
-"""For tests of whole requests: each scorer, and the correction with a scorer of each kind."""
+"""Cases for tests of whole requests: each scorer, and the correction with a scorer of each kind."""
 
 
 @dataclass
 class Problem:
-    """Requests that start one after another, served under one rule; unequal: heads with their own budgets and blocks, requests
-    with their own windows."""
+    """Requests that start one after another, served under one rule.
+
+    With ``unequal``, heads have their own budgets and blocks, and requests their own windows.
+    """
 
     case: str = "mlstm"
     requests: int = 2
@@ -115,7 +120,7 @@ class Problem:
         return ops.decode_step(q, k, v, pages, *at, windows=self.windows[active], **own)
 
     def long_range(self, pages, r, h, position):
-        """``{position: score}`` of the long-range slots after the step at ``position``."""
+        """Return ``{position: score}`` of the long-range slots after the step at ``position``."""
         first = self.rule.sinks + int(self.windows[r])
         end = min(position + 1, int(self.budgets[r, h]))
         if self.rule.threshold is not None:

@@ -1,7 +1,7 @@
-"""Triton's interpreter without what it computes again and again: for tests, which run small programs, and wait for little else.
+"""Triton's interpreter without repeated computations, for tests that run small programs.
 
-Each change leaves results as they are: it remembers what follows from its arguments alone, or leaves out what nobody reads. Types
-and tensors of one shape share what they say of it, which Triton changes nowhere.
+Each change leaves results as they are: it caches what follows from its arguments alone, or omits what nothing
+reads. Types and tensors of one shape share its description, which Triton never changes.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _changed: list[tuple[object, str, object]] = []
-"""Owners, names, and what was there."""
+"""Owner, name and original value of each change."""
 
 
 def quicken() -> None:
-    """Changes the interpreter of this process, once.
+    """Change the interpreter of this process, once.
 
     Raises:
-        AttributeError: this version of Triton names something otherwise; nothing is changed then.
+        AttributeError: this version of Triton uses another name for something; nothing is changed then.
     """
     import triton.language as tl
     from triton.language.semantic import TritonSemantic
@@ -44,7 +44,7 @@ def quicken() -> None:
 
 @contextmanager
 def as_it_was() -> Iterator[None]:
-    """The interpreter unchanged, for a while."""
+    """Restore the original interpreter within the context."""
     now = [(owner, name, getattr(owner, name)) for owner, name, _ in _changed]
     for before in _changed:
         setattr(*before)
@@ -56,7 +56,10 @@ def as_it_was() -> Iterator[None]:
 
 
 def _exchange_once(tl, interpreter):
-    """The functions of its language are exchanged before every call of a kernel's own functions, though the launch has done so."""
+    """Exchange the functions of the language only at a launch.
+
+    Triton also exchanges them before every call of a kernel's own functions, although the launch has done so.
+    """
     exchange, done = interpreter._patch_lang, types.SimpleNamespace(restore=lambda: None)
 
     @functools.cache
@@ -71,13 +74,17 @@ def _exchange_once(tl, interpreter):
 
 
 def _compute_no_overflows(interpreter):
-    """Sums and products of integers are made a second time, in 64 bits, for an assertion that is then dropped: it is for debugging."""
+    """Omit the checks for integer overflow.
+
+    For these, sums and products are computed a second time in 64 bits, for an assertion that is only used for
+    debugging.
+    """
     builder = interpreter.interpreter_builder
     return builder, "options", dataclasses.replace(builder.options, sanitize_overflow=builder.options.debug)
 
 
 def _remember_dtypes(tl, interpreter):
-    """NumPy's dtype of a type follows from the name of its scalar."""
+    """Cache NumPy's dtype of a type by the name of its scalar."""
     original, found = interpreter._get_np_dtype, {}
 
     @functools.wraps(original)
@@ -92,7 +99,7 @@ def _remember_dtypes(tl, interpreter):
 
 
 def _remember_blocks(core):
-    """Types of blocks follow from types of elements and lengths."""
+    """Cache block types by element type and lengths."""
     original, found = core.block_type.__init__, {}
 
     @functools.wraps(original)
@@ -111,7 +118,7 @@ def _remember_blocks(core):
 
 
 def _remember_shapes(core):
-    """What a tensor says of its shape follows from lengths."""
+    """Cache the shape and size of tensors by their lengths."""
     original, found = core.tensor.__init__, {}
 
     @functools.wraps(original)
@@ -127,7 +134,7 @@ def _remember_shapes(core):
 
 
 def _unwrap_quickly(core):
-    """Most of what is unwrapped is a number."""
+    """Unwrap numbers quickly, because they are most of what is unwrapped."""
     unwrap, nested = core._unwrap_if_constexpr, (list, tuple, core.tuple)
 
     @functools.wraps(unwrap)
@@ -140,7 +147,7 @@ def _unwrap_quickly(core):
 
 
 def _broadcast_what_differs(semantic):
-    """Tensors of one shape, which they share since ``_remember_shapes``, stay as they are."""
+    """Return tensors of one shape unchanged; they share it since ``_remember_shapes``."""
     broadcast = semantic.broadcast_impl_value
 
     @functools.wraps(broadcast)

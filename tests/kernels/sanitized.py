@@ -1,7 +1,7 @@
-"""Runs sanitized_cases.py with the extension that ``make sanitize`` built with AddressSanitizer and UBSan.
+"""Runner of sanitized_cases.py with the extension that ``make sanitize`` builds.
 
-The script starts pytest with the sanitizers' runtime; there, as a plugin, this module puts that extension in the place of
-``kvpop_vllm._C``.
+The extension is built with AddressSanitizer and UBSan. The script starts pytest with the sanitizers' runtime;
+there, as a plugin, this module puts that extension in the place of ``kvpop_vllm._C``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,13 @@ EXTENSION = ROOT / "build/sanitized/kvpop_vllm" / f"_C{EXTENSION_SUFFIXES[0]}"
 
 
 def runtime(extension: Path = EXTENSION) -> list[str]:
-    """The libraries to load before all others: the runtimes the extension is linked with, and the library of exceptions,
-    which AddressSanitizer looks for when it starts.
+    """Return the libraries to load before all others.
+
+    They are the runtimes that the extension is linked with, and the C++ library, whose exceptions
+    AddressSanitizer looks for when it starts.
 
     Raises:
-        SystemExit: the extension is linked with none.
+        SystemExit: the extension is not linked with the runtimes.
     """
     linked = subprocess.run(["ldd", extension], capture_output=True, text=True, check=True).stdout
     paths = [line.split()[2] for line in linked.splitlines() if " => /" in line]
@@ -33,7 +35,7 @@ def runtime(extension: Path = EXTENSION) -> list[str]:
 
 
 def main() -> None:
-    """Runs pytest; the arguments of the command line are handed on."""
+    """Run pytest with the arguments of the command line."""
     environment = os.environ | {
         "LD_PRELOAD": ":".join(runtime()),
         "ASAN_OPTIONS": "detect_leaks=0:detect_stack_use_after_return=1",
@@ -41,7 +43,7 @@ def main() -> None:
         "OMP_WAIT_POLICY": "passive",
         "PYTHONPATH": os.pathsep.join([str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]),
     }
-    # A report is written past Python, which must not capture it.
+    # Reports are not written by Python, and pytest must not capture them.
     plugins = [f"-p{name}" for name in ("kernels.sanitized", "no:faulthandler", "no:cacheprovider")]
     pytest = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *plugins, "tests/kernels/sanitized_cases.py"]
     os.chdir(ROOT)
@@ -49,7 +51,7 @@ def main() -> None:
 
 
 def pytest_configure() -> None:
-    """Before any test module imports ``kvpop_vllm._C``."""
+    """Load the sanitized extension before any test module imports ``kvpop_vllm._C``."""
     import torch  # noqa: F401  (the extension's libraries)
 
     import kvpop_vllm

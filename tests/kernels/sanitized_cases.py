@@ -1,4 +1,4 @@
-"""Every C++ op at small shapes, for ``make sanitize``: the problems of the other kernel tests, in memory without slack."""
+"""Every C++ op at small shapes, for ``make sanitize``: problems of other tests, in memory without slack."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ from kvpop_vllm.kernels import ops
 
 F32, BF16 = torch.float32, torch.bfloat16
 GAP = 36
-"""Bytes between the pages of two heads; no page then starts at more than a multiple of 4."""
+"""Bytes between the pages of two heads, so that pages start at multiples of no more than 4."""
 poison = ctypes.CDLL(None).__asan_poison_memory_region
 poison.argtypes = ctypes.c_void_p, ctypes.c_size_t
 
 
 def apart(layout, num_blocks):
-    """As ``factories.poisoned_pages``, with bytes that nobody may touch between pages, and none after the last."""
+    """Return pages as ``factories.poisoned_pages`` does, with forbidden gaps between, and none at the end."""
     heads, region = layout.num_kv_heads, layout.region_bytes
     raw = torch.full((num_blocks * heads * (region + GAP) - GAP,), 255, dtype=torch.uint8)
     for page in range(1, num_blocks * heads):
@@ -54,7 +54,7 @@ def apart(layout, num_blocks):
 
 @pytest.fixture(autouse=True)
 def no_slack(monkeypatch):
-    """Pages lie apart, chunks are allocations of their own, and two threads work."""
+    """Put gaps between pages, copy chunks into allocations of their own, and use two threads."""
     chunk, threads = ops.prefill_chunk, torch.get_num_threads()
 
     def copied(q, k, v, *rest, **options):
@@ -69,14 +69,14 @@ def no_slack(monkeypatch):
 
 
 def test_the_sanitized_extension_runs():
-    """And no other one is there."""
+    """The sanitized extension is loaded, and no other one."""
     assert Path(_C.__file__) == sanitized.EXTENSION
     assert ops.__file__ == str(sanitized.ROOT / "kvpop_vllm/kernels/ops/__init__.py")
     maps = Path("/proc/self/maps").read_text().split()
     assert {path for path in maps if "/_C." in path and "kvpop_vllm" in path} == {str(sanitized.EXTENSION)}
 
 
-# Of more than one block and tile, and of less.
+# Shapes of more than one block and tile, and of less.
 DECODE = [
     dict(case="none", size=128, group=5, slots=16, dtype=BF16, q_dtype=BF16, topk=0),
     dict(case="linear", size=80, group=4, slots=48, dtype=BF16, q_dtype=F32, sinks=0, window=1),
@@ -112,7 +112,7 @@ def test_decode_step(problem):
     check_budgets(decode.Problem(**problem, seed=1))
 
 
-# Of chunks, the problem: windows and chunks beyond a piece of 128 tokens, budgets beyond a tile of 64.
+# Chunk lengths and problem: windows and chunks beyond a piece of 128 tokens, budgets beyond a tile of 64.
 PREFILL = [
     ([40], dict(case="none", sinks=0, window=1, topk=0, length=40, size=16, group=7, slots=16)),
     ([170], dict(case="none", sinks=4, window=140, topk=17, length=170, size=128, group=5, slots=48)),
@@ -190,8 +190,8 @@ def test_no_tokens():
 
 
 def report(run):
-    """What the sanitizers say of a call that they must end; in a process of its own."""
-    torch.set_num_threads(1)  # a forked process has no others
+    """Return the sanitizers' report on a call that they must end, from a process of its own."""
+    torch.set_num_threads(1)  # a forked process has no other threads
     with tempfile.TemporaryFile("w+") as file:
         child = os.fork()
         if not child:
@@ -236,7 +236,7 @@ def test_odd_address_is_reported():
 
 
 def test_overflow_is_reported():
-    """Of a window that the op itself refuses."""
+    """The window is one that the op itself refuses."""
     told = (
         torch.zeros(1, 2),
         torch.arange(2)[None],

@@ -1,4 +1,4 @@
-"""The state that a tail begins with, in every implementation that runs on a CPU; Triton's is in test_triton_prefix."""
+"""The state that a tail begins with, in every CPU implementation; test_triton_prefix tests Triton's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 @pytest.mark.parametrize("replay", [0, 5, 1024])
 @pytest.mark.parametrize("case", ["mlstm-softmax-cap", "mlstm-direct-values"])
 def test_equals_the_reference(case, replay):
-    """R smaller and larger than p; all but the states stays as it was, and so does a request without a prefix."""
+    """R is smaller or larger than p; nothing changes except states, and no state without a prefix."""
     p = Behind(case, heads=2, size=32, slots=16, protected=(0, 40, 17), replay=replay).prepare()
     pages = poisoned_pages(p.layout, p.num_blocks)
     blocks = p.prefix_blocks.long()
@@ -35,5 +35,5 @@ def test_equals_the_reference(case, replay):
 
 
 def test_the_fastest_there_is_runs_it():
-    """The reference takes a token at a time in Python."""
+    """The reference is not chosen, because it takes a token at a time in Python."""
     assert dispatch.resolve("begin_tail", "auto", torch.empty(1, 1, 16, 64)) is not begin_tail

@@ -1,4 +1,4 @@
-"""The boundary loss against its definition: a sort for every sampled query, token by token."""
+"""The boundary loss equals its definition: a sort for every sampled query, token by token."""
 
 from __future__ import annotations
 
@@ -26,7 +26,10 @@ def inputs(seed=0, ties=False, dtype=torch.float64, length=S):
 
 
 def test_the_first_decision_compares_with_a_token_that_was_there():
-    """At q = s + w + k all k tokens were held before; the teacher keeps the new one in place of the worst of those."""
+    """At q = s + w + k, where k tokens were retained before, the new token is compared with one of these.
+
+    It is compared with the lowest retained token, or with the evicted one if it is the lowest itself.
+    """
     sinks, window, topk = 1, 3, 2
     for seed in range(40):
         g = torch.Generator().manual_seed(seed)
@@ -45,7 +48,7 @@ def test_the_first_decision_compares_with_a_token_that_was_there():
 
 
 def held_by_teacher(target, log_gamma, q, step, sinks, window, topk):
-    """Positions kept at q, worst first, and the one that left at q; simulated with one eviction per query."""
+    """Return the positions retained at q, worst first, and the one evicted at q; simulated per query."""
     held, left = [], None
 
     def effective(t, at):
@@ -123,7 +126,7 @@ def test_equals_the_definition(step, margin, balance, ties):
     seed=st.integers(0, 2**30),
 )
 def test_any_shape(length, sinks, window, topk, step, ties, weighted, seed):
-    """Sequences that end before the window or the budget is full among them: these cost nothing."""
+    """Sequences that end before the window or the budget is full are included and cost nothing."""
     pred, target, log_gamma = inputs(seed, ties, length=length)
     margin, balance = ((0.2, 1.0), (0.2, 5.0)) if weighted else (None, None)
     positions = list(range(sinks + window + topk, length)) if topk else []
@@ -141,7 +144,7 @@ def test_any_shape(length, sinks, window, topk, step, ties, weighted, seed):
 
 
 def test_the_reference_runs_references(monkeypatch):
-    """And "auto" whatever is fastest for the order it needs."""
+    """The reference orders tokens by a reference op, and "auto" by the fastest op for the order it needs."""
     asked = []
     find = training.resolve
 
@@ -215,7 +218,7 @@ def test_targets_carry_no_gradient():
 
 @pytest.mark.parametrize("step", [1, 5])
 def test_perfect_predictions_cost_little_and_reversed_ones_much(step):
-    """With pred = target every pair is on the right side; with the opposite on the wrong one."""
+    """With pred = target every pair is on the right side, with pred = -target on the wrong one."""
     _, target, log_gamma = inputs(3)
     log_gamma = log_gamma.detach() * 0 - 1e-9
 

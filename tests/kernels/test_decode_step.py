@@ -1,4 +1,4 @@
-"""The C++ decode step against the reference and against a float64 loop that shares no code with either."""
+"""The C++ decode step against the reference and against an independent float64 loop."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvpop_vllm.kernels import ops
 from kvpop_vllm.testing import OtherRoundings, assert_within_budget
 
 set_num_threads = torch._C.set_num_threads
-"""torch's own: vLLM replaces ``torch.set_num_threads`` by nothing once an engine has run in this process."""
+"""Function of torch itself, because vLLM makes ``torch.set_num_threads`` a no-op once an engine has run."""
 excused: list[float] = []
 
 
 @pytest.fixture(scope="module", autouse=True)
 def few_decisions_are_excused():
-    """In all tests of this module together."""
+    """Excused decisions are few in all tests of this module together."""
     yield
     assert len(excused) <= 3, excused
 
@@ -65,8 +65,14 @@ def problems(draw):
 
 
 def follow(p: Problem):
-    """All engines, the reference with its sums disturbed, and the exact loop in lockstep until one decides otherwise; outputs
-    and lse by engine, the exact ones with the outputs' magnitudes."""
+    """Run all engines and the exact loop in lockstep until one of them decides differently.
+
+    The sums of the reference are disturbed.
+
+    Returns:
+        Pages by engine, the exact loops, outputs and log-sum-exps by engine (the exact ones with the outputs'
+        magnitudes), and the requests' positions.
+    """
     engines = {name: poisoned_pages(p.layout, p.num_blocks) for name in ("reference", *_C.isa_levels())}
     disturbed = OtherRoundings(0)
     exact = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
@@ -124,7 +130,7 @@ def test_several_tiles_and_blocks(dtype, slots):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads, requests", [(2, 1), (5, 2), (16, 1), (2, 5)])
 def test_one_head_is_shared_among_threads(dtype, threads, requests):
-    """Heads that threads cannot share evenly: slots are cut into parts. The result is that of one thread to rounding."""
+    """Slots of heads that threads cannot share evenly are cut; results equal one thread's to rounding."""
     p = Problem("mlstm", requests, 1, 3, 64, 16, 4, 300, 1200, dtype=dtype, q_dtype=dtype).prepare()
     pages = [poisoned_pages(p.layout, p.num_blocks) for _ in range(2)]
     active, outs, prompt = list(range(requests)), [], int(p.budgets.max()) - 20
@@ -147,7 +153,7 @@ def test_one_head_is_shared_among_threads(dtype, threads, requests):
 
 @pytest.mark.parametrize("case", ["mass-newest", "mass-mean", "moment-corrected", "mlstm-corrected"])
 def test_rules_that_need_a_whole_head_are_not_cut(case):
-    """Masses and corrections need all of a head's slots: more threads change nothing, to the bit."""
+    """Masses and corrections need all of a head's slots, so threads change nothing, to the bit."""
     p = Problem(case, 1, 1, 3, 32, 16, 4, 100, 700).prepare()
     pages, prompt = [poisoned_pages(p.layout, p.num_blocks) for _ in range(3)], int(p.budgets.max()) - 6
     q, k, v = (torch.randn(prompt + 12, n, 32, generator=p.generator) for n in (3, 1, 1))
@@ -164,8 +170,11 @@ def test_rules_that_need_a_whole_head_are_not_cut(case):
 
 
 def check_roundings(p, results, name):
-    """Every output by itself: weights rounded to the cache's dtype move it by so much of the values' magnitudes, its own
-    rounding by so much of itself; float32 sums and the approximated exponential by less than 2^-19."""
+    """Check each output against its rounding error.
+
+    Weights rounded to the cache's dtype move it by a share of the values' magnitudes, and its own rounding by
+    the same share of itself. Float32 sums and the approximated exponential move it by less than 2^-19.
+    """
     unit = 2.0**-8 if p.dtype == torch.bfloat16 else 2.0**-19
     for out, wide, magnitude in zip(results[name][0], results["exact"][0], results["exact"][2], strict=True):
         error = (out.double() - wide).abs()
@@ -212,7 +221,7 @@ def check_budgets(p):
     ],
 )
 def test_company_changes_nothing(isa, case):
-    """Requests share the products with a scorer's weights; all that is in the pages is the same to the bit without."""
+    """Requests share products with scorer weights; without sharing, the pages are the same to the bit."""
     _C.set_isa(isa)
     p = Problem(case, requests=8, heads=2, topk=9, dtype=torch.bfloat16, q_dtype=torch.bfloat16).prepare()
     together, alone = (poisoned_pages(p.layout, p.num_blocks) for _ in range(2))
@@ -228,7 +237,7 @@ def test_company_changes_nothing(isa, case):
 @pytest.mark.parametrize("isa", _C.isa_levels())
 @pytest.mark.parametrize("decay_step", [1, 4])
 def test_victim_far_out_and_ties(isa, decay_step):
-    """At positions beyond 131,072, with many exactly equal effective scores: the older token leaves."""
+    """Among equal effective scores at positions beyond 131,072, the older token is evicted."""
     _C.set_isa(isa)
     p = Problem("none", requests=5, heads=3, topk=50, step=decay_step).prepare()
     p.rule = replace(p.rule, log_gamma=torch.tensor([-0.5, -0.125, 0.0], dtype=torch.float64))
@@ -256,7 +265,7 @@ def test_victim_far_out_and_ties(isa, decay_step):
 
 
 def served(p: Problem, steps: int):
-    """Pages after ``steps`` tokens of every request, and the next inputs."""
+    """Return the pages after ``steps`` tokens of every request, and the next inputs."""
     p.prepare()
     pages, active = poisoned_pages(p.layout, p.num_blocks), list(range(p.requests))
     for t in range(steps):
@@ -283,8 +292,10 @@ def counted(p: Problem, pages, r: int, h: int) -> list[int]:
 @pytest.mark.parametrize("impl", ["reference", *_C.isa_levels()])
 @pytest.mark.parametrize("sinks, window", [(0, 2), (1, 2), (0, 5), (3, 5)])
 def test_a_threshold_counts_in_slot_1(impl, sinks, window):
-    """The number of filled long-range slots lies in the position word of slot 1, from position 0 on; a first step takes
-    nothing from the bytes that lay in the pages."""
+    """The position word of slot 1 counts the filled long-range slots from position 0 on.
+
+    A first step reads nothing of the bytes that lay in the pages.
+    """
     if impl != "reference":
         _C.set_isa(impl)
     p = Problem("given-threshold", sinks=sinks, window=window, topk=12, seed=1).prepare()

@@ -1,4 +1,4 @@
-"""The chunkwise mLSTM against its recurrence in float64, its delay, its continuation and its gradients."""
+"""The chunkwise mLSTM against its recurrence in float64: delay, continuation and gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def inputs(length, *, batch=2, heads=3, features=6, width=5, seed=0, dtype=torch
 
 
 def recurrence(q, k, v, igate, fgate, delay):
-    """Unstabilised, token by token: readout of u at u + delay, zero beyond the end; and the last C and z."""
+    """Return unstabilised readouts of u at u + delay, zero beyond the end, and the last C and z."""
     lead = (*k.shape[:2], k.shape[-1])
     c, z = torch.zeros(*lead, v.shape[-1], dtype=k.dtype), torch.zeros(*lead, dtype=k.dtype)
     h = torch.zeros_like(v)
@@ -59,7 +59,7 @@ def test_equals_the_recurrence(delay, chunk):
     seed=st.integers(0, 2**30),
 )
 def test_any_shape(batch, heads, length, features, width, delay, chunk, seed):
-    """In float64 to its rounding, in float32 within the error of the recurrence itself in float32."""
+    """The error is rounding in float64, and within that of the float32 recurrence in float32."""
     args = inputs(length, batch=batch, heads=heads, features=features, width=width, seed=seed)
     expected, c_end, z_end = recurrence(*args, delay)
     h, (c, z, m) = ops.delayed_mlstm(*args, delay=delay, chunk=chunk, impl="reference")

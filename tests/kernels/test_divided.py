@@ -1,4 +1,4 @@
-"""Heads that divide a layer's slots by votes: against a naive division, and no page is anybody else's."""
+"""Heads that divide a layer's slots by votes: a naive division gives the same, and no page is shared."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ N, SIZE = 16, 32
 
 
 def naive(votes: list[list[float]], budget: int, first: int, safe: float) -> list[int]:
-    """By one sort of all tokens, token by token."""
+    """Return the budget of each head, by one sort of all tokens."""
     heads, count = len(votes), len(votes[0])
     room = budget - first
     if count <= room:
@@ -42,7 +42,7 @@ def naive(votes: list[list[float]], budget: int, first: int, safe: float) -> lis
     seed=st.integers(0, 10_000),
 )
 def test_division(heads, count, first, room, levels, safe, seed):
-    """Few levels of votes make many of them equal."""
+    """The division equals the naive one; few levels of votes make many of them equal."""
     draw = torch.Generator().manual_seed(seed)
     votes = torch.randint(0, levels, (heads, count), generator=draw).float() / 64
     budget = first + room
@@ -54,7 +54,7 @@ def test_division(heads, count, first, room, levels, safe, seed):
 @settings(max_examples=60, deadline=None, derandomize=True)
 @given(heads=st.integers(1, 5), budget=st.integers(1, 200), state=st.integers(0, 300), seed=st.integers(0, 10_000))
 def test_pages_are_a_requests_own(heads, budget, state, seed):
-    """Whatever the division, pages are regions of the request's blocks, none twice, and state pages are where they were before."""
+    """For any division, pages are regions of the request's blocks, none twice; state pages do not move."""
     draw = torch.Generator().manual_seed(seed)
     cuts = torch.randint(0, heads * (budget - 1) + 1, (heads - 1,), generator=draw).sort().values
     ends = torch.cat([torch.zeros(1).long(), cuts, torch.tensor([heads * (budget - 1)])])
@@ -74,7 +74,10 @@ def test_pages_are_a_requests_own(heads, budget, state, seed):
 
 
 def test_what_was_divided_is_read_back():
-    """Of requests whose prompts have been compressed; others are equal, whatever lies in their state; rows may have another width."""
+    """Divided budgets are read back for requests whose prompts have been compressed.
+
+    Heads of other requests have equal budgets, whatever lies in their state. Rows may have another width.
+    """
     votes, heads, budget = PromptVotes(2, safe=0.2), 3, 40
     layout = PageLayout(heads, SIZE, torch.float32, N, votes.state_floats(SIZE))
     pages = layout.view(torch.full((40, heads, layout.region_bytes), 255, dtype=torch.uint8))

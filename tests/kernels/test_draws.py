@@ -1,4 +1,4 @@
-"""Random eviction: draws by their definition in whole numbers, and the same tokens held whatever runs it and however it is cut."""
+"""Random eviction: draws follow their definition in integers, and any cut retains the same tokens."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HEADS, SIZE, BUDGET, SINKS, WINDOW, LENGTH, LAYER, SLOTS = 3, 16, 24, 2, 5, 90, 
 
 
 def mix(x: int) -> int:
-    """The finalizer of SplitMix64, on Python's integers."""
+    """Return the result of SplitMix64's finalizer, on Python integers."""
     x &= WORD
     x = ((x ^ x >> 30) * 0xBF58476D1CE4E5B9) & WORD
     x = ((x ^ x >> 27) * 0x94D049BB133111EB) & WORD
@@ -25,14 +25,17 @@ def mix(x: int) -> int:
 
 
 def drawn(seed: int, layer: int, head: int, q: int, t: int) -> int:
-    """The draw of token t when one is evicted at q."""
+    """Return the draw of token t for an eviction at q."""
     golden = 0x9E3779B97F4A7C15
     key = mix(mix(seed + golden) + (layer << 32 | head))
     return mix(mix(key + q) + t * golden) >> 11
 
 
 def held_by_definition(seed: int, head: int, sinks: int, budget: int) -> list[set[int]]:
-    """Tokens that a head holds after each step: whenever there are too many, the one behind the window with the lowest draw goes."""
+    """Return the tokens that a head retains after each step.
+
+    If there are too many, the token behind the window with the lowest draw is evicted.
+    """
     held, after = [], []
     for q in range(LENGTH):
         held.append(q)
@@ -44,7 +47,7 @@ def held_by_definition(seed: int, head: int, sinks: int, budget: int) -> list[se
 
 
 def test_splitmix64_is_itself():
-    """The first numbers of SplitMix64 with seed 1234567, as its authors' program prints them."""
+    """The first numbers of SplitMix64 with seed 1234567 are those that its authors' program prints."""
     golden, state, found = 0x9E3779B97F4A7C15, 1234567, []
     for _ in range(3):
         state = (state + golden) & WORD
@@ -65,7 +68,7 @@ def test_draws_are_those_of_the_definition(seed):
 
 
 def test_draws_are_uniform_and_unrelated():
-    """Of 30 candidates each is the lowest as often as any other; neighbours in every coordinate share no more than chance."""
+    """Each of 30 candidates is the lowest equally often; neighbours in any coordinate agree by chance."""
     keys, t = draws.head_keys(torch.arange(40), draws.head_lanes(0, slice(0, 4), 4)).flatten(), torch.arange(100, 130)
     q = torch.arange(200, 450)
     lowest = draws.draw(keys.view(-1, 1, 1), q.view(-1, 1), t).argmin(-1)  # [keys, q]
@@ -79,7 +82,7 @@ def test_draws_are_uniform_and_unrelated():
 
 
 def run(impl: str, cuts: list[int], seed: int, protected: int):
-    """Which tokens ``[H, LENGTH]`` are held at the end, and outputs, of one request fed in these cuts."""
+    """Return the tokens ``[H, LENGTH]`` retained in the end, and the outputs of a request cut this way."""
     rule = ops.RetentionRule(
         SINKS,
         WINDOW,
@@ -151,7 +154,7 @@ def test_seeds_are_asked_for():
 
 @pytest.mark.parametrize("seed", [2**63, 2**63 + 5, 2**64 - 1, -(2**63), 7])
 def test_seeds_of_64_bits(seed):
-    """Whatever a client sends: vLLM takes seeds of signed and of unsigned 64 bits, and adds a sample's number to them."""
+    """Any seed is valid: vLLM takes signed and unsigned 64-bit seeds and adds a sample's number to them."""
     expected = (mix(5 + 0x9E3779B97F4A7C15) + seed) % 2**64
     assert draws.request_seed(5, seed) % 2**64 == draws.request_seed(5 + 2**64, seed) % 2**64 == expected
     assert -(2**63) <= draws.signed(seed) < 2**63

@@ -1,4 +1,4 @@
-"""The transposed pass against column sums of the attention matrix in float64."""
+"""Future attention mass against column sums of the attention matrix in float64."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_any_shape(length, window, lookahead, heads, group, seed):
 
 
 def test_masses_of_dense_attention_add_up():
-    """With the exact normaliser and w = 1, what all keys get after their window is what queries give beyond themselves."""
+    """With the exact normaliser and w = 1, masses add up to what queries give to keys before themselves."""
     q, k, _ = inputs(120, batch=1)
     causal = torch.ones(120, 120, dtype=torch.bool).tril()
     logits = (q @ k.repeat_interleave(3, 1).mT * 0.25).masked_fill(~causal, -torch.inf)

@@ -34,8 +34,8 @@ def test_implementations_take_the_schemas_arguments(op, impl):
         ):
             dispatch.resolve(op, impl, None)
         return
-    of_draws = {"seeds": "keys", "seed": "keys"}  # what the op makes of a request's seed
-    own = {"impl"} | ({"window"} if op == "prefill_chunk" else set())  # what the op itself acts on
+    of_draws = {"seeds": "keys", "seed": "keys"}  # the op makes keys of a request's seed
+    own = {"impl"} | ({"window"} if op == "prefill_chunk" else set())  # arguments that the op itself handles
     schema = [of_draws.get(name, name) for name in inspect.signature(getattr(ops, op)).parameters if name not in own]
     assert list(inspect.signature(dispatch.resolve(op, impl, None)).parameters) == schema
 
@@ -50,7 +50,7 @@ def test_every_fast_file_belongs_to_an_op():
 
 
 def test_every_instruction_set_of_this_processor_is_there():
-    """So that tests which force each of ``isa_levels()`` force all that users can get here."""
+    """Tests that force each of ``isa_levels()`` therefore force all that this processor supports."""
     found = re.search(r"^flags\s*: (.*)$", Path("/proc/cpuinfo").read_text(), re.M)
     flags = set(found.group(1).split() if found else ())
     needed = {

@@ -1,4 +1,7 @@
-"""Eviction times: reference, C++ and, interpreted (test_triton_interpreted), Triton against a list of held tokens."""
+"""Eviction times against a list of retained tokens, by the reference, C++ and Triton.
+
+Triton's kernels are interpreted (test_triton_interpreted).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +21,7 @@ IMPLS = ["triton"] if INTERPRETED else ["reference", "cpp"]
 
 
 def naive(score, position, held, topk, window, log_gamma, step, ages):
-    """One head, by definition."""
+    """Return the eviction times of one head, by definition."""
     evicted_at, alive = [NEVER] * len(score), list(range(held))
     for arrival in range(held, len(score)):
         alive.append(arrival)
@@ -33,7 +36,7 @@ def naive(score, position, held, topk, window, log_gamma, step, ages):
 
 
 def draw_tokens(generator, heads, held, arrivals, coarse):
-    """Scores; positions of the held tokens below those of the arrivals, in any order."""
+    """Return scores and positions; held tokens are older than arrivals, in any order."""
     score = torch.randn(heads, held + arrivals, generator=generator) * 3
     if coarse:
         score = score.round() / 4  # with dyadic decays, ties are exact
@@ -44,7 +47,7 @@ def draw_tokens(generator, heads, held, arrivals, coarse):
 
 @pytest.mark.parametrize("step, ages", [(1, False), (4, False), (1, True)])
 def test_of_equal_scores_the_oldest_leaves(step, ages):
-    """Tokens that are held in any order, among many that score the same."""
+    """Held tokens are in any order, and many tokens have the same score."""
     score, position = draw_tokens(torch.Generator().manual_seed(0), 2, 9, 25, True)
     score, log_gamma = score.clamp(-0.5, 0.5), torch.tensor([0.0, -0.25], dtype=torch.float64)
     rule = dict(topk=9, window=3, decay_step=step, ages=ages)
@@ -116,7 +119,7 @@ def test_the_extension_itself_refuses_what_it_would_overrun(held, topk, window):
 @pytest.mark.parametrize("largest", [{"window": 2**29}, {"decay_step": 2**31 - 1}], ids=str)
 @pytest.mark.parametrize("ages", [False, True])
 def test_the_largest_numbers_are_right(impl, largest, ages):
-    """Python's integers have no range to leave."""
+    """Expected results come from Python integers, which cannot overflow."""
     score, position = draw_tokens(torch.Generator().manual_seed(1), 2, 4, 5, False)
     position += 2**30 - 1 - position.max()
     asked = {"topk": 6, "window": 3, "decay_step": 3, "log_gamma": torch.full((2,), -0.01).double(), "ages": ages}

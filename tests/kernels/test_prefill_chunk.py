@@ -1,4 +1,4 @@
-"""A prefill chunk equals the decode steps of its tokens, however the prompt is cut, and equals a dense masked attention."""
+"""A prefill chunk equals the decode steps of its tokens for any cut, and a dense masked attention."""
 
 from __future__ import annotations
 
@@ -20,10 +20,14 @@ from kvpop_vllm.kernels.pages import PageLayout
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IMPLS = ["triton"] if INTERPRETED else ["reference", *_C.isa_levels()]
-"""Torch, and C++ with each instruction set of this machine; where Triton's kernels are interpreted (test_triton_interpreted), those."""
+"""Torch and C++ with each instruction set of this machine, or Triton's kernels if they are interpreted."""
 
 SCORE_NOISE, MASS_NOISE = 2e-6, 2e-7
-"""Attention masses, of order 1 / B, and their products with residuals by a tenth of that. Paths round raw scores of order 1 to 3 differently by up to this much (float32, states of up to 120 tokens)."""
+"""Differences between paths that round differently, for raw scores and for attention masses.
+
+Raw scores of order 1 to 3 differ by up to the first (float32, states of up to 120 tokens). Attention masses,
+of order 1 / B, and their products with residuals differ by up to a tenth of that.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +56,7 @@ class Problem:
 
     @property
     def told(self):
-        """The rule as it is passed: the request's own window is the one that counts."""
+        """Rule as it is passed, with another window, because the request's own window counts."""
         return replace(self.rule, window=self.rule.window + 3)
 
     def pages(self):
@@ -73,7 +77,7 @@ class Problem:
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
 
     def prefill(self, chunks, impl="reference"):
-        """``impl``: one of IMPLS."""
+        """Serve the request in ``chunks``, used in a cycle, by ``impl``, one of IMPLS."""
         if impl not in ("reference", "triton"):
             _C.set_isa(impl)
         pages, table = self.pages()
@@ -92,7 +96,7 @@ class Problem:
         return torch.cat([out for out, _ in rows]), torch.cat([lse for _, lse in rows]), self.held(pages, table)
 
     def closest_coupled_decision(self):
-        """The same, where it depends on what was evicted before."""
+        """Return the closest decision of a rule whose scores depend on earlier evictions."""
         closest, group = torch.inf, self.q.shape[1] // self.heads
         for h in range(self.heads):
             exact, rows = Exact(self.rule, h, self.budget), slice(h * group, (h + 1) * group)
@@ -103,7 +107,7 @@ class Problem:
         return closest
 
     def closest_decision(self):
-        """Smallest difference in float64 priority between the worst kept and the best dropped token, over all steps."""
+        """Return the smallest float64 priority gap of worst kept and best dropped token, over all steps."""
         if self.rule.coupled or isinstance(self.rule.scorer, ops.GivenScore):
             return self.closest_coupled_decision()
         pages, table = random_page_table(self.layout, 1, self.rule.first_long + self.length, self.generator)
@@ -125,7 +129,7 @@ class Problem:
         return closest
 
     def held(self, pages, table):
-        """Sorted positions in the long-range slots of each head, and tokens_seen."""
+        """Return the sorted positions in the long-range slots of each head, and tokens_seen of each head."""
         first, n = self.rule.first_long, self.layout.block_slots
         blocks, found = table[0, 0, self.layout.state_blocks :].long(), []
         for h in range(self.heads):
@@ -150,7 +154,7 @@ def check_same(actual, expected):
 def test_equals_decode_steps(case, roles, impl):
     problem, expected = decoded(case, roles)
     one_by_one = impl == "reference" and problem.rule.sequential
-    if not one_by_one:  # by decode steps itself
+    if not one_by_one:  # which runs decode steps itself
         check_same(problem.prefill([90], impl), expected)
     if not one_by_one or roles == (2, 8, 10):
         check_same(problem.prefill([1, 13, 30], impl), expected)
@@ -158,7 +162,7 @@ def test_equals_decode_steps(case, roles, impl):
 
 @functools.cache
 def decoded(case, roles):
-    """A problem, and what the reference's decode steps make of it."""
+    """Return a problem and the results of the reference's decode steps."""
     problem = Problem(case, *roles, length=90, seed=sum(roles) + len(case))
     return problem, problem.decode()
 
@@ -203,7 +207,7 @@ def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, gro
 @pytest.mark.parametrize("roles", [(0, 2, 10), (2, 8, 10)], ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_first_chunk_takes_nothing_from_the_pages(roles, impl, case="given-threshold"):
-    """Neither a count of filled slots, which lies in the position word of slot 1, nor anything else."""
+    """Neither the count of filled slots, in slot 1's position word, nor anything else is read."""
     problem, expected = decoded(case, roles)
     pages, table = problem.pages()
     for byte, chunks in ((0, [90]), (1, [1, 40]), (127, [30]), (255, [5])):
@@ -215,7 +219,7 @@ def test_a_first_chunk_takes_nothing_from_the_pages(roles, impl, case="given-thr
 @pytest.mark.parametrize("window", [32, 200])
 @pytest.mark.parametrize("impl", IMPLS)
 def test_pieces_longer_than_one(impl, window):
-    """A chunk is worked off in pieces; budgets, windows and chunks beyond a piece must not show it."""
+    """A chunk is processed in pieces; budgets, windows and chunks beyond a piece do not change results."""
     problem = Problem("mlstm", 4, window, 300, length=700, seed=3)
     pieces = problem.prefill([256, 100])
     check_same(problem.prefill([100, 256], impl), pieces)
@@ -236,14 +240,17 @@ def test_pieces_longer_than_one(impl, window):
     ],
 )
 def test_bfloat16_is_within_its_roundings(isa, size, group, q_dtype):
-    """What is exact, the same numbers in float32 tell. Rounding the weights to bfloat16 (2^-9 of each, and not in their
-    sum) moves an output by at most 2^-8 of the weighted mean of the values' magnitudes, its own rounding by 2^-8 of itself.
+    """Errors are within the roundings of weights and outputs to bfloat16.
+
+    Exact results come from the same numbers in float32. Rounding the weights to bfloat16 (2^-9 of each, and
+    not in their sum) moves an output by at most 2^-8 of the weighted mean of the values' magnitudes, its own
+    rounding by 2^-8 of itself.
     """
     kind = dict(length=500, size=size, group=group, seed=size)
     rounded, exact = Problem("linear", 4, 32, 200, dtype=torch.bfloat16, **kind), Problem("linear", 4, 32, 200, **kind)
     rounded.q = rounded.q.to(q_dtype)
     exact.q, exact.k, exact.v = rounded.q.float(), rounded.k.float(), rounded.v.float()
-    exact.rule.scorer.weight[:, size:] = 0  # values decide nothing, so that their magnitudes can take their place
+    exact.rule.scorer.weight[:, size:] = 0  # values decide nothing, so that their magnitudes can replace them
     rounded.rule = exact.rule
     out, lse, held = rounded.prefill([300, 200], isa)
     expected, expected_lse, expected_held = exact.prefill([500])
@@ -288,7 +295,7 @@ def test_unequal_budgets_token_by_token(case, impl, how):
 )
 @pytest.mark.parametrize("isa", _C.isa_levels())
 def test_chunks_change_nothing_token_by_token(case, isa):
-    """Of rules that are worked off token by token: to the bit, outputs and all that is in the pages."""
+    """For rules processed token by token, chunks change neither outputs nor pages, to the bit."""
     _C.set_isa(isa)
     problem, found = Problem(case, 2, 5, 40, length=130, seed=3), []
     pages, table = problem.pages()
@@ -310,7 +317,7 @@ def test_several_pieces_in_one_call(case, roles, impl):
 
 
 def test_streaming_equals_a_plain_window():
-    """Recency as the score: dense attention over the sinks and the last B - s tokens."""
+    """Recency as the score gives dense attention over the sinks and the last B - s tokens."""
     problem = Problem("none", 3, 7, 15, length=100, seed=1)
     out, lse, _ = problem.prefill([100])
     t = torch.arange(100)

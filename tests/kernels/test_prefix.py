@@ -1,4 +1,4 @@
-"""Protected prefixes in the kernels of serving: every implementation against a float64 loop that shares no code with them."""
+"""Protected prefixes in serving kernels: each implementation against an independent float64 loop."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SINKS, WINDOW, TOPK, SLOTS = 2, 5, 13, 16
 BUDGET = SINKS + WINDOW + TOPK
 PROTECTED = [1, SLOTS - 1, SLOTS, SLOTS + 1, BUDGET - 1, BUDGET, BUDGET + 1, 2 * SLOTS]
 BEYOND = 34
-"""Tokens behind the prefix: more than the tail's slots."""
+"""Number of tokens behind the prefix, larger than the tail's number of slots."""
 IMPLS = ["reference", *_C.isa_levels()]
 
 
@@ -40,7 +40,7 @@ def one_thread_and_fastest_isa_afterwards():
 
 
 def use(impl: str) -> str:
-    """Choose an implementation of IMPLS; returns its name as ops take it."""
+    """Select an implementation of IMPLS and return its name as ops take it."""
     if impl == "reference":
         return impl
     _C.set_isa(impl)
@@ -84,12 +84,16 @@ class Problem:
 
     @property
     def roles(self) -> tuple[int, int]:
-        """Tokens that are never evicted, and the budget with them."""
+        """Number of tokens that are never evicted, and the budget that includes them."""
         return (self.protect, self.protect + self.budget - self.sinks) if self.protect else (self.sinks, self.budget)
 
     def exact(self) -> dict[str, torch.Tensor]:
-        """Outputs ``[L, Hq, D]``, log-sum-exps ``[L, Hq]``, the values' magnitudes, smallest margin of the decisions at each
-        token ``[L]`` and what is held ``[L, H, L]``."""
+        """Return the exact results of all heads, in float64.
+
+        Returns:
+            ``out [L, Hq, D]``, ``lse [L, Hq]``, ``magnitude [L, Hq, D]`` of the values, the retained tokens
+            ``held [L, H, L]``, and ``margin``, the smallest of all decisions.
+        """
         sinks, budget = self.roles
         outs, lses, sizes = [], [], []
         held, margin = torch.zeros(self.length, self.heads, self.length, dtype=torch.bool), torch.inf
@@ -109,14 +113,14 @@ class Problem:
         return {"out": outs, "lse": lses, "magnitude": sizes, "held": held, "margin": margin}
 
     def lse(self, held: torch.Tensor) -> torch.Tensor:
-        """Log-sum-exps ``[L, Hq]`` in float32 over what is ``held [L, H, L]``."""
+        """Return log-sum-exps ``[L, Hq]`` in float32 over the tokens ``held [L, H, L]``."""
         q, k = (x.transpose(0, 1).float() for x in (self.q, self.k))
         return masked_lse(q, k, held.transpose(0, 1))
 
 
 @functools.cache
 def problem(case: str, protect: int, dtype: torch.dtype = torch.float32):
-    """A problem whose decisions are all clear, and what is exact, with eager log-sum-exps."""
+    """Return a problem without close decisions, and its exact results with eager log-sum-exps."""
     for seed in range(20):
         found = Problem(case, protect, dtype, seed=seed)
         exact = found.exact()
@@ -128,7 +132,10 @@ def problem(case: str, protect: int, dtype: torch.dtype = torch.float32):
 
 @dataclass
 class Pool:
-    """Pages of several requests under one rule: prefix, state and tail of each in random blocks, block 0 nobody's."""
+    """Pages of several requests under one rule.
+
+    Prefix, state and tail of each request lie in random blocks; no request has block 0.
+    """
 
     problems: list[Problem]
     byte: int = 255
@@ -156,13 +163,13 @@ class Pool:
         self.seen = [0] * len(prefixes)
 
     def prefix(self, requests: list[int]) -> Prefix | None:
-        """None where nobody has any, so that callers of old are tried too."""
+        """Return the prefixes, or None if all are empty, which tests calls without the argument."""
         if not self.tokens[requests].any():
             return None
         return Prefix(self.pages, self.prefix_table[requests], self.tokens[requests])
 
     def begin(self, r: int, count: int, impl: str) -> slice:
-        """Do what comes before a step: write protected tokens, build the scorer's state."""
+        """Write protected tokens and build the scorer's state, as before a step; return the step's tokens."""
         own, start, end = self.problems[r], self.seen[r], self.seen[r] + count
         t = torch.arange(start, max(start, min(end, own.protect)))
         prefix = Prefix(self.pages, self.prefix_table[[r]], self.tokens[[r]])
@@ -193,13 +200,17 @@ class Pool:
         )  # fmt: skip
 
     def held(self, r: int) -> torch.Tensor:
-        """``[H, seen]``."""
+        """Return the mask of retained tokens, ``[H, seen]``."""
         own = self.problems[r]
         return held_tokens(self.pages, self.table[r], self.seen[r], self.rule, self.budgets[r], own.protect)
 
     def serve(self, chunks: list[int], impl: str, r: int = 0):
-        """Outputs, log-sum-exps and what is held after each step, of a whole request, and which tokens torch's own kernel has
-        attended for; a chunk of 0 is a decode step."""
+        """Serve a whole request in ``chunks``, where 0 is a decode step and the last entry is repeated.
+
+        Returns:
+            Outputs, log-sum-exps, retained tokens by number of tokens seen, and a mask of the tokens that
+            came in chunks of the C++ kernel.
+        """
         outs, lses, held, i, exponential = [], [], {}, 0, []
         name = use(impl)
         while self.seen[r] < self.problems[r].length:
@@ -213,9 +224,11 @@ class Pool:
 
 
 def check(own: Problem, exact, found) -> None:
-    """Every set is the exact one; outputs are within their roundings (see test_decode_step.check_roundings), log-sum-exps within
-    their budget. In bfloat16 torch's exponential is a polynomial of degree 3, whose relative error of
-    1.1e-4 is that of its sums."""
+    """Check that retained tokens are exact and outputs and log-sum-exps within their error budgets.
+
+    Outputs are within their roundings (see test_decode_step.check_roundings). In bfloat16 the log-sum-exps of
+    tokens in chunks of the C++ kernel may be off by up to 2^-13.
+    """
     out, lse, held, fast = found
     for seen, tokens in held.items():
         assert torch.equal(tokens, exact["held"][seen - 1, :, :seen]), f"after {seen} tokens"
@@ -229,7 +242,7 @@ def check(own: Problem, exact, found) -> None:
 
 
 def cuts(protect: int) -> dict[str, list[int]]:
-    """Chunks of a request, 0 for a decode step, the last for all the rest."""
+    """Return chunks of a request by name; 0 is a decode step, and the last entry is used for all the rest."""
     found = {"whole": [10_000], "decode": [0], "sevens": [7], "crosses": [protect + 3, 9, 0], "ends": [protect, 11, 0]}
     if protect > 1:
         found["last-of-one"] = [protect - 1, 0, 0, 6, 64]
@@ -265,7 +278,10 @@ def test_bfloat16(case, protect, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", ["none", "mass-mean", "moment-corrected", "given-threshold", "mlstm", "mlstm-short"])
 def test_several_requests_in_one_step(case, impl):
-    """One without a prefix, one at its prefix's end, one below, some behind: each is right, and to the bit what it is alone."""
+    """Requests without a prefix, at its end, below it and behind it are right in one step.
+
+    Each gives the same as alone, to the bit.
+    """
     known = [problem(case, protect) for protect in (0, 1, 17, 32, 21)]
     seed, protects = max(own.seed for own, _ in known), (0, 1, 17, 32, 21)
     own = [Problem(case, protect, seed=seed) for protect in protects]
@@ -294,8 +310,11 @@ def test_several_requests_in_one_step(case, impl):
     "case", ["none", "mass-newest", "given-threshold", "moment-corrected", "mlstm", "mlstm-immediate"]
 )
 def test_nothing_is_taken_from_the_bytes_that_lay_there(case, impl):
-    """Of a new pool, of one full of NaN, of another request in the same blocks, and of the request itself, stepped back to its
-    prefix's end or below."""
+    """Results do not depend on bytes that lay in the pages before.
+
+    These come from a new pool, one full of NaN, another request in the same blocks, and the request itself,
+    stepped back to its prefix's end or below.
+    """
     own = problem(case, 17)[0]
     other = Problem(case, 17, seed=own.seed, length=60)
     other.q, other.k, other.v = (x.flip(0) for x in (other.q, other.k, other.v))
@@ -320,7 +339,7 @@ def test_nothing_is_taken_from_the_bytes_that_lay_there(case, impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_prefix_is_written_once_and_never_changes(impl):
-    """Its keys and values to the bit, nothing beside them; a tail's blocks are all else that is written."""
+    """The prefix's keys and values are exact, and nothing else is written except the tail's blocks."""
     for case in ("mlstm", "given-threshold", "mass-mean"):
         own = problem(case, 21)[0]
         pool = Pool([own])
@@ -336,7 +355,7 @@ def test_a_prefix_is_written_once_and_never_changes(impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", [name for name in CASES if not name.endswith(("short", "no-replay"))])
 def test_a_prefix_is_so_many_sinks(case, impl):
-    """An unprotected request whose rule has p sinks and a budget of p + B - s holds the same and gives the same."""
+    """An unprotected request with p sinks and a budget of p + B - s retains and returns the same."""
     for protect in [SLOTS] if impl == "reference" else (1, SLOTS, BUDGET + 1):
         own = problem(case, protect)[0]
         plain = Problem(case, 0, length=own.length, seed=own.seed, sinks=protect)
@@ -353,7 +372,7 @@ def test_a_prefix_is_so_many_sinks(case, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("case", ["mlstm", "mlstm-short", "mlstm-corrected", "mlstm-immediate-short"])
 def test_a_tail_begun_twice_is_begun_once(case, impl):
-    """Whatever lay in the state before; requests without a prefix, and rules without a state, are left alone."""
+    """Previous contents of the state do not matter; requests without a prefix or a state are left alone."""
     own = problem(case, 17)[0]
     none = Problem(case, 0, seed=own.seed)
     pools = [Pool([own, none], byte) for byte in (255, 0)]
@@ -381,7 +400,7 @@ def test_a_tail_begun_twice_is_begun_once(case, impl):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads", [2, 5])
 def test_a_long_prefix_shared_among_threads(dtype, threads):
-    """More tiles than one, odd sizes, and a head that several threads share: that of one thread to rounding."""
+    """Several tiles, odd sizes and a head shared by threads give the results of one thread up to rounding."""
     for case in ("linear", "mlstm"):
         own = Problem(case, 1333, dtype, length=1360, heads=1, group=3, size=64, slots=64, topk=40, seed=2)
         found = []
@@ -399,7 +418,7 @@ def test_a_long_prefix_shared_among_threads(dtype, threads):
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
 @pytest.mark.parametrize("start", [18, 29, 31])
 def test_a_step_out_of_order_behind_a_prefix_is_refused(impl, start):
-    """Before anything is written; at or below the prefix's end any step may start."""
+    """The refusal comes before anything is written; at or below the prefix's end any step may start."""
     own = problem("mlstm", 17)[0]
     pool = Pool([own])
     pool.chunk(0, 30, impl)
@@ -450,7 +469,7 @@ def test_bad_prefixes_are_refused_before_anything_is_written():
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
 def test_a_step_below_the_end_needs_the_blocks_up_to_it_only(impl):
-    """A prompt in chunks has been given blocks as far as it is scheduled, and none of its tail's."""
+    """A prompt in chunks has blocks only as far as it is scheduled, and none of its tail's."""
     own = Problem("mlstm", 33)
     pool = Pool([own])
     whole = Pool([own]).serve([17, 0], impl if impl == "reference" else _C.isa_levels()[-1])

@@ -1,4 +1,4 @@
-"""Attention of a chunk to tokens of a protected prefix, on every instruction set, against a softmax in float64."""
+"""Attention of a chunk to a protected prefix, on every instruction set, against a softmax in float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def fastest_isa_afterwards():
 
 
 def prefix_of(size, slots, tokens, dtype, make=None):
-    """Random tokens of two heads in blocks that are in no order; whatever else the pages have is NaN."""
+    """Return random tokens of two heads in randomly ordered blocks; everything else in the pages is NaN."""
     generator = torch.Generator().manual_seed(size + tokens)
     layout, blocks = PageLayout(2, size, dtype, slots), cdiv(tokens, slots)
     raw = torch.full((blocks + 2, 2, layout.region_bytes), 255, dtype=torch.uint8)
@@ -40,7 +40,7 @@ def prefix_of(size, slots, tokens, dtype, make=None):
 
 
 def exact(q, k, v, first, last, causal, scale):
-    """Outputs, log-sum-exps and the values' weighted magnitudes, float64."""
+    """Return outputs, log-sum-exps and the values' weighted magnitudes, in float64."""
     group, count = q.shape[1] // k.shape[1], last - first
     keys, values = (x[first:last].double().repeat_interleave(group, 1) for x in (k, v))
     logits = torch.einsum("qhd,khd->hqk", q.double(), keys) * scale
@@ -55,7 +55,7 @@ def exact(q, k, v, first, last, causal, scale):
 @pytest.mark.parametrize("dtype, q_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_a_softmax_over_these_tokens(shape, dtype, q_dtype, isa, make=None):
-    """Roundings are those of weights and outputs to bfloat16, where products are of bfloat16."""
+    """Where products are of bfloat16, the only roundings are those of weights and outputs to bfloat16."""
     size, slots, group, queries, first, last = shape
     prefix, k, v, generator = prefix_of(size, slots, last, dtype, make)
     _C.set_isa(isa)

@@ -1,4 +1,4 @@
-"""Regions of unequal heads: each page has one of its own, from the first blocks of its request, and nothing else changes."""
+"""Regions of unequal heads: each page has its own, in the request's first blocks; results are unchanged."""
 
 from __future__ import annotations
 
@@ -26,8 +26,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
     seed=st.integers(0, 1000),
 )
 def test_pages_have_regions_of_their_own(layers, heads, state, seed):
-    """Of three requests with random blocks, at every length: all pages that are filled lie in blocks held, none twice, and
-    less than a block is held beyond them."""
+    """Pages of three requests lie in the requests' own random blocks at every length, none twice.
+
+    Less than one block is held beyond the pages in use.
+    """
     draw = torch.Generator().manual_seed(seed)
     shares = Shares.of(torch.randint(1, 130, (layers, heads), generator=draw), budget=131)
     layout = PageLayout(heads, SIZE, torch.float32, N, state * N * (2 * SIZE * 4 + 8) // 4)
@@ -61,8 +63,10 @@ def test_equal_shares_need_none():
 @pytest.mark.parametrize("kind", ["mlstm", "mass", "moment", "given"])
 @pytest.mark.parametrize("impl", ["triton"] if INTERPRETED else ["reference", "cpp"])
 def test_kernels_do_not_care_where_pages_lie(kind, impl):
-    """Three layers and two heads with budgets of their own in one pool: what each head gives and holds is what it does in
-    pages of its own, to the bit; in chunks and token by token."""
+    """Heads with their own budgets give and retain the same in a shared pool as in their own pages.
+
+    Three layers of two heads share the pool, in chunks and token by token, to the bit.
+    """
     layers, heads, length = 1 if INTERPRETED else 3, 2, 72
     draw = torch.Generator().manual_seed(3)
     budgets = torch.tensor([[60, 25], [33, 47], [18, 64]], dtype=torch.int32)[:layers]

@@ -1,4 +1,4 @@
-"""What pages say they hold, against a plain account of what was put in."""
+"""Positions read from pages, compared with the tokens that were put in."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ HEADS, SIZE = 2, 32
 
 
 class Filled:
-    """One request under one rule, token by token; ``tokens[h]`` are found by comparing keys with those given."""
+    """One request served token by token under one rule.
+
+    A slot's token is found by comparing its key with the keys that went in.
+    """
 
     def __init__(self, scorer, sinks, window, budget, count):
         g = torch.Generator().manual_seed(3)
@@ -39,7 +42,7 @@ class Filled:
             )
 
     def stored(self, head: int, slot: int) -> int:
-        """The token whose key lies in a slot."""
+        """Return the token whose key lies in a slot."""
         key = self.pages.k[self.row[slot // 16], head, slot % 16]
         return int((self.keys[:, head] == key).all(-1).nonzero())
 

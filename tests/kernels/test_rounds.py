@@ -1,4 +1,4 @@
-"""Rounds: when they are due, that a chunk is cut there, and what the two rankings make of tokens that are easy to judge."""
+"""Rounds: when they are due, chunks cut there, and both rankings of tokens that are easy to judge."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_interval(topk, every):
 
 
 def test_a_chunk_is_cut_where_rounds_are_due():
-    """From the last one on before something leaves: B = 48 with k = 40, so every 20 tokens."""
+    """Cuts begin at the last round before evictions; B = 48 and k = 40 give a round every 20 tokens."""
     rule, kept = rule_of("vase"), Retention(48, 2, 6)
     assert cuts(rule, kept, 0, 28) == [28] and cuts(rule, kept, 0, 40) == [40]
     assert cuts(rule, kept, 0, 100) == [40, 60, 80, 100] and cuts(rule, kept, 45, 101) == [60, 80, 100, 101]
@@ -47,7 +47,7 @@ def test_a_chunk_is_cut_where_rounds_are_due():
 
 @pytest.mark.parametrize("kind", ["vase", "rkv"])
 def test_rounds_are_held_when_due_and_no_more(kind, monkeypatch):
-    """In a chunk, in two and token by token; and in none of them before something may leave."""
+    """Rounds occur at the same tokens for any chunks, the first just before evictions begin."""
     held, seen = [], rounds._hold_round
 
     def noting(pages, row, length, *rest):
@@ -75,18 +75,21 @@ def test_rounds_are_held_when_due_and_no_more(kind, monkeypatch):
 
 
 def tokens_of(keys, values, queries, sinks=0, window=4) -> Tokens:
-    """One head: ``keys, values [n, D]``, ``queries [c, G, D]``."""
+    """Return one head's tokens from ``keys, values [n, D]`` and ``queries [c, G, D]``."""
     positions = torch.arange(len(keys)).unsqueeze(0)
     return Tokens(positions, keys.unsqueeze(0), values.unsqueeze(0), queries.unsqueeze(0), sinks, window)
 
 
 def test_values_of_the_widest_range_are_above_all_others():
-    """A quarter of what lies before the window, sinks among it; whatever attention says."""
+    """The widest values rank first, whatever their attention: a quarter of the tokens before the window.
+
+    Sinks are counted in the quarter.
+    """
     draw = torch.Generator().manual_seed(1)
     keys, values = (torch.randn(44, SIZE, generator=draw) for _ in range(2))
     wide = torch.tensor([7, 8, 20, 33])
     values[wide] *= 10
-    values[38:, 0] = 100.0  # those of the last two before the window
+    values[38:, 0] = 100.0  # tokens 38 and 39 are the last two before the window
     found = sampled_mass(
         tokens_of(keys, values, torch.zeros(4, GROUP, SIZE), 4), SampledMass(GROUP, LANES), 1.0, LANES[:1], 43
     )
@@ -96,7 +99,7 @@ def test_values_of_the_widest_range_are_above_all_others():
 
 
 def test_a_sample_is_weighted_with_attention():
-    """Of equal values, a token that gets e times the attention is that much likelier to be above another; over many seeds."""
+    """With equal values, e times the attention gives a token odds of e to rank higher, over many seeds."""
     keys = torch.zeros(28, SIZE)
     keys[:12, 0], keys[12:24, 0] = 1.0, 0.0
     queries = torch.zeros(4, GROUP, SIZE)
@@ -113,8 +116,11 @@ def test_a_sample_is_weighted_with_attention():
 
 
 def test_of_tokens_that_resemble_one_another_the_newest_is_spared():
-    """Four alike among others that are not: each spares the newest other, so that of the newest none speaks, and of the one before it two
-    do; all others have nobody."""
+    """Each of four equal keys spares the newest of the others.
+
+    The newest is therefore counted by none, the one before it by two and the other two by three. Other keys
+    resemble none.
+    """
     keys = torch.eye(SIZE)[:28].clone()
     keys[[3, 9, 17, 21]] = keys[3].clone()
     found = without_redundancy(tokens_of(keys, keys, torch.zeros(8, GROUP, SIZE)), Redundancy(GROUP), 1.0)[0]
@@ -126,7 +132,7 @@ def test_of_tokens_that_resemble_one_another_the_newest_is_spared():
 
 
 def test_attention_speaks_where_keys_do_not():
-    """Of orthogonal keys those that the queries attend to stay, with their neighbours."""
+    """Among orthogonal keys, those that the queries attend to stay, with their neighbours."""
     keys = torch.eye(SIZE)[:28] * 3
     queries = torch.zeros(8, GROUP, SIZE)
     queries[:, 1, 10] = 4.0

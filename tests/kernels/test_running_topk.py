@@ -38,7 +38,7 @@ def test_equals_a_sort_for_every_query(impl, batch, heads, length, sinks, window
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_cutoffs_by_name(impl):
-    """All of E(q) while it holds at most k, the k-th best rank beyond, nothing for k = 0."""
+    """The cutoff admits all of E(q) up to k tokens, the k-th best rank beyond, and nothing for k = 0."""
     priority = torch.tensor([[[9.0, 1, 5, 3, 7, 0, 0]]])
     rank, cutoff = ops.running_topk(priority, sinks=1, window=2, topk=2, impl=impl)
     assert rank.tolist() == [[[0, 4, 2, 3, 1, 6, 5]]]  # of the two zeros the newer is better

@@ -1,4 +1,4 @@
-"""`make sanitize` is clean, what it runs is sanitized, and it fails where it cannot be."""
+"""`make sanitize` passes, its library is sanitized, and it fails where sanitizers are not available."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CALLS = b"__asan_loadN", b"__asan_storeN", b"__ubsan_handle_add_overflow_abort",
 
 
 def make_sanitize(*arguments):
-    """With this Python. Nothing is installed, and nothing is handed on from a ``make`` that runs the tests."""
+    """Run `make sanitize` with this Python, without installing and without options of an outer ``make``."""
     outer = ("MAKEFLAGS", "MFLAGS", "PYTEST_ARGS", "PYTEST_ADDOPTS")
     environment = {name: value for name, value in os.environ.items() if name not in outer}
     command = ["make", "sanitize", f"BIN={Path(sys.executable).parent}", "-o", ".venv/.package", *arguments]
@@ -23,7 +23,7 @@ def make_sanitize(*arguments):
 
 
 def test_make_sanitize():
-    """Clean, and the sanitized library calls what an ordinary one does not."""
+    """The run is clean, and the sanitized library calls functions that an ordinary one does not."""
     done = make_sanitize()
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"^\d+ passed in", done.stdout, re.MULTILINE), done.stdout

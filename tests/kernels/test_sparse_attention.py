@@ -33,7 +33,10 @@ def inputs(length, seed=0, batch=2, heads=2, group=3, size=16, coarse=False, dty
 
 
 def both(q, k, v, priority, *, sinks, window, topk, length=None, dtype=torch.float64):
-    """(out, lse, dq, dk, dv) of the op on ``dtype`` inputs, and of the definition in float64 and, in several runs, eagerly in ``dtype``."""
+    """Return (out, lse, dq, dk, dv) of the op, of the definition in float64, and of eager runs.
+
+    The op and the eager runs use ``dtype``.
+    """
     scale, visible = q.shape[-1] ** -0.5, kept_sets(priority, sinks, window, topk)
     rank, cutoff = ops.running_topk(priority, sinks=sinks, window=window, topk=topk)
     grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
@@ -87,7 +90,7 @@ def test_gradcheck():
 
 
 def test_a_mask_from_a_simulation_of_evictions():
-    """``rank = S - evicted_at``, ``cutoff[q] = S - 1 - q``: what is gone at q is not seen at q."""
+    """``rank = S - evicted_at`` and ``cutoff[q] = S - 1 - q`` hide from query q what is evicted at q."""
     q, k, v, _ = inputs(50, batch=1, heads=1)
     gone = torch.randint(12, 80, (50,), generator=torch.Generator().manual_seed(3)).clamp_max(50)
     t = torch.arange(50)
@@ -111,7 +114,7 @@ def test_a_mask_from_a_simulation_of_evictions():
     ],
 )
 def test_shapes_that_do_not_match_are_refused(impl, change, message):
-    """Before any implementation is asked, which could read beyond the end."""
+    """Shapes are checked before an implementation, which could read beyond the end, is called."""
     shapes = {"q": (1, 4, 20, 8), "k": (1, 2, 20, 8), "v": (1, 2, 20, 8), "rank": (1, 2, 20), "cutoff": (1, 2, 20)}
     tensors = [
         torch.zeros((shapes | change)[name], dtype=torch.int32 if len(shapes[name]) == 3 else None) for name in shapes

@@ -1,4 +1,4 @@
-"""All of Triton's kernels compiled for GPUs that need not be there: what they take of one, and what a decode step asks of torch."""
+"""Triton kernels compiled for GPUs that need not be present: resources, and torch ops of a decode step."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SHARED = {80: 163 * 1024, 90: 227 * 1024}
-"""Compute capability -> bytes of shared memory that a block may have."""
+"""Shared memory that a block may have, in bytes, by compute capability."""
 
 
 @pytest.fixture(scope="module")
 def compiled():
-    """What ``triton_resources.py`` says of kernels of a few rules, compiled through their own launches, with the options and
-    specialisations of a launch on a GPU, in a process that has no interpreter. Triton keeps what it has compiled, by the sources
-    of kernels, their options and its own version, so that what stays as it was is compiled once."""
+    """Output of ``triton_resources.py`` for kernels of a few rules.
+
+    They are compiled through their own launches, with the options and specialisations of a launch on a GPU,
+    in a process without the interpreter. Triton caches compiled kernels by source, options and its own
+    version, so unchanged kernels are compiled once.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(ROOT / "build/triton")
     command = [sys.executable, str(ROOT / "tests/kernels/triton_resources.py"), "--json", "few"]
@@ -48,7 +51,7 @@ def test_every_kernel_compiles(compiled):
     [("training", 512, 1), ("decode_step", 64, 2), ("prefix", 64, 2), ("prefill_chunk", 64, 2)],
 )
 def test_kernels_fit_a_multiprocessor(compiled, op, stack, programs):
-    """So many programs of each; little is spilled, of 255 registers."""
+    """Shared memory holds ``programs`` of each kernel, and little is spilled with 255 registers."""
     rows = [row for row in compiled["rows"] if row["op"] == op]
     assert rows
     wrong = [row for row in rows if row["stack"] > stack or programs * row["shared"] > SHARED[row["arch"]]]
@@ -56,7 +59,7 @@ def test_kernels_fit_a_multiprocessor(compiled, op, stack, programs):
 
 
 def test_scores_round_as_in_the_reference(compiled):
-    """Kernels that compare them in float64 have no fused multiply-adds; the interpreter never has."""
+    """Kernels that compare scores in float64 have no fused multiply-adds; the interpreter never has any."""
     ranking = ("_retain", "_simulate")
     assert {(row["kernel"], row["fused"]) for row in compiled["rows"] if row["kernel"] in ranking} == {
         (kernel, False) for kernel in ranking
@@ -64,7 +67,7 @@ def test_scores_round_as_in_the_reference(compiled):
 
 
 def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
-    """No value of a tensor is asked for, torch does nothing but allocate, and a step of padding is launched like any other."""
+    """No tensor value is read, torch only allocates, and padding is launched like any other step."""
     most = {"mlstm": 7, "mlstm-corrected": 9, "moment": 8}
     assert {(step["op"], step["case"]) for step in compiled["steps"]} == {
         *(("decode_step", case) for case in most),
@@ -78,13 +81,16 @@ def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
 
 
 def test_a_prefill_waits_for_the_device_once_a_call(compiled):
-    """Whatever the chunk: several pieces, or token by token; budgets that differ take their heads' numbers to the device."""
+    """A call reads from the device once, for a chunk in several pieces and for one taken token by token.
+
+    Unequal budgets upload the numbers of their heads.
+    """
     assert {chunk["case"] for chunk in compiled["chunks"]} == {"mlstm", "given-ages", "mlp", "mass-mean"}
     for chunk in compiled["chunks"]:
-        harmless = ("__int__", "to") if chunk["protected"] else ()  # of p, which is on the CPU, and between dtypes
+        harmless = ("__int__", "to") if chunk["protected"] else ()  # reads of p, which is on the CPU, and casts
         assert chunk["pieces"] > 1 and [x for x in chunk["reads"] if x not in harmless] == ["tolist"], chunk
 
 
 def test_a_tail_begins_without_waiting(compiled):
-    """Nothing but p is read, which is on the CPU."""
+    """Only p is read, which is on the CPU."""
     assert compiled["begun"] and all(reads == ["tolist"] for reads in compiled["begun"])

@@ -1,9 +1,9 @@
 """Triton's kernels run by its interpreter on the CPU, in float32 and float16, all in one process.
 
-Triton decides when it is imported whether it interprets: the classes named here are collected with TRITON_INTERPRET=1 only. The
-interpreter runs programs one after another and cannot multiply bfloat16 matrices: races are not found here, and bfloat16 is
-only compiled (test_triton_compiled). What the interpreter computes again and again is left out (quicker_interpreter), but with
-KVPOP_PLAIN_INTERPRETER=1.
+Triton decides at import whether it interprets, so the classes named here are collected with
+TRITON_INTERPRET=1 only. The interpreter runs programs one after another and cannot multiply bfloat16
+matrices. Races are therefore not found here, and bfloat16 is only compiled (test_triton_compiled). Repeated
+computations of the interpreter are cached (quicker_interpreter), except with KVPOP_PLAIN_INTERPRETER=1.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ ELSEWHERE = (
     "test_online_topk.py",
     "../hf/test_triton.py",
 )
-"""Tests of all implementations that are quick enough, and those of transformers with Triton's."""
+"""Tests of all implementations that are quick enough, and tests of transformers with Triton's kernels."""
 
 
 def test_all_pass():
@@ -55,14 +55,14 @@ def test_all_pass():
 
 
 def test_all_classes_are_named():
-    """A class that nobody names would never be run."""
+    """A class that is not named would never run."""
     for file in (ROOT / "tests/kernels").glob("test_triton_*.py"):
         written = set(re.findall(r"^class (Test\w+)", file.read_text(), re.M))
         assert written == {*CLASSES.get(file.name, ())} | (set() if QUICKER else written & {"TestQuickerInterpreter"})
 
 
 def now_and_before(owner, name):
-    """What the quicker interpreter calls, and what Triton does."""
+    """Return the function of the quicker interpreter and Triton's original."""
     now = getattr(owner, name)
     return now, now.__wrapped__
 
@@ -105,7 +105,7 @@ class TestQuickerInterpreter:
 
     @pytest.mark.parametrize("shape", [[3], [], [8.0], [4, 2.0], (8,), [np.int64(8)]], ids=str)
     def test_shapes_that_are_refused(self, shape):
-        """Also where one that is equal has been seen."""
+        """A shape is refused even if an equal one has been accepted before."""
         import triton.language as tl
 
         def outcome(init):
@@ -129,7 +129,7 @@ class TestQuickerInterpreter:
         assert list(now(tl.tuple([one, 2]))) == list(before(tl.tuple([one, 2])))
 
     def test_kernels_give_the_same_bits(self):
-        """Of training's ops, forward and backward, in float16 and, of gates and sums, float32."""
+        """Training ops give equal bits, forward and backward, in float16, with gates and sums in float32."""
         from kernels.quicker_interpreter import as_it_was
 
         from kvpop_vllm.kernels import ops

@@ -1,7 +1,7 @@
-"""Triton's prefill, run by its interpreter on the CPU in the process that test_triton_interpreted starts.
+"""Triton's prefill under its interpreter, in the process that test_triton_interpreted starts.
 
-What equals decode steps elsewhere does so here too: with TRITON_INTERPRET=1 the tests of test_prefill_chunk, test_online_topk and
-test_regions run with this implementation alone, and some of them are run so.
+With TRITON_INTERPRET=1 the tests of test_prefill_chunk, test_online_topk and test_regions run with this
+implementation alone, and that process runs some of them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SEQUENTIAL = [case for case in SOME_CASES if Problem(case, 1, 2, 3, 4).rule.sequ
 
 @pytest.fixture
 def poisoned():
-    """torch.empty gives NaN, and the largest of an integer type."""
+    """Fill tensors of torch.empty with NaN, or with the largest value of an integer type."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -34,7 +34,7 @@ def poisoned():
 
 @pytest.fixture
 def few_programs(monkeypatch):
-    """Large tiles: to an interpreter every operation is as long as another."""
+    """Use large tiles, because every operation takes an interpreter equally long."""
     from kvpop_vllm.kernels.triton import _prefill_attend
 
     monkeypatch.setattr(_prefill_attend, "_tiles", lambda wide, padded: (128, 64, 4))
@@ -46,14 +46,14 @@ class Interpreted:
 
 
 class Parts:
-    """One request, its tokens given in parts to ops and implementations in turn."""
+    """One request whose tokens are given in parts, to ops and implementations in turn."""
 
     def __init__(self, problem: Problem):
         self.p, self.start, self.rows = problem, 0, []
         self.pages, self.table = problem.pages()
 
     def take(self, count: int, impl: str, op: str = "prefill_chunk"):
-        """The next tokens; returns self."""
+        """Process the next ``count`` tokens and return self."""
         p, end = self.p, self.start + count
         own = dict(rule=p.rule, scale=p.scale, impl=impl)
         steps = [(self.start, end)] if op == "prefill_chunk" else [(t, t + 1) for t in range(self.start, end)]
@@ -76,7 +76,11 @@ class Parts:
 
 @pytest.fixture
 def small(monkeypatch):
-    """Pieces of 16 tokens, tiles of 16 rows and keys, lists of two blocks of queries, made 16 keys at a time; four slots searched at a time."""
+    """Use sizes that make a short chunk use several of everything.
+
+    Pieces have 16 tokens, tiles 16 rows and keys. Lists cover two blocks of queries and are made 16 keys at a
+    time. Four slots are searched at a time.
+    """
     from kvpop_vllm.kernels.triton import _prefill_attend, online_topk, prefill_chunk
 
     monkeypatch.setattr(prefill_chunk, "PIECE", 16)
@@ -105,7 +109,7 @@ TURNS = "mlstm", "mlstm-immediate", "given-ages"
 class TestPrefillChunk(Interpreted):
     @pytest.mark.parametrize("case", SEQUENTIAL)
     def test_token_by_token(self, case):
-        """Goes on with what another implementation holds; to the bit as decode steps, however it is cut."""
+        """Triton continues another implementation's request, and chunks equal decode steps to the bit."""
         p = Problem(case, 2, 4, 9, length=23, seed=len(case), heads=1)
         begun = Parts(p).take(20, "cpp")
         whole, cut = (Parts(p) for _ in range(2))
@@ -119,7 +123,7 @@ class TestPrefillChunk(Interpreted):
 
     @pytest.mark.parametrize("shape", SHAPES)
     def test_shapes(self, shape, small):
-        """Tiles, lists and pieces that a short chunk has several of."""
+        """A short chunk has several tiles, lists and pieces."""
         options = dict(roles=(2, 8, 10)) | SHAPES[shape]
         p = Problem(options.pop("case"), *options.pop("roles"), length=44, seed=7, **options)
         check_same(p.prefill([34, 1, 9], "triton"), p.decode())
@@ -129,7 +133,7 @@ class TestPrefillChunk(Interpreted):
 
     @pytest.mark.parametrize("case", TURNS)
     def test_all_take_turns(self, case):
-        """Chunks and steps of all implementations on the same pages."""
+        """Chunks and steps of all implementations take turns on the same pages."""
         p = Problem(case, 3, 6, 12, length=70, seed=1)
         turns = Parts(p).take(26, "reference").take(3, "triton").take(8, "cpp", "decode_step").take(9, "triton")
         turns.take(2, "reference", "decode_step").take(13, "triton").take(9, "cpp")
@@ -137,7 +141,10 @@ class TestPrefillChunk(Interpreted):
 
     @pytest.mark.parametrize("size, group", [(64, 4), (80, 1)])
     def test_float16_is_within_its_roundings(self, size, group):
-        """As bfloat16 in test_prefill_chunk: weights are rounded to 2^-11 of each, or where they are smallest by 2^-25."""
+        """The error is that of weights rounded to 2^-11 of each, or by 2^-25 where they are smallest.
+
+        The test is that of bfloat16 in test_prefill_chunk.
+        """
         options = dict(length=100, size=size, group=group, seed=size)
         rounded, exact = (
             Problem("linear", 4, 8, 40, dtype=torch.float16, **options),
@@ -176,7 +183,7 @@ class TestPrefillChunk(Interpreted):
         assert all(torch.equal(a, b) for a, b in zip(found[:2], expected[:2], strict=True)) and found[2] == expected[2]
 
     def test_foreign_bytes_do_not_matter(self):
-        """Pages hold NaN where nothing was written; other blocks stay as they are."""
+        """Pages hold NaN where nothing was written, and other blocks do not change."""
         p = Problem("linear", 2, 6, 9, length=60, seed=1)
         parts = Parts(p).take(33, "triton").take(27, "triton")
         others = torch.ones(parts.pages.num_blocks, dtype=torch.bool)
@@ -211,7 +218,7 @@ class TestPrefillChunk(Interpreted):
         assert (pages.raw == 255).all()
 
     def test_step_order_token_by_token(self):
-        """A wrong start raises before anything is written, also where decode steps would only say NaN."""
+        """A wrong start raises before anything is written, although decode steps would only return NaN."""
         p = Problem("mass-mean", 2, 4, 9, length=24)
         parts = Parts(p).take(20, "cpp")
         before = parts.pages.raw.clone()
@@ -222,7 +229,7 @@ class TestPrefillChunk(Interpreted):
 
 
 def test_every_case_is_there():
-    """Of the tests above, whose parameters are all but few."""
+    """The few parameters of the tests above cover every case."""
     assert set(SOME_CASES) == {*SEQUENTIAL, *TURNS, *(options["case"] for options in SHAPES.values())}
 
 

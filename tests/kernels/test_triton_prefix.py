@@ -1,4 +1,4 @@
-"""Triton's kernels behind a protected prefix, run by its interpreter in the process that test_triton_interpreted starts."""
+"""Triton's kernels behind a protected prefix, interpreted in the process of test_triton_interpreted."""
 
 from __future__ import annotations
 
@@ -55,14 +55,18 @@ SERVED = {
 class TestPrefix(Interpreted):
     @pytest.mark.parametrize("name", SERVED)
     def test_holds_what_the_definition_holds(self, name):
-        """One batch: nothing protected and the budget about to be full; the last protected token, then the tail's first; a tail
-        about to be full behind whole blocks; within a prefix."""
+        """One batch holds requests at all places relative to their prefixes.
+
+        These are a request with nothing protected and an almost full budget, one at its last protected token
+        and then the tail's first, one with an almost full tail behind whole blocks, and one within its
+        prefix.
+        """
         p = problem(**(SERVED[name] | dict(protected=(0, 18, 16, 33))))
         full = int(p.budgets.max())
         Served(p, (full - 1, 17, 16 + full - p.rule.sinks - 1, 4)).check(3)
 
     def test_a_prefix_and_its_tail_whatever_lies_there(self):
-        """A tail that is begun again, on dirty pages; after it the tokens that it had are the old ones."""
+        """A tail begun again on used pages gives the same as on pages of 0xFF, without its earlier tokens."""
         p = problem("mlstm-corrected", protected=(17,), topk=2)
         served = Served(p, (24,))
         before = served.pages.raw.clone()
@@ -77,8 +81,10 @@ class TestPrefix(Interpreted):
         assert p.long_range(served.pages, 0, 0, 20).keys() == {17}
 
     def test_a_wrong_start_and_padding_touch_nothing(self):
-        """Behind a prefix: a request that is replayed, rows of padding with a prefix or none and tables of anything, one that is
-        right."""
+        """A replayed request behind a prefix and padding change nothing, and another request is right.
+
+        Padding comes with a prefix and without one, with arbitrary tables.
+        """
         p = problem("mlstm-norm-skip", protected=(17, 16, 0, 20), topk=2)
         served = Served(p, (23, 16, 0, 24))
         positions, table = torch.tensor([22, -1, -1, 24]), p.table.clone()
@@ -102,7 +108,7 @@ class TestPrefix(Interpreted):
 
     @pytest.mark.parametrize("longest", [16, 8192])
     def test_programs_share_a_long_prefix(self, longest, monkeypatch):
-        """As many as it takes where none may walk far; a prefix of none among them."""
+        """The number of programs grows if none may walk far; one of the requests has no prefix."""
         from kvpop_vllm.kernels.triton import decode_step as module
 
         monkeypatch.setattr(module, "LONGEST_WALK", longest)
@@ -140,7 +146,7 @@ class TestBeginTail(Interpreted):
     @pytest.mark.parametrize("replay", [0, 5, 70, 1024])
     @pytest.mark.parametrize("case, size", [("mlstm-softmax-cap", 32), ("mlstm-direct-values", 64)])
     def test_equals_the_reference(self, case, size, replay):
-        """R tokens smaller and larger than p, and than a chunk; requests without a prefix are left alone, as is all but state."""
+        """R is smaller or larger than p and than a chunk; only states behind a prefix change."""
         p = problem(case, heads=2, size=size, protected=(0, 90, 17), replay=replay)
         reference = Served(p, ()).reference
         reference.k[p.prefix_blocks.long()], reference.v[p.prefix_blocks.long()] = (
@@ -179,7 +185,7 @@ class TestPrefillBehindAPrefix(Interpreted):
     @pytest.mark.parametrize("cuts", [(40,), (18, 22), (17, 1, 22), (5, 17, 3, 15), (30, 10)])
     @pytest.mark.parametrize("name", PREFILLED)
     def test_equals_decode_steps(self, name, cuts, monkeypatch):
-        """However a prompt is cut: chunks within a prefix of 18 tokens, over its end, that begin there, and behind it."""
+        """Chunks lie within a prefix of 18 tokens, cross its end, begin at it and lie behind it."""
         from kvpop_vllm.kernels import prefix_attention
 
         monkeypatch.setattr(prefix_attention, "PIECE", 16)
@@ -237,11 +243,11 @@ class TestPrefillBehindAPrefix(Interpreted):
 
 
 class TestDraws(Interpreted):
-    """Scores that are drawn: which tokens are held follows from integers alone, so that it is the reference's to the last."""
+    """Random draws follow from integers alone, so retained tokens equal the reference's exactly."""
 
     @pytest.fixture
     def drawn(self):
-        """Two requests, one of them behind a prefix, whose tokens are drawn by lot."""
+        """Two requests under random eviction, the second behind a prefix."""
         p = problem("none", heads=2, protected=(0, 18))
         lanes = (3 << 32) + torch.arange(2)
         p.rule = replace(p.rule, scorer=ops.RandomDraw(lanes), log_gamma=torch.zeros(2, dtype=torch.float64))

@@ -1,4 +1,4 @@
-"""Triton's decode step, run by its interpreter on the CPU in the process that test_triton_interpreted starts."""
+"""Triton's decode step under its interpreter, in the process that test_triton_interpreted starts."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ SERVED = {
 
 @pytest.fixture
 def poisoned():
-    """torch.empty gives NaN, and the largest of an integer type."""
+    """Fill tensors of torch.empty with NaN, or with the largest value of an integer type."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -63,7 +63,7 @@ def problem(dtype=torch.float32, **options) -> Problem:
 
 
 class Replay:
-    """Requests that the reference and the float64 loop have followed from the start; the kernels' pages begin as theirs."""
+    """Requests that the reference and the float64 loop follow; the kernels' pages begin as theirs."""
 
     def __init__(self, p: Problem, starts: tuple):
         self.p, self.positions, self.roundings = p, [0] * p.requests, nullcontext()
@@ -75,7 +75,7 @@ class Replay:
         self.pages, self.roundings = p.layout.view(self.reference.raw.clone()), OtherRoundings(0)
 
     def advance(self, active):
-        """Inputs, the reference's and the exact results, and the margins by request and head."""
+        """Return inputs, the reference's and the exact results, and the margins by request and head."""
         p, now = self.p, [self.positions[r] for r in active]
         inputs = p.inputs(active)
         with self.roundings:
@@ -95,7 +95,11 @@ class Replay:
         return inputs, eager, wide, [s[3] for s in steps]
 
     def step(self, active):
-        """The next token of each; the kernels hold what the exact loop holds. Returns their outputs, the exact and the eager."""
+        """Advance each request by one token and check that retained tokens are exact.
+
+        Returns:
+            Outputs and log-sum-exps of the kernels, of the exact loop and of the reference.
+        """
         p, now = self.p, [self.positions[r] for r in active]
         inputs, eager, wide, margins = self.advance(active)
         found = p.run(self.pages, active, now, *inputs, "triton")
@@ -108,7 +112,7 @@ class Replay:
         return found, wide, eager
 
     def check(self, steps):
-        """Retained tokens at every step, and outputs, log-sum-exps and scores within budget of the whole."""
+        """Check retained tokens at every step, and outputs, log-sum-exps and scores against their budgets."""
         p, active, results = self.p, list(range(self.p.requests)), []
         for _ in range(steps):
             results.append(self.step(active))
@@ -136,7 +140,7 @@ class Replay:
         assert (self.pages.raw[self.foreign()] == 255).all()
 
     def foreign(self):
-        """Blocks that nobody has, ``[blocks]`` booleans."""
+        """Return the mask ``[blocks]`` of blocks that belong to no request."""
         others = torch.ones(self.p.num_blocks, dtype=torch.bool)
         others[self.p.table.flatten().long()] = False
         return others
@@ -148,7 +152,7 @@ class Replay:
 
 @pytest.fixture
 def cut(monkeypatch):
-    """Slots of a head are cut among programs, and searched, by 16."""
+    """Cut the slots of a head among programs, and search them, in steps of 16."""
     from kvpop_vllm.kernels.triton import decode_step as module
 
     monkeypatch.setattr(module, "SPLIT_SLOTS", 16)
@@ -158,18 +162,21 @@ def cut(monkeypatch):
 class TestDecodeStep(Interpreted):
     @pytest.mark.parametrize("name", SERVED)
     def test_holds_what_the_definition_holds(self, name, cut):
-        """Two requests in one batch: one at its start, on dirty pages, one whose budget is about to be full."""
+        """One batch holds a request that starts on dirty pages and one whose budget is almost full."""
         p = problem(requests=2, **SERVED[name])
         full = int(p.budgets.max())
         Replay(p, (0, full - 1)).check(3)
 
     def test_many_requests_and_uncut(self):
-        """More rows than a tile of products has; all of a head's slots in one program."""
+        """There are more rows than a tile of products has, and one program has all of a head's slots."""
         p = problem(case="mlstm", requests=17, topk=3, size=16)
         Replay(p, (*range(3, 13), *range(1, 8))).check(1)
 
     def test_a_wrong_start_and_padding_touch_nothing(self, cut):
-        """A request that is replayed, one of padding with a page table of anything, one that starts over on dirty pages."""
+        """A replayed request and padding change nothing; one that starts over on dirty pages is right.
+
+        The padding has an arbitrary page table.
+        """
         p = problem(case="mlstm-corrected", requests=4, topk=2)
         replay = Replay(p, (6, 12, 0, 12))
         replay.positions = [5, 12, -1, 0]
@@ -194,7 +201,7 @@ class TestDecodeStep(Interpreted):
 
     @pytest.mark.parametrize("decay_step", [1, 4])
     def test_victim_far_out_and_ties(self, decay_step, cut):
-        """At positions beyond 131,072, with many exactly equal effective scores: the older token leaves."""
+        """Among equal effective scores at positions beyond 131,072, the older token is evicted."""
         p = problem(case="none", requests=4, heads=3, topk=60, slots=64, step=decay_step)
         p.rule = replace(p.rule, log_gamma=torch.tensor([-0.5, -0.125, 0.0], dtype=torch.float64))
         pages, q0, slots = poisoned_pages(p.layout, p.num_blocks), 200_000, torch.arange(int(p.budgets[0, 0]))
@@ -216,7 +223,7 @@ class TestDecodeStep(Interpreted):
             assert p.long_range(pages, r, h, q0) == tokens
 
     def test_scores_that_are_no_number_are_kept_out(self):
-        """Among long-range tokens whose scores are NaN no victim is found: the leaving token goes, and nothing else moves."""
+        """If all long-range scores are NaN, the token leaving the window is evicted, nothing else moves."""
         p = problem(case="given")
         replay = Replay(p, (20,))
         replay.pages.score.fill_(torch.nan)
@@ -225,7 +232,7 @@ class TestDecodeStep(Interpreted):
         assert p.long_range(replay.pages, 0, 0, 20).keys() == held
 
     def test_strided_inputs_equal_contiguous_ones(self):
-        """Queries and keys out of one tensor, values out of another."""
+        """Queries and keys are views of one tensor, values of another."""
         p = problem(case="mlstm-direct-values", heads=2, requests=2)
         pages = Replay(p, (19, 20)).pages
         other, (q, k, v) = p.layout.view(pages.raw.clone()), p.inputs([0, 1])

@@ -1,4 +1,4 @@
-"""Triton's training kernels, run by its interpreter on the CPU in the process that test_triton_interpreted starts."""
+"""Triton's training kernels under its interpreter, in the process that test_triton_interpreted starts."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def draw(seed, *shape, dtype=torch.float32):
 
 @pytest.fixture
 def poisoned():
-    """torch.empty gives NaN, and the largest of an integer type."""
+    """Fill tensors of torch.empty with NaN, or with the largest value of an integer type."""
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -136,7 +136,7 @@ class TestSparseAttention(Interpreted):
 
     @pytest.mark.parametrize("length, topk", [(70, 0), (1, 1)])
     def test_queries_that_see_themselves_alone(self, length, topk):
-        """k = 0, w = 1, s = 0: dq and dk are zero but for the rounding of two equal sums of D products."""
+        """With k = 0, w = 1, s = 0, dq and dk are zero up to the rounding of two equal sums of D products."""
         inputs = attention_inputs(length, 16, group=2)
         q, k, v = (x.requires_grad_() for x in inputs)
         rank, cutoff = ops.running_topk(draw(0, 1, 2, length), sinks=0, window=1, topk=topk, impl="triton")
@@ -155,7 +155,7 @@ class TestSparseAttention(Interpreted):
         assert dk.abs().max() <= 2 * rounding * 0.25 * q.abs().max()
 
     def test_blocks_that_nobody_sees_are_not_visited(self):
-        """The older, the better: the k first stay, what comes later is seen in the window only."""
+        """With the oldest tokens best, the first k stay and later ones are seen in the window only."""
         from kvpop_vllm.kernels.triton.sparse_attention import _visits
 
         length, options = 256, dict(sinks=4, window=24, topk=30)
@@ -216,7 +216,7 @@ def mlstm_inputs(length, features, width, seed=0, gates=2.0):
 
 
 def recurrence(q, k, v, igate, fgate, delay, start=None):
-    """Token by token, without a stabiliser: readout of u at u + delay, zero beyond the end; and the last C and z."""
+    """Return readouts of u at u + delay, zero beyond the end, and the last C and z, unstabilised."""
     c, z, m = (0.0, 0.0, None) if start is None else (x.to(q) for x in start)
     if m is not None:
         c, z = c * m.exp()[..., None, None], z * m.exp()[..., None]
@@ -228,12 +228,12 @@ def recurrence(q, k, v, igate, fgate, delay, start=None):
         if t >= delay:
             u = q[..., t - delay, :]
             h[t - delay] = torch.einsum("bhf,bhfv->bhv", u, c) / ((u * z).sum(-1, keepdim=True) + 1e-6)
-    nothing = 0 * (q.sum() + k.sum() + v.sum() + igate.sum() + fgate.sum())  # a graph even where nothing is read
+    nothing = 0 * (q.sum() + k.sum() + v.sum() + igate.sum() + fgate.sum())  # a graph even if nothing is read
     return torch.stack(h, 2) + nothing, c, z
 
 
 class TestDelayedMLSTM(Interpreted):
-    """Against the recurrence in float64; the error allowed is that of the same chunks in eager float32."""
+    """The mLSTM against its recurrence in float64, within the error of the same chunks in eager float32."""
 
     NAMES = ("h", "C", "z", "dq", "dk", "dv", "di", "df")
 
@@ -264,9 +264,9 @@ class TestDelayedMLSTM(Interpreted):
         [
             (77, 9, 16, 16, 16),
             (130, 64, 20, 33, 64),
-            (20, 0, 70, 100, 16),  # two tiles each way
+            (20, 0, 70, 100, 16),  # two tiles per axis
             (128, 1, 16, 16, 32),  # the chunks fill the sequence
-            (90, 17, 16, 16, 256),  # worked off in pieces
+            (90, 17, 16, 16, 256),  # processed in pieces
             (40, 39, 16, 16, 16),  # one token is read
             (40, 40, 16, 16, 16),  # none is
             (40, 100, 16, 16, 16),
@@ -277,7 +277,7 @@ class TestDelayedMLSTM(Interpreted):
         self.check(mlstm_inputs(length, features, width), delay=delay, chunk=chunk)
 
     def test_one_token(self):
-        """Its gates cancel but for epsilon: their gradients are zero to the rounding of the products that cancel."""
+        """The gates cancel except for epsilon, so their gradients are zero up to rounding of products."""
         inputs = [t.requires_grad_() for t in mlstm_inputs(1, 5, 3)]
         h, _ = ops.delayed_mlstm(*inputs, delay=0, impl="triton")
         grad = draw(9, *h.shape)
@@ -298,7 +298,10 @@ class TestDelayedMLSTM(Interpreted):
         self.check([t.half() for t in mlstm_inputs(50, 16, 16)], delay=5)
 
     def test_stabiliser_beyond_the_clamp_of_epsilon(self):
-        """m > 60: epsilon's share is below 1e-32. m < -60: the readout is below 1e-20 |v|, and so is all that is left out."""
+        """For m > 60 epsilon's share is below 1e-32; for m < -60 the readout is below 1e-20 |v|.
+
+        What is left out for m < -60 is as small.
+        """
         q, k, v, igate, fgate = mlstm_inputs(60, 16, 16)
         self.check((q, k, v, igate + 75, fgate), delay=4, chunk=16)
         low = [t.requires_grad_() for t in (q, k, v, igate - 90, fgate)]

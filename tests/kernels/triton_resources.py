@@ -1,10 +1,11 @@
-"""What Triton's kernels take of a GPU that need not be there: a process that compiles them, through their own launches.
+"""Resources that Triton's kernels take of a GPU that need not be present.
 
-``python tests/kernels/triton_resources.py`` prints registers, bytes of stack and of shared memory, and whether products and
-sums may be fused, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128; ``--op`` those of one op alone (of a
-prefill those that it has of its own; ``prefix`` is a decode step behind a protected prefix); ``--json few`` those that tests look
-at. Of a decode step it also notes what torch was asked for meanwhile, and refuses all that reads a tensor's values; of a prefill
-and of the beginning of a tail it notes these.
+The process compiles the kernels through their own launches. ``python tests/kernels/triton_resources.py``
+prints registers, bytes of stack and of shared memory, and whether products and sums may be fused, of every
+kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128. ``--op`` prints one op alone (of prefill its
+own kernels only; ``prefix`` is a decode step behind a protected prefix), ``--json few`` what tests look at.
+For a decode step it also records the torch ops that ran, and refuses all that read a tensor's values. For a
+prefill and for the beginning of a tail it records those reads.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 STEPS = "mlstm-corrected", "moment"
 ALL = dict.fromkeys(itertools.product((90, 80), DTYPES, (64, 128)), STEPS)
 FEW = {(90, "bfloat16", 128): STEPS, (80, "float32", 128): STEPS, (90, "float16", 64): ("mlstm",)}
-"""Cases of decode steps by GPU, dtype and size."""
+"""Cases of decode steps by GPU, dtype and head size."""
 CHUNKS = {"mlstm": 100, "given-ages": 100, "mlp": 100, "mass-mean": 3}
-"""Of prefill: case -> tokens of a chunk."""
+"""Number of tokens of a prefill chunk, by case."""
 BEHIND = {"mlstm": 100, "mass-mean": 3}
-"""Of prefill behind a prefix of :data:`PREFIX` tokens, in the same way."""
+"""Number of tokens of a prefill chunk behind a prefix of :data:`PREFIX` tokens, by case."""
 PREFIX = 200
 OPS = "decode_step", "prefix", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
@@ -58,11 +59,15 @@ class Target:
 
 
 def compile_only(self, *args, grid, warmup, **options):
-    """Once for a combination, but those that a rule changes most for each kind of scorer; of a prefill its own."""
+    """Compile a kernel once for each combination.
+
+    Kernels that a rule changes most are compiled once for each kind of scorer. Of a prefill only its own are
+    compiled.
+    """
     launches.append((self.fn.__name__, grid))
     if op == "prefill_chunk" and self.fn.__module__.rpartition(".")[2] not in OWN:
         return
-    if op == "training":  # all there are, by their hashes
+    if op == "training":  # all variants, by their hashes
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         compiled[self.fn.__name__, kernel.hash[:6]] = kernel
         return
@@ -86,7 +91,7 @@ def resources(kernel) -> dict:
 
 
 class Asked(TorchDispatchMode):
-    """Names of torch's own ops, and shapes of what they give."""
+    """Mode that records torch's own ops and the shapes of their results, and refuses reads of values."""
 
     def __enter__(self):
         self.ops = []
@@ -114,7 +119,7 @@ class Asked(TorchDispatchMode):
 
 
 def serve(case: str, dtype: torch.dtype, size: int) -> list:
-    """Launches and ops of a step of padding, and of one of tokens: they must be the same."""
+    """Return launches and ops of a step of padding and of one of tokens, which must be the same."""
     from kvpop_vllm.kernels.triton.decode_step import decode_step
 
     sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900)
@@ -135,7 +140,7 @@ def serve(case: str, dtype: torch.dtype, size: int) -> list:
 
 @contextmanager
 def noted_reads():
-    """Yields a list that gets the names of the ways in which tensors are read."""
+    """Yield a list that receives the names of the reads of tensors."""
     found, kept = [], {name: getattr(torch.Tensor, name) for name in READS}
     for name, method in kept.items():
         setattr(torch.Tensor, name, lambda *a, name=name, method=method, **b: (found.append(name), method(*a, **b))[1])
@@ -147,7 +152,7 @@ def noted_reads():
 
 
 def begin(case: str, dtype: torch.dtype, size: int) -> list[str]:
-    """The beginning of two tails: which ways of reading a tensor it took."""
+    """Begin two tails and return the names of the reads that this took."""
     from kvpop_vllm.kernels.triton import delayed_mlstm as module
     from kvpop_vllm.kernels.triton.begin_tail import begin_tail
 
@@ -161,8 +166,12 @@ def begin(case: str, dtype: torch.dtype, size: int) -> list[str]:
 
 
 def prefill(case: str, dtype: torch.dtype, size: int, protected: int = 0) -> dict:
-    """A chunk behind 8 tokens, and protected ones, in pieces or token by token: how many of these, and which ways of reading a
-    tensor it took."""
+    """Prefill a chunk behind 8 tokens, and ``protected`` ones, in pieces or token by token.
+
+    Returns:
+        The case, the number of protected tokens, the number of pieces or steps, and the names of the reads of
+        tensors.
+    """
     from kvpop_vllm.kernels.triton import prefill_chunk as module
 
     count, prefix, start = (BEHIND if protected else CHUNKS)[case], None, 8 + protected
@@ -187,7 +196,7 @@ def prefill(case: str, dtype: torch.dtype, size: int, protected: int = 0) -> dic
 
 
 def train(dtype: torch.dtype, size: int, length: int) -> None:
-    """The ops of training, forward and backward, and a state that goes on."""
+    """Run the ops of training, forward and backward, and an mLSTM that continues from a state."""
     from kvpop_vllm.kernels.triton import delayed_mlstm as module
     from kvpop_vllm.kernels.triton.delayed_mlstm import delayed_mlstm
     from kvpop_vllm.kernels.triton.future_attention_mass import future_attention_mass
@@ -209,7 +218,7 @@ def train(dtype: torch.dtype, size: int, length: int) -> None:
 
 
 def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[dict]:
-    """Of the kernels of one op on one GPU; what else is found goes to notes."""
+    """Return the resources of one op's kernels on one GPU, and add everything else found to ``notes``."""
     compiled.clear()
     if op == "training":
         train(DTYPES[dtype], size, 256 if dtype == "float32" else 77)

@@ -1,4 +1,4 @@
-"""Error budgets accept honest rounding, however sums are ordered, and refuse anything else."""
+"""Error budgets accept correct rounding in any summation order and reject planted faults."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvpop_vllm.testing import ErrorBudget, OtherRoundings, assert_within_budget
 aten = torch.ops.aten
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
 HEADROOM = 0.5
-"""Largest share of the allowed error that an honest computation may show."""
+"""Largest share of the allowed error that a correct computation may use."""
 
 
 class OtherOrder(TorchDispatchMode):
-    """All sums within, also those of gradients, in blocks of ``width`` terms, of an order drawn from ``seed``, one block after another."""
+    """Dispatch mode that computes sums in blocks of ``width`` terms in random order, gradients included."""
 
     WHOLE = get_decompositions([aten._softmax, aten._softmax_backward_data, aten.logsumexp, aten.mean, aten.addmm])
 
@@ -59,7 +59,7 @@ def normal(seed, *shape):
 
 
 class Attention:
-    """Sparse attention with all its gradients, by definition and as kernels compute it, with faults on demand."""
+    """Sparse attention and its gradients, by definition and as kernels compute them, with optional faults."""
 
     NAMES = ("out", "lse", "dq", "dk", "dv")
     roles = dict(sinks=2, window=8, topk=9)
@@ -77,12 +77,15 @@ class Attention:
         return tuple(x.detach() for x in (out, lse, *torch.autograd.grad(out, leaves, self.grad.to(dtype))))
 
     def kernel(self, visible=None, scale=None, compute=F32, missing=None, no_delta=None, lost=None):
-        """Recomputes weights from the log-sum-exp, as kernels do.
+        """Return output, log-sum-exp and gradients, recomputing weights from the log-sum-exp as kernels do.
 
         Args:
-            visible, scale: instead of its own. compute: precision of everything between inputs and results.
-            missing: slice of queries that give no gradient to keys. no_delta: slice of queries whose gradients lack their
-            second term. lost: key whose weight the log-sum-exp lacks.
+            visible: mask that replaces the correct one.
+            scale: factor that replaces the correct one.
+            compute: dtype of everything between inputs and results.
+            missing: slice of queries that contribute no gradient to keys.
+            no_delta: slice of queries whose gradients lack their second term.
+            lost: key whose weight the log-sum-exp lacks.
         """
         q, grad, k, v = (x.to(compute) for x in (self.q, self.grad, self.k, self.v))
         scale, visible = scale or self.scale, self.visible if visible is None else visible
@@ -105,7 +108,7 @@ class Attention:
         return tuple(x.to(y) for x, y in zip((out, lse, dq, dk, dv), (self.dtype, F32, *[self.dtype] * 3), strict=True))
 
     def kept(self, query=slice(None), **changes):
-        """What is seen; by one query, or by all, with other roles."""
+        """Return the visibility mask, with changed roles for ``query`` (by default for all queries)."""
         visible = self.visible.clone()
         visible[:, :, query] = kept_sets(self.priority, *(self.roles | changes).values())[:, :, query]
         return visible
@@ -116,7 +119,7 @@ class Attention:
 
 
 class Mass:
-    """The transposed pass."""
+    """Attention mass that keys receive from later queries."""
 
     NAMES = ("mass",)
     options = dict(window=9, scale=0.25, lookahead=13)
@@ -136,7 +139,7 @@ class Mass:
 
 
 class MLSTM:
-    """Token by token by definition, chunk by chunk as a kernel."""
+    """Delayed mLSTM: ``definition`` goes token by token, ``kernel`` chunk by chunk."""
 
     NAMES = ("h", "C", "z")
 
@@ -146,7 +149,12 @@ class MLSTM:
         self.inputs, self.delay = (q, k, normal(seed + 5, 1, 2, length, 16), igate, fgate), delay
 
     def definition(self, dtype=F32, round_state=None, delay=None, **changes):
-        """``round_state``: what the state is rounded to after each token. ``changes``: other gates."""
+        """Return outputs and the last state.
+
+        Args:
+            round_state: dtype that the state is rounded to after each token.
+            changes: replacements of ``igate`` and ``fgate``.
+        """
         q, k, v, igate, fgate = (x.to(dtype) for x in self.inputs)
         igate, fgate = (changes.get(name, x).to(dtype) for name, x in (("igate", igate), ("fgate", fgate)))
         delay, c, z = self.delay if delay is None else delay, torch.zeros(1, 2, 16, 16, dtype=dtype), 0 * q[:, :, 0]
@@ -167,12 +175,15 @@ class MLSTM:
         return h, c * m.exp()[..., None, None], z * m.exp()[..., None]
 
     def budgets(self):
-        """By chunks, which sum up logarithms of decays: that costs more than to multiply decays token by token."""
+        """Return budgets from the chunked form.
+
+        It sums logarithms of decays, which costs more precision than multiplying decays token by token.
+        """
         return [ErrorBudget(*pair) for pair in zip(self.definition(F64), eager_runs(self.kernel), strict=True)]
 
 
 class Decode:
-    """The last of some decode steps, of one head that evicts nothing: the newest score is there to be seen."""
+    """Last of several decode steps of one head that evicts nothing, so that the newest score is visible."""
 
     NAMES = ("out", "lse", "scores")
     steps = 30
@@ -191,7 +202,12 @@ class Decode:
         return self.p.layout.view(self.pages[-1].raw.clone())
 
     def kernel(self, impl="cpp", planted=lambda *_: None):
-        """``planted``: does something to the pages, given also those of a step before."""
+        """Run the last step on a copy of the pages.
+
+        Args:
+            planted: function of the problem, the pages and those of one step before, which first changes
+                the pages.
+        """
         pages, last = self.copied(), self.steps - 1
         planted(self.p, pages, self.pages[-2])
         out, lse = self.p.run(pages, [0], [last], *self.inputs, impl)
@@ -205,19 +221,19 @@ class Decode:
 
 
 def stale_slot(p, pages, before):
-    """The ring's newest slot holds the token that was there."""
+    """Restore the previous content of the newest token's ring slot."""
     at = p.table[0, 0, p.layout.state_blocks].long(), 0, p.sinks + (Decode.steps - 2 - p.sinks) % p.window
     pages.k[at], pages.v[at] = before.k[at], before.v[at]
 
 
 def stale_state(p, pages, before):
-    """It lacks the newest token."""
+    """Restore the state that lacks the newest token."""
     at = p.table[0, 0, : p.layout.state_blocks].long()
     pages.state[at] = before.state[at]
 
 
 def coarse_state(p, pages, before):
-    """Once, a step ago."""
+    """Round the state to bfloat16 once, before the last step."""
     at = p.table[0, 0, : p.layout.state_blocks].long(), 0
     pages.state[at] = pages.state[at].bfloat16().float()
 
@@ -234,7 +250,10 @@ def shares(budgets, results):
 
 @pytest.mark.parametrize("computation", [Attention, Mass, MLSTM])
 def test_any_order_of_any_sum_is_allowed(computation):
-    """With as much to spare: a processor, its vectors and a library's blocks are no more than such orders."""
+    """Any order leaves at least half of the allowed error unused.
+
+    A processor, its vector width and a library's blocks amount to such orders.
+    """
     largest = 0.0
     for seed in range(8):
         made, budgets = judged(computation, 10 * seed)
@@ -246,7 +265,7 @@ def test_any_order_of_any_sum_is_allowed(computation):
 
 
 def test_other_orders_are_other_orders():
-    """They change results, not much, and those of gradients too; and they are orders of the same terms."""
+    """Other orders change results and gradients slightly, and add the same terms."""
     made = Attention()
     plain = made.definition(F32)
     with OtherOrder(0, 1):
@@ -258,7 +277,7 @@ def test_other_orders_are_other_orders():
 
 
 def test_budgets_do_not_hang_on_seeds():
-    """Nor, therefore, on a processor: what is allowed from other seeds is between two thirds of it and half as much again."""
+    """Budgets from other seeds are between 2/3 and 3/2 of these, so no budget depends on a processor."""
     made, other = Attention(), []
     for seed in range(100, 104):
         with OtherRoundings(seed):
@@ -268,7 +287,7 @@ def test_budgets_do_not_hang_on_seeds():
 
 
 def one_less(made, name):
-    """Roles of ``made`` with one token less of these."""
+    """Return the visibility mask of ``made`` with the role ``name`` one token smaller."""
     return made.kept(**{name: made.roles[name] - 1})
 
 
@@ -323,7 +342,7 @@ FAULTS = [
 
 @pytest.mark.parametrize("computation, options, name, planted", FAULTS)
 def test_planted_faults_are_refused(computation, options, name, planted):
-    """Small ones that a kernel may have; without them it is within budget."""
+    """Small faults that a kernel may have exceed the budget; a kernel without them stays within it."""
     for seed in range(3):
         made, budgets = judged(computation, 10 * seed, **options)
         assert max(shares(budgets, made.kernel())) <= 1
@@ -336,7 +355,7 @@ def test_planted_faults_are_refused(computation, options, name, planted):
 
 @pytest.fixture
 def coarse():
-    """Of attention in bfloat16."""
+    """Budget of the output of attention in bfloat16."""
     return judged(Attention, 0, dtype=BF16)[1][0]
 
 
@@ -347,7 +366,7 @@ def test_the_rounded_reference_passes_and_the_budget_is_derived(coarse):
 
 
 def test_nothing_is_disturbed_twice_for_nothing():
-    """Sums of 16-bit numbers and of float64 are what they are; of float32 ones there are several, all different."""
+    """Sums of 16-bit and of float64 numbers get one run; float32 sums get four runs, all different."""
     for dtype, count in ((F64, 1), (BF16, 1), (F32, 4)):
         runs = eager_runs(lambda dtype=dtype: normal(0, 5, 30).to(dtype) @ normal(1, 30, 5).to(dtype))
         assert len(runs) == count == len({tuple(run.flatten().tolist()) for run in runs})

@@ -1,4 +1,4 @@
-"""The oracle of policies that rank by attention, judged by the whole matrix of attention weights at once."""
+"""The oracle of attention-coupled policies, checked against the whole matrix of attention weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def random_qkv(seed=0):
 
 
 def weights(query, key, visible):
-    """Attention averaged over the query heads of a KV head, ``[H, S, S]``."""
+    """Return attention weights averaged over the query heads of each KV head, ``[H, S, S]``."""
     logits = query.view(HEADS, GROUP, LENGTH, SIZE) @ key.unsqueeze(1).transpose(-1, -2) / math.sqrt(SIZE)
     return logits.masked_fill(~visible.unsqueeze(1), -torch.inf).softmax(-1).mean(1)
 
@@ -89,7 +89,7 @@ def test_policies_follow_their_own_attention():
 
 
 def test_corrected_attention():
-    """Of nothing evicted it is plain attention; of evicted tokens that are one and the same it is dense attention."""
+    """Corrected attention is plain attention if nothing is evicted, and dense if evicted keys are equal."""
     query, key, value = random_qkv()
     everything = torch.ones(HEADS, LENGTH, LENGTH, dtype=torch.bool).tril()
     plain = masked_attention(query, key, value, everything)

@@ -1,4 +1,4 @@
-"""The oracle is what everything else is compared with, so it is checked here from first principles."""
+"""The oracle, checked from first principles because everything else is compared with it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,10 @@ def key_values(length=50, heads=2, size=32, seed=0):
 
 
 def hf_logprobs(model_dir, tokens, exact_norm):
-    """Log-probabilities of the transformers model in float64; its RMS norm computes in float32 unless replaced."""
+    """Return log-probabilities of the transformers model in float64.
+
+    Its RMS norm computes in float32 unless ``exact_norm`` replaces it.
+    """
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float64, attn_implementation="sdpa")
@@ -141,7 +144,7 @@ def test_ties_evict_the_older():
     np.testing.assert_array_equal(
         retained_sets(equal, [0.0], 2, 4, 5), retained_sets(np.arange(30.0)[None], [0.0], 2, 4, 5)
     )
-    # 5, 4, 4: of the two fours the older leaves, also when it is the one held already
+    # Scores 5, 4, 4: the older of the two fours is evicted, although it is already retained.
     scores = np.array([[5.0, 4.0, 4.0, 0.0, 0.0]])
     assert np.flatnonzero(retained_sets(scores, [0.0], 0, 1, 2)[0, 3]).tolist() == [0, 2, 3]
 
@@ -191,7 +194,7 @@ def silu(a):
 
 
 def readout_by_definition(scorer, head, x, values, u, q):
-    """One score from the unrolled, unstabilised sums over tokens ``0 .. q``, numpy only."""
+    """Return one score from the unrolled, unstabilised sums over tokens ``0 .. q``, in numpy only."""
     p = {name: t[head].numpy() for name, t in scorer["layers"][0].items()}
     config = scorer["config"]
 

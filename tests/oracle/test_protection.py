@@ -1,4 +1,4 @@
-"""The oracle of protected prompts, from first principles."""
+"""The oracle of protected prompts, checked from first principles."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_protected_tokens_stay_and_window_and_k_are_what_they_were(policy, prote
 
 @pytest.mark.parametrize("protect", [1, 8, 40])
 def test_protected_tokens_are_so_many_sinks(policy, protect):
-    """Where the scorer's state begins with the first token anyway."""
+    """Protected tokens act like sinks if the scorer's state begins with the first token anyway."""
     protected = replace(policy, protect=protect).decide(0, *random_qkv())
     sinks = replace(policy, sinks=protect).decide(0, *random_qkv())
     assert torch.equal(protected.visible, sinks.visible) and torch.equal(protected.lost, sinks.lost)
@@ -53,7 +53,10 @@ def test_nothing_protected_changes_nothing(policy):
 
 @pytest.mark.parametrize("replay", [0, 1, 20, 64])
 def test_a_state_begins_with_the_last_tokens_of_the_prefix(model, tmp_path, replay):
-    """What lies before them changes no score, the first of them does; and it is as if the sequence began with them."""
+    """Tokens before the replayed ones change no score, the first replayed one does.
+
+    The scores equal those of a sequence that begins with the replayed tokens.
+    """
     scorer = read_scorer(write_random_scorer(tmp_path, model, **SHAPE))
     _, key, value = random_qkv()
     begins = 64 - replay
@@ -70,7 +73,7 @@ def test_a_state_begins_with_the_last_tokens_of_the_prefix(model, tmp_path, repl
 
 
 def test_a_shorter_replay_retains_other_tokens(model, tmp_path):
-    """Else no test could tell whether it was obeyed."""
+    """A shorter replay changes the retained tokens, so tests can detect whether it is respected."""
     policy = OraclePolicy.from_scorer(write_random_scorer(tmp_path, model, **SHAPE), protect=40)
     sets = [replace(policy, replay=replay).decide(0, *random_qkv()).visible for replay in (40, 1024, 4)]
     assert torch.equal(sets[0], sets[1]) and not torch.equal(sets[1], sets[2])

@@ -1,4 +1,4 @@
-"""One row for every policy: how the oracle sees it. Tests of the whole product and of engines take theirs from here."""
+"""One row for every policy, as the oracle describes it, for the tests of the product and of engines."""
 
 from __future__ import annotations
 
@@ -7,22 +7,31 @@ from dataclasses import dataclass, field, replace
 from kvpop_vllm.testing import OraclePolicy
 
 LEARNED = ("mlstm", "mlp", "linear", "trimkv", "dms")
-"""Kinds of scorer folders."""
+"""Kinds of scorers that come in folders."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A policy by its definition.
+    """One policy, or a variant of it.
 
     Attributes:
-        scorer: by what the oracle ranks, or the kind of a scorer folder. policy: its name, where the row is of a variant.
-        options: of such a folder, in all tests. spread: more of them where a test has few tokens.
-        sinks, window: defaults of a policy without a folder; -1: half of the budget. asked: whether tests ask for others.
-        compresses: the prompt is held until its end.
-        own_allocator: what shares the budget unasked. allocator: asked for, where the row is of a variant. corrected: what it does unasked. keeps_all: it evicts nothing.
-        engines: kinds of models that an engine serves with it. longest: its longest prompts there, in budgets. own_blocks: a pool
-            that is too small is tried with it; no other of its make needs other blocks.
-        state: float32 words a head at D = 32.
+        scorer: score by which the oracle ranks tokens, or the kind of a scorer folder.
+        policy: name of the policy, where the row is a variant.
+        options: options of the scorer folder in all tests.
+        spread: further options of the scorer folder in tests with few tokens.
+        sinks: default of a policy without a scorer folder.
+        window: default of a policy without a scorer folder; -1 is half of the budget.
+        asked: True if tests set sinks and window themselves.
+        compresses: True if the policy holds the prompt until its end and then compresses it.
+        allocator: allocator to ask for, where the row is a variant.
+        own_allocator: default allocator of the policy.
+        corrected: True if the policy corrects outputs by default.
+        keeps_all: True if the policy evicts nothing.
+        engines: kinds of models that are served with it in engine tests.
+        longest: length of the longest prompts in engine tests, in budgets.
+        own_blocks: True if it is tested in a pool that is too small; False if a similar row has the same
+            block counts.
+        state: float32 words of one head's state at D = 32.
     """
 
     scorer: str
@@ -68,19 +77,25 @@ ROWS = {
     "momentkv": Row("moment residual", sinks=1, corrected=True, engines=("llama",)),
     "trimkv": Row("trimkv", spread={"seed": 1}, engines=("qwen3",), own_blocks=False),
     "trimkv-kv": Row("trimkv", "trimkv", {"reads": "kv", "gated": True}, {"seed": 3}),
-    # evicts most tokens: equal tokens have equal logits up to rounding in a first layer, so that few decisions may be left to the budget
+    # evicts most tokens by threshold: equal tokens of a first layer have equal logits up to rounding, so few
+    # decisions may be left to the budget
     "dms": Row("dms", None, {"evict": 1.5}, {"evict": -0.5}),
     "dms-query": Row("dms", "dms", {"reads": "query", "evict": 0.5}, {"evict": -0.5}, engines=("llama",)),
     "dms-late": Row("dms", "dms", {"shifted": True}, {"evict": -0.5}),
-    # no engine: equal tokens of a first layer have keys of equal norm but for rounding; judged on an engine's own keys instead
+    # no engine: equal tokens of a first layer have keys of equal norm up to rounding; test_variants.py judges
+    # it on an engine's own keys
     "l2norm": Row("key norm"),
     "full": Row("recency", keeps_all=True),
 }
-"""Name of a case, which is the policy's own but for variants, and its row."""
+"""Rows by name. The name is the policy's, except for variants."""
 
 
 def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:
-    """Give lower layers more tokens: two layers whose k are to each other as 39 to 1 (PyramidKV, beta 20)."""
+    """Return the oracle's policy with the k of two layers that an allocator gives.
+
+    PyramidKV with beta 20 gives the two layers k in the ratio 39 to 1. ``ada`` lets the heads of a layer
+    divide its slots.
+    """
     if allocator == "uniform":
         return plain
     if allocator == "ada":

@@ -1,4 +1,4 @@
-"""An installed distribution that brings policies, as another package would."""
+"""An installed distribution that provides policies, like another package."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Projection(Policy):
 
 @contextmanager
 def importable(folder: Path) -> Iterator[None]:
-    """Python finds what is installed in a folder, and afterwards knows nothing of it."""
+    """Make the packages installed in ``folder`` importable, and remove every trace of them at the end."""
     before = set(sys.modules)
     sys.path.insert(0, str(folder))
     importlib.invalidate_caches()
@@ -58,7 +58,10 @@ def install(
     name: str = "outside-policies",
     code: str = PROJECTION,
 ):
-    """A distribution in ``folder``, which is to be on ``sys.path``, with ``entry`` in our group."""
+    """Install a distribution with ``entry`` in our entry-point group into ``folder``.
+
+    ``folder`` must be on ``sys.path``.
+    """
     module = entry.split("=")[1].split(":")[0].strip()
     (folder / f"{module}.py").write_text(code)
     info = folder / f"{name.replace('-', '_')}-1.0.dist-info"

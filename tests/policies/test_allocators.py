@@ -1,4 +1,4 @@
-"""Allocators against their papers, and what is refused."""
+"""Allocators compared with their papers, and refusals."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def made(name="streaming-llm", budget=1024, shape=SHAPE, **settings):
 
 @pytest.mark.parametrize("name, budget", [("streaming-llm", 1024), ("tova", 333), ("h2o", 512)])
 def test_pyramid_is_an_arithmetic_sequence(name, budget):
-    """From 2 k - k / 20 down to k / 20, all layers together what equal ones hold."""
+    """Long-range slots fall linearly over the layers, from 2 k - k / 20 to k / 20.
+
+    All layers together hold as many tokens as equal ones.
+    """
     policy = made(name, budget, allocator="pyramid")
     shares, kept = policy.shares(), policy.retention
     assert shares.dtype == torch.int32 and shares.shape == (30, 3) and (shares == shares[:, :1]).all()

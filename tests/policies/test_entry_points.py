@@ -1,4 +1,4 @@
-"""Policies of other packages."""
+"""Tests of policies from other packages."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_what_is_wrong_with_it(folder):
 
 
 def test_a_class_that_says_too_little(folder, capsys):
-    """It can be asked for, and is refused; the others are listed all the same."""
+    """A policy class that lacks declarations is refused by name, and the other policies are still listed."""
     little = PROJECTION.replace('paper = "-"', "").replace("def rule", "def role")
     install(folder, "projection = outside_little:Projection", "outside-little", little)
     assert "policy 'projection' of outside-little does not say paper, rule: mend that package" in refusal("projection")

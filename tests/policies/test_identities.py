@@ -1,4 +1,4 @@
-"""One identity of each training-free policy, from its paper or its definition, in the reference and the C++ kernels."""
+"""An identity of each training-free policy, from its paper or definition, in reference and C++ kernels."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def impl(request):
 
 
 def tokens(seed=0):
-    """q ``[L, Hq, D]``, k, v ``[L, H, D]``."""
+    """Return q ``[L, Hq, D]`` and k, v ``[L, H, D]``."""
     draw = torch.Generator().manual_seed(seed)
     return [torch.randn(LENGTH, n, SIZE, generator=draw) for n in (HEADS * GROUP, HEADS, HEADS)]
 
 
 def serve(name, q, k, v, impl, budget=40, **settings):
-    """Outputs ``[L, Hq, D]`` of a whole prompt, and the positions held at its end, per head."""
+    """Return the outputs ``[L, Hq, D]`` of a prompt and the positions that each head holds at its end."""
     shape = ModelShape("llama", 1, HEADS, SIZE, LENGTH)
     rule = policies.get(name)(PolicySettings(name, budget, **settings), shape).layer_rule(0, slice(0, HEADS))
     layout = PageLayout(HEADS, SIZE, torch.float32, 16, rule.state_floats(SIZE))
@@ -43,7 +43,7 @@ def serve(name, q, k, v, impl, budget=40, **settings):
 
 
 def dense(q, k, v):
-    """Causal attention, float64."""
+    """Return the outputs of causal attention in float64."""
     k, v = (x.double().repeat_interleave(GROUP, 1).transpose(0, 1) for x in (k, v))
     logits = q.double().transpose(0, 1) @ k.transpose(1, 2) * SCALE
     causal = torch.ones(LENGTH, LENGTH, dtype=torch.bool).tril()
@@ -61,8 +61,11 @@ def test_a_budget_of_the_whole_sequence_is_dense(name, correction, impl):
 
 @pytest.mark.parametrize("name", ["momentkv", "streaming-llm", "tova", "h2o", "l2norm"])
 def test_identical_evicted_keys_are_corrected_exactly(name, impl):
-    """MomentKV, appendix B: where all evicted keys are one, covariance and Jensen's gap vanish and the corrected output is
-    the dense one, whatever the values. Without the correction it is not."""
+    """The corrected output equals the dense one if all evicted keys are identical.
+
+    Covariance and Jensen's gap are then 0, whatever the values (MomentKV, appendix B). Without the correction
+    the output differs.
+    """
     q, k, v = tokens()
     k[:] = k[7]
     exact = dense(q, k, v)
@@ -73,8 +76,10 @@ def test_identical_evicted_keys_are_corrected_exactly(name, impl):
 
 
 def test_the_correction_follows_the_query(impl):
-    """Evicted keys that differ little: to first order in their spread the correction is exact, so that its error falls
-    with the square of the spread (MomentKV, eq. 9)."""
+    """The error of the correction falls with the square of the spread of the evicted keys.
+
+    For a small spread the correction is exact to first order (MomentKV, eq. 9).
+    """
     q, k, v = tokens()
     errors = []
     for spread in (0.04, 0.02, 0.01):
@@ -93,17 +98,17 @@ def test_l2norm_keeps_the_lowest_norms(impl):
 
 
 def test_tova_is_a_window_where_attention_is_even(impl):
-    """Of equal weights the oldest token leaves."""
+    """With equal weights the oldest token is evicted."""
     q, k, v = tokens()
     _, held = serve("tova", q, torch.zeros_like(k), v, impl)
     assert held == [list(range(LENGTH - 40, LENGTH))] * HEADS
 
 
 def test_tova_drops_what_the_last_query_ignores(impl):
-    """The token that the newest query attends to least leaves next, however much it got before."""
+    """The token with the least attention from the newest query is evicted, whatever it got before."""
     q, k, v = tokens()
     q[:, :], k[:] = 0, 0
-    k[3, :, 0], q[:60, :, 0] = 20.0, 20.0  # the favourite of sixty queries
+    k[3, :, 0], q[:60, :, 0] = 20.0, 20.0  # sixty queries attend to token 3
     q[60:, :, 0] = -20.0
     _, held = serve("tova", q, k, v, impl)
     assert all(3 not in head for head in held)
@@ -112,12 +117,16 @@ def test_tova_drops_what_the_last_query_ignores(impl):
 
 
 def test_h2o_divides_by_the_number_of_queries(impl):
-    """When token 50 leaves the window, at 84, it has had all the attention of 22 queries since 62, token 5 that of 25 until
-    29: the sum of token 5 is larger, its mean over all queries since smaller. With room for one of them the mean decides."""
+    """H2O ranks tokens by their mean mass over all queries since they arrived, not by the sum.
+
+    Token 50 leaves the window at 84. Until then it had all the attention of 22 queries, from 62 on. Token 5
+    had that of 25 queries, until 29. The sum of token 5 is larger, its mean is smaller, and there is room for
+    one of them.
+    """
     q, k, v = tokens()
     q[:], k[:] = 0, 0
     k[5, :, 0], k[50, :, 1], q[:30, :, 0], q[62:, :, 1] = 20.0, 20.0, 40.0, 40.0
-    _, held = serve("h2o", q, k, v, impl, budget=40, sinks=5, window=34)  # one token beside first five and window
+    _, held = serve("h2o", q, k, v, impl, budget=40, sinks=5, window=34)  # room for one long-range token
     assert all(50 in head and 5 not in head for head in held)
     q[62:, :, 1] = 0
     _, held = serve("h2o", q, k, v, impl, budget=40, sinks=5, window=34)
@@ -125,7 +134,7 @@ def test_h2o_divides_by_the_number_of_queries(impl):
 
 
 def test_h2o_of_even_attention_keeps_the_oldest(impl):
-    """The first queries spread theirs over fewer tokens."""
+    """With even attention the oldest tokens are kept, because early queries see fewer tokens."""
     q, k, v = tokens()
     _, held = serve("h2o", q, torch.zeros_like(k), v, impl)
     assert held == [[*range(20), *range(LENGTH - 20, LENGTH)]] * HEADS

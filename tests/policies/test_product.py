@@ -1,5 +1,7 @@
-"""Every policy with every allocator and every correction, at cache level: retained sets, outputs and log-sum-exps are those of
-the naive oracle, or the combination is refused."""
+"""Every policy with every allocator and every correction, at the level of the cache.
+
+Retained sets, outputs and log-sum-exps equal those of the naive oracle, or the combination is refused.
+"""
 
 from __future__ import annotations
 
@@ -37,10 +39,10 @@ from kvpop_vllm.testing import (
 LAYERS, HEADS, GROUP, SIZE, HIDDEN = 2, 2, 2, 16, 32
 BUDGET, LENGTH = 24, 72
 CHUNKS = [1, 17, 25, 7, *[1] * 22]
-"""Of a prompt, and decode steps."""
+"""Tokens of each chunk of a prompt, then decode steps."""
 MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN, HEADS * GROUP)
 NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform" and not row.compresses]
-"""Policies that evict from the first token on; of the others tests/engine/test_compression.py has this."""
+"""Policies that evict from the first token on. The others are tested in tests/engine/test_compression.py."""
 COMBINATIONS = list(itertools.product(NAMES, [name for name in ALLOCATORS if name != "ada"], CORRECTIONS))
 
 
@@ -64,7 +66,7 @@ def test_rows_say_what_policies_do_unasked():
 
 
 def refusal(row: Row, allocator: str, correction: str) -> str | None:
-    """What is wrong with a combination, by definition."""
+    """Return the expected error of a combination that is refused by definition, or None."""
     if row.keeps_all and correction != "none":
         return "keeps every token: leave --kv-correction out"
     if row.keeps_all and allocator != "uniform":
@@ -73,11 +75,19 @@ def refusal(row: Row, allocator: str, correction: str) -> str | None:
 
 
 class NearTie(Exception):
-    """Rounding may decide."""
+    """A decision so close that rounding may change it."""
 
 
 class Tokens(NamedTuple):
-    """Of one layer: q ``[Hq, S, D]``, k, v ``[H, S, D]``, what goes into attention ``[S, E]``, and a channel ``[H, S]``."""
+    """Inputs of one layer.
+
+    Attributes:
+        q: ``[Hq, S, D]``.
+        k: ``[H, S, D]``.
+        v: ``[H, S, D]``.
+        hidden: ``[S, E]``, the input of the attention block.
+        channel: ``[H, S]``, a query channel.
+    """
 
     q: torch.Tensor
     k: torch.Tensor
@@ -91,21 +101,24 @@ class Tokens(NamedTuple):
 
 @functools.cache
 def tokens(layer: int) -> Tokens:
-    """Keys of the second head are larger, so that heads differ in what they look at; every third key has the norm of all others of
-    these, in both heads, so that norms tie."""
+    """Return the inputs of one layer, whose heads differ and whose key norms tie.
+
+    Keys of the second head are larger, so that the heads attend to different tokens. Every third key has the
+    same norm, in both heads, so that norms tie.
+    """
     draw = torch.Generator().manual_seed(10 + layer)
     q, k, v = (torch.randn(n, LENGTH, SIZE, generator=draw) for n in (HEADS * GROUP, HEADS, HEADS))
     k, v = 0.6 * k, 0.6 * v
     k[1] *= 1.5
     one = 2.7 * k[0, 0] / k[0, 0].norm()
-    for i, t in enumerate(range(0, LENGTH, 3)):  # no two are the same key
+    for i, t in enumerate(range(0, LENGTH, 3)):  # all keys differ
         k[:, t] = one.roll(i) if i < SIZE else -one.roll(i)
     return Tokens(q, k, v, torch.randn(LENGTH, HIDDEN, generator=draw), torch.randn(HEADS, LENGTH, generator=draw))
 
 
 @pytest.fixture(scope="module")
 def scorer(tmp_path_factory):
-    """Name of a row -> its scorer's folder, or None."""
+    """Return a function from the name of a row to its scorer folder, or None."""
     model = write_tiny_model(tmp_path_factory.mktemp("model"), head_dim=SIZE, hidden=HIDDEN, vocab=16)
 
     @functools.cache
@@ -122,7 +135,7 @@ def scorer(tmp_path_factory):
 
 
 def policy(name: str, folder: str | None, allocator: str, correction: str) -> policies.Policy:
-    """As an engine makes it."""
+    """Build a policy in the same way as an engine."""
     row = ROWS[name]
     asked = {"sinks": row.sinks, "window": row.window} if row.asked else {}
     asked |= {"scorer": folder, "allocator": allocator, "correction": correction}
@@ -138,7 +151,7 @@ def decide(own: OraclePolicy, layer: int, dtype: torch.dtype, forced: torch.Tens
 
 @pytest.fixture(scope="module")
 def oracle(scorer):
-    """``(name, allocator, p)`` -> the oracle's policy, and what each layer sees, ``[H, S, S]``."""
+    """Return ``(name, allocator, p) -> (oracle policy, [visible [H, S, S] per layer])``."""
 
     @functools.cache
     def found(name: str, allocator: str, protect: int = 0) -> tuple[OraclePolicy, list[torch.Tensor]]:
@@ -155,7 +168,7 @@ def oracle(scorer):
             exact = decide(own, layer, torch.float64)
             low = decide(own, layer, torch.float32, exact.visible)
             bound = 8 * float((exact.scores - low.scores.double()).nan_to_num().abs().max())
-            smallest = float(exact.margins[exact.margins != 0].min())  # ties are ties with any rounding
+            smallest = float(exact.margins[exact.margins != 0].min())  # exact ties do not depend on rounding
             if smallest <= bound:
                 raise NearTie(f"{name}, {allocator}: a margin of {smallest:.1e} below {bound:.1e}, choose another seed")
             layers.append(exact.visible)
@@ -166,8 +179,10 @@ def oracle(scorer):
 
 @pytest.fixture(scope="module")
 def expected(oracle):
-    """``(name, allocator, correction, p)`` -> for each layer what is seen, and outputs and log-sum-exps in float64 and of eager
-    float32 runs."""
+    """Return ``(name, allocator, correction, p) -> [expected values per layer]``.
+
+    These are the visible sets, and outputs and log-sum-exps in float64 and from eager float32 runs.
+    """
 
     @functools.cache
     def found(name: str, allocator: str, correction: str, protect: int = 0) -> list[tuple]:
@@ -189,7 +204,7 @@ def expected(oracle):
 
 @pytest.fixture
 def logged(monkeypatch):
-    """List that log-sum-exps ``[tokens, Hq]`` of all calls are added to."""
+    """Return a list that collects the log-sum-exps ``[tokens, Hq]`` of all kernel calls."""
     seen = []
 
     def noting(run):
@@ -206,10 +221,17 @@ def logged(monkeypatch):
 
 
 class InRegions(Sequence):
-    """Whose layers share a request's blocks, as heads of unequal shares do in an engine."""
+    """A sequence whose layers share the blocks of a request, as with unequal shares in an engine."""
 
     def share(self, layer: int, regions: RegionMap, storage: torch.Tensor, row: torch.Tensor) -> None:
-        """Take pages of one layer in a pool of all layers; row ``[1, W]``: the request's blocks, those of its prefix first."""
+        """Use pages of one layer in a pool of all layers.
+
+        Args:
+            layer: number of the layer.
+            regions: map from the pages of all layers to regions.
+            storage: bytes of the pool.
+            row: ``[1, W]`` int32, the request's blocks, prefix blocks first.
+        """
         self.layer, self.regions, self.layout, self.row = layer, regions, regions.layout, row
         self.pages = regions.view(storage)
         own = storage.view(LAYERS, regions.num_blocks, HEADS, regions.layout.region_bytes)[layer]
@@ -233,7 +255,7 @@ class InRegions(Sequence):
 
 
 def sequences(own: policies.Policy, protect: int = 0) -> list[Sequence]:
-    """Empty caches of all layers, in pages of NaN; where layers share a request's blocks, they do here."""
+    """Return empty caches of all layers in pages full of NaN, with shared blocks where shares are unequal."""
     found, heads = [], slice(0, HEADS)
     shares = own.checked_shares(heads)
     kind = Sequence if shares is None else InRegions
@@ -266,14 +288,14 @@ def test_product(scorer, expected, logged, monkeypatch, name, allocator, correct
 
 
 PROTECTED = [1, 9, 15, 16, 17, 23, 24, 25, 40]
-"""Protected tokens: all but the last two end within a chunk, 1 with one."""
+"""Numbers of protected tokens. Only 1 ends at the end of a chunk; all others end inside one."""
 SERVED = [each for each in COMBINATIONS if refusal(ROWS[each[0]], *each[1:]) is None]
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
 @pytest.mark.parametrize("name, allocator, correction", SERVED, ids=lambda x: x)
 def test_product_with_protected_prompts(scorer, expected, logged, monkeypatch, name, allocator, correction, impl):
-    """Two lengths of those above at which rounding decides nothing."""
+    """Every combination is compared at two lengths of `PROTECTED` where rounding decides nothing."""
     own = policy(name, scorer(name), allocator, correction)
     monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
     at, tried = SERVED.index((name, allocator, correction)), 0
@@ -291,7 +313,7 @@ def test_product_with_protected_prompts(scorer, expected, logged, monkeypatch, n
 
 
 def compare(own, expected, empty, logged):
-    """Serve all tokens of each layer in chunks, and compare what is held after each, outputs and log-sum-exps."""
+    """Serve all tokens of each layer in chunks and compare held tokens, outputs and log-sum-exps."""
     for layer, sequence in enumerate(empty):
         seen, (visible, outs, masses) = tokens(layer), expected[layer]
         gate, given = own.gate(layer, slice(0, HEADS)), None

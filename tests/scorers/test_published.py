@@ -1,4 +1,4 @@
-"""`kvpop import`: folders as the authors of TRIM-KV and DMS publish theirs, and each way they can be wrong."""
+"""`kvpop import` of folders as the authors of TRIM-KV and DMS publish them, and of every wrong folder."""
 
 from __future__ import annotations
 
@@ -24,7 +24,10 @@ def edit(folder, **changes):
 
 @pytest.fixture
 def trimkv(tmp_path):
-    """``make -> (published folder, the random gates in it as our layers)``; weights as a pickle, as they are published."""
+    """Return ``write(make, suffix)``, which returns a published folder and its random gates in our layout.
+
+    The weights are a pickle, as the authors publish them, unless ``suffix`` is "safetensors".
+    """
 
     def write(make="rg", suffix="pth"):
         source = write_tiny_model(tmp_path / "published", "qwen3")
@@ -44,7 +47,7 @@ def trimkv(tmp_path):
 
 @pytest.fixture
 def run(capsys, tmp_path):
-    """`kvpop import SOURCE DIR` with more words; the error's line, or None."""
+    """Return ``call(source, *words)``, which runs `kvpop import` and returns its error line or None."""
 
     def call(source, *words):
         status = main(["import", str(source), str(tmp_path / "out"), *map(str, words)])
@@ -77,7 +80,7 @@ def test_roles_can_be_chosen(trimkv, run, tmp_path):
 
 
 class Evil:
-    """What a pickle can do when it is loaded."""
+    """An object whose unpickling creates a folder."""
 
     def __reduce__(self):
         return os.mkdir, ("executed",)
@@ -133,7 +136,11 @@ def test_dms_with_a_borrowed_channel(run, tmp_path):
 
 
 def test_dms_with_a_separate_projection(run, tmp_path):
-    """It reads the residual stream through its own norm; folded, it gives the same logits from the attention block's input."""
+    """A separate projection becomes a gate on the attention block's input with the same logits.
+
+    The authors' projection reads the residual stream through its own norm. The import folds that norm into
+    the gate's weight.
+    """
     source = write_tiny_model(tmp_path / "published", "qwen3")
     edit(source, **DMS, dms_separate_alpha=True)
     weights, draw = load_file(source / "model.safetensors"), torch.Generator().manual_seed(0)

@@ -1,4 +1,4 @@
-"""Scorers before their first step: near identity, a readout of zero, and so the sliding window."""
+"""Scorers before training: projections near the identity, zero output, hence a sliding window."""
 
 from __future__ import annotations
 

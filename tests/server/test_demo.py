@@ -1,4 +1,4 @@
-"""`make demo`: its figures, and that it leaves no server behind."""
+"""`make demo` prints right figures and leaves no server behind."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ def test_sigterm_stops_the_server_too(tmp_path):
             time.sleep(0.05)
         running.send_signal(signal.SIGTERM)
         assert running.wait(timeout=60) == 128 + signal.SIGTERM
-        end = time.monotonic() + 10  # those that it had started itself are reaped by others
+        end = time.monotonic() + 10  # the server's own children are reaped by others
         with pytest.raises(ProcessLookupError):
             while time.monotonic() < end:
-                os.killpg(servers[0], 0)  # the server leads the group of all that it started
+                os.killpg(servers[0], 0)  # the server leads the group of all its processes
                 time.sleep(0.05)
     finally:
         running.kill()
@@ -57,11 +57,14 @@ def test_the_shipped_scorer_is_served_unless_another_is_asked_for():
     config, layers = read_scorer(str(args.scorer))
     assert (config.scorer, config.delayed, len(layers)) == ("mlstm", True, 30)
     (recipe,) = re.findall(r"^demo: .*\n\t(.*)", (Path(demo.__file__).parents[1] / "Makefile").read_text(), re.M)
-    assert recipe.endswith("examples/demo.py")  # no option beside
+    assert recipe.endswith("examples/demo.py")  # no further option
 
 
 def test_the_report(tmp_path, capsys):
-    """1,024 layers of one head: per layer and token 2 * 32 * 4 bytes, 264 a slot; stock blocks of 128, ours of 64."""
+    """The report has the right bytes for 1,024 layers of one head.
+
+    A token has 2 * 32 * 4 bytes per layer, a slot 264. Stock blocks have 128 tokens, ours 64 slots.
+    """
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
     shape = ModelShape("llama", 1024, 1, 32, 4096)
     policy = policies.get("streaming-llm")(PolicySettings("streaming-llm", 1024), shape)

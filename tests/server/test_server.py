@@ -1,4 +1,7 @@
-"""The real server on the real model, spoken to by the openai client: kvpop compiled, as users run it, streaming-llm eager."""
+"""The real server on the real model, called by the openai client.
+
+kvpop is compiled, as users run it, and streaming-llm is eager.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +40,10 @@ def scorer(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def servers(scorer):
-    """Policy -> running server. Started side by side: a start is mostly imports, on one core."""
+    """Yield a running server per policy.
+
+    They are started side by side, because a start is mostly imports on one core.
+    """
     common = ["--kv-budget", str(BUDGET), "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)]
     options = {"streaming-llm": ["--enforce-eager"], "kvpop": ["--kv-scorer", scorer]}
     with ExitStack() as stack, ThreadPoolExecutor() as threads:
@@ -50,7 +56,7 @@ def servers(scorer):
 
 @pytest.fixture(scope="module", params=["streaming-llm", "kvpop"])
 def served(request, servers, scorer):
-    """A running server, its client, and the most blocks one request may hold."""
+    """Return a running server, its client, and the most blocks that one request may hold."""
     import torch
 
     settings = PolicySettings(request.param, BUDGET, scorer=scorer if request.param == "kvpop" else None)
@@ -127,7 +133,10 @@ def test_a_long_prompt_holds_a_bounded_number_of_blocks(served):
 
 
 def test_a_request_has_a_budget_of_its_own(served):
-    """It holds the blocks of that; what it cannot have is a 400 with one line, also where the answer is streamed."""
+    """A request holds the blocks of its own budget, and wrong options are a 400 with one line.
+
+    This holds for streamed answers too.
+    """
     server, client, most = served
     prompt = [(11 * i) % 40_000 + 100 for i in range(1500)]
     asked = {"model": name(client), "prompt": prompt, "max_tokens": 12, "temperature": 0, "stream": True}
@@ -156,7 +165,7 @@ def test_a_request_has_a_budget_of_its_own(served):
 
 
 def test_the_demo_counts_the_tokens_in_the_cache(served):
-    """Prompt and answer without its last token, from which no other was predicted."""
+    """The demo counts the prompt and the answer without its last token, which never enters the cache."""
     server, client, _ = served
     messages = [{"role": "user", "content": "Write a long story about a dog and a cat."}]
     usage = client.chat.completions.create(model=name(client), messages=messages, temperature=0, max_tokens=96).usage
@@ -194,7 +203,10 @@ def test_bench_serve_runs_against_it(served, tmp_path):
 
 
 def test_offline_commands_take_the_flags():
-    """`vllm bench throughput` and `latency` serve with a policy. Run together, each with its engine in its own process."""
+    """`vllm bench throughput` and `latency` serve with a policy.
+
+    They run together, each with its engine in its own process.
+    """
     options = ["--model", str(MODEL), "--kv-policy", "streaming-llm", "--kv-budget", "64", "--max-model-len", "256"]
     options += ["--kv-cache-memory-bytes", str(64 << 20), "--enforce-eager"]
     random = "--dataset-name random --random-input-len 48 --random-output-len 8 --num-prompts 4".split()
@@ -217,7 +229,10 @@ def test_offline_commands_take_the_flags():
 
 
 def test_the_flags_are_in_the_help(monkeypatch, capsys):
-    """`vllm serve --help=all`, without a process of its own, which would mostly import."""
+    """`vllm serve --help=all` lists the flags.
+
+    It runs in this process, because a new one would mostly import.
+    """
     from vllm.entrypoints.cli.main import main
 
     monkeypatch.setattr(sys, "argv", [VLLM, "serve", "--help=all"])

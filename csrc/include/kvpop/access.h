@@ -1,4 +1,4 @@
-// Single items of q and of the slots.
+// Access to single elements of q and of the slots.
 
 #pragma once
 
@@ -13,7 +13,8 @@ template <class T>
 KVPOP_INLINE const T* key_row(const DecodeStep& a, int64_t r, int64_t h, int64_t slot) {
     return reinterpret_cast<const T*>(a.slot_region(r, h, slot)) + slot % a.block_slots * a.size;
 }
-// Key of slot `at` of what a request attends to: its prefix, then its tail; values lie N rows behind keys.
+// Returns the key at index `at` of the tokens a request attends to: its prefix, then its tail. Values
+// follow N rows after keys.
 template <class T>
 KVPOP_INLINE const T* seen_row(const DecodeStep& a, int64_t r, int64_t h, int64_t at, int64_t prefix) {
     if (at >= prefix) return key_row<T>(a, r, h, at - prefix);

@@ -1,17 +1,17 @@
-// Products of small matrices of bfloat16 pairs with AMX, 16 x 16 floats at a time. All eight tiles are whole: matrices have a
-// multiple of 16 words and of 16 columns, and rows in memory up to a multiple of 16.
+// Products of small matrices of bfloat16 pairs with AMX, 16 x 16 floats at a time. All eight tiles are
+// full: matrices have a multiple of 16 words and of 16 columns, and memory for a multiple of 16 rows.
 
 #pragma once
 
 namespace kvpop::KVPOP_ISA {
 
-constexpr int64_t AMX_ROWS = 16, AMX_WORDS = 16;  // of a tile of a; of b, 16 rows of words and 16 columns
+constexpr int64_t AMX_ROWS = 16, AMX_WORDS = 16;  // of a tile of a; b's tiles: 16 rows of words, 16 columns
 
 struct AmxWords {
     static constexpr int PER = 2;
 };
 
-// The intrinsics do not tell the compiler what memory they read.
+// The intrinsics do not tell the compiler which memory they read.
 KVPOP_INLINE void memory_is_written(const void* some) { __asm__ volatile("" : : "r"(some) : "memory"); }
 
 struct alignas(64) AmxShape {
@@ -20,7 +20,7 @@ struct alignas(64) AmxShape {
     uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
 };
 
-// Tiles can be used by this thread as long as this lives.
+// Configures the AMX tiles of this thread for the lifetime of the object.
 struct AmxTiles {
     AmxTiles() {
         const AmxShape shape;
@@ -31,7 +31,8 @@ struct AmxTiles {
     AmxTiles(const AmxTiles&) = delete;
 };
 
-// Rows [row, row + 16 ROWS) and columns [column, column + 16 COLUMNS): tiles 0 to 3 are sums, 4 and 5 of a, 6 and 7 of b.
+// Computes rows [row, row + 16 ROWS) and columns [column, column + 16 COLUMNS). Tiles 0 to 3 are sums, 4
+// and 5 belong to a, 6 and 7 to b.
 template <int ROWS, int COLUMNS>
 KVPOP_INLINE void amx_block(const Gemm& m, int64_t row, int64_t column) {
     const int64_t a_bytes = m.a_stride * 4, b_bytes = m.b_stride * 4, c_bytes = m.c_stride * 4;
@@ -76,7 +77,7 @@ void amx_rows(const Gemm& m, int64_t row, int64_t columns) {
     if (column < columns) amx_block<ROWS, 1>(m, row, column);
 }
 
-// Where W is AmxWords, with AmxTiles alive.
+// Requires a live AmxTiles object.
 template <>
 inline void gemm<AmxWords>(const Gemm& m, int64_t rows, int64_t columns) {
     for (int64_t i = 0; m.factor && i < rows; i++)

@@ -1,6 +1,6 @@
-// Attention of the G query heads of one KV head over its slots in use: online softmax, tile by tile, sums in float32;
-// products in float32 too, or of bfloat16 pairs where the processor has them and q and the cache are bfloat16.
-// Each tile of K and V is read from memory once, for all query heads.
+// Attention of the G query heads of one KV head over its slots in use: online softmax, tile by tile, with
+// sums in float32. Products are float32, or bfloat16 pairs if the processor supports them and q and the
+// cache are bfloat16. Each tile of K and V is read from memory once for all query heads.
 
 #pragma once
 
@@ -28,7 +28,8 @@ struct RowShape {
     }
 };
 
-// How a row of q and the accumulated output lie in memory, and what a tile does with them: in float32 after widening,
+// Way of attending that widens rows to float32. It defines the memory layout of rows of q and of the
+// accumulated output.
 template <class T>
 struct Widened {
     using Item = T;
@@ -37,7 +38,8 @@ struct Widened {
 };
 
 #if KVPOP_BF16_DOT
-// or by products of bfloat16 pairs. Neighbouring rows of V are interleaved, which permutes the channels of each step.
+// Way of attending by products of bfloat16 pairs. Adjacent rows of V are interleaved, which permutes the
+// channels of each step.
 struct Paired {
     using Item = bf16;
     static KVPOP_INLINE int64_t place(int64_t e) {
@@ -45,13 +47,13 @@ struct Paired {
         return (2 * step + inside / 4) * VL + lane * 4 + inside % 4;
     }
     static KVPOP_INLINE void put_q(float* row, int64_t e, float x) {
-        const bf16 rounded = to_bf16(x);  // two to a float, copied as bytes
+        const bf16 rounded = to_bf16(x);  // two per float, copied as bytes
         __builtin_memcpy(reinterpret_cast<uint8_t*>(row) + e * sizeof(bf16), &rounded, sizeof(bf16));
     }
 };
 #endif
 
-// Running softmax of one KV head: per query head a row of q, of the accumulated output, maximum, sum.
+// Running softmax of one KV head: a row of q, a row of accumulated output, maximum and sum per query head.
 struct Softmax {
     const float* q;
     float* acc;
@@ -59,14 +61,14 @@ struct Softmax {
     float* total;
     int64_t floats;  // between rows of q and acc
     float scale;
-    float* logits;  // where the tile's go, per query head a row, or null
+    float* logits;  // destination of the tile's logits, one row per query head, or null
     int64_t logits_row;
 };
 
 template <class T>
 struct Tile {
     const T *k, *v;
-    const T *next_k, *next_v;  // the next tile, fetched while this one is computed
+    const T *next_k, *next_v;  // the next tile, prefetched while this one is computed
     int slots;
 };
 
@@ -99,7 +101,8 @@ KVPOP_INLINE void dot_step(Paired, const bf16* k, const RowShape<bf16>& shape, c
 }
 #endif
 
-// logits[g][i] = scale * q_g . k_i for slots [0, n), n rounded up to VL; fetches `ahead` at the same pace.
+// Computes logits[g][i] = scale * q_g . k_i for slots [0, n), n rounded up to VL, and prefetches `ahead` at
+// the same rate.
 template <class A, int GT, class T = typename A::Item>
 KVPOP_INLINE void tile_logits(const T* k, const RowShape<T>& shape, const Softmax& s, int n, const uint8_t* ahead,
                               float (&logits)[GT][TILE]) {
@@ -119,7 +122,7 @@ KVPOP_INLINE void tile_logits(const T* k, const RowShape<T>& shape, const Softma
     }
 }
 
-// Turns logits into weights under the new maxima; factor[g] belongs on what was accumulated before.
+// Converts logits to weights under the new maxima. factor[g] scales what was accumulated before.
 template <int GT>
 KVPOP_INLINE void tile_softmax(float (&x)[GT][TILE], int n, const Softmax& s, float (&factor)[GT]) {
     const vf none = splat(-__builtin_inff());
@@ -149,7 +152,7 @@ template <int GT, int STEPS, bool MASKED, class T>
 KVPOP_INLINE void add_rows(Widened<T>, const T* v, const RowShape<T>& shape, const Softmax& s, int n, int64_t first,
                            const float (&weight)[GT][TILE], const float* factor, const uint8_t* ahead) {
     constexpr int PER = Rows<T>::PER_STEP, WIDE = STEPS * PER;
-    constexpr int64_t FETCH = MASKED ? 0 : STEPS * KVPOP_VECTOR_BYTES;  // this call's share of the bytes ahead
+    constexpr int64_t FETCH = MASKED ? 0 : STEPS * KVPOP_VECTOR_BYTES;  // bytes this call prefetches per row
     vf acc[GT][WIDE];
     float* out = s.acc + first * PER * VL;
     for (int g = 0; g < GT; g++)
@@ -167,7 +170,7 @@ KVPOP_INLINE void add_rows(Widened<T>, const T* v, const RowShape<T>& shape, con
 }
 
 #if KVPOP_BF16_DOT
-// The same two rows at a time, their weights rounded to bfloat16.
+// Same as above, two rows at a time, with weights rounded to bfloat16.
 template <int GT, int STEPS, bool MASKED>
 KVPOP_INLINE void add_rows(Paired, const bf16* v, const RowShape<bf16>& shape, const Softmax& s, int n, int64_t first,
                            const float (&weight)[GT][TILE], const float* factor, const uint8_t* ahead) {
@@ -205,7 +208,7 @@ KVPOP_INLINE void add_rows(Paired, const bf16* v, const RowShape<bf16>& shape, c
 }
 #endif
 
-// One tile for GT query heads.
+// Processes one tile for GT query heads.
 template <class A, int GT, class T = typename A::Item>
 void attend_tile(const Tile<T>& tile, const RowShape<T>& shape, const Softmax& s) {
     constexpr int WIDEST = 4 / Rows<T>::PER_STEP;
@@ -247,7 +250,7 @@ inline int64_t attend_scratch(const DecodeStep& a) {
            correction_scratch(a);
 }
 
-// What one head has summed up over some of its slots: per query head a row of the output, maximum, sum.
+// Sums of one head over some of its slots: a row of the output, maximum and sum per query head.
 struct Partial {
     float *acc, *maximum, *total;
     Partial(const DecodeStep& a, float* floats) {
@@ -256,22 +259,22 @@ struct Partial {
     }
 };
 
-// Slots of the tile that starts at `slot` of a block's: up to the end of the block, `end`, or TILE.
+// Number of slots of the tile that starts at `slot`: up to the end of its block, `end`, or TILE slots.
 KVPOP_INLINE int64_t tile_slots(const DecodeStep& a, int64_t slot, int64_t end) {
     int64_t n = a.block_slots - slot % a.block_slots;
     if (end - slot < n) n = end - slot;
     return n < TILE ? n : TILE;
 }
 
-// Fetches the scores and positions of the slots of one block.
+// Prefetches the scores and positions of the slots of one block.
 KVPOP_INLINE void prefetch_scores(const DecodeStep& a, int64_t r, int64_t h, int64_t slot) {
     const uint8_t* p = reinterpret_cast<const uint8_t*>(a.scores(a.slot_region(r, h, slot)));
     for (int64_t b = 0; b < 8 * a.block_slots; b += 64) prefetch(p + b);
 }
 
-// Sums of request r, KV head h over slots [begin, end) of its prefix and then its tail; q: scratch for the rows of q, 64-byte
-// aligned. fetch_next: the request and head that follow have still to search for a victim. logits: [G, mass_row] by slot of the
-// tail, or null.
+// Computes the sums of request r, KV head h over slots [begin, end) of its prefix and then its tail. q:
+// 64-byte aligned scratch for the rows of q. fetch_next: the next request and head still have to search for
+// a victim. logits: [G, mass_row] by slot of the tail, or null.
 template <class A>
 void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t end, bool fetch_next, float* q,
                const Partial& sums, float* logits) {
@@ -285,7 +288,8 @@ void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t
         maximum[g] = -__builtin_inff(), total[g] = 0;
         for (int64_t e = 0; e < a.size; e++) A::put_q(q + g * shape.floats, e, read_q(a, r, h * a.group + g, e));
     }
-    // The request and head that usually follow on this thread: their search for a victim finds its scores in the cache.
+    // Prefetch the scores of the request and head that usually follow on this thread, for their search for
+    // a victim.
     const int64_t next_r = (r + 1) % a.requests, next_h = h + (r + 1) / a.requests;
     const int64_t searched = fetch_next && next_h < a.heads && a.searches(next_r, next_h) ? a.in_use(next_r, next_h) : 0;
     const int64_t passes = (a.group + MAX_GROUP - 1) / MAX_GROUP;
@@ -310,7 +314,8 @@ void sum_slots(const DecodeStep& a, int64_t r, int64_t h, int64_t begin, int64_t
     }
 }
 
-// Sums into output and log-sum-exps; evicted: what the evicted tokens add to the output, or null.
+// Writes output and log-sum-exps. evicted: estimated contribution of the evicted tokens to the output, or
+// null.
 template <class A>
 void write_output(const DecodeStep& a, int64_t r, int64_t h, const Partial& sums, const Correction* evicted) {
     const int64_t floats = row_floats(a);
@@ -326,9 +331,10 @@ void write_output(const DecodeStep& a, int64_t r, int64_t h, const Partial& sums
     }
 }
 
-// Adds the query's weights, averaged over the query heads, to the score words of slots [0, used), or writes them there.
+// Writes the query's weights, averaged over the query heads, to the score fields of slots [0, used), or
+// adds them.
 inline void put_mass(const DecodeStep& a, int64_t r, int64_t h, int64_t used, const float* logits, const Partial& sums) {
-    for (int64_t slot = 0; slot < used; slot += VL) {  // a block is whole vectors
+    for (int64_t slot = 0; slot < used; slot += VL) {  // a block is a multiple of VL slots
         vf mass{};
         for (int64_t g = 0; g < a.group; g++)
             mass += exp(load(logits + g * a.mass_row + slot) - sums.maximum[g]) / sums.total[g];
@@ -339,7 +345,7 @@ inline void put_mass(const DecodeStep& a, int64_t r, int64_t h, int64_t used, co
     }
 }
 
-// Calls f with the way of attending that the step's types have.
+// Calls f with the way of attending for the step's dtypes.
 template <class F>
 KVPOP_INLINE void with_attention(const DecodeStep& a, const F& f) {
 #if KVPOP_BF16_DOT
@@ -349,7 +355,7 @@ KVPOP_INLINE void with_attention(const DecodeStep& a, const F& f) {
     else f(Widened<float>{});
 }
 
-// Attention of one head over its prefix and slots [0, used); scratch of attend_scratch() floats.
+// Runs attention of one head over its prefix and slots [0, used). scratch: attend_scratch() floats.
 inline void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t used, float* scratch) {
     with_attention(a, [&](auto way) {
         using A = decltype(way);
@@ -366,7 +372,8 @@ inline void attend(const DecodeStep& a, int64_t r, int64_t h, int64_t used, floa
     });
 }
 
-// The same in parts that can be done apart: part `part` of `parts`, cut between tiles, into partial_floats() floats;
+// Runs one of several parts of a head's attention, which may run in parallel: part `part` of `parts`, split
+// between tiles. sums: partial_floats() floats.
 inline void attend_part(const DecodeStep& a, int64_t r, int64_t h, int64_t used, int64_t part, int64_t parts, float* sums,
                         float* scratch) {
     const int64_t seen = a.prefix_seen(r) + used, tiles = (seen + TILE - 1) / TILE;
@@ -376,14 +383,14 @@ inline void attend_part(const DecodeStep& a, int64_t r, int64_t h, int64_t used,
     });
 }
 
-// and all parts, one after the other in memory, into the output.
+// Merges all parts, which are contiguous in memory, and writes the output.
 inline void merge_parts(const DecodeStep& a, int64_t r, int64_t h, int64_t parts, float* sums) {
     const Partial whole(a, sums);
     const int64_t floats = row_floats(a);
     for (int64_t part = 1; part < parts; part++) {
         const Partial more(a, sums + part * partial_floats(a));
         for (int64_t g = 0; g < a.group; g++) {
-            if (more.total[g] == 0) continue;  // no slot fell into this part
+            if (more.total[g] == 0) continue;  // this part has no slots
             const float top = whole.maximum[g] > more.maximum[g] ? whole.maximum[g] : more.maximum[g];
             const float mine = __builtin_expf(whole.maximum[g] - top), its = __builtin_expf(more.maximum[g] - top);
             for (int64_t i = g * floats; i < (g + 1) * floats; i++)

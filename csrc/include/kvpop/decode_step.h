@@ -1,6 +1,6 @@
-// What the decode step needs, as raw pointers. Axes as in kvpop_vllm/kernels/ops/serving.py: R requests, H KV heads,
-// G query heads per KV head, D head size, N slots per block, F features, Dv value width, M hidden width of the MLP.
-// Strides are in elements unless a name says bytes.
+// Arguments of the decode step as raw pointers. Axes as in kvpop_vllm/kernels/ops/serving.py: R requests, H
+// KV heads, G query heads per KV head, D head size, N slots per block, F features, Dv value width, M hidden
+// width of the MLP. Strides are in elements unless a name says bytes.
 
 #pragma once
 
@@ -19,18 +19,19 @@ constexpr float NORM_EPS = 1e-6f;
 
 enum class ScorerKind { None, Linear, MLP, MLSTM, KeyNorm, AttentionMass, MomentResidual, Given, Draw };
 
-// Draws by place (kvpop_vllm/kernels/draws.py).
+// Counter-based random draws (kvpop_vllm/kernels/draws.py).
 constexpr uint64_t GOLDEN = 0x9E3779B97F4A7C15;
 inline uint64_t mix(uint64_t x) {
     x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9;
     x = (x ^ x >> 27) * 0x94D049BB133111EB;
     return x ^ x >> 31;
 }
-// Of a head with a key at position q; then of one token.
+// draw_base: for a head's key and position q. draw_of: for one token.
 inline uint64_t draw_base(uint64_t key, int64_t q) { return mix(key + uint64_t(q)); }
 inline double draw_of(uint64_t base, int64_t t) { return double(mix(base + uint64_t(t) * GOLDEN) >> 11); }
 
-// Weights of all heads, contiguous float32; head h's part starts at h times a head's number of elements.
+// Weights of all heads, contiguous float32. The part of head h starts at h times the number of elements per
+// head.
 struct Scorer {
     ScorerKind kind = ScorerKind::None;
     const float* weight = nullptr;  // linear [H, 2D]
@@ -57,12 +58,12 @@ struct Scorer {
     float softcap = 0;                   // 0: none
     bool hedgehog = true;
     bool delayed = true;
-    bool mean = false;  // of an attention mass: over all queries, not the newest one's
-    bool ages = false;  // a given score is multiplied by the token's age
-    bool bounded = false;  // a token of a given score below `threshold` is evicted though slots are free
+    bool mean = false;  // of an attention mass: over all queries, not only the newest
+    bool ages = false;  // a gate score is multiplied by the token's age
+    bool bounded = false;  // a token with a gate score below `threshold` is evicted even if slots are free
     double threshold = 0;
 
-    // Scores depend on what earlier queries saw.
+    // True if scores depend on the attention of earlier queries.
     bool coupled() const { return kind == ScorerKind::AttentionMass || kind == ScorerKind::MomentResidual; }
     int64_t state_floats() const { return kind == ScorerKind::MLSTM ? features * (values + 1) + 1 : 0; }
 };
@@ -90,7 +91,7 @@ struct DecodeStep {
 
     uint8_t* raw;  // [num_blocks, H, N * C]
     int64_t block_stride_bytes, head_stride_bytes;
-    const uint8_t* prefix_raw;  // the same of the prefix pages; null: nobody has a prefix
+    const uint8_t* prefix_raw;  // prefix pages, same layout; null: no request has a prefix
     int64_t prefix_block_stride_bytes, prefix_head_stride_bytes;
     int64_t region_bytes, block_slots, state_blocks;  // N * C, N
 
@@ -104,28 +105,30 @@ struct DecodeStep {
     int64_t positions_stride;
     const int32_t* budgets;
     int64_t budgets_stride[2];
-    const int32_t* windows;  // [R], or null: that of `roles`
+    const int32_t* windows;  // [R], or null: window of `roles`
     int64_t windows_stride;
-    int64_t mass_row;  // where attention masses are asked for: most slots of a head by the end, in whole blocks
+    int64_t mass_row;  // if attention masses are used: most slots of a head after the step, in whole blocks
 
-    const float* given;  // scores [R, H], or null
+    const float* given;  // gate scores [R, H], or null
     int64_t given_stride[2];
-    const int64_t* keys;  // of draws [R, H], or null
+    const int64_t* keys;  // keys of draws [R, H], or null
     int64_t keys_stride[2];
 
     float scale;
-    Roles roles;  // of a request without a prefix or a window of its own: see roles_of
+    Roles roles;  // of a request without a prefix and with the default window, see roles_of
     int64_t decay_step;
     const double* log_gamma;  // [H]
     Scorer scorer;
-    bool corrects;  // outputs by the moments of the evicted tokens
+    bool corrects;  // outputs are corrected by the moments of the evicted tokens
 
     bool keeps_moments() const { return corrects || scorer.kind == ScorerKind::MomentResidual; }
-    // Whether a token's step needs that of the token before it, so that a chunk's are done one by one.
+    // True if each step depends on the previous one, so that the tokens of a chunk are processed one by
+    // one.
     bool sequential() const { return corrects || scorer.coupled() || scorer.bounded; }
     uint64_t draw_key(int64_t r, int64_t h) const { return uint64_t(keys[r * keys_stride[0] + h * keys_stride[1]]); }
     float given_score(int64_t r, int64_t h) const { return given ? given[r * given_stride[0] + h * given_stride[1]] : 0; }
-    // Protected tokens of a request, those of them that its token sees, and whether it is one of them.
+    // prefix: protected tokens of a request. prefix_seen: those that its token sees. in_prefix: its token
+    // is protected.
     int64_t prefix(int64_t r) const { return prefix_raw ? prefix_tokens[r * prefix_tokens_stride] : 0; }
     int64_t prefix_seen(int64_t r) const { return position(r) < prefix(r) ? position(r) + 1 : prefix(r); }
     bool in_prefix(int64_t r) const { return position(r) < prefix(r); }
@@ -139,7 +142,7 @@ struct DecodeStep {
         if (scorer.bounded && since > first) return first + *filled(r, h);
         return since < budget(r, h) ? since : budget(r, h);
     }
-    // How many tokens have been evicted when the head has seen so many.
+    // Tokens that have been evicted once the head has seen `seen` tokens.
     int64_t evicted(int64_t r, int64_t h, int64_t seen) const {
         const int64_t first = roles_of(r).first_long(), left = seen - prefix(r) - first, room = budget(r, h) - first;
         if (left <= 0) return 0;
@@ -160,7 +163,7 @@ struct DecodeStep {
     int32_t* slot_positions(uint8_t* region) const {
         return reinterpret_cast<int32_t*>(scores(region) + block_slots);
     }
-    // Slots of a head: behind a prefix without those of sinks.
+    // Slots of a head; behind a prefix without the sinks.
     int64_t budget(int64_t r, int64_t h) const {
         return budgets[r * budgets_stride[0] + h * budgets_stride[1]] - (roles.sinks - roles_of(r).sinks);
     }
@@ -169,18 +172,19 @@ struct DecodeStep {
         return prefix_raw + block * prefix_block_stride_bytes + h * prefix_head_stride_bytes;
     }
     int64_t position(int64_t r) const { return positions[r * positions_stride]; }
-    // Whether the step looks for a victim.
+    // True if the step searches for a victim.
     bool searches(int64_t r, int64_t h) const { return position(r) - prefix(r) >= budget(r, h); }
-    // With a threshold the number of filled long-range slots: the position word of slot 1.
+    // With a threshold, the number of filled long-range slots: the position field of slot 1.
     int32_t* filled(int64_t r, int64_t h) const { return slot_positions(slot_region(r, h, 1)) + 1; }
-    // tokens_seen of head h: the position word of slot 0.
+    // tokens_seen of head h: the position field of slot 0.
     int32_t* tokens_seen(int64_t r, int64_t h) const { return slot_positions(slot_region(r, h, 0)); }
 };
 
-// Runs the step for all requests and heads in parallel. The arguments have been checked.
+// Runs the step for all requests and heads in parallel. The arguments must have been checked.
 void decode_step(const DecodeStep& step);
 
-// Builds the states of an mLSTM from the last `replay` tokens of each prefix. The arguments have been checked.
+// Builds the mLSTM states from the last `replay` tokens of each prefix. The arguments must have been
+// checked.
 void begin_tail(const DecodeStep& step, int64_t replay);
 
 }  // namespace kvpop

@@ -4,14 +4,15 @@
 
 namespace kvpop::KVPOP_ISA {
 
-// What a word of a and a word of b add to a sum: the product of two floats,
+// Words that are floats: a pair of words adds the product of two floats.
 struct FloatWords {
     static constexpr int PER = 1;
     static KVPOP_INLINE vf multiply_add(vf acc, vu a, vu b) { return acc + (vf)a * (vf)b; }
 };
 
 #if KVPOP_BF16_DOT
-// or the products of the lower and of the upper bfloat16 of each.
+// Words that are pairs of bfloat16: a pair of words adds the products of their lower and of their upper
+// halves.
 struct Bf16Words {
     static constexpr int PER = 2;
     static KVPOP_INLINE vf multiply_add(vf acc, vu a, vu b) {
@@ -27,7 +28,8 @@ constexpr int GEMM_VECTORS = 4;  // of columns; ROWS * VECTORS accumulators fit 
 constexpr int GEMM_VECTORS = 2;
 #endif
 
-// c [rows, columns] = factor[row] * c + a [rows, words] b [words, columns]; without factors c is overwritten.
+// c [rows, columns] = factor[row] * c + a [rows, words] b [words, columns]. Without factors c is
+// overwritten.
 struct Gemm {
     const uint32_t* a;
     int64_t a_stride;
@@ -73,7 +75,7 @@ void gemm_columns(const Gemm& m, int64_t rows, int64_t column) {
     }
 }
 
-// columns is a multiple of VL.
+// columns must be a multiple of VL.
 template <class W>
 void gemm(const Gemm& m, int64_t rows, int64_t columns) {
     constexpr int WIDE = GEMM_VECTORS * VL;

@@ -1,4 +1,5 @@
-// Choice of the instruction set at run time. Not to be included by code compiled for a particular one.
+// Selection of the instruction set at run time. Code compiled for a particular instruction set must not
+// include this.
 
 #pragma once
 
@@ -23,7 +24,7 @@ struct Isa {
 };
 
 #if defined(__x86_64__)
-// The processor has tiles for bfloat16, and the kernel grants them to this process.
+// True if the processor has AMX tiles for bfloat16 and the operating system grants them to this process.
 inline bool may_use_amx() {
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || !(d & (1u << 22)) || !(d & (1u << 24))) return false;
@@ -32,7 +33,7 @@ inline bool may_use_amx() {
 }
 #endif
 
-// What this processor runs, slowest first.
+// Instruction sets that this processor supports, slowest first.
 inline const std::vector<Isa>& isa_levels() {
     static const std::vector<Isa> levels = [] {
         std::vector<Isa> found{{"baseline", &baseline::kernels}};

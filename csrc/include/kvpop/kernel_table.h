@@ -1,4 +1,4 @@
-// What every instruction set has to offer.
+// Table of the kernels that every instruction set provides.
 
 #pragma once
 
@@ -7,9 +7,10 @@
 
 namespace kvpop {
 
-// One instruction set's kernels. decode_heads does the whole step of head h of `count` requests from r on, at most `batch`, whose
-// scorers share their products; retain that of request r but for attention, which
-// attend_part and merge_parts then do (attend.h); begin_tail builds a state from a prefix; the others see prefill.h.
+// Kernels of one instruction set. decode_heads runs the whole step of head h of `count` requests from r on,
+// at most `batch`, whose scorers share their products. retain runs the step of request r without attention;
+// attend_part and merge_parts then run attention (attend.h). begin_tail builds a state from a prefix. For
+// the others see prefill.h.
 struct Kernels {
     int64_t (*scratch_floats)(const DecodeStep&);
     int64_t batch;
@@ -20,7 +21,7 @@ struct Kernels {
                         float* scratch);
     void (*merge_parts)(const DecodeStep&, int64_t r, int64_t h, int64_t parts, float* sums);
     void (*begin_tail)(const DecodeStep&, int64_t r, int64_t h, int64_t replay, float* scratch);
-    bool bf16_words;  // packed tiles of bfloat16 can be multiplied as they are
+    bool bf16_words;  // packed tiles of bfloat16 can be multiplied directly
     int64_t (*prefill_scratch)(const DecodeStep&);
     void (*prefill_scores)(PrefillChunk&, const Piece&, int64_t h, float* scratch);
     void (*prefill_attend)(const PrefillChunk&, const Piece&, int64_t h, int64_t first, int64_t queries, float* scratch);
@@ -39,7 +40,7 @@ namespace avx512_bf16 {
 extern const Kernels kernels;
 }
 #if defined(__x86_64__) && __GNUC__ >= 11
-#define KVPOP_HAS_AMX 1  // the compiler knows it
+#define KVPOP_HAS_AMX 1  // the compiler supports AMX
 namespace amx_bf16 {
 extern const Kernels kernels;
 }

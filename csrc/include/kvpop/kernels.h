@@ -1,4 +1,4 @@
-// All kernels of the instruction set KVPOP_ISA, to be included once, after the target pragma.
+// All kernels of the instruction set KVPOP_ISA. Include once, after the target pragma.
 
 #pragma once
 

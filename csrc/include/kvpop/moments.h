@@ -1,6 +1,7 @@
-// Moments of a head's evicted tokens, what they say of a token's value, and what they add to an output (MomentKV; DESIGN
-// "Moments"): mean key [D], mean value [D], and the sum of products of their deviations [D, D], a row per channel of the
-// key, all float32, behind the scorer's state. How many tokens they stand for follows from the position.
+// Moments of a head's evicted tokens, residuals of token values, and corrections of outputs (MomentKV;
+// DESIGN "Moments"). The moments are mean key [D], mean value [D], and the sum of products of their
+// deviations [D, D] with one row per key channel, all float32, behind the scorer's state. The number of
+// evicted tokens follows from the position.
 
 #pragma once
 
@@ -8,14 +9,14 @@ namespace kvpop::KVPOP_ISA {
 
 struct Moments {
     const State state;
-    int64_t size, first;  // D; where they start in the state
+    int64_t size, first;  // D; offset of the moments in the state
 
     Moments(const DecodeStep& a, int64_t r, int64_t h)
         : state{a, r, h}, size(a.size), first(a.scorer.state_floats()) {}
 
     static int64_t floats(int64_t size) { return size * size + 2 * size; }
 
-    // Calls f(words, from, count) for the pieces of [at, at + count) that are contiguous.
+    // Calls f(words, from, count) for the contiguous pieces of [at, at + count).
     template <class F>
     KVPOP_INLINE void pieces(int64_t at, int64_t count, const F& f) const {
         for (int64_t from = 0, n; from < count; from += n) {
@@ -23,7 +24,7 @@ struct Moments {
             f(words, from, n);
         }
     }
-    // [D, D] in one piece, in `copy` where it is not.
+    // Returns the products [D, D] contiguously, in `copy` if they are not contiguous in the state.
     const float* products(float* copy) const {
         int64_t n;
         const float* words = state.words(first + 2 * size, size * size, n);
@@ -37,7 +38,7 @@ struct Moments {
         pieces(0, size, [&](const float* from, int64_t at, int64_t count) { __builtin_memcpy(key + at, from, size_t(count) * 4); });
         pieces(size, size, [&](const float* from, int64_t at, int64_t count) { __builtin_memcpy(value + at, from, size_t(count) * 4); });
     }
-    // Takes in x = [k; v] as number n, counted from 1 (Welford); deviation [D]: scratch.
+    // Adds x = [k; v] as token n, counted from 1 (Welford). deviation [D]: scratch.
     void take_in(float n, const float* x, float* deviation) const {
         const float* value = x + size;
         pieces(size, size, [&](float* mean, int64_t at, int64_t count) {
@@ -62,7 +63,8 @@ struct Moments {
     }
 };
 
-// |v - vb - scale * Sig k| of the tokens in slots [from, end), which are not more than BATCH, out of n > 0 evicted ones.
+// |v - vb - scale * Sig k| of the tokens in slots [from, end), at most BATCH, with moments of n > 0 evicted
+// tokens.
 template <class T>
 void residuals(const DecodeStep& a, int64_t r, int64_t h, int64_t from, int64_t end, float n, const float* products,
                const float* mean_value, float* keys, float* predicted, float* out) {
@@ -88,7 +90,8 @@ inline int64_t residual_scratch(const DecodeStep& a) {
            Pieces::round(a.mass_row);
 }
 
-// Residuals [mass_row] by slot of the tokens that the step ranks: the one in slot `leaving`, and the long-range ones.
+// Returns residuals [mass_row] by slot of the tokens that the step ranks: the one in slot `leaving` and the
+// long-range ones.
 template <class T>
 float* residuals_of(const DecodeStep& a, int64_t r, int64_t h, int64_t leaving, int64_t used, Pieces pieces) {
     const Moments moments(a, r, h);
@@ -106,7 +109,8 @@ float* residuals_of(const DecodeStep& a, int64_t r, int64_t h, int64_t leaving, 
     return out;
 }
 
-// What the evicted tokens add to a head's outputs: per query head their share of the softmax and their output [D].
+// Estimated contribution of the evicted tokens to a head's outputs, per query head: their share of the
+// softmax and their output [D].
 struct Correction {
     float *share, *out;
 };
@@ -117,7 +121,7 @@ inline int64_t correction_scratch(const DecodeStep& a) {
            Pieces::round(a.size * a.size);
 }
 
-// maximum, total [G]: of the softmax over what is retained; n: how many tokens have been evicted, at least one.
+// maximum, total [G]: of the softmax over the retained tokens. n: number of evicted tokens, at least one.
 inline Correction correction(const DecodeStep& a, int64_t r, int64_t h, float n, const float* maximum, const float* total,
                              Pieces pieces) {
     const Moments moments(a, r, h);

@@ -1,4 +1,5 @@
-// When tokens are evicted from k long-range slots, arrivals one by one (kvpop_vllm/kernels/ops/serving.py, online_topk).
+// Times at which tokens are evicted from k long-range slots, with arrivals one by one
+// (kvpop_vllm/kernels/ops/serving.py, online_topk).
 
 #pragma once
 
@@ -12,8 +13,9 @@
 
 namespace kvpop {
 
-// One head. Among tokens of the same position modulo n the order never changes, so each such class is a heap with its
-// lowest token on top, and an eviction compares the tops: O(n + log k) per arrival, O(log k) for n = 1.
+// Simulation of one head. Among tokens of the same position modulo n the order never changes. Each such
+// class is a heap with its lowest token on top, and an eviction compares the tops: O(n + log k) per
+// arrival, O(log k) for n = 1.
 class OnlineTopk {
   public:
     OnlineTopk(const float* score, const int64_t* position, int64_t tokens, double log_gamma, int64_t decay_step,
@@ -24,7 +26,7 @@ class OnlineTopk {
         classes_.resize(size_t(std::min(step_, last - first_ + 1)));
     }
 
-    // Writes evicted_at [tokens]; the first `held` tokens are there from the start.
+    // Writes evicted_at [tokens]. The first `held` tokens are in the slots from the start.
     void run(int64_t tokens, int64_t held, int64_t topk, int64_t* evicted_at) {
         std::fill(evicted_at, evicted_at + tokens, std::numeric_limits<int64_t>::max());
         if (ages_ || key_) return run_changing(tokens, held, topk, evicted_at);
@@ -37,7 +39,7 @@ class OnlineTopk {
     }
 
   private:
-    // Every token has a decay of its own, or is drawn anew, so that any two may change places: all are looked at at each arrival.
+    // With ages or draws the order of any two tokens may change, so every arrival examines all tokens.
     void run_changing(int64_t tokens, int64_t held, int64_t topk, int64_t* evicted_at) {
         std::vector<int64_t> there;
         for (int64_t i = 0; i < tokens; i++) {
@@ -103,7 +105,7 @@ class OnlineTopk {
     double log_gamma_;
     int64_t step_, window_, first_;
     bool ages_;
-    const uint64_t* key_;  // of draws, or null
+    const uint64_t* key_;  // key of draws, or null
     std::vector<std::vector<Entry>> classes_;
 };
 

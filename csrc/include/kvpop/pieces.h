@@ -1,4 +1,4 @@
-// Pieces of working memory.
+// Pieces of scratch memory.
 
 #pragma once
 
@@ -11,7 +11,7 @@
 
 namespace kvpop {
 
-// Built with AddressSanitizer, pieces lie apart, and nobody may touch what lies between them.
+// With AddressSanitizer there are gaps between the pieces, and access to the gaps is an error.
 #if defined(__SANITIZE_ADDRESS__)
 constexpr int64_t FORBIDDEN = 16;  // floats behind every piece
 inline void forbid(const float* from, int64_t floats) { ASAN_POISON_MEMORY_REGION(from, size_t(floats) * 4); }
@@ -22,14 +22,14 @@ inline void forbid(const float*, int64_t) {}
 inline void allow(const float*, int64_t) {}
 #endif
 
-// Hands out pieces of a buffer, each a whole number of cache lines.
+// Splits a buffer into pieces, each a whole number of cache lines.
 struct Pieces {
     float* next;
     static int64_t round(int64_t n) { return (n + 15) / 16 * 16 + FORBIDDEN; }
     float* take(int64_t n) {
         float* p = next;
         next += round(n);
-        allow(p, next - FORBIDDEN - p);  // it may have been cut otherwise before
+        allow(p, next - FORBIDDEN - p);  // an earlier user may have split the buffer differently
         forbid(next - FORBIDDEN, FORBIDDEN);
         return p;
     }

@@ -1,10 +1,11 @@
-// The two stages of a prefill piece that are worth an instruction set: the scorer, and attention over packed tiles.
+// The two stages of a prefill piece that depend on the instruction set: the scorer, and attention over
+// packed tiles.
 
 #pragma once
 
 namespace kvpop::KVPOP_ISA {
 
-// Row of head h of the chunk's token t, counted from its first.
+// Row of head h of token t, counted from the start of the chunk.
 template <class T>
 KVPOP_INLINE const T* token(const void* base, const int64_t* stride, int64_t t, int64_t h) {
     return static_cast<const T*>(base) + t * stride[0] + h * stride[1];
@@ -18,8 +19,8 @@ inline int64_t prefill_scratch(const DecodeStep& a) {
            scratch_floats(a);
 }
 
-// Raw scores of the tokens that leave the window in the piece and, of scorers that score at insertion, of the piece's own, token
-// by token as in a decode step.
+// Computes raw scores of the tokens leaving the window in the piece and, for scorers that score at
+// insertion, of the piece's own tokens. It proceeds token by token as in a decode step.
 template <class T>
 void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float* scratch) {
     const DecodeStep& a = chunk.step;
@@ -31,7 +32,7 @@ void prefill_scores_of(PrefillChunk& chunk, const Piece& piece, int64_t h, float
     float *x_u = pieces.take(2 * a.size), *hidden = pieces.take(s.hidden);
     const State state{a, 0, h};
     const Roles roles = a.roles_of(0);
-    // Where token t lies: in its slot if it came before the piece, else among the chunk's.
+    // Row of token t: in its slot if it precedes the piece, else in the chunk.
     const auto row = [&](int64_t t) {
         const int64_t slot = roles.ring_slot(t), at = t - chunk.start;
         return t < piece.a ? Row<T>{head.k(slot), head.v(slot)}
@@ -67,7 +68,7 @@ inline void prefill_scores(PrefillChunk& chunk, const Piece& piece, int64_t h, f
     else prefill_scores_of<float>(chunk, piece, h, scratch);
 }
 
-// Which of a tile's keys the queries [first, last] of a piece see.
+// Visibility of a tile's keys to the queries [first, last] of a piece.
 struct TileSight {
     bool any, all;
 };
@@ -100,7 +101,8 @@ KVPOP_INLINE void store_weights(uint32_t* out, const vf* p, W) {
 }
 #endif
 
-// Logits of a tile into weights under the new maxima, row by row; factor[row] belongs on what was accumulated before.
+// Converts the logits of a tile to weights under the new maxima, row by row. factor[row] scales what was
+// accumulated before.
 template <class W>
 KVPOP_INLINE void tile_weights(const float* logits, uint32_t* weights, int64_t queries, int64_t group, int32_t first,
                                const int32_t* born, const int32_t* gone, bool all, float scale, float* maximum,
@@ -150,7 +152,8 @@ KVPOP_INLINE void load_queries(const DecodeStep& a, int64_t first, int64_t queri
         }
 }
 
-// Attention of KV head h for the piece's query tokens [first, first + queries), counted from its first token.
+// Runs attention of KV head h for query tokens [first, first + queries), counted from the start of the
+// piece.
 template <class W>
 void prefill_attend_of(const PrefillChunk& chunk, const Piece& piece, int64_t h, int64_t first, int64_t queries,
                        float* scratch) {

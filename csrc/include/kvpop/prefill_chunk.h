@@ -1,6 +1,7 @@
-// What the prefill of one request's chunk needs (kvpop_vllm/kernels/ops/serving.py, prefill_chunk). The chunk is worked
-// off in pieces. Within a piece every retained slot and every new token is a key that is visible from its birth to its
-// eviction; keys and values lie in tiles packed for matrix products, first the B slots in slot order, then the piece.
+// Arguments of the prefill of one request's chunk (kvpop_vllm/kernels/ops/serving.py, prefill_chunk). The
+// chunk is processed in pieces. Within a piece every retained slot and every new token is a key that is
+// visible from its birth to its eviction. Keys and values are stored in tiles packed for matrix products,
+// first the B slots in slot order, then the piece.
 
 #pragma once
 
@@ -10,38 +11,40 @@ namespace kvpop {
 
 constexpr int64_t PIECE = 128;       // tokens of a piece
 constexpr int64_t TILE_KEYS = 64;    // keys of a packed tile
-constexpr int64_t TILE_QUERIES = 16;  // query tokens attended for together, each with all query heads of a KV head
+constexpr int64_t TILE_QUERIES = 16;  // query tokens processed together, for all query heads of a group
 constexpr int32_t NEVER_GONE = INT32_MAX;
 
-// A tile's keys are [words, TILE_KEYS] and its values [TILE_KEYS / per, D] 32-bit words. A word is one float (per = 1), or
-// two bfloat16 (per = 2): neighbouring channels of a key, the same channel of neighbouring values.
+// A tile's keys are [words, TILE_KEYS] and its values [TILE_KEYS / per, D] 32-bit words. A word is one
+// float (per = 1) or two bfloat16 (per = 2): adjacent channels of a key, or the same channel of adjacent
+// values.
 struct PackedTiles {
     int64_t size, per;
     int64_t words() const { return TILE_KEYS * size / per; }  // of a tile's keys, and of its values
 };
 
-// One head's working memory.
+// Scratch memory of one head.
 struct PrefillHead {
     int64_t tiles;
     uint32_t *keys, *values;  // packed tiles
-    int32_t *born, *gone;     // per key, counted from the piece's first token: visible while born <= i < gone
-    float* leaving;           // raw scores of the tokens that leave the window in the piece, in order
-    float* inserted;          // raw scores of the piece's tokens, of scorers that score at insertion
+    int32_t *born, *gone;     // per key, relative to the piece's first token: visible while born <= i < gone
+    float* leaving;           // raw scores of the tokens leaving the window in the piece, in order
+    float* inserted;          // raw scores of the piece's tokens, for scorers that score at insertion
 };
 
-// The chunk [start, start + length) of one request. In `step` the axis of requests counts the chunk's tokens for q, k, v,
-// out and lse; the page table, the budgets and the slots are those of request 0, whose prefix is not attended to here.
+// Chunk [start, start + length) of one request. In `step` the request axis of q, k, v, out and lse counts
+// the chunk's tokens. The page table, the budgets and the slots are those of request 0, whose prefix is not
+// attended to here.
 struct PrefillChunk {
     DecodeStep step;
     int64_t start, length;
     PackedTiles packed;
     PrefillHead* heads;
 
-    int64_t slot_tiles(int64_t h) const {  // of the slots that are in use by the end
+    int64_t slot_tiles(int64_t h) const {  // tiles of the slots that are in use at the end
         const int64_t end = start + length - step.prefix(0), budget = step.budget(0, h);
         return ((end < budget ? end : budget) + TILE_KEYS - 1) / TILE_KEYS;
     }
-    int64_t first_new(int64_t h) const { return slot_tiles(h) * TILE_KEYS; }  // index of the piece's first key
+    int64_t first_new(int64_t h) const { return slot_tiles(h) * TILE_KEYS; }  // index of the first new key
 };
 
 // Tokens [a, b) of the sequence.
@@ -50,11 +53,11 @@ struct Piece {
     int64_t tokens() const { return b - a; }
 };
 
-// Runs the chunk. The arguments have been checked.
+// Runs the chunk. The arguments must have been checked.
 void prefill_chunk(PrefillChunk& chunk);
 
-// Attention of the chunk's queries over tokens [first, last) of its prefix; causal: query i sees those up to first + i. The arguments
-// have been checked; start is 0.
+// Runs attention of the chunk's queries over tokens [first, last) of its prefix. If causal, query i sees
+// tokens up to first + i. The arguments must have been checked; start is 0.
 void prefix_attention(PrefillChunk& chunk, int64_t first, int64_t last, bool causal);
 
 }  // namespace kvpop

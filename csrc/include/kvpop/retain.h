@@ -1,4 +1,4 @@
-// One step of one request and head: score the token that leaves the window, evict, write the new token, attend.
+// One step of one request and head: score the token leaving the window, evict, write the new token, attend.
 
 #pragma once
 
@@ -8,8 +8,8 @@ constexpr int DL = VL / 2;  // doubles per vector
 
 KVPOP_INLINE vd splat(double x) { return x - vd{}; }
 
-// a * b with its own rounding, never contracted into a fused multiply-add: effective scores are then the same on every
-// instruction set.
+// Returns a * b, rounded separately and never contracted into a fused multiply-add, so that effective
+// scores are the same on every instruction set.
 KVPOP_INLINE vd rounded_product(vd a, double b) {
     vd product = a * b;
 #if defined(__x86_64__)
@@ -22,7 +22,8 @@ struct Victim {
     double effective, age, slot;  // slot -1: none
 };
 
-// The lowest effective score among slots [first, end); of equal ones the oldest token. factors: of raw scores by slot, or null.
+// Finds the lowest effective score among slots [first, end); of equal scores the oldest token's. factors:
+// of raw scores by slot, or null.
 inline Victim lowest(const DecodeStep& a, int64_t r, int64_t h, int64_t first, int64_t end, int64_t q, const float* factors) {
     const double log_gamma = a.log_gamma[h];
     vd iota;
@@ -79,12 +80,13 @@ struct Head {
         *score(slot) = score_;
         a.slot_positions(a.slot_region(r, h, slot))[slot % a.block_slots] = int32_t(position);
     }
-    // Key and value as one float row.
+    // Reads key and value as one float row.
     void read(const T* key, const T* value, float* x) const {
         for (int64_t e = 0; e < a.size; e++) x[e] = to_float(key[e]);
         for (int64_t e = 0; e < a.size; e++) x[a.size + e] = to_float(value[e]);
     }
-    // The slot for token u that leaves the window: the next free one, or that of a worse token; -1 drops u.
+    // Returns the slot for token u, which leaves the window: the next free one, or that of a token with a
+    // lower score; -1 evicts u.
     int64_t place(int64_t u, float score_, int64_t used, int64_t q, const float* factors) const {
         if (a.scorer.bounded && score_ < a.scorer.threshold) return -1;
         if (used < a.budget(r, h)) return used;
@@ -114,21 +116,22 @@ struct Row {
     const T *key, *value;
 };
 
-// The row of request r, head h, that the step adds.
+// Row of request r, head h, that the step adds.
 template <class T>
 KVPOP_INLINE Row<T> new_row(const DecodeStep& a, int64_t r, int64_t h) {
     return {static_cast<const T*>(a.k) + r * a.k_stride[0] + h * a.k_stride[1],
             static_cast<const T*>(a.v) + r * a.v_stride[0] + h * a.v_stride[1]};
 }
 
-// The slot of the token that leaves the window at the step, or -1 if none does.
+// Slot of the token leaving the window in this step, or -1 if there is none.
 inline int64_t leaving_slot(const DecodeStep& a, int64_t r) {
     const Roles roles = a.roles_of(r);
     const int64_t u = a.position(r) - roles.window;
     return u >= roles.first_evictable() ? roles.ring_slot(u) : -1;
 }
 
-// Number i of a batch: `row` is taken in, and it or the one that leaves the window (null: none does) is read out.
+// Sets entry i of a batch. `row` updates the state. A delayed scorer reads out `leaves`, the token leaving
+// the window (null: none), any other scorer reads out `row`.
 template <class T>
 KVPOP_INLINE void into_batch(const Head<T>& head, const Row<T>& row, const Row<T>* leaves, MLSTMBatch& batch, int64_t i) {
     const int64_t wide = 2 * head.a.size;
@@ -150,7 +153,8 @@ void project_steps(const DecodeStep& a, int64_t r, int64_t count, int64_t h, MLS
     mlstm_project(a, h, count, batch);
 }
 
-// Raw score of a token that leaves the window, of scorers without a state. parked: its score word; x, hidden: scratch.
+// Raw score of a token leaving the window, for scorers without state. parked: its score field. x, hidden:
+// scratch.
 template <class T>
 KVPOP_INLINE float stateless_score(const Head<T>& head, const Row<T>& row, float parked, float* x, float* hidden) {
     const Scorer& s = head.a.scorer;
@@ -166,8 +170,8 @@ KVPOP_INLINE float stateless_score(const Head<T>& head, const Row<T>& row, float
     }
 }
 
-// All of the step but attention: scores, evictions, the new token; returns how many slots to attend over. batch: of an mLSTM,
-// projected, with the request as number `number`.
+// Runs the step without attention: scores, evictions, the new token. Returns the number of slots to attend
+// to. batch: projected batch of an mLSTM, with the request as entry `number`.
 template <class T>
 int64_t retain_of(const DecodeStep& a, int64_t r, int64_t h, const MLSTMBatch& batch, int64_t number, Pieces pieces) {
     const Head<T> head{a, r, h};
@@ -206,7 +210,7 @@ int64_t retain_of(const DecodeStep& a, int64_t r, int64_t h, const MLSTMBatch& b
     return used;
 }
 
-// The same of one request, whose token is projected here.
+// Same for one request, whose token is projected here.
 template <class T>
 int64_t retain_alone(const DecodeStep& a, int64_t r, int64_t h, float* scratch) {
     Pieces pieces{scratch};
@@ -242,7 +246,7 @@ inline void begin_tail(const DecodeStep& a, int64_t r, int64_t h, int64_t replay
     a.cache_is_bf16 ? begin_tail_of<bf16>(a, r, h, replay, scratch) : begin_tail_of<float>(a, r, h, replay, scratch);
 }
 
-// The whole step of head h of `count` requests from r on, at most BATCH.
+// Runs the whole step of head h of `count` requests from r on, at most BATCH.
 template <class T>
 void decode_heads_of(const DecodeStep& a, int64_t r, int64_t count, int64_t h, float* scratch) {
     Pieces pieces{scratch};

@@ -1,4 +1,5 @@
-// Ranks of a static order and the running rank of the k-th best (kvpop_vllm/kernels/ops/training.py, running_topk).
+// Ranks of a static order and running rank of the k-th best token (kvpop_vllm/kernels/ops/training.py,
+// running_topk).
 
 #pragma once
 
@@ -6,7 +7,7 @@
 
 namespace kvpop {
 
-// priority, rank, cutoff [rows, tokens], contiguous; no priority is NaN.
+// priority, rank, cutoff [rows, tokens], contiguous. No priority may be NaN.
 void running_topk(const double* priority, int64_t rows, int64_t tokens, int64_t sinks, int64_t window, int64_t topk,
                   int32_t* rank, int32_t* cutoff);
 

@@ -1,4 +1,4 @@
-// The scorers' formulas (kvpop_vllm/kernels/reference/scoring.py) for one token of one head, float32.
+// Scorer formulas (kvpop_vllm/kernels/reference/scoring.py) for one token of one head, float32.
 
 #pragma once
 
@@ -16,11 +16,11 @@ KVPOP_INLINE float dot(const float* a, const float* b, int64_t n) {
     return s;
 }
 
-// Tokens whose products with the same weights are formed together.
+// Number of tokens whose products with the same weights are computed together.
 constexpr int64_t BATCH = VL == 16 ? 6 : 3;
-constexpr int SPLIT = 4;  // sums of every product, so that few tokens do not wait for one; the same for any number of them
+constexpr int SPLIT = 4;  // partial sums per product, to hide latency; independent of the number of tokens
 
-// VECTORS vectors of columns of x [ROWS, rows] times w [rows, columns].
+// Multiplies x [ROWS, rows] by VECTORS vectors of columns of w [rows, columns].
 template <int ROWS, int VECTORS>
 KVPOP_INLINE void product_block(const float* x, int64_t x_stride, const float* w, int64_t rows, int64_t columns,
                                 float* out, int64_t out_stride) {
@@ -52,7 +52,8 @@ void product_of(const float* x, int64_t x_stride, const float* w, int64_t rows, 
         }
 }
 
-// out [count, columns] = x [count, rows] times w [rows, columns], count <= BATCH; rows is a multiple of 4.
+// out [count, columns] = x [count, rows] times w [rows, columns], count <= BATCH. rows must be a multiple
+// of 4.
 inline void product(int64_t count, const float* x, int64_t x_stride, const float* w, int64_t rows, int64_t columns,
                     float* out, int64_t out_stride) {
     switch (count) {
@@ -67,7 +68,7 @@ inline void product(int64_t count, const float* x, int64_t x_stride, const float
     }
 }
 
-// In place; the buffer reaches to the next multiple of VL.
+// In place. The buffer must extend to the next multiple of VL.
 inline void silu(float* x, int64_t n) {
     for (int64_t i = 0; i < n; i += VL) store(x + i, load(x + i) / (1.0f + exp(-load(x + i))));
 }
@@ -104,7 +105,7 @@ inline float linear_score(const Scorer& s, int64_t h, const float* x, int64_t wi
     return dot(x, s.weight + h * wide, wide) + s.bias[h];
 }
 
-// Summed in float64, so that the float32 hardly ever depends on the order.
+// The sum is float64, so that the float32 result hardly ever depends on the order.
 template <class T>
 KVPOP_INLINE float key_norm_score(const T* key, int64_t size) {
     double squares = 0;
@@ -121,12 +122,12 @@ inline float mlp_score(const Scorer& s, int64_t h, const float* x, int64_t wide,
     return dot(hidden, s.fc2_weight + h * s.hidden, s.hidden) + s.fc2_bias[h];
 }
 
-// The flat state C [F, Dv] | z [F] | m [1] of a head, spread over the regions of its state blocks.
+// Flat state C [F, Dv] | z [F] | m [1] of a head, stored across the regions of its state blocks.
 struct State {
     const DecodeStep& a;
     int64_t r, h;
 
-    // The words from `at` on that are contiguous, at most `want`; returns where they start.
+    // Returns the start of the contiguous words from `at` on, at most `want`, and their number in `count`.
     KVPOP_INLINE float* words(int64_t at, int64_t want, int64_t& count) const {
         const int64_t region = a.region_bytes / 4, inside = at % region, left = region - inside;
         count = want < left ? want : left;
@@ -157,7 +158,7 @@ KVPOP_INLINE void update_row(float* c, int64_t n, float keep, float write, const
     }
 }
 
-// The same for `rows` whole rows of VECTORS vectors, row f with write[f] and read[f].
+// Same for `rows` rows of VECTORS vectors, with gain * write[f] and read[f] for row f.
 template <int VECTORS>
 KVPOP_INLINE void update_rows_of(float* c, int64_t rows, float keep, float gain, const float* write, const float* v,
                                  const float* read, float* sum) {
@@ -181,10 +182,10 @@ inline void update_rows(float* c, int64_t rows, int64_t n, float keep, float gai
     for (int64_t f = 0; f < rows; f++) update_row(c + f * n, n, keep, gain * write[f], v, read[f], sum);
 }
 
-// Up to BATCH tokens of one head on their way into states: what is asked, and what needs no state.
+// Up to BATCH tokens of one head before the state update: inputs, and results that do not need the state.
 struct MLSTMBatch {
-    float *x, *x_read;                      // [BATCH, 2D]: the token that is taken in, and the one to be read out
-    float *key, *query, *value, *columns;   // [BATCH, F], [BATCH, F], [BATCH, Dv], [BATCH, Fp], rows of whole cache lines
+    float *x, *x_read;                      // [BATCH, 2D]: token updating the state, token read out
+    float *key, *query, *value, *columns;   // [BATCH, n], n = F, F, Dv, Fp, rows of whole cache lines
     float* numerator;                       // [Dv]
     bool reads[BATCH];
     float igate[BATCH], log_f[BATCH];
@@ -205,7 +206,7 @@ struct MLSTMBatch {
           numerator(pieces.take(a.scorer.values)) {}
 };
 
-// phi(projection of x) of `count` tokens into out [count, F].
+// Writes phi(projection of x) of `count` tokens to out [count, F].
 inline void features(const Scorer& s, const float* projection, int64_t h, int64_t count, const float* x, int64_t wide,
                      float* columns, float* out) {
     const int64_t row = MLSTMBatch::row(s.columns), out_row = MLSTMBatch::row(s.features);
@@ -216,7 +217,8 @@ inline void features(const Scorer& s, const float* projection, int64_t h, int64_
     }
 }
 
-// Keys, values, gates and queries of the batch's first `count` tokens. The result of a token does not depend on the others.
+// Computes keys, values, gates and queries of the batch's first `count` tokens. The result of a token does
+// not depend on the others.
 inline void mlstm_project(const DecodeStep& a, int64_t h, int64_t count, MLSTMBatch& batch) {
     const Scorer& s = a.scorer;
     const int64_t wide = 2 * a.size, value_row = MLSTMBatch::row(s.values), feature_row = MLSTMBatch::row(s.features);
@@ -237,7 +239,7 @@ inline void mlstm_project(const DecodeStep& a, int64_t h, int64_t count, MLSTMBa
         for (int64_t f = 0; f < s.features && !batch.reads[i]; f++) batch.query[i * feature_row + f] = 0;
 }
 
-// Takes token i of a projected batch into the state; returns the score of the one to be read, from the new state.
+// Updates the state with token i of a projected batch. Returns the score read out from the new state.
 inline float mlstm_step(const DecodeStep& a, const State& state, const MLSTMBatch& batch, int64_t i) {
     const Scorer& s = a.scorer;
     const int64_t h = state.h, wide = 2 * a.size, cells = s.features * s.values;
@@ -259,7 +261,7 @@ inline float mlstm_step(const DecodeStep& a, const State& state, const MLSTMBatc
         update_rows(rows, whole, s.values, keep, gain, key + f, value, query + f, numerator);
         f += whole;
         if (f == s.features) break;
-        for (int64_t c = 0; c < s.values; c += count) {  // a row that lies in two blocks
+        for (int64_t c = 0; c < s.values; c += count) {  // a row that spans two blocks
             float* row = state.words(f * s.values + c, s.values - c, count);
             update_row(row, count, keep, gain * key[f], value + c, query[f], numerator + c);
         }

@@ -1,4 +1,4 @@
-// Working memory of a thread, kept from call to call.
+// Scratch memory of a thread, kept between calls.
 
 #pragma once
 
@@ -11,10 +11,11 @@
 
 namespace kvpop {
 
-// The first cache line that begins in or after p; up to 15 floats further on.
+// Start of the first cache line at or after p, at most 15 floats further on.
 inline float* aligned(float* p) { return reinterpret_cast<float*>((reinterpret_cast<uintptr_t>(p) + 63) / 64 * 64); }
 
-// Aligned to cache lines; what it held before is undefined. With AddressSanitizer it is new and NaN, and ends where it ends.
+// The result is aligned to cache lines; its content is undefined. With AddressSanitizer the memory is new,
+// filled with NaN, and has an exact end.
 inline float* scratch_of_this_thread(int64_t floats) {
     thread_local std::vector<float> buffer;
     const size_t padded = size_t(floats) + 16;

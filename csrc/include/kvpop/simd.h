@@ -1,7 +1,8 @@
-// Vectors of KVPOP_VECTOR_BYTES bytes in GCC's vector notation, in the namespace KVPOP_ISA of one instruction set.
-// Standard headers must be included before the target pragma that precedes this header: inline functions of the
-// standard library compiled for a newer processor could otherwise be linked into code for an older one. Lambdas in
-// these headers use no vectors: GCC compiles them without the target.
+// Vectors of KVPOP_VECTOR_BYTES bytes in GCC's vector notation, in the namespace KVPOP_ISA of one
+// instruction set. Standard headers must be included before the target pragma that precedes this header.
+// Otherwise inline functions of the standard library compiled for a newer processor could be linked into
+// code for an older one. Lambdas in these headers must not use vectors, because GCC compiles them without
+// the target.
 
 #pragma once
 
@@ -29,7 +30,8 @@ KVPOP_INLINE vf load(const float* p) { return load_as<vf>(p); }
 KVPOP_INLINE void store(float* p, vf v) { __builtin_memcpy(p, &v, sizeof v); }
 KVPOP_INLINE vf splat(float x) { return x - vf{}; }
 KVPOP_INLINE vf max(vf a, vf b) { return a > b ? a : b; }
-// Into the second-level cache: the first level's few miss buffers would limit the bandwidth.
+// Prefetches into the second-level cache, because the few miss buffers of the first level would limit the
+// bandwidth.
 KVPOP_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
 KVPOP_INLINE vi lanes() {
@@ -42,8 +44,8 @@ KVPOP_INLINE vi lanes() {
 #endif
 }
 
-// Within each 128-bit part: lower and upper pairs of 32-bit (unpack) and 64-bit words of a and b; then the even and
-// the odd 128-bit parts of a followed by those of b.
+// Shuffles within each 128-bit part: lower and upper pairs of 32-bit (unpack) and 64-bit words of a and b.
+// EVEN128 and ODD128: the even or odd 128-bit parts of a, followed by those of b.
 #if KVPOP_VECTOR_BYTES == 64
 constexpr vi LOW32{0, 16, 1, 17, 4, 20, 5, 21, 8, 24, 9, 25, 12, 28, 13, 29};
 constexpr vi HIGH32{2, 18, 3, 19, 6, 22, 7, 23, 10, 26, 11, 27, 14, 30, 15, 31};
@@ -65,7 +67,7 @@ constexpr vi LOW64{0, 1, 4, 5};
 constexpr vi HIGH64{2, 3, 6, 7};
 #endif
 
-// VL sums at once: lane i of the result is the sum of the lanes of v[i].
+// Computes VL sums at once: lane i of the result is the sum of the lanes of v[i].
 KVPOP_INLINE vf sums_of_four(vf a, vf b, vf c, vf d) {
     const vf ab = __builtin_shuffle(a, b, LOW32) + __builtin_shuffle(a, b, HIGH32);
     const vf cd = __builtin_shuffle(c, d, LOW32) + __builtin_shuffle(c, d, HIGH32);
@@ -95,7 +97,7 @@ KVPOP_INLINE float max(vf v) {
     return v[0];
 }
 
-// e^x to about 1 ulp for -87 <= x <= 88; 0 below, e^88 above, NaN stays NaN.
+// e^x to about 1 ulp for -87 <= x <= 88; 0 below, e^88 above; NaN stays NaN.
 KVPOP_INLINE vf exp(vf x) {
     const vf low = splat(-87.0f), high = splat(88.0f), shift = splat(12582912.0f);  // 1.5 * 2^23
     const vf t = x < low ? low : (x > high ? high : x);
@@ -120,7 +122,7 @@ KVPOP_INLINE float to_float(bf16 x) {
     __builtin_memcpy(&out, &bits, 4);
     return out;
 }
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 KVPOP_INLINE bf16 to_bf16(float x) {
     uint32_t bits;
     __builtin_memcpy(&bits, &x, 4);
@@ -128,8 +130,9 @@ KVPOP_INLINE bf16 to_bf16(float x) {
     return {uint16_t((bits + 0x7fffu + ((bits >> 16) & 1)) >> 16)};
 }
 
-// A row of elements as float vectors, one or two per step of KVPOP_VECTOR_BYTES bytes. Two bfloat16 share a 32-bit
-// word: a step yields the even elements, then the odd ones; place(e) is where element e lies in the sequence of vectors.
+// A row of elements as float vectors, one or two per step of KVPOP_VECTOR_BYTES bytes. Two bfloat16 share a
+// 32-bit word: a step yields the even elements, then the odd ones. place(e) is the index of element e in
+// the sequence of vectors.
 template <class T>
 struct Rows;
 

@@ -1,4 +1,4 @@
-"""The scorer's state at the beginning of a tail, in C++."""
+"""C++ implementation of ``begin_tail``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _C = load_extension()
 
 
 def begin_tail(pages, page_table, prefix, *, rule):
-    """See :func:`kvpop_vllm.kernels.ops.begin_tail`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.begin_tail`."""
     layout, bf16 = pages.layout, pages.layout.dtype is torch.bfloat16
     slots, state = layout.block_slots, layout.state_blocks
     _C.begin_tail(pages.raw, slots, state, page_table, packed(rule), rule.replay, bf16, tensors_of(prefix))

@@ -1,4 +1,4 @@
-"""The fused C++ decode step."""
+"""C++ implementation of ``decode_step``."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ _KINDS = {
     RandomDraw: "draw",
     GivenScore: "given",
 }
-_packed: dict[int, _C.Rule] = {}  # by id of a living rule
+_packed: dict[int, _C.Rule] = {}  # by id of a live rule
 
 
 def _pack(rule: RetentionRule) -> _C.Rule:
+    """Build the extension's form of a rule and cache it while the rule is alive."""
     options = {}
     fields = vars(rule.scorer) if rule.scorer is not None else {}
     if isinstance(rule.scorer, MLSTMWeights):
@@ -57,25 +58,25 @@ def _pack(rule: RetentionRule) -> _C.Rule:
 
 
 def packed(rule: RetentionRule) -> _C.Rule:
-    """The rule as the extension takes it, made at its first use."""
+    """Return the rule in the extension's form, built on first use."""
     return _packed.get(id(rule)) or _pack(rule)
 
 
 def check_dtype(k: torch.Tensor, pages) -> None:
-    """Raises TypeError where keys and values have another dtype than the cache."""
+    """Raise TypeError if the dtype of k differs from the cache's."""
     if k.dtype is not pages.layout.dtype:
         raise TypeError(f"k and v must have the cache's dtype {pages.layout.dtype}, got {k.dtype}")
 
 
 def tensors_of(prefix: Prefix | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None:
-    """Return a prefix as the extension takes it."""
+    """Return the tensors of a prefix in the extension's form."""
     return None if prefix is None else (prefix.pages.raw, prefix.table, prefix.tokens)
 
 
 def decode_step(
     q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
 ):
-    """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.decode_step`."""
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
     try:

@@ -1,4 +1,4 @@
-"""Eviction times in C++."""
+"""C++ implementation of ``online_topk``."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _C = load_extension()
 
 
 def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
-    """See :func:`kvpop_vllm.kernels.ops.online_topk`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.online_topk`."""
     return _C.online_topk(score, position, held, topk, window, log_gamma, decay_step, ages, keys)

@@ -1,4 +1,4 @@
-"""A prefill chunk in C++."""
+"""C++ implementation of ``prefill_chunk``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _C = load_extension()
 
 
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None, keys=None):
-    """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
 
@@ -28,7 +28,7 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
 
 
 def _attend(q, prefix, begin, end, scale, causal):
-    """Attention of ``q`` to protected tokens, see :func:`with_prefix`."""
+    """Return attention of ``q`` to protected tokens, see :func:`with_prefix`."""
     layout, raw, table = prefix.pages.layout, prefix.pages.raw, prefix.table[0]
     is_bf16 = layout.dtype is torch.bfloat16
     return _C.prefix_attention(q, raw, layout.block_slots, table, begin, end, causal, is_bf16, scale)

@@ -1,4 +1,4 @@
-"""Ranks and running cutoffs in C++."""
+"""C++ implementation of ``running_topk``."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _C = load_extension()
 
 
 def running_topk(priority, *, sinks, window, topk):
-    """See :func:`kvpop_vllm.kernels.ops.running_topk`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.running_topk`."""
     return _C.running_topk(priority.double(), sinks, window, topk)

@@ -1,18 +1,23 @@
-"""Schemas of all kernels: one signature per op, whatever implements it.
+"""Schemas of all kernels: one signature per op, shared by all implementations.
 
-Axes, once for all docstrings::
+Axes in all docstrings::
 
     R  requests of a decode batch        L  tokens of a prefill chunk       S  tokens of a sequence
-    H  KV heads                          G  query heads per KV head         Hq = H * G query heads (head h serves h*G .. h*G+G-1)
-    D  head size                         B  budget: slots per head            N  slots per block                 (in training: B sequences, N samples)
-    p  tokens of a protected prefix      F  its blocks
-    P  entries of a page-table row       F  features of the mLSTM           Dv value width of the mLSTM
-    M  hidden width of the MLP scorer
+    H  KV heads                          G  query heads per KV head
+    Hq = H * G query heads; KV head h serves query heads h * G .. h * G + G - 1
+    D  head size                         B  budget: slots per head          N  slots per block
+    p  tokens of a protected prefix      F  blocks of a protected prefix
+    P  entries of a page-table row       M  hidden width of the MLP scorer
+    F  features of the mLSTM             Dv value width of the mLSTM
+    in training: B sequences, N samples
 
-Symbols follow the paper (KVpop, arXiv version "Predictive Online Pruning"): ``s`` sinks, ``w`` window, ``k = B - s - w`` long-range slots, ``q`` the position of the current token, ``u = q - w`` the token leaving the window, ``r_t`` raw scores.
+Symbols follow the paper (KVpop, arXiv version "Predictive Online Pruning"): ``s`` sinks, ``w`` window,
+``k = B - s - w`` long-range slots, ``q`` the position of the current token, ``u = q - w`` the token leaving
+the window, ``r_t`` raw scores.
 
-Every op takes ``impl="auto" | "reference" | "cpp" | "triton"``. ``auto`` takes the fastest implementation that supports
-the tensors (see :mod:`kvpop_vllm.kernels.dispatch`); a name asked for explicitly never falls back to another.
+Every op takes ``impl="auto" | "reference" | "cpp" | "triton"``. ``auto`` selects the fastest implementation
+that supports the tensors (see :mod:`kvpop_vllm.kernels.dispatch`). An implementation requested by name never
+falls back to another.
 """
 
 from kvpop_vllm.kernels.ops.rules import (

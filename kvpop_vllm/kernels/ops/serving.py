@@ -1,4 +1,4 @@
-"""Schemas of the ops of serving; axes in :mod:`kvpop_vllm.kernels.ops`."""
+"""Schemas of the serving ops; axes in :mod:`kvpop_vllm.kernels.ops`."""
 
 from __future__ import annotations
 
@@ -29,44 +29,51 @@ def decode_step(
     windows: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance each of R requests by one token: state update, delayed readout, score, argmin, slot move, attention.
+    """Advance each of R requests by one token: update state, score, evict, insert and attend.
 
-    In this order, per request and head, with q the token's position (DESIGN "Pages", KVpop Figure 3):
-    the state takes in ``x_q = [k_q; v_q]``; ``u = q - w`` (if ``u >= s``) is scored with a state that includes q; it is
-    copied from its ring slot into the first free long-range slot, or over the long-range token of lowest effective
-    score, or dropped if it is itself the lowest; q is written into its sink slot, or into ring slot ``s + (q - s) % w``
-    where u sat; attention runs over the slots in use, ``[0, min(q + 1, B))`` or fewer with a threshold. Before token 0 is
-    taken in the state is initialised.
+    For each request and head, with q the token's position, in this order (DESIGN "Pages", KVpop Figure 3):
 
-    Where scores come from attention, the query's weights are added to the score words, or written there, at the end.
-    A score that is given lies in its token's score word from the start.
+    1. The scorer's state is updated with ``x_q = [k_q; v_q]``. Before token 0 the state is initialised.
+    2. The token ``u = q - w`` leaving the window (if ``u >= s``) is scored with the updated state.
+    3. u is copied from its ring slot into the first free long-range slot. If none is free, it replaces the
+       long-range token of lowest effective score, or is dropped if its own is the lowest.
+    4. Token q is written into its sink slot, or into ring slot ``s + (q - s) % w``, the slot of u.
+    5. Attention runs over the slots in use, ``[0, min(q + 1, B))`` or fewer with a threshold.
 
-    A request with a protected prefix of p tokens attends to these first. Its slots are those of the tail
-    (:class:`SlotRoles`), which begins afresh at ``q = p``: whatever lies there is forgotten, but for the scorer's state, which
-    :func:`begin_tail` has built. A token below p lies in the prefix pages already; it attends to the tokens up to itself,
-    and nothing is written.
+    If scores come from attention, the query's weights are written to the score fields at the end, or added to
+    them. A gate score is stored in its token's score field at insertion.
+
+    A request with a protected prefix of p tokens also attends to these tokens. Its slots are those of the
+    tail (:class:`SlotRoles`). The tail begins anew at ``q = p``: earlier slot contents are ignored, except
+    the scorer's state, which :func:`begin_tail` has built. A token below p is stored in the prefix pages
+    already. It attends to the tokens up to itself, and nothing is written.
 
     Args:
-        q: ``[R, Hq, D]``, k, v: ``[R, H, D]`` in the cache's dtype. Last axis contiguous.
+        q: ``[R, Hq, D]``, last axis contiguous.
+        k, v: ``[R, H, D]`` in the cache's dtype, last axis contiguous.
         pages: the layer's cache; written in place.
-        page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is fine.
+        page_table: ``[R, H, P]`` int32 block numbers, state blocks first; stride 0 over heads is allowed.
         positions: ``[R]`` int64, position of each request's token.
         budgets: ``[R, H]`` int32, B of each head.
-        rule: what is kept. scale: factor on q . k.
-        given: ``[R, H]`` float32, scores of the tokens, where the rule's scorer is :class:`GivenScore`, else ignored.
-        prefix: protected tokens of the R requests, or None where nobody has any.
-        seeds: ``[R]`` int64, of each request's draws where the rule's scorer is :class:`RandomDraw`, else ignored.
-        windows: ``[R]`` int32, w of each request; the rule's where not given.
+        rule: retention rule of the layer.
+        scale: factor on q . k.
+        given: ``[R, H]`` float32, gate scores of the tokens if the rule's scorer is :class:`GivenScore`, else
+            ignored.
+        prefix: protected tokens of the R requests, or None if no request has any.
+        seeds: ``[R]`` int64, seeds of the requests' draws if the rule's scorer is :class:`RandomDraw`, else
+            ignored.
+        windows: ``[R]`` int32, w of each request; by default the rule's.
+        impl: implementation.
 
     Returns:
-        ``out [R, Hq, D]`` in q's dtype, corrected if the rule says so, and ``lse [R, Hq]`` float32, the natural log-sum-exp
-        of the scaled logits over the retained tokens.
+        ``out [R, Hq, D]`` in q's dtype, corrected if the rule says so, and ``lse [R, Hq]`` float32, the
+            natural log-sum-exp of the scaled logits over the retained tokens.
 
     Raises:
-        StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been written. In Triton,
-            which does not wait for the device, that request's outputs are NaN instead, its pages as before; and a position
-            of -1 is padding.
-        ValueError: given scores or seeds are missing where the rule needs them, or of another shape.
+        StepOrderError: some request's ``positions`` differs from its ``tokens_seen``; nothing has been
+            written. The Triton implementation does not wait for the device. It returns NaN for that request
+            instead and leaves its pages unchanged; a position of -1 is padding.
+        ValueError: gate scores or seeds that the rule needs are missing or have the wrong shape.
     """
     run = resolve("decode_step", impl, q)
     more = _inputs_of(rule, given, k.shape[:2], seeds, (len(k),))
@@ -77,10 +84,12 @@ def decode_step(
 
 
 def _inputs_of(rule: RetentionRule, given, scores: tuple[int, ...], seeds, requests: tuple[int, ...]) -> dict:
-    """Return what an implementation takes beside the tokens, None where the rule does not: ``given``, and ``keys [R, H]`` of draws.
+    """Return the arguments that depend on the scorer: ``given``, and ``keys [R, H]`` of draws.
+
+    An argument that the rule does not need is None.
 
     Raises:
-        ValueError: it is missing, or of another shape.
+        ValueError: a needed argument is missing or has the wrong shape.
     """
     for name, value, needed, shape in (
         ("given", given, isinstance(rule.scorer, GivenScore), scores),
@@ -112,24 +121,34 @@ def prefill_chunk(
     window: int | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The L tokens ``[start, start + L)`` of one request; equals L decode steps to rounding (DESIGN "One step").
+    """Process the L tokens ``[start, start + L)`` of one request (DESIGN "One step").
 
-    Each query sees the slots retained before the chunk and the chunk's own tokens, under its own cutoff; afterwards the
-    survivors are written into the slots. Memory is bounded by B slots plus the chunk. Where the rule is
-    ``sequential`` the chunk's tokens are done one after another, as in L decode steps.
+    The result equals L decode steps up to rounding. Each query sees the slots retained before the chunk and
+    the chunk's own tokens, under its own cutoff. Afterwards the survivors are written into the slots. Memory
+    is bounded by B slots plus the chunk. If the rule is ``sequential``, the tokens are processed one by one,
+    as in L decode steps.
 
     Args:
-        q: ``[L, Hq, D]``, k, v: ``[L, H, D]`` in the cache's dtype.
-        page_table: ``[H, P]`` int32. start: position of the first token. budgets: ``[H]`` int32.
-        given: ``[L, H]`` float32. prefix: of this request, R = 1, its ``tokens`` on the CPU. seed: of the
-            request's draws. window: w of the request, the rule's where not given. The rest as in :func:`decode_step`.
+        q: ``[L, Hq, D]``, last axis contiguous.
+        k, v: ``[L, H, D]`` in the cache's dtype, last axis contiguous.
+        pages: the layer's cache; written in place.
+        page_table: ``[H, P]`` int32 block numbers, state blocks first.
+        start: position of the first token.
+        budgets: ``[H]`` int32, B of each head.
+        rule: retention rule of the layer.
+        scale: factor on q . k.
+        given: ``[L, H]`` float32, as in :func:`decode_step`.
+        prefix: protected tokens of this request (R = 1), with its ``tokens`` on the CPU, or None.
+        seed: seed of the request's draws, as in :func:`decode_step`.
+        window: w of the request; by default the rule's.
+        impl: implementation.
 
     Returns:
-        ``out [L, Hq, D]`` in q's dtype, ``lse [L, Hq]`` float32.
+        ``out [L, Hq, D]`` in q's dtype, and ``lse [L, Hq]`` float32, as in :func:`decode_step`.
 
     Raises:
-        StepOrderError: ``start`` differs from ``tokens_seen``; nothing has been written. In Triton too, which waits for the device
-            for that.
+        StepOrderError: ``start`` differs from ``tokens_seen``; nothing has been written. The Triton
+            implementation waits for the device to check this.
         ValueError: as in :func:`decode_step`.
     """
     run = resolve("prefill_chunk", impl, q)
@@ -143,15 +162,18 @@ def prefill_chunk(
 def begin_tail(
     pages: Pages, page_table: torch.Tensor, prefix: Prefix, *, rule: RetentionRule, impl: str = "auto"
 ) -> None:
-    """Build the scorer's state of R requests from the last ``rule.replay`` tokens of their protected prefixes.
+    """Build the scorer's state of R requests from the last ``rule.replay`` tokens of their prefixes.
 
-    The state takes in tokens ``[max(0, p - R), p)`` and nothing is read out (DESIGN "A prefix and a tail"). To be called
-    before the step that has token p; it may be called again. Requests without protected tokens, and rules without a
-    recurrent scorer, are left alone.
+    The state is updated with tokens ``[max(0, p - R), p)``, without readouts (DESIGN "A prefix and a tail").
+    Call this before the step that has token p; it may be called again. Requests without protected tokens, and
+    rules without a recurrent scorer, are left unchanged.
 
     Args:
-        pages: the tail's cache; state is written in place. page_table: ``[R, H, P]`` int32, state blocks first.
-        prefix: of the R requests, all tokens below p written, its ``tokens`` on the CPU.
+        pages: the tail's cache; state is written in place.
+        page_table: ``[R, H, P]`` int32 block numbers, state blocks first.
+        prefix: prefix of the R requests, with all tokens below p written and its ``tokens`` on the CPU.
+        rule: retention rule of the layer.
+        impl: implementation.
     """
     if rule.replays:
         resolve("begin_tail", impl, pages.k)(pages, page_table, prefix, rule=rule)
@@ -170,22 +192,31 @@ def online_topk(
     keys: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """When each token is evicted from k long-range slots, arrivals one by one, evictions permanent.
+    """Return the time at which each token is evicted from k long-range slots.
 
-    The first ``held`` tokens are in the slots already (any order); the others arrive in order of position, token t at
-    ``q = t + window``; at each arrival, if more than k are held, the lowest effective score at q leaves.
+    Tokens arrive one by one, and evictions are permanent. The first ``held`` tokens are in the slots already,
+    in any order. The others arrive in order of position, token t at ``q = t + window``. If an arrival makes
+    more than k tokens, the token with the lowest effective score at q is evicted.
 
     Args:
-        score: ``[H, T]`` float32 raw scores. position: ``[H, T]`` int64; the arrivals' positions increase by one.
-        log_gamma: ``[H]`` float64. ages: a token's effective score is its age times its score instead.
-        keys: ``[H]`` int64, of draws that stand in place of the scores.
+        score: ``[H, T]`` float32 raw scores.
+        position: ``[H, T]`` int64; the positions of the arrivals increase by one.
+        held: number of tokens in the slots at the start.
+        topk: k.
+        window: w.
+        log_gamma: ``[H]`` float64.
+        decay_step: n.
+        ages: if True, a token's score is multiplied by its age.
+        keys: ``[H]`` int64, keys of draws that replace the scores, or None.
+        impl: implementation.
 
     Returns:
-        ``evicted_at [H, T]`` int64: the query position at which a token is first missing, or ``torch.iinfo(int64).max``.
+        ``evicted_at [H, T]`` int64: the first query position that does not see the token, or
+            ``torch.iinfo(int64).max``.
 
     Raises:
-        ValueError: more tokens are held than there are, or than slots; window is not in [1, 2**29], so that times
-            of the first 2**30 positions fit 31 bits, or decay_step is not in [1, 2**31 - 1].
+        ValueError: ``held`` exceeds the number of tokens or slots; ``window`` is not in [1, 2**29], so that
+            times of the first 2**30 positions fit 31 bits; or ``decay_step`` is not in [1, 2**31 - 1].
     """
     if not 0 <= held <= min(topk, score.shape[-1]):
         raise ValueError(f"online_topk needs 0 <= held <= min(topk, T), got {held}, {topk} and {score.shape[-1]}")

@@ -1,4 +1,7 @@
-"""Schemas of the ops of training; axes in :mod:`kvpop_vllm.kernels.ops`. Whole sequences, heads before positions."""
+"""Schemas of the training ops; axes in :mod:`kvpop_vllm.kernels.ops`.
+
+Tensors hold whole sequences, with the head axis before the position axis.
+"""
 
 from __future__ import annotations
 
@@ -10,18 +13,19 @@ from kvpop_vllm.kernels.dispatch import resolve
 
 
 def _same(what: str, a, b) -> None:
-    """``a`` and ``b``: shapes."""
+    """Check that the shapes ``a`` and ``b`` are equal."""
     if tuple(a) != tuple(b):
         raise ValueError(f"{what} must have one shape, got {list(a)} and {list(b)}")
 
 
 def _axes(op: str, name: str, x: torch.Tensor, axes: str) -> None:
+    """Check that ``x`` has as many axes as ``axes`` names."""
     if x.dim() != len(axes.split()):
         raise ValueError(f"{op} needs {name} [{', '.join(axes.split())}], got {list(x.shape)}")
 
 
 def _grouped(op: str, q: torch.Tensor, k: torch.Tensor) -> None:
-    """q ``[B, Hq, S, D]`` of as many heads as k ``[B, H, S, D]``, or a multiple."""
+    """Check that q is ``[B, Hq, S, D]`` and k ``[B, H, S, D]``, with Hq a multiple of H."""
     fits = q.dim() == k.dim() == 4 and q.shape[1] >= k.shape[1] > 0 and q.shape[1] % k.shape[1] == 0
     if not fits or (q.shape[0], *q.shape[2:]) != (k.shape[0], *k.shape[2:]):
         raise ValueError(
@@ -30,6 +34,7 @@ def _grouped(op: str, q: torch.Tensor, k: torch.Tensor) -> None:
 
 
 def _roles(op: str, sinks: int, window: int, topk: int) -> None:
+    """Check that the numbers of sinks, window tokens and long-range slots are valid."""
     if window < 1 or sinks < 0 or topk < 0:
         raise ValueError(f"{op} needs window >= 1 and sinks, topk >= 0, got {window}, {sinks}, {topk}")
 
@@ -46,21 +51,24 @@ def delayed_mlstm(
     chunk: int = 64,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Chunkwise mLSTM with a time-shifted readout (KVpop eqs. 38-41).
+    """Run a chunkwise mLSTM with a time-shifted readout (KVpop eqs. 38-41).
 
     Args:
-        q, k: ``[B, H, S, F]`` features (after the feature map). v: ``[B, H, S, Dv]``.
+        q, k: ``[B, H, S, F]`` features (after the feature map).
+        v: ``[B, H, S, Dv]``.
         igate, fgate: ``[B, H, S]`` gate pre-activations; ``i = exp``, ``f = sigmoid``.
-        delay: token ``u`` is read at ``q = u + delay``. With ``delay=0`` row q of ``q`` is read at q: to continue from a
-            ``state``, pass the features of the tokens to read there.
+        delay: token ``u`` is read out at position ``u + delay``. With ``delay=0``, row q of ``q`` is read out
+            at q; to continue from a ``state``, pass the features of the tokens to read out there.
         state: ``(C [B, H, F, Dv], z [B, H, F], m [B, H])`` float32, or None for the empty state.
         chunk: tokens per chunk.
+        impl: implementation.
 
     Returns:
         ``h [B, H, S, Dv]`` float32, zero where ``u + delay >= S``, and the state after S tokens.
 
     Raises:
-        ValueError: a state together with ``delay > 0``, shapes that do not match, no tokens, or ``delay < 0``.
+        ValueError: a state together with ``delay > 0``, shapes that do not match, no tokens, or
+            ``delay < 0``.
     """
     _axes("delayed_mlstm", "k", k, "B H S F")
     _same("q and k", q.shape, k.shape)
@@ -82,20 +90,25 @@ def delayed_mlstm(
 def running_topk(
     priority: torch.Tensor, *, sinks: int, window: int, topk: int, impl: str = "auto"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ranks under a static order, and at every query the rank of the k-th best eligible key (KVpop algorithm 2).
+    """Return ranks under a static order and, for every query, the rank of the k-th best eligible key.
 
-    Key t of ``E(q) = {t : s <= t <= q - w}`` is kept iff ``rank[t] <= cutoff[q]``. A Fenwick tree over ranks: O(S log S)
-    time and O(S) memory per head. For orders that do not change with q; decay steps n > 1 go through
-    :func:`online_topk`, whose ``evicted_at`` gives ``rank = S - min(evicted_at, S)`` and ``cutoff[q] = S - 1 - q``.
+    KVpop algorithm 2. Key t of ``E(q) = {t : s <= t <= q - w}`` is retained if and only if
+    ``rank[t] <= cutoff[q]``. Time is O(S log S) and memory O(S) per head. The order must not change with q.
+    For decay steps n > 1 use :func:`online_topk`, whose ``evicted_at`` gives
+    ``rank = S - min(evicted_at, S)`` and ``cutoff[q] = S - 1 - q``.
 
     Args:
-        priority: ``[B, H, S]``, higher is kept, of equal ones the newer. float32, or float64 for what must not be
-            rounded: ``r_t - t * log gamma`` at position 131,072 is only good to 1e-2 in float32.
-        sinks, window, topk: s, w >= 1, k.
+        priority: ``[B, H, S]``; higher is retained, of equal priorities the newer. float32, or float64 for
+            priorities that must not be rounded: ``r_t - t * log gamma`` at position 131,072 is accurate to
+            1e-2 only in float32.
+        sinks: s.
+        window: w >= 1.
+        topk: k.
+        impl: implementation.
 
     Returns:
-        ``rank [B, H, S]`` int32, 0 the best of all S tokens; ``cutoff [B, H, S]`` int32: S - 1 while ``E(q)`` holds at
-        most k tokens, -1 throughout for k = 0.
+        ``rank [B, H, S]`` int32, 0 for the best of all S tokens; and ``cutoff [B, H, S]`` int32: S - 1 while
+            ``E(q)`` holds at most k tokens, -1 throughout for k = 0.
 
     Raises:
         ValueError: a priority is NaN, or w < 1, or s or k negative.
@@ -119,17 +132,23 @@ def sparse_attention(
     scale: float,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention under the fixed-budget mask of training (KVpop eq. 26), differentiable in q, k and v; no S x S array.
+    """Compute attention under the fixed-budget mask of training (KVpop eq. 26) without an S x S array.
 
-    Query q sees ``t < s``, ``q - w < t`` and the ``t <= q - w`` with ``rank[t] <= cutoff[q]``, all with ``t <= q``.
+    Query q sees ``t < s``, ``q - w < t`` and the ``t <= q - w`` with ``rank[t] <= cutoff[q]``, all with
+    ``t <= q``. Differentiable in q, k and v.
 
     Args:
-        q: ``[B, Hq, S, D]``; k, v: ``[B, H, S, D]``, any float dtype. rank, cutoff: ``[B, H, S]`` int32, as from
-            :func:`running_topk`. scale: factor on q . k.
+        q: ``[B, Hq, S, D]``, any float dtype.
+        k, v: ``[B, H, S, D]``, any float dtype.
+        rank, cutoff: ``[B, H, S]`` int32, as from :func:`running_topk`.
+        sinks: s.
+        window: w.
+        scale: factor on q . k.
+        impl: implementation.
 
     Returns:
-        ``out [B, Hq, S, D]`` in q's dtype; ``lse [B, Hq, S]``, float32 (float64 for float64), the natural log-sum-exp of
-        the scaled visible logits, without gradient.
+        ``out [B, Hq, S, D]`` in q's dtype; and ``lse [B, Hq, S]``, float32 (float64 for float64), the natural
+            log-sum-exp of the scaled visible logits, without gradient.
 
     Raises:
         ValueError: shapes that do not match, w < 1 or s < 0.
@@ -153,17 +172,23 @@ def future_attention_mass(
     lookahead: int | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """Log of the attention mass a key gets after it left the window: the transposed pass (KVpop eqs. 31, 33).
+    """Return the log of the attention mass that each key receives after it left the window.
 
-    ``logsumexp over d of (scale * q_d . k_t - lse_d)``, ``t + w <= d < S``, and ``d <= t + w + L`` for a look-ahead L. The
-    count ``N_t`` is not divided out: that is a variant of the target (``kvpop_vllm.distill.targets``). Carries no gradient.
+    The transposed pass of KVpop eqs. 31, 33: ``logsumexp over d of (scale * q_d . k_t - lse_d)`` over
+    ``t + w <= d < S``, and ``d <= t + w + L`` for a look-ahead L. The result is not divided by the count
+    ``N_t``; that is a variant of the target (``kvpop_vllm.distill.targets``). It carries no gradient.
 
     Args:
-        q: ``[B, Hq, S, D]``; k: ``[B, H, S, D]``; lse: ``[B, Hq, S]``, log-normalisers of the queries, the sparse pass's
-            or the dense one's. lookahead: L in tokens, or None for all that follow.
+        q: ``[B, Hq, S, D]``.
+        k: ``[B, H, S, D]``.
+        lse: ``[B, Hq, S]``, log-normalisers of the queries, from sparse or dense attention.
+        window: w.
+        scale: factor on q . k.
+        lookahead: L in tokens, or None for all later queries.
+        impl: implementation.
 
     Returns:
-        ``[B, Hq, S]``, float32 (float64 for float64); -inf for ``t >= S - w``, which no query follows.
+        ``[B, Hq, S]``, float32 (float64 for float64); -inf for ``t >= S - w``, which has no later query.
 
     Raises:
         ValueError: shapes that do not match, w < 1 or L < 0.
@@ -192,31 +217,40 @@ def boundary_loss(
     generator: torch.Generator | None = None,
     impl: str = "auto",
 ) -> torch.Tensor:
-    """Pairwise logistic loss at the teacher's retention boundary (KVpop eqs. 5-7, 22-25; DESIGN "Training").
+    """Compute the pairwise logistic loss at the teacher's retention boundary.
 
-    At query q the token ``t_new = q - w`` becomes eligible. The teacher keeps the k best effective targets; ``y = +1`` if
-    t_new is among them, else -1; ``t_bnd`` is the last that it keeps. Where t_new itself is the last kept, the pair would
-    compare it with itself: then ``t_bnd`` is the token that the teacher evicts at q, the best dropped one.
-    ``softplus(-y (pred_new(q) - pred_bnd(q)) / tau)``, weighted, on predicted effective scores
-    ``pred_t + floor((q - t) / step) * log_gamma``.
+    Sources: KVpop eqs. 5-7, 22-25; DESIGN "Training". At query q the token ``t_new = q - w`` becomes
+    eligible. The teacher keeps the k tokens with the best effective targets. The label is ``y = +1`` if t_new
+    is among them, else -1. The boundary token ``t_bnd`` is the lowest-ranked token that the teacher keeps. If
+    that is t_new itself, the pair would compare t_new with itself; then ``t_bnd`` is the best dropped token,
+    which the teacher evicts at q. The loss of a pair is ``softplus(-y (pred_new(q) - pred_bnd(q)) / tau)``,
+    weighted, with predicted effective scores ``pred_t + floor((q - t) / step) * log_gamma``.
 
     Args:
-        pred: ``[B, H, S]`` predicted raw scores. target: ``[B, H, S]`` raw targets. log_gamma: ``[H]``, shared by
-            teacher and student. Gradients reach pred and log_gamma through the predicted effective scores alone.
-        step: decay step n. tau: temperature.
-        samples: number of positions ``q >= s + w + k`` drawn for each sequence and head, half uniform, half with a density
-            that rises linearly; or the positions themselves, int64, broadcastable to ``[B, H, N]``.
+        pred: ``[B, H, S]`` predicted raw scores.
+        target: ``[B, H, S]`` raw targets.
+        log_gamma: ``[H]``, shared by teacher and student. Gradients reach pred and log_gamma through the
+            predicted effective scores alone.
+        sinks: s.
+        window: w.
+        topk: k.
+        step: decay step n.
+        tau: temperature.
+        samples: number of positions ``q >= s + w + k`` drawn for each sequence and head, half uniformly and
+            half with a linearly rising density; or the positions themselves, int64, broadcastable to
+            ``[B, H, N]``.
         margin: ``(w_min, tau_w)`` of the margin weight (eq. 23), or None.
-        balance: ``(c_min, c_max)``, clip of the headwise keep/drop balance (eq. 24), normalised to mean 1 over all
-            examples; or None.
-        generator: for the draw.
+        balance: ``(c_min, c_max)``, clip of the headwise keep/drop balance (eq. 24), normalised to mean 1
+            over all examples; or None.
+        generator: random generator of the drawn positions.
+        impl: implementation.
 
     Returns:
-        Mean over sequences, heads and samples, a scalar in pred's dtype; 0 where k = 0 or no position qualifies.
+        Mean over sequences, heads and samples, a scalar in pred's dtype; 0 if k = 0 or no position qualifies.
 
     Raises:
-        ValueError: shapes that do not match, positions at which nothing is decided, w < 1, n < 1, s or k negative, or tau
-            not above 0.
+        ValueError: shapes that do not match, positions before ``s + w + k`` or beyond the sequence, w < 1, n
+            < 1, s or k negative, or tau not above 0.
     """
     _axes("boundary_loss", "pred", pred, "B H S")
     _same("pred and target", pred.shape, target.shape)
@@ -225,7 +259,7 @@ def boundary_loss(
     if step < 1 or not tau > 0 or (not isinstance(samples, torch.Tensor) and samples < 0):
         raise ValueError(f"boundary_loss needs step >= 1, tau > 0 and samples >= 0, got {step}, {tau} and {samples}")
     run = resolve("boundary_loss", impl, pred)
-    if impl == "auto":  # one implementation, but the order that it needs has fast ones
+    if impl == "auto":  # there is one implementation, but the ops that it uses for ordering have fast ones
         from kvpop_vllm.kernels.reference.boundary_loss import loss_by
 
         run = functools.partial(loss_by, "auto")

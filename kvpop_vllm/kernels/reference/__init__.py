@@ -1,1 +1,4 @@
-"""The specification: every op in plain torch. Faster implementations are tested against these and never import them."""
+"""Reference implementations, which specify every op in plain torch.
+
+Faster implementations are tested against them and never import them.
+"""

@@ -1,4 +1,4 @@
-"""The scorer's state at the beginning of a tail, plain torch, one (request, head) after another."""
+"""Reference ``begin_tail`` in plain torch, one (request, head) after another."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from kvpop_vllm.kernels.reference.paging import HeadSlots, protected
 
 
 def begin_tail(pages, page_table, prefix, *, rule):
-    """See :func:`kvpop_vllm.kernels.ops.begin_tail`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.begin_tail`."""
     for r in range(len(page_table)):
         end = protected(prefix, r)
         if not end:

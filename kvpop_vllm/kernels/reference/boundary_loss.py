@@ -1,4 +1,4 @@
-"""The boundary loss, plain torch; the order of the teacher's scores comes from other ops."""
+"""Boundary loss in plain torch; other ops rank the teacher's scores."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpop_vllm.kernels import ops
 def boundary_loss(
     pred, target, log_gamma, *, sinks, window, topk, step, tau, samples, margin, balance, generator=None
 ):  # fmt: skip
-    """See :func:`kvpop_vllm.kernels.ops.boundary_loss`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.boundary_loss`."""
     return loss_by(
         "reference", pred, target, log_gamma, sinks=sinks, window=window, topk=topk, step=step, tau=tau, samples=samples,
         margin=margin, balance=balance, generator=generator,
@@ -21,7 +21,13 @@ def boundary_loss(
 def loss_by(
     order, pred, target, log_gamma, *, sinks, window, topk, step, tau, samples, margin, balance, generator
 ):  # fmt: skip
-    """The same with implementation ``order`` of the ops that order scores, which may be "auto"."""
+    """Compute the boundary loss with implementation ``order`` of the ranking ops.
+
+    The other arguments are those of :func:`kvpop_vllm.kernels.ops.boundary_loss`.
+
+    Args:
+        order: implementation of the ops that rank scores; "auto" is allowed.
+    """
     first, length = sinks + window + topk, pred.shape[-1]
     q = _positions(samples, pred.shape, first, generator, pred.device)
     if topk == 0 or q.numel() == 0:
@@ -40,7 +46,7 @@ def loss_by(
 
 
 def _positions(samples, shape, first, generator, device):
-    """Query positions ``[B, H, N]``."""
+    """Return the query positions ``[B, H, N]``."""
     batch, heads, length = shape
     if isinstance(samples, torch.Tensor):
         return samples.to(device).long().expand(batch, heads, samples.shape[-1])
@@ -52,28 +58,35 @@ def _positions(samples, shape, first, generator, device):
 
 
 def _gap(score, log_gamma, q, a, b, step):
-    """Effective score of token a minus that of token b at query q, all ``[B, H, N]``."""
+    """Return the effective score of token a minus that of token b at query q, all ``[B, H, N]``."""
     age_steps = (q - a) // step - (q - b) // step
     return score.gather(-1, a) - score.gather(-1, b) + age_steps * log_gamma.unsqueeze(-1)
 
 
 def _static_teacher(target, log_gamma, q, sinks, window, topk, step, order):
-    """Whether the teacher keeps ``q - w``, and the token to compare it with, from one running top-k."""
+    """Return whether the teacher keeps ``q - w``, and the token to compare it with, for n = 1.
+
+    Both follow from one running top-k.
+    """
     t = torch.arange(target.shape[-1], device=target.device)
     priority = target.double() - t * log_gamma.unsqueeze(-1)
     rank, cutoff = (x.long() for x in ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl=order))
     by_rank = torch.empty_like(rank).scatter_(-1, rank, t.expand_as(rank))
     own, last = rank.gather(-1, q - window), cutoff.gather(-1, q)
-    dropped = cutoff.gather(-1, q - 1)  # the last kept one before t_new came; where t_new took its place, it left
-    all_of_them = rank[..., sinks : sinks + topk].amax(-1, keepdim=True)  # before the first decision no cutoff tells
+    dropped = cutoff.gather(-1, q - 1)  # last kept token at q - 1; evicted if t_new is kept
+    all_of_them = rank[..., sinks : sinks + topk].amax(-1, keepdim=True)  # q has no earlier cutoff
     dropped = torch.where(q == sinks + window + topk, all_of_them, dropped)
     return own <= last, by_rank.gather(-1, torch.where(own == last, dropped, last))
 
 
 def _aged_teacher(target, log_gamma, q, sinks, window, topk, step, order):
-    """The same where the order changes with q: evictions simulated, then the weakest of those held at each sampled q."""
+    """Return whether the teacher keeps ``q - w``, and the token to compare it with, for n > 1.
+
+    The order changes with q. Evictions are therefore simulated, then the retained token of lowest effective
+    score is found at each sampled q.
+    """
     batch, heads, length = target.shape
-    target = target.float()  # raw scores are float32 by definition
+    target = target.float()  # raw scores are defined as float32
     eligible = torch.arange(sinks, length, device=target.device)
     gone = ops.online_topk(
         target[..., sinks:].reshape(batch * heads, -1).contiguous(),
@@ -95,11 +108,12 @@ def _aged_teacher(target, log_gamma, q, sinks, window, topk, step, order):
 
 
 def _lowest(effective, held):
-    """Index of the lowest among the held, of equal ones the oldest."""
+    """Return the index of the lowest score among the retained tokens; of equal scores the oldest token's."""
     return effective.masked_fill(~held, torch.inf).argmin(-1)
 
 
 def _weights(y, gap, margin, balance):
+    """Return the weight of each example from the keep/drop balance and the margin."""
     weight = torch.ones_like(gap)
     if balance is not None:
         keep = (y > 0).double().mean(dim=(0, 2), keepdim=True)

@@ -1,4 +1,7 @@
-"""One decode step over a fixed-budget paged cache, plain torch, one (request, head) after another."""
+"""Reference decode step over a fixed-budget paged cache, in plain torch.
+
+It processes one (request, head) after another.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen, pr
 def decode_step(
     q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
 ):
-    """See :func:`kvpop_vllm.kernels.ops.decode_step`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.decode_step`."""
     requests, heads, _ = k.shape
     group = q.shape[1] // heads
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
@@ -52,9 +55,12 @@ def decode_step(
 def _step_head(
     slots: HeadSlots, rule: RetentionRule, head: int, q: int, query, k, v, inserted, before, scale, draw_key
 ):
-    """Advance one head by token q; returns attention ``[G, D]`` of ``query`` and its log-sum-exps ``[G]``.
+    """Advance one head by token q; return attention ``[G, D]`` of ``query`` and log-sum-exps ``[G]``.
 
-    before: keys and values ``[p, D]`` of the protected tokens. draw_key: of the head's draws, where scores are drawn.
+    Args:
+        inserted: score of the token at its insertion.
+        before: keys and values ``[p, D]`` of the protected tokens.
+        draw_key: key of the head's draws, or None.
     """
     if isinstance(rule.scorer, MLSTMWeights):
         inserted = _take_in(slots, torch.cat([k, v]).float(), q, rule.scorer, head)
@@ -75,13 +81,17 @@ def _step_head(
 
 
 def _mean(rule: RetentionRule) -> bool:
+    """Return whether the rule ranks tokens by their mean attention."""
     return isinstance(rule.scorer, AttentionMass) and rule.scorer.mean
 
 
 def _place(
     slots: HeadSlots, q: int, in_use: int, rule: RetentionRule, head: int, leaving: int, score: float, moments, draw_key
 ):
-    """Move the token that leaves the window into a free slot, over a worse token, or nowhere; returns how many slots are in use."""
+    """Move the token leaving the window to a long-range slot or evict it; return the number of slots in use.
+
+    The token takes a free slot, or replaces a token with a lower effective score.
+    """
     ring, factors = rule.ring_slot(leaving), None
     if isinstance(rule.scorer, MomentResidual):
         factors = torch.ones(slots.budget, dtype=torch.float64)
@@ -99,7 +109,7 @@ def _place(
 
 
 def _take_in(slots, x, q, weights, head) -> float:
-    """Update the head's state with ``x_q [2D]``; returns the score a token gets at insertion, if any."""
+    """Update the head's state with ``x_q [2D]`` and return the token's score at insertion (0 if delayed)."""
     w = one_head(weights, head)
     state = slots.load_state(w.state_floats)
     if q == 0:
@@ -122,13 +132,13 @@ def take_in(state: torch.Tensor, x: torch.Tensor, w: MLSTMWeights) -> None:
 
 
 def clear(state: torch.Tensor) -> None:
-    """Make a flat mLSTM state ``[floats]`` empty."""
+    """Reset a flat mLSTM state ``[floats]`` to the empty state."""
     state.zero_()
     state[-1] = STATE_M_START
 
 
 def _boundary_score(slots, ring, rule, head) -> float:
-    """Raw score of the token in ring slot ``ring``, which leaves the window (eqs. 36, 41, 42)."""
+    """Return the raw score of the token in ring slot ``ring``, which leaves the window (eqs. 36, 41, 42)."""
     weights = rule.scorer
     if weights is None or rule.draws:
         return 0.0
@@ -146,6 +156,7 @@ def _boundary_score(slots, ring, rule, head) -> float:
 
 
 def _read_out(w, state, x):
+    """Return the mLSTM score of the token ``x [2D]`` (eqs. 41, 42)."""
     c, z, m = _split_state(state, w)
     query = scoring.mlstm_query(w, x.view(1, 1, -1))[0, 0]
     h = (query @ c) / scoring.readout_denominator(query @ z, m)
@@ -153,19 +164,24 @@ def _read_out(w, state, x):
 
 
 def _split_state(state, w):
+    """Return views of C ``[F, Dv]``, z ``[F]`` and m in a flat state."""
     cells = w.features * w.value_size
     return state[:cells].view(w.features, w.value_size), state[cells:-1], state[-1]
 
 
 def one_head(weights, head):
+    """Return the scorer weights of one head, with a head axis of size 1."""
     cut = {name: t[head : head + 1] if isinstance(t, torch.Tensor) else t for name, t in vars(weights).items()}
     return type(weights)(**cut)
 
 
 def _victim(slots, score, leaving, q, rule, head, factors, draw_key) -> int | None:
-    """The long-range slot whose token has the lowest effective score, None if that is the leaving token itself.
+    """Return the long-range slot whose token is evicted, or None if the leaving token itself is evicted.
 
-    factors: ``[B]`` float64 by slot, of raw scores.
+    The victim has the lowest effective score.
+
+    Args:
+        factors: ``[B]`` float64 factors of the raw scores by slot, or None.
     """
     first, log_gamma = rule.first_long, float(rule.log_gamma[head])
     scores, positions = slots.long_range(first)
@@ -181,13 +197,17 @@ def _victim(slots, score, leaving, q, rule, head, factors, draw_key) -> int | No
     effective = raw + ((q - positions) // rule.decay_step) * log_gamma
     own = own + ((q - leaving) // rule.decay_step) * log_gamma
     if len(effective) == 0 or own < float(effective.min()):
-        return None  # of equal scores the older leaves, and every long-range token is older
+        return None  # of equal scores the older is evicted, and every long-range token is older
     lowest = torch.where(effective == effective.min(), positions, torch.iinfo(torch.int64).max)
     return first + int(lowest.argmin())
 
 
 def _attend(q, keys, values, scale):
-    """Softmax attention of ``q [G, D]`` over ``keys, values [n, D]``, its log-sum-exps ``[G]``, and its weights ``[G, n]``; float32."""
+    """Return softmax attention of ``q [G, D]`` over ``keys, values [n, D]``, in float32.
+
+    Returns:
+        Outputs ``[G, D]``, log-sum-exps ``[G]`` and weights ``[G, n]``.
+    """
     logits = q.float() @ keys.float().T * scale
     lse = logits.logsumexp(-1)
     weights = torch.exp(logits - lse.unsqueeze(-1))

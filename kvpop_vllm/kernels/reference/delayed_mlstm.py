@@ -1,4 +1,4 @@
-"""Chunkwise-parallel mLSTM with a delayed readout, plain torch, differentiable by autograd."""
+"""Chunkwise-parallel mLSTM with a delayed readout, in plain torch, differentiable by autograd."""
 
 from __future__ import annotations
 
@@ -12,16 +12,19 @@ State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def empty_state(k: torch.Tensor, v: torch.Tensor) -> State:
-    """``C = z = 0``, m very negative, for features ``k [B, H, S, F]`` and values ``v [B, H, S, Dv]``."""
+    """Return the empty state for features ``k [B, H, S, F]`` and values ``v [B, H, S, Dv]``.
+
+    C and z are 0, m is ``STATE_M_START``.
+    """
     lead = k.shape[:2]
     c = k.new_zeros(*lead, k.shape[-1], v.shape[-1])
     return c, k.new_zeros(*lead, k.shape[-1]), k.new_full(lead, STATE_M_START)
 
 
 def _chunk_step(q, k, v, igate, log_f, state: State):
-    """One chunk of l tokens: readouts ``[B, H, l, Dv]`` and the state behind it."""
+    """Run one chunk of l tokens; return readouts ``[B, H, l, Dv]`` and the state after it."""
     c, z, m = state
-    decay = log_f.cumsum(-1)  # log of the product of forget gates up to and with each token
+    decay = log_f.cumsum(-1)  # log of the product of forget gates up to and including each token
     causal = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
     pair = decay.unsqueeze(-1) - decay.unsqueeze(-2) + igate.unsqueeze(-2)
     pair = pair.masked_fill(~causal, -torch.inf)
@@ -43,7 +46,7 @@ def _chunk_step(q, k, v, igate, log_f, state: State):
 
 
 def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):
-    """See :func:`kvpop_vllm.kernels.ops.delayed_mlstm`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.delayed_mlstm`."""
     if state is not None and delay > 0:
         raise ValueError("a state can only be continued with delay=0: pass the features of the tokens to read")
     q, k, v, igate, fgate = (t if t.dtype == torch.float64 else t.float() for t in (q, k, v, igate, fgate))

@@ -1,4 +1,4 @@
-"""The transposed attention pass, plain torch, block by block of keys; memory O(S) per head."""
+"""Transposed attention pass in plain torch, block by block of keys; memory O(S) per head."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ BLOCK = 128
 
 
 def future_attention_mass(q, k, lse, *, window, scale, lookahead=None):
-    """See :func:`kvpop_vllm.kernels.ops.future_attention_mass`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.future_attention_mass`."""
     heads, length = k.shape[1], k.shape[2]
     q, lse = high(q.unflatten(1, (heads, -1))), high(lse.unflatten(1, (heads, -1)))
     out = torch.full_like(lse, -torch.inf)

@@ -6,9 +6,18 @@ import torch
 
 
 def masked_attention(q, k, v, visible, scale):
-    """Softmax attention of ``q [H, G, l, D]`` over ``k, v [H, T, D]`` where ``visible [H, l, T]``; output and natural lse.
+    """Return softmax attention of ``q [H, G, l, D]`` over ``k, v [H, T, D]`` under a mask.
 
-    On the CPU torch's own blocked kernel runs, which is 2 to 3 times faster than separate products and returns lse.
+    On the CPU torch's own blocked kernel runs, which is 2 to 3 times faster than separate products.
+
+    Args:
+        q: queries.
+        k, v: keys and values.
+        visible: ``[H, l, T]`` bool, True for tokens that a query sees.
+        scale: factor on q . k.
+
+    Returns:
+        Outputs ``[H, G, l, D]`` and natural log-sum-exps ``[H, G, l]``.
     """
     k, v = (t.unsqueeze(1).expand(-1, q.shape[1], -1, -1) for t in (k, v))
     bias = torch.zeros(visible.shape, dtype=q.dtype, device=q.device).masked_fill_(~visible, -torch.inf)
@@ -22,5 +31,5 @@ def masked_attention(q, k, v, visible, scale):
 
 
 def high(x: torch.Tensor) -> torch.Tensor:
-    """float32, or float64 for float64."""
+    """Return ``x`` in float32, or unchanged if it is float64."""
     return x if x.dtype == torch.float64 else x.float()

@@ -1,4 +1,4 @@
-"""Moments of a head's evicted tokens and what follows from them (MomentKV, section 4; DESIGN "Moments"), plain torch, float32."""
+"""Moments of a head's evicted tokens in plain torch, float32 (MomentKV, section 4; DESIGN "Moments")."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from kvpop_vllm.kernels.reference.paging import HeadSlots
 
 
 class HeadMoments:
-    """The moments of one request and head in its pages, during the step at ``q``.
+    """Moments of one request and head in its pages during the step at ``q``.
 
     Attributes:
-        count: n, tokens evicted so far, which follows from the position and the slots in use.
+        count: n, number of tokens evicted so far; it follows from the position and the slots in use.
     """
 
     def __init__(self, slots: HeadSlots, rule: RetentionRule, q: int, in_use: int, scale: float):
@@ -23,7 +23,10 @@ class HeadMoments:
         self.first = rule.scorer_floats
 
     def _load(self):
-        """Mean key and value ``[D]``, sum of products of deviations ``[D, D]``, a row per channel of the key."""
+        """Return mean key and value ``[D]`` and the sum of products of deviations ``[D, D]``.
+
+        The sum has one row per key channel.
+        """
         if self.count == 0:
             zeros = torch.zeros(self.size)
             return zeros, zeros.clone(), torch.zeros(self.size, self.size)
@@ -31,7 +34,7 @@ class HeadMoments:
         return flat[: self.size], flat[self.size : 2 * self.size], flat[2 * self.size :].view(self.size, self.size)
 
     def take_in(self, slot: int) -> None:
-        """The token in ``slot`` is evicted (Welford's update)."""
+        """Add the token in ``slot`` to the moments (Welford's update)."""
         key, value, products = self._load()
         k, v = self.slots.k(slot).float(), self.slots.v(slot).float()
         self.count += 1
@@ -41,13 +44,19 @@ class HeadMoments:
         self.slots.store_state(torch.cat([key, value, products.flatten()]), self.first)
 
     def residuals(self, slots: torch.Tensor) -> torch.Tensor:
-        """``|v - vb - scale Sig k|`` of the tokens in ``slots [n]`` (eq. 10)."""
+        """Return ``|v - vb - scale Sig k|`` of the tokens in ``slots [n]`` (eq. 10)."""
         _, value, products = self._load()
         keys, values = (x.float() for x in self.slots.gather(slots))
         return (values - value - self.scale / max(1, self.count) * keys @ products).norm(dim=-1)
 
     def correct(self, out: torch.Tensor, lse: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
-        """``out [G, D]`` with what the evicted tokens add to it (eqs. 9, 11, 12); lse ``[G]``: over what is retained."""
+        """Return ``out [G, D]`` with the estimated contribution of the evicted tokens (eqs. 9, 11, 12).
+
+        Args:
+            out: attention over the retained tokens.
+            lse: ``[G]`` log-sum-exps over the retained tokens.
+            q: ``[G, D]`` queries.
+        """
         if self.count == 0:
             return out
         key, value, products = self._load()

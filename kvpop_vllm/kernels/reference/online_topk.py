@@ -1,4 +1,4 @@
-"""Eviction times of tokens that arrive one by one at k long-range slots, plain torch."""
+"""Eviction times of tokens that arrive one by one at k long-range slots, in plain torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ NEVER = torch.iinfo(torch.int64).max
 
 
 def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
-    """See :func:`kvpop_vllm.kernels.ops.online_topk`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.online_topk`."""
     arrivals = score.shape[-1] - held
     if arrivals <= 0 or held + arrivals <= topk:
         return torch.full(position.shape, NEVER, dtype=torch.int64, device=score.device)
@@ -20,9 +20,11 @@ def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1,
 
 
 def _static_order(score, position, held, topk, window, log_gamma):
-    """With n = 1 the order never changes: after each arrival the surplus worst of all that have arrived are out.
+    """Compute eviction times for n = 1, where the order never changes.
 
-    As many leave as come above k, so of those held at the start only that many worst are candidates.
+    After each arrival, the worst tokens that have arrived are evicted, as many as exceed k. The total number
+    of evictions is known. Of the tokens in the slots at the start, only that many of the worst are
+    candidates.
     """
     priority = score.double() - position.double() * log_gamma.unsqueeze(-1)
     arrivals, leave = score.shape[-1] - held, score.shape[-1] - topk
@@ -34,7 +36,7 @@ def _static_order(score, position, held, topk, window, log_gamma):
     step = torch.arange(arrivals, device=score.device)
     arrived = (candidates - held).unsqueeze(
         -1
-    ) <= step  # [H, candidates, arrivals]; those held at the start are negative
+    ) <= step  # [H, candidates, arrivals]; tokens in the slots at the start are negative
     surplus = (held + step + 1 - topk).clamp_min(0)
     evicted = arrived & (arrived.cumsum(-2, dtype=torch.int32) <= surplus)
     first = arrivals - evicted.sum(-1)
@@ -43,13 +45,16 @@ def _static_order(score, position, held, topk, window, log_gamma):
 
 
 def _worst_first(priority, position):
-    """Indices ``[H, n]`` by rising priority, of equal ones the older first."""
+    """Return indices ``[H, n]`` by rising priority; of equal priorities the older token comes first."""
     by_age = position.argsort(dim=-1, stable=True)
     return by_age.gather(-1, priority.gather(-1, by_age).argsort(dim=-1, stable=True))
 
 
 def _aged_order(score, position, held, topk, window, log_gamma, decay_step, ages, keys):
-    """With n > 1, a decay of each token's own, or draws, the order changes with q: every arrival is simulated."""
+    """Simulate every arrival, because the order changes with q.
+
+    This is the case with n > 1, with ages and with draws.
+    """
     heads, total = score.shape
     evicted_at = torch.full((heads, total), NEVER, dtype=torch.int64, device=score.device)
     alive = torch.zeros(heads, total, dtype=torch.bool, device=score.device)

@@ -1,4 +1,4 @@
-"""Slots of one request and head seen through a page-table row, for the reference kernels."""
+"""Access to the slots of one request and head through a page-table row, for the reference kernels."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ def protected(prefix: Prefix | None, r: int) -> int:
 
 
 def check_tokens_seen(pages: Pages, page_table: torch.Tensor, starts: list[int], prefix: Prefix | None) -> None:
-    """Compares each request's first position with what its pages have seen, before anything is written.
+    """Check that each request's first position equals the ``tokens_seen`` of its pages.
+
+    A step at or below the end of the prefix (position 0 without one) may start on pages with any content.
 
     Raises:
-        StepOrderError: they differ; a step at or below the end of the prefix (position 0 without one) may start on any bytes.
+        StepOrderError: they differ; nothing has been written.
     """
     first = pages.layout.state_blocks
     for r, start in enumerate(starts):
@@ -32,10 +34,13 @@ def check_tokens_seen(pages: Pages, page_table: torch.Tensor, starts: list[int],
 
 
 class HeadSlots:
-    """The slots and the state of one KV head of one request.
+    """Slots and state of one KV head of one request.
 
     Args:
-        row: ``[P]`` int32 block numbers, state blocks first. head: index of the KV head. budget: B.
+        pages: the layer's cache.
+        row: ``[P]`` int32 block numbers, state blocks first.
+        head: index of the KV head.
+        budget: B.
     """
 
     def __init__(self, pages: Pages, row: torch.Tensor, head: int, budget: int):
@@ -47,49 +52,61 @@ class HeadSlots:
         return self.slot_row[slot // self.n], self.head, slot % self.n
 
     def k(self, slot: int) -> torch.Tensor:
+        """Return the key ``[D]`` in a slot."""
         return self.pages.k[self._at(slot)]
 
     def v(self, slot: int) -> torch.Tensor:
+        """Return the value ``[D]`` in a slot."""
         return self.pages.v[self._at(slot)]
 
     def score(self, slot: int) -> float:
+        """Return the score field of a slot."""
         return float(self.pages.score[self._at(slot)])
 
     def move(self, source: int, target: int, score: float, position: int) -> None:
+        """Copy key and value of slot ``source`` to slot ``target``, with this score and position."""
         self.write(target, self.k(source), self.v(source), score, position)
 
     def write(self, slot: int, k, v, score: float, position: int) -> None:
+        """Write key, value, score and position of a slot."""
         at = self._at(slot)
         self.pages.k[at], self.pages.v[at], self.pages.score[at] = k, v, score
         self.pages.position[at] = position
 
     def in_use(self, rule: RetentionRule, q: int) -> int:
-        """Return how many slots are in use before ``q``; with a threshold slot 1's position word counts the long-range ones."""
+        """Return the number of slots in use before the step at ``q``.
+
+        With a threshold, the position field of slot 1 holds the number of filled long-range slots.
+        """
         if rule.threshold is None or q - rule.first <= rule.first_long:
             return min(q - rule.first, self.budget)
         return rule.first_long + int(self.pages.position[self._at(1)])
 
     def set_counts(self, rule: RetentionRule, tokens_seen: int, in_use: int) -> None:
-        """Store what the position words of slots 0 and 1 say; after all positions have been written."""
+        """Write the counts in the position fields of slots 0 and 1.
+
+        Call this after all positions have been written.
+        """
         self.pages.position[self._at(0)] = tokens_seen
         if rule.threshold is not None:
             self.pages.position[self._at(1)] = max(0, in_use - rule.first_long)
 
     def set_score(self, slot: int, score: float) -> None:
+        """Write the score field of a slot."""
         self.pages.score[self._at(slot)] = score
 
     def put_mass(self, slots: torch.Tensor, mass: torch.Tensor, add: bool) -> None:
-        """``mass [n]`` into the score words of ``slots [n]``, or added to them."""
+        """Write ``mass [n]`` to the score fields of ``slots [n]``, or add it to them."""
         at = self._all_at(slots)
         self.pages.put(self.pages.score, at, self.pages.score[at] + mass if add else mass)
 
     def gather(self, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """K and V ``[n, D]`` of ``slots [n]``."""
+        """Return keys and values ``[n, D]`` of ``slots [n]``."""
         at = self._all_at(slots)
         return self.pages.k[at], self.pages.v[at]
 
     def long_range(self, first: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Scores ``[B - first]`` float32 and positions int64 of the slots from ``first`` on."""
+        """Return scores ``[B - first]`` float32 and positions int64 of the slots from ``first`` on."""
         at = self._all_at(torch.arange(first, self.budget))
         return self.pages.score[at], self.pages.position[at].long()
 
@@ -97,10 +114,11 @@ class HeadSlots:
         return torch.tensor(self.slot_row)[slots // self.n], self.head, slots % self.n
 
     def load_state(self, floats: int, first: int = 0) -> torch.Tensor:
-        """A copy ``[floats]`` of the head's state, from word ``first`` on."""
+        """Return a copy ``[floats]`` of the head's state from offset ``first`` on."""
         return self.pages.state[self.state_row, self.head].flatten()[first : first + floats].clone()
 
     def store_state(self, state: torch.Tensor, first: int = 0) -> None:
+        """Write ``state`` to the head's state from offset ``first`` on."""
         region = self.pages.state.shape[-1]
         whole = self.pages.state[self.state_row, self.head].flatten()
         whole[first : first + len(state)] = state

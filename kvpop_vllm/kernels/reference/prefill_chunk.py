@@ -1,7 +1,8 @@
-"""A prefill chunk over a fixed-budget paged cache, plain torch, vectorised over heads and queries.
+"""Reference prefill chunk in plain torch, vectorised over heads and queries.
 
-The chunk is worked off in pieces of ``PIECE`` tokens. Within a piece, every retained slot and every new token is a key
-with a time of birth and a time of eviction, and query q attends to the keys born by q and not evicted by q.
+The chunk is processed in pieces of ``PIECE`` tokens. Within a piece, every retained slot and every new token
+is a key with a time of birth and a time of eviction. Query q attends to the keys born by q and not evicted by
+q.
 """
 
 from __future__ import annotations
@@ -23,8 +24,14 @@ PIECE = 256
 
 @dataclass
 class Retained:
-    """What the heads hold between two pieces, in slot order: k, v ``[H, n, D]``, score ``[H, n]`` float32,
-    position ``[H, n]`` int64, and the scorer's state."""
+    """Tokens that the heads retain between two pieces, in slot order.
+
+    Attributes:
+        k, v: ``[H, n, D]``.
+        score: ``[H, n]`` float32.
+        position: ``[H, n]`` int64.
+        state: the scorer's state, or None.
+    """
 
     k: torch.Tensor
     v: torch.Tensor
@@ -34,10 +41,10 @@ class Retained:
 
 
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None, keys=None):
-    """See :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_tokens_seen(pages, page_table.unsqueeze(0), [start], prefix)
     protect = protected(prefix, 0)
-    if protect > start or rule.sequential:  # one by one where it is easiest to be right
+    if protect > start or rule.sequential:  # process token by token where this is simplest
         return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prefix, keys)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
@@ -63,6 +70,7 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
 
 
 def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prefix, keys):
+    """Run L decode steps."""
     steps, table, own = [], page_table.unsqueeze(0), budgets.unsqueeze(0)
     window = torch.tensor([rule.window], dtype=torch.int32)
     for i in range(len(q)):
@@ -75,6 +83,7 @@ def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, giv
 
 
 def _select_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
+    """Return the rule of some heads."""
     if len(heads) == len(rule.log_gamma):
         return rule
     scorer = rule.scorer
@@ -84,15 +93,19 @@ def _select_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
 
 
 def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Rows ``index [H, n]`` of ``x [H, T, D]`` -> ``[H, n, D]``, as one copy of rows."""
+    """Gather rows ``index [H, n]`` of ``x [H, T, D]`` into ``[H, n, D]`` with one copy."""
     heads, length, size = x.shape
     rows = index + length * torch.arange(heads).unsqueeze(1)
     return x.reshape(-1, size).index_select(0, rows.flatten()).view(heads, -1, size)
 
 
 class _Heads:
-    """The heads of one request that share one budget; before: keys and values ``[H, p, D]`` of the protected tokens, or None;
-    keys: ``[H]`` of their draws, or None."""
+    """Heads of one request that share one budget.
+
+    Args:
+        before: keys and values ``[H, p, D]`` of the protected tokens, or None.
+        keys: ``[H]`` keys of the heads' draws, or None.
+    """
 
     def __init__(self, pages, page_table, heads, budget, rule, scale, before, keys):
         self.pages, self.heads, self.budget, self.rule, self.scale = pages, heads, budget, rule, scale
@@ -143,7 +156,7 @@ class _Heads:
         scores = own.clone()
         scores[:, at] = score
         positions = torch.cat([held.position, new.expand(len(self.heads), -1)], 1)
-        positions[:, at] = leaving  # a ring's slot 0 holds tokens_seen where others hold their position
+        positions[:, at] = leaving  # slot 0 may be a ring slot, and its position field holds tokens_seen
         source = self._survivors(evicted_at, at, a, b, held.k.shape[1])
         kept = Retained(
             _pick(keys, source), _pick(values, source), scores.gather(1, source), positions.gather(1, source), state
@@ -151,14 +164,17 @@ class _Heads:
         return out, lse, kept
 
     def _where(self, tokens, a, held):
-        """Index of window and chunk tokens among [held slots; tokens from a on]."""
+        """Return the indices of window and chunk tokens among [retained slots; tokens from a on]."""
         sinks, since = self.rule.sinks, tokens - self.rule.first
         slot = torch.where(since < sinks, since, sinks + (since - sinks) % self.rule.window)
         return torch.where(tokens < a, slot, tokens - a + held)
 
     def _score(self, keys, values, given, leaving, new, held):
-        """Raw scores ``[H, leaving]`` at the boundary; those of [held slots; tokens from a on] as they stand otherwise,
-        with what is scored at insertion; and the scorer's state."""
+        """Return raw scores of the leaving tokens, stored scores of all tokens, and the new state.
+
+        The raw scores are ``[H, leaving]``. The stored scores follow the order [retained slots; tokens from a
+        on] and include scores computed at insertion.
+        """
         weights, count, a = self.rule.scorer, keys.shape[1], int(new[0])
         own = torch.cat([held.score, torch.zeros(len(self.heads), count - held.k.shape[1])], 1)
         if weights is None or self.rule.draws:
@@ -173,7 +189,7 @@ class _Heads:
             return scoring.linear_score(weights, x), own, None
         if isinstance(weights, MLPWeights):
             return scoring.mlp_score(weights, x), own, None
-        state = held.state if a > 0 else None  # behind a prefix it has been built by begin_tail
+        state = held.state if a > 0 else None  # behind a prefix, begin_tail has built the state
         score, state = self._score_mlstm(weights, x, self._inputs(keys, values, new, a, held), state)
         if weights.delayed:
             return score, own, state
@@ -185,11 +201,14 @@ class _Heads:
         return torch.cat([keys[:, at], values[:, at]], -1).float()
 
     def _score_mlstm(self, weights: MLSTMWeights, x, x_new, state):
-        """Scores of the leaving tokens ``x`` or, of a scorer that is not delayed, of the new tokens ``x_new``; the state after them."""
+        """Return mLSTM scores and the state after the new tokens ``x_new``.
+
+        A delayed scorer scores the leaving tokens ``x``, otherwise the new tokens are scored.
+        """
         key, value, igate, fgate = (t.unsqueeze(0) for t in scoring.mlstm_inputs(weights, x_new))
         count = x_new.shape[1]
         if weights.delayed:
-            reads, x_read = slice(count - x.shape[1], count), x  # token u is read at u + w
+            reads, x_read = slice(count - x.shape[1], count), x  # token u is read out at u + w
         else:
             reads, x_read = slice(0, count), x_new
         query = torch.zeros_like(key)
@@ -199,7 +218,7 @@ class _Heads:
         return scoring.mlstm_score(weights, h[0, :, reads], x_read), state
 
     def _attend(self, q, keys, values, born, evicted_at, new):
-        """Softmax attention of ``q [l, Hq, D]`` under the births and evictions, float32."""
+        """Return softmax attention of ``q [l, Hq, D]`` under the births and evictions, in float32."""
         heads, length = len(self.heads), len(q)
         visible = (born <= new.unsqueeze(1)) & (new.view(1, -1, 1) < evicted_at.unsqueeze(1))  # [H, l, T]
         if self.before is not None:
@@ -210,7 +229,10 @@ class _Heads:
         return out.permute(2, 0, 1, 3).reshape(q.shape).to(q.dtype), lse.permute(2, 0, 1).reshape(length, -1)
 
     def _survivors(self, evicted_at, at, a, b, held):
-        """For each slot filled at b - 1, the index of its token among [held slots; tokens from a on]: ``[H, slots]``."""
+        """Return, for each slot filled at b - 1, the index of its token: ``[H, slots]``.
+
+        Indices count [retained slots; tokens from a on].
+        """
         rule, heads = self.rule, len(self.heads)
         first, end = rule.first, rule.first_evictable
         near = torch.arange(max(end, b - rule.window), max(end, b))
@@ -250,7 +272,7 @@ class _Heads:
         pages, n = self.pages, self.pages.layout.block_slots
         slots = torch.arange(held.k.shape[1])
         at = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
-        held.position[:, 0] = seen  # slot 0's position word holds tokens_seen
+        held.position[:, 0] = seen  # the position field of slot 0 holds tokens_seen
         arrays = (pages.k, held.k), (pages.v, held.v), (pages.score, held.score), (pages.position, held.position.int())
         for array, values in arrays:
             pages.put(array, at, values)

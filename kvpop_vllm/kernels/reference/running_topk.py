@@ -1,4 +1,7 @@
-"""Ranks and running cutoffs of a static order, plain torch: all heads step through the queries together."""
+"""Ranks and running cutoffs of a static order in plain torch.
+
+All heads process the queries together.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,10 @@ import torch
 
 
 def ranks(priority: torch.Tensor) -> torch.Tensor:
-    """``[..., S]`` int64: 0 for the highest priority; of equal ones the newer comes first."""
+    """Return ranks ``[..., S]`` int64, 0 for the highest priority.
+
+    Of equal priorities the newer comes first.
+    """
     length = priority.shape[-1]
     newest_first = priority.flip(-1)
     best_first = length - 1 - newest_first.argsort(dim=-1, descending=True, stable=True)
@@ -15,7 +21,7 @@ def ranks(priority: torch.Tensor) -> torch.Tensor:
 
 
 def running_topk(priority, *, sinks, window, topk):
-    """See :func:`kvpop_vllm.kernels.ops.running_topk`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.running_topk`."""
     shape, length = priority.shape, priority.shape[-1]
     rank = ranks(priority)
     cutoff = torch.full(shape, length - 1 if topk else -1, dtype=torch.int32, device=priority.device)
@@ -26,7 +32,10 @@ def running_topk(priority, *, sinks, window, topk):
 
 
 def _fill_cutoffs(rank, cutoff, sinks, window, topk):
-    """A Fenwick tree over ranks for each row, 1-based: node i counts the eligible ranks in ``(i - lowbit(i), i]``."""
+    """Write the cutoffs with a Fenwick tree over ranks for each row.
+
+    The tree is 1-based: node i counts the eligible ranks in ``(i - lowbit(i), i]``.
+    """
     rows, length = rank.shape
     depth = length.bit_length()
     size = 1 << depth
@@ -34,7 +43,7 @@ def _fill_cutoffs(rank, cutoff, sinks, window, topk):
     ones = torch.ones(rows, 1, dtype=torch.int32, device=rank.device)
     for q in range(sinks + window, length):
         node = rank[:, q - window : q - window + 1] + 1
-        for _ in range(depth + 1):  # a node past the end lands on `size`, which no search reads
+        for _ in range(depth + 1):  # a node past the end is clamped to `size`, which no search reads
             tree.scatter_add_(1, node, ones)
             node = (node + (node & -node)).clamp_max(size)
         if q - window - sinks + 1 > topk:
@@ -42,7 +51,7 @@ def _fill_cutoffs(rank, cutoff, sinks, window, topk):
 
 
 def _find(tree, count, depth):
-    """Smallest rank up to which ``count`` tokens have been inserted, by binary lifting: ``[rows]``."""
+    """Return the rank ``[rows]`` of the ``count``-th best inserted token, found by binary lifting."""
     at = torch.zeros(tree.shape[0], 1, dtype=torch.int64, device=tree.device)
     left = torch.full_like(at, count)
     for bit in reversed(range(depth)):

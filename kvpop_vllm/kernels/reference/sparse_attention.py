@@ -1,6 +1,7 @@
-"""Attention under the running top-k mask, plain torch, block by block of queries; backward recomputes the blocks.
+"""Attention under the running top-k mask, in plain torch, block by block of queries.
 
-Memory is O(S) per head: one block of ``BLOCK`` queries against all keys that it may see.
+The backward pass recomputes the blocks. Memory is O(S) per head: one block of ``BLOCK`` queries against all
+keys that it may see.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ BLOCK = 256
 
 
 def visible_block(rank, cutoff, first, last, sinks, window):
-    """Mask ``[B, H, last - first, last]`` of the queries ``[first, last)`` over the keys ``[0, last)``."""
+    """Return the mask ``[B, H, last - first, last]`` of queries ``[first, last)`` over keys ``[0, last)``."""
     q = torch.arange(first, last, device=rank.device).unsqueeze(1)
     t = torch.arange(last, device=rank.device)
     near = (t < sinks) | (t > q - window)
@@ -64,7 +65,7 @@ class _SparseAttention(torch.autograd.Function):
 
 
 def _logits(grouped, keys, rank, cutoff, a, b, sinks, window, scale):
-    """Scaled and masked logits ``[B, H, G, b - a, b]``."""
+    """Return scaled and masked logits ``[B, H, G, b - a, b]``."""
     rows = high(grouped[..., a:b, :])
     logits = (rows.flatten(2, 3) @ keys[:, :, :b].transpose(-1, -2)).mul_(scale)
     logits = logits.view(*rows.shape[:4], b)
@@ -72,5 +73,5 @@ def _logits(grouped, keys, rank, cutoff, a, b, sinks, window, scale):
 
 
 def sparse_attention(q, k, v, rank, cutoff, *, sinks, window, scale):
-    """See :func:`kvpop_vllm.kernels.ops.sparse_attention`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.sparse_attention`."""
     return _SparseAttention.apply(q, k, v, rank, cutoff, sinks, window, scale)
