@@ -55,7 +55,7 @@ def exact(q, k, v, first, last, causal, scale):
 @pytest.mark.parametrize("dtype, q_dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_it_is_a_softmax_over_these_tokens(shape, dtype, q_dtype, isa, make=None):
-    """Where products are of bfloat16, the only roundings are those of weights and outputs to bfloat16."""
+    """In bfloat16 products, only weights and outputs are rounded to bfloat16."""
     size, slots, group, queries, first, last = shape
     prefix, k, v, generator = prefix_of(size, slots, last, dtype, make)
     _C.set_isa(isa)
