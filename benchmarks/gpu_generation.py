@@ -92,7 +92,7 @@ def written_right(bench: Bench, names: Sequence[str]) -> Iterator[dict]:
     shape, window, requests, context = (TINIER, 4, 1, 40) if bench.small else (TINY, 16, 2, 400)
     budgets = {name: context * PARTS.get(name, 0) // 4 for name in names}
     with Drawn(bench, shape, window=window) as drawn, ops_take("triton" if bench.small else None):
-        found = contenders(bench, drawn, requests, context, budgets)
+        found = specs(bench, drawn, requests, context, budgets)
         for name, timed in found.items():
             assert isinstance(timed, Timed), f"{name}: {timed}"
             for _ in range(1 if bench.small else 3):
@@ -162,7 +162,7 @@ def times(
             before.
     """
     budgets = {name: budget for name, budget in budgets_at(context).items() if name in names}
-    speed, made = bandwidth(), contenders(bench, drawn, requests, context, budgets)
+    speed, made = bandwidth(), specs(bench, drawn, requests, context, budgets)
     distinct = {id(each): each for each in made.values() if isinstance(each, Timed)}
     seconds = paired({key: each.replay for key, each in distinct.items()}, ROUNDS) if distinct else {}
     for key, each in distinct.items():
@@ -210,7 +210,7 @@ def attempt(bench: Bench, what: str, run: Callable[[], object], needed: int = 0)
         return Missing(0, f"{type(error).__name__}: {error}")
 
 
-def contenders(
+def specs(
     bench: Bench, drawn: Drawn, requests: int, context: int, budgets: dict[str, int]
 ) -> dict[str, Timed | Missing]:
     """Return name -> timed cache, for as many as fit in memory together, small ones first.

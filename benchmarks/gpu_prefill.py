@@ -35,7 +35,7 @@ RIGHT = {
     "linear": dict(case="linear", group=4, size=128),
     "mlstm": dict(case="mlstm-norm-skip", group=4, size=128),
     "mlstm, heads of 80": dict(case="mlstm", group=3, size=80),
-    "own decays": dict(case="given-ages"),
+    "own decays": dict(case="gate_scores-ages"),
     "mean mass": dict(case="mass-mean", group=3),
     "moments": dict(case="moment-corrected"),
 }
@@ -100,19 +100,19 @@ def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
 
 def _chunk(p: Problem, rule: RetentionRule, pages, start: int, q, k, v, impl: str):
     """Run a chunk of the only request on the device of its pages."""
-    given, device = given_scores(p.rule, k), pages.raw.device
+    gate_scores, device = given_scores(p.rule, k), pages.raw.device
     q, k, v, table, budgets = (x.to(device) for x in (q, k, v, p.table[0], p.budgets[0]))
     return ops.prefill_chunk(
         q, k, v, pages, table, start, budgets, rule=rule, scale=p.scale, impl=impl,
-        given=None if given is None else given.to(device),
+        gate_scores=None if gate_scores is None else gate_scores.to(device),
     )  # fmt: skip
 
 
 def _exact_chunk(p: Problem, exact, start: int, q, k, v):
-    given, outs, lses, margins = given_scores(p.rule, k), [], [], []
+    gate_scores, outs, lses, margins = given_scores(p.rule, k), [], [], []
     for i in range(len(q)):
         for h, one in enumerate(exact):
-            own = None if given is None else given[i, h]
+            own = None if gate_scores is None else gate_scores[i, h]
             rows = slice(h * p.group, (h + 1) * p.group)
             out, lse, _, margin = one.step(start + i, q[i, rows], k[i, h], v[i, h], p.scale, own)
             outs.append(out)
@@ -128,14 +128,17 @@ def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
     """
     draw, scale = torch.Generator().manual_seed(0), SIZE**-0.5
     rules = {
-        "given scores": RetentionRule(SINKS, WINDOW, _no_decay(), scorer=ops.GivenScore()),
+        "given scores": RetentionRule(SINKS, WINDOW, _no_decay(), scorer=ops.GateScore()),
         "kvpop": random_rule(random_scorer("mlstm", KV_HEADS, SIZE, draw, skip=True), KV_HEADS, SINKS, WINDOW, draw),
     }
     q, k, v = _tokens(bench, draw)
-    given = torch.randn(LENGTH, KV_HEADS, generator=draw).to(bench.device)
-    runs = {what: _prefill(bench, rule.to(bench.device), budget, q, k, v, given, scale) for what, rule in rules.items()}
+    gate_scores = torch.randn(LENGTH, KV_HEADS, generator=draw).to(bench.device)
+    runs = {
+        what: _prefill(bench, rule.to(bench.device), budget, q, k, v, gate_scores, scale)
+        for what, rule in rules.items()
+    }
     topk = budget - SINKS - WINDOW
-    order = ops.running_topk(given.T[None], sinks=SINKS, window=WINDOW, topk=topk, impl="triton")
+    order = ops.running_topk(gate_scores.T[None], sinks=SINKS, window=WINDOW, topk=topk, impl="triton")
     flex, rows = compiled_flex(*order, LENGTH, WINDOW), [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]
     runs["SDPA"] = lambda: torch.nn.functional.scaled_dot_product_attention(
         *rows, is_causal=True, scale=scale, enable_gqa=True
@@ -156,10 +159,10 @@ def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
 def ages_times(bench: Bench, budget: int) -> Iterator[dict]:
     """Yield the time of a layer's prompt in one chunk, with tokens that have decays of their own."""
     draw = torch.Generator().manual_seed(0)
-    rule = RetentionRule(SINKS, WINDOW, _no_decay(), scorer=ops.GivenScore(ages=True)).to(bench.device)
+    rule = RetentionRule(SINKS, WINDOW, _no_decay(), scorer=ops.GateScore(ages=True)).to(bench.device)
     tokens = _tokens(bench, draw)
-    given = -torch.exp(torch.randn(LENGTH, KV_HEADS, generator=draw) - 3).to(bench.device)
-    run = _prefill(bench, rule, budget, *tokens, given, SIZE**-0.5)
+    gate_scores = -torch.exp(torch.randn(LENGTH, KV_HEADS, generator=draw) - 3).to(bench.device)
+    run = _prefill(bench, rule, budget, *tokens, gate_scores, SIZE**-0.5)
     assert bool(run().isfinite().all()), "outputs are not finite"
     yield bench.row(f"a layer, S {LENGTH}", 1e3 * seconds(run, ROUNDS), "ms")
 
@@ -199,10 +202,15 @@ def _tokens(bench: Bench, draw: torch.Generator) -> list[torch.Tensor]:
     ]
 
 
-def _prefill(bench: Bench, rule: RetentionRule, budget: int, q, k, v, given, scale: float):
+def _prefill(bench: Bench, rule: RetentionRule, budget: int, q, k, v, gate_scores, scale: float):
     """Return a function that reads the whole prompt into pages of its own, which every call begins anew."""
     pages, table, budgets = _empty(bench, rule, budget)
-    own = dict(rule=rule, scale=scale, impl="triton", given=given if isinstance(rule.scorer, ops.GivenScore) else None)
+    own = dict(
+        rule=rule,
+        scale=scale,
+        impl="triton",
+        gate_scores=gate_scores if isinstance(rule.scorer, ops.GateScore) else None,
+    )
     return lambda: ops.prefill_chunk(q, k, v, pages, table, 0, budgets, **own)[0]
 
 

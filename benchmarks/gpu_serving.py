@@ -44,7 +44,7 @@ LEAST = 45.0
 RIGHT = {
     "recency": dict(case="none", sinks=0, window=1, unequal=True),
     "key norm": dict(case="key-norm", group=4),
-    "threshold": dict(case="given-threshold"),
+    "threshold": dict(case="gate_scores-threshold"),
     "mlp": dict(case="mlp"),
     "mlstm": dict(case="mlstm-norm-skip", group=4, size=128),
     "mlstm, corrected": dict(case="mlstm-corrected"),
@@ -179,9 +179,11 @@ def prefix_right(bench: Bench, name: str) -> Iterator[dict]:
 
 
 def _exact_step(p: Problem, exact, position: int, q, k, v):
-    given, rows = given_scores(p.rule, k), [slice(h * p.group, (h + 1) * p.group) for h in range(p.heads)]
+    gate_scores, rows = given_scores(p.rule, k), [slice(h * p.group, (h + 1) * p.group) for h in range(p.heads)]
     steps = [
-        exact[r][h].step(position, q[r, rows[h]], k[r, h], v[r, h], p.scale, None if given is None else given[r, h])
+        exact[r][h].step(
+            position, q[r, rows[h]], k[r, h], v[r, h], p.scale, None if gate_scores is None else gate_scores[r, h]
+        )
         for r in range(p.requests)
         for h in range(p.heads)
     ]
@@ -191,12 +193,12 @@ def _exact_step(p: Problem, exact, position: int, q, k, v):
 
 def _step(bench: Bench, p: Problem, rule: RetentionRule, pages: Pages, position: int, q, k, v):
     """Run a decode step of the kernel on its device."""
-    given = given_scores(p.rule, k)
+    gate_scores = given_scores(p.rule, k)
     told = q, k, v, torch.full((p.requests,), position), p.budgets, p.table
     q, k, v, positions, budgets, table = (x.to(bench.device) for x in told)
     return ops.decode_step(
         q, k, v, pages, table, positions, budgets, rule=rule, scale=p.scale, impl="triton",
-        given=None if given is None else given.to(bench.device),
+        gate_scores=None if gate_scores is None else gate_scores.to(bench.device),
     )  # fmt: skip
 
 

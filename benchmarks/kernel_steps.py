@@ -5,10 +5,10 @@ from __future__ import annotations
 import time
 
 import torch
+from kvpop_vllm.evaluation.policies import ResolvedPolicy
 
-from kvpop_vllm.evaluation.contenders import Deployed
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.ops import GivenScore, RetentionRule
+from kvpop_vllm.kernels.ops import GateScore, RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages
 
 
@@ -19,7 +19,7 @@ class Steps:
     memory as in serving.
 
     Args:
-        deployed: the policy with its budget.
+        resolved: the policy with its budget.
         queries: query heads of a layer.
         requests: R.
         context: tokens before the first step.
@@ -27,8 +27,10 @@ class Steps:
         dtype: dtype of the cache.
     """
 
-    def __init__(self, deployed: Deployed, queries: int, requests: int, context: int, most: int, dtype: torch.dtype):
-        shape = deployed.model
+    def __init__(
+        self, resolved: ResolvedPolicy, queries: int, requests: int, context: int, most: int, dtype: torch.dtype
+    ):
+        shape = resolved.model
         self.draw = torch.Generator().manual_seed(0)
         self.queries, self.requests, self.position, self.dtype = queries, requests, context, dtype
         self.size, self.heads = shape.head_dim, shape.num_kv_heads
@@ -36,7 +38,7 @@ class Steps:
         filled: dict[tuple, torch.Tensor] = {}
         self.layers = []
         for layer in range(shape.num_layers):
-            rule, budgets = deployed.rule(layer), deployed.budgets(layer)
+            rule, budgets = resolved.rule(layer), resolved.budgets(layer)
             layout = PageLayout(self.heads, self.size, dtype, state_floats=rule.state_floats(self.size))
             key = tuple(budgets.tolist())
             if key not in filled:
@@ -51,7 +53,7 @@ class Steps:
         blocks = layout.blocks(length, int(budgets.max()))
         raw = torch.zeros(blocks, self.heads, layout.region_bytes, dtype=torch.uint8)
         pages, table = self._pages(layout, raw, torch.arange(blocks, dtype=torch.int32)[None])
-        told = {"rule": rule, "scale": self.size**-0.5, "given": self._given(rule, len(prompt[0]))}
+        told = {"rule": rule, "scale": self.size**-0.5, "gate_scores": self._gate_scores(rule, len(prompt[0]))}
         ops.prefill_chunk(*prompt, pages, table[0], 0, budgets, seed=0, **told)
         return raw
 
@@ -59,12 +61,12 @@ class Steps:
         """Return views of a pool, and the tables ``[R, H, P]`` of requests with blocks ``rows [R, P]``."""
         return layout.view(pool), rows[:, None].expand(-1, self.heads, -1)
 
-    def _given(self, rule: RetentionRule, tokens: int) -> torch.Tensor | None:
+    def _gate_scores(self, rule: RetentionRule, tokens: int) -> torch.Tensor | None:
         """Return random gate scores that evict nothing while there is room.
 
         The gate's own time is not counted.
         """
-        if not isinstance(rule.scorer, GivenScore):
+        if not isinstance(rule.scorer, GateScore):
             return None
         drawn = torch.rand(tokens, self.heads, generator=self.draw)
         return drawn if rule.threshold is not None else -0.01 * drawn
@@ -91,5 +93,5 @@ class Steps:
         return spent / steps
 
     def _step(self, tokens, rule, pages: Pages, table, budgets, positions) -> None:
-        told = {"rule": rule, "scale": self.size**-0.5, "given": self._given(rule, self.requests)}
+        told = {"rule": rule, "scale": self.size**-0.5, "gate_scores": self._gate_scores(rule, self.requests)}
         ops.decode_step(*tokens, pages, table, positions, budgets, seeds=torch.arange(self.requests), **told)

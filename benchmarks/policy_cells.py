@@ -14,6 +14,7 @@ from dataclasses import replace
 import torch
 from engines import say
 from kernel_steps import Steps
+from kvpop_vllm.evaluation.policies import PolicySpec
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import dense_request_bytes
@@ -21,7 +22,6 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay
-from kvpop_vllm.evaluation.contenders import Contender
 from kvpop_vllm.evaluation.haystack import replay_rows, sentences
 from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
 from kvpop_vllm.evaluation.runner import Setting, evaluate
@@ -70,63 +70,63 @@ class Cells:
         self.needles = make_examples(["needle"], self.tokenizer, text, o.length, o.needles, seed=o.seed, digits=4)
         self.backend = TransformersBackend(o.model_folder, self.dtype, o.length)
 
-    def setting(self, contender, budget: int | None, equal: str):
+    def setting(self, spec, budget: int | None, equal: str):
         """Return the setting of a row; None if the row would equal another one, or is not asked for.
 
         Raises:
             ConfigError: the policy cannot have this budget.
         """
-        if contender is None:
+        if spec is None:
             return Setting(self.options.length, 0, None, None)
         if equal == "bytes" and (budget < EQUAL_BYTES_FROM or self.options.prompt):
             return None
         setting = Setting(self.options.length, budget, None, None, equal)
-        found = self._deploy(contender, setting)
+        found = self._deploy(spec, setting)
         return None if equal == "bytes" and found.roles.budget == budget else setting
 
-    def _deploy(self, contender, setting):
+    def _deploy(self, spec, setting):
         shape = ModelShape.of(self.options.model_folder, self.options.length)
-        return setting.deploy(contender, shape, self.dtype)
+        return setting.resolve(spec, shape, self.dtype)
 
-    def quality(self, contender, setting, asked: dict) -> dict | None:
+    def quality(self, spec, setting, asked: dict) -> dict | None:
         """Return a row of quality, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
-        deployed = contender and self._deploy(contender, setting)
-        read = self.read(deployed, setting)
-        if not self.passes(deployed, asked, read["kl_before"]):
+        resolved = spec and self._deploy(spec, setting)
+        read = self.read(resolved, setting)
+        if not self.passes(resolved, asked, read["kl_before"]):
             return None
-        found = read | self.found(deployed)
-        roles = deployed and deployed.roles
+        found = read | self.found(resolved)
+        roles = resolved and resolved.roles
         about = {
             "topk": roles.topk if roles else "",
             "sinks": roles.sinks if roles else "",
             "window": roles.window if roles else "",
-            "allocated_bytes": self.allocated(deployed),
-            "state": deployed.state_floats if deployed else 0,
+            "allocated_bytes": self.allocated(resolved),
+            "state": resolved.state_floats if resolved else 0,
         }
         return self._row(asked, setting, about, found, begin)
 
-    def steps(self, contender, setting, asked: dict) -> dict | None:
+    def steps(self, spec, setting, asked: dict) -> dict | None:
         """Return a row of times, or None if predictions differ before anything is evicted.
 
         Raises:
             ConfigError: the policy makes its scores in rounds, which so few steps would not show.
         """
         begin = time.monotonic()
-        if contender is not None and policies.get(contender.policy).order is Order.ROUNDS:
-            raise ConfigError(f"{contender.name} makes its scores every so many steps, of which so few are not timed")
-        deployed = contender and self._deploy(contender, setting)
-        if not self.passes(deployed, asked):
+        if spec is not None and policies.get(spec.policy).order is Order.ROUNDS:
+            raise ConfigError(f"{spec.name} makes its scores every so many steps, of which so few are not timed")
+        resolved = spec and self._deploy(spec, setting)
+        if not self.passes(resolved, asked):
             return None
-        return self._row(asked, setting, {}, self.speed(deployed), begin)
+        return self._row(asked, setting, {}, self.speed(resolved), begin)
 
-    def passes(self, deployed, asked: dict, before: float | None = None) -> bool:
+    def passes(self, resolved, asked: dict, before: float | None = None) -> bool:
         """Return whether the policy follows the dense model while nothing has been evicted.
 
         This check runs once for each row and prints a failure.
 
         Args:
-            deployed: the policy, or None for dense.
+            resolved: the policy, or None for dense.
             asked: the row's settings.
             before: divergence in nats a token, if it is known.
         """
@@ -134,8 +134,8 @@ class Cells:
         if cell in self.passed:
             return True
         if before is None:
-            before = statistics.mean(self.kl_before(deployed, row) for row in self.rows)
-        if before > SAME and self.keeps_all(deployed):
+            before = statistics.mean(self.kl_before(resolved, row) for row in self.rows)
+        if before > SAME and self.keeps_all(resolved):
             say(f"{asked['policy']}, B = {asked['budget']}: output check failed, KL {before:.3f} before eviction")
             return False
         self.passed.add(cell)
@@ -149,18 +149,18 @@ class Cells:
         )
         return asked | about | {name: f"{value:.6g}" for name, value in found.items()}
 
-    def read(self, deployed, setting) -> dict:
+    def read(self, resolved, setting) -> dict:
         """Return means over rows of text.
 
         They are ``error`` of attention outputs from position B on, ``perplexity``, ``kl`` in nats a token,
         and ``kl_before``, the divergence over as many tokens as every head can hold.
         """
         records, before = [], []
-        served = [] if deployed is None else [replace(deployed.contender, serve=True)]
+        served = [] if resolved is None else [replace(resolved.spec, serve=True)]
         for row in self.rows:
             *_, last = evaluate(self.backend.model, [row], served, [setting], recall=False)
             records.append(last)
-            before.append(self.kl_before(deployed, row))
+            before.append(self.kl_before(resolved, row))
         mean = {name: statistics.mean(r.get(name, 0.0) for r in records) for name in ("error", "kl", "nll")}
         return {
             "error": mean["error"],
@@ -169,30 +169,30 @@ class Cells:
             "kl_before": statistics.mean(before),
         }
 
-    def kl_before(self, deployed, row: torch.Tensor) -> float:
+    def kl_before(self, resolved, row: torch.Tensor) -> float:
         """Return the divergence in nats a token, over as many tokens of a row as every head can hold."""
-        if deployed is None:
+        if resolved is None:
             return 0.0
-        first = max(2, deployed.least)
-        with self.backend.start(None) as dense, self.backend.start(deployed) as run:
+        first = max(2, resolved.least)
+        with self.backend.start(None) as dense, self.backend.start(resolved) as run:
             told = replay.predictions(dense, row[:first])
             return replay.compare(run, row[:first], told, first)["kl"]
 
-    def keeps_all(self, deployed) -> bool:
+    def keeps_all(self, resolved) -> bool:
         """Return whether the policy holds all of a text that fits, as all do that evict nothing earlier."""
-        return bool(self.backend.held(deployed, self.rows[0][: deployed.least]).all())
+        return bool(self.backend.held(resolved, self.rows[0][: resolved.least]).all())
 
-    def found(self, deployed) -> dict:
+    def found(self, resolved) -> dict:
         """Return mean ``exact`` and ``partial`` credit for needles."""
-        if deployed is not None and self.options.prompt:
-            asked = replace(deployed.contender, prompt=None, protect=None if deployed.policy.compresses else True)
-            kept = deployed.policy.retention
-            deployed = asked.deploy(deployed.model, kept.budget, kept.sinks, kept.window)
-        with self.backend.start(deployed) as run:
+        if resolved is not None and self.options.prompt:
+            asked = replace(resolved.spec, prompt=None, protect=None if resolved.policy.compresses else True)
+            kept = resolved.policy.retention
+            resolved = asked.resolve(resolved.model, kept.budget, kept.sinks, kept.window)
+        with self.backend.start(resolved) as run:
             given = list(answers(run, self.tokenizer, self.needles))
         return {name: statistics.mean(answer[name] for answer in given) for name in MEASURES}
 
-    def speed(self, deployed) -> dict:
+    def speed(self, resolved) -> dict:
         """Return milliseconds of a step of the kernel and of the same kernel keeping everything.
 
         The two are run in turn; the values are medians over rounds.
@@ -200,9 +200,9 @@ class Cells:
         o, config = self.options, self.backend.model.config.get_text_config()
         most = o.rounds * STEPS + WARM_UP
         shape = vars(self.backend.shape) | {"max_model_len": o.context + most}
-        full = Contender("full", "full").deploy(ModelShape(**shape), None)
+        full = PolicySpec("full", "full").resolve(ModelShape(**shape), None)
         told = (config.num_attention_heads, o.requests, o.context, most, self.dtype)
-        runs = {"dense_ms": Steps(full, *told)} | ({"step_ms": Steps(deployed, *told)} if deployed else {})
+        runs = {"dense_ms": Steps(full, *told)} | ({"step_ms": Steps(resolved, *told)} if resolved else {})
         times = {name: [] for name in runs}
         for run in runs.values():
             run.seconds(WARM_UP)
@@ -214,14 +214,14 @@ class Cells:
         medians = {name: statistics.median(values) for name, values in times.items()}
         return medians | {"dense_over_it": statistics.median(over), "least": min(over), "largest": max(over)}
 
-    def allocated(self, deployed) -> int:
+    def allocated(self, resolved) -> int:
         """Return the bytes of a request of ``--length`` tokens, pages and state.
 
         For dense these are keys and values alone.
         """
         shape, length = self.backend.shape, self.options.length
-        if deployed is not None:
-            return deployed.request_bytes(length, self.dtype).allocated
+        if resolved is not None:
+            return resolved.request_bytes(length, self.dtype).allocated
         return dense_request_bytes(
             shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype, length, 128
         ).allocated

@@ -123,62 +123,60 @@ def measure(options) -> int:
     import torch
 
     torch.set_num_threads(options.threads)
-    from kvpop_vllm.evaluation.contenders import in_registry
+    from kvpop_vllm.evaluation.policies import in_registry
 
-    contenders, left_out = in_registry(options.scorer, options.model_folder)
+    specs, left_out = in_registry(options.scorer, options.model_folder)
     for line in left_out:
         say(f"left out: {line}")
-    if unknown := set(options.policies or ()) - {c.name for c in contenders}:
-        raise ConfigError(
-            f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(c.name for c in contenders)}"
-        )
+    if unknown := set(options.policies or ()) - {c.name for c in specs}:
+        raise ConfigError(f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(c.name for c in specs)}")
     if not options.prompt:
-        for name in [c.name for c in contenders if policies.get(c.policy).compresses]:
+        for name in [c.name for c in specs if policies.get(c.policy).compresses]:
             say(f"left out: {name} compresses a prompt at its end, and these texts have none: give --prompt")
-        contenders = [c for c in contenders if not policies.get(c.policy).compresses]
+        specs = [c for c in specs if not policies.get(c.policy).compresses]
     chosen = []
-    for contender in contenders:
-        if not options.policies or contender.name in options.policies:
-            compresses = policies.get(contender.policy).compresses
+    for spec in specs:
+        if not options.policies or spec.name in options.policies:
+            compresses = policies.get(spec.policy).compresses
             given = {"prompt": options.prompt} if compresses else {"protect": options.prompt}
-            chosen.append(replace(contender, **given, serve=contender.serve or options.prompt > 0))
+            chosen.append(replace(spec, **given, serve=spec.serve or options.prompt > 0))
     if record.KEY["commit"].endswith("+"):
         say("tracked files differ from the commit: no row can be taken over, all is measured")
     cells, settings, problems = Cells(options), [], 0
-    for budget, contender, equal in [(None, None, "k"), *itertools.product(options.budget, chosen, ("k", "bytes"))]:
+    for budget, spec, equal in [(None, None, "k"), *itertools.product(options.budget, chosen, ("k", "bytes"))]:
         try:
-            setting = cells.setting(contender, budget, equal)
+            setting = cells.setting(spec, budget, equal)
         except ConfigError as error:
             say(f"left out: {error}")
             problems += options.policies is not None
             continue
         if setting is not None:
-            settings.append((contender, setting, equal))
+            settings.append((spec, setting, equal))
     rows = {part: [] for part in FILES}
     for part in FILES:
         if part not in options.parts:
             continue
         done, passed = there(options, part), []
-        for contender, setting, equal in settings:
-            row = cell(options, cells, part, done, contender, setting, equal)
+        for spec, setting, equal in settings:
+            row = cell(options, cells, part, done, spec, setting, equal)
             problems += row is None
             if row is not None:
                 rows[part].append(row)
-                passed.append((contender, setting, equal))
+                passed.append((spec, setting, equal))
         settings = passed
     print(table(*(rows[part] if part in options.parts else there(options, part) for part in FILES)))
     return int(problems > 0)
 
 
-def cell(options, cells, part: str, done: list[dict], contender, setting, equal: str) -> dict | None:
+def cell(options, cells, part: str, done: list[dict], spec, setting, equal: str) -> dict | None:
     """Return a row that exists, or measure and append it; None if it cannot be measured."""
-    named = dict(zip(CELL, cell_named(contender, setting, equal), strict=True))
+    named = dict(zip(CELL, cell_named(spec, setting, equal), strict=True))
     for row in done:
         if {column: row[column] for column in CELL} == named:
             return row
     cells.load()
     try:
-        row = getattr(cells, part)(contender, setting, asked_of(options, part) | named)
+        row = getattr(cells, part)(spec, setting, asked_of(options, part) | named)
     except ConfigError as error:
         say(f"left out: {error}")
         return None
@@ -187,10 +185,10 @@ def cell(options, cells, part: str, done: list[dict], contender, setting, equal:
     return row
 
 
-def cell_named(contender, setting, equal: str) -> tuple[str, ...]:
+def cell_named(spec, setting, equal: str) -> tuple[str, ...]:
     """Return the values of :data:`CELL`."""
-    scorer = fingerprint(Path(contender.scorer)) if contender and contender.scorer else ""
-    return scorer, equal, str(setting.budget if contender else ""), contender.name if contender else "dense"
+    scorer = fingerprint(Path(spec.scorer)) if spec and spec.scorer else ""
+    return scorer, equal, str(setting.budget if spec else ""), spec.name if spec else "dense"
 
 
 def asked_of(options, part: str) -> dict[str, str]:

@@ -18,8 +18,8 @@ import sys
 import record
 import torch
 from engines import DEMO_MODEL, PEERS, check_model, say
+from kvpop_vllm.evaluation.policies import training_free
 
-from kvpop_vllm.evaluation.contenders import training_free
 from kvpop_vllm.evaluation.running import TransformersBackend
 
 TEXT = record.ROOT / "tests" / "data" / "hamlet.txt"
@@ -45,8 +45,8 @@ def main() -> int:
     wrong = 0
     for policy in POLICIES:
         for budget in options.budget:
-            deployed = training_free(policy).deploy(backend.shape, budget, 0, WINDOW)
-            ours = backend.held(deployed, torch.tensor(tokens))
+            resolved = training_free(policy).resolve(backend.shape, budget, 0, WINDOW)
+            ours = backend.held(resolved, torch.tensor(tokens))
             theirs = kept_by_press(options.model, tokens, policy, budget)
             wrong += compare(policy, budget, ours, theirs)
     return int(wrong > 0)

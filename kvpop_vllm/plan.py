@@ -126,8 +126,8 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
     length, retention = lengths[2], policy.retention
     if policy.compresses:
         prompt = length if prompt is None else prompt
-        at_its_end = compressing_bytes(*lengths[:2], prompt, retention, shares, policy.divides)
-        at_the_end = request_bytes(*lengths, retention, shares, divided=prompt if policy.divides else 0)
+        at_its_end = compressing_bytes(*lengths[:2], prompt, retention, shares, policy.adaptive_head_budgets)
+        at_the_end = request_bytes(*lengths, retention, shares, divided=prompt if policy.adaptive_head_budgets else 0)
         return max(at_its_end, at_the_end, key=lambda held: held.blocks)
     longest = protected_tokens(policy.protect, length)
     if prompt is not None or not longest:

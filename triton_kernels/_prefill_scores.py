@@ -15,7 +15,7 @@ import triton.language as tl
 from kvpop_vllm.kernels.triton._serving_pages import PRECISION
 from kvpop_vllm.kernels.triton.delayed_mlstm import delayed_mlstm
 
-from kvpop_vllm.kernels.ops import GivenScore, KeyNorm, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+from kvpop_vllm.kernels.ops import GateScore, KeyNorm, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
 from kvpop_vllm.kernels.pages import Pages
 
 NORM_EPS = 1e-6
@@ -163,7 +163,7 @@ class Scores:
         keys = piece.keys[:, where]
         if weights is None or self.rule.draws:
             return torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device), None
-        if isinstance(weights, GivenScore):
+        if isinstance(weights, GateScore):
             return piece.score[:, where], None
         if isinstance(weights, KeyNorm):
             return -keys.double().square().sum(-1).sqrt().float(), None

@@ -25,14 +25,14 @@ def _nothing(found):
 
 
 @triton.jit
-def _attended(marks, P: tl.constexpr):
+def _attended(step_flags, P: tl.constexpr):
     """Return the number of slots and protected tokens that a head attends to.
 
     It is 0 for padding and REFUSED for a refused request.
     """
-    found = tl.load(marks)
+    found = tl.load(step_flags)
     if P.protects:
-        found += tl.load(marks + 3)
+        found += tl.load(step_flags + 3)
     return found
 
 
@@ -82,7 +82,7 @@ def _attend(
     sums,  # [R, Hq, splits, D] float32: sums of the parts, if CUT
     tops,  # [R, Hq, splits, 2]: maximum in base 2 and total of each part, if CUT
     logits,  # [R, Hq, slots], in base 2, if masses are needed
-    marks, heads, splits, scale, q_request, q_head,
+    step_flags, heads, splits, scale, q_request, q_head,
     P: tl.constexpr, GROUP: tl.constexpr, CUT: tl.constexpr, BLOCK_S: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute one part of a head's attention, for all of its query heads.
@@ -91,7 +91,7 @@ def _attend(
     lies in one page.
     """
     part, h, r = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    used = tl.load(marks + (r * heads + h) * MARKS)
+    used = tl.load(step_flags + (r * heads + h) * MARKS)
     g, column = tl.arange(0, GROUP), tl.arange(0, P.padded)
     fits, present = column < P.size, g < P.group
     query_head = h * P.group + g
@@ -108,7 +108,7 @@ def _attend(
     blocks = (tl.maximum(used, 0) + BLOCK_S - 1) // BLOCK_S
     own, found = logits + head * P.most_slots, used
     if P.protects:
-        protected = tl.load(marks + (r * heads + h) * MARKS + 3)
+        protected = tl.load(step_flags + (r * heads + h) * MARKS + 3)
         ahead = (protected + BLOCK_S - 1) // BLOCK_S
         share = (ahead + blocks + splits - 1) // splits
         begin, end = part * share, tl.minimum(ahead + blocks, (part + 1) * share)
@@ -143,12 +143,12 @@ def _attend(
 
 @triton.jit(do_not_specialize=["splits"])
 def _combine(
-    sums, tops, out, lse, marks, heads, splits,
+    sums, tops, out, lse, step_flags, heads, splits,
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
     """Merge a block of columns of the parts' sums by their maxima, and write the log-sum-exp."""
     first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    found = _attended(marks + (r * heads + h) * MARKS, P)
+    found = _attended(step_flags + (r * heads + h) * MARKS, P)
     g, column = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_C)
     present = g < P.group
     inside = present[:, None] & (column < P.size)[None, :]
@@ -176,7 +176,7 @@ def _combine(
 
 @triton.jit
 def _correct(
-    q, cache, merged, lse, out, marks, heads, scale, q_request, q_head,
+    q, cache, merged, lse, out, step_flags, heads, scale, q_request, q_head,
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """Add the evicted tokens' estimated contribution to a block of columns of the output.
@@ -184,7 +184,7 @@ def _correct(
     ``merged`` is ``[R, Hq, D]`` float32.
     """
     first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    count = tl.load(marks + (r * heads + h) * MARKS + 1)
+    count = tl.load(step_flags + (r * heads + h) * MARKS + 1)
     g, column = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_C)
     present, fits = g < P.group, column < P.size
     inside = present[:, None] & fits[None, :]
@@ -217,7 +217,7 @@ def _correct(
 
 @triton.jit
 def _masses(
-    logits, lse, cache, marks, heads,
+    logits, lse, cache, step_flags, heads,
     P: tl.constexpr, GROUP: tl.constexpr, BLOCK_S: tl.constexpr,
 ):  # fmt: skip
     """Write attention masses to the score fields of a block of slots, or add them.
@@ -225,7 +225,7 @@ def _masses(
     A mass is the query's weight over a slot, averaged over the query heads.
     """
     first, h, r = tl.program_id(0) * BLOCK_S, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    used = tl.load(marks + (r * heads + h) * MARKS)
+    used = tl.load(step_flags + (r * heads + h) * MARKS)
     if first >= used:
         return
     g, slot = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_S)

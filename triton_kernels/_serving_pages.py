@@ -53,10 +53,10 @@ class Before(NamedTuple):
     table_page: int = 0
 
 
-class Asked(NamedTuple):
+class StepInputs(NamedTuple):
     """Tokens of a step, with strides in elements.
 
-    ``given`` and ``keys`` are None if the rule does not read them; ``protected`` is None if no request has a
+    ``gate_scores`` and ``keys`` are None if the rule does not read them; ``protected`` is None if no request has a
     prefix.
     """
 
@@ -71,7 +71,7 @@ class Asked(NamedTuple):
     budgets: Any  # [R, H]
     budgets_request: int
     budgets_head: int
-    given: Any  # [R, H]
+    gate_scores: Any  # [R, H]
     given_request: int
     given_head: int
     protected: Any  # [R], p of each request
@@ -104,7 +104,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Plan:
+class KernelConfig:
     """Compile-time constants of the kernels: sizes and the numbers of the rule."""
 
     size: int  # D
@@ -119,12 +119,12 @@ class Plan:
     scorer: str  # none, key_norm, linear, mlp, mlstm, or parked: read from the score field
     masses: bool = False  # attention weights of the newest query are written to the score fields,
     mean: bool = False  # or added to them
-    given: bool = False
+    gate_scores: bool = False
     ages: bool = False
     draws: bool = False
     threshold: float | None = None
     residual: bool = False
-    corrects: bool = False
+    uses_moment_correction: bool = False
     protects: bool = False  # requests may have a protected prefix; their tail has no sinks
     columns: int = 0  # Fp of an mLSTM, M of an MLP
     features: int = 0  # F
@@ -138,7 +138,7 @@ class Plan:
     @property
     def moments(self) -> bool:
         """True if moments of evicted tokens are stored."""
-        return self.residual or self.corrects
+        return self.residual or self.uses_moment_correction
 
     @property
     def projected(self) -> int:

@@ -101,14 +101,14 @@ def _read_mlstm(projected, numerator, z, m, weights, h, x_key, x_value, column, 
 
 
 @triton.jit
-def _stateless(projected, weights, h, x_key, x_value, parked, column, fits, P: tl.constexpr):
+def _stateless(projected, weights, h, x_key, x_value, stored, column, fits, P: tl.constexpr):
     """Return the score of a token leaving the window, for scorers without state.
 
     Args:
         projected: hidden sums of an MLP.
-        parked: the token's score field.
+        stored: the token's score field.
     """
-    score = parked
+    score = stored
     if P.scorer == "none":
         score = tl.full([], 0.0, tl.float32)
     if P.scorer == "key_norm":
@@ -146,10 +146,10 @@ def _take_in(cache, projected, r, h, q, P: tl.constexpr):
 
 
 @triton.jit
-def _into_moments(cache, moved, r, h, slot, count, column, fits, P: tl.constexpr):
+def _into_moments(cache, evicted_deltas, r, h, slot, count, column, fits, P: tl.constexpr):
     """Update the means of the evicted tokens with the ``count``-th one, which is in ``slot``.
 
-    The factors of its contribution to the products are written to ``moved``, the workspace of this head.
+    The factors of its contribution to the products are written to ``evicted_deltas``, the workspace of this head.
     """
     row = row_at(cache, r, h, slot, P)
     key_at = cache.state + state_at(cache, r, h, P.state_words + column, fits, P)
@@ -159,22 +159,22 @@ def _into_moments(cache, moved, r, h, slot, count, column, fits, P: tl.constexpr
     key = tl.load(cache.k + row + column, mask=fits, other=0.0).to(tl.float32)
     deviation = tl.load(cache.v + row + column, mask=fits, other=0.0).to(tl.float32) - mean_value
     mean_key += (key - mean_key) / count
-    tl.store(moved + column, key - mean_key, mask=fits)
-    tl.store(moved + P.size + column, deviation, mask=fits)
+    tl.store(evicted_deltas + column, key - mean_key, mask=fits)
+    tl.store(evicted_deltas + P.size + column, deviation, mask=fits)
     tl.debug_barrier()  # all threads have read the values that are overwritten
     tl.store(key_at, mean_key, mask=fits)
     tl.store(value_at, mean_value + deviation / count, mask=fits)
 
 
 @triton.jit
-def _retain(
+def _evict_and_insert(
     cache, asked, weights,
     log_gamma,  # [H] float64
     projected,  # [R, H, P.projected], products of a learned scorer
     numerators,  # [R, H, Dv], readout numerators of an mLSTM
     factors,  # [R, H, slots], residuals
-    moved,  # [R, H, 2, D], deviations of the evicted token's key and value, if moments are kept
-    marks,  # [R, H, MARKS] int32
+    evicted_deltas,  # [R, H, 2, D], deviations of the evicted token's key and value, if moments are kept
+    step_flags,  # [R, H, MARKS] int32
     heads,
     P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
@@ -187,14 +187,14 @@ def _retain(
     head = r * heads + h
     protected, sinks, window = roles_of(asked, r, P)
     since = start_of(cache, asked, r, h, protected, P)  # slot roles use this, scores and positions use q
-    marks += head * MARKS
+    step_flags += head * MARKS
     if since < 0:
-        tl.store(marks, tl.where(since == -1, PADDING, REFUSED))
-        tl.store(marks + 1, 0)
-        tl.store(marks + 2, 0)
+        tl.store(step_flags, tl.where(since == -1, PADDING, REFUSED))
+        tl.store(step_flags + 1, 0)
+        tl.store(step_flags + 2, 0)
         if P.protects:
             seen = tl.load(asked.positions + r * asked.positions_request).to(tl.int32) + 1
-            tl.store(marks + 3, tl.where(since == -1, tl.minimum(seen, protected), 0))
+            tl.store(step_flags + 3, tl.where(since == -1, tl.minimum(seen, protected), 0))
         return
     q = since + protected
     first_long = sinks + window
@@ -205,8 +205,8 @@ def _retain(
     new_key = asked.k + r * asked.k_request + h * asked.k_head + column
     new_value = asked.v + r * asked.v_request + h * asked.v_head + column
     inserted = tl.full([], 0.0, tl.float32)  # score of the new token at insertion
-    if P.given:
-        inserted = tl.load(asked.given + r * asked.given_request + h * asked.given_head).to(tl.float32)
+    if P.gate_scores:
+        inserted = tl.load(asked.gate_scores + r * asked.given_request + h * asked.given_head).to(tl.float32)
     if P.scorer == "mlstm":
         z, m = _take_in(cache, projected, r, h, q, P)
         if not P.delayed:
@@ -250,7 +250,7 @@ def _retain(
         if P.moments:
             if gone > 0:
                 place = tl.where(target < 0, slot, target)
-                _into_moments(cache, moved + head * 2 * P.size, r, h, place, evicted + 1, column, fits, P)
+                _into_moments(cache, evicted_deltas + head * 2 * P.size, r, h, place, evicted + 1, column, fits, P)
         tl.debug_barrier()  # all threads have read the values that are overwritten
         if target >= 0:
             at, to = row_at(cache, r, h, target, P) + column, word_at(cache, r, h, target, P)
@@ -269,33 +269,33 @@ def _retain(
     tl.store(zero, q + 1)  # tokens_seen
     if P.threshold is not None:
         tl.store(zero + 1, tl.maximum(used - first_long, 0))
-    tl.store(marks, tl.maximum(used, slot + 1))
-    tl.store(marks + 1, evicted + gone)
-    tl.store(marks + 2, gone)
+    tl.store(step_flags, tl.maximum(used, slot + 1))
+    tl.store(step_flags + 1, evicted + gone)
+    tl.store(step_flags + 2, gone)
     if P.protects:
-        tl.store(marks + 3, protected)
+        tl.store(step_flags + 3, protected)
 
 
 @triton.jit
 def _products(
     cache,
-    moved, marks, heads,
+    evicted_deltas, step_flags, heads,
     P: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
     """Update a block of rows of the moments' products with the evicted token."""
     first, h, r = tl.program_id(0) * BLOCK_X, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     head = r * heads + h
-    if tl.load(marks + head * MARKS + 2) == 0:
+    if tl.load(step_flags + head * MARKS + 2) == 0:
         return
     place, column = first + tl.arange(0, BLOCK_X), tl.arange(0, P.padded)
     inside = (place < P.size)[:, None] & (column < P.size)[None, :]
     at = state_at(cache, r, h, P.state_words + (2 + place)[:, None] * P.size + column[None, :], inside, P)
-    rows = tl.where(tl.load(marks + head * MARKS + 1) > 1, P.size, 0)
+    rows = tl.where(tl.load(step_flags + head * MARKS + 1) > 1, P.size, 0)
     there = (place < rows)[:, None] & (column < P.size)[None, :]
     products = tl.load(cache.state + at, mask=there, other=0.0)
-    moved += head * 2 * P.size
-    key = tl.load(moved + place, mask=place < P.size, other=0.0)
-    deviation = tl.load(moved + P.size + column, mask=column < P.size, other=0.0)
+    evicted_deltas += head * 2 * P.size
+    key = tl.load(evicted_deltas + place, mask=place < P.size, other=0.0)
+    deviation = tl.load(evicted_deltas + P.size + column, mask=column < P.size, other=0.0)
     products += key[:, None] * deviation[None, :]
     tl.debug_barrier()
     tl.store(cache.state + at, products, mask=inside)

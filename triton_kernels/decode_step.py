@@ -13,13 +13,13 @@ import functools
 import torch
 import triton
 from kvpop_vllm.kernels.triton._serving_attend import _attend, _combine, _correct, _masses
-from kvpop_vllm.kernels.triton._serving_pages import MARKS, Asked, Before, Cache, Plan, Weights
-from kvpop_vllm.kernels.triton._serving_retain import _products, _retain
+from kvpop_vllm.kernels.triton._serving_pages import MARKS, Before, Cache, KernelConfig, StepInputs, Weights
+from kvpop_vllm.kernels.triton._serving_retain import _evict_and_insert, _products
 from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _project, _residuals
 
 from kvpop_vllm.kernels.ops import (
     AttentionMass,
-    GivenScore,
+    GateScore,
     KeyNorm,
     LinearWeights,
     MLPWeights,
@@ -74,9 +74,14 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
         type(None): lambda: {"scorer": "none"},
         KeyNorm: lambda: {"scorer": "key_norm"},
         RandomDraw: lambda: {"scorer": "none", "draws": True},
-        AttentionMass: lambda: {"scorer": "parked", "masses": True, "mean": scorer.mean},
-        MomentResidual: lambda: {"scorer": "parked", "masses": True, "residual": True},
-        GivenScore: lambda: {"scorer": "parked", "given": True, "ages": scorer.ages, "threshold": scorer.threshold},
+        AttentionMass: lambda: {"scorer": "stored", "masses": True, "mean": scorer.mean},
+        MomentResidual: lambda: {"scorer": "stored", "masses": True, "residual": True},
+        GateScore: lambda: {
+            "scorer": "stored",
+            "gate_scores": True,
+            "ages": scorer.ages,
+            "threshold": scorer.threshold,
+        },
     }
     if type(scorer) not in kinds:
         raise NotImplementedError(f"{op} in Triton has no scorer {type(scorer).__name__}: use impl='reference'")
@@ -131,7 +136,7 @@ def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) ->
             raise ValueError(f"{name} must be contiguous {wanted} on {q.device}, got {weight.dtype} on {weight.device}")
 
 
-def plan_of(pages, table, group: int, rule, options: dict, protects: bool) -> Plan:
+def kernel_config(pages, table, group: int, rule, options: dict, protects: bool) -> KernelConfig:
     """Return the constants that the kernels are compiled for.
 
     Args:
@@ -143,7 +148,7 @@ def plan_of(pages, table, group: int, rule, options: dict, protects: bool) -> Pl
         protects: True if there is a prefix.
     """
     layout = pages.layout
-    return Plan(
+    return KernelConfig(
         size=layout.head_size,
         padded=max(16, triton.next_power_of_2(layout.head_size)),
         group=group,
@@ -153,7 +158,7 @@ def plan_of(pages, table, group: int, rule, options: dict, protects: bool) -> Pl
         most_slots=(table.shape[-1] - layout.state_blocks) * layout.block_slots,
         sinks=rule.sinks,
         decay_step=rule.decay_step,
-        corrects=rule.moment_correction,
+        uses_moment_correction=rule.moment_correction,
         protects=protects,
         **options,
     )
@@ -165,23 +170,23 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def _block_slots(plan: Plan, itemsize: int) -> int:
+def _block_slots(config: KernelConfig, itemsize: int) -> int:
     """Return the slots that a program of attention loads at a time: a power of two that divides N."""
-    dividing = plan.slots & -plan.slots
-    return max(16, min(dividing, 64, TILE_BYTES // (plan.padded * itemsize)))
+    dividing = config.slots & -config.slots
+    return max(16, min(dividing, 64, TILE_BYTES // (config.padded * itemsize)))
 
 
-def _splits(plan: Plan, protected: int, programs: int, block: int, device: torch.device) -> int:
+def _splits(config: KernelConfig, protected: int, programs: int, block: int, device: torch.device) -> int:
     """Return the number of parts into which a head's slots and ``protected`` tokens are split.
 
     There are enough parts for two programs per multiprocessor. The number depends on shapes alone.
     """
     wanted = max(triton.cdiv(2 * _processors(device), max(1, programs)), triton.cdiv(protected, LONGEST_WALK))
-    return max(1, min(wanted, (protected + plan.most_slots) // max(block, SPLIT_SLOTS), 64))
+    return max(1, min(wanted, (protected + config.most_slots) // max(block, SPLIT_SLOTS), 64))
 
 
 def decode_step(
-    q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None, windows
 ):
     """Implement :func:`kvpop_vllm.kernels.ops.decode_step`.
 
@@ -204,35 +209,35 @@ def decode_step(
     """
     weights, options = weights_of(rule.scorer, "decode_step")
     check_step(q, k, v, pages, rule, weights, prefix, len(q), "decode_step")
-    plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
+    config = kernel_config(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
     out, lse = torch.empty_like(q, memory_format=torch.contiguous_format), _floats(q.device, *q.shape[:2])
     if len(q):
-        told = positions, budgets, windows, given, prefix, keys
-        take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse)
+        told = positions, budgets, windows, gate_scores, prefix, keys
+        take_step(config, q, k, v, pages, page_table, told, rule, weights, scale, out, lse)
     return out, lse
 
 
-def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
+def take_step(config, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
     """Launch the kernels of a step that has been checked.
 
     The arguments not listed here are those of :func:`decode_step`.
 
     Args:
-        plan: compile-time constants.
+        config: compile-time constants.
         told: positions, budgets, windows, gate scores, prefix and keys, as :func:`decode_step` takes them.
         weights: tensors of the scorer.
         out: ``[R, Hq, D]``, contiguous; written.
         lse: ``[R, Hq]`` float32, contiguous; written.
     """
     (requests, heads, size), device = k.shape, q.device
-    positions, budgets, windows, given, prefix, keys = told
+    positions, budgets, windows, gate_scores, prefix, keys = told
     cache = Cache(
         pages.k, pages.v, pages.score, pages.position, pages.state,
         *pages.k.stride()[:2], *pages.score.stride()[:2], page_table, *page_table.stride(),
     )  # fmt: skip
-    asked = Asked(
+    asked = StepInputs(
         k, v, *k.stride()[:2], *v.stride()[:2], positions, positions.stride(0),
-        budgets, *budgets.stride(), given, *((0, 0) if given is None else given.stride()),
+        budgets, *budgets.stride(), gate_scores, *((0, 0) if gate_scores is None else gate_scores.stride()),
         *((None, 0) if prefix is None else (prefix.tokens, prefix.tokens.stride(0))),
         windows, windows.stride(0),
         keys, *((0, 0) if keys is None else keys.stride()),
@@ -241,16 +246,16 @@ def take_step(plan, q, k, v, pages, page_table, told, rule, weights, scale, out,
     if prefix is not None:
         of = prefix.pages
         before = Before(of.k, of.v, *of.k.stride()[:2], prefix.table, *prefix.table.stride())
-    marks = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=device)
-    work = _score(plan, cache, asked, weights, requests, heads, scale, marks)
-    _retain[heads, requests](
-        cache, asked, weights, rule.log_gamma, *work, marks, heads, P=plan,
-        BLOCK=min(SEARCHED, triton.next_power_of_2(plan.most_slots)), num_warps=4, enable_fp_fusion=False,
+    step_flags = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=device)
+    work = _score(config, cache, asked, weights, requests, heads, scale, step_flags)
+    _evict_and_insert[heads, requests](
+        cache, asked, weights, rule.log_gamma, *work, step_flags, heads, P=config,
+        BLOCK=min(SEARCHED, triton.next_power_of_2(config.most_slots)), num_warps=4, enable_fp_fusion=False,
     )  # fmt: skip
-    if plan.moments:
+    if config.moments:
         rows = triton.cdiv(size, 32)
-        _products[rows, heads, requests](cache, work[3], marks, heads, P=plan, BLOCK_X=32, num_warps=4)
-    _attention(plan, q, cache, before, out, lse, marks, requests, heads, scale)
+        _products[rows, heads, requests](cache, work[3], step_flags, heads, P=config, BLOCK_X=32, num_warps=4)
+    _attention(config, q, cache, before, out, lse, step_flags, requests, heads, scale)
 
 
 def _floats(device, *shape) -> torch.Tensor:
@@ -258,67 +263,67 @@ def _floats(device, *shape) -> torch.Tensor:
     return torch.empty(shape, dtype=torch.float32, device=device)
 
 
-def _score(plan, cache, asked, weights, requests, heads, scale, marks):
-    """Compute the inputs of :func:`_retain` and return its workspaces.
+def _score(config, cache, asked, weights, requests, heads, scale, step_flags):
+    """Compute the inputs of :func:`_evict_and_insert` and return its workspaces.
 
     They are products with weights, numerators, residuals, and deviations of the evicted tokens.
     """
-    device = marks.device
-    projected = numerators = factors = moved = marks  # unused workspaces need any valid pointer
-    if plan.scorer in ("mlp", "mlstm"):
-        projected = _floats(device, requests, heads, plan.projected)
-        tiles, blocks = triton.cdiv(requests, 16), triton.cdiv(plan.columns, 64)
-        if plan.scorer == "mlstm":
-            blocks = 2 * blocks + (triton.cdiv(plan.values, 64) if plan.projects_values else 0)
+    device = step_flags.device
+    projected = numerators = factors = evicted_deltas = step_flags  # unused workspaces need any valid pointer
+    if config.scorer in ("mlp", "mlstm"):
+        projected = _floats(device, requests, heads, config.projected)
+        tiles, blocks = triton.cdiv(requests, 16), triton.cdiv(config.columns, 64)
+        if config.scorer == "mlstm":
+            blocks = 2 * blocks + (triton.cdiv(config.values, 64) if config.projects_values else 0)
         _project[tiles, blocks, heads](
-            cache, asked, weights, projected, requests, heads, P=plan, ROWS=16, BLOCK_C=64, BLOCK_X=32, num_warps=4
+            cache, asked, weights, projected, requests, heads, P=config, ROWS=16, BLOCK_C=64, BLOCK_X=32, num_warps=4
         )
-    if plan.scorer == "mlstm":
-        _gates[tiles, heads](asked, weights, projected, requests, heads, P=plan, ROWS=16, BLOCK_X=32, num_warps=4)
-        numerators = _floats(device, requests, heads, plan.values)
-        _cells[triton.cdiv(plan.values, 32), heads, requests](
-            cache, asked, projected, numerators, heads, P=plan, BLOCK_V=32, num_warps=4
+    if config.scorer == "mlstm":
+        _gates[tiles, heads](asked, weights, projected, requests, heads, P=config, ROWS=16, BLOCK_X=32, num_warps=4)
+        numerators = _floats(device, requests, heads, config.values)
+        _cells[triton.cdiv(config.values, 32), heads, requests](
+            cache, asked, projected, numerators, heads, P=config, BLOCK_V=32, num_warps=4
         )
-    if plan.residual:
-        factors = _floats(device, requests, heads, plan.most_slots)
-        _residuals[triton.cdiv(plan.most_slots, 32), heads, requests](
-            cache, asked, factors, heads, scale, P=plan, BLOCK_S=32, BLOCK_X=32, num_warps=4
+    if config.residual:
+        factors = _floats(device, requests, heads, config.most_slots)
+        _residuals[triton.cdiv(config.most_slots, 32), heads, requests](
+            cache, asked, factors, heads, scale, P=config, BLOCK_S=32, BLOCK_X=32, num_warps=4
         )
-    if plan.moments:
-        moved = _floats(device, requests, heads, 2, plan.size)
-    return projected, numerators, factors, moved
+    if config.moments:
+        evicted_deltas = _floats(device, requests, heads, 2, config.size)
+    return projected, numerators, factors, evicted_deltas
 
 
-def _attention(plan, q, cache, before, out, lse, marks, requests, heads, scale) -> None:
+def _attention(config, q, cache, before, out, lse, step_flags, requests, heads, scale) -> None:
     """Write outputs and log-sum-exps, and attention masses if the rule needs them."""
     device, query_heads = q.device, q.shape[1]
     wide = q.dtype != cache.k.dtype or q.dtype == torch.float32
-    block = _block_slots(plan, 4 if wide else q.element_size())
-    protected = before.table.shape[1] * plan.slots if plan.protects else 0
-    splits = _splits(plan, protected, requests * heads, block, device)
-    group = triton.next_power_of_2(plan.group)
-    merged = _floats(device, *out.shape) if plan.corrects else out
+    block = _block_slots(config, 4 if wide else q.element_size())
+    protected = before.table.shape[1] * config.slots if config.protects else 0
+    splits = _splits(config, protected, requests * heads, block, device)
+    group = triton.next_power_of_2(config.group)
+    merged = _floats(device, *out.shape) if config.uses_moment_correction else out
     sums = tops = logits = lse
     if splits > 1:
-        sums = _floats(device, requests, query_heads, splits, plan.size)
+        sums = _floats(device, requests, query_heads, splits, config.size)
         tops = _floats(device, requests, query_heads, splits, 2)
-    if plan.masses:
-        logits = _floats(device, requests, query_heads, plan.most_slots)
+    if config.masses:
+        logits = _floats(device, requests, query_heads, config.most_slots)
     _attend[splits, heads, requests](
-        q, cache, before, merged, lse, sums, tops, logits, marks, heads, splits, scale, *q.stride()[:2],
-        P=plan, GROUP=max(16, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide, num_warps=4, num_stages=2,
+        q, cache, before, merged, lse, sums, tops, logits, step_flags, heads, splits, scale, *q.stride()[:2],
+        P=config, GROUP=max(16, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide, num_warps=4, num_stages=2,
     )  # fmt: skip
-    columns = triton.cdiv(plan.padded, 64)
+    columns = triton.cdiv(config.padded, 64)
     if splits > 1:
         _combine[columns, heads, requests](
-            sums, tops, merged, lse, marks, heads, splits, P=plan, GROUP=group, BLOCK_C=64, num_warps=4
+            sums, tops, merged, lse, step_flags, heads, splits, P=config, GROUP=group, BLOCK_C=64, num_warps=4
         )
-    if plan.corrects:
+    if config.uses_moment_correction:
         _correct[columns, heads, requests](
-            q, cache, merged, lse, out, marks, heads, scale, *q.stride()[:2],
-            P=plan, GROUP=max(16, group), BLOCK_C=64, BLOCK_X=32, num_warps=4,
+            q, cache, merged, lse, out, step_flags, heads, scale, *q.stride()[:2],
+            P=config, GROUP=max(16, group), BLOCK_C=64, BLOCK_X=32, num_warps=4,
         )  # fmt: skip
-    if plan.masses:
-        _masses[triton.cdiv(plan.most_slots, 128), heads, requests](
-            logits, lse, cache, marks, heads, P=plan, GROUP=group, BLOCK_S=128, num_warps=4
+    if config.masses:
+        _masses[triton.cdiv(config.most_slots, 128), heads, requests](
+            logits, lse, cache, step_flags, heads, P=config, GROUP=group, BLOCK_S=128, num_warps=4
         )

@@ -23,7 +23,7 @@ from kvpop_vllm.kernels.triton._prefill_scores import (
     oldest_in_window,
     store_state,
 )
-from kvpop_vllm.kernels.triton.decode_step import check_step, plan_of, take_step, weights_of
+from kvpop_vllm.kernels.triton.decode_step import check_step, kernel_config, take_step, weights_of
 from kvpop_vllm.kernels.triton.online_topk import online_topk
 
 from kvpop_vllm.kernels.ops import MLSTMWeights, RetentionRule, StepOrderError
@@ -36,7 +36,7 @@ LAST = 2**31 - 1
 
 
 @torch.no_grad()
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None, keys=None):
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
     All tensors, including those of the rule, are on q's device; the ``tokens`` of the prefix are on the CPU.
@@ -50,15 +50,15 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
     protected = 0 if prefix is None else int(prefix.tokens[0])
     own, shares = rule.behind(protected), _look(pages, page_table, start, budgets, protected)
     if rule.sequential:
-        plan = plan_of(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
+        config = kernel_config(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
         run = partial(
-            _token_by_token, plan, pages, page_table, budgets, rule, weights, scale, _on_device(prefix, q), keys
+            _token_by_token, config, pages, page_table, budgets, rule, weights, scale, _on_device(prefix, q), keys
         )
     else:
         run = partial(
             _in_pieces, pages, page_table, [share - rule.sinks + own.sinks for share in shares], own, scale, keys
         )
-    return with_prefix(run, q, k, v, start, given, prefix, scale, attends=rule.sequential)
+    return with_prefix(run, q, k, v, start, gate_scores, prefix, scale, attends=rule.sequential)
 
 
 def _empty(q) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,7 +68,7 @@ def _empty(q) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _in_pieces(
-    pages, page_table, shares, rule, scale, keys, q, k, v, start, given
+    pages, page_table, shares, rule, scale, keys, q, k, v, start, gate_scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run tokens of a tail over its slots alone, heads of equal budget together.
 
@@ -78,14 +78,14 @@ def _in_pieces(
     for budget in sorted(set(shares)) if len(q) else ():
         own = [h for h, share in enumerate(shares) if share == budget]
         if len(own) == len(shares):
-            _Heads(pages, page_table, None, budget, rule, scale, keys).run(q, k, v, start, given, out, lse)
+            _Heads(pages, page_table, None, budget, rule, scale, keys).run(q, k, v, start, gate_scores, out, lse)
             continue
         heads = torch.tensor(own, device=q.device)
         rows = torch.tensor([h * group + i for h in own for i in range(group)], device=q.device)
         drawn = None if keys is None else keys[:, heads]
         part = _Heads(pages, page_table[heads], heads, budget, _of_heads(rule, heads), scale, drawn)
         some, some_lse = out.new_empty(len(q), len(rows), q.shape[2]), lse.new_empty(len(q), len(rows))
-        scores = None if given is None else given[:, heads]
+        scores = None if gate_scores is None else gate_scores[:, heads]
         part.run(q[:, rows], k[:, heads], v[:, heads], start, scores, some, some_lse)
         out[:, rows], lse[:, rows] = some, some_lse
     return out, lse
@@ -117,7 +117,7 @@ def _on_device(prefix: Prefix | None, like: torch.Tensor) -> Prefix | None:
 
 
 def _token_by_token(
-    plan, pages, table, budgets, rule, weights, scale, prefix, keys, q, k, v, start, given
+    config, pages, table, budgets, rule, weights, scale, prefix, keys, q, k, v, start, gate_scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Run L decode steps, whose positions are on the device from the start."""
     out, lse = _empty(q)
@@ -127,9 +127,9 @@ def _token_by_token(
     windows = torch.full((1,), rule.window, dtype=torch.int32, device=q.device)
     for i in range(len(q)):
         cut = slice(i, i + 1)
-        told = positions[i, :1], own, windows, None if given is None else given[cut], prefix, keys
+        told = positions[i, :1], own, windows, None if gate_scores is None else gate_scores[cut], prefix, keys
         step = (x[cut] for x in (q, k, v))
-        take_step(plan, *step, pages, rows, told, rule, weights, scale, out[cut], lse[cut])
+        take_step(config, *step, pages, rows, told, rule, weights, scale, out[cut], lse[cut])
     return out, lse
 
 
@@ -159,11 +159,11 @@ class _Heads:
         self.state_rows, self.slot_rows = table[:, :states].long(), table[:, states:].long()
         self.scores = Scores(rule)
 
-    def run(self, q, k, v, start: int, given, out, lse) -> None:
+    def run(self, q, k, v, start: int, gate_scores, out, lse) -> None:
         """Process all pieces of a chunk."""
         for first in range(0, len(q), PIECE):
             cut = slice(first, first + PIECE)
-            own = None if given is None else given[cut]
+            own = None if gate_scores is None else gate_scores[cut]
             piece = self._load(k[cut], v[cut], own, start - self.rule.first + first)
             self._finish(piece, q[cut], out[cut], lse[cut])
 
@@ -186,7 +186,7 @@ class _Heads:
         n = self.pages.layout.block_slots
         return self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n
 
-    def _load(self, k, v, given, a: int) -> Piece:
+    def _load(self, k, v, gate_scores, a: int) -> Piece:
         """Return the piece of tokens ``[a, a + len(k))`` and all tokens retained before a."""
         rule, pages, length, heads = self.rule, self.pages, len(k), k.shape[1]
         oldest, sinks = oldest_in_window(rule, a), min(rule.sinks, a)
@@ -197,7 +197,7 @@ class _Heads:
         held = at[0].shape[1]
         keys = torch.empty(heads, held + length, k.shape[2], dtype=k.dtype, device=self.device)
         values, score = torch.empty_like(keys), torch.zeros(keys.shape[:2], dtype=torch.float32, device=self.device)
-        for whole, array, new in ((keys, pages.k, k), (values, pages.v, v), (score, pages.score, given)):
+        for whole, array, new in ((keys, pages.k, k), (values, pages.v, v), (score, pages.score, gate_scores)):
             whole[:, :held] = array[at]
             if new is not None:
                 whole[:, held:] = new.transpose(0, 1)

@@ -85,7 +85,7 @@ def compressing_bytes(
     prompt: int,
     retention: Retention,
     shares: Shares | None = None,
-    divides: bool = False,
+    adaptive_head_budgets: bool = False,
 ) -> CacheBytes:
     """Return the bytes of a request at the end of a prompt that is compressed then: whole prompt and tail.
 
@@ -95,9 +95,9 @@ def compressing_bytes(
         prompt: number of prompt tokens.
         retention: budget, sinks and window.
         shares: budgets of all heads, if they are unequal.
-        divides: True if the heads divide their slots by votes.
+        adaptive_head_budgets: True if the heads divide their slots by votes.
     """
-    tail = request_bytes(layout, num_layers, prompt, retention, shares, divided=prompt if divides else 0)
+    tail = request_bytes(layout, num_layers, prompt, retention, shares, divided=prompt if adaptive_head_budgets else 0)
     heads, blocks = num_layers * layout.num_kv_heads, cdiv(prompt, layout.block_slots)
     whole = heads * prompt * 2 * layout.head_size * layout.dtype.itemsize
     page = layout.num_kv_heads * layout.region_bytes * num_layers

@@ -16,14 +16,14 @@ from kvpop_vllm.distill.soft import after, by_age, soft_attention, soft_sizes
 from kvpop_vllm.scorers import Signals
 
 Given = Callable[[int, Signals], torch.Tensor]
-"""Gate function: ``given(layer, signals of tokens [B, S]) -> [B, S, H]`` float32, the gate's scores."""
+"""Gate function: ``gate_scores(layer, signals of tokens [B, S]) -> [B, S, H]`` float32, the gate's scores."""
 
 
 class _Gated:
     """Base class of an :class:`~kvpop_vllm.distill.hook.Attend` that also receives the attention's input."""
 
-    def __init__(self, given: Given):
-        self.given = given
+    def __init__(self, gate_scores: Given):
+        self.gate_scores = gate_scores
         self.hidden: dict[int, torch.Tensor] = {}
         self.channel: dict[int, torch.Tensor] = {}
 
@@ -39,7 +39,7 @@ class _Gated:
         """Return gate scores ``[B, H, S]`` for k, v ``[B, H, S, D]``."""
         hidden, channel = self.hidden.pop(layer), self.channel.pop(layer, None)
         seen = Signals(hidden, k.transpose(1, 2), v.transpose(1, 2), channel)
-        return self.given(layer, seen).transpose(1, 2)
+        return self.gate_scores(layer, seen).transpose(1, 2)
 
 
 class TrimKVAttend(_Gated):
@@ -50,15 +50,15 @@ class TrimKVAttend(_Gated):
     M``; this follows the paper. Sinks and window, which the paper does not have, are not used.
 
     Args:
-        given: returns log beta.
+        gate_scores: returns log beta.
         capacity: M in tokens per head.
 
     Attributes:
         losses: layer -> its capacity loss.
     """
 
-    def __init__(self, given: Given, capacity: int):
-        super().__init__(given)
+    def __init__(self, gate_scores: Given, capacity: int):
+        super().__init__(gate_scores)
         self.capacity = capacity
         self.losses: dict[int, torch.Tensor] = {}
 
@@ -96,7 +96,7 @@ class DMSAttend(_Gated):
     which the paper does not have, are never evicted and not counted.
 
     Args:
-        given: returns keep-logits, the negative of eviction logits.
+        gate_scores: returns keep-logits, the negative of eviction logits.
         roles: sinks and window.
         target: share of tokens to evict.
         tau: temperature of the relaxed decisions.
@@ -104,8 +104,8 @@ class DMSAttend(_Gated):
             the same noise.
     """
 
-    def __init__(self, given: Given, roles: Roles, target: float, tau: float, seed: int):
-        super().__init__(given)
+    def __init__(self, gate_scores: Given, roles: Roles, target: float, tau: float, seed: int):
+        super().__init__(gate_scores)
         self.roles, self.target, self.tau, self.seed = roles, target, tau, seed
         self.evicted: dict[int, torch.Tensor] = {}
 

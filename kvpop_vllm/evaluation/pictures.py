@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.evaluation.contenders import Contender
 from kvpop_vllm.evaluation.output import markdown_table
 from kvpop_vllm.evaluation.runner import Setting
 from kvpop_vllm.evaluation.running import Backend
+from kvpop_vllm.evaluation.policies import PolicySpec
 
 TABLE, FIGURE, MAP, MAP_DATA = "table.md", "figure.png", "retained.png", "retained.jsonl"
 MOST_BINS = 64
@@ -41,19 +41,19 @@ class Report:
         self.maps: list[dict] = []
         self.left_out: list[str] = []
 
-    def add_map(self, backend: Backend, setting: Setting, contender: Contender, tokens: torch.Tensor) -> None:
+    def add_map(self, backend: Backend, setting: Setting, spec: PolicySpec, tokens: torch.Tensor) -> None:
         """Run the policy on ``tokens [S]`` once more and add a map of its caches.
 
         If the backend cannot run all of them, the table says so.
         """
-        deployed = setting.deploy(contender, backend.shape, backend.dtype)
-        held = backend.held(deployed, tokens)
+        resolved = setting.resolve(spec, backend.shape, backend.dtype)
+        held = backend.held(resolved, tokens)
         if held.shape[-1] < len(tokens):
             self._leave_out("this backend cannot run a prompt that fills the model: maps end a token earlier")
         width = -(-held.shape[-1] // MOST_BINS)
         self.maps.append(
             {
-                "policy": contender.name,
+                "policy": spec.name,
                 "length": held.shape[-1],
                 "budget": setting.budget,
                 "equal": setting.equal,

@@ -14,11 +14,11 @@ from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
-from kvpop_vllm.evaluation.contenders import Contender, learned, training_free
 from kvpop_vllm.evaluation.output import format_table, records_file
 from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
 from kvpop_vllm.evaluation.running import TransformersBackend
+from kvpop_vllm.evaluation.policies import PolicySpec, learned, training_free
 
 DEFAULT_WINDOW = 64
 """w of all policies if no scorer specifies it."""
@@ -40,7 +40,7 @@ def evaluate_text(options) -> list[dict]:
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    contenders, shapes = contenders_of(options, DEFAULT_POLICIES)
+    specs, shapes = contenders_of(options, DEFAULT_POLICIES)
     settings = _settings(options, shapes)
     check_length(options.model, max(options.length))
     report = Report(options.report) if options.report else None
@@ -58,7 +58,7 @@ def evaluate_text(options) -> list[dict]:
     with records_file(options.out) if options.out else nullcontext() as file:
         backend = TransformersBackend(options.model, getattr(torch, options.dtype), max(options.length))
         used = [first, *itertools.islice(rows, options.rows - 1)] if first is not None else []
-        for record in evaluate(backend.model, used, contenders, settings):
+        for record in evaluate(backend.model, used, specs, settings):
             records.append(record)
             if file:
                 file.write(json.dumps(record) + "\n")
@@ -70,71 +70,71 @@ def evaluate_text(options) -> list[dict]:
     table = summarise(records)
     print(format_table(table, COLUMNS))
     if report:
-        for setting, contender in itertools.product(longest_of(settings), contenders):
-            report.add_map(backend, setting, contender, first)
+        for setting, spec in itertools.product(longest_of(settings), specs):
+            report.add_map(backend, setting, spec, first)
         report.write("text", table, COLUMNS, " ".join(options.data))
     return table
 
 
-def contenders_of(options, default: tuple[str, ...]) -> tuple[list[Contender], dict[str, ScorerShape]]:
-    """Return the contenders of the command line, and the shape that each scorer was trained with.
+def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], dict[str, ScorerShape]]:
+    """Return the specs of the command line, and the shape that each scorer was trained with.
 
     Contenders come from ``--policies`` (or ``default``), ``--scorer``, ``--allocator``, ``--protect-prompt``
     and ``--correction``.
 
     Raises:
-        ConfigError: there is no contender, one is given twice, or one cannot be used.
+        ConfigError: there is no spec, one is given twice, or one cannot be used.
     """
     names, shapes = options.policies, {}
     if names is None:  # rows of other tasks are not prompts with answers
         names = [name for name in default if options.task == "retrieval" or not policies.get(name).compresses]
-    contenders = [training_free(name) for name in names]
+    specs = [training_free(name) for name in names]
     for folder in options.scorer:
-        contender, shapes[folder] = learned(folder, options.model)
-        contenders.append(contender)
-    if not contenders:
+        spec, shapes[folder] = learned(folder, options.model)
+        specs.append(spec)
+    if not specs:
         raise ConfigError("nothing to evaluate: give --policies or --scorer")
     if options.allocator is not None:
-        contenders = with_allocators(contenders, list(dict.fromkeys(options.allocator)))
+        specs = with_allocators(specs, list(dict.fromkeys(options.allocator)))
     if options.protect_prompt is not None:
-        contenders = with_protection(contenders, options.protect_prompt, options.task)
+        specs = with_protection(specs, options.protect_prompt, options.task)
     elif options.task != "retrieval":  # rows are all prompt
-        check_evicting(contenders)
-        contenders = [replace(c, protect=0) for c in contenders]
+        check_evicting(specs)
+        specs = [replace(c, protect=0) for c in specs]
     if "bytes" in options.equal:
-        check_tails(contenders)
+        check_tails(specs)
     if options.correction is not None:
-        contenders = with_correction(contenders, options.correction)
-    names = [contender.name for contender in contenders]
+        specs = with_correction(specs, options.correction)
+    names = [spec.name for spec in specs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice!r} is to be compared twice: give it once")
-    return contenders, shapes
+    return specs, shapes
 
 
-def check_evicting(contenders: list[Contender]) -> None:
-    """Check that no contender compresses prompts, for tasks whose rows are not prompts with answers.
+def check_evicting(specs: list[PolicySpec]) -> None:
+    """Check that no spec compresses prompts, for tasks whose rows are not prompts with answers.
 
     Raises:
         ConfigError: one does.
     """
-    for contender in contenders:
-        if policies.get(contender.policy).compresses:
+    for spec in specs:
+        if policies.get(spec.policy).compresses:
             raise ConfigError(
-                f"{contender.name} compresses a prompt at its end, and these rows have no end before the last: give --task retrieval"
+                f"{spec.name} compresses a prompt at its end, and these rows have no end before the last: give --task retrieval"
             )
 
 
-def check_tails(contenders: list[Contender]) -> None:
-    """Check that no contender protects prompts: at equal bytes a prefix would be taken from the tail.
+def check_tails(specs: list[PolicySpec]) -> None:
+    """Check that no spec protects prompts: at equal bytes a prefix would be taken from the tail.
 
     Raises:
         ConfigError: one does.
     """
-    for contender in contenders:
-        own = policies.get(contender.policy).default_protect if contender.protect is None else contender.protect
+    for spec in specs:
+        own = policies.get(spec.policy).default_protect if spec.protect is None else spec.protect
         if own:
             raise ConfigError(
-                f"--equal bytes compares tails only, {contender.name} protects prompts: give --protect-prompt 0"
+                f"--equal bytes compares tails only, {spec.name} protects prompts: give --protect-prompt 0"
             )
 
 
@@ -143,38 +143,38 @@ def longest_of(settings: list[Setting]) -> list[Setting]:
     return [setting for setting in settings if setting.length == max(s.length for s in settings)]
 
 
-def with_allocators(contenders: list[Contender], allocators: list[str]) -> list[Contender]:
-    """Return each contender with each of the allocators, on the kernels of serving."""
-    return [contender.allocated(name) for contender in contenders for name in allocators]
+def with_allocators(specs: list[PolicySpec], allocators: list[str]) -> list[PolicySpec]:
+    """Return each spec with each of the allocators, on the kernels of serving."""
+    return [spec.allocated(name) for spec in specs for name in allocators]
 
 
-def with_protection(contenders: list[Contender], asked: list[bool | int], task: str) -> list[Contender]:
-    """Return each contender with each of these protections, on the kernels of serving.
+def with_protection(specs: list[PolicySpec], asked: list[bool | int], task: str) -> list[PolicySpec]:
+    """Return each spec with each of these protections, on the kernels of serving.
 
     Raises:
-        ConfigError: whole prompts are to be protected in a task whose rows are all prompt, or a contender compresses prompts.
+        ConfigError: whole prompts are to be protected in a task whose rows are all prompt, or a spec compresses prompts.
     """
-    for contender in contenders:
-        if policies.get(contender.policy).compresses:
+    for spec in specs:
+        if policies.get(spec.policy).compresses:
             raise ConfigError(
-                f"{contender.name} holds prompts until their end anyway: leave --protect-prompt out, or {contender.name}"
+                f"{spec.name} holds prompts until their end anyway: leave --protect-prompt out, or {spec.name}"
             )
     asked = list({(type(each), each): each for each in asked}.values())  # True is not 1
     if any(each is True for each in asked) and task != "retrieval":
         raise ConfigError(
             f"--protect-prompt all keeps all of a row in --task {task}: give a number, or --task retrieval"
         )
-    unasked = [policies.get(c.policy).default_protect if task == "retrieval" else 0 for c in contenders]
-    return [c.protecting(each, own) for c, own in zip(contenders, unasked, strict=True) for each in asked]
+    unasked = [policies.get(c.policy).default_protect if task == "retrieval" else 0 for c in specs]
+    return [c.protecting(each, own) for c, own in zip(specs, unasked, strict=True) for each in asked]
 
 
-def with_correction(contenders: list[Contender], correction: str) -> list[Contender]:
-    """Return each contender on the kernels of serving, so that they differ in nothing else.
+def with_correction(specs: list[PolicySpec], correction: str) -> list[PolicySpec]:
+    """Return each spec on the kernels of serving, so that they differ in nothing else.
 
-    With ``moment`` a corrected copy of each is added; with ``none`` no contender is corrected.
+    With ``moment`` a corrected copy of each is added; with ``none`` no spec is corrected.
     """
-    found = [replace(c, serve=True, correction="none") for c in contenders]
-    return found + [contender.corrected() for contender in found] if correction == "moment" else found
+    found = [replace(c, serve=True, correction="none") for c in specs]
+    return found + [spec.corrected() for spec in found] if correction == "moment" else found
 
 
 def _agreed(values: dict[str, int], name: str, default: int, where: str = "") -> int:

@@ -14,8 +14,8 @@ from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import POSITIONS
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.evaluation.contenders import Contender, Deployed
 from kvpop_vllm.evaluation.recall import Judge
+from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.policies.base import ModelShape
 
@@ -48,48 +48,48 @@ class Setting:
         """Positions of the queries for recall: S / 2 (or B) and 3 S / 4."""
         return [min(q, self.length - 2) for q in (max(self.length // 2, self.budget), 3 * self.length // 4)]
 
-    def deploy(self, contender: Contender, model: ModelShape, dtype: torch.dtype) -> Deployed:
-        """Return a contender with this budget, or with the largest one of as many bytes.
+    def resolve(self, spec: PolicySpec, model: ModelShape, dtype: torch.dtype) -> ResolvedPolicy:
+        """Return a spec with this budget, or with the largest one of as many bytes.
 
         At equal bytes, its pages take no more than a stateless policy's with this budget.
 
         Raises:
             ConfigError: no long-range slots are left, or the policy cannot be used with these settings.
         """
-        deployed = self._deploy(contender, model, self.budget)
+        resolved = self._deploy(spec, model, self.budget)
         if self.equal == "k":
-            return deployed
+            return resolved
         plain = PageLayout(model.num_kv_heads, model.head_dim, dtype)
-        most = request_bytes(plain, model.num_layers, self.length, deployed.policy.retention).allocated
+        most = request_bytes(plain, model.num_layers, self.length, resolved.policy.retention).allocated
         too_many = self.budget + 1
         # first whole pages, then single tokens
-        while deployed.request_bytes(self.length, dtype).allocated > most:
-            too_many = deployed.roles.budget
-            deployed = self._deploy(contender, model, plain.block_slots * (cdiv(too_many, plain.block_slots) - 1))
-        fits = deployed
+        while resolved.request_bytes(self.length, dtype).allocated > most:
+            too_many = resolved.roles.budget
+            resolved = self._deploy(spec, model, plain.block_slots * (cdiv(too_many, plain.block_slots) - 1))
+        fits = resolved
         while too_many <= self.budget and too_many - fits.roles.budget > 1:
-            between = self._deploy(contender, model, (fits.roles.budget + too_many) // 2)
+            between = self._deploy(spec, model, (fits.roles.budget + too_many) // 2)
             if between.request_bytes(self.length, dtype).allocated <= most:
                 fits = between
             else:
                 too_many = between.roles.budget
         return fits
 
-    def _deploy(self, contender: Contender, model: ModelShape, budget: int) -> Deployed:
+    def _deploy(self, spec: PolicySpec, model: ModelShape, budget: int) -> ResolvedPolicy:
         sinks, window = self.sinks or 0, self.window or 1
         if budget - sinks - window < 1:
             less = f" ({max(0, budget)} in as many bytes for {self.length} tokens)" if budget < self.budget else ""
             raise ConfigError(
-                f"a budget of {self.budget}{less} leaves {contender.name} no long-range tokens: {sinks} sinks, window"
+                f"a budget of {self.budget}{less} leaves {spec.name} no long-range tokens: {sinks} sinks, window"
                 f" {window}: raise --budget or --length"
             )
-        return contender.deploy(model, budget, self.sinks, self.window)
+        return spec.resolve(model, budget, self.sinks, self.window)
 
 
 def evaluate(
     model: nn.Module,
     rows: Iterable[torch.Tensor],
-    contenders: list[Contender],
+    specs: list[PolicySpec],
     settings: list[Setting],
     *,
     recall: bool = True,
@@ -103,7 +103,7 @@ def evaluate(
         model: from :func:`kvpop_vllm.distill.hook.load_model`.
         rows: ``[S]`` tokens, each at least as long as the longest setting; the first ``length`` tokens are
             used.
-        contenders: policies to compare.
+        specs: policies to compare.
         settings: lengths and budgets to compare them at.
         recall: True to take recall (the teacher's pass costs more than everything else).
 
@@ -119,27 +119,27 @@ def evaluate(
         for length in sorted({s.length for s in settings}):
             tokens = row[None, :length].to(device)
             here = [s for s in settings if s.length == length]
-            pairs = [(s, s.deploy(c, shape_of(model, length), dtype)) for s in here for c in contenders]
+            pairs = [(s, s.resolve(c, shape_of(model, length), dtype)) for s in here for c in specs]
             observer = _Observer(pairs, recall)
             base = {"row": number, "length": length}
             quality, dense = _next_token(model, tokens, observer)
             yield base | {"policy": "dense"} | quality
-            for i, (setting, deployed) in enumerate(pairs):
-                names = told(setting, deployed)
-                quality, _ = _next_token(model, tokens, deployed.attend(), dense)
+            for i, (setting, resolved) in enumerate(pairs):
+                names = told(setting, resolved)
+                quality, _ = _next_token(model, tokens, resolved.attend(), dense)
                 yield base | names | quality | observer.record(i)
 
 
-def told(setting: Setting, deployed: Deployed) -> dict:
+def told(setting: Setting, resolved: ResolvedPolicy) -> dict:
     """Return the fields of a record that describe a policy, beside its length."""
-    roles = deployed.roles
+    roles = resolved.roles
     return {
         "budget": setting.budget,
-        "whole": deployed.whole,
+        "whole": resolved.whole,
         "equal": setting.equal,
         "topk": roles.topk,
-        "policy": deployed.contender.name,
-        "protect": "all" if deployed.protect is True else int(deployed.protect),
+        "policy": resolved.spec.name,
+        "protect": "all" if resolved.protect is True else int(resolved.protect),
         "window": roles.window,
     }
 
@@ -165,10 +165,10 @@ class _Observer:
         out, lse = dense_attention(q, k, v, scale)
         judge, scores, hidden = Judge(q, k, lse, scale), {}, self.hidden.pop(layer, None)
         channel = self.channel.pop(layer, None)
-        for found, (setting, deployed) in zip(self.layers, self.pairs, strict=True):
+        for found, (setting, resolved) in zip(self.layers, self.pairs, strict=True):
             positions = setting.positions if self.recall else []
-            recall, own = deployed.on_dense(judge, layer, v, positions, scores, hidden, channel)
-            found.append((recall, _output_error(own, out, deployed.roles.budget)))
+            recall, own = resolved.on_dense(judge, layer, v, positions, scores, hidden, channel)
+            found.append((recall, _output_error(own, out, resolved.roles.budget)))
         return out
 
     def record(self, i: int) -> dict:

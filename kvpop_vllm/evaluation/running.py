@@ -11,8 +11,8 @@ import torch
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.distill.hook import borrow_channel, load_model, show_hidden_states
 from kvpop_vllm.distill.run import default_device
-from kvpop_vllm.evaluation.contenders import Deployed
 from kvpop_vllm.evaluation.served import DenseRequest, Request
+from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import borrows_channel
 
@@ -43,10 +43,10 @@ class Backend(Protocol):
 
     def __init__(self, model: str, dtype: torch.dtype, longest: int): ...
 
-    def start(self, deployed: Deployed | None) -> AbstractContextManager[Run]:
+    def start(self, resolved: ResolvedPolicy | None) -> AbstractContextManager[Run]:
         """Start a run under a policy, or dense for None; one run at a time."""
 
-    def held(self, deployed: Deployed, tokens: torch.Tensor) -> torch.Tensor:
+    def held(self, resolved: ResolvedPolicy, tokens: torch.Tensor) -> torch.Tensor:
         """Return which tokens of a prompt ``[S]`` are held at its end, ``[layers, H, S]`` booleans.
 
         A backend that cannot run as many tokens returns fewer.
@@ -74,21 +74,21 @@ class TransformersBackend:
             borrow_channel(self.model)
 
     @contextmanager
-    def start(self, deployed: Deployed | None) -> Iterator[TransformersRun]:
+    def start(self, resolved: ResolvedPolicy | None) -> Iterator[TransformersRun]:
         """Start a run; see :meth:`Backend.start`."""
-        yield TransformersRun(self, deployed)
+        yield TransformersRun(self, resolved)
 
-    def held(self, deployed: Deployed, tokens: torch.Tensor) -> torch.Tensor:
+    def held(self, resolved: ResolvedPolicy, tokens: torch.Tensor) -> torch.Tensor:
         """Return the held tokens of a prompt; see :meth:`Backend.held`."""
-        with self.start(deployed) as run:
+        with self.start(resolved) as run:
             return run.held(tokens)
 
 
 class TransformersRun:
     """Requests of a model in transformers; see :class:`Run`."""
 
-    def __init__(self, backend: TransformersBackend, deployed: Deployed | None):
-        self.model, self.longest, self.deployed = backend.model, backend.longest, deployed
+    def __init__(self, backend: TransformersBackend, resolved: ResolvedPolicy | None):
+        self.model, self.longest, self.resolved = backend.model, backend.longest, resolved
         self.device = next(self.model.parameters()).device
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -119,9 +119,9 @@ class TransformersRun:
         return request.held()
 
     def _request(self, prompt: int) -> Request | DenseRequest:
-        if self.deployed is None:
+        if self.resolved is None:
             return DenseRequest()
-        return Request(self.deployed, length=self.longest, protected=protected_tokens(self.deployed.protect, prompt))
+        return Request(self.resolved, length=self.longest, protected=protected_tokens(self.resolved.protect, prompt))
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, request, start: int) -> torch.Tensor:

@@ -6,9 +6,9 @@ from typing import Protocol
 
 import torch
 
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch, tail_tables
-from kvpop_vllm.attention.fresh import fresh_pages
-from kvpop_vllm.attention.shifted import shift
+from kvpop_vllm.attention.allocate import allocate_pages
+from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch, tail_tables
 from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.draws import request_seed
@@ -51,16 +51,16 @@ class Sequence:
         self.seeds = torch.tensor([request_seed(0, seed)])
         self.retention = Retention(int(self.budgets.max()), rule.sinks, rule.window)
         length = None if rule.compresses else length  # the tail holds the tokens chosen from the prompt
-        divides = rule.compresses and rule.votes.divides
-        slots = divided_blocks(heads, self.retention.budget, self.layout.block_slots) if divides else 0
+        adaptive_head_budgets = rule.compresses and rule.votes.adaptive_head_budgets
+        slots = divided_blocks(heads, self.retention.budget, self.layout.block_slots) if adaptive_head_budgets else 0
         most = max(self.retention.budget, slots * self.layout.block_slots)
-        self.blocks, table = fresh_pages(self.layout, most, length=length, protected=protected)
+        self.blocks, table = allocate_pages(self.layout, most, length=length, protected=protected)
         self.row = table[:, 0].contiguous()
-        self.regions = DividedRegions(self.blocks, rule.votes, self.retention.budget) if divides else None
-        self.pages = self.regions.pages if divides else self.blocks
+        self.regions = DividedRegions(self.blocks, rule.votes, self.retention.budget) if adaptive_head_budgets else None
+        self.pages = self.regions.pages if adaptive_head_budgets else self.blocks
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, given: torch.Tensor | None = None
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, gate_scores: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Return the attention of the next tokens; a single token is a decode step.
 
@@ -69,19 +69,25 @@ class Sequence:
             k: ``[H, L, D]``.
             v: ``[H, L, D]``.
             scale: factor on q . k.
-            given: ``[H, L]`` gate scores, or None.
+            gate_scores: ``[H, L]`` gate scores, or None.
 
         Returns:
             ``[Hq, L, D]``.
         """
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-        given, out, count = None if given is None else given.T.contiguous(), torch.empty_like(q), len(q)
-        sizes = Sizes([self.protected], self.budgets.unsqueeze(0), None, self.seeds, self.rule.compresses)
+        gate_scores, out, count = (
+            None if gate_scores is None else gate_scores.T.contiguous(),
+            torch.empty_like(q),
+            len(q),
+        )
+        sizes = RequestSettings([self.protected], self.budgets.unsqueeze(0), None, self.seeds, self.rule.compresses)
         told = [count], torch.tensor([self.seen + count]), self.row, sizes
         batch = StepBatch.build(self.layout, self.retention, *told, self.regions)
         if self.shifted:
-            given = shift(given, self.pages, batch, self.rule.sinks)
-        FixedBudgetAttention(self.layout, self.rule, scale).forward(q, k, v, self.pages, batch, out, given, self.blocks)
+            gate_scores = shift(gate_scores, self.pages, batch, self.rule.sinks)
+        FixedBudgetAttention(self.layout, self.rule, scale).forward(
+            q, k, v, self.pages, batch, out, gate_scores, self.blocks
+        )
         self.seen += count
         return out.transpose(0, 1)
 
@@ -103,7 +109,7 @@ class Sequence:
 
 
 class Policy(Protocol):
-    """Policy in every layer of a model; :class:`kvpop_vllm.evaluation.contenders.Deployed` is one.
+    """Policy in every layer of a model; :class:`kvpop_vllm.evaluation.policies.ResolvedPolicy` is one.
 
     Attributes:
         shifted: True if the score given with token t + 1 is used for token t.
@@ -143,7 +149,7 @@ class Gated:
         """
         self.channel[layer] = channel
 
-    def given(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    def gate_scores(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
         """Return gate scores ``[B, H, L]`` for k, v ``[B, H, L, D]``, on the CPU; None without a gate.
 
         Raises:
@@ -178,12 +184,12 @@ class Request(Gated):
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention of a layer's next tokens; see :class:`kvpop_vllm.distill.hook.Attend`."""
-        device, given = q.device, self.given(layer, k, v)
+        device, gate_scores = q.device, self.gate_scores(layer, k, v)
         q, k, v = (x.detach().cpu()[0] for x in (q, k, v))
         if layer not in self.layers:
             sizes = {"length": self.length, "protected": self.protected, "shifted": self.policy.shifted}
             self.layers[layer] = Sequence(self.policy.rule(layer), self.policy.budgets(layer), k, **sizes)
-        out = self.layers[layer].attend(q, k, v, scale, None if given is None else given[0])
+        out = self.layers[layer].attend(q, k, v, scale, None if gate_scores is None else gate_scores[0])
         return out[None].to(device)
 
     def held(self) -> torch.Tensor:
@@ -217,8 +223,12 @@ class Served(Gated):
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
-        given, policy = self.given(layer, k, v), self.policy
-        own = {"given": given, "shifted": policy.shifted, "protected": protected_tokens(policy.protect, q.shape[2])}
+        gate_scores, policy = self.gate_scores(layer, k, v), self.policy
+        own = {
+            "gate_scores": gate_scores,
+            "shifted": policy.shifted,
+            "protected": protected_tokens(policy.protect, q.shape[2]),
+        }
         return attend_and_keep(policy.rule(layer), policy.budgets(layer), q, k, v, scale, [], **own)[0]
 
 
@@ -231,7 +241,7 @@ def attend_and_keep(
     scale: float,
     positions: list[int],
     *,
-    given: torch.Tensor | None = None,
+    gate_scores: torch.Tensor | None = None,
     shifted: bool = False,
     protected: int = 0,
 ) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -245,7 +255,7 @@ def attend_and_keep(
         v: ``[B, H, S, D]``.
         scale: factor on q . k.
         positions: query positions q0.
-        given: ``[B, H, S]`` gate scores, or None.
+        gate_scores: ``[B, H, S]`` gate scores, or None.
         shifted: True if the score given with token t + 1 is used for token t.
         protected: p, tokens that are never evicted.
 
@@ -256,7 +266,7 @@ def attend_and_keep(
     length = q.shape[2]
     outs, stops = [], sorted({*positions, length - 1})
     found: dict[int, list[torch.Tensor]] = {q0: [] for q0 in stops}
-    scores = [None] * len(q) if given is None else given
+    scores = [None] * len(q) if gate_scores is None else gate_scores
     for score, *row in zip(scores, *(x.detach().cpu() for x in (q, k, v)), strict=True):
         sequence, parts = Sequence(rule, budget, row[1], length=length, protected=protected, shifted=shifted), []
         for q0 in stops:

@@ -19,13 +19,13 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay, retrieval
-from kvpop_vllm.evaluation.contenders import Contender, Deployed, known_training_free
 from kvpop_vllm.evaluation.haystack import replay_rows, sentences
 from kvpop_vllm.evaluation.output import format_table, records_file
 from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.report import budgets, check_equal_bytes, contenders_of, longest_of
 from kvpop_vllm.evaluation.runner import Setting, told
 from kvpop_vllm.evaluation.running import Backend, Run
+from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy, known_training_free
 from kvpop_vllm.policies.base import ModelShape
 
 KEYS = ("length", "budget", "equal", "window", "topk", "policy")
@@ -70,14 +70,14 @@ def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Back
     """
     if options.threads:
         torch.set_num_threads(options.threads)
-    contenders, _ = contenders_of(options, tuple(known_training_free()))
+    specs, _ = contenders_of(options, tuple(known_training_free()))
     settings = _settings(options)
     longest, dtype = max(options.length), getattr(torch, options.dtype)
     check_length(options.model, longest)
     shape = ModelShape.of(options.model, longest)
     if options.policies is None:
-        contenders = _deployable(contenders, settings, shape, dtype)
-    deployments = deploy_all(contenders, settings, shape, dtype)
+        specs = _deployable(specs, settings, shape, dtype)
+    deployments = deploy_all(specs, settings, shape, dtype)
     report = Report(options.report) if options.report else None
     task = {"retrieval": _retrieval, "replay": _replay}[options.task](options)
     records = []
@@ -92,47 +92,47 @@ def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Back
     table = task.summarise(records)
     print(format_table(table, task.columns))
     if report:
-        for setting, contender in itertools.product(longest_of(settings), contenders):
-            report.add_map(backend, setting, contender, task.example(longest))
+        for setting, spec in itertools.product(longest_of(settings), specs):
+            report.add_map(backend, setting, spec, task.example(longest))
         report.write(options.task, table, task.columns, " ".join(options.data))
     return table
 
 
 class Deployment(NamedTuple):
-    """Contender with one budget, and the settings (lengths) that it runs with."""
+    """PolicySpec with one budget, and the settings (lengths) that it runs with."""
 
-    deployed: Deployed
+    resolved: ResolvedPolicy
     settings: list[Setting]
 
 
 def deploy_all(
-    contenders: list[Contender], settings: list[Setting], shape: ModelShape, dtype: torch.dtype
+    specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype: torch.dtype
 ) -> list[Deployment]:
-    """Return every contender with every budget; no model is loaded.
+    """Return every spec with every budget; no model is loaded.
 
     Raises:
-        ConfigError: a contender cannot be used with a setting.
+        ConfigError: a spec cannot be used with a setting.
     """
     found: dict[tuple, Deployment] = {}
-    for contender, setting in itertools.product(contenders, settings):
-        deployed, key = setting.deploy(contender, shape, dtype), (contender.name, setting.budget, setting.equal)
-        found.setdefault(key, Deployment(deployed, [])).settings.append(setting)
+    for spec, setting in itertools.product(specs, settings):
+        resolved, key = setting.resolve(spec, shape, dtype), (spec.name, setting.budget, setting.equal)
+        found.setdefault(key, Deployment(resolved, [])).settings.append(setting)
     return list(found.values())
 
 
-def _deployable(contenders: list[Contender], settings: list[Setting], shape: ModelShape, dtype) -> list[Contender]:
-    """Return the contenders that can be used with all settings; print why others are left out.
+def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype) -> list[PolicySpec]:
+    """Return the specs that can be used with all settings; print why others are left out.
 
     Raises:
         ConfigError: none can, or one with a scorer cannot.
     """
     found, why = [], list(policies.loadable()[1])
-    for contender in contenders:
+    for spec in specs:
         try:
-            deploy_all([contender], settings, shape, dtype)
-            found.append(contender)
+            deploy_all([spec], settings, shape, dtype)
+            found.append(spec)
         except ConfigError as error:
-            if contender.scorer is not None:
+            if spec.scorer is not None:
                 raise
             why.append(str(error))
     if not found:
@@ -148,11 +148,11 @@ def run_task(task: Task, backend: Backend, deployments: list[Deployment]) -> Ite
         for length in task.material:
             for record in task.ask(run, length):
                 yield {"length": length, "policy": "dense"} | record
-    for deployed, settings in deployments:
-        with backend.start(deployed) as run:
+    for resolved, settings in deployments:
+        with backend.start(resolved) as run:
             for setting in settings:
                 for record in task.ask(run, setting.length):
-                    yield {"length": setting.length} | told(setting, deployed) | record
+                    yield {"length": setting.length} | told(setting, resolved) | record
 
 
 def _settings(options) -> list[Setting]:

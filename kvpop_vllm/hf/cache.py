@@ -11,6 +11,7 @@ import torch
 from transformers import Cache
 
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
+from kvpop_vllm.hf.attention_patch import AttentionCache, register_hooks, restore_attention
 from kvpop_vllm.hf.checks import (
     check_inputs,
     check_model,
@@ -18,15 +19,14 @@ from kvpop_vllm.hf.checks import (
     columns_of_tokens,
     warn_of_reference,
 )
-from kvpop_vllm.hf.layer import Clock, LayerPages, check_kernels, recording
-from kvpop_vllm.hf.resolved import in_python, resolve
+from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
+from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
 from kvpop_vllm.hf.step import Step
-from kvpop_vllm.hf.takeover import Takes, put_back, take_over
 from kvpop_vllm.scorers.init import gives_up_channel
 
 
-class KVpopCache(Cache, Takes):
+class KVpopCache(Cache, AttentionCache):
     """KV cache of fixed size for transformers, under any registered policy.
 
     It is used as ``model.generate(**inputs, past_key_values=cache)``. Every row of the batch is an
@@ -100,12 +100,12 @@ class KVpopCache(Cache, Takes):
             self.policy.checked_shares(heads)
             self._gates = [self.policy.gate(i, heads) for i in range(len(self))]
         except ConfigError as error:
-            raise ConfigError(in_python(str(error))) from None
+            raise ConfigError(flags_to_arguments(str(error))) from None
         gated = any(gate is not None and gate.borrows for gate in self._gates)
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
-        self._decoder = weakref.ref(take_over(model, self.borrows))
+        self._decoder = weakref.ref(register_hooks(model, self.borrows))
         self._layers: dict[int, LayerPages] = {}
-        self._clocks: dict[torch.device, Clock] = {}
+        self._lengths_by_device: dict[torch.device, SequenceLengths] = {}
         self._step: Step | None = None
         self._recorded = False
         self._forget()
@@ -132,7 +132,7 @@ class KVpopCache(Cache, Takes):
 
         The number is constant from the first token on, except for protected prefixes.
         """
-        clocks = sum(3 * clock.positions.nbytes for clock in self._clocks.values())
+        clocks = sum(3 * sequence_lengths.positions.nbytes for sequence_lengths in self._lengths_by_device.values())
         return clocks + sum(layer.allocated_bytes() for layer in self._layers.values())
 
     def dense_bytes(self) -> int:
@@ -145,7 +145,7 @@ class KVpopCache(Cache, Takes):
     # forward pass
 
     def begin(self, decoder, inputs, mask, positions) -> Step:
-        """Prepare one pass; see :class:`~kvpop_vllm.hf.takeover.Takes`.
+        """Prepare one pass; see :class:`~kvpop_vllm.hf.attention_patch.AttentionCache`.
 
         Raises:
             ConfigError: the cache belongs to another model, or cannot serve the pass.
@@ -178,13 +178,13 @@ class KVpopCache(Cache, Takes):
         counts = columns_of_tokens(mask, lengths, columns, length, look)
         after = [seen + count for seen, count in zip(lengths, counts, strict=True)]
         self._check_room(after)
-        if self._clocks and len(next(iter(self._clocks.values())).positions) != rows:
+        if self._lengths_by_device and len(next(iter(self._lengths_by_device.values())).positions) != rows:
             self._check_unrecorded()
-            self._clocks, self._layers = {}, {}
-        clock = self._clock(inputs.device, rows)
+            self._lengths_by_device, self._layers = {}, {}
+        sequence_lengths = self._sequence_lengths(inputs.device, rows)
         protected = self.protected or [0] * rows
         if decoding or length == 1 and all(counts) and not self._rows.any_protects(self.policy):
-            own, starts = clock.positions.unsqueeze(1).clone(), None
+            own, starts = sequence_lengths.positions.unsqueeze(1).clone(), None
         else:
             shift = torch.tensor([end - length for end in after]).unsqueeze(1)
             own, starts = (torch.arange(length) + shift).clamp_min(0).to(inputs.device), lengths
@@ -206,7 +206,7 @@ class KVpopCache(Cache, Takes):
 
     def _go_to(self, columns: int, lengths: list[int], protected: list[int]) -> None:
         """Set the columns and tokens seen, and the protected tokens, on the host and on all devices."""
-        for each in self._clocks.values() if lengths else ():
+        for each in self._lengths_by_device.values() if lengths else ():
             if columns != self._columns:
                 each.positions.copy_(torch.tensor(lengths))
             if protected != self.protected:
@@ -274,14 +274,16 @@ class KVpopCache(Cache, Takes):
                 f"{max(lengths)} tokens are more than max_length {most}, which {self.policy.name} keeps: raise max_length"
             )
 
-    def _clock(self, device: torch.device, rows: int) -> Clock:
+    def _sequence_lengths(self, device: torch.device, rows: int) -> SequenceLengths:
         """Return the clock of a device, created with the progress of the rows if necessary."""
-        if device not in self._clocks:
+        if device not in self._lengths_by_device:
             with torch.inference_mode(False):
-                clock = self._clocks[device] = Clock(rows, device, self._rows.seeds(rows))
-            clock.positions.copy_(torch.tensor(self._lengths or [0] * rows))
-            clock.protected.copy_(torch.tensor(self.protected or [0] * rows))
-        return self._clocks[device]
+                sequence_lengths = self._lengths_by_device[device] = SequenceLengths(
+                    rows, device, self._rows.seeds(rows)
+                )
+            sequence_lengths.positions.copy_(torch.tensor(self._lengths or [0] * rows))
+            sequence_lengths.protected.copy_(torch.tensor(self.protected or [0] * rows))
+        return self._lengths_by_device[device]
 
     def layer(self, index: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> LayerPages:
         """Return the pages of a layer, allocated on the first call.
@@ -315,10 +317,10 @@ class KVpopCache(Cache, Takes):
             rule = self.policy.layer_rule(index, self._heads)
             check_kernels(k, rule)
             warn_of_reference(k)
-            clock = self._clock(k.device, len(self._lengths))
+            sequence_lengths = self._sequence_lengths(k.device, len(self._lengths))
             with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
                 budgets, windows = self._rows.sizes(self.policy, index, len(k))
-                told = k, scale, clock, self._rows.seeds(len(k)), self.policy.shifted
+                told = k, scale, sequence_lengths, self._rows.seeds(len(k)), self.policy.shifted
                 self._layers[index] = LayerPages(rule, budgets, windows, *told)
             self._make_room(self._layers[index], self.protected)
         return self._layers[index]
@@ -329,7 +331,7 @@ class KVpopCache(Cache, Takes):
         return None if gate is None else gate.to(device)
 
     def end(self, failed: bool) -> None:
-        """Finish the pass; see :class:`~kvpop_vllm.hf.takeover.Takes`.
+        """Finish the pass; see :class:`~kvpop_vllm.hf.attention_patch.AttentionCache`.
 
         Raises:
             RuntimeError: a layer attended without the cache.
@@ -351,8 +353,8 @@ class KVpopCache(Cache, Takes):
         self._recorded = self._recorded or step.recorded
         if not step.recorded:  # a recorded pass has not been executed
             self._count(step.length, step.counts)
-        for clock in self._clocks.values():
-            clock.advance(step.counts)
+        for sequence_lengths in self._lengths_by_device.values():
+            sequence_lengths.advance(step.counts)
 
     def _count(self, columns: int, tokens: list[int]) -> None:
         self._columns += columns
@@ -434,11 +436,11 @@ class KVpopCache(Cache, Takes):
         stay valid.
         """
         if (decoder := self._decoder()) is not None:
-            put_back(decoder)
+            restore_attention(decoder)
         self._step = None
         self._forget()
-        for clock in self._clocks.values():
-            clock.restart()
+        for sequence_lengths in self._lengths_by_device.values():
+            sequence_lengths.restart()
 
     def __deepcopy__(self, memo):
         """Return a copy for the same model, with separate pages that no CUDA graph holds."""

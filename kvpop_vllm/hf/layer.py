@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, PrefillChunk, Protection, StepBatch, protection_of
-from kvpop_vllm.attention.fresh import fresh_pages
-from kvpop_vllm.attention.shifted import shift
+from kvpop_vllm.attention.allocate import allocate_pages
+from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.attention.step_batch import FixedBudgetAttention, PrefillChunk, Protection, StepBatch, protection_of
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.ops import RetentionRule
@@ -16,7 +16,7 @@ from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.retained import held_tokens
 
 
-class Clock:
+class SequenceLengths:
     """Progress of R rows on one device. Decode steps advance it there, without synchronising with the host.
 
     Attributes:
@@ -50,7 +50,7 @@ class LayerPages:
         windows: w of each row.
         like: keys ``[R, H, L, D]``, for sizes, dtype and device.
         scale: factor on q . k.
-        clock: clock of the device.
+        sequence_lengths: clock of the device.
         seeds: seed of the draws of each row.
         shifted: True if the score given with token t + 1 belongs to token t.
     """
@@ -62,15 +62,21 @@ class LayerPages:
         windows: list[int],
         like: torch.Tensor,
         scale: float,
-        clock: Clock,
+        sequence_lengths: SequenceLengths,
         seeds: list[int],
         shifted: bool,
     ):
         rows, heads, _, size = like.shape
-        self.clock, self.shifted, self.budgets, self.windows, self.seeds = clock, shifted, budgets, windows, seeds
+        self.sequence_lengths, self.shifted, self.budgets, self.windows, self.seeds = (
+            sequence_lengths,
+            shifted,
+            budgets,
+            windows,
+            seeds,
+        )
         self.rule = rule = rule.to(like.device)
         layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
-        self.pages, self.table = fresh_pages(layout, int(budgets.max()), requests=rows, device=like.device)
+        self.pages, self.table = allocate_pages(layout, int(budgets.max()), requests=rows, device=like.device)
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
         self._budgets = budgets.contiguous().to(like.device)
         self._windows = torch.tensor(windows, dtype=torch.int32, device=like.device)
@@ -97,15 +103,22 @@ class LayerPages:
 
         ``protected`` is p of each row.
         """
-        rows, positions = len(self.table), self.clock.positions
+        rows, positions = len(self.table), self.sequence_lengths.positions
         none, protection = positions[:0], None
         if any(protected):
             protection = Protection(
-                self.prefix_table, self.clock.protected, none, none, none, self.table[:0], self.prefix_table[:0], none
+                self.prefix_table,
+                self.sequence_lengths.protected,
+                none,
+                none,
+                none,
+                self.table[:0],
+                self.prefix_table[:0],
+                none,
             )
         sizes = self._budgets, self._windows
         return StepBatch(
-            rows, slice(0, rows), self.table, positions, *sizes, (), none, none, protection, self.clock.seeds
+            rows, slice(0, rows), self.table, positions, *sizes, (), none, none, protection, self.sequence_lengths.seeds
         )
 
     def prefill(self, starts: list[int], counts: list[int], length: int, protected: list[int]) -> StepBatch:
@@ -134,7 +147,7 @@ class LayerPages:
             for r, (first, start, count) in enumerate(spans)
             if count
         ]
-        device, none = self.table.device, self.clock.positions[:0]
+        device, none = self.table.device, self.sequence_lengths.positions[:0]
         zero = torch.tensor(busy, dtype=torch.int64, device=device), slice(None), self.pages.layout.state_blocks
         goes_on = [starts[r] if starts[r] > protected[r] else 0 for r in busy]
         first = torch.tensor(goes_on, dtype=torch.int64, device=device)
@@ -145,7 +158,9 @@ class LayerPages:
         own = self.table[:0], none, self._budgets[:0], self._windows[:0]
         return StepBatch(0, slice(0, 0), *own, tuple(chunks), first, self.table[zero].long(), protection)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch, given=None) -> torch.Tensor:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch, gate_scores=None
+    ) -> torch.Tensor:
         """Run a step and return the attention output.
 
         Args:
@@ -153,19 +168,19 @@ class LayerPages:
             k: ``[R, H, L, D]``.
             v: ``[R, H, L, D]``.
             batch: the step.
-            given: ``[R, L, H]``, scores of the tokens, or None.
+            gate_scores: ``[R, L, H]``, scores of the tokens, or None.
 
         Returns:
             ``[R, Hq, L, D]``, 0 for pads.
         """
         rows, _, length, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-        given = None if given is None else given.flatten(0, 1)
+        gate_scores = None if gate_scores is None else gate_scores.flatten(0, 1)
         if self.shifted:
-            given = shift(given, self.pages, batch, self.rule.sinks)
+            gate_scores = shift(gate_scores, self.pages, batch, self.rule.sinks)
         out = torch.empty_like(q) if batch.decodes else torch.zeros_like(q)
         with torch.cuda.device_of(q):  # Triton launches on the current GPU
-            self.attention.forward(q, k, v, self.pages, batch, out, given)
+            self.attention.forward(q, k, v, self.pages, batch, out, gate_scores)
         return out.unflatten(0, (rows, length)).transpose(1, 2)
 
     def held(self, row: int, seen: int, protected: int) -> torch.Tensor:

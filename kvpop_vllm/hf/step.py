@@ -62,7 +62,7 @@ class Step:
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
         pages = self.cache.layer(layer, q, k, v, scale)
-        given = self._given(layer, k, v)
+        gate_scores = self._gate_scores(layer, k, v)
         if layer in self.attended:
             raise ConfigError(
                 "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
@@ -72,9 +72,9 @@ class Step:
             batch = pages.decode(self.cache.protected)
         else:
             batch = pages.prefill(self.starts, self.counts, self.length, self.cache.protected)
-        return pages.attend(q, k, v, batch, given)
+        return pages.attend(q, k, v, batch, gate_scores)
 
-    def _given(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
+    def _gate_scores(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
         """Return the scores ``[R, L, H]`` of the layer's gate, or None without a gate."""
         gate = self.cache.gate(layer, k.device)
         hidden, channel = self._hidden.pop(layer, None), self._channel.pop(layer, None)

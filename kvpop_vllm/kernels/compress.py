@@ -16,7 +16,7 @@ LEAST_VOTE = torch.finfo(torch.float32).tiny
 """Smallest vote; replaces 0, whose logarithm is not finite."""
 
 
-def hold_queries(q: torch.Tensor, pages: Pages, states: torch.Tensor, places: torch.Tensor, first: int = 0) -> None:
+def store_queries(q: torch.Tensor, pages: Pages, states: torch.Tensor, places: torch.Tensor, first: int = 0) -> None:
     """Write queries to the states of their requests.
 
     Args:
@@ -30,7 +30,7 @@ def hold_queries(q: torch.Tensor, pages: Pages, states: torch.Tensor, places: to
     pages.put(pages.state, _words(pages, states, places, words.shape[-1], first), words)
 
 
-def held_queries(pages: Pages, row: torch.Tensor, places: torch.Tensor, group: int, first: int = 0) -> torch.Tensor:
+def load_queries(pages: Pages, row: torch.Tensor, places: torch.Tensor, group: int, first: int = 0) -> torch.Tensor:
     """Return the stored queries ``[H, c, G, D]`` at indices ``places [c]`` of one request.
 
     Args:
@@ -78,14 +78,14 @@ def compress(
     p, heads = int(prefix.tokens[0]), pages.layout.num_kv_heads
     keys, values = prefix.gather(0, 0, p)
     most = rule.votes.queries
-    voters = held_queries(pages, row, torch.arange(most - min(most, window, p), most), group)
+    voters = load_queries(pages, row, torch.arange(most - min(most, window, p), most), group)
     votes = prompt_votes(voters, keys, scale, rule.votes)
     sinks = rule.sinks
     oldest = max(sinks, p - window)
-    if rule.votes.divides:
+    if rule.votes.adaptive_head_budgets:
         budgets = divided.divide(votes[:, sinks:oldest], int(budgets[0]), sinks + window, rule.votes.safe)
-        divided.keep_budgets(pages, row, budgets, rule.votes)
-        (budgets,), (row,) = divided.settle(pages, row.unsqueeze(0), rule.votes)
+        divided.store_budgets(pages, row, budgets, rule.votes)
+        (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), rule.votes)
     table = row.long()
     near = torch.cat([torch.arange(min(sinks, p)), torch.arange(oldest, max(oldest, p))]).to(keys.device)
     slots = torch.where(near < sinks, near, sinks + (near - sinks) % window)

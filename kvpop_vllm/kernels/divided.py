@@ -41,7 +41,7 @@ def divide(votes: torch.Tensor, budget: int, first: int, safe: float) -> torch.T
     return first + winners.bincount(minlength=heads).int()
 
 
-def keep_budgets(pages: Pages, row: torch.Tensor, budgets: torch.Tensor, votes: PromptVotes) -> None:
+def store_budgets(pages: Pages, row: torch.Tensor, budgets: torch.Tensor, votes: PromptVotes) -> None:
     """Write ``budgets [H]`` to a request's state.
 
     Args:
@@ -55,7 +55,7 @@ def keep_budgets(pages: Pages, row: torch.Tensor, budgets: torch.Tensor, votes: 
     pages.put(pages.state, (row[:, column].long(), heads, torch.full_like(heads, word)), budgets.float())
 
 
-def settle(
+def load_page_table(
     pages: Pages, rows: torch.Tensor, votes: PromptVotes, width: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the budgets ``[R, H]`` and pages ``[R, H, P]``, int32, of requests with compressed prompts.
@@ -69,19 +69,19 @@ def settle(
     column, word = _place(pages.layout, votes)
     words = pages.state[:, 0][rows[:, :, column].long(), word]
     most = rows.shape[1] * rows.shape[2] * pages.layout.block_slots  # padding rows may hold any value
-    return arranged(pages.layout, rows, words.nan_to_num(1).clamp(1, most).int(), width)
+    return build_page_table(pages.layout, rows, words.nan_to_num(1).clamp(1, most).int(), width)
 
 
-def arranged(
+def build_page_table(
     layout: PageLayout, rows: torch.Tensor, budgets: torch.Tensor, width: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``budgets [R, H]`` and the pages ``[R, H, P]`` int32 of heads with these budgets.
 
     Args:
         layout: page layout of the layer.
-        rows: as in :func:`settle`.
+        rows: as in :func:`load_page_table`.
         budgets: ``[R, H]`` int32.
-        width: as in :func:`settle`.
+        width: as in :func:`load_page_table`.
     """
     full = layout.state_blocks + (budgets + layout.block_slots - 1) // layout.block_slots
     heads, number = rows.shape[1], page_numbers(full, int(full.max()) if width is None else width).transpose(1, 2)
@@ -121,10 +121,10 @@ class DividedRegions:
         heads = torch.arange(layout.num_kv_heads, device=tails.device)
         rows = tails.unsqueeze(1) * layout.num_kv_heads + heads.unsqueeze(1)
         known = torch.as_tensor(compressed, device=tails.device).unsqueeze(1)
-        found, _ = settle(self.pages, rows, self.votes, 1)
+        found, _ = load_page_table(self.pages, rows, self.votes, 1)
         budgets = torch.where(known, found, self.budget)
         width = max(self.held, layout.blocks(most := int(budgets.max()), most))  # equal heads: all that is held
-        budgets, found = arranged(layout, rows, budgets, width)
+        budgets, found = build_page_table(layout, rows, budgets, width)
         plain = rows[..., torch.arange(width, device=rows.device).clamp_max(rows.shape[2] - 1)].int()
         return budgets, torch.where(known.unsqueeze(2), found, plain)
 

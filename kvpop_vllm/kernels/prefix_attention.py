@@ -23,7 +23,7 @@ def with_prefix(
     k,
     v,
     start: int,
-    given,
+    gate_scores,
     prefix: Prefix | None,
     scale: float,
     *,
@@ -52,7 +52,7 @@ def with_prefix(
         own = attend(q[:inside], prefix, start, start + inside, scale, True)
         parts.append(_with_all(attend, own, q[:inside], prefix, start, scale))
     if inside < len(q) or not inside:
-        scores = None if given is None else given[inside:]
+        scores = None if gate_scores is None else gate_scores[inside:]
         tail = run_tail(q[inside:], k[inside:], v[inside:], start + inside, scores)
         parts.append(tail if attends or not len(q) else _with_all(attend, tail, q[inside:], prefix, protects, scale))
     return parts[0] if len(parts) == 1 else tuple(torch.cat(pair) for pair in zip(*parts, strict=True))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.kernels.compress import held_queries, hold_queries
+from kvpop_vllm.kernels.compress import load_queries, store_queries
 from kvpop_vllm.kernels.draws import draw, head_keys
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
 from kvpop_vllm.kernels.pages import Pages
@@ -78,7 +78,7 @@ def cuts(rule: RetentionRule, retention: Retention, start: int, end: int) -> lis
     return [*range((first // every + 1) * every, end, every), end]
 
 
-def advance(q: torch.Tensor, rows: Rows, rule: RetentionRule, scale: float) -> None:
+def run_due_rounds(q: torch.Tensor, rows: Rows, rule: RetentionRule, scale: float) -> None:
     """Store the queries that a later round needs, and run the rounds that are due.
 
     Args:
@@ -105,19 +105,19 @@ def advance(q: torch.Tensor, rows: Rows, rule: RetentionRule, scale: float) -> N
     if wanted and len(rows.ends) == 1:
         newest = q[-rounds.queries :]
         places = torch.arange(rows.ends[0] - len(newest), rows.ends[0], device=q.device) % rounds.queries
-        hold_queries(newest, rows.pages, states.expand(len(newest), -1, -1), places, first)
+        store_queries(newest, rows.pages, states.expand(len(newest), -1, -1), places, first)
     elif wanted:
         at = slice(None) if len(wanted) == count else torch.tensor(wanted, device=q.device)
         places = torch.tensor([(rows.ends[r] - 1) % rounds.queries for r in wanted], device=q.device)
-        hold_queries(q[at], rows.pages, states[at], places, first)
+        store_queries(q[at], rows.pages, states[at], places, first)
     for r in due:
         seed = None if rows.seeds is None else rows.seeds[r : r + 1]
-        _hold_round(
+        _run_round(
             rows.pages, rows.table[r], rows.ends[r], kept[r], rule, scale, seed, q.shape[1] // layout.num_kv_heads
         )
 
 
-def _hold_round(
+def _run_round(
     pages: Pages,
     row: torch.Tensor,
     seen: int,
@@ -142,7 +142,7 @@ def _hold_round(
         positions,
         pages.k[at].float(),
         pages.v[at].float(),
-        held_queries(
+        load_queries(
             pages, row, _newest(rounds.queries, retention.window, seen), group, _first_word(rule, layout.head_size)
         ),
         retention.sinks,

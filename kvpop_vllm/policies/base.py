@@ -28,7 +28,7 @@ from kvpop_vllm.config import (
     ScorerShape,
     resolve_retention,
 )
-from kvpop_vllm.kernels.ops import GivenScore, RetentionRule, ScorerWeights
+from kvpop_vllm.kernels.ops import GateScore, RetentionRule, ScorerWeights
 from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.policies.allocators import ALLOCATORS
 from kvpop_vllm.scorers.gates import Gate
@@ -166,11 +166,11 @@ class Policy(ABC):
     def __post_init__(self):
         self.prepare()
         self.check_realised()
-        if self.keeps_all and self.corrects:
+        if self.keeps_all and self.uses_moment_correction:
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-correction out")
         if self.keeps_all and self.allocator != "uniform":
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-allocator out")
-        if self.divides and not self.compresses:
+        if self.adaptive_head_budgets and not self.compresses:
             raise ConfigError(
                 f"--kv-allocator ada compares tokens of different heads, and scores of --kv-policy {self.name} mean something within a"
                 " head only: choose --kv-policy adakv, or another allocator"
@@ -206,7 +206,7 @@ class Policy(ABC):
         This holds if the policy never evicts, or if heads have unequal budgets, set beforehand or at the
         prompt's end.
         """
-        return self.keeps_all or self.divides or bool((self.shares() != self.retention.budget).any())
+        return self.keeps_all or self.adaptive_head_budgets or bool((self.shares() != self.retention.budget).any())
 
     def retention_of(self, budget: int) -> Retention:
         """Return the retention of a request with the given budget, resolved as for a server with that budget.
@@ -286,14 +286,14 @@ class Policy(ABC):
         return {}
 
     @property
-    def corrects(self) -> bool:
+    def uses_moment_correction(self) -> bool:
         """True if outputs are corrected with the moments of evicted tokens (``--kv-correction moment``)."""
         return (self.settings.correction or self.default_correction) == "moment"
 
     @property
     def state_floats(self) -> int:
         """Size of the state per layer and KV head in float32 words, including the moments of a correction."""
-        moments = moment_fields(self.model.head_dim) if self.corrects else {}
+        moments = moment_fields(self.model.head_dim) if self.uses_moment_correction else {}
         return sum((self.state_fields | moments).values())
 
     @property
@@ -302,7 +302,7 @@ class Policy(ABC):
         return self.settings.allocator or self.default_allocator
 
     @property
-    def divides(self) -> bool:
+    def adaptive_head_budgets(self) -> bool:
         """True if the heads of a layer divide each request's budget at the end of its prompt."""
         return self.allocator == "ada"
 
@@ -368,7 +368,7 @@ class Policy(ABC):
     def gate(self, layer: int, heads: slice) -> Gate | None:
         """Return the gate of ``layer`` for ``heads``, or None if the kernels score tokens.
 
-        The gate's output is the ``given`` score of :class:`kvpop_vllm.kernels.ops.GivenScore`.
+        The gate's output is the ``given`` score of :class:`kvpop_vllm.kernels.ops.GateScore`.
         """
         return None
 
@@ -378,7 +378,7 @@ class Policy(ABC):
         Raises:
             ConfigError: it does not.
         """
-        if self.divides and ranks > 1:
+        if self.adaptive_head_budgets and ranks > 1:
             raise ConfigError(
                 f"--kv-policy {self.name} has all heads of a layer divide a budget: set --tensor-parallel-size 1"
             )
@@ -409,12 +409,12 @@ class Policy(ABC):
             ConfigError: the rule contradicts what the policy declares (order, gate, compression, draws), or
                 needs more state.
         """
-        rule = replace(self.rule(layer, heads), moment_correction=self.corrects)
+        rule = replace(self.rule(layer, heads), moment_correction=self.uses_moment_correction)
         if rule.coupled != (self.order is Order.COUPLED) or (rule.rounds is None) == (self.order is Order.ROUNDS):
             raise ConfigError(
                 f"--kv-policy {self.name} declares the order {self.order.value!r}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
             )
-        if isinstance(rule.scorer, GivenScore) != self.gated:
+        if isinstance(rule.scorer, GateScore) != self.gated:
             raise ConfigError(
                 f"--kv-policy {self.name} {'has a' if self.gated else 'has no'} gate, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
             )

@@ -6,7 +6,7 @@ Source: Łańcucki et al., 2025, arXiv 2506.05345.
 from __future__ import annotations
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.kernels.ops import GivenScore
+from kvpop_vllm.kernels.ops import GateScore
 from kvpop_vllm.policies.base import Signal
 from kvpop_vllm.policies.learned import Gated
 
@@ -38,4 +38,4 @@ class DMS(Gated):
         return self.config.shifted
 
     def rule(self, layer, heads):
-        return self.training_free_rule(heads, GivenScore(threshold=0.0))
+        return self.training_free_rule(heads, GateScore(threshold=0.0))

@@ -43,13 +43,13 @@ class SnapKV(Policy):
             raise ConfigError(
                 f"--kv-policy {self.name} holds the prompt until its end anyway: leave --kv-max-protect out"
             )
-        if self.corrects:
+        if self.uses_moment_correction:
             raise ConfigError(f"--kv-policy {self.name} evicts from the prompt at once: leave --kv-correction out")
 
     @property
     def votes(self) -> PromptVotes:
         """Settings of the votes: which queries vote, and how votes are averaged."""
-        return PromptVotes(self.query_group, safe=SAFE if self.divides else None)
+        return PromptVotes(self.query_group, safe=SAFE if self.adaptive_head_budgets else None)
 
     @property
     def state_fields(self):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvpop_vllm.kernels.ops import GivenScore
+from kvpop_vllm.kernels.ops import GateScore
 from kvpop_vllm.policies.base import Order, Signal
 from kvpop_vllm.policies.learned import Gated
 
@@ -27,4 +27,4 @@ class TrimKV(Gated):
     order = Order.AGED
 
     def rule(self, layer, heads):
-        return self.training_free_rule(heads, GivenScore(ages=True))
+        return self.training_free_rule(heads, GateScore(ages=True))

@@ -2,7 +2,7 @@
 
 A gate reads signals that no attention backend sees. It is a torch module that training and serving share. It
 computes in float32, whatever the model's dtype. It does not depend on sequences: all axes before the last are
-token axes. Its output is the token's ``given`` score (:class:`kvpop_vllm.kernels.ops.GivenScore`).
+token axes. Its output is the token's ``given`` score (:class:`kvpop_vllm.kernels.ops.GateScore`).
 """
 
 from __future__ import annotations

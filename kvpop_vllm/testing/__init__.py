@@ -3,7 +3,7 @@
 This subpackage imports nothing else of the package, so that the code under test cannot influence the result.
 """
 
-from .budgets import ErrorBudget, OtherRoundings, assert_within_budget, eager_runs
+from .budgets import DisturbedSums, ErrorBudget, assert_within_budget, eager_runs
 from .models import (
     random_prompt,
     require_distant_influence,
@@ -17,8 +17,8 @@ from .oracle import (
     derived_margin_bound,
     margin_bound,
 )
-from .oracle_coupled import corrected_attention, follow_attention
-from .oracle_policy import Decided, OraclePolicy, masked_attention, masked_lse
+from .oracle_coupled import corrected_attention, retained_by_attention
+from .oracle_policy import LayerDecisions, OraclePolicy, masked_attention, masked_lse
 from .oracle_scores import log_gamma, raw_scores, read_scorer
 from .oracle_sets import (
     decision_margins,
@@ -28,19 +28,19 @@ from .oracle_sets import (
 )
 
 __all__ = [
-    "Decided",
+    "LayerDecisions",
     "ErrorBudget",
     "OracleModel",
     "OraclePolicy",
     "OracleRun",
-    "OtherRoundings",
+    "DisturbedSums",
     "assert_within_budget",
     "corrected_attention",
     "decision_margins",
     "derived_budget",
     "derived_margin_bound",
     "eager_runs",
-    "follow_attention",
+    "retained_by_attention",
     "log_gamma",
     "margin_bound",
     "masked_attention",

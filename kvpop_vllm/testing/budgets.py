@@ -5,7 +5,7 @@ kernel's largest error against float64 may be twice the largest error of the eag
 the last place of the reference's largest entry. Errors are absolute.
 
 The error of a single eager run depends on the order in which a library adds the terms of a sum, which depends
-on the processor. The eager runs' sums are therefore disturbed (:class:`OtherRoundings`) by the amount that
+on the processor. The eager runs' sums are therefore disturbed (:class:`DisturbedSums`) by the amount that
 another order of their terms could cause. The budget then depends on the computation and on seeds, and hardly
 on the processor.
 """
@@ -33,7 +33,7 @@ _ALONG_AN_AXIS = _of_torch("cumsum", "_softmax", "_log_softmax", "_softmax_backw
 _SUMS = _PRODUCTS | _ADDED_PRODUCTS | _REDUCTIONS | _ALONG_AN_AXIS
 
 
-class OtherRoundings(TorchDispatchMode):
+class DisturbedSums(TorchDispatchMode):
     """Mode that disturbs every float32 sum at random, as the roundings of another processor could.
 
     Sums of gradients are included. Each operand moves by up to one unit in the last place, as if the
@@ -83,7 +83,7 @@ def eager_runs(run: Callable[[], torch.Tensor | tuple[torch.Tensor, ...]], count
     """
     results = []
     for seed in range(count):
-        with OtherRoundings(seed) as disturbed:
+        with DisturbedSums(seed) as disturbed:
             results.append(run())
         if not disturbed.generators:
             break

@@ -27,9 +27,9 @@ class OracleRun:
     Attributes:
         logprobs: ``[S, V]``; row ``t`` predicts token ``t + 1``.
         visible: bool ``[H, S, S]``; ``visible[layer][h, q]`` is the retained set at step ``q``.
-        margins: see :class:`Decided`.
-        scores: see :class:`Decided`.
-        lost: see :class:`Decided`.
+        margins: see :class:`LayerDecisions`.
+        scores: see :class:`LayerDecisions`.
+        lost: see :class:`LayerDecisions`.
     """
 
     logprobs: torch.Tensor
@@ -207,7 +207,7 @@ def derived_budget(run32: OracleRun, run64: OracleRun) -> float:
     """Return the allowed log-probability error: the largest difference between the two runs.
 
     Both runs must use the float64 retained sets, so that they differ by rounding only. The float32 run must
-    be made under :class:`OtherRoundings`. No factor is needed, because the largest of many disturbed numbers
+    be made under :class:`DisturbedSums`. No factor is needed, because the largest of many disturbed numbers
     is stable.
     """
     _require_same_sets(run32, run64)
@@ -226,7 +226,7 @@ def margin_bound(low: torch.Tensor, exact: torch.Tensor) -> float:
     A margin is a difference of two scores, so the bound is twice their largest error.
 
     Args:
-        low: float32 raw scores of one layer, computed under :class:`OtherRoundings`.
+        low: float32 raw scores of one layer, computed under :class:`DisturbedSums`.
         exact: the same in float64; NaN where there is none.
     """
     error = (low.double() - exact).abs()

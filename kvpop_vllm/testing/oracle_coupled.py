@@ -63,7 +63,7 @@ def corrected_attention(
     return out.flatten(1)
 
 
-def follow_attention(
+def retained_by_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -93,7 +93,7 @@ def follow_attention(
         bias: as in :meth:`OraclePolicy.decide`.
 
     Returns:
-        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`Decided`.
+        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`LayerDecisions`.
 
     Raises:
         ValueError: the forced sets cannot result from this budget.

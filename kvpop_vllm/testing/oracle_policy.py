@@ -10,9 +10,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .oracle_coupled import corrected_attention, follow_attention
-from .oracle_random import follow_draws
-from .oracle_rounds import REDUNDANCY, SAMPLED_MASS, follow_rounds
+from .oracle_coupled import corrected_attention, retained_by_attention
+from .oracle_random import retained_by_draws
+from .oracle_rounds import REDUNDANCY, SAMPLED_MASS, retained_by_rounds
 from .oracle_scores import (
     MEAN_MASS,
     MOMENT_RESIDUAL,
@@ -63,7 +63,7 @@ def _masked_logits(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor
 
 
 @dataclass(frozen=True, eq=False)
-class Decided:
+class LayerDecisions:
     """Decisions of one layer.
 
     Attributes:
@@ -86,8 +86,8 @@ class OraclePolicy:
 
     Attributes:
         scorer: ``"recency"``; ``"key norm"``; ``"newest mass"``, ``"mean mass"`` or ``"moment residual"``
-            (see :func:`follow_attention`); ``"random draw"`` (see :func:`follow_draws`); ``"sampled mass"``
-            or ``"redundancy"`` (see :func:`follow_rounds`); ``"prompt votes"`` (see :func:`vote_scores`); or
+            (see :func:`retained_by_attention`); ``"random draw"`` (see :func:`retained_by_draws`); ``"sampled mass"``
+            or ``"redundancy"`` (see :func:`retained_by_rounds`); ``"prompt votes"`` (see :func:`vote_scores`); or
             the result of :func:`read_scorer`.
         sinks: ``s``.
         window: ``w``.
@@ -102,7 +102,7 @@ class OraclePolicy:
         replay: ``R``; with protected tokens a recurrent scorer begins at token ``max(0, p - R)``.
         seeds: seeds of draws, the server's and the request's.
         prompt: number of prompt tokens that are held until the last of them, if the prompt votes.
-        divides: True if the heads of a layer divide their k at that point.
+        adaptive_head_budgets: True if the heads of a layer divide their k at that point.
     """
 
     scorer: str | dict
@@ -118,7 +118,7 @@ class OraclePolicy:
     replay: int = 1024
     seeds: tuple[int, int] = (0, 0)
     prompt: int = 0
-    divides: bool = False
+    adaptive_head_budgets: bool = False
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
@@ -195,7 +195,7 @@ class OraclePolicy:
         bias: Sequence[tuple[int, int, float]] = (),
         hidden: torch.Tensor | None = None,
         channel: torch.Tensor | None = None,
-    ) -> Decided:
+    ) -> LayerDecisions:
         """Decide which tokens of a whole sequence a layer retains.
 
         Args:
@@ -215,12 +215,12 @@ class OraclePolicy:
         if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL):
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
-            return Decided(*follow_attention(query, key, value, self.scorer, *shape, forced, bias))
+            return LayerDecisions(*retained_by_attention(query, key, value, self.scorer, *shape, forced, bias))
         if self.scorer == RANDOM_DRAW:
-            return Decided(*follow_draws(layer, *key.shape[:2], self.seeds, *shape, forced))
+            return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced))
         if self.scorer in (SAMPLED_MASS, REDUNDANCY):
             where = layer, self.seeds, self.protect, self.sinks, self.window, topk
-            return Decided(*follow_rounds(query, key, value, self.scorer, *where, forced, bias))
+            return LayerDecisions(*retained_by_rounds(query, key, value, self.scorer, *where, forced, bias))
         begins = max(0, self.protect - self.replay)
         if self.scorer == PROMPT_VOTES:
             scores = vote_scores(query, key, self.prompt, self.window)
@@ -229,7 +229,7 @@ class OraclePolicy:
         biased, divide = scores.double().numpy().copy(), math.inf
         for head, token, by in bias:
             biased[head, token] += by
-        if self.divides:
+        if self.adaptive_head_budgets:
             topk, divide = divided_slots(biased, self.prompt, *shape)
         rule = (decay, *shape[:2], topk, self.step, self.ages, self.threshold)
         if forced is None:
@@ -238,4 +238,4 @@ class OraclePolicy:
         margins = decision_margins(sets, raw, *rule, held=self.prompt)
         margins[:, self.prompt : self.prompt + 1] = np.minimum(margins[:, self.prompt : self.prompt + 1], divide)
         lost = best_lost(sets, raw, decay, self.step, self.ages)
-        return Decided(forced, torch.from_numpy(margins), scores, torch.from_numpy(lost))
+        return LayerDecisions(forced, torch.from_numpy(margins), scores, torch.from_numpy(lost))

@@ -28,7 +28,7 @@ def draw(seeds: tuple[int, int], layer: int, head: int, q: int, t: int) -> int:
     return _mix(_mix(key + q) + t * _GOLDEN) >> 11
 
 
-def follow_draws(
+def retained_by_draws(
     layer: int,
     heads: int,
     length: int,
@@ -44,7 +44,7 @@ def follow_draws(
     must equal the sets of this rule.
 
     Returns:
-        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`Decided`; a margin is at least 1.
+        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`LayerDecisions`; a margin is at least 1.
 
     Raises:
         ValueError: the forced sets differ.

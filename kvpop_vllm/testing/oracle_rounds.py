@@ -97,7 +97,7 @@ def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int,
     return {t: (_DRAWN, value[i]) for i, t in enumerate(seen) if i >= sinks}, closest
 
 
-def follow_rounds(
+def retained_by_rounds(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -132,8 +132,8 @@ def follow_rounds(
         bias: as in :meth:`OraclePolicy.decide`.
 
     Returns:
-        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`Decided`, scores as in
-        :func:`follow_attention`.
+        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`LayerDecisions`, scores as in
+        :func:`retained_by_attention`.
 
     Raises:
         ValueError: the forced sets cannot result from this budget.

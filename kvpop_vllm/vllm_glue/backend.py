@@ -22,8 +22,8 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import KVCacheLayout
 
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch
-from kvpop_vllm.attention.shifted import shift
+from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch
 from kvpop_vllm.config import ConfigError, protected_tokens
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.divided import DividedRegions
@@ -108,7 +108,7 @@ class FixedBudgetBackend(AttentionBackend):
             max_budget=cls.policy.max_budget,
             max_protect=cls.policy.max_protect,
             votes=cls.policy.votes.queries if cls.policy.compresses else 0,
-            divides=cls.policy.divides,
+            adaptive_head_budgets=cls.policy.adaptive_head_budgets,
             max_tp_shards=spec.max_tp_shards,
         )
 
@@ -199,7 +199,10 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
-        self.unequal, self.protect = kv_cache_spec.shares is not None or kv_cache_spec.divides, kv_cache_spec.protect
+        self.unequal, self.protect = (
+            kv_cache_spec.shares is not None or kv_cache_spec.adaptive_head_budgets,
+            kv_cache_spec.protect,
+        )
         self.compresses = backend.policy.compresses
         self.draws, self.seed = backend.policy.draws, vllm_config.model_config.seed
         # Set before each build: prompt lengths and seeds of the requests, both ``[requests]`` int64, and the
@@ -208,7 +211,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         self.asked: list[RequestCache | None] = []
         step_requests.apply()
 
-    def sizes(self, requests: int) -> Sizes:
+    def sizes(self, requests: int) -> RequestSettings:
         """Return the sizes of the step's requests.
 
         They cover as many requests as the model runner has described; all further ones are padding.
@@ -233,7 +236,7 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
             for i, own in enumerate(asked if self.draws else ()):
                 if own is not None and own.seed is not None:
                     seeds[i] = request_seed(self.seed, signed(own.seed))
-        return Sizes(protected, budgets, windows, seeds, self.compresses)
+        return RequestSettings(protected, budgets, windows, seeds, self.compresses)
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         """Return the metadata of a step from vLLM's common metadata."""
@@ -349,7 +352,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         output,
         output_scale=None,
         output_block_scale=None,
-        given=None,
+        gate_scores=None,
     ):
         """Write the layer's attention to ``output`` and return it.
 
@@ -363,17 +366,17 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             output: ``[T, Hq, D]``.
             output_scale: unused.
             output_block_scale: unused.
-            given: ``[T, H]`` float32, gate scores of a policy with a gate, else None.
+            gate_scores: ``[T, H]`` float32, gate scores of a policy with a gate, else None.
         """
         if attn_metadata is None:  # profiling run
             return output.fill_(0)
         n = attn_metadata.num_tokens
         pages, regions, blocks = self._bind(kv_cache)
         batch = attn_metadata.batch(self.layer, regions)
-        self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], given, blocks)
+        self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], gate_scores, blocks)
         return output
 
-    def attend(self, q, k, v, pages: Pages, batch: StepBatch, out, given, blocks: Pages) -> None:
+    def attend(self, q, k, v, pages: Pages, batch: StepBatch, out, gate_scores, blocks: Pages) -> None:
         """Run one step.
 
         Args:
@@ -383,13 +386,13 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             pages: the layer's pages, by block or by region.
             batch: the step's batch.
             out: ``[n, Hq, D]``, overwritten.
-            given: ``[T, H]`` float32 gate scores with T >= n, or None.
+            gate_scores: ``[T, H]`` float32 gate scores with T >= n, or None.
             blocks: the layer's pages by block.
         """
-        given = None if given is None else given[: len(q)]
+        gate_scores = None if gate_scores is None else gate_scores[: len(q)]
         if self.policy.shifted:
-            given = shift(given, pages, batch, self.attention.rule.sinks)
-        self.attention.forward(q, k, v, pages, batch, out, given, blocks)
+            gate_scores = shift(gate_scores, pages, batch, self.attention.rule.sinks)
+        self.attention.forward(q, k, v, pages, batch, out, gate_scores, blocks)
 
     def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | DividedRegions | None, Pages]:
         """Return typed views of this layer's cache, made once per allocation.
@@ -409,7 +412,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         raw = kv_cache.view(torch.uint8)
         place = raw.storage_offset(), raw.shape, raw.stride()
         own = layout.view(torch.empty(0, dtype=torch.uint8, device=raw.device).set_(raw.untyped_storage(), *place))
-        if self.policy.divides:
+        if self.policy.adaptive_head_budgets:
             divided = DividedRegions(own, self.attention.rule.votes, self.policy.retention.budget)
             return divided.pages, divided, own
         if self.shares is None:

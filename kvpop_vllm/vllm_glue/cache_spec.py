@@ -162,7 +162,7 @@ class FixedBudgetSpec(AttentionSpec):
         max_budget: largest budget that a request may ask for.
         max_protect: most prompt tokens that a request may ask to protect, True for whole prompts.
         votes: number of last queries that vote where prompts are compressed, else 0.
-        divides: True if heads divide a layer's slots.
+        adaptive_head_budgets: True if heads divide a layer's slots.
         shares: budgets of all heads where they are unequal, else None.
     """
 
@@ -173,7 +173,7 @@ class FixedBudgetSpec(AttentionSpec):
     max_budget: int
     max_protect: bool | int
     votes: int = 0
-    divides: bool = False
+    adaptive_head_budgets: bool = False
     shares: Shares | None = None
 
     def blocks(self, length: int, protected: int = 0, budget: int | None = None) -> int:
@@ -189,7 +189,7 @@ class FixedBudgetSpec(AttentionSpec):
         if self.votes and protected:
             if length <= protected - self.votes:
                 return prefix
-            if self.divides and length >= protected > self.budget:
+            if self.adaptive_head_budgets and length >= protected > self.budget:
                 tail = divided_blocks(self.num_kv_heads, self.budget, self.block_size)
                 return cdiv(protected, self.block_size) + self.state_blocks + tail
             prefix, own, sinks = cdiv(protected, self.block_size), length if length >= protected else 0, 0

@@ -63,7 +63,7 @@ def _one_by_one(policy: Any) -> bool:
     """
     from kvpop_vllm.policies.base import Order
 
-    if policy.order is Order.COUPLED or policy.corrects:
+    if policy.order is Order.COUPLED or policy.uses_moment_correction:
         return True
     return policy.gated and policy.layer_rule(0, slice(None)).sequential
 

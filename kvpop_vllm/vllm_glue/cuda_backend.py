@@ -8,9 +8,9 @@ import torch
 from vllm.utils.platform_utils import is_pin_memory_available
 from vllm.v1.attention.backend import AttentionCGSupport
 
-from kvpop_vllm.attention.device_step import DecodeRows, Split
-from kvpop_vllm.attention.fixed_budget import Sizes
-from kvpop_vllm.attention.rehearsal import largest_steps
+from kvpop_vllm.attention.device_batch import DecodeRows, Split
+from kvpop_vllm.attention.profile_run import worst_case_batches
+from kvpop_vllm.attention.step_batch import RequestSettings
 from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import Prefix
@@ -89,16 +89,18 @@ class CudaImpl(FixedBudgetImpl):
     they allocate.
     """
 
-    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, given=None, **more):
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, gate_scores=None, **more):
         """Write the layer's attention to ``output`` and return it.
 
         In a profiling run, run the largest steps first.
         """
         if attn_metadata is None and kv_cache.numel() == 0:
-            self._rehearse(query, key, value, output, given)
-        return super().forward(layer, query, key, value, kv_cache, attn_metadata, output, *scales, given=given, **more)
+            self._run_worst_case_batches(query, key, value, output, gate_scores)
+        return super().forward(
+            layer, query, key, value, kv_cache, attn_metadata, output, *scales, gate_scores=gate_scores, **more
+        )
 
-    def _rehearse(self, query, key, value, output, given) -> None:
+    def _run_worst_case_batches(self, query, key, value, output, gate_scores) -> None:
         """Run the largest possible steps; their results are overwritten or thrown away."""
         attention, budget, scheduler = self.attention, self.policy.max_budget, self.vllm_config.scheduler_config
         query = query[: scheduler.max_num_scheduled_tokens]
@@ -107,7 +109,7 @@ class CudaImpl(FixedBudgetImpl):
             budgets, most = self.shares.budgets[self.layer], max(self.shares.counts)
         length = self.vllm_config.model_config.max_model_len
         limits = len(query), scheduler.max_num_seqs, length
-        steps = largest_steps(
+        steps = worst_case_batches(
             attention.rule,
             attention.layout,
             budgets,
@@ -121,7 +123,7 @@ class CudaImpl(FixedBudgetImpl):
             if batch.prefills and attention.rule.sequential and n == 2:  # two tokens stand for all
                 # for each token and head: its output, log-sum-exp and slots in use
                 beside = query.new_empty(*query.shape[:2], self.head_size + 24 // query.itemsize)
-            self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], given, pages)
+            self.attend(query[:n], key[:n], value[:n], pages, batch, output[:n], gate_scores, pages)
             del beside
 
 
@@ -179,7 +181,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         step = split, lengths, table
         return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer, sizes), split.tokens)
 
-    def _told(self, common) -> Sizes:
+    def _told(self, common) -> RequestSettings:
         """Return the sizes of a step's rows.
 
         Budgets and windows are given if this step or the previous one has requests with budgets of their own,
@@ -189,7 +191,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         Raises:
             RuntimeError: the model runner does not pass what requests asked for.
         """
-        requests, kept, found = common.num_reqs, self.retention, Sizes()
+        requests, kept, found = common.num_reqs, self.retention, RequestSettings()
         if self.prompts is not None or any(common.is_prefilling[:requests]):
             found = self.sizes(requests)
 
@@ -203,7 +205,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
             seeds = torch.zeros(requests, dtype=torch.int64)
             if found.seeds is not None:
                 seeds[: len(found.seeds)] = found.seeds
-        return Sizes(
+        return RequestSettings(
             padded(found.protected, 0) if self.may_protect else None,
             padded(found.budgets, kept.budget) if own and not self.unequal else None,
             padded(found.windows, kept.window) if own and not self.unequal else None,
@@ -211,7 +213,7 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         )
 
     @staticmethod
-    def _sent(sizes: Sizes, heads: int) -> dict[str, torch.Tensor]:
+    def _sent(sizes: RequestSettings, heads: int) -> dict[str, torch.Tensor]:
         """Return the sizes as the tensors that :meth:`DecodeRows.fill` takes."""
         pinned = {"device": "cpu", "pin_memory": is_pin_memory_available()}
         dtypes = {"protected": torch.int64, "budgets": torch.int32, "windows": torch.int32}

@@ -16,7 +16,7 @@ from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.distill.hook import load_config
 from kvpop_vllm.distill.hook import longest as most_positions
-from kvpop_vllm.evaluation.contenders import Deployed
+from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.kernels import divided
 from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.policies.base import ModelShape
@@ -50,21 +50,21 @@ class EngineBackend:
         self.room = min(longest + 1, most_positions(load_config(model)) or longest + 1)
 
     @contextmanager
-    def start(self, deployed: Deployed | None) -> Iterator[EngineRun]:
+    def start(self, resolved: ResolvedPolicy | None) -> Iterator[EngineRun]:
         """Start an engine; see :class:`kvpop_vllm.evaluation.running.Backend`."""
-        llm = self._engine({} if deployed is None else {ADDITIONAL_CONFIG_KEY: settings_of(deployed)})
+        llm = self._engine({} if resolved is None else {ADDITIONAL_CONFIG_KEY: settings_of(resolved)})
         try:
             yield EngineRun(llm)
         finally:
             llm.llm_engine.engine_core.shutdown()
 
-    def held(self, deployed: Deployed, tokens: torch.Tensor) -> torch.Tensor:
+    def held(self, resolved: ResolvedPolicy, tokens: torch.Tensor) -> torch.Tensor:
         """Return the retained tokens of a prompt; see :meth:`kvpop_vllm.evaluation.running.Backend.held`.
 
         The last token of a prompt that fills the model is left out, because the engine needs room for an
         answer of one token.
         """
-        with self.start(deployed) as run:
+        with self.start(resolved) as run:
             return run.held(tokens[: self.room - 1])
 
     def _engine(self, additional: dict):
@@ -95,9 +95,9 @@ class EngineBackend:
                 os.environ[IN_PROCESS] = before
 
 
-def settings_of(deployed: Deployed) -> dict:
-    """Return the ``kv_policy`` settings of a deployed contender."""
-    given = dataclasses.asdict(deployed.policy.settings)
+def settings_of(resolved: ResolvedPolicy) -> dict:
+    """Return the ``kv_policy`` settings of a deployed spec."""
+    given = dataclasses.asdict(resolved.policy.settings)
     return {name: value for name, value in given.items() if value is not None}
 
 
@@ -183,8 +183,8 @@ def held_in_step(vllm_config, seen: int) -> torch.Tensor:
             chunk = batch.prefills[-1]
             table, budgets = chunk.row, chunk.budgets
             protected = 0 if chunk.compresses and chunk.end == chunk.protected else chunk.protected
-            if (chunk.compresses or chunk.follows) and rule.votes.divides:
-                (budgets,), (table,) = divided.settle(pages, table.unsqueeze(0), rule.votes)
+            if (chunk.compresses or chunk.follows) and rule.votes.adaptive_head_budgets:
+                (budgets,), (table,) = divided.load_page_table(pages, table.unsqueeze(0), rule.votes)
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
         layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, budgets.cpu(), protected)

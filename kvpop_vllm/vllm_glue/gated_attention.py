@@ -3,7 +3,7 @@
 vLLM's attention op takes q, k and v after RoPE and is an opaque part of the compiled graph. Gate scores must
 reach it as a further argument: the compiler orders a graph by its tensors alone, so that a buffer or an
 attribute could be written at another time than it is read. Attention modules of a model with a gate therefore
-call an op of this module, which equals vLLM's with ``given`` beside q, k and v.
+call an op of this module, which equals vLLM's with ``gate_scores`` beside q, k and v.
 
 The modules are vLLM's own with another ``forward``. The class of an instance is exchanged after its model has
 been built, which leaves its parameters, names and registration unchanged.
@@ -27,11 +27,11 @@ LIBRARY = Library("kvpop_vllm", "FRAGMENT")
 
 
 @eager_break_during_capture
-def attention_with_given(
+def attention_with_gate_scores(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    given: torch.Tensor,
+    gate_scores: torch.Tensor,
     output: torch.Tensor,
     layer_name: str,
 ) -> None:
@@ -41,28 +41,30 @@ def attention_with_given(
         query: ``[T, Hq, D]``.
         key: ``[T, H, D]``.
         value: ``[T, H, D]``.
-        given: ``[T, H]`` float32, gate scores.
+        gate_scores: ``[T, H]`` float32, gate scores.
         output: ``[T, Hq, D]``, overwritten.
         layer_name: the layer's name in vLLM's forward context.
     """
     metadata, layer, kv_cache, _ = get_attention_context(layer_name)
-    layer.impl.forward(layer, query, key, value, kv_cache, metadata, output=output, given=given)
+    layer.impl.forward(layer, query, key, value, kv_cache, metadata, output=output, gate_scores=gate_scores)
 
 
-def _writes_nothing_here(query, key, value, given, output, layer_name) -> None:
+def _writes_nothing_here(query, key, value, gate_scores, output, layer_name) -> None:
     """Trace the op: it returns nothing, and the tracer knows that it writes ``output``."""
 
 
 direct_register_custom_op(
-    "attention_with_given",
-    attention_with_given,
+    "attention_with_gate_scores",
+    attention_with_gate_scores,
     mutates_args=["output"],
     fake_impl=_writes_nothing_here,
     target_lib=LIBRARY,
 )
 
 
-def attend(layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, given: torch.Tensor) -> torch.Tensor:
+def attend(
+    layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate_scores: torch.Tensor
+) -> torch.Tensor:
     """Return the attention of one layer with gate scores.
 
     Args:
@@ -70,7 +72,7 @@ def attend(layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
         q: ``[T, Hq * D]``.
         k: ``[T, H * D]``.
         v: ``[T, H * D]``.
-        given: ``[T, H]`` float32, gate scores.
+        gate_scores: ``[T, H]`` float32, gate scores.
 
     Returns:
         ``[T, Hq * D]``.
@@ -81,7 +83,7 @@ def attend(layer: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, 
         for x, heads in ((q, layer.num_heads), (k, layer.num_kv_heads), (v, layer.num_kv_heads))
     ]
     out = output.view(-1, layer.num_heads, layer.head_size)
-    torch.ops.kvpop_vllm.attention_with_given(*by_head, given, out, layer.layer_name)
+    torch.ops.kvpop_vllm.attention_with_gate_scores(*by_head, gate_scores, out, layer.layer_name)
     return output
 
 
@@ -105,8 +107,8 @@ class _Gated:
         if gate.borrows:
             q = self._without_channel(q)
         by_head = (-1, heads, self.head_dim)
-        given = gate(Signals(hidden_states, k.view(by_head), v.view(by_head), channel))
-        output, _ = self.o_proj(attend(self.attn, q, k, v, given))
+        gate_scores = gate(Signals(hidden_states, k.view(by_head), v.view(by_head), channel))
+        output, _ = self.o_proj(attend(self.attn, q, k, v, gate_scores))
         return output
 
     def normed(self, x: torch.Tensor, of_keys: bool = False) -> torch.Tensor:

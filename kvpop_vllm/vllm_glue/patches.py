@@ -243,7 +243,7 @@ def _config_with_policy(engine_args, original, args, kwargs):
         kept.sinks,
         kept.window,
         kept.topk,
-        ", outputs corrected by the moments of evicted tokens" if policy.corrects else "",
+        ", outputs corrected by the moments of evicted tokens" if policy.uses_moment_correction else "",
     )
     if policy.compresses:
         logger.info("prompts are held whole until their end, and compressed then; --max-model-len bounds them")

@@ -6,7 +6,7 @@ import pytest
 import torch
 from kernels.factories import random_page_table, random_rule, random_scorer
 
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, StepBatch
+from kvpop_vllm.attention.step_batch import FixedBudgetAttention, StepBatch
 from kvpop_vllm.kernels.ops import StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.roles import Retention

@@ -78,7 +78,7 @@ def test_a_pass_that_does_not_see_a_cache_fill_up_is_found(checks, on_cpu, monke
         list(checks.kvpop_right(on_cpu))
 
 
-def contender(generation, seconds, broken=False):
+def spec(generation, seconds, broken=False):
     def check():
         assert not broken, "logits are not finite"
 
@@ -98,10 +98,10 @@ def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, m
         made.append("a cache")
         if name == "dense":
             raise RuntimeError("expanded size must match")
-        return contender(generation, 0.002)
+        return spec(generation, 0.002)
 
     def kvpop(bench, drawn, requests, context, budget):
-        return contender(generation, 0.001, broken=True)
+        return spec(generation, 0.001, broken=True)
 
     for name, stand_in in {
         "dense_timed": dense,
@@ -125,7 +125,7 @@ def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, m
     [line] = [line for line in said if line.startswith("generation, a: WRONG")]
     assert "dense: RuntimeError: expanded size must match" in line
     assert all(f"{name}: AssertionError: logits are not finite" in line for name in generation.KVPOP)
-    monkeypatch.setattr(generation, "kvpop_timed", lambda *told: contender(generation, 0.001))
+    monkeypatch.setattr(generation, "kvpop_timed", lambda *told: spec(generation, 0.001))
     monkeypatch.setattr(generation, "free", lambda bench: (4 << 30) + (1 << 25))
     rows = list(generation.times(bench, drawn, 1, 16384, names, found))
     skipped = {row["measure"]: (row["value"], row["unit"]) for row in rows if "skipped" in row["measure"]}

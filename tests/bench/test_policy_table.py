@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
+from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
 from threads import same_threads
 
-from kvpop_vllm.evaluation.contenders import Contender, known_training_free
 from kvpop_vllm.evaluation.served import Sequence
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.policies.base import ModelShape
@@ -187,8 +187,8 @@ def test_what_cannot_be_measured_is_refused(bench):
 def test_timed_steps_are_real_ones(modules, name):
     """The kernel that is timed gives the outputs of a prefill of the whole text."""
     shape, context, count = ModelShape("llama", 2, 2, 32, 64), 50, 6
-    deployed = Contender(name, name).deploy(shape, None if name == "full" else 24)
-    steps = modules["kernel_steps"].Steps(deployed, 4, 3, context, count, torch.float32)
+    resolved = PolicySpec(name, name).resolve(shape, None if name == "full" else 24)
+    steps = modules["kernel_steps"].Steps(resolved, 4, 3, context, count, torch.float32)
     given, outs = [], []
 
     def watch(tokens, rule, pages, table, budgets, positions):
@@ -205,7 +205,7 @@ def test_timed_steps_are_real_ones(modules, name):
             torch.cat([start, *(step[i][request][None] for step in given[layer::2])]).transpose(0, 1)
             for i, start in enumerate(prompt)
         ]
-        sequence = Sequence(deployed.rule(layer), deployed.budgets(layer), texts[1], length=56)
+        sequence = Sequence(resolved.rule(layer), resolved.budgets(layer), texts[1], length=56)
         whole = sequence.attend(*texts, 32**-0.5)[:, context:]
         own = torch.stack([out[request] for out in outs[layer::2]], 1)
         torch.testing.assert_close(own, whole, rtol=0, atol=2e-5)

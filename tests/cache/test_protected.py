@@ -46,13 +46,13 @@ def pages_and_keys(kind, protect, count, budget=14, sinks=2, window=4, threshold
             prefix.write(token, token, prefix_row[0, t // 16].view(1).long(), torch.tensor([t % 16]))
         if t == protect:
             ops.begin_tail(pages, tail, prefix, rule=rule)
-        given = token[..., 0].contiguous() if kind == "given" else None
-        told = dict(rule=rule, scale=1.0, given=given, prefix=prefix if protect else None)
+        gate_scores = token[..., 0].contiguous() if kind == "gate_scores" else None
+        told = dict(rule=rule, scale=1.0, gate_scores=gate_scores, prefix=prefix if protect else None)
         ops.decode_step(torch.zeros(1, HEADS, SIZE), token, token, pages, tail, torch.tensor([t]), budgets, **told)
     return pages, prefix_row[0], tail[0], rule, budgets[0], keys
 
 
-@pytest.mark.parametrize("kind, threshold", [(None, False), ("linear", False), ("mlstm", False), ("given", True)])
+@pytest.mark.parametrize("kind, threshold", [(None, False), ("linear", False), ("mlstm", False), ("gate_scores", True)])
 @pytest.mark.parametrize("protect", [0, 1, 15, 16, 17, 33])
 @pytest.mark.parametrize("beyond", [0, 1, 4, 12, 13, 40])
 def test_held_tokens_are_those_in_the_pages(kind, threshold, protect, beyond):

@@ -10,7 +10,7 @@ from config.test_scorer_files import edit, edit_tensors, refusal
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.kernels.ops import GivenScore
+from kvpop_vllm.kernels.ops import GateScore
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers import Signals, checkpoint, gate_from_tensors
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME
@@ -109,7 +109,7 @@ def test_the_policys_rule(written, name):
     policy = policies.get(kind)(PolicySettings(kind, budget=40, scorer=str(written(name)), sinks=2, window=5), SHAPE)
     rule = policy.layer_rule(0, slice(0, 2))
     assert (rule.sinks, rule.window, policy.retention.topk) == (2, 5, 33)
-    assert rule.scorer == (GivenScore(ages=True) if kind == "trimkv" else GivenScore(threshold=0.0))
+    assert rule.scorer == (GateScore(ages=True) if kind == "trimkv" else GateScore(threshold=0.0))
     assert not rule.log_gamma.any() and policy.shifted == (name == "dms-query") and policy.gated
     assert policy.state_floats == 0
 

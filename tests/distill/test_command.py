@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer
 from distill.typed import RECIPE, distill
+from kvpop_vllm.evaluation.policies import learned
 from safetensors.torch import load_file, save_file
 from threads import one_thread
 from transformers import AutoTokenizer
@@ -26,7 +27,6 @@ from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.distill.trainer import Process, Trainer
-from kvpop_vllm.evaluation.contenders import learned
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
@@ -184,14 +184,12 @@ def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monke
             answer = llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)[0].outputs[0].token_ids
         finally:
             stop(llm)
-    contender, shape = learned("both", "both/model")
+    spec, shape = learned("both", "both/model")
     model = load_model("both/model", torch.float32).eval()
     tokens = torch.tensor([[*prompt, *answer]])
     with torch.inference_mode():
         sparse = (
-            model(tokens, attend=Sparse(contender.score, Roles(shape.sinks, shape.window, 20)))
-            .logits[0]
-            .log_softmax(-1)
+            model(tokens, attend=Sparse(spec.score, Roles(shape.sinks, shape.window, 20))).logits[0].log_softmax(-1)
         )
         dense = model(tokens, attend=Dense()).logits[0].log_softmax(-1)
     assert (sparse - dense)[budget + 40 :].abs().max() > 0.1, "the budget shows in nothing"

@@ -10,10 +10,10 @@ from typing import NamedTuple
 import torch
 
 from kvpop_vllm.testing import (
+    DisturbedSums,
     OracleModel,
     OraclePolicy,
     OracleRun,
-    OtherRoundings,
     derived_budget,
     derived_margin_bound,
 )
@@ -105,7 +105,7 @@ class Judge:
         if key not in self.known:
             exact, low = self.models
             run = exact.run(tokens, policy, bias=nudges)
-            with OtherRoundings(0):
+            with DisturbedSums(0):
                 eager = low.run(tokens, policy, visible=run.visible)
             self.known[key] = Reference(run, eager)
         return self.known[key]

@@ -348,7 +348,10 @@ class TestGraphs(Pretended):
 
         from kvpop_vllm.vllm_glue import gated_attention
 
-        for module, op in ((attention, "unified_attention_with_output"), (gated_attention, "attention_with_given")):
+        for module, op in (
+            (attention, "unified_attention_with_output"),
+            (gated_attention, "attention_with_gate_scores"),
+        ):
             assert re.search(rf"@eager_break_during_capture\n(@\w+\n)*def {op}\(", inspect.getsource(module))
 
     def test_gates_end_a_piece_of_the_compiled_graph(self, model, gate):
@@ -358,7 +361,7 @@ class TestGraphs(Pretended):
         from kvpop_vllm.vllm_glue import gated_attention
 
         assert gated_attention.LIBRARY.ns == "kvpop_vllm"
-        op = torch.ops.kvpop_vllm.attention_with_given.default
+        op = torch.ops.kvpop_vllm.attention_with_gate_scores.default
         node = SimpleNamespace(op="call_function", target=op)
         gated = configure(model, {"policy": "trimkv", "scorer": gate}).compilation_config
         assert should_split(node, gated.splitting_ops) and gated.splitting_ops_contain_attention()

@@ -14,9 +14,9 @@ import torch
 from engine.pretended import PRETENDED, Pretended
 from kernels.memory import peak_bytes
 
-from kvpop_vllm.attention import fixed_budget
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch
-from kvpop_vllm.attention.rehearsal import largest_steps
+from kvpop_vllm.attention import step_batch
+from kvpop_vllm.attention.profile_run import worst_case_batches
+from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import region_map
 from kvpop_vllm.scorers.gates import Signals
@@ -102,7 +102,9 @@ class Layers:
             table = torch.zeros(len(counts), 32, dtype=torch.int32)
             for row, blocks in zip(table, rows, strict=True):
                 row[: len(blocks)] = torch.tensor(blocks)
-            step = StepBatch.build(layout, impl.policy.retention, counts, seq_lens, table, Sizes(protected), regions, i)
+            step = StepBatch.build(
+                layout, impl.policy.retention, counts, seq_lens, table, RequestSettings(protected), regions, i
+            )
             cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference")
             cpu.forward(q[i], k[i], v[i], pages, step, out[i], None, blocks_of)
         return out
@@ -165,7 +167,7 @@ def serve(model, tmp_path, monkeypatch):
         if settings["policy"] == "kvpop":
             settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, "mlstm", **ROLES, topk=26))
         layers = Layers(configure(model, settings, compilation_config={"cudagraph_capture_sizes": [MOST]}))
-        prefill = fixed_budget.ops.prefill_chunk
+        prefill = step_batch.ops.prefill_chunk
 
         def by_interpreter(*tensors, rule, impl, **more):
             """Run prefill by the interpreter, but sequential rules by the reference.
@@ -174,7 +176,7 @@ def serve(model, tmp_path, monkeypatch):
             """
             return prefill(*tensors, rule=rule, impl="reference" if rule.sequential else impl, **more)
 
-        monkeypatch.setattr(fixed_budget.ops, "prefill_chunk", by_interpreter)
+        monkeypatch.setattr(step_batch.ops, "prefill_chunk", by_interpreter)
         return Served(layers, prompts)
 
     return start
@@ -385,8 +387,12 @@ class TestPlacement(Pretended):
         for gate in impl.gates:
             tokens = torch.empty(3, HEADS, SIZE, dtype=torch.bfloat16, device="meta")
             hidden = tokens.new_empty(3, impl.policy.model.hidden_size)
-            given = gate(Signals(hidden, tokens, tokens, tokens[..., 0] if gate.borrows else None))
-            assert (given.device.type, given.dtype, given.shape) == ("meta", torch.float32, (3, HEADS))
+            gate_scores = gate(Signals(hidden, tokens, tokens, tokens[..., 0] if gate.borrows else None))
+            assert (gate_scores.device.type, gate_scores.dtype, gate_scores.shape) == (
+                "meta",
+                torch.float32,
+                (3, HEADS),
+            )
         cache = torch.empty(
             2, BLOCKS, HEADS, SLOTS, impl.attention.layout.slot_bytes // 2, dtype=torch.bfloat16, device="meta"
         )
@@ -432,12 +438,12 @@ class TestMemory(Pretended):
         monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **options: None)
         layers = layers(policy, **options)
         impl, (q, k, v) = layers.impls[0], (x[0] for x in layers.tokens(self.TOKENS))
-        out, given = torch.empty_like(q), torch.zeros(self.TOKENS, HEADS) if impl.policy.gated else None
+        out, gate_scores = torch.empty_like(q), torch.zeros(self.TOKENS, HEADS) if impl.policy.gated else None
         runner, length = RunnerV1(layers.config, layers.group), layers.config.model_config.max_model_len
 
         def peak(n, cache, metadata):
             step = q[:n], k[:n], v[:n], cache, metadata
-            return peak_bytes(lambda: impl.forward(None, *step, output=out[:n], given=given))
+            return peak_bytes(lambda: impl.forward(None, *step, output=out[:n], gate_scores=gate_scores))
 
         def of_a_step(counts, seen, prompt=None):
             lengths = [seen + n for n in counts]
@@ -462,7 +468,9 @@ class TestMemory(Pretended):
         """The profiling run's kernels work on made-up pages, and its chunk begins where the cache is full."""
         impl = layers("kvpop").impls[0]
         q, k, v = (torch.randn(9, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS))
-        for pages, batch, n in largest_steps(impl.attention.rule, impl.attention.layout, [80], 80, 9, MOST, 512, "cpu"):
+        for pages, batch, n in worst_case_batches(
+            impl.attention.rule, impl.attention.layout, [80], 80, 9, MOST, 512, "cpu"
+        ):
             out = torch.full_like(q[:n], 7.0)
             impl.attend(q[:n], k[:n], v[:n], pages, batch, out, None, pages)
             assert (out == 0).all() if batch.decodes else (out.abs().amax((1, 2)) > 0).all()

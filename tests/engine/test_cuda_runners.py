@@ -214,7 +214,7 @@ class TestRunners(Pretended):
 
         Nor may these tensors meet CPU tensors.
         """
-        from attention.test_device_step import NoWaiting
+        from attention.test_device_batch import NoWaiting
 
         builder = group_of(configure(model, policy), device="meta").get_metadata_builder()
         builder.prompts = builder.seeds = torch.full((3,), 50)

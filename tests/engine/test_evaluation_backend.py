@@ -14,11 +14,11 @@ import torch
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
 from engine.driving import one_thread
 from engine.tiny_engine import quick
+from kvpop_vllm.evaluation.policies import learned, training_free
 
 from kvpop_vllm.cli import main
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay
-from kvpop_vllm.evaluation.contenders import learned, training_free
 from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue.evaluation import EngineBackend, settings_of
@@ -59,23 +59,23 @@ def test_both_backends_are_one(folder, name, options):
     model = str(folder / "model")
     backends = [one(model, torch.float32, LONGEST) for one in (TransformersBackend, EngineBackend)]
     assert backends[0].shape == backends[1].shape
-    deployed = None
+    resolved = None
     if name is not None:
         folders = {"kvpop": "scorer", "dms": "dms"}
-        contender = learned(str(folder / folders[name]), model)[0] if name in folders else training_free(name)
+        spec = learned(str(folder / folders[name]), model)[0] if name in folders else training_free(name)
         if "allocator" in options:
-            contender = contender.allocated(options["allocator"])
+            spec = spec.allocated(options["allocator"])
         roles = {role: tokens for role, tokens in options.items() if role != "allocator"}
-        deployed = contender.deploy(backends[0].shape, B, **roles)
-        expected = {"policy": name, "budget": B} | options | ({"scorer": contender.scorer} if name in folders else {})
-        assert settings_of(deployed) == expected
+        resolved = spec.resolve(backends[0].shape, B, **roles)
+        expected = {"policy": name, "budget": B} | options | ({"scorer": spec.scorer} if name in folders else {})
+        assert settings_of(resolved) == expected
     rows = [torch.tensor(random_prompt(LONGEST, VOCABULARY - 1, seed=i)) for i in range(2)]
     prompts = [random_prompt(length, VOCABULARY - 1, seed=9) for length in (20, 200)]
     with backends[0].start(None) as run:
         dense = [replay.predictions(run, row) for row in rows]
     found = []
     for backend in backends:
-        with backend.start(deployed) as run:
+        with backend.start(resolved) as run:
             logp = [run.logits(replay.predictions(run, row)).log_softmax(-1) for row in rows]
             compared = [replay.compare(run, row, own, 60) for row, own in zip(rows, dense, strict=True)]
             answers = [run.generate(prompt, 24, set()) for prompt in prompts]
@@ -115,7 +115,7 @@ def test_the_demo_model_says_the_same_with_both():
     shipped, found = str(root / "examples/scorers/smollm2-135m-kvpop"), []
     for kind in (TransformersBackend, EngineBackend):
         backend = kind(model, torch.bfloat16, 512)
-        with backend.start(learned(shipped, model)[0].deploy(backend.shape, 192)) as run:
+        with backend.start(learned(shipped, model)[0].resolve(backend.shape, 192)) as run:
             if not found:
                 with backend.start(None) as dense_run:
                     dense = replay.predictions(dense_run, row)

@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from kvpop_vllm.distill.retention import Roles, running_cutoffs
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
-from kvpop_vllm.testing import OtherRoundings, margin_bound, oracle_scores
+from kvpop_vllm.testing import DisturbedSums, margin_bound, oracle_scores
 from kvpop_vllm.testing.oracle_sets import retained_sets_static
 
 pytestmark = pytest.mark.slow
@@ -76,7 +76,7 @@ def test_its_own_scores_everywhere(run):
     for layer, steps in run.held.items():
         k, v = keys_and_values(run, layer)
         exact = oracle_scores.raw_scores(scorer, layer, k.double(), v.double(), roles.window)
-        with OtherRoundings(0):
+        with DisturbedSums(0):
             low = oracle_scores.raw_scores(scorer, layer, k.float(), v.float(), roles.window)
         log_gamma = run.scorers[layer].log_gamma().detach()
         bound = margin_bound(low, exact)

@@ -20,8 +20,8 @@ from policies.matrix import ROWS
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import (
+    DisturbedSums,
     OraclePolicy,
-    OtherRoundings,
     assert_within_budget,
     eager_runs,
     margin_bound,
@@ -183,7 +183,7 @@ def _judge_layer(recorder, policy, name, layer, held) -> list[bool]:
     parts = [recorder.tensors[name, layer, part][:seen].transpose(0, 1) for part in ("query", "key", "value", "out")]
     query, key, value, out = parts
     exact = policy.decide(layer, query.double(), key.double(), value.double())
-    with OtherRoundings(0):
+    with DisturbedSums(0):
         low = policy.decide(layer, query.float(), key.float(), value.float(), forced=exact.visible)
     sets, margins, bound = exact.visible, exact.margins, margin_bound(low.scores, exact.scores)
     ties, others = [False] * int((margins < float("inf")).sum()), [*range(len(key))]

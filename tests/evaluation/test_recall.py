@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from kernels.naive import kept_sets
+from kvpop_vllm.evaluation.policies import training_free
 from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.cache.accounting import request_bytes
@@ -15,7 +16,6 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.evaluation.contenders import training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
 from kvpop_vllm.kernels.pages import PageLayout
@@ -108,10 +108,10 @@ def test_equal_bytes_are_equal_and_k_is_the_largest(dtype, size, budget):
         return request_bytes(layout, 3, 4096, Retention(budget, 4, 64)).allocated
 
     moments = size * (size + 2)
-    found = setting.deploy(training_free("momentkv"), shape, dtype).roles.budget
+    found = setting.resolve(training_free("momentkv"), shape, dtype).roles.budget
     assert bytes_of(found, moments) == bytes_of(budget, 0) < bytes_of(found + 1, moments)
-    equal_k = dataclasses.replace(setting, equal="k").deploy(training_free("momentkv"), shape, dtype)
-    assert equal_k.roles.topk == budget - 68 == setting.deploy(training_free("h2o"), shape, dtype).roles.topk
+    equal_k = dataclasses.replace(setting, equal="k").resolve(training_free("momentkv"), shape, dtype)
+    assert equal_k.roles.topk == budget - 68 == setting.resolve(training_free("h2o"), shape, dtype).roles.topk
 
 
 @pytest.mark.parametrize("positions", [7, S])
@@ -137,4 +137,4 @@ def test_next_token_quality_by_definition(tmp_path, monkeypatch, positions):
 def test_a_budget_without_long_range_tokens_is_refused():
     shape, setting = ModelShape("llama", 2, 2, 32, S), Setting(S, 30, 2, 28)
     with pytest.raises(ConfigError, match="a budget of 30 leaves streaming-llm no long-range tokens"):
-        setting.deploy(training_free("streaming-llm"), shape, torch.float32)
+        setting.resolve(training_free("streaming-llm"), shape, torch.float32)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvpop_vllm.evaluation.policies import learned, training_free
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.evaluation import replay
-from kvpop_vllm.evaluation.contenders import learned, training_free
 from kvpop_vllm.evaluation.pictures import retention_map
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.evaluation.running import TransformersBackend
@@ -57,30 +57,30 @@ def both(model, scorer, backend, tmp_path_factory):
         if name == "h2o+pyramid":
             k = B - B // 2
             oracle = OraclePolicy("mean mass", 0, B // 2, (2 * k - round(k / 20), round(k / 20)))
-            return training_free("h2o").allocated("pyramid").deploy(backend.shape, B), oracle
+            return training_free("h2o").allocated("pyramid").resolve(backend.shape, B), oracle
         if name in GATES:
             folder = tmp_path_factory.mktemp("gate") / "gate"
             kind = name.split(",")[0]
             write_random_scorer(folder, model, kind, sinks=2, window=6, topk=B - 8, **GATES[name])
-            return learned(str(folder), model)[0].deploy(backend.shape, B), OraclePolicy.from_scorer(folder)
+            return learned(str(folder), model)[0].resolve(backend.shape, B), OraclePolicy.from_scorer(folder)
         if name == "kvpop":
-            return learned(scorer, model)[0].deploy(backend.shape, B), OraclePolicy.from_scorer(scorer)
+            return learned(scorer, model)[0].resolve(backend.shape, B), OraclePolicy.from_scorer(scorer)
         kind, sinks, window = OWN[name]
         oracle = OraclePolicy(kind, sinks, window, B - sinks - window, corrected=name == "momentkv")
-        return replace(training_free(name), protect=0).deploy(backend.shape, B), oracle
+        return replace(training_free(name), protect=0).resolve(backend.shape, B), oracle
 
     return make
 
 
 @pytest.mark.parametrize("name", NAMES[1:])
 def test_a_policy_has_its_own_defaults_and_holds_what_the_oracle_holds(model, backend, both, name):
-    tokens, (deployed, oracle) = random_prompt(S), both(name)
-    roles, layers = deployed.roles, len(deployed.policy.shares())
+    tokens, (resolved, oracle) = random_prompt(S), both(name)
+    roles, layers = resolved.roles, len(resolved.policy.shares())
     assert (roles.sinks, roles.window, roles.budget) == (oracle.sinks, oracle.window, B)
-    assert [deployed.budgets(layer).unique().tolist() for layer in range(layers)] == [
+    assert [resolved.budgets(layer).unique().tolist() for layer in range(layers)] == [
         [b] for b in oracle.budgets(layers)
     ]
-    run, found = OracleModel(model).run(tokens, oracle), backend.held(deployed, torch.tensor(tokens))
+    run, found = OracleModel(model).run(tokens, oracle), backend.held(resolved, torch.tensor(tokens))
     for layer, visible in enumerate(run.visible):
         assert torch.equal(found[layer], visible[:, S - 1])
     assert found.sum(-1).max() == max(oracle.budgets(layers)) or name in GATES
@@ -88,9 +88,9 @@ def test_a_policy_has_its_own_defaults_and_holds_what_the_oracle_holds(model, ba
 
 @pytest.mark.parametrize("name", NAMES)
 def test_predictions_of_a_prompt_are_the_oracles(model, backend, both, name):
-    tokens, (deployed, oracle) = random_prompt(S), both(name)
+    tokens, (resolved, oracle) = random_prompt(S), both(name)
     exact = OracleModel(model).run(tokens, oracle).logprobs
-    with backend.start(deployed) as run:
+    with backend.start(resolved) as run:
         own = run.logits(run.hidden(torch.tensor(tokens))).log_softmax(-1)
     assert own.dtype == torch.float32
     torch.testing.assert_close(own.double(), exact, rtol=0, atol=2e-4)
@@ -99,7 +99,7 @@ def test_predictions_of_a_prompt_are_the_oracles(model, backend, both, name):
 @pytest.mark.parametrize("name", NAMES)
 def test_generated_tokens_are_the_oracles(model, backend, both, name):
     """Decode steps on caches that the prompt filled generate the oracle's tokens, none of them a near-tie."""
-    prompt, (deployed, oracle) = random_prompt(60, seed=3), both(name)
+    prompt, (resolved, oracle) = random_prompt(60, seed=3), both(name)
     naive = OracleModel(model)
     exact = []
     for _ in range(NEW):
@@ -107,7 +107,7 @@ def test_generated_tokens_are_the_oracles(model, backend, both, name):
     gaps = naive.run(prompt + exact, oracle).top2_gap[len(prompt) - 1 : -1]
     assert gaps.min() > 1e-3 and len(set(exact)) > 4
     assert name is None or exact != naive.greedy(prompt, NEW), "the budget shows in nothing"
-    with backend.start(deployed) as run:
+    with backend.start(resolved) as run:
         assert run.generate(prompt, NEW, set()) == exact
         assert run.generate(prompt, 3, set()) == exact[:3], "a request knows nothing of the one before"
         stop = exact[5]
@@ -119,10 +119,12 @@ def test_a_prompt_is_compressed_as_the_oracle_does(model, backend, name):
     """Tokens retained at the end of the prompt and tokens generated from them match the oracle."""
     prompt, k = random_prompt(70, seed=11), B - 8
     shares = {"pyramidkv": (2 * k - round(k / 20), round(k / 20))}
-    oracle = OraclePolicy("prompt votes", 0, 8, shares.get(name, k), divides=name == "adakv", prompt=len(prompt))
-    deployed, naive, exact = training_free(name).deploy(backend.shape, B, 0, 8), OracleModel(model), []
+    oracle = OraclePolicy(
+        "prompt votes", 0, 8, shares.get(name, k), adaptive_head_budgets=name == "adakv", prompt=len(prompt)
+    )
+    resolved, naive, exact = training_free(name).resolve(backend.shape, B, 0, 8), OracleModel(model), []
     run = naive.run([*prompt, 0], oracle)
-    held = backend.held(deployed, torch.tensor(prompt))
+    held = backend.held(resolved, torch.tensor(prompt))
     for layer, visible in enumerate(run.visible):
         # The oracle has taken one more step: one more token has left the window, and a full head has evicted
         # its lowest token.
@@ -132,17 +134,17 @@ def test_a_prompt_is_compressed_as_the_oracle_does(model, backend, name):
     for _ in range(NEW):
         exact.append(int(naive.run(prompt + exact, oracle).logprobs[-1].argmax()))
     assert naive.run(prompt + exact, oracle).top2_gap[len(prompt) - 1 : -1].min() > 1e-3
-    with backend.start(deployed) as run:
+    with backend.start(resolved) as run:
         assert run.generate(prompt, NEW, set()) == exact != naive.greedy(prompt, NEW)
 
 
 @pytest.mark.parametrize("name", [None, "h2o", "kvpop", "trimkv", "dms, shifted", "h2o+pyramid"])
 def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
     """Chunks and single tokens, before and after the budget is full, give the outputs of the whole row."""
-    (deployed, _), loaded = both(name), load_model(model, torch.float32)
+    (resolved, _), loaded = both(name), load_model(model, torch.float32)
     show_hidden_states(loaded)
     tokens = torch.tensor(random_prompt(S))
-    request = DenseRequest() if name is None else Request(deployed, length=S)
+    request = DenseRequest() if name is None else Request(resolved, length=S)
     parts, at = [], 0
     for count in (10, 1, 1, 28, 1, 17, 1, S - 59):
         positions = torch.arange(at, at + count)[None]
@@ -150,7 +152,7 @@ def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
         with torch.inference_mode():
             parts.append(loaded.get_decoder()(**inputs, attend=request).last_hidden_state[0])
         at += count
-    with backend.start(deployed) as run:
+    with backend.start(resolved) as run:
         whole = run.hidden(tokens)
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=5e-5)
 
@@ -161,25 +163,25 @@ def test_a_model_that_gives_up_a_channel_has_it_under_no_policy(kind, mark, tmp_
     folder, scorer = str(write_tiny_model(tmp_path / "model", kind)), str(tmp_path / "gate")
     write_random_scorer(scorer, folder, "dms", sinks=2, window=6, topk=B - 8, reads="query", evict=0.5)
     tokens, policy = torch.tensor(random_prompt(S)), OraclePolicy.from_scorer(scorer)
-    contender = learned(scorer, folder)[0]
+    spec = learned(scorer, folder)[0]
     plain = TransformersBackend(folder, torch.float32, S)
-    with plain.start(contender.deploy(plain.shape, B)) as run, pytest.raises(ConfigError, match="has not given up"):
+    with plain.start(spec.resolve(plain.shape, B)) as run, pytest.raises(ConfigError, match="has not given up"):
         run.hidden(tokens)
     config = Path(folder) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {mark: 1}))
     backend, model = TransformersBackend(folder, torch.float32, S), OracleModel(folder)
-    deployed = contender.deploy(backend.shape, B)
+    resolved = spec.resolve(backend.shape, B)
     whole = model.run(tokens.tolist(), OraclePolicy(policy.scorer, sinks=0, window=2**62, topk=0))
     sparse = model.run(tokens.tolist(), policy)
     assert not torch.allclose(whole.logprobs, model.run(tokens.tolist(), None).logprobs, atol=1e-2)
-    for exact, own in ((whole, None), (sparse, deployed)):
+    for exact, own in ((whole, None), (sparse, resolved)):
         with backend.start(own) as run:
             logp = run.logits(run.hidden(tokens)).log_softmax(-1)
         torch.testing.assert_close(logp.double(), exact.logprobs, rtol=0, atol=2e-4)
-    found = backend.held(deployed, tokens)
+    found = backend.held(resolved, tokens)
     for layer, visible in enumerate(sparse.visible):
         assert torch.equal(found[layer], visible[:, S - 1])
-    dense, own = evaluate(backend.model, [tokens], [contender], [Setting(S, B, None, None)], recall=False)
+    dense, own = evaluate(backend.model, [tokens], [spec], [Setting(S, B, None, None)], recall=False)
     for record, exact in ((dense, whole), (own, sparse)):
         nll = -exact.logprobs[:-1].gather(-1, tokens[1:, None]).mean()
         assert record["nll"] == pytest.approx(float(nll), abs=1e-4)
@@ -189,7 +191,7 @@ def test_a_model_that_gives_up_a_channel_has_it_under_no_policy(kind, mark, tmp_
 @pytest.mark.parametrize("positions, bucket", [(512, 20), (7, 20), (512, 89)])
 def test_replay_by_definition(model, backend, both, monkeypatch, positions, bucket):
     monkeypatch.setattr("kvpop_vllm.evaluation.replay.POSITIONS", positions)
-    tokens, (deployed, oracle) = random_prompt(S), both("h2o")
+    tokens, (resolved, oracle) = random_prompt(S), both("h2o")
     exact, own = (OracleModel(model).run(tokens, policy).logprobs[:-1] for policy in (None, oracle))
     kl = (exact.exp() * (exact - own)).sum(-1)
     same = (exact.argmax(-1) == own.argmax(-1)).double()
@@ -197,7 +199,7 @@ def test_replay_by_definition(model, backend, both, monkeypatch, positions, buck
     with backend.start(None) as run:
         dense = replay.predictions(run, torch.tensor(tokens))
         itself = replay.compare(run, torch.tensor(tokens), dense, bucket)
-    with backend.start(deployed) as run:
+    with backend.start(resolved) as run:
         found = replay.compare(run, torch.tensor(tokens), dense, bucket)
     for name, values in (("nll", nll), ("kl", kl), ("agreement", same)):
         by_hand = [values[a : a + bucket].mean().item() for a in range(0, S - 1, bucket)]

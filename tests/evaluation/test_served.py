@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
+from kvpop_vllm.evaluation.policies import in_registry, known_training_free, learned, training_free
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.evaluation.contenders import in_registry, known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
 from kvpop_vllm.evaluation.served import Sequence, attend_and_keep
@@ -20,7 +20,7 @@ from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.testing import (
     OracleModel,
     OraclePolicy,
-    follow_attention,
+    retained_by_attention,
     write_random_scorer,
     write_tiny_model,
 )
@@ -49,10 +49,10 @@ def row(seed=1):
 @pytest.mark.parametrize("corrected", [False, True])
 @pytest.mark.parametrize("name", ORACLES)
 def test_next_tokens_are_the_oracles(model, name, corrected):
-    contender, setting = training_free(name), Setting(S, 30, 2, 6)
-    if corrected and not contender.corrects:
-        contender = contender.corrected()
-    _, record = evaluate(load_model(model, torch.float32), [row()], [contender], [setting])
+    spec, setting = training_free(name), Setting(S, 30, 2, 6)
+    if corrected and not spec.uses_moment_correction:
+        spec = spec.corrected()
+    _, record = evaluate(load_model(model, torch.float32), [row()], [spec], [setting])
     policy = OraclePolicy(ORACLES[name], 2, 6, record["topk"], corrected=corrected or name == "momentkv")
     run, plain = (OracleModel(model).run(row().tolist(), chosen) for chosen in (policy, None))
     nll, dense = (float(-r.logprobs[:-1].gather(-1, row()[1:, None]).mean()) for r in (run, plain))
@@ -67,12 +67,12 @@ def test_next_tokens_with_gates_and_unequal_layers_are_the_oracles(model, tmp_pa
     """Predictions match the oracle; recall is omitted where heads hold different numbers of tokens."""
     if name in ("trimkv", "dms"):
         folder = write_random_scorer(tmp_path / "gate", model, name, sinks=2, window=6, topk=22, evict=0.5)
-        contender, policy = learned(str(folder), model)[0], OraclePolicy.from_scorer(folder)
+        spec, policy = learned(str(folder), model)[0], OraclePolicy.from_scorer(folder)
     else:
-        contender, policy = training_free("h2o").allocated("pyramid"), OraclePolicy("mean mass", 0, 15, (29, 1))
+        spec, policy = training_free("h2o").allocated("pyramid"), OraclePolicy("mean mass", 0, 15, (29, 1))
     loaded = load_model(model, torch.float32)
     show_hidden_states(loaded)
-    _, record = evaluate(loaded, [row()], [contender], [Setting(S, 30, None, None)])
+    _, record = evaluate(loaded, [row()], [spec], [Setting(S, 30, None, None)])
     run, plain = (OracleModel(model).run(row().tolist(), chosen) for chosen in (policy, None))
     nll, dense = (float(-r.logprobs[:-1].gather(-1, row()[1:, None]).mean()) for r in (run, plain))
     assert record["nll"] == pytest.approx(nll, rel=1e-5) and abs(nll - dense) > 1e-4
@@ -83,20 +83,20 @@ def test_next_tokens_with_gates_and_unequal_layers_are_the_oracles(model, tmp_pa
 def test_recall_is_of_the_sets_on_dense_queries(layer, name):
     q, k, v = layer
     roles = Roles(2, 6, 8)
-    deployed = training_free(name).deploy(SHAPE, roles.budget, 2, 6)
-    assert deployed.roles == roles
-    out, kept = attend_and_keep(deployed.rule(0), roles.budget, q, k, v, 32**-0.5, Q0)
+    resolved = training_free(name).resolve(SHAPE, roles.budget, 2, 6)
+    assert resolved.roles == roles
+    out, kept = attend_and_keep(resolved.rule(0), roles.budget, q, k, v, 32**-0.5, Q0)
     for b in range(2):
-        visible, margins, _, _ = follow_attention(q[b], k[b], v[b], ORACLES[name], 2, 6, 8)
+        visible, margins, _, _ = retained_by_attention(q[b], k[b], v[b], ORACLES[name], 2, 6, 8)
         assert margins.min() > 1e-6
         for q0, found in zip(Q0, kept, strict=True):
             assert torch.equal(found[b], visible[:, q0, 2 : q0 - 5])
     judge = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5)
-    recall, again = deployed.on_dense(judge, 0, v, Q0, {})
+    recall, again = resolved.on_dense(judge, 0, v, Q0, {})
     expected = judge.recall_of(kept, torch.zeros(2), roles, Q0)
     assert torch.equal(recall.hindsight, expected.hindsight) and torch.equal(recall.mass, expected.mass)
     assert torch.equal(again, out)
-    _, order = attend_and_keep(deployed.rule(0), roles.budget, q, k, v, 32**-0.5, Q0[::-1])
+    _, order = attend_and_keep(resolved.rule(0), roles.budget, q, k, v, 32**-0.5, Q0[::-1])
     assert all(torch.equal(a, b) for a, b in zip(order[::-1], kept, strict=True))
 
 
@@ -104,20 +104,20 @@ def test_recall_is_of_the_sets_on_dense_queries(layer, name):
 def test_both_ways_are_one(model, layer, tmp_path, kind):
     """Policies described by scores retain the same tokens in the training mask and in serving pages."""
     if kind in policies.POLICIES:
-        contender = training_free(kind)
+        spec = training_free(kind)
     else:
         folder = str(write_random_scorer(tmp_path / "scorer", model, kind, sinks=2, window=6, topk=8, decay_step=3))
-        contender, _ = learned(folder, model)
-    deployed = contender.deploy(SHAPE, 16, 2, 6)
-    roles = deployed.roles
-    assert roles == Roles(2, 6, 8, 1 if kind in policies.POLICIES else 3) and deployed.by_scores
+        spec, _ = learned(folder, model)
+    resolved = spec.resolve(SHAPE, 16, 2, 6)
+    roles = resolved.roles
+    assert roles == Roles(2, 6, 8, 1 if kind in policies.POLICIES else 3) and resolved.by_scores
     q, k, v = layer
-    rank, cutoff = running_cutoffs(*contender.score(0, k, v, 6), roles)
-    _, kept = attend_and_keep(deployed.rule(0), roles.budget, q, k, v, 32**-0.5, Q0)
+    rank, cutoff = running_cutoffs(*spec.score(0, k, v, 6), roles)
+    _, kept = attend_and_keep(resolved.rule(0), roles.budget, q, k, v, 32**-0.5, Q0)
     for q0, found in zip(Q0, kept, strict=True):
         assert torch.equal(found, kept_at(rank, cutoff, q0, roles))
-    by_scores = deployed.attend()(0, q, k, v, 32**-0.5)
-    served = dataclasses.replace(contender, serve=True).deploy(SHAPE, 16, 2, 6)
+    by_scores = resolved.attend()(0, q, k, v, 32**-0.5)
+    served = dataclasses.replace(spec, serve=True).resolve(SHAPE, 16, 2, 6)
     torch.testing.assert_close(served.attend()(0, q, k, v, 32**-0.5), by_scores, rtol=0, atol=2e-5)
 
 
@@ -127,7 +127,7 @@ def test_a_correction_changes_no_decision(layer, name):
     q, k, v = layer
     judge = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5)
     both = training_free(name), training_free(name).corrected()
-    (plain, _), (corrected, _) = (c.deploy(SHAPE, 16, 2, 6).on_dense(judge, 0, v, Q0, {}) for c in both)
+    (plain, _), (corrected, _) = (c.resolve(SHAPE, 16, 2, 6).on_dense(judge, 0, v, Q0, {}) for c in both)
     for measure in ("teacher", "hindsight", "mass"):
         assert torch.equal(getattr(plain, measure), getattr(corrected, measure)), measure
 
@@ -157,7 +157,7 @@ def test_the_error_of_outputs_by_definition(model, name):
 def test_heads_may_hold_different_budgets(layer, name):
     """Each head behaves as if all heads had its budget, in a chunk and token by token."""
     q, k, v = (x[0] for x in layer)
-    uneven, rule = torch.tensor([20, 33], dtype=torch.int32), training_free(name).deploy(SHAPE, 33, 2, 6).rule(0)
+    uneven, rule = torch.tensor([20, 33], dtype=torch.int32), training_free(name).resolve(SHAPE, 33, 2, 6).rule(0)
 
     def run(budget):
         sequence, parts = Sequence(rule, budget, k, length=S), []
@@ -183,8 +183,8 @@ def test_recall_is_left_out_where_heads_hold_different_numbers(model, monkeypatc
             return torch.tensor([[24, 36], [30, 30]], dtype=torch.int32)
 
     monkeypatch.setitem(policies.POLICIES, "uneven", Uneven)
-    contenders, setting = [training_free("h2o"), training_free("uneven")], Setting(S, 30, 2, 6)
-    records = list(evaluate(load_model(model, torch.float32), [row()], contenders, [setting]))
+    specs, setting = [training_free("h2o"), training_free("uneven")], Setting(S, 30, 2, 6)
+    records = list(evaluate(load_model(model, torch.float32), [row()], specs, [setting]))
     even, uneven = records[1:]
     assert {"teacher", "hindsight", "mass"} <= even.keys() and not {"teacher", "hindsight", "mass"} & uneven.keys()
     assert uneven["kl"] > 0 and uneven["nll"] != even["nll"]
@@ -199,28 +199,28 @@ def test_evaluated_is_what_is_served(name):
     """Each policy without a scorer gets its defaults, or the given roles, as an engine resolves them."""
     for asked in ({}, {"sinks": 2, "window": 6}):
         policy = policies.get(name)(PolicySettings(name, 128, **asked), SHAPE)
-        deployed = training_free(name).deploy(SHAPE, 128, **asked)
-        served, evaluated = policy.layer_rule(1, slice(0, 2)), deployed.rule(1)
+        resolved = training_free(name).resolve(SHAPE, 128, **asked)
+        served, evaluated = policy.layer_rule(1, slice(0, 2)), resolved.rule(1)
         tensors = {"log_gamma": None, "scorer": None, "rounds": None}
         plain = dataclasses.replace(served, **tensors)
         assert all(dataclasses.replace(r, **tensors) == plain for r in (served, evaluated))
         assert repr((served.scorer, served.rounds)) == repr((evaluated.scorer, evaluated.rounds))
         assert torch.equal(served.log_gamma, evaluated.log_gamma)
-        kept, roles = policy.retention, deployed.roles
+        kept, roles = policy.retention, resolved.roles
         assert (roles.budget, roles.sinks, roles.window) == (128, kept.sinks, kept.window)
-        assert torch.equal(deployed.budgets(1), policy.shares()[1])
+        assert torch.equal(resolved.budgets(1), policy.shares()[1])
 
 
 def test_every_registered_policy_comes_with_its_scorer(model, tmp_path):
     folders = [str(write_random_scorer(tmp_path / str(i), model, "mlstm", seed=i)) for i in range(2)]
-    contenders, left_out = in_registry(folders, model)
-    names = [c.name for c in contenders]
+    specs, left_out = in_registry(folders, model)
+    names = [c.name for c in specs]
     assert set(names) == {*known_training_free(), *(f"kvpop, {folder}" for folder in folders)}
     assert {"streaming-llm", "l2norm", "h2o", "tova", "momentkv", "random"} <= set(names) and "full" not in names
     others = [cls.name for cls in policies.POLICIES.values() if cls.scorer_kind not in (None, "mlstm")]
     assert [line.split()[0] for line in left_out] == others and "kvpop-mlp" in others
-    contenders, _ = in_registry(folders[:1], model)
-    assert "kvpop" in [c.name for c in contenders]
+    specs, _ = in_registry(folders[:1], model)
+    assert "kvpop" in [c.name for c in specs]
 
 
 @pytest.mark.parametrize(
@@ -243,32 +243,32 @@ def test_equal_bytes_count_the_moments():
         ModelShape("llama", 2, 2, 64, 4096),
         Setting(4096, 1024, None, None, "bytes"),
     )
-    for contender, budget in ((plain, 1024), (plain.corrected(), 960), (training_free("momentkv"), 960)):
-        deployed = setting.deploy(contender, shape, torch.bfloat16)
-        assert deployed.roles.budget == budget and (contender is not plain or deployed.roles.window == 512)
+    for spec, budget in ((plain, 1024), (plain.corrected(), 960), (training_free("momentkv"), 960)):
+        resolved = setting.resolve(spec, shape, torch.bfloat16)
+        assert resolved.roles.budget == budget and (spec is not plain or resolved.roles.window == 512)
 
 
 @pytest.mark.parametrize("allocator, more", [("uniform", 0), ("pyramid", 1)])
 @pytest.mark.parametrize("name", ["h2o", "streaming-llm"])
 def test_equal_bytes_count_pages_that_are_not_full(name, allocator, more):
     """Unequal shares round up to whole pages in every layer."""
-    shape, contender = ModelShape("llama", 30, 3, 64, 2048), training_free(name).allocated(allocator)
+    shape, spec = ModelShape("llama", 30, 3, 64, 2048), training_free(name).allocated(allocator)
     settings = {equal: Setting(2048, 512, None, None, equal) for equal in ("k", "bytes")}
-    found = {equal: one.deploy(contender, shape, torch.bfloat16) for equal, one in settings.items()}
+    found = {equal: one.resolve(spec, shape, torch.bfloat16) for equal, one in settings.items()}
     bytes_of = {equal: one.request_bytes(2048, torch.bfloat16).allocated for equal, one in found.items()}
     page = 30 * 3 * 64 * (2 * 64 * 2 + 8)
     assert bytes_of == {"k": (8 + more) * page, "bytes": 8 * page} and found["k"].roles.budget == 512
     fits = found["bytes"].roles.budget
     assert (fits == 512) == (more == 0)
     if fits < 512:
-        one_more = contender.deploy(shape, fits + 1)
+        one_more = spec.resolve(shape, fits + 1)
         assert one_more.request_bytes(2048, torch.bfloat16).allocated > 8 * page
 
 
 def test_bytes_of_heads_that_divide():
     """Heads whose last pages are filled in part take a block more than equal ones, but not for a prompt that fits."""
     shape = ModelShape("llama", 30, 3, 64, 2048, num_heads=9)
-    of = {name: training_free(name).deploy(shape, 512) for name in ("snapkv", "adakv")}
+    of = {name: training_free(name).resolve(shape, 512) for name in ("snapkv", "adakv")}
     more = [
         of["adakv"].request_bytes(length, torch.bfloat16).blocks
         - of["snapkv"].request_bytes(length, torch.bfloat16).blocks
@@ -281,10 +281,10 @@ def test_bytes_of_heads_that_divide():
 def test_how_many_tokens_are_all_held(layer, name, allocator):
     """``whole`` tokens are all retained, and after one more token some are not."""
     q, k, v = layer
-    deployed = training_free(name).allocated(allocator).deploy(SHAPE, 40)
-    assert (deployed.least < 40) == (allocator == "pyramid")
-    sequence = Sequence(deployed.rule(0), deployed.least, k[0], length=len(k[0, 0]))
-    sequence.attend(*(x[0, :, : deployed.whole] for x in (q, k, v)), 32**-0.5)
+    resolved = training_free(name).allocated(allocator).resolve(SHAPE, 40)
+    assert (resolved.least < 40) == (allocator == "pyramid")
+    sequence = Sequence(resolved.rule(0), resolved.least, k[0], length=len(k[0, 0]))
+    sequence.attend(*(x[0, :, : resolved.whole] for x in (q, k, v)), 32**-0.5)
     assert sequence.held().all()
-    sequence.attend(*(x[0, :, deployed.whole : deployed.whole + 1] for x in (q, k, v)), 32**-0.5)
+    sequence.attend(*(x[0, :, resolved.whole : resolved.whole + 1] for x in (q, k, v)), 32**-0.5)
     assert not sequence.held().all()

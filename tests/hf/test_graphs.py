@@ -28,7 +28,7 @@ def recording(monkeypatch):
 
 def addresses(own):
     """Yield the addresses of all tensors that a step reads beside its inputs."""
-    yield from (clock.positions.data_ptr() for clock in own._clocks.values())
+    yield from (sequence_lengths.positions.data_ptr() for sequence_lengths in own._lengths_by_device.values())
     for layer in own._layers.values():
         rule = layer.attention.rule
         scorer = () if rule.scorer is None else vars(rule.scorer).values()

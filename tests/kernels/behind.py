@@ -63,7 +63,7 @@ class Behind(Problem):
         begun = [r for r, t in zip(active, positions, strict=True) if t == self.protected[r]]
         self.begin(pages, begun, impl)
         at = self.table[active], torch.tensor(positions), self.budgets[active]
-        own = dict(rule=self.rule, scale=self.scale, given=given_scores(self.rule, k), impl=impl)
+        own = dict(rule=self.rule, scale=self.scale, gate_scores=given_scores(self.rule, k), impl=impl)
         return ops.decode_step(q, k, v, pages, *at, prefix=self.prefix(pages, active), **own)
 
     def long_range(self, pages, r, h, position):

@@ -63,7 +63,7 @@ class Exact:
             return float(self.weight("fc2_weight") @ (hidden * torch.sigmoid(hidden)) + self.weight("fc2_bias"))
         return self.read(x)
 
-    def step(self, position, q, k, v, scale, given=None):
+    def step(self, position, q, k, v, scale, gate_scores=None):
         """Advance the head by one token.
 
         Returns:
@@ -79,8 +79,8 @@ class Exact:
                 self.score[position] = self.read(x)
         self.tokens[position] = (k, v)
         leaving = position - rule.window
-        if given is not None:
-            self.score[position] = float(given)
+        if gate_scores is not None:
+            self.score[position] = float(gate_scores)
         if leaving >= rule.sinks and leaving not in self.score:
             self.score[leaving] = self.raw_score(torch.cat(self.tokens[leaving]))
         for t in [t for t in self.tokens if self.below(t, leaving)]:
@@ -114,7 +114,7 @@ class Exact:
     def below(self, t, leaving):
         """Return whether a token left the window with too low a score to stay, even if slots are free."""
         scorer, sinks = self.rule.scorer, self.rule.sinks
-        least = scorer.threshold if isinstance(scorer, ops.GivenScore) else None
+        least = scorer.threshold if isinstance(scorer, ops.GateScore) else None
         return least is not None and sinks <= t <= leaving and self.score[t] < least
 
     def evicted(self):
@@ -136,7 +136,7 @@ class Exact:
 
     def ranked_by(self, t, position):
         """Return the score of token t without its decay, before the query at ``position`` attends."""
-        if isinstance(self.rule.scorer, ops.GivenScore) and self.rule.scorer.ages:
+        if isinstance(self.rule.scorer, ops.GateScore) and self.rule.scorer.ages:
             return self.score[t] * (position - t)
         return self.score[t] / (position - t) if self.mean else self.score[t]
 

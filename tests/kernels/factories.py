@@ -6,7 +6,7 @@ import torch
 
 from kvpop_vllm.kernels.ops import (
     AttentionMass,
-    GivenScore,
+    GateScore,
     KeyNorm,
     LinearWeights,
     MLPWeights,
@@ -34,8 +34,8 @@ def random_scorer(kind: str | None, heads: int, size: int, generator: torch.Gene
         return KeyNorm()
     if kind == "mass":
         return AttentionMass(**options)
-    if kind == "given":
-        return GivenScore(**options)
+    if kind == "gate_scores":
+        return GateScore(**options)
     if kind == "moment":
         return MomentResidual()
     if kind == "linear":
@@ -66,7 +66,7 @@ def random_scorer(kind: str | None, heads: int, size: int, generator: torch.Gene
 
 def given_scores(rule: RetentionRule, k: torch.Tensor) -> torch.Tensor | None:
     """Return given scores ``[.., H]``, or decays, of tokens ``k [.., H, D]`` by their first channel."""
-    if not isinstance(rule.scorer, GivenScore):
+    if not isinstance(rule.scorer, GateScore):
         return None
     return -torch.exp(k[..., 0].float() - 3) if rule.ages else k[..., 0].float()
 

@@ -23,9 +23,9 @@ CASES = {
     "mass-newest": ("mass", {"mean": False}),
     "mass-mean": ("mass", {"mean": True}),
     "moment": ("moment", {}),
-    "given": ("given", {}),
-    "given-ages": ("given", {"ages": True}),
-    "given-threshold": ("given", {"threshold": -0.5}),
+    "gate_scores": ("gate_scores", {}),
+    "gate_scores-ages": ("gate_scores", {"ages": True}),
+    "gate_scores-threshold": ("gate_scores", {"threshold": -0.5}),
     "linear": ("linear", {}),
     "mlp": ("mlp", {}),
     "mlstm": ("mlstm", {}),
@@ -78,7 +78,7 @@ class Problem:
         if self.case.startswith("mlstm-odd-widths"):
             narrow = {"q_proj": 13, "k_proj": 13, "v_proj": 23, "out_weight": 23, "norm_weight": 23}
             scorer = replace(scorer, **{n: getattr(scorer, n)[..., :width].contiguous() for n, width in narrow.items()})
-        if self.case.startswith("given-threshold"):
+        if self.case.startswith("gate_scores-threshold"):
             self.window = max(2, self.window)
         roles = self.sinks, self.window, self.generator, self.step
         self.rule = random_rule(scorer, self.heads, *roles, correction)
@@ -116,7 +116,7 @@ class Problem:
 
     def run(self, pages, active, positions, q, k, v, impl):
         at = self.table[active], torch.tensor(positions), self.budgets[active]
-        own = dict(rule=self.rule, scale=self.scale, given=given_scores(self.rule, k), impl=impl)
+        own = dict(rule=self.rule, scale=self.scale, gate_scores=given_scores(self.rule, k), impl=impl)
         return ops.decode_step(q, k, v, pages, *at, windows=self.windows[active], **own)
 
     def long_range(self, pages, r, h, position):

@@ -96,9 +96,9 @@ DECODE = [
     dict(case="moment-corrected", size=64, group=3, slots=64, dtype=BF16, q_dtype=BF16, sinks=1, window=1, topk=30),
     dict(case="moment", size=32, group=7, slots=16, unequal=True),
     dict(case="mlstm-corrected", size=48, group=2, slots=16),
-    dict(case="given-ages", size=80, group=2, slots=16),
-    dict(case="given-threshold", size=64, group=1, slots=48, sinks=0, window=2, topk=40, unequal=True),
-    dict(case="given-threshold-corrected", size=48, group=2, slots=16, dtype=BF16, q_dtype=F32),
+    dict(case="gate_scores-ages", size=80, group=2, slots=16),
+    dict(case="gate_scores-threshold", size=64, group=1, slots=48, sinks=0, window=2, topk=40, unequal=True),
+    dict(case="gate_scores-threshold-corrected", size=48, group=2, slots=16, dtype=BF16, q_dtype=F32),
 ]
 
 
@@ -131,7 +131,7 @@ PREFILL = [
     ([3, 87], dict(case="moment-corrected", sinks=1, window=1, topk=40, length=90, size=32, group=3, slots=16)),
     ([40, 50], dict(case="mlstm-corrected", sinks=2, window=8, topk=10, length=90, size=48, slots=48)),
     ([40, 50], dict(case="mass-mean", sinks=1, window=20, topk=10, length=90, size=48, group=3, slots=48)),
-    ([1, 89], dict(case="given-threshold", sinks=0, window=2, topk=40, length=90, size=32, group=3, slots=16)),
+    ([1, 89], dict(case="gate_scores-threshold", sinks=0, window=2, topk=40, length=90, size=32, group=3, slots=16)),
     ([50, 130], dict(case="mlstm-immediate", sinks=2, window=140, topk=10, length=180, size=48, group=5, heads=3)),
 ]
 

@@ -18,7 +18,7 @@ from kernels.problems import CASES, CLOSE, CLOSE_MASS, Problem
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.testing import OtherRoundings, assert_within_budget
+from kvpop_vllm.testing import DisturbedSums, assert_within_budget
 
 set_num_threads = torch._C.set_num_threads
 """Function of torch itself, because vLLM makes ``torch.set_num_threads`` a no-op once an engine has run."""
@@ -74,7 +74,7 @@ def follow(p: Problem):
         magnitudes), and the requests' positions.
     """
     engines = {name: poisoned_pages(p.layout, p.num_blocks) for name in ("reference", *_C.isa_levels())}
-    disturbed = OtherRoundings(0)
+    disturbed = DisturbedSums(0)
     exact = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
     results = {name: ([], []) for name in engines} | {"exact": ([], [], [])}
     positions = [0] * p.requests
@@ -89,9 +89,11 @@ def follow(p: Problem):
                 out, lse = p.run(pages, active, now, q, k, v, "reference" if name == "reference" else "cpp")
             results[name][0].append(out), results[name][1].append(lse)
         heads = [(r, h, slice(h * p.group, (h + 1) * p.group)) for r in active for h in range(p.heads)]
-        given = given_scores(p.rule, k)
+        gate_scores = given_scores(p.rule, k)
         steps = [
-            exact[r][h].step(now[r], q[r, rows], k[r, h], v[r, h], p.scale, None if given is None else given[r, h])
+            exact[r][h].step(
+                now[r], q[r, rows], k[r, h], v[r, h], p.scale, None if gate_scores is None else gate_scores[r, h]
+            )
             for r, h, rows in heads
         ]
         results["exact"][0].append(torch.cat([s[0] for s in steps]).view(q.shape))
@@ -217,7 +219,7 @@ def check_budgets(p):
         "mass-mean",
         "moment-corrected",
         "mlstm-corrected",
-        "given",
+        "gate_scores",
     ],
 )
 def test_company_changes_nothing(isa, case):
@@ -298,7 +300,7 @@ def test_a_threshold_counts_in_slot_1(impl, sinks, window):
     """
     if impl != "reference":
         _C.set_isa(impl)
-    p = Problem("given-threshold", sinks=sinks, window=window, topk=12, seed=1).prepare()
+    p = Problem("gate_scores-threshold", sinks=sinks, window=window, topk=12, seed=1).prepare()
     pools = [
         p.layout.view(torch.full_like(poisoned_pages(p.layout, p.num_blocks).raw, byte)) for byte in (0, 1, 127, 255)
     ]
@@ -306,12 +308,12 @@ def test_a_threshold_counts_in_slot_1(impl, sinks, window):
     exact, least = {(r, h): p.exact(r, h) for r, h in heads}, torch.inf
     for t in range(60):
         q, k, v = p.inputs([0, 1])
-        given = given_scores(p.rule, k)
+        gate_scores = given_scores(p.rule, k)
         outs = [p.run(pages, [0, 1], [t, t], q, k, v, "cpp" if impl != "reference" else impl) for pages in pools]
         assert all(torch.equal(a, b) for found in outs[1:] for a, b in zip(outs[0], found, strict=True)), t
         for r, h in heads:
             rows = slice(h * p.group, (h + 1) * p.group)
-            least = min(least, exact[r, h].step(t, q[r, rows], k[r, h], v[r, h], p.scale, given[r, h])[-1])
+            least = min(least, exact[r, h].step(t, q[r, rows], k[r, h], v[r, h], p.scale, gate_scores[r, h])[-1])
             held = exact[r, h].long_range(t)
             for pages in pools:
                 assert counted(p, pages, r, h) == [t + 1, len(held)], t
@@ -322,14 +324,14 @@ def test_a_threshold_counts_in_slot_1(impl, sinks, window):
 
 
 def test_a_threshold_needs_a_window_of_two():
-    threshold, log_gamma = ops.GivenScore(threshold=0.0), torch.zeros(2, dtype=torch.float64)
+    threshold, log_gamma = ops.GateScore(threshold=0.0), torch.zeros(2, dtype=torch.float64)
     message = "a threshold needs a window of at least 2"
     with pytest.raises(ValueError, match=f"^{message}: set --kv-window to 2 or more$"):
         ops.RetentionRule(4, 1, log_gamma, scorer=threshold)
     with pytest.raises(ValueError, match=message):
-        _C.Rule(4, 1, 1, log_gamma, "given", {}, threshold=0.0)
+        _C.Rule(4, 1, 1, log_gamma, "gate_scores", {}, threshold=0.0)
     assert ops.RetentionRule(0, 2, log_gamma, scorer=threshold).threshold == 0.0
-    assert ops.RetentionRule(0, 1, log_gamma, scorer=ops.GivenScore()).threshold is None
+    assert ops.RetentionRule(0, 1, log_gamma, scorer=ops.GateScore()).threshold is None
 
 
 @pytest.mark.parametrize("entry", [-1, 10_000])

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvpop_vllm.kernels.divided import DividedRegions, arranged, divide, keep_budgets
+from kvpop_vllm.kernels.divided import DividedRegions, build_page_table, divide, store_budgets
 from kvpop_vllm.kernels.ops import PromptVotes
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import divided_blocks
@@ -64,7 +64,7 @@ def test_pages_are_a_requests_own(heads, budget, state, seed):
     held = layout.state_blocks + divided_blocks(heads, budget, N)
     blocks = torch.randperm(held + 3, generator=draw)[:held]
     natural = blocks * heads + torch.arange(heads).unsqueeze(1)
-    _, (row,) = arranged(layout, natural.unsqueeze(0), budgets)
+    _, (row,) = build_page_table(layout, natural.unsqueeze(0), budgets)
     seen = []
     for h in range(heads):
         pages = layout.state_blocks + cdiv(int(budgets[0, h]), N)
@@ -86,12 +86,12 @@ def test_what_was_divided_is_read_back():
     tails = torch.arange(40).view(2, 20)[:, : layout.state_blocks + 4]
     natural = tails.unsqueeze(1) * heads + torch.arange(heads).unsqueeze(1)
     shares = torch.tensor([20, 71, 29], dtype=torch.int32)
-    keep_budgets(regions.pages, natural[1], shares, votes)
+    store_budgets(regions.pages, natural[1], shares, votes)
     budgets, rows = regions.place(0, tails, [False, True])
     assert budgets.tolist() == [[40] * 3, [20, 71, 29]]
     assert rows.shape == (2, 3, layout.state_blocks + 5) and rows.dtype == torch.int32
     assert torch.equal(rows[0, :, : layout.state_blocks + 4], natural[0].int()), "whoever divides wants all blocks"
-    assert torch.equal(rows[1], arranged(layout, natural[1:], shares.unsqueeze(0))[1][0])
+    assert torch.equal(rows[1], build_page_table(layout, natural[1:], shares.unsqueeze(0))[1][0])
 
 
 def test_regions_must_lie_one_after_another():

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvpop_vllm.attention.fresh import fresh_pages
+from kvpop_vllm.attention.allocate import allocate_pages
 from kvpop_vllm.kernels import draws, ops
 from kvpop_vllm.kernels.pages import PageLayout, Prefix
 from kvpop_vllm.kernels.retained import held_tokens
@@ -91,7 +91,7 @@ def run(impl: str, cuts: list[int], seed: int, protected: int):
     )
     layout = PageLayout(HEADS, SIZE, torch.float32, SLOTS)
     prefix_blocks = -(-protected // SLOTS)
-    pages, table = fresh_pages(layout, BUDGET, length=LENGTH, protected=protected)
+    pages, table = allocate_pages(layout, BUDGET, length=LENGTH, protected=protected)
     pages.raw.fill_(0xFF)
     prefix = Prefix(pages, table[:, 0, :prefix_blocks].contiguous(), torch.tensor([protected])) if protected else None
     tail, outs = table[:, :, prefix_blocks:], []
@@ -136,7 +136,7 @@ def test_seeds_are_asked_for():
         0, 2, torch.zeros(1, dtype=torch.float64), scorer=ops.RandomDraw(torch.zeros(1, dtype=torch.int64))
     )
     layout = PageLayout(1, 16, torch.float32, SLOTS)
-    pages, table = fresh_pages(layout, 8)
+    pages, table = allocate_pages(layout, 8)
     token = torch.zeros(1, 1, 16)
     with pytest.raises(ValueError, match="seeds must be .1,. for RandomDraw, got None"):
         ops.decode_step(

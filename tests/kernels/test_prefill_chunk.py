@@ -41,7 +41,7 @@ class Problem:
 
     def __init__(self, case, sinks, window, topk, length, *, heads=2, group=2, size=32, slots=16, step=1, seed=0, dtype=torch.float32):  # fmt: skip
         kind, options = SOME_CASES[case]
-        window = max(2, window) if case == "given-threshold" else window
+        window = max(2, window) if case == "gate_scores-threshold" else window
         self.generator = torch.Generator().manual_seed(seed)
         options = dict(options)
         correction = options.pop("correction", False)
@@ -70,7 +70,7 @@ class Problem:
             rows.append(
                 ops.decode_step(
                     self.q[cut], self.k[cut], self.v[cut], pages, table, torch.tensor([t]), self.budgets.expand(1, -1),
-                    rule=self.told, scale=self.scale, given=given_scores(self.rule, self.k[cut]), impl=impl,
+                    rule=self.told, scale=self.scale, gate_scores=given_scores(self.rule, self.k[cut]), impl=impl,
                     windows=torch.tensor([self.rule.window], dtype=torch.int32),
                 )
             )  # fmt: skip
@@ -88,7 +88,7 @@ class Problem:
             rows.append(
                 ops.prefill_chunk(
                     self.q[cut], self.k[cut], self.v[cut], pages, table[0], start, self.budgets,
-                    rule=self.told, scale=self.scale, given=given_scores(self.rule, self.k[cut]), window=self.rule.window,
+                    rule=self.told, scale=self.scale, gate_scores=given_scores(self.rule, self.k[cut]), window=self.rule.window,
                     impl=impl if impl in ("reference", "triton") else "cpp",
                 )
             )  # fmt: skip
@@ -100,15 +100,17 @@ class Problem:
         closest, group = torch.inf, self.q.shape[1] // self.heads
         for h in range(self.heads):
             exact, rows = Exact(self.rule, h, self.budget), slice(h * group, (h + 1) * group)
-            given = given_scores(self.rule, self.k)
+            gate_scores = given_scores(self.rule, self.k)
             for t in range(self.length):
                 token = self.q[t, rows], self.k[t, h], self.v[t, h]
-                closest = min(closest, exact.step(t, *token, self.scale, None if given is None else given[t, h])[-1])
+                closest = min(
+                    closest, exact.step(t, *token, self.scale, None if gate_scores is None else gate_scores[t, h])[-1]
+                )
         return closest
 
     def closest_decision(self):
         """Return the smallest float64 priority gap of worst kept and best dropped token, over all steps."""
-        if self.rule.coupled or isinstance(self.rule.scorer, ops.GivenScore):
+        if self.rule.coupled or isinstance(self.rule.scorer, ops.GateScore):
             return self.closest_coupled_decision()
         pages, table = random_page_table(self.layout, 1, self.rule.first_long + self.length, self.generator)
         everything = torch.full_like(self.budgets, self.rule.first_long + self.length)
@@ -206,7 +208,7 @@ def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, gro
 
 @pytest.mark.parametrize("roles", [(0, 2, 10), (2, 8, 10)], ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_first_chunk_takes_nothing_from_the_pages(roles, impl, case="given-threshold"):
+def test_a_first_chunk_takes_nothing_from_the_pages(roles, impl, case="gate_scores-threshold"):
     """Neither the count of filled slots, in slot 1's position word, nor anything else is read."""
     problem, expected = decoded(case, roles)
     pages, table = problem.pages()
@@ -290,7 +292,7 @@ def test_unequal_budgets_token_by_token(case, impl, how):
         "none-corrected",
         "moment-corrected",
         "mlstm-corrected",
-        "given-threshold",
+        "gate_scores-threshold",
     ],
 )
 @pytest.mark.parametrize("isa", _C.isa_levels())

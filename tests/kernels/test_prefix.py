@@ -19,7 +19,7 @@ from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.testing import assert_within_budget, eager_runs, masked_lse
 
 CASES = SOME_CASES | {
-    "given-threshold-corrected": ("given", {"threshold": -0.5, "correction": True}),
+    "gate_scores-threshold-corrected": ("gate_scores", {"threshold": -0.5, "correction": True}),
     "mlstm-short": ("mlstm", {"replay": 5}),
     "mlstm-no-replay": ("mlstm", {"replay": 0}),
     "mlstm-immediate-short": ("mlstm", {"delayed": False, "replay": 3}),
@@ -80,7 +80,7 @@ class Problem:
             torch.randn(self.length, n, self.size, generator=draw).to(self.dtype)
             for n in (self.heads * self.group, self.heads, self.heads)
         )
-        self.given = given_scores(self.rule, self.k)
+        self.gate_scores = given_scores(self.rule, self.k)
 
     @property
     def roles(self) -> tuple[int, int]:
@@ -102,7 +102,7 @@ class Problem:
             one = Exact(replace(self.rule, sinks=sinks), h, budget, begins=begins)
             rows = slice(h * self.group, (h + 1) * self.group)
             for t in range(self.length):
-                own = None if self.given is None else self.given[t, h]
+                own = None if self.gate_scores is None else self.gate_scores[t, h]
                 out, lse, size, least = one.step(t, self.q[t, rows], self.k[t, h], self.v[t, h], self.scale, own)
                 outs.append(out), lses.append(lse), sizes.append(size)
                 held[t, h, list(one.tokens)] = True
@@ -181,10 +181,10 @@ class Pool:
 
     def chunk(self, r: int, count: int, impl: str):
         own, cut = self.problems[r], self.begin(r, count, impl)
-        given = None if own.given is None else own.given[cut]
+        gate_scores = None if own.gate_scores is None else own.gate_scores[cut]
         return ops.prefill_chunk(
             own.q[cut], own.k[cut], own.v[cut], self.pages, self.table[r], cut.start, self.budgets[r],
-            rule=self.rule, scale=own.scale, given=given, prefix=self.prefix([r]), impl=impl,
+            rule=self.rule, scale=own.scale, gate_scores=gate_scores, prefix=self.prefix([r]), impl=impl,
         )  # fmt: skip
 
     def decode(self, requests: list[int], impl: str):
@@ -193,10 +193,10 @@ class Pool:
         q, k, v = (
             torch.stack([getattr(self.problems[r], x)[t] for r, t in zip(requests, at, strict=True)]) for x in "qkv"
         )
-        given = given_scores(self.rule, k)
+        gate_scores = given_scores(self.rule, k)
         return ops.decode_step(
             q, k, v, self.pages, self.table[requests], torch.tensor(at), self.budgets[requests],
-            rule=self.rule, scale=self.problems[0].scale, given=given, prefix=self.prefix(requests), impl=impl,
+            rule=self.rule, scale=self.problems[0].scale, gate_scores=gate_scores, prefix=self.prefix(requests), impl=impl,
         )  # fmt: skip
 
     def held(self, r: int) -> torch.Tensor:
@@ -267,7 +267,7 @@ def test_equals_the_rule_however_it_is_cut(case, protect, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("protect", [1, SLOTS, 2 * SLOTS])
 @pytest.mark.parametrize(
-    "case", ["none", "mass-mean", "given-threshold", "linear", "mlstm", "mlstm-corrected", "moment"]
+    "case", ["none", "mass-mean", "gate_scores-threshold", "linear", "mlstm", "mlstm-corrected", "moment"]
 )
 def test_bfloat16(case, protect, impl):
     own, exact = problem(case, protect, torch.bfloat16)
@@ -276,7 +276,9 @@ def test_bfloat16(case, protect, impl):
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("case", ["none", "mass-mean", "moment-corrected", "given-threshold", "mlstm", "mlstm-short"])
+@pytest.mark.parametrize(
+    "case", ["none", "mass-mean", "moment-corrected", "gate_scores-threshold", "mlstm", "mlstm-short"]
+)
 def test_several_requests_in_one_step(case, impl):
     """Requests without a prefix, at its end, below it and behind it are right in one step.
 
@@ -307,7 +309,7 @@ def test_several_requests_in_one_step(case, impl):
 
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize(
-    "case", ["none", "mass-newest", "given-threshold", "moment-corrected", "mlstm", "mlstm-immediate"]
+    "case", ["none", "mass-newest", "gate_scores-threshold", "moment-corrected", "mlstm", "mlstm-immediate"]
 )
 def test_nothing_is_taken_from_the_bytes_that_lay_there(case, impl):
     """Results do not depend on bytes that lay in the pages before.
@@ -340,7 +342,7 @@ def test_nothing_is_taken_from_the_bytes_that_lay_there(case, impl):
 @pytest.mark.parametrize("impl", IMPLS)
 def test_a_prefix_is_written_once_and_never_changes(impl):
     """The prefix's keys and values are exact, and nothing else is written except the tail's blocks."""
-    for case in ("mlstm", "given-threshold", "mass-mean"):
+    for case in ("mlstm", "gate_scores-threshold", "mass-mean"):
         own = problem(case, 21)[0]
         pool = Pool([own])
         pool.serve([30, 0], impl)
@@ -360,7 +362,7 @@ def test_a_prefix_is_so_many_sinks(case, impl):
         own = problem(case, protect)[0]
         plain = Problem(case, 0, length=own.length, seed=own.seed, sinks=protect)
         plain.rule, plain.q, plain.k, plain.v = replace(own.rule, sinks=protect), own.q, own.k, own.v
-        plain.given = own.given
+        plain.gate_scores = own.gate_scores
         chunks = [13, 0] if impl == "reference" else [9, protect + 1, 0]
         out, lse, held, _ = Pool([own]).serve(chunks, impl)
         same, other, kept, _ = Pool([plain]).serve(chunks, impl)

@@ -60,7 +60,7 @@ def test_equal_shares_need_none():
     assert Shares.of(budgets, 40) is None and Shares.of(budgets, 41).counts == {40: 6}
 
 
-@pytest.mark.parametrize("kind", ["mlstm", "mass", "moment", "given"])
+@pytest.mark.parametrize("kind", ["mlstm", "mass", "moment", "gate_scores"])
 @pytest.mark.parametrize("impl", ["triton"] if INTERPRETED else ["reference", "cpp"])
 def test_kernels_do_not_care_where_pages_lie(kind, impl):
     """Heads with their own budgets give and retain the same in a shared pool as in their own pages.
@@ -88,7 +88,7 @@ def test_kernels_do_not_care_where_pages_lie(kind, impl):
         for pages, table in (alone, shared):
             outs = []
             for a, b in ((0, 40), (40, 41), (41, length)):
-                own = dict(rule=rule, scale=SIZE**-0.5, given=given_[a:b], impl=impl)
+                own = dict(rule=rule, scale=SIZE**-0.5, gate_scores=given_[a:b], impl=impl)
                 outs.append(ops.prefill_chunk(q[a:b], k[a:b], v[a:b], pages, table, a, budgets[layer], **own)[0])
             held = [
                 pages.position[table[h, layout.state_blocks + s // N].long(), h, s % N].tolist()

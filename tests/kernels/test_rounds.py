@@ -14,7 +14,7 @@ from kvpop_vllm.kernels import rounds
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
 from kvpop_vllm.kernels.rounds import Tokens, cuts, interval, sampled_mass, without_redundancy
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.testing.oracle_rounds import follow_rounds
+from kvpop_vllm.testing.oracle_rounds import retained_by_rounds
 
 HEADS, GROUP, SIZE = 2, 2, 32
 LANES = torch.arange(HEADS)
@@ -48,13 +48,13 @@ def test_a_chunk_is_cut_where_rounds_are_due():
 @pytest.mark.parametrize("kind", ["vase", "rkv"])
 def test_rounds_are_held_when_due_and_no_more(kind, monkeypatch):
     """Rounds occur at the same tokens for any chunks, the first just before evictions begin."""
-    held, seen = [], rounds._hold_round
+    held, seen = [], rounds._run_round
 
     def noting(pages, row, length, *rest):
         held.append(length)
         return seen(pages, row, length, *rest)
 
-    monkeypatch.setattr(rounds, "_hold_round", noting)
+    monkeypatch.setattr(rounds, "_run_round", noting)
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(heads, 130, SIZE, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS))
     outs = []
@@ -168,7 +168,7 @@ def test_at_sizes_of_serving(kind, budget, protected):
     assert interval(rule.rounds, topk) == rule.rounds.every
     how, seeds = {"vase": "sampled mass", "rkv": "redundancy"}[kind], (0, 3)
     exact = (x.double() for x in (q, k, v))
-    visible, margins, _, _ = follow_rounds(*exact, how, 0, seeds, protected, sinks, window, topk)
+    visible, margins, _, _ = retained_by_rounds(*exact, how, 0, seeds, protected, sinks, window, topk)
     assert float(margins.min()) > 5e-9, "a near-tie: choose another seed"
     sequence, at = Sequence(rule, budget, k, length=length, protected=protected, seed=3), 0
     for count in (budget, 1, 63, 64, 1, 100, length - budget - 229):

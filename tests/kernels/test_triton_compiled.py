@@ -43,7 +43,9 @@ def test_every_kernel_compiles(compiled):
         found[row["arch"], row["dtype"], row["size"]].add(row["kernel"])
     assert found.keys() == {(90, "bfloat16", 128), (80, "float32", 128), (90, "float16", 64)}
     assert found[90, "bfloat16", 128] == found[80, "float32", 128] == written
-    assert found[90, "float16", 64] == {"_project", "_gates", "_cells", "_retain", "_attend", "_combine"}, "of an mLSTM"
+    assert found[90, "float16", 64] == {"_project", "_gates", "_cells", "_evict_and_insert", "_attend", "_combine"}, (
+        "of an mLSTM"
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +62,7 @@ def test_kernels_fit_a_multiprocessor(compiled, op, stack, programs):
 
 def test_scores_round_as_in_the_reference(compiled):
     """Kernels that compare scores in float64 have no fused multiply-adds; the interpreter never has any."""
-    ranking = ("_retain", "_simulate")
+    ranking = ("_evict_and_insert", "_simulate")
     assert {(row["kernel"], row["fused"]) for row in compiled["rows"] if row["kernel"] in ranking} == {
         (kernel, False) for kernel in ranking
     }
@@ -85,7 +87,7 @@ def test_a_prefill_waits_for_the_device_once_a_call(compiled):
 
     Unequal budgets upload the numbers of their heads.
     """
-    assert {chunk["case"] for chunk in compiled["chunks"]} == {"mlstm", "given-ages", "mlp", "mass-mean"}
+    assert {chunk["case"] for chunk in compiled["chunks"]} == {"mlstm", "gate_scores-ages", "mlp", "mass-mean"}
     for chunk in compiled["chunks"]:
         harmless = ("__int__", "to") if chunk["protected"] else ()  # reads of p, which is on the CPU, and casts
         assert chunk["pieces"] > 1 and [x for x in chunk["reads"] if x not in harmless] == ["tolist"], chunk

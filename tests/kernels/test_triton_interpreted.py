@@ -36,7 +36,7 @@ CLASSES = {
 ELSEWHERE = (
     "test_prefill_chunk.py::test_decay_steps_beyond_one[triton-3-linear]",
     "test_prefill_chunk.py::test_replay_raises_and_writes_nothing[triton]",
-    "test_regions.py::test_kernels_do_not_care_where_pages_lie[triton-given]",
+    "test_regions.py::test_kernels_do_not_care_where_pages_lie[triton-gate_scores]",
     "test_online_topk.py",
     "../hf/test_triton.py",
 )

@@ -59,12 +59,14 @@ class Parts:
         steps = [(self.start, end)] if op == "prefill_chunk" else [(t, t + 1) for t in range(self.start, end)]
         for a, b in steps:
             q, k, v = (x[a:b] for x in (p.q, p.k, p.v))
-            given = given_scores(p.rule, k)
+            gate_scores = given_scores(p.rule, k)
             if op == "prefill_chunk":
-                found = ops.prefill_chunk(q, k, v, self.pages, self.table[0], a, p.budgets, given=given, **own)
+                found = ops.prefill_chunk(
+                    q, k, v, self.pages, self.table[0], a, p.budgets, gate_scores=gate_scores, **own
+                )
             else:
                 told = torch.tensor([a]), p.budgets.expand(1, -1)
-                found = ops.decode_step(q, k, v, self.pages, self.table, *told, given=given, **own)
+                found = ops.decode_step(q, k, v, self.pages, self.table, *told, gate_scores=gate_scores, **own)
             self.rows.append(found)
         self.start = end
         return self
@@ -94,16 +96,16 @@ SHAPES = {
     "three query heads of 48": dict(case="mlp", group=3, size=48),
     "one query head of 80": dict(case="key-norm", group=1, size=80, slots=32),
     "no sinks, window 1": dict(case="linear", roles=(0, 1, 5)),
-    "k = 0": dict(case="given", roles=(4, 16, 0)),
-    "own decays": dict(case="given-ages", roles=(3, 6, 12)),
-    "k = 0, own decays": dict(case="given-ages", roles=(4, 16, 0)),
+    "k = 0": dict(case="gate_scores", roles=(4, 16, 0)),
+    "own decays": dict(case="gate_scores-ages", roles=(3, 6, 12)),
+    "k = 0, own decays": dict(case="gate_scores-ages", roles=(4, 16, 0)),
     "fewer tokens than slots": dict(case="mlstm-softmax-cap", roles=(3, 5, 60)),
     "sinks and ring beyond the tokens": dict(case="none", roles=(40, 30, 2)),
     "state in several blocks": dict(case="mlstm-direct-values", size=64, heads=1),
     "norm and skip": dict(case="mlstm-norm-skip"),
     "read at once": dict(case="mlstm-immediate"),
 }
-TURNS = "mlstm", "mlstm-immediate", "given-ages"
+TURNS = "mlstm", "mlstm-immediate", "gate_scores-ages"
 
 
 class TestPrefillChunk(Interpreted):

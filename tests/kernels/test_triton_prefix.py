@@ -38,8 +38,8 @@ def problem(case, dtype=torch.float32, **options) -> Behind:
 SERVED = {
     "recency, unequal heads, window 1": dict(case="none", group=1, window=1, heads=2, unequal=True),
     "key norm": dict(case="key-norm", group=4, size=64, dtype=F16),
-    "own decays": dict(case="given-ages", group=3),
-    "threshold, corrected": dict(case="given-threshold-corrected", dtype=F16),
+    "own decays": dict(case="gate_scores-ages", group=3),
+    "threshold, corrected": dict(case="gate_scores-threshold-corrected", dtype=F16),
     "linear, queries wider than the cache": dict(case="linear", sinks=0, dtype=F16, q_dtype=torch.float32),
     "mlp": dict(case="mlp"),
     "mlstm": dict(case="mlstm-norm-skip", group=3, replay=9),
@@ -173,11 +173,11 @@ class TestBeginTail(Interpreted):
 PREFILLED = {
     "recency": dict(case="none", group=1, heads=2, unequal=True),
     "float16": dict(case="linear", dtype=F16, size=64),
-    "own decays": dict(case="given-ages"),
+    "own decays": dict(case="gate_scores-ages"),
     "mlstm": dict(case="mlstm-norm-skip", replay=9),
     "mlstm read at once": dict(case="mlstm-immediate"),
     "mean mass": dict(case="mass-mean"),
-    "threshold": dict(case="given-threshold-corrected"),
+    "threshold": dict(case="gate_scores-threshold-corrected"),
 }
 
 
@@ -202,7 +202,7 @@ class TestPrefillBehindAPrefix(Interpreted):
             p.write(served.pages, [0] * count, range(start, end), k[part], v[part])
             if start <= 18 < end:
                 p.begin(served.pages, [0], "triton")
-            given = given_scores(p.rule, k[part])
+            gate_scores = given_scores(p.rule, k[part])
             parts.append(
                 ops.prefill_chunk(
                     q[part],
@@ -214,7 +214,7 @@ class TestPrefillBehindAPrefix(Interpreted):
                     p.budgets[0],
                     rule=p.rule,
                     scale=p.scale,
-                    given=given,
+                    gate_scores=gate_scores,
                     prefix=p.prefix(served.pages, [0]),
                     impl="triton",
                 )  # fmt: skip

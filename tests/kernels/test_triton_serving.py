@@ -13,7 +13,7 @@ from kernels.factories import given_scores, poisoned_pages
 from kernels.problems import CLOSE, CLOSE_MASS, Problem
 
 from kvpop_vllm.kernels import dispatch, ops
-from kvpop_vllm.testing import OtherRoundings, assert_within_budget
+from kvpop_vllm.testing import DisturbedSums, assert_within_budget
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 F16 = torch.float16
@@ -21,12 +21,12 @@ F16 = torch.float16
 SERVED = {
     "recency, unequal heads, no sinks, window 1": dict(case="none", group=1, sinks=0, window=1, heads=2, unequal=True),
     "key norm": dict(case="key-norm", group=4, size=64, dtype=F16),
-    "three query heads": dict(case="given", group=3, step=3, topk=27),
-    "own decays": dict(case="given-ages"),
-    "threshold": dict(case="given-threshold"),
-    "threshold, corrected": dict(case="given-threshold-corrected", dtype=F16),
+    "three query heads": dict(case="gate_scores", group=3, step=3, topk=27),
+    "own decays": dict(case="gate_scores-ages"),
+    "threshold": dict(case="gate_scores-threshold"),
+    "threshold, corrected": dict(case="gate_scores-threshold-corrected", dtype=F16),
     "linear, queries wider than the cache": dict(case="linear", sinks=0, dtype=F16, q_dtype=torch.float32),
-    "threshold, no sinks, window 2": dict(case="given-threshold", sinks=0, window=2),
+    "threshold, no sinks, window 2": dict(case="gate_scores-threshold", sinks=0, window=2),
     "mlp": dict(case="mlp"),
     "mlstm": dict(case="mlstm-norm-skip", group=3, sinks=0, window=1),
     "mlstm, float16": dict(case="mlstm-softmax-cap", dtype=F16),
@@ -72,7 +72,7 @@ class Replay:
         for r, start in enumerate(starts):
             for _ in range(start):
                 self.advance([r])
-        self.pages, self.roundings = p.layout.view(self.reference.raw.clone()), OtherRoundings(0)
+        self.pages, self.roundings = p.layout.view(self.reference.raw.clone()), DisturbedSums(0)
 
     def advance(self, active):
         """Return inputs, the reference's and the exact results, and the margins by request and head."""
@@ -81,10 +81,10 @@ class Replay:
         with self.roundings:
             eager = p.run(self.reference, active, now, *inputs, "reference")
         q, k, v = inputs
-        given, rows = given_scores(p.rule, k), [slice(h * p.group, (h + 1) * p.group) for h in range(p.heads)]
+        gate_scores, rows = given_scores(p.rule, k), [slice(h * p.group, (h + 1) * p.group) for h in range(p.heads)]
         steps = [
             self.exact[r][h].step(
-                now[i], q[i, rows[h]], k[i, h], v[i, h], p.scale, None if given is None else given[i, h]
+                now[i], q[i, rows[h]], k[i, h], v[i, h], p.scale, None if gate_scores is None else gate_scores[i, h]
             )
             for i, r in enumerate(active)
             for h in range(p.heads)
@@ -224,7 +224,7 @@ class TestDecodeStep(Interpreted):
 
     def test_scores_that_are_no_number_are_kept_out(self):
         """If all long-range scores are NaN, the token leaving the window is evicted, nothing else moves."""
-        p = problem(case="given")
+        p = problem(case="gate_scores")
         replay = Replay(p, (20,))
         replay.pages.score.fill_(torch.nan)
         held = p.long_range(replay.pages, 0, 0, 19).keys()

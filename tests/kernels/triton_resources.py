@@ -38,7 +38,7 @@ STEPS = "mlstm-corrected", "moment"
 ALL = dict.fromkeys(itertools.product((90, 80), DTYPES, (64, 128)), STEPS)
 FEW = {(90, "bfloat16", 128): STEPS, (80, "float32", 128): STEPS, (90, "float16", 64): ("mlstm",)}
 """Cases of decode steps by GPU, dtype and head size."""
-CHUNKS = {"mlstm": 100, "given-ages": 100, "mlp": 100, "mass-mean": 3}
+CHUNKS = {"mlstm": 100, "gate_scores-ages": 100, "mlp": 100, "mass-mean": 3}
 """Number of tokens of a prefill chunk, by case."""
 BEHIND = {"mlstm": 100, "mass-mean": 3}
 """Number of tokens of a prefill chunk behind a prefix of :data:`PREFIX` tokens, by case."""
@@ -71,7 +71,7 @@ def compile_only(self, *args, grid, warmup, **options):
         kernel = launch(self, *args, grid=grid, warmup=True, **options)
         compiled[self.fn.__name__, kernel.hash[:6]] = kernel
         return
-    kind = options["P"].scorer if self.fn.__name__ in ("_retain", "_attend") else "any"
+    kind = options["P"].scorer if self.fn.__name__ in ("_evict_and_insert", "_attend") else "any"
     if (self.fn.__name__, kind) not in compiled:
         compiled[self.fn.__name__, kind] = launch(self, *args, grid=grid, warmup=True, **options)
 
@@ -125,13 +125,13 @@ def serve(case: str, dtype: torch.dtype, size: int) -> list:
     sizes = dict(requests=3, heads=2, group=4, size=size, slots=64, topk=900)
     p = Problem(case, dtype=dtype, q_dtype=dtype, **sizes).prepare()
     pages, (q, k, v) = poisoned_pages(p.layout, p.num_blocks), p.inputs(range(3))
-    found, given = [], given_scores(p.rule, k)
+    found, gate_scores = [], given_scores(p.rule, k)
     for start in (-1, 8):
         positions, prefix = torch.full((3,), start), None
         if op == "prefix":
             prefix = Prefix(pages, torch.zeros(3, 40, dtype=torch.int32), torch.tensor([0, 2 * start, 2500]))
         launches.clear()
-        own = dict(rule=p.rule, scale=p.scale, given=given, prefix=prefix, windows=p.windows)
+        own = dict(rule=p.rule, scale=p.scale, gate_scores=gate_scores, prefix=prefix, windows=p.windows)
         with Asked() as asked:
             decode_step(q, k, v, pages, p.table, positions, p.budgets, **own)
         found.append({"launches": list(launches), "ops": asked.ops})
@@ -186,7 +186,7 @@ def prefill(case: str, dtype: torch.dtype, size: int, protected: int = 0) -> dic
     module.PIECE = 64
     module.attend = lambda *args: (launched.append(1), attend(*args))
     module.take_step = lambda *args: (launched.append(1), step(*args))
-    own = dict(rule=p.rule, scale=p.scale, given=given_scores(p.rule, k), prefix=prefix)
+    own = dict(rule=p.rule, scale=p.scale, gate_scores=given_scores(p.rule, k), prefix=prefix)
     try:
         with noted_reads() as found:
             module.prefill_chunk(q, k, v, pages, p.table[0], start, p.budgets[0], **own)

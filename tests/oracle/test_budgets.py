@@ -14,7 +14,7 @@ from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.testing import ErrorBudget, OtherRoundings, assert_within_budget, eager_runs
+from kvpop_vllm.testing import DisturbedSums, ErrorBudget, assert_within_budget, eager_runs
 
 aten = torch.ops.aten
 F32, F64, BF16 = torch.float32, torch.float64, torch.bfloat16
@@ -280,7 +280,7 @@ def test_budgets_do_not_hang_on_seeds():
     """Budgets from other seeds are between 2/3 and 3/2 of these, so no budget depends on a processor."""
     made, other = Attention(), []
     for seed in range(100, 104):
-        with OtherRoundings(seed):
+        with DisturbedSums(seed):
             other.append(made.definition(F32))
     for budget, eager in zip(made.budgets(), zip(*other, strict=True), strict=True):
         assert 2 / 3 < ErrorBudget(budget.reference, eager).allowed / budget.allowed < 3 / 2

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from kvpop_vllm.testing import OraclePolicy, corrected_attention, follow_attention, masked_attention
+from kvpop_vllm.testing import OraclePolicy, corrected_attention, masked_attention, retained_by_attention
 
 HEADS, GROUP, SIZE, LENGTH = 2, 3, 16, 70
 SHAPE = dict(sinks=2, window=5, topk=12)
@@ -43,7 +43,7 @@ def effective(how, w, key, value, visible, h, q, t):
 @pytest.mark.parametrize("how", HOW)
 def test_every_decision_evicts_the_lowest(how):
     query, key, value = random_qkv()
-    visible, margins, scores, lost = follow_attention(query, key, value, how, **SHAPE)
+    visible, margins, scores, lost = retained_by_attention(query, key, value, how, **SHAPE)
     w, decisions = weights(query, key, visible), 0
     for h in range(HEADS):
         for q in range(1, LENGTH):
@@ -67,19 +67,19 @@ def test_every_decision_evicts_the_lowest(how):
 @pytest.mark.parametrize("how", HOW)
 def test_forced_sets_are_judged_and_checked(how):
     query, key, value = random_qkv()
-    visible, margins, _, lost = follow_attention(query, key, value, how, **SHAPE)
+    visible, margins, _, lost = retained_by_attention(query, key, value, how, **SHAPE)
     head, q = (int(i) for i in (margins == margins.min()).nonzero()[0])
     bias = [(head, int(lost[head, q]), 2 * float(margins.min()))]
-    other, _, _, _ = follow_attention(query, key, value, how, **SHAPE, bias=bias)
+    other, _, _, _ = retained_by_attention(query, key, value, how, **SHAPE, bias=bias)
     assert not torch.equal(other[head, q], visible[head, q]) and torch.equal(other[:, :q], visible[:, :q])
-    forced, judged, _, _ = follow_attention(query, key, value, how, **SHAPE, forced=other)
+    forced, judged, _, _ = retained_by_attention(query, key, value, how, **SHAPE, forced=other)
     assert torch.equal(forced, other)
     assert float(judged[head, q]) == pytest.approx(-float(margins.min()), rel=1e-6)
     other[head, q, q] = False
     with pytest.raises(ValueError, match=f"head {head}, query {q}"):
-        follow_attention(query, key, value, how, **SHAPE, forced=other)
+        retained_by_attention(query, key, value, how, **SHAPE, forced=other)
     with pytest.raises(ValueError, match="tokens are lost, 1 must be"):
-        follow_attention(query, key, value, how, **SHAPE, forced=torch.ones_like(other).tril())
+        retained_by_attention(query, key, value, how, **SHAPE, forced=torch.ones_like(other).tril())
 
 
 def test_policies_follow_their_own_attention():

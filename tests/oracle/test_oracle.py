@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.testing import (
+    DisturbedSums,
     OracleModel,
     OraclePolicy,
-    OtherRoundings,
     decision_margins,
     derived_budget,
     derived_margin_bound,
@@ -290,7 +290,7 @@ def test_budgets_are_tight_and_near_ties_rare(model_dir, tmp_path, monkeypatch, 
     policy = OraclePolicy.from_scorer(write_random_scorer(tmp_path, model_dir, scorer))
     tokens = random_prompt(320)
     exact = OracleModel(model_dir).run(tokens, policy)
-    with OtherRoundings(0):
+    with DisturbedSums(0):
         low = OracleModel(model_dir, torch.float32).run(tokens, policy, visible=exact.visible)
     budget = derived_budget(low, exact)
     assert 0 < budget < 1e-4

@@ -99,6 +99,6 @@ def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:
     if allocator == "uniform":
         return plain
     if allocator == "ada":
-        return replace(plain, divides=True)
+        return replace(plain, adaptive_head_budgets=True)
     last = plain.topk // 20 + (plain.topk % 20 > 10)
     return replace(plain, topk=(2 * plain.topk - last, last))

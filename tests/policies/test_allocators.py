@@ -61,7 +61,11 @@ def test_heads_divide_by_votes_alone(name):
 def test_any_votes_can_be_divided_by(name):
     shape = ModelShape("llama", 30, 3, 64, 8192, num_heads=9)
     policy = made(name, 256, shape, allocator="ada")
-    assert policy.divides and (policy.shares() == 256).all() and policy.rule(0, slice(0, 3)).votes.safe == 0.2
+    assert (
+        policy.adaptive_head_budgets
+        and (policy.shares() == 256).all()
+        and policy.rule(0, slice(0, 3)).votes.safe == 0.2
+    )
     policy.check_ranks(1)
     with pytest.raises(
         ConfigError, match=f"--kv-policy {name} has all heads of a layer divide a budget: set --tensor-par"

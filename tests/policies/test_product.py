@@ -16,8 +16,8 @@ from policies.matrix import ROWS, Row, allocated
 from threads import one_thread
 
 from kvpop_vllm import policies
-from kvpop_vllm.attention.fixed_budget import FixedBudgetAttention, Sizes, StepBatch, tail_tables
-from kvpop_vllm.attention.shifted import shift
+from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch, tail_tables
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
 from kvpop_vllm.evaluation.served import Sequence
 from kvpop_vllm.kernels import dispatch, ops
@@ -27,7 +27,7 @@ from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.gates import Signals
 from kvpop_vllm.testing import (
-    Decided,
+    LayerDecisions,
     OraclePolicy,
     assert_within_budget,
     eager_runs,
@@ -144,7 +144,7 @@ def policy(name: str, folder: str | None, allocator: str, correction: str) -> po
     return policies.get(row.policy or name)(PolicySettings.parse({"policy": row.policy or name} | asked), MODEL)
 
 
-def decide(own: OraclePolicy, layer: int, dtype: torch.dtype, forced: torch.Tensor | None = None) -> Decided:
+def decide(own: OraclePolicy, layer: int, dtype: torch.dtype, forced: torch.Tensor | None = None) -> LayerDecisions:
     q, k, v, hidden, channel = tokens(layer).to(dtype)
     return own.decide(layer, q, k, v, forced, hidden=hidden, channel=channel)
 
@@ -237,15 +237,17 @@ class InRegions(Sequence):
         own = storage.view(LAYERS, regions.num_blocks, HEADS, regions.layout.region_bytes)[layer]
         self.blocks = regions.layout.view(own)
 
-    def attend(self, q, k, v, scale, given=None):
+    def attend(self, q, k, v, scale, gate_scores=None):
         q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-        given, out = None if given is None else given.T.contiguous(), torch.empty_like(q)
-        sizes = Sizes([self.protected], seeds=self.seeds)
+        gate_scores, out = None if gate_scores is None else gate_scores.T.contiguous(), torch.empty_like(q)
+        sizes = RequestSettings([self.protected], seeds=self.seeds)
         told = [len(q)], torch.tensor([self.seen + len(q)]), self.row, sizes
         batch = StepBatch.build(self.layout, self.retention, *told, self.regions, self.layer)
         if self.shifted:
-            given = shift(given, self.pages, batch, self.rule.sinks)
-        FixedBudgetAttention(self.layout, self.rule, scale).forward(q, k, v, self.pages, batch, out, given, self.blocks)
+            gate_scores = shift(gate_scores, self.pages, batch, self.rule.sinks)
+        FixedBudgetAttention(self.layout, self.rule, scale).forward(
+            q, k, v, self.pages, batch, out, gate_scores, self.blocks
+        )
         self.seen += len(q)
         return out.transpose(0, 1)
 
@@ -316,16 +318,18 @@ def compare(own, expected, empty, logged):
     """Serve all tokens of each layer in chunks and compare held tokens, outputs and log-sum-exps."""
     for layer, sequence in enumerate(empty):
         seen, (visible, outs, masses) = tokens(layer), expected[layer]
-        gate, given = own.gate(layer, slice(0, HEADS)), None
+        gate, gate_scores = own.gate(layer, slice(0, HEADS)), None
         if gate is not None:
             k, v = (x.transpose(0, 1) for x in (seen.k, seen.v))
-            given = gate(Signals(seen.hidden, k, v, seen.channel.T)).detach().T
+            gate_scores = gate(Signals(seen.hidden, k, v, seen.channel.T)).detach().T
         parts = []
         logged.clear()
         for chunk in CHUNKS:
             cut = slice(sequence.seen, sequence.seen + chunk)
             parts.append(
-                sequence.attend(*(x[:, cut] for x in seen[:3]), SIZE**-0.5, None if given is None else given[:, cut])
+                sequence.attend(
+                    *(x[:, cut] for x in seen[:3]), SIZE**-0.5, None if gate_scores is None else gate_scores[:, cut]
+                )
             )
             assert torch.equal(sequence.held(), visible[:, cut.stop - 1, : cut.stop]), f"layer {layer}, {cut}"
         assert_within_budget(torch.cat(parts, 1).transpose(0, 1).flatten(1), *outs, name=f"layer {layer} out")

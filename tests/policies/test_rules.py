@@ -107,10 +107,14 @@ def test_default_sinks_and_windows(name, given, kept):
         ("momentkv", {"correction": "none"}, False, 32 * 34),
     ],
 )
-def test_corrections(name, given, corrects, floats):
+def test_corrections(name, given, uses_moment_correction, floats):
     policy = policies.get(name)(PolicySettings(name, 64, **given), ModelShape("llama", 2, HEADS, 32, 256))
     rule = policy.layer_rule(0, slice(0, HEADS))
-    assert (rule.moment_correction, policy.state_floats, rule.state_floats(32)) == (corrects, floats, floats)
+    assert (rule.moment_correction, policy.state_floats, rule.state_floats(32)) == (
+        uses_moment_correction,
+        floats,
+        floats,
+    )
 
 
 def test_correcting_a_learned_policy_adds_to_its_state(model, tmp_path):

@@ -9,7 +9,7 @@ import torch
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops import (
     AttentionMass,
-    GivenScore,
+    GateScore,
     KeyNorm,
     LinearWeights,
     MLPWeights,
@@ -31,7 +31,7 @@ _KINDS = {
     AttentionMass: "attention_mass",
     MomentResidual: "moment_residual",
     RandomDraw: "draw",
-    GivenScore: "given",
+    GateScore: "gate_scores",
 }
 _packed: dict[int, _C.Rule] = {}  # by id of a live rule
 
@@ -46,12 +46,14 @@ def _pack(rule: RetentionRule) -> _C.Rule:
             raise ValueError(f"feature_map must be one of {kinds}, got {rule.scorer.feature_map!r}")
         hedgehog = rule.scorer.feature_map == "hedgehog"
         options = {"hedgehog": hedgehog, "softcap": rule.scorer.gate_softcap, "delayed": rule.scorer.delayed}
-    if isinstance(rule.scorer, AttentionMass | GivenScore):
+    if isinstance(rule.scorer, AttentionMass | GateScore):
         options = fields
     weights = {name: value.detach() for name, value in fields.items() if isinstance(value, torch.Tensor)}
     kind = _KINDS[type(rule.scorer)]
     roles = rule.sinks, rule.window, rule.decay_step
-    made = _C.Rule(*roles, rule.log_gamma.detach(), kind, weights, corrects=rule.moment_correction, **options)
+    made = _C.Rule(
+        *roles, rule.log_gamma.detach(), kind, weights, uses_moment_correction=rule.moment_correction, **options
+    )
     _packed[id(rule)] = made
     weakref.finalize(rule, _packed.pop, id(rule), None)
     return made
@@ -74,7 +76,7 @@ def tensors_of(prefix: Prefix | None) -> tuple[torch.Tensor, torch.Tensor, torch
 
 
 def decode_step(
-    q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None, windows
 ):
     """Implement :func:`kvpop_vllm.kernels.ops.decode_step`."""
     check_dtype(k, pages)
@@ -93,7 +95,7 @@ def decode_step(
             windows,
             told,
             scale,
-            given,
+            gate_scores,
             tensors_of(prefix),
             keys,
         )

@@ -12,19 +12,19 @@ from kvpop_vllm.kernels.prefix_attention import with_prefix
 _C = load_extension()
 
 
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None, keys=None):
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
 
-    def run(q, k, v, start, given):
+    def run(q, k, v, start, gate_scores):
         place = pages.raw, slots, state, page_table, start, budgets
         try:
-            return _C.prefill_chunk(q, k, v, *place, told, scale, given, tensors_of(prefix), keys)
+            return _C.prefill_chunk(q, k, v, *place, told, scale, gate_scores, tensors_of(prefix), keys)
         except _C.StepOrder as error:
             raise StepOrderError(str(error)) from None
 
-    return with_prefix(run, q, k, v, start, given, prefix, scale, attends=rule.sequential, attend=_attend)
+    return with_prefix(run, q, k, v, start, gate_scores, prefix, scale, attends=rule.sequential, attend=_attend)
 
 
 def _attend(q, prefix, begin, end, scale, causal):

@@ -141,7 +141,7 @@ class MomentResidual:
 
 
 @dataclass(frozen=True)
-class GivenScore:
+class GateScore:
     """Score that a gate module computes outside of the kernels and passes per token (``given``).
 
     Attributes:
@@ -193,7 +193,7 @@ class PromptVotes:
     safe: float | None = None
 
     @property
-    def divides(self) -> bool:
+    def adaptive_head_budgets(self) -> bool:
         """True if the heads of a layer divide their slots by votes."""
         return self.safe is not None
 
@@ -202,7 +202,7 @@ class PromptVotes:
 
         They are the last queries and, if the heads divide their slots, the head's budget.
         """
-        return self.queries * self.group * head_size + self.divides
+        return self.queries * self.group * head_size + self.adaptive_head_budgets
 
 
 @dataclass(frozen=True)
@@ -260,15 +260,7 @@ class Redundancy:
 
 
 ScorerWeights = (
-    LinearWeights
-    | MLPWeights
-    | MLSTMWeights
-    | KeyNorm
-    | AttentionMass
-    | MomentResidual
-    | GivenScore
-    | RandomDraw
-    | None
+    LinearWeights | MLPWeights | MLSTMWeights | KeyNorm | AttentionMass | MomentResidual | GateScore | RandomDraw | None
 )
 """Scorer of a rule; None scores every token 0."""
 
@@ -331,12 +323,12 @@ class RetentionRule(SlotRoles):
     @property
     def ages(self) -> bool:
         """True if each token decays at its own rate, given by its score."""
-        return isinstance(self.scorer, GivenScore) and self.scorer.ages
+        return isinstance(self.scorer, GateScore) and self.scorer.ages
 
     @property
     def threshold(self) -> float | None:
         """Score below which a token is evicted even if slots are free, or None."""
-        return self.scorer.threshold if isinstance(self.scorer, GivenScore) else None
+        return self.scorer.threshold if isinstance(self.scorer, GateScore) else None
 
     @property
     def draws(self) -> bool:

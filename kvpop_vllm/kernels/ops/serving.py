@@ -8,7 +8,7 @@ import torch
 
 from kvpop_vllm.kernels.dispatch import resolve
 from kvpop_vllm.kernels.draws import head_keys
-from kvpop_vllm.kernels.ops.rules import GivenScore, RetentionRule
+from kvpop_vllm.kernels.ops.rules import GateScore, RetentionRule
 from kvpop_vllm.kernels.pages import Pages, Prefix
 
 
@@ -23,7 +23,7 @@ def decode_step(
     *,
     rule: RetentionRule,
     scale: float,
-    given: torch.Tensor | None = None,
+    gate_scores: torch.Tensor | None = None,
     prefix: Prefix | None = None,
     seeds: torch.Tensor | None = None,
     windows: torch.Tensor | None = None,
@@ -57,7 +57,7 @@ def decode_step(
         budgets: ``[R, H]`` int32, B of each head.
         rule: retention rule of the layer.
         scale: factor on q . k.
-        given: ``[R, H]`` float32, gate scores of the tokens if the rule's scorer is :class:`GivenScore`, else
+        gate_scores: ``[R, H]`` float32, gate scores of the tokens if the rule's scorer is :class:`GateScore`, else
             ignored.
         prefix: protected tokens of the R requests, or None if no request has any.
         seeds: ``[R]`` int64, seeds of the requests' draws if the rule's scorer is :class:`RandomDraw`, else
@@ -76,15 +76,15 @@ def decode_step(
         ValueError: gate scores or seeds that the rule needs are missing or have the wrong shape.
     """
     run = resolve("decode_step", impl, q)
-    more = _inputs_of(rule, given, k.shape[:2], seeds, (len(k),))
+    more = _inputs_of(rule, gate_scores, k.shape[:2], seeds, (len(k),))
     if windows is None:
         windows = torch.full((len(k),), rule.window, dtype=torch.int32, device=k.device)
     more["windows"] = windows
     return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **more)
 
 
-def _inputs_of(rule: RetentionRule, given, scores: tuple[int, ...], seeds, requests: tuple[int, ...]) -> dict:
-    """Return the arguments that depend on the scorer: ``given``, and ``keys [R, H]`` of draws.
+def _inputs_of(rule: RetentionRule, gate_scores, scores: tuple[int, ...], seeds, requests: tuple[int, ...]) -> dict:
+    """Return the arguments that depend on the scorer: ``gate_scores``, and ``keys [R, H]`` of draws.
 
     An argument that the rule does not need is None.
 
@@ -92,14 +92,14 @@ def _inputs_of(rule: RetentionRule, given, scores: tuple[int, ...], seeds, reque
         ValueError: a needed argument is missing or has the wrong shape.
     """
     for name, value, needed, shape in (
-        ("given", given, isinstance(rule.scorer, GivenScore), scores),
+        ("gate_scores", gate_scores, isinstance(rule.scorer, GateScore), scores),
         ("seeds", seeds, rule.draws, requests),
     ):
         if needed and (value is None or value.shape != shape):
             got = None if value is None else tuple(value.shape)
             raise ValueError(f"{name} must be {tuple(shape)} for {type(rule.scorer).__name__}, got {got}")
     return {
-        "given": given if isinstance(rule.scorer, GivenScore) else None,
+        "gate_scores": gate_scores if isinstance(rule.scorer, GateScore) else None,
         "keys": head_keys(seeds, rule.scorer.lanes) if rule.draws else None,
     }
 
@@ -115,7 +115,7 @@ def prefill_chunk(
     *,
     rule: RetentionRule,
     scale: float,
-    given: torch.Tensor | None = None,
+    gate_scores: torch.Tensor | None = None,
     prefix: Prefix | None = None,
     seed: int | None = None,
     window: int | None = None,
@@ -137,7 +137,7 @@ def prefill_chunk(
         budgets: ``[H]`` int32, B of each head.
         rule: retention rule of the layer.
         scale: factor on q . k.
-        given: ``[L, H]`` float32, as in :func:`decode_step`.
+        gate_scores: ``[L, H]`` float32, as in :func:`decode_step`.
         prefix: protected tokens of this request (R = 1), with its ``tokens`` on the CPU, or None.
         seed: seed of the request's draws, as in :func:`decode_step`.
         window: w of the request; by default the rule's.
@@ -153,7 +153,7 @@ def prefill_chunk(
     """
     run = resolve("prefill_chunk", impl, q)
     seeds = None if seed is None else torch.tensor([seed], device=k.device)
-    more = _inputs_of(rule, given, k.shape[:2], seeds, (1,))
+    more = _inputs_of(rule, gate_scores, k.shape[:2], seeds, (1,))
     if window not in (None, rule.window):
         rule = replace(rule, window=window)
     return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale, prefix=prefix, **more)

@@ -13,7 +13,7 @@ from kvpop_vllm.kernels.draws import draw
 from kvpop_vllm.kernels.ops import (
     STATE_M_START,
     AttentionMass,
-    GivenScore,
+    GateScore,
     KeyNorm,
     LinearWeights,
     MLPWeights,
@@ -27,7 +27,7 @@ from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen, pr
 
 
 def decode_step(
-    q, k, v, pages, page_table, positions, budgets, *, rule, scale, given=None, prefix=None, keys=None, windows
+    q, k, v, pages, page_table, positions, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None, windows
 ):
     """Implement :func:`kvpop_vllm.kernels.ops.decode_step`."""
     requests, heads, _ = k.shape
@@ -45,7 +45,7 @@ def decode_step(
                 out[r, rows], lse[r, rows], _ = _attend(q[r, rows], keys, values, scale)
                 continue
             slots = HeadSlots(pages, page_table[r, h], h, int(budgets[r, h]) - rule.sinks + own.sinks)
-            inserted = 0.0 if given is None else float(given[r, h])
+            inserted = 0.0 if gate_scores is None else float(gate_scores[r, h])
             token = q[r, rows], k[r, h], v[r, h], inserted
             key = None if draw_keys is None else draw_keys[r, h]
             out[r, rows], lse[r, rows] = _step_head(slots, own, h, at, *token, (keys, values), scale, key)
@@ -142,7 +142,7 @@ def _boundary_score(slots, ring, rule, head) -> float:
     weights = rule.scorer
     if weights is None or rule.draws:
         return 0.0
-    if rule.coupled or isinstance(weights, GivenScore):
+    if rule.coupled or isinstance(weights, GateScore):
         return slots.score(ring)
     if isinstance(weights, KeyNorm):
         return float(scoring.key_norm_score(slots.k(ring)))

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from kvpop_vllm.kernels.ops import GivenScore, KeyNorm, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+from kvpop_vllm.kernels.ops import GateScore, KeyNorm, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
 from kvpop_vllm.kernels.reference import scoring
 from kvpop_vllm.kernels.reference.decode_step import decode_step
 from kvpop_vllm.kernels.reference.delayed_mlstm import delayed_mlstm, empty_state
@@ -40,12 +40,12 @@ class Retained:
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
 
-def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, given=None, prefix=None, keys=None):
+def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_tokens_seen(pages, page_table.unsqueeze(0), [start], prefix)
     protect = protected(prefix, 0)
     if protect > start or rule.sequential:  # process token by token where this is simplest
-        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prefix, keys)
+        return _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, gate_scores, prefix, keys)
     out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32)
     group = q.shape[1] // k.shape[1]
     before = prefix.gather(0, 0, protect) if protect else None
@@ -64,19 +64,19 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gi
             shown,
             None if keys is None else keys[0, heads],
         )
-        score = None if given is None else given[:, heads]
+        score = None if gate_scores is None else gate_scores[:, heads]
         out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start, score)
     return out, lse
 
 
-def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, given, prefix, keys):
+def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, gate_scores, prefix, keys):
     """Run L decode steps."""
     steps, table, own = [], page_table.unsqueeze(0), budgets.unsqueeze(0)
     window = torch.tensor([rule.window], dtype=torch.int32)
     for i in range(len(q)):
         token, at = (x[i : i + 1] for x in (q, k, v)), torch.tensor([start + i])
-        score = None if given is None else given[i : i + 1]
-        more = {"rule": rule, "scale": scale, "given": score, "prefix": prefix, "keys": keys}
+        score = None if gate_scores is None else gate_scores[i : i + 1]
+        more = {"rule": rule, "scale": scale, "gate_scores": score, "prefix": prefix, "keys": keys}
         steps.append(decode_step(*token, pages, table, at, own, windows=window, **more))
     outs, lses = zip(*steps, strict=True)
     return torch.cat(outs), torch.cat(lses)
@@ -113,26 +113,26 @@ class _Heads:
         table = page_table[heads].long()
         self.state_rows, self.slot_rows = table[:, : pages.layout.state_blocks], table[:, pages.layout.state_blocks :]
 
-    def run(self, q, k, v, start, given):
+    def run(self, q, k, v, start, gate_scores):
         retained = self._load(start)
         outs, lses = [], []
         for a in range(0, len(q), PIECE):
             cut = slice(a, a + PIECE)
             keys, values = k[cut].transpose(0, 1), v[cut].transpose(0, 1)
-            own = None if given is None else given[cut].transpose(0, 1)
+            own = None if gate_scores is None else gate_scores[cut].transpose(0, 1)
             out, lse, retained = self._piece(q[cut], keys, values, own, start + a, retained)
             outs.append(out)
             lses.append(lse)
         self._store(retained, start + len(q))
         return torch.cat(outs), torch.cat(lses)
 
-    def _piece(self, q, k, v, given, a, held: Retained):
+    def _piece(self, q, k, v, gate_scores, a, held: Retained):
         b, rule = a + len(q), self.rule
         new = torch.arange(a, b)
         leaving = torch.arange(*(max(rule.first_evictable, end - rule.window) for end in (a, b)))
         keys, values = torch.cat([held.k, k], 1), torch.cat([held.v, v], 1)
         at = self._where(leaving, a, held.k.shape[1])
-        score, own, state = self._score(keys, values, given, leaving, new, held)
+        score, own, state = self._score(keys, values, gate_scores, leaving, new, held)
         evicted_at = torch.full((len(self.heads), keys.shape[1]), NEVER)
         first = rule.first_long
         held_long = max(0, held.k.shape[1] - first)
@@ -169,7 +169,7 @@ class _Heads:
         slot = torch.where(since < sinks, since, sinks + (since - sinks) % self.rule.window)
         return torch.where(tokens < a, slot, tokens - a + held)
 
-    def _score(self, keys, values, given, leaving, new, held):
+    def _score(self, keys, values, gate_scores, leaving, new, held):
         """Return raw scores of the leaving tokens, stored scores of all tokens, and the new state.
 
         The raw scores are ``[H, leaving]``. The stored scores follow the order [retained slots; tokens from a
@@ -179,8 +179,8 @@ class _Heads:
         own = torch.cat([held.score, torch.zeros(len(self.heads), count - held.k.shape[1])], 1)
         if weights is None or self.rule.draws:
             return torch.zeros(len(self.heads), len(leaving)), own, None
-        if isinstance(weights, GivenScore):
-            own[:, held.k.shape[1] :] = given
+        if isinstance(weights, GateScore):
+            own[:, held.k.shape[1] :] = gate_scores
             return own[:, self._where(leaving, a, held.k.shape[1])], own, None
         if isinstance(weights, KeyNorm):
             return scoring.key_norm_score(keys[:, self._where(leaving, a, held.k.shape[1])]), own, None

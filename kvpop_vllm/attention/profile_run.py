@@ -9,14 +9,14 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from kvpop_vllm.attention.device_step import PADDING
-from kvpop_vllm.attention.fixed_budget import PrefillChunk, Protection, StepBatch
-from kvpop_vllm.attention.fresh import fresh_pages
+from kvpop_vllm.attention.allocate import allocate_pages
+from kvpop_vllm.attention.device_batch import PADDING
+from kvpop_vllm.attention.step_batch import PrefillChunk, Protection, StepBatch
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
 
 
-def largest_steps(
+def worst_case_batches(
     rule: RetentionRule,
     layout: PageLayout,
     budgets: Sequence[int],
@@ -51,7 +51,7 @@ def largest_steps(
     Yields:
         Pages, step and its number of tokens.
     """
-    pages, table = fresh_pages(layout, most, length=length, device=device)
+    pages, table = allocate_pages(layout, most, length=length, device=device)
     told = torch.tensor(budgets, dtype=torch.int32, device=device)
     rows = min(tokens, requests)
     positions = torch.full((rows,), PADDING, dtype=torch.int64, device=device)

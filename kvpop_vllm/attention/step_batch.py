@@ -20,7 +20,7 @@ from kvpop_vllm.roles import Retention
 
 
 @dataclass(frozen=True)
-class Sizes:
+class RequestSettings:
     """Settings of the requests of a step, one entry per request.
 
     None stands for the server's budget, window or no protection.
@@ -150,7 +150,7 @@ class StepBatch:
         query_lens: list[int],
         seq_lens: torch.Tensor,
         block_table: torch.Tensor,
-        sizes: Sizes = Sizes(),  # noqa: B008
+        sizes: RequestSettings = RequestSettings(),  # noqa: B008
         regions: RegionMap | DividedRegions | None = None,
         layer: int = 0,
     ) -> StepBatch:
@@ -310,7 +310,7 @@ class FixedBudgetAttention:
         pages: Pages,
         batch: StepBatch,
         out: torch.Tensor,
-        given: torch.Tensor | None = None,
+        gate_scores: torch.Tensor | None = None,
         blocks: Pages | None = None,
     ) -> None:
         """Run one step for all requests of the batch.
@@ -325,7 +325,7 @@ class FixedBudgetAttention:
             pages: pages of the layer, modified in place.
             batch: the step.
             out: ``[T, Hq, D]``, written in place.
-            given: ``[T, H]`` float32, scores of the tokens, if the rule takes them.
+            gate_scores: ``[T, H]`` float32, scores of the tokens, if the rule takes them.
             blocks: the layer's pages by block, if ``pages`` are regions.
 
         Raises:
@@ -356,7 +356,7 @@ class FixedBudgetAttention:
                 batch.budgets,
                 rule=self.rule,
                 scale=self.scale,
-                given=None if given is None else given[at],
+                gate_scores=None if gate_scores is None else gate_scores[at],
                 prefix=prefix,
                 seeds=batch.seeds,
                 windows=batch.windows,
@@ -366,11 +366,11 @@ class FixedBudgetAttention:
                 protected = [0] * batch.decodes if protection is None else protection.tokens.tolist()
                 ends, sizes = (batch.positions + 1).tolist(), (batch.budgets[:, 0].tolist(), batch.windows.tolist())
                 rows = rounds.Rows(pages, batch.table, ends, *sizes, protected, batch.seeds)
-                rounds.advance(q[at], rows, self.rule, self.scale)
+                rounds.run_due_rounds(q[at], rows, self.rule, self.scale)
         for chunk in itertools.chain.from_iterable(map(self._between_rounds, batch.prefills)):
             cut, row, budgets = slice(chunk.first, chunk.last), chunk.row, chunk.budgets
-            if chunk.follows and self.rule.votes.divides:
-                (budgets,), (row,) = divided.settle(pages, row.unsqueeze(0), self.rule.votes)
+            if chunk.follows and self.rule.votes.adaptive_head_budgets:
+                (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), self.rule.votes)
             out[cut], _ = ops.prefill_chunk(
                 q[cut],
                 k[cut],
@@ -381,7 +381,7 @@ class FixedBudgetAttention:
                 budgets,
                 rule=self.rule,
                 scale=self.scale,
-                given=None if given is None else given[cut],
+                gate_scores=None if gate_scores is None else gate_scores[cut],
                 prefix=chunk.prefix(blocks),
                 seed=chunk.seed,
                 window=chunk.window,
@@ -392,7 +392,9 @@ class FixedBudgetAttention:
             if self.rule.rounds is not None:
                 seeds = None if chunk.seed is None else torch.tensor([chunk.seed])
                 sizes = [int(budgets[0])], [chunk.window], [chunk.protected], seeds
-                rounds.advance(q[cut], rounds.Rows(pages, row.unsqueeze(0), [chunk.end], *sizes), self.rule, self.scale)
+                rounds.run_due_rounds(
+                    q[cut], rounds.Rows(pages, row.unsqueeze(0), [chunk.end], *sizes), self.rule, self.scale
+                )
 
     def _between_rounds(self, chunk: PrefillChunk) -> Iterator[PrefillChunk]:
         """Yield the parts of a chunk, cut where rounds are due."""
@@ -412,7 +414,7 @@ class FixedBudgetAttention:
         if first < chunk.end:
             votes = torch.arange(first, chunk.end) - chunk.protected + self.rule.votes.queries
             states = chunk.row[:, : pages.layout.state_blocks].expand(len(votes), -1, -1)
-            compress.hold_queries(q[first - chunk.start :], pages, states, votes)
+            compress.store_queries(q[first - chunk.start :], pages, states, votes)
         if chunk.end == chunk.protected:
             told = {"group": q.shape[1] // pages.layout.num_kv_heads, "rule": self.rule, "scale": self.scale}
             compress.compress(pages, chunk.row, prefix, chunk.budgets, chunk.window, **told)

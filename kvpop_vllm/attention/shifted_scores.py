@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.attention.fixed_budget import StepBatch
+from kvpop_vllm.attention.step_batch import StepBatch
 from kvpop_vllm.kernels.pages import Pages
 
 
-def shift(given: torch.Tensor, pages: Pages, batch: StepBatch, sinks: int) -> torch.Tensor:
+def shift(gate_scores: torch.Tensor, pages: Pages, batch: StepBatch, sinks: int) -> torch.Tensor:
     """Return the shifted scores of a step: each token gets the score of the token after it.
 
     The score of a request's first token in the step belongs to the token before it. It is written to the
@@ -17,7 +17,7 @@ def shift(given: torch.Tensor, pages: Pages, batch: StepBatch, sinks: int) -> to
     whose step does not start where their cache ends; the kernels refuse them.
 
     Args:
-        given: ``[T, H]`` float32, by token of the flat batch; not modified.
+        gate_scores: ``[T, H]`` float32, by token of the flat batch; not modified.
         pages: pages of the layer, modified in place.
         batch: the step.
         sinks: s of requests without a prefix.
@@ -25,16 +25,16 @@ def shift(given: torch.Tensor, pages: Pages, batch: StepBatch, sinks: int) -> to
     Returns:
         ``[T, H]``.
     """
-    shifted = given.clone()
+    shifted = gate_scores.clone()
     if batch.decodes:
         protected = None if batch.protection is None else batch.protection.tokens
-        _replace(given[batch.tokens], pages, batch.table, batch.positions, batch.windows, protected, sinks)
+        _replace(gate_scores[batch.tokens], pages, batch.table, batch.positions, batch.windows, protected, sinks)
     for chunk in batch.prefills:
-        shifted[chunk.first : chunk.last - 1] = given[chunk.first + 1 : chunk.last]
-        start = torch.full((1,), chunk.start, device=given.device)
+        shifted[chunk.first : chunk.last - 1] = gate_scores[chunk.first + 1 : chunk.last]
+        start = torch.full((1,), chunk.start, device=gate_scores.device)
         protected = torch.full_like(start, chunk.protected)
         own = chunk.row.unsqueeze(0), start, torch.full_like(start, chunk.window), protected, sinks
-        _replace(given[chunk.first].unsqueeze(0), pages, *own)
+        _replace(gate_scores[chunk.first].unsqueeze(0), pages, *own)
     return shifted
 
 

@@ -7,7 +7,7 @@ import torch
 from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
 
 
-def fresh_pages(
+def allocate_pages(
     layout: PageLayout,
     budget: int,
     *,

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.attention.fixed_budget import PrefillChunk, Protection, Sizes, StepBatch
+from kvpop_vllm.attention.step_batch import PrefillChunk, Protection, RequestSettings, StepBatch
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.roles import Retention
@@ -181,7 +181,7 @@ class DecodeRows:
         block_table: torch.Tensor,
         regions: RegionMap | None = None,
         layer: int = 0,
-        sizes: Sizes = Sizes(),  # noqa: B008
+        sizes: RequestSettings = RequestSettings(),  # noqa: B008
     ) -> StepBatch:
         """Return the step of one layer. Decode rows are views of the filled tensors, or made from them.
 

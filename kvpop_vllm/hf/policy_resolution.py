@@ -46,7 +46,7 @@ def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | 
     return policy
 
 
-def in_python(message: str) -> str:
+def flags_to_arguments(message: str) -> str:
     """Return an error message in which command-line flags are replaced by the matching arguments."""
     message = message.replace(f" in {ADDITIONAL_CONFIG_KEY}", "").replace("--max-model-len", "max_length")
     message = message.replace("give the folder of a decoder-only", "choose a decoder-only")

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from kvpop_vllm.attention.device_step import DecodeRows, Split
-from kvpop_vllm.attention.fixed_budget import Sizes, StepBatch
-from kvpop_vllm.attention.shifted import shift
+from kvpop_vllm.attention.device_batch import DecodeRows, Split
+from kvpop_vllm.attention.shifted_scores import shift
+from kvpop_vllm.attention.step_batch import RequestSettings, StepBatch
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.kernels.regions import RegionMap, Shares
 from kvpop_vllm.roles import Retention
@@ -75,7 +75,7 @@ def split_of(lens):
     return Split.of(ends(lens))
 
 
-def filled(rows, lens, lengths, sizes=Sizes()):  # noqa: B008
+def filled(rows, lens, lengths, sizes=RequestSettings()):  # noqa: B008
     """Fill the persistent tensors with these requests and return a function that builds the step."""
     device, (table, slots) = rows.table.device, engine_tables(rows, lens)
     table, slots, seq_lens = (x.to(device) for x in (table, slots, torch.tensor(lengths, dtype=torch.int32)))
@@ -143,7 +143,7 @@ def test_heads_of_unequal_budgets(layer):
         batch, d = filled(rows, lens, lengths)(regions, layer), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
         seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, Sizes(), regions, layer)
+        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, RequestSettings(), regions, layer)
         same_sizes(batch, expected, d)
         for r in range(d):
             own = min(lengths[r], SHARES.budgets[layer][0])
@@ -159,10 +159,10 @@ def test_protected_prompts_equal_batches_made_anew(name, state):
     kept = KEPT[name]
     rows = rows_of(kept, state=state, longest=LONGEST)
     for (lens, lengths), protected in zip(STEPS, PROTECTED, strict=True):
-        batch, d = filled(rows, lens, lengths, Sizes(protected))(), split_of(lens).decodes
+        batch, d = filled(rows, lens, lengths, RequestSettings(protected))(), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
         expected = StepBatch.build(
-            rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, Sizes(protected)
+            rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, RequestSettings(protected)
         )
         same_sizes(batch, expected, d)
         for r in range(d):
@@ -194,7 +194,7 @@ def test_requests_with_sizes_of_their_own(state):
     for turn in range(2):
         for number, ((lens, lengths), protected) in enumerate(zip(STEPS, PROTECTED, strict=True)):
             draw = random.Random(number)
-            sizes = Sizes(protected, [kept.budget] * len(lens), [kept.window] * len(lens))
+            sizes = RequestSettings(protected, [kept.budget] * len(lens), [kept.window] * len(lens))
             if turn == 0:
                 budgets = [draw.randint(kept.first_long + 4, 2 * kept.budget) for _ in lens]
                 sizes = replace(sizes, budgets=budgets, windows=[draw.randint(1, kept.window + 2) for _ in lens])
@@ -287,12 +287,14 @@ def test_no_value_is_asked_for(name, shared, longest):
         tokens, table = sum(lens), torch.empty(MOST, 30, dtype=torch.int32, device="meta")
         slots = torch.empty(tokens, dtype=torch.int64, device="meta")
         seq_lens = torch.empty(len(lens), dtype=torch.int32, device="meta")
-        given = torch.empty(tokens, HEADS, device="meta")
+        gate_scores = torch.empty(tokens, HEADS, device="meta")
         with NoWaiting():
             sent = {"protected": torch.tensor(protected)} if longest else {}
             rows.fill(split_of(lens).decodes, seq_lens, table, slots, sent)
-            batch = rows.batch(split_of(lens), lengths, table, regions, 1, Sizes(protected if longest else None))
-            assert shift(given, pages, batch, KEPT["every step"].sinks).shape == given.shape
+            batch = rows.batch(
+                split_of(lens), lengths, table, regions, 1, RequestSettings(protected if longest else None)
+            )
+            assert shift(gate_scores, pages, batch, KEPT["every step"].sinks).shape == gate_scores.shape
         assert batch.table.device.type == batch.positions.device.type == batch.budgets.device.type == "meta"
 
 

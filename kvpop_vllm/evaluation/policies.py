@@ -27,7 +27,7 @@ from kvpop_vllm.scorers.init import model_shape
 
 
 @dataclass(frozen=True)
-class Contender:
+class PolicySpec:
     """Policy in a comparison, before it has a budget.
 
     Attributes:
@@ -55,21 +55,21 @@ class Contender:
     prompt: int | None = None
 
     @property
-    def corrects(self) -> bool:
+    def uses_moment_correction(self) -> bool:
         """True if outputs are corrected by the moments of evicted tokens."""
         return (self.correction or policies.get(self.policy).default_correction) == "moment"
 
-    def corrected(self) -> Contender:
+    def corrected(self) -> PolicySpec:
         """Return a copy with corrected outputs."""
         return replace(self, name=f"{self.name}+moment", correction="moment")
 
-    def allocated(self, allocator: str) -> Contender:
+    def allocated(self, allocator: str) -> PolicySpec:
         """Return a copy with an allocator, on the kernels of serving."""
         own = policies.get(self.policy).default_allocator
         name = self.name if allocator == own else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator, serve=True)
 
-    def protecting(self, protect: bool | int, unasked: bool | int) -> Contender:
+    def protecting(self, protect: bool | int, unasked: bool | int) -> PolicySpec:
         """Return a copy that never evicts prompts or their first tokens, on the kernels of serving.
 
         Args:
@@ -84,7 +84,9 @@ class Contender:
             serve=True,
         )
 
-    def deploy(self, model: ModelShape, budget: int, sinks: int | None = None, window: int | None = None) -> Deployed:
+    def resolve(
+        self, model: ModelShape, budget: int, sinks: int | None = None, window: int | None = None
+    ) -> ResolvedPolicy:
         """Return the policy with a budget.
 
         Args:
@@ -113,21 +115,21 @@ class Contender:
             raise ConfigError(f"{self.name}: {str(error).replace('--kv-', '--')}") from None
         kept = policy.retention
         step = policy.layer_rule(0, slice(0, model.num_kv_heads)).decay_step
-        return Deployed(self, model, Roles(kept.sinks, kept.window, kept.topk, step), policy)
+        return ResolvedPolicy(self, model, Roles(kept.sinks, kept.window, kept.topk, step), policy)
 
 
-class Deployed:
-    """Contender with a budget.
+class ResolvedPolicy:
+    """PolicySpec with a budget.
 
     Attributes:
-        contender: see :class:`Contender`.
-        model: see :meth:`Contender.deploy`.
+        spec: see :class:`PolicySpec`.
+        model: see :meth:`PolicySpec.resolve`.
         roles: slot roles of the budget.
         policy: the policy as an engine resolves it.
     """
 
-    def __init__(self, contender: Contender, model: ModelShape, roles: Roles, policy: Policy):
-        self.contender, self.model, self.roles, self.policy = contender, model, roles, policy
+    def __init__(self, spec: PolicySpec, model: ModelShape, roles: Roles, policy: Policy):
+        self.spec, self.model, self.roles, self.policy = spec, model, roles, policy
         self._rules: dict[int, RetentionRule] = {}
         self._gates: dict[int, Gate | None] = {}
 
@@ -142,14 +144,14 @@ class Deployed:
         protected = 0 if policy.compresses else protected_tokens(policy.protect, length)
         layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=self.state_floats)
         shares = policy.checked_shares(slice(0, model.num_kv_heads))
-        divided = length if policy.divides else 0
+        divided = length if policy.adaptive_head_budgets else 0
         return request_bytes(layout, model.num_layers, length, policy.retention, shares, protected, divided)
 
     @property
     def by_scores(self) -> bool:
         """True if scores run the policy, False if the kernels of serving do."""
-        own = self.contender
-        return own.score is not None and not own.corrects and not own.serve and not self.protect
+        own = self.spec
+        return own.score is not None and not own.uses_moment_correction and not own.serve and not self.protect
 
     def rule(self, layer: int) -> RetentionRule:
         """Return the rule that the kernels of serving run for all heads of a layer."""
@@ -178,7 +180,7 @@ class Deployed:
 
         It is never evicted, or held until it is compressed.
         """
-        prompt = self.contender.prompt
+        prompt = self.spec.prompt
         return prompt if self.policy.compresses and prompt is not None else self.policy.protect
 
     @property
@@ -194,7 +196,7 @@ class Deployed:
 
     def attend(self) -> Attend:
         """Return the attention of this policy for whole rows in all layers of a model."""
-        return Sparse(self.contender.score, self.roles) if self.by_scores else Served(self)
+        return Sparse(self.spec.score, self.roles) if self.by_scores else Served(self)
 
     def on_dense(
         self,
@@ -223,8 +225,8 @@ class Deployed:
             The recall, and the output ``[B, Hq, S, D]``. The recall is None without positions, if heads hold
             different numbers of tokens, or if tokens are protected.
         """
-        roles, score = self.roles, self.contender.score
-        log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.contender.name, roles.window)
+        roles, score = self.roles, self.spec.score
+        log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.spec.name, roles.window)
         if score is not None:
             if key not in scores:
                 scores[key] = score(layer, judge.k, v, roles.window)
@@ -238,7 +240,7 @@ class Deployed:
             served = Served(self)
             served.see(layer, hidden)
             served.see_channel(layer, channel)
-            own = {"given": served.given(layer, judge.k, v), "shifted": self.shifted}
+            own = {"gate_scores": served.gate_scores(layer, judge.k, v), "shifted": self.shifted}
             own["protected"] = protected_tokens(self.protect, judge.k.shape[2])
             out, kept = attend_and_keep(
                 self.rule(layer), self.budgets(layer), judge.q, judge.k, v, judge.scale, positions, **own
@@ -258,8 +260,8 @@ Policies with other scorers run on the kernels of serving.
 """
 
 
-def training_free(name: str) -> Contender:
-    """Return a contender for a policy that needs no scorer.
+def training_free(name: str) -> PolicySpec:
+    """Return a spec for a policy that needs no scorer.
 
     Raises:
         ConfigError: the name is unknown, the policy needs a scorer, or it evicts nothing.
@@ -272,7 +274,7 @@ def training_free(name: str) -> Contender:
         raise ConfigError(f"policy {name!r} needs a scorer: give --scorer DIR instead of its name")
     if cls.keeps_all:
         raise ConfigError(f"policy {name!r} evicts nothing, and dense is compared with anyway: leave it out")
-    return Contender(name, name, score=_scores_of(cls))
+    return PolicySpec(name, name, score=_scores_of(cls))
 
 
 def _scores_of(cls: type[Policy]) -> Score | None:
@@ -301,8 +303,8 @@ def known_training_free() -> list[str]:
     return [cls.name for cls in policies.loadable()[0] if cls.scorer_kind is None and not cls.keeps_all]
 
 
-def learned(folder: str, model: str | Path) -> tuple[Contender, ScorerShape]:
-    """Return a contender for a scorer folder, and the sinks and windows that the scorer was trained with.
+def learned(folder: str, model: str | Path) -> tuple[PolicySpec, ScorerShape]:
+    """Return a spec for a scorer folder, and the sinks and windows that the scorer was trained with.
 
     Raises:
         ConfigError: the folder holds no scorer, or one of another model.
@@ -311,18 +313,18 @@ def learned(folder: str, model: str | Path) -> tuple[Contender, ScorerShape]:
     check_model(config, **model_shape(model), source=folder)
     (policy,) = (cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == config.scorer)
     if config.scorer in GATE_KINDS:
-        return Contender(folder, policy, scorer=folder), config.retention
+        return PolicySpec(folder, policy, scorer=folder), config.retention
     scorers = [from_tensors(config, tensors) for tensors in layers]
 
     def score(layer, k, v, window):
         scorer = scorers[layer].to(k.device)
         return scorer(k, v, window=window), scorer.log_gamma()
 
-    return Contender(folder, policy, scorer=folder, score=score), config.retention
+    return PolicySpec(folder, policy, scorer=folder, score=score), config.retention
 
 
-def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[Contender], list[str]]:
-    """Return a contender for every registered policy that evicts.
+def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[PolicySpec], list[str]]:
+    """Return a spec for every registered policy that evicts.
 
     Policies that need a scorer appear once for each scorer of their kind.
 
@@ -331,24 +333,24 @@ def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[Contend
         model: folder of the model.
 
     Returns:
-        The contenders, named after their policies (and folders, if a policy has several), and for each policy
+        The specs, named after their policies (and folders, if a policy has several), and for each policy
         that is left out a line with the reason.
     """
     found, broken = policies.loadable()
-    folders: dict[str, list[Contender]] = {}
+    folders: dict[str, list[PolicySpec]] = {}
     for folder in scorers:
-        contender, _ = learned(folder, model)
-        folders.setdefault(contender.policy, []).append(contender)
-    contenders = []
+        spec, _ = learned(folder, model)
+        folders.setdefault(spec.policy, []).append(spec)
+    specs = []
     for cls in found:
         if cls.keeps_all:
             continue
         if cls.scorer_kind is None:
-            contenders.append(training_free(cls.name))
+            specs.append(training_free(cls.name))
             continue
         mine = folders.get(cls.name, [])
         if not mine:
             broken.append(f"{cls.name} needs a scorer of kind {cls.scorer_kind!r}: give --scorer DIR")
         one = len(mine) == 1
-        contenders += [replace(c, name=cls.name if one else f"{cls.name}, {c.scorer}") for c in mine]
-    return contenders, broken
+        specs += [replace(c, name=cls.name if one else f"{cls.name}, {c.scorer}") for c in mine]
+    return specs, broken

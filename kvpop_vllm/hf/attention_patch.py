@@ -22,7 +22,7 @@ BUSY = "another thread has the model in a pass with a KVpopCache: one thread at 
 """Error message for a model that is used by another thread."""
 
 
-class Takes:
+class AttentionCache:
     """Interface of a cache that takes over attention; the hooks recognise caches by this class.
 
     Attributes:
@@ -51,7 +51,7 @@ class Takes:
         raise NotImplementedError(f"{type(self).__name__} has no end()")
 
 
-def take_over(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
+def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     """Register the hooks of a model; may be called again.
 
     Args:
@@ -90,16 +90,16 @@ _turn = threading.Lock()
 
 
 def _before(decoder, positional, named):
-    if isinstance(named.get("past_key_values"), Takes):
+    if isinstance(named.get("past_key_values"), AttentionCache):
         return positional, named | _begin(decoder, positional, named)
     if getattr(decoder, NOTE, None) is not None:
-        put_back(decoder)
+        restore_attention(decoder)
     return None
 
 
 def _after(decoder, positional, named, result):
     cache, step = named.get("past_key_values"), named.get("attend")
-    if isinstance(cache, Takes) and step is not None:  # otherwise the pass has not begun
+    if isinstance(cache, AttentionCache) and step is not None:  # otherwise the pass has not begun
         _end(decoder, cache, failed=result is None)
 
 
@@ -132,7 +132,7 @@ def _end(decoder, cache, failed):
 
 
 @torch.compiler.disable
-def put_back(decoder: torch.nn.Module) -> None:
+def restore_attention(decoder: torch.nn.Module) -> None:
     """Restore a decoder's own attention after a pass that was interrupted from the keyboard.
 
     Raises:
@@ -143,7 +143,7 @@ def put_back(decoder: torch.nn.Module) -> None:
 
 
 def _put_back_interrupted(decoder):
-    """Restore the attention as :func:`put_back` does, with the lock held.
+    """Restore the attention as :func:`restore_attention` does, with the lock held.
 
     A pass of the current thread cannot be running any more.
     """
