@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 import torch
-from kvpop_vllm.evaluation.policies import ResolvedPolicy
 
+from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import GateScore, RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages

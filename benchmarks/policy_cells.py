@@ -14,7 +14,6 @@ from dataclasses import replace
 import torch
 from engines import say
 from kernel_steps import Steps
-from kvpop_vllm.evaluation.policies import PolicySpec
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import dense_request_bytes
@@ -23,6 +22,7 @@ from kvpop_vllm.distill.hook import vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.haystack import replay_rows, sentences
+from kvpop_vllm.evaluation.policies import PolicySpec
 from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.evaluation.running import TransformersBackend

@@ -18,8 +18,8 @@ import sys
 import record
 import torch
 from engines import DEMO_MODEL, PEERS, check_model, say
-from kvpop_vllm.evaluation.policies import training_free
 
+from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.running import TransformersBackend
 
 TEXT = record.ROOT / "tests" / "data" / "hamlet.txt"

@@ -14,8 +14,8 @@ from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import POSITIONS
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
+from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.policies.base import ModelShape
 

@@ -11,8 +11,8 @@ import torch
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.distill.hook import borrow_channel, load_model, show_hidden_states
 from kvpop_vllm.distill.run import default_device
-from kvpop_vllm.evaluation.served import DenseRequest, Request
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
+from kvpop_vllm.evaluation.served import DenseRequest, Request
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import borrows_channel
 

@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
-from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
 from threads import same_threads
 
+from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
 from kvpop_vllm.evaluation.served import Sequence
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.policies.base import ModelShape

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer
 from distill.typed import RECIPE, distill
-from kvpop_vllm.evaluation.policies import learned
 from safetensors.torch import load_file, save_file
 from threads import one_thread
 from transformers import AutoTokenizer
@@ -27,6 +26,7 @@ from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.distill.trainer import Process, Trainer
+from kvpop_vllm.evaluation.policies import learned
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 

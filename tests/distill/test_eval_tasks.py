@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from distill.tiny_text import write_text
 from distill.typed import distill
-from kvpop_vllm.evaluation.policies import known_training_free
 
+from kvpop_vllm.evaluation.policies import known_training_free
 from kvpop_vllm.policies import POLICIES
 from kvpop_vllm.policies.base import Signal
 

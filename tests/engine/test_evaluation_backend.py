@@ -14,11 +14,11 @@ import torch
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
 from engine.driving import one_thread
 from engine.tiny_engine import quick
-from kvpop_vllm.evaluation.policies import learned, training_free
 
 from kvpop_vllm.cli import main
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay
+from kvpop_vllm.evaluation.policies import learned, training_free
 from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue.evaluation import EngineBackend, settings_of

@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from kernels.naive import kept_sets
-from kvpop_vllm.evaluation.policies import training_free
 from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.cache.accounting import request_bytes
@@ -16,6 +15,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
 from kvpop_vllm.kernels.pages import PageLayout

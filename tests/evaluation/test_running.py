@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvpop_vllm.evaluation.policies import learned, training_free
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.pictures import retention_map
+from kvpop_vllm.evaluation.policies import learned, training_free
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.evaluation.served import DenseRequest, Request

@@ -6,13 +6,13 @@ import dataclasses
 
 import pytest
 import torch
-from kvpop_vllm.evaluation.policies import in_registry, known_training_free, learned, training_free
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
+from kvpop_vllm.evaluation.policies import in_registry, known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
 from kvpop_vllm.evaluation.served import Sequence, attend_and_keep
