@@ -164,7 +164,9 @@ def add_plan(commands: Commands) -> None:
     """Add ``kvpop plan``."""
     command = add_command(commands, "plan", "bytes of a request and how many fit, for every policy and budget")
     command.add_argument("--model", required=True, metavar="DIR", help="a Hugging Face folder; its config.json is read")
-    command.add_argument("--max-model-len", required=True, type=positive, metavar="N", help="tokens of a request")
+    command.add_argument(
+        "--max-model-len", type=positive, metavar="N", help="tokens of a request (default: all positions of the model)"
+    )
     command.add_argument("--kv-memory", required=True, type=memory, metavar="SIZE", help="of the pool, such as 40GiB")
     command.add_argument(
         "--budget", nargs="+", type=positive, metavar="B", help="tokens per KV head (default: 1/2, 1/4 and 1/8 of N)"

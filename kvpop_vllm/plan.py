@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 
@@ -56,8 +57,10 @@ def plan(options) -> None:
     Raises:
         ConfigError: the model's config, the scorer, a budget or another option cannot work.
     """
-    shape = ModelShape.of(options.model, options.max_model_len)
+    shape = ModelShape.of(options.model, options.max_model_len or 1)
     model = json.loads((Path(options.model) / "config.json").read_text())
+    length = options.max_model_len or _positions(options.model, model)
+    shape = replace(shape, max_model_len=length)
     _check_served(options.model, shape, model)
     if shape.num_kv_heads % options.tensor_parallel and options.tensor_parallel % shape.num_kv_heads:
         raise ConfigError(
@@ -65,7 +68,7 @@ def plan(options) -> None:
         )
     heads = max(1, shape.num_kv_heads // options.tensor_parallel)
     dtype = _dtype(options, model)
-    budgets = options.budget or sorted({-(-options.max_model_len // share) for share in SHARES}, reverse=True)
+    budgets = options.budget or sorted({-(-length // share) for share in SHARES}, reverse=True)
     source = f"{options.model}: config.json, section kvpop"
     own = ScorerConfig.parse(model["kvpop"], source) if model.get("kvpop") is not None else None
     given = None
@@ -73,9 +76,9 @@ def plan(options) -> None:
         config = read_scorer(options.scorer)[0]
         check_model(config, **model_shape(options.model), source=options.scorer)
         given = config.scorer
-    if options.prompt_length is not None and options.prompt_length > options.max_model_len:
+    if options.prompt_length is not None and options.prompt_length > length:
         raise ConfigError(
-            f"--prompt-length {options.prompt_length} is more than the request's {options.max_model_len} tokens: lower it"
+            f"--prompt-length {options.prompt_length} is more than the request's {length} tokens: lower it"
         )
     found, notes = policies.loadable()
     rows = []
@@ -135,6 +138,18 @@ def _most_bytes(lengths: tuple, policy: Policy, shares, prompt: int | None) -> C
         return request_bytes(*lengths, retention, shares, own)
     prompts = worst_prompts(longest, length, lengths[0].block_slots)
     return max((request_bytes(*lengths, retention, shares, own) for own in prompts), key=lambda held: held.blocks)
+
+
+def _positions(folder: str, config: dict) -> int:
+    """Return the number of positions of a model, in tokens.
+
+    Raises:
+        ConfigError: its config does not say.
+    """
+    found = config.get("max_position_embeddings")
+    if type(found) is not int or found < 1:
+        raise ConfigError(f"{folder}: config.json has no max_position_embeddings: give --max-model-len")
+    return found
 
 
 def _check_served(folder: str, shape: ModelShape, config: dict) -> None:

@@ -133,3 +133,11 @@ def test_bad_input_is_one_line(tmp_path, capsys, config, options, message):
     assert main(["plan", "--model", str(tmp_path), *size, *options]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
+
+
+def test_requests_of_all_positions_unless_told_otherwise(planned, tmp_path, capsys):
+    lines, _ = planned(DEMO | {"max_position_embeddings": 4096}, "--kv-memory", "512MiB")
+    assert "requests of 4096 tokens" in lines[0]
+    (tmp_path / "config.json").write_text(json.dumps(DEMO))
+    assert main(["plan", "--model", str(tmp_path), "--kv-memory", "512MiB"]) == 2
+    assert "config.json has no max_position_embeddings: give --max-model-len" in capsys.readouterr().err

@@ -5,6 +5,8 @@ Other packages add policies through the entry-point group ``kvpop_vllm.policies`
 
 from __future__ import annotations
 
+import shutil
+import textwrap
 from importlib.metadata import entry_points
 
 from kvpop_vllm.config import ConfigError
@@ -104,16 +106,26 @@ def loadable() -> tuple[list[type[Policy]], list[str]]:
 
 
 def describe() -> str:
-    """Return a table of all policies, followed by one line per policy that fails to load.
+    """Return a paragraph per policy, as wide as the terminal, and one line per policy that fails to load.
 
-    Columns: name, kind of scorer it needs, signals, order, state, cost per step, paper.
+    A paragraph has the name and the paper, the kind of scorer that the policy needs, signals, order, state and
+    cost per step.
     """
-    rows = [("policy", "needs scorer", "scores from", "order", "state per layer and head", "cost per step", "paper")]
     found, broken = loadable()
+    indent = max(len(cls.name) for cls in found) + 2
+    width = max(60, shutil.get_terminal_size().columns)
+    lines = []
     for cls in found:
         order = cls.order.value if isinstance(cls.order, Order) else "static, or aged for decay step > 1"
-        signals = ", ".join(sorted(s.value for s in cls.signals)) or "-"
-        rows.append((cls.name, cls.scorer_kind or "-", signals, order, cls.state, cls.cost, cls.paper))
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+        facts = {
+            "needs a scorer of kind": cls.scorer_kind,
+            "scores from": ", ".join(sorted(signal.value for signal in cls.signals)),
+            "order": order,
+            "state per layer and KV head": cls.state.strip("-"),
+            "cost per step": cls.cost,
+        }
+        lines.append(f"{cls.name.ljust(indent)}{cls.paper}")
+        for name, fact in facts.items():
+            more = {"initial_indent": " " * indent, "subsequent_indent": " " * (indent + 2)}
+            lines += textwrap.wrap(f"{name}: {fact}", width, **more) if fact else []
     return "\n".join(lines + broken)

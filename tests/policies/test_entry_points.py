@@ -26,6 +26,11 @@ def refusal(name):
     return str(caught.value)
 
 
+def named(output: str) -> list[str]:
+    """Return the policies that `kvpop policies` lists."""
+    return [line.split()[0] for line in output.splitlines() if not line.startswith(" ")]
+
+
 def test_a_policy_from_outside(folder, capsys):
     assert "projection" not in policies.known() and "projection" not in refusal("nonsense")
     install(folder)
@@ -34,7 +39,7 @@ def test_a_policy_from_outside(folder, capsys):
     policy = policies.get("projection")(PolicySettings("projection", 64), ModelShape("llama", 2, 4, 32, 256))
     assert policy.rule(1, slice(2, 4)).scorer.weight.shape == (2, 64) and policy.retention.window == 15
     assert main(["policies"]) in (0, None)
-    assert capsys.readouterr().out.splitlines()[-1].split()[0] == "projection"
+    assert named(capsys.readouterr().out) == [*policies.POLICIES, "projection"]
 
 
 def test_what_is_wrong_with_it(folder):
@@ -59,12 +64,18 @@ def test_a_class_that_says_too_little(folder, capsys):
     install(folder, "projection = outside_little:Projection", "outside-little", little)
     assert "policy 'projection' of outside-little does not say paper, rule: mend that package" in refusal("projection")
     assert main(["policies"]) in (0, None)
-    lines = capsys.readouterr().out.splitlines()
-    assert (
-        lines[-1] == refusal("projection")
-        and lines[1].startswith("kvpop ")
-        and len(lines) == 2 + len(policies.POLICIES)
-    )
+    *lines, last = capsys.readouterr().out.splitlines()
+    assert last == refusal("projection") and named("\n".join(lines)) == list(policies.POLICIES)
+
+
+def test_the_list_fits_a_terminal(monkeypatch, capsys):
+    for columns in (80, 120):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        main(["policies"])
+        lines = capsys.readouterr().out.splitlines()
+        assert max(map(len, lines)) <= columns and any(len(line) > columns - 12 for line in lines)
+        said = " ".join(line.strip() for line in lines)
+        assert all(cls.cost in said and cls.paper in said for cls in policies.POLICIES.values())
 
 
 @pytest.mark.parametrize(
