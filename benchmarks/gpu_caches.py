@@ -160,8 +160,8 @@ def written_cache(drawn: Drawn, requests: int, context: int, budget: int) -> KVp
     generator = torch.Generator(first.device).manual_seed(0)
     for layer in cache._layers.values():
         write(layer, context, generator)
-    for clock in cache._clocks.values():
-        clock.positions.fill_(context)
+    for lengths in cache._lengths_by_device.values():
+        lengths.positions.fill_(context)
     cache.replayed(context - cache.lengths[0])
     check_held(cache, budget)
     return cache

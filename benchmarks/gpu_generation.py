@@ -274,7 +274,7 @@ def kvpop_timed(bench, drawn, requests, context, budget: int) -> Timed:
 
     def check():
         check_finite(name, decoding)
-        (clock,) = cache._clocks.values()
+        (clock,) = cache._lengths_by_device.values()
         if passes := int(clock.positions[0]) - cache.lengths[0]:
             cache.replayed(passes)
         check_held(cache, budget)

@@ -15,7 +15,6 @@ import torch
 from engines import say
 from kernel_steps import Steps
 
-from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import vocabulary_of
@@ -27,7 +26,7 @@ from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.evaluation.tasks import CHARACTERS
-from kvpop_vllm.policies.base import ModelShape, Order
+from kvpop_vllm.policies.base import ModelShape
 
 SAME = 0.02
 """Divergence in nats a token that bfloat16 rounding may cause before anything is evicted; 0.002 is usual."""
@@ -107,14 +106,8 @@ class Cells:
         return self._row(asked, setting, about, found, begin)
 
     def steps(self, spec, setting, asked: dict) -> dict | None:
-        """Return a row of times, or None if predictions differ before anything is evicted.
-
-        Raises:
-            ConfigError: the policy makes its scores in rounds, which so few steps would not show.
-        """
+        """Return a row of times, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
-        if spec is not None and policies.get(spec.policy).order is Order.ROUNDS:
-            raise ConfigError(f"{spec.name} makes its scores every so many steps, of which so few are not timed")
         resolved = spec and self._deploy(spec, setting)
         if not self.passes(resolved, asked):
             return None

@@ -33,7 +33,7 @@ FLAGS = {
 }
 """Command-line flag of each setting, for error messages."""
 
-SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128)
+SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128, 256)
 
 CORRECTIONS = ("none", "moment")
 """Values of ``--kv-correction``."""

@@ -10,7 +10,7 @@ from kvpop_vllm.config import ConfigError
 
 BACKEND = "kvpop_vllm.vllm_glue.select.CudaBackend"
 """Path that vLLM's backend CUSTOM is registered with."""
-ATTENTION_OP = "kvpop_vllm::attention_with_given"
+ATTENTION_OP = "kvpop_vllm::attention_with_gate_scores"
 """Name of the op of :mod:`kvpop_vllm.vllm_glue.gated_attention`."""
 ONE_BY_ONE = 1024
 """Maximum number of tokens in a step where prompts are prefilled token by token.

@@ -98,7 +98,8 @@ def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkey
             "text",
         )
     named = [[tuple(row[name] for name in ("policy", "budget", "scorer")) for row in part] for part in (rows, times)]
-    assert named[0] == named[1]
+    assert [row for row in named[0] if row[0] not in ("vase", "rkv")] == named[1]
+    assert "not timed: vase makes its scores every so many steps" in said.out
     for row in times:
         assert float(row["step_ms"]) > 0 < float(row["dense_ms"])
         assert float(row["least"]) <= float(row["dense_over_it"]) <= float(row["largest"])

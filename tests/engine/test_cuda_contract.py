@@ -84,7 +84,7 @@ class TestChoice(Pretended):
     @pytest.mark.parametrize(
         "named, options",
         [
-            ("head sizes are 32, 64, 80, 96, 128", {"size": 48}),
+            ("head sizes are 32, 64, 80, 96, 128, 256", {"size": 48}),
             ("--dtype is float16, bfloat16 or float32", {"dtype": torch.float64}),
             ("leave --kv-policy out", {"has_sink": True}),
             ("leave --kv-policy out", {"use_mla": True}),

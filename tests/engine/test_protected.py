@@ -22,9 +22,8 @@ BUDGET = 26
 BORDERS = [1, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK + 1, BUDGET - 1, BUDGET, BUDGET + 1, 2 * BUDGET]
 BESIDE = [2, 7, 40, 2 * BLOCK, 4 * BLOCK, 70, 100]
 KINDS = {name: row.engines[0] for name, row in ROWS.items() if row.engines}
-ASKED = dict(
-    zip(KINDS, [BUDGET, 1, BLOCK - 1, BLOCK, BLOCK + 1, BUDGET - 1, BUDGET + 1, 33, 2 * BLOCK, 7, 48, 63], strict=False)
-)
+PREFIXES = [BUDGET, 1, BLOCK - 1, BLOCK, BLOCK + 1, BUDGET - 1, BUDGET + 1, 33, 2 * BLOCK, 7, 48, 63, 70, 3]
+ASKED = dict(zip(KINDS, PREFIXES[: len(KINDS)], strict=True))
 """Number of protected tokens in each policy's engine that protects the first N tokens."""
 
 

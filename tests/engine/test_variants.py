@@ -13,10 +13,11 @@ import pytest
 import torch
 from engine.driving import BLOCK, Job, one_thread, watched
 from engine.judge import Judge
-from engine.matrix import BUDGET, MATRIX, state_blocks
+from engine.matrix import BUDGET, MATRIX, make_case, state_blocks
 from engine.recorder import Held
 from policies.matrix import ROWS
 
+from kvpop_vllm.config import SUPPORTED_HEAD_SIZES
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import (
@@ -27,6 +28,7 @@ from kvpop_vllm.testing import (
     margin_bound,
     masked_attention,
     random_prompt,
+    write_tiny_model,
 )
 
 JOBS = [Job(1, new=70), Job(BUDGET), Job(150, new=40)]
@@ -70,6 +72,15 @@ def test_scorer_options(case, watch, name):
         engine.check_blocks(
             state_blocks(policy, options.get("correction") == "moment"), *engine.judge.policy.budgets(1)
         )
+
+
+@pytest.mark.parametrize("size", [size for size in SUPPORTED_HEAD_SIZES if size != 32])
+def test_head_sizes(tmp_path, watch, size):
+    """Every supported head size gives the oracle's results; all other tests use 32."""
+    model = str(write_tiny_model(tmp_path / "model", "llama", head_dim=size))
+    with watch(make_case(model, tmp_path / "scorer", "kvpop")) as engine:
+        engine.chunk(7)
+        engine.verdict(engine.serve(JOBS))
 
 
 def test_the_decay_step_matters(case):

@@ -50,7 +50,7 @@ def problems(draw):
         requests=draw(st.integers(1, 5)),
         heads=draw(st.integers(1, 3)),
         group=draw(st.integers(1, 5)),
-        size=draw(st.sampled_from([32, 64, 80, 96, 128])),
+        size=draw(st.sampled_from([32, 64, 80, 96, 128, 256])),
         slots=draw(st.sampled_from([16, 32, 64])),
         sinks=draw(st.integers(0, 4)),
         window=draw(st.integers(1, 12)),

@@ -194,7 +194,7 @@ def test_decay_steps_beyond_one(case, step, impl):
     heads=st.integers(1, 3),
     group=st.integers(1, 3),
     slots=st.sampled_from([16, 32, 64]),
-    size=st.sampled_from([16, 32, 48, 80]),
+    size=st.sampled_from([16, 32, 48, 80, 256]),
     impl=st.sampled_from(IMPLS),
     seed=st.integers(0, 10_000),
 )

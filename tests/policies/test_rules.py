@@ -97,7 +97,7 @@ def test_default_sinks_and_windows(name, given, kept):
 
 
 @pytest.mark.parametrize(
-    "name, given, corrects, floats",
+    "name, given, uses_moment_correction, floats",
     [
         ("streaming-llm", {}, False, 0),
         ("streaming-llm", {"correction": "moment"}, True, 32 * 34),
