@@ -1,0 +1,71 @@
+"""The policy in docs/adding_a_policy.md is a package that works, and keeps what a sort keeps."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from policies.outside import importable, install
+
+from kvpop_vllm import policies
+from kvpop_vllm.config import PolicySettings
+from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.policies.base import ModelShape
+
+PAGE = Path(__file__).parents[2] / "docs/adding_a_policy.md"
+HEADS, GROUP, SIZE, LENGTH, BUDGET = 2, 2, 32, 120, 40
+SINKS, WINDOW = 4, 9
+CHUNKS = (17, 40, 1, 1, 50, *[1] * 11)
+"""Tokens of each chunk of a prompt, then decode steps."""
+
+
+@pytest.fixture
+def policy(tmp_path):
+    """Return the page's policy for a small model, from an installed package that holds the page's code."""
+    (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
+    with importable(tmp_path):
+        install(tmp_path, "value-norm = outside_value_norm:ValueNorm", "outside-value-norm", code)
+        shape = ModelShape("llama", 1, HEADS, SIZE, LENGTH)
+        yield policies.get("value-norm")(PolicySettings("value-norm", BUDGET), shape)
+
+
+def naive(v: torch.Tensor, seen: int, protected: int) -> torch.Tensor:
+    """Return which of the first ``seen`` tokens are held, ``[H, seen]`` booleans, by a sort of float64 scores."""
+    first = protected or SINKS
+    held = torch.zeros(HEADS, seen, dtype=torch.bool)
+    held[:, :first] = True
+    held[:, max(0, seen - WINDOW) :] = True
+    last, room = max(first, seen - WINDOW), BUDGET - SINKS - WINDOW
+    for h in range(HEADS):
+        values = v[h, first:last].double()
+        scores = (values * torch.tanh(values / 2)).sum(-1)
+        order = scores.argsort(descending=True)
+        if len(order) > room:
+            assert scores[order[room - 1]] - scores[order[room]] > 1e-4, "rounding may decide: choose another seed"
+        held[h, first + order[:room]] = True
+    return held
+
+
+@pytest.mark.parametrize("protected", [0, 20])
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+def test_the_policy_of_the_page_keeps_the_largest_values(policy, monkeypatch, impl, protected):
+    draw = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(n, LENGTH, SIZE, generator=draw) for n in (HEADS * GROUP, HEADS, HEADS))
+    monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
+    sequence = Sequence(policy.layer_rule(0, slice(0, HEADS)), BUDGET, k, length=LENGTH, protected=protected)
+    for chunk in CHUNKS:
+        cut = slice(sequence.seen, sequence.seen + chunk)
+        sequence.attend(q[:, cut], k[:, cut], v[:, cut], SIZE**-0.5)
+        assert torch.equal(sequence.held(), naive(v, sequence.seen, protected)), f"after {sequence.seen} tokens"
+    assert sequence.seen == LENGTH and sequence.held().sum(-1).tolist() == [BUDGET + max(0, protected - SINKS)] * HEADS
+
+
+def test_each_rank_has_the_weights_of_its_heads(policy):
+    """A tensor-parallel rank asks for the rule of some heads, and gets tensors of as many."""
+    kept = policy.retention
+    assert (kept.budget, kept.sinks, kept.window) == (BUDGET, SINKS, WINDOW)
+    scorer = policy.layer_rule(0, slice(1, 2)).scorer
+    assert all(len(tensor) == 1 and tensor.is_contiguous() for tensor in vars(scorer).values())
