@@ -1,4 +1,4 @@
-"""Canonical and allocated bytes of a request's cache and of a pool (DESIGN "Accounting")."""
+"""Canonical and allocated bytes of a request's cache and of a pool (docs/maintaining.md)."""
 
 from __future__ import annotations
 

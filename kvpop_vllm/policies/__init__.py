@@ -124,8 +124,8 @@ def describe() -> str:
             "state per layer and KV head": cls.state.strip("-"),
             "cost per step": cls.cost,
         }
-        lines.append(f"{cls.name.ljust(indent)}{cls.paper}")
-        for name, fact in facts.items():
-            more = {"initial_indent": " " * indent, "subsequent_indent": " " * (indent + 2)}
-            lines += textwrap.wrap(f"{name}: {fact}", width, **more) if fact else []
+        paragraph = {cls.name.ljust(indent): cls.paper}
+        paragraph |= {f"{' ' * indent}{name}: ": fact for name, fact in facts.items() if fact}
+        for begins, text in paragraph.items():
+            lines += textwrap.wrap(text, width, initial_indent=begins, subsequent_indent=" " * (indent + 2))
     return "\n".join(lines + broken)

@@ -36,7 +36,7 @@ _HELP = {
     "protect_prompt": (
         str,
         "all|N",
-        "Never evict the prompt, or its first N tokens; these are shared by vLLM's prefix cache. Default: all under random, 0 elsewhere.",
+        "Never evict the prompt, or its first N tokens; these are shared by vLLM's prefix cache. Default: all under random, vase and rkv, 0 elsewhere.",
     ),
     "max_budget": (int, "B", "Largest budget that a request may ask for (kv_budget); default: the server's own."),
     "max_protect": (

@@ -1,5 +1,5 @@
 // Moments of a head's evicted tokens, residuals of token values, and corrections of outputs (MomentKV;
-// DESIGN "Moments"). The moments are mean key [D], mean value [D], and the sum of products of their
+// DESIGN "Scores from attention, and corrections"). The moments are mean key [D], mean value [D], and the sum of products of their
 // deviations [D, D] with one row per key channel, all float32, behind the scorer's state. The number of
 // evicted tokens follows from the position.
 

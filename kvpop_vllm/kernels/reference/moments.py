@@ -1,4 +1,4 @@
-"""Moments of a head's evicted tokens in plain torch, float32 (MomentKV, section 4; DESIGN "Moments")."""
+"""Moments of a head's evicted tokens in plain torch, float32 (MomentKV, section 4; DESIGN "Scores from attention, and corrections")."""
 
 from __future__ import annotations
 

@@ -1,0 +1,50 @@
+"""Documents keep to their lengths, and what they refer to exists."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = ["README.md", "DESIGN.md", "LOG.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))]
+
+
+def headings(text: str) -> list[str]:
+    return re.findall(r"^#+ +(.*?) *$", text, flags=re.M)
+
+
+def anchor(heading: str) -> str:
+    """Return the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_resolve(name):
+    path = ROOT / name
+    text = re.sub(r"```.*?```", "", path.read_text(), flags=re.S)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if "://" in target:
+            continue
+        file, _, part = target.partition("#")
+        there = (path.parent / file).resolve() if file else path
+        assert there.exists(), f"{name}: {target}"
+        assert not part or part in map(anchor, headings(there.read_text())), f"{name}: {target}"
+
+
+def test_lengths():
+    readme, design = ((ROOT / name).read_text().splitlines() for name in ("README.md", "DESIGN.md"))
+    assert len(readme) <= 170 and len(design) <= 250
+    assert next(i for i, line in enumerate(readme, start=1) if line.startswith("```")) < 25
+
+
+def test_code_refers_to_headings_of_the_design():
+    found = headings((ROOT / "DESIGN.md").read_text())
+    listed = subprocess.run(["git", "ls-files", "*.py", "*.h", "*.cpp"], cwd=ROOT, capture_output=True, text=True)
+    paths = [ROOT / line for line in listed.stdout.splitlines() if line != "tests/imports/test_documents.py"]
+    assert paths
+    for path in paths:
+        for named in re.findall(r'DESIGN "([^"]+)"', path.read_text()):
+            assert named in found, f"{path}: {named}"
