@@ -47,19 +47,19 @@ def main() -> int:
         for budget in options.budget:
             resolved = training_free(policy).resolve(backend.shape, budget, 0, WINDOW)
             ours = backend.held(resolved, torch.tensor(tokens))
-            theirs = kept_by_press(options.model, tokens, policy, budget)
+            (theirs,) = ask_press(options.model, [tokens], policy, budget)["kept"]
             wrong += compare(policy, budget, ours, theirs)
     return int(wrong > 0)
 
 
-def kept_by_press(model: str, tokens: list[int], press: str, budget: int) -> list:
-    """Return the positions that kvpress keeps, per layer and head."""
-    told = {"model": model, "tokens": tokens, "press": press, "budget": budget, "window": WINDOW}
+def ask_press(model: str, prompts: list[list[int]], press: str, budget: int, **more) -> dict:
+    """Return the reply of press_sets.py for prompts, each as token ids."""
+    told = {"model": model, "prompts": prompts, "press": press, "budget": budget, "window": WINDOW} | more
     script = str(record.ROOT / "benchmarks" / "press_sets.py")
     done = subprocess.run([str(PEERS), script], input=json.dumps(told), capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"kvpress failed: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout)["kept"]
+    return json.loads(done.stdout)
 
 
 def compare(policy: str, budget: int, ours: torch.Tensor, theirs: list) -> int:

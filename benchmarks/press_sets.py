@@ -1,9 +1,10 @@
-"""Tokens that kvpress keeps of a prompt, for press_parity.py.
+"""Tokens that kvpress keeps of prompts, and what it generates, for press_parity.py and press_needles.py.
 
 This script runs in its own environment (`make peers`) and imports nothing of this repository. It reads one
-JSON object from standard input: the model's folder, the prompt's tokens, window, budget, and the name of a
-press. It writes ``kept``: for each layer and head, the positions of the prompt's tokens that are in the cache
-after the press.
+JSON object from standard input: the model's folder, ``prompts`` as token ids, window, budget, the name of a
+press, and optionally ``new`` and ``stop``. It writes ``kept``: for each prompt, layer and head, the positions
+of the prompt's tokens that are in the cache after the press. With ``new`` it also writes ``answers``: at most
+so many greedy tokens after each prompt, up to the token ``stop``.
 """
 
 import json
@@ -21,16 +22,33 @@ def main() -> None:
     os.dup2(2, 1)  # other output goes to stderr
     told = json.load(sys.stdin)
     model = AutoModelForCausalLM.from_pretrained(told["model"], dtype=torch.float32).eval()
-    tokens = torch.tensor([told["tokens"]])
-    ratio = 1 - told["budget"] / tokens.shape[1]
-    options = {"compression_ratio": ratio, "window_size": told["window"], "kernel_size": 5}
-    press = PyramidKVPress(**options) if told["press"] == "pyramidkv" else SnapKVPress(**options)
-    if told["press"] == "adakv":
-        press = AdaKVPress(press, alpha_safeguard=0.2)
-    kept = recorded(press)
-    with torch.inference_mode(), press(model):
-        model.model(tokens, past_key_values=DynamicCache(config=model.config))
-    print(json.dumps({"kept": kept}), file=replies)
+    kept, answers = [], []
+    for prompt in told["prompts"]:
+        tokens, cache = torch.tensor([prompt]), DynamicCache(config=model.config)
+        ratio = 1 - told["budget"] / tokens.shape[1]
+        options = {"compression_ratio": ratio, "window_size": told["window"], "kernel_size": 5}
+        press = PyramidKVPress(**options) if told["press"] == "pyramidkv" else SnapKVPress(**options)
+        if told["press"] == "adakv":
+            press = AdaKVPress(press, alpha_safeguard=0.2)
+        kept.append(recorded(press))
+        with torch.inference_mode(), press(model):
+            hidden = model.model(tokens, past_key_values=cache).last_hidden_state
+            answers.append(generated(model, cache, hidden, len(prompt), told.get("new", 0), told.get("stop")))
+    print(json.dumps({"kept": kept, "answers": answers}), file=replies)
+
+
+def generated(model, cache, hidden, position: int, new: int, stop: int | None) -> list[int]:
+    """Return at most ``new`` greedy tokens after a prompt whose last hidden states are given, without ``stop``."""
+    found = []
+    for i in range(position, position + new):
+        token = int(model.lm_head(hidden[:, -1]).argmax())
+        if token == stop:
+            break
+        found.append(token)
+        at = torch.tensor([i])
+        told = {"past_key_values": cache, "position_ids": at[None], "cache_position": at}
+        hidden = model.model(torch.tensor([[token]]), **told).last_hidden_state
+    return found
 
 
 def recorded(press) -> list[list[list[int]]]:

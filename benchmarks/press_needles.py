@@ -1,0 +1,72 @@
+"""Needles that kvpress 0.5.5's presses find beside those that our policies find, on the same prompts (`make peers` first).
+
+    python benchmarks/press_needles.py --data TEXT... --budget 256
+
+kvpress keeps all generated tokens beside the compressed prompt; here they share the budget. Prints the exact
+and partial credit of both for each policy, and of the dense model.
+"""
+
+import argparse
+import statistics
+import sys
+
+import torch
+from engines import DEMO_MODEL, PEERS, check_model, say
+from press_parity import POLICIES, WINDOW, ask_press
+
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.evaluation.examples import NEW_TOKENS, credit
+from kvpop_vllm.evaluation.haystack import sentences
+from kvpop_vllm.evaluation.policies import training_free
+from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
+from kvpop_vllm.evaluation.running import TransformersBackend
+from kvpop_vllm.evaluation.tasks import CHARACTERS
+
+
+def main() -> int:
+    """Print one line for the dense model and two for each policy."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", default=str(DEMO_MODEL))
+    parser.add_argument("--data", nargs="+", required=True, help="text that needles are hidden in")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt and its answer (default 2048)")
+    parser.add_argument("--budget", type=int, default=256)
+    parser.add_argument("--needles", type=int, default=20, help="prompts with a needle (default 20)")
+    parser.add_argument("--digits", type=int, default=7, help="of each needle's number (default 7)")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
+    options = parser.parse_args()
+    check_model(options)
+    if not PEERS.is_file():
+        sys.exit("the peers have no environment: run `make peers`")
+    tokenizer = load_tokenizer(options.model)
+    text = sentences(options.data, "all", CHARACTERS * options.length)
+    examples = make_examples(
+        ["needle"], tokenizer, text, options.length, options.needles, seed=0, digits=options.digits
+    )
+    backend = TransformersBackend(options.model, torch.float32, options.length)
+
+    def ours(resolved) -> dict[str, float]:
+        with backend.start(resolved) as run:
+            given = list(answers(run, tokenizer, examples))
+        return {name: statistics.mean(answer[name] for answer in given) for name in MEASURES}
+
+    tell("dense", ours(None))
+    for policy in options.policies:
+        tell(f"{policy}, ours", ours(training_free(policy).resolve(backend.shape, options.budget, 0, WINDOW)))
+        told = {"new": NEW_TOKENS["needle"], "stop": tokenizer.eos_token_id}
+        prompts = [example.prompt for example in examples]
+        found = ask_press(options.model, prompts, policy, options.budget, **told)["answers"]
+        worth = [
+            credit(e.expected, tokenizer.decode(a, skip_special_tokens=True))
+            for e, a in zip(examples, found, strict=True)
+        ]
+        tell(f"{policy}, kvpress", {name: statistics.mean(getattr(one, name) for one in worth) for name in MEASURES})
+    return 0
+
+
+def tell(name: str, found: dict[str, float]) -> None:
+    """Print the credit of one run."""
+    say(f"{name}: " + ", ".join(f"{measure} {value:.2f}" for measure, value in found.items()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
