@@ -139,7 +139,7 @@ def test_a_request_has_a_budget_of_its_own(served):
     """
     server, client, most = served
     prompt = [(11 * i) % 40_000 + 100 for i in range(1500)]
-    asked = {"model": name(client), "prompt": prompt, "max_tokens": 12, "temperature": 0, "stream": True}
+    asked = {"model": name(client), "prompt": prompt, "max_tokens": 80, "temperature": 0, "stream": True}
     held = []
     for _ in client.completions.create(
         **asked, extra_body={"ignore_eos": True, "vllm_xargs": {"kv_budget": 512, "kv_protect_prompt": 0}}
