@@ -345,56 +345,63 @@ class FixedBudgetAttention:
             if len(begun.tokens):
                 ops.begin_tail(pages, protection.begun, begun, rule=self.rule, impl=self.impl)
         if batch.decodes:
-            at = batch.tokens
-            out[at], _ = ops.decode_step(
-                q[at],
-                k[at],
-                v[at],
-                pages,
-                batch.table,
-                batch.positions,
-                batch.budgets,
-                rule=self.rule,
-                scale=self.scale,
-                gate_scores=None if gate_scores is None else gate_scores[at],
-                prefix=prefix,
-                seeds=batch.seeds,
-                windows=batch.windows,
-                impl=self.impl,
-            )
-            if self.rule.rounds is not None:
-                protected = [0] * batch.decodes if protection is None else protection.tokens.tolist()
-                ends, sizes = (batch.positions + 1).tolist(), (batch.budgets[:, 0].tolist(), batch.windows.tolist())
-                rows = rounds.Rows(pages, batch.table, ends, *sizes, protected, batch.seeds)
-                rounds.run_due_rounds(q[at], rows, self.rule, self.scale)
+            self._decode(q, k, v, pages, batch, prefix, out, gate_scores)
         for chunk in itertools.chain.from_iterable(map(self._between_rounds, batch.prefills)):
-            cut, row, budgets = slice(chunk.first, chunk.last), chunk.row, chunk.budgets
-            if chunk.follows and self.rule.votes.adaptive_head_budgets:
-                (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), self.rule.votes)
-            out[cut], _ = ops.prefill_chunk(
-                q[cut],
-                k[cut],
-                v[cut],
-                pages,
-                row,
-                chunk.start,
-                budgets,
-                rule=self.rule,
-                scale=self.scale,
-                gate_scores=None if gate_scores is None else gate_scores[cut],
-                prefix=chunk.prefix(blocks),
-                seed=chunk.seed,
-                window=chunk.window,
-                impl=self.impl,
-            )
-            if chunk.compresses:
-                self._compress(q[cut], pages, chunk, chunk.prefix(blocks))
-            if self.rule.rounds is not None:
-                seeds = None if chunk.seed is None else torch.tensor([chunk.seed])
-                sizes = [int(budgets[0])], [chunk.window], [chunk.protected], seeds
-                rounds.run_due_rounds(
-                    q[cut], rounds.Rows(pages, row.unsqueeze(0), [chunk.end], *sizes), self.rule, self.scale
-                )
+            self._prefill(q, k, v, pages, blocks, chunk, out, gate_scores)
+
+    def _decode(self, q, k, v, pages: Pages, batch: StepBatch, prefix: Prefix | None, out, gate_scores) -> None:
+        """Run the decode rows of a step, and the rounds that are due after them; arguments as in :meth:`forward`."""
+        at = batch.tokens
+        out[at], _ = ops.decode_step(
+            q[at],
+            k[at],
+            v[at],
+            pages,
+            batch.table,
+            batch.positions,
+            batch.budgets,
+            rule=self.rule,
+            scale=self.scale,
+            gate_scores=None if gate_scores is None else gate_scores[at],
+            prefix=prefix,
+            seeds=batch.seeds,
+            windows=batch.windows,
+            impl=self.impl,
+        )
+        if self.rule.rounds is not None:
+            protected = [0] * batch.decodes if prefix is None else prefix.tokens.tolist()
+            ends, sizes = (batch.positions + 1).tolist(), (batch.budgets[:, 0].tolist(), batch.windows.tolist())
+            rows = rounds.Rows(pages, batch.table, ends, *sizes, protected, batch.seeds)
+            rounds.run_due_rounds(q[at], rows, self.rule, self.scale)
+
+    def _prefill(self, q, k, v, pages: Pages, blocks: Pages, chunk: PrefillChunk, out, gate_scores) -> None:
+        """Run a chunk, and the compression or round that is due at its end; arguments as in :meth:`forward`."""
+        cut, row, budgets = slice(chunk.first, chunk.last), chunk.row, chunk.budgets
+        if chunk.follows and self.rule.votes.adaptive_head_budgets:
+            (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), self.rule.votes)
+        out[cut], _ = ops.prefill_chunk(
+            q[cut],
+            k[cut],
+            v[cut],
+            pages,
+            row,
+            chunk.start,
+            budgets,
+            rule=self.rule,
+            scale=self.scale,
+            gate_scores=None if gate_scores is None else gate_scores[cut],
+            prefix=chunk.prefix(blocks),
+            seed=chunk.seed,
+            window=chunk.window,
+            impl=self.impl,
+        )
+        if chunk.compresses:
+            self._compress(q[cut], pages, chunk, chunk.prefix(blocks))
+        if self.rule.rounds is not None:
+            seeds = None if chunk.seed is None else torch.tensor([chunk.seed])
+            sizes = [int(budgets[0])], [chunk.window], [chunk.protected], seeds
+            rows = rounds.Rows(pages, row.unsqueeze(0), [chunk.end], *sizes)
+            rounds.run_due_rounds(q[cut], rows, self.rule, self.scale)
 
     def _between_rounds(self, chunk: PrefillChunk) -> Iterator[PrefillChunk]:
         """Yield the parts of a chunk, cut where rounds are due."""
