@@ -8,7 +8,7 @@ import torch
 
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.ops import GateScore, RetentionRule
+from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages
 
 
@@ -66,7 +66,7 @@ class Steps:
 
         The gate's own time is not counted.
         """
-        if not isinstance(rule.scorer, GateScore):
+        if not rule.scorer.takes_gate_scores:
             return None
         drawn = torch.rand(tokens, self.heads, generator=self.draw)
         return drawn if rule.threshold is not None else -0.01 * drawn

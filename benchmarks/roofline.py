@@ -27,7 +27,7 @@ from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
-from kvpop_vllm.scorers import ScorerConfig, build
+from kvpop_vllm.scorers import build, make_config
 
 RESULTS = record.ROOT / "benchmarks" / "results" / "roofline.csv"
 SINKS, WINDOW = 4, 64
@@ -116,8 +116,9 @@ class Problem:
     def __init__(self, size, budget, requests, heads, group, kind=None, *, free=0, sinks=SINKS, window=WINDOW):
         self.scorer = None
         if kind:
-            config = ScorerConfig("llama", 1, heads, size, kind, sinks, window, budget - sinks - window, skip=True)
-            self.scorer = build(config)
+            shape = {"model_type": "llama", "num_layers": 1, "num_kv_heads": heads, "head_dim": size}
+            slots = {"sinks": sinks, "window": window, "topk": budget - sinks - window}
+            self.scorer = build(make_config(shape, kind, source="roofline", skip=True, **slots))
         weights = self.scorer.weights() if self.scorer else None
         log_gamma = torch.full((heads,), -1e-3, dtype=torch.float64)
         self.rule = RetentionRule(sinks, window, log_gamma, 1, weights)

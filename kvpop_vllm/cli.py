@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvpop_vllm import __version__
 from kvpop_vllm.argument_types import non_negative, positive, protected
-from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, SCORER_KINDS
+from kvpop_vllm.config import ALLOCATORS, CORRECTIONS
 from kvpop_vllm.distill.command import add_distill
 from kvpop_vllm.distill.recipe import TrainingError
 from kvpop_vllm.evaluation.command import add_eval
@@ -78,7 +78,9 @@ def add_init(commands: Commands) -> None:
     command = add_command(commands, "init-scorer", "write an untrained scorer for MODEL into DIR")
     command.add_argument("model", metavar="MODEL", help="folder of the base model")
     command.add_argument("directory", metavar="DIR", help="folder to write")
-    command.add_argument("--scorer", choices=SCORER_KINDS, default="mlstm")
+    command.add_argument(
+        "--scorer", metavar="KIND", default="mlstm", help="mlstm (default), mlp, linear, trimkv or dms"
+    )
     command.add_argument("--sinks", type=non_negative, default=4, help="first tokens always kept (default 4)")
     command.add_argument("--window", type=positive, default=256, help="latest tokens always kept (default 256)")
     command.add_argument("--topk", type=positive, help="long-range tokens per KV head that serving starts from")

@@ -41,12 +41,6 @@ CORRECTIONS = ("none", "moment")
 ALLOCATORS = ("uniform", "pyramid", "ada")
 """Values of ``--kv-allocator``."""
 
-SCORER_KINDS = ("mlstm", "mlp", "linear", "trimkv", "dms")
-"""Values of ``scorer`` in a scorer's config."""
-
-GATE_KINDS = ("trimkv", "dms")
-"""Scorer kinds that score a token at insertion, from signals that no attention backend sees."""
-
 FULL_CHECKPOINT_SUFFIX = "_kvpop"
 """Suffix of a full checkpoint's model type, after the model type of the base model."""
 

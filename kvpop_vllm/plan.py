@@ -16,7 +16,7 @@ from kvpop_vllm.cache.accounting import CacheBytes, compressing_bytes, dense_req
 from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape, Policy
-from kvpop_vllm.scorers import ScorerConfig, build
+from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
 
@@ -70,7 +70,7 @@ def plan(options) -> None:
     dtype = _dtype(options, model)
     budgets = options.budget or sorted({-(-length // share) for share in SHARES}, reverse=True)
     source = f"{options.model}: config.json, section kvpop"
-    own = ScorerConfig.parse(model["kvpop"], source) if model.get("kvpop") is not None else None
+    own = parse_config(model["kvpop"], source) if model.get("kvpop") is not None else None
     given = None
     if options.scorer:
         config = read_scorer(options.scorer)[0]
@@ -191,16 +191,13 @@ def _policy(cls: type[Policy], budget: int, shape: ModelShape, options, given: s
     config = (
         own
         if own is not None and own.scorer == cls.scorer_kind
-        else ScorerConfig(
-            shape.model_type,
-            shape.num_layers,
-            shape.num_kv_heads,
-            shape.head_dim,
+        else make_config(
+            vars(shape),
             cls.scorer_kind,
-            SINKS,
-            window,
-            max(0, budget - SINKS - window),
-            hidden_size=shape.hidden_size,
+            source="kvpop plan",
+            sinks=SINKS,
+            window=window,
+            topk=max(0, budget - SINKS - window),
         )
     )
     policy = cls(settings, shape, checkpoint=config)

@@ -15,7 +15,7 @@ import triton.language as tl
 from kvpop_vllm.kernels.triton._serving_pages import PRECISION
 from kvpop_vllm.kernels.triton.delayed_mlstm import delayed_mlstm
 
-from kvpop_vllm.kernels.ops import GateScore, KeyNorm, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
+from kvpop_vllm.kernels.ops import RetentionRule, TokenScorer
 from kvpop_vllm.kernels.pages import Pages
 
 NORM_EPS = 1e-6
@@ -91,7 +91,7 @@ def _multiply(
     tl.store(at, acc, mask=inside[:, None] & fits[None, :])
 
 
-def load_state(pages: Pages, rows: torch.Tensor, heads: torch.Tensor, weights: MLSTMWeights) -> State:
+def load_state(pages: Pages, rows: torch.Tensor, heads: torch.Tensor, weights: TokenScorer) -> State:
     """Return the states of heads.
 
     Args:
@@ -148,7 +148,7 @@ class Scores:
 
     def __init__(self, rule: RetentionRule):
         self.rule, self.weights = rule, rule.scorer
-        if isinstance(self.weights, MLSTMWeights):
+        if rule.scorer.recurrent:
             w = self.weights
             of_values = [] if w.v_proj is None else [w.v_proj]
             gates = [w.igate_weight.unsqueeze(-1), w.fgate_weight.unsqueeze(-1)]
@@ -161,15 +161,15 @@ class Scores:
         """
         weights, where = self.weights, piece.leaving(self.rule)
         keys = piece.keys[:, where]
-        if weights is None or self.rule.draws:
+        if weights.kernel in ("none", "draw"):
             return torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device), None
-        if isinstance(weights, GateScore):
+        if weights.takes_gate_scores:
             return piece.score[:, where], None
-        if isinstance(weights, KeyNorm):
-            return -keys.double().square().sum(-1).sqrt().float(), None
-        if isinstance(weights, LinearWeights):
+        if weights.kernel == "key_norm":
+            return weights.scores(keys, None), None
+        if weights.kernel == "linear":
             return _dot(piece, where, weights.weight) + weights.bias.unsqueeze(-1), None
-        if isinstance(weights, MLPWeights):
+        if weights.kernel == "mlp":
             products = _products(keys, piece.values[:, where], weights.fc1_weight)
             hidden = F.silu(products + weights.fc1_bias.unsqueeze(1))
             return (hidden * weights.fc2_weight.unsqueeze(1)).sum(-1) + weights.fc2_bias.unsqueeze(-1), None

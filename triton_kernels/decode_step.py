@@ -17,17 +17,6 @@ from kvpop_vllm.kernels.triton._serving_pages import MARKS, Before, Cache, Kerne
 from kvpop_vllm.kernels.triton._serving_retain import _evict_and_insert, _products
 from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _project, _residuals
 
-from kvpop_vllm.kernels.ops import (
-    AttentionMass,
-    GateScore,
-    KeyNorm,
-    LinearWeights,
-    MLPWeights,
-    MLSTMWeights,
-    MomentResidual,
-    RandomDraw,
-)
-
 SPLIT_SLOTS = 128  # minimum number of slots per program of attention
 LONGEST_WALK = 8192  # maximum number of protected tokens per program of attention
 SEARCHED = 1024  # scores that the search for the lowest one compares at a time
@@ -48,44 +37,38 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
         NotImplementedError: the scorer has no Triton implementation.
         ValueError: unknown feature map.
     """
-    if isinstance(scorer, LinearWeights):
+    if scorer.kernel == "linear":
         return Weights(skip_weight=scorer.weight, out_bias=scorer.bias), {"scorer": "linear"}
-    if isinstance(scorer, MLPWeights):
+    if scorer.kernel == "mlp":
         of = Weights(
             scorer.fc1_weight, out_weight=scorer.fc2_weight, out_bias=scorer.fc2_bias, hidden_bias=scorer.fc1_bias
         )
         return of, {"scorer": "mlp", "columns": scorer.fc2_weight.shape[-1]}
-    if isinstance(scorer, MLSTMWeights):
-        if scorer.feature_map not in ("hedgehog", "softmax"):
-            raise ValueError(f"feature_map must be 'hedgehog' or 'softmax', got {scorer.feature_map!r}")
+    if scorer.kernel == "mlstm":
+        options = scorer.options()
         names = [name for name in Weights._fields if name != "hidden_bias"]
         return Weights(**{name: getattr(scorer, name) for name in names}), {
             "scorer": "mlstm",
             "columns": scorer.q_proj.shape[-1],
             "features": scorer.features,
             "values": scorer.value_size,
-            "softcap": scorer.gate_softcap,
-            "delayed": scorer.delayed,
+            "softcap": options["softcap"],
+            "delayed": options["delayed"],
             "norm": scorer.norm_weight is not None,
             "skip": scorer.skip_weight is not None,
             "projects_values": scorer.v_proj is not None,
         }
     kinds = {
-        type(None): lambda: {"scorer": "none"},
-        KeyNorm: lambda: {"scorer": "key_norm"},
-        RandomDraw: lambda: {"scorer": "none", "draws": True},
-        AttentionMass: lambda: {"scorer": "stored", "masses": True, "mean": scorer.mean},
-        MomentResidual: lambda: {"scorer": "stored", "masses": True, "residual": True},
-        GateScore: lambda: {
-            "scorer": "stored",
-            "gate_scores": True,
-            "ages": scorer.ages,
-            "threshold": scorer.threshold,
-        },
+        "none": {"scorer": "none"},
+        "key_norm": {"scorer": "key_norm"},
+        "draw": {"scorer": "none", "draws": True},
+        "attention_mass": {"scorer": "stored", "masses": True},
+        "moment_residual": {"scorer": "stored", "masses": True, "residual": True},
+        "gate_scores": {"scorer": "stored", "gate_scores": True},
     }
-    if type(scorer) not in kinds:
+    if scorer.kernel not in kinds:
         raise NotImplementedError(f"{op} in Triton has no scorer {type(scorer).__name__}: use impl='reference'")
-    return Weights(), kinds[type(scorer)]()
+    return Weights(), kinds[scorer.kernel] | scorer.options()
 
 
 def check_step(q, k, v, pages, rule, weights, prefix, requests: int, op: str) -> None:

@@ -26,7 +26,7 @@ from kvpop_vllm.kernels.triton._prefill_scores import (
 from kvpop_vllm.kernels.triton.decode_step import check_step, kernel_config, take_step, weights_of
 from kvpop_vllm.kernels.triton.online_topk import online_topk
 
-from kvpop_vllm.kernels.ops import MLSTMWeights, RetentionRule, StepOrderError
+from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import Prefix
 from kvpop_vllm.kernels.prefix_attention import with_prefix
 
@@ -83,7 +83,7 @@ def _in_pieces(
         heads = torch.tensor(own, device=q.device)
         rows = torch.tensor([h * group + i for h in own for i in range(group)], device=q.device)
         drawn = None if keys is None else keys[:, heads]
-        part = _Heads(pages, page_table[heads], heads, budget, _of_heads(rule, heads), scale, drawn)
+        part = _Heads(pages, page_table[heads], heads, budget, rule.of_heads(heads), scale, drawn)
         some, some_lse = out.new_empty(len(q), len(rows), q.shape[2]), lse.new_empty(len(q), len(rows))
         scores = None if gate_scores is None else gate_scores[:, heads]
         part.run(q[:, rows], k[:, heads], v[:, heads], start, scores, some, some_lse)
@@ -131,15 +131,6 @@ def _token_by_token(
         step = (x[cut] for x in (q, k, v))
         take_step(config, *step, pages, rows, told, rule, weights, scale, out[cut], lse[cut])
     return out, lse
-
-
-def _of_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
-    """Return the rule of some heads."""
-    scorer = rule.scorer
-    if scorer is not None:
-        own = {name: x[heads] for name, x in vars(scorer).items() if isinstance(x, torch.Tensor)}
-        scorer = replace(scorer, **own)
-    return replace(rule, log_gamma=rule.log_gamma[heads], scorer=scorer)
 
 
 class _Heads:
@@ -254,6 +245,6 @@ class _Heads:
     def _load_state(self, a: int) -> State | None:
         """Return the state of an mLSTM that has processed tokens of the tail or a prefix, else None."""
         weights = self.rule.scorer
-        if not isinstance(weights, MLSTMWeights) or self.rule.first + a == 0:
+        if not weights.recurrent or self.rule.first + a == 0:
             return None
         return load_state(self.pages, self.state_rows, self.heads, weights)

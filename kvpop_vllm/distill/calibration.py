@@ -14,7 +14,7 @@ import torch.distributed as dist
 from kvpop_vllm.distill.retention import Roles, running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.distill.student import Student
-from kvpop_vllm.scorers.checkpoint import Decay
+from kvpop_vllm.scorers import Decay
 
 POINTS = 12
 QUERIES = 256

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from kvpop_vllm.config import GATE_KINDS, ConfigError, TrainedBudget
+from kvpop_vllm.config import ConfigError, TrainedBudget
 
 _OF_MLSTM = "delayed feature_map gate_softcap norm skip features value_size project_values"
 _OF_BOUNDARY = "tau samples margin balance lookahead normalise groups exact_targets"
@@ -249,7 +249,7 @@ class Recipe:
     @property
     def trains_gates(self) -> bool:
         """True if gates are trained, by the loss that their evictions cause."""
-        return self.phase in GATE_KINDS
+        return self.phase in READS
 
     @property
     def has_scorers(self) -> bool:

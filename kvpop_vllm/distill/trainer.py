@@ -26,9 +26,9 @@ from kvpop_vllm.distill.hook import borrow_channel, check_positions, load_model,
 from kvpop_vllm.distill.metrics import Metrics
 from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
-from kvpop_vllm.scorers import ScorerConfig, build
+from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
-from kvpop_vllm.scorers.checkpoint import Decay, write_scorer
+from kvpop_vllm.scorers.checkpoint import write_scorer
 from kvpop_vllm.scorers.init import BORROWED, borrows_channel, model_shape
 
 
@@ -161,8 +161,7 @@ class Trainer:
         barrier()
 
     def _scorer_config(self, model) -> ScorerConfig:
-        config = ScorerConfig(**model_shape(model), **(self.recipe.scorer_options()))
-        return ScorerConfig.parse(json.loads(json.dumps(config.to_json())), "the recipe")
+        return make_config(model_shape(model), source="the recipe", **self.recipe.scorer_options())
 
     def _student(self, model) -> Student:
         """Return the model with frozen parameters in the recipe's dtype and trained ones in float32.

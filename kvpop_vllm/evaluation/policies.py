@@ -10,18 +10,18 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import CacheBytes, request_bytes
-from kvpop_vllm.config import GATE_KINDS, ConfigError, PolicySettings, ScorerShape, protected_tokens
+from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, protected_tokens
 from kvpop_vllm.distill.hook import Attend
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Score, Sparse, recency
 from kvpop_vllm.evaluation.recall import Judge, Recall
 from kvpop_vllm.evaluation.served import Served, attend_and_keep
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.ops import KeyNorm, RetentionRule
+from kvpop_vllm.kernels.ops import KeyNorm, NoScore, RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers import Gate, from_tensors
+from kvpop_vllm.scorers import GATES, Gate, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
 
@@ -253,7 +253,7 @@ def _key_norm(layer, k, v, window):
     return -k.float().norm(dim=-1), torch.zeros(k.shape[1], device=k.device)
 
 
-BY_SCORES: dict[type, Score] = {type(None): recency, KeyNorm: _key_norm}
+BY_SCORES: dict[type, Score] = {NoScore: recency, KeyNorm: _key_norm}
 """Scores for whole sequences, for scorers of serving without tensors.
 
 Policies with other scorers run on the kernels of serving.
@@ -293,7 +293,7 @@ def _scores_of(cls: type[Policy]) -> Score | None:
         for f in fields(rule)
     )
     # equal scores without decay are not recency
-    recent = rule.scorer is not None or bool((rule.log_gamma < 0).all())
+    recent = not isinstance(rule.scorer, NoScore) or bool((rule.log_gamma < 0).all())
     even = len(policy.shares().unique()) == 1
     return BY_SCORES.get(type(rule.scorer)) if same and recent and even else None
 
@@ -312,7 +312,7 @@ def learned(folder: str, model: str | Path) -> tuple[PolicySpec, ScorerShape]:
     config, layers = read_scorer(folder)
     check_model(config, **model_shape(model), source=folder)
     (policy,) = (cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == config.scorer)
-    if config.scorer in GATE_KINDS:
+    if config.scorer in GATES:
         return PolicySpec(folder, policy, scorer=folder), config.retention
     scorers = [from_tensors(config, tensors) for tensors in layers]
 

@@ -57,7 +57,7 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     Args:
         model: a model that :func:`kvpop_vllm.hf.checks.check_model` accepts.
         borrows: True if a query channel is read and removed from the queries
-            (:class:`kvpop_vllm.scorers.gates.DMSGate`).
+            (:class:`kvpop_vllm.scorers.dms.DMSGate`).
 
     Returns:
         Its decoder.

@@ -11,8 +11,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalL
 from kvpop_vllm import model_types
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.model_types import LlamaKVpopConfig, Qwen3KVpopConfig
-from kvpop_vllm.scorers import checkpoint
-from kvpop_vllm.scorers.checkpoint import ScorerConfig
+from kvpop_vllm.scorers import ScorerConfig, checkpoint
 
 SCORERS = [r"\.self_attn\.(kvpop|retention_gate)\."]
 """Patterns of tensor names that are not parameters of the model."""

@@ -12,7 +12,7 @@ from kvpop_vllm.distill.hook import longest
 from kvpop_vllm.hf.full_checkpoint import scorer_tensors
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.checkpoint import ScorerConfig
+from kvpop_vllm.scorers import parse_config
 from kvpop_vllm.scorers.init import shape_of
 
 
@@ -40,7 +40,7 @@ def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | 
     if cls.scorer_kind is None or settings.scorer is not None or section is None:
         return cls(settings, shape)
     source = "the model's config, section kvpop"
-    policy = cls(settings, shape, checkpoint=ScorerConfig.parse(section, source))
+    policy = cls(settings, shape, checkpoint=parse_config(section, source))
     for layer, tensors in enumerate(scorer_tensors(model.name_or_path, policy.config)):
         policy.set_tensors(layer, tensors)
     return policy

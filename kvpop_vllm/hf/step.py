@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.scorers.gates import Signals
+from kvpop_vllm.scorers import Signals
 
 if TYPE_CHECKING:
     from kvpop_vllm.hf.cache import KVpopCache

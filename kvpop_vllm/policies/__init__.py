@@ -10,46 +10,51 @@ import textwrap
 from importlib.metadata import entry_points
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.policies.adakv import AdaKV
+from kvpop_vllm.policies import (
+    adakv,
+    dms,
+    full,
+    h2o,
+    kvpop,
+    l2norm,
+    momentkv,
+    pyramidkv,
+    random_attention,
+    rkv,
+    snapkv,
+    streaming_llm,
+    tova,
+    trimkv,
+    vase,
+)
 from kvpop_vllm.policies.base import Order, Policy
-from kvpop_vllm.policies.dms import DMS
-from kvpop_vllm.policies.full import Full
-from kvpop_vllm.policies.h2o import H2O
-from kvpop_vllm.policies.kvpop import KVpop, KVpopLinear, KVpopMLP
-from kvpop_vllm.policies.l2norm import L2Norm
-from kvpop_vllm.policies.momentkv import MomentKV
-from kvpop_vllm.policies.pyramidkv import PyramidKV
-from kvpop_vllm.policies.random_attention import RandomAttention
-from kvpop_vllm.policies.rkv import RKV
-from kvpop_vllm.policies.snapkv import SnapKV
-from kvpop_vllm.policies.streaming_llm import StreamingLLM
-from kvpop_vllm.policies.tova import TOVA
-from kvpop_vllm.policies.trimkv import TrimKV
-from kvpop_vllm.policies.vase import VaSE
+
+MODULES = (
+    kvpop,
+    trimkv,
+    dms,
+    streaming_llm,
+    l2norm,
+    h2o,
+    tova,
+    momentkv,
+    random_attention,
+    snapkv,
+    pyramidkv,
+    adakv,
+    vase,
+    rkv,
+    full,
+)
+"""Modules of built-in policies, in the order of `kvpop policies`."""
 
 POLICIES: dict[str, type[Policy]] = {
     cls.name: cls
-    for cls in (
-        KVpop,
-        KVpopMLP,
-        KVpopLinear,
-        TrimKV,
-        DMS,
-        StreamingLLM,
-        L2Norm,
-        H2O,
-        TOVA,
-        MomentKV,
-        RandomAttention,
-        SnapKV,
-        PyramidKV,
-        AdaKV,
-        VaSE,
-        RKV,
-        Full,
-    )
+    for module in MODULES
+    for cls in vars(module).values()
+    if isinstance(cls, type) and cls.__module__ == module.__name__ and "name" in vars(cls)
 }
-"""Built-in policies by name."""
+"""Built-in policies by name: the classes with a name in :data:`MODULES`."""
 
 ENTRY_POINTS = "kvpop_vllm.policies"
 """Entry-point group for policies of other packages.

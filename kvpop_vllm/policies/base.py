@@ -28,10 +28,10 @@ from kvpop_vllm.config import (
     ScorerShape,
     resolve_retention,
 )
-from kvpop_vllm.kernels.ops import GateScore, RetentionRule, ScorerWeights
+from kvpop_vllm.kernels.ops import RetentionRule, TokenScorer
 from kvpop_vllm.kernels.regions import Shares
 from kvpop_vllm.policies.allocators import ALLOCATORS
-from kvpop_vllm.scorers.gates import Gate
+from kvpop_vllm.scorers import Gate
 
 
 class Signal(Enum):
@@ -368,7 +368,7 @@ class Policy(ABC):
     def gate(self, layer: int, heads: slice) -> Gate | None:
         """Return the gate of ``layer`` for ``heads``, or None if the kernels score tokens.
 
-        The gate's output is the ``given`` score of :class:`kvpop_vllm.kernels.ops.GateScore`.
+        The gate's output is the gate score of :class:`kvpop_vllm.kernels.ops.GateScore`.
         """
         return None
 
@@ -414,7 +414,7 @@ class Policy(ABC):
             raise ConfigError(
                 f"--kv-policy {self.name} declares the order {self.order.value!r}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
             )
-        if isinstance(rule.scorer, GateScore) != self.gated:
+        if rule.scorer.takes_gate_scores != self.gated:
             raise ConfigError(
                 f"--kv-policy {self.name} {'has a' if self.gated else 'has no'} gate, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
             )
@@ -433,7 +433,7 @@ class Policy(ABC):
             )
         return rule
 
-    def training_free_rule(self, heads: slice, scorer: ScorerWeights, log_gamma: float = 0.0) -> RetentionRule:
+    def training_free_rule(self, heads: slice, scorer: TokenScorer | None, log_gamma: float = 0.0) -> RetentionRule:
         """Return a rule without learned tensors, the same for all layers and heads.
 
         Args:

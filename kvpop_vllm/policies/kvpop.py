@@ -8,8 +8,6 @@ from __future__ import annotations
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.policies.base import Order, Signal
 from kvpop_vllm.policies.learned import Learned
-from kvpop_vllm.scorers import from_tensors
-from kvpop_vllm.scorers.checkpoint import of_heads
 
 
 class _Scored(Learned):
@@ -22,8 +20,7 @@ class _Scored(Learned):
         return Order.STATIC if self.config.decay.step == 1 else Order.AGED
 
     def rule(self, layer, heads):
-        scorer = from_tensors(self.config, of_heads(self.loaded(layer), heads))
-        kept = self.retention
+        scorer, kept = self.module(layer, heads), self.retention
         return RetentionRule(kept.sinks, kept.window, scorer.log_gamma(), self.config.decay.step, scorer.weights())
 
 
@@ -37,20 +34,6 @@ class KVpop(_Scored):
     paper = "Hauzenberger et al., KVpop, sections 3.3, E.3, E.4"
     cost = "three [2D, D/2..D] projections and one pass over a D x D state per head"
     state = "D x (D + 1) + 1 float32"
-
-    @property
-    def state_fields(self):
-        features, values = self._widths()
-        return {"C": features * values, "z": features, "m": 1}
-
-    def _widths(self) -> tuple[int, int]:
-        """Return the number of features and the value size of the state.
-
-        They are read from the tensors. A full checkpoint's tensors are loaded before vLLM asks for the cache
-        layout.
-        """
-        first, double = self.loaded(0), 2 if self.config.feature_map == "hedgehog" else 1
-        return first["q_proj"].shape[-1] * double, first["out.weight"].shape[-1]
 
 
 class KVpopMLP(_Scored):

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, ScorerShape
 from kvpop_vllm.policies.base import Policy
-from kvpop_vllm.scorers import gate_from_tensors
-from kvpop_vllm.scorers.checkpoint import ScorerConfig, check_model, of_heads, read_scorer
+from kvpop_vllm.scorers import KINDS, Gate, Scorer, ScorerConfig, from_tensors
+from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 
 
 @dataclass
@@ -74,6 +74,18 @@ class Learned(Policy):
             )
         return self._layers[layer]
 
+    def module(self, layer: int, heads: slice) -> Scorer | Gate:
+        """Return the scorer or gate of ``layer`` for ``heads``.
+
+        Raises:
+            ConfigError: as :meth:`loaded`.
+        """
+        return from_tensors(self.config, self.config.of_heads(self.loaded(layer), heads))
+
+    @property
+    def state_fields(self):
+        return KINDS[self.scorer_kind].state_fields(self.config, self.loaded(0))
+
 
 class Gated(Learned):
     """Learned policy whose scores come from a gate."""
@@ -90,10 +102,9 @@ class Gated(Learned):
             )
 
     def gate(self, layer, heads):
-        return gate_from_tensors(self.config, of_heads(self.loaded(layer), heads))
+        return self.module(layer, heads)
 
     @property
     def graph(self):
-        config, first = self.config, self.loaded(0)
-        shapes = {name: tuple(tensor.shape) for name, tensor in sorted(first.items())}
-        return f"{config.reads} {config.gated} {config.scale} {shapes}"
+        shapes = {name: tuple(tensor.shape) for name, tensor in sorted(self.loaded(0).items())}
+        return f"{replace(self.config, sinks=0, window=1, topk=0, trained=())} {shapes}"

@@ -1,37 +1,87 @@
-"""Learned scorers and gates as torch modules, for training and serving, and their files."""
+"""Learned scorers and gates: one file per kind with its config, tensors, formula and module.
+
+A new kind is one file and one line in :data:`SCORERS` or :data:`GATES`.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import json
+from collections.abc import Mapping
 
 import torch
 
-from kvpop_vllm.scorers.base import Scorer, log_gamma
-from kvpop_vllm.scorers.checkpoint import Decay, ScorerConfig
-from kvpop_vllm.scorers.gates import GATES, Gate, Signals
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.scorers.base import Gate, LayerModule, Scorer, Signals, log_gamma
+from kvpop_vllm.scorers.dms import DMSGate
 from kvpop_vllm.scorers.linear import LinearScorer
 from kvpop_vllm.scorers.mlp import MLPScorer
 from kvpop_vllm.scorers.mlstm import MLSTMScorer
+from kvpop_vllm.scorers.scorer_config import FORMAT, VERSION, Decay, ScorerConfig
+from kvpop_vllm.scorers.trimkv import TrimKVGate
 
-SCORERS: dict[str, type[Scorer]] = {"mlstm": MLSTMScorer, "mlp": MLPScorer, "linear": LinearScorer}
-"""Scorer classes by the ``scorer`` key of their config."""
+SCORERS: dict[str, type[Scorer]] = {cls.config_class.scorer: cls for cls in (MLSTMScorer, MLPScorer, LinearScorer)}
+"""Classes of scorers of keys and values by kind, the ``scorer`` key of their config."""
+GATES: dict[str, type[Gate]] = {cls.config_class.scorer: cls for cls in (TrimKVGate, DMSGate)}
+"""Classes of gates by kind, the ``scorer`` key of their config."""
+KINDS: dict[str, type[LayerModule]] = SCORERS | GATES
+"""Classes of all kinds."""
 
 __all__ = [
     "GATES",
+    "KINDS",
     "SCORERS",
     "Decay",
     "Gate",
-    "LinearScorer",
-    "MLPScorer",
-    "MLSTMScorer",
     "Scorer",
     "ScorerConfig",
     "Signals",
     "build",
     "from_tensors",
-    "gate_from_tensors",
     "log_gamma",
+    "make_config",
+    "parse_config",
 ]
+
+
+def make_config(shape: Mapping, scorer: str, *, source: str, **values) -> ScorerConfig:
+    """Return the checked config of a scorer.
+
+    Args:
+        shape: sizes of the model (:func:`kvpop_vllm.scorers.init.model_shape`); those that the kind has no key
+            for are left out.
+        scorer: kind.
+        source: names the values in errors.
+        values: further keys.
+
+    Raises:
+        ConfigError: unknown kind, or invalid values.
+    """
+    if scorer not in KINDS:
+        raise ConfigError(f"{source}: scorer must be one of {', '.join(KINDS)}, got {scorer!r}")
+    config_class = KINDS[scorer].config_class
+    keys = {key.name for key in dataclasses.fields(config_class)}
+    sizes = {name: shape.get(name) for name in (*shape, "hidden_size") if name in keys}
+    return parse_config(json.loads(json.dumps(config_class(**sizes, **values).to_json())), source)
+
+
+def parse_config(raw: object, source: str) -> ScorerConfig:
+    """Check a decoded JSON object and return it as a config; ``source`` names it in errors.
+
+    Raises:
+        ConfigError: wrong format or version, unknown kind, unknown or missing keys, or invalid values.
+    """
+    if not isinstance(raw, Mapping):
+        raise ConfigError(f"{source} must hold a JSON object")
+    values = dict(raw)
+    form, version, kind = (values.pop(key, None) for key in ("format", "version", "scorer"))
+    if form != FORMAT or version != VERSION:
+        raise ConfigError(
+            f"{source} says format {form!r} version {version!r}; this kvpop_vllm reads {FORMAT!r} version {VERSION}"
+        )
+    if kind not in list(KINDS):
+        raise ConfigError(f"{source}: scorer must be one of {', '.join(KINDS)}, got {kind!r}")
+    return KINDS[kind].config_class.from_json(values, source)
 
 
 def build(config: ScorerConfig, **sizes) -> Scorer | Gate:
@@ -41,39 +91,18 @@ def build(config: ScorerConfig, **sizes) -> Scorer | Gate:
         config: config of the scorer or gate.
         sizes: size arguments of its class.
     """
-    return (SCORERS | GATES)[config.scorer](config, **sizes)
+    return KINDS[config.scorer](config, **sizes)
 
 
-def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scorer:
-    """Return one layer's scorer with the checked tensors of a file, float32, without gradients."""
-    sizes = {}
-    if config.scorer == "mlstm":
-        sizes = {
-            "features": tensors["q_proj"].shape[-1],
-            "value_size": tensors["out.weight"].shape[-1],
-            "project_values": "v_proj" in tensors,
-        }
-    elif config.scorer == "mlp":
-        sizes = {"hidden": tensors["fc1.weight"].shape[-1]}
-    heads = tensors["decay_logit"].shape[0]
-    # vLLM loads models with the model's dtype as the default dtype
-    module = build(_with_heads(config, heads), **sizes).float()
-    module.load_state_dict(tensors)
-    return module.requires_grad_(False)
+def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scorer | Gate:
+    """Return one layer's scorer or gate with the checked tensors of a file, float32, without gradients.
 
-
-def gate_from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Gate:
-    """Return one layer's gate with the checked tensors of a file, float32, without gradients.
-
-    The tensors are those of all KV heads, or of some of them if the gate does not read keys and values.
+    The tensors are those of all KV heads, or of some of them if the kind scores each head by itself.
     """
-    sizes = {}
-    if config.scorer == "trimkv":
-        sizes["width"] = tensors["gate_proj.weight" if config.gated else "linear1.weight"].shape[0]
-    module = build(_with_heads(config, tensors["bias"].shape[0]), **sizes).float()
+    heads = next(len(tensors[name]) for name, shape in config.shapes(tensors).items() if not isinstance(shape[0], str))
+    if heads != config.num_kv_heads:
+        config = dataclasses.replace(config, num_kv_heads=heads)
+    # vLLM loads models with the model's dtype as the default dtype
+    module = build(config, **KINDS[config.scorer].sizes(tensors)).float()
     module.load_state_dict(tensors)
     return module.requires_grad_(False)
-
-
-def _with_heads(config: ScorerConfig, heads: int) -> ScorerConfig:
-    return config if config.num_kv_heads == heads else dataclasses.replace(config, num_kv_heads=heads)

@@ -1,14 +1,15 @@
-"""Base class of scorers: the decay parameter, and the conversion of a module to the kernels' weights."""
+"""Base classes of the modules of scorer files: scorers of keys and values, and gates."""
 
 from __future__ import annotations
 
 import math
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
-from kvpop_vllm.kernels.ops import ScorerWeights
-from kvpop_vllm.scorers.checkpoint import Decay, ScorerConfig
+from kvpop_vllm.kernels.ops import TokenScorer
+from kvpop_vllm.scorers.scorer_config import Decay, ScorerConfig
 
 
 def log_gamma(decay_logit: torch.Tensor, decay: Decay) -> torch.Tensor:
@@ -25,23 +26,78 @@ def log_gamma(decay_logit: torch.Tensor, decay: Decay) -> torch.Tensor:
     return low + torch.sigmoid(decay_logit.double()) * (high - low)
 
 
-class Scorer(nn.Module):
-    """Importance scorer of one layer.
+def headwise(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply ``x [..., H, S, I]`` by one weight per head.
 
-    Parameters have the names and shapes of the file format, with the head axis first. Subclasses implement
-    :meth:`weights` and :meth:`forward`.
+    Args:
+        x: inputs.
+        weight: vectors ``[H, I]`` or matrices ``[H, I, O]``.
+
+    Returns:
+        ``[..., H, S]`` for vectors, ``[..., H, S, O]`` for matrices.
     """
+    if weight.dim() == 2:
+        return (x @ weight.unsqueeze(-1)).squeeze(-1)
+    return x @ weight
+
+
+class Dense(nn.Module):
+    """Weight and bias whose names in the file format share a prefix.
+
+    Args:
+        weight: initial weight.
+        bias: initial bias, or None for none.
+    """
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+        self.bias = None if bias is None else nn.Parameter(bias)
+
+
+class LayerModule(nn.Module):
+    """Scorer or gate of one layer. Parameters have the names and shapes of the file format.
+
+    Attributes:
+        config_class: config of the kind.
+        size_arguments: arguments of the constructor that set sizes of tensors.
+        config: config of the scorer folder.
+    """
+
+    config_class: ClassVar[type[ScorerConfig]]
+    size_arguments: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: ScorerConfig):
         super().__init__()
         self.config = config
+
+    @classmethod
+    def sizes(cls, tensors: dict[str, torch.Tensor]) -> dict:
+        """Return the size arguments of a module that holds one layer's ``tensors``."""
+        return {}
+
+    @classmethod
+    def state_fields(cls, config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
+        """Return the sizes of the state of one head by name, in float32 words, for one layer's ``tensors``."""
+        return {}
+
+
+class Scorer(LayerModule):
+    """Importance scorer of one layer from keys and values.
+
+    The head axis of all parameters comes first. Subclasses implement :meth:`weights`, and :meth:`forward`
+    unless the score of a token depends on its own key and value alone.
+    """
+
+    def __init__(self, config: ScorerConfig):
+        super().__init__(config)
         self.decay_logit = nn.Parameter(torch.zeros(config.num_kv_heads))
 
     def log_gamma(self) -> torch.Tensor:
         """Return the logarithm of the decay of each head, ``[H]`` float64."""
         return log_gamma(self.decay_logit, self.config.decay)
 
-    def weights(self) -> ScorerWeights:
+    def weights(self) -> TokenScorer:
         """Return the parameters as the kernels take them, without copies; gradients flow through."""
         raise NotImplementedError(f"{type(self).__name__} has no weights()")
 
@@ -55,7 +111,43 @@ class Scorer(nn.Module):
 
         Returns:
             ``[B, H, S]`` float32. A delayed score of a token that has not left the window by ``S - 1`` is
-            undefined, and is
-            never ranked.
+            undefined, and is never ranked.
         """
+        return self.weights().scores(k, v)
+
+
+class Signals(NamedTuple):
+    """Inputs of a layer's gate for tokens ``[..]``. Inputs that the gate does not read may be None.
+
+    Attributes:
+        hidden: ``[.., E]``, the attention block's input, after its norm.
+        k: ``[.., H, D]``, keys as cached, of all KV heads.
+        v: ``[.., H, D]``, values as cached, of all KV heads.
+        channel: ``[.., H]``, last channel of the first query head of each KV head, after QK-norm and before
+            RoPE.
+    """
+
+    hidden: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+    channel: torch.Tensor | None = None
+
+
+class Gate(LayerModule):
+    """Gate of one layer: scores a token once, at insertion, from signals that no attention backend sees.
+
+    Training and serving share it. It computes in float32, whatever the model's dtype. It does not depend on
+    sequences: all axes before the last are token axes. Its output is the token's gate score
+    (:class:`kvpop_vllm.kernels.ops.GateScore`).
+
+    Attributes:
+        borrows: True if the gate reads a channel of the queries, which must then be 0 before and after RoPE.
+    """
+
+    def __init__(self, config: ScorerConfig):
+        super().__init__(config)
+        self.borrows = config.reads == "query"
+
+    def forward(self, seen: Signals) -> torch.Tensor:
+        """Return the scores ``[.., H]`` float32 of tokens ``[..]``."""
         raise NotImplementedError(f"{type(self).__name__} has no forward()")

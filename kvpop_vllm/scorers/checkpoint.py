@@ -20,11 +20,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.scorers.scorer_config import Decay, ScorerConfig, of_heads, tensor_shapes
+from kvpop_vllm.scorers import ScorerConfig, parse_config
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
-__all__ = ["Decay", "ScorerConfig", "of_heads", "tensor_shapes"]
 T = TypeVar("T")
 
 FULL_CHECKPOINT_NAMES = (
@@ -56,10 +55,7 @@ def check_shapes(config: ScorerConfig, layers: list[dict[str, tuple[int, ...]]],
         ConfigError: names the first tensor that is wrong.
     """
     sizes: dict[str, int] = {}
-    shapes = tensor_shapes(config)
-    if config.scorer == "mlstm" and "v_proj" not in layers[0]:
-        del shapes["v_proj"]
-        sizes["V"] = config.head_dim
+    shapes = config.shapes(layers[0])
     for i, found in enumerate(layers):
         if unknown := sorted(set(found) - set(shapes)):
             raise ConfigError(
@@ -113,7 +109,7 @@ def read_config(folder: str | Path) -> ScorerConfig:
         raw = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read as JSON: {error}") from None
-    return ScorerConfig.parse(raw, str(path))
+    return parse_config(raw, str(path))
 
 
 def read_scorer(folder: str | Path) -> tuple[ScorerConfig, list[dict[str, torch.Tensor]]]:
@@ -250,7 +246,7 @@ def check_model(
         ConfigError: names the first property that differs.
     """
     model = {"model_type": model_type, "num_layers": num_layers, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-    if config.hidden_size is not None:
+    if hasattr(config, "hidden_size"):
         model["hidden_size"] = hidden_size
     for key, value in model.items():
         if getattr(config, key) != value:

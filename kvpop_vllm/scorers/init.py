@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm.config import FULL_CHECKPOINT_SUFFIX, ConfigError
-from kvpop_vllm.scorers import build
-from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, write_scorer
+from kvpop_vllm.scorers import ScorerConfig, build, make_config
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, write_scorer
 
 BORROWED = "kvpop_borrowed_channel"
 """Key in the ``config.json`` of a model that was trained by this package to give up a query channel."""
@@ -97,7 +97,7 @@ def init_scorer(model: str | Path, out: str | Path, *, seed: int = 0, **options)
         model: Hugging Face folder.
         out: folder to write.
         seed: seed of the initial parameters.
-        options: fields of :class:`ScorerConfig`; ``scorer`` defaults to mlstm, ``sinks``, ``window``,
+        options: keys of the config; ``scorer`` defaults to mlstm, ``sinks``, ``window``,
             ``topk`` to 4, 256 and 764 (B = 1,024).
 
     Raises:
@@ -107,8 +107,7 @@ def init_scorer(model: str | Path, out: str | Path, *, seed: int = 0, **options)
     if (Path(out) / CONFIG_NAME).exists():
         raise ConfigError(f"{out} holds a scorer already: choose another folder")
     defaults = {"scorer": "mlstm", "sinks": 4, "window": 256, "topk": 764}
-    config = ScorerConfig(**model_shape(model), **(defaults | options))
-    config = ScorerConfig.parse(config.to_json(), "init-scorer options")
+    config = make_config(model_shape(model), source="init-scorer options", **(defaults | options))
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         layers = [dict(build(config).state_dict()) for _ in range(config.num_layers)]

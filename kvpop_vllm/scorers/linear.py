@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from torch import nn
 
-from kvpop_vllm.kernels.ops import LinearWeights
-from kvpop_vllm.kernels.reference.scoring import linear_score
-from kvpop_vllm.scorers.base import Scorer
-from kvpop_vllm.scorers.checkpoint import ScorerConfig
+from kvpop_vllm.kernels.ops import TokenScorer
+from kvpop_vllm.scorers.base import Scorer, headwise
+from kvpop_vllm.scorers.scorer_config import DecayedConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class LinearConfig(DecayedConfig):
+    """Config of a linear scorer."""
+
+    scorer: ClassVar[str] = "linear"
+
+    def shapes(self, names=()):
+        heads = self.num_kv_heads
+        return super().shapes() | {"weight": (heads, 2 * self.head_dim), "bias": (heads,)}
+
+
+@dataclass(frozen=True)
+class LinearWeights(TokenScorer):
+    """Headwise linear scorer ``r = weight . [k; v] + bias`` (KVpop E.2).
+
+    Attributes:
+        weight: ``[H, 2D]`` float32.
+        bias: ``[H]`` float32.
+    """
+
+    kernel: ClassVar[str] = "linear"
+
+    weight: torch.Tensor
+    bias: torch.Tensor
+
+    def scores(self, k, v):
+        return headwise(torch.cat([k, v], -1).float(), self.weight) + self.bias.unsqueeze(-1)
 
 
 class LinearScorer(Scorer):
@@ -17,7 +48,9 @@ class LinearScorer(Scorer):
     Before training all scores are equal, so that the policy is the sliding window.
     """
 
-    def __init__(self, config: ScorerConfig):
+    config_class = LinearConfig
+
+    def __init__(self, config: LinearConfig):
         super().__init__(config)
         self.weight = nn.Parameter(torch.zeros(config.num_kv_heads, 2 * config.head_dim))
         self.bias = nn.Parameter(torch.zeros(config.num_kv_heads))
@@ -25,7 +58,3 @@ class LinearScorer(Scorer):
     def weights(self) -> LinearWeights:
         """Return the parameters as the kernels take them, without copies."""
         return LinearWeights(self.weight, self.bias)
-
-    def forward(self, k, v, *, window):
-        """Return raw scores ``[B, H, S]`` float32 of keys and values ``[B, H, S, D]``."""
-        return linear_score(self.weights(), torch.cat([k, v], -1).float())

@@ -2,25 +2,181 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.ops import MLSTMWeights
-from kvpop_vllm.kernels.reference.scoring import mlstm_inputs, mlstm_query, mlstm_score
-from kvpop_vllm.scorers.base import Scorer
-from kvpop_vllm.scorers.checkpoint import ScorerConfig
-from kvpop_vllm.scorers.mlp import _Dense
+from kvpop_vllm.kernels.ops import TokenScorer
+from kvpop_vllm.scorers.base import Dense, Scorer, headwise
+from kvpop_vllm.scorers.scorer_config import DecayedConfig, check_flags, is_positive
 
 FORGET_BIAS = 4.0
 """Initial forget-gate bias: sigmoid(4) = 0.982 per token."""
+FEATURE_MAPS = ("hedgehog", "softmax")
+NORM_EPS = 1e-6
 
 
-class _Weight(nn.Module):
-    def __init__(self, weight: torch.Tensor):
-        super().__init__()
-        self.weight = nn.Parameter(weight)
+@dataclass(frozen=True, kw_only=True)
+class MLSTMConfig(DecayedConfig):
+    """Config of an mLSTM scorer.
+
+    Attributes:
+        feature_map: "hedgehog" or "softmax".
+        gate_softcap: c of ``c * tanh(a / c)`` on the gates, or None.
+        norm: True if the memory's output is RMS-normalised.
+        skip: True if the score has a skip connection from ``[k; v]``.
+        delayed: True if a token is read out when it leaves the window.
+    """
+
+    scorer: ClassVar[str] = "mlstm"
+
+    feature_map: str = "hedgehog"
+    gate_softcap: float | None = None
+    norm: bool = False
+    skip: bool = False
+    delayed: bool = True
+
+    @property
+    def retention(self):
+        """Retention settings: sinks, window, long-range slots, delay, trained budgets."""
+        return replace(super().retention, delayed=self.delayed)
+
+    @classmethod
+    def check(cls, given, source):
+        super().check(given, source)
+        if given["feature_map"] not in FEATURE_MAPS:
+            raise ConfigError(f"{source}: feature_map must be 'hedgehog' or 'softmax', got {given['feature_map']!r}")
+        cap = given["gate_softcap"]
+        if cap is not None and not is_positive(cap):
+            raise ConfigError(f"{source}: gate_softcap must be null or a positive float32 number, got {cap!r}")
+        check_flags(given, ("norm", "skip", "delayed"), source)
+
+    def shapes(self, names=("v_proj",)):
+        """Return the shapes of one layer's tensors; ``v_proj`` is optional. See :meth:`ScorerConfig.shapes`."""
+        h, x = self.num_kv_heads, 2 * self.head_dim
+        width = "V" if "v_proj" in names else self.head_dim
+        shapes = super().shapes() | {name: (h, x, "F") for name in ("q_proj", "k_proj")}
+        for gate in ("igate", "fgate"):
+            shapes |= {f"{gate}.weight": (h, x), f"{gate}.bias": (h,)}
+        if "v_proj" in names:
+            shapes["v_proj"] = (h, x, width)
+        shapes |= {"out.weight": (h, width), "out.bias": (h,)}
+        if self.norm:
+            shapes["norm.weight"] = (h, width)
+        if self.skip:
+            shapes["skip.weight"] = (h, x)
+        return shapes
+
+
+@dataclass(frozen=True)
+class MLSTMWeights(TokenScorer):
+    """Delayed mLSTM scorer (KVpop E.3, E.4).
+
+    The state of a head is the flat float32 array ``C [F, Dv], z [F], m [1]``.
+
+    Attributes:
+        q_proj, k_proj: ``[H, 2D, Fp]`` float32; the number of features F is ``2 Fp`` for ``hedgehog``, Fp for
+            ``softmax``.
+        v_proj: ``[H, 2D, Dv]`` float32, or None to use the token's value itself (Dv = D).
+        igate_weight, fgate_weight: ``[H, 2D]`` float32.
+        igate_bias, fgate_bias: ``[H]`` float32.
+        out_weight: ``[H, Dv]`` float32.
+        out_bias: ``[H]`` float32.
+        norm_weight: ``[H, Dv]`` float32, or None for no norm.
+        skip_weight: ``[H, 2D]`` float32, or None for no skip connection.
+        feature_map: ``hedgehog`` or ``softmax``.
+        gate_softcap: c of ``c * tanh(a / c)`` on gate pre-activations, or None.
+        delayed: if True, token ``u = q - w`` is read out when it leaves the window; if False, token q is read
+            out at its own insertion.
+    """
+
+    kernel: ClassVar[str] = "mlstm"
+    recurrent: ClassVar[bool] = True
+
+    q_proj: torch.Tensor
+    k_proj: torch.Tensor
+    v_proj: torch.Tensor | None
+    igate_weight: torch.Tensor
+    igate_bias: torch.Tensor
+    fgate_weight: torch.Tensor
+    fgate_bias: torch.Tensor
+    out_weight: torch.Tensor
+    out_bias: torch.Tensor
+    norm_weight: torch.Tensor | None = None
+    skip_weight: torch.Tensor | None = None
+    feature_map: str = "hedgehog"
+    gate_softcap: float | None = None
+    delayed: bool = True
+
+    @property
+    def features(self) -> int:
+        """Number of features F."""
+        return self.q_proj.shape[-1] * (2 if self.feature_map == "hedgehog" else 1)
+
+    @property
+    def value_size(self) -> int:
+        """Value width Dv."""
+        return self.out_weight.shape[-1]
+
+    @property
+    def state_floats(self) -> int:
+        """Number of float32 values in the state of one head."""
+        return self.features * self.value_size + self.features + 1
+
+    def options(self):
+        if self.feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map must be one of {FEATURE_MAPS}, got {self.feature_map!r}")
+        return {
+            "hedgehog": self.feature_map == "hedgehog",
+            "softcap": self.gate_softcap,
+            "delayed": self.delayed,
+        }
+
+    def inputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the inputs of the state update for x ``[..., H, S, 2D]`` (eqs. 37, 40).
+
+        Returns:
+            Write features ``[..., H, S, F]``, values ``[..., H, S, Dv]``, and the input and forget gate
+                pre-activations ``[..., H, S]``.
+        """
+        key = self._features(headwise(x, self.k_proj))
+        value = x[..., x.shape[-1] // 2 :] if self.v_proj is None else headwise(x, self.v_proj)
+        igate = self._softcap(headwise(x, self.igate_weight) + self.igate_bias.unsqueeze(-1))
+        fgate = self._softcap(headwise(x, self.fgate_weight) + self.fgate_bias.unsqueeze(-1))
+        return key, value, igate, fgate
+
+    def query(self, x: torch.Tensor) -> torch.Tensor:
+        """Return the read features ``[..., H, S, F]`` of the tokens x ``[..., H, S, 2D]`` to score (eq. 37)."""
+        return self._features(headwise(x, self.q_proj))
+
+    def score(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return scores ``[..., H, S]`` for readouts ``h [..., H, S, Dv]`` of the tokens x (eq. 42).
+
+        ``r = out . SiLU(norm(h)) + bias + skip . x``; norm and skip are optional.
+        """
+        if self.norm_weight is not None:
+            h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + NORM_EPS) * self.norm_weight.unsqueeze(-2)
+        r = headwise(F.silu(h), self.out_weight) + self.out_bias.unsqueeze(-1)
+        return r if self.skip_weight is None else r + headwise(x, self.skip_weight)
+
+    def _features(self, a: torch.Tensor) -> torch.Tensor:
+        """Return the features phi(a) over the last axis (KVpop appendix A).
+
+        ``hedgehog`` is [softmax(a); softmax(-a)], ``softmax`` is softmax(a).
+        """
+        if self.feature_map == "hedgehog":
+            return torch.cat([a.softmax(-1), (-a).softmax(-1)], dim=-1)
+        return a.softmax(-1)
+
+    def _softcap(self, a: torch.Tensor) -> torch.Tensor:
+        """Return ``c * tanh(a / c)``, or a if c is None."""
+        cap = self.gate_softcap
+        return a if cap is None else cap * torch.tanh(a / cap)
 
 
 class MLSTMScorer(Scorer):
@@ -36,9 +192,12 @@ class MLSTMScorer(Scorer):
         project_values: False uses the value itself (Dv = D).
     """
 
+    config_class = MLSTMConfig
+    size_arguments = ("features", "value_size", "project_values")
+
     def __init__(
         self,
-        config: ScorerConfig,
+        config: MLSTMConfig,
         features: int | None = None,
         value_size: int | None = None,
         project_values: bool = True,
@@ -50,11 +209,27 @@ class MLSTMScorer(Scorer):
         self.q_proj = nn.Parameter(_near_identity(h, d, columns, of_values=False))
         self.k_proj = nn.Parameter(_near_identity(h, d, columns, of_values=False))
         self.v_proj = nn.Parameter(_near_identity(h, d, width, of_values=True)) if project_values else None
-        self.igate = _Dense(torch.zeros(h, 2 * d), torch.zeros(h))
-        self.fgate = _Dense(torch.zeros(h, 2 * d), torch.full((h,), FORGET_BIAS))
-        self.out = _Dense(torch.zeros(h, width), torch.zeros(h))
-        self.norm = _Weight(torch.ones(h, width)) if config.norm else None
-        self.skip = _Weight(torch.zeros(h, 2 * d)) if config.skip else None
+        self.igate = Dense(torch.zeros(h, 2 * d), torch.zeros(h))
+        self.fgate = Dense(torch.zeros(h, 2 * d), torch.full((h,), FORGET_BIAS))
+        self.out = Dense(torch.zeros(h, width), torch.zeros(h))
+        self.norm = Dense(torch.ones(h, width)) if config.norm else None
+        self.skip = Dense(torch.zeros(h, 2 * d)) if config.skip else None
+
+    @classmethod
+    def sizes(cls, tensors):
+        """Return the size arguments of a module with these tensors."""
+        return {
+            "features": tensors["q_proj"].shape[-1],
+            "value_size": tensors["out.weight"].shape[-1],
+            "project_values": "v_proj" in tensors,
+        }
+
+    @classmethod
+    def state_fields(cls, config, tensors):
+        """Return the sizes of the memory C, the normaliser z and the stabiliser m."""
+        sizes = cls.sizes(tensors)
+        features = sizes["features"] * (2 if config.feature_map == "hedgehog" else 1)
+        return {"C": features * sizes["value_size"], "z": features, "m": 1}
 
     def weights(self) -> MLSTMWeights:
         """Return the parameters as the kernels take them, without copies."""
@@ -81,10 +256,10 @@ class MLSTMScorer(Scorer):
         Delayed scores are those of :meth:`Scorer.forward`.
         """
         weights, x = self.weights(), torch.cat([k, v], -1).float()
-        key, value, igate, fgate = mlstm_inputs(weights, x)
+        key, value, igate, fgate = weights.inputs(x)
         delay = window if self.config.delayed else 0
-        h, _ = ops.delayed_mlstm(mlstm_query(weights, x), key, value, igate, fgate, delay=delay)
-        return mlstm_score(weights, h, x)
+        h, _ = ops.delayed_mlstm(weights.query(x), key, value, igate, fgate, delay=delay)
+        return weights.score(h, x)
 
 
 def _near_identity(heads: int, size: int, columns: int, *, of_values: bool) -> torch.Tensor:

@@ -24,7 +24,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
-from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, ScorerConfig, check_tensors, full_checkpoint_name, write_scorer
+from kvpop_vllm.scorers import ScorerConfig, make_config
+from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, check_tensors, full_checkpoint_name, write_scorer
 from kvpop_vllm.scorers.init import model_shape
 
 TRIMKV_FILES = ("trimkv_weights.safetensors", "trimkv_weights.pth")
@@ -63,7 +64,6 @@ def import_gates(source: str | Path, out: str | Path, *, sinks=None, window=None
         raise ConfigError(
             f"{source}: config.json has neither retention_gate (TRIM-KV) nor dms_alpha_scale (DMS): give a folder of one of them"
         )
-    config = ScorerConfig.parse(json.loads(json.dumps(config.to_json())), f"{source}: config.json")
     check_tensors(config, layers, str(source))
     write_scorer(out, config, layers)
     return config
@@ -86,7 +86,9 @@ def _trimkv(source, raw, shape, sinks, window, topk):
             raise ConfigError(
                 f"{source}: memory_size {size} leaves nothing beside {sinks} sinks and window {window}: lower --window"
             )
-    config = ScorerConfig(**shape, scorer="trimkv", sinks=sinks, window=window, topk=topk, **RETENTION_GATES[kind])
+    config = make_config(
+        shape, "trimkv", source=f"{source}: config.json", sinks=sinks, window=window, topk=topk, **RETENTION_GATES[kind]
+    )
     layers: list[dict[str, torch.Tensor]] = [{} for _ in range(config.num_layers)]
     for name, tensor in _weights(source).items():
         own = full_checkpoint_name(name)
@@ -135,9 +137,10 @@ def _dms(source, raw, shape, sinks, window, topk):
         raise ConfigError(f"{source}: config.json has no dms_alpha_scale: give a folder of a DMS model")
     offset = float(raw.get("dms_initial_alpha_offset", 5.0))
     separate = bool(raw.get("dms_separate_alpha", False))
-    config = ScorerConfig(
-        **shape,
-        scorer="dms",
+    config = make_config(
+        shape,
+        "dms",
+        source=f"{source}: config.json",
         sinks=1 if sinks is None else sinks,
         window=window or raw["dms_window_size"] + 1,  # the published window excludes the newest token
         topk=topk,

@@ -441,7 +441,7 @@ def _forget_pages_of(impl):
 def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:
     """Copy a rule's and its scorer's tensors into those of an equal rule, which CUDA graphs have recorded."""
     target.log_gamma.copy_(source.log_gamma)
-    for name, tensor in vars(target.scorer).items() if target.scorer is not None else ():
+    for name, tensor in vars(target.scorer).items():
         if isinstance(tensor, torch.Tensor):
             tensor.copy_(getattr(source.scorer, name))
 

@@ -119,7 +119,7 @@ def choose_model_class(vllm_config: VllmConfig) -> None:
 def _resolve(vllm_config: VllmConfig) -> Policy:
     from kvpop_vllm import policies
     from kvpop_vllm.policies.base import ModelShape
-    from kvpop_vllm.scorers.checkpoint import ScorerConfig
+    from kvpop_vllm.scorers import parse_config
 
     settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
     cls = policies.get(settings.policy)
@@ -141,5 +141,5 @@ def _resolve(vllm_config: VllmConfig) -> Policy:
     if cls.scorer_kind is None:
         return cls(settings, shape)
     section = checkpoint_section(vllm_config)
-    checkpoint = ScorerConfig.parse(section, f"{model.model}: config.json, section kvpop") if section else None
+    checkpoint = parse_config(section, f"{model.model}: config.json, section kvpop") if section else None
     return cls(settings, shape, checkpoint=checkpoint)

@@ -21,7 +21,7 @@ from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.utils.torch_utils import direct_register_custom_op
 
 from kvpop_vllm.policies import Policy
-from kvpop_vllm.scorers.gates import Signals
+from kvpop_vllm.scorers import Signals
 
 LIBRARY = Library("kvpop_vllm", "FRAGMENT")
 

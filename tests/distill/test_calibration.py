@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 
 import pytest
@@ -18,9 +17,8 @@ from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.scorers import ScorerConfig, build
+from kvpop_vllm.scorers import Decay, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
-from kvpop_vllm.scorers.checkpoint import Decay
 from kvpop_vllm.scorers.init import model_shape
 from kvpop_vllm.testing import write_tiny_model
 
@@ -107,8 +105,7 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
     model = write_tiny_model(tmp_path / "model", "qwen3")
     recipe, decay = dataclasses.replace(RECIPE, window=[8, 12], topk=[20, 9]), Decay(1, 0.8, 0.999)
     torch.manual_seed(3)
-    config = ScorerConfig(**model_shape(model), **recipe.scorer_options())
-    config = ScorerConfig.parse(json.loads(json.dumps(config.to_json())), "the test")
+    config = make_config(model_shape(model), source="the test", **recipe.scorer_options())
     student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)
     with torch.no_grad():
         for name, p in student.scorers.named_parameters():
@@ -143,8 +140,7 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
 def test_equal_decays_and_low_precision(tmp_path):
     """Heads that lose nothing get the slowest decay, and autocast, as of a bfloat16 base, changes nothing."""
     model, recipe = write_tiny_model(tmp_path / "model", "qwen3"), dataclasses.replace(RECIPE, window=[8], topk=[20])
-    config = ScorerConfig(**model_shape(model), **recipe.scorer_options())
-    config = ScorerConfig.parse(json.loads(json.dumps(config.to_json())), "the test")
+    config = make_config(model_shape(model), source="the test", **recipe.scorer_options())
     student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)
     row, decay = next(Rows(LENGTH)), Decay(1, 0.8, 0.999)
     with torch.no_grad():

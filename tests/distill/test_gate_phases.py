@@ -11,7 +11,7 @@ from engine.driving import Job, one_thread, watched
 from engine.judge import Judge
 
 from kvpop_vllm.distill.hook import Dense, borrow_channel, load_model, show_hidden_states
-from kvpop_vllm.scorers import Signals, gate_from_tensors
+from kvpop_vllm.scorers import Signals, from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.scorers.init import borrows_channel
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt
@@ -114,7 +114,7 @@ def test_training_and_serving_and_the_oracle_score_alike(trained):
             self.channel = channel
 
         def __call__(self, layer, q, k, v, scale):
-            gate = gate_from_tensors(config, layers[layer])
+            gate = from_tensors(config, layers[layer])
             found[layer] = gate(Signals(self.hidden, k.transpose(1, 2), v.transpose(1, 2), self.channel))[0].T
             return super().__call__(layer, q, k, v, scale)
 

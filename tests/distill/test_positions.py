@@ -17,7 +17,7 @@ from kvpop_vllm.distill.hook import Dense, check_positions, load_model
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.distill.trainer import Trainer
-from kvpop_vllm.scorers import ScorerConfig
+from kvpop_vllm.scorers import parse_config
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import write_tiny_model
 
@@ -56,7 +56,7 @@ def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
     assert len(set(begun)) > 2
     config, _ = read_scorer(str(tmp_path))
     assert (config.window, config.topk, config.trained) == (8, 20, tuple(TrainedBudget(*t) for t in turns[:3]))
-    assert ScorerConfig.parse(config.to_json(), "its own") == config
+    assert parse_config(config.to_json(), "its own") == config
     assert [config.retention.window_for(slots) for slots in (1, 15, 20, 21, 27, 28, 99)] == [5, 5, 5, 12, 12, 8, 8]
 
 

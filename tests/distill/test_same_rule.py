@@ -10,6 +10,7 @@ from kernels.naive import visible_keys
 from kvpop_vllm.distill.retention import Roles, running_cutoffs
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.scorers.linear import LinearWeights
 from kvpop_vllm.testing import retained_sets
 
 HEADS, SIZE, LENGTH = 2, 32, 400
@@ -36,7 +37,7 @@ def check_the_same_rule(q, k, v, log_gamma, roles, chunks):
     length, heads, size = k.shape
     weight = torch.zeros(heads, 2 * size)
     weight[:, 0] = 1.0
-    scorer = ops.LinearWeights(weight, torch.zeros(heads))
+    scorer = LinearWeights(weight, torch.zeros(heads))
     rule = ops.RetentionRule(roles.sinks, roles.window, log_gamma, roles.step, scorer)
     score = k[..., 0].T.unsqueeze(0)
     mask = visible_keys(*running_cutoffs(score, log_gamma, roles), roles.sinks, roles.window)[0]

@@ -21,8 +21,8 @@ from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.metrics import Metrics, read_metrics
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.trainer import Trainer, TrainingError
-from kvpop_vllm.scorers.base import log_gamma
-from kvpop_vllm.scorers.checkpoint import Decay, read_scorer
+from kvpop_vllm.scorers import Decay, log_gamma
+from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.scorers.init import init_scorer
 from kvpop_vllm.testing import write_tiny_model
 

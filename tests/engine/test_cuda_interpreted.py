@@ -19,7 +19,7 @@ from kvpop_vllm.attention.profile_run import worst_case_batches
 from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import region_map
-from kvpop_vllm.scorers.gates import Signals
+from kvpop_vllm.scorers import Signals
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 if PRETENDED:

@@ -27,7 +27,10 @@ def test_a_policy_from_outside(tiny_model, folder):
     policy = policies.get("projection")(PolicySettings(**settings), ModelShape("qwen3", 2, 2, 32, 1024))
     scorer = {
         "config": {"scorer": "linear"},
-        "layers": [{"weight": policy.weight(layer).double(), "bias": torch.zeros(2).double()} for layer in (0, 1)],
+        "layers": [
+            {"weight": torch.nn.functional.pad(policy.weight(layer).double(), (0, 32)), "bias": torch.zeros(2).double()}
+            for layer in (0, 1)
+        ],
     }
     kept = policy.retention
     oracle = OraclePolicy(scorer, kept.sinks, kept.window, kept.topk, log_gamma=[[0.0, 0.0]] * 2)

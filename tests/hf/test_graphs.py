@@ -31,8 +31,7 @@ def addresses(own):
     yield from (sequence_lengths.positions.data_ptr() for sequence_lengths in own._lengths_by_device.values())
     for layer in own._layers.values():
         rule = layer.attention.rule
-        scorer = () if rule.scorer is None else vars(rule.scorer).values()
-        held = layer.pages.raw, layer.table, layer._budgets, rule.log_gamma, *scorer
+        held = layer.pages.raw, layer.table, layer._budgets, rule.log_gamma, *vars(rule.scorer).values()
         yield from (tensor.data_ptr() for tensor in held if isinstance(tensor, torch.Tensor))
 
 

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.scorers.linear import LinearWeights
+from kvpop_vllm.scorers.mlp import MLPWeights
 
 
 @dataclass
@@ -52,13 +54,13 @@ class Exact:
 
     def raw_score(self, x):
         w = self.rule.scorer
-        if w is None:
+        if isinstance(w, ops.NoScore):
             return 0.0
         if isinstance(w, ops.KeyNorm):
             return -float(x[: len(x) // 2].norm())
-        if isinstance(w, ops.LinearWeights):
+        if isinstance(w, LinearWeights):
             return float(self.weight("weight") @ x + self.weight("bias"))
-        if isinstance(w, ops.MLPWeights):
+        if isinstance(w, MLPWeights):
             hidden = x @ self.weight("fc1_weight") + self.weight("fc1_bias")
             return float(self.weight("fc2_weight") @ (hidden * torch.sigmoid(hidden)) + self.weight("fc2_bias"))
         return self.read(x)
@@ -73,7 +75,7 @@ class Exact:
         rule, margin = self.rule, float("inf")
         k, v, q = k.double(), v.double(), q.double()
         x = torch.cat([k, v])
-        if isinstance(rule.scorer, ops.MLSTMWeights) and position >= self.begins:
+        if rule.scorer.recurrent and position >= self.begins:
             self.update(x)
             if not rule.scorer.delayed:
                 self.score[position] = self.read(x)

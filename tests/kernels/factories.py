@@ -8,13 +8,13 @@ from kvpop_vllm.kernels.ops import (
     AttentionMass,
     GateScore,
     KeyNorm,
-    LinearWeights,
-    MLPWeights,
-    MLSTMWeights,
     MomentResidual,
     RetentionRule,
 )
 from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
+from kvpop_vllm.scorers.linear import LinearWeights
+from kvpop_vllm.scorers.mlp import MLPWeights
+from kvpop_vllm.scorers.mlstm import MLSTMWeights
 
 
 def random_scorer(kind: str | None, heads: int, size: int, generator: torch.Generator, **options):

@@ -188,7 +188,9 @@ def test_cosines_in_blocks_are_those_of_all_pairs(monkeypatch):
 @pytest.mark.parametrize("kind", ["vase", "rkv"])
 def test_a_state_has_room_for_queries_behind_moments(kind):
     rule = replace(rule_of(kind), moment_correction=True)
-    assert rule.state_floats(SIZE) == rule.rounds.state_floats(SIZE) + SIZE * (SIZE + 2) and rule.scorer_floats == 0
+    assert (
+        rule.state_floats(SIZE) == rule.rounds.state_floats(SIZE) + SIZE * (SIZE + 2) and rule.scorer.state_floats == 0
+    )
 
 
 def test_a_sample_needs_a_seed():

@@ -11,29 +11,36 @@ from pathlib import Path
 PROJECTION = '''
 """A policy from outside: scores are a random projection of the key."""
 
+from dataclasses import dataclass
+
 import torch
 
-from kvpop_vllm.kernels.ops import LinearWeights, RetentionRule
+from kvpop_vllm.kernels.ops import TokenScorer
 from kvpop_vllm.policies.base import Policy, Signal
+
+
+@dataclass(frozen=True)
+class DotProduct(TokenScorer):
+    weight: torch.Tensor
+
+    def scores(self, k, v):
+        return (k.float() * self.weight.unsqueeze(-2)).sum(-1)
 
 
 class Projection(Policy):
     name = "projection"
     paper = "-"
-    cost = "one dot product of length 2D per head"
+    cost = "one dot product of length D per head"
     signals = frozenset({Signal.KEY})
     default_sinks, window_share = 4, 0.25
 
     def weight(self, layer):
-        """[H, 2D], of the whole model."""
+        """[H, D], of the whole model."""
         generator = torch.Generator().manual_seed(layer)
-        weight = torch.randn(self.model.num_kv_heads, 2 * self.model.head_dim, generator=generator)
-        weight[:, self.model.head_dim :] = 0
-        return weight
+        return torch.randn(self.model.num_kv_heads, self.model.head_dim, generator=generator)
 
     def rule(self, layer, heads):
-        weight = self.weight(layer)[heads].contiguous()
-        return self.training_free_rule(heads, LinearWeights(weight, torch.zeros(len(weight))))
+        return self.training_free_rule(heads, DotProduct(self.weight(layer)[heads]))
 '''
 
 

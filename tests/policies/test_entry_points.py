@@ -37,7 +37,7 @@ def test_a_policy_from_outside(folder, capsys):
     assert policies.known()[-1] == "projection" and "full, projection" in refusal("nonsense")
     assert "outside_policies" not in sys.modules, "imported though nobody asked for it"
     policy = policies.get("projection")(PolicySettings("projection", 64), ModelShape("llama", 2, 4, 32, 256))
-    assert policy.rule(1, slice(2, 4)).scorer.weight.shape == (2, 64) and policy.retention.window == 15
+    assert policy.rule(1, slice(2, 4)).scorer.weight.shape == (2, 32) and policy.retention.window == 15
     assert main(["policies"]) in (0, None)
     assert named(capsys.readouterr().out) == [*policies.POLICIES, "projection"]
 
@@ -82,7 +82,7 @@ def test_the_list_fits_a_terminal(monkeypatch, capsys):
     "change, message",
     [
         (("signals =", 'default_correction = "momentum"\n    signals ='), "declares the correction 'momentum'"),
-        (("signals =", "order = Order.COUPLED\n    signals ="), "declares the order 'attention-coupled', but its rule scores by LinearWeights"),
+        (("signals =", "order = Order.COUPLED\n    signals ="), "declares the order 'attention-coupled', but its rule scores by DotProduct"),
     ],
 )  # fmt: skip
 def test_declarations_that_do_not_hold(folder, change, message):

@@ -25,7 +25,7 @@ from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.scorers.gates import Signals
+from kvpop_vllm.scorers import Signals
 from kvpop_vllm.testing import (
     LayerDecisions,
     OraclePolicy,

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.cli import main
-from kvpop_vllm.scorers import Signals, gate_from_tensors
+from kvpop_vllm.scorers import Signals, from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
@@ -131,7 +131,7 @@ def test_dms_with_a_borrowed_channel(run, tmp_path):
     assert (config.reads, config.scale, config.shifted) == ("query", 100.0, True)
     assert (config.sinks, config.window, config.topk) == (1, 513, 1000)
     channel = torch.tensor([[0.04, 0.06]])
-    given = gate_from_tensors(config, layers[1])(Signals(channel=channel))
+    given = from_tensors(config, layers[1])(Signals(channel=channel))
     torch.testing.assert_close(given, -(100 * channel - 5))
 
 
@@ -157,7 +157,7 @@ def test_dms_with_a_separate_projection(run, tmp_path):
         name = f"model.layers.{layer}.self_attn.dms_proj_alpha"
         theirs = 100 * (normed * weights[f"{name}_norm.weight"]) @ weights[f"{name}.weight"].T - 5
         hidden = normed * weights[f"model.layers.{layer}.input_layernorm.weight"]
-        given = gate_from_tensors(config, layers[layer])(Signals(hidden))
+        given = from_tensors(config, layers[layer])(Signals(hidden))
         torch.testing.assert_close(-given, theirs, rtol=1e-4, atol=1e-4)
     assert config.reads == "hidden" and config.shifted
 

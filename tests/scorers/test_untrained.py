@@ -7,7 +7,7 @@ import torch
 
 from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import recency, running_cutoffs
-from kvpop_vllm.scorers import ScorerConfig, build, log_gamma
+from kvpop_vllm.scorers import build, log_gamma, make_config
 
 SIZE, HEADS, LENGTH = 32, 2, 90
 KINDS = {
@@ -27,7 +27,8 @@ KINDS = {
 
 def untrained(kind, **sizes):
     torch.manual_seed(0)
-    return build(ScorerConfig("llama", 1, HEADS, SIZE, sinks=2, window=6, topk=9, **KINDS[kind]), **sizes)
+    shape = {"model_type": "llama", "num_layers": 1, "num_kv_heads": HEADS, "head_dim": SIZE}
+    return build(make_config(shape, source="test", sinks=2, window=6, topk=9, **KINDS[kind]), **sizes)
 
 
 @pytest.mark.parametrize("kind", KINDS)

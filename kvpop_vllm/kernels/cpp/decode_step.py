@@ -7,52 +7,25 @@ import weakref
 import torch
 
 from kvpop_vllm.kernels.dispatch import load_extension
-from kvpop_vllm.kernels.ops import (
-    AttentionMass,
-    GateScore,
-    KeyNorm,
-    LinearWeights,
-    MLPWeights,
-    MLSTMWeights,
-    MomentResidual,
-    RandomDraw,
-    RetentionRule,
-    StepOrderError,
-)
+from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import Prefix
 
 _C = load_extension()
-_KINDS = {
-    type(None): "none",
-    LinearWeights: "linear",
-    MLPWeights: "mlp",
-    MLSTMWeights: "mlstm",
-    KeyNorm: "key_norm",
-    AttentionMass: "attention_mass",
-    MomentResidual: "moment_residual",
-    RandomDraw: "draw",
-    GateScore: "gate_scores",
-}
 _packed: dict[int, _C.Rule] = {}  # by id of a live rule
 
 
 def _pack(rule: RetentionRule) -> _C.Rule:
     """Build the extension's form of a rule and cache it while the rule is alive."""
-    options = {}
-    fields = vars(rule.scorer) if rule.scorer is not None else {}
-    if isinstance(rule.scorer, MLSTMWeights):
-        kinds = ("hedgehog", "softmax")
-        if rule.scorer.feature_map not in kinds:
-            raise ValueError(f"feature_map must be one of {kinds}, got {rule.scorer.feature_map!r}")
-        hedgehog = rule.scorer.feature_map == "hedgehog"
-        options = {"hedgehog": hedgehog, "softcap": rule.scorer.gate_softcap, "delayed": rule.scorer.delayed}
-    if isinstance(rule.scorer, AttentionMass | GateScore):
-        options = fields
-    weights = {name: value.detach() for name, value in fields.items() if isinstance(value, torch.Tensor)}
-    kind = _KINDS[type(rule.scorer)]
+    scorer = rule.scorer
+    weights = {name: value.detach() for name, value in vars(scorer).items() if isinstance(value, torch.Tensor)}
     roles = rule.sinks, rule.window, rule.decay_step
     made = _C.Rule(
-        *roles, rule.log_gamma.detach(), kind, weights, uses_moment_correction=rule.moment_correction, **options
+        *roles,
+        rule.log_gamma.detach(),
+        scorer.kernel,
+        weights,
+        uses_moment_correction=rule.moment_correction,
+        **scorer.options(),
     )
     _packed[id(rule)] = made
     weakref.finalize(rule, _packed.pop, id(rule), None)

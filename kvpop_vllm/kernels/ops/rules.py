@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
 from kvpop_vllm.kernels.pages import moment_floats
 from kvpop_vllm.roles import SlotRoles
+
+if TYPE_CHECKING:
+    from typing import Self
 
 STATE_M_START = -1e30
 """Stabiliser m of an empty mLSTM state; C and z are 0 there."""
@@ -23,99 +28,74 @@ class StepOrderError(RuntimeError):
     """
 
 
-@dataclass(frozen=True)
-class LinearWeights:
-    """Headwise linear scorer ``r = weight . [k; v] + bias`` (KVpop E.2).
+class TokenScorer:
+    """Scorer of a rule, as the kernels see it.
+
+    A subclass is a frozen dataclass whose tensors have the head axis first. It overrides the class attributes
+    that differ and, if it is stateless, :meth:`scores`. That is all that a stateless kind needs: without a
+    ``kernel`` the ops evaluate :meth:`scores` when a token arrives and pass its score to the kernels. A kind
+    with a ``kernel`` is evaluated by the kernels when a token leaves the window.
 
     Attributes:
-        weight: ``[H, 2D]`` float32.
-        bias: ``[H]`` float32.
+        kernel: name of the kind in the C++ and Triton kernels, or None.
+        coupled: True if scores depend on the attention of earlier queries.
+        draws: True if scores are drawn anew at every eviction.
+        ages: True if each token decays at its own rate, given by its score.
+        threshold: score below which a token is evicted even if slots are free, or None.
+        takes_gate_scores: True if the score of each token is passed to the ops.
+        keeps_moments: True if scores depend on the moments of evicted tokens.
+        recurrent: True if the scorer is an mLSTM, whose state every token updates.
+        state_floats: number of float32 values in the scorer's state of one head.
     """
 
-    weight: torch.Tensor
-    bias: torch.Tensor
+    kernel: ClassVar[str | None] = None
+    coupled: ClassVar[bool] = False
+    draws: ClassVar[bool] = False
+    ages: ClassVar[bool] = False
+    threshold: ClassVar[float | None] = None
+    takes_gate_scores: ClassVar[bool] = False
+    keeps_moments: ClassVar[bool] = False
+    recurrent: ClassVar[bool] = False
+    state_floats: ClassVar[int] = 0
+
+    def scores(self, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """Return the raw scores ``[..., H, S]`` float32 of keys and values ``[..., H, S, D]`` as cached."""
+        raise NotImplementedError(f"{type(self).__name__} has no scores()")
+
+    def of_heads(self, heads: torch.Tensor | slice) -> Self:
+        """Return the scorer of some heads."""
+        return type(self)(**{n: t[heads] if isinstance(t, torch.Tensor) else t for n, t in vars(self).items()})
+
+    def options(self) -> dict:
+        """Return the scorer's settings other than tensors, as the C++ kernels take them."""
+        return {}
 
 
 @dataclass(frozen=True)
-class MLPWeights:
-    """Headwise two-layer MLP scorer with SiLU on ``[k; v]`` (KVpop E.2).
+class NoScore(TokenScorer):
+    """Score 0 of every token: with a decay, the newest tokens are retained."""
 
-    Attributes:
-        fc1_weight: ``[H, 2D, M]`` float32.
-        fc1_bias: ``[H, M]`` float32.
-        fc2_weight: ``[H, M]`` float32.
-        fc2_bias: ``[H]`` float32.
-    """
+    kernel: ClassVar[str] = "none"
 
-    fc1_weight: torch.Tensor
-    fc1_bias: torch.Tensor
-    fc2_weight: torch.Tensor
-    fc2_bias: torch.Tensor
+    def scores(self, k, v):
+        return torch.zeros(k.shape[:-1], dtype=torch.float32, device=k.device)
 
 
 @dataclass(frozen=True)
-class MLSTMWeights:
-    """Delayed mLSTM scorer (KVpop E.3, E.4).
-
-    The state of a head is the flat float32 array ``C [F, Dv], z [F], m [1]``.
-
-    Attributes:
-        q_proj, k_proj: ``[H, 2D, Fp]`` float32; the number of features F is ``2 Fp`` for ``hedgehog``, Fp for
-            ``softmax``.
-        v_proj: ``[H, 2D, Dv]`` float32, or None to use the token's value itself (Dv = D).
-        igate_weight, fgate_weight: ``[H, 2D]`` float32.
-        igate_bias, fgate_bias: ``[H]`` float32.
-        out_weight: ``[H, Dv]`` float32.
-        out_bias: ``[H]`` float32.
-        norm_weight: ``[H, Dv]`` float32, or None for no norm.
-        skip_weight: ``[H, 2D]`` float32, or None for no skip connection.
-        feature_map: ``hedgehog`` or ``softmax``.
-        gate_softcap: c of ``c * tanh(a / c)`` on gate pre-activations, or None.
-        delayed: if True, token ``u = q - w`` is read out when it leaves the window; if False, token q is read
-            out at its own insertion.
-    """
-
-    q_proj: torch.Tensor
-    k_proj: torch.Tensor
-    v_proj: torch.Tensor | None
-    igate_weight: torch.Tensor
-    igate_bias: torch.Tensor
-    fgate_weight: torch.Tensor
-    fgate_bias: torch.Tensor
-    out_weight: torch.Tensor
-    out_bias: torch.Tensor
-    norm_weight: torch.Tensor | None = None
-    skip_weight: torch.Tensor | None = None
-    feature_map: str = "hedgehog"
-    gate_softcap: float | None = None
-    delayed: bool = True
-
-    @property
-    def features(self) -> int:
-        """Number of features F."""
-        return self.q_proj.shape[-1] * (2 if self.feature_map == "hedgehog" else 1)
-
-    @property
-    def value_size(self) -> int:
-        """Value width Dv."""
-        return self.out_weight.shape[-1]
-
-    @property
-    def state_floats(self) -> int:
-        """Number of float32 values in the state of one head."""
-        return self.features * self.value_size + self.features + 1
-
-
-@dataclass(frozen=True)
-class KeyNorm:
+class KeyNorm(TokenScorer):
     """Score ``r = -|k|_2`` of the key as cached: keys of low norm are retained (L2-norm, arXiv:2406.11430).
 
     The sum is formed in float64 and rounded to float32.
     """
 
+    kernel: ClassVar[str] = "key_norm"
+
+    def scores(self, k, v):
+        return -k.double().square().sum(-1).sqrt().float()
+
 
 @dataclass(frozen=True)
-class AttentionMass:
+class AttentionMass(TokenScorer):
     """Score from the attention that a token received from earlier queries (H2O, TOVA).
 
     Sources: H2O, arXiv:2306.14048; TOVA, arXiv:2401.06104. Each eviction depends on which tokens earlier
@@ -128,21 +108,31 @@ class AttentionMass:
             ``r_t(q) = sum / (q - t)``; if False, by the weights of the newest query alone.
     """
 
+    kernel: ClassVar[str] = "attention_mass"
+    coupled: ClassVar[bool] = True
+
     mean: bool
+
+    def options(self):
+        return {"mean": self.mean}
 
 
 @dataclass(frozen=True)
-class MomentResidual:
+class MomentResidual(TokenScorer):
     """Score ``r_t(q) = a_t |v_t - vb - scale Sig k_t|`` (MomentKV, eq. 10).
 
     a_t is the newest query's attention as in :class:`AttentionMass`. The moments are those of all tokens
     evicted before q. If nothing has been evicted, the score is ``a_t |v_t|``.
     """
 
+    kernel: ClassVar[str] = "moment_residual"
+    coupled: ClassVar[bool] = True
+    keeps_moments: ClassVar[bool] = True
+
 
 @dataclass(frozen=True)
-class GateScore:
-    """Score that a gate module computes outside of the kernels and passes per token (``given``).
+class GateScore(TokenScorer):
+    """Score that a gate module computes outside of the kernels and passes per token.
 
     Attributes:
         ages: if True, ``effective_t(q) = (q - t) r_t`` instead of r_t, with ``r_t = log beta_t`` the token's
@@ -152,12 +142,18 @@ class GateScore:
             in the position field of slot 1, which must not be long-range.
     """
 
+    kernel: ClassVar[str] = "gate_scores"
+    takes_gate_scores: ClassVar[bool] = True
+
     ages: bool = False
     threshold: float | None = None
 
+    def options(self):
+        return {"ages": self.ages, "threshold": self.threshold}
+
 
 @dataclass(frozen=True)
-class RandomDraw:
+class RandomDraw(TokenScorer):
     """Score drawn anew at every eviction, so that a uniformly random token is evicted.
 
     Source: Random Attention, arXiv:2609.03430. Formula: :mod:`kvpop_vllm.kernels.draws`.
@@ -166,6 +162,9 @@ class RandomDraw:
         lanes: ``[H]`` int64, layer and KV head within the whole model
             (:func:`~kvpop_vllm.kernels.draws.head_lanes`).
     """
+
+    kernel: ClassVar[str] = "draw"
+    draws: ClassVar[bool] = True
 
     lanes: torch.Tensor
 
@@ -222,6 +221,8 @@ class SampledMass:
         large: one in ``large`` tokens before the window is kept for its value.
     """
 
+    draws: ClassVar[bool] = True
+
     group: int
     lanes: torch.Tensor
     every: int = 64
@@ -247,6 +248,8 @@ class Redundancy:
         weight: lambda, weight of attention against redundancy.
     """
 
+    draws: ClassVar[bool] = False
+
     group: int
     every: int = 128
     queries: int = 8
@@ -257,12 +260,6 @@ class Redundancy:
     def state_floats(self, head_size: int) -> int:
         """Return the number of float32 values in one head's state: the newest queries."""
         return self.queries * self.group * head_size
-
-
-ScorerWeights = (
-    LinearWeights | MLPWeights | MLSTMWeights | KeyNorm | AttentionMass | MomentResidual | GateScore | RandomDraw | None
-)
-"""Scorer of a rule; None scores every token 0."""
 
 
 @dataclass(frozen=True)
@@ -280,7 +277,7 @@ class RetentionRule(SlotRoles):
         window: w.
         log_gamma: ``[H]`` float64, logarithm of each head's decay.
         decay_step: n, tokens per decay step.
-        scorer: scorer of the tokens, or None.
+        scorer: scorer of the tokens; None stands for :class:`NoScore`.
         moment_correction: if True, add a moment-based estimate of the evicted tokens' contribution to the
             output (MomentKV, eqs. 9, 11, 12): ``(Z_R o_R + Z_E o_E) / (Z_R + Z_E)`` with
             ``o_E = vb + scale Sig q`` and ``log Z_E = log n + scale q . kb``. The moments include the token
@@ -299,7 +296,7 @@ class RetentionRule(SlotRoles):
     window: int
     log_gamma: torch.Tensor
     decay_step: int = 1
-    scorer: ScorerWeights = None
+    scorer: TokenScorer = NoScore()
     moment_correction: bool = False
     first: int = 0
     replay: int = REPLAY
@@ -307,38 +304,49 @@ class RetentionRule(SlotRoles):
     rounds: SampledMass | Redundancy | None = None
 
     def __post_init__(self):
+        if self.scorer is None:
+            object.__setattr__(self, "scorer", NoScore())
         if self.threshold is not None and self.window < 2:
             raise ValueError("a threshold needs a window of at least 2: set --kv-window to 2 or more")
 
     def to(self, device: torch.device | str) -> RetentionRule:
         """Return this rule with its tensors, including those of the scorer and the rounds, on ``device``."""
-        scorer, rounds = (None if part is None else _moved(part, device) for part in (self.scorer, self.rounds))
-        return replace(_moved(self, device), scorer=scorer, rounds=rounds)
+        rounds = None if self.rounds is None else _moved(self.rounds, device)
+        return replace(_moved(self, device), scorer=_moved(self.scorer, device), rounds=rounds)
+
+    def of_heads(self, heads: torch.Tensor) -> RetentionRule:
+        """Return the rule of the heads with these indices ``[n]``."""
+        return replace(self, log_gamma=self.log_gamma[heads], scorer=self.scorer.of_heads(heads))
+
+    @functools.cached_property
+    def as_gate_scores(self) -> RetentionRule:
+        """Rule of a layer whose tokens' scores are passed to the ops."""
+        return replace(self, scorer=GateScore())
 
     @property
     def coupled(self) -> bool:
         """True if scores depend on the attention of earlier queries."""
-        return isinstance(self.scorer, AttentionMass | MomentResidual)
+        return self.scorer.coupled
 
     @property
     def ages(self) -> bool:
         """True if each token decays at its own rate, given by its score."""
-        return isinstance(self.scorer, GateScore) and self.scorer.ages
+        return self.scorer.ages
 
     @property
     def threshold(self) -> float | None:
         """Score below which a token is evicted even if slots are free, or None."""
-        return self.scorer.threshold if isinstance(self.scorer, GateScore) else None
+        return self.scorer.threshold
 
     @property
     def draws(self) -> bool:
         """True if scores are drawn anew at every eviction."""
-        return isinstance(self.scorer, RandomDraw)
+        return self.scorer.draws
 
     @property
     def seeded(self) -> bool:
         """True if the retained tokens depend on the request's seed."""
-        return self.draws or isinstance(self.rounds, SampledMass)
+        return self.draws or (self.rounds is not None and self.rounds.draws)
 
     @property
     def sequential(self) -> bool:
@@ -351,7 +359,7 @@ class RetentionRule(SlotRoles):
 
         See :func:`kvpop_vllm.kernels.pages.moment_floats`.
         """
-        return self.moment_correction or isinstance(self.scorer, MomentResidual)
+        return self.moment_correction or self.scorer.keeps_moments
 
     @property
     def compresses(self) -> bool:
@@ -361,21 +369,13 @@ class RetentionRule(SlotRoles):
     @property
     def replays(self) -> bool:
         """True if a scorer's state must be built when a tail begins behind a protected prefix."""
-        return isinstance(self.scorer, MLSTMWeights)
-
-    @property
-    def scorer_floats(self) -> int:
-        """Number of float32 values in the scorer's state.
-
-        A head's state holds the scorer's state, then moments, then queries.
-        """
-        return self.scorer.state_floats if isinstance(self.scorer, MLSTMWeights) else 0
+        return self.scorer.recurrent
 
     def state_floats(self, head_size: int) -> int:
-        """Return the number of float32 values in one head's state."""
+        """Return the number of float32 values in one head's state: of the scorer, then moments, then queries."""
         moments = moment_floats(head_size) if self.keeps_moments else 0
         queries = sum(part.state_floats(head_size) for part in (self.votes, self.rounds) if part is not None)
-        return self.scorer_floats + moments + queries
+        return self.scorer.state_floats + moments + queries
 
 
 def _moved(part, device: torch.device | str):

@@ -8,7 +8,7 @@ import torch
 
 from kvpop_vllm.kernels.dispatch import resolve
 from kvpop_vllm.kernels.draws import head_keys
-from kvpop_vllm.kernels.ops.rules import GateScore, RetentionRule
+from kvpop_vllm.kernels.ops.rules import RetentionRule
 from kvpop_vllm.kernels.pages import Pages, Prefix
 
 
@@ -57,10 +57,10 @@ def decode_step(
         budgets: ``[R, H]`` int32, B of each head.
         rule: retention rule of the layer.
         scale: factor on q . k.
-        gate_scores: ``[R, H]`` float32, gate scores of the tokens if the rule's scorer is :class:`GateScore`, else
+        gate_scores: ``[R, H]`` float32, gate scores of the tokens if the rule's scorer takes them, else
             ignored.
         prefix: protected tokens of the R requests, or None if no request has any.
-        seeds: ``[R]`` int64, seeds of the requests' draws if the rule's scorer is :class:`RandomDraw`, else
+        seeds: ``[R]`` int64, seeds of the requests' draws if the rule's scorer draws, else
             ignored.
         windows: ``[R]`` int32, w of each request; by default the rule's.
         impl: implementation.
@@ -76,32 +76,35 @@ def decode_step(
         ValueError: gate scores or seeds that the rule needs are missing or have the wrong shape.
     """
     run = resolve("decode_step", impl, q)
-    more = _inputs_of(rule, gate_scores, k.shape[:2], seeds, (len(k),))
+    rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(k),))
     if windows is None:
         windows = torch.full((len(k),), rule.window, dtype=torch.int32, device=k.device)
     more["windows"] = windows
     return run(q, k, v, pages, page_table, positions, budgets, rule=rule, scale=scale, prefix=prefix, **more)
 
 
-def _inputs_of(rule: RetentionRule, gate_scores, scores: tuple[int, ...], seeds, requests: tuple[int, ...]) -> dict:
-    """Return the arguments that depend on the scorer: ``gate_scores``, and ``keys [R, H]`` of draws.
+def _inputs_of(rule: RetentionRule, k, v, gate_scores, seeds, requests: tuple[int, ...]) -> tuple[RetentionRule, dict]:
+    """Return the rule as the kernels take it, and the arguments that depend on its scorer.
 
-    An argument that the rule does not need is None.
+    These are ``gate_scores``, and ``keys [R, H]`` of draws. An argument that the rule does not need is None. A
+    scorer without a kernel scores the tokens here.
 
     Raises:
         ValueError: a needed argument is missing or has the wrong shape.
     """
+    scorer = rule.scorer
     for name, value, needed, shape in (
-        ("gate_scores", gate_scores, isinstance(rule.scorer, GateScore), scores),
+        ("gate_scores", gate_scores, scorer.takes_gate_scores, k.shape[:2]),
         ("seeds", seeds, rule.draws, requests),
     ):
         if needed and (value is None or value.shape != shape):
             got = None if value is None else tuple(value.shape)
-            raise ValueError(f"{name} must be {tuple(shape)} for {type(rule.scorer).__name__}, got {got}")
-    return {
-        "gate_scores": gate_scores if isinstance(rule.scorer, GateScore) else None,
-        "keys": head_keys(seeds, rule.scorer.lanes) if rule.draws else None,
-    }
+            raise ValueError(f"{name} must be {tuple(shape)} for {type(scorer).__name__}, got {got}")
+    if scorer.kernel is None:
+        rule, gate_scores = rule.as_gate_scores, scorer.scores(k.transpose(0, 1), v.transpose(0, 1)).T.contiguous()
+    elif not scorer.takes_gate_scores:
+        gate_scores = None
+    return rule, {"gate_scores": gate_scores, "keys": head_keys(seeds, scorer.lanes) if rule.draws else None}
 
 
 def prefill_chunk(
@@ -153,7 +156,7 @@ def prefill_chunk(
     """
     run = resolve("prefill_chunk", impl, q)
     seeds = None if seed is None else torch.tensor([seed], device=k.device)
-    more = _inputs_of(rule, gate_scores, k.shape[:2], seeds, (1,))
+    rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (1,))
     if window not in (None, rule.window):
         rule = replace(rule, window=window)
     return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale, prefix=prefix, **more)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from kvpop_vllm.kernels.reference.decode_step import clear, one_head, take_in
+from kvpop_vllm.kernels.reference.decode_step import clear, take_in
 from kvpop_vllm.kernels.reference.paging import HeadSlots, protected
 
 
@@ -16,7 +16,7 @@ def begin_tail(pages, page_table, prefix, *, rule):
             continue
         keys, values = prefix.gather(r, max(0, end - rule.replay), end)
         for h in range(keys.shape[0]):
-            weights, slots = one_head(rule.scorer, h), HeadSlots(pages, page_table[r, h], h, 0)
+            weights, slots = rule.scorer.of_heads(slice(h, h + 1)), HeadSlots(pages, page_table[r, h], h, 0)
             state = slots.load_state(weights.state_floats)
             clear(state)
             for x in torch.cat([keys[h], values[h]], -1).float():

@@ -10,20 +10,10 @@ from dataclasses import replace
 import torch
 
 from kvpop_vllm.kernels.draws import draw
-from kvpop_vllm.kernels.ops import (
-    STATE_M_START,
-    AttentionMass,
-    GateScore,
-    KeyNorm,
-    LinearWeights,
-    MLPWeights,
-    MLSTMWeights,
-    MomentResidual,
-    RetentionRule,
-)
-from kvpop_vllm.kernels.reference import scoring
+from kvpop_vllm.kernels.ops import STATE_M_START, AttentionMass, MomentResidual, RetentionRule
 from kvpop_vllm.kernels.reference.moments import HeadMoments
 from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen, protected
+from kvpop_vllm.kernels.reference.scoring import readout_denominator
 
 
 def decode_step(
@@ -62,7 +52,7 @@ def _step_head(
         before: keys and values ``[p, D]`` of the protected tokens.
         draw_key: key of the head's draws, or None.
     """
-    if isinstance(rule.scorer, MLSTMWeights):
+    if rule.scorer.recurrent:
         inserted = _take_in(slots, torch.cat([k, v]).float(), q, rule.scorer, head)
     in_use, leaving, ring = slots.in_use(rule, q), q - rule.window, rule.ring_slot(q)
     moments = HeadMoments(slots, rule, q, in_use, scale) if rule.keeps_moments else None
@@ -110,7 +100,7 @@ def _place(
 
 def _take_in(slots, x, q, weights, head) -> float:
     """Update the head's state with ``x_q [2D]`` and return the token's score at insertion (0 if delayed)."""
-    w = one_head(weights, head)
+    w = weights.of_heads(slice(head, head + 1))
     state = slots.load_state(w.state_floats)
     if q == 0:
         clear(state)
@@ -119,9 +109,9 @@ def _take_in(slots, x, q, weights, head) -> float:
     return 0.0 if w.delayed else float(_read_out(w, state, x))
 
 
-def take_in(state: torch.Tensor, x: torch.Tensor, w: MLSTMWeights) -> None:
+def take_in(state: torch.Tensor, x: torch.Tensor, w) -> None:
     """Update a flat mLSTM state of one head with ``x [2D]`` (eqs. 38, 39)."""
-    key, value, igate, fgate = (t[0] for t in scoring.mlstm_inputs(w, x.view(1, 1, -1)))
+    key, value, igate, fgate = (t[0] for t in w.inputs(x.view(1, 1, -1)))
     c, z, m = _split_state(state, w)
     log_f = torch.nn.functional.logsigmoid(fgate[0])
     m_new = torch.maximum(log_f + m, igate[0])
@@ -139,40 +129,29 @@ def clear(state: torch.Tensor) -> None:
 
 def _boundary_score(slots, ring, rule, head) -> float:
     """Return the raw score of the token in ring slot ``ring``, which leaves the window (eqs. 36, 41, 42)."""
-    weights = rule.scorer
-    if weights is None or rule.draws:
-        return 0.0
-    if rule.coupled or isinstance(weights, GateScore):
+    scorer = rule.scorer
+    if scorer.coupled or scorer.takes_gate_scores or (scorer.recurrent and not scorer.delayed):
         return slots.score(ring)
-    if isinstance(weights, KeyNorm):
-        return float(scoring.key_norm_score(slots.k(ring)))
-    x = torch.cat([slots.k(ring), slots.v(ring)]).float()
-    w = one_head(weights, head)
-    if isinstance(w, LinearWeights):
-        return float(scoring.linear_score(w, x.view(1, 1, -1)))
-    if isinstance(w, MLPWeights):
-        return float(scoring.mlp_score(w, x.view(1, 1, -1)))
-    return float(_read_out(w, slots.load_state(w.state_floats), x) if w.delayed else slots.score(ring))
+    if scorer.draws:
+        return 0.0
+    w, k, v = scorer.of_heads(slice(head, head + 1)), slots.k(ring), slots.v(ring)
+    if scorer.recurrent:
+        return float(_read_out(w, slots.load_state(w.state_floats), torch.cat([k, v]).float()))
+    return float(w.scores(k.view(1, 1, -1), v.view(1, 1, -1)))
 
 
 def _read_out(w, state, x):
     """Return the mLSTM score of the token ``x [2D]`` (eqs. 41, 42)."""
     c, z, m = _split_state(state, w)
-    query = scoring.mlstm_query(w, x.view(1, 1, -1))[0, 0]
-    h = (query @ c) / scoring.readout_denominator(query @ z, m)
-    return scoring.mlstm_score(w, h.view(1, 1, -1), x.view(1, 1, -1))
+    query = w.query(x.view(1, 1, -1))[0, 0]
+    h = (query @ c) / readout_denominator(query @ z, m)
+    return w.score(h.view(1, 1, -1), x.view(1, 1, -1))
 
 
 def _split_state(state, w):
     """Return views of C ``[F, Dv]``, z ``[F]`` and m in a flat state."""
     cells = w.features * w.value_size
     return state[:cells].view(w.features, w.value_size), state[cells:-1], state[-1]
-
-
-def one_head(weights, head):
-    """Return the scorer weights of one head, with a head axis of size 1."""
-    cut = {name: t[head : head + 1] if isinstance(t, torch.Tensor) else t for name, t in vars(weights).items()}
-    return type(weights)(**cut)
 
 
 def _victim(slots, score, leaving, q, rule, head, factors, draw_key) -> int | None:

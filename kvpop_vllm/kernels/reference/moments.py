@@ -20,7 +20,7 @@ class HeadMoments:
         self.slots, self.scale = slots, scale
         self.size = slots.pages.layout.head_size
         self.count = max(0, q - rule.first - rule.first_long) - max(0, in_use - rule.first_long)
-        self.first = rule.scorer_floats
+        self.first = rule.scorer.state_floats
 
     def _load(self):
         """Return mean key and value ``[D]`` and the sum of products of deviations ``[D, D]``.

@@ -7,12 +7,10 @@ q.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.kernels.ops import GateScore, KeyNorm, LinearWeights, MLPWeights, MLSTMWeights, RetentionRule
-from kvpop_vllm.kernels.reference import scoring
 from kvpop_vllm.kernels.reference.decode_step import decode_step
 from kvpop_vllm.kernels.reference.delayed_mlstm import delayed_mlstm, empty_state
 from kvpop_vllm.kernels.reference.masked_attention import masked_attention
@@ -52,7 +50,7 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, ga
     for budget in budgets.unique().tolist():
         heads = (budgets == budget).nonzero().flatten()
         rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
-        own = _select_heads(rule.behind(protect), heads)
+        own = rule.behind(protect).of_heads(heads)
         shown = None if before is None else tuple(x[heads] for x in before)
         part = _Heads(
             pages,
@@ -80,16 +78,6 @@ def _token_by_token(q, k, v, pages, page_table, start, budgets, rule, scale, gat
         steps.append(decode_step(*token, pages, table, at, own, windows=window, **more))
     outs, lses = zip(*steps, strict=True)
     return torch.cat(outs), torch.cat(lses)
-
-
-def _select_heads(rule: RetentionRule, heads: torch.Tensor) -> RetentionRule:
-    """Return the rule of some heads."""
-    if len(heads) == len(rule.log_gamma):
-        return rule
-    scorer = rule.scorer
-    if scorer is not None:
-        scorer = type(scorer)(**{n: t[heads] if isinstance(t, torch.Tensor) else t for n, t in vars(scorer).items()})
-    return replace(rule, log_gamma=rule.log_gamma[heads], scorer=scorer)
 
 
 def _pick(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -175,47 +163,40 @@ class _Heads:
         The raw scores are ``[H, leaving]``. The stored scores follow the order [retained slots; tokens from a
         on] and include scores computed at insertion.
         """
-        weights, count, a = self.rule.scorer, keys.shape[1], int(new[0])
+        scorer, count, a = self.rule.scorer, keys.shape[1], int(new[0])
         own = torch.cat([held.score, torch.zeros(len(self.heads), count - held.k.shape[1])], 1)
-        if weights is None or self.rule.draws:
+        at, arrived = self._where(leaving, a, held.k.shape[1]), slice(held.k.shape[1], None)
+        if scorer.takes_gate_scores:
+            own[:, arrived] = gate_scores
+            return own[:, at], own, None
+        if scorer.draws:
             return torch.zeros(len(self.heads), len(leaving)), own, None
-        if isinstance(weights, GateScore):
-            own[:, held.k.shape[1] :] = gate_scores
-            return own[:, self._where(leaving, a, held.k.shape[1])], own, None
-        if isinstance(weights, KeyNorm):
-            return scoring.key_norm_score(keys[:, self._where(leaving, a, held.k.shape[1])]), own, None
-        x = self._inputs(keys, values, leaving, a, held)
-        if isinstance(weights, LinearWeights):
-            return scoring.linear_score(weights, x), own, None
-        if isinstance(weights, MLPWeights):
-            return scoring.mlp_score(weights, x), own, None
+        if not scorer.recurrent:
+            return scorer.scores(keys[:, at], values[:, at]), own, None
         state = held.state if a > 0 else None  # behind a prefix, begin_tail has built the state
-        score, state = self._score_mlstm(weights, x, self._inputs(keys, values, new, a, held), state)
-        if weights.delayed:
+        x, x_new = (torch.cat([keys[:, where], values[:, where]], -1).float() for where in (at, arrived))
+        score, state = self._score_mlstm(scorer, x, x_new, state)
+        if scorer.delayed:
             return score, own, state
-        own[:, held.k.shape[1] :] = score
-        return own[:, self._where(leaving, a, held.k.shape[1])], own, state
+        own[:, arrived] = score
+        return own[:, at], own, state
 
-    def _inputs(self, keys, values, tokens, a, held):
-        at = self._where(tokens, a, held.k.shape[1])
-        return torch.cat([keys[:, at], values[:, at]], -1).float()
-
-    def _score_mlstm(self, weights: MLSTMWeights, x, x_new, state):
+    def _score_mlstm(self, weights, x, x_new, state):
         """Return mLSTM scores and the state after the new tokens ``x_new``.
 
         A delayed scorer scores the leaving tokens ``x``, otherwise the new tokens are scored.
         """
-        key, value, igate, fgate = (t.unsqueeze(0) for t in scoring.mlstm_inputs(weights, x_new))
+        key, value, igate, fgate = (t.unsqueeze(0) for t in weights.inputs(x_new))
         count = x_new.shape[1]
         if weights.delayed:
             reads, x_read = slice(count - x.shape[1], count), x  # token u is read out at u + w
         else:
             reads, x_read = slice(0, count), x_new
         query = torch.zeros_like(key)
-        query[0, :, reads] = scoring.mlstm_query(weights, x_read)
+        query[0, :, reads] = weights.query(x_read)
         state = state if state is not None else empty_state(key, value)
         h, state = delayed_mlstm(query, key, value, igate, fgate, delay=0, state=state)
-        return scoring.mlstm_score(weights, h[0, :, reads], x_read), state
+        return weights.score(h[0, :, reads], x_read), state
 
     def _attend(self, q, keys, values, born, evicted_at, new):
         """Return softmax attention of ``q [l, Hq, D]`` under the births and evictions, in float32."""
@@ -261,7 +242,7 @@ class _Heads:
 
     def _load_state(self):
         weights = self.rule.scorer
-        if not isinstance(weights, MLSTMWeights):
+        if not weights.recurrent:
             return None
         flat = self.pages.state[self.state_rows, self.heads.unsqueeze(1)].flatten(1)
         cells, width = weights.features * weights.value_size, weights.state_floats

@@ -1,0 +1,110 @@
+"""Gate of TRIM-KV: the decay of each token, read at insertion (arXiv:2512.03324)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from kvpop_vllm.scorers.base import Gate, Signals
+from kvpop_vllm.scorers.scorer_config import ScorerConfig, check_choice, check_flags
+
+GATE_BIAS = 8.0
+"""TRIM-KV's initial bias: ``beta = sigmoid(8) = 0.99966``, so that almost nothing decays before training."""
+GATE_WIDTH = 512
+"""TRIM-KV's default number of hidden units."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrimKVConfig(ScorerConfig):
+    """Config of TRIM-KV's gate.
+
+    Attributes:
+        hidden_size: E, width of the model.
+        reads: input of the gate: "hidden" (the attention block's input) or "kv" (keys and values of all heads
+            as cached).
+        gated: True if the first layer is gated.
+    """
+
+    scorer: ClassVar[str] = "trimkv"
+    least: ClassVar[dict[str, int]] = ScorerConfig.least | {"hidden_size": 1}
+    inputs: ClassVar[tuple[str, ...]] = ("hidden", "kv")
+
+    hidden_size: int
+    reads: str = "hidden"
+    gated: bool = False
+
+    @classmethod
+    def check(cls, given, source):
+        check_choice(given, "reads", cls.inputs, source)
+        check_flags(given, ("gated",), source)
+
+    @property
+    def width(self) -> int:
+        """Number of inputs of the gate."""
+        return self.hidden_size if self.reads == "hidden" else 2 * self.num_kv_heads * self.head_dim
+
+    def shapes(self, names=()):
+        if self.gated:
+            first = {"gate_proj.weight": ("M", self.width), "up_proj.weight": ("M", self.width)}
+            last = "down_proj.weight"
+        else:
+            first = {"linear1.weight": ("M", self.width), "linear1.bias": ("M",)}
+            last = "linear2.weight"
+        return first | {last: (self.num_kv_heads, "M"), "bias": (self.num_kv_heads,)}
+
+
+class TrimKVGate(Gate):
+    """TRIM-KV's retention gate, ``r = log beta = logsigmoid(W_2 SiLU(W_1 x + b_1) + b)``.
+
+    x is the attention block's input, or the concatenation ``[k_1; v_1; k_2; v_2; ..]`` of all KV heads as
+    cached. ``gated`` replaces the first layer by ``SiLU(W_g x) * W_u x``. The authors' code calls these three
+    variants rg, rg2 and rg3.
+
+    ``W_2`` is initialised to 0, where the authors draw small values. Before training all tokens therefore
+    have the same beta, and the policy is the sliding window.
+
+    Source: arXiv:2512.03324, section 4.1.
+
+    Args:
+        width: M; default 512.
+        bias: initial b.
+    """
+
+    config_class = TrimKVConfig
+    size_arguments = ("width",)
+
+    def __init__(self, config: TrimKVConfig, width: int | None = None, bias: float = GATE_BIAS):
+        super().__init__(config)
+        heads, m = config.num_kv_heads, width or GATE_WIDTH
+        first = ("gate_proj", "up_proj") if config.gated else ("linear1",)
+        for name in first:
+            setattr(self, name, nn.Linear(config.width, m, bias=not config.gated))
+        setattr(self, "down_proj" if config.gated else "linear2", nn.Linear(m, heads, bias=False))
+        self.bias = nn.Parameter(torch.full((heads,), bias))
+        nn.init.zeros_(self._last.weight)
+
+    @classmethod
+    def sizes(cls, tensors):
+        """Return the size arguments of a module with these tensors."""
+        first = "gate_proj.weight" if "gate_proj.weight" in tensors else "linear1.weight"
+        return {"width": tensors[first].shape[0]}
+
+    @property
+    def _last(self) -> nn.Linear:
+        return self.down_proj if self.config.gated else self.linear2
+
+    def forward(self, seen: Signals) -> torch.Tensor:
+        """Return the scores ``[.., H]`` float32, at most 0. See :class:`Gate`."""
+        if self.config.reads == "hidden":
+            x = seen.hidden.float()
+        else:
+            x = torch.cat([seen.k, seen.v], -1).flatten(-2).float()
+        if self.config.gated:
+            inner = F.silu(self.gate_proj(x)) * self.up_proj(x)
+        else:
+            inner = F.silu(self.linear1(x))
+        return F.logsigmoid(self._last(inner) + self.bias)

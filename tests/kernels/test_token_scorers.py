@@ -1,0 +1,40 @@
+"""A scorer without a kernel of its own decides as the same scorer with one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import pytest
+import torch
+from kernels.factories import random_rule, random_scorer
+
+from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.scorers.mlp import MLPWeights
+
+HEADS, GROUP, SIZE, LENGTH, BUDGET = 2, 2, 32, 150, 40
+
+
+@dataclass(frozen=True)
+class WithoutKernel(MLPWeights):
+    kernel: ClassVar[None] = None
+
+
+@pytest.mark.parametrize("impl", ["reference", "cpp"])
+@pytest.mark.parametrize("correction", [False, True])
+def test_a_scorer_without_a_kernel(monkeypatch, impl, correction):
+    draw = torch.Generator().manual_seed(5)
+    rule = replace(
+        random_rule(random_scorer("mlp", HEADS, SIZE, draw), HEADS, 4, 9, draw), moment_correction=correction
+    )
+    q, k, v = (torch.randn(n, LENGTH, SIZE, generator=draw) for n in (HEADS * GROUP, HEADS, HEADS))
+    monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
+    scorers = rule.scorer, WithoutKernel(**vars(rule.scorer))
+    kernel, plain = (Sequence(replace(rule, scorer=scorer), BUDGET, k, length=LENGTH) for scorer in scorers)
+    for chunk in (60, 1, 1, 30, *[1] * 58):
+        cut = slice(kernel.seen, kernel.seen + chunk)
+        outs = [each.attend(q[:, cut], k[:, cut], v[:, cut], SIZE**-0.5) for each in (kernel, plain)]
+        torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
+        assert torch.equal(kernel.held(), plain.held())
+    assert kernel.held().sum() == HEADS * BUDGET
