@@ -108,11 +108,6 @@ class ModelShape:
         return cls(**full_shape(model), max_model_len=max_model_len)
 
 
-def moment_fields(head_dim: int) -> dict[str, int]:
-    """Return the state fields of the moments of evicted tokens, in float32 words per layer and KV head."""
-    return {"mean key": head_dim, "mean value": head_dim, "covariance": head_dim * head_dim}
-
-
 @dataclass
 class Policy(ABC):
     """Base class of all policies.
@@ -126,7 +121,7 @@ class Policy(ABC):
         name: value of ``--kv-policy``.
         paper: reference that defines the policy.
         cost: cost of a step beyond attention.
-        state: recurrent state per layer and KV head, in words; ``state_fields`` gives the sizes.
+        state: recurrent state per layer and KV head, in words, for `kvpop policies`.
         signals: see :class:`Signal`.
         order: see :class:`Order`.
         default_sinks: default s without a scorer.
@@ -281,20 +276,17 @@ class Policy(ABC):
         return None
 
     @property
-    def state_fields(self) -> dict[str, int]:
-        """Sizes of the recurrent state per layer and KV head, by name, in float32 words."""
-        return {}
-
-    @property
     def uses_moment_correction(self) -> bool:
         """True if outputs are corrected with the moments of evicted tokens (``--kv-correction moment``)."""
         return (self.settings.correction or self.default_correction) == "moment"
 
-    @property
+    @functools.cached_property
     def state_floats(self) -> int:
-        """Size of the state per layer and KV head in float32 words, including the moments of a correction."""
-        moments = moment_fields(self.model.head_dim) if self.uses_moment_correction else {}
-        return sum((self.state_fields | moments).values())
+        """Size of the state per layer and KV head in float32 words, including the moments of a correction.
+
+        The tensors of layer 0 must have been loaded.
+        """
+        return self.layer_rule(0, slice(0, 1)).state_floats(self.model.head_dim)
 
     @property
     def allocator(self) -> str:
@@ -406,8 +398,7 @@ class Policy(ABC):
         """Return :meth:`rule` with the requested correction.
 
         Raises:
-            ConfigError: the rule contradicts what the policy declares (order, gate, compression, draws), or
-                needs more state.
+            ConfigError: the rule contradicts what the policy declares (order, gate, compression, draws).
         """
         rule = replace(self.rule(layer, heads), moment_correction=self.uses_moment_correction)
         if rule.coupled != (self.order is Order.COUPLED) or (rule.rounds is None) == (self.order is Order.ROUNDS):
@@ -426,10 +417,6 @@ class Policy(ABC):
         if rule.seeded != self.draws:
             raise ConfigError(
                 f"--kv-policy {self.name} {'draws' if rule.seeded else 'does not draw'} its scores: fix the policy class"
-            )
-        if (needed := rule.state_floats(self.model.head_dim)) > self.state_floats:
-            raise ConfigError(
-                f"--kv-policy {self.name} declares {self.state_floats} words of state, but its rule needs {needed}: mend that policy"
             )
         return rule
 

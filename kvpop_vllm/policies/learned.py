@@ -9,7 +9,7 @@ import torch
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, ScorerShape
 from kvpop_vllm.policies.base import Policy
-from kvpop_vllm.scorers import KINDS, Gate, Scorer, ScorerConfig, from_tensors
+from kvpop_vllm.scorers import Gate, Scorer, ScorerConfig, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 
 
@@ -81,10 +81,6 @@ class Learned(Policy):
             ConfigError: as :meth:`loaded`.
         """
         return from_tensors(self.config, self.config.of_heads(self.loaded(layer), heads))
-
-    @property
-    def state_fields(self):
-        return KINDS[self.scorer_kind].state_fields(self.config, self.loaded(0))
 
 
 class Gated(Learned):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvpop_vllm.kernels.ops import MomentResidual
-from kvpop_vllm.policies.base import Order, Policy, Signal, moment_fields
+from kvpop_vllm.policies.base import Order, Policy, Signal
 
 
 class MomentKV(Policy):
@@ -29,10 +29,6 @@ class MomentKV(Policy):
     order = Order.COUPLED
     default_sinks, window_share = 1, 0.0
     default_correction = "moment"
-
-    @property
-    def state_fields(self):
-        return moment_fields(self.model.head_dim)
 
     def rule(self, layer, heads):
         return self.training_free_rule(heads, MomentResidual())

@@ -29,9 +29,5 @@ class RKV(Policy):
     default_protect = True
     default_sinks, default_window = 0, RECENT
 
-    @property
-    def state_fields(self):
-        return {"queries": Redundancy.queries * self.query_group * self.model.head_dim}
-
     def rule(self, layer, heads):
         return replace(self.training_free_rule(heads, None), rounds=Redundancy(self.query_group))

@@ -52,10 +52,6 @@ class SnapKV(Policy):
         return PromptVotes(self.query_group, safe=SAFE if self.adaptive_head_budgets else None)
 
     @property
-    def state_fields(self):
-        return {"queries": self.votes.state_floats(self.model.head_dim)}
-
-    @property
     def protect(self):
         return True
 

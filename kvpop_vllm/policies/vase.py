@@ -35,10 +35,6 @@ class VaSE(Policy):
     draws = True
     default_window = RECENT
 
-    @property
-    def state_fields(self):
-        return {"queries": SampledMass.queries * self.query_group * self.model.head_dim}
-
     def rule(self, layer, heads):
         rounds = SampledMass(self.query_group, head_lanes(layer, heads, self.model.num_kv_heads))
         return replace(self.training_free_rule(heads, None), rounds=rounds)

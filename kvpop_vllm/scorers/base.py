@@ -76,11 +76,6 @@ class LayerModule(nn.Module):
         """Return the size arguments of a module that holds one layer's ``tensors``."""
         return {}
 
-    @classmethod
-    def state_fields(cls, config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> dict[str, int]:
-        """Return the sizes of the state of one head by name, in float32 words, for one layer's ``tensors``."""
-        return {}
-
 
 class Scorer(LayerModule):
     """Importance scorer of one layer from keys and values.

@@ -224,13 +224,6 @@ class MLSTMScorer(Scorer):
             "project_values": "v_proj" in tensors,
         }
 
-    @classmethod
-    def state_fields(cls, config, tensors):
-        """Return the sizes of the memory C, the normaliser z and the stabiliser m."""
-        sizes = cls.sizes(tensors)
-        features = sizes["features"] * (2 if config.feature_map == "hedgehog" else 1)
-        return {"C": features * sizes["value_size"], "z": features, "m": 1}
-
     def weights(self) -> MLSTMWeights:
         """Return the parameters as the kernels take them, without copies."""
         return MLSTMWeights(

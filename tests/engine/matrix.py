@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from engine.judge import Judge
-from policies.matrix import MOMENTS, ROWS, allocated
+from policies.matrix import MOMENTS, ROWS, allocated, random_scorer_folder
 
 from kvpop_vllm import policies
 from kvpop_vllm.kernels.pages import cdiv
-from kvpop_vllm.testing import OraclePolicy, write_random_scorer
+from kvpop_vllm.testing import OraclePolicy
 
 SINKS, WINDOW, TOPK = 4, 16, 36
 BUDGET = SINKS + WINDOW + TOPK
@@ -62,7 +62,7 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
     settings = {"policy": row.policy or policy} | {key: value for key, value in asked.items() if value is not None}
     if row.learned:
         shape = {"sinks": SINKS, "window": window, "topk": budget - SINKS - window} | row.options | options
-        write_random_scorer(folder, model, row.scorer, **shape)
+        random_scorer_folder(folder, model, row.scorer, **shape)
         oracle = OraclePolicy.from_scorer(folder, topk=shape["topk"])
         settings |= {"scorer": str(folder)}
     else:

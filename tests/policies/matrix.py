@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
-from kvpop_vllm.testing import OraclePolicy
+import torch
+
+from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
+from kvpop_vllm.scorers.init import init_scorer
+from kvpop_vllm.testing import OraclePolicy, write_random_scorer
 
 LEARNED = ("mlstm", "mlp", "linear", "trimkv", "dms")
 """Kinds of scorers that come in folders."""
@@ -88,6 +93,23 @@ ROWS = {
     "full": Row("recency", keeps_all=True),
 }
 """Rows by name. The name is the policy's, except for variants."""
+
+
+def random_scorer_folder(folder: Path, model: Path, kind: str, **options) -> Path:
+    """Write a scorer folder whose scores vary strongly between tokens, and return its path.
+
+    Tests have writers of their own for the kinds that :mod:`kvpop_vllm.testing` knows. Another kind is an
+    untrained scorer plus noise.
+    """
+    if kind in ("mlstm", "mlp", "linear", "trimkv", "dms"):
+        return write_random_scorer(folder, model, kind, **options)
+    decay = {name: options.pop(f"decay_{name}", value) for name, value in (("step", 1), ("min", 0.99), ("max", 0.9999))}
+    config = init_scorer(model, folder, scorer=kind, decay=decay, **options)
+    _, layers = read_scorer(folder)
+    draw = torch.Generator().manual_seed(0)
+    noisy = [{name: t + torch.randn(t.shape, generator=draw) / 4 for name, t in layer.items()} for layer in layers]
+    write_scorer(folder, config, noisy)
+    return folder
 
 
 def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from policies.matrix import ROWS, Row, allocated
+from policies.matrix import ROWS, Row, allocated, random_scorer_folder
 from threads import one_thread
 
 from kvpop_vllm import policies
@@ -32,7 +32,6 @@ from kvpop_vllm.testing import (
     assert_within_budget,
     eager_runs,
     masked_lse,
-    write_random_scorer,
     write_tiny_model,
 )
 
@@ -126,7 +125,7 @@ def scorer(tmp_path_factory):
         row = ROWS[name]
         options = {"sinks": 2, "window": 5, "topk": BUDGET - 7} | row.options | row.spread
         return (
-            str(write_random_scorer(tmp_path_factory.mktemp(name), model, row.scorer, **options))
+            str(random_scorer_folder(tmp_path_factory.mktemp(name), model, row.scorer, **options))
             if row.learned
             else None
         )

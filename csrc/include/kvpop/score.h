@@ -1,4 +1,4 @@
-// Scorer formulas (kvpop_vllm/kernels/reference/scoring.py) for one token of one head, float32.
+// Scorer formulas (kvpop_vllm/scorers/linear.py, mlp.py, mlstm.py) for one token of one head, float32.
 
 #pragma once
 
