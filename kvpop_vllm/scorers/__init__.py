@@ -102,7 +102,7 @@ def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scor
     heads = next(len(tensors[name]) for name, shape in config.shapes(tensors).items() if not isinstance(shape[0], str))
     if heads != config.num_kv_heads:
         config = dataclasses.replace(config, num_kv_heads=heads)
-    # vLLM loads models with the model's dtype as the default dtype
-    module = build(config, **KINDS[config.scorer].sizes(tensors)).float()
-    module.load_state_dict(tensors)
+    with torch.device("meta"):
+        module = build(config, **KINDS[config.scorer].sizes(tensors))
+    module.load_state_dict(tensors, assign=True)
     return module.requires_grad_(False)
