@@ -270,8 +270,6 @@ def resolve_retention(
         sinks = settings.sinks
     elif scorer:
         sinks = scorer.sinks
-    if keeps_all and settings.sinks is None:
-        sinks = min(sinks, max(0, max_model_len - 2))
     budget = _budget(settings, max_model_len, scorer, sinks, keeps_all)
     if scorer and settings.window is not None:
         scorer.check_window(settings.window, "--kv-window")

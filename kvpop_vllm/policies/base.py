@@ -161,10 +161,13 @@ class Policy(ABC):
     def __post_init__(self):
         self.prepare()
         self.check_realised()
-        if self.keeps_all and self.uses_moment_correction:
-            raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-correction out")
-        if self.keeps_all and self.allocator != "uniform":
-            raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-allocator out")
+        without_effect = {
+            "correction": self.uses_moment_correction,
+            "allocator": self.allocator != "uniform",
+            "sinks": self.settings.sinks,
+        }
+        for flag in [flag for flag, given in without_effect.items() if given and self.keeps_all]:
+            raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-{flag} out")
         if self.adaptive_head_budgets and not self.compresses:
             raise ConfigError(
                 f"--kv-allocator ada compares tokens of different heads, and scores of --kv-policy {self.name} mean something within a"

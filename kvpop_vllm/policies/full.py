@@ -13,4 +13,5 @@ class Full(StreamingLLM):
 
     name = "full"
     paper = "-"
+    default_sinks = 0
     keeps_all = True

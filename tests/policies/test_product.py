@@ -313,6 +313,15 @@ def test_product_with_protected_prompts(scorer, expected, logged, monkeypatch, n
     raise AssertionError("rounding may decide with too many of these prompts: choose another seed")
 
 
+@pytest.mark.parametrize("protect", [0, 1, 2, 3, 40])
+def test_full_never_evicts(protect):
+    """Not even behind a prompt that is shorter than the usual sinks."""
+    for layer, sequence in enumerate(sequences(policy("full", None, "uniform", "none"), protect)):
+        seen = tokens(layer)
+        sequence.attend(*(x for x in seen[:3]), SIZE**-0.5)
+        assert sequence.held().all()
+
+
 def compare(own, expected, empty, logged):
     """Serve all tokens of each layer in chunks and compare held tokens, outputs and log-sum-exps."""
     for layer, sequence in enumerate(empty):
