@@ -23,10 +23,10 @@ OLDEST_TRITON := build/triton-3.6
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup model demo serve test sanitize lint format bench policies peers gpu oldest-triton clean
+.PHONY: help setup wheel model demo serve test sanitize lint format bench policies peers gpu oldest-triton clean
 
 help:
-	@echo "make setup | model | demo | serve | test | sanitize | lint | format | bench | policies | peers | gpu | oldest-triton | clean"
+	@echo "make setup | wheel | model | demo | serve | test | sanitize | lint | format | bench | policies | peers | gpu | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
@@ -50,6 +50,12 @@ $(EXTENSION): $(SOURCES) $(PACKAGE)
 	@echo "[setup] C++ kernels"
 	@KVPOP_REQUIRE_EXT=1 $(BIN)/python setup.py --quiet build_ext --inplace
 	@touch $@
+
+# A wheel with the C++ kernels, for environments with the same Python and torch. build/lib* may hold modules that are gone.
+wheel: setup
+	@rm -rf build/lib* dist/kvpop_vllm-*.whl
+	@KVPOP_REQUIRE_EXT=1 $(BIN)/python -m pip wheel -qq --disable-pip-version-check --no-build-isolation --no-deps -w dist .
+	@echo "[wheel] $$(ls dist/kvpop_vllm-*.whl)"
 
 model: setup
 	@$(BIN)/kvpop fetch-demo-model $(DEMO_MODEL)
