@@ -7,30 +7,23 @@ stock's greedy tokens on prompts shorter than its budget. Rows are appended to
 benchmarks/results/capacity.csv.
 """
 
-import argparse
 import statistics
 import sys
 
 import record
-from engines import add_options, add_pool, check_budget, compare, say
+from engines import add_pool, check_budget, compare, grouped, parser_of, say, setting, spread
 
-RESULTS = record.ROOT / "benchmarks" / "results" / "capacity.csv"
+RESULTS = record.RESULTS / "capacity.csv"
 
 
 def main() -> int:
     """Run the benchmark and return its exit code."""
-    options = parse_arguments()
-
-    def rounds(started: dict) -> list[dict]:
-        return [row for turn in range(options.rounds) for row in one_round(started, turn + 1, options)]
-
-    return compare(options, rounds, report, lambda rows: record.append(RESULTS, rows))
+    return compare(parse_arguments(), measure, report, RESULTS)
 
 
 def parse_arguments():
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser, budget=1024, rounds=1)
+    parser = parser_of(__doc__, budget=1024, rounds=1)
     parser.add_argument("--requests", type=int, default=16, help="default 16")
     parser.add_argument("--prompt", type=int, default=6000, help="tokens of each prompt (default 6000)")
     parser.add_argument("--new", type=int, default=2000, help="tokens generated for each (default 2000)")
@@ -43,52 +36,32 @@ def parse_arguments():
     return options
 
 
-def one_round(started: dict, turn: int, options) -> list[dict]:
-    """Return one row per configuration of one round."""
-    from importlib.metadata import version
-
-    told = {"requests": options.requests, "prompt": options.prompt, "new": options.new}
-    replies = {}
-    for name, engine in started.items():
-        replies[name] = reply = engine.ask("drain", **told)
-        say(
-            f"round {turn}, {name}: {reply['seconds']:.0f} s, at most {reply['most_running']} running, "
-            f"{reply['preemptions']} preemptions"
-        )
-    setting = {
-        "threads": options.threads,
-        "vllm": version("vllm"),
-        "mode": "eager" if options.eager else "compiled",
-        "pool_tokens": int(options.pool_tokens),
-        "budget": options.budget,
-    }
-    dense = replies["dense"]["seconds"]
-    return [
-        setting
-        | told
-        | {
-            "configuration": name,
-            "round": turn,
-            "seconds": f"{reply['seconds']:.1f}",
-            "most_running": reply["most_running"],
-            "preemptions": reply["preemptions"],
-            "it_over_dense": f"{reply['seconds'] / dense:.3f}",
-        }
-        for name, reply in replies.items()
-    ]
+def measure(started: dict, options) -> list[dict]:
+    """Return the rows of all rounds."""
+    batch = {"requests": options.requests, "prompt": options.prompt, "new": options.new}
+    common = setting(options) | batch | {"pool_tokens": int(options.pool_tokens)}
+    rows = []
+    for turn in range(1, options.rounds + 1):
+        replies = {}
+        for name, engine in started.items():  # stock comes first
+            reply = replies[name] = engine.ask("drain", **batch)
+            say(
+                f"round {turn}, {name}: {reply['seconds']:.0f} s, at most {reply['most_running']} running, "
+                f"{reply['preemptions']} preemptions"
+            )
+            over_dense = reply["seconds"] / replies["dense"]["seconds"]
+            rounded = {"seconds": f"{reply['seconds']:.1f}", "it_over_dense": f"{over_dense:.3f}"}
+            rows.append(common | {"configuration": name, "round": turn} | reply | rounded)
+    return rows
 
 
 def report(rows: list[dict]) -> str:
     """Return the results as a table, with medians and ranges of the ratios to stock."""
     lines = [f"{'':30} {'seconds':>8} {'running':>8} {'preempted':>9} {'it / dense: median':>19} {'min':>6} {'max':>6}"]
-    for name in dict.fromkeys(row["configuration"] for row in rows):
-        mine = [row for row in rows if row["configuration"] == name]
-        ratios = [float(row["it_over_dense"]) for row in mine]
+    for (name,), mine in grouped(rows, "configuration").items():
         seconds = statistics.median(float(row["seconds"]) for row in mine)
-        lines.append(
-            f"{name:30} {seconds:8.0f} {mine[0]['most_running']:8} {mine[0]['preemptions']:9} "
-            f"{statistics.median(ratios):19.2f} {min(ratios):6.2f} {max(ratios):6.2f}"
-        )
+        over_dense = spread([float(row["it_over_dense"]) for row in mine])
+        lines.append(f"{name:30} {seconds:8.0f} {mine[0]['most_running']:8} {mine[0]['preemptions']:9} {over_dense}")
     return "\n".join(lines)
 
 

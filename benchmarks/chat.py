@@ -9,32 +9,29 @@ prompts. Rows are appended to benchmarks/results/chat.csv.
     python benchmarks/chat.py --budget 512 --policies streaming-llm kvpop
 """
 
-import argparse
 import statistics
 import sys
 
-import engines as children
 import record
-from engines import NO_HITS, add_options, ask_all, check_budget, compare, say
+from engines import NO_HITS, WARM_UP, ask_all, compare, grouped, parser_of, ratios, say, setting
 
-RESULTS = record.ROOT / "benchmarks" / "results" / "chat.csv"
+RESULTS = record.RESULTS / "chat.csv"
 
 
 def main() -> int:
     """Run the benchmark and return its exit code."""
-    options = parse_arguments()
+    return compare(parse_arguments(), measure, report, RESULTS)
 
-    def measure(started: dict) -> list[dict]:
-        many = {name: engine for name, engine in started.items() if NO_HITS not in name}
-        return chats(started, options) + (crowds(many, options) if options.requests else [])
 
-    return compare(options, measure, report, lambda rows: record.append(RESULTS, rows))
+def measure(started: dict, options) -> list[dict]:
+    """Return the rows of the conversations and of the requests that share a prompt."""
+    hitting = {name: engine for name, engine in started.items() if NO_HITS not in name}
+    return chats(started, options) + (crowds(hitting, options) if options.requests else [])
 
 
 def parse_arguments():
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser, budget=512, rounds=7)
+    parser = parser_of(__doc__, budget=512, rounds=7)
     parser.add_argument("--turns", type=int, default=8, help="of a conversation (default 8)")
     parser.add_argument("--turn", type=int, default=500, help="tokens of a turn, its answer among them (default 500)")
     parser.add_argument("--answer", type=int, default=64, help="tokens of an answer (default 64)")
@@ -42,15 +39,11 @@ def parse_arguments():
     parser.add_argument("--system", type=int, default=2000, help="tokens of the system prompt (default 2000)")
     parser.add_argument("--steps", type=int, default=16, help="decode steps of a round of these (default 16)")
     options = parser.parse_args()
-    children.LEAST_BUDGET = min(
-        children.LEAST_BUDGET, options.budget
-    )  # prompts are protected, so that no budget is too small for them
-    check_budget(parser, options)
     if not 2 <= options.answer < options.turn:
         parser.error("a turn has a question and an answer of at least 2 tokens: lower --answer or raise --turn")
-    options.protect_prompt, options.prefix_caching = True, True
+    options.protect_prompt = options.prefix_caching = True  # so no budget is too small to compare outputs
     options.most_requests = max(1, options.requests)
-    own = 64 + options.rounds * (options.steps + children.WARM_UP)
+    own = 64 + options.rounds * (options.steps + WARM_UP)
     options.pool_tokens = 1.3 * (
         options.turns * options.turn + options.system + options.most_requests * (own + options.budget + 256)
     )
@@ -59,18 +52,18 @@ def parse_arguments():
 
 def chats(started: dict, options) -> list[dict]:
     """Return the rows of the conversations."""
-    rows, told = [], {"turns": options.turns, "tokens": options.turn, "answer": options.answer}
+    rows, talk = [], {"turns": options.turns, "tokens": options.turn, "answer": options.answer}
     for turn in range(options.rounds + 1):
-        found = {name: engine.ask("chat", **told, seed=turn + 1) for name, engine in started.items()}
+        replies = {name: engine.ask("chat", **talk, seed=turn + 1) for name, engine in started.items()}
         if turn:  # the first round is not counted
-            say(f"round {turn}: " + ", ".join(f"{n} {f['second']:.3f} s ({f['hit']} hit)" for n, f in found.items()))
-            rows += [row("second token", name, turn, f["second"], f["hit"], options) for name, f in found.items()]
+            say(f"round {turn}: " + ", ".join(f"{n} {r['second']:.3f} s ({r['hit']} hit)" for n, r in replies.items()))
+            rows += [row("second token", name, turn, r["second"], r["hit"], options) for name, r in replies.items()]
     return rows
 
 
 def crowds(started: dict, options) -> list[dict]:
     """Return the rows of the decode steps behind a shared system prompt."""
-    new = 1 + options.rounds * (options.steps + children.WARM_UP) + options.requests
+    new = 1 + options.rounds * (options.steps + WARM_UP) + options.requests
     for name, reply in ask_all(started, "crowd", requests=options.requests, system=options.system, own=50, new=new):
         say(f"{name}: {options.requests} requests decode after {reply['seconds']:.1f} s, engines side by side")
     rows = []
@@ -83,27 +76,21 @@ def crowds(started: dict, options) -> list[dict]:
 
 def row(what: str, name: str, turn: int, seconds: float, hit: int, options) -> dict:
     """Return one row of the CSV file."""
-    from importlib.metadata import version
-
-    setting = {"threads": options.threads, "vllm": version("vllm"), "mode": "eager" if options.eager else "compiled"}
-    size = {"turns": options.turns, "turn": options.turn, "requests": options.requests, "budget": options.budget}
-    return (
-        setting | size | {"what": what, "configuration": name, "round": turn, "ms": f"{1e3 * seconds:.2f}", "hit": hit}
-    )
+    size = {"turns": options.turns, "turn": options.turn, "requests": options.requests, "what": what}
+    value = {"configuration": name, "round": turn, "ms": f"{1e3 * seconds:.2f}", "hit": hit}
+    return setting(options) | size | value
 
 
 def report(rows: list[dict]) -> str:
     """Return medians, and paired ratios to stock and to the twin without hits: median, least and largest."""
     lines = [f"{'':14} {'':32} {'ms':>9}  ratios: median (least to largest)"]
-    for what, name in dict.fromkeys((r["what"], r["configuration"]) for r in rows):
-        ms = {
-            n: [float(r["ms"]) for r in rows if (r["what"], r["configuration"]) == (what, n)]
-            for n in (name, "dense", name + NO_HITS)
-        }
-        line = f"{what:14} {name:32} {statistics.median(ms[name]):9.1f}"
+    groups = grouped(rows, "what", "configuration")
+    times = {key: [float(row["ms"]) for row in mine] for key, mine in groups.items()}
+    for (what, name), ms in times.items():
+        line = f"{what:14} {name:32} {statistics.median(ms):9.1f}"
         for other, label in (("dense", "stock"), (name + NO_HITS, "no hits")):
-            if other != name and ms[other]:
-                over = [a / b for a, b in zip(ms[name], ms[other], strict=True)]
+            if other != name and (what, other) in times:
+                over = ratios(ms, times[what, other])
                 line += f"  / {label} {statistics.median(over):.2f} ({min(over):.2f} to {max(over):.2f})"
         lines.append(line)
     return "\n".join(lines)

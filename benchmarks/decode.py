@@ -7,11 +7,9 @@ benchmarks/results/decode.csv. With --against each policy also runs from another
 printed and not written.
 """
 
-import argparse
 import math
 import statistics
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 
 import record
@@ -22,55 +20,37 @@ from engines import (
     PEER_NAMES,
     STAGGER,
     WARM_UP,
-    add_options,
     ask_all,
     check_budget,
     compare,
+    grouped,
+    parser_of,
+    ratios,
     say,
+    setting,
+    spread,
 )
 
 from kvpop_vllm.argument_types import positive
 
-RESULTS = record.ROOT / "benchmarks" / "results" / "decode.csv"
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Mean step of one configuration in one round, which includes work done every few steps.
-
-    Attributes:
-        context: tokens of each prompt, about.
-        requests: requests decoded together.
-        name: name of the configuration.
-        round: number of the round, from 1.
-        ms: milliseconds of a step.
-        ratio: stock's milliseconds divided by these.
-        held: bytes of KV cache that the requests hold.
-    """
-
-    context: int
-    requests: int
-    name: str
-    round: int
-    ms: float
-    ratio: float
-    held: int
+RESULTS = record.RESULTS / "decode.csv"
 
 
 def main() -> int:
     """Run the benchmark and return its exit code."""
     options = parse_arguments()
-    return compare(options, lambda started: measure(started, options), report, lambda rows: append(rows, options))
+    return compare(options, measure, report, RESULTS, lambda rows: written(rows, options))
 
 
 def parse_arguments():
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser, budget=2048, rounds=5)
+    parser = parser_of(__doc__, budget=2048, rounds=5)
     parser.add_argument(
         "--context", nargs="+", type=int, default=[7500], help="tokens of each prompt, about (default 7500)"
     )
-    parser.add_argument("--requests", nargs="+", type=int, default=[8], help="requests decoded together (default 8)")
+    parser.add_argument(
+        "--requests", nargs="+", type=positive, default=[8], help="requests decoded together (default 8)"
+    )
     parser.add_argument("--steps", type=positive, default=24, help="counted steps of a turn (default 24)")
     parser.add_argument(
         "--peers", action="store_true", help="transformers and kvpress too, with --requests 1 (`make peers` first)"
@@ -91,7 +71,7 @@ def parse_arguments():
     if max(options.context) + turns * (options.steps + WARM_UP) > 8000:
         parser.error("context and generated tokens exceed the demo model's 8192 positions: lower --context")
     options.most_requests = max(options.requests)
-    if min(options.context) <= STAGGER * options.most_requests or min(options.requests) < 1:
+    if min(options.context) <= STAGGER * options.most_requests:
         parser.error(
             f"prompts differ by {STAGGER} tokens each and must not be empty: raise --context or lower --requests"
         )
@@ -102,57 +82,59 @@ def parse_arguments():
     return options
 
 
-def measure(engines: dict, options) -> list[Turn]:
-    """Return the turns of all contexts and numbers of requests."""
-    turns = []
+def measure(engines: dict, options) -> list[dict]:
+    """Return the rows of all contexts and numbers of requests."""
+    rows = []
     for context in options.context:
         say(f"prefill of {options.most_requests} x about {context} tokens in every engine: this may take minutes")
         for name, reply in ask_all(engines, "prefill", context=context, requests=options.most_requests):
             say(f"{name}: {reply['tokens'] / reply['seconds']:.0f} tokens/s, engines side by side")
         for requests in sorted(options.requests, reverse=True):
-            turns += cell(engines, context, requests, options)
+            rows += cell(engines, context, requests, options)
         for _ in ask_all(engines, "keep", requests=0):
             pass
-    return turns
+    return rows
 
 
-def cell(engines: dict, context: int, requests: int, options) -> list[Turn]:
-    """Return the turns of all rounds of one context and number of requests."""
+def cell(engines: dict, context: int, requests: int, options) -> list[dict]:
+    """Return the rows of all rounds of one context and number of requests.
+
+    A row has the mean time of a step in one round, which includes work done every few steps.
+    """
     held = {name: reply["held_bytes"] for name, reply in ask_all(engines, "keep", requests=requests)}
-    turns = []
+    beside = sorted(engines, key=lambda name: list(engines).index(name.removesuffix(BEFORE)))
+    rows = []
     for turn in range(1, options.rounds + 1):
-        told = {"requests": requests, "steps": options.steps}
-        beside = sorted(engines, key=lambda name: list(engines).index(name.removesuffix(BEFORE)))
         order = beside[:: 1 if turn % 2 else -1]  # twins follow each other, and neither is always first
-        means = {name: statistics.mean(engines[name].ask("steps", **told)["ms"]) for name in order}
+        steps = {"requests": requests, "steps": options.steps}
+        means = {name: statistics.mean(engines[name].ask("steps", **steps)["ms"]) for name in order}
         shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in means.items())
         say(f"{requests} at {context}, round {turn}: {shown}")
-        turns += [
-            Turn(context, requests, name, turn, ms, means["dense"] / ms, held[name]) for name, ms in means.items()
-        ]
-    return turns
+        for name, ms in means.items():
+            row = {"requests": requests, "context": context, "configuration": name, "round": turn}
+            rows.append(row | {"step_ms": ms, "dense_over_it": means["dense"] / ms, "kv_bytes": held[name]})
+    return rows
 
 
-def report(turns: list[Turn]) -> str:
+def report(rows: list[dict]) -> str:
     """Return the results as a table, with ratios to stock, to the compiled twin and to the other checkout."""
     lines = [
         f"{'context':>7} {'requests':>8} {'':30} {'ms/step':>8} {'KV MiB':>7} {'dense / it: median':>19} {'min':>6} {'max':>6}"
     ]
-    for context, requests, name in dict.fromkeys((t.context, t.requests, t.name) for t in turns):
-        mine = [t for t in turns if (t.context, t.requests, t.name) == (context, requests, name)]
-        ratios, step = [t.ratio for t in mine], statistics.median(t.ms for t in mine)
+    groups = grouped(rows, "context", "requests", "configuration")
+    times = {key: [row["step_ms"] for row in mine] for key, mine in groups.items()}
+    for key, mine in groups.items():
+        context, requests, name = key
+        dense_over_it = spread([row["dense_over_it"] for row in mine])
         lines.append(
-            f"{context:7} {requests:8} {name:30} {step:8.1f} {mine[0].held / 2**20:7.0f} "
-            f"{statistics.median(ratios):19.2f} {min(ratios):6.2f} {max(ratios):6.2f}"
+            f"{context:7} {requests:8} {name:30} {statistics.median(times[key]):8.1f} "
+            f"{mine[0]['kv_bytes'] / 2**20:7.0f} {dense_over_it}"
         )
         if name.endswith(EAGER):
-            twin = (context, requests, name.removesuffix(EAGER))
-            compiled = {t.round: t.ms for t in turns if (t.context, t.requests, t.name) == twin}
-            over = [t.ms / compiled[t.round] for t in mine]
+            over = ratios(times[key], times[context, requests, name.removesuffix(EAGER)])
             lines.append(f"  / compiled: median {statistics.median(over):.2f}, {min(over):.2f} to {max(over):.2f}")
-        before = [t.ms for t in turns if (t.context, t.requests, t.name) == (context, requests, name + BEFORE)]
-        if before:
-            over = [t.ms / ms for t, ms in zip(mine, before, strict=True)]
+        if before := times.get((context, requests, name + BEFORE)):
+            over = ratios(times[key], before)
             low, high = median_interval(over)
             lines.append(f"  / before: median {statistics.median(over):.3f}, 95% interval {low:.3f} to {high:.3f}")
     return "\n".join(lines)
@@ -172,29 +154,17 @@ def median_interval(values: list[float]) -> tuple[float, float]:
     return ordered[max(0, rank - 1)], ordered[min(n - 1, n - rank)]
 
 
-def append(turns: list[Turn], options) -> None:
-    """Append the turns of this checkout to the CSV file."""
-    from importlib.metadata import version
-
-    setting = {"threads": options.threads, "vllm": version("vllm"), "budget": options.budget}
-    record.append(
-        RESULTS,
-        [
-            setting
-            | {
-                "mode": "eager" if options.eager or t.name.endswith(EAGER) or t.name in PEER_NAMES else "compiled",
-                "requests": t.requests,
-                "context": t.context,
-                "configuration": t.name.removesuffix(EAGER),
-                "round": t.round,
-                "step_ms": f"{t.ms:.2f}",
-                "dense_over_it": f"{t.ratio:.3f}",
-                "kv_bytes": t.held,
-            }
-            for t in turns
-            if not t.name.endswith(BEFORE)  # rows are of this commit
-        ],
-    )
+def written(rows: list[dict], options) -> list[dict]:
+    """Return the rows of the CSV file: rounded, and of this checkout only."""
+    lines = []
+    for row in rows:
+        name = row["configuration"]
+        if name.endswith(BEFORE):
+            continue
+        eager = {"mode": "eager"} if name.endswith(EAGER) or name in PEER_NAMES else {}
+        rounded = {"step_ms": f"{row['step_ms']:.2f}", "dense_over_it": f"{row['dense_over_it']:.3f}"}
+        lines.append(setting(options) | eager | row | rounded | {"configuration": name.removesuffix(EAGER)})
+    return lines
 
 
 if __name__ == "__main__":

@@ -9,7 +9,13 @@ import time
 from pathlib import Path
 
 from engines import SHORT_PROMPTS, STAGGER, WARM_UP, token_bytes
-from record import ROOT
+
+
+def greedy(new: int, **options):
+    """Return sampling parameters for ``new`` greedy tokens."""
+    from vllm import SamplingParams
+
+    return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, **options)
 
 
 class Child:
@@ -36,23 +42,22 @@ class Child:
 
     def start(self) -> dict:
         """Start the engine; return the seconds that it took and the bytes of its KV pool."""
-        begin, asked = time.monotonic(), self.options
+        begin, options = time.monotonic(), self.options
         from vllm import LLM
 
         import kvpop_vllm
 
-        if not Path(kvpop_vllm.__file__).is_relative_to(getattr(asked, "checkout", ROOT)):
-            raise RuntimeError(f"{kvpop_vllm.__file__} is served, which is not in {getattr(asked, 'checkout', ROOT)}")
-
+        if not Path(kvpop_vllm.__file__).is_relative_to(options.checkout):
+            raise RuntimeError(f"{kvpop_vllm.__file__} is served, which is not in {options.checkout}")
         self.llm = LLM(
-            asked.model,
+            options.model,
             dtype="bfloat16",
-            max_num_seqs=asked.most_requests,
-            kv_cache_memory_bytes=int(asked.pool_tokens * token_bytes(asked.model)),
-            enable_prefix_caching=getattr(asked, "prefix_caching", False),
-            enforce_eager=asked.eager,
-            load_format=asked.load_format,
-            additional_config={"kv_policy": asked.policy} if asked.policy else {},
+            max_num_seqs=options.most_requests,
+            kv_cache_memory_bytes=int(options.pool_tokens * token_bytes(options.model)),
+            enable_prefix_caching=options.prefix_caching,
+            enforce_eager=options.eager,
+            load_format=options.load_format,
+            additional_config={"kv_policy": options.policy} if options.policy else {},
         )
         self.engine = self.llm.llm_engine
         scheduler = self.engine.engine_core.engine_core.scheduler
@@ -67,10 +72,7 @@ class Child:
 
         Each has its log-probability and its lead over the second.
         """
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=24, logprobs=2, ignore_eos=True)
-        answers = self.llm.generate(list(SHORT_PROMPTS), params, use_tqdm=False)
+        answers = self.llm.generate(list(SHORT_PROMPTS), greedy(24, logprobs=2), use_tqdm=False)
         return [
             [self._token(*pair) for pair in zip(a.outputs[0].token_ids, a.outputs[0].logprobs, strict=True)]
             for a in answers
@@ -83,14 +85,9 @@ class Child:
 
     def prefill(self, context: int, requests: int) -> dict:
         """Prefill requests of about ``context`` tokens; return seconds and tokens until all decode."""
-        from vllm import SamplingParams
-
         draw = random.Random(context)
         lengths = [context - STAGGER * i for i in range(requests)]
-        params = SamplingParams(temperature=0, max_tokens=8192 - context, ignore_eos=True, detokenize=False)
-        for i, length in enumerate(lengths):
-            self.engine.add_request(f"{context}-{i}", {"prompt_token_ids": self._random(draw, length)}, params)
-        self.asked = [f"{context}-{i}" for i in range(requests)]
+        self._add(str(context), [self._random(draw, length) for length in lengths], 8192 - context)
         begin = said = time.monotonic()
         while (decoding := len(self.engine.step())) < requests:
             if time.monotonic() - said > 30:
@@ -111,19 +108,16 @@ class Child:
             Seconds from the last turn's request to its ``first`` and ``second`` token, and ``hit``, the
             tokens of its prompt that were hit.
         """
-        from vllm import SamplingParams
-
         draw, text = random.Random(seed), []
-        params = SamplingParams(temperature=0, max_tokens=answer, ignore_eos=True, detokenize=False)
         for turn in range(turns):
             text = [*text, *self._random(draw, tokens - answer)]
-            begin, times, found = time.perf_counter(), [], []
-            self.engine.add_request(f"chat-{seed}-{turn}", {"prompt_token_ids": text}, params)
+            begin, times = time.perf_counter(), []
+            self._add(f"chat-{seed}-{turn}", [text], answer)
             while self.engine.has_unfinished_requests():
                 for reply in self.engine.step():
                     times += [time.perf_counter() - begin] * (len(reply.outputs[0].token_ids) - len(times))
-                    found, hit = reply.outputs[0].token_ids, reply.num_cached_tokens
-            text = [*text, *found]
+                    generated, hit = reply.outputs[0].token_ids, reply.num_cached_tokens
+            text = [*text, *generated]
         return {"first": times[0], "second": times[1], "hit": hit or 0}
 
     def crowd(self, requests: int, system: int, own: int, new: int) -> dict:
@@ -135,19 +129,19 @@ class Child:
             own: tokens of each request's own question.
             new: tokens generated for each.
         """
-        from vllm import SamplingParams
-
         prompt = self._random(random.Random(0), system)
-        self.llm.generate({"prompt_token_ids": prompt}, SamplingParams(max_tokens=1), use_tqdm=False)
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
+        self.llm.generate({"prompt_token_ids": prompt}, greedy(1), use_tqdm=False)
         begin = time.monotonic()
-        for i in range(requests):
-            tokens = [*prompt, *self._random(random.Random(i + 1), own)]
-            self.engine.add_request(f"crowd-{i}", {"prompt_token_ids": tokens}, params)
-        self.asked = [f"crowd-{i}" for i in range(requests)]
+        self._add("crowd", [[*prompt, *self._random(random.Random(i + 1), own)] for i in range(requests)], new)
         while len(self.engine.step()) < requests:
             pass
         return {"seconds": time.monotonic() - begin}
+
+    def _add(self, name: str, prompts: list[list[int]], new: int) -> None:
+        """Add a request for each prompt, of which ``new`` tokens are generated."""
+        self.asked = [f"{name}-{i}" for i in range(len(prompts))]
+        for request, tokens in zip(self.asked, prompts, strict=True):
+            self.engine.add_request(request, {"prompt_token_ids": tokens}, greedy(new))
 
     @staticmethod
     def _random(draw: random.Random, length: int) -> list[int]:
@@ -164,12 +158,10 @@ class Child:
 
     def prompt(self, context: int) -> dict:
         """Run one prompt alone, never seen before, to its first token; return the seconds."""
-        from vllm import SamplingParams
-
         self.prompts = getattr(self, "prompts", 0) + 1
         tokens = self._random(random.Random(self.prompts), context)
         begin = time.perf_counter()
-        self.llm.generate({"prompt_token_ids": tokens}, SamplingParams(max_tokens=1), use_tqdm=False)
+        self.llm.generate({"prompt_token_ids": tokens}, greedy(1), use_tqdm=False)
         return {"seconds": time.perf_counter() - begin}
 
     def steps(self, requests: int, steps: int) -> dict:
@@ -191,12 +183,8 @@ class Child:
 
         Each request has ``prompt`` random and ``new`` generated tokens.
         """
-        from vllm import SamplingParams
-
-        params = SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False)
         scheduler, done, most, preempted = self.engine.engine_core.engine_core.scheduler, 0, 0, {}
-        for i in range(requests):
-            self.engine.add_request(str(i), {"prompt_token_ids": self._random(random.Random(i), prompt)}, params)
+        self._add("drain", [self._random(random.Random(i), prompt) for i in range(requests)], new)
         begin = said = time.monotonic()
         generated = 0
         while self.engine.has_unfinished_requests():
@@ -210,11 +198,8 @@ class Child:
                 self.reply({"progress": f"{done} of {requests} requests done after {said - begin:.0f} s"})
         if generated != requests * new:
             raise RuntimeError(f"{generated} tokens generated, not {requests} x {new}")
-        return {
-            "seconds": time.monotonic() - begin,
-            "most_running": most,
-            "preemptions": sum(preempted.values()),
-        }
+        seconds = time.monotonic() - begin
+        return {"seconds": seconds, "most_running": most, "preemptions": sum(preempted.values())}
 
 
 if __name__ == "__main__":

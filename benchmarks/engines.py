@@ -1,14 +1,19 @@
 """Engines that take turns: one child process each (engine_child.py), on the same prompts."""
 
+import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from contextlib import contextmanager
 from pathlib import Path
 
+import record
 from record import ROOT
+
+from kvpop_vllm.argument_types import positive
 
 DEMO_MODEL = ROOT / "models" / "SmolLM2-135M-Instruct"
 PEERS = ROOT / "build" / "peers" / "bin" / "python"
@@ -48,10 +53,10 @@ def engines(options):
     with tempfile.TemporaryDirectory(prefix="kvpop-bench-") as folder:
         started = {}
         try:
-            for name, told in configurations(options, Path(folder)).items():
-                started[name] = Engine(name, told, options, Path(folder))
-            for name, told in peers(options).items():
-                started[name] = Engine(name, told, options, Path(folder), [str(PEERS), str(PEER)])
+            for name, settings in configurations(options, Path(folder)).items():
+                started[name] = Engine(name, settings, options, Path(folder))
+            for name, settings in peers(options).items():
+                started[name] = Engine(name, settings, options, Path(folder), [str(PEERS), str(PEER)])
             yield started
         except EngineError as error:
             sys.exit(str(error))
@@ -62,20 +67,29 @@ def engines(options):
                 engine.stop()
 
 
-def add_options(parser, *, budget: int, rounds: int) -> None:
-    """Add the options of all benchmarks of engines; ``budget`` and ``rounds`` are defaults."""
+def parser_of(description: str, *, budget: int, rounds: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks of engines.
+
+    Args:
+        description: docstring of the script, whose first line is shown.
+        budget: default of ``--budget``.
+        rounds: default of ``--rounds``.
+    """
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--budget", type=int, default=budget, help=f"B of the policies (default {budget})")
-    parser.add_argument("--rounds", type=int, default=rounds, help=f"turns of each configuration (default {rounds})")
-    cores = len(os.sched_getaffinity(0))
     parser.add_argument(
-        "--threads", type=int, default=max(1, cores - 1), help="default: as vllm serve, all cores but 1"
+        "--rounds", type=positive, default=rounds, help=f"turns of each configuration (default {rounds})"
     )
+    threads = max(1, record.KEY["cores"] - 1)
+    parser.add_argument("--threads", type=int, default=threads, help="default: as vllm serve, all cores but 1")
     parser.add_argument("--policies", nargs="+", default=["streaming-llm", "kvpop"], help="compared with stock")
     parser.add_argument("--scorer", default=str(SHIPPED_SCORER), help="of kvpop (default: the shipped one)")
     parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
-    parser.set_defaults(load_format="auto")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
+    parser.set_defaults(load_format="auto", protect_prompt=False, prefix_caching=False)
+    parser.set_defaults(eager_too=False, against=None, peers=False, checkout=str(ROOT))
+    return parser
 
 
 def configurations(options, folder: Path) -> dict:
@@ -93,32 +107,38 @@ def configurations(options, folder: Path) -> dict:
     if "kvpop" in policies:
         scorer = Path(options.scorer)
         policies[f"kvpop, {scorer.name}"] = policies.pop("kvpop") | {"scorer": str(scorer)}
-    if getattr(options, "protect_prompt", False):
+    if options.protect_prompt:
         policies = {name: policy | {"protect_prompt": True} for name, policy in policies.items()}
-    told = {name: {"policy": policy, "eager": options.eager} for name, policy in {"dense": None, **policies}.items()}
-    twins = {
-        name + EAGER: {"policy": policies[name], "eager": True}
-        for name in policies
-        if getattr(options, "eager_too", False)
+    settings = {
+        name: {"policy": policy, "eager": options.eager} for name, policy in {"dense": None, **policies}.items()
     }
-    if getattr(options, "prefix_caching", False):
-        twins |= {name + NO_HITS: told[name] | {"prefix_caching": False} for name in policies}
-    if checkout := getattr(options, "against", None):
-        twins |= {name + BEFORE: told[name] | {"checkout": str(Path(checkout).resolve())} for name in policies}
-    return told | twins
+    twins = {
+        EAGER: options.eager_too and {"eager": True},
+        NO_HITS: options.prefix_caching and {"prefix_caching": False},
+        BEFORE: options.against and {"checkout": str(Path(options.against).resolve())},
+    }
+    for suffix, changes in twins.items():
+        if changes:
+            settings |= {name + suffix: settings[name] | changes for name in policies}
+    return settings
 
 
 def peers(options) -> dict:
     """Return name -> settings of a peer, if peers are asked for."""
-    if not getattr(options, "peers", False):
+    if not options.peers:
         return {}
-    if not PEERS.is_file():
-        sys.exit("the peers have no environment: run `make peers`")
+    check_peers()
     budgets = dict(zip(PEER_NAMES, (None, options.budget), strict=True))
     return {
         name: {"short_prompts": SHORT_PROMPTS, "kvpress_budget": budget, "interval": PEER_INTERVAL}
         for name, budget in budgets.items()
     }
+
+
+def check_peers() -> None:
+    """Exit with a message if the peers have no environment."""
+    if not PEERS.is_file():
+        sys.exit("the peers have no environment: run `make peers`")
 
 
 def check_model(options) -> None:
@@ -135,9 +155,7 @@ def token_bytes(model: str | Path) -> int:
 
 
 def check_budget(parser, options) -> None:
-    """Exit with a message if outputs could not be compared, or nothing would be measured."""
-    if options.rounds < 1:
-        parser.error("--rounds must be at least 1")
+    """Exit with a message if outputs could not be compared."""
     if options.budget < LEAST_BUDGET:
         parser.error(
             f"outputs are compared on prompts that a budget of {options.budget} may not hold: raise --budget to {LEAST_BUDGET}"
@@ -178,14 +196,15 @@ def differs(name: str, dense: list, other: list) -> str | None:
     return None if compared >= total / 2 else f"{name}: near ties left only {compared} of {total} tokens to compare"
 
 
-def compare(options, measure, report, write, *, judged: bool = True) -> int:
+def compare(options, measure, report, file: Path, written=list, *, judged: bool = True) -> int:
     """Start the engines, check their outputs, measure, print and append.
 
     Args:
         options: options of the command line.
-        measure: ``(started) -> rows``, called once outputs are found to be stock's, if they are ``judged``.
+        measure: ``(started, options) -> rows``, called once outputs are found to be stock's, if they are ``judged``.
         report: ``(rows) -> text``.
-        write: ``(rows)``, appends them.
+        file: CSV file.
+        written: ``(rows) -> rows`` of the file.
         judged: True to compare outputs with stock's.
 
     Returns:
@@ -194,20 +213,46 @@ def compare(options, measure, report, write, *, judged: bool = True) -> int:
     with engines(options) as started:
         start(started)
         problems = output_problems(started) if judged else []
-        rows = [] if problems else measure(started)
-    return conclude(problems, lambda: report(rows), lambda: write(rows), options)
+        rows = [] if problems else measure(started, options)
+    return conclude(problems, rows, report, file, options, written)
 
 
-def conclude(problems: list[str], report, write, options) -> int:
-    """Print ``report()`` and call ``write()``, or print the problems; return the exit code."""
+def conclude(problems: list[str], rows: list[dict], report, file: Path, options, written=list) -> int:
+    """Print a report of the rows and append them to a file, or print the problems; return the exit code."""
     for problem in problems:
         print(f"output check failed, no ratio is given: {problem}", file=sys.stderr)
     if problems:
         return 1
-    print(report())
+    print(report(rows))
     if not options.no_csv:
-        write()
+        record.append(file, written(rows))
     return 0
+
+
+def setting(options) -> dict:
+    """Return the columns that the rows of all benchmarks of engines have."""
+    from importlib.metadata import version
+
+    mode = "eager" if options.eager else "compiled"
+    return {"threads": options.threads, "vllm": version("vllm"), "mode": mode, "budget": options.budget}
+
+
+def grouped(rows: list[dict], *columns: str) -> dict[tuple, list[dict]]:
+    """Return the rows of each combination of values in ``columns``, in the order of their first rows."""
+    groups: dict[tuple, list[dict]] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
+    return groups
+
+
+def ratios(values: list[float], others: list[float]) -> list[float]:
+    """Return the ratio of each value to the other of its round."""
+    return [value / other for value, other in zip(values, others, strict=True)]
+
+
+def spread(values: list[float]) -> str:
+    """Return the median, the least and the largest value as columns of a table."""
+    return f"{statistics.median(values):19.2f} {min(values):6.2f} {max(values):6.2f}"
 
 
 def add_pool(parser) -> None:
@@ -229,15 +274,15 @@ class EngineError(Exception):
 class Engine:
     """Parent's end of one child process."""
 
-    def __init__(self, name: str, told: dict, options, folder: Path, command: list[str] | None = None):
+    def __init__(self, name: str, settings: dict, options, folder: Path, command: list[str] | None = None):
         self.name, self.log = name, folder / f"{name}.log"
         env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-        if checkout := told.get("checkout"):
-            env["PYTHONPATH"] = checkout
-        told = json.dumps(vars(options) | told)
+        if "checkout" in settings:
+            env["PYTHONPATH"] = settings["checkout"]
+        command = command or [sys.executable, str(CHILD)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*(command or [sys.executable, str(CHILD)]), told],
+                [*command, json.dumps(vars(options) | settings)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

@@ -28,9 +28,13 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+HEADS, KV_HEADS, SIZE = 32, 8, 128
+"""Attention shape of Qwen3-8B."""
 COLUMNS = "torch triton section case dtype measure value unit floor over_floor".split()
 
 
@@ -58,6 +62,11 @@ class Bench:
     """Names of the cases that failed."""
     until: float = math.inf
 
+    @property
+    def few(self) -> bool:
+        """Whether few cases run, and none of times."""
+        return self.small or self.watched
+
     def left(self) -> float:
         """Return the seconds that are left."""
         return min(self.ends, self.until) - time.monotonic()
@@ -76,13 +85,21 @@ class Bench:
         return named | {"value": f"{value:.6g}", "floor": "" if floor is None else f"{floor:.6g}", "over_floor": over}
 
 
-Section = Callable[[Bench], Iterator[tuple[str, Callable[[], Iterator[dict]]]]]
-"""Section: ``section(bench)`` yields cases, each a name and a function that yields its rows.
+class Case(NamedTuple):
+    """Case of a section, which is a function that yields cases, ``section(bench)``.
 
-The function raises AssertionError if something is wrong.
-"""
+    Attributes:
+        name: name of the case.
+        run: ``run(bench)`` yields rows and raises AssertionError if something is wrong.
+        needs: names of the cases that must be right, for a case of times.
+    """
+
+    name: str
+    run: Callable[[Bench], Iterator[dict]]
+    needs: tuple[str, ...] = ()
 
 
+Section = Callable[[Bench], Iterator[Case]]
 SECTIONS = {
     "serving-kernels": "gpu_serving:serving_kernels",
     "prefill-kernels": "gpu_prefill:prefill_kernels",
@@ -148,9 +165,10 @@ def main(arguments: list[str] | None = None) -> int:
         with tests_of(ROOT):
             if options.interpret:
                 quicken(say)
-            sections = {section: imported(bench, section) for section in options.sections or SECTIONS}
-        shares = {} if options.sections else {name: 60 * options.minutes * share / 8 for name, share in SHARES.items()}
-        return run_sections(bench, sections, shares, out / "gpu.csv", about | versions)
+            sections = {name: imported(name) for name in options.sections or SECTIONS}
+            share = 0 if options.sections else 60 * options.minutes / 8
+            shares = {name: share * eighths for name, eighths in SHARES.items() if share}
+            return run_sections(bench, sections, shares, out / "gpu.csv", about | versions)
 
 
 def quicken(say: Callable[[str], None]) -> None:
@@ -162,13 +180,13 @@ def quicken(say: Callable[[str], None]) -> None:
 
 
 def run_sections(
-    bench: Bench, sections: dict[str, Section | None], shares: dict[str, float], results: Path, about: dict
+    bench: Bench, sections: dict[str, Section], shares: dict[str, float], results: Path, about: dict
 ) -> int:
     """Run all cases; return 0 if some were done and none failed, else 1.
 
     Args:
         bench: see :class:`Bench`.
-        sections: name -> section, None for one that could not be imported.
+        sections: name -> section.
         shares: seconds of each section; a section without an entry has all that are left.
         results: the CSV file.
         about: columns of all rows.
@@ -178,8 +196,10 @@ def run_sections(
     for section, cases in sections.items():
         until += shares.get(section, math.inf)
         bench.until = until
-        for case, measure in guarded(bench, section, cases):
-            outcome = "wrong" if measure is None else run_case(bench, section, case, measure, results, about)
+        for case in guarded(bench, section, cases):
+            if case is not None and case.needs and bench.few:
+                continue
+            outcome = "wrong" if case is None else run_case(bench, section, case, results, about)
             outcomes[outcome] += 1
             if outcome == "wrong" and not usable(bench):
                 bench.say("the GPU answers no more in this process: what is left was not tried")
@@ -188,31 +208,27 @@ def run_sections(
     return int(outcomes["wrong"] > 0 or outcomes["done"] == 0)
 
 
-def guarded(bench: Bench, name: str, section: Section | None) -> Iterator[tuple[str, Callable | None]]:
-    """Yield a section's cases; yield a case of None if an error occurs between cases.
+def guarded(bench: Bench, name: str, section: Section) -> Iterator[Case | None]:
+    """Yield a section's cases; yield None if an error occurs between cases, or before the first.
 
     The other sections then still run.
     """
     try:
-        if section is not None:
-            yield from section(bench)
-    except Exception as error:  # noqa: BLE001  another shape of a config, say
+        yield from section(bench)
+    except Exception as error:  # noqa: BLE001  another transformers or another shape of a config, say
         bench.say(f"{name}: WRONG between its cases, what is left of it was not tried: {type(error).__name__}: {error}")
         bench.say(traceback.format_exc())
-        section = None
-    if section is None:
-        yield "", None
+        yield None
 
 
-def imported(bench: Bench, name: str) -> Section | None:
-    """Return a section, or None if it cannot be imported; the other sections then still run."""
-    module, _, function = SECTIONS[name].partition(":")
-    try:
-        return getattr(importlib.import_module(module), function)
-    except Exception as error:  # noqa: BLE001  another transformers, say
-        bench.say(f"{name}: WRONG it cannot be imported: {type(error).__name__}: {error}")
-        bench.say(traceback.format_exc())
-        return None
+def imported(name: str) -> Section:
+    """Return a section, which is imported when its first case is asked for."""
+
+    def section(bench: Bench) -> Iterator[Case]:
+        module, _, function = SECTIONS[name].partition(":")
+        yield from getattr(importlib.import_module(module), function)(bench)
+
+    return section
 
 
 def usable(bench: Bench) -> bool:
@@ -277,19 +293,16 @@ def ops_take(implementation: str | None) -> Iterator[set[tuple[str, str]]]:
     """
     from kvpop_vllm.kernels import dispatch
 
-    chosen, told = dispatch.select, set()
+    usual, calls = dispatch.select, set()
 
     def select(op, tensor):
-        own = implementation if op in dispatch.TRITON_DTYPES else "reference"
-        found = chosen(op, tensor) if implementation is None else own
-        told.add((op, found))
-        return found
+        forced = implementation if op in dispatch.TRITON_DTYPES else "reference"
+        selected = usual(op, tensor) if implementation is None else forced
+        calls.add((op, selected))
+        return selected
 
-    dispatch.select = select
-    try:
-        yield told
-    finally:
-        dispatch.select = chosen
+    with patch.object(dispatch, "select", select):
+        yield calls
 
 
 def take_kernels_from(root: Path) -> None:
@@ -324,7 +337,7 @@ def tests_of(root: Path) -> Iterator[None]:
         sys.modules.update(others)
 
 
-def run_case(bench: Bench, section: str, case: str, measure, results: Path, about: dict) -> str:
+def run_case(bench: Bench, section: str, case: Case, results: Path, about: dict) -> str:
     """Run one case if there is time; return "done", "wrong", "skipped" or "not reached".
 
     Raises:
@@ -332,33 +345,33 @@ def run_case(bench: Bench, section: str, case: str, measure, results: Path, abou
     """
     import record
 
+    name = f"{section}, {case.name}"
+    if wrong := sorted(bench.wrong.intersection(case.needs)):
+        bench.say(f"{name}: not timed, as it is wrong that {wrong[0]}")
+        return "skipped"
     if bench.left() < 0:
-        bench.say(f"{section}, {case}: not reached")
+        bench.say(f"{name}: not reached")
         return "not reached"
-    begin, told = time.monotonic(), {"section": section, "case": case} | about
-    rows = measure()
+    begin, about = time.monotonic(), {"section": section, "case": case.name} | about
+    rows = case.run(bench)
     while True:
         try:
             row = next(rows, None)
         except Skipped as why:
-            bench.say(f"{section}, {case}: skipped, {why}")
+            bench.say(f"{name}: skipped, {why}")
             return "skipped"
         except Exception as error:  # noqa: BLE001  what one case does must not cost the others
-            bench.say(f"{section}, {case}: WRONG {type(error).__name__}: {error}")
+            bench.say(f"{name}: WRONG {type(error).__name__}: {error}")
             bench.say(traceback.format_exc())
-            bench.wrong.add(case)
+            bench.wrong.add(case.name)
             return "wrong"
         if row is None:
             break
-        bench.say(f"{section}, {case}: {row['measure']} {row['value']} {row['unit']}" + of_floor(row))
-        record.append(results, [{name: (row | told)[name] for name in ("machine", "commit", *COLUMNS)}])
-    bench.say(f"{section}, {case}: done in {time.monotonic() - begin:.1f} s")
+        floor = f", {row['over_floor']} of its floor {row['floor']}" if row["floor"] else ""
+        bench.say(f"{name}: {row['measure']} {row['value']} {row['unit']}{floor}")
+        record.append(results, [{column: (row | about)[column] for column in ("machine", "commit", *COLUMNS)}])
+    bench.say(f"{name}: done in {time.monotonic() - begin:.1f} s")
     return "done"
-
-
-def of_floor(row: dict) -> str:
-    """Return the part of a log line about the floor, or nothing."""
-    return f", {row['over_floor']} of its floor {row['floor']}" if row["floor"] else ""
 
 
 if __name__ == "__main__":

@@ -12,10 +12,11 @@ import itertools
 import math
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from gpu import Bench, ops_take
+from gpu import Bench, Case, ops_take
 from gpu_clock import seconds
 from transformers import AutoModelForCausalLM, LlamaConfig
 
@@ -40,23 +41,16 @@ SHAPE = dict(
 LENGTH, ROUNDS = 8192, 5
 OPS = {"delayed_mlstm", "running_topk", "sparse_attention", "future_attention_mass"}
 """Ops with kernels of their own that a step takes."""
-KINDS = {"scorers": False, "scorers and base": True}
-"""Name -> True if the base is trained."""
 
 
-def distillation(bench: Bench):
+def distillation(bench: Bench) -> Iterator[Case]:
     """Yield cases; see :data:`gpu.Section`."""
-    if bench.watched:
-        return
-    for name, trains_base in KINDS.items():
-        yield f"a step is right, {name}", lambda trains_base=trains_base: step_right(bench, trains_base)
-    if bench.small:
-        return
-    for name, trains_base in KINDS.items():
-        if (case := f"a step is right, {name}") in bench.wrong:
-            bench.say(f"distillation, {name}: not timed, as it is wrong that {case}")
-            continue
-        yield f"distillation, {name}, S {LENGTH}", lambda trains_base=trains_base: step_times(bench, trains_base)
+    kinds = {"scorers": False, "scorers and base": True}
+    for kind, trains_base in kinds.items():
+        yield Case(f"a step is right, {kind}", partial(step_right, trains_base=trains_base))
+    for kind, trains_base in kinds.items():
+        times, needs = partial(step_times, trains_base=trains_base), (f"a step is right, {kind}",)
+        yield Case(f"distillation, {kind}, S {LENGTH}", times, needs)
 
 
 def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
@@ -64,32 +58,25 @@ def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
 
     Both run on the same device.
     """
-    sizes = dict(length=64, window=[8], topk=[20])
-    shape, steps = dict(head_dim=32), 2
+    sizes, shape, steps = dict(length=64, window=[8], topk=[20]), dict(head_dim=32), 2
     if bench.small:
-        sizes, shape, steps = (
-            dict(length=32, window=[4], topk=[8]),
-            dict(head_dim=16, layers=1, q_heads=2, kv_heads=1),
-            1,
-        )
-    told = dict(batch=1, samples=16, kl_top=32, dtype="float32", train_base=trains_base)
-    recipe = dataclasses.replace(PAPER, **sizes, **told)
+        sizes, shape = dict(length=32, window=[4], topk=[8]), dict(head_dim=16, layers=1, q_heads=2, kv_heads=1)
+        steps = 1
+    common = dict(batch=1, samples=16, kl_top=32, dtype="float32", train_base=trains_base)
+    recipe, results = dataclasses.replace(PAPER, **sizes, **common), []
     with tempfile.TemporaryDirectory() as folder:
-        model, taken = write_tiny_model(Path(folder) / "model", "llama", **shape), []
-        for name, implementation in (("own", "triton" if bench.small else None), ("reference", "reference")):
-            with ops_take(implementation) as chose:
+        model = write_tiny_model(Path(folder) / "model", "llama", **shape)
+        for name, forced in (("triton", "triton" if bench.small else None), ("reference", "reference")):
+            with ops_take(forced) as calls:
                 trainer, rows = made(bench, model, recipe, Path(folder) / name), random_rows(recipe.length, 256)
-                taken.append([trainer._step(i, rows) for i in range(steps)])
-            assert chose >= {(op, "reference" if name == "reference" else "triton") for op in OPS}, (
-                f"steps took the kernels {sorted(chose)}"
-            )
-    found, expected = taken
+                results.append([trainer._step(i, rows) for i in range(steps)])
+            assert calls >= {(op, name) for op in OPS}, f"steps took the kernels {sorted(calls)}"
     wrong = 0.0
-    for own, other in zip(found, expected, strict=True):
-        assert own.keys() == other.keys() and ("kl" in own) == trains_base, f"parts {sorted(own)}"
+    for step, expected in zip(*results, strict=True):
+        assert step.keys() == expected.keys() and ("kl" in step) == trains_base, f"parts {sorted(step)}"
         for name in ("loss", "grad_norm"):
-            wrong = max(wrong, abs(own[name] - other[name]) / abs(other[name]))
-    assert math.isfinite(wrong) and wrong < 0.02, f"losses and gradients differ by {wrong:.3g}: {found}, not {expected}"
+            wrong = max(wrong, abs(step[name] - expected[name]) / abs(expected[name]))
+    assert math.isfinite(wrong) and wrong < 0.02, f"losses and gradients differ by {wrong:.3g}: {results}"
     yield bench.row("loss and gradient norm, largest difference", wrong, "of the reference's")
 
 

@@ -13,11 +13,12 @@ has to read, at the bandwidth of a large copy.
 from __future__ import annotations
 
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
-from gpu import Bench, ops_take
+from gpu import Bench, Case, ops_take
 from gpu_caches import (
     QWEN3_8B,
     TINIER,
@@ -44,61 +45,58 @@ FLAT = 1.05
 """Maximum growth of latency from the first context to the last that is called flat."""
 DENSE = "dense", "dense, no mask"
 KVPOP = "kvpop, 75% off", f"kvpop, B {FIXED}"
-PARTS = {"half": 2, "a quarter": 1}
-"""Caches of the tiny model -> quarters of the tokens that they hold."""
 RIGHT = {
     "a captured pass is right, kvpop": (KVPOP, kvpop_right),
     "a captured pass is right, dense": (DENSE, dense_right),
-    "caches that are written go on, kvpop": (
-        KVPOP,
-        lambda bench: written_right(bench, list(PARTS)[: 1 if bench.small else 2]),
-    ),
-    "caches that are written go on, dense": (DENSE, lambda bench: written_right(bench, DENSE)),
+    "caches that are written go on, kvpop": (KVPOP, lambda bench: written_right(bench, {"half": 2, "a quarter": 1})),
+    "caches that are written go on, dense": (DENSE, lambda bench: written_right(bench, dict.fromkeys(DENSE, 0))),
 }
 """Case -> the caches that are not timed if it fails, and the check."""
 
 
-def generation(bench: Bench):
+def generation(bench: Bench) -> Iterator[Case]:
     """Yield cases; see :data:`gpu.Section`."""
-    if bench.watched:
-        return
     for case, (_, check) in RIGHT.items():
-        yield case, lambda check=check: check(bench)
-    if bench.small:
-        return
+        yield Case(case, check)
     wrong = {name: case for case, (names, _) in RIGHT.items() if case in bench.wrong for name in names}
     for name, case in wrong.items():
         bench.say(f"generation, {name}: not timed, as it is wrong that {case}")
     timed = [name for name in (*DENSE, *KVPOP) if name not in wrong]
-    if not timed:
+    if bench.few or not timed:
         return
     bench.say(f"generation: {' '.join(__doc__.split(chr(10) * 2)[1].split())}")
-    found: dict[int, dict[str, Timed]] = {}
+    results: dict[int, dict[str, Timed]] = {}
     with Drawn(bench, QWEN3_8B) as drawn:
-        for context in CONTEXTS:
-            name = f"generation, batch 1, context {context}"
-            yield name, lambda context=context: times(bench, drawn, 1, context, timed, found)
-        name = f"generation, batch 32, context {CONTEXTS[0]}"
-        yield name, lambda: times(bench, drawn, 32, CONTEXTS[0], timed, {})
-    for line in in_short(found):
+        for requests, context, kept in (*((1, each, results) for each in CONTEXTS), (32, CONTEXTS[0], {})):
+            run = partial(times, drawn=drawn, requests=requests, context=context, names=timed, results=kept)
+            yield Case(f"generation, batch {requests}, context {context}", run)
+    for line in in_short(results):
         bench.say(line)
 
 
 # Checks
 
 
-def written_right(bench: Bench, names: Sequence[str]) -> Iterator[dict]:
-    """Check written caches of a tiny model: passes are finite, and caches stay as full as they should."""
+def written_right(bench: Bench, quarters: dict[str, int]) -> Iterator[dict]:
+    """Check written caches of a tiny model: passes are finite, and caches stay as full as they should.
+
+    Args:
+        bench: see :class:`gpu.Bench`.
+        quarters: name -> quarters of the tokens that a cache holds, 0 for a dense one; with interpreted
+            kernels the first budget is enough.
+    """
     shape, window, requests, context = (TINIER, 4, 1, 40) if bench.small else (TINY, 16, 2, 400)
-    budgets = {name: context * PARTS.get(name, 0) // 4 for name in names}
+    budgets = {name: context * held // 4 for name, held in quarters.items()}
+    if bench.small and any(quarters.values()):
+        budgets = dict([*budgets.items()][:1])
     with Drawn(bench, shape, window=window) as drawn, ops_take("triton" if bench.small else None):
-        found = specs(bench, drawn, requests, context, budgets)
-        for name, timed in found.items():
+        caches = timed_caches(bench, drawn, requests, context, budgets)
+        for name, timed in caches.items():
             assert isinstance(timed, Timed), f"{name}: {timed}"
             for _ in range(1 if bench.small else 3):
                 timed.replay()
             timed.check()
-    yield bench.row("caches that go on", len(found), "count")
+    yield bench.row("caches that go on", len(caches), "count")
 
 
 # Times
@@ -145,7 +143,7 @@ def budgets_at(context: int) -> dict[str, int]:
 
 
 def times(
-    bench: Bench, drawn: Drawn, requests: int, context: int, names: list[str], found: dict[int, dict[str, Timed]]
+    bench: Bench, drawn: Drawn, requests: int, context: int, names: list[str], results: dict[int, dict[str, Timed]]
 ) -> Iterator[dict]:
     """Yield rows of a pass with every cache, in turn, and the memory that caches which do not fit would need.
 
@@ -155,14 +153,14 @@ def times(
         requests: rows of a batch.
         context: tokens that have been seen.
         names: names of the caches.
-        found: context -> timed caches; this call adds its own.
+        results: context -> timed caches; this call adds its own.
 
     Raises:
         AssertionError: a cache could not be made, or is wrong after its passes. The rows of the others come
             before.
     """
     budgets = {name: budget for name, budget in budgets_at(context).items() if name in names}
-    speed, made = bandwidth(), specs(bench, drawn, requests, context, budgets)
+    speed, made = bandwidth(), timed_caches(bench, drawn, requests, context, budgets)
     distinct = {id(each): each for each in made.values() if isinstance(each, Timed)}
     seconds = paired({key: each.replay for key, each in distinct.items()}, ROUNDS) if distinct else {}
     for key, each in distinct.items():
@@ -173,7 +171,7 @@ def times(
     for name, each in made.items():
         if isinstance(each, Missing) and not each.wrong:
             yield bench.row(f"{name}, skipped, memory that must be free", each.needed / GIB, "GiB")
-    timed = found[context] = {name: each for name, each in made.items() if isinstance(each, Timed)}
+    timed = results[context] = {name: each for name, each in made.items() if isinstance(each, Timed)}
     for name, each in timed.items():
         floor = 1e3 * (drawn.read + each.read) / speed
         yield bench.row(f"{name}, a token", 1e3 * each.seconds, "ms", floor)
@@ -210,7 +208,7 @@ def attempt(bench: Bench, what: str, run: Callable[[], object], needed: int = 0)
         return Missing(0, f"{type(error).__name__}: {error}")
 
 
-def specs(
+def timed_caches(
     bench: Bench, drawn: Drawn, requests: int, context: int, budgets: dict[str, int]
 ) -> dict[str, Timed | Missing]:
     """Return name -> timed cache, for as many as fit in memory together, small ones first.
@@ -229,17 +227,9 @@ def specs(
             bench.say(f"{what}: skipped, it needs {needed / GIB:.1f} GiB and {left / GIB:.1f} are free")
             made[key] = Missing(needed)
             continue
-
-        made[key] = attempt(
-            bench,
-            what,
-            lambda name=name, budget=budget: (
-                kvpop_timed(bench, drawn, requests, context, budget)
-                if budget
-                else dense_timed(bench, drawn, requests, context, name, dense)
-            ),
-            needed,
-        )
+        place = bench, drawn, requests, context
+        run = partial(kvpop_timed, *place, budget) if budget else partial(dense_timed, *place, name, dense)
+        made[key] = attempt(bench, what, run, needed)
     return {name: made[budget or name] for name, budget in budgets.items()}
 
 
@@ -250,9 +240,7 @@ def dense_timed(bench, drawn, requests, context, name: str, dense: list) -> Time
     cache, before = dense
     size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
     options = {"attention_mask": {"full_attention": None}} if name == DENSE[1] else {}
-    first = torch.zeros(requests, 1, dtype=torch.int64, device=bench.device)
-    decoding = Decoding(drawn.model, cache, first, before, **options)
-    replay, more = with_peak(bench, decoding)
+    decoding, replay, more = captured(bench, drawn, cache, requests, before=before, **options)
     return Timed(replay, size, size, drawn.weights + size + more, lambda: check_finite(name, decoding))
 
 
@@ -262,15 +250,9 @@ def kvpop_timed(bench, drawn, requests, context, budget: int) -> Timed:
     layer, name = cache._layers[0], f"kvpop, B {budget}"
     heads, size = layer.pages.layout.num_kv_heads, layer.pages.layout.head_size
     head = budget * layer.pages.layout.slot_bytes + 8 * layer.rule.state_floats(size)
-    scorers = sum(
-        x.nbytes
-        for each in cache._layers.values()
-        for x in vars(each.rule.scorer).values()
-        if isinstance(x, torch.Tensor)
-    )
-    first = torch.zeros(requests, 1, dtype=torch.int64, device=bench.device)
-    decoding = Decoding(drawn.model, cache, first)
-    replay, more = with_peak(bench, decoding)
+    weights = (weight for each in cache._layers.values() for weight in vars(each.rule.scorer).values())
+    scorers = sum(weight.nbytes for weight in weights if isinstance(weight, torch.Tensor))
+    decoding, replay, more = captured(bench, drawn, cache, requests)
 
     def check():
         check_finite(name, decoding)
@@ -283,22 +265,22 @@ def kvpop_timed(bench, drawn, requests, context, budget: int) -> Timed:
     return Timed(replay, held, read, drawn.weights + held + scorers + more, check)
 
 
-def with_peak(bench: Bench, decoding: Decoding) -> tuple[Callable[[], object], int]:
-    """Return a function that repeats a pass, and the bytes that a pass needs beside weights and cache.
+def captured(bench: Bench, drawn: Drawn, cache, requests: int, **options) -> tuple[Decoding, Callable[[], object], int]:
+    """Return a decoding, a function that repeats its pass, and the bytes that a pass needs beside weights and cache.
 
     The workspace that matrix products keep is not counted.
     """
+    first = torch.zeros(requests, 1, dtype=torch.int64, device=bench.device)
+    decoding = Decoding(drawn.model, cache, first, **options)
     if bench.device != "cuda":
-        return decoding.captured(bench), 0
+        return decoding, decoding.captured(bench), 0
     with torch.cuda.stream(side_stream()):
-        few = torch.ones(16, 16, dtype=bench.dtype, device=bench.device)
-        torch.mm(few, few)
-        del few
+        torch.mm(*torch.ones(2, 16, 16, dtype=bench.dtype, device=bench.device))
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     replay = decoding.captured(bench)
-    return replay, torch.cuda.max_memory_allocated() - before
+    return decoding, replay, torch.cuda.max_memory_allocated() - before
 
 
 def check_finite(name: str, decoding: Decoding) -> None:
@@ -316,14 +298,14 @@ def free(bench: Bench) -> float:
     return torch.cuda.mem_get_info()[0] if bench.device == "cuda" else torch.inf
 
 
-def in_short(found: dict[int, dict[str, Timed]]) -> Iterator[str]:
+def in_short(results: dict[int, dict[str, Timed]]) -> Iterator[str]:
     """Yield lines that summarise Figure 4's claims.
 
     They say how caches grow, whether latency grows, and from which context on KVpop is faster than the faster
     dense cache.
     """
     for name in (*DENSE, *KVPOP):
-        there = {context: timed[name] for context, timed in sorted(found.items()) if name in timed}
+        there = {context: timed[name] for context, timed in sorted(results.items()) if name in timed}
         if len(there) < 2:
             yield f"{name}: {len(there)} contexts measured, which says nothing of growth"
             continue
@@ -334,7 +316,7 @@ def in_short(found: dict[int, dict[str, Timed]]) -> Iterator[str]:
             f"{'flat' if slower <= FLAT else 'not flat'}"
         )
     for name in KVPOP:
-        both = {context: pair for context, timed in sorted(found.items()) if (pair := of_both(timed, name))}
+        both = {context: pair for context, timed in sorted(results.items()) if (pair := of_both(timed, name))}
         if not both:
             yield f"{name}: not compared with dense"
         elif start := ahead_from(both):

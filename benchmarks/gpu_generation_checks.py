@@ -33,15 +33,15 @@ def kvpop_right(bench: Bench) -> Iterator[dict]:
         lengths = mask.sum(1).tolist()
         assert len(set(lengths)) == 2 and max(lengths) + 1 < budget < min(lengths) + new - 1, "no replay fills a cache"
         plain, cache = (KVpopCache(model, "kvpop", scorer=scorer) for _ in range(2))
-        told = dict(attention_mask=mask, past_key_values=plain, max_new_tokens=new, do_sample=False)
-        out = model.generate(prompts, **told)
-        with ops_take("triton" if bench.small else None) as chose:
-            found = greedy(bench, model, cache, prompts, new, mask)
-        slow = {(op, taken) for op, taken in chose if taken == "reference"}
-        assert {op for op, _ in chose} == {"prefill_chunk", "decode_step"} and not slow, f"kernels: {sorted(chose)}"
-        after(cache, new - 2, bench)
-    expected = out[:, prompts.shape[1] :].tolist()
-    assert found == expected, f"captured passes give {found}, generate() {expected}"
+        options = dict(attention_mask=mask, past_key_values=plain, max_new_tokens=new, do_sample=False)
+        expected = model.generate(prompts, **options)[:, prompts.shape[1] :].tolist()
+        with ops_take("triton" if bench.small else None) as calls:
+            tokens = greedy(bench, model, cache, prompts, new, mask)
+        slow = "reference" in {implementation for _, implementation in calls}
+        assert {op for op, _ in calls} == {"prefill_chunk", "decode_step"} and not slow, f"kernels: {sorted(calls)}"
+        if bench.device == "cuda":  # without a graph, passes are counted already
+            cache.replayed(new - 2)
+    assert tokens == expected, f"captured passes give {tokens}, generate() {expected}"
     assert all(torch.equal(cache.held(row), plain.held(row)) for row in range(2)), "other tokens are held"
     yield bench.row("tokens that differ", 0, "count")
 
@@ -56,7 +56,7 @@ def dense_right(bench: Bench) -> Iterator[dict]:
         prompts = padded(bench)[0]
         length = prompts.shape[1]
         expected = greedy(bench, model, static_cache(model, 2, length + new)[0], prompts, new, one_by_one=True)
-        found = greedy(bench, model, static_cache(model, 2, length + new)[0], prompts, new)
+        tokens = greedy(bench, model, static_cache(model, 2, length + new)[0], prompts, new)
         cache, before = full_cache(model, 2, length)
         for options in ({}, {"attention_mask": {"full_attention": None}}):
             decoding = Decoding(model, cache, prompts[:, -1:], before, **options)
@@ -65,7 +65,7 @@ def dense_right(bench: Bench) -> Iterator[dict]:
             replay()
             logits.append(decoding.logits.float().cpu())
             del replay  # must not be freed before it is done
-    assert found == expected, f"captured passes give {found}, passes one by one {expected}"
+    assert tokens == expected, f"captured passes give {tokens}, passes one by one {expected}"
     error = float((logits[0] - logits[1]).abs().max())
     assert error < (0.2 if bench.dtype == torch.bfloat16 else 1e-3), f"without a mask logits differ by {error:.3g}"
     yield bench.row("tokens that differ", 0, "count")
@@ -95,26 +95,19 @@ def greedy(
         mask: ``[R, L]``, the columns of the prompts that are tokens; None for all.
         one_by_one: True to run passes without a graph.
     """
-    told = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)  # as in generate()
+    options = dict(past_key_values=cache, use_cache=True, logits_to_keep=1)  # as in generate()
     with torch.no_grad():
-        first = model(input_ids=prompts, attention_mask=mask, **told).logits[:, -1:].argmax(-1)
-    decoding, found = Decoding(model, cache, first), [first.clone()]
-    before = list(cache.lengths) if isinstance(cache, KVpopCache) else []
+        first = model(input_ids=prompts, attention_mask=mask, **options).logits[:, -1:].argmax(-1)
+    decoding, before = Decoding(model, cache, first), list(getattr(cache, "lengths", []))
     if one_by_one:
         decoding.step()
         replay = decoding.step
     else:
         replay = decoding.captured(bench)
-    if bench.device == "cuda" and not one_by_one and before:
-        assert cache.lengths == [seen + 1 for seen in before], "a pass that was recorded was counted"
-    for i in range(new - 1):
-        if i:
-            replay()
-        found.append(decoding.tokens.clone())
-    return torch.cat(found, 1).tolist()
-
-
-def after(cache: KVpopCache, passes: int, bench: Bench) -> None:
-    """Count replayed passes on the host; without a GPU there was no graph, and they are counted already."""
-    if bench.device == "cuda":
-        cache.replayed(passes)
+        counted = before and bench.device == "cuda" and cache.lengths != [seen + 1 for seen in before]
+        assert not counted, "a pass that was recorded was counted"
+    tokens = [first, decoding.tokens.clone()]
+    for _ in range(new - 2):
+        replay()
+        tokens.append(decoding.tokens.clone())
+    return torch.cat(tokens, 1).tolist()

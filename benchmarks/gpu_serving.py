@@ -15,21 +15,22 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import torch
-from gpu import Bench, Skipped, within
+from gpu import HEADS, KV_HEADS, SIZE, Bench, Case, Skipped
 from gpu_clock import bandwidth, graph_of, paired
+from gpu_exact import Comparison
 from kernels.behind import Behind
-from kernels.factories import given_scores, poisoned_pages, random_rule, random_scorer
-from kernels.problems import CLOSE, CLOSE_MASS, Problem
+from kernels.factories import random_rule, random_scorer
+from kernels.problems import Problem
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
 
-HEADS, KV_HEADS, SIZE, LAYERS = 32, 8, 128, 36
-"""Attention shape of Qwen3-8B."""
+LAYERS = 36
 SINKS, WINDOW, SEEN = 4, 256, 16384
 PROTECTED = 8192
 """Tokens of a prompt that all requests of a step share."""
@@ -64,36 +65,26 @@ FEW = "recency", "mlstm", "moments"
 """Cases that run with interpreted kernels or under a sanitizer."""
 
 
-def serving_kernels(bench: Bench):
+def serving_kernels(bench: Bench) -> Iterator[Case]:
     """Yield cases; see :data:`gpu.Section`."""
-    for name in FEW if bench.small or bench.watched else RIGHT:
-        yield f"decode_step is right, {name}", lambda name=name: step_right(bench, name)
-    for name in FEW_BEHIND if bench.small or bench.watched else BEHIND:
-        yield f"a prefix and its tail are right, {name}", lambda name=name: prefix_right(bench, name)
-    if bench.small or bench.watched:
-        return
-    needed = {f"decode_step is right, {name}" for name in ("recency", "mlstm")}
-    if wrong := sorted(needed & bench.wrong):
-        bench.say(f"decode_step: not timed, as it is wrong that {wrong[0]}")
-        return
+    for name in FEW if bench.few else RIGHT:
+        yield Case(f"decode_step is right, {name}", partial(step_right, name=name))
+    for name in FEW_BEHIND if bench.few else BEHIND:
+        yield Case(f"a prefix and its tail are right, {name}", partial(prefix_right, name=name))
+    needs = tuple(f"decode_step is right, {name}" for name in ("mlstm", "recency"))
     for budget in (2048, 4096):
         for requests in (1, 2, 4, 8, 16, 32, 64, 128, 256):
-            name = f"B {budget}, batch {requests}"
-            yield (
-                f"decode_step, {name}",
-                lambda budget=budget, requests=requests: step_times(bench, budget, requests),
-            )
+            times = partial(step_times, budget=budget, requests=requests)
+            yield Case(f"decode_step, B {budget}, batch {requests}", times, needs)
     for requests in (1, 16, 64):
-        yield (
-            f"decode_step, B 2048, batch {requests}, behind {PROTECTED} shared tokens",
-            lambda requests=requests: step_times(bench, 2048, requests, PROTECTED),
-        )
+        name = f"decode_step, B 2048, batch {requests}, behind {PROTECTED} shared tokens"
+        yield Case(name, partial(step_times, budget=2048, requests=requests, protected=PROTECTED), needs)
 
 
-def sanitizers(bench: Bench):
+def sanitizers(bench: Bench) -> Iterator[Case]:
     """Yield cases; see :data:`gpu.Section`."""
-    for tool in () if bench.small or bench.watched else TOOLS:
-        yield f"decode_step and prefill_chunk under {tool}", lambda tool=tool: sanitized(bench, tool)
+    for tool in () if bench.few else TOOLS:
+        yield Case(f"decode_step and prefill_chunk under {tool}", partial(sanitized, tool=tool))
 
 
 def step_right(bench: Bench, name: str) -> Iterator[dict]:
@@ -102,33 +93,22 @@ def step_right(bench: Bench, name: str) -> Iterator[dict]:
     The retained tokens after every step must be those of the float64 loop, until one of its decisions is too
     close. Outputs must be as good as the reference's in the same precision.
     """
-    steps = 6 if bench.small else 40
-    options = dict(requests=3, heads=2, size=64, group=2, window=3, topk=13, slots=16) | RIGHT[name]
     reduced = dict(requests=1, heads=1, size=32, topk=12) if bench.small else {}
-    p = Problem(**options | reduced | dict(dtype=bench.dtype, q_dtype=bench.dtype)).prepare()
-    exact = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
-    reference, rule, active = poisoned_pages(p.layout, p.num_blocks), p.rule.to(bench.device), list(range(p.requests))
-    pages, found, compared = p.layout.view(poisoned_pages(p.layout, p.num_blocks).raw.to(bench.device)), [], 0
-    for position in range(steps + (13 if bench.small else 30)):
-        inputs, now = p.inputs(active), [position] * p.requests
-        eager = p.run(reference, active, now, *inputs, "reference")
-        wide, margins = _exact_step(p, exact, position, *inputs)
-        own = _step(bench, p, rule, pages, position, *inputs)
-        if min(margins) <= (CLOSE_MASS if rule.coupled else CLOSE):
+    both = Comparison(bench, Problem, dict(requests=3) | RIGHT[name] | reduced)
+    p, results = both.p, both.results
+    active = list(range(p.requests))
+    for position in range(19 if bench.small else 70):
+        tokens = p.inputs(active)
+        if both.exact_step(position, *tokens):
+            results["exact"].pop()
             break
-        on_host = p.layout.view(pages.raw.cpu())
-        for r in active:
-            for h in range(p.heads):
-                held = p.long_range(on_host, r, h, position).keys()
-                expected = exact[r][h].long_range(position).keys()
-                assert held == expected, f"position {position}, request {r}, head {h}: {sorted(held ^ expected)} differ"
-        compared += 1
-        found.append((own, wide, eager))
+        results["reference"].append(p.run(both.reference, active, [position] * p.requests, *tokens, "reference"))
+        results["kernel"].append(both.run(ops.decode_step, torch.full((p.requests,), position), *tokens))
+        both.check_sets(position)
+    compared = len(results["kernel"])
     assert compared >= 12, f"the data have a close decision at position {compared}: take another seed"
     yield bench.row("steps with equal sets", compared, "count")
-    for i, what in enumerate(("out", "lse")):
-        actual, wide, eager = (torch.stack([each[j][i].cpu() for each in found]) for j in range(3))
-        yield from within(bench, actual, wide, eager, what, factor=3.0)
+    yield from both.outputs()
 
 
 def prefix_right(bench: Bench, name: str) -> Iterator[dict]:
@@ -137,69 +117,30 @@ def prefix_right(bench: Bench, name: str) -> Iterator[dict]:
     The prompt comes in chunks, whose attention to the prefix is torch's own. The retained tokens must be
     those of the float64 loop, and outputs as good as the reference's in the same precision.
     """
-    options = dict(heads=2, size=64, group=2, window=3, topk=13, slots=16, protected=(70,)) | BEHIND[name]
     reduced = dict(heads=1, size=32, group=1, protected=(18,)) if bench.small else {}
-    p = Behind(**options | reduced | dict(dtype=bench.dtype, q_dtype=bench.dtype)).prepare()
-    (protected,), exact = p.protected, [p.exact(0, h) for h in range(p.heads)]
-    length, found, ends = protected + 24, [], (protected - 9, protected + 16)
+    both = Comparison(bench, Behind, dict(protected=(70,)) | BEHIND[name] | reduced)
+    p, results = both.p, both.results
+    (protected,), device = p.protected, bench.device
+    length, ends = protected + 24, (protected - 9, protected + 16)
     q, k, v = p.inputs([0] * length)
-    reference, rule = poisoned_pages(p.layout, p.num_blocks), p.rule.to(bench.device)
-    pages = p.layout.view(poisoned_pages(p.layout, p.num_blocks).raw.to(bench.device))
-    wide, eager, margins = [], [], []
     for t in range(length):
         token = [x[t : t + 1] for x in (q, k, v)]
-        eager.append(p.run(reference, [0], [t], *token, "reference"))
-        one, least = _exact_step(p, [exact], t, *token)
-        wide.append(one)
-        margins.append(min(least))
-    close = CLOSE_MASS if rule.coupled else CLOSE
-    assert min(margins) > close, "the data have a close decision: take another seed"
-    q, k, v, table, budgets = (x.to(bench.device) for x in (q, k, v, p.table, p.budgets))
-    prefix = Prefix(pages, p.prefix_table.to(bench.device), p.tokens)
-    at = torch.arange(protected, device=bench.device)
-    prefix.write(k[:protected], v[:protected], prefix.table[0, at // p.slots].long(), at % p.slots)
-    own = dict(rule=rule, scale=p.scale, impl="triton")
-    ops.begin_tail(pages, table, prefix, rule=rule, impl="triton")
+        results["reference"].append(p.run(both.reference, [0], [t], *token, "reference"))
+        assert not both.exact_step(t, *token), "the data have a close decision: take another seed"
+    prefix = Prefix(both.pages, p.prefix_table.to(device), p.tokens)
+    at = torch.arange(protected, device=device)
+    keys, values = (x[:protected].to(device) for x in (k, v))
+    prefix.write(keys, values, prefix.table[0, at // p.slots].long(), at % p.slots)
+    ops.begin_tail(both.pages, p.table.to(device), prefix, rule=both.rule, impl="triton")
     for start, end in zip((0, *ends[:-1]), ends, strict=True):
-        cut = slice(start, end)
-        found.append(
-            ops.prefill_chunk(q[cut], k[cut], v[cut], pages, table[0], start, budgets[0], prefix=prefix, **own)
-        )
-    there = Prefix(pages, prefix.table, p.tokens.to(bench.device))
+        chunk = (x[start:end] for x in (q, k, v))
+        results["kernel"].append(both.run(ops.prefill_chunk, start, *chunk, prefix=prefix))
+    there = Prefix(both.pages, prefix.table, p.tokens.to(device))
     for t in range(ends[-1], length):
-        cut, position = slice(t, t + 1), torch.full((1,), t, device=bench.device)
-        found.append(ops.decode_step(q[cut], k[cut], v[cut], pages, table, position, budgets, prefix=there, **own))
-    on_host = p.layout.view(pages.raw.cpu())
-    for h in range(p.heads):
-        held, expected = p.long_range(on_host, 0, h, length - 1).keys(), exact[h].long_range(length - 1).keys()
-        assert held == expected, f"head {h}: {sorted(held ^ expected)} differ"
-    for i, what in enumerate(("out", "lse")):
-        parts = (torch.cat([each[i].cpu() for each in part]) for part in (found, wide, eager))
-        yield from within(bench, *parts, what, factor=3.0)
-
-
-def _exact_step(p: Problem, exact, position: int, q, k, v):
-    gate_scores, rows = given_scores(p.rule, k), [slice(h * p.group, (h + 1) * p.group) for h in range(p.heads)]
-    steps = [
-        exact[r][h].step(
-            position, q[r, rows[h]], k[r, h], v[r, h], p.scale, None if gate_scores is None else gate_scores[r, h]
-        )
-        for r in range(p.requests)
-        for h in range(p.heads)
-    ]
-    wide = torch.cat([s[0] for s in steps]).view(q.shape), torch.cat([s[1] for s in steps]).view(q.shape[:2])
-    return wide, [s[3] for s in steps]
-
-
-def _step(bench: Bench, p: Problem, rule: RetentionRule, pages: Pages, position: int, q, k, v):
-    """Run a decode step of the kernel on its device."""
-    gate_scores = given_scores(p.rule, k)
-    told = q, k, v, torch.full((p.requests,), position), p.budgets, p.table
-    q, k, v, positions, budgets, table = (x.to(bench.device) for x in told)
-    return ops.decode_step(
-        q, k, v, pages, table, positions, budgets, rule=rule, scale=p.scale, impl="triton",
-        gate_scores=None if gate_scores is None else gate_scores.to(bench.device),
-    )  # fmt: skip
+        token = (x[t : t + 1] for x in (q, k, v))
+        results["kernel"].append(both.run(ops.decode_step, torch.full((1,), t), *token, prefix=there))
+    both.check_sets(length - 1)
+    yield from both.outputs()
 
 
 def sanitized(bench: Bench, tool: str) -> Iterator[dict]:
@@ -231,15 +172,9 @@ def output_of(command: list[str], limit: float) -> tuple[int | None, str]:
 
     After ``limit`` seconds the program and its children are killed, and the code is None.
     """
-    with subprocess.Popen(
-        command,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-        env=os.environ
-        | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},  # otherwise memory beside a tensor would be valid as well
-    ) as process:
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}  # else memory beside a tensor is valid as well
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with subprocess.Popen(command, **pipes, start_new_session=True, env=environment) as process:
         try:
             said, _ = process.communicate(timeout=limit)
         except BaseException as error:
@@ -270,12 +205,10 @@ def step_times(bench: Bench, budget: int, requests: int, protected: int = 0) -> 
         ),
     }
     graphs = {what: Replayed(bench, rule, budget, requests, protected) for what, rule in rules.items()}
-    layers = {what: graph.layers for what, graph in graphs.items()}
-    times = {
-        what: 1e3 * value / layers[what] for what, value in paired({w: g.replay for w, g in graphs.items()}).items()
-    }
-    for what, graph in graphs.items():
-        graph.check(what)
+    seconds = paired({what: graph.replay for what, graph in graphs.items()})
+    times = {what: 1e3 * seconds[what] / graph.layers for what, graph in graphs.items()}
+    for what, graph in graphs.items():  # a step from a wrong start gives NaN
+        assert bool(graph.out.isfinite().all()), f"{what}: outputs are not finite"
     speed = bandwidth()
     keys = requests * KV_HEADS * (budget + protected) * 2 * SIZE * bench.dtype.itemsize
     state = requests * KV_HEADS * 4 * (2 * rules["kvpop"].state_floats(SIZE) + 2 * budget)
@@ -305,8 +238,8 @@ class Replayed:
         device, self.rule, self.protected = bench.device, rule.to(bench.device), protected
         layout = PageLayout(KV_HEADS, SIZE, bench.dtype, state_floats=rule.state_floats(SIZE))
         blocks = layout.blocks(budget, budget)
-        own = (requests * blocks + cdiv(protected, layout.block_slots)) * KV_HEADS * layout.region_bytes
-        self.layers = max(1, min(LAYERS, MOST_BYTES // (2 * own), -(-(1 << 30) // own)))
+        size = (requests * blocks + cdiv(protected, layout.block_slots)) * KV_HEADS * layout.region_bytes
+        self.layers = max(1, min(LAYERS, MOST_BYTES // (2 * size), cdiv(1 << 30, size)))
         self.positions = torch.full((requests,), SEEN, device=device)
         budgets = torch.full((requests, KV_HEADS), budget, dtype=torch.int32, device=device)
         tokens = [torch.randn(requests, n, SIZE, device=device).to(bench.dtype) for n in (HEADS, KV_HEADS, KV_HEADS)]
@@ -320,8 +253,7 @@ class Replayed:
                 )  # fmt: skip
             self.positions.add_(1)
 
-        self.graph = graph_of(step)
-        self.replay = self.graph.replay
+        self.replay = graph_of(step).replay
 
     def _pages(
         self, layout: PageLayout, budget: int, requests: int, blocks: int, device
@@ -336,14 +268,12 @@ class Replayed:
         )
         pages = layout.view(raw)
         for part in (pages.k, pages.v, pages.score):
-            part.copy_(
-                torch.randn(part.shape, device=device, dtype=torch.float32 if part is pages.score else part.dtype)
-            )
+            part.normal_()
         table = torch.randperm(requests * blocks, device=device).int().view(requests, 1, blocks)
         slots = torch.arange((blocks - layout.state_blocks) * layout.block_slots, device=device)
         of_blocks = table[:, 0, layout.state_blocks :].long()  # [R, slot blocks]
-        told = (slots % (SEEN - WINDOW)).int().view(1, -1, 1, layout.block_slots)
-        pages.position[of_blocks] = told.expand(requests, -1, KV_HEADS, -1)
+        positions = (slots % (SEEN - WINDOW)).int().view(1, -1, 1, layout.block_slots)
+        pages.position[of_blocks] = positions.expand(requests, -1, KV_HEADS, -1)
         pages.position[of_blocks[:, 0], :, 0] = SEEN
         pages.state[table[:, 0, : layout.state_blocks].long()] = 0.0
         prefix = None
@@ -351,11 +281,3 @@ class Replayed:
             shared = requests * blocks + torch.arange(ahead, dtype=torch.int32, device=device).expand(requests, -1)
             prefix = Prefix(pages, shared, torch.full((requests,), self.protected, device=device))
         return pages, table.expand(-1, KV_HEADS, -1), prefix
-
-    def check(self, what: str) -> None:
-        """Check that steps were taken; a wrong start does not raise.
-
-        Raises:
-            AssertionError: an output is not finite.
-        """
-        assert bool(self.out.isfinite().all()), f"{what}: outputs are not finite"

@@ -8,43 +8,34 @@ are far away. SDPA attends to all tokens. FlexAttention gets the same mask as a 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
-from gpu import Bench, within
+from gpu import HEADS, KV_HEADS, SIZE, Bench, Case, within
 from gpu_clock import bandwidth, paired, seconds
 from kernels.naive import future_mass, kept_sets, masked_attention, visible_keys
 
 from kvpop_vllm.kernels import ops
 
 SINKS, WINDOW = 4, 512
-HEADS, KV_HEADS, SIZE = 32, 8, 128
-"""Attention shape of Qwen3-8B."""
 
 
-RIGHT = {
-    "running_topk is right": lambda bench: topk_right(bench),
-    "sparse_attention is right": lambda bench: attention_right(bench),
-    "future_attention_mass is right": lambda bench: mass_right(bench),
-    "delayed_mlstm is right": lambda bench: mlstm_right(bench),
-}
-
-
-def training_kernels(bench: Bench):
+def training_kernels(bench: Bench) -> Iterator[Case]:
     """Yield cases; see :data:`gpu.Section`."""
-    for case, check in RIGHT.items():
-        yield case, lambda check=check: check(bench)
-    if bench.small or bench.watched:
-        return
+    right = "{} is right".format
+    checks = dict(
+        running_topk=topk_right,
+        sparse_attention=attention_right,
+        future_attention_mass=mass_right,
+        delayed_mlstm=mlstm_right,
+    )
+    for op, check in checks.items():
+        yield Case(right(op), check)
+    attention = right("running_topk"), right("sparse_attention")
+    scorer = right("delayed_mlstm"), right("future_attention_mass"), right("running_topk")
     for length, topk in ((16384, 1532), (16384, 3580)):
-        for what, times in (("attention", attention_times), ("scorer", scorer_times)):
-            needed = set(list(RIGHT)[:2]) if what == "attention" else set(RIGHT) - {"sparse_attention is right"}
-            if wrong := sorted(needed & bench.wrong):
-                bench.say(f"{what}, S {length}, k {topk}: not timed, as it is wrong that {wrong[0]}")
-                continue
-            yield (
-                f"{what}, S {length}, k {topk}",
-                lambda times=times, length=length, topk=topk: times(bench, length, topk),
-            )
+        for what, times, needs in (("attention", attention_times, attention), ("scorer", scorer_times, scorer)):
+            yield Case(f"{what}, S {length}, k {topk}", partial(times, length=length, topk=topk), needs)
 
 
 def _draw(bench: Bench, seed: int, *shape: int, dtype=None) -> torch.Tensor:
@@ -84,8 +75,8 @@ def attention_right(bench: Bench) -> Iterator[dict]:
             return masked_attention(*x, visible, scale)
 
         runs = (sparse, bench.dtype), (masked, torch.float64), (masked, bench.dtype)
-        found = [_complete(run, inputs, grad, dtype) for run, dtype in runs]
-        for name, *three in zip(("out", "lse", "dq", "dk", "dv"), *found, strict=True):
+        results = [_complete(run, inputs, grad, dtype) for run, dtype in runs]
+        for name, *three in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
             yield from within(bench, *three, f"{name}, D {size}, G {group}")
 
 
@@ -143,32 +134,39 @@ def attention_times(bench: Bench, length: int, topk: int) -> Iterator[dict]:
     def sparse(*x):
         return ops.sparse_attention(*x, rank, cutoff, sinks=SINKS, window=WINDOW, scale=scale, impl="triton")[0]
 
-    def dense(*x):
-        return torch.nn.functional.scaled_dot_product_attention(*x, is_causal=True, scale=scale, enable_gqa=True)
-
-    runs = {"sparse": sparse, "SDPA": dense, "FlexAttention": lambda *x: flex(*x, scale)}
-    error = (sparse(q, k, v).float() - runs["FlexAttention"](q, k, v).float()).abs().max()
-    assert error < 0.02, f"sparse_attention and FlexAttention differ by {float(error):.3g}"
-    held = torch.arange(1, length + 1).clamp_max(SINKS + WINDOW + topk).double().mean()
-    share = float(held / ((length + 1) / 2))
-    for what, wrap in (
-        ("forward", lambda run: lambda: run(q, k, v)),
-        ("forward and backward", _with_gradients(q, k, v)),
+    runs = {"sparse": sparse, "SDPA": dense, "FlexAttention": flex}
+    check_same("sparse_attention", sparse(q, k, v), flex(q, k, v))
+    share = visible_share(length, SINKS + WINDOW + topk)
+    leaves, grad = [x.detach().requires_grad_() for x in (q, k, v)], torch.randn_like(q)
+    for what, of in (
+        ("forward", lambda run: run(q, k, v)),
+        ("forward and backward", lambda run: torch.autograd.grad(run(*leaves), leaves, grad)),
     ):
-        times = paired({name: wrap(run) for name, run in runs.items()})
+        times = paired({name: partial(of, run) for name, run in runs.items()})
         for name, value in times.items():
             floor = 1e3 * times["SDPA"] * share if name == "sparse" else None
             yield bench.row(f"{name}, {what}", 1e3 * value, "ms", floor)
 
 
-def _with_gradients(*inputs):
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    grad = torch.randn_like(inputs[0])
+def dense(q, k, v) -> torch.Tensor:
+    """Return attention to all tokens, by SDPA."""
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SIZE**-0.5, enable_gqa=True)
 
-    def wrap(run):
-        return lambda: torch.autograd.grad(run(*leaves), leaves, grad)
 
-    return wrap
+def check_same(op: str, own: torch.Tensor, flex: torch.Tensor) -> None:
+    """Check that the outputs of an op are those of FlexAttention.
+
+    Raises:
+        AssertionError: they are not.
+    """
+    error = float((own.float() - flex.float()).abs().max())
+    assert error < 0.02, f"{op} and FlexAttention differ by {error:.3g}"
+
+
+def visible_share(length: int, budget: int) -> float:
+    """Return the share of causal logits that are visible when a query sees at most ``budget`` tokens."""
+    held = torch.arange(1, length + 1).clamp_max(budget).double().mean()
+    return float(held / ((length + 1) / 2))
 
 
 def compiled_flex(rank, cutoff, length: int, window: int):
@@ -181,13 +179,13 @@ def compiled_flex(rank, cutoff, length: int, window: int):
     group = HEADS // KV_HEADS
 
     def visible(batch, head, query, key):
-        own = head // group
-        kept = (key < SINKS) | (key > query - window) | (rank[batch, own, key] <= cutoff[batch, own, query])
+        kv_head = head // group
+        kept = (key < SINKS) | (key > query - window) | (rank[batch, kv_head, key] <= cutoff[batch, kv_head, query])
         return kept & (key <= query)
 
     blocks = create_block_mask(visible, 1, HEADS, length, length, device="cuda", _compile=True)
     compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v, scale: compiled(q, k, v, block_mask=blocks, scale=scale, enable_gqa=True)
+    return partial(compiled, block_mask=blocks, scale=SIZE**-0.5, enable_gqa=True)
 
 
 def scorer_times(bench: Bench, length: int, topk: int) -> Iterator[dict]:

@@ -5,34 +5,36 @@ gets the same random prompts at the same times. Nothing is called faster unless 
 stock's greedy tokens on prompts shorter than its budget. Rows are appended to benchmarks/results/load.csv.
 """
 
-import argparse
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import urllib.request
 from pathlib import Path
 
+import openai
 import record
 from engines import (
     SHORT_PROMPTS,
-    add_options,
     add_pool,
     check_budget,
     check_model,
     conclude,
     configurations,
     differs,
+    grouped,
+    parser_of,
     say,
+    setting,
     token_bytes,
 )
+
+from kvpop_vllm.argument_types import positive
 
 sys.path.insert(0, str(record.ROOT / "examples"))
 from serving import Server, ServerError  # noqa: E402
 
-RESULTS = record.ROOT / "benchmarks" / "results" / "load.csv"
-SPREAD = (("least", min), ("largest", max))
+RESULTS = record.RESULTS / "load.csv"
 MEASURES = ("median_ttft_ms", "p99_ttft_ms", "median_tpot_ms", "output_throughput", "duration")
 
 
@@ -43,33 +45,32 @@ def main() -> int:
     rows, first = [], None
     try:
         with tempfile.TemporaryDirectory(prefix="kvpop-bench-") as folder:
-            told = configurations(options, Path(folder))
+            settings = configurations(options, Path(folder))
             for turn in range(1, options.rounds + 1):
-                for name, configuration in told.items():
+                for name, configuration in settings.items():
                     answers, measured = one_server(name, configuration["policy"], options, Path(folder))
                     first = answers if first is None else first  # stock comes first
                     if problem := differs(name, first, answers):
-                        return conclude([problem], None, None, options)
+                        return conclude([problem], [], report, RESULTS, options)
                     rows.append(row(name, turn, measured, options))
                     say(f"round {turn}, {name}: " + ", ".join(f"{m} {measured[m]:.0f}" for m in MEASURES))
     except ServerError as error:
         sys.exit(str(error))
-    return conclude([], lambda: report(rows), lambda: record.append(RESULTS, rows), options)
+    return conclude([], rows, report, RESULTS, options)
 
 
 def parse_arguments():
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser, budget=1024, rounds=1)
-    parser.add_argument("--prompts", type=int, default=24, help="requests (default 24)")
-    parser.add_argument("--input", type=int, default=4000, help="tokens of each prompt (default 4000)")
-    parser.add_argument("--output", type=int, default=128, help="tokens generated for each (default 128)")
+    parser = parser_of(__doc__, budget=1024, rounds=1)
+    parser.add_argument("--prompts", type=positive, default=24, help="requests (default 24)")
+    parser.add_argument("--input", type=positive, default=4000, help="tokens of each prompt (default 4000)")
+    parser.add_argument("--output", type=positive, default=128, help="tokens generated for each (default 128)")
     parser.add_argument("--rate", type=float, default=0.06, help="requests per second, Poisson (default 0.06)")
     add_pool(parser)
     options = parser.parse_args()
     check_budget(parser, options)
-    if min(options.prompts, options.input, options.output) < 1 or not options.rate > 0:
-        parser.error("--prompts, --input and --output must be at least 1, and --rate above 0")
+    if not options.rate > 0:
+        parser.error("--rate must be above 0")
     if options.input + options.output > 8192:
         parser.error("a request exceeds the demo model's 8192 positions: lower --input or --output")
     return options
@@ -102,43 +103,29 @@ def one_server(name: str, policy: dict | None, options, folder: Path) -> tuple[l
 
 def greedy(url: str, model: str, prompt: str) -> list[dict]:
     """Return greedy tokens of a prompt, each with its log-probability and its lead over the second."""
-    asked = {"model": model, "prompt": prompt, "max_tokens": 24, "temperature": 0, "logprobs": 2, "ignore_eos": True}
-    request = urllib.request.Request(
-        f"{url}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        found = json.load(reply)["choices"][0]["logprobs"]
-    best = [sorted(candidates.values(), reverse=True)[:2] for candidates in found["top_logprobs"]]
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
+    sampling = {"max_tokens": 24, "temperature": 0, "logprobs": 2, "extra_body": {"ignore_eos": True}}
+    found = client.completions.create(model=model, prompt=prompt, **sampling).choices[0].logprobs
+    best = [sorted(candidates.values(), reverse=True)[:2] for candidates in found.top_logprobs]
     return [
         {"token": token, "logprob": logprob, "gap": pair[0] - pair[-1]}
-        for token, logprob, pair in zip(found["tokens"], found["token_logprobs"], best, strict=True)
+        for token, logprob, pair in zip(found.tokens, found.token_logprobs, best, strict=True)
     ]
 
 
 def row(name: str, turn: int, measured: dict, options) -> dict:
     """Return one row of the CSV file."""
-    from importlib.metadata import version
-
-    setting = {
-        "threads": options.threads,
-        "vllm": version("vllm"),
-        "mode": "eager" if options.eager else "compiled",
-        "pool_tokens": int(options.dense_requests * 8192),
-        "budget": options.budget,
-        "prompts": options.prompts,
-        "input": options.input,
-        "output": options.output,
-        "rate": options.rate,
-    }
-    return setting | {"configuration": name, "round": turn} | {m: f"{measured[m]:.1f}" for m in MEASURES}
+    load = {"prompts": options.prompts, "input": options.input, "output": options.output, "rate": options.rate}
+    pool = {"pool_tokens": int(options.dense_requests * 8192), "configuration": name, "round": turn}
+    return setting(options) | load | pool | {m: f"{measured[m]:.1f}" for m in MEASURES}
 
 
 def report(rows: list[dict]) -> str:
     """Return the results as a table."""
     lines = [f"{'':30} " + " ".join(f"{m:>18}" for m in MEASURES)]
-    for name in dict.fromkeys(r["configuration"] for r in rows):
-        mine = [r for r in rows if r["configuration"] == name]
-        for label, of in ((name, statistics.median), *(((f"  {n}", f) for n, f in SPREAD) if len(mine) > 1 else ())):
+    for (name,), mine in grouped(rows, "configuration").items():
+        spread = {"  least": min, "  largest": max} if len(mine) > 1 else {}
+        for label, of in ({name: statistics.median} | spread).items():
             lines.append(f"{label:30} " + " ".join(f"{of(float(r[m]) for r in mine):18.0f}" for m in MEASURES))
     return "\n".join(lines)
 

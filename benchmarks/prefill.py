@@ -7,7 +7,6 @@ This shows how time grows with the prompt and is not compared with stock. Rows a
 benchmarks/results/prefill.csv.
 """
 
-import argparse
 import json
 import shutil
 import statistics
@@ -16,9 +15,9 @@ import tempfile
 from pathlib import Path
 
 import record
-from engines import add_options, check_budget, compare, say
+from engines import check_budget, compare, grouped, parser_of, say, setting, spread
 
-RESULTS = record.ROOT / "benchmarks" / "results" / "prefill.csv"
+RESULTS = record.RESULTS / "prefill.csv"
 POSITIONS = 8192
 
 
@@ -32,13 +31,7 @@ def main() -> int:
         judged = options.load_format != "dummy"  # random weights make flat logits with meaningless near ties
         if not judged:
             print("random weights: outputs and times are not compared with stock's")
-        return compare(
-            options,
-            lambda started: measure(started, options),
-            report,
-            lambda rows: record.append(RESULTS, rows),
-            judged=judged,
-        )
+        return compare(options, measure, report, RESULTS, judged=judged)
 
 
 def measure(started: dict, options) -> list[dict]:
@@ -61,8 +54,7 @@ def lengthen(model: Path, folder: Path, positions: int) -> None:
 
 def parse_arguments():
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_options(parser, budget=1024, rounds=5)
+    parser = parser_of(__doc__, budget=1024, rounds=5)
     parser.add_argument("--context", nargs="+", type=int, default=[7500], help="tokens of each prompt (default 7500)")
     options = parser.parse_args()
     check_budget(parser, options)
@@ -72,26 +64,17 @@ def parse_arguments():
 
 def one_turn(started: dict, turn: int, context: int, options) -> list[dict]:
     """Return one row per configuration for one prompt."""
-    from importlib.metadata import version
-
     took = {name: engine.ask("prompt", context=context)["seconds"] for name, engine in started.items()}
     rate = {name: context / seconds for name, seconds in took.items()}
     say(f"{context} tokens, round {turn}: " + ", ".join(f"{name} {r:.0f} tokens/s" for name, r in rate.items()))
-    setting = {
-        "threads": options.threads,
-        "vllm": version("vllm"),
-        "mode": "eager" if options.eager else "compiled",
-        "weights": "random" if options.load_format == "dummy" else "demo",
-        "context": context,
-        "budget": options.budget,
-    }
+    dummy = options.load_format == "dummy"
+    common = setting(options) | {"weights": "random" if dummy else "demo", "context": context, "round": turn}
     return [
-        setting
+        common
         | {
             "configuration": name,
-            "round": turn,
             "tokens_per_s": f"{r:.1f}",
-            "over_dense": "" if options.load_format == "dummy" else f"{r / rate['dense']:.3f}",
+            "over_dense": "" if dummy else f"{r / rate['dense']:.3f}",
         }
         for name, r in rate.items()
     ]
@@ -100,22 +83,17 @@ def one_turn(started: dict, turn: int, context: int, options) -> list[dict]:
 def report(rows: list[dict]) -> str:
     """Return the results as a table, with ratios to stock and the growth of time per token."""
     lines = [f"{'context':>7} {'':30} {'tokens/s':>8} {'it / dense: median':>19} {'min':>6} {'max':>6}"]
-    contexts = sorted({row["context"] for row in rows})
-    for name in dict.fromkeys(row["configuration"] for row in rows):
+    for (name,), of_name in grouped(rows, "configuration").items():
         rate = {}
-        for context in contexts:
-            mine = [row for row in rows if (row["configuration"], row["context"]) == (name, context)]
-            ratios = [float(row["over_dense"]) for row in mine if row["over_dense"]]
+        for (context,), mine in sorted(grouped(of_name, "context").items()):
             rate[context] = statistics.median(float(row["tokens_per_s"]) for row in mine)
-            line = f"{context:7} {name:30} {rate[context]:8.0f}"
-            if ratios:
-                line += f" {statistics.median(ratios):19.2f} {min(ratios):6.2f} {max(ratios):6.2f}"
-            lines.append(line)
-        if len(contexts) > 1:
-            over = max(rate.values()) / min(rate.values())
+            over_dense = [float(row["over_dense"]) for row in mine if row["over_dense"]]
             lines.append(
-                f"        {name}: longest / shortest time per token, {contexts[0]} to {contexts[-1]}: {over:.2f}"
+                f"{context:7} {name:30} {rate[context]:8.0f} {spread(over_dense) if over_dense else ''}".rstrip()
             )
+        if len(rate) > 1:
+            over, (first, *_, last) = max(rate.values()) / min(rate.values()), rate
+            lines.append(f"        {name}: longest / shortest time per token, {first} to {last}: {over:.2f}")
     return "\n".join(lines)
 
 

@@ -81,12 +81,11 @@ def test_near_ties_everywhere_prove_nothing(modules):
 
 @pytest.mark.parametrize("problems", [[], ["x, prompt 0, token 2: 9 instead of 3, gap 2.00"]])
 @pytest.mark.parametrize("no_csv", [False, True])
-def test_nothing_is_called_faster_when_outputs_differ(modules, capsys, problems, no_csv):
-    written = []
-    options = argparse.Namespace(no_csv=no_csv)
-    status = modules["engines"].conclude(problems, lambda: "twice as fast", lambda: written.append(1), options)
+def test_nothing_is_called_faster_when_outputs_differ(modules, capsys, tmp_path, problems, no_csv):
+    file, options = tmp_path / "rows.csv", argparse.Namespace(no_csv=no_csv)
+    status = modules["engines"].conclude(problems, [{"ms": 1}], lambda rows: "twice as fast", file, options)
     out, err = capsys.readouterr()
-    assert status == len(problems) and written == [1] * (not problems and not no_csv)
+    assert status == len(problems) and file.exists() == (not problems and not no_csv)
     assert out == ("" if problems else "twice as fast\n")
     assert [line for line in err.splitlines()] == [f"output check failed, no ratio is given: {p}" for p in problems]
 

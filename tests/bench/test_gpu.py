@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,15 +79,17 @@ def test_a_case_that_breaks_costs_no_other(script, tmp_path):
     about = dict.fromkeys(("machine", "commit", "torch", "triton"), "x")
 
     def run(case, measure, bench=bench):
-        return script.run_case(bench, "section", case, measure, path, about)
+        return script.run_case(bench, "section", script.Case(case, measure, needs=("b",)), path, about)
 
-    def breaks():
+    def breaks(bench):
         yield bench.row("before", 1.0, "ms", floor=0.5)
         raise AssertionError("error 3 exceeds 2")
 
     assert run("a", breaks) == "wrong" and bench.wrong == {"a"}
     assert any("section, a: WRONG AssertionError: error 3 exceeds 2" in line for line in said)
-    assert run("b", lambda: iter([bench.row("after", 2.0, "ms")])) == "done"
+    assert run("b", lambda bench: iter([bench.row("after", 2.0, "ms")])) == "done"
+    bench.wrong.add("b")
+    assert run("d", breaks) == "skipped" and said[-1] == "section, d: not timed, as it is wrong that b"
     late = script.Bench("cpu", "torch.float32", True, False, time.monotonic() - 1, said.append)
     assert run("c", breaks, late) == "not reached" and said[-1] == "section, c: not reached"
     rows = list(csv.DictReader(path.open(newline="")))
@@ -95,40 +98,39 @@ def test_a_case_that_breaks_costs_no_other(script, tmp_path):
     ]  # fmt: skip
 
 
-def test_a_section_ends_when_its_share_does_and_one_that_is_broken_costs_no_other(script, monkeypatch):
-    said = []
-    bench = script.Bench("cpu", "torch.float32", True, False, time.monotonic() + 60, said.append)
+def test_a_section_ends_when_its_share_does(script):
+    bench = script.Bench("cpu", "torch.float32", True, False, time.monotonic() + 60, print)
     assert bench.left() > 50
     bench.until = time.monotonic() - 1
     assert bench.left() < 0
     assert script.SHARES.keys() == script.SECTIONS.keys() and list(script.SECTIONS)[-1] == "sanitizers"
     shares = sum(share for name, share in script.SHARES.items() if name != "sanitizers")
     assert script.parse_arguments([]).minutes == 7.5 and 60 * 7.5 * (1 - shares / 8) > 60  # for a sanitizer
-    monkeypatch.setitem(script.SECTIONS, "generation", "no_such_module:generation")
-    assert script.imported(bench, "generation") is None
-    assert said[0].startswith("generation: WRONG it cannot be imported: ModuleNotFoundError")
 
 
-def test_a_section_that_breaks_between_its_cases_costs_no_other(script, tmp_path):
+def test_a_section_that_breaks_between_its_cases_costs_no_other(script, monkeypatch, tmp_path):
     said = []
     bench = script.Bench("cpu", "torch.float32", True, False, time.monotonic() + 60, said.append)
 
     def breaks(bench):
-        yield "a", lambda: iter(())
+        yield script.Case("a", lambda bench: iter(()))
         raise KeyError("hidden_size")
 
     def skips(bench):
-        def case():
+        def run(bench):
             raise script.Skipped("there is no such tool")
             yield
 
-        yield "b", case
-        yield "c", lambda: iter(())
+        yield script.Case("b", run)
+        yield script.Case("c", lambda bench: iter(()))
+        yield script.Case("times", run, needs=("b",))  # not of reduced shapes
 
-    sections = {"first": breaks, "second": None, "third": skips}
+    monkeypatch.setitem(script.SECTIONS, "second", "no_such_module:generation")
+    sections = {"first": breaks, "second": script.imported("second"), "third": skips}
     about = dict.fromkeys(("machine", "commit", "torch", "triton"), "x")
     assert script.run_sections(bench, sections, {"first": 30.0}, tmp_path / "gpu.csv", about) == 1
     assert any(line.startswith("first: WRONG between its cases") and "KeyError: 'hidden_size'" in line for line in said)
+    assert any(line.startswith("second: WRONG between its cases") and "ModuleNotFoundError" in line for line in said)
     assert "third, b: skipped, there is no such tool" in said
     assert said[-1] == "2 cases done, 2 cases wrong, 1 cases skipped, 0 cases not reached"
 
@@ -141,7 +143,8 @@ def test_a_tool_is_ended_with_all_it_started_and_begun_only_where_there_is_time(
 
     def outcome(left):
         bench = script.Bench("cpu", "torch.float32", False, False, time.monotonic() + left, said.append)
-        return script.run_case(bench, "s", "c", lambda: serving.sanitized(bench, "memcheck"), tmp_path / "gpu.csv", {})
+        case = script.Case("c", partial(serving.sanitized, tool="memcheck"))
+        return script.run_case(bench, "s", case, tmp_path / "gpu.csv", {})
 
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert outcome(40) == "skipped" and not child.exists() and said[-1].endswith("s are left, and it needs 45")
@@ -216,7 +219,7 @@ def test_prompts_of_rules_that_are_dear(script, on_cpu, monkeypatch):
     said.clear()
     [row] = prefill.mass_times(on_cpu, 32)
     assert (row["measure"], row["value"]) == ("a token, a layer", "2") and said == [(32, 0), (4, 32), (4, 36)]
-    names = [name for name, _ in prefill.prefill_kernels(on_cpu)]
+    names = [case.name for case in prefill.prefill_kernels(on_cpu)]
     assert names[-2:] == ["prefill_chunk, own decays, B 2048", "prefill_chunk, mean mass, B 2048"]
 
 

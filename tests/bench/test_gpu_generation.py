@@ -112,11 +112,11 @@ def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, m
         monkeypatch.setattr(generation, name, stand_in)
     names, found = [*generation.DENSE, *generation.KVPOP], {}
 
-    def run():
+    def run(bench):
         return generation.times(bench, drawn, 1, 16384, names, found)
 
     about = dict.fromkeys(("machine", "commit", "torch", "triton"), "x")
-    assert script.run_case(bench, "generation", "a", run, tmp_path / "gpu.csv", about) == "wrong"
+    assert script.run_case(bench, "generation", script.Case("a", run), tmp_path / "gpu.csv", about) == "wrong"
     rows = list(csv.DictReader((tmp_path / "gpu.csv").open(newline="")))
     assert [row["measure"] for row in rows] == [
         f"dense, no mask, {what}" for what in ("a token", "tokens a second", "cache", "peak memory while decoding")
@@ -136,16 +136,16 @@ def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, m
 def test_what_is_wrong_of_one_cache_does_not_stop_the_others(generation, on_cpu, monkeypatch):
     asked = []
 
-    def times(bench, drawn, requests, context, names, found):
+    def times(bench, names, **more):
         asked.append(names)
         return iter(())
 
     monkeypatch.setattr(generation, "times", times)
     for kind, others in {"dense": generation.KVPOP, "kvpop": generation.DENSE}.items():
         on_cpu.wrong = {f"a captured pass is right, {kind}"}
-        cases = [case for name, case in generation.generation(on_cpu) if name.startswith("generation, ")]
+        cases = [case for case in generation.generation(on_cpu) if case.name.startswith("generation, ")]
         for case in cases:
-            case()
+            case.run(on_cpu)
         assert len(cases) == 5 and asked == [[*others]] * 5
         asked.clear()
 
