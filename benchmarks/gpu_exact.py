@@ -58,14 +58,15 @@ class Comparison:
 
     def run_on(self, pages: Pages, op, at, q, k, v, **options) -> tuple[torch.Tensor, torch.Tensor]:
         """Run an op on the device of its pages; see :meth:`run`."""
-        p, gate_scores = self.p, given_scores(self.p.rule, k)
-        place = (p.table, at, p.budgets) if op is ops.decode_step else (p.table[0], at, p.budgets[0])
-        tokens, place, gate_scores = (self._moved(pages, *each) for each in ((q, k, v), place, (gate_scores,)))
-        return op(*tokens, pages, *place, scale=p.scale, gate_scores=gate_scores[0], **options)
-
-    @staticmethod
-    def _moved(pages: Pages, *values) -> list:
-        return [x.to(pages.raw.device) if isinstance(x, torch.Tensor) else x for x in values]
+        p, device = self.p, pages.raw.device
+        if op is ops.decode_step:
+            table, at, budgets, window = p.table, at.to(device), p.budgets, {"windows": p.windows.to(device)}
+        else:
+            table, budgets, window = p.table[0], p.budgets[0], {"window": int(p.windows[0])}
+        if (gate_scores := given_scores(p.rule, k)) is not None:
+            gate_scores = gate_scores.to(device)
+        q, k, v, table, budgets = (x.to(device) for x in (q, k, v, table, budgets))
+        return op(q, k, v, pages, table, at, budgets, scale=p.scale, gate_scores=gate_scores, **window, **options)
 
     def check_sets(self, position: int) -> None:
         """Check that the kernel holds the long-range tokens of the float64 loop after ``position``."""

@@ -31,11 +31,11 @@ CHUNK, ROUNDS = 256, 3
 """Tokens of a chunk that is processed token by token, and number of chunks whose median is taken."""
 
 RIGHT = {
-    "recency": dict(case="none", sinks=0, window=1, unequal=True),
+    "recency": dict(case="none", sinks=0, window=1, unequal=True, seed=2),
     "linear": dict(case="linear", group=4, size=128),
     "mlstm": dict(case="mlstm-norm-skip", group=4, size=128),
     "mlstm, heads of 80": dict(case="mlstm", group=3, size=80),
-    "own decays": dict(case="gate_scores-ages"),
+    "own decays": dict(case="gate_scores-ages", unequal=True, seed=1),
     "mean mass": dict(case="mass-mean", group=3),
     "moments": dict(case="moment-corrected"),
 }

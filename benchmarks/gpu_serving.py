@@ -43,7 +43,7 @@ LEAST = 45.0
 """Seconds that must be left for a tool to begin."""
 
 RIGHT = {
-    "recency": dict(case="none", sinks=0, window=1, unequal=True),
+    "recency": dict(case="none", sinks=0, window=1, unequal=True, seed=2),
     "key norm": dict(case="key-norm", group=4),
     "threshold": dict(case="gate_scores-threshold"),
     "mlp": dict(case="mlp"),
