@@ -8,7 +8,6 @@ and the same tensors under ``model.layers.{i}.self_attn.kvpop.<name>``, in the m
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterable
@@ -21,6 +20,7 @@ from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.scorers import ScorerConfig, parse_config
+from kvpop_vllm.files import replacing
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"
@@ -167,15 +167,9 @@ def write_scorer(folder: str | Path, config: ScorerConfig, layers: list[dict[str
         for i, layer in enumerate(layers)
         for name, t in layer.items()
     }
-    partial = {name: folder / f".{name}.{os.getpid()}.partial" for name in (TENSORS_NAME, CONFIG_NAME)}
-    try:
-        partial[CONFIG_NAME].write_text(json.dumps(config.to_json(), indent=2) + "\n")
-        save_tensors(flat, partial[TENSORS_NAME], mode_of=partial[CONFIG_NAME])
-        for name, file in partial.items():
-            os.replace(file, folder / name)
-    finally:
-        for file in partial.values():
-            file.unlink(missing_ok=True)
+    with replacing(folder / CONFIG_NAME) as own, replacing(folder / TENSORS_NAME) as tensors:
+        own.write_text(json.dumps(config.to_json(), indent=2) + "\n")
+        save_tensors(flat, tensors, mode_of=own)
 
 
 def save_tensors(tensors: dict[str, torch.Tensor], path: Path, mode_of: Path) -> None:

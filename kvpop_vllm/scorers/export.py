@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
+import math
+import re
 import shutil
-import struct
 from collections import Counter
 from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
 from kvpop_vllm.config import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, ConfigError
+from kvpop_vllm.files import replacing
 from kvpop_vllm.scorers.checkpoint import (
     check_model,
     full_checkpoint_target,
@@ -62,17 +63,12 @@ def export_checkpoint(base: str | Path, adapter: str | Path, out: str | Path) ->
     config["kvpop"] = scorer.to_json()
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.parent / f".{out.name}.{os.getpid()}.partial"
-    partial.mkdir()
-    try:
-        _copy_other_files(base, partial)
+    with replacing(out) as folder:
+        folder.mkdir()
+        _copy_other_files(base, folder)
         tensors = {full_checkpoint_target(i, name): t for i, layer in enumerate(layers) for name, t in layer.items()}
-        shards.write(partial, {name: tensor.contiguous() for name, tensor in tensors.items()})
-        (partial / "config.json").write_text(json.dumps(config, indent=2) + "\n")
-        partial.replace(out)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
+        shards.write(folder, {name: tensor.contiguous() for name, tensor in tensors.items()})
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
 def _copy_other_files(base: Path, target: Path) -> None:
@@ -90,7 +86,7 @@ class _Shards:
     """Safetensors files of the base model, as listed by its index, or ``model.safetensors``.
 
     Attributes:
-        headers: file name -> tensor name -> ``{"dtype", "shape", "data_offsets"}``.
+        headers: file name -> tensor name -> dtype and bytes.
     """
 
     def __init__(self, base: Path):
@@ -107,8 +103,8 @@ class _Shards:
         """Return the dtype that takes the most bytes in the base model's files."""
         counts = Counter()
         for header in self.headers.values():
-            for info in header.values():
-                counts[info["dtype"]] += _size(info)
+            for dtype, size in header.values():
+                counts[dtype] += size
         most = counts.most_common(1)[0][0]
         return _DTYPES.get(most, "float32")
 
@@ -127,7 +123,7 @@ class _Shards:
         headers = {names[source]: header for source, header in self.headers.items()}
         headers[SCORER_SHARD] = _header(target / SCORER_SHARD)
         index = {
-            "metadata": {"total_size": sum(_size(info) for header in headers.values() for info in header.values())},
+            "metadata": {"total_size": sum(size for header in headers.values() for _, size in header.values())},
             "weight_map": {name: file for file, header in headers.items() for name in sorted(header)},
         }
         (target / INDEX).write_text(json.dumps(index, indent=2) + "\n")
@@ -148,28 +144,26 @@ def _indexed(path: Path) -> list[str]:
     return names
 
 
-def _size(info: dict) -> int:
-    first, end = info["data_offsets"]
-    return end - first
-
-
-def _header(path: Path) -> dict[str, dict]:
-    """Return the table of tensors of a safetensors file.
+def _header(path: Path) -> dict[str, tuple[str, int]]:
+    """Return dtype and bytes of the tensors of a safetensors file.
 
     Raises:
         ConfigError: the file does not exist, has a malformed header, a different length than the header says,
             or no tensors.
     """
     try:
-        with path.open("rb") as file:
-            (length,) = struct.unpack("<Q", file.read(8))
-            with safe_open(path, "pt"):  # checks the whole header and the length of the file
-                header = json.loads(file.read(length))
+        with path.open("rb"), safe_open(path, "pt") as file:  # checks the header and the length of the file
+            header = {name: _dtype_and_size(file.get_slice(name)) for name in file.keys()}
     except OSError as error:
         raise ConfigError(f"{path} cannot be read ({error.strerror}): export needs safetensors weights") from None
-    except (SafetensorError, ValueError, struct.error):
+    except (SafetensorError, ValueError):
         raise ConfigError(f"{path} is not a complete safetensors file") from None
-    header.pop("__metadata__", None)
     if not header:
         raise ConfigError(f"{path} holds no tensors: give the folder of a model with its weights")
     return header
+
+
+def _dtype_and_size(tensor) -> tuple[str, int]:
+    dtype = tensor.get_dtype()  # such as BF16, F8_E4M3 or BOOL
+    bits = re.search(r"\d+", dtype) or ["8"]
+    return dtype, math.prod(tensor.get_shape()) * int(bits[0]) // 8
