@@ -5,11 +5,14 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kvpop_vllm.distill.recipe import BoundaryOptions
+from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Pass, dense_attention
 from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.kernels import ops
+
+MARGIN, BALANCE = (0.1, 1.0), (0.2, 5.0)
+"""Floor and clip of the weights by margin and by balance; they are ours, the paper gives none."""
 
 
 class RetentionLoss:
@@ -20,7 +23,7 @@ class RetentionLoss:
 
     Args:
         roles: slot roles of the budget.
-        options: options of the boundary loss.
+        recipe: options of the boundary loss.
         seed: seed of the row.
 
     Attributes:
@@ -28,25 +31,25 @@ class RetentionLoss:
         recalls: layer -> the paper's top-k retention recall half way from B to S, mean over heads.
     """
 
-    def __init__(self, roles: Roles, options: BoundaryOptions, seed: int):
-        self.roles, self.options, self.seed = roles, options, seed
+    def __init__(self, roles: Roles, recipe: Recipe, seed: int):
+        self.roles, self.recipe, self.seed = roles, recipe, seed
         self.losses: dict[int, torch.Tensor] = {}
         self.recalls: dict[int, torch.Tensor] = {}
 
     def __call__(self, seen: Pass) -> None:
         """Add the loss and recall of one layer."""
-        roles, options = self.roles, self.options
+        roles, recipe = self.roles, self.recipe
         q, k = seen.q.detach(), seen.k.detach()
-        lse = dense_attention(q, k, k, seen.scale)[1] if options.exact else seen.lse
+        lse = dense_attention(q, k, k, seen.scale)[1] if recipe.exact_targets else seen.lse
         target = retention_target(
             q,
             k,
             lse,
             window=roles.window,
             scale=seen.scale,
-            lookahead=options.lookahead,
-            normalise=options.normalise,
-            groups=options.groups,
+            lookahead=recipe.lookahead,
+            normalise=recipe.normalise,
+            groups=recipe.groups,
         )
         generator = torch.Generator(device=target.device)
         generator.manual_seed(self.seed * 1000 + seen.layer)
@@ -58,10 +61,10 @@ class RetentionLoss:
             window=roles.window,
             topk=roles.topk,
             step=roles.step,
-            tau=options.tau,
-            samples=options.samples,
-            margin=options.margin,
-            balance=options.balance,
+            tau=recipe.tau,
+            samples=recipe.samples,
+            margin=MARGIN if recipe.margin else None,
+            balance=BALANCE if recipe.balance else None,
             generator=generator,
         )
         self.recalls[seen.layer] = _teacher_recall(seen, target, roles)

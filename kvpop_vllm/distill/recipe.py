@@ -17,6 +17,21 @@ _OF_NEW = "lr_new lr_new_end warmup"
 _OF_TRIMKV = "gate_gated gate_width gate_bias capacity"
 _OF_DMS = "gate_scale gumbel_tau compression borrow_steps"
 READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query")}
+RANGES = (
+    (
+        "at least 1",
+        lambda value: 1 <= value < math.inf,
+        "length batch steps samples decay_step kl_top calibration_rows gate_width features value_size hidden compression",
+    ),
+    (
+        "at least 0",
+        lambda value: 0 <= value < math.inf,
+        "kl ce boundary weight_decay warmup sinks capacity borrow_steps lookahead",
+    ),
+    ("above 0", lambda value: 0 < value < math.inf, "lr_new lr_new_end lr_base clip tau gate_scale gumbel_tau"),
+    ("at least 0 and below 1", lambda value: 0 <= value < 1, "beta1 beta2"),
+)
+"""Ranges of fields that may also be None: in words, as a function, and the fields."""
 PHASES = ("uptrain", "sparsify", "streaming-plus", "trimkv", "dms")
 
 
@@ -28,25 +43,11 @@ class NotFinite(ArithmeticError):
     """Error for scores that are infinite or NaN."""
 
 
-@dataclass(frozen=True)
-class BoundaryOptions:
-    """Options of the boundary loss and of its targets.
-
-    See :func:`kvpop_vllm.kernels.ops.boundary_loss` and :func:`~kvpop_vllm.distill.targets.retention_target`.
-    """
-
-    tau: float = 1.0
-    samples: int = 64
-    margin: tuple[float, float] | None = (0.1, 1.0)
-    balance: tuple[float, float] | None = (0.2, 5.0)
-    lookahead: int | None = None
-    normalise: bool = True
-    groups: str = "max"
-    exact: bool = False
-    """True for targets from dense log-normalisers instead of the sparse pass's own.
-
-    This costs one more attention pass.
-    """
+def told(default, text: str):
+    """Return a field of a recipe with its default and its line in the command's help."""
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata={"help": text})
+    return field(default=default, metadata={"help": text})
 
 
 @dataclass(frozen=True)
@@ -61,117 +62,78 @@ class Recipe:
     is frozen, or trained too (dms) if asked.
     """
 
-    phase: str = field(default="sparsify", metadata={"help": ", ".join(PHASES)})
-    length: int = field(default=16384, metadata={"help": "S, tokens per packed row"})
-    positions: int | None = field(
-        default=None,
-        metadata={
-            "help": "rows begin at random positions and end before this one, so that scorers meet the rotated keys of longer"
-            " contexts (the same as --length: rows begin at 0)"
-        },
+    phase: str = told("sparsify", ", ".join(PHASES))
+    length: int = told(16384, "S, tokens per packed row")
+    positions: int | None = told(
+        None,
+        "rows begin at random positions and end before this one, so that scorers meet the rotated keys of longer contexts (the same as --length: rows begin at 0)",
     )
-    batch: int = field(default=128, metadata={"help": "rows per optimiser step, over all processes"})
-    steps: int = field(default=2000, metadata={"help": "optimiser steps"})
-    seed: int = field(default=0, metadata={"help": "of initialisation, data order and sampled positions"})
-    train_base: bool = field(
-        default=False,
-        metadata={
-            "help": "sparsify, dms: train the base model too (full fine-tune); uptrain and streaming-plus train it anyway"
-        },
+    batch: int = told(128, "rows per optimiser step, over all processes")
+    steps: int = told(2000, "optimiser steps")
+    seed: int = told(0, "of initialisation, data order and sampled positions")
+    train_base: bool = told(
+        False, "sparsify, dms: train the base model too (full fine-tune); uptrain and streaming-plus train it anyway"
     )
 
-    scorer: str = field(default="mlstm", metadata={"help": "mlstm, mlp or linear"})
-    delayed: bool = field(default=True, metadata={"help": "mlstm: read a token when it leaves the window"})
-    feature_map: str = field(default="hedgehog", metadata={"help": "mlstm: hedgehog or softmax"})
-    gate_softcap: float | None = field(default=None, metadata={"help": "mlstm: c of c * tanh(a / c) on the gates"})
-    norm: bool = field(default=False, metadata={"help": "mlstm: headwise RMSNorm of the readout"})
-    skip: bool = field(default=False, metadata={"help": "mlstm: skip connection from the scored token"})
-    features: int | None = field(
-        default=None,
-        metadata={"help": "mlstm: columns of its q and k projections (default: D / 2 for hedgehog, else D)"},
+    scorer: str = told("mlstm", "mlstm, mlp or linear")
+    delayed: bool = told(True, "mlstm: read a token when it leaves the window")
+    feature_map: str = told("hedgehog", "mlstm: hedgehog or softmax")
+    gate_softcap: float | None = told(None, "mlstm: c of c * tanh(a / c) on the gates")
+    norm: bool = told(False, "mlstm: headwise RMSNorm of the readout")
+    skip: bool = told(False, "mlstm: skip connection from the scored token")
+    features: int | None = told(None, "mlstm: columns of its q and k projections (default: D / 2 for hedgehog, else D)")
+    value_size: int | None = told(None, "mlstm: width of its value projection (default: D)")
+    project_values: bool = told(True, "mlstm: project values; else they are used as they are")
+    hidden: int | None = told(None, "mlp: its hidden width (default: D)")
+    gate_reads: str = told(
+        "hidden",
+        "hidden (what goes into attention); trimkv: or kv (keys and values of all heads); dms: or query (a channel of each KV head's first query, which the model gives up)",
     )
-    value_size: int | None = field(default=None, metadata={"help": "mlstm: width of its value projection (default: D)"})
-    project_values: bool = field(
-        default=True, metadata={"help": "mlstm: project values; else they are used as they are"}
+    gate_gated: bool = told(False, "trimkv: a gated first layer (SwiGLU)")
+    gate_width: int = told(512, "trimkv: hidden units of a layer's gate")
+    gate_bias: float = told(8.0, "trimkv: initial bias, beta = sigmoid of it")
+    gate_scale: float = told(100.0, "dms: factor on what the gate reads")
+    sinks: int = told(4, "s, tokens always kept at the start")
+    window: list[int] = told([256], "w, protected newest tokens; one, or one for each of --topk")
+    topk: list[int] = told(
+        [2016], "k, long-range tokens; several take turns row by row, the first is what the scorer's config says"
     )
-    hidden: int | None = field(default=None, metadata={"help": "mlp: its hidden width (default: D)"})
-    gate_reads: str = field(
-        default="hidden",
-        metadata={
-            "help": "hidden (what goes into attention); trimkv: or kv (keys and values of all heads); dms: or query (a channel of each KV"
-            " head's first query, which the model gives up)"
-        },
-    )
-    gate_gated: bool = field(default=False, metadata={"help": "trimkv: a gated first layer (SwiGLU)"})
-    gate_width: int = field(default=512, metadata={"help": "trimkv: hidden units of a layer's gate"})
-    gate_bias: float = field(default=8.0, metadata={"help": "trimkv: initial bias, beta = sigmoid of it"})
-    gate_scale: float = field(default=100.0, metadata={"help": "dms: factor on what the gate reads"})
-    sinks: int = field(default=4, metadata={"help": "s, tokens always kept at the start"})
-    window: list[int] = field(
-        default_factory=lambda: [256],
-        metadata={"help": "w, protected newest tokens; one, or one for each of --topk"},
-    )
-    topk: list[int] = field(
-        default_factory=lambda: [2016],
-        metadata={
-            "help": "k, long-range tokens; several take turns row by row, the first is what the scorer's config says"
-        },
-    )
-    decay_step: int = field(default=1, metadata={"help": "n"})
-    decay_min: float = field(default=0.999, metadata={"help": "smallest decay of a head"})
-    decay_max: float = field(default=0.999999, metadata={"help": "largest decay of a head"})
-    calibrate: bool = field(
-        default=False,
-        metadata={"help": "after the last step, set each head's decay to the one that loses least attention"},
-    )
-    calibrate_min: float | None = field(
-        default=None, metadata={"help": "smallest decay that --calibrate may choose (default: decay_min)"}
-    )
-    calibrate_max: float | None = field(
-        default=None, metadata={"help": "largest decay that --calibrate may choose (default: decay_max)"}
-    )
-    calibration_rows: int = field(default=6, metadata={"help": "training rows that --calibrate looks at"})
+    decay_step: int = told(1, "n")
+    decay_min: float = told(0.999, "smallest decay of a head")
+    decay_max: float = told(0.999999, "largest decay of a head")
+    calibrate: bool = told(False, "after the last step, set each head's decay to the one that loses least attention")
+    calibrate_min: float | None = told(None, "smallest decay that --calibrate may choose (default: decay_min)")
+    calibrate_max: float | None = told(None, "largest decay that --calibrate may choose (default: decay_max)")
+    calibration_rows: int = told(6, "training rows that --calibrate looks at")
 
-    kl: float = field(
-        default=1.0, metadata={"help": "weight of the KL to the teacher's top tokens (base or gates trained)"}
-    )
-    ce: float = field(default=0.0, metadata={"help": "weight of cross-entropy (base or gates trained)"})
-    kl_top: int = field(default=256, metadata={"help": "teacher logits in the KL"})
-    boundary: float = field(default=1.0, metadata={"help": "weight of the boundary loss"})
-    tau: float = field(default=1.0, metadata={"help": "temperature of the boundary loss"})
-    samples: int = field(default=64, metadata={"help": "query positions of the boundary loss per row, layer and head"})
-    margin: bool = field(default=True, metadata={"help": "weight examples by the teacher's margin"})
-    balance: bool = field(default=True, metadata={"help": "balance keep and drop examples headwise"})
-    lookahead: int | None = field(default=None, metadata={"help": "L, tokens after the window that a target looks at"})
-    normalise: bool = field(
-        default=True, metadata={"help": "divide a target by the number of queries that could attend"}
-    )
-    groups: str = field(default="max", metadata={"help": "query heads of a KV head: max or mean"})
-    exact_targets: bool = field(default=False, metadata={"help": "targets from dense log-normalisers (one more pass)"})
+    kl: float = told(1.0, "weight of the KL to the teacher's top tokens (base or gates trained)")
+    ce: float = told(0.0, "weight of cross-entropy (base or gates trained)")
+    kl_top: int = told(256, "teacher logits in the KL")
+    boundary: float = told(1.0, "weight of the boundary loss")
+    tau: float = told(1.0, "temperature of the boundary loss")
+    samples: int = told(64, "query positions of the boundary loss per row, layer and head")
+    margin: bool = told(True, "weight examples by the teacher's margin")
+    balance: bool = told(True, "balance keep and drop examples headwise")
+    lookahead: int | None = told(None, "L, tokens after the window that a target looks at")
+    normalise: bool = told(True, "divide a target by the number of queries that could attend")
+    groups: str = told("max", "query heads of a KV head: max or mean")
+    exact_targets: bool = told(False, "targets from dense log-normalisers (one more pass)")
 
-    capacity: float = field(
-        default=1.0, metadata={"help": "trimkv: weight of the capacity loss; M is sinks + window + topk"}
-    )
-    compression: float = field(
-        default=8.0, metadata={"help": "dms: tokens per token kept that training ends with; it begins with 1"}
-    )
-    borrow_steps: int = field(
-        default=0, metadata={"help": "dms: optimiser steps over which a borrowed channel leaves its query (0: at once)"}
-    )
-    gumbel_tau: float = field(default=0.1, metadata={"help": "dms: temperature of the relaxed decisions"})
+    capacity: float = told(1.0, "trimkv: weight of the capacity loss; M is sinks + window + topk")
+    compression: float = told(8.0, "dms: tokens per token kept that training ends with; it begins with 1")
+    borrow_steps: int = told(0, "dms: optimiser steps over which a borrowed channel leaves its query (0: at once)")
+    gumbel_tau: float = told(0.1, "dms: temperature of the relaxed decisions")
 
-    lr_new: float = field(default=1e-3, metadata={"help": "peak learning rate of scorers: warm-up, then cosine"})
-    lr_new_end: float = field(default=8e-5, metadata={"help": "learning rate of scorers at the last step"})
-    warmup: int = field(default=100, metadata={"help": "warm-up steps of the scorers' rate"})
-    lr_base: float = field(default=8e-5, metadata={"help": "learning rate of the base model, constant"})
-    beta1: float = field(default=0.9, metadata={"help": "AdamW"})
-    beta2: float = field(default=0.95, metadata={"help": "AdamW"})
-    weight_decay: float = field(default=1e-4, metadata={"help": "AdamW"})
-    clip: float = field(default=1.0, metadata={"help": "largest gradient norm"})
-    dtype: str = field(
-        default="bfloat16", metadata={"help": "bfloat16 or float32; ranking is float32 or better always"}
-    )
-    activation_checkpointing: bool = field(default=True, metadata={"help": "recompute the layers in backward"})
+    lr_new: float = told(1e-3, "peak learning rate of scorers: warm-up, then cosine")
+    lr_new_end: float = told(8e-5, "learning rate of scorers at the last step")
+    warmup: int = told(100, "warm-up steps of the scorers' rate")
+    lr_base: float = told(8e-5, "learning rate of the base model, constant")
+    beta1: float = told(0.9, "AdamW")
+    beta2: float = told(0.95, "AdamW")
+    weight_decay: float = told(1e-4, "AdamW")
+    clip: float = told(1.0, "largest gradient norm")
+    dtype: str = told("bfloat16", "bfloat16 or float32; ranking is float32 or better always")
+    activation_checkpointing: bool = told(True, "recompute the layers in backward")
 
     def __post_init__(self):
         def refuse(problem: str):
@@ -191,27 +153,14 @@ class Recipe:
             refuse(
                 f"borrow_steps {self.borrow_steps} exceeds steps {self.steps}: the channel must be out of the query at the end"
             )
-        for name in ("length", "batch", "steps", "samples", "decay_step", "kl_top", "calibration_rows", "gate_width"):
-            if getattr(self, name) < 1:
-                refuse(f"{name} must be at least 1, got {getattr(self, name)}")
-        for name in ("lr_new", "lr_new_end", "lr_base", "clip", "tau", "gate_scale", "gumbel_tau"):
-            if not 0 < getattr(self, name) < math.inf:
-                refuse(f"{name} must be above 0, got {getattr(self, name)}")
-        for name in ("kl", "ce", "boundary", "weight_decay", "warmup", "sinks", "capacity", "borrow_steps"):
-            if not 0 <= getattr(self, name) < math.inf:
-                refuse(f"{name} must be at least 0, got {getattr(self, name)}")
-        for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                refuse(f"{name} must be at least 0 and below 1, got {getattr(self, name)}")
+        for rule, allows, names in RANGES:
+            for name in names.split():
+                if (value := getattr(self, name)) is not None and not allows(value):
+                    refuse(f"{name} must be {rule}, got {value}")
         if not 0 <= self.seed < 2**31:
             refuse(f"seed must be from 0 to {2**31 - 1}, got {self.seed}")
         if self.positions is not None and self.positions < self.length:
             refuse(f"length {self.length} exceeds positions {self.positions}: raise --positions to at least the length")
-        for name in ("features", "value_size", "hidden"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                refuse(f"{name} must be at least 1, got {getattr(self, name)}")
-        if self.lookahead is not None and self.lookahead < 0:
-            refuse(f"lookahead must be at least 0, got {self.lookahead}")
         if not self.topk or min(self.topk) < 1:
             refuse(f"topk must be at least 1, got {self.topk}")
         if not self.window or min(self.window) < 1:
@@ -231,8 +180,6 @@ class Recipe:
             refuse(f"calibrate needs 0 < min < max < 1, got {low} and {high}")
         if not math.isfinite(self.gate_bias):
             refuse(f"gate_bias must be a number, got {self.gate_bias}")
-        if not 1 <= self.compression < math.inf:
-            refuse(f"compression must be at least 1, got {self.compression}")
         if self.phase == "trimkv" and self.train_base:
             refuse("phase trimkv trains gates alone: leave --train-base out")
         if self.phase != "uptrain" and self.distils and not (self.kl > 0 or self.ce > 0):
@@ -283,20 +230,6 @@ class Recipe:
         low = self.decay_min if self.calibrate_min is None else self.calibrate_min
         high = self.decay_max if self.calibrate_max is None else self.calibrate_max
         return low, high
-
-    @property
-    def boundary_options(self) -> BoundaryOptions:
-        """Options of the boundary loss; the clips and the margin's floor are ours, the paper gives none."""
-        return BoundaryOptions(
-            tau=self.tau,
-            samples=self.samples,
-            margin=BoundaryOptions.margin if self.margin else None,
-            balance=BoundaryOptions.balance if self.balance else None,
-            lookahead=self.lookahead,
-            normalise=self.normalise,
-            groups=self.groups,
-            exact=self.exact_targets,
-        )
 
     def scorer_options(self) -> dict:
         """Return the fields of a :class:`~kvpop_vllm.scorers.ScorerConfig` beside the model's shape."""

@@ -156,7 +156,7 @@ class Student(nn.Module):
             attend = Sparse(recency, self.roles(row))
         else:
             roles = self.roles(row)
-            observer = RetentionLoss(roles, recipe.boundary_options, seed=recipe.seed * 1_000_003 + row)
+            observer = RetentionLoss(roles, recipe, seed=recipe.seed * 1_000_003 + row)
             attend = Sparse(self.score, roles, observer)
         hidden = self.read(tokens, attend, row)
         loss, parts = self._distillation(hidden, tokens, row, teacher) if recipe.distils else (0.0, {})
