@@ -68,8 +68,8 @@ def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
         model = write_tiny_model(Path(folder) / "model", "llama", **shape)
         for name, forced in (("triton", "triton" if bench.small else None), ("reference", "reference")):
             with ops_take(forced) as calls:
-                trainer, rows = made(bench, model, recipe, Path(folder) / name), random_rows(recipe.length, 256)
-                results.append([trainer._step(i, rows) for i in range(steps)])
+                trainer = made(bench, model, recipe, Path(folder) / name, vocab=256)
+                results.append([trainer._step(i) for i in range(steps)])
             assert calls >= {(op, name) for op in OPS}, f"steps took the kernels {sorted(calls)}"
     wrong = 0.0
     for step, expected in zip(*results, strict=True):
@@ -80,17 +80,25 @@ def step_right(bench: Bench, trains_base: bool) -> Iterator[dict]:
     yield bench.row("loss and gradient norm, largest difference", wrong, "of the reference's")
 
 
-def random_rows(length: int, vocab: int) -> Iterator[torch.Tensor]:
-    """Yield random rows, the same in every call."""
-    for seed in itertools.count():
-        yield torch.randint(vocab, (length,), generator=torch.Generator().manual_seed(seed))
+class RandomRows:
+    """Random rows ``[length]`` of token ids, the same in every object."""
+
+    fingerprint = "random"
+
+    def __init__(self, length: int, vocab: int):
+        self.length, self.vocab = length, vocab
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        """Return a row."""
+        return torch.randint(self.vocab, (self.length,), generator=torch.Generator().manual_seed(row))
 
 
-def made(bench: Bench, model: str | Path, recipe: Recipe, out: Path) -> Trainer:
+def made(bench: Bench, model: str | Path, recipe: Recipe, out: Path, vocab: int) -> Trainer:
     """Return a trainer, whose steps are taken one by one, with the teacher that its recipe needs."""
     device = torch.device(bench.device)
     teacher = OnlineTeacher(model, recipe, device) if recipe.distils else None
-    return Trainer(model, recipe, out, None, teacher=teacher, process=Process(device=device), quiet=True)
+    rows = RandomRows(recipe.length, vocab)
+    return Trainer(model, recipe, out, rows, teacher=teacher, process=Process(device=device), quiet=True)
 
 
 def step_times(bench: Bench, trains_base: bool) -> Iterator[dict]:
@@ -98,10 +106,10 @@ def step_times(bench: Bench, trains_base: bool) -> Iterator[dict]:
     recipe = dataclasses.replace(PAPER, length=LENGTH, batch=1, train_base=trains_base)
     with tempfile.TemporaryDirectory() as folder:
         torch.cuda.empty_cache()
-        trainer = made(bench, demo_or_random(bench, Path(folder)), recipe, Path(folder) / "out")
+        trainer = made(bench, demo_or_random(bench, Path(folder)), recipe, Path(folder) / "out", SHAPE["vocab_size"])
         torch.cuda.reset_peak_memory_stats()
-        rows, steps = random_rows(LENGTH, SHAPE["vocab_size"]), itertools.count()
-        value = seconds(lambda: trainer._step(next(steps), rows), ROUNDS)
+        steps = itertools.count()
+        value = seconds(lambda: trainer._step(next(steps)), ROUNDS)
     yield bench.row("tokens a second", LENGTH / value, "1/s")
     yield bench.row("a step", 1e3 * value, "ms")
     yield bench.row("peak memory", torch.cuda.max_memory_allocated() / (1 << 30), "GiB")

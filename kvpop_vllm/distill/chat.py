@@ -6,7 +6,6 @@ A list of available tools beside the messages is not part of the conversation an
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 
 from kvpop_vllm.config import ConfigError
 
@@ -16,7 +15,7 @@ FIELDS = ("text", "messages", "prompt", "response", *REASONING)
 """Fields of a record that may hold content."""
 
 
-def content_of(record: dict, where: Callable[[], str]) -> str | list[dict]:
+def content_of(record: dict, where: str) -> str | list[dict]:
     """Return the ``messages`` of a record, or its ``text`` if it has none.
 
     In records with both, the text is the messages written in some format. ``prompt`` and ``response`` are a
@@ -24,7 +23,7 @@ def content_of(record: dict, where: Callable[[], str]) -> str | list[dict]:
 
     Args:
         record: the record.
-        where: returns the record's name for error messages.
+        where: the record's name for error messages.
 
     Raises:
         ConfigError: the record has none of these fields, or one of another type.
@@ -39,7 +38,7 @@ def content_of(record: dict, where: Callable[[], str]) -> str | list[dict]:
     if messages is None and isinstance(text, str):
         return text
     raise ConfigError(
-        f"{where()} has no field `text` (a string), `messages` (a list) or `prompt` and `response` (strings): add one"
+        f"{where} has no field `text` (a string), `messages` (a list) or `prompt` and `response` (strings): add one"
     )
 
 
@@ -50,23 +49,23 @@ def _filled(value):
     return [_filled(part) for part in value] if isinstance(value, list) else value
 
 
-def _message(message, number: int, where: Callable[[], str]) -> dict:
+def _message(message, number: int, where: str) -> dict:
     """Return a message with its content as one string; parts are joined.
 
     Raises:
         ConfigError: a message lacks a role or content, or its content is not text.
     """
     if not isinstance(message, dict) or not isinstance(message.get("role"), str) or len(message) < 2:
-        raise ConfigError(f"{where()}: message {number} needs a `role` and a `content`, both text")
+        raise ConfigError(f"{where}: message {number} needs a `role` and a `content`, both text")
     content = message.get("content", "")
     if isinstance(content, list) and all(isinstance(p, dict) and isinstance(p.get("text"), str) for p in content):
         content = "".join(part["text"] for part in content)
     if not isinstance(content, str):
-        raise ConfigError(f"{where()}: the `content` of message {number} is not text: make it text")
+        raise ConfigError(f"{where}: the `content` of message {number} is not text: make it text")
     return message | {"content": content}
 
 
-def render(tokenizer, messages: list[dict], where: Callable[[], str]) -> str:
+def render(tokenizer, messages: list[dict], where: str) -> str:
     """Return ``messages`` in the tokenizer's chat template.
 
     Templates of reasoning models leave out the reasoning of earlier turns. In that case the template is
@@ -75,18 +74,18 @@ def render(tokenizer, messages: list[dict], where: Callable[[], str]) -> str:
     Args:
         tokenizer: the model's tokenizer.
         messages: the conversation.
-        where: returns the conversation's name for error messages.
+        where: the conversation's name for error messages.
 
     Raises:
         ConfigError: there is no template, or it does not accept these messages or leaves a part of them out.
     """
     if not getattr(tokenizer, "chat_template", None):
-        raise ConfigError(f"{where()} is a conversation, but the tokenizer has no chat template: give `text` instead")
+        raise ConfigError(f"{where} is a conversation, but the tokenizer has no chat template: give `text` instead")
     text = _apply(tokenizer, messages, where)
     for i, message in enumerate(messages):
         if message.get("tool_calls") and _silent(tokenizer, messages, i, text):
             raise ConfigError(
-                f"{where()}: the chat template leaves the tool calls of message {i} out: write them into its content"
+                f"{where}: the chat template leaves the tool calls of message {i} out: write them into its content"
             )
     if _in_order(text, [part for message in messages for part in (_reasoning(message), message["content"])]):
         return text
@@ -102,7 +101,7 @@ def render(tokenizer, messages: list[dict], where: Callable[[], str]) -> str:
             continue
         if stand_in not in text:
             role = messages[i]["role"]
-            raise ConfigError(f"{where()}: the chat template leaves out message {i} ({role}): change its role")
+            raise ConfigError(f"{where}: the chat template leaves out message {i} ({role}): change its role")
         if content.startswith("<think>"):  # the template may have added an empty one
             text = re.sub(r"<think>\s*</think>\s*" + stand_in, stand_in, text)
         text = text.replace(stand_in, content)
@@ -118,11 +117,11 @@ def _silent(tokenizer, messages: list[dict], number: int, text: str) -> bool:
         return False
 
 
-def _apply(tokenizer, messages: list[dict], where: Callable[[], str]) -> str:
+def _apply(tokenizer, messages: list[dict], where: str) -> str:
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False)
     except Exception as error:  # a template may raise anything
-        raise ConfigError(f"{where()} does not fit the chat template: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{where} does not fit the chat template: {' '.join(str(error).split())}") from None
 
 
 def _reasoning(message: dict) -> str:

@@ -6,7 +6,6 @@ A checkpoint is on the disk before older ones are removed.
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import warnings
@@ -17,6 +16,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
+
+from kvpop_vllm.files import to_disk
 
 KEEP = 2
 
@@ -33,7 +34,7 @@ def barrier() -> None:
 
 
 class Checkpoints:
-    """Numbered checkpoints in one folder: trained parameters, optimiser, data position and random state.
+    """Numbered checkpoints in one folder: trained parameters, optimiser and random state.
 
     Frozen parameters are left out. Every process writes its own part of sharded parameters.
     """
@@ -46,14 +47,13 @@ class Checkpoints:
         names = (re.fullmatch(r"step-(\d+)", p.name) for p in self.folder.glob("step-*"))
         return sorted(int(m.group(1)) for m in names if m)
 
-    def save(self, step: int, model, optimiser, data: dict) -> None:
+    def save(self, step: int, model, optimiser) -> None:
         """Write the state after ``step`` optimiser steps; then remove all checkpoints but the two newest.
 
         Args:
             step: number of optimiser steps taken.
             model: the trained model.
             optimiser: its optimiser.
-            data: data position.
 
         Raises:
             OSError: the state cannot be written; earlier checkpoints are untouched.
@@ -67,8 +67,8 @@ class Checkpoints:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns that a single process saves "non-collectively"
                 dcp.save(_state(model, optimiser), checkpoint_id=draft)
-            torch.save({"data": data} | _random_state(), draft / f"process-{rank}.pt")
-            _to_disk(draft / f"process-{rank}.pt")
+            torch.save(_random_state(), draft / f"process-{rank}.pt")
+            to_disk(draft / f"process-{rank}.pt")
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             shutil.rmtree(draft, ignore_errors=True)
             free = shutil.disk_usage(self.folder).free >> 20
@@ -78,19 +78,19 @@ class Checkpoints:
         barrier()
         if is_main():
             (draft / "meta.json").write_text(json.dumps({"step": step, "processes": _world()}))
-            _to_disk(draft / "meta.json")
-            _to_disk(draft)
+            to_disk(draft / "meta.json")
+            to_disk(draft)
             draft.rename(self.folder / f"step-{step}")
-            _to_disk(self.folder)
+            to_disk(self.folder)
             for old in self.steps()[:-KEEP]:
                 shutil.rmtree(self.folder / f"step-{old}")
         barrier()
 
-    def load(self, model, optimiser) -> tuple[int, dict | None]:
+    def load(self, model, optimiser) -> int:
         """Restore the newest checkpoint into model and optimiser.
 
         Returns:
-            Steps taken and the data position; ``(0, None)`` if there is no checkpoint.
+            Steps taken; 0 if there is no checkpoint.
 
         Raises:
             ValueError: the checkpoint was written by another number of processes or cannot be read. An older
@@ -98,12 +98,13 @@ class Checkpoints:
         """
         steps = self.steps()
         if not steps:
-            return 0, None
+            return 0
         folder = self.folder / f"step-{steps[-1]}"
         try:
             processes = json.loads((folder / "meta.json").read_text())["processes"]
             if processes == _world():
-                return steps[-1], self._load(folder, model, optimiser)
+                self._load(folder, model, optimiser)
+                return steps[-1]
         except torch.OutOfMemoryError:
             raise
         except (Exception, CheckpointException) as error:
@@ -114,7 +115,7 @@ class Checkpoints:
         raise ValueError(f"{folder} was written by {processes} processes, not {_world()}: use as many again")
 
     @staticmethod
-    def _load(folder: Path, model, optimiser) -> dict:
+    def _load(folder: Path, model, optimiser) -> None:
         state = _state(model, optimiser)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -123,21 +124,10 @@ class Checkpoints:
             model, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"], options=_OPTIONS
         )
         rank = dist.get_rank() if dist.is_initialized() else 0
-        own = torch.load(folder / f"process-{rank}.pt", weights_only=True)
-        _set_random_state(own)
-        return own["data"]
+        _set_random_state(torch.load(folder / f"process-{rank}.pt", weights_only=True))
 
 
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
-
-
-def _to_disk(path: Path) -> None:
-    """Flush a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
 
 
 def _state(model, optimiser) -> dict:

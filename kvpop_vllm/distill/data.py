@@ -1,131 +1,145 @@
-"""Training rows: documents of one split, tokenised, shuffled and packed into rows of S tokens."""
+"""Training rows: documents of one split, tokenised once into a file, shuffled and packed into rows of S tokens."""
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
-import random
-from collections.abc import Callable, Iterable, Iterator
+from array import array
+from collections.abc import Iterable, Iterator
 from functools import cached_property
-from itertools import islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.sources import Document, ReadingOrder, Source, find_sources
+from kvpop_vllm.distill.sources import Document, documents_of, find_sources
 from kvpop_vllm.distill.tokens import Tokens
+from kvpop_vllm.files import replacing, write_whole
 
 SPLITS = ("train", "validation", "test", "all")
-BATCH = 32
-"""Documents tokenised in one call."""
 
 
-def split_of(key: str, validation: float, test: float) -> str:
-    """Return the split of a document by the hash of ``key``, which is its group or else its text."""
-    share = int.from_bytes(_digest(key), "big") / 2**64
-    return "test" if share < test else "validation" if share < test + validation else "train"
+def share_of(key: str) -> float:
+    """Return the place of a document between 0 and 1, by the hash of ``key``: its group or else its text."""
+    return int.from_bytes(_digest(key), "big") / 2**64
+
+
+def in_split(share, split: str, validation: float, test: float):
+    """Return whether documents with this :func:`share_of` (a number or an array) belong to a split."""
+    first, end = {"all": (0, 2), "test": (0, test), "validation": (test, test + validation)}.get(
+        split, (test + validation, 2)
+    )
+    return (first <= share) & (share < end)
 
 
 def _digest(text: str) -> bytes:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).digest()
 
 
-class Pass:
-    """One pass over a split: its pieces, each once, shuffled through a buffer.
+class Stored(NamedTuple):
+    """Tokens of documents.
 
-    The buffer is filled up to ``buffer`` tokens. A piece drawn at random leaves it, and others take its
-    place. If the buffer holds the whole split, the shuffle is perfect. Of several documents with the same
-    content only the first is used; if their groups are in different splits, the first one's group decides.
+    Attributes:
+        ids: the ids of all documents one after another, int32.
+        lengths: number of ids of each document, int64.
+        shares: :func:`share_of` each document.
+        read: number of documents that were read, those with the same content as another included.
     """
 
-    def __init__(
-        self, sources: list[Source], tokens: Tokens, ours: Callable[[str], bool], *, seed: int, epoch: int, buffer: int
-    ):
-        self.sources, self.tokens, self.ours = sources, tokens, ours
-        self.seed, self.epoch, self.capacity = seed, epoch, buffer
-        self.order = ReadingOrder(sources)
-        self.seen: set[int] = set()
-        self.held: list[tuple[tuple[int, int, int], np.ndarray]] = []
-        self.size = self.drawn = self.given = 0
-        self.documents = self.kept = 0
+    ids: np.ndarray
+    lengths: np.ndarray
+    shares: np.ndarray
+    read: int
 
-    def next(self) -> np.ndarray | None:
-        """Return the next piece, or None at the end."""
-        while self.size < self.capacity and (batch := list(islice(self._kept(), BATCH))):
-            for place, piece in self._pieces(batch):
-                self.held.append((place, piece))
-                self.size += len(piece)
-        if not self.held:
-            return None
-        i = random.Random(f"{self.seed}/{self.epoch}/{self.drawn}").randrange(len(self.held))
-        self.held[i], self.held[-1] = self.held[-1], self.held[i]
-        piece = self.held.pop()[1]
-        self.drawn, self.size, self.given = self.drawn + 1, self.size - len(piece), self.given + len(piece)
-        return piece
 
-    def _pieces(self, batch: list[tuple[int, Document]]) -> Iterator[tuple[tuple[int, int, int], np.ndarray]]:
-        """Yield the pieces of documents with their places: source, place, number."""
-        found = self.tokens.pieces([(self.sources[i], document) for i, document in batch])
-        for (source, document), pieces in zip(batch, found, strict=True):
-            yield from (((source, document.place, number), piece) for number, piece in enumerate(pieces))
+class TokenFile:
+    """Memory-mapped file with the tokens of all documents, written when it is first needed.
 
-    def _kept(self) -> Iterator[tuple[int, Document]]:
-        """Yield documents of this split, each content once."""
-        for source, document in self.order:
-            content = document.content
-            text = content if isinstance(content, str) else json.dumps(content, sort_keys=True)
-            if not content or not text.strip():
-                continue
-            self.documents += 1
-            if (digest := int.from_bytes(_digest(text), "big", signed=True)) in self.seen:
-                continue
-            self.seen.add(digest)
-            if self.ours(document.group or text):
-                self.kept += 1
-                yield source, document
+    ``tokens.bin`` holds the arrays of :class:`Stored` one after another, ``tokens.json`` what they were made
+    from. A file that was made from something else is replaced. Of several processes one writes the file and
+    the others wait. Of several documents with the same content only the first is used; if their groups are in
+    different splits, the first one's group decides.
 
-    def state(self) -> dict:
-        """Return the state of the pass.
+    Args:
+        sources: files and folders of text.
+        tokens: the tokeniser.
+        folder: folder of the two files.
+    """
 
-        The buffer is given by the places of its pieces, which :meth:`load` reads again.
-        """
-        return {
-            "epoch": self.epoch,
-            "order": self.order.state(),
-            "seen": torch.tensor(sorted(self.seen), dtype=torch.int64),
-            "held": torch.tensor([place for place, _ in self.held], dtype=torch.int64).reshape(-1, 3),
-            "counts": [self.drawn, self.given, self.documents, self.kept],
+    def __init__(self, sources: list, tokens: Tokens, folder: Path):
+        self.sources, self.tokens, self.folder = sources, tokens, folder
+        self.path, self.note = folder / "tokens.bin", folder / "tokens.json"
+        self.made_from = {
+            "version": 1,
+            "files": [source.fingerprint() for source in sources],
+            "tokenizer": tokens.fingerprint(),
         }
 
-    def load(self, state: dict) -> None:
-        """Go to a state and read the pieces of its buffer again."""
-        self.order.seek(state["order"])
-        self.seen = set(state["seen"].tolist())
-        self.drawn, self.given, self.documents, self.kept = state["counts"]
-        places = [tuple(place) for place in state["held"].tolist()]
-        wanted, again = set(places), {}
-        documents = sorted({(source, place) for source, place, _ in places})
-        for a in range(0, len(documents), BATCH):
-            batch = [(i, next(self.sources[i].read(place))) for i, place in documents[a : a + BATCH]]
-            for place, piece in self._pieces(batch):
-                if place in wanted:
-                    again[place] = piece
-        self.held = [(place, again[place]) for place in places]
-        self.size = sum(len(piece) for _, piece in self.held)
+    def load(self) -> Stored:
+        """Return the tokens.
+
+        Raises:
+            ConfigError: the text cannot be read.
+            OSError: the file cannot be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        with open(self.folder / "tokens.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            note = json.loads(self.note.read_text()) if self.note.exists() else {}
+            if note.get("made_from") != self.made_from:
+                note = self._write()
+        size, documents = note["ids"], note["documents"]
+        ids = np.memmap(self.path, np.int32, "r", shape=size) if size else np.empty(0, np.int32)
+        lengths = np.fromfile(self.path, np.int64, documents, offset=4 * size)
+        shares = np.fromfile(self.path, np.float64, documents, offset=4 * size + 8 * documents)
+        return Stored(ids, lengths, shares, note["read"])
+
+    def _write(self) -> dict:
+        self.note.unlink(missing_ok=True)  # it is about the file of before
+        self.read, lengths, shares = 0, array("q"), array("d")
+        with replacing(self.path) as draft, open(draft, "wb") as file:
+            for document, ids in self.tokens.encode(self._distinct()):
+                file.write(ids.tobytes())
+                lengths.append(len(ids))
+                shares.append(share_of(document.group or _text_of(document)))
+            lengths.tofile(file)
+            shares.tofile(file)
+        note = {"made_from": self.made_from, "ids": sum(lengths), "documents": len(lengths), "read": self.read}
+        write_whole(self.note, json.dumps(note) + "\n")
+        return note
+
+    def _distinct(self) -> Iterator[Document]:
+        """Yield the documents that are not empty, each content once."""
+        seen = set()
+        for document in documents_of(self.sources):
+            text = _text_of(document)
+            if document.content and text.strip():
+                self.read += 1
+                if (digest := _digest(text)) not in seen:
+                    seen.add(digest)
+                    yield document
+
+
+def _text_of(document: Document) -> str:
+    """Return a text that is equal for equal contents."""
+    content = document.content
+    return content if isinstance(content, str) else json.dumps(content, sort_keys=True)
 
 
 class PackedTokens:
-    """Rows of S tokens of one split, in an order that depends on the sources and the seed alone.
+    """Rows of S tokens of one split; ``rows[j]`` is row j, ``[S]`` int64, for any j from 0 on.
 
-    A document belongs to a split for good, by the hash of its group or else its text. Documents end with EOS
-    and follow each other without a gap; a row may begin and end anywhere in a document. Borders are not
-    marked, and attention runs across them. Of the rows of all processes, row ``j`` goes to rank ``j %
-    world_size``; each process reads and tokenises all of the text. Tokens that do not fill a row at the end
-    of a pass open the next pass, or are left out if there is none.
+    A document belongs to a split for good, by the hash of its group or else its text. It ends with EOS; if it
+    is long, it is cut into pieces that end with EOS and are independent of each other from then on. A pass
+    holds every piece once, in an order that depends on the sources, the seed and the pass alone. Pieces
+    follow each other without a gap; a row may begin and end anywhere in a document. Borders are not marked,
+    and attention runs across them. Tokens that do not fill a row at the end of a pass open the next pass.
 
-    Iteration yields ``[S]`` int64 tensors. Once exhausted (``repeat=False``), ``iter()`` starts over.
+    The text is read when the first row is asked for.
 
     Args:
         sources: files and folders, see :func:`kvpop_vllm.distill.sources.find_sources`.
@@ -133,15 +147,11 @@ class PackedTokens:
         length: S.
         split: ``train``, ``validation``, ``test`` or ``all``.
         seed: seed of the shuffle, which differs from pass to pass.
-        rank: rank of this process.
-        world_size: number of processes.
-        repeat: True to continue with further passes without end.
         vocab_size: vocabulary of the model, to detect a tokenizer of another model.
         validation: validation share of the documents.
         test: test share of the documents.
-        buffer: tokens that the shuffle chooses from (4 bytes each).
-        piece_rows: rows that one document may fill in succession; the rest is treated as a document of its
-            own.
+        piece_rows: rows that one document may fill in succession.
+        folder: folder of the tokens, see :class:`TokenFile`; default: one that is removed at the end.
 
     Raises:
         ConfigError: the data cannot be used. An empty or too small split is found only when it has been read.
@@ -155,14 +165,11 @@ class PackedTokens:
         *,
         split: str = "train",
         seed: int = 0,
-        rank: int = 0,
-        world_size: int = 1,
-        repeat: bool = True,
         vocab_size: int | None = None,
         validation: float = 0.05,
         test: float = 0.05,
-        buffer: int = 1 << 22,
         piece_rows: int = 4,
+        folder: Path | None = None,
     ):
         if length < 2:
             raise ConfigError(f"a row needs at least 2 tokens, got length {length}: raise --length")
@@ -172,111 +179,80 @@ class PackedTokens:
             raise ConfigError(
                 f"shares of validation {validation} and test {test} leave nothing to train on: lower them"
             )
-        if not 0 <= rank < world_size:
-            raise ConfigError(f"rank {rank} is not one of {world_size} processes")
-        if buffer < 1 or piece_rows < 1:
-            raise ConfigError(f"buffer and piece_rows must be at least 1, got {buffer} and {piece_rows}")
-        self.length, self.split, self.seed, self.repeat = length, split, seed, repeat
-        self.rank, self.world_size, self.shares, self.buffer = rank, world_size, (validation, test), buffer
-        self.sources = find_sources(sources)
-        self.tokens = Tokens(tokenizer, piece_rows * length, vocab_size)
-        self._start()
+        self.length, self.split, self.seed, self.shares = length, split, seed, (validation, test)
+        self.longest = piece_rows * length
+        self.tokens = Tokens(tokenizer, vocab_size)
+        if folder is None:
+            self._own_folder = TemporaryDirectory(prefix="kvpop-tokens-")
+            folder = Path(self._own_folder.name)
+        self.file = TokenFile(find_sources(sources), self.tokens, folder)
+        self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
-    def _start(self) -> None:
-        self.pass_, self.rest, self.rows, self.exhausted = self._pass(0), np.empty(0, np.int32), 0, False
+    @property
+    def fingerprint(self) -> str:
+        """Hash that is equal for equal rows: sources, tokenizer, S, split, seed and order."""
+        settings = [self.length, self.split, self.seed, self.shares, self.longest, self.file.made_from]
+        return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
 
-    def _pass(self, epoch: int) -> Pass:
-        def ours(key: str) -> bool:
-            return self.split == "all" or split_of(key, *self.shares) == self.split
+    @cached_property
+    def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids of all documents, and where the pieces of this split begin and end in them."""
+        stored = self.file.load()
+        ours = in_split(stored.shares, self.split, *self.shares)
+        ends = stored.lengths.cumsum()[ours]
+        lengths = stored.lengths[ours]
+        step = self.longest - 1
+        counts = -(-lengths // step)
+        numbers = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
+        first = np.repeat(ends - lengths, counts) + numbers * step
+        end = np.minimum(first + step, np.repeat(ends, counts))
+        self._check(stored, len(lengths), int((end - first + 1).sum()))
+        return stored.ids, first, end
 
-        return Pass(self.sources, self.tokens, ours, seed=self.seed, epoch=epoch, buffer=self.buffer)
-
-    def __iter__(self) -> PackedTokens:
-        if self.exhausted:
-            self._start()
-        return self
-
-    def __next__(self) -> torch.Tensor:
-        """Return the next row of this rank, ``[S]`` int64."""
-        while not self.exhausted:
-            row = self._row()
-            if row is None:
-                self.exhausted = True
-            else:
-                self.rows += 1
-                if (self.rows - 1) % self.world_size == self.rank:
-                    return torch.from_numpy(row.astype(np.int64))
-        raise StopIteration
-
-    def _row(self) -> np.ndarray | None:
-        parts, count = [self.rest], len(self.rest)
-        while count < self.length:
-            piece = self.pass_.next()
-            if piece is not None:
-                parts.append(piece)
-                count += len(piece)
-                continue
-            self._check_pass()
-            if not self.repeat:
-                return None
-            self.pass_ = self._pass(self.pass_.epoch + 1)
-        tokens = np.concatenate(parts)
-        self.rest = tokens[self.length :].copy()
-        return tokens[: self.length]
-
-    def _check_pass(self) -> None:
-        done, names = self.pass_, ", ".join(str(source.path) for source in self.sources[:3])
-        names += f" and {len(self.sources) - 3} more" if len(self.sources) > 3 else ""
-        if not done.documents:
+    def _check(self, stored: Stored, documents: int, tokens: int) -> None:
+        sources = self.file.sources
+        names = ", ".join(str(source.path) for source in sources[:3])
+        names += f" and {len(sources) - 3} more" if len(sources) > 3 else ""
+        if not stored.read:
             raise ConfigError(f"there are no documents in {names}: all are empty")
-        if not done.kept:
+        if not documents:
             raise ConfigError(
-                f"the {self.split} split of {names} is empty: it got none of {done.documents} documents; give more text"
+                f"the {self.split} split of {names} is empty: it got none of {stored.read} documents; give more text"
             )
-        if done.given < self.length:
+        if tokens < self.length:
             raise ConfigError(
-                f"the {self.split} split of {names} holds {done.given} tokens, too few for one row of {self.length}: give more"
+                f"the {self.split} split of {names} holds {tokens} tokens, too few for one row of {self.length}: give more"
                 " text or lower --length"
             )
 
+    def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the pieces of a pass in order, and the tokens up to the end of each, EOS included."""
+        if epoch not in self._orders:
+            _, first, end = self._pieces
+            order = np.random.RandomState([self.seed, epoch]).permutation(len(first))  # NumPy keeps its numbers
+            self._orders = {epoch: (order, (end - first + 1)[order].cumsum())}
+        return self._orders[epoch]
+
     @cached_property
-    def fingerprint(self) -> str:
-        """Hash that is equal for equal rows: sources, tokenizer, S, split, seed and order, but not ranks."""
-        settings = [self.length, self.split, self.seed, self.shares, self.buffer]
-        all_of_it = [settings, self.tokens.fingerprint(), [source.fingerprint() for source in self.sources]]
-        return hashlib.sha256(json.dumps(all_of_it).encode()).hexdigest()[:16]
+    def pass_tokens(self) -> int:
+        """Tokens of a pass."""
+        _, first, end = self._pieces
+        return int((end - first + 1).sum())
 
-    def state_dict(self) -> dict:
-        """Return the position; after :meth:`load_state_dict` the rows continue from there.
+    def __getitem__(self, row: int) -> torch.Tensor:
+        """Return a row, ``[S]`` int64."""
+        ids, first, end = self._pieces
+        parts, at, stop = [], row * self.length, (row + 1) * self.length
+        while at < stop:
+            epoch, place = divmod(at, self.pass_tokens)
+            order, ends = self._order(epoch)
+            number = np.searchsorted(ends, place, side="right")
+            piece = order[number]
+            tokens = np.append(ids[first[piece] : end[piece]], self.tokens.eos)
+            parts.append(tokens[place - ends[number] :][: stop - at])
+            at += len(parts[-1])
+        return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
-        It holds numbers and int64 tensors: 8 bytes for every document read in this pass, 24 for every piece
-        in the buffer.
-        """
-        return {
-            "fingerprint": self.fingerprint,
-            "share": [self.rank, self.world_size],
-            "rows": self.rows,
-            "rest": torch.from_numpy(self.rest.astype(np.int64)),
-            "pass": self.pass_.state(),
-        }
-
-    def load_state_dict(self, state: dict) -> None:
-        """Go to a position.
-
-        Pieces of the buffer are read and tokenised again, which takes as long as filling it.
-
-        Raises:
-            ConfigError: the position is one in other data, or of another rank.
-        """
-        if state["fingerprint"] != self.fingerprint:
-            raise ConfigError(
-                "the data is not what the checkpoint was made with (files, tokenizer, length, split or seed have changed):"
-                " restore it or start another run"
-            )
-        if state["share"] != [self.rank, self.world_size]:
-            raise ConfigError(f"this is the data position of rank {state['share'][0]} of {state['share'][1]}, not of"
-                              f" {self.rank} of {self.world_size}: use as many processes again")  # fmt: skip
-        self.rows, self.exhausted = state["rows"], False
-        self.rest = state["rest"].numpy().astype(np.int32)
-        self.pass_ = self._pass(state["pass"]["epoch"])
-        self.pass_.load(state["pass"])
+    def one_pass(self) -> Iterator[torch.Tensor]:
+        """Yield the rows of the first pass."""
+        return map(self.__getitem__, range(self.pass_tokens // self.length))

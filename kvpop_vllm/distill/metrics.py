@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
+
+from kvpop_vllm.files import write_whole
 
 
 class Metrics:
@@ -21,9 +22,7 @@ class Metrics:
         folder.mkdir(parents=True, exist_ok=True)
         self.folder, self.path = folder, folder / "metrics.jsonl"
         self.rows = [row for row in read_metrics(self.path) if row["step"] < first]
-        draft = self.path.with_suffix(".draft")
-        draft.write_text("".join(json.dumps(row) + "\n" for row in self.rows))
-        os.replace(draft, self.path)
+        write_whole(self.path, "".join(json.dumps(row) + "\n" for row in self.rows))
         self.file = self.path.open("a")
         self.board = _board(folder / "tensorboard", first)
 

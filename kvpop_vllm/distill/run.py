@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 from pathlib import Path
 
@@ -15,7 +14,7 @@ from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import Dense, check_length, load_model, vocabulary_of
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.student import Teacher
-from kvpop_vllm.distill.teacher import TeacherReader, TeacherWriter, settings_of, teacher_logits, write_rows
+from kvpop_vllm.distill.teacher import TeacherReader, settings_of, top_logits, write_rows
 from kvpop_vllm.distill.trainer import Process, Trainer
 
 
@@ -31,25 +30,23 @@ def load_tokenizer(model: str | Path):
         raise ConfigError(f"{model} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
 
 
-def packed(model, data, recipe: Recipe, process: Process) -> PackedTokens:
-    """Return this process's training rows."""
+def packed(model, data, recipe: Recipe, folder: Path | None = None) -> PackedTokens:
+    """Return the training rows; ``folder`` is that of their tokens."""
     check_length(model, recipe.length)
     return PackedTokens(
         data,
         load_tokenizer(model),
         recipe.length,
-        split="train",
         seed=recipe.seed,
-        rank=process.rank,
-        world_size=process.world,
         vocab_size=vocabulary_of(model),
+        folder=folder,
     )
 
 
-def calibration_rows(model, data, recipe: Recipe) -> list[torch.Tensor]:
+def calibration_rows(model, data, recipe: Recipe, folder: Path) -> list[torch.Tensor]:
     """Return rows of the training split, in another order than the rows that are trained on."""
-    other = packed(model, data, dataclasses.replace(recipe, seed=(recipe.seed + 1) % 2**31), Process())
-    return list(itertools.islice(other, recipe.calibration_rows))
+    other = packed(model, data, dataclasses.replace(recipe, seed=(recipe.seed + 1) % 2**31), folder)
+    return [other[row] for row in range(recipe.calibration_rows)]
 
 
 def default_device() -> torch.device:
@@ -72,7 +69,7 @@ class OnlineTeacher:
 
     def __call__(self, tokens: torch.Tensor, row: int):
         """Return the top logits of a row; see :data:`kvpop_vllm.distill.student.Teacher`."""
-        return teacher_logits(self.model, tokens, top=self.top, attend=Dense())
+        return top_logits(self.model, tokens, self.top, attend=Dense())[:2]
 
 
 def train(
@@ -107,8 +104,9 @@ def train(
     """
     if threads:
         torch.set_num_threads(threads)
+    folder = Path(out) / "run"
     with Process.start() as process:
-        rows = packed(model, data, recipe, process)
+        rows = packed(model, data, recipe, folder)
         asks = _teacher(teacher, model, rows, recipe, process.device)
         trainer = Trainer(
             model,
@@ -116,7 +114,7 @@ def train(
             out,
             rows,
             teacher=asks,
-            calibration=lambda: calibration_rows(model, data, recipe),
+            calibration=lambda: calibration_rows(model, data, recipe, folder),
             process=process,
             save_every=save_every,
             quiet=quiet,
@@ -163,11 +161,11 @@ def write_teacher(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("kvpop distill teacher runs in one process: leave torchrun out")
     asked = OnlineTeacher(model, recipe, default_device())
-    tokens = packed(model, data, recipe, Process())
+    tokens = packed(model, data, recipe, Path(out))
     vocabulary = vocabulary_of(model)
     settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary), recipe.dtype)
-    writer = TeacherWriter(out, settings, vocab_size=vocabulary)
-    write_rows(asked.model, tokens, writer, rows or recipe.steps * recipe.batch, attend=Dense())
+    count = rows or recipe.steps * recipe.batch
+    write_rows(asked.model, tokens, out, settings, count, vocab_size=vocabulary, attend=Dense())
 
 
 def stored_teacher(folder: str, model: str, rows: PackedTokens, recipe: Recipe) -> TeacherReader:

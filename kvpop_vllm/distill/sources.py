@@ -1,4 +1,4 @@
-"""Documents on disk: plain text, JSONL, Parquet and `datasets` folders, read in a fixed order from any place.
+"""Documents on disk: plain text, JSONL, Parquet and `datasets` folders, read in a fixed order.
 
 A document is a text or a conversation, see :func:`kvpop_vllm.distill.chat.content_of`. Its optional ``group``
 names documents that belong together.
@@ -7,34 +7,38 @@ names documents that belong together.
 from __future__ import annotations
 
 import hashlib
+import heapq
+import importlib
 import json
 import os
 import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate
+from operator import itemgetter
 from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.chat import FIELDS, content_of
 
+LANES = 8
+"""Number of files read in turn."""
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, eq=False)
 class Document:
     """One document.
 
     Attributes:
         content: its text, or a list of messages as chat templates take them.
         group: name of its group, or None.
-        place: ``source.read(place)`` starts with this document.
-        following: ``source.read(following)`` starts with the next document.
+        where: its name for error messages.
+        before: bytes of its source before it.
     """
 
     content: str | list[dict]
     group: str | None
-    place: int
-    following: int
+    where: str
+    before: float
 
 
 class Source:
@@ -42,29 +46,23 @@ class Source:
 
     Attributes:
         size: bytes.
-        extent: the place after its last document.
     """
 
-    extent = 1
-
     def __init__(self, path: Path):
-        self.path, self.size = path, path.stat().st_size
+        self.path, self.files = path, [path]
+        self.size = path.stat().st_size
 
-    def read(self, place: int) -> Iterator[Document]:
-        """Yield documents from ``place`` on.
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents.
 
         Raises:
             ConfigError: a line or row cannot be read; the message names it.
         """
-        raise NotImplementedError(f"{type(self).__name__} has no read()")
-
-    def where(self, place: int) -> str:
-        """Return the name of the document at ``place`` for error messages."""
-        return str(self.path)
+        raise NotImplementedError(f"{type(self).__name__} has no documents()")
 
     def fingerprint(self) -> list:
-        """Return name, size and a hash of a sample, which reveal a changed file without reading all of it."""
-        return [self.path.name, self.size, _sample(self.path)]
+        """Return name, size and a hash of a sample of each file, which reveal a change without reading all."""
+        return [self.path.name, self.size, [_sample(file) for file in self.files]]
 
 
 def _sample(path: Path) -> str:
@@ -75,133 +73,103 @@ def _sample(path: Path) -> str:
 
 
 class TextFile(Source):
-    """Text file, which is one document at place 0."""
+    """Text file, which is one document."""
 
-    def read(self, place: int) -> Iterator[Document]:
+    def documents(self) -> Iterator[Document]:
         """Yield the file's document."""
-        if place == 0:
-            try:
-                text = self.path.read_bytes().decode("utf-8-sig")  # line ends are kept
-            except UnicodeDecodeError as error:
-                raise ConfigError(
-                    f"{self.path} is not UTF-8 (byte {error.start}): convert it or leave it out"
-                ) from None
-            yield Document(text, None, 0, 1)
+        try:
+            text = self.path.read_bytes().decode("utf-8-sig")  # line ends are kept
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{self.path} is not UTF-8 (byte {error.start}): convert it or leave it out") from None
+        yield Document(text, None, str(self.path), 0)
 
 
 class Jsonl(Source):
-    """JSONL file, a document per line; a place is an offset in bytes."""
+    """JSONL file, a document per line."""
 
-    def __init__(self, path: Path):
-        super().__init__(path)
-        self.extent = self.size
-
-    def read(self, place: int) -> Iterator[Document]:
-        """Yield documents from ``place`` on."""
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents."""
+        before = 0
         with open(self.path, "rb") as file:
-            file.seek(place)
-            for line in file:
-                following = place + len(line)
+            for number, line in enumerate(file, 1):
                 if line.strip():
-                    yield self._document(line, place, following)
-                place = following
-
-    def _document(self, line: bytes, place: int, following: int) -> Document:
-        try:
-            record = json.loads(line)
-        except UnicodeDecodeError:
-            raise ConfigError(f"{self.where(place)} is not UTF-8: convert the file or leave the line out") from None
-        except (ValueError, RecursionError) as error:
-            problem = getattr(error, "msg", error)  # without a position, which would count within the line
-            raise ConfigError(f"{self.where(place)} is not JSON ({problem}): write one object per line") from None
-        if not isinstance(record, dict):
-            raise ConfigError(f"{self.where(place)} is not a JSON object: write one per line, with a field `text`")
-        return _document(record, self, place, following)
-
-    def where(self, place: int) -> str:
-        """Return path and line number."""
-        with open(self.path, "rb") as file:
-            return f"{self.path}:{1 + sum(1 for _ in _until(file, place))}"
+                    where = f"{self.path}:{number}"
+                    yield _document(_parsed(line, where), where, before)
+                before += len(line)
 
 
-def _until(file, place: int) -> Iterator[bytes]:
-    while file.tell() < place and (line := file.readline()):
-        yield line
+def _parsed(line: bytes, where: str) -> dict:
+    try:
+        record = json.loads(line)
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where} is not UTF-8: convert the file or leave the line out") from None
+    except (ValueError, RecursionError) as error:
+        problem = getattr(error, "msg", error)  # without a position, which would count within the line
+        raise ConfigError(f"{where} is not JSON ({problem}): write one object per line") from None
+    if not isinstance(record, dict):
+        raise ConfigError(f"{where} is not a JSON object: write one per line, with a field `text`")
+    return record
 
 
-class Parquet(Source):
-    """Parquet file, a document per row; a place is the number of a row.
+class Table(Source):
+    """Table with a document per row.
 
-    One row group is in memory at a time, and no file stays open.
+    Attributes:
+        rows: number of rows.
     """
 
-    loaded: tuple[int, object] = (-1, None)
+    rows: int
+
+    def documents(self) -> Iterator[Document]:
+        """Yield the documents."""
+        for row, record in enumerate(self.records()):
+            yield _document(record, f"{self.path}, row {row}", self.size * row / self.rows)
+
+    def records(self) -> Iterator[dict]:
+        """Yield the rows."""
+        raise NotImplementedError(f"{type(self).__name__} has no records()")
+
+
+class Parquet(Table):
+    """Parquet file, of which a few rows are in memory at a time."""
 
     def __init__(self, path: Path):
         super().__init__(path)
         self.open = _needs("pyarrow.parquet").ParquetFile
         try:
             with self.open(path) as file:
-                names, meta = file.schema_arrow.names, file.metadata
+                names, self.rows = file.schema_arrow.names, file.metadata.num_rows
         except (OSError, ValueError) as error:  # ArrowInvalid is a ValueError
-            _unreadable(path, "a Parquet file", error)
+            raise _unreadable(path, "a Parquet file", error) from None
         self.columns = _columns(names, path)
-        self.counts = [meta.row_group(group).num_rows for group in range(meta.num_row_groups)]
-        self.extent = sum(self.counts)
 
-    def read(self, place: int) -> Iterator[Document]:
-        """Yield documents from ``place`` on."""
-        first = 0
-        for group, count in enumerate(self.counts):
-            if place < first + count:
-                rows = self._load(group)
-                for start in range(max(place - first, 0), count, 64):
-                    for row, record in enumerate(rows.slice(start, 64).to_pylist(), first + start):
-                        yield _document(record, self, row, row + 1)
-                self.loaded = -1, None
-            first += count
-
-    def _load(self, group: int):
-        if self.loaded[0] != group:
-            try:
-                with self.open(self.path) as file:
-                    self.loaded = group, file.read_row_group(group, columns=self.columns)
-            except (OSError, ValueError) as error:
-                _unreadable(self.path, "a whole Parquet file", error)
-        return self.loaded[1]
-
-    def where(self, place: int) -> str:
-        """Return path and row number."""
-        return f"{self.path}, row {place}"
+    def records(self) -> Iterator[dict]:
+        """Yield the rows."""
+        try:
+            with self.open(self.path) as file:
+                for batch in file.iter_batches(64, columns=self.columns):
+                    yield from batch.to_pylist()
+        except (OSError, ValueError) as error:
+            raise _unreadable(self.path, "a whole Parquet file", error) from None
 
 
-class Saved(Source):
-    """Folder written by ``Dataset.save_to_disk``, a document per row; a place is the number of a row."""
+class Saved(Table):
+    """Folder written by ``Dataset.save_to_disk``."""
 
     def __init__(self, path: Path):
         super().__init__(path)
         datasets = _needs("datasets")
         try:
-            rows = datasets.load_from_disk(str(path))
+            table = datasets.load_from_disk(str(path))
         except (OSError, ValueError, KeyError) as error:
-            _unreadable(path, "a `datasets` folder", error)
-        self.rows = rows.select_columns(_columns(rows.column_names, path))
+            raise _unreadable(path, "a `datasets` folder", error) from None
+        self.table, self.rows = table.select_columns(_columns(table.column_names, path)), len(table)
         self.files = sorted(path.glob("*.arrow"))
         self.size = sum(file.stat().st_size for file in self.files)
-        self.extent = len(self.rows)
 
-    def read(self, place: int) -> Iterator[Document]:
-        """Yield documents from ``place`` on."""
-        for row in range(place, self.extent):
-            yield _document(self.rows[row], self, row, row + 1)
-
-    def where(self, place: int) -> str:
-        """Return path and row number."""
-        return f"{self.path}, row {place}"
-
-    def fingerprint(self) -> list:
-        """Return name, size and a hash of a sample of each file."""
-        return [self.path.name, self.size, [_sample(file) for file in self.files]]
+    def records(self) -> Iterator[dict]:
+        """Yield the rows."""
+        return iter(self.table)
 
 
 FORMATS = {".txt": TextFile, ".jsonl": Jsonl, ".parquet": Parquet}
@@ -263,91 +231,35 @@ def _columns(names: list[str], path: Path) -> list[str]:
     return [name for name in (*FIELDS, "group") if name in names]
 
 
-def _document(record: dict, source: Source, place: int, following: int) -> Document:
+def _document(record: dict, where: str, before: float) -> Document:
     group = record.get("group")
-    content = content_of(record, partial(source.where, place))
-    return Document(content, None if group is None else str(group), place, following)
+    return Document(content_of(record, where), None if group is None else str(group), where, before)
 
 
-def _unreadable(path: Path, kind: str, error: Exception):
-    raise ConfigError(f"{path} is not {kind} ({' '.join(str(error).split())}): leave it out") from None
+def _unreadable(path: Path, kind: str, error: Exception) -> ConfigError:
+    return ConfigError(f"{path} is not {kind} ({' '.join(str(error).split())}): leave it out")
 
 
 def _needs(module: str):
-    import importlib
-
     try:
         return importlib.import_module(module)
     except ImportError:
         raise ConfigError(f"this data needs {module.split('.')[0]}: pip install 'kvpop-vllm[distill]'") from None
 
 
-LANES = 8
-"""Number of files read in turn."""
-
-
-class ReadingOrder:
-    """Order that visits all documents of all sources once and depends on the sources alone.
+def documents_of(sources: list[Source]) -> Iterator[Document]:
+    """Yield all documents of all sources once, in an order that depends on the sources alone.
 
     Sources are distributed to lanes. The next document comes from the lane of which the smallest part has
     been read. Several files are thus mixed in proportion to their sizes, with few of them open.
     """
-
-    def __init__(self, sources: list[Source]):
-        self.sources = sources
-        self.lanes = [_Lane(sources[i::LANES]) for i in range(min(LANES, len(sources)))]
-
-    def __iter__(self) -> Iterator[tuple[int, Document]]:
-        return self
-
-    def __next__(self) -> tuple[int, Document]:
-        """Return the number of a source, and its next document."""
-        while open_lanes := [lane for lane in self.lanes if not lane.finished]:
-            lane = min(open_lanes, key=_Lane.progress)
-            index = lane.index
-            if (document := lane.next()) is not None:
-                return index * LANES + self.lanes.index(lane), document
-        raise StopIteration
-
-    def state(self) -> list[tuple[int, int]]:
-        """Return a source and a place for every lane."""
-        return [(lane.index, lane.place) for lane in self.lanes]
-
-    def seek(self, state: list[tuple[int, int]]) -> None:
-        """Go to a state."""
-        for lane, (index, place) in zip(self.lanes, state, strict=True):
-            lane.seek(index, place)
+    lanes = [_lane(sources[i::LANES]) for i in range(min(LANES, len(sources)))]
+    return map(itemgetter(1), heapq.merge(*lanes, key=itemgetter(0)))
 
 
-class _Lane:
-    """Sources read one after another."""
-
-    def __init__(self, sources: list[Source]):
-        self.sources = sources
-        self.before = list(accumulate((source.size for source in sources), initial=0))
-        self.seek(0, 0)
-
-    def seek(self, index: int, place: int) -> None:
-        """Go to a place of a source."""
-        self.index, self.place, self.reader = index, place, None
-
-    @property
-    def finished(self) -> bool:
-        """True if all sources have been read."""
-        return self.index == len(self.sources)
-
-    def progress(self) -> float:
-        """Return the share of the lane's bytes that has been read."""
-        source = self.sources[self.index]
-        return (self.before[self.index] + source.size * self.place / max(source.extent, 1)) / max(self.before[-1], 1)
-
-    def next(self) -> Document | None:
-        """Return the next document, or None at the end of a source."""
-        if self.reader is None:
-            self.reader = self.sources[self.index].read(self.place)
-        document = next(self.reader, None)
-        if document is None:
-            self.seek(self.index + 1, 0)
-        else:
-            self.place = document.following
-        return document
+def _lane(sources: list[Source]) -> Iterator[tuple[float, Document]]:
+    """Yield the documents of sources one after another, each with the share of the lane before it."""
+    before, total = 0, max(1, sum(source.size for source in sources))
+    for source in sources:
+        yield from (((before + document.before) / total, document) for document in source.documents())
+        before += source.size

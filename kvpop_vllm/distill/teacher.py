@@ -25,10 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Iterable
-from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -39,6 +36,7 @@ from tqdm import tqdm
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import POSITIONS
+from kvpop_vllm.files import replacing, write_whole
 
 INDEX = "index.json"
 FORMAT = {"format": "kvpop-teacher", "version": 1}
@@ -78,11 +76,6 @@ def top_logits(model, tokens: torch.Tensor, top: int = 256, **options) -> TopLog
     return TopLogits(*(torch.cat(part, 1) for part in zip(*parts, strict=True)))
 
 
-def teacher_logits(model, tokens: torch.Tensor, top: int = 256, **options) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return logits and ids of :func:`top_logits`, as :data:`kvpop_vllm.distill.student.Teacher` does."""
-    return top_logits(model, tokens, top, **options)[:2]
-
-
 def settings_of(model: str | Path, rows, top: int = 256, dtype: str = "bfloat16") -> dict:
     """Return the settings that logits depend on.
 
@@ -115,110 +108,73 @@ def model_fingerprint(folder: str | Path) -> str:
     return digest.hexdigest()[:16]
 
 
-class TeacherWriter:
-    """Writer of a folder of teacher logits, row by row; a context manager.
-
-    It continues where the folder ends.
-
-    Args:
-        folder: folder to write.
-        settings: see :func:`settings_of`; a folder with other settings is refused.
-        vocab_size: vocabulary of the model.
-        shard_bytes: size of a file; a kill loses at most one file.
-
-    Attributes:
-        rows: number of rows added, those found in the folder included; also the number of the next row.
-    """
-
-    def __init__(self, folder: str | Path, settings: dict, *, vocab_size: int, shard_bytes: int = 1 << 26):
-        self.folder, self.settings = Path(folder), settings
-        self.ids = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
-        per_row = settings["length"] * (settings["top"] * (2 + self.ids.itemsize) + 8)
-        self.shard, self.rows, self.pending = max(1, shard_bytes // per_row), 0, []
-        self.folder.mkdir(parents=True, exist_ok=True)
-        if (self.folder / INDEX).exists():
-            index = read_index(self.folder)
-            _refuse_others(self.folder, index["settings"], settings)
-            self.shard, self.rows = index["rows_per_shard"], index["rows"]
-            self._reopen_last()
-
-    def _reopen_last(self) -> None:
-        first = self.rows - self.rows % self.shard
-        if first < self.rows:
-            whole = _read(self.folder, first // self.shard, slice(0, self.rows - first))
-            self.pending = [{name: tensor[i] for name, tensor in whole.items()} for i in range(self.rows - first)]
-
-    def add(self, tokens: torch.Tensor, best: TopLogits) -> None:
-        """Add a row.
-
-        Args:
-            tokens: ``[S]``.
-            best: top logits of the row, without a batch axis.
-
-        Raises:
-            ValueError: the row has another shape than the settings say.
-            OSError: a file cannot be written; the rows of earlier files are safe.
-        """
-        shape = (self.settings["length"], self.settings["top"])
-        if best.logits.shape != shape or tokens.shape != shape[:1]:
-            raise ValueError(
-                f"a row of {tuple(tokens.shape)} tokens and {tuple(best.logits.shape)} logits, not {shape}"
-            )
-        row = {"tokens": tokens.int(), "ids": best.ids.to(self.ids), "lse": best.lse.float()}
-        row["logp"] = (best.logits - best.lse.unsqueeze(-1)).clamp_min(-65504).half()
-        self.pending.append({name: tensor.cpu() for name, tensor in row.items()})
-        self.rows += 1
-        if self.rows % self.shard == 0:
-            self._write()
-            self.pending = []
-
-    def flush(self) -> None:
-        """Write all rows that have been added so far."""
-        if self.pending:
-            self._write()
-
-    def _write(self) -> None:
-        first = self.rows - len(self.pending)
-        tensors = {name: torch.stack([row[name] for row in self.pending]) for name in self.pending[0]}
-        index = FORMAT | {"settings": self.settings, "rows": self.rows, "rows_per_shard": self.shard}
-        try:
-            _replace(_shard(self.folder, first // self.shard), save(tensors))
-            _replace(self.folder / INDEX, json.dumps(index, indent=1).encode())
-        except OSError as error:
-            safe = read_index(self.folder)["rows"] if (self.folder / INDEX).exists() else 0
-            free = shutil.disk_usage(self.folder).free >> 20
-            raise OSError(
-                f"teacher logits of rows {safe} to {self.rows - 1} cannot be written to {self.folder}, where {free} MiB are"
-                f" free: {error.strerror or error}; the {safe} rows before them are safe: make room and run the same"
-                " command again"
-            ) from None
-
-    def __enter__(self) -> TeacherWriter:
-        return self
-
-    def __exit__(self, kind, error, trace) -> None:
-        self.flush()
-
-
 def write_rows(
-    model, rows: Iterable[torch.Tensor], writer: TeacherWriter, count: int, *, quiet=False, **options
+    model,
+    rows,
+    folder: str | Path,
+    settings: dict,
+    count: int,
+    *,
+    vocab_size: int,
+    shard_bytes: int = 1 << 26,
+    quiet: bool = False,
+    **options,
 ) -> None:
-    """Write the first ``count`` of ``rows`` (each ``[S]``), without those that ``writer`` has already.
+    """Write the logits of the first ``count`` of ``rows``, without those that ``folder`` has already.
 
     Args:
         model: see :func:`top_logits`.
-        rows: rows of tokens in their global order.
-        writer: receives the logits.
+        rows: ``rows[j]`` is row j, ``[S]``.
+        folder: folder to write; it is continued if it exists.
+        settings: see :func:`settings_of`; a folder with other settings is refused.
         count: number of rows.
+        vocab_size: vocabulary of the model.
+        shard_bytes: size of a file; a kill loses at most one file.
         quiet: True to hide the progress bar.
         options: see :func:`top_logits`.
+
+    Raises:
+        ConfigError: the folder has other settings.
+        OSError: a file cannot be written; the rows of earlier files are safe.
     """
-    device, top, done = next(model.parameters()).device, writer.settings["top"], writer.rows
-    with writer, tqdm(total=count, initial=min(done, count), unit="row", disable=quiet) as bar:
-        for tokens in islice(rows, done, max(done, count)):
-            best = top_logits(model, tokens.unsqueeze(0).to(device), top, **options)
-            writer.add(tokens, TopLogits(*(tensor[0] for tensor in best)))
-            bar.update()
+    folder, device = Path(folder), next(model.parameters()).device
+    ids = torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+    shard = max(1, shard_bytes // (settings["length"] * (settings["top"] * (2 + ids.itemsize) + 8)))
+    folder.mkdir(parents=True, exist_ok=True)
+    done = 0
+    if (folder / INDEX).exists():
+        index = read_index(folder)
+        _refuse_others(folder, index["settings"], settings)
+        shard, done = index["rows_per_shard"], index["rows"]
+    with tqdm(total=count, initial=min(done, count), unit="row", disable=quiet) as bar:
+        while done < count:
+            first = done - done % shard  # a file that is not full is written again
+            found = []
+            for row in range(first, min(first + shard, count)):
+                tokens = rows[row].unsqueeze(0)
+                best = top_logits(model, tokens.to(device), settings["top"], **options)
+                logp = (best.logits - best.lse.unsqueeze(-1)).clamp_min(-65504).half()
+                own = {"tokens": tokens.int(), "ids": best.ids.to(ids), "lse": best.lse.float(), "logp": logp}
+                found.append({name: tensor.cpu() for name, tensor in own.items()})
+                bar.update(row >= done)
+            tensors = {name: torch.cat([own[name] for own in found]) for name in found[0]}
+            index = FORMAT | {"settings": settings, "rows": first + len(found), "rows_per_shard": shard}
+            _write(folder, first // shard, tensors, index, done)
+            done = index["rows"]
+
+
+def _write(folder: Path, shard: int, tensors: dict[str, torch.Tensor], index: dict, safe: int) -> None:
+    try:
+        with replacing(_shard(folder, shard)) as draft:
+            draft.write_bytes(save(tensors))
+        write_whole(folder / INDEX, json.dumps(index, indent=1))
+    except OSError as error:
+        free = shutil.disk_usage(folder).free >> 20
+        raise OSError(
+            f"teacher logits of rows {safe} to {index['rows'] - 1} cannot be written to {folder}, where {free} MiB are"
+            f" free: {error.strerror or error}; the {safe} rows before them are safe: make room and run the same"
+            " command again"
+        ) from None
 
 
 class TeacherReader:
@@ -227,7 +183,7 @@ class TeacherReader:
     Rows may be read in any order.
 
     Args:
-        folder: written by :class:`TeacherWriter`.
+        folder: written by :func:`write_rows`.
         settings: settings that it must have been written with, see :func:`settings_of`; None accepts any.
         rows: minimum number of rows.
 
@@ -265,12 +221,6 @@ class TeacherReader:
             )
         logits, ids = found["logp"].float(), found["ids"].long()
         return logits.unsqueeze(0).to(tokens.device), ids.unsqueeze(0).to(tokens.device)
-
-    def top(self, row: int) -> TopLogits:
-        """Return the stored row itself, logits ``[S, K]``, ids ``[S, K]`` and lse ``[S]``."""
-        found = self._row(row)
-        logits = found["logp"].float() + found["lse"].unsqueeze(-1)
-        return TopLogits(logits, found["ids"].long(), found["lse"])
 
     def _row(self, row: int) -> dict[str, torch.Tensor]:
         self._require(row + 1)
@@ -327,16 +277,3 @@ def _read(folder: Path, number: int, rows: slice) -> dict[str, torch.Tensor]:
         raise ConfigError(
             f"{path} cannot be read ({reason}): write the teacher's logits again in another folder"
         ) from None
-
-
-def _replace(path: Path, data: bytes) -> None:
-    draft = path.with_name(path.name + ".draft")
-    try:
-        with open(draft, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except OSError:
-        draft.unlink(missing_ok=True)
-        raise

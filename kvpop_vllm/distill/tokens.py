@@ -1,16 +1,17 @@
-"""Tokenisation of documents into pieces of tokens."""
+"""Tokenisation of documents."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from operator import itemgetter
 
 import numpy as np
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.chat import render
-from kvpop_vllm.distill.sources import Document, Source
+from kvpop_vllm.distill.sources import Document
 
 STRETCH = 1 << 18
 """Characters tokenised in one call; a longer text is split before words."""
@@ -19,22 +20,18 @@ SEAM = re.compile(r"\s(?=\S)")
 
 
 class Tokens:
-    """Tokeniser of documents into pieces of tokens.
-
-    A document's tokens are cut into pieces of at most ``longest`` tokens, so that one book does not fill a
-    batch. Each piece ends with EOS (counted in ``longest``) and is independent of the others from then on.
+    """Tokeniser of documents.
 
     Args:
         tokenizer: the model's tokenizer.
-        longest: maximum tokens of a piece.
         vocab_size: tokens that the model knows; None skips the check.
 
     Raises:
         ConfigError: the tokenizer has no EOS, or gives ids that the model does not know.
     """
 
-    def __init__(self, tokenizer, longest: int, vocab_size: int | None):
-        self.tokenizer, self.longest, self.vocab_size = tokenizer, longest, vocab_size
+    def __init__(self, tokenizer, vocab_size: int | None):
+        self.tokenizer, self.vocab_size = tokenizer, vocab_size
         self.eos, bos = tokenizer.eos_token_id, tokenizer.bos_token_id
         if self.eos is None:
             raise ConfigError("the tokenizer has no end-of-text token (eos_token): set one in tokenizer_config.json")
@@ -42,31 +39,41 @@ class Tokens:
         first = tokenizer("a")["input_ids"][:1]
         self.start = [bos] if bos is not None and first == [bos] else []
 
-    def pieces(self, batch: list[tuple[Source, Document]]) -> list[list[np.ndarray]]:
-        """Return the pieces of each document, int32."""
-        ids: list[list[np.ndarray]] = [[] for _ in batch]
-        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
-        for stretches in _in_batches(self._stretches(batch)):
-            found = self.tokenizer([text for _, text in stretches], **options)["input_ids"]
-            for (i, _), own in zip(stretches, found, strict=True):
-                ids[i].append(np.array(own, dtype=np.int32))
-        return [self._cut(document, own) for (_, document), own in zip(batch, ids, strict=True)]
+    def encode(self, documents: Iterable[Document]) -> Iterator[tuple[Document, np.ndarray]]:
+        """Yield each document with its ids, int32, without an EOS at the end."""
+        for document, stretches in groupby(self._encoded(documents), itemgetter(0)):
+            start = self.start if isinstance(document.content, str) else []  # chat templates add their own
+            ids = np.concatenate([np.array(own, dtype=np.int32) for own in (start, *map(itemgetter(1), stretches))])
+            self._check(ids.max(initial=0))
+            yield document, ids[:-1] if len(ids) and ids[-1] == self.eos else ids
 
-    def _stretches(self, batch: list[tuple[Source, Document]]) -> Iterator[tuple[int, str]]:
-        for i, (source, document) in enumerate(batch):
+    def _encoded(self, documents: Iterable[Document]) -> Iterator[tuple[Document, list[int]]]:
+        """Yield documents with the ids of their stretches.
+
+        At most ``STRETCH`` characters go into one call, because a tokenizer needs some hundred bytes for each
+        token.
+        """
+        batch, size = [], 0
+        for document, text in self._stretches(documents):
+            if batch and size + len(text) > STRETCH:
+                yield from self._call(batch)
+                batch, size = [], 0
+            batch.append((document, text))
+            size += len(text)
+        if batch:
+            yield from self._call(batch)
+
+    def _call(self, batch: list[tuple[Document, str]]) -> Iterator[tuple[Document, list[int]]]:
+        options = {"add_special_tokens": False, "return_attention_mask": False, "verbose": False}
+        found = self.tokenizer([text for _, text in batch], **options)["input_ids"]
+        return zip(map(itemgetter(0), batch), found, strict=True)
+
+    def _stretches(self, documents: Iterable[Document]) -> Iterator[tuple[Document, str]]:
+        for document in documents:
             text = document.content
             if not isinstance(text, str):
-                text = render(self.tokenizer, text, partial(source.where, document.place))
-            yield from ((i, stretch) for stretch in _part(text.encode("utf-8", "replace").decode("utf-8")))
-
-    def _cut(self, document: Document, parts: list[np.ndarray]) -> list[np.ndarray]:
-        start = self.start if isinstance(document.content, str) else []  # chat templates add their own
-        ids = np.concatenate([np.array(start, dtype=np.int32), *parts])
-        self._check(ids.max(initial=0))
-        if len(ids) and ids[-1] == self.eos:
-            ids = ids[:-1]
-        step, end = self.longest - 1, np.array([self.eos], dtype=np.int32)
-        return [np.concatenate([ids[a : a + step], end]) for a in range(0, len(ids), step)]
+                text = render(self.tokenizer, text, document.where)
+            yield from ((document, part) for part in _parts(text.encode("utf-8", "replace").decode("utf-8")))
 
     def _check(self, token: int) -> None:
         if self.vocab_size is not None and token >= self.vocab_size:
@@ -78,29 +85,13 @@ class Tokens:
         """Return values that change with the tokenizer."""
         probe = self.tokenizer("A probe: 1,234 things, naïve – <tag>\n\n\tdef f(x):\n", add_special_tokens=False)
         template = getattr(self.tokenizer, "chat_template", None)
-        return [len(self.tokenizer), self.eos, self.start, probe["input_ids"], self.longest, template]
+        return [len(self.tokenizer), self.eos, self.start, probe["input_ids"], template]
 
 
-def _part(text: str) -> Iterator[str]:
+def _parts(text: str) -> Iterator[str]:
     at = 0
     while len(text) - at > STRETCH:
         *_, cut = at + STRETCH, *(seam.start() for seam in SEAM.finditer(text, at + 1, at + STRETCH))
         yield text[at:cut]
         at = cut
     yield text[at:]
-
-
-def _in_batches(stretches: Iterator[tuple[int, str]]) -> Iterator[list[tuple[int, str]]]:
-    """Yield batches of at most ``STRETCH`` characters, or of one longer text.
-
-    Batches are bounded because a tokenizer needs some hundred bytes for each token.
-    """
-    batch, size = [], 0
-    for i, text in stretches:
-        if batch and size + len(text) > STRETCH:
-            yield batch
-            batch, size = [], 0
-        batch.append((i, text))
-        size += len(text)
-    if batch:
-        yield batch

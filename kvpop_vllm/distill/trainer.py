@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +27,7 @@ from kvpop_vllm.distill.metrics import Metrics
 from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
+from kvpop_vllm.files import write_whole
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import write_scorer
 from kvpop_vllm.scorers.init import BORROWED, borrows_channel, model_shape
@@ -83,8 +84,7 @@ class Trainer:
         model: folder of the base model.
         recipe: see :class:`Recipe`.
         out: folder of the results; ``out/run`` holds checkpoints and metrics.
-        rows: yields this process's rows, ``[S]`` int64, number ``i * world + rank`` of the global order; has
-            ``state_dict`` and ``load_state_dict``.
+        rows: ``rows[j]`` is row j of all processes, ``[S]`` int64; ``rows.fingerprint`` changes with them.
         teacher: see :data:`Teacher`; needed if the recipe has a KL.
         calibration: returns ``[S]`` rows, the same in all processes; needed if the recipe calibrates decays.
         process: see :class:`Process`.
@@ -139,7 +139,8 @@ class Trainer:
                 raise ConfigError(
                     f"{self.out} holds {there} of something else, which would be overwritten: choose another --out"
                 )
-        own = json.loads(json.dumps({"model": model} | self.recipe.to_json()))
+        # the data last, because it depends on some of the others
+        own = json.loads(json.dumps({"model": model} | self.recipe.to_json() | {"data": self.rows.fingerprint}))
         if path.exists() and started:
             try:
                 before = json.loads(path.read_text())
@@ -147,17 +148,24 @@ class Trainer:
                 raise ConfigError(f"{path} is damaged, so nobody can tell what it was: choose another --out") from None
             # options that are newer than a run have their default there
             before = self.recipe.defaults() | before
-            if differ := sorted(name for name in own if own[name] != before.get(name)):
-                name = differ[0]
+            if "data" not in before:
+                raise ConfigError(
+                    f"{self.out} holds a run of an older version, which shuffled text in another order: choose another"
+                    " --out, or go on with that version"
+                )
+            if name := next((name for name in own if own[name] != before.get(name)), None):
+                if name == "data":
+                    raise ConfigError(
+                        "the data is not what the checkpoint was made with (files, tokenizer, length, split or seed have"
+                        " changed): restore it or start another run"
+                    )
                 raise ConfigError(
                     f"{self.out} holds a run with {name} = {before.get(name)!r}, not {own[name]!r}: choose another --out, or"
                     " the same settings"
                 )
         elif is_main():
             path.parent.mkdir(parents=True, exist_ok=True)
-            draft = path.with_suffix(".draft")
-            draft.write_text(json.dumps(own, indent=1))
-            os.replace(draft, path)
+            write_whole(path, json.dumps(own, indent=1))
         barrier()
 
     def _scorer_config(self, model) -> ScorerConfig:
@@ -229,12 +237,9 @@ class Trainer:
             TrainingError: a score, loss or gradient is not finite, or a checkpoint cannot be written.
         """
         try:
-            step, position = self.checkpoints.load(self.student, self.optimiser)
+            self.step = step = self.checkpoints.load(self.student, self.optimiser)
         except ValueError as error:
             raise ConfigError(str(error)) from None
-        if position is not None:
-            self.rows.load_state_dict(position)
-        self.step = step
         try:
             with Metrics(self.out / "run", step) if is_main() else nullcontext() as metrics:
                 last = self._steps(step, metrics)
@@ -249,11 +254,11 @@ class Trainer:
 
     def _steps(self, first: int, metrics: Metrics | None) -> dict[str, float]:
         total, quiet = self.recipe.steps, self.quiet or not is_main()
-        rows, last = iter(self.rows), metrics.last() if metrics else {}
+        last = metrics.last() if metrics else {}
         with tqdm(range(first, total), initial=first, total=total, disable=quiet) as steps:
             for self.step in steps:
                 step = self.step
-                last = self._step(step, rows)
+                last = self._step(step)
                 if metrics:
                     metrics.add(step, last)
                     steps.set_postfix({name: f"{value:.4f}" for name, value in last.items()})
@@ -280,7 +285,7 @@ class Trainer:
             (self.out / "run" / "calibration.json").write_text(json.dumps(found) + "\n")
         return dataclasses.replace(self.config, decay=decay), logits, lost
 
-    def _step(self, step: int, rows: Iterable[torch.Tensor]) -> dict[str, float]:
+    def _step(self, step: int) -> dict[str, float]:
         recipe, process, student = self.recipe, self.process, self.student
         for group in self.optimiser.param_groups:
             group["lr"] = self.rate(step) if group["new"] else recipe.lr_base
@@ -288,7 +293,7 @@ class Trainer:
         total: dict[str, float] = {}
         for i in range(share):
             row = step * recipe.batch + i * process.world + process.rank
-            tokens = next(rows).unsqueeze(0).to(process.device)
+            tokens = self.rows[row].unsqueeze(0).to(process.device)
             if process.world > 1:
                 student.set_requires_gradient_sync(i == share - 1)
             with self._autocast():
@@ -320,7 +325,7 @@ class Trainer:
 
     def _save(self, step: int) -> None:
         try:
-            self.checkpoints.save(step, self.student, self.optimiser, self.rows.state_dict())
+            self.checkpoints.save(step, self.student, self.optimiser)
         except OSError as error:
             raise TrainingError(self._stopped(step, str(error))) from None
 

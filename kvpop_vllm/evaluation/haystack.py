@@ -10,33 +10,29 @@ from itertools import islice
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.data import split_of
-from kvpop_vllm.distill.sources import Document, ReadingOrder, Source, find_sources
+from kvpop_vllm.distill.data import in_split, share_of
+from kvpop_vllm.distill.sources import Document, documents_of, find_sources
 from kvpop_vllm.distill.tokens import Tokens
 
 SHARES = 0.05, 0.05
 """Shares of the documents for validation and test, as in training."""
-MOST_TOKENS = 1 << 40
-"""Maximum tokens of a piece, so large that every document is one piece."""
 LONGEST_SENTENCE = 300
 """Characters of a sentence; longer ones, and text without sentences such as code, are split between words."""
 ENOUGH = 1 << 20
 """Minimum number of characters that haystacks are made from."""
 
 
-def documents(paths: list[str], split: str) -> Iterator[tuple[Source, Document]]:
+def documents(paths: list[str], split: str) -> Iterator[Document]:
     """Yield the non-empty documents of a split, in an order that depends on the files alone.
 
     Raises:
         ConfigError: the files cannot be read.
     """
-    sources = find_sources(paths)
-    for number, document in ReadingOrder(sources):
+    for document in documents_of(find_sources(paths)):
         content = document.content
         text = content if isinstance(content, str) else "\n\n".join(m["content"] for m in content)
-        own = split == "all" or split_of(document.group or text, *SHARES) == split
-        if text.strip() and own:
-            yield sources[number], document
+        if text.strip() and in_split(share_of(document.group or text), split, *SHARES):
+            yield document
 
 
 def replay_rows(
@@ -52,11 +48,10 @@ def replay_rows(
     """
     found = list(documents(paths, split))
     random.Random(seed).shuffle(found)
-    tokens = Tokens(tokenizer, MOST_TOKENS, vocab_size)
+    tokens = Tokens(tokenizer, vocab_size)
     row: list[int] = []
-    for source_and_document in found:
-        ((piece,),) = tokens.pieces([source_and_document])
-        row += piece[: length - len(row)].tolist()
+    for _, ids in tokens.encode(found):
+        row += [*ids.tolist(), tokens.eos][: length - len(row)]
         if len(row) == length:
             yield torch.tensor(row)
             row = []
@@ -69,7 +64,7 @@ def sentences(paths: list[str], split: str, least: int) -> list[str]:
         ConfigError: the files cannot be read, or there is no text.
     """
     found, size = [], 0
-    for _, document in documents(paths, split):
+    for document in documents(paths, split):
         content = document.content
         text = content if isinstance(content, str) else "\n".join(m["content"] for m in content)
         own = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text) for part in _parted(sentence)]

@@ -50,21 +50,17 @@ def evaluate_text(options) -> list[dict]:
         max(options.length),
         split=options.split,
         seed=options.seed,
-        repeat=False,
         vocab_size=vocabulary_of(options.model),
     )
-    records, first = [], next(iter(rows), None)
+    records, first = [], rows[0]
     # opened before the work is done
     with records_file(options.out) if options.out else nullcontext() as file:
         backend = TransformersBackend(options.model, getattr(torch, options.dtype), max(options.length))
-        used = [first, *itertools.islice(rows, options.rows - 1)] if first is not None else []
-        for record in evaluate(backend.model, used, specs, settings):
+        for record in evaluate(backend.model, itertools.islice(rows.one_pass(), options.rows), specs, settings):
             records.append(record)
             if file:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
-        if not records:
-            raise ConfigError(f"the {options.split} split holds no row of {max(options.length)} tokens: give more text")
     if (found := 1 + records[-1]["row"]) < options.rows:
         print(f"only {found} of {options.rows} rows: the {options.split} split holds no more")
     table = summarise(records)

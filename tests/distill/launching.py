@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from unittest.mock import patch
 
 TESTS = Path(__file__).parents[1]
+IMPORTS = os.pathsep.join([str(TESTS), *filter(None, sys.path)])
 
 
 @dataclass
@@ -51,7 +52,7 @@ def launch(*args, processes: int = 1, file_size: int | None = None) -> Run:
         group = {"WORLD_SIZE": processes, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free.getsockname()[1]}
         free.close()
         running = []
-        with patch.dict(os.environ, PYTHONPATH=os.pathsep.join([str(TESTS), *filter(None, sys.path)])):
+        with patch.dict(os.environ, PYTHONPATH=IMPORTS):
             for rank in range(processes):
                 own = {name: str(value) for name, value in (group | {"RANK": rank, "LOCAL_RANK": rank}).items()}
                 told = list(map(str, args)), own if processes > 1 else {}, f"{said}/{rank}", file_size
@@ -73,7 +74,7 @@ def launch_torchrun(*args, processes: int) -> subprocess.CompletedProcess:
     """Run the same by torchrun."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     command += [str(TESTS / "distill/train_tiny.py"), *map(str, args)]
-    environment = {"PYTHONPATH": str(TESTS), "PATH": "/usr/bin:/bin"}
+    environment = {"PYTHONPATH": IMPORTS, "PATH": "/usr/bin:/bin"}
     return subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment)
 
 

@@ -114,7 +114,7 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
             if name.endswith("q_norm.weight"):
                 p.mul_(8)  # a tiny random model attends to all tokens alike, and no decay is better
     rows = Rows(LENGTH)
-    rows = [next(rows) for _ in range(2)]
+    rows = [rows[0], rows[1]]
     logits, least = calibrate(student, rows, decay)
 
     grid, budgets = decay_grid(decay), [student.roles(0), student.roles(1)]
@@ -142,7 +142,7 @@ def test_equal_decays_and_low_precision(tmp_path):
     model, recipe = write_tiny_model(tmp_path / "model", "qwen3"), dataclasses.replace(RECIPE, window=[8], topk=[20])
     config = make_config(model_shape(model), source="the test", **recipe.scorer_options())
     student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)
-    row, decay = next(Rows(LENGTH)), Decay(1, 0.8, 0.999)
+    row, decay = Rows(LENGTH)[0], Decay(1, 0.8, 0.999)
     with torch.no_grad():
         for name, p in student.base.named_parameters():
             if name.endswith("q_norm.weight"):

@@ -28,7 +28,7 @@ def turns(*contents, **reasoning):
 
 
 def said(template, messages):
-    return render(byte_tokenizer(template), messages, lambda: "here")
+    return render(byte_tokenizer(template), messages, "here")
 
 
 def test_the_template_is_kept_to_where_it_leaves_nothing_out():

@@ -1,11 +1,11 @@
-"""Training rows: equal from every format, nothing lost or repeated, stable splits, ranks, resumption."""
+"""Training rows: equal from every format, nothing lost or repeated, stable splits, one file of tokens."""
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import tracemalloc
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 
 import pytest
@@ -13,9 +13,9 @@ import torch
 from distill.byte_tokenizer import BOS, EOS, byte_tokenizer
 from distill.texts_on_disk import TABLES, documents, equal, pack, pieces, records, stream, texts, write
 
-from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill import data, sources, tokens
-from kvpop_vllm.distill.data import split_of
+from kvpop_vllm.distill import sources, tokens
+from kvpop_vllm.distill.data import TokenFile, in_split, share_of
+from kvpop_vllm.distill.sources import documents_of, find_sources
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_tables_give_the_same_rows_in_every_format(tmp_path, contents):
     for kind in TABLES:
         write(tmp_path, "table", kind, [dict(record) for record in CONTENTS[contents]])
     names = ("table.jsonl", "table.parquet", "table")
-    options = {"split": "all", "buffer": 500, "tokenizer": tokenizer}
+    options = {"split": "all", "tokenizer": tokenizer}
     found = [list(islice(pack(tmp_path / name, 16, **options), 60)) for name in names]
     assert equal(found[0], found[1]) and equal(found[0], found[2])
 
@@ -89,7 +89,7 @@ def test_folders_are_searched_and_nothing_is_read_twice(tmp_path, capsys):
         write(tmp_path / folder, "own", "txt", records([f"text {i}"]))
     (tmp_path / "notes.md").write_text("not text")
     (tmp_path / "link.txt").symlink_to(tmp_path / "other/own.txt")
-    found = sources.find_sources([tmp_path, tmp_path / "other", tmp_path / "deep/../other/own.txt"])
+    found = find_sources([tmp_path, tmp_path / "other", tmp_path / "deep/../other/own.txt"])
     assert sorted(source.path.parent.name for source in found) in (["deeper", "other"], ["deeper", tmp_path.name])
     assert capsys.readouterr().err == f"{tmp_path}: 1 files of other kinds are passed over (.md)\n"
 
@@ -97,9 +97,8 @@ def test_folders_are_searched_and_nothing_is_read_twice(tmp_path, capsys):
 # packing
 
 
-@pytest.mark.parametrize("buffer", [1, 700, 1 << 20])
 @pytest.mark.parametrize("bos", [False, True])
-def test_every_pass_holds_every_document_once(mixed, buffer, bos):
+def test_every_pass_holds_every_document_once(mixed, bos):
     folder, own = mixed
     length, longest, expected = 32, 64, []
     for text in own:
@@ -109,16 +108,12 @@ def test_every_pass_holds_every_document_once(mixed, buffer, bos):
             ids = ids[longest - 1 :]
     expected.sort()
     total = sum(map(len, expected))
-    rows = pack(folder, length, split="all", buffer=buffer, piece_rows=2, tokenizer=byte_tokenizer(bos=bos))
-    found = stream(rows, -(-3 * total // length))
+    rows = pack(folder, length, split="all", piece_rows=2, tokenizer=byte_tokenizer(bos=bos))
+    found = stream(islice(rows, -(-3 * total // length)))
     passes = [pieces(found[i * total : (i + 1) * total]) for i in range(3)]
     assert all(sorted(pass_) == expected for pass_ in passes)
     assert passes[0] != passes[1] != passes[2]
-    once = pack(
-        folder, length, split="all", buffer=buffer, piece_rows=2, repeat=False, tokenizer=byte_tokenizer(bos=bos)
-    )
-    for _ in range(2):
-        assert stream(once) == found[: total // length * length]
+    assert stream(rows.one_pass()) == found[: total // length * length]
 
 
 def test_a_document_that_ends_with_eos_gets_no_second_one(tmp_path):
@@ -128,75 +123,69 @@ def test_a_document_that_ends_with_eos_gets_no_second_one(tmp_path):
 
 
 def test_seeds_decide_the_order(mixed):
-    first, again, other = (pack(mixed[0], seed=seed) for seed in (1, 1, 2))
-    assert equal(islice(first, 50), again_rows := list(islice(again, 50)))
-    assert not equal(again_rows, islice(other, 50))
-    assert [first.fingerprint == rows.fingerprint for rows in (again, other)] == [True, False]
+    first, again, other = (list(islice(pack(mixed[0], seed=seed), 50)) for seed in (1, 1, 2))
+    assert equal(first, again) and not equal(first, other)
 
 
 def test_files_are_mixed_in_proportion_to_their_sizes(tmp_path):
     for i in range(20):
         write(tmp_path, f"{i:02}", "jsonl", records(["x" * 100] * 10 * (1 + i // 10)))
-    found = sources.find_sources(tmp_path)
-    order = [i for i, _ in sources.ReadingOrder(found)]
+    order = [int(document.where.split("/")[-1][:2]) for document in documents_of(find_sources(tmp_path))]
     assert len(order) == 300 and all(order.count(i) == 10 * (1 + i // 10) for i in range(20))
     lanes = [[i % sources.LANES for i in part] for part in (order[:150], order[150:])]
     assert all(abs(lanes[0].count(lane) - lanes[1].count(lane)) <= 2 for lane in range(sources.LANES))
 
 
-def test_a_big_file_is_streamed(tmp_path):
+def test_a_big_file_is_not_held_in_memory(tmp_path):
     path, line = tmp_path / "big.jsonl", json.dumps({"text": "%08d" + " word" * 400}) + "\n"
     with open(path, "w") as file:
         file.writelines(line % i for i in range(16_000))
     assert path.stat().st_size > 30 << 20
-    rows = pack(path, 64, split="test", validation=0.0, test=0.01, repeat=False, buffer=1 << 12)
+    rows = pack(path, 64, split="test", validation=0.0, test=0.01)
     tracemalloc.start()
     try:
-        count = sum(1 for _ in rows)
+        count = sum(1 for _ in rows.one_pass())
         peak = tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
-    assert rows.pass_.documents == 16_000 and count > 1000
+    assert rows.file.load().read == 16_000 and count > 1000
     assert peak < 6 << 20
 
 
 def test_long_texts_are_tokenised_in_bounded_calls(tmp_path, monkeypatch):
     own = [*texts(12, longest=90), "y" * 400, "z " * 300]
     write(tmp_path, "a", "jsonl", records(own))
-    expected = list(pack(tmp_path, split="all", repeat=False))
+    expected = list(pack(tmp_path, split="all").one_pass())
     sizes, tokenizer = [], byte_tokenizer()
 
     class Watched:
         def __getattr__(self, name):
             return getattr(tokenizer, name)
 
+        def __len__(self):
+            return len(tokenizer)
+
         def __call__(self, text, **options):
             sizes.append(sum(map(len, text)))
             return tokenizer(text, **options)
 
     monkeypatch.setattr(tokens, "STRETCH", 100)
-    assert equal(pack(tmp_path, split="all", repeat=False, tokenizer=Watched()), expected)
+    assert equal(pack(tmp_path, split="all", tokenizer=Watched()).one_pass(), expected)
     assert 10 < len(sizes) and max(sizes) <= 100
 
 
-def test_parquet_files_are_closed_and_hold_one_row_group(tmp_path):
-    for i in range(20):
-        write(tmp_path, str(i), "parquet", records(texts(20, seed=i)))
+def test_files_are_closed(tmp_path):
+    for i, kind in enumerate(("parquet", "jsonl") * 10):
+        write(tmp_path, str(i), kind, records(texts(20, seed=i)))
     folder = str(tmp_path.resolve())
 
     def still_open():
         """Return the open files of the folder; others may be closed meanwhile."""
-        return [
-            path
-            for fd in os.listdir("/proc/self/fd")
-            if (path := os.path.realpath(f"/proc/self/fd/{fd}")).startswith(folder)
-        ]
+        paths = (os.path.realpath(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd"))
+        return {path for path in paths if path.startswith(folder)}
 
-    with (tmp_path / "0.parquet").open():
-        assert still_open() == [f"{folder}/0.parquet"]
-    found = sources.find_sources(tmp_path)
-    assert sum(still_open() == [] for _ in sources.ReadingOrder(found)) == 400
-    assert all(source.loaded == (-1, None) for source in found)
+    most = [len(still_open()) for _ in documents_of(find_sources(tmp_path))]
+    assert len(most) == 400 and 1 < max(most) <= sources.LANES and not still_open()
 
 
 # splits
@@ -217,9 +206,9 @@ def test_splits_are_disjoint_and_complete(mixed):
 
 def test_training_rows_of_several_passes_hold_nothing_of_the_other_splits(mixed):
     rows = pack(mixed[0], validation=0.2, test=0.3, piece_rows=100)
-    seen = {bytes(piece[:-1]).decode() for piece in pieces(stream(rows, 800))[:-1]}
+    seen = {bytes(piece[:-1]).decode() for piece in pieces(stream(islice(rows, 800)))[:-1]}
     found = splits(mixed[0])
-    assert seen == set(found["train"]) and rows.pass_.epoch > 1
+    assert seen == set(found["train"]) and 800 * rows.length > 2 * rows.pass_tokens
 
 
 def test_documents_keep_their_split_when_others_are_added(mixed):
@@ -249,52 +238,56 @@ def test_documents_of_one_group_stay_together(tmp_path):
 
 
 def test_shares_are_as_asked():
-    found = [split_of(str(i), 0.1, 0.3) for i in range(4000)]
-    assert [round(found.count(split) / 4000, 1) for split in SPLITS] == [0.6, 0.1, 0.3]
+    found = {split: [in_split(share_of(str(i)), split, 0.1, 0.3) for i in range(4000)] for split in SPLITS}
+    assert [round(sum(own) / 4000, 1) for own in found.values()] == [0.6, 0.1, 0.3]
 
 
-# processes and positions
+# the file of tokens
 
 
-@pytest.mark.parametrize("world", [2, 3])
-def test_rows_of_all_ranks_are_those_of_one_process(mixed, world):
-    ranks = [pack(mixed[0], rank=rank, world_size=world, buffer=500) for rank in range(world)]
-    together = [next(ranks[i % world]) for i in range(50 * world)]
-    assert equal(together, islice(pack(mixed[0], buffer=500), 50 * world))
-    assert len({rows.fingerprint for rows in ranks}) == 1
+def test_text_is_tokenised_once_for_all_rows(mixed, tmp_path, monkeypatch):
+    """Seeds, splits and lengths need no other file; another process that has to wait finds it."""
+    folder, stored = mixed[0], tmp_path / "stored"
+    expected = list(islice(pack(folder, 16, seed=3, split="validation", validation=0.2), 20))
+    with ThreadPoolExecutor(2) as both:
+        first, second = both.map(lambda i: pack(folder, folder=stored)[i], range(2))
+    assert equal([first, second], islice(pack(folder), 2))
+    assert sorted(path.name for path in stored.iterdir()) == ["tokens.bin", "tokens.json", "tokens.lock"]
+    with monkeypatch.context() as patch:
+        patch.setattr(TokenFile, "_write", None)
+        assert equal(islice(pack(folder, 16, seed=3, split="validation", validation=0.2, folder=stored), 20), expected)
+    write(folder, "z", "jsonl", records(texts(40, seed=1)))
+    assert equal(islice(pack(folder, folder=stored), 99), islice(pack(folder), 99))
 
 
-def plain(state):
-    return json.dumps(state, default=torch.Tensor.tolist)
+def test_a_file_that_was_not_written_whole_is_written_again(mixed, tmp_path, monkeypatch):
+    stored, expected = tmp_path / "stored", pack(mixed[0])[0]
+
+    def killed(*args):
+        raise KeyboardInterrupt
+
+    for target in ("kvpop_vllm.files.to_disk", "kvpop_vllm.distill.data.write_whole"):
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(target, killed)
+            pack(mixed[0], folder=stored)[0]
+        assert not (stored / "tokens.json").exists()
+    assert torch.equal(pack(mixed[0], folder=stored)[0], expected)
 
 
-@pytest.mark.parametrize("rank, world", [(0, 1), (1, 2)])
-@pytest.mark.parametrize("buffer", [1, 600, 1 << 20])
-def test_continuing_anywhere_gives_the_same_rows(mixed, monkeypatch, rank, world, buffer):
-    monkeypatch.setattr(data, "BATCH", 4)
-    options = {"rank": rank, "world_size": world, "buffer": buffer, "split": "all"}
-    rows, whole, states, files = pack(mixed[0], **options), [], [], {}
-    for i in range(1040 // world):
-        states.append(plain(rows.state_dict()))
-        if i in (0, 1, 2, 77, 223, 224, 300, 446, 447, 448, 900):  # a pass has 447 rows
-            files[i] = io.BytesIO()
-            torch.save(rows.state_dict(), files[i])
-        whole.append(next(rows))
-    assert rows.pass_.epoch == 2 and equal(islice(pack(mixed[0], **options), len(whole)), whole)
-    for i, file in files.items():
-        file.seek(0)
-        again = pack(mixed[0], **options)
-        again.load_state_dict(torch.load(file))
-        assert equal(islice(again, 50), whole[i : i + 50])
-        assert plain(again.state_dict()) == states[i + 50]
+def test_rows_may_be_asked_for_in_any_order(mixed):
+    """A pass has 447 rows and ends within a row."""
+    rows, again = pack(mixed[0], split="all"), pack(mixed[0], split="all")
+    whole = list(islice(rows, 1000))
+    order = [0, 1, 2, 77, 446, 447, 448, 900, 447, 446, 0]
+    assert rows.pass_tokens // 32 == 447 and rows.pass_tokens % 32
+    assert equal([again[row] for row in order], [whole[row] for row in order])
 
 
-def test_a_position_at_the_end_stays_there(mixed):
-    rows = pack(mixed[0], repeat=False)
-    assert list(rows)
-    again = pack(mixed[0], repeat=False)
-    again.load_state_dict(rows.state_dict())
-    assert list(again) == [] and equal(again, rows)
+def test_the_order_is_that_of_any_machine(tmp_path):
+    """A run may be continued with another version of NumPy, which has to draw the same order."""
+    write(tmp_path, "a", "jsonl", records(list("abcdefgh")))
+    found = "".join(chr(token) for token in stream(islice(pack(tmp_path, 2, split="all", seed=5), 16)) if token < EOS)
+    assert found == "dbfeghcaaegbcfhd"
 
 
 OTHER = {
@@ -302,28 +295,20 @@ OTHER = {
     "split": {"split": "all"},
     "seed": {"seed": 1},
     "shares": {"test": 0.1},
-    "buffer": {"buffer": 99},
     "pieces": {"piece_rows": 3},
     "tokenizer": {"tokenizer": byte_tokenizer(bos=True)},
 }
 
 
 @pytest.mark.parametrize("other", OTHER)
-def test_a_position_in_other_rows_is_refused(mixed, other):
-    with pytest.raises(ConfigError, match="^the data is not what the checkpoint was made with .*: restore it or"):
-        pack(mixed[0], **OTHER[other]).load_state_dict(pack(mixed[0]).state_dict())
+def test_other_rows_have_another_fingerprint(mixed, other):
+    assert pack(mixed[0]).fingerprint == pack(mixed[0]).fingerprint != pack(mixed[0], **OTHER[other]).fingerprint
 
 
 @pytest.mark.parametrize("kind", ["txt", *TABLES])
-def test_a_position_in_a_changed_file_is_refused(tmp_path, kind):
-    write(tmp_path, "a", kind, records(["x" * 5000 + "!"]))
-    state = pack(tmp_path, split="all").state_dict()
-    write(tmp_path, "a", kind, records(["x" * 5000 + "?"]))
-    with pytest.raises(ConfigError, match="the data is not what the checkpoint was made with"):
-        pack(tmp_path, split="all").load_state_dict(state)
-
-
-def test_a_position_of_another_rank_is_refused(mixed):
-    state = pack(mixed[0], rank=0, world_size=2).state_dict()
-    with pytest.raises(ConfigError, match="rank 0 of 2, not of 1 of 2: use as many processes again"):
-        pack(mixed[0], rank=1, world_size=2).load_state_dict(state)
+def test_rows_of_a_changed_file_have_another_fingerprint(tmp_path, kind):
+    found = set()
+    for end in "!?":
+        write(tmp_path, "a", kind, records(["x" * 5000 + end]))
+        found.add(pack(tmp_path).fingerprint)
+    assert len(found) == 2

@@ -14,7 +14,6 @@ from kernels.naive import masked_attention, visible_keys
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
-from kvpop_vllm.distill.recipe import BoundaryOptions
 from kvpop_vllm.distill.recipes import PAPER
 from kvpop_vllm.distill.retention import Roles, running_cutoffs
 from kvpop_vllm.distill.sparse import Sparse, dense_attention, recency
@@ -110,7 +109,7 @@ def first_loss(model, out, **changes):
     trainer = Trainer(
         model, recipe, out, Rows(LENGTH), teacher=teacher_of(load_model(model, torch.float32)), quiet=True
     )
-    loss, parts = trainer.student(next(Rows(LENGTH)).unsqueeze(0), 0, trainer.teacher)
+    loss, parts = trainer.student(Rows(LENGTH)[0].unsqueeze(0), 0, trainer.teacher)
     return loss.item(), parts, trainer
 
 
@@ -119,7 +118,7 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch,
     monkeypatch.setattr("kvpop_vllm.distill.student.POSITIONS", positions)
     loss, parts, trainer = first_loss(model, tmp_path, kl=0.7, ce=0.3, boundary=2.0)
     assert loss == pytest.approx(0.7 * parts["kl"] + 0.3 * parts["ce"] + 2.0 * parts["boundary"], rel=1e-5)
-    tokens = next(Rows(LENGTH)).unsqueeze(0)
+    tokens = Rows(LENGTH)[0].unsqueeze(0)
     roles = trainer.student.roles(0)
     attend = Sparse(lambda i, k, v, w: trainer.student.scorers[i](k, v, roles.window), roles)
     with torch.no_grad():
@@ -134,7 +133,7 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch,
 def test_streaming_plus_attends_to_sinks_and_the_newest(model, tmp_path):
     recipe = dataclasses.replace(RECIPES["base"], phase="streaming-plus", window=[8], topk=[20])
     trainer = Trainer(model, recipe, tmp_path, Rows(LENGTH), quiet=True)
-    tokens, base = next(Rows(LENGTH)).unsqueeze(0), trainer.student.base
+    tokens, base = Rows(LENGTH)[0].unsqueeze(0), trainer.student.base
     q, t = torch.arange(LENGTH)[:, None], torch.arange(LENGTH)
     mask = (t <= q) & ((t < recipe.sinks) | (t > q - 8 - 20))
 
@@ -165,7 +164,7 @@ def test_targets_from_the_sparse_pass_or_from_dense_attention(layer, monkeypatch
     monkeypatch.setattr(
         "kvpop_vllm.distill.losses.retention_target", lambda q, k, lse, **o: seen.append(lse) or lse[:, :2]
     )
-    loss = RetentionLoss(Roles(2, WINDOW, 6), BoundaryOptions(exact=exact, samples=4), seed=0)
+    loss = RetentionLoss(Roles(2, WINDOW, 6), dataclasses.replace(RECIPE, exact_targets=exact, samples=4), seed=0)
     score, zeros = torch.randn(1, 2, S, requires_grad=True), torch.zeros(2)
     Sparse(lambda *a: (score, zeros), Roles(2, WINDOW, 6), loss)(0, q, k, k, SCALE)
     assert torch.allclose(seen[0], dense_lse, atol=1e-5) == exact

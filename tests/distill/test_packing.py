@@ -15,7 +15,7 @@ from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.sparse import Sparse, recency
 from kvpop_vllm.distill.student import Student
-from kvpop_vllm.distill.teacher import teacher_logits
+from kvpop_vllm.distill.teacher import top_logits
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
@@ -46,7 +46,7 @@ def model(folder):
 @pytest.fixture(scope="module")
 def row(folder):
     """A row ``[1, S]`` of at least three documents."""
-    row = next(PackedTokens(folder / "text.jsonl", byte_tokenizer(), LENGTH, vocab_size=VOCABULARY))
+    row = PackedTokens(folder / "text.jsonl", byte_tokenizer(), LENGTH, vocab_size=VOCABULARY)[0]
     assert (row[10:-10] == EOS).sum() >= 2
     return row.unsqueeze(0)
 
@@ -96,6 +96,6 @@ def test_students_positions_run_on(student, row):
 
 def test_the_teacher_reads_one_text(model, folder, row):
     plain = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
-    logits, ids = teacher_logits(model, row, VOCABULARY, attend=Dense())
+    logits, ids, _ = top_logits(model, row, VOCABULARY, attend=Dense())
     expected = plain(row, attention_mask=torch.ones_like(row)).logits
     torch.testing.assert_close(logits, expected.gather(-1, ids), rtol=1e-4, atol=1e-4)

@@ -71,7 +71,7 @@ def test_rows_begin_at_random_positions(model, tmp_path):
     for change in ({"positions": None}, {"positions": LENGTH}, {"phase": "uptrain"}):
         at_zero = dataclasses.replace(recipe, **change)
         assert train(model, tmp_path / "at-zero", at_zero).student.first_position(7) == 0
-    tokens, keys, plain = next(Rows(LENGTH)).unsqueeze(0), [], []
+    tokens, keys, plain = Rows(LENGTH)[0].unsqueeze(0), [], []
 
     def watched(kept):
         return lambda layer, q, k, v, scale: kept.append(k) or Dense()(layer, q, k, v, scale)

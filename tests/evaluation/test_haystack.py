@@ -9,7 +9,7 @@ from distill.tiny_text import VOCABULARY, write_byte_tokenizer
 from transformers import AutoTokenizer
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.data import split_of
+from kvpop_vllm.distill.data import in_split, share_of
 from kvpop_vllm.evaluation.haystack import LONGEST_SENTENCE, documents, replay_rows, sentences
 
 
@@ -49,8 +49,8 @@ def test_rows_begin_with_documents_and_go_on_with_the_next(tokenizer, tmp_path):
 def test_a_split_holds_its_documents(tokenizer, tmp_path):
     texts = [f"document {i} " * 5 for i in range(200)]
     paths = write(tmp_path / "text.jsonl", texts)
-    held = [document.content for _, document in documents(paths, "test")]
-    assert 0 < len(held) < 40 and held == [text for text in texts if split_of(text, 0.05, 0.05) == "test"]
+    held = [document.content for document in documents(paths, "test")]
+    assert 0 < len(held) < 40 and held == [text for text in texts if in_split(share_of(text), "test", 0.05, 0.05)]
     assert sentences(paths, "test", 1) == [" ".join(text.split()) for text in held]
 
 
