@@ -165,13 +165,6 @@ def test_equal_decays_and_low_precision(tmp_path):
 
 
 def test_what_cannot_be_calibrated_is_refused(tmp_path):
-    for change, words in (
-        ({"calibrate_max": 1.0}, "max < 1"),
-        ({"calibrate_min": 0.999, "calibrate_max": 0.999}, "0.999"),
-        ({"calibration_rows": 0}, "calibration_rows must be at least 1"),
-    ):
-        with pytest.raises(ConfigError, match=words):
-            dataclasses.replace(RECIPE, **change)
     model = write_tiny_model(tmp_path / "model", "qwen3")
     with pytest.raises(ConfigError, match="rows"):
         Trainer(model, RECIPE, tmp_path / "out", Rows(LENGTH))

@@ -16,32 +16,16 @@ from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.scorers.init import borrows_channel
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt
 
-TRIMKV = [
-    "--recipe=trimkv",
-    "--length=96",
-    "--topk",
-    "23",
-    "--warmup=2",
-    "--dtype=float32",
-    "--batch=2",
-    "--gate-width=16",
-]
-DMS = ["--recipe=dms", "--length=96", "--window=8", "--topk", "23", "--warmup=2", "--dtype=float32", "--batch=2"]
+SMALL = "--length=96 --topk 23 --warmup=2 --dtype=float32 --batch=2"
+TRIMKV = f"--recipe=trimkv {SMALL} --gate-width=16".split()
+DMS = f"--recipe=dms {SMALL} --window=8".split()
+TRIMKV_RUN = [*TRIMKV, *"--gate-bias=5 --lr-new=2e-2 --ce=0 --steps=25".split()]
+DMS_RUN = [*DMS, *"--lr-new=5e-3 --steps=30 --compression=4 --gate-scale=5".split()]
 RECIPES = {
-    "trimkv": [*TRIMKV, "--gate-bias=5", "--lr-new=2e-2", "--ce=0", "--steps=25"],
-    "trimkv-kv": [*TRIMKV, "--gate-bias=5", "--lr-new=2e-2", "--ce=0", "--steps=25", "--gate-reads=kv", "--gate-gated"],
-    "dms": [*DMS, "--lr-new=5e-3", "--steps=30", "--compression=4", "--gate-scale=5"],
-    "dms-query": [
-        *DMS,
-        "--lr-new=5e-3",
-        "--steps=30",
-        "--compression=4",
-        "--gate-scale=5",
-        "--gate-reads=query",
-        "--train-base",
-        "--lr-base=1e-3",
-        "--borrow-steps=10",
-    ],
+    "trimkv": TRIMKV_RUN,
+    "trimkv-kv": [*TRIMKV_RUN, "--gate-reads=kv", "--gate-gated"],
+    "dms": DMS_RUN,
+    "dms-query": [*DMS_RUN, *"--gate-reads=query --train-base --lr-base=1e-3 --borrow-steps=10".split()],
 }
 
 

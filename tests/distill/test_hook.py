@@ -18,7 +18,7 @@ from transformers import (
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import RESCALED, Dense, load_model, longest
-from kvpop_vllm.distill.retention import Roles, running_cutoffs
+from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse, dense_attention
 from kvpop_vllm.testing import write_tiny_model
 
@@ -79,25 +79,6 @@ def test_scores_see_detached_keys_and_values(folder, tokens):
 
     load_model(folder, torch.float32)(tokens, attend=Sparse(watched, ROLES)).logits.sum().backward()
     assert grads == [(False, False, ROLES.window)] * 2
-
-
-@pytest.mark.parametrize("step", [1, 4])
-def test_cutoffs_follow_the_online_rule(step):
-    """For any decay step, evictions are permanent, one at a time, lowest effective score first."""
-    g = torch.Generator().manual_seed(step)
-    score, log_gamma = torch.randn(1, 2, 60, generator=g), torch.tensor([-0.3, -0.05])
-    roles = Roles(2, 5, 7, step)
-    rank, cutoff = running_cutoffs(score, log_gamma, roles)
-    for h in range(2):
-        held = []
-        for q in range(60):
-            if q - 5 >= 2:
-                held.append(q - 5)
-                gamma = float(log_gamma[h].double())
-                held.sort(key=lambda t: (float(score[0, h, t]) + (q - t) // step * gamma, t))
-                del held[: max(0, len(held) - 7)]
-            seen = [t for t in range(2, q - 4) if rank[0, h, t] <= cutoff[0, h, q]]
-            assert seen == sorted(held)
 
 
 def test_what_would_be_ignored_is_refused(folder, tokens, tmp_path):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import shutil
 
 import pytest
@@ -52,9 +53,9 @@ def train(model, out, recipe=RECIPE, rows=None, **options):
     return Trainer(model, recipe, out, rows or Rows(recipe.length), **given)
 
 
-@pytest.mark.parametrize("kind, processes", [("frozen", 1), ("low", 1), ("base", 2)])
+@pytest.mark.parametrize("kind, processes", [("low", 1), ("base", 2)])
 def test_a_kill_changes_nothing(model, tmp_path, whole, kind, processes):
-    """The same holds for scorers alone, for the base too in bfloat16, and for two processes.
+    """The same holds for the base too in bfloat16, and for two processes.
 
     The launcher stops all processes after one of them is killed.
     """
@@ -304,6 +305,13 @@ def test_a_phase_that_trains_the_base_anyway_goes_on_whether_it_was_asked_for_or
         ({"phase": "streaming-plus", "kl": 0.0}, "neither --kl nor --ce"),
         ({"boundary": 0.0}, "nothing learns: give --boundary, or --train-base"),
         ({"train_base": True, "kl": 0.0}, "neither --kl nor --ce"),
+        ({"lookahead": -1}, "lookahead must be at least 0"),
+        ({"beta1": 1.5}, "beta1 must be at least 0 and below 1"),
+        ({"seed": 10**11}, "seed must be from 0"),
+        ({"warmup": -1}, "warmup must be at least 0"),
+        ({"lr_new": math.inf}, "lr_new must be above 0"),
+        ({"calibrate_max": 1.0}, "max < 1"),
+        ({"calibrate_min": 0.999, "calibrate_max": 0.999}, "0.999"),
     ],
 )
 def test_recipes_that_make_no_sense_are_refused(change, message):

@@ -6,17 +6,9 @@ from pathlib import Path
 
 from kvpop_vllm.distill.metrics import read_metrics
 
-RECIPE = [
-    "--recipe=demo",
-    "--length=96",
-    "--positions=300",
-    "--window=8",
-    "--samples=32",
-    "--warmup=2",
-    "--dtype=float32",
-    "--topk",
-    "20",
-]
+RECIPE = (
+    "--recipe=demo --length=96 --positions=300 --window=8 --samples=32 --warmup=2 --dtype=float32 --topk 20".split()
+)
 
 
 def distill(kvpop, out, *options, action="train", recipe=RECIPE):
