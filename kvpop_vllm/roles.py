@@ -55,12 +55,14 @@ class Retention(SlotRoles):
         sinks: s.
         window: w.
         first: p, the first token that has a slot here.
+        step: n, the age in tokens at which a score decays once more (only used where whole sequences are scored).
     """
 
     budget: int
     sinks: int
     window: int
     first: int = 0
+    step: int = 1
 
     @property
     def topk(self) -> int:

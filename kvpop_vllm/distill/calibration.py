@@ -11,9 +11,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 
-from kvpop_vllm.distill.retention import Roles, running_cutoffs
+from kvpop_vllm.distill.retention import running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.distill.student import Student
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Decay
 
 POINTS = 12
@@ -44,7 +45,7 @@ def lost_mass(
     lse: torch.Tensor,
     scores: Sequence[torch.Tensor],
     log_gammas: torch.Tensor,
-    budgets: Sequence[Roles],
+    budgets: Sequence[Retention],
     positions: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:

@@ -22,9 +22,14 @@ from kvpop_vllm.files import to_disk
 KEEP = 2
 
 
+def rank() -> int:
+    """Return the rank of this process."""
+    return dist.get_rank() if dist.is_initialized() else 0
+
+
 def is_main() -> bool:
     """Return whether this process writes the files that are written once."""
-    return not dist.is_initialized() or dist.get_rank() == 0
+    return rank() == 0
 
 
 def barrier() -> None:
@@ -58,7 +63,8 @@ class Checkpoints:
         Raises:
             OSError: the state cannot be written; earlier checkpoints are untouched.
         """
-        draft, rank = self.folder / f"draft-{step}", dist.get_rank() if dist.is_initialized() else 0
+        draft = self.folder / f"draft-{step}"
+        own = draft / f"process-{rank()}.pt"
         if is_main():
             shutil.rmtree(draft, ignore_errors=True)
             draft.mkdir(parents=True)
@@ -67,8 +73,8 @@ class Checkpoints:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns that a single process saves "non-collectively"
                 dcp.save(_state(model, optimiser), checkpoint_id=draft)
-            torch.save(_random_state(), draft / f"process-{rank}.pt")
-            to_disk(draft / f"process-{rank}.pt")
+            torch.save(_random_state(), own)
+            to_disk(own)
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             shutil.rmtree(draft, ignore_errors=True)
             free = shutil.disk_usage(self.folder).free >> 20
@@ -123,8 +129,7 @@ class Checkpoints:
         set_state_dict(
             model, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"], options=_OPTIONS
         )
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        _set_random_state(torch.load(folder / f"process-{rank}.pt", weights_only=True))
+        _set_random_state(torch.load(folder / f"process-{rank()}.pt", weights_only=True))
 
 
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)

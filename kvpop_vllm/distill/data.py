@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import fcntl
 import hashlib
 import json
@@ -252,6 +253,12 @@ class PackedTokens:
             parts.append(tokens[place - ends[number] :][: stop - at])
             at += len(parts[-1])
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
+
+    def in_other_order(self) -> PackedTokens:
+        """Return rows of the same text in another order."""
+        other = copy.copy(self)
+        other.seed, other._orders = (self.seed + 1) % 2**31, {}
+        return other
 
     def one_pass(self) -> Iterator[torch.Tensor]:
         """Yield the rows of the first pass."""

@@ -11,8 +11,8 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
-from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.soft import after, by_age, soft_attention, soft_sizes
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Signals
 
 Given = Callable[[int, Signals], torch.Tensor]
@@ -104,7 +104,7 @@ class DMSAttend(_Gated):
             the same noise.
     """
 
-    def __init__(self, gate_scores: Given, roles: Roles, target: float, tau: float, seed: int):
+    def __init__(self, gate_scores: Given, roles: Retention, target: float, tau: float, seed: int):
         super().__init__(gate_scores)
         self.roles, self.target, self.tau, self.seed = roles, target, tau, seed
         self.evicted: dict[int, torch.Tensor] = {}

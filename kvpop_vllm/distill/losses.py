@@ -6,10 +6,11 @@ import torch
 import torch.nn.functional as F
 
 from kvpop_vllm.distill.recipe import Recipe
-from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
+from kvpop_vllm.distill.retention import kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Pass, dense_attention
 from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.roles import Retention
 
 MARGIN, BALANCE = (0.1, 1.0), (0.2, 5.0)
 """Floor and clip of the weights by margin and by balance; they are ours, the paper gives none."""
@@ -31,7 +32,7 @@ class RetentionLoss:
         recalls: layer -> the paper's top-k retention recall half way from B to S, mean over heads.
     """
 
-    def __init__(self, roles: Roles, recipe: Recipe, seed: int):
+    def __init__(self, roles: Retention, recipe: Recipe, seed: int):
         self.roles, self.recipe, self.seed = roles, recipe, seed
         self.losses: dict[int, torch.Tensor] = {}
         self.recalls: dict[int, torch.Tensor] = {}
@@ -79,7 +80,7 @@ class RetentionLoss:
 
 
 @torch.no_grad()
-def _teacher_recall(seen: Pass, target, roles: Roles) -> torch.Tensor:
+def _teacher_recall(seen: Pass, target, roles: Retention) -> torch.Tensor:
     rank, cutoff = running_cutoffs(target, seen.log_gamma, roles)
     # half way from B to the end: targets of the youngest tokens rest on few queries
     q = (roles.budget + target.shape[-1]) // 2

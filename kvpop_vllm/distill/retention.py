@@ -1,38 +1,15 @@
-"""Retention in training and evaluation: slot roles of a budget, and scores as ranks and cutoffs."""
+"""Retention in training and evaluation: scores as ranks and cutoffs."""
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 
 from kvpop_vllm.kernels import ops
-
-
-@dataclass(frozen=True)
-class Roles:
-    """Slot roles of a budget ``B = s + w + k`` and the decay step.
-
-    Attributes:
-        sinks: s.
-        window: w.
-        topk: k, long-range tokens.
-        step: n.
-    """
-
-    sinks: int
-    window: int
-    topk: int
-    step: int = 1
-
-    @property
-    def budget(self) -> int:
-        """Return B in tokens per KV head."""
-        return self.sinks + self.window + self.topk
+from kvpop_vllm.roles import Retention
 
 
 def running_cutoffs(
-    score: torch.Tensor, log_gamma: torch.Tensor, roles: Roles
+    score: torch.Tensor, log_gamma: torch.Tensor, roles: Retention
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
     """Return which keys each query sees, as :func:`kvpop_vllm.kernels.ops.sparse_attention` takes it.
 
@@ -66,7 +43,7 @@ def running_cutoffs(
     return rank, (length - 1 - t).int().expand_as(rank)
 
 
-def kept_at(rank: torch.Tensor, cutoff: torch.Tensor, q: int, roles: Roles) -> torch.Tensor:
+def kept_at(rank: torch.Tensor, cutoff: torch.Tensor, q: int, roles: Retention) -> torch.Tensor:
     """Return which tokens of ``E(q)`` are kept at q, oldest first: ``[B, H, q - w + 1 - s]`` booleans."""
     last = q - roles.window + 1
     return rank[..., roles.sinks : last] <= cutoff[..., q, None]

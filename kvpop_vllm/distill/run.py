@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from pathlib import Path
 
@@ -30,7 +29,7 @@ def load_tokenizer(model: str | Path):
         raise ConfigError(f"{model} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
 
 
-def packed(model, data, recipe: Recipe, folder: Path | None = None) -> PackedTokens:
+def packed(model, data, recipe: Recipe, folder: Path) -> PackedTokens:
     """Return the training rows; ``folder`` is that of their tokens."""
     check_length(model, recipe.length)
     return PackedTokens(
@@ -41,12 +40,6 @@ def packed(model, data, recipe: Recipe, folder: Path | None = None) -> PackedTok
         vocab_size=vocabulary_of(model),
         folder=folder,
     )
-
-
-def calibration_rows(model, data, recipe: Recipe, folder: Path) -> list[torch.Tensor]:
-    """Return rows of the training split, in another order than the rows that are trained on."""
-    other = packed(model, data, dataclasses.replace(recipe, seed=(recipe.seed + 1) % 2**31), folder)
-    return [other[row] for row in range(recipe.calibration_rows)]
 
 
 def default_device() -> torch.device:
@@ -104,9 +97,8 @@ def train(
     """
     if threads:
         torch.set_num_threads(threads)
-    folder = Path(out) / "run"
     with Process.start() as process:
-        rows = packed(model, data, recipe, folder)
+        rows = packed(model, data, recipe, Path(out) / "run")
         asks = _teacher(teacher, model, rows, recipe, process.device)
         trainer = Trainer(
             model,
@@ -114,7 +106,6 @@ def train(
             out,
             rows,
             teacher=asks,
-            calibration=lambda: calibration_rows(model, data, recipe, folder),
             process=process,
             save_every=save_every,
             quiet=quiet,

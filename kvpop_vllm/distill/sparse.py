@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.distill.retention import Roles, running_cutoffs
+from kvpop_vllm.distill.retention import running_cutoffs
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.roles import Retention
 
 Score = Callable[[int, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 """Scoring function of a layer.
@@ -68,7 +69,7 @@ class Sparse:
         observe: called once per layer, or None.
     """
 
-    def __init__(self, score: Score, roles: Roles, observe: Callable[[Pass], None] | None = None):
+    def __init__(self, score: Score, roles: Retention, observe: Callable[[Pass], None] | None = None):
         self.score, self.roles, self.observe = score, roles, observe
 
     def __call__(self, layer, q, k, v, scale):

@@ -13,8 +13,8 @@ from kvpop_vllm.distill.gates import DMSAttend, TrimKVAttend, eviction_target
 from kvpop_vllm.distill.hook import POSITIONS, Attend, Dense, borrow_channel
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipe import NotFinite, Recipe
-from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse, recency
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Scorer, Signals
 
 Teacher = Callable[[torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
@@ -44,9 +44,7 @@ class LayerScorer(nn.Module):
                 score = checkpoint(self.scorer, k, v, window=window, use_reentrant=False)
             else:
                 score = self.scorer(k, v, window=window)
-            if not bool(score.isfinite().all()):
-                raise NotFinite("scores are not finite")
-            return score, self.scorer.log_gamma()
+            return _finite(score), self.scorer.log_gamma()
 
 
 class LayerGate(nn.Module):
@@ -63,10 +61,13 @@ class LayerGate(nn.Module):
             NotFinite: a score is infinite or NaN.
         """
         with torch.autocast(self.scorer.bias.device.type, enabled=False):
-            score = self.scorer(seen)
-        if not bool(score.isfinite().all()):
-            raise NotFinite("scores are not finite")
-        return score
+            return _finite(self.scorer(seen))
+
+
+def _finite(score: torch.Tensor) -> torch.Tensor:
+    if not bool(score.isfinite().all()):
+        raise NotFinite("scores are not finite")
+    return score
 
 
 class Student(nn.Module):
@@ -84,11 +85,11 @@ class Student(nn.Module):
         again = recipe.activation_checkpointing
         self.scorers = nn.ModuleList(LayerGate(s) if isinstance(s, Gate) else LayerScorer(s, again) for s in scorers)
 
-    def roles(self, row: int) -> Roles:
+    def roles(self, row: int) -> Retention:
         """Return the budget of a row; rows take the recipe's budgets in turn."""
         r = self.recipe
         window, topk = r.trained[row % len(r.trained)]
-        return Roles(r.sinks, window, topk, r.decay_step)
+        return Retention(r.sinks + window + topk, r.sinks, window, step=r.decay_step)
 
     def score(self, layer: int, k: torch.Tensor, v: torch.Tensor, window: int):
         """Return scores of one layer; see :data:`kvpop_vllm.distill.sparse.Score`."""

@@ -6,7 +6,6 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,8 @@ from kvpop_vllm.distill.hook import borrow_channel, check_positions, load_model,
 from kvpop_vllm.distill.metrics import Metrics
 from kvpop_vllm.distill.recipe import NotFinite, Recipe, TrainingError
 from kvpop_vllm.distill.student import Student, Teacher
-from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.files import write_whole
+from kvpop_vllm.scorers import Decay, ScorerConfig, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.checkpoint import write_scorer
 from kvpop_vllm.scorers.init import BORROWED, borrows_channel, model_shape
@@ -84,16 +83,15 @@ class Trainer:
         model: folder of the base model.
         recipe: see :class:`Recipe`.
         out: folder of the results; ``out/run`` holds checkpoints and metrics.
-        rows: ``rows[j]`` is row j of all processes, ``[S]`` int64; ``rows.fingerprint`` changes with them.
+        rows: ``rows[j]`` is row j of all processes, ``[S]`` int64; ``rows.fingerprint`` changes with them;
+            ``rows.in_other_order()`` gives those that decays are calibrated on.
         teacher: see :data:`Teacher`; needed if the recipe has a KL.
-        calibration: returns ``[S]`` rows, the same in all processes; needed if the recipe calibrates decays.
         process: see :class:`Process`.
         save_every: optimiser steps between checkpoints.
         quiet: True to hide the progress bar.
 
     Raises:
-        ConfigError: the batch cannot be divided among the processes, calibration rows are missing, or the
-            folder holds another run.
+        ConfigError: the batch cannot be divided among the processes, or the folder holds another run.
     """
 
     def __init__(
@@ -104,7 +102,6 @@ class Trainer:
         rows,
         *,
         teacher: Teacher | None = None,
-        calibration: Callable[[], Sequence[torch.Tensor]] | None = None,
         process: Process | None = None,
         save_every: int = 50,
         quiet: bool = False,
@@ -115,9 +112,6 @@ class Trainer:
             raise ConfigError(
                 f"batch {recipe.batch} cannot be shared by {self.process.world} processes evenly: change one"
             )
-        if recipe.calibrates and calibration is None:
-            raise ConfigError("this recipe calibrates decays: give the trainer rows to do it on")
-        self.calibration_rows = calibration
         self.step = 0
         self._check_same_run(str(Path(model).resolve()))
         torch.manual_seed(recipe.seed)
@@ -276,9 +270,10 @@ class Trainer:
         Returns:
             The scorers' config with the range of calibrated decays, the decays' parameter, and the lost mass.
         """
-        decay = Decay(self.recipe.decay_step, *self.recipe.calibrated_range)
+        decay, other = Decay(self.recipe.decay_step, *self.recipe.calibrated_range), self.rows.in_other_order()
+        rows = [other[row] for row in range(self.recipe.calibration_rows)]
         with self._autocast():
-            logits, lost = calibrate(self.student, self.calibration_rows(), decay)
+            logits, lost = calibrate(self.student, rows, decay)
         if is_main():
             decays = torch.stack([log_gamma(own, decay) for own in logits]).exp()
             found = {"lost_mass": lost, "decays": [[round(g, 6) for g in layer] for layer in decays.tolist()]}

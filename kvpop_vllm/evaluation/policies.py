@@ -12,7 +12,7 @@ from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import CacheBytes, request_bytes
 from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, protected_tokens
 from kvpop_vllm.distill.hook import Attend
-from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
+from kvpop_vllm.distill.retention import kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Score, Sparse, recency
 from kvpop_vllm.evaluation.recall import Judge, Recall
 from kvpop_vllm.evaluation.served import Served, attend_and_keep
@@ -21,6 +21,7 @@ from kvpop_vllm.kernels.ops import KeyNorm, NoScore, RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import GATES, Gate, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
@@ -115,7 +116,7 @@ class PolicySpec:
             raise ConfigError(f"{self.name}: {str(error).replace('--kv-', '--')}") from None
         kept = policy.retention
         step = policy.layer_rule(0, slice(0, model.num_kv_heads)).decay_step
-        return ResolvedPolicy(self, model, Roles(kept.sinks, kept.window, kept.topk, step), policy)
+        return ResolvedPolicy(self, model, replace(kept, step=step), policy)
 
 
 class ResolvedPolicy:
@@ -128,7 +129,7 @@ class ResolvedPolicy:
         policy: the policy as an engine resolves it.
     """
 
-    def __init__(self, spec: PolicySpec, model: ModelShape, roles: Roles, policy: Policy):
+    def __init__(self, spec: PolicySpec, model: ModelShape, roles: Retention, policy: Policy):
         self.spec, self.model, self.roles, self.policy = spec, model, roles, policy
         self._rules: dict[int, RetentionRule] = {}
         self._gates: dict[int, Gate | None] = {}

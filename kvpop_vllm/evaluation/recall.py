@@ -7,8 +7,9 @@ from functools import cache
 
 import torch
 
-from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
+from kvpop_vllm.distill.retention import kept_at, running_cutoffs
 from kvpop_vllm.distill.targets import retention_target
+from kvpop_vllm.roles import Retention
 
 BLOCK = 512
 
@@ -64,7 +65,7 @@ class Judge:
         return total.amax(2)
 
     @torch.no_grad()
-    def recall(self, score: torch.Tensor, log_gamma: torch.Tensor, roles: Roles, positions: list[int]) -> Recall:
+    def recall(self, score: torch.Tensor, log_gamma: torch.Tensor, roles: Retention, positions: list[int]) -> Recall:
         """Return a policy's recall at equal k.
 
         Args:
@@ -81,7 +82,7 @@ class Judge:
         kept = [kept_at(rank, cutoff, q0, roles) for q0 in positions]
         return self.recall_of(kept, log_gamma, roles, positions)
 
-    def _check(self, roles: Roles, positions: list[int]) -> None:
+    def _check(self, roles: Retention, positions: list[int]) -> None:
         if not roles.topk or min(positions) < roles.budget or max(positions) > self.k.shape[2] - 2:
             raise ValueError(
                 f"recall needs k >= 1 and positions from B = {roles.budget} to S - 2, got k = {roles.topk} and {positions}"
@@ -89,7 +90,7 @@ class Judge:
 
     @torch.no_grad()
     def recall_of(
-        self, kept: list[torch.Tensor], log_gamma: torch.Tensor, roles: Roles, positions: list[int]
+        self, kept: list[torch.Tensor], log_gamma: torch.Tensor, roles: Retention, positions: list[int]
     ) -> Recall:
         """Return the recall of given kept tokens.
 

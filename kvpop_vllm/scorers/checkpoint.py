@@ -19,8 +19,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.scorers import ScorerConfig, parse_config
 from kvpop_vllm.files import replacing
+from kvpop_vllm.scorers import ScorerConfig, parse_config
 
 CONFIG_NAME = "kvpop_config.json"
 TENSORS_NAME = "kvpop_scorer.safetensors"

@@ -10,11 +10,14 @@ class Rows:
 
     fingerprint = "random text"
 
-    def __init__(self, length: int, vocab: int = 256):
-        self.length, self.vocab = length, vocab
+    def __init__(self, length: int, vocab: int = 256, first: int = 1000):
+        self.length, self.vocab, self.first = length, vocab, first
+
+    def in_other_order(self):
+        return Rows(self.length, self.vocab, 2000)
 
     def __getitem__(self, row: int) -> torch.Tensor:
-        g = torch.Generator().manual_seed(1000 + row)
+        g = torch.Generator().manual_seed(self.first + row)
         text = torch.randint(0, self.vocab // 2, (self.length,), generator=g)
         names = torch.randint(self.vocab // 2, self.vocab, (4,), generator=g)
         often = torch.rand(self.length, generator=g) < 0.2

@@ -10,13 +10,12 @@ import torch
 from distill.rows import Rows
 from distill.train_tiny import LENGTH, RECIPE
 
-from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.calibration import _Observer, calibrate, decay_grid, lost_mass
 from kvpop_vllm.distill.hook import load_model
-from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Decay, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.init import model_shape
@@ -66,7 +65,7 @@ def test_lost_mass_is_what_evicted_tokens_would_have_got():
     q, k = torch.randn(1, 4, 50, 8, generator=g), torch.randn(1, 2, 50, 8, generator=g)
     scores = torch.randn(3, 1, 2, 50, generator=g) * 0.2
     budgets, positions, grid = (
-        [Roles(2, 5, 6), Roles(2, 5, 13), Roles(2, 9, 4)],
+        [Retention(13, 2, 5), Retention(20, 2, 5), Retention(15, 2, 9)],
         [15, 20, 21, 37, 49],
         decay_grid(Decay(1, 0.9, 0.999)),
     )
@@ -166,9 +165,7 @@ def test_equal_decays_and_low_precision(tmp_path):
 
 def test_what_cannot_be_calibrated_is_refused(tmp_path):
     model = write_tiny_model(tmp_path / "model", "qwen3")
-    with pytest.raises(ConfigError, match="rows"):
-        Trainer(model, RECIPE, tmp_path / "out", Rows(LENGTH))
-    student = Trainer(model, RECIPE, tmp_path / "out", Rows(LENGTH), calibration=list).student
+    student = Trainer(model, RECIPE, tmp_path / "out", Rows(LENGTH)).student
     for rows in ([], [torch.zeros(student.roles(0).budget, dtype=torch.int64)]):
         with pytest.raises(ValueError, match="rows of more than"):
             calibrate(student, rows, Decay(1, 0.9, 0.99))

@@ -23,10 +23,10 @@ from transformers import AutoTokenizer
 from kvpop_vllm.distill import run
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.metrics import read_metrics
-from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.distill.trainer import Process, Trainer
 from kvpop_vllm.evaluation.policies import learned
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
@@ -182,11 +182,9 @@ def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monke
             stop(llm)
     spec, shape = learned("both", "both/model")
     model = load_model("both/model", torch.float32).eval()
-    tokens = torch.tensor([[*prompt, *answer]])
+    tokens, roles = torch.tensor([[*prompt, *answer]]), Retention(budget, shape.sinks, shape.window)
     with torch.inference_mode():
-        sparse = (
-            model(tokens, attend=Sparse(spec.score, Roles(shape.sinks, shape.window, 20))).logits[0].log_softmax(-1)
-        )
+        sparse = model(tokens, attend=Sparse(spec.score, roles)).logits[0].log_softmax(-1)
         dense = model(tokens, attend=Dense()).logits[0].log_softmax(-1)
     assert (sparse - dense)[budget + 40 :].abs().max() > 0.1, "the budget shows in nothing"
     best = sparse[len(prompt) - 1 : -1].topk(2)

@@ -125,6 +125,7 @@ def test_a_document_that_ends_with_eos_gets_no_second_one(tmp_path):
 def test_seeds_decide_the_order(mixed):
     first, again, other = (list(islice(pack(mixed[0], seed=seed), 50)) for seed in (1, 1, 2))
     assert equal(first, again) and not equal(first, other)
+    assert equal(islice(pack(mixed[0], seed=1).in_other_order(), 50), other)
 
 
 def test_files_are_mixed_in_proportion_to_their_sizes(tmp_path):

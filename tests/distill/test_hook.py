@@ -18,11 +18,11 @@ from transformers import (
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import RESCALED, Dense, load_model, longest
-from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse, dense_attention
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import write_tiny_model
 
-ROLES = Roles(sinks=2, window=6, topk=9)
+ROLES = Retention(17, 2, 6)
 
 
 @pytest.fixture(scope="module", params=["llama", "qwen3", "qwen2"])
@@ -42,7 +42,7 @@ def scores(layer, k, v, window):
 def test_nothing_evicted_equals_transformers(folder, tokens):
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")(tokens)
     model = load_model(folder, torch.float32)
-    for attend in (Dense(), Sparse(scores, Roles(2, 6, 100)), lambda layer, *qkvs: dense_attention(*qkvs)[0]):
+    for attend in (Dense(), Sparse(scores, Retention(108, 2, 6)), lambda layer, *qkvs: dense_attention(*qkvs)[0]):
         torch.testing.assert_close(model(tokens, attend=attend).logits, expected.logits, rtol=1e-4, atol=1e-5)
 
 

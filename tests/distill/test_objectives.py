@@ -14,11 +14,12 @@ from kernels.naive import masked_attention, visible_keys
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipes import PAPER
-from kvpop_vllm.distill.retention import Roles, running_cutoffs
+from kvpop_vllm.distill.retention import running_cutoffs
 from kvpop_vllm.distill.sparse import Sparse, dense_attention, recency
 from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import write_tiny_model
 
 S, WINDOW, SCALE = 40, 5, 0.4
@@ -150,7 +151,7 @@ def test_recency_is_the_same_order_for_every_decay_step(step):
     """The order is that of a decay with equal scores, though the teacher sees no decay."""
     score, log_gamma = recency(0, torch.zeros(1, 2, S, 8), None, WINDOW)
     assert not log_gamma.any()
-    roles = Roles(2, WINDOW, 6, step)
+    roles = Retention(2 + WINDOW + 6, 2, WINDOW, step=step)
     kept = visible_keys(*running_cutoffs(score, log_gamma, roles), 2, WINDOW)
     aged = visible_keys(*running_cutoffs(torch.zeros(1, 2, S), torch.full((2,), -1.0), roles), 2, WINDOW)
     assert torch.equal(kept, aged)
@@ -163,9 +164,10 @@ def test_targets_from_the_sparse_pass_or_from_dense_attention(layer, monkeypatch
     monkeypatch.setattr(
         "kvpop_vllm.distill.losses.retention_target", lambda q, k, lse, **o: seen.append(lse) or lse[:, :2]
     )
-    loss = RetentionLoss(Roles(2, WINDOW, 6), dataclasses.replace(RECIPE, exact_targets=exact, samples=4), seed=0)
+    roles = Retention(2 + WINDOW + 6, 2, WINDOW)
+    loss = RetentionLoss(roles, dataclasses.replace(RECIPE, exact_targets=exact, samples=4), seed=0)
     score, zeros = torch.randn(1, 2, S, requires_grad=True), torch.zeros(2)
-    Sparse(lambda *a: (score, zeros), Roles(2, WINDOW, 6), loss)(0, q, k, k, SCALE)
+    Sparse(lambda *a: (score, zeros), roles, loss)(0, q, k, k, SCALE)
     assert torch.allclose(seen[0], dense_lse, atol=1e-5) == exact
 
 

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from distill.rows import Rows
-from distill.train_tiny import LENGTH, RECIPE, calibration_rows
+from distill.train_tiny import LENGTH, RECIPE
 
 from kvpop_vllm.config import ConfigError, TrainedBudget
 from kvpop_vllm.distill.hook import Dense, check_positions, load_model
-from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.distill.trainer import Trainer
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import parse_config
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import write_tiny_model
@@ -28,7 +28,7 @@ def model(tmp_path_factory):
 
 
 def train(model, out, recipe=RECIPE):
-    return Trainer(model, recipe, out, Rows(recipe.length), calibration=calibration_rows, save_every=3, quiet=True)
+    return Trainer(model, recipe, out, Rows(recipe.length), save_every=3, quiet=True)
 
 
 def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
@@ -51,7 +51,9 @@ def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
     )
     run.run()
     turns = [(8, 20), (12, 9), (5, 10), (8, 20)]
-    assert seen == [x for w, k in turns for x in (Roles(4, w, k), Roles(4, w, k), w, w)]  # two layers
+    assert seen == [
+        x for w, k in turns for x in (Retention(4 + w + k, 4, w), Retention(4 + w + k, 4, w), w, w)
+    ]  # two layers
     assert begun == [run.student.first_position(row) for row in (0, 1, 2, 3, 0, 1)]  # and two to calibrate on
     assert len(set(begun)) > 2
     config, _ = read_scorer(str(tmp_path))

@@ -7,9 +7,10 @@ import torch
 from kernels.factories import random_page_table
 from kernels.naive import visible_keys
 
-from kvpop_vllm.distill.retention import Roles, running_cutoffs
+from kvpop_vllm.distill.retention import running_cutoffs
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers.linear import LinearWeights
 from kvpop_vllm.testing import retained_sets
 
@@ -71,4 +72,4 @@ def test_the_same_scores_keep_the_same_tokens(step, chunks, coarse):
         k[..., 0] = (k[..., 0] * 2).round() / 4  # many ties; decays are dyadic
     q = torch.randn(LENGTH, 2 * HEADS, SIZE, generator=g)
     log_gamma = torch.tensor([-1 / 64, -1 / 2048], dtype=torch.float64)
-    check_the_same_rule(q, k, v, log_gamma, Roles(3, 16, 40, step), chunks)
+    check_the_same_rule(q, k, v, log_gamma, Retention(59, 3, 16, step=step), chunks)

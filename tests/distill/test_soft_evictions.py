@@ -10,8 +10,8 @@ import torch
 from kvpop_vllm.distill import soft
 from kvpop_vllm.distill.gates import DMSAttend, TrimKVAttend, capacity_loss, eviction_target
 from kvpop_vllm.distill.hook import Dense
-from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.soft import after, by_age, soft_attention, soft_sizes
+from kvpop_vllm.roles import Retention
 
 HEADS, GROUP, LENGTH, SIZE = 2, 3, 37, 8
 SCALE = SIZE**-0.5
@@ -127,7 +127,7 @@ def test_a_layer_sees_what_goes_into_its_attention_once():
 
 
 def dms(keep, target=0.5, tau=0.1, sinks=1, window=6, seed=0):
-    attend = DMSAttend(given(keep), Roles(sinks, window, 100), target, tau, seed)
+    attend = DMSAttend(given(keep), Retention(sinks + window + 100, sinks, window), target, tau, seed)
     attend.see(0, None)
     return attend
 

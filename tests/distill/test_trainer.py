@@ -11,7 +11,7 @@ import pytest
 import torch
 from distill.launching import launch, launch_torchrun
 from distill.rows import Rows, teacher_of
-from distill.train_tiny import LENGTH, RECIPE, RECIPES, calibration_rows
+from distill.train_tiny import LENGTH, RECIPE, RECIPES
 from safetensors.torch import load_file
 from threads import one_thread
 
@@ -49,7 +49,7 @@ def whole(model, tmp_path_factory):
 
 def train(model, out, recipe=RECIPE, rows=None, **options):
     teacher = teacher_of(load_model(model, torch.float32)) if recipe.distils else None
-    given = {"teacher": teacher, "calibration": calibration_rows, "save_every": 3, "quiet": True} | options
+    given = {"teacher": teacher, "save_every": 3, "quiet": True} | options
     return Trainer(model, recipe, out, rows or Rows(recipe.length), **given)
 
 

@@ -46,12 +46,6 @@ RECIPES["gates"] = dataclasses.replace(
 )
 
 
-def calibration_rows() -> list[torch.Tensor]:
-    """Return rows that no process trains on."""
-    rows = Rows(LENGTH)
-    return [rows[1000 + i] for i in range(RECIPE.calibration_rows)]
-
-
 class Mortal(Rows):
     """Rows that kill a process without warning when it asks for a given row."""
 
@@ -75,7 +69,6 @@ def main(model, out, kind, die_at=None):
         out,
         rows,
         teacher=teacher,
-        calibration=calibration_rows,
         process=process,
         save_every=3,
         quiet=True,

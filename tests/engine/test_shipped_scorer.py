@@ -13,7 +13,8 @@ from engine.judge import MOST_NEAR_TIES
 from kernels.naive import visible_keys
 from transformers import AutoTokenizer
 
-from kvpop_vllm.distill.retention import Roles, running_cutoffs
+from kvpop_vllm.distill.retention import running_cutoffs
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import DisturbedSums, margin_bound, oracle_scores
@@ -46,7 +47,7 @@ def run():
         tensors = {(layer, name): t[:length] for (_, layer, name), t in engine.recorder.tensors.items()}
         config, layers = read_scorer(str(SCORER))
         window = config.retention.window_for(BUDGET)
-        roles = Roles(config.sinks, window, BUDGET - config.sinks - window)
+        roles = Retention(BUDGET, config.sinks, window)
         modules = [from_tensors(config, layer) for layer in layers]
         yield SimpleNamespace(held=held, tensors=tensors, length=length, roles=roles, scorers=modules)
 

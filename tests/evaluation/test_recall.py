@@ -13,7 +13,6 @@ from transformers import AutoModelForCausalLM
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import load_model
-from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.recall import Judge
@@ -23,7 +22,7 @@ from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import write_tiny_model
 
-S, ROLES, Q0 = 90, Roles(sinks=2, window=6, topk=8), [40, 70]
+S, ROLES, Q0 = 90, Retention(16, 2, 6), [40, 70]
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +80,7 @@ def test_later_mass_as_score_is_perfect_hindsight(layer):
 
 def test_positions_where_nothing_was_evicted_are_refused(layer):
     q, k, lse = layer
-    for positions, roles in (([15], ROLES), ([S - 1], ROLES), ([40], Roles(2, 6, 0))):
+    for positions, roles in (([15], ROLES), ([S - 1], ROLES), ([40], Retention(8, 2, 6))):
         with pytest.raises(ValueError, match="recall needs k >= 1 and positions from"):
             Judge(q, k, lse, 0.25).recall(torch.zeros(1, 2, S), torch.zeros(2), roles, positions)
 

@@ -10,13 +10,14 @@ import torch
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.distill.hook import load_model, show_hidden_states
-from kvpop_vllm.distill.retention import Roles, kept_at, running_cutoffs
+from kvpop_vllm.distill.retention import kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import in_registry, known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
 from kvpop_vllm.evaluation.served import Sequence, attend_and_keep
 from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import (
     OracleModel,
     OraclePolicy,
@@ -82,7 +83,7 @@ def test_next_tokens_with_gates_and_unequal_layers_are_the_oracles(model, tmp_pa
 @pytest.mark.parametrize("name", ["h2o", "tova", "momentkv"])
 def test_recall_is_of_the_sets_on_dense_queries(layer, name):
     q, k, v = layer
-    roles = Roles(2, 6, 8)
+    roles = Retention(16, 2, 6)
     resolved = training_free(name).resolve(SHAPE, roles.budget, 2, 6)
     assert resolved.roles == roles
     out, kept = attend_and_keep(resolved.rule(0), roles.budget, q, k, v, 32**-0.5, Q0)
@@ -110,7 +111,7 @@ def test_both_ways_are_one(model, layer, tmp_path, kind):
         spec, _ = learned(folder, model)
     resolved = spec.resolve(SHAPE, 16, 2, 6)
     roles = resolved.roles
-    assert roles == Roles(2, 6, 8, 1 if kind in policies.POLICIES else 3) and resolved.by_scores
+    assert roles == Retention(16, 2, 6, step=1 if kind in policies.POLICIES else 3) and resolved.by_scores
     q, k, v = layer
     rank, cutoff = running_cutoffs(*spec.score(0, k, v, 6), roles)
     _, kept = attend_and_keep(resolved.rule(0), roles.budget, q, k, v, 32**-0.5, Q0)

@@ -125,15 +125,16 @@ def test_only_the_glue_imports_vllm():
 
 ARROWS = {
     "roles": set(),
+    "files": set(),
     "config": {"roles"},
     "kernels": {"_C", "roles"},
-    "scorers": {"kernels", "config"},
+    "scorers": {"kernels", "config", "files"},
     "policies": {"scorers", "kernels", "config", "roles"},
     "cache": {"kernels", "roles"},
     "attention": {"kernels", "roles"},
     "testing": set(),
     "bench": {"config"},
-    "distill": {"scorers", "kernels", "config", "argument_types"},
+    "distill": {"scorers", "kernels", "config", "files", "roles", "argument_types"},
     "evaluation": {
         "attention",
         "distill",

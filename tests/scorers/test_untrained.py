@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpop_vllm.distill.retention import Roles
 from kvpop_vllm.distill.sparse import recency, running_cutoffs
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import build, log_gamma, make_config
 
 SIZE, HEADS, LENGTH = 32, 2, 90
@@ -36,8 +36,8 @@ def test_an_untrained_scorer_is_the_sliding_window(kind):
     scorer, (k, v) = untrained(kind), torch.randn(2, 1, HEADS, LENGTH, SIZE)
     with torch.no_grad():
         score, decay = scorer(k, v, window=6), scorer.log_gamma()
-    found = running_cutoffs(score, decay, Roles(2, 6, 9))
-    expected = running_cutoffs(*recency(0, k, v, 6), Roles(2, 6, 9))
+    found = running_cutoffs(score, decay, Retention(17, 2, 6))
+    expected = running_cutoffs(*recency(0, k, v, 6), Retention(17, 2, 6))
     t, q = torch.arange(LENGTH), torch.arange(LENGTH).unsqueeze(1)
     eligible = (t >= 2) & (t <= q - 6)
     kept, newest = (((rank.unsqueeze(-2) <= cutoff.unsqueeze(-1)) & eligible) for rank, cutoff in (found, expected))
