@@ -73,7 +73,8 @@ class Checkpoints:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # torch warns that a single process saves "non-collectively"
                 dcp.save(_state(model, optimiser), checkpoint_id=draft)
-            torch.save(_random_state(), own)
+            gpu = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
+            torch.save({"rng": torch.get_rng_state(), "cuda_rng": gpu}, own)
             to_disk(own)
         except (Exception, CheckpointException) as error:  # CheckpointException is not an Exception
             shutil.rmtree(draft, ignore_errors=True)
@@ -129,7 +130,10 @@ class Checkpoints:
         set_state_dict(
             model, optimiser, model_state_dict=state["model"], optim_state_dict=state["optimiser"], options=_OPTIONS
         )
-        _set_random_state(torch.load(folder / f"process-{rank()}.pt", weights_only=True))
+        own = torch.load(folder / f"process-{rank()}.pt", weights_only=True)
+        torch.set_rng_state(own["rng"])
+        if own["cuda_rng"] is not None and torch.cuda.is_available():
+            torch.cuda.set_rng_state(own["cuda_rng"])
 
 
 _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
@@ -138,17 +142,6 @@ _OPTIONS = StateDictOptions(ignore_frozen_params=True, strict=False)
 def _state(model, optimiser) -> dict:
     parameters, moments = get_state_dict(model, optimiser, options=_OPTIONS)
     return {"model": parameters, "optimiser": moments}
-
-
-def _random_state() -> dict:
-    """Return the random state of the CPU, and of this process's GPU if it has one."""
-    return {"rng": torch.get_rng_state(), "cuda_rng": torch.cuda.get_rng_state() if torch.cuda.is_available() else None}
-
-
-def _set_random_state(saved: dict) -> None:
-    torch.set_rng_state(saved["rng"])
-    if saved.get("cuda_rng") is not None and torch.cuda.is_available():
-        torch.cuda.set_rng_state(saved["cuda_rng"])
 
 
 def _world() -> int:

@@ -274,6 +274,9 @@ def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
     other.fingerprint = "other text"
     with pytest.raises(ConfigError, match="^the data is not what the checkpoint was made with .*: restore it or"):
         train(model, tmp_path, rows=other)
+    (tmp_path / "run/step-8/meta.json").write_text('{"processes": 2}')
+    with pytest.raises(ConfigError, match="step-8 was written by 2 processes, not 1: use as many again"):
+        train(model, tmp_path).run()
     del settings["data"]  # as before rows were numbered
     path.write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="holds a run of an older version, which shuffled text .*: choose another"):
