@@ -81,7 +81,7 @@ def lost_mass(
     return torch.stack(found).view(len(budgets), len(log_gammas), heads)
 
 
-class _Observer:
+class _LostMass:
     """Dense attention that adds up the lost mass of every layer."""
 
     def __init__(self, student: Student, log_gammas: torch.Tensor):
@@ -128,7 +128,7 @@ def calibrate(student: Student, rows: Sequence[torch.Tensor], decay: Decay) -> t
     if not rows or min(map(len, rows)) <= longest:
         raise ValueError(f"calibration needs rows of more than {longest} tokens, the largest budget")
     device, log_gammas = next(student.parameters()).device, decay_grid(decay)
-    observer = _Observer(student, log_gammas)
+    observer = _LostMass(student, log_gammas)
     for number, row in enumerate(rows):
         student.read(row.unsqueeze(0).to(device), observer, number)
     lost = observer.lost / len(rows)

@@ -18,7 +18,7 @@ import torch
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.sources import Document, documents_of, find_sources
-from kvpop_vllm.distill.tokens import Tokens
+from kvpop_vllm.distill.tokens import DocumentEncoder
 from kvpop_vllm.files import replacing, write_whole
 
 SPLITS = ("train", "validation", "test", "all")
@@ -71,7 +71,7 @@ class TokenFile:
         folder: folder of the two files.
     """
 
-    def __init__(self, sources: list, tokens: Tokens, folder: Path):
+    def __init__(self, sources: list, tokens: DocumentEncoder, folder: Path):
         self.sources, self.tokens, self.folder = sources, tokens, folder
         self.path, self.note = folder / "tokens.bin", folder / "tokens.json"
         self.made_from = {
@@ -93,10 +93,10 @@ class TokenFile:
             note = json.loads(self.note.read_text()) if self.note.exists() else {}
             if note.get("made_from") != self.made_from:
                 note = self._write()
-        size, documents = note["ids"], note["documents"]
-        ids = np.memmap(self.path, np.int32, "r", shape=size) if size else np.empty(0, np.int32)
-        lengths = np.fromfile(self.path, np.int64, documents, offset=4 * size)
-        shares = np.fromfile(self.path, np.float64, documents, offset=4 * size + 8 * documents)
+            size, documents = note["ids"], note["documents"]
+            ids = np.memmap(self.path, np.int32, "r", shape=size) if size else np.empty(0, np.int32)
+            lengths = np.fromfile(self.path, np.int64, documents, offset=4 * size)
+            shares = np.fromfile(self.path, np.float64, documents, offset=4 * size + 8 * documents)
         return Stored(ids, lengths, shares, note["read"])
 
     def _write(self) -> dict:
@@ -182,7 +182,7 @@ class PackedTokens:
             )
         self.length, self.split, self.seed, self.shares = length, split, seed, (validation, test)
         self.longest = piece_rows * length
-        self.tokens = Tokens(tokenizer, vocab_size)
+        self.tokens = DocumentEncoder(tokenizer, vocab_size)
         if folder is None:
             self._own_folder = TemporaryDirectory(prefix="kvpop-tokens-")
             folder = Path(self._own_folder.name)

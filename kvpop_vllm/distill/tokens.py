@@ -19,7 +19,7 @@ SEAM = re.compile(r"\s(?=\S)")
 """Pattern of the places where words begin; byte-level tokenizers split a text there themselves."""
 
 
-class Tokens:
+class DocumentEncoder:
     """Tokeniser of documents.
 
     Args:

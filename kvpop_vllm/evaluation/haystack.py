@@ -12,7 +12,7 @@ import torch
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import in_split, share_of
 from kvpop_vllm.distill.sources import Document, documents_of, find_sources
-from kvpop_vllm.distill.tokens import Tokens
+from kvpop_vllm.distill.tokens import DocumentEncoder
 
 SHARES = 0.05, 0.05
 """Shares of the documents for validation and test, as in training."""
@@ -48,7 +48,7 @@ def replay_rows(
     """
     found = list(documents(paths, split))
     random.Random(seed).shuffle(found)
-    tokens = Tokens(tokenizer, vocab_size)
+    tokens = DocumentEncoder(tokenizer, vocab_size)
     row: list[int] = []
     for _, ids in tokens.encode(found):
         row += [*ids.tolist(), tokens.eos][: length - len(row)]

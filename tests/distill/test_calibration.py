@@ -10,7 +10,7 @@ import torch
 from distill.rows import Rows
 from distill.train_tiny import LENGTH, RECIPE
 
-from kvpop_vllm.distill.calibration import _Observer, calibrate, decay_grid, lost_mass
+from kvpop_vllm.distill.calibration import _LostMass, calibrate, decay_grid, lost_mass
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.student import Student
 from kvpop_vllm.distill.trainer import Trainer
@@ -147,9 +147,9 @@ def test_equal_decays_and_low_precision(tmp_path):
             if name.endswith("q_norm.weight"):
                 p.mul_(8)
     q, k = torch.randn(2, 1, 2, LENGTH, 32, generator=torch.Generator().manual_seed(1))
-    plain = _Observer(student, decay_grid(decay))
+    plain = _LostMass(student, decay_grid(decay))
     plain(0, q, k, k, 1.0)
-    low = _Observer(student, decay_grid(decay))
+    low = _LostMass(student, decay_grid(decay))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
         low(0, q, k, k, 1.0)
     assert torch.equal(plain.lost[0], low.lost[0]) and plain.lost[0].amin() > 0
