@@ -20,7 +20,7 @@ SMALL = "--length=96 --topk 23 --warmup=2 --dtype=float32 --batch=2"
 TRIMKV = f"--recipe=trimkv {SMALL} --gate-width=16".split()
 DMS = f"--recipe=dms {SMALL} --window=8".split()
 TRIMKV_RUN = [*TRIMKV, *"--gate-bias=5 --lr-new=2e-2 --ce=0 --steps=25".split()]
-DMS_RUN = [*DMS, *"--lr-new=5e-3 --steps=30 --compression=4 --gate-scale=5".split()]
+DMS_RUN = [*DMS, *"--lr-new=5e-3 --steps=40 --compression=4 --gate-scale=5".split()]
 RECIPES = {
     "trimkv": TRIMKV_RUN,
     "trimkv-kv": [*TRIMKV_RUN, "--gate-reads=kv", "--gate-gated"],
