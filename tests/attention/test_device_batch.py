@@ -5,6 +5,7 @@ They equal steps built from new tensors, padding writes nothing, and the host re
 
 from __future__ import annotations
 
+import itertools
 import random
 from dataclasses import replace
 
@@ -19,7 +20,7 @@ from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.kernels.regions import RegionMap, Shares
 from kvpop_vllm.roles import Retention
 
-HEADS, SIZE, MOST, LAYERS, BLOCKS = 2, 32, 6, 2, 300
+HEADS, SIZE, MOST, LAYERS, BLOCKS = 2, 32, 6, 2, 600
 KEPT = {
     "every step": Retention(40, 2, 6),
     "no sinks": Retention(48, 0, 9),
@@ -114,24 +115,57 @@ def test_decodes_are_the_leading_rows():
     assert split_of([]) == Split(0, 0, ())
 
 
+def same_protection(batch, expected, table, protected):
+    """Compare prefixes of the decode rows, and tails that begin in this step."""
+    found, other, d = batch.protection, expected.protection, batch.decodes
+    assert found.tokens.tolist() == protected[:d] and torch.equal(found.table, table[:d, : found.table.shape[1]])
+    real = found.blocks != 0
+    for each in ("written", "blocks", "slots"):
+        assert torch.equal(getattr(found, each)[real], getattr(other, each)), each
+    assert (found.slots[~real] == 0).all() and found.written[:d].tolist() == list(range(d))
+    in_rows = sum(0 < protected[r] == int(expected.positions[r]) for r in range(d))
+    assert torch.equal(found.begun_tokens, other.begun_tokens[in_rows:])
+    for each in ("begun", "begun_table"):
+        ours, theirs = getattr(found, each), getattr(other, each)[in_rows:]
+        shared = min(ours.shape[-1], theirs.shape[-1])
+        assert torch.equal(ours[..., :shared], theirs[..., :shared]), each
+
+
 @pytest.mark.parametrize("state", [0, 5000])
+@pytest.mark.parametrize("kind", ["server's sizes", "protected prompts", "own sizes"])
 @pytest.mark.parametrize("name", KEPT)
-def test_equal_to_batches_made_anew(name, state):
-    kept = KEPT[name]
-    rows = rows_of(kept, state=state)
-    for lens, lengths in STEPS:
-        batch, d = filled(rows, lens, lengths)(), split_of(lens).decodes
+def test_equal_to_batches_made_anew(name, kind, state):
+    """Steps are equal, also where requests have their own budgets, windows and protection.
+
+    Budgets lie below and above the server's. The next step keeps nothing of them: a second turn runs the same
+    steps with the server's budgets and windows.
+    """
+    kept, own = KEPT[name], kind == "own sizes"
+    longest = 0 if kind == "server's sizes" else LONGEST
+    rows = rows_of(kept, state=state, longest=longest, most=2 * kept.budget if own else None)
+    for turn, (number, (lens, lengths)) in itertools.product(range(1 + own), enumerate(STEPS)):
+        draw, protected = random.Random(number), PROTECTED[number] if longest else [0] * len(lens)
+        budgets, windows = [kept.budget] * len(lens), [kept.window] * len(lens)
+        if own and turn == 0:
+            budgets = [draw.randint(kept.first_long + 4, 2 * kept.budget) for _ in lens]
+            windows = [draw.randint(1, kept.window + 2) for _ in lens]
+        sizes = RequestSettings(protected if longest else None, *((budgets, windows) if own else ()))
+        batch, d = filled(rows, lens, lengths, sizes)(), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
-        expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table)
+        expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, sizes)
         assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.slot_zero is None
         same_sizes(batch, expected, d)
+        assert batch.budgets[:, 0].tolist() == budgets[:d] and batch.windows.tolist() == windows[:d]
         for r in range(d):
-            own = rows.layout.blocks(lengths[r], kept.budget)
-            assert (
-                torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
-                and (batch.table[r, :, own:] == 0).all()
-            )
+            behind = lengths[r] - protected[r]
+            held = replace(kept, budget=budgets[r]).behind(protected[r]).budget
+            held = rows.layout.blocks(behind, held) if behind > 0 else 0
+            assert torch.equal(batch.table[r, :, :held], expected.table[r, :, :held])
+            assert (batch.table[r, :, held + (longest > 0) :] == 0).all()
+            assert held > 0 or (batch.table[r] == 0).all()
         same_chunks(batch, expected)
+        if longest:
+            same_protection(batch, expected, table, protected)
 
 
 @pytest.mark.parametrize("layer", range(LAYERS))
@@ -151,66 +185,6 @@ def test_heads_of_unequal_budgets(layer):
             assert torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
         held = SHARES.blocks(0, 16, lengths[0])
         assert (rows.table[0, :held] > 0).all() and (rows.table[0, held:] == 0).all() or d == 0
-
-
-@pytest.mark.parametrize("state", [0, 5000])
-@pytest.mark.parametrize("name", ["every step", "no sinks"])
-def test_protected_prompts_equal_batches_made_anew(name, state):
-    kept = KEPT[name]
-    rows = rows_of(kept, state=state, longest=LONGEST)
-    for (lens, lengths), protected in zip(STEPS, PROTECTED, strict=True):
-        batch, d = filled(rows, lens, lengths, RequestSettings(protected))(), split_of(lens).decodes
-        table = engine_tables(rows, lens)[0][: len(lens)]
-        expected = StepBatch.build(
-            rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, RequestSettings(protected)
-        )
-        same_sizes(batch, expected, d)
-        for r in range(d):
-            own = rows.layout.blocks(max(0, lengths[r] - protected[r]), kept.behind(protected[r]).budget)
-            own = own if lengths[r] > protected[r] else 0
-            assert torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
-            assert (batch.table[r, :, own + 1 :] == 0).all() and (own > 0 or (batch.table[r] == 0).all())
-        same_chunks(batch, expected)
-        found, other = batch.protection, expected.protection
-        assert found.tokens.tolist() == protected[:d] and torch.equal(found.table, table[:d, : found.table.shape[1]])
-        real = found.blocks != 0
-        for each in ("written", "blocks", "slots"):
-            assert torch.equal(getattr(found, each)[real], getattr(other, each)), each
-        assert (found.slots[~real] == 0).all() and found.written[:d].tolist() == list(range(d))
-        in_rows = sum(0 < protected[r] == lengths[r] - 1 for r in range(d))
-        assert torch.equal(found.begun_tokens, other.begun_tokens[in_rows:])
-        assert torch.equal(found.begun, other.begun[in_rows:, :, : found.begun.shape[2]])
-        assert torch.equal(found.begun_table, other.begun_table[in_rows:, : found.begun_table.shape[1]])
-
-
-@pytest.mark.parametrize("state", [0, 5000])
-def test_requests_with_sizes_of_their_own(state):
-    """Requests may have their own budgets, windows and protection, and the next step keeps nothing of them.
-
-    Budgets lie below and above the server's. The second turn runs the same steps with the server's sizes.
-    """
-    kept = KEPT["every step"]
-    rows = rows_of(kept, state=state, longest=LONGEST, most=2 * kept.budget)
-    for turn in range(2):
-        for number, ((lens, lengths), protected) in enumerate(zip(STEPS, PROTECTED, strict=True)):
-            draw = random.Random(number)
-            sizes = RequestSettings(protected, [kept.budget] * len(lens), [kept.window] * len(lens))
-            if turn == 0:
-                budgets = [draw.randint(kept.first_long + 4, 2 * kept.budget) for _ in lens]
-                sizes = replace(sizes, budgets=budgets, windows=[draw.randint(1, kept.window + 2) for _ in lens])
-            batch, d = filled(rows, lens, lengths, sizes)(), split_of(lens).decodes
-            table = engine_tables(rows, lens)[0][: len(lens)]
-            told = torch.tensor(lengths, dtype=torch.int32), table
-            expected = StepBatch.build(rows.layout, kept, lens, *told, sizes)
-            same_sizes(batch, expected, d)
-            assert batch.budgets[:, 0].tolist() == sizes.budgets[:d] and batch.windows.tolist() == sizes.windows[:d]
-            for r in range(d):
-                behind = lengths[r] - protected[r]
-                own = replace(kept, budget=sizes.budgets[r]).behind(protected[r]).budget
-                own = rows.layout.blocks(max(0, behind), own) if behind > 0 else 0
-                assert torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
-                assert (batch.table[r, :, own + 1 :] == 0).all() and (own > 0 or (batch.table[r] == 0).all())
-            same_chunks(batch, expected)
 
 
 @pytest.mark.parametrize("cause", ["no length", "no slot", "no block"])

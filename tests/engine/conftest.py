@@ -1,4 +1,4 @@
-"""Tiny models, and one recorded engine for each model and policy, shared by all tests of a module.
+"""Tiny models and cases, shared by all tests.
 
 vLLM is imported inside the fixtures, because the process that distributes tests to workers also reads this
 file.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 
 import pytest
-from engine.matrix import MATRIX, make_case
+from engine.matrix import make_case
 
 from kvpop_vllm.testing import write_tiny_model
 
@@ -34,24 +34,3 @@ def case(tiny_model, tmp_path_factory):
         return make_case(tiny_model(kind), tmp_path_factory.mktemp("scorer"), policy, **options)
 
     return make
-
-
-@pytest.fixture(scope="module", params=MATRIX, ids="-".join)
-def served(request, case):
-    """Yield a recorded engine with room for all requests."""
-    from engine.driving import watched
-
-    found = case(*request.param)
-    with watched(found.model, found.settings, found.judge) as engine:
-        yield engine
-
-
-@pytest.fixture
-def watch(case):
-    """Return ``watch(case, **options)``, a context manager of a recorded engine with options of ``LLM``.
-
-    Only one may be open at a time, because its patches are global.
-    """
-    from engine.driving import watched
-
-    return lambda found, **options: watched(found.model, found.settings, found.judge, **options)

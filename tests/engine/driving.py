@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -10,15 +11,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from engine.judge import Judge, Verdict
+from engine.matrix import Case
 from engine.recorder import Recorder
 from engine.tiny_engine import quick, start, stop
 from threads import one_thread
 
 from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import random_prompt
+from kvpop_vllm.testing.oracle_policy import PROMPT_VOTES
 
 TOP_LOGPROBS = 3
 BLOCK = 16
+VOTERS = 32
+"""Number of queries at the end of a prompt that vote, in the tests of policies that compress prompts."""
 MOST_STEPS = 2000
 
 
@@ -55,16 +60,28 @@ class Job:
 
 @dataclass
 class Watched:
-    """An engine of this process, its recorder, and the judge of its model and policy."""
+    """An engine of this process, its recorder, and the judge of its model and policy.
+
+    Attributes:
+        state_blocks: state blocks of a request.
+        withheld: blocks that :meth:`small_pool` keeps from requests.
+    """
 
     llm: object
     recorder: Recorder
     judge: Judge | None
+    state_blocks: int = 0
+    withheld: int = 0
     names: dict[str, str] = field(default_factory=dict)
 
     @property
     def engine(self):
         return self.llm.llm_engine
+
+    @property
+    def votes(self) -> bool:
+        """True if prompts are held until their end and then compressed."""
+        return self.judge.policy.scorer == PROMPT_VOTES
 
     def chunk(self, tokens: int | None) -> None:
         """Cut prompts into chunks of this many tokens from now on; None leaves them whole."""
@@ -146,37 +163,72 @@ class Watched:
         print(verdict)
         return verdict
 
-    def check_blocks(self, state: int, *budgets: int, sinks: int = 0) -> int:
-        """Check the blocks of all running requests at every step, and return the number of steps.
+    def check(self, answers: dict) -> None:
+        """Compare answers with the oracle, and check the blocks of all requests at every step."""
+        self.verdict(answers)
+        self.check_blocks()
 
-        Every request must hold the blocks of its protected tokens. With more tokens it must hold further
-        ``state + cdiv(min(len, budget), BLOCK)`` blocks, where ``len`` counts the tokens scheduled behind the
-        protected ones. With several budgets this is the mean over the layers, rounded up. No such block may
-        be shared, and no block may be lost.
+    def check_blocks(self) -> None:
+        """Check the blocks of all running requests at every step.
 
-        Args:
-            state: state blocks of a request.
-            budgets: one budget, or one per layer.
-            sinks: subtracted from the budgets where tokens are protected.
+        A request holds the blocks of its protected tokens. With more tokens it also holds ``state_blocks +
+        cdiv(min(len, budget), BLOCK)`` blocks, where ``len`` counts the tokens scheduled behind the protected
+        ones. With several budgets this is the mean over the layers, rounded up. A prompt that votes is held
+        until the step after its end, and nothing of it afterwards. No block of a tail is shared, and none is
+        lost.
         """
-        total = self.recorder.pool.num_gpu_blocks - 1  # vLLM never hands out the null block
+        total = self.recorder.pool.num_gpu_blocks - 1 - self.withheld  # vLLM never hands out the null block
+        late: Counter[str] = Counter()
         for step in self.recorder.blocks:
             own, shared = [], set()
-            for name, (tokens, blocks) in step.running.items():
-                protected = step.protected[name]
-                prefix, rest = cdiv(min(tokens, protected), BLOCK), tokens - protected
-                asked = (step.budgets[name],) if name in step.budgets else budgets
-                tails = [budget - (sinks if protected else 0) for budget in asked]
-                pages = sum(state + cdiv(min(rest, tail), BLOCK) for tail in tails) if rest > 0 else 0
-                assert len(blocks) == prefix + cdiv(pages, len(budgets)), (
-                    f"after {tokens} tokens, {protected} protected"
-                )
-                full = protected // BLOCK
-                own += blocks[min(full, prefix) :]
-                shared |= set(blocks[: min(full, prefix)])
+            for name, (tokens, row) in step.running.items():
+                protected, asked = step.protected[name], step.budgets.get(name)
+                if self.votes:
+                    prefix, tail = self._voting_blocks(tokens, protected, asked, row)
+                    late[name] += prefix > 0 and tokens > protected
+                else:
+                    prefix, sinks = cdiv(min(tokens, protected), BLOCK), self.judge.policy.sinks if protected else 0
+                    tail = self.tail_blocks(tokens - protected, asked, sinks)
+                held = [block for block in row if block]
+                assert len(held) == prefix + tail, f"{tokens} tokens, {protected} protected"
+                full = min(protected // BLOCK, prefix)
+                own += held[full:]
+                shared |= set(held[:full])
             assert len(set(own)) == len(own) and not shared & set(own)
             assert len(own) + len(shared) == total - step.free
-        return len(self.recorder.blocks)
+        assert all(often <= self.recorder.preemptions[name] for name, often in late.items()), "held for too long"
+
+    def _voting_blocks(self, tokens: int, prompt: int, asked: int | None, row: list[int]) -> tuple[int, int]:
+        """Return the numbers of prefix blocks and further blocks of a request whose prompt votes."""
+        prefix = cdiv(prompt, BLOCK)
+        if tokens <= prompt - VOTERS:
+            return cdiv(tokens, BLOCK), 0
+        if tokens < prompt:
+            return prefix, self.state_blocks
+        if tokens > prompt and row[0] == 0:  # a resumed chunk may hold the prompt's end
+            assert row[:prefix] == [0] * prefix
+            prefix = 0
+        return prefix, self.tail_blocks(tokens, asked)
+
+    def tail_blocks(self, tokens: int, asked: int | None = None, sinks: int = 0) -> int:
+        """Return the number of blocks of a tail of ``tokens`` tokens, with the budget that the request asks for."""
+        if tokens <= 0:
+            return 0
+        budgets = self.judge.policy.budgets(1) if asked is None else [asked]
+        pages = sum(self.state_blocks + cdiv(min(tokens, budget - sinks), BLOCK) for budget in budgets)
+        return cdiv(pages, len(budgets))
+
+    @contextmanager
+    def small_pool(self, blocks: int) -> Iterator[None]:
+        """Leave only this many blocks to requests."""
+        pool = self.recorder.pool
+        held = pool.get_new_blocks(pool.get_num_free_blocks() - blocks)
+        self.withheld = len(held)
+        try:
+            yield
+        finally:
+            self.withheld = 0
+            pool.free_blocks(held)
 
     def chunks(self, name: str) -> list[int]:
         """Return the number of tokens in each step of one request."""
@@ -207,6 +259,25 @@ def _parameters(job: Job):
         output_kind=RequestOutputKind.FINAL_ONLY,
         extra_args=job.asks,
     )
+
+
+def preempt_all(scheduler) -> None:
+    """Preempt all running requests as vLLM does, but keep the prefix cache."""
+    while scheduler.running:
+        request = scheduler.running.pop()
+        scheduler._preempt_request(request, 0.0, drop_stale_output=True)
+    scheduler.prev_step_scheduled_req_ids.clear()
+
+
+@contextmanager
+def serving(found: Case, poisoned: bool = True, **options) -> Iterator[Watched]:
+    """Yield a watched engine of a case whose freed blocks are overwritten, and check that it leaks nothing."""
+    with pytest.MonkeyPatch.context() as patch, watched(found.model, found.settings, found.judge, **options) as engine:
+        engine.state_blocks = found.state_blocks
+        if poisoned:
+            engine.poison(patch)
+        yield engine
+        assert not engine.leaks()
 
 
 @contextmanager

@@ -26,11 +26,12 @@ def state_blocks(policy: str, corrected: bool = False) -> int:
 
 
 class Case(NamedTuple):
-    """A model folder, the engine's ``kv_policy`` settings, and the judge with the matching oracle."""
+    """A model folder, the engine's ``kv_policy`` settings, the judge with the matching oracle, and block counts."""
 
     model: str
     settings: dict
     judge: Judge
+    state_blocks: int
 
 
 def make_case(model: str, folder: Path, policy: str, **options) -> Case:
@@ -43,23 +44,17 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         options: options of :func:`write_random_scorer` or roles, ``allocator``, ``correction``,
             ``protect_prompt``, and ``budget``.
     """
-    row, protect = ROWS[policy], options.pop("protect_prompt", 0)
-    budget = options.pop("budget", BUDGET)
+    row, protect, budget = ROWS[policy], options.pop("protect_prompt", 0), options.pop("budget", BUDGET)
     window = WINDOW * budget // BUDGET
     own = row.own_allocator if row.allocator == "uniform" else row.allocator
     allocator, correction = options.pop("allocator", own), options.pop("correction", None)
-    asked = {
-        "allocator": allocator if allocator != row.own_allocator else None,
-        "correction": correction,
-        "protect_prompt": None
-        if row.compresses
-        else "all"
-        if protect is True
-        else protect
-        if protect or policies.get(row.policy or policy).default_protect
-        else None,
-    }
-    settings = {"policy": row.policy or policy} | {key: value for key, value in asked.items() if value is not None}
+    settings = {"policy": row.policy or policy}
+    if allocator != row.own_allocator:
+        settings["allocator"] = allocator
+    if correction is not None:
+        settings["correction"] = correction
+    if not row.compresses and (protect or policies.get(row.policy or policy).default_protect):
+        settings["protect_prompt"] = "all" if protect is True else protect
     if row.learned:
         shape = {"sinks": SINKS, "window": window, "topk": budget - SINKS - window} | row.options | options
         random_scorer_folder(folder, model, row.scorer, **shape)
@@ -71,11 +66,10 @@ def make_case(model: str, folder: Path, policy: str, **options) -> Case:
         if row.asked:
             roles = {"sinks": SINKS, "window": window} | options
             settings |= roles
-            if (policy, allocator) == (
-                "streaming-llm",
-                "uniform",
-            ):  # the oracle has another window on purpose: it must not matter
-                roles["window"] = budget - roles["sinks"] - 1
+        if policy == "streaming-llm" and allocator == "uniform":
+            # the oracle has another window on purpose: it must not matter
+            roles["window"] = budget - roles["sinks"] - 1
         oracle = OraclePolicy(row.scorer, **roles, topk=budget - roles["sinks"] - roles["window"])
     oracle = replace(oracle, corrected=row.corrected if correction is None else correction == "moment")
-    return Case(model, settings, Judge(model, allocated(oracle, allocator), protect=protect))
+    judge = Judge(model, allocated(oracle, allocator), protect=protect)
+    return Case(model, settings, judge, state_blocks(policy, oracle.corrected))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import shutil
-import struct
 from types import SimpleNamespace
 
 import pytest
@@ -129,12 +128,9 @@ def test_policies_without_scorers_ignore_them_and_say_so(qwen3, caplog, policy):
     assert line == f"the checkpoint carries KVpop scorers, which are not used by --kv-policy {policy['policy']}"
 
 
-def test_dummy_weights_bring_no_scorer(qwen3, tmp_path):
-    """Dummy weights without a scorer folder are refused before weights load.
-
-    A scorer folder is read with any weights.
-    """
-    with pytest.raises(ConfigError, match="--load-format dummy brings no scorer .* give --kv-scorer DIR"):
+def test_dummy_weights_bring_no_scorer(qwen3):
+    """Dummy weights without a scorer folder are refused, but a scorer folder is read with any weights."""
+    with pytest.raises(ConfigError):
         configure(qwen3.full, {"policy": "kvpop"}, load_format="dummy")
     configure(qwen3.full, {"policy": "kvpop", "scorer": str(qwen3.adapter)}, load_format="dummy")
     configure(qwen3.full, {"policy": "streaming-llm", "budget": 64}, load_format="dummy")
@@ -199,45 +195,32 @@ def edit_scorer(folder, change):
     save_file(change(load_file(folder / SCORER_SHARD)), folder / SCORER_SHARD)
 
 
-def edit_config(folder, change):
-    config = json.loads((folder / "config.json").read_text())
-    change(config)
-    (folder / "config.json").write_text(json.dumps(config))
+BIAS = "model.layers.1.self_attn.kvpop.out.bias"
+
+
+def without(tensors):
+    return {name: tensor for name, tensor in tensors.items() if name != BIAS}
 
 
 def renamed(tensors):
     return {name.replace("self_attn.kvpop", "self_attn.retention"): t for name, t in tensors.items()}
 
 
-BIAS = "model.layers.1.self_attn.kvpop.out.bias"
-STRANGE = BIAS.replace("kvpop.out", "kvpop_x")
-DAMAGE = {
-    "layers.1.out.bias is missing": lambda t: {name: tensor for name, tensor in t.items() if name != BIAS},
-    "layers.1.out.bias has shape (3,), expected (2,)": lambda t: t | {BIAS: torch.zeros(3)},
-    "names found": renamed,
-    "model.layers.{i}.self_attn.kvpop_x.bias;": lambda t: t | {STRANGE: torch.zeros(2)},
-    "layers.9.out.bias": lambda t: t | {BIAS.replace("1", "9"): torch.zeros(2)},
-}
+def stranger(tensors):
+    return tensors | {BIAS.replace("kvpop.out", "kvpop_x"): torch.zeros(2)}
 
 
-@pytest.mark.parametrize("named", DAMAGE)
-def test_damaged_tensors_are_refused_before_and_while_loading(copy, monkeypatch, named):
-    edit_scorer(copy, DAMAGE[named])
-    with pytest.raises(ConfigError) as caught:
-        configure(copy, {"policy": "kvpop"})
-    assert named in str(caught.value) and "\n" not in str(caught.value)
+@pytest.mark.parametrize("change, error", [(without, ConfigError), (renamed, ValueError), (stranger, ConfigError)])
+def test_damaged_tensors_are_refused_while_loading(copy, monkeypatch, change, error):
+    """What the check before loading would miss is refused by the loader; vLLM itself refuses unknown tensors."""
+    edit_scorer(copy, change)
     monkeypatch.setattr(engine_policy, "check_checkpoint", lambda vllm_config: None)
-    if DAMAGE[named] is renamed:  # nothing marks these as scorers: vLLM refuses unknown tensors
-        with pytest.raises(ValueError, match="retention"):
-            start(copy, {"policy": "kvpop"})
-    else:
-        with pytest.raises(ConfigError) as caught:
-            start(copy, {"policy": "kvpop"})
-        assert named in str(caught.value)
+    with pytest.raises(error):
+        start(copy, {"policy": "kvpop"})
 
 
 def test_unknown_names_are_refused_without_a_policy_too(copy):
-    edit_scorer(copy, DAMAGE["model.layers.{i}.self_attn.kvpop_x.bias;"])
+    edit_scorer(copy, stranger)
     with pytest.raises(ConfigError, match="kvpop_x"):
         start(copy, None)
 
@@ -248,57 +231,6 @@ def test_values_that_are_not_finite(copy):
         start(copy, {"policy": "kvpop"})
 
 
-@pytest.mark.parametrize(
-    "named, change",
-    [
-        ("section kvpop: key 'topk' is missing", lambda c: c["kvpop"].pop("topk")),
-        ("version 2", lambda c: c["kvpop"].update(version=2)),
-        ("head_dim", lambda c: c["kvpop"].update(head_dim=64)),
-        ("--kv-policy kvpop-mlp", lambda c: c.update(kvpop=mlp_section(c["kvpop"]))),
-        ("--kv-scorer", lambda c: c.pop("kvpop")),
-        ("must be one of LlamaKVpopForCausalLM", lambda c: c.update(architectures=["Qwen3ForCausalLM"])),
-    ],
-)
-def test_damaged_sections(copy, named, change):
-    edit_config(copy, change)
-    with pytest.raises(ConfigError) as caught:
-        configure(copy, {"policy": "kvpop"})
-    assert named in str(caught.value) and "\n" not in str(caught.value)
-
-
-def mlp_section(section):
-    mlstm = ("feature_map", "gate_softcap", "norm", "skip", "delayed")
-    return {key: value for key, value in section.items() if key not in mlstm} | {"scorer": "mlp"}
-
-
-def refused_export(capsys, *arguments):
-    assert main(["export", *map(str, arguments)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith("kvpop: ") and error.count("\n") == 1
-    return error
-
-
-def test_export_refuses_what_does_not_fit(each, tmp_path, capsys):
-    other = "llama" if each.kind == "qwen3" else "qwen3"
-    out = tmp_path / "out"
-    wrong_type = write_tiny_model(tmp_path / "other", other)
-    wrong_size = write_tiny_model(tmp_path / "bigger", each.kind, layers=3)
-    no_room = write_tiny_model(tmp_path / "qwen2", "qwen2", hidden=128)
-    damaged = shutil.copytree(each.base, tmp_path / "damaged")
-    (damaged / "model.safetensors").write_bytes((each.base / "model.safetensors").read_bytes()[:-8])
-    empty = shutil.copytree(each.base, tmp_path / "empty")
-    (empty / "model.safetensors").unlink()
-    assert "model_type" in refused_export(capsys, wrong_type, each.adapter, out)
-    assert "num_layers" in refused_export(capsys, wrong_size, each.adapter, out)
-    assert "'qwen2' cannot carry scorers" in refused_export(capsys, no_room, each.adapter, out)
-    assert "carries a scorer already" in refused_export(capsys, each.full, each.adapter, out)
-    assert "not a complete safetensors file" in refused_export(capsys, damaged, each.adapter, out)
-    assert "model.safetensors cannot be read" in refused_export(capsys, empty, each.adapter, out)
-    assert "config.json" in refused_export(capsys, tmp_path / "nowhere", each.adapter, out)
-    assert "kvpop_config.json" in refused_export(capsys, each.base, tmp_path / "nowhere", out)
-    assert not out.exists()
-
-
 def test_a_scorer_made_from_an_export_is_the_base_models(each, tmp_path):
     scorer = tmp_path / "scorer"
     assert main(["init-scorer", str(each.full), str(scorer), "--window", "8", "--topk", "20"]) == 0
@@ -307,70 +239,14 @@ def test_a_scorer_made_from_an_export_is_the_base_models(each, tmp_path):
         configure(model, {"policy": "kvpop", "scorer": str(scorer)})
 
 
-def _tensor(**changes):
-    info = {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]} | changes
-    return {"a": info}
-
-
-HEADERS = {
-    "a list": [1],
-    "a number": 3,
-    "tensor is a number": {"a": 1},
-    "tensor is empty": {"a": {}},
-    "offsets are no list": _tensor(data_offsets=4),
-    "offsets are text": _tensor(data_offsets=["0", "4"]),
-    "one offset": _tensor(data_offsets=[0]),
-    "three offsets": _tensor(data_offsets=[0, 0, 4]),
-    "backwards": _tensor(data_offsets=[4, 0]),
-    "no dtype": {"a": {"shape": [1], "data_offsets": [0, 4]}},
-    "dtype is a list": _tensor(dtype=[1]),
-    "beyond the end": _tensor(shape=[2], data_offsets=[0, 8]),
-}
-
-
-@pytest.mark.parametrize("name", HEADERS)
-def test_export_refuses_malformed_headers(qwen3, tmp_path, capsys, name):
-    model, header = shutil.copytree(qwen3.base, tmp_path / "base"), json.dumps(HEADERS[name]).encode()
-    (model / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + bytes(4))
-    assert "is not a complete safetensors file" in refused_export(capsys, model, qwen3.adapter, tmp_path / "out")
-
-
-def test_export_refuses_weights_without_tensors(qwen3, tmp_path, capsys):
-    model = shutil.copytree(qwen3.base, tmp_path / "base")
-    save_file({}, model / "model.safetensors", metadata={"format": "pt"})
-    assert "holds no tensors" in refused_export(capsys, model, qwen3.adapter, tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    "index",
-    [[1], 3, {}, *({"weight_map": m} for m in (None, [1], {}, {"a": 1}, {"a": ["x"]}, {"a": "../x.safetensors"}))],
-)
-def test_export_refuses_malformed_indices(qwen3, tmp_path, capsys, index):
-    model = shutil.copytree(qwen3.base, tmp_path / "base")
-    (model / INDEX).write_text(json.dumps(index))
-    assert "is not an index of safetensors files" in refused_export(capsys, model, qwen3.adapter, tmp_path / "out")
-
-
-@pytest.mark.parametrize("kind", [None, 3, ["llama"], {"a": 1}])
-def test_export_refuses_odd_model_types(qwen3, tmp_path, capsys, kind):
-    model = shutil.copytree(qwen3.base, tmp_path / "base")
-    edit_config(model, lambda config: config.update(model_type=kind))
-    assert "cannot carry scorers" in refused_export(capsys, model, qwen3.adapter, tmp_path / "out")
-
-
 def test_export_leaves_nothing_half_done(qwen3, tmp_path, monkeypatch):
-    (tmp_path / "full").mkdir()
-    (tmp_path / "full" / "note.txt").write_text("mine")
-    with pytest.raises(ConfigError, match="not an empty folder"):
-        export_checkpoint(qwen3.base, qwen3.adapter, tmp_path / "full")
-
     def full(*args, **options):
         raise SafetensorError("disk full")
 
     monkeypatch.setattr("kvpop_vllm.scorers.checkpoint.save_file", full)
     with pytest.raises(OSError, match="disk full"):
         export_checkpoint(qwen3.base, qwen3.adapter, tmp_path / "out")
-    assert [f.name for f in tmp_path.iterdir()] == ["full"]
+    assert list(tmp_path.iterdir()) == []
     monkeypatch.undo()
     (tmp_path / "empty").mkdir()
     export_checkpoint(qwen3.base, qwen3.adapter, tmp_path / "empty")

@@ -38,5 +38,4 @@ def test_a_policy_from_outside(tiny_model, folder):
     with watched(model, settings, Judge(model, oracle)) as engine:
         for chunk in (7, None):
             engine.chunk(chunk)
-            engine.verdict(engine.serve([Job(1, new=70), Job(BUDGET), Job(300, new=20)]))
-        engine.check_blocks(0, BUDGET)
+            engine.check(engine.serve([Job(1, new=70), Job(BUDGET), Job(300, new=20)]))

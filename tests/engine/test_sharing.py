@@ -6,8 +6,7 @@ Results are compared with the oracle, which knows no hits. Freed blocks are over
 from __future__ import annotations
 
 import pytest
-from engine.driving import BLOCK, Job, watched
-from engine.matrix import BUDGET, state_blocks
+from engine.driving import BLOCK, Job, preempt_all, serving
 
 from kvpop_vllm.testing import random_prompt
 
@@ -19,11 +18,8 @@ POLICIES = [("kvpop", True), ("streaming-llm", 40)]
 def engine(request, case):
     """Yield an engine with a pool of 60 blocks, which a few requests fill."""
     policy, protect = request.param
-    found = case("qwen3", policy, protect_prompt=protect)
     options = {"max_model_len": 512, "num_gpu_blocks_override": 61, "scheduling_policy": "priority"}
-    with pytest.MonkeyPatch.context() as patch, watched(found.model, found.settings, found.judge, **options) as made:
-        made.policy = policy
-        made.poison(patch)
+    with serving(case("qwen3", policy, protect_prompt=protect), **options) as made:
         yield made
 
 
@@ -43,12 +39,6 @@ def fork(length: int, new: int = 12, seed: int | None = None, at: int = 0, **opt
     return Job(new=new, prompt=prompt, scored=False, **options)
 
 
-def check(engine, answers):
-    """Check every answer against the oracle, and the blocks held at every step."""
-    engine.verdict(answers)
-    engine.check_blocks(state_blocks(engine.policy), BUDGET, sinks=4)
-
-
 def most(engine, tokens: int) -> int:
     """Return how many of ``tokens`` equal tokens a longer prompt may hit."""
     return (tokens if engine.judge.protect is True else min(tokens, engine.judge.protect)) // BLOCK * BLOCK
@@ -61,12 +51,12 @@ def test_hits_of_every_number_of_blocks(engine):
     hit = {name: answer.num_cached_tokens for name, answer in answers.items()}
     same = [0, 0, 16, 47, 64, 64]
     assert sorted(hit.values()) == sorted(most(engine, tokens) for tokens in same)
-    check(engine, answers)
+    engine.check(answers)
     answers = engine.serve([fork(70), *forks, fork(20), fork(1)])
     assert sorted(a.num_cached_tokens for a in answers.values()) == sorted(
         most(engine, tokens) for tokens in (64, 64, 64, 64, 64, 64, 16, 0)
     )
-    check(engine, answers)
+    engine.check(answers)
 
 
 @pytest.mark.parametrize("chunk", [1, 7, 64])
@@ -79,20 +69,20 @@ def test_hits_while_the_prompt_is_being_computed(engine, chunk):
         [busy, fork(110, new=4)], lambda step: step in late and engine.add(f"late {step}", late[step])
     )
     assert len(answers) == 5
-    check(engine, answers)
+    engine.check(answers)
 
 
 def test_salts_separate(engine):
     answers = engine.serve([fork(60, salt="a"), fork(60, salt="b"), fork(60), fork(60, salt="a")])
     assert sorted(a.num_cached_tokens for a in answers.values()) == [0, 0, 0, most(engine, 59)]
-    check(engine, answers)
+    engine.check(answers)
 
 
 def test_the_cache_emptied_between_requests(engine):
     assert engine.serve([fork(60)]) and engine.engine.reset_prefix_cache()
     (answer,) = (answers := engine.serve([fork(60)])).values()
     assert answer.num_cached_tokens == 0
-    check(engine, answers)
+    engine.check(answers)
 
 
 def test_a_shorter_prompt_hits_no_more_than_its_own(engine):
@@ -111,51 +101,7 @@ def test_a_shorter_prompt_hits_no_more_than_its_own(engine):
 
     answers = engine.serve([fork(20, new=60)], preempt)
     assert len(answers) == 2 and [engine.recorder.preemptions[name] for name in answers] in ([0, 1], [1, 0])
-    check(engine, answers)
-
-
-def preempt_all(scheduler):
-    """Preempt all running requests as vLLM does, but keep the prefix cache."""
-    while scheduler.running:
-        request = scheduler.running.pop()
-        scheduler._preempt_request(request, 0.0, drop_stale_output=True)
-    scheduler.prev_step_scheduled_req_ids.clear()
-
-
-def test_forced_preemption(engine):
-    """Requests preempted with an emptied prefix cache, as by vLLM, and with a kept one, are right.
-
-    With a kept cache the prompts are hit again.
-    """
-    engine.chunk(7)
-
-    def preempt(step):
-        if step == 4:
-            engine.engine.reset_prefix_cache(reset_running_requests=True)
-        if step == 18:
-            preempt_all(engine.recorder.scheduler)
-
-    answers = engine.serve([fork(n, new=20) for n in (3, 40, BUDGET, 70)] + [fork(70, new=20, seed=5, at=33)], preempt)
-    assert [engine.recorder.preemptions[name] for name in answers] == [2] * 5
-    check(engine, answers)
-
-
-def test_aborts(engine):
-    engine.chunk(7)
-    aborted = {3: ["2", "4"], 12: ["0"]}
-    jobs = [fork(n, new=20) for n in (3, 40, BUDGET, 70)] + [fork(90, new=20, seed=5, at=33)]
-    answers = engine.serve(jobs, lambda step: engine.engine.abort_request(aborted.get(step, [])))
-    finished = {name: answer for name, answer in answers.items() if answer.outputs[0].finish_reason == "length"}
-    assert {answer.request_id for answer in finished.values()} == {"1", "3"}
-    engine.verdict(finished)
-
-
-def test_a_pool_too_small_for_all(engine):
-    """Twelve requests outgrow the pool, and lost prefix blocks are computed again."""
-    jobs = [fork(40 + i, new=70, seed=i, at=18) for i in range(12)]
-    answers = engine.serve(jobs)
-    assert len(answers) == 12 and sum(engine.recorder.preemptions.values()) > 0
-    check(engine, answers)
+    engine.check(answers)
 
 
 def test_a_lost_prefix_is_computed_again(engine):
@@ -165,7 +111,7 @@ def test_a_lost_prefix_is_computed_again(engine):
         engine.serve([fork(130, new=1, seed=100 * wave + i) for i in range(12)])
     (again,) = (answers := engine.serve([fork(130, new=3)])).values()
     assert again.num_cached_tokens < most(engine, 129) and again.outputs[0].token_ids == first.outputs[0].token_ids
-    check(engine, answers)
+    engine.check(answers)
 
 
 def test_priorities(engine):
@@ -176,7 +122,7 @@ def test_priorities(engine):
     preempted = {answers[name].request_id for name, often in engine.recorder.preemptions.items() if often}
     assert len(answers) == 15 and preempted and "urgent" not in preempted
     assert any(int(name) % 2 for name in preempted)
-    check(engine, answers)
+    engine.check(answers)
 
 
 def test_several_samples_of_one_prompt(engine):
@@ -187,23 +133,4 @@ def test_several_samples_of_one_prompt(engine):
     first = engine.recorder.blocks[0].running
     shared = set.intersection(*(set(blocks) for _, blocks in first.values()))
     assert len(first) == 4 and len(shared) == most(engine, 64) // BLOCK
-    check(engine, answers)
-
-
-def test_sleep_and_wake(engine):
-    """After a sleep that discards the cache, earlier tokens are not hit."""
-    engine.chunk(7)
-
-    def sleep(step):
-        if step == 9:
-            engine.llm.sleep(1, mode="keep")
-            engine.fill_pool(255)
-            engine.llm.wake_up(None)
-
-    jobs = [fork(n, new=20) for n in (3, 40, BUDGET, 70)] + [fork(90, new=20, seed=5, at=33)]
-    answers = engine.serve(jobs, sleep)
-    assert set(engine.recorder.preemptions.values()) == {1}
-    check(engine, answers)
-    answers = engine.serve(jobs)
-    assert max(answer.num_cached_tokens for answer in answers.values()) == most(engine, 89)
-    check(engine, answers)
+    engine.check(answers)

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 import torch
-from engine.driving import Job
+from engine.driving import Job, serving
 
 from kvpop_vllm.kernels.ops import StepOrderError
 from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl
 
 
 @pytest.mark.parametrize("policy", ["kvpop", "streaming-llm"])
-def test_a_layer_called_again_with_what_it_has_seen(case, watch, policy):
+def test_a_layer_called_again_with_what_it_has_seen(case, policy):
     """After each layer call, the same call again and a call from two steps before both raise."""
     refused, earlier = {"replayed": 0, "rewound": 0}, {}
-    with watch(case("qwen3", policy), num_gpu_blocks_override=20) as engine, pytest.MonkeyPatch.context() as patch:
+    with serving(case("qwen3", policy), num_gpu_blocks_override=20) as engine, pytest.MonkeyPatch.context() as patch:
         forward = FixedBudgetImpl.forward
 
         def twice(impl, layer, query, key, value, kv_cache, metadata, output, **scales):

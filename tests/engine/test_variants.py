@@ -1,6 +1,6 @@
 """Comparisons with the oracle that need their own engine.
 
-They cover scorer options, a small pool, other kernels and dtypes, and `full`.
+They cover head sizes, other kernels and dtypes, and `full`.
 """
 
 from __future__ import annotations
@@ -11,15 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.driving import BLOCK, Job, one_thread, watched
+from engine.driving import Job, one_thread, serving, watched
 from engine.judge import Judge
-from engine.matrix import BUDGET, MATRIX, make_case, state_blocks
+from engine.matrix import BUDGET, make_case
 from engine.recorder import Held
-from policies.matrix import ROWS
+from engine.test_fidelity import EVERY, STEPS
 
 from kvpop_vllm.config import SUPPORTED_HEAD_SIZES
 from kvpop_vllm.kernels import dispatch
-from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import (
     DisturbedSums,
     OraclePolicy,
@@ -31,137 +30,75 @@ from kvpop_vllm.testing import (
     write_tiny_model,
 )
 
-JOBS = [Job(1, new=70), Job(BUDGET), Job(150, new=40)]
-"""Few requests, because tests/policies/test_product.py and tests/kernels cover the rules in pages.
-
-The tests here cover blocks, regions and gates of the engine.
-"""
-OPTIONS = {
-    "decay-step": ("kvpop", {"decay_step": 4, "decay_min": 0.9, "decay_max": 0.99}),
-    "no-sinks": ("kvpop-linear", {"sinks": 0}),
-    "no-sinks-delayed": ("kvpop", {"sinks": 0}),
-    "no-sinks-recency": ("streaming-llm", {"sinks": 0}),
-    "not-delayed": ("kvpop", {"delayed": False}),
-    "other-roles": ("h2o", {"sinks": 4, "window": 20}),
-    "corrected": ("kvpop", {"correction": "moment"}),
-    "no-sinks-gate": ("trimkv", {"sinks": 0, "window": 1, "topk": BUDGET - 1}),
-    "corrected-gate": ("trimkv-kv", {"correction": "moment"}),
-    "late-gate": ("dms-query", {"shifted": True}),
-    "late-gate-narrow": ("dms", {"shifted": True, "sinks": 0, "window": 2, "topk": BUDGET - 2}),
-    "corrected-mass": ("tova", {"correction": "moment", "sinks": 1, "window": 4}),
-    "pyramid": ("kvpop", {"allocator": "pyramid"}),
-    "pyramid-rounds": ("rkv", {"allocator": "pyramid"}),
-    "corrected-rounds": ("vase", {"correction": "moment"}),
-    "pyramid-late-gate": ("dms", {"allocator": "pyramid", "shifted": True}),
-    "pyramid-corrected": ("streaming-llm", {"allocator": "pyramid", "correction": "moment"}),
-    "all-else": (
-        "kvpop",
-        {"norm": True, "skip": True, "feature_map": "softmax", "gate_softcap": 2.0, "v_proj": False},
-    ),
-}
 WITHOUT = {"norm": False, "skip": False, "feature_map": "hedgehog", "gate_softcap": None, "delayed": True}
-
-
-@pytest.mark.parametrize("name", OPTIONS)
-def test_scorer_options(case, watch, name):
-    policy, options = OPTIONS[name]
-    with watch(case("qwen3", policy, **options)) as engine:
-        for chunk in (7, None):
-            engine.chunk(chunk)
-            engine.verdict(engine.serve(JOBS))
-        engine.check_blocks(
-            state_blocks(policy, options.get("correction") == "moment"), *engine.judge.policy.budgets(1)
-        )
+JOBS = [Job(1, new=70), Job(BUDGET), Job(150, new=40)]
+"""Few requests, because tests/policies/test_product.py and tests/kernels cover the rules in pages."""
 
 
 @pytest.mark.parametrize("size", [size for size in SUPPORTED_HEAD_SIZES if size != 32])
-def test_head_sizes(tmp_path, watch, size):
+def test_head_sizes(tmp_path, size):
     """Every supported head size gives the oracle's results; all other tests use 32."""
     model = str(write_tiny_model(tmp_path / "model", "llama", head_dim=size))
-    with watch(make_case(model, tmp_path / "scorer", "kvpop")) as engine:
+    with serving(make_case(model, tmp_path / "scorer", "kvpop")) as engine:
         engine.chunk(7)
         engine.verdict(engine.serve(JOBS))
 
 
-def test_the_decay_step_matters(case):
-    """Ages rounded down to steps retain other tokens, otherwise the case above would prove nothing."""
-    policy, options = OPTIONS["decay-step"]
-    judge = case("qwen3", policy, **options).judge
-    smooth = [[per_step / options["decay_step"] for per_step in judge.policy.decay(layer, 2)] for layer in range(2)]
-    policies = judge.policy, dataclasses.replace(judge.policy, step=1, log_gamma=smooth)
+def decisions(judge, **changes) -> torch.Tensor:
+    """Return what the oracle's first layer retains with changes of its policy."""
     with one_thread():
-        stepped, plain = (judge.models[0].run(random_prompt(200), policy).visible[0] for policy in policies)
-    assert not torch.equal(stepped, plain)
+        return judge.models[0].run(random_prompt(200), dataclasses.replace(judge.policy, **changes)).visible[0]
 
 
-@pytest.mark.parametrize(
-    "name, option",
-    [("not-delayed", "delayed"), *(("all-else", option) for option in ("norm", "skip", "feature_map", "gate_softcap"))],
-)
-def test_each_scorer_option_matters(case, name, option):
+def test_the_decay_step_matters(case):
+    """Ages rounded down to steps retain other tokens, otherwise the engine's case would prove nothing."""
+    judge = case("qwen3", "kvpop", **STEPS).judge
+    smooth = [[per_step / STEPS["decay_step"] for per_step in judge.policy.decay(layer, 2)] for layer in range(2)]
+    assert not torch.equal(decisions(judge), decisions(judge, step=1, log_gamma=smooth))
+
+
+@pytest.mark.parametrize("option", WITHOUT)
+def test_each_scorer_option_matters(case, option):
     """Each option changes the retained tokens, so an engine that ignores it fails."""
-    judge = case("qwen3", "kvpop", **OPTIONS[name][1]).judge
+    judge = case("qwen3", "kvpop", **({"delayed": False} if option == "delayed" else EVERY)).judge
     scorer = judge.policy.scorer
     assert scorer["config"][option] != WITHOUT[option]
     lesser = {**scorer, "config": scorer["config"] | {option: WITHOUT[option]}}
     if option in ("norm", "skip"):
         drop = f"{option}.weight"
         lesser["layers"] = [{key: t for key, t in layer.items() if key != drop} for layer in scorer["layers"]]
-    policies = judge.policy, dataclasses.replace(judge.policy, scorer=lesser)
-    with one_thread():
-        asked, plain = (judge.models[0].run(random_prompt(200), policy).visible[0] for policy in policies)
-    assert not torch.equal(asked, plain)
+    assert not torch.equal(decisions(judge), decisions(judge, scorer=lesser))
 
 
-@pytest.mark.parametrize("kind, policy", [row for row in MATRIX if ROWS[row[1]].own_blocks])
-def test_a_pool_too_small_for_all(case, watch, kind, policy):
-    """Six requests are admitted with one or two slot blocks each and outgrow a pool for two requests."""
-    state = state_blocks(policy)
-    found = case(kind, policy)
-    budgets = found.judge.policy.budgets(1)
-    blocks = 2 * cdiv(sum(state + cdiv(budget, BLOCK) for budget in budgets), len(budgets))
-    with watch(found, num_gpu_blocks_override=blocks + 1) as engine:
-        assert engine.recorder.pool.get_num_free_blocks() == blocks
-        answers = engine.serve([Job(9 + i, new=60, scored=False) for i in range(6)])
-        preempted = sum(engine.recorder.preemptions.values())
-        print(f"{preempted} preemptions")
-        assert preempted > 0 and len(answers) == 6
-        assert min(step.free for step in engine.recorder.blocks) == 0
-        engine.verdict(answers)
-        engine.check_blocks(state, *budgets)
-        assert engine.recorder.pool.get_num_free_blocks() == blocks
-
-
-def test_reference_kernels(case, watch, monkeypatch):
+def test_reference_kernels(case, monkeypatch):
     monkeypatch.setattr(dispatch, "CPP_DTYPES", {})
     assert dispatch.select("decode_step", torch.empty(0)) == "reference"
-    with watch(case("qwen3", "kvpop")) as engine:
+    with serving(case("qwen3", "kvpop")) as engine:
         engine.chunk(7)
         engine.verdict(engine.serve([Job(1, new=24), Job(100, new=8)]))
 
 
-def test_the_fast_kernels_run(case, watch, monkeypatch):
+def test_the_fast_kernels_run(case, monkeypatch):
     """Every layer uses the C++ kernels for the prompt and for each later token, and nothing else."""
     ran, find = Counter(), dispatch._implementation
     monkeypatch.setattr(dispatch, "_implementation", lambda op, impl: ran.update([(op, impl)]) or find(op, impl))
-    with watch(case("qwen3", "kvpop")) as engine:
+    with serving(case("qwen3", "kvpop")) as engine:
         engine.chunk(None)
         ran.clear()
         engine.verdict(engine.serve([Job(100, new=8)]))
     assert ran == {("prefill_chunk", "cpp"): 2, ("decode_step", "cpp"): 2 * 7}
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "llama"])
-def test_full_equals_stock(tiny_model, kind):
-    model, tokens = tiny_model(kind), {}
+def test_full_equals_stock(tiny_model):
+    model, tokens = tiny_model("qwen3"), []
     jobs = [Job(n, scored=False) for n in (1, 17, 64, 130, 300)]
     for policy in (None, {"policy": "full"}):
         with watched(model, policy, Judge(model, OraclePolicy.full()), block_size=64) as engine:
             answers = engine.serve(jobs)
-            tokens[policy is None] = [answers[name].outputs[0].token_ids for name in sorted(answers)]
+            tokens.append([answers[name].outputs[0].token_ids for name in sorted(answers)])
             if policy is not None:
                 engine.verdict(answers)
-    assert tokens[True] == tokens[False]
+    assert tokens[0] == tokens[1]
 
 
 OWN_KEYS = [
@@ -171,10 +108,10 @@ OWN_KEYS.append(("l2norm", "float32"))
 
 
 @pytest.mark.parametrize("policy, dtype", OWN_KEYS)
-def test_judged_on_its_own_keys(case, watch, policy, dtype):
+def test_judged_on_its_own_keys(case, policy, dtype):
     """Each run is compared with the oracle on its own cached keys, because chunking changes bfloat16 keys."""
     found, ties = case("llama", policy), []
-    with watch(found, dtype=dtype) as engine:
+    with serving(found, dtype=dtype) as engine:
         for chunk in (1, 7, 64, None) if dtype == "float32" else (7, None):
             engine.chunk(chunk)
             for name in engine.serve([Job(1, new=205 // (chunk or 205) + 1), Job(BUDGET), Job(200)]):

@@ -54,17 +54,13 @@ def quick() -> Iterator[None]:
 
 
 def start(model, policy: dict | None, **options):
-    """Return a float32, eager engine."""
+    """Return a float32 engine, eager unless told otherwise."""
     from vllm import LLM
 
     sizes = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
-    return LLM(
-        str(model),
-        skip_tokenizer_init=True,
-        enforce_eager=True,
-        additional_config={} if policy is None else {"kv_policy": policy},
-        **(sizes | options),
-    )
+    additional = {} if policy is None else {"kv_policy": policy}
+    options = sizes | {"enforce_eager": True} | options
+    return LLM(str(model), skip_tokenizer_init=True, additional_config=additional, **options)
 
 
 def stop(llm) -> None:

@@ -9,8 +9,6 @@ import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from pathlib import Path
 
 import demo
@@ -24,8 +22,6 @@ from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import init_scorer, model_shape
 
-pytestmark = pytest.mark.slow
-
 MODEL = Path(__file__).parents[2] / "models" / "SmolLM2-135M-Instruct"
 BUDGET, MEMORY = 1024, 512 << 20
 VLLM = str(Path(sys.executable).with_name("vllm"))
@@ -38,32 +34,18 @@ def scorer(tmp_path_factory):
     return folder
 
 
-@pytest.fixture(scope="module")
-def servers(scorer):
-    """Yield a running server per policy.
-
-    They are started side by side, because a start is mostly imports on one core.
-    """
-    common = ["--kv-budget", str(BUDGET), "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)]
-    options = {"streaming-llm": ["--enforce-eager"], "kvpop": ["--kv-scorer", scorer]}
-    with ExitStack() as stack, ThreadPoolExecutor() as threads:
-        started = {
-            policy: threads.submit(stack.enter_context, Server(str(MODEL), "--kv-policy", policy, *own, *common))
-            for policy, own in options.items()
-        }
-        yield {policy: server.result() for policy, server in started.items()}
-
-
-@pytest.fixture(scope="module", params=["streaming-llm", "kvpop"])
-def served(request, servers, scorer):
-    """Return a running server, its client, and the most blocks that one request may hold."""
+@pytest.fixture(scope="module", params=["streaming-llm", pytest.param("kvpop", marks=pytest.mark.slow)])
+def served(request, scorer):
+    """Yield a running server, its client, and the most blocks that one request may hold."""
     import torch
 
     settings = PolicySettings(request.param, BUDGET, scorer=scorer if request.param == "kvpop" else None)
     policy = policies.get(request.param)(settings, ModelShape(**model_shape(MODEL), max_model_len=8192))
     most = PageLayout(3, 64, torch.bfloat16, state_floats=policy.state_floats).blocks(8192, BUDGET)
-    server = servers[request.param]
-    return server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"), most
+    options = ["--kv-budget", str(BUDGET), "--max-model-len", "8192", "--kv-cache-memory-bytes", str(MEMORY)]
+    options += ["--enforce-eager"] if request.param == "streaming-llm" else ["--kv-scorer", scorer]
+    with Server(str(MODEL), "--kv-policy", request.param, *options) as server:
+        yield server, openai.OpenAI(base_url=f"{server.url}/v1", api_key="none"), most
 
 
 def name(client) -> str:
@@ -97,6 +79,7 @@ def test_chat_and_streaming_agree(served):
     assert "".join(parts) == whole and len(parts) > 2
 
 
+@pytest.mark.slow
 def test_n_stop_and_logprobs(served):
     _, client, _ = served
     answer = ask(client, n=2, logprobs=True, top_logprobs=3, temperature=0.7, seed=1)
@@ -111,6 +94,7 @@ def test_n_stop_and_logprobs(served):
     assert stopped.finish_reason == "stop" and stopped.message.content == text[: text.index(word)]
 
 
+@pytest.mark.slow
 def test_a_long_prompt_holds_a_bounded_number_of_blocks(served):
     server, client, most = served
     prompt = [(7 * i) % 40_000 + 100 for i in range(7000)]
@@ -164,6 +148,7 @@ def test_a_request_has_a_budget_of_its_own(served):
     assert server.blocks_in_use() == 0
 
 
+@pytest.mark.slow
 def test_the_demo_counts_the_tokens_in_the_cache(served):
     """The demo counts the prompt and the answer without its last token, which never enters the cache."""
     server, client, _ = served
@@ -182,26 +167,19 @@ def test_concurrency_is_far_above_dense(served):
     assert server.cache_info("kv_cache_max_concurrency") > 7 * dense
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("served", ["streaming-llm"], indirect=True)
 def test_bench_serve_runs_against_it(served, tmp_path):
     server, client, _ = served
-    command = [VLLM, "bench", "serve", "--base-url", server.url, "--model", name(client), "--dataset-name", "random"]
-    command += [
-        "--random-input-len",
-        "64",
-        "--random-output-len",
-        "16",
-        "--num-prompts",
-        "4",
-        "--tokenizer",
-        str(MODEL),
-    ]
-    command += ["--save-result", "--result-dir", str(tmp_path), "--result-filename", "bench.json"]
+    options = "--dataset-name random --random-input-len 64 --random-output-len 16 --num-prompts 4 --save-result"
+    options += f" --tokenizer {MODEL} --result-dir {tmp_path} --result-filename bench.json"
+    command = [VLLM, "bench", "serve", "--base-url", server.url, "--model", name(client), *options.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-2000:]
     assert json.loads((tmp_path / "bench.json").read_text())["completed"] == 4
 
 
+@pytest.mark.slow
 def test_offline_commands_take_the_flags():
     """`vllm bench throughput` and `latency` serve with a policy.
 

@@ -1,4 +1,4 @@
-"""Policies with a gate keep the same tokens in compiled models, vLLM's default, as in eager ones."""
+"""Compiled models, vLLM's default, keep the same tokens as eager ones, and later starts load what was compiled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import torch
 from engine.driving import one_thread
 from engine.matrix import BUDGET, make_case
 from engine.recorder import Recorder
-from engine.tiny_engine import stop
+from engine.tiny_engine import start, stop
 
 from kvpop_vllm.scorers.export import export_checkpoint
 from kvpop_vllm.testing import random_prompt, write_tiny_model
@@ -25,32 +25,25 @@ def compiler_cache(folder):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CACHE_ROOT", str(folder / "vllm"))
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         yield
 
 
-def serve(case, eager: bool):
-    """Serve eight requests together, with prompts in chunks of 64.
+def check(case, eager: bool, counts: tuple[int, int]) -> None:
+    """Serve eight requests together, with prompts in chunks of 64, and compare them with the oracle.
 
-    Returns:
-        Answers, retained sets, and the numbers of models that were compiled and loaded.
+    Args:
+        case: what to serve.
+        eager: True to compile nothing.
+        counts: expected numbers of models that are compiled and loaded.
     """
-    from vllm import LLM, SamplingParams
+    from vllm import SamplingParams
     from vllm.compilation.counter import compilation_counter as counter
 
     before = counter.num_aot_compiles, counter.num_aot_artifacts_loaded
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 16, "kv_cache_memory_bytes": 8 << 20}
     with pytest.MonkeyPatch.context() as patch, one_thread():
-        llm = LLM(
-            case.model,
-            skip_tokenizer_init=True,
-            enforce_eager=eager,
-            max_model_len=512,
-            max_num_seqs=8,
-            block_size=16,
-            long_prefill_token_threshold=64,
-            kv_cache_memory_bytes=8 << 20,
-            dtype="float32",
-            additional_config={"kv_policy": case.settings},
-        )
+        llm = start(case.model, case.settings, enforce_eager=eager, long_prefill_token_threshold=64, **sizes)
         torch._C.set_num_threads(1)
         recorder = Recorder(llm)
         recorder.attach(patch)
@@ -60,8 +53,11 @@ def serve(case, eager: bool):
             answers = {a.request_id: a for a in llm.generate(prompts, params, use_tqdm=False)}
         finally:
             stop(llm)
+    after = counter.num_aot_compiles, counter.num_aot_artifacts_loaded
+    assert (after[0] - before[0], after[1] - before[1]) == counts and len(answers) == len(LENGTHS)
     named = {name: answers[name.split("-")[0]] for name in recorder.held}
-    return named, recorder.held, (counter.num_aot_compiles - before[0], counter.num_aot_artifacts_loaded - before[1])
+    print(case.judge.check(named, recorder.held))
+    case.judge.check_near_ties()
 
 
 def test_compiled_equals_eager_and_the_oracle(folder, compiler_cache):
@@ -70,6 +66,12 @@ def test_compiled_equals_eager_and_the_oracle(folder, compiler_cache):
     case, other = (make_case(model, folder / f"trimkv-{seed}", "trimkv", seed=seed) for seed in (0, 1))
     for judged, eager, counts in ((case, False, (1, 0)), (case, True, (0, 0)), (other, False, (0, 1))):
         check(judged, eager, counts)
+
+
+def test_another_budget_loads_what_the_first_compiled(folder, compiler_cache):
+    model = str(write_tiny_model(folder / "plain", "llama", layers=1))
+    for budget, counts in ((BUDGET, (1, 0)), (2 * BUDGET, (0, 1))):
+        check(make_case(model, folder, "streaming-llm", budget=budget), False, counts)
 
 
 def test_a_full_checkpoint_compiled(folder, compiler_cache):
@@ -83,11 +85,14 @@ def test_a_full_checkpoint_compiled(folder, compiler_cache):
     check(case._replace(model=str(folder / "full"), settings={"policy": "dms"}), False, (1, 0))
 
 
-def check(case, eager: bool, counts: tuple[int, int]) -> None:
-    answers, held, compiled = serve(case, eager)
-    assert compiled == counts and len(answers) == len(LENGTHS)
-    print(case.judge.check(answers, held))
-    case.judge.check_near_ties()
+def test_the_shim_is_still_needed():
+    """The shim in compile_cache.py is needed as long as torch's class lacks this method.
+
+    See the ledger in vllm_glue/patches.py.
+    """
+    from torch._dynamo.aot_compile_types import BundledAOTAutogradSerializableCallable
+
+    assert not hasattr(BundledAOTAutogradSerializableCallable, "finalize_loading")
 
 
 def test_gates_of_another_make_are_compiled_anew(folder, compiler_cache, monkeypatch):

@@ -1,0 +1,124 @@
+"""Hundreds of requests that extend and fork each other, with options of their own, in small pools."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from engine.driving import Job, serving
+from engine.test_requests import MOST, POLICIES, Judges
+
+LONGEST, TOGETHER, SAMPLED = 100, 14, 25
+OPTIONS = {
+    "kvpop": POLICIES["kvpop"][1] | {"budget": 40, "protect_prompt": 20},
+    "h2o": {"budget": 40, "protect_prompt": 20},
+    "snapkv": {"protect_prompt": True},
+    "adakv": {"protect_prompt": True},
+}
+
+
+class Traffic:
+    """Random requests: new prompts, turns after an earlier answer, and forks of earlier conversations."""
+
+    def __init__(self, policy: str, seed: int):
+        self.policy, self.draw = policy, random.Random(seed)
+        self.said: list[list[int]] = []
+
+    def asks(self) -> dict | None:
+        """Return random options of a request, as far as the policy takes them."""
+        asks, draw = {}, self.draw
+        if self.policy != "adakv" and draw.random() < 0.7:
+            asks["kv_budget"] = draw.randint(30, MOST)
+        if self.policy in ("kvpop", "h2o") and draw.random() < 0.7:
+            asks["kv_protect_prompt"] = draw.choice(("all", "all", 0, draw.randint(0, 130)))
+        return asks or None
+
+    def next(self) -> Job:
+        draw = self.draw
+        kind = draw.choice(("new", "turn", "turn", "fork", "same")) if self.said else "new"
+        prompt = [] if kind == "new" else list(draw.choice(self.said[-10:]))
+        if kind == "fork":
+            prompt = prompt[: draw.randrange(len(prompt) + 1)]
+        if kind != "same" or not prompt:
+            prompt += [draw.randrange(256) for _ in range(draw.randint(1, 40))]
+        return Job(new=draw.randint(1, 24), prompt=prompt[:LONGEST], asks=self.asks(), scored=False)
+
+
+@pytest.mark.parametrize("policy", ["kvpop", *(pytest.param(p, marks=pytest.mark.slow) for p in [*OPTIONS][1:])])
+def test_any_requests(case, policy):
+    """No request waits for ever or holds more blocks than it was counted with, and nothing leaks.
+
+    Some are aborted, some preempted, and some come after the prefix cache was emptied. The last ones are served
+    from a pool that holds the largest of them once. A sample of the answers is compared with the oracle.
+    """
+    found = case("qwen3", policy, **OPTIONS[policy])
+    settings = found.settings
+    if policy != "adakv":
+        settings = settings | {"max_budget": MOST}
+    if policy in ("kvpop", "h2o"):
+        settings = settings | {"max_protect": "all"}
+    judges = Judges(policy, found)
+    with serving(found._replace(settings=settings), max_model_len=128, num_gpu_blocks_override=57) as engine:
+        recorder, traffic = engine.recorder, Traffic(policy, seed=11)
+        recorder.windows = judges.windows()
+        spec = recorder.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
+        most = spec.most_blocks(128)
+        assert most < 20
+        wide = conversations(engine, traffic, judges, 250, most)
+        with engine.small_pool(most):
+            tight = conversations(engine, traffic, judges, 150, most)
+        for aborted, preempted, hit in (wide, tight):
+            print(f"{aborted} aborted, {preempted} preemptions, {hit} tokens hit")
+            assert aborted > 3 and preempted > 10 and hit > 100
+        engine.engine.reset_prefix_cache()
+        assert recorder.pool.get_num_free_blocks() == recorder.pool.num_gpu_blocks - 1
+        assert all(block.block_hash is None for block in recorder.pool.blocks)
+
+
+def conversations(engine, traffic: Traffic, judges: Judges, requests: int, most: int) -> tuple[int, int, int]:
+    """Serve this many requests, none of which may hold more than ``most`` blocks.
+
+    Returns:
+        Numbers of aborted requests, preemptions and tokens that were hit.
+    """
+    recorder, draw = engine.recorder, traffic.draw
+    sent = finished = aborted = hit = preempted = step = 0
+    sample, running, jobs = {}, {}, {}
+    while sent < requests or running:
+        while sent < requests and len(running) < TOGETHER and draw.random() < 0.7:
+            jobs[str(sent)] = traffic.next()
+            running[str(sent)] = engine.add(str(sent), jobs[str(sent)])
+            sent += 1
+        if running and draw.random() < 0.02:
+            engine.engine.abort_request([draw.choice(sorted(running))])
+        if step % 90 == 60:
+            engine.engine.reset_prefix_cache(reset_running_requests=True)
+        engine.chunk(draw.choice((None, 7, 16, 33)))
+        for answer in engine.engine.step():
+            if not answer.finished:
+                continue
+            name = running.pop(answer.request_id)
+            preempted += recorder.preemptions.get(name, 0)
+            if answer.outputs[0].finish_reason == "abort":
+                aborted += 1
+                recorder.forget(name)
+                continue
+            finished, hit = finished + 1, hit + answer.num_cached_tokens
+            assert len(answer.outputs[0].token_ids) == jobs[answer.request_id].new
+            traffic.said.append([*answer.prompt_token_ids, *answer.outputs[0].token_ids])
+            if finished % SAMPLED == 0:
+                sample[name] = answer
+            else:
+                recorder.forget(name)
+        for name in [each for each in running if each not in engine.engine.output_processor.external_req_ids]:
+            aborted += 1
+            recorder.forget(running.pop(name))
+        engine.check_blocks()
+        held = [len(row) for state in recorder.blocks for _, row in state.running.values()]
+        assert max(held, default=0) <= most
+        recorder.blocks.clear()
+        step += 1
+        assert step < 20_000
+    assert finished + aborted == requests and sample and not engine.leaks()
+    judges.check(engine, sample, jobs)
+    return aborted, preempted, hit
