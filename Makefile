@@ -1,4 +1,4 @@
-# Everything for a machine without a GPU: `make demo`, `make test`. PYTHON may be any Python from 3.10 to 3.12.
+# Everything for a machine without a GPU: `make demo`, `make test`, `make test-all`. PYTHON may be any Python from 3.10 to 3.12.
 
 PYTHON ?= python3
 DEMO_MODEL := models/SmolLM2-135M-Instruct
@@ -23,10 +23,10 @@ OLDEST_TRITON := build/triton-3.6
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel model demo serve test sanitize lint format bench policies peers gpu oldest-triton clean
+.PHONY: help setup wheel model demo serve test test-all nightly sanitize lint format bench policies peers gpu oldest-triton clean
 
 help:
-	@echo "make setup | wheel | model | demo | serve | test | sanitize | lint | format | bench | policies | peers | gpu | oldest-triton | clean"
+	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | sanitize | lint | format | bench | policies | peers | gpu | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
@@ -67,8 +67,12 @@ serve: model
 	$(BIN)/vllm serve $(MODEL) --kv-policy $(POLICY) --kv-budget $(BUDGET) \
 	    --kv-cache-memory-bytes $(KV_MEMORY) --port $(PORT)
 
-test: model
-	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder tests $(PYTEST_ARGS)
+# The quick tests, 6 minutes on two cores; `test-all` runs all, 20 minutes.
+test: QUICK := -m "not slow"
+test test-all: model
+	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(QUICK) tests $(PYTEST_ARGS)
+
+nightly: test-all oldest-triton
 
 $(SANITIZED): $(SOURCES) setup.py $(PACKAGE)
 	@mkdir -p $(@D)

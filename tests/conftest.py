@@ -7,11 +7,11 @@ import os
 import pytest
 
 LONGEST_FIRST = (
+    "kernels/test_sanitizers.py",
     "engine/test_fidelity.py",
     "server/test_server.py",
     "engine/test_variants.py",
     "distill/test_trainer.py",
-    "kernels/test_sanitizers.py",
     "engine/test_tensor_parallel.py",
     "kernels/test_triton_compiled.py",
     "kernels/test_prefill_chunk.py",
@@ -21,12 +21,38 @@ LONGEST_FIRST = (
 
 ``--no-loadscope-reorder`` keeps this order.
 """
+SLOW = (
+    "engine/test_compiled.py",
+    "engine/test_cuda_contract.py",
+    "engine/test_shipped_scorer.py",
+    "engine/test_tensor_parallel.py",
+    "kernels/test_sanitizers.py",
+    "kernels/test_triton_compiled.py",
+    "kernels/test_triton_interpreted.py",
+)
+"""Modules that `make test` leaves out, beside tests that carry the marker ``slow`` themselves."""
 
 
 def pytest_collection_modifyitems(items):
-    """Move the modules of `LONGEST_FIRST` to the front and keep the order of all others."""
+    """Move the modules of `LONGEST_FIRST` to the front, and mark what is slow.
+
+    Slow are the modules of `SLOW`, and every test of an instruction set that is not the fastest one here.
+    """
+    import torch  # noqa: F401  (the extension's libraries)
+
+    from kvpop_vllm import _C
+
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: order.get("/".join(item.path.parts[-2:]), len(order)))
+    slower = set(_C.isa_levels()[:-1])
+    items.sort(key=lambda item: order.get(_module(item), len(order)))
+    for item in items:
+        parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()
+        if _module(item) in SLOW or any(isinstance(value, str) and value in slower for value in parameters):
+            item.add_marker("slow")
+
+
+def _module(item) -> str:
+    return "/".join(item.path.parts[-2:])
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,14 +11,16 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.driving import Job, one_thread, serving, watched
+from engine.driving import BLOCK, Job, one_thread, serving, watched
 from engine.judge import Judge
 from engine.matrix import BUDGET, make_case
 from engine.recorder import Held
 from engine.test_fidelity import EVERY, STEPS
+from engine.test_requests import MOST, Judges
 
 from kvpop_vllm.config import SUPPORTED_HEAD_SIZES
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import (
     DisturbedSums,
     OraclePolicy,
@@ -31,6 +33,7 @@ from kvpop_vllm.testing import (
 )
 
 WITHOUT = {"norm": False, "skip": False, "feature_map": "hedgehog", "gate_softcap": None, "delayed": True}
+TEXT = random_prompt(260, seed=94)
 JOBS = [Job(1, new=70), Job(BUDGET), Job(150, new=40)]
 """Few requests, because tests/policies/test_product.py and tests/kernels cover the rules in pages."""
 
@@ -99,6 +102,42 @@ def test_full_equals_stock(tiny_model):
             if policy is not None:
                 engine.verdict(answers)
     assert tokens[0] == tokens[1]
+
+
+def test_heads_that_divide_more_blocks_than_equal_ones_take(case):
+    """Unequal heads may take one block more than equal ones.
+
+    The budget fills whole blocks, of which unequal heads fill two in part. The window is so small that every
+    head keeps different tokens.
+    """
+    found = case("qwen3", "adakv", protect_prompt=True, budget=64, sinks=2, window=4)
+    with serving(found, max_model_len=256, num_gpu_blocks_override=80) as engine:
+        engine.chunk(50)
+        lengths = (26, 63, 64, 65, 66, 80, 119, 150)
+        answers = engine.serve([Job(new=40, prompt=TEXT[:n], scored=False) for n in lengths])
+        engine.verdict(answers)
+        for step in engine.recorder.blocks:
+            for name, (tokens, row) in step.running.items():
+                prompt = step.protected[name]
+                if tokens > prompt:
+                    full = cdiv(min(tokens, 64), BLOCK) if prompt <= 64 else 5
+                    assert len([block for block in row if block]) == engine.state_blocks + full
+        held = [layers[layer][-1].positions for layers in engine.recorder.held.values() for layer in (0, 1)]
+        shares = [[len(positions) for positions in heads] for heads in held]
+        assert all(sum(share) == 2 * 64 for share in shares) and sum(a != b for a, b in shares) >= 8
+        assert min(map(min, shares)) >= 64 // 5
+
+
+def test_budgets_of_requests(case):
+    """Each request is compressed to its own budget."""
+    found, asks = case("qwen3", "snapkv", protect_prompt=True), (None, {"kv_budget": 30}, {"kv_budget": MOST})
+    judges = Judges("snapkv", found)
+    with serving(found._replace(settings=found.settings | {"max_budget": MOST})) as engine:
+        engine.recorder.windows = judges.windows()
+        lengths = 60, 60, 60, 120, 110, 100
+        jobs = {str(i): Job(new=50, prompt=TEXT[:n], asks=asks[i % 3]) for i, n in enumerate(lengths)}
+        judges.check(engine, engine.serve([*jobs.values()]), jobs)
+        engine.check_blocks()
 
 
 OWN_KEYS = [
