@@ -26,6 +26,7 @@ SLOW = (
     "engine/test_cuda_contract.py",
     "engine/test_shipped_scorer.py",
     "engine/test_tensor_parallel.py",
+    "engine/test_variants.py",
     "kernels/test_sanitizers.py",
     "kernels/test_triton_compiled.py",
     "kernels/test_triton_interpreted.py",
@@ -36,14 +37,14 @@ SLOW = (
 def pytest_collection_modifyitems(items):
     """Move the modules of `LONGEST_FIRST` to the front, and mark what is slow.
 
-    Slow are the modules of `SLOW`, and every test of an instruction set that is not the fastest one here.
+    Slow are the modules of `SLOW`, and every test of another implementation than the fastest one here.
     """
     import torch  # noqa: F401  (the extension's libraries)
 
     from kvpop_vllm import _C
 
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
-    slower = set(_C.isa_levels()[:-1])
+    slower = {"reference", *_C.isa_levels()[:-1]}
     items.sort(key=lambda item: order.get(_module(item), len(order)))
     for item in items:
         parameters = item.callspec.params.values() if hasattr(item, "callspec") else ()

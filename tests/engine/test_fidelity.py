@@ -32,8 +32,7 @@ QUICK = {
 }
 SLOW = {
     "state, GPU": ("llama", "kvpop", {"delayed": False} | MOMENT),
-    "state, stepped decay": ("qwen3", "kvpop", {"sinks": 0} | STEPS),
-    "state, fixed shares, GPU": ("qwen3", "kvpop", PYRAMID),
+    "state, fixed shares, GPU": ("qwen3", "kvpop", STEPS | PYRAMID),
     "gate, fixed shares, GPU": ("llama", "dms", {"shifted": True} | PYRAMID),
     "gate without sinks, protected": ("qwen3", "trimkv", {"sinks": 0, "window": 1, "topk": BUDGET - 1, "protect_prompt": 33}),
     "gate, moments": ("qwen3", "trimkv-kv", MOMENT),
@@ -48,7 +47,6 @@ SLOW = {
     "mass, moments": ("qwen3", "tova", MOMENT | {"sinks": 1, "window": 4}),
     "mass, other roles": ("qwen3", "h2o", {"sinks": 4, "window": 20}),
     "draws, protected": ("qwen3", "random", ALL),
-    "stateless, protected": ("qwen3", "kvpop-mlp", {"protect_prompt": 7}),
 }  # fmt: skip
 """Name -> kind of model, policy, and options of the case. "GPU" asks for the GPU's metadata builder."""
 CASES = QUICK | SLOW

@@ -91,7 +91,7 @@ def conversations(engine, traffic: Traffic, judges: Judges, requests: int, most:
             sent += 1
         if running and draw.random() < 0.02:
             engine.engine.abort_request([draw.choice(sorted(running))])
-        if step % 90 == 60:
+        if step % 90 == 60 and not engine.withheld:
             engine.engine.reset_prefix_cache(reset_running_requests=True)
         engine.chunk(draw.choice((None, 7, 16, 33)))
         for answer in engine.engine.step():
