@@ -124,27 +124,6 @@ class TestRunners(Pretended):
         assert batch.decodes == MOST and batch.positions.tolist() == [-1] * MOST and (batch.table == 0).all()
         assert batch.positions.data_ptr() == before.positions.data_ptr()
 
-    @pytest.mark.parametrize("mark", ["lengths", "block_table", "slots"])
-    def test_each_mark_is_enough(self, runner, mark):
-        """Any one of the three marks that runners leave on an unused row makes it padding."""
-        runner, real, kept = runner(), {"lengths": 20, "block_table": 41, "slots": 20}, {}
-        rows = runner.group.get_metadata_builder().rows
-        rows.fill = lambda n, *given: kept.update(zip(real, given, strict=False))
-        runner.step([1, 1, 1], [33, 5, 64], ROWS)
-        del rows.fill
-        for name in set(real) - {mark}:
-            kept[name][3] = real[name]
-        rows.fill(MOST, **kept)
-        assert rows.positions.tolist() == [32, 4, 63, -1] and (rows.table[3] == 0).all()
-
-    def test_addresses_stay(self, runner):
-        runner, names, seen = runner(), ("table", "positions", "budgets"), set()
-        for n in (1, 2, 3):
-            batch = runner.step([1] * n, [40 + n] * n, ROWS[:n]).batch(0, None)
-            seen.add(tuple(getattr(batch, name).data_ptr() for name in names))
-            assert batch.positions.tolist() == [39 + n] * n + [-1] * (MOST - n)
-        assert len(seen) == 1
-
     def test_dummy_runs_of_longer_requests_are_left_out(self, model):
         """Dummy runs of longer requests are left out, but a prompt's first chunk is not.
 
