@@ -22,8 +22,12 @@ LONGEST_FIRST = (
 ``--no-loadscope-reorder`` keeps this order.
 """
 SLOW = (
+    "distill/test_eval_tasks.py",
+    "distill/test_gate_phases.py",
+    "distill/test_trainer.py",
     "engine/test_compiled.py",
     "engine/test_cuda_contract.py",
+    "engine/test_evaluation_backend.py",
     "engine/test_shipped_scorer.py",
     "engine/test_tensor_parallel.py",
     "engine/test_variants.py",
