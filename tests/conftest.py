@@ -28,8 +28,6 @@ SLOW = (
     "engine/test_compiled.py",
     "engine/test_cuda_contract.py",
     "engine/test_evaluation_backend.py",
-    "engine/test_shipped_scorer.py",
-    "engine/test_tensor_parallel.py",
     "engine/test_variants.py",
     "kernels/test_sanitizers.py",
     "kernels/test_triton_compiled.py",
