@@ -18,13 +18,12 @@ class Comparison:
 
     Args:
         bench: see :class:`gpu.Bench`.
-        problem: class of the problem.
         options: fields of the problem that differ from those of all comparisons.
     """
 
-    def __init__(self, bench: Bench, problem: type[Problem], options: dict):
+    def __init__(self, bench: Bench, options: dict):
         common = dict(heads=2, size=64, group=2, window=3, topk=13, slots=16, dtype=bench.dtype, q_dtype=bench.dtype)
-        self.bench, self.p = bench, problem(**common | options).prepare()
+        self.bench, self.p = bench, Problem(**common | options).prepare()
         p = self.p
         self.exact = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
         self.reference, on_host = (poisoned_pages(p.layout, p.num_blocks) for _ in range(2))

@@ -20,7 +20,6 @@ from gpu_clock import bandwidth, paired, seconds
 from gpu_exact import Comparison
 from gpu_training import check_same, compiled_flex, dense, visible_share
 from kernels.factories import random_rule, random_scorer
-from kernels.problems import Problem
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
@@ -64,7 +63,7 @@ def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
     from kvpop_vllm.kernels.triton import _prefill_attend, prefill_chunk
 
     reduced = dict(heads=1, size=32, group=2) if bench.small else {}
-    both, start = Comparison(bench, Problem, dict(requests=1) | RIGHT[name] | reduced), 0
+    both, start = Comparison(bench, dict(requests=1) | RIGHT[name] | reduced), 0
     p, chunks = both.p, (17, 8) if bench.small else (37, 1, 60, 22)
     pieces = patch.multiple(prefill_chunk, PIECE=16), patch.multiple(_prefill_attend, LIST_BYTES=4 * 2 * 64)
     for count in chunks:

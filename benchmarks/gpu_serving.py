@@ -22,9 +22,7 @@ import torch
 from gpu import HEADS, KV_HEADS, SIZE, Bench, Case, Skipped
 from gpu_clock import bandwidth, graph_of, paired
 from gpu_exact import Comparison
-from kernels.behind import Behind
 from kernels.factories import random_rule, random_scorer
-from kernels.problems import Problem
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.ops import RetentionRule
@@ -94,7 +92,7 @@ def step_right(bench: Bench, name: str) -> Iterator[dict]:
     close. Outputs must be as good as the reference's in the same precision.
     """
     reduced = dict(requests=1, heads=1, size=32, topk=12) if bench.small else {}
-    both = Comparison(bench, Problem, dict(requests=3) | RIGHT[name] | reduced)
+    both = Comparison(bench, dict(requests=3) | RIGHT[name] | reduced)
     p, results = both.p, both.results
     active = list(range(p.requests))
     for position in range(19 if bench.small else 70):
@@ -118,7 +116,7 @@ def prefix_right(bench: Bench, name: str) -> Iterator[dict]:
     those of the float64 loop, and outputs as good as the reference's in the same precision.
     """
     reduced = dict(heads=1, size=32, group=1, protected=(18,)) if bench.small else {}
-    both = Comparison(bench, Behind, dict(protected=(70,)) | BEHIND[name] | reduced)
+    both = Comparison(bench, dict(protected=(70,)) | BEHIND[name] | reduced)
     p, results = both.p, both.results
     (protected,), device = p.protected, bench.device
     length, ends = protected + 24, (protected - 9, protected + 16)

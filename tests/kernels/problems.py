@@ -1,15 +1,18 @@
-"""Requests served under one rule, by any implementation of the decode step."""
+"""Requests served under one rule, some behind protected prefixes, by any implementation."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from kernels.exact import Exact
 from kernels.factories import given_scores, poisoned_pages, random_page_table, random_rule, random_scorer
 
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
+from kvpop_vllm.kernels.pages import PageLayout, Prefix, cdiv
+from kvpop_vllm.testing import masked_lse
 
 CLOSE, CLOSE_MASS = 1e-4, 1e-6
 """Margins below which a decision may fall either way, for scores and for attention masses.
@@ -46,11 +49,31 @@ SOME_CASES = {
 """Cases for tests of whole requests: each scorer, and the correction with a scorer of each kind."""
 
 
+class ExactRun(NamedTuple):
+    """Results of a whole request in float64.
+
+    Attributes:
+        out: ``[L, Hq, D]``.
+        lse: ``[L, Hq]``.
+        magnitude: ``[L, Hq, D]``, weighted mean of the values' magnitudes.
+        held: ``[H, L, L]``, mask of the tokens that each head holds after each token.
+        margin: smallest margin of all decisions.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    magnitude: torch.Tensor
+    held: torch.Tensor
+    margin: float
+
+
 @dataclass
 class Problem:
     """Requests that start one after another, served under one rule.
 
-    With ``unequal``, heads have their own budgets and blocks, and requests their own windows.
+    With ``unequal``, heads have their own budgets and blocks, and requests their own windows. With
+    ``protected``, request r has a prefix of ``protected[r]`` tokens, whose blocks lie in the same pool, and a
+    scorer's state begins ``replay`` tokens before its end.
     """
 
     case: str = "mlstm"
@@ -68,11 +91,16 @@ class Problem:
     q_dtype: torch.dtype = torch.float32
     unequal: bool = False
     seed: int = 0
+    protected: tuple[int, ...] = ()
+    replay: int = ops.RetentionRule.replay
+    length: int = 100
+    prefix_blocks: torch.Tensor = field(default=None, init=False)
 
     def prepare(self):
         kind, options = CASES[self.case]
         options = dict(options)
         correction = options.pop("correction", False)
+        self.requests = len(self.protected) or self.requests
         self.generator = torch.Generator().manual_seed(self.seed)
         scorer = random_scorer(kind, self.heads, self.size, self.generator, **options)
         if self.case.startswith("mlstm-odd-widths"):
@@ -81,7 +109,7 @@ class Problem:
         if self.case.startswith("gate_scores-threshold"):
             self.window = max(2, self.window)
         roles = self.sinks, self.window, self.generator, self.step
-        self.rule = random_rule(scorer, self.heads, *roles, correction)
+        self.rule = replace(random_rule(scorer, self.heads, *roles, correction), replay=self.replay)
         self.layout = PageLayout(self.heads, self.size, self.dtype, self.slots, self.rule.state_floats(self.size))
         shape = self.requests, self.heads
         shares = torch.randint(0, self.topk + 1, shape, generator=self.generator, dtype=torch.int32)
@@ -99,6 +127,12 @@ class Problem:
             self.table = torch.randperm(blocks + 3, generator=self.generator)[:blocks].int().view(*shape, width)
             pages = poisoned_pages(self.layout, blocks + 3)
         self.num_blocks, self.scale = pages.num_blocks, self.size**-0.5
+        if self.protected:
+            width = cdiv(max(self.protected), self.slots)
+            self.prefix_blocks = self.num_blocks + torch.randperm(self.requests * width, generator=self.generator).int()
+            self.prefix_table = self.prefix_blocks.view(self.requests, width)
+            self.tokens = torch.tensor(self.protected)
+            self.num_blocks += len(self.prefix_blocks)
         return self
 
     def inputs(self, active):
@@ -111,20 +145,100 @@ class Problem:
             normal(self.heads, self.dtype),
         )
 
+    @cached_property
+    def texts(self):
+        """Queries, keys and values of whole requests, each a list of ``[L, heads, D]`` by request."""
+        texts = [self.inputs(range(self.length)) for _ in range(self.requests)]
+        return [list(x) for x in zip(*texts, strict=True)]
+
+    def protects(self, r) -> int:
+        """Return the number of protected tokens of request r."""
+        return self.protected[r] if self.protected else 0
+
+    def prefix(self, pages, active) -> Prefix | None:
+        return Prefix(pages, self.prefix_table[active], self.tokens[active]) if self.protected else None
+
+    def write(self, pages, active, positions, k, v):
+        """Write the protected tokens among these into their slots."""
+        for i, (r, t) in enumerate(zip(active, positions, strict=True)):
+            if 0 <= t < self.protects(r):
+                at = self.prefix_table[r, [t // self.slots]].long(), torch.tensor([t % self.slots])
+                self.prefix(pages, [r]).write(k[i : i + 1], v[i : i + 1], *at)
+
+    def begin(self, pages, active, impl):
+        """Build the scorer's states behind the prefixes of these requests."""
+        ops.begin_tail(pages, self.table[active], self.prefix(pages, active), rule=self.rule, impl=impl)
+
     def exact(self, r, h):
-        return Exact(replace(self.rule, window=int(self.windows[r])), h, int(self.budgets[r, h]))
+        """Return the float64 loop of a head; protected tokens are its sinks."""
+        protects, own = self.protects(r), replace(self.rule, window=int(self.windows[r]))
+        sinks = protects or own.sinks
+        budget = int(self.budgets[r, h]) - own.sinks + sinks
+        return Exact(replace(own, sinks=sinks), h, budget, begins=max(0, protects - own.replay))
+
+    def exact_step(self, loops, active, positions, q, k, v):
+        """Advance ``loops[r][h]`` by one token of each active request.
+
+        Returns:
+            Outputs ``[A, Hq, D]``, log-sum-exps ``[A, Hq]``, the values' magnitudes ``[A, Hq, D]``, and the
+            margins by request and head.
+        """
+        gate_scores, steps = given_scores(self.rule, k), {}
+        for i, r in enumerate(active):
+            for h in range(self.heads):
+                rows = slice(h * self.group, (h + 1) * self.group)
+                gate_score = None if gate_scores is None else gate_scores[i, h]
+                steps[r, h] = loops[r][h].step(positions[i], q[i, rows], k[i, h], v[i, h], self.scale, gate_score)
+        outs, lses, sizes, margins = zip(*steps.values(), strict=True)
+        wide = torch.cat(outs).view(q.shape), torch.cat(lses).view(q.shape[:2]), torch.cat(sizes).view(q.shape)
+        return *wide, dict(zip(steps, margins, strict=True))
+
+    def exact_run(self, r=0) -> ExactRun:
+        """Return the results of a whole request."""
+        loops, found, margin = {r: [self.exact(r, h) for h in range(self.heads)]}, [], torch.inf
+        held = torch.zeros(self.heads, self.length, self.length, dtype=torch.bool)
+        for t in range(self.length):
+            *results, margins = self.exact_step(loops, [r], [t], *(x[r][t : t + 1] for x in self.texts))
+            found.append(results)
+            margin = min(margin, *margins.values())
+            for h, loop in enumerate(loops[r]):
+                held[h, t, list(loop.tokens)] = True
+        return ExactRun(*(torch.cat(x) for x in zip(*found, strict=True)), held, margin)
+
+    def lse(self, held, r=0) -> torch.Tensor:
+        """Return log-sum-exps ``[L, Hq]`` of a request in float32 over the tokens ``held [H, L, L]``."""
+        q, k, _ = (x[r].transpose(0, 1).float() for x in self.texts)
+        return masked_lse(q, k, held)
 
     def run(self, pages, active, positions, q, k, v, impl):
+        """Run a decode step; protected tokens are written first, and tails begin where they are due."""
+        self.write(pages, active, positions, k, v)
+        if begun := [r for r, t in zip(active, positions, strict=True) if self.protected and t == self.protected[r]]:
+            self.begin(pages, begun, impl)
         at = self.table[active], torch.tensor(positions), self.budgets[active]
         own = dict(rule=self.rule, scale=self.scale, gate_scores=given_scores(self.rule, k), impl=impl)
-        return ops.decode_step(q, k, v, pages, *at, windows=self.windows[active], **own)
+        return ops.decode_step(
+            q, k, v, pages, *at, windows=self.windows[active], prefix=self.prefix(pages, active), **own
+        )
 
     def long_range(self, pages, r, h, position):
         """Return ``{position: score}`` of the long-range slots after the step at ``position``."""
-        first = self.rule.sinks + int(self.windows[r])
-        end = min(position + 1, int(self.budgets[r, h]))
-        if self.rule.threshold is not None:
-            end = first + int(pages.position[self.table[r, h, self.layout.state_blocks], h, 1])
-        slots = torch.arange(first, max(first, end))
-        at = self.table[r, h, self.layout.state_blocks + slots // self.slots].long(), h, slots % self.slots
+        own, since = (
+            replace(self.rule, window=int(self.windows[r])).behind(self.protects(r)),
+            position - self.protects(r),
+        )
+        row = self.table[r, h, self.layout.state_blocks :].long()
+        end = min(since + 1, int(self.budgets[r, h]) - self.rule.sinks + own.sinks)
+        if self.rule.threshold is not None and since >= 0:
+            end = own.first_long + int(pages.position[row[0], h, 1])
+        slots = torch.arange(own.first_long, max(own.first_long, end))
+        at = row[slots // self.slots], h, slots % self.slots
         return dict(zip(pages.position[at].tolist(), pages.score[at].tolist(), strict=True))
+
+    def foreign(self) -> torch.Tensor:
+        """Return the mask ``[blocks]`` of blocks that belong to no request."""
+        others = torch.ones(self.num_blocks, dtype=torch.bool)
+        others[self.table.flatten().long()] = False
+        if self.protected:
+            others[self.prefix_blocks.long()] = False
+        return others

@@ -14,9 +14,10 @@ from kernels import test_decode_step as decode
 from kernels import test_prefill_chunk as prefill
 from kernels import test_prefix_attention as prefix
 from kernels import test_running_topk as running
+from kernels.problems import Problem
+from kernels.served import ISAS, Pool, check_same, serve
 from kernels.test_decode_step import (  # noqa: F401  (tests and fixtures that run here too)
     check_budgets,
-    fastest_isa_afterwards,
     few_decisions_are_excused,
     test_a_threshold_counts_in_slot_1,
     test_other_bad_arguments_are_refused,
@@ -30,7 +31,7 @@ from kernels.test_online_topk import (
     test_the_extension_itself_refuses_what_it_would_overrun,  # noqa: F401
 )
 from kernels.test_online_topk import test_strided_inputs as test_strided_scores  # noqa: F401
-from kernels.test_prefill_chunk import check_same
+from kernels.test_prefill_chunk import test_no_tokens as test_no_tokens_of_a_chunk  # noqa: F401
 from kernels.test_running_topk import test_cutoffs_by_name, test_infinite_and_negative_zero_priorities  # noqa: F401
 
 from kvpop_vllm import _C
@@ -55,17 +56,15 @@ def apart(layout, num_blocks):
 @pytest.fixture(autouse=True)
 def no_slack(monkeypatch):
     """Put gaps between pages, copy chunks into allocations of their own, and use two threads."""
-    chunk, threads = ops.prefill_chunk, torch.get_num_threads()
+    chunk = ops.prefill_chunk
 
     def copied(q, k, v, *rest, **options):
         return chunk(q.clone(), k.clone(), v.clone(), *rest, **options)
 
     monkeypatch.setattr(ops, "prefill_chunk", copied)
-    monkeypatch.setattr("kernels.factories.poisoned_pages", apart)
-    monkeypatch.setattr(decode, "poisoned_pages", apart)
+    for module in ("factories", "problems", "served", "test_decode_step"):
+        monkeypatch.setattr(f"kernels.{module}.poisoned_pages", apart)
     torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(threads)
 
 
 def test_the_sanitized_extension_runs():
@@ -109,7 +108,7 @@ def test_one_head_is_shared_among_threads(dtype, threads):
 
 @pytest.mark.parametrize("problem", DECODE, ids=lambda p: p["case"])
 def test_decode_step(problem):
-    check_budgets(decode.Problem(**problem, seed=1))
+    check_budgets(Problem(**problem, seed=1))
 
 
 # Chunk lengths and problem: windows and chunks beyond a piece of 128 tokens, budgets beyond a tile of 64.
@@ -138,26 +137,26 @@ PREFILL = [
 
 @pytest.mark.parametrize("chunks, problem", PREFILL, ids=lambda p: p["case"] if isinstance(p, dict) else "")
 def test_prefill_chunk(chunks, problem):
-    problem = prefill.Problem(**problem, seed=1)
-    expected = problem.prefill([problem.length])
-    for isa in _C.isa_levels():
-        check_same(problem.prefill(chunks, isa), expected)
+    p = prefill.problem(**problem, seed=1)
+    expected = serve(p, [p.length])
+    for isa in ISAS:
+        check_same(serve(p, chunks, isa), expected)
 
 
-@pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("shape", [(16, 2, BF16), (80, 2, BF16), (96, 3, BF16), (96, 1, F32)], ids=str)
 def test_prefill_chunk_of_bfloat16(isa, shape):
     prefill.test_bfloat16_is_within_its_roundings(isa, *shape)
 
 
-@pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("dtype", [F32, BF16])
 @pytest.mark.parametrize("shape", prefix.SHAPES, ids=str)
 def test_attention_to_a_prefix(shape, dtype, isa):
     prefix.test_it_is_a_softmax_over_these_tokens(shape, dtype, dtype, isa, make=apart)
 
 
-@pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize("isa", ISAS)
 def test_prefill_chunk_with_unequal_budgets(isa):
     prefill.test_unequal_budgets_equal_single_heads(isa, [98, 300])
 
@@ -171,7 +170,7 @@ def test_roles_beyond_all_lengths(roles):
     priority = torch.randn(2, 9)
     rank, cutoff = ops.running_topk(priority, **roles, topk=2, impl="cpp")
     assert (cutoff == 8).all() and torch.equal(rank, (-priority).argsort(-1).argsort(-1).int())
-    p = decode.Problem("none").prepare()
+    p = Problem("none").prepare()
     with pytest.raises(ValueError, match="below 2\\^31"):
         _C.Rule(roles["sinks"], roles["window"], 1, p.rule.log_gamma, "none", {})
 
@@ -180,13 +179,10 @@ def test_no_tokens():
     none, log_gamma = torch.zeros(2, 0), torch.zeros(2, dtype=torch.float64)
     ops.online_topk(none, none.long(), 0, topk=0, window=1, log_gamma=log_gamma, impl="cpp")
     ops.running_topk(none, sinks=0, window=1, topk=0, impl="cpp")
-    p = decode.Problem().prepare()
+    p = Problem().prepare()
     none, pages = p.budgets[:0], apart(p.layout, p.num_blocks)
     positions = none[:, 0].long()
     ops.decode_step(*p.inputs([]), pages, p.table[:0], positions, none, rule=p.rule, scale=1.0, impl="cpp")
-    p = prefill.Problem("mlstm", 2, 8, 10, 20)
-    pages, table = p.pages()
-    ops.prefill_chunk(p.q[:0], p.k[:0], p.v[:0], pages, table[0], 0, p.budgets, rule=p.rule, scale=1.0, impl="cpp")
 
 
 def report(run):
@@ -207,9 +203,9 @@ def report(run):
     return said
 
 
-@pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize("isa", ISAS)
 def test_forbidden_value_is_reported(isa):
-    p = decode.Problem("none", requests=1, heads=1, dtype=BF16, q_dtype=BF16)
+    p = Problem("none", requests=1, heads=1, dtype=BF16, q_dtype=BF16)
     pages, active, inputs = decode.served(p, 9)
     row = pages.v[p.table[0, 0, 0], 0, 7]
     poison(row.data_ptr() + row.nbytes - 8, 8)
@@ -219,16 +215,16 @@ def test_forbidden_value_is_reported(isa):
 
 
 def test_forbidden_query_is_reported():
-    p = prefill.Problem("none", 2, 5, 9, 20)
-    pages, table = p.pages()
-    poison(p.q.data_ptr() + p.q.nbytes - 8, 8)
-    chunk = p.q, p.k, p.v, pages, table[0], 0, p.budgets
-    said = report(lambda: ops.serving.prefill_chunk(*chunk, rule=p.rule, scale=p.scale, impl="cpp"))
+    pool = Pool(prefill.problem("none", 2, 5, 9, 20))
+    q, k, v = (x[0] for x in pool.p.texts)
+    poison(q.data_ptr() + q.nbytes - 8, 8)
+    chunk = q, k, v, pool.pages, pool.table[0], 0, pool.budgets[0]
+    said = report(lambda: ops.serving.prefill_chunk(*chunk, rule=pool.p.rule, scale=1.0, impl="cpp"))
     assert "ERROR: AddressSanitizer" in said and "::prefill_attend" in said, said
 
 
 def test_odd_address_is_reported():
-    p = decode.Problem("none")
+    p = Problem("none")
     pages, active, (q, k, v) = decode.served(p, 9)
     odd = torch.frombuffer(bytearray(q.nbytes + 1), dtype=F32, offset=1).view(q.shape)
     said = report(lambda: p.run(pages, active, [9, 9], odd, k, v, "cpp"))

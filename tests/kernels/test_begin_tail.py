@@ -1,37 +1,42 @@
-"""The state that a tail begins with, in every CPU implementation; test_triton_prefix tests Triton's."""
+"""The state that a tail begins with, in every implementation but the reference, against the reference."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from kernels.behind import Behind
 from kernels.factories import poisoned_pages
+from kernels.problems import Problem
+from kernels.served import IMPLS, use
 
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.reference.begin_tail import begin_tail
 
-CLOSE = {"rtol": 1e-4, "atol": 1e-5}
 
-
-@pytest.mark.parametrize("replay", [0, 5, 1024])
-@pytest.mark.parametrize("case", ["mlstm-softmax-cap", "mlstm-direct-values"])
-def test_equals_the_reference(case, replay):
-    """R is smaller or larger than p; nothing changes except states, and no state without a prefix."""
-    p = Behind(case, heads=2, size=32, slots=16, protected=(0, 40, 17), replay=replay).prepare()
-    pages = poisoned_pages(p.layout, p.num_blocks)
-    blocks = p.prefix_blocks.long()
-    pages.k[blocks], pages.v[blocks] = (
-        torch.randn(len(blocks), 2, p.slots, p.size, generator=p.generator) for _ in "kv"
-    )
+@pytest.mark.parametrize("replay", [0, 5, 70, 1024])
+@pytest.mark.parametrize("case, size", [("mlstm-softmax-cap", 32), ("mlstm-direct-values", 64)])
+@pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "reference"])
+def test_equals_the_reference(impl, case, size, replay):
+    """R is smaller or larger than p and than a chunk; only states behind a prefix change."""
+    p = Problem(case, size=size, protected=(0, 90, 17), replay=replay).prepare()
+    pages, blocks = poisoned_pages(p.layout, p.num_blocks), p.prefix_blocks.long()
+    pages.k[blocks], pages.v[blocks] = (torch.randn(len(blocks), 2, p.slots, size, generator=p.generator) for _ in "kv")
     other, before = p.layout.view(pages.raw.clone()), pages.raw.clone()
     p.begin(pages, [0, 1, 2], "reference")
-    p.begin(other, [0, 1, 2], "cpp")
+    p.begin(other, [0, 1, 2], use(impl))
     states, words = p.table[1:, 0, : p.layout.state_blocks].long(), p.rule.scorer.state_floats
     found, expected = (x.state[states].transpose(1, 2).flatten(2)[..., :words] for x in (other, pages))
-    torch.testing.assert_close(found, expected, **CLOSE)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
     others = torch.ones(p.num_blocks, dtype=torch.bool)
     others[states.flatten()] = False
     assert torch.equal(pages.raw[others], before[others]) and torch.equal(other.raw[others], before[others])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_rules_without_a_state(impl):
+    p = Problem("linear", protected=(17,)).prepare()
+    pages = poisoned_pages(p.layout, p.num_blocks)
+    p.begin(pages, [0], use(impl))
+    assert (pages.raw == 255).all()
 
 
 def test_the_fastest_there_is_runs_it():

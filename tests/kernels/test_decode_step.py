@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import subprocess
 import sys
-from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,12 +12,12 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from kernels.factories import given_scores, poisoned_pages
-from kernels.problems import CASES, CLOSE, CLOSE_MASS, Problem
+from kernels.factories import poisoned_pages
+from kernels.problems import CASES, CLOSE, Problem
+from kernels.served import IMPLS, INTERPRETED, ISAS, Lockstep, use
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.testing import DisturbedSums, assert_within_budget
 
 set_num_threads = torch._C.set_num_threads
 """Function of torch itself, because vLLM makes ``torch.set_num_threads`` a no-op once an engine has run."""
@@ -30,14 +29,6 @@ def few_decisions_are_excused():
     """Excused decisions are few in all tests of this module together."""
     yield
     assert len(excused) <= 3, excused
-
-
-@pytest.fixture(autouse=True)
-def fastest_isa_afterwards():
-    threads = torch.get_num_threads()
-    yield
-    _C.set_isa(_C.isa_levels()[-1])
-    set_num_threads(threads)
 
 
 @st.composite
@@ -64,57 +55,15 @@ def problems(draw):
     )
 
 
-def follow(p: Problem):
-    """Run all engines and the exact loop in lockstep until one of them decides differently.
-
-    The sums of the reference are disturbed.
-
-    Returns:
-        Pages by engine, the exact loops, outputs and log-sum-exps by engine (the exact ones with the outputs'
-        magnitudes), and the requests' positions.
-    """
-    engines = {name: poisoned_pages(p.layout, p.num_blocks) for name in ("reference", *_C.isa_levels())}
-    disturbed = DisturbedSums(0)
-    exact = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
-    results = {name: ([], []) for name in engines} | {"exact": ([], [], [])}
-    positions = [0] * p.requests
+def check_budgets(p: Problem):
+    """Follow requests that start one after another, until an implementation makes a close decision otherwise."""
+    followed = Lockstep(p.prepare(), ISAS)
     for tick in range(int(p.budgets.max()) + p.beyond):
-        active = list(range(min(tick + 1, p.requests)))
-        now = [positions[r] for r in active]
-        q, k, v = p.inputs(active)
-        for name, pages in engines.items():
-            if name != "reference":
-                _C.set_isa(name)
-            with disturbed if name == "reference" else nullcontext():
-                out, lse = p.run(pages, active, now, q, k, v, "reference" if name == "reference" else "cpp")
-            results[name][0].append(out), results[name][1].append(lse)
-        heads = [(r, h, slice(h * p.group, (h + 1) * p.group)) for r in active for h in range(p.heads)]
-        gate_scores = given_scores(p.rule, k)
-        steps = [
-            exact[r][h].step(
-                now[r], q[r, rows], k[r, h], v[r, h], p.scale, None if gate_scores is None else gate_scores[r, h]
-            )
-            for r, h, rows in heads
-        ]
-        results["exact"][0].append(torch.cat([s[0] for s in steps]).view(q.shape))
-        results["exact"][1].append(torch.cat([s[1] for s in steps]).view(q.shape[:2]))
-        results["exact"][2].append(torch.cat([s[2] for s in steps]).view(q.shape))
-        for (r, h, _), (*_, margin) in zip(heads, steps, strict=True):
-            expected = exact[r][h].long_range(now[r]).keys()
-            wrong = {name for name, pages in engines.items() if p.long_range(pages, r, h, now[r]).keys() != expected}
-            if wrong:
-                assert margin < (CLOSE_MASS if p.rule.coupled else CLOSE), (
-                    f"{wrong} retained other tokens at {now[r]}, margin {margin}"
-                )
-                excused.append(margin)
-                return engines, exact, {n: [kept[:-1] for kept in found] for n, found in results.items()}, positions
-        for r in active:
-            positions[r] += 1
-    return engines, exact, results, positions
-
-
-def flat(tensors):
-    return torch.cat([t.flatten() for t in tensors])
+        margin = followed.step(list(range(min(tick + 1, p.requests))))
+        if margin is not None:
+            excused.append(margin)
+            break
+    followed.check()
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
@@ -124,7 +73,7 @@ def test_every_isa_is_within_the_error_budget(p):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("slots", [64, 128, 48])
+@pytest.mark.parametrize("slots", [64, 128, 48, 16])
 def test_several_tiles_and_blocks(dtype, slots):
     check_budgets(Problem("mlstm", 2, 1, 3, 64, slots, 4, 30, 140, 8, 1, dtype, dtype, seed=slots))
 
@@ -171,45 +120,7 @@ def test_rules_that_need_a_whole_head_are_not_cut(case):
             assert torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1]) and torch.equal(own.raw, pages[0].raw)
 
 
-def check_roundings(p, results, name):
-    """Check each output against its rounding error.
-
-    Weights rounded to the cache's dtype move it by a share of the values' magnitudes, and its own rounding by
-    the same share of itself. Float32 sums and the approximated exponential move it by less than 2^-19.
-    """
-    unit = 2.0**-8 if p.dtype == torch.bfloat16 else 2.0**-19
-    for out, wide, magnitude in zip(results[name][0], results["exact"][0], results["exact"][2], strict=True):
-        error = (out.double() - wide).abs()
-        assert (error <= unit * (magnitude + wide.abs()) + 1e-6).all(), (name, float(error.max()))
-
-
-def check_budgets(p):
-    engines, exact, results, positions = follow(p.prepare())
-    decided = min(positions) > p.rule.first_long + 1
-    scores = {name: [] for name in ("exact", *engines)}
-    for r, h in ((r, h) for r in range(p.requests) for h in range(p.heads) if decided):
-        held = exact[r][h].long_range(positions[r] - 1)
-        for name, pages in engines.items():
-            found = p.long_range(pages, r, h, positions[r] - 1)
-            if found.keys() == held.keys():  # else an excused decision
-                scores[name] += [found[t] for t in held]
-        scores["exact"] += [held[t] for t in held]
-    for name in _C.isa_levels():
-        check_roundings(p, results, name)
-        for i, what in enumerate(("out", "lse")):
-            if results["exact"][i]:
-                of = {engine: flat(results[engine][i]) for engine in results}
-                assert_within_budget(of[name], of["exact"], of["reference"], name=f"{name} {what}")
-        if len({len(s) for s in scores.values()}) == 1 and scores["exact"]:
-            wide = torch.tensor(scores["exact"], dtype=torch.float64)
-            eager = torch.tensor(scores["reference"])
-            assert_within_budget(torch.tensor(scores[name]), wide, eager, name=f"{name} score")
-        others = torch.ones(p.num_blocks, dtype=torch.bool)
-        others[p.table.flatten().long()] = False
-        assert (engines[name].raw[others] == 255).all()
-
-
-@pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
     "case",
     [
@@ -236,34 +147,29 @@ def test_company_changes_nothing(isa, case):
     assert (together.raw != 255).any()
 
 
-@pytest.mark.parametrize("isa", _C.isa_levels())
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("decay_step", [1, 4])
-def test_victim_far_out_and_ties(isa, decay_step):
+def test_victim_far_out_and_ties(impl, decay_step, cut):
     """Among equal effective scores at positions beyond 131,072, the older token is evicted."""
-    _C.set_isa(isa)
-    p = Problem("none", requests=5, heads=3, topk=50, step=decay_step).prepare()
+    p = Problem("none", requests=4, heads=3, topk=50, step=decay_step).prepare()
     p.rule = replace(p.rule, log_gamma=torch.tensor([-0.5, -0.125, 0.0], dtype=torch.float64))
-    pages, q0, first = poisoned_pages(p.layout, p.num_blocks), 200_000, p.sinks + p.window
-    slots = torch.arange(int(p.budgets[0, 0]))
-    blocks = p.table[:, 0, slots // p.slots].long()
-    for r in range(p.requests):
-        for h in range(p.heads):
-            at = blocks[r], h, slots % p.slots
-            pages.k[at], pages.v[at] = 0.0, 0.0
-            pages.score[at] = torch.randint(-2, 3, slots.shape, generator=p.generator).float() / 4
-            near = torch.randperm(60, generator=p.generator)[: len(slots)]
-            pages.position[at] = (q0 - p.window - 1 - near).int()
-            pages.position[blocks[r, 0], h, 0] = q0
-    before = [[p.long_range(pages, r, h, q0) for h in range(p.heads)] for r in range(p.requests)]
-    active = list(range(p.requests))
-    p.run(pages, active, [q0] * p.requests, *p.inputs(active), "cpp")
-    for r in range(p.requests):
-        for h in range(p.heads):
-            tokens = {**before[r][h], q0 - p.window: 0.0}
-            assert len(tokens) == len(slots) - first + 1
-            ranked = sorted((s + (q0 - t) // decay_step * float(p.rule.log_gamma[h]), t) for t, s in tokens.items())
-            del tokens[ranked[0][1]]
-            assert p.long_range(pages, r, h, q0) == tokens
+    pages, q0, slots = poisoned_pages(p.layout, p.num_blocks), 200_000, torch.arange(int(p.budgets[0, 0]))
+    heads, active = [(r, h) for r in range(p.requests) for h in range(p.heads)], list(range(p.requests))
+    for r, h in heads:
+        at = p.table[r, h, slots // p.slots].long(), h, slots % p.slots
+        pages.k[at], pages.v[at] = 0.0, 0.0
+        pages.score[at] = torch.randint(-2, 3, slots.shape, generator=p.generator).float() / 4
+        near = torch.randperm(60, generator=p.generator)[: len(slots)]
+        pages.position[at] = (q0 - p.window - 1 - near).int()
+        pages.position[p.table[r, h, 0], h, 0] = q0
+    before = {head: p.long_range(pages, *head, q0) for head in heads}
+    p.run(pages, active, [q0] * p.requests, *p.inputs(active), use(impl))
+    for r, h in heads:
+        tokens = {**before[r, h], q0 - p.window: 0.0}
+        assert len(tokens) == p.topk + 1
+        ranked = sorted((s + (q0 - t) // decay_step * float(p.rule.log_gamma[h]), t) for t, s in tokens.items())
+        del tokens[ranked[0][1]]
+        assert p.long_range(pages, r, h, q0) == tokens
 
 
 def served(p: Problem, steps: int):
@@ -291,30 +197,27 @@ def counted(p: Problem, pages, r: int, h: int) -> list[int]:
     return pages.position[p.table[r, h, p.layout.state_blocks].long(), h, :2].tolist()
 
 
-@pytest.mark.parametrize("impl", ["reference", *_C.isa_levels()])
+@pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("sinks, window", [(0, 2), (1, 2), (0, 5), (3, 5)])
 def test_a_threshold_counts_in_slot_1(impl, sinks, window):
     """The position word of slot 1 counts the filled long-range slots from position 0 on.
 
     A first step reads nothing of the bytes that lay in the pages.
     """
-    if impl != "reference":
-        _C.set_isa(impl)
     p = Problem("gate_scores-threshold", sinks=sinks, window=window, topk=12, seed=1).prepare()
     pools = [
         p.layout.view(torch.full_like(poisoned_pages(p.layout, p.num_blocks).raw, byte)) for byte in (0, 1, 127, 255)
     ]
     heads = [(r, h) for r in range(p.requests) for h in range(p.heads)]
-    exact, least = {(r, h): p.exact(r, h) for r, h in heads}, torch.inf
+    exact, least = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)], torch.inf
     for t in range(60):
-        q, k, v = p.inputs([0, 1])
-        gate_scores = given_scores(p.rule, k)
-        outs = [p.run(pages, [0, 1], [t, t], q, k, v, "cpp" if impl != "reference" else impl) for pages in pools]
+        token = p.inputs([0, 1])
+        outs = [p.run(pages, [0, 1], [t, t], *token, use(impl)) for pages in pools]
+        *_, margins = p.exact_step(exact, [0, 1], [t, t], *token)
+        least = min(least, *margins.values())
         assert all(torch.equal(a, b) for found in outs[1:] for a, b in zip(outs[0], found, strict=True)), t
         for r, h in heads:
-            rows = slice(h * p.group, (h + 1) * p.group)
-            least = min(least, exact[r, h].step(t, q[r, rows], k[r, h], v[r, h], p.scale, gate_scores[r, h])[-1])
-            held = exact[r, h].long_range(t)
+            held = exact[r][h].long_range(t)
             for pages in pools:
                 assert counted(p, pages, r, h) == [t + 1, len(held)], t
                 assert p.long_range(pages, r, h, t).keys() == held.keys(), t
@@ -363,13 +266,15 @@ def test_other_bad_arguments_are_refused():
         p.run(pages, active, [3, 3], q, k, v, "cpp")
 
 
-def test_strided_inputs_equal_contiguous_ones():
-    p = Problem(dtype=torch.bfloat16, q_dtype=torch.bfloat16)
-    pages, active, (q, k, v) = served(p, 9)
-    packed = torch.cat([v, q, k], 1)
-    other = p.layout.view(pages.raw.clone())
-    strided = packed[:, 2:6], packed[:, 6:], packed[:, :2]
-    expected, got = (p.run(pages, active, [9, 9], q, k, v, "cpp"), p.run(other, active, [9, 9], *strided, "cpp"))
+@pytest.mark.parametrize("impl", ["triton"] if INTERPRETED else ["cpp"])
+def test_strided_inputs_equal_contiguous_ones(impl):
+    """Queries and keys are views of one tensor, values of another."""
+    dtype = torch.float32 if INTERPRETED else torch.bfloat16
+    p = Problem("mlstm-direct-values", dtype=dtype, q_dtype=dtype)
+    pages, active, (q, k, v) = served(p, 19)
+    other, packed, values = p.layout.view(pages.raw.clone()), torch.cat([q, k], 1), torch.cat([k, v], 1)
+    strided = packed[:, :4], packed[:, 4:], values[:, 2:]
+    expected, got = (p.run(own, active, [19, 19], *x, impl) for own, x in ((pages, (q, k, v)), (other, strided)))
     assert torch.equal(expected[0], got[0]) and torch.equal(expected[1], got[1]) and torch.equal(pages.raw, other.raw)
 
 

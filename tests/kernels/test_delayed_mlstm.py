@@ -6,11 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.served import INTERPRETED
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.testing import assert_within_budget, eager_runs
-
-EPS = 1e-6
 
 
 def inputs(length, *, batch=2, heads=3, features=6, width=5, seed=0, dtype=torch.float64):
@@ -21,19 +20,21 @@ def inputs(length, *, batch=2, heads=3, features=6, width=5, seed=0, dtype=torch
     return q, k, v, igate, fgate
 
 
-def recurrence(q, k, v, igate, fgate, delay):
-    """Return unstabilised readouts of u at u + delay, zero beyond the end, and the last C and z."""
-    lead = (*k.shape[:2], k.shape[-1])
-    c, z = torch.zeros(*lead, v.shape[-1], dtype=k.dtype), torch.zeros(*lead, dtype=k.dtype)
-    h = torch.zeros_like(v)
+def recurrence(q, k, v, igate, fgate, delay, start=None):
+    """Return readouts of u at u + delay, zero beyond the end, and the last C and z, unstabilised."""
+    c, z, m = (0.0, 0.0, None) if start is None else (x.to(q) for x in start)
+    if m is not None:
+        c, z = c * m.exp()[..., None, None], z * m.exp()[..., None]
+    h = [torch.zeros_like(v[:, :, 0])] * k.shape[2]
     for t in range(k.shape[2]):
-        f, i = torch.sigmoid(fgate[..., t]), torch.exp(igate[..., t])
-        c = f[..., None, None] * c + i[..., None, None] * k[..., t, :, None] * v[..., t, None, :]
-        z = f[..., None] * z + i[..., None] * k[..., t, :]
+        f, i = torch.sigmoid(fgate[..., t, None]), torch.exp(igate[..., t, None])
+        c = f[..., None] * c + (i * k[..., t, :])[..., None] * v[..., t, None, :]
+        z = f * z + i * k[..., t, :]
         if t >= delay:
             u = q[..., t - delay, :]
-            h[..., t - delay, :] = torch.einsum("bhf,bhfv->bhv", u, c) / ((u * z).sum(-1) + EPS)[..., None]
-    return h, c, z
+            h[t - delay] = torch.einsum("bhf,bhfv->bhv", u, c) / ((u * z).sum(-1, keepdim=True) + 1e-6)
+    nothing = 0 * (q.sum() + k.sum() + v.sum() + igate.sum() + fgate.sum())  # a graph even if nothing is read
+    return torch.stack(h, 2) + nothing, c, z
 
 
 @pytest.mark.parametrize("delay", [0, 1, 7, 64, 200])
@@ -139,3 +140,116 @@ def test_large_gates_stay_finite_in_float32():
 def test_gradients():
     args = [t[:1, :1].contiguous().requires_grad_() for t in inputs(12, features=3, width=2)]
     assert torch.autograd.gradcheck(lambda *a: ops.delayed_mlstm(*a, delay=2, chunk=5, impl="reference")[0], args)
+
+
+def few(length, features=16, width=16):
+    """Return inputs of a batch of one in float32."""
+    return inputs(length, batch=1, heads=2, features=features, width=width, dtype=torch.float32)
+
+
+def gradient(shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(9))
+
+
+class TestTriton:
+    """Triton's mLSTM against its recurrence in float64, within the error of the same chunks in eager float32."""
+
+    __test__ = INTERPRETED
+    NAMES = ("h", "C", "z", "dq", "dk", "dv", "di", "df")
+
+    def complete(self, run, inputs, grad):
+        leaves = [x.detach().clone().requires_grad_() for x in inputs]
+        h, c, z = run(*leaves)
+        return [x.detach() for x in (h, c, z, *torch.autograd.grad(h, leaves, grad.to(h.dtype)))]
+
+    def check(self, inputs, *, delay, chunk=64, start=None):
+        def chunks(impl):
+            def run(*x):
+                h, (c, z, m) = ops.delayed_mlstm(*x, delay=delay, chunk=chunk, state=start, impl=impl)
+                assert h.dtype == torch.float32 and not (impl == "triton" and (c + z.sum() + m.sum()).requires_grad)
+                return h, c * m.exp()[..., None, None], z * m.exp()[..., None]
+
+            return run
+
+        grad = gradient(inputs[2].shape)
+        actual = self.complete(chunks("triton"), inputs, grad)
+        eager = eager_runs(lambda: self.complete(chunks("reference"), inputs, grad))
+        exact = self.complete(lambda *x: recurrence(*x, delay, start), [x.double() for x in inputs], grad)
+        for name, a, e, low in zip(self.NAMES, actual, exact, eager, strict=True):
+            assert a.dtype == low[0].dtype
+            assert_within_budget(a, e, low, name=name)
+
+    @pytest.mark.parametrize(
+        "length, delay, features, width, chunk",
+        [
+            (77, 9, 16, 16, 16),
+            (130, 64, 20, 33, 64),
+            (20, 0, 70, 100, 16),  # two tiles per axis
+            (128, 1, 16, 16, 32),  # the chunks fill the sequence
+            (90, 17, 16, 16, 256),  # processed in pieces
+            (40, 39, 16, 16, 16),  # one token is read
+            (40, 40, 16, 16, 16),  # none is
+            (40, 100, 16, 16, 16),
+            (2, 0, 5, 3, 16),
+        ],
+    )
+    def test_equals_the_recurrence(self, length, delay, features, width, chunk):
+        self.check(few(length, features, width), delay=delay, chunk=chunk)
+
+    def test_one_token(self):
+        """The gates cancel except for epsilon, so their gradients are zero up to rounding of products."""
+        inputs = [t.requires_grad_() for t in few(1, 5, 3)]
+        h, _ = ops.delayed_mlstm(*inputs, delay=0, impl="triton")
+        grad = gradient(h.shape)
+        *_, di, df = torch.autograd.grad(h, inputs, grad)
+        high = [t.detach().double().requires_grad_() for t in inputs]
+        exact, _, _ = recurrence(*high, 0)
+        *_, di_exact, df_exact = torch.autograd.grad(exact, high, grad.double())
+        assert_within_budget(h, exact.detach(), exact.detach().float())
+        rounding = 8 * torch.finfo(torch.float32).eps * (grad * inputs[2]).abs().sum(-1).max()
+        assert (di - di_exact).abs().max() <= rounding and (df - df_exact).abs().max() <= rounding
+
+    def test_continues_from_a_state(self):
+        whole = few(90, 16, 20)
+        _, state = ops.delayed_mlstm(*(t[:, :, :37] for t in whole), delay=0, chunk=16, impl="triton")
+        self.check([t[:, :, 37:] for t in whole], delay=0, chunk=32, start=state)
+
+    def test_float16_inputs_are_computed_in_float32(self):
+        self.check([t.half() for t in few(50)], delay=5)
+
+    def test_stabiliser_beyond_the_clamp_of_epsilon(self):
+        """For m > 60 epsilon's share is below 1e-32; for m < -60 the readout is below 1e-20 |v|.
+
+        What is left out for m < -60 is as small.
+        """
+        q, k, v, igate, fgate = few(60)
+        self.check((q, k, v, igate + 75, fgate), delay=4, chunk=16)
+        low = [t.requires_grad_() for t in (q, k, v, igate - 90, fgate)]
+        h, state = ops.delayed_mlstm(*low, delay=4, chunk=16, impl="triton")
+        assert h.abs().max() < 1e-18
+        assert all(g.isfinite().all() and g.abs().max() < 1e-16 for g in torch.autograd.grad(h.sum(), low))
+
+    def test_large_gates_stay_finite(self):
+        *rest, igate, fgate = few(50)
+        inputs = [t.requires_grad_() for t in (*rest, 40 * igate, 40 * fgate)]
+        h, state = ops.delayed_mlstm(*inputs, delay=3, chunk=16, impl="triton")
+        assert all(t.isfinite().all() for t in (h, *state, *torch.autograd.grad(h.sum(), inputs)))
+
+    def test_features_that_underflow(self):
+        q, k, v, igate, fgate = few(40)
+        q[:, :, 10:20] = 0
+        k[:, :, :30] = 0
+        self.check((q, k, v, igate, fgate), delay=2, chunk=16)
+
+    def test_what_it_does_not_take_is_refused(self):
+        inputs = few(20)
+        _, state = ops.delayed_mlstm(*inputs, delay=0, impl="triton")
+        for chunk in (8, 24):
+            with pytest.raises(ValueError, match=f"power of two of at least 16 as chunk, got {chunk}"):
+                ops.delayed_mlstm(*inputs, delay=0, chunk=chunk, impl="triton")
+        with pytest.raises(ValueError, match="delay=0"):
+            ops.delayed_mlstm(*inputs, delay=1, state=state, impl="triton")
+        with pytest.raises(ValueError, match="no gradient for the state"):
+            ops.delayed_mlstm(*inputs, delay=0, state=[t.requires_grad_() for t in state], impl="triton")
+        with pytest.raises(ValueError, match="float64: use impl='reference'"):
+            ops.delayed_mlstm(*(t.double() for t in inputs), delay=0, impl="triton")

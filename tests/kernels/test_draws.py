@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from kernels.problems import Problem
+from kernels.served import INTERPRETED, Pool, Served, check_same, serve
 
-from kvpop_vllm.attention.allocate import allocate_pages
 from kvpop_vllm.kernels import draws, ops
-from kvpop_vllm.kernels.pages import PageLayout, Prefix
-from kvpop_vllm.kernels.retained import held_tokens
 
 WORD = (1 << 64) - 1
-HEADS, SIZE, BUDGET, SINKS, WINDOW, LENGTH, LAYER, SLOTS = 3, 16, 24, 2, 5, 90, 7, 16
+HEADS, SIZE, BUDGET, SINKS, WINDOW, LENGTH, LAYER = 3, 16, 24, 2, 5, 90, 7
 
 
 def mix(x: int) -> int:
@@ -81,75 +81,62 @@ def test_draws_are_uniform_and_unrelated():
         assert abs(share - 1 / 30) < 6 * spread
 
 
-def run(impl: str, cuts: list[int], seed: int, protected: int):
-    """Return the tokens ``[H, LENGTH]`` retained in the end, and the outputs of a request cut this way."""
-    rule = ops.RetentionRule(
-        SINKS,
-        WINDOW,
-        torch.zeros(HEADS, dtype=torch.float64),
-        scorer=ops.RandomDraw(draws.head_lanes(LAYER, slice(None), HEADS)),
-    )
-    layout = PageLayout(HEADS, SIZE, torch.float32, SLOTS)
-    prefix_blocks = -(-protected // SLOTS)
-    pages, table = allocate_pages(layout, BUDGET, length=LENGTH, protected=protected)
-    pages.raw.fill_(0xFF)
-    prefix = Prefix(pages, table[:, 0, :prefix_blocks].contiguous(), torch.tensor([protected])) if protected else None
-    tail, outs = table[:, :, prefix_blocks:], []
-    generator = torch.Generator().manual_seed(5)
-    q, k, v = (torch.randn(LENGTH, heads, SIZE, generator=generator) for heads in (2 * HEADS, HEADS, HEADS))
-    budgets = torch.full((HEADS,), BUDGET, dtype=torch.int32)
-    for a, b in zip(cuts[:-1], cuts[1:], strict=True):
-        if a < protected:
-            t = torch.arange(a, min(b, protected))
-            prefix.write(k[t], v[t], prefix.table[0][t // SLOTS].long(), t % SLOTS)
-        told = {"rule": rule, "scale": 0.3, "prefix": prefix, "impl": impl}
-        if b - a == 1:
-            at, seeds = torch.tensor([a]), torch.tensor([seed])
-            out, _ = ops.decode_step(q[a:b], k[a:b], v[a:b], pages, tail, at, budgets[None], seeds=seeds, **told)
-        else:
-            out, _ = ops.prefill_chunk(q[a:b], k[a:b], v[a:b], pages, tail[0], a, budgets, seed=seed, **told)
-        outs.append(out)
-    return held_tokens(pages, tail[0], LENGTH, rule, budgets, protected), torch.cat(outs)
+def request(seed: int, protected: int, **options) -> Problem:
+    """Return a problem of one request under random eviction."""
+    sizes = dict(heads=HEADS, size=SIZE, sinks=SINKS, window=WINDOW, topk=BUDGET - SINKS - WINDOW, length=LENGTH)
+    p = Problem("none", requests=1, protected=(protected,) if protected else (), **(sizes | options)).prepare()
+    lanes = draws.head_lanes(LAYER, slice(None), p.heads)
+    p.rule = replace(p.rule, scorer=ops.RandomDraw(lanes), log_gamma=torch.zeros(p.heads, dtype=torch.float64))
+    p.seeds = torch.tensor([seed])
+    return p
+
+
+def held_at_the_end(seed: int, protected: int) -> list[set[int]]:
+    budget, sinks = (BUDGET - SINKS + protected, protected) if protected else (BUDGET, SINKS)
+    return [held_by_definition(seed, head, sinks, budget)[-1] for head in range(HEADS)]
+
+
+def sets(found: Served) -> list[set[int]]:
+    return [set(row.nonzero().flatten().tolist()) for row in found.held[LENGTH]]
 
 
 @pytest.mark.parametrize("protected", [0, 1, 16, 21, 40])
 @pytest.mark.parametrize("seed", [0, 12345])
 def test_every_implementation_holds_what_the_definition_says(seed, protected):
-    budget, sinks = (BUDGET - SINKS + protected, protected) if protected else (BUDGET, SINKS)
-    expected = [held_by_definition(seed, head, sinks, budget)[-1] for head in range(HEADS)]
+    expected, p, outs = held_at_the_end(seed, protected), request(seed, protected), []
     assert len({frozenset(each) for each in expected}) == HEADS, "every head draws for itself"
-    outputs = []
     for impl in ("reference", "cpp"):
-        for cuts in ([0, LENGTH], [0, 7, 8, 64, LENGTH], [0, 21, 22, LENGTH], list(range(LENGTH + 1))):
-            held, out = run(impl, cuts, seed, protected)
-            assert [set(row.nonzero().flatten().tolist()) for row in held] == expected, (impl, cuts)
-            outputs.append(out)
-    assert max(float((out - outputs[0]).abs().max()) for out in outputs) < 1e-5
+        for chunks in ([LENGTH], [7, 0, 56, LENGTH], [21, 0, LENGTH], [0]):
+            found = serve(p, chunks, impl)
+            assert sets(found) == expected, (impl, chunks)
+            outs.append(found.out)
+    assert max(float((out - outs[0]).abs().max()) for out in outs) < 1e-5
+
+
+class TestTriton:
+    """Random draws follow from integers alone, so Triton holds what the definition says, too."""
+
+    __test__ = INTERPRETED
+
+    @pytest.mark.parametrize("seed, protected", [(-(2**63), 0), (2**63 - 5, 18)])
+    def test_steps_and_chunks(self, seed, protected):
+        p = request(seed, protected)
+        expected, steps = serve(p, [0]), Pool(p)
+        assert sets(expected) == held_at_the_end(seed, protected)
+        steps.chunk(0, LENGTH - 8, "cpp")
+        check_same(steps.serve([0], "triton"), expected.after(LENGTH - 8))
+        check_same(serve(p, [30, LENGTH], "triton"), expected)
 
 
 def test_another_seed_evicts_others():
-    assert not torch.equal(run("cpp", [0, LENGTH], 1, 0)[0], run("cpp", [0, LENGTH], 2, 0)[0])
+    assert sets(serve(request(1, 0), [LENGTH], "cpp")) != sets(serve(request(2, 0), [LENGTH], "cpp"))
 
 
 def test_seeds_are_asked_for():
-    rule = ops.RetentionRule(
-        0, 2, torch.zeros(1, dtype=torch.float64), scorer=ops.RandomDraw(torch.zeros(1, dtype=torch.int64))
-    )
-    layout = PageLayout(1, 16, torch.float32, SLOTS)
-    pages, table = allocate_pages(layout, 8)
-    token = torch.zeros(1, 1, 16)
+    p = request(0, 0)
     with pytest.raises(ValueError, match="seeds must be .1,. for RandomDraw, got None"):
-        ops.decode_step(
-            token,
-            token,
-            token,
-            pages,
-            table,
-            torch.zeros(1, dtype=torch.int64),
-            torch.tensor([[8]], dtype=torch.int32),
-            rule=rule,
-            scale=1.0,
-        )
+        token, at = (x[0][:1] for x in p.texts), (p.table, torch.tensor([0]), p.budgets)
+        ops.decode_step(*token, Pool(p).pages, *at, rule=p.rule, scale=1.0)
 
 
 @pytest.mark.parametrize("seed", [2**63, 2**63 + 5, 2**64 - 1, -(2**63), 7])

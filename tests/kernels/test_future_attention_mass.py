@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.memory import peak_growth
 from kernels.naive import future_mass
+from kernels.served import INTERPRETED
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.testing import assert_within_budget, eager_runs
@@ -21,16 +22,36 @@ def inputs(length, seed=0, batch=2, heads=2, group=3, size=16, dtype=torch.float
     return q.to(dtype), k.to(dtype), lse.to(dtype if dtype == torch.float64 else torch.float32)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("length, window, lookahead", [(300, 10, None), (300, 1, 50), (9, 10, None), (140, 139, 0)])
-def test_equals_the_definition(length, window, lookahead, dtype):
-    q, k, lse = inputs(length, dtype=dtype)
-    actual = ops.future_attention_mass(q, k, lse, window=window, scale=0.25, lookahead=lookahead, impl="reference")
-    exact = future_mass(q.double(), k.double(), lse.double(), window, 0.25, lookahead)
-    assert actual.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
-    eager = eager_runs(lambda: future_mass(q.float(), k.float(), lse.float(), window, 0.25, lookahead))
+F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
+if INTERPRETED:
+    IMPL, DTYPES = "triton", [F32, F16]
+    SHAPES = [(90, 9, 16, 2), (20, 50, 16, 1), (64, 64, 16, 1), (70, 1, 80, 3)]
+    LOOKAHEADS = [None, 0, 13, 500]
+else:
+    IMPL, DTYPES = "reference", [F64, F32, BF16]
+    SHAPES = [(300, 10, 16, 3), (300, 1, 16, 3), (9, 10, 16, 3), (140, 139, 16, 3)]
+    LOOKAHEADS = [None, 0, 50]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("lookahead", LOOKAHEADS)
+@pytest.mark.parametrize("length, window, size, group", SHAPES)
+def test_equals_the_definition(length, window, size, group, lookahead, dtype):
+    q, k, lse = inputs(length, batch=1, group=group, size=size, dtype=dtype)
+    options = dict(window=window, scale=0.25, lookahead=lookahead)
+    actual = ops.future_attention_mass(q, k, lse, **options, impl=IMPL)
+    exact = future_mass(q.double(), k.double(), lse.double(), *options.values())
+    assert actual.dtype == (F64 if dtype == F64 else F32)
+    low = F16 if dtype == F16 else F32
+    eager = eager_runs(lambda: future_mass(*(x.to(low) for x in (q, k, lse)), *options.values()))
     assert_within_budget(actual, exact, eager)
     assert (actual[..., max(0, length - window) :] == -torch.inf).all()
+
+
+def test_float64_is_refused_by_triton():
+    q, k, lse = inputs(8)
+    with pytest.raises(ValueError, match="float64: use impl='reference'|needs a GPU"):
+        ops.future_attention_mass(q, k, lse, window=2, scale=1.0, impl="triton")
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)

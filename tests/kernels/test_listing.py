@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import inspect
 import re
+import types
 from pathlib import Path
 
 import pytest
+import torch
 
 from kvpop_vllm.kernels import dispatch, ops
 
@@ -65,6 +67,35 @@ def test_every_instruction_set_of_this_processor_is_there():
     assert sources == set(needed)
 
 
+def test_choice_of_implementation():
+    """The fastest implementation that takes the device, dtype and head size is chosen."""
+
+    def chosen(op, device="cuda", dtype=torch.bfloat16, size=64):
+        shape = (1, 4, size) if op in ("decode_step", "prefill_chunk") else (1, 2, 8, size)
+        return dispatch.select(op, types.SimpleNamespace(device=torch.device(device), dtype=dtype, shape=shape))
+
+    for op in set(dispatch.TRITON_DTYPES) - {"begin_tail", "online_topk"}:
+        largest = {"decode_step": 256, "prefill_chunk": 256, "sparse_attention": 128, "future_attention_mass": 128}.get(
+            op
+        )
+        assert chosen(op) == "triton", op
+        assert chosen(op, size=2 * (largest or 128)) == ("reference" if largest else "triton"), op
+        assert chosen(op, size=largest or 64) == "triton", op
+        assert chosen(op, dtype=torch.float64) == ("triton" if op == "running_topk" else "reference"), op
+    for op in ("delayed_mlstm", "future_attention_mass", "running_topk", "sparse_attention"):
+        assert chosen(op, "cpu") == "reference"
+    assert (
+        chosen("decode_step", dtype=torch.float16, size=80) == chosen("prefill_chunk", dtype=torch.float16) == "triton"
+    )
+    assert chosen("online_topk", dtype=torch.float32) == "triton"
+
+
 def test_unknown_names_are_refused():
     with pytest.raises(ValueError, match="impl must be"):
         dispatch.resolve("decode_step", "cuda", None)
+
+
+def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="needs a GPU and running_topk got CPU tensors: use impl='reference'"):
+        ops.running_topk(torch.zeros(1, 1, 8), sinks=0, window=1, topk=1, impl="triton")

@@ -5,18 +5,16 @@ Triton's kernels are interpreted (test_triton_interpreted).
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.served import INTERPRETED
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.dispatch import load_extension
 
 NEVER = torch.iinfo(torch.int64).max
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 IMPLS = ["triton"] if INTERPRETED else ["reference", "cpp"]
 
 

@@ -20,12 +20,6 @@ SHAPES = [  # D, N, G, queries, first and last token
 DTYPES = [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.float32)]
 
 
-@pytest.fixture(autouse=True)
-def fastest_isa_afterwards():
-    yield
-    _C.set_isa(_C.isa_levels()[-1])
-
-
 def prefix_of(size, slots, tokens, dtype, make=None):
     """Return random tokens of two heads in randomly ordered blocks; everything else in the pages is NaN."""
     generator = torch.Generator().manual_seed(size + tokens)

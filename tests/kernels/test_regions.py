@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.factories import poisoned_pages, random_rule, random_scorer
+from kernels.served import INTERPRETED
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap, Shares
 
 N, SIZE = 16, 32
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 @settings(max_examples=25, deadline=None, derandomize=True)

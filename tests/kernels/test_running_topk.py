@@ -8,14 +8,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.memory import peak_growth, resident_growth
 from kernels.naive import kept_sets, visible_keys
+from kernels.served import INTERPRETED
 
 from kvpop_vllm.kernels import ops
 
-IMPLS = ["reference", "cpp"]
+IMPLS = ["triton"] if INTERPRETED else ["reference", "cpp"]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=10 if INTERPRETED else 60, deadline=None, derandomize=True)
 @given(
     batch=st.integers(1, 2),
     heads=st.integers(1, 3),
@@ -34,6 +35,41 @@ def test_equals_a_sort_for_every_query(impl, batch, heads, length, sinks, window
     assert rank.dtype == cutoff.dtype == torch.int32 and rank.shape == cutoff.shape == priority.shape
     assert torch.equal(rank.sort(-1).values, torch.arange(length, dtype=torch.int32).expand_as(rank))
     assert torch.equal(visible_keys(rank, cutoff, sinks, window), kept_sets(priority, sinks, window, topk))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "length, sinks, window, topk",
+    [
+        (77, 3, 9, 11),
+        (64, 0, 1, 1),  # a power of two, k = 1
+        (65, 0, 1, 7),
+        (20, 2, 50, 5),  # shorter than the window
+        (40, 2, 8, 100),  # fewer eligible than k
+        (41, 2, 8, 31),  # the last query is the first with more than k
+        (60, 2, 8, 0),
+        (1, 0, 1, 1),
+    ],
+)
+@pytest.mark.parametrize("coarse", [False, True], ids=["distinct", "ties"])
+def test_shapes(impl, length, sinks, window, topk, coarse):
+    priority = torch.randn(2, 2, length, generator=torch.Generator().manual_seed(0))
+    priority = priority.round() if coarse else priority
+    rank, cutoff = ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl=impl)
+    assert rank.dtype == cutoff.dtype == torch.int32
+    assert (visible_keys(rank, cutoff, sinks, window) == kept_sets(priority, sinks, window, topk)).all()
+    expected = ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl="reference")
+    assert torch.equal(rank, expected[0]) and torch.equal(cutoff, expected[1])
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+def test_several_blocks_and_differences_below_float32(impl):
+    fine = torch.arange(2100, dtype=torch.float64) % 977 * 1e-9 + 1e3  # longer than two blocks of Triton's, with ties
+    priority = torch.stack([fine, torch.randn(2100, generator=torch.Generator().manual_seed(1)).double()])[None]
+    priority[0, 1, ::7] = -torch.inf
+    options = dict(sinks=4, window=40, topk=300)
+    actual, expected = (ops.running_topk(priority, **options, impl=each) for each in (impl, "reference"))
+    assert torch.equal(actual[0], expected[0]) and torch.equal(actual[1], expected[1])
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -7,12 +7,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels.memory import peak_growth
-from kernels.naive import kept_sets, masked_attention
+from kernels.naive import kept_sets, masked_attention, visible_keys
+from kernels.served import INTERPRETED
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.reference import sparse_attention as reference
 from kvpop_vllm.testing import assert_within_budget, eager_runs
 
+IMPL = "triton" if INTERPRETED else "reference"
+F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 SHAPES = {
     "plain": dict(length=150, sinks=3, window=10, topk=20),
     "shorter-than-the-window": dict(length=7, sinks=2, window=10, topk=3),
@@ -22,49 +25,78 @@ SHAPES = {
     "no-sinks": dict(length=65, sinks=0, window=16, topk=9),
     "blocks": dict(length=600, sinks=4, window=32, topk=100),
 }
+if INTERPRETED:
+    SHAPES = {
+        "plain": dict(length=77, sinks=3, window=9, topk=11, group=2, batch=2),
+        "blocks": dict(length=140, sinks=4, window=24, topk=30, group=2),
+        "shorter-than-the-window": dict(length=20, sinks=2, window=50, topk=5, size=32),
+        "fewer-eligible-than-k": dict(length=40, sinks=2, window=8, topk=100),
+        "no-sinks": dict(length=65, sinks=0, window=1, topk=9, group=3),
+    } | {str(size): dict(length=50, sinks=2, window=8, topk=9, size=size) for size in (64, 80, 96, 128)}
+BY_DTYPE = {F32: SHAPES, F16: ["plain", "80"]} if INTERPRETED else dict.fromkeys((F64, F32, BF16), SHAPES)
 
 
-def inputs(length, seed=0, batch=2, heads=2, group=3, size=16, coarse=False, dtype=torch.float64):
+def inputs(
+    length,
+    seed=0,
+    batch=1 if INTERPRETED else 2,
+    heads=2,
+    group=1 if INTERPRETED else 3,
+    size=16,
+    coarse=False,
+    dtype=F64,
+    **_,
+):
     g = torch.Generator().manual_seed(seed)
-    q = torch.randn(batch, heads * group, length, size, generator=g, dtype=torch.float64) * 2
-    k, v = (torch.randn(batch, heads, length, size, generator=g, dtype=torch.float64) for _ in range(2))
+    q = torch.randn(batch, heads * group, length, size, generator=g, dtype=F64) * 2
+    k, v = (torch.randn(batch, heads, length, size, generator=g, dtype=F64) for _ in range(2))
     priority = torch.randn(batch, heads, length, generator=g)
     return *(x.to(dtype).requires_grad_() for x in (q, k, v)), priority.round() if coarse else priority
 
 
-def both(q, k, v, priority, *, sinks, window, topk, length=None, dtype=torch.float64):
-    """Return (out, lse, dq, dk, dv) of the op, of the definition in float64, and of eager runs.
+def check(q, k, v, priority, *, sinks, window, topk, **_):
+    """Compare (out, lse, dq, dk, dv) of the op with those of the definition in float64.
 
-    The op and the eager runs use ``dtype``.
+    The error may be that of eager runs in the dtype of the inputs.
     """
-    scale, visible = q.shape[-1] ** -0.5, kept_sets(priority, sinks, window, topk)
-    rank, cutoff = ops.running_topk(priority, sinks=sinks, window=window, topk=topk)
-    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64).to(dtype)
+    scale, visible, dtype = q.shape[-1] ** -0.5, kept_sets(priority, sinks, window, topk), q.dtype
+    rank, cutoff = ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl="reference")
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(1), dtype=F64).to(dtype)
 
-    def complete(out, lse, *args):
+    def complete(run, *args):
+        out, lse = run(*args)
         return [out, lse, *torch.autograd.grad(out, args, grad.to(out.dtype))]
 
-    out, lse = ops.sparse_attention(q, k, v, rank, cutoff, sinks=sinks, window=window, scale=scale, impl="reference")
-    high = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    return (
-        complete(out, lse, q, k, v),
-        complete(*masked_attention(*high, visible, scale), *high),
-        eager_runs(lambda: complete(*masked_attention(q, k, v, visible, scale), q, k, v)),
-    )
+    def op(*args):
+        return ops.sparse_attention(*args, rank, cutoff, sinks=sinks, window=window, scale=scale, impl=IMPL)
 
+    def definition(*args):
+        return masked_attention(*args, visible, scale)
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
-def test_equals_the_definition(shape, dtype):
-    options = SHAPES[shape]
-    actual, exact, eager = both(*inputs(options["length"], dtype=dtype), **options)
-    assert actual[0].dtype == dtype and actual[1].dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
+    actual = complete(op, q, k, v)
+    exact = complete(definition, *(x.detach().double().requires_grad_() for x in (q, k, v)))
+    assert actual[0].dtype == dtype and actual[1].dtype == (F64 if dtype == F64 else F32)
     assert not actual[1].requires_grad
+    if dtype == F64:
+        for a, e in zip(actual, exact, strict=True):
+            torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-10)
+        return
+    eager = eager_runs(lambda: complete(definition, q, k, v))
     for name, a, e, low in zip(("out", "lse", "dq", "dk", "dv"), actual, exact, eager, strict=True):
-        if dtype == torch.float64:
-            torch.testing.assert_close(a, e, rtol=1e-11, atol=1e-12)
-        else:
-            assert_within_budget(a, e.detach(), low, name=name)
+        assert_within_budget(a, e.detach(), low, name=name)
+
+
+@pytest.mark.parametrize("dtype, shape", [(dtype, shape) for dtype, shapes in BY_DTYPE.items() for shape in shapes])
+def test_equals_the_definition(shape, dtype):
+    check(*inputs(**SHAPES[shape], dtype=dtype), **SHAPES[shape])
+
+
+@pytest.mark.parametrize("coarse", [False, True], ids=["distinct", "ties"])
+def test_positions_before_heads_in_memory(coarse):
+    options = SHAPES["plain"] | {"batch": 1, "length": 77}
+    *tokens, priority = inputs(**options, coarse=coarse, dtype=F32)
+    turned = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tokens)
+    check(*turned, priority, **options)
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
@@ -73,10 +105,7 @@ def test_equals_the_definition(shape, dtype):
     heads=st.integers(1, 3), group=st.integers(1, 3), coarse=st.booleans(), seed=st.integers(0, 9999),
 )  # fmt: skip
 def test_any_shape(length, sinks, window, topk, heads, group, coarse, seed):
-    args = inputs(length, seed, 1, heads, group, 8, coarse)
-    actual, exact, _ = both(*args, sinks=sinks, window=window, topk=topk)
-    for a, e in zip(actual, exact, strict=True):
-        torch.testing.assert_close(a, e, rtol=1e-9, atol=1e-10)
+    check(*inputs(length, seed, 1, heads, group, 8, coarse), sinks=sinks, window=window, topk=topk)
 
 
 def test_gradcheck():
@@ -131,3 +160,54 @@ def test_memory_is_linear():
         out.sum().backward()
 
     assert peak_growth(run) < 1.3 and reference.BLOCK < 2048
+
+
+@pytest.mark.parametrize("length, topk", [(70, 0), (1, 1)])
+def test_queries_that_see_themselves_alone(length, topk):
+    """With k = 0, w = 1, s = 0, dq and dk are zero up to the rounding of two equal sums of D products."""
+    *tokens, priority = inputs(length, batch=1, group=2, dtype=F32)
+    q, k, v = tokens
+    rank, cutoff = ops.running_topk(priority, sinks=0, window=1, topk=topk, impl=IMPL)
+    out, lse = ops.sparse_attention(q, k, v, rank, cutoff, sinks=0, window=1, scale=0.25, impl=IMPL)
+    grad = torch.randn(q.shape, generator=torch.Generator().manual_seed(4))
+    dq, dk, dv = torch.autograd.grad(out, tokens, grad)
+    keys, values = (x.detach().repeat_interleave(2, 1) for x in (k, v))
+    q = q.detach()
+    logits = (0.25 * q.double() * keys.double()).sum(-1)
+    assert_within_budget(lse, logits, eager_runs(lambda: (0.25 * q * keys).sum(-1)), name="lse")
+    assert_within_budget(out, values.double(), values, name="out")
+    exact = grad.double().unflatten(1, (2, 2)).sum(2)
+    assert_within_budget(dv, exact, exact.float(), name="dv")
+    rounding = 2 * 16 * torch.finfo(F32).eps * (grad * values).abs().sum(-1).max()
+    assert dq.abs().max() <= rounding * 0.25 * k.abs().max()
+    assert dk.abs().max() <= 2 * rounding * 0.25 * q.abs().max()
+
+
+class TestTriton:
+    __test__ = INTERPRETED
+
+    def test_blocks_that_nobody_sees_are_not_visited(self):
+        """With the oldest tokens best, the first k stay and later ones are seen in the window only."""
+        from kvpop_vllm.kernels.triton.sparse_attention import _visits
+
+        length, options = 256, dict(sinks=4, window=24, topk=30)
+        *tokens, priority = inputs(length, dtype=F32)
+        priority = -torch.arange(float(length)).expand(1, 2, -1)
+        check(*tokens, priority, **options)
+        rank, cutoff = ops.running_topk(priority, **options, impl="reference")
+        seen = visible_keys(rank, cutoff, 4, 24).unflatten(3, (-1, 16)).unflatten(2, (-1, 32)).any(3).any(-1)[0]
+        for of_queries, blocks in ((True, seen), (False, seen.transpose(1, 2))):
+            counts, lists = _visits(rank, cutoff, 4, 24, 32, 16, of_queries=of_queries)
+            for head, row in torch.cartesian_prod(*map(torch.arange, blocks.shape[:2])).tolist():
+                listed = lists[head, row, : counts[head, row]].tolist()
+                assert listed == sorted(set(listed)) and set(blocks[head, row].nonzero()[:, 0].tolist()) <= set(listed)
+            assert counts.sum() <= 1.2 * blocks.sum() and blocks.sum() < 0.7 * 2 * 72  # 72 pairs are causal
+
+    def test_what_it_does_not_take_is_refused(self):
+        order = torch.zeros(1, 2, 8, dtype=torch.int32)
+        for error, (*tokens, _) in (
+            ("float64: use impl='reference'", inputs(8)),
+            ("up to 128, got 256", inputs(8, size=256, dtype=F32)),
+        ):
+            with pytest.raises(ValueError, match=error):
+                ops.sparse_attention(*tokens, order, order, sinks=1, window=2, scale=1.0, impl="triton")

@@ -1,0 +1,248 @@
+"""Whole requests in pages: any implementation serves them in chunks and decode steps."""
+
+from __future__ import annotations
+
+import os
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import NamedTuple
+
+import torch
+from kernels.factories import given_scores, poisoned_pages
+from kernels.problems import CLOSE, CLOSE_MASS, ExactRun, Problem
+
+from kvpop_vllm import _C
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.retained import held_tokens
+from kvpop_vllm.testing import DisturbedSums, assert_within_budget
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+ISAS = _C.isa_levels()
+IMPLS = ["triton"] if INTERPRETED else ["reference", *ISAS]
+"""Torch and C++ with each instruction set of this machine, or Triton's kernels if they are interpreted."""
+
+
+def use(impl: str) -> str:
+    """Select an implementation, by the name of an instruction set if it is C++, and return its name for ops."""
+    if impl not in ISAS:
+        return impl
+    _C.set_isa(impl)
+    return "cpp"
+
+
+class Served(NamedTuple):
+    """Results of a request.
+
+    Attributes:
+        out: ``[L, Hq, D]``.
+        lse: ``[L, Hq]``.
+        held: by number of tokens seen, the mask ``[H, seen]`` of the tokens held.
+        in_cpp_chunks: ``[L]``, mask of the tokens that came in chunks of the C++ kernel.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor
+    held: dict[int, torch.Tensor]
+    in_cpp_chunks: torch.Tensor
+
+    def after(self, seen: int) -> Served:
+        """Return the results of the tokens from ``seen`` on."""
+        held = {count: tokens for count, tokens in self.held.items() if count > seen}
+        return Served(self.out[seen:], self.lse[seen:], held, self.in_cpp_chunks[seen:])
+
+
+class Pool:
+    """Pages of a problem's requests, which begin with all bytes equal, and the tokens that they have seen."""
+
+    def __init__(self, p: Problem, byte: int = 255):
+        self.p, self.byte, self.seen = p, byte, [0] * p.requests
+        self.pages = poisoned_pages(p.layout, p.num_blocks)
+        self.pages.raw.fill_(byte)
+        self.table, self.budgets = p.table, p.budgets
+
+    def prefix(self, requests: list[int]):
+        """Return the prefixes, or None if all are empty, which tests calls without the argument."""
+        return self.p.prefix(self.pages, requests) if any(map(self.p.protects, requests)) else None
+
+    def begin(self, r: int, count: int, impl: str) -> slice:
+        """Write protected tokens and build the scorer's state, as before a step; return the step's tokens."""
+        p, cut = self.p, slice(self.seen[r], self.seen[r] + count)
+        _, k, v = (x[r][cut] for x in p.texts)
+        p.write(self.pages, [r] * len(k), range(cut.start, cut.start + len(k)), k, v)
+        if p.protects(r) and cut.start <= p.protects(r) < cut.stop:
+            p.begin(self.pages, [r], use(impl))
+        self.seen[r] = cut.stop
+        return cut
+
+    def told(self, r: int, impl: str) -> dict:
+        """Return the arguments of any step; the rule has another window than the requests, whose own counts."""
+        rule = replace(self.p.rule, window=self.p.rule.window + 3)
+        return dict(rule=rule, scale=self.p.scale, impl=use(impl))
+
+    def chunk(self, r: int, count: int, impl: str):
+        """Serve the next tokens of a request in one chunk."""
+        p, cut = self.p, self.begin(r, count, impl)
+        q, k, v = (x[r][cut] for x in p.texts)
+        own = dict(gate_scores=given_scores(p.rule, k), window=int(p.windows[r]), prefix=self.prefix([r]))
+        if p.rule.draws:
+            own["seed"] = int(p.seeds[r])
+        row, budgets = self.table[r], self.budgets[r]
+        return ops.prefill_chunk(q, k, v, self.pages, row, cut.start, budgets, **own, **self.told(r, impl))
+
+    def decode(self, requests: list[int], impl: str):
+        """Advance these requests by one token each, in one step."""
+        p, at = self.p, [self.begin(r, 1, impl).start for r in requests]
+        q, k, v = (torch.stack([x[r][t] for r, t in zip(requests, at, strict=True)]) for x in p.texts)
+        own = dict(gate_scores=given_scores(p.rule, k), windows=p.windows[requests], prefix=self.prefix(requests))
+        if p.rule.draws:
+            own["seeds"] = p.seeds[requests]
+        where = self.pages, self.table[requests], torch.tensor(at), self.budgets[requests]
+        return ops.decode_step(q, k, v, *where, **own, **self.told(requests[0], impl))
+
+    def held(self, r: int) -> torch.Tensor:
+        """Return the mask of retained tokens, ``[H, seen]``."""
+        p, rule = self.p, replace(self.p.rule, window=int(self.p.windows[r]))
+        return held_tokens(self.pages, self.table[r], self.seen[r], rule, self.budgets[r], p.protects(r))
+
+    def serve(self, chunks: list[int], impl: str, r: int = 0) -> Served:
+        """Serve the rest of a request in ``chunks``, where 0 is a decode step and the last entry is repeated."""
+        rows, held, in_cpp_chunks, i = [], {}, [], 0
+        while (left := self.p.length - self.seen[r]) > 0:
+            count = min(chunks[min(i, len(chunks) - 1)], left)
+            rows.append(self.chunk(r, count, impl) if count else self.decode([r], impl))
+            held[self.seen[r]] = self.held(r)
+            in_cpp_chunks += [bool(count) and use(impl) == "cpp"] * len(rows[-1][0])
+            i += 1
+        assert (self.pages.raw[self.p.foreign()] == self.byte).all(), "foreign blocks have changed"
+        out, lse = (torch.cat(x) for x in zip(*rows, strict=True))
+        return Served(out, lse, held, torch.tensor(in_cpp_chunks))
+
+
+def serve(p: Problem, chunks: list[int], impl: str = "reference") -> Served:
+    """Serve the first request of a problem in pages of its own, see :meth:`Pool.serve`."""
+    return Pool(p).serve(chunks, impl)
+
+
+def check_same(actual: Served, expected: Served, atol: float = 2e-5) -> None:
+    """Check that two ways of serving hold the same tokens, and give the same up to rounding."""
+    common = actual.held.keys() & expected.held.keys()
+    assert common and all(torch.equal(actual.held[seen], expected.held[seen]) for seen in common)
+    for a, b in zip(actual[:2], expected[:2], strict=True):
+        assert a.isfinite().all()
+        torch.testing.assert_close(a.float(), b.float(), rtol=0, atol=atol)
+
+
+def check_exact(p: Problem, exact: ExactRun, eager, found: Served) -> None:
+    """Check that retained tokens are exact and outputs and log-sum-exps within their error budgets.
+
+    Outputs are within their roundings (:func:`check_roundings`). In bfloat16 the log-sum-exps of tokens in
+    chunks of the C++ kernel may be off by up to 2^-13.
+    """
+    out, lse, held, fast = found
+    for seen, tokens in held.items():
+        assert torch.equal(tokens, exact.held[:, seen - 1, :seen]), f"after {seen} tokens"
+    check_roundings(p.dtype, out, exact.out, exact.magnitude)
+    if p.dtype == torch.bfloat16 and fast.any():
+        assert (lse[fast].double() - exact.lse[fast]).abs().max() <= 2.0**-13
+        lse = torch.where(fast.unsqueeze(1), exact.lse.float(), lse)
+    assert_within_budget(lse, exact.lse, eager, name="lse")
+
+
+def check_roundings(dtype, out, wide, magnitude) -> None:
+    """Check each output against its rounding error.
+
+    Weights rounded to the cache's dtype move it by a share of the values' magnitudes (half a unit of each
+    weight, and not in their sum), and its own rounding by the same share of itself. Float32 sums and the
+    approximated exponential move it by less than 2^-19. The smallest weights in float16, of up to 300 tokens,
+    are wrong by up to 2^-25.
+    """
+    unit = {torch.float32: 2.0**-19, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-10}[dtype]
+    smallest = 1e-6 if dtype != torch.float16 else 300 * 5 * 2.0**-25
+    error = (out.double() - wide).abs()
+    assert (error <= unit * (magnitude + wide.abs()) + smallest).all(), float(error.max())
+
+
+def flat(tensors) -> torch.Tensor:
+    return torch.cat([t.flatten() for t in tensors])
+
+
+class Lockstep:
+    """Requests that implementations, the reference and the float64 loops follow token by token.
+
+    Request r begins with ``starts[r]`` steps of the reference; the pages of the others begin as its pages
+    then. From there on the reference's sums are disturbed.
+    """
+
+    def __init__(self, p: Problem, impls: list[str], starts: tuple[int, ...] = ()):
+        self.p, self.positions, self.roundings = p, [0] * p.requests, nullcontext()
+        self.loops = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
+        self.pages = {"reference": poisoned_pages(p.layout, p.num_blocks)}
+        for r, start in enumerate(starts):
+            for _ in range(start):
+                self.step([r])
+        begun = self.pages["reference"].raw
+        self.pages |= {impl: p.layout.view(begun.clone()) for impl in impls}
+        self.roundings, self.found = DisturbedSums(0), {name: [] for name in ("exact", *self.pages)}
+
+    def step(self, active: list[int]) -> float | None:
+        """Advance requests by one token and check the tokens that each implementation holds.
+
+        Returns:
+            None, or the margin of a decision so close that an implementation may have decided otherwise. The
+            requests cannot be followed any further then.
+        """
+        p, now = self.p, [self.positions[r] for r in active]
+        inputs, outcomes = p.inputs(active), {}
+        for name, pages in self.pages.items():
+            with self.roundings if name == "reference" else nullcontext():
+                outcomes[name] = p.run(pages, active, now, *inputs, use(name))
+        *outcomes["exact"], margins = p.exact_step(self.loops, active, now, *inputs)
+        for (r, h), margin in margins.items():
+            at = self.positions[r]
+            expected = self.loops[r][h].long_range(at).keys()
+            wrong = {name for name, pages in self.pages.items() if p.long_range(pages, r, h, at).keys() != expected}
+            if wrong:
+                least = CLOSE_MASS if p.rule.coupled else CLOSE
+                assert margin < least, f"{wrong} retained other tokens at {at}, margin {margin}"
+                return margin
+        for r in active:
+            self.positions[r] += 1
+        if isinstance(self.roundings, DisturbedSums):
+            for name, outcome in outcomes.items():
+                self.found[name].append(outcome)
+        return None
+
+    def check(self) -> int:
+        """Check outputs, log-sum-exps, scores and foreign blocks of all steps since the start.
+
+        Returns:
+            Number of scores that were compared.
+        """
+        p, exact, foreign = self.p, self.found["exact"], self.p.foreign()
+        impls = [name for name in self.pages if name != "reference"]
+        for name in impls:
+            assert torch.equal(self.seen(name), self.seen("reference"))
+            assert (self.pages[name].raw[foreign] == 255).all()
+            for (out, _), (wide, _, magnitude) in zip(self.found[name], exact, strict=True):
+                check_roundings(p.dtype, out, wide, magnitude)
+            for i, what in enumerate(("out", "lse") if exact else ()):
+                of = {each: flat(found[i] for found in self.found[each]) for each in (name, "exact", "reference")}
+                assert of[name].dtype == of["reference"].dtype
+                assert_within_budget(of[name], of["exact"], of["reference"], name=f"{name} {what}")
+        scores = {name: [] for name in self.found}
+        for r, h in ((r, h) for r in range(p.requests) for h in range(p.heads)):
+            wide = self.loops[r][h].long_range(self.positions[r] - 1)
+            held = {name: p.long_range(pages, r, h, self.positions[r] - 1) for name, pages in self.pages.items()}
+            if all(found.keys() == wide.keys() for found in held.values()):  # else a close decision
+                for name, found in (held | {"exact": wide}).items():
+                    scores[name] += [found[t] for t in wide]
+        for name in impls if scores["exact"] else ():
+            wide = torch.tensor(scores["exact"], dtype=torch.float64)
+            eager = torch.tensor(scores["reference"])
+            assert_within_budget(torch.tensor(scores[name]), wide, eager, name=f"{name} score")
+        return len(scores["exact"])
+
+    def seen(self, name: str) -> torch.Tensor:
+        """Return the numbers of tokens seen, ``[R, H]``, as the pages say."""
+        rows, pages = self.p.table[:, :, self.p.layout.state_blocks].long(), self.pages[name]
+        return pages.position[rows, torch.arange(self.p.heads), 0]
