@@ -23,10 +23,10 @@ OLDEST_TRITON := build/triton-3.6
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel model demo serve test test-all nightly sanitize lint format bench policies peers gpu oldest-triton clean
+.PHONY: help setup wheel model demo serve test test-all nightly sanitize mutations lint format bench policies peers gpu oldest-triton clean
 
 help:
-	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | sanitize | lint | format | bench | policies | peers | gpu | oldest-triton | clean"
+	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | sanitize | mutations | lint | format | bench | policies | peers | gpu | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
@@ -73,6 +73,10 @@ test test-all: model
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(QUICK) tests $(PYTEST_ARGS)
 
 nightly: test-all oldest-triton
+
+# Plants faults, and fails where no test finds one. MUTATIONS: words that files or faults must contain.
+mutations: setup
+	@$(BIN)/python tests/mutations.py $(MUTATIONS)
 
 $(SANITIZED): $(SOURCES) setup.py $(PACKAGE)
 	@mkdir -p $(@D)

@@ -158,12 +158,12 @@ def test_most_blocks_of_unequal_shares(protect):
 def test_bytes_of_a_protected_request():
     """A protected request with 3 heads, D = 64, bfloat16 and 30 layers has the bytes counted by hand.
 
-    Its 700 protected tokens take 11 blocks. Then come a state block and 1,020 slots for the other 4,300
-    tokens.
+    Its 700 protected tokens take 11 blocks. Then come a state block and 1,024 slots for the other 4,300
+    tokens; sinks would need one more block.
     """
-    layout, kept = PageLayout(3, 64, torch.bfloat16, 64, state_floats=64 * 64 + 64 + 1), Retention(1024, 4, 64)
+    layout, kept = PageLayout(3, 64, torch.bfloat16, 64, state_floats=64 * 64 + 64 + 1), Retention(1028, 4, 64)
     found = request_bytes(layout, 30, 5000, kept, protected=700)
-    assert (found.canonical, found.blocks) == ((700 + 1020) * 256 * 90, 11 + 1 + 16)
+    assert (found.canonical, found.blocks) == ((700 + 1024) * 256 * 90, 11 + 1 + 16)
     assert found.allocated == 28 * 64 * 264 * 90
     whole = request_bytes(layout, 30, 700, kept, protected=900)
     assert (whole.canonical, whole.blocks) == (700 * 256 * 90, 11)
