@@ -17,8 +17,8 @@ from .oracle import (
     derived_margin_bound,
     margin_bound,
 )
-from .oracle_coupled import corrected_attention, retained_by_attention
-from .oracle_policy import LayerDecisions, OraclePolicy, masked_attention, masked_lse
+from .oracle_coupled import corrected_attention, masked_attention, masked_lse, retained_by_attention
+from .oracle_policy import LayerDecisions, OraclePolicy
 from .oracle_scores import log_gamma, raw_scores, read_scorer
 from .oracle_sets import (
     decision_margins,

@@ -1,15 +1,12 @@
-"""Policies that rank tokens by the attention they received; part of the naive oracle.
-
-The retained set of a query depends on the attention of earlier queries, so queries are processed one by one.
-"""
+"""Attention under masks, and policies that rank tokens by the attention they received; part of the naive oracle."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import torch
 
+from .oracle_online import Decisions, Rank, retained_by_ranking
 from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL
 
 
@@ -27,12 +24,10 @@ def moments(key: torch.Tensor, value: torch.Tensor) -> tuple[int, torch.Tensor, 
     return len(key), key_mean, value_mean, (value - value_mean).T @ (key - key_mean) / len(key)
 
 
-def corrected_attention(
+def masked_attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
 ) -> torch.Tensor:
-    """Return softmax attention under a mask, corrected by the moments of the evicted tokens.
-
-    Those are the earlier tokens that a query does not see. Source: MomentKV, eq. 12.
+    """Return dense softmax attention under a boolean mask.
 
     Args:
         query: ``[H * G, S, D]``.
@@ -43,24 +38,76 @@ def corrected_attention(
     Returns:
         ``[S, H * G * D]``.
     """
+    weights = _masked_logits(query, key, visible).softmax(-1)
+    mixed = weights @ value.repeat_interleave(len(query) // len(key), dim=0)
+    return mixed.transpose(0, 1).reshape(query.shape[1], -1)
+
+
+def masked_lse(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    """Return the log-sum-exp of each query's logits over the tokens it sees, ``[S, H * G]``.
+
+    Arguments are those of :func:`masked_attention`.
+    """
+    return _masked_logits(query, key, visible).logsumexp(-1).T
+
+
+def _masked_logits(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
+    group = query.shape[0] // key.shape[0]
+    key, visible = (t.repeat_interleave(group, dim=0) for t in (key, visible))
+    logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
+    return logits.masked_fill(~visible, -math.inf)
+
+
+def corrected_attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
+) -> torch.Tensor:
+    """Return :func:`masked_attention` corrected by the moments of the evicted tokens.
+
+    Those are the earlier tokens that a query does not see. Source: MomentKV, eq. 12.
+    """
     (heads, length, size), group = key.shape, len(query) // len(key)
     scale = 1 / math.sqrt(size)
-    out = torch.empty(length, len(query), size, dtype=query.dtype)
+    out, mass = masked_attention(query, key, value, visible), masked_lse(query, key, visible)
     for h in range(heads):
+        rows = slice(h * group, (h + 1) * group)
         for q in range(length):
-            own, seen = query[h * group : (h + 1) * group, q], visible[h, q]
-            logits = own @ key[h, seen].T * scale
-            retained, mass = logits.softmax(-1) @ value[h, seen], logits.logsumexp(-1)
-            gone = ~seen
+            gone = ~visible[h, q]
             gone[q + 1 :] = False
             if gone.any():
                 count, key_mean, value_mean, covariance = moments(key[h, gone], value[h, gone])
-                evicted = value_mean + scale * own @ covariance.T
-                evicted_mass = math.log(count) + scale * own @ key_mean
-                both = torch.stack([mass, evicted_mass]).softmax(0).unsqueeze(-1)
-                retained = both[0] * retained + both[1] * evicted
-            out[q, h * group : (h + 1) * group] = retained
-    return out.flatten(1)
+                evicted = value_mean + scale * query[rows, q] @ covariance.T
+                evicted_mass = math.log(count) + scale * query[rows, q] @ key_mean
+                both = torch.stack([mass[q, rows], evicted_mass]).softmax(0).unsqueeze(-1)
+                retained = out[q].view(-1, size)[rows]
+                retained.copy_(both[0] * retained + both[1] * evicted)
+    return out
+
+
+class Masses:
+    """Attention masses of one KV head's tokens, as :class:`Ranking`."""
+
+    def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: str) -> None:
+        """Begin without any mass; ``query [G, S, D]``, ``key [S, D]`` and ``value [S, D]`` are the head's."""
+        self.query, self.key, self.value, self.how = query, key, value, how
+        self.total = self.newest = torch.zeros(len(key), dtype=key.dtype)
+
+    def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
+        """Return the scores of MEAN_MASS, NEWEST_MASS or MOMENT_RESIDUAL."""
+        mass = {t: float(self.total[t] / (q - t) if self.how == MEAN_MASS else self.newest[t]) for t in candidates}
+        if self.how == MOMENT_RESIDUAL:
+            there = torch.zeros(q, dtype=torch.bool)
+            there[seen] = True
+            novelty = _residuals(self.key[:q], self.value[:q], there)
+            mass = {t: own * float(novelty[t]) for t, own in mass.items()}
+        return {t: (0, own) for t, own in mass.items()}
+
+    def attend(self, q: int, seen: list[int], kept: set[int]) -> float:
+        """Add the masses that the query gives, and return no bound."""
+        logits = self.query[:, q] @ self.key[seen].T / math.sqrt(self.key.shape[1])
+        self.newest = torch.zeros_like(self.newest)
+        self.newest[seen] = logits.softmax(-1).mean(0)
+        self.total = self.total + self.newest
+        return math.inf
 
 
 def retained_by_attention(
@@ -68,12 +115,9 @@ def retained_by_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     how: str,
-    sinks: int,
-    window: int,
-    topk: int,
-    forced: torch.Tensor | None = None,
-    bias: Sequence[tuple[int, int, float]] = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    *shape: int,
+    **more: object,
+) -> Decisions:
     """Return the retained sets of the online rule with scores from attention mass.
 
     The mass of a token from a query is its softmax weight over the tokens that the query sees, averaged over
@@ -86,68 +130,12 @@ def retained_by_attention(
         key: ``[H, S, D]``.
         value: ``[H, S, D]``.
         how: NEWEST_MASS, MEAN_MASS or MOMENT_RESIDUAL.
-        sinks: ``s``.
-        window: ``w``.
-        topk: ``k``.
-        forced: as in :meth:`OraclePolicy.decide`.
-        bias: as in :meth:`OraclePolicy.decide`.
-
-    Returns:
-        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`LayerDecisions`.
-
-    Raises:
-        ValueError: the forced sets cannot result from this budget.
+        shape: sinks, ``w`` and ``k``.
+        more: arguments of :func:`retained_by_ranking` by name.
     """
-    heads, length, size = key.shape
-    group = len(query) // heads
-    visible = torch.zeros(heads, length, length, dtype=torch.bool)
-    margins = torch.full((heads, length), math.inf, dtype=torch.float64)
-    scores = torch.full((heads, length, 2), math.nan, dtype=key.dtype)
-    lost_best = torch.full((heads, length), -1)
-    for h in range(heads):
-        more = {token: by for head, token, by in bias if head == h}
-        total, newest = torch.zeros(length, dtype=key.dtype), torch.zeros(length, dtype=key.dtype)
-        kept: set[int] = set()
-        for q in range(length):
-            candidates = kept | ({q - window} if q - window >= sinks else set())
-            surplus = max(0, len(candidates) - topk)
-            rank = {t: float(total[t] / (q - t) if how == MEAN_MASS else newest[t]) for t in candidates}
-            if surplus and how == MOMENT_RESIDUAL:
-                rank = _with_novelty(rank, key[h, :q], value[h, :q], visible[h, q - 1, :q])
-            if forced is None:
-                worst_first = sorted(candidates, key=lambda t: (rank[t] + more.get(t, 0.0), t))
-                lost = set(worst_first[:surplus])
-            else:
-                lost = candidates - set(torch.nonzero(forced[h, q]).flatten().tolist())
-                if len(lost) != surplus:
-                    raise ValueError(f"head {h}, query {q}: {len(lost)} tokens are lost, {surplus} must be")
-            kept = candidates - lost
-            if lost:
-                best = max(lost, key=lambda t: rank[t])
-                lost_best[h, q] = best
-            if lost and kept:
-                worst = min(rank[t] for t in kept)
-                margins[h, q] = worst - rank[best]
-                scores[h, q] = torch.tensor([rank[best], worst], dtype=key.dtype)
-            seen = sorted(kept | {t for t in range(q + 1) if t < sinks or t > q - window})
-            if forced is not None and seen != torch.nonzero(forced[h, q]).flatten().tolist():
-                raise ValueError(
-                    f"head {h}, query {q}: these sets see other tokens than sinks, window and what was kept"
-                )
-            visible[h, q, seen] = True
-            logits = query[h * group : (h + 1) * group, q] @ key[h, seen].T / math.sqrt(size)
-            newest = torch.zeros_like(newest)
-            newest[seen] = logits.softmax(-1).mean(0)
-            total = total + newest
-    return visible, margins, scores, lost_best
-
-
-def _with_novelty(
-    rank: dict[int, float], key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor
-) -> dict[int, float]:
-    """Return each token's mass times its residual."""
-    novelty = _residuals(key, value, seen)
-    return {t: mass * float(novelty[t]) for t, mass in rank.items()}
+    heads = zip(query.unflatten(0, (len(key), -1)), key, value, strict=True)
+    rankings = [Masses(*head, how) for head in heads]
+    return retained_by_ranking(rankings, key.shape[1], key.dtype, *shape, **more)
 
 
 def _residuals(key: torch.Tensor, value: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:

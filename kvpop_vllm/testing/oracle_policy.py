@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from .oracle_coupled import corrected_attention, retained_by_attention
+from .oracle_coupled import corrected_attention, masked_attention, retained_by_attention
 from .oracle_random import retained_by_draws
 from .oracle_rounds import REDUNDANCY, SAMPLED_MASS, retained_by_rounds
 from .oracle_scores import (
@@ -26,40 +26,6 @@ from .oracle_scores import (
 )
 from .oracle_sets import best_lost, decision_margins, retained_sets
 from .oracle_votes import divided_slots, held_until, vote_scores
-
-
-def masked_attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, visible: torch.Tensor
-) -> torch.Tensor:
-    """Return dense softmax attention under a boolean mask.
-
-    Args:
-        query: ``[H * G, S, D]``.
-        key: ``[H, S, D]``.
-        value: ``[H, S, D]``.
-        visible: ``[H, S, S]``.
-
-    Returns:
-        ``[S, H * G * D]``.
-    """
-    weights = _masked_logits(query, key, visible).softmax(-1)
-    mixed = weights @ value.repeat_interleave(len(query) // len(key), dim=0)
-    return mixed.transpose(0, 1).reshape(query.shape[1], -1)
-
-
-def masked_lse(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    """Return the log-sum-exp of each query's logits over the tokens it sees, ``[S, H * G]``.
-
-    Arguments are those of :func:`masked_attention`.
-    """
-    return _masked_logits(query, key, visible).logsumexp(-1).T
-
-
-def _masked_logits(query: torch.Tensor, key: torch.Tensor, visible: torch.Tensor) -> torch.Tensor:
-    group = query.shape[0] // key.shape[0]
-    key, visible = (t.repeat_interleave(group, dim=0) for t in (key, visible))
-    logits = query @ key.transpose(1, 2) / math.sqrt(query.shape[-1])
-    return logits.masked_fill(~visible, -math.inf)
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,12 +181,14 @@ class OraclePolicy:
         if self.scorer in (NEWEST_MASS, MEAN_MASS, MOMENT_RESIDUAL):
             if self.step != 1 or self.log_gamma is not None:
                 raise ValueError("the oracle knows no decay of attention masses")
-            return LayerDecisions(*retained_by_attention(query, key, value, self.scorer, *shape, forced, bias))
+            own = query, key, value, self.scorer, *shape
+            return LayerDecisions(*retained_by_attention(*own, forced=forced, bias=bias))
         if self.scorer == RANDOM_DRAW:
-            return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced))
+            return LayerDecisions(*retained_by_draws(layer, *key.shape[:2], self.seeds, *shape, forced=forced))
         if self.scorer in (SAMPLED_MASS, REDUNDANCY):
             where = layer, self.seeds, self.protect, self.sinks, self.window, topk
-            return LayerDecisions(*retained_by_rounds(query, key, value, self.scorer, *where, forced, bias))
+            own = query, key, value, self.scorer, *where
+            return LayerDecisions(*retained_by_rounds(*own, forced=forced, bias=bias))
         begins = max(0, self.protect - self.replay)
         if self.scorer == PROMPT_VOTES:
             scores = vote_scores(query, key, self.prompt, self.window)

@@ -6,6 +6,8 @@ import math
 
 import torch
 
+from .oracle_online import Decisions, Rank, retained_by_ranking
+
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
@@ -28,43 +30,35 @@ def draw(seeds: tuple[int, int], layer: int, head: int, q: int, t: int) -> int:
     return _mix(_mix(key + q) + t * _GOLDEN) >> 11
 
 
+class Draws:
+    """Draws of one KV head, as :class:`Ranking`."""
+
+    def __init__(self, layer: int, head: int, seeds: tuple[int, int]) -> None:
+        """Keep what the draws depend on."""
+        self.place = seeds, layer, head
+
+    def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
+        """Return the draws for the eviction at ``q``."""
+        return {t: (0, draw(*self.place, q, t)) for t in candidates}
+
+    def attend(self, q: int, seen: list[int], kept: set[int]) -> float:
+        """Return no bound, because attention does not matter."""
+        return math.inf
+
+
 def retained_by_draws(
-    layer: int,
-    heads: int,
-    length: int,
-    seeds: tuple[int, int],
-    sinks: int,
-    window: int,
-    topk: int,
-    forced: torch.Tensor | None = None,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    layer: int, heads: int, length: int, seeds: tuple[int, int], *shape: int, forced: torch.Tensor | None = None
+) -> Decisions:
     """Return the retained sets of the online rule in which the token with the lowest draw is evicted.
 
-    Of equal draws the older token is evicted. Draws are integers, so that there are no near-ties: forced sets
-    must equal the sets of this rule.
-
-    Returns:
-        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`LayerDecisions`; a margin is at least 1.
+    ``shape`` is sinks, ``w`` and ``k``. Draws are integers, so that there are no near-ties: forced sets must
+    equal the sets of this rule.
 
     Raises:
         ValueError: the forced sets differ.
     """
-    visible = torch.zeros(heads, length, length, dtype=torch.bool)
-    margins = torch.full((heads, length), math.inf, dtype=torch.float64)
-    lost = torch.full((heads, length), -1)
-    for h in range(heads):
-        kept: list[int] = []
-        for q in range(length):
-            if q - window >= sinks:
-                kept.append(q - window)
-            if len(kept) > topk:
-                drawn = sorted((draw(seeds, layer, h, q, t), t) for t in kept)
-                lost[h, q] = drawn[0][1]
-                kept.remove(drawn[0][1])
-                if kept:
-                    margins[h, q] = drawn[1][0] - drawn[0][0]
-            visible[h, q, [t for t in range(q + 1) if t < sinks or t > q - window]] = True
-            visible[h, q, kept] = True
-    if forced is not None and not torch.equal(forced, visible):
+    rankings = [Draws(layer, h, seeds) for h in range(heads)]
+    found = retained_by_ranking(rankings, length, torch.float64, *shape)
+    if forced is not None and not torch.equal(forced, found[0]):
         raise ValueError(f"layer {layer}: these are not the sets that were drawn")
-    return visible, margins, torch.full((heads, length), math.nan), lost
+    return found

@@ -7,17 +7,17 @@ VaSE (arXiv 2606.03928), R-KV (arXiv 2505.24133).
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 
+from .oracle_online import NEW, Decisions, Rank, retained_by_ranking
 from .oracle_random import draw
 
 SAMPLED_MASS, REDUNDANCY = "sampled mass", "redundancy"
 _EVERY = {SAMPLED_MASS: 64, REDUNDANCY: 128}
 _QUERIES = {SAMPLED_MASS: 64, REDUNDANCY: 8}
-_DRAWN, _LARGE, _NEW = 0, 1, 2
+_DRAWN, _LARGE = 0, 1
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,29 @@ def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int,
     return {t: (_DRAWN, value[i]) for i, t in enumerate(seen) if i >= sinks}, closest
 
 
+class Rounds:
+    """Ranks of the last round of one KV head, as :class:`Ranking`; later tokens rank above all others."""
+
+    def __init__(self, head: Head, how: str, sinks: int, window: int, topk: int) -> None:
+        """Keep the head, the number of ranked sinks and the budget."""
+        self.head, self.sinks, self.window = head, sinks, window
+        self.every, self.queries = min(_EVERY[how], max(1, topk // 2)), min(_QUERIES[how], window)
+        self.rule = {SAMPLED_MASS: sampled_mass, REDUNDANCY: redundancy}[how]
+        self.rank: dict[int, Rank] = {}
+
+    def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
+        """Return the ranks of the last round."""
+        return {t: self.rank.get(t, (NEW, 0.0)) for t in candidates}
+
+    def attend(self, q: int, seen: list[int], kept: set[int]) -> float:
+        """Run a round if it is due, and return its margin."""
+        if (q + 1) % self.every or not kept:
+            return math.inf
+        tokens = [*range(self.sinks), *sorted(kept)]
+        self.rank, apart = self.rule(self.head, q, tokens, self.sinks, self.queries, self.window)
+        return apart
+
+
 def retained_by_rounds(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -108,9 +131,8 @@ def retained_by_rounds(
     sinks: int,
     window: int,
     topk: int,
-    forced: torch.Tensor | None = None,
-    bias: Sequence[tuple[int, int, float]] = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    **more: object,
+) -> Decisions:
     """Return the retained sets of a rule whose scores are recomputed in rounds.
 
     After every m tokens, all tokens before the window are ranked. Until the next round the lowest-ranked
@@ -128,58 +150,9 @@ def retained_by_rounds(
             ranked.
         window: ``w``.
         topk: ``k``.
-        forced: as in :meth:`OraclePolicy.decide`.
-        bias: as in :meth:`OraclePolicy.decide`.
-
-    Returns:
-        ``visible``, ``margins``, ``scores``, ``lost`` of :class:`LayerDecisions`, scores as in
-        :func:`retained_by_attention`.
-
-    Raises:
-        ValueError: the forced sets cannot result from this budget.
+        more: ``forced`` and ``bias`` of :func:`retained_by_ranking`.
     """
-    heads, length, _ = key.shape
-    group, stay, sinks = len(query) // heads, protect or sinks, 0 if protect else sinks
-    every, rule = min(_EVERY[how], max(1, topk // 2)), {SAMPLED_MASS: sampled_mass, REDUNDANCY: redundancy}[how]
-    visible = torch.zeros(heads, length, length, dtype=torch.bool)
-    margins = torch.full((heads, length), math.inf, dtype=torch.float64)
-    scores = torch.full((heads, length, 2), math.nan, dtype=key.dtype)
-    lost = torch.full((heads, length), -1)
-    for h in range(heads):
-        head = Head(query[h * group : (h + 1) * group], key[h], value[h], (seeds, layer, h))
-        more = {token: by for at, token, by in bias if at == h}
-        kept: list[int] = []
-        rank: dict[int, tuple[int, float]] = {}
-        for q in range(length):
-            if q - window >= stay:
-                kept.append(q - window)
-            if len(kept) > topk:
-                order = sorted(kept, key=lambda t: (*_nudged(rank.get(t, (_NEW, 0.0)), more.get(t, 0.0)), t))
-                gone = order[0]
-                if forced is not None:
-                    (gone, *others) = [t for t in kept if not forced[h, q, t]] or [None]
-                    if others or gone is None:
-                        raise ValueError(f"head {h}, query {q}: one token must leave")
-                kept.remove(gone)
-                lost[h, q] = gone
-                mine, least = (
-                    rank.get(t, (_NEW, 0.0)) for t in (gone, min(kept, key=lambda t: rank.get(t, (_NEW, 0.0))))
-                )
-                if kept and mine[0] == least[0] != _NEW:
-                    scores[h, q] = torch.tensor([mine[1], least[1]])
-                    margins[h, q] = min(float(margins[h, q]), least[1] - mine[1])
-            seen = sorted({*range(min(stay, q + 1)), *range(max(0, q - window + 1), q + 1), *kept})
-            if forced is not None and seen != torch.nonzero(forced[h, q]).flatten().tolist():
-                raise ValueError(
-                    f"head {h}, query {q}: these sets see other tokens than what stays, window and what was kept"
-                )
-            visible[h, q, seen] = True
-            if (q + 1) % every == 0 and kept:
-                candidates = [*range(sinks), *sorted(kept)]
-                rank, apart = rule(head, q, candidates, sinks, min(_QUERIES[how], window), window)
-                margins[h, q + 1 : q + 2] = apart
-    return visible, margins, scores, lost
-
-
-def _nudged(rank: tuple[int, float], by: float) -> tuple[int, float]:
-    return rank[0], rank[1] + by
+    heads, ranked = query.unflatten(0, (len(key), -1)), 0 if protect else sinks
+    parts = enumerate(zip(heads, key, value, strict=True))
+    rankings = [Rounds(Head(*part, (seeds, layer, h)), how, ranked, window, topk) for h, part in parts]
+    return retained_by_ranking(rankings, key.shape[1], key.dtype, protect or sinks, window, topk, **more)

@@ -41,3 +41,27 @@ def future_mass(q, k, lse, window, scale, lookahead):
     age = t.unsqueeze(1) - t
     last = q.shape[2] if lookahead is None else window + lookahead
     return logits.masked_fill((age < window) | (age > last), -torch.inf).logsumexp(-2)
+
+
+def recurrence(q, k, v, igate, fgate, delay, start=None, round_state=None):
+    """Return readouts of u at u + delay, zero beyond the end, and the last C and z, unstabilised.
+
+    Args:
+        start: state to continue from.
+        round_state: dtype that the state is rounded to after each token.
+    """
+    c, z, m = (0.0, 0.0, None) if start is None else (x.to(q) for x in start)
+    if m is not None:
+        c, z = c * m.exp()[..., None, None], z * m.exp()[..., None]
+    h = [torch.zeros_like(v[:, :, 0])] * k.shape[2]
+    for t in range(k.shape[2]):
+        f, i = torch.sigmoid(fgate[..., t, None]), torch.exp(igate[..., t, None])
+        c = f[..., None] * c + (i * k[..., t, :])[..., None] * v[..., t, None, :]
+        z = f * z + i * k[..., t, :]
+        if round_state is not None:
+            c, z = (x.to(round_state).to(q.dtype) for x in (c, z))
+        if t >= delay:
+            u = q[..., t - delay, :]
+            h[t - delay] = torch.einsum("bhf,bhfv->bhv", u, c) / ((u * z).sum(-1, keepdim=True) + 1e-6)
+    nothing = 0 * (q.sum() + k.sum() + v.sum() + igate.sum() + fgate.sum())  # a graph even if nothing is read
+    return torch.stack(h, 2) + nothing, c, z

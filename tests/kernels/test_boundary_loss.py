@@ -18,6 +18,12 @@ FIRST = SINKS + WINDOW + TOPK
 OPTIONS = dict(sinks=SINKS, window=WINDOW, topk=TOPK, tau=0.7)
 
 
+def loss_of(pred, target, log_gamma, **changes):
+    """Return the loss with default options, at a few random positions."""
+    options = dict(step=1, samples=4, margin=None, balance=None) | OPTIONS | changes
+    return ops.boundary_loss(pred, target, log_gamma, **options)
+
+
 def inputs(seed=0, ties=False, dtype=torch.float64, length=S):
     g = torch.Generator().manual_seed(seed)
     pred, target = (torch.randn(2, 2, length, generator=g, dtype=dtype) * 2 for _ in range(2))
@@ -35,9 +41,7 @@ def test_the_first_decision_compares_with_a_token_that_was_there():
         g = torch.Generator().manual_seed(seed)
         pred = torch.zeros(1, 1, 30, requires_grad=True)
         target, q = torch.randn(1, 1, 30, generator=g), torch.tensor([[[sinks + window + topk]]])
-        loss = ops.boundary_loss(
-            pred, target, torch.zeros(1), sinks=sinks, window=window, topk=topk, step=1, tau=1.0, samples=q, margin=None, balance=None
-        )  # fmt: skip
+        loss = loss_of(pred, target, torch.zeros(1), sinks=sinks, window=window, topk=topk, tau=1.0, samples=q)
         (grad,) = torch.autograd.grad(loss, pred)
         touched = grad[0, 0].nonzero().flatten().tolist()
         scores = {t: float(target[0, 0, t]) for t in (1, 2, 3)}
@@ -105,9 +109,7 @@ def naive(pred, target, log_gamma, positions, step, margin, balance, roles=(SINK
 def test_equals_the_definition(step, margin, balance, ties):
     pred, target, log_gamma = inputs(step, ties)
     positions = list(range(FIRST, S, 4))
-    loss = ops.boundary_loss(
-        pred, target, log_gamma, step=step, samples=torch.tensor(positions), margin=margin, balance=balance, **OPTIONS
-    )
+    loss = loss_of(pred, target, log_gamma, step=step, samples=torch.tensor(positions), margin=margin, balance=balance)
     expected = naive(pred, target, log_gamma, positions, step, margin, balance)
     torch.testing.assert_close(loss, expected)
     for a, e in zip(*(torch.autograd.grad(x, (pred, log_gamma)) for x in (loss, expected)), strict=True):
@@ -130,10 +132,9 @@ def test_any_shape(length, sinks, window, topk, step, ties, weighted, seed):
     pred, target, log_gamma = inputs(seed, ties, length=length)
     margin, balance = ((0.2, 1.0), (0.2, 5.0)) if weighted else (None, None)
     positions = list(range(sinks + window + topk, length)) if topk else []
-    loss = ops.boundary_loss(
-        pred, target, log_gamma, sinks=sinks, window=window, topk=topk, step=step, tau=0.7, margin=margin, balance=balance,
-        samples=torch.tensor(positions) if positions else 5,
-    )  # fmt: skip
+    samples = torch.tensor(positions) if positions else 5
+    options = dict(sinks=sinks, window=window, topk=topk, step=step, samples=samples)
+    loss = loss_of(pred, target, log_gamma, margin=margin, balance=balance, **options)
     if positions:
         expected = naive(pred, target, log_gamma, positions, step, margin, balance, (sinks, window, topk))
     else:
@@ -157,7 +158,7 @@ def test_the_reference_runs_references(monkeypatch):
     for step, op in ((1, "running_topk"), (5, "online_topk")):
         for impl in ("reference", "auto"):
             asked.clear()
-            ops.boundary_loss(*inputs(), step=step, samples=4, margin=None, balance=None, impl=impl, **OPTIONS)
+            loss_of(*inputs(), step=step, impl=impl)
             assert asked == [("boundary_loss", impl), (op, impl)]
 
 
@@ -174,7 +175,7 @@ def test_the_reference_runs_references(monkeypatch):
 )
 def test_shapes_that_do_not_match_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
-        ops.boundary_loss(*change(*inputs()), step=1, samples=4, margin=None, balance=None, **OPTIONS)
+        loss_of(*change(*inputs()))
 
 
 @pytest.mark.parametrize(
@@ -182,9 +183,8 @@ def test_shapes_that_do_not_match_are_refused(change, message):
     [{"step": 0}, {"tau": 0.0}, {"tau": math.nan}, {"samples": -1}, {"window": 0}, {"sinks": -1}, {"topk": -1}],
 )
 def test_options_that_make_no_sense_are_refused(option):
-    told = dict(step=1, samples=4, margin=None, balance=None) | OPTIONS | option
     with pytest.raises(ValueError, match="boundary_loss needs"):
-        ops.boundary_loss(*inputs(), **told)
+        loss_of(*inputs(), **option)
 
 
 @pytest.mark.parametrize("step", [1, 5])
@@ -192,16 +192,8 @@ def test_gradcheck(step):
     pred, target, log_gamma = inputs(7)
 
     def loss(pred, log_gamma, margin=None):
-        return ops.boundary_loss(
-            pred,
-            target,
-            log_gamma,
-            step=step,
-            samples=torch.arange(FIRST, S),
-            margin=margin,
-            balance=(0.2, 5.0),
-            **OPTIONS,
-        )
+        options = dict(samples=torch.arange(FIRST, S), balance=(0.2, 5.0))
+        return loss_of(pred, target, log_gamma, step=step, margin=margin, **options)
 
     assert torch.autograd.gradcheck(loss, (pred, log_gamma))
     assert torch.autograd.gradcheck(lambda p: loss(p, log_gamma.detach(), (0.1, 1.0)), (pred,))
@@ -210,9 +202,7 @@ def test_gradcheck(step):
 def test_targets_carry_no_gradient():
     pred, target, log_gamma = inputs()
     target.requires_grad_()
-    loss = ops.boundary_loss(
-        pred, target, log_gamma, step=1, samples=50, margin=(0.1, 1.0), balance=(0.2, 5.0), **OPTIONS
-    )
+    loss = loss_of(pred, target, log_gamma, samples=50, margin=(0.1, 1.0), balance=(0.2, 5.0))
     assert torch.autograd.grad(loss, target, allow_unused=True)[0] is None
 
 
@@ -223,9 +213,7 @@ def test_perfect_predictions_cost_little_and_reversed_ones_much(step):
     log_gamma = log_gamma.detach() * 0 - 1e-9
 
     def loss(pred):
-        return ops.boundary_loss(
-            pred, target, log_gamma, step=step, samples=torch.arange(FIRST, S), margin=None, balance=None, **OPTIONS
-        )
+        return loss_of(pred, target, log_gamma, step=step, samples=torch.arange(FIRST, S))
 
     assert loss(target * 30) < 0.1 < math.log(2) < loss(-target * 30)
     assert loss(target * 0).item() == pytest.approx(math.log(2), rel=1e-6)
@@ -240,24 +228,19 @@ def test_positions_are_drawn_where_the_budget_is_full_and_biased_late():
 
 
 def test_the_draw_follows_the_generator():
-    args = inputs()
-    options = dict(step=1, samples=16, margin=None, balance=None, **OPTIONS)
-    a, b, c = (
-        ops.boundary_loss(*args, generator=torch.Generator().manual_seed(s), **options).item() for s in (1, 1, 2)
-    )
+    args, draws = inputs(), (torch.Generator().manual_seed(seed) for seed in (1, 1, 2))
+    a, b, c = (loss_of(*args, samples=16, generator=generator).item() for generator in draws)
     assert a == b != c
 
 
 @pytest.mark.parametrize("change", [{"topk": 0}, {"topk": S}])
 def test_nothing_to_decide_costs_nothing(change):
     pred, target, log_gamma = inputs()
-    loss = ops.boundary_loss(
-        pred, target, log_gamma, step=1, samples=8, margin=None, balance=(0.2, 5.0), **(OPTIONS | change)
-    )
+    loss = loss_of(pred, target, log_gamma, samples=8, balance=(0.2, 5.0), **change)
     loss.backward()
     assert loss.item() == 0 and not pred.grad.any() and not log_gamma.grad.any()
 
 
 def test_positions_before_the_budget_is_full_are_refused():
     with pytest.raises(ValueError, match=rf"samples must lie in \[{FIRST}, {S - 1}\]"):
-        ops.boundary_loss(*inputs(), step=1, samples=torch.tensor([FIRST - 1]), margin=None, balance=None, **OPTIONS)
+        loss_of(*inputs(), samples=torch.tensor([FIRST - 1]))

@@ -150,7 +150,10 @@ def test_company_changes_nothing(isa, case):
 @pytest.mark.parametrize("impl", IMPLS)
 @pytest.mark.parametrize("decay_step", [1, 4])
 def test_victim_far_out_and_ties(impl, decay_step, cut):
-    """Among equal effective scores at positions beyond 131,072, the older token is evicted."""
+    """Among equal effective scores at positions beyond 131,072, the older token is evicted.
+
+    In the last head the lowest scores equal that of the token leaving the window, which is the newest.
+    """
     p = Problem("none", requests=4, heads=3, topk=50, step=decay_step).prepare()
     p.rule = replace(p.rule, log_gamma=torch.tensor([-0.5, -0.125, 0.0], dtype=torch.float64))
     pages, q0, slots = poisoned_pages(p.layout, p.num_blocks), 200_000, torch.arange(int(p.budgets[0, 0]))
@@ -158,7 +161,7 @@ def test_victim_far_out_and_ties(impl, decay_step, cut):
     for r, h in heads:
         at = p.table[r, h, slots // p.slots].long(), h, slots % p.slots
         pages.k[at], pages.v[at] = 0.0, 0.0
-        pages.score[at] = torch.randint(-2, 3, slots.shape, generator=p.generator).float() / 4
+        pages.score[at] = torch.randint(0 if h == 2 else -2, 3, slots.shape, generator=p.generator).float() / 4
         near = torch.randperm(60, generator=p.generator)[: len(slots)]
         pages.position[at] = (q0 - p.window - 1 - near).int()
         pages.position[p.table[r, h, 0], h, 0] = q0

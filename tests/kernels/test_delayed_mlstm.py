@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels.naive import recurrence
 from kernels.served import INTERPRETED
 
 from kvpop_vllm.kernels import ops
@@ -18,23 +19,6 @@ def inputs(length, *, batch=2, heads=3, features=6, width=5, seed=0, dtype=torch
     v = torch.randn(*lead, width, generator=g, dtype=dtype)
     igate, fgate = (2 * torch.randn(*lead, generator=g, dtype=dtype) + c for c in (0, 2))
     return q, k, v, igate, fgate
-
-
-def recurrence(q, k, v, igate, fgate, delay, start=None):
-    """Return readouts of u at u + delay, zero beyond the end, and the last C and z, unstabilised."""
-    c, z, m = (0.0, 0.0, None) if start is None else (x.to(q) for x in start)
-    if m is not None:
-        c, z = c * m.exp()[..., None, None], z * m.exp()[..., None]
-    h = [torch.zeros_like(v[:, :, 0])] * k.shape[2]
-    for t in range(k.shape[2]):
-        f, i = torch.sigmoid(fgate[..., t, None]), torch.exp(igate[..., t, None])
-        c = f[..., None] * c + (i * k[..., t, :])[..., None] * v[..., t, None, :]
-        z = f * z + i * k[..., t, :]
-        if t >= delay:
-            u = q[..., t - delay, :]
-            h[t - delay] = torch.einsum("bhf,bhfv->bhv", u, c) / ((u * z).sum(-1, keepdim=True) + 1e-6)
-    nothing = 0 * (q.sum() + k.sum() + v.sum() + igate.sum() + fgate.sum())  # a graph even if nothing is read
-    return torch.stack(h, 2) + nothing, c, z
 
 
 @pytest.mark.parametrize("delay", [0, 1, 7, 64, 200])

@@ -3,43 +3,28 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from kernels.factories import random_page_table, random_rule, random_scorer
+from kernels.problems import Problem
+from kernels.served import Pool
 
-from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.kernels.retained import retained_positions, slot_positions
 from kvpop_vllm.roles import Retention
 
-HEADS, SIZE = 2, 32
+HEADS = 2
 
 
 class Filled:
-    """One request served token by token under one rule.
+    """The second of two requests, served token by token under one rule.
 
     A slot's token is found by comparing its key with the keys that went in.
     """
 
     def __init__(self, scorer, sinks, window, budget, count):
-        g = torch.Generator().manual_seed(3)
         self.retention = Retention(budget, sinks, window)
-        layout = PageLayout(HEADS, SIZE, torch.float32, 16)
-        self.pages, table = random_page_table(layout, 2, budget, g)
-        scorer = random_scorer(scorer, HEADS, SIZE, g)
-        self.row, rule = table[1, 0], random_rule(scorer, HEADS, sinks, window, g)
-        self.keys = torch.randn(count, HEADS, SIZE, generator=g)
-        for at in range(count):
-            ops.decode_step(
-                torch.zeros(1, HEADS, SIZE),
-                self.keys[at : at + 1],
-                self.keys[at : at + 1],
-                self.pages,
-                table[1:],
-                torch.tensor([at]),
-                torch.full((1, HEADS), budget, dtype=torch.int32),
-                rule=rule,
-                scale=1.0,
-            )
+        p = Problem(scorer, heads=HEADS, sinks=sinks, window=window, topk=budget - sinks - window, seed=3).prepare()
+        pool = Pool(p)
+        for _ in range(count):
+            pool.decode([1], "cpp")
+        self.pages, self.row, self.keys = pool.pages, p.table[1, 0], p.texts[1][1][:count]
 
     def stored(self, head: int, slot: int) -> int:
         """Return the token whose key lies in a slot."""
@@ -49,7 +34,7 @@ class Filled:
 
 @pytest.mark.parametrize("sinks, window, budget", [(2, 5, 20), (0, 1, 17), (0, 6, 6), (3, 4, 40)])
 @pytest.mark.parametrize("count", [1, 5, 7, 8, 33, 60])
-@pytest.mark.parametrize("scorer", [None, "linear"])
+@pytest.mark.parametrize("scorer", ["none", "linear"])
 def test_every_slot_is_named_right(scorer, sinks, window, budget, count):
     filled = Filled(scorer, sinks, window, budget, count)
     slots = slot_positions(filled.pages, filled.row, count, filled.retention)
@@ -65,12 +50,12 @@ def test_every_slot_is_named_right(scorer, sinks, window, budget, count):
 
 
 def test_nothing_seen():
-    filled = Filled(None, 2, 5, 20, 1)
+    filled = Filled("none", 2, 5, 20, 1)
     assert retained_positions(filled.pages, filled.row, 0, filled.retention) == [[], []]
 
 
 @pytest.mark.parametrize("seen", [32, 34])
 def test_another_length_is_an_error(seen):
-    filled = Filled(None, 2, 5, 20, 33)
+    filled = Filled("none", 2, 5, 20, 33)
     with pytest.raises(ValueError, match=f"have seen \\[33, 33\\] tokens, not {seen}"):
         retained_positions(filled.pages, filled.row, seen, filled.retention)

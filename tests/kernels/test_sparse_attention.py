@@ -17,36 +17,17 @@ from kvpop_vllm.testing import assert_within_budget, eager_runs
 IMPL = "triton" if INTERPRETED else "reference"
 F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
 SHAPES = {
-    "plain": dict(length=150, sinks=3, window=10, topk=20),
+    "plain": dict(length=77, sinks=3, window=9, topk=11, group=2, batch=2),
     "shorter-than-the-window": dict(length=7, sinks=2, window=10, topk=3),
     "fewer-eligible-than-k": dict(length=40, sinks=2, window=8, topk=100),
     "no-long-range": dict(length=60, sinks=2, window=8, topk=0),
-    "window-of-one": dict(length=60, sinks=0, window=1, topk=5),
-    "no-sinks": dict(length=65, sinks=0, window=16, topk=9),
-    "blocks": dict(length=600, sinks=4, window=32, topk=100),
-}
-if INTERPRETED:
-    SHAPES = {
-        "plain": dict(length=77, sinks=3, window=9, topk=11, group=2, batch=2),
-        "blocks": dict(length=140, sinks=4, window=24, topk=30, group=2),
-        "shorter-than-the-window": dict(length=20, sinks=2, window=50, topk=5, size=32),
-        "fewer-eligible-than-k": dict(length=40, sinks=2, window=8, topk=100),
-        "no-sinks": dict(length=65, sinks=0, window=1, topk=9, group=3),
-    } | {str(size): dict(length=50, sinks=2, window=8, topk=9, size=size) for size in (64, 80, 96, 128)}
+    "no-sinks, window-of-one": dict(length=65, sinks=0, window=1, topk=9, group=3),
+    "blocks": dict(length=140 if INTERPRETED else 600, sinks=4, window=24, topk=30, group=2),
+} | {str(size): dict(length=50, sinks=2, window=8, topk=9, size=size) for size in (64, 80, 96, 128)}
 BY_DTYPE = {F32: SHAPES, F16: ["plain", "80"]} if INTERPRETED else dict.fromkeys((F64, F32, BF16), SHAPES)
 
 
-def inputs(
-    length,
-    seed=0,
-    batch=1 if INTERPRETED else 2,
-    heads=2,
-    group=1 if INTERPRETED else 3,
-    size=16,
-    coarse=False,
-    dtype=F64,
-    **_,
-):
+def inputs(length, seed=0, batch=1, heads=2, group=1, size=16, coarse=False, dtype=F64, **_):
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, heads * group, length, size, generator=g, dtype=F64) * 2
     k, v = (torch.randn(batch, heads, length, size, generator=g, dtype=F64) for _ in range(2))

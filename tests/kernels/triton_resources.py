@@ -4,7 +4,7 @@ The process compiles the kernels through their own launches. ``python tests/kern
 prints registers, bytes of stack and of shared memory, and whether products and sums may be fused, of every
 kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128. ``--op`` prints one op alone (of prefill its
 own kernels only; ``prefix`` is a decode step behind a protected prefix), ``--json few`` what tests look at.
-For a decode step it also records the torch ops that ran, and refuses all that read a tensor's values. For a
+For a decode step it also records the torch ops that ran, none of which may read a tensor's values. For a
 prefill and for the beginning of a tail it records those reads.
 """
 
@@ -91,26 +91,11 @@ def resources(kernel) -> dict:
 
 
 class Asked(TorchDispatchMode):
-    """Mode that records torch's own ops and the shapes of their results, and refuses reads of values."""
+    """Mode that records torch's own ops and the shapes of their results."""
 
-    def __enter__(self):
+    def __init__(self):
+        super().__init__()
         self.ops = []
-        self.reads = {name: getattr(torch.Tensor, name) for name in READS}
-        for name in READS:
-            setattr(torch.Tensor, name, self.refuse(name))
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        for name, method in self.reads.items():
-            setattr(torch.Tensor, name, method)
-        return super().__exit__(*error)
-
-    @staticmethod
-    def refuse(name):
-        def method(*_, **__):
-            raise AssertionError(f"Tensor.{name} waits for the device")
-
-        return method
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
@@ -132,8 +117,9 @@ def serve(case: str, dtype: torch.dtype, size: int) -> list:
             prefix = Prefix(pages, torch.zeros(3, 40, dtype=torch.int32), torch.tensor([0, 2 * start, 2500]))
         launches.clear()
         own = dict(rule=p.rule, scale=p.scale, gate_scores=gate_scores, prefix=prefix, windows=p.windows)
-        with Asked() as asked:
+        with noted_reads() as reads, Asked() as asked:
             decode_step(q, k, v, pages, p.table, positions, p.budgets, **own)
+        assert not reads, f"Tensor.{reads[0]} waits for the device"
         found.append({"launches": list(launches), "ops": asked.ops})
     return found
 

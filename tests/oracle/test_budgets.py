@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from kernels.factories import poisoned_pages
-from kernels.naive import future_mass, kept_sets, masked_attention
+from kernels.naive import future_mass, kept_sets, masked_attention, recurrence
 from kernels.problems import Problem
 from torch._decomp import get_decompositions
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -155,20 +155,10 @@ class MLSTM:
             round_state: dtype that the state is rounded to after each token.
             changes: replacements of ``igate`` and ``fgate``.
         """
-        q, k, v, igate, fgate = (x.to(dtype) for x in self.inputs)
-        igate, fgate = (changes.get(name, x).to(dtype) for name, x in (("igate", igate), ("fgate", fgate)))
-        delay, c, z = self.delay if delay is None else delay, torch.zeros(1, 2, 16, 16, dtype=dtype), 0 * q[:, :, 0]
-        h = torch.zeros_like(v)
-        for t in range(q.shape[2]):
-            f, i = torch.sigmoid(fgate[..., t, None]), torch.exp(igate[..., t, None])
-            c = f[..., None] * c + (i * k[:, :, t])[..., None] * v[:, :, t, None]
-            z = f * z + i * k[:, :, t]
-            if round_state is not None:
-                c, z = (x.to(round_state).to(dtype) for x in (c, z))
-            if t >= delay:
-                u = q[:, :, t - delay].unsqueeze(-2)
-                h[:, :, t - delay] = ((u @ c) / (u @ z.unsqueeze(-1) + 1e-6)).squeeze(-2)
-        return h, c, z
+        *tokens, igate, fgate = self.inputs
+        gates = changes.get("igate", igate), changes.get("fgate", fgate)
+        inputs = (x.to(dtype) for x in (*tokens, *gates))
+        return recurrence(*inputs, self.delay if delay is None else delay, round_state=round_state)
 
     def kernel(self):
         h, (c, z, m) = ops.delayed_mlstm(*self.inputs, delay=self.delay, chunk=16, impl="reference")

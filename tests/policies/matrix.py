@@ -7,6 +7,9 @@ from pathlib import Path
 
 import torch
 
+from kvpop_vllm import policies
+from kvpop_vllm.config import PolicySettings
+from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
 from kvpop_vllm.scorers.init import init_scorer
 from kvpop_vllm.testing import OraclePolicy, write_random_scorer
@@ -110,6 +113,14 @@ def random_scorer_folder(folder: Path, model: Path, kind: str, **options) -> Pat
     noisy = [{name: t + torch.randn(t.shape, generator=draw) / 4 for name, t in layer.items()} for layer in layers]
     write_scorer(folder, config, noisy)
     return folder
+
+
+SMALL = ModelShape("llama", 2, 4, 32, 256)
+
+
+def made(name: str, budget: int | None = 64, shape: ModelShape = SMALL, **settings) -> policies.Policy:
+    """Return a policy with these settings for a model of this shape."""
+    return policies.get(name)(PolicySettings(name, budget, **settings), shape)
 
 
 def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
+from policies import matrix
 
-from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.policies.base import ModelShape
 
-SHAPE = ModelShape("llama", 30, 3, 64, 8192)
-
-
-def made(name="streaming-llm", budget=1024, shape=SHAPE, **settings):
-    return policies.get(name)(PolicySettings(name, budget, **settings), shape)
+made = functools.partial(matrix.made, budget=1024, shape=ModelShape("llama", 30, 3, 64, 8192, num_heads=9))
 
 
 @pytest.mark.parametrize("name, budget", [("streaming-llm", 1024), ("tova", 333), ("h2o", 512)])
@@ -22,7 +20,7 @@ def test_pyramid_is_an_arithmetic_sequence(name, budget):
 
     All layers together hold as many tokens as equal ones.
     """
-    policy = made(name, budget, allocator="pyramid")
+    policy = made(name, budget=budget, allocator="pyramid")
     shares, kept = policy.shares(), policy.retention
     assert shares.dtype == torch.int32 and shares.shape == (30, 3) and (shares == shares[:, :1]).all()
     assert int(shares.sum()) == budget * 90
@@ -37,13 +35,13 @@ def test_the_allocator_is_the_policys_own_or_the_one_asked_for():
 
 
 def test_one_layer_is_no_pyramid():
-    policy = made("h2o", 256, ModelShape("llama", 1, 3, 64, 8192), allocator="pyramid")
+    policy = made("h2o", budget=256, shape=ModelShape("llama", 1, 3, 64, 8192), allocator="pyramid")
     assert policy.shares().tolist() == [[256] * 3]
 
 
 def test_refusals():
     with pytest.raises(ConfigError, match="full keeps every token: leave --kv-allocator out"):
-        made("full", None, allocator="pyramid")
+        made("full", budget=None, allocator="pyramid")
     with pytest.raises(ConfigError, match="--kv-allocator must be one of uniform, pyramid, ada, got 'cone'"):
         PolicySettings.parse({"policy": "h2o", "budget": 100, "allocator": "cone"})
 
@@ -54,18 +52,14 @@ def test_heads_divide_by_votes_alone(name):
         f"ada compares tokens of different heads, and scores of --kv-policy {name} mean something within a head only"
     )
     with pytest.raises(ConfigError, match=message):
-        made(name, 256, allocator="ada")
+        made(name, budget=256, allocator="ada")
 
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
 def test_any_votes_can_be_divided_by(name):
-    shape = ModelShape("llama", 30, 3, 64, 8192, num_heads=9)
-    policy = made(name, 256, shape, allocator="ada")
-    assert (
-        policy.adaptive_head_budgets
-        and (policy.shares() == 256).all()
-        and policy.rule(0, slice(0, 3)).votes.safe == 0.2
-    )
+    policy = made(name, budget=256, allocator="ada")
+    assert policy.adaptive_head_budgets and (policy.shares() == 256).all()
+    assert policy.rule(0, slice(0, 3)).votes.safe == 0.2
     policy.check_ranks(1)
     with pytest.raises(
         ConfigError, match=f"--kv-policy {name} has all heads of a layer divide a budget: set --tensor-par"
@@ -74,13 +68,13 @@ def test_any_votes_can_be_divided_by(name):
 
 
 def test_equal_shares_below_the_budget_are_what_was_asked_for(monkeypatch):
-    policy = made()
+    policy = made("streaming-llm")
     monkeypatch.setattr(type(policy), "shares", lambda own: torch.full((30, 3), 1023, dtype=torch.int32))
     assert policy.checked_shares(slice(0, 3)).counts == {1023: 90}
 
 
 def test_ranks_cannot_have_shares_of_their_own(monkeypatch):
-    policy = made()
+    policy = made("streaming-llm")
     unlike = torch.tensor([1023, 1024, 1025], dtype=torch.int32).repeat(30, 1)
     monkeypatch.setattr(type(policy), "shares", lambda own: unlike)
     assert policy.checked_shares(slice(0, 3)).heads == 3
@@ -97,7 +91,7 @@ def test_ranks_cannot_have_shares_of_their_own(monkeypatch):
     ],
 )
 def test_shares_of_other_packages_are_checked(monkeypatch, shares, message):
-    policy = made()
+    policy = made("streaming-llm")
     monkeypatch.setattr(type(policy), "shares", shares)
     with pytest.raises(ConfigError, match=message):
         policy.checked_shares(slice(0, 3))

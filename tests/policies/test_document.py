@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from policies.matrix import made
 from policies.outside import importable, install
 
-from kvpop_vllm import policies
-from kvpop_vllm.config import PolicySettings
 from kvpop_vllm.evaluation.served import Sequence
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.policies.base import ModelShape
@@ -28,8 +27,7 @@ def policy(tmp_path):
     (code,) = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
     with importable(tmp_path):
         install(tmp_path, "value-norm = outside_value_norm:ValueNorm", "outside-value-norm", code)
-        shape = ModelShape("llama", 1, HEADS, SIZE, LENGTH)
-        yield policies.get("value-norm")(PolicySettings("value-norm", BUDGET), shape)
+        yield made("value-norm", BUDGET, ModelShape("llama", 1, HEADS, SIZE, LENGTH))
 
 
 def naive(v: torch.Tensor, seen: int, protected: int) -> torch.Tensor:

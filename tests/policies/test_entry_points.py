@@ -5,12 +5,12 @@ from __future__ import annotations
 import sys
 
 import pytest
+from policies.matrix import made
 from policies.outside import PROJECTION, importable, install
 
 from kvpop_vllm import policies
 from kvpop_vllm.cli import main
-from kvpop_vllm.config import ConfigError, PolicySettings
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.config import ConfigError
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def test_a_policy_from_outside(folder, capsys):
     install(folder)
     assert policies.known()[-1] == "projection" and "full, projection" in refusal("nonsense")
     assert "outside_policies" not in sys.modules, "imported though nobody asked for it"
-    policy = policies.get("projection")(PolicySettings("projection", 64), ModelShape("llama", 2, 4, 32, 256))
+    policy = made("projection")
     assert policy.rule(1, slice(2, 4)).scorer.weight.shape == (2, 32) and policy.retention.window == 15
     assert main(["policies"]) in (0, None)
     assert named(capsys.readouterr().out) == [*policies.POLICIES, "projection"]
@@ -89,9 +89,7 @@ def test_declarations_that_do_not_hold(folder, change, message):
     code = PROJECTION.replace("import Policy, Signal", "import Order, Policy, Signal").replace(*change)
     install(folder, "projection = outside_other:Projection", "outside-other", code)
     with pytest.raises(ConfigError, match=message):
-        policies.get("projection")(PolicySettings("projection", 64), ModelShape("llama", 2, 4, 32, 256)).layer_rule(
-            0, slice(0, 4)
-        )
+        made("projection").layer_rule(0, slice(0, 4))
 
 
 def test_two_packages_bring_one_name(folder):

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kernels.factories import random_page_table
+from policies.matrix import made
 
-from kvpop_vllm import policies
-from kvpop_vllm.config import PolicySettings
-from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.pages import PageLayout
+from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.policies.base import ModelShape
 
 HEADS, GROUP, SIZE, LENGTH = 2, 3, 32, 120
@@ -30,16 +28,13 @@ def tokens(seed=0):
 
 def serve(name, q, k, v, impl, budget=40, **settings):
     """Return the outputs ``[L, Hq, D]`` of a prompt and the positions that each head holds at its end."""
-    shape = ModelShape("llama", 1, HEADS, SIZE, LENGTH)
-    rule = policies.get(name)(PolicySettings(name, budget, **settings), shape).layer_rule(0, slice(0, HEADS))
-    layout = PageLayout(HEADS, SIZE, torch.float32, 16, rule.state_floats(SIZE))
-    pages, table = random_page_table(layout, 1, budget, torch.Generator().manual_seed(1))
-    budgets = torch.full((HEADS,), budget, dtype=torch.int32)
-    out, _ = ops.prefill_chunk(q, k, v, pages, table[0], 0, budgets, rule=rule, scale=SCALE, impl=impl)
-    slots = torch.arange(rule.first_long, min(budget, LENGTH))
-    blocks = table[0, 0, layout.state_blocks + slots // 16].long()
-    near = [t for t in range(LENGTH) if t < rule.sinks or t > LENGTH - 1 - rule.window]
-    return out, [sorted(near + pages.position[blocks, h, slots % 16].tolist()) for h in range(HEADS)]
+    policy = made(name, budget, ModelShape("llama", 1, HEADS, SIZE, LENGTH), **settings)
+    q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+    sequence = Sequence(policy.layer_rule(0, slice(0, HEADS)), budget, k, length=LENGTH)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dispatch, "select", lambda op, tensor: impl)
+        out = sequence.attend(q, k, v, SCALE).transpose(0, 1)
+    return out, [head.nonzero().flatten().tolist() for head in sequence.held()]
 
 
 def dense(q, k, v):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+from policies.matrix import SMALL, made
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
-from kvpop_vllm.policies.base import ModelShape, Order, Signal
+from kvpop_vllm.policies.base import Order, Signal
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 HEADS = 4
@@ -37,14 +38,14 @@ def policy(request, model, tmp_path):
     if options is not None:
         kind = policies.get(name).scorer_kind
         settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, kind, decay_step=2, **options))
-    return policies.get(name)(PolicySettings(name, **settings), ModelShape("llama", 2, HEADS, 32, 256))
+    return made(name, **settings)
 
 
 def test_signals_of_a_gate_without_one_are_refused():
     declared = {"name": "declared", "signals": frozenset({Signal.KEY, Signal.HIDDEN})}
     cls = type("Declared", (policies.get("streaming-llm"),), declared)
     with pytest.raises(ConfigError, match="--kv-policy declared declares signals of a gate and has none"):
-        cls(PolicySettings("declared", 64), ModelShape("llama", 2, HEADS, 32, 256))
+        cls(PolicySettings("declared", 64), SMALL)
 
 
 def tensors(rule) -> dict[str, torch.Tensor]:
@@ -89,7 +90,7 @@ def test_layers_differ(policy):
     ],
 )
 def test_default_sinks_and_windows(name, given, kept):
-    policy = policies.get(name)(PolicySettings(name, 64, **given), ModelShape("llama", 2, HEADS, 32, 256))
+    policy = made(name, **given)
     assert (policy.retention.sinks, policy.retention.window) == kept
     rule = policy.rule(0, slice(1, 3))
     assert (rule.sinks, rule.window) == kept
@@ -108,23 +109,15 @@ def test_default_sinks_and_windows(name, given, kept):
     ],
 )
 def test_corrections(name, given, uses_moment_correction, floats):
-    policy = policies.get(name)(PolicySettings(name, 64, **given), ModelShape("llama", 2, HEADS, 32, 256))
+    policy = made(name, **given)
     rule = policy.layer_rule(0, slice(0, HEADS))
-    assert (rule.moment_correction, policy.state_floats, rule.state_floats(32)) == (
-        uses_moment_correction,
-        floats,
-        floats,
-    )
+    assert rule.moment_correction == uses_moment_correction
+    assert policy.state_floats == rule.state_floats(32) == floats
 
 
 def test_correcting_a_learned_policy_adds_to_its_state(model, tmp_path):
     scorer = str(write_random_scorer(tmp_path / "scorer", model, "mlstm"))
-    plain, corrected = (
-        policies.get("kvpop")(
-            PolicySettings("kvpop", scorer=scorer, correction=how), ModelShape("llama", 2, HEADS, 32, 256)
-        )
-        for how in ("none", "moment")
-    )
+    plain, corrected = (made("kvpop", None, scorer=scorer, correction=how) for how in ("none", "moment"))
     assert corrected.state_floats - plain.state_floats == 32 * 34
     assert plain.layer_rule(0, slice(0, 1)).state_floats(32) == plain.state_floats
     assert corrected.layer_rule(0, slice(0, 1)).state_floats(32) == corrected.state_floats
@@ -132,4 +125,4 @@ def test_correcting_a_learned_policy_adds_to_its_state(model, tmp_path):
 
 def test_nothing_to_correct_where_all_is_kept():
     with pytest.raises(ConfigError, match="--kv-policy full keeps every token: leave --kv-correction out"):
-        policies.get("full")(PolicySettings("full", correction="moment"), ModelShape("llama", 2, HEADS, 32, 256))
+        made("full", None, correction="moment")
