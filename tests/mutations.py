@@ -310,7 +310,7 @@ TABLE = [
         "kvpop_vllm/attention/step_batch.py",
         "columns = torch.arange(block_table.shape[1]) + first",
         "columns = torch.arange(block_table.shape[1]) + first.clamp_max(2)",  # a third prefix block is missed
-        f"{PRODUCT} -k 'protected_prompts and streaming'",
+        "tests/attention/test_device_batch.py -k protected_prompts",
     ),
     Mutation(
         "kvpop_vllm/attention/shifted_scores.py",

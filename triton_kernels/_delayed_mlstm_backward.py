@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._matrix_tiles import PRECISION, store_tile, tile
+from kvpop_vllm.kernels.triton._constants import PRECISION
+from kvpop_vllm.kernels.triton._matrix_tiles import store_tile, tile
 
 
 @triton.jit

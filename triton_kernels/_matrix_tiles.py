@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-PRECISION = tl.constexpr("tf32x3")  # three tensor core products per float32 product, error about 2**-22
-
 
 @triton.jit
 def tile(base, first, rows, stride, column, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._serving_pages import LN2, LOG2E, PRECISION
+from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
 
 LISTED = 1024  # keys that are examined together when lists are built
 LIST_BYTES = 64 << 20  # memory of the lists that exist at the same time

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._serving_pages import PRECISION
+from kvpop_vllm.kernels.triton._serving_scores import multiply
 from kvpop_vllm.kernels.triton.delayed_mlstm import delayed_mlstm
 
 from kvpop_vllm.kernels.ops import RetentionRule, TokenScorer
@@ -74,19 +74,8 @@ def _multiply(
     row, column = first + tl.arange(0, ROWS), tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     inside, fits = row < tokens, column < columns
     matrix += h * 2 * SIZE * columns
-    acc = tl.zeros([ROWS, BLOCK_C], tl.float32)
-    for x in range(0, SIZE, BLOCK_X):
-        place = x + tl.arange(0, BLOCK_X)
-        there = place < SIZE
-        for half in tl.static_range(2):
-            base = keys
-            if half == 1:
-                base = values
-            at = base + h * keys_head + row[:, None].to(tl.int64) * SIZE + place[None, :]
-            rows = tl.load(at, mask=inside[:, None] & there[None, :], other=0.0).to(tl.float32)
-            cells = matrix + (half * SIZE + place)[:, None] * columns + column[None, :]
-            block = tl.load(cells, mask=there[:, None] & fits[None, :], other=0.0)
-            acc = tl.dot(rows, block, acc, input_precision=PRECISION)
+    token = h * keys_head + row.to(tl.int64) * SIZE
+    acc = multiply(keys, values, token, token, inside, matrix, column, columns, SIZE, ROWS, BLOCK_C, BLOCK_X)
     at = out + (h * tokens + row[:, None].to(tl.int64)) * columns + column[None, :]
     tl.store(at, acc, mask=inside[:, None] & fits[None, :])
 

@@ -7,15 +7,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._serving_pages import (
-    LN2,
-    LOG2E,
-    MARKS,
-    PRECISION,
-    REFUSED,
-    state_at,
-    word_at,
-)
+from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
+from kvpop_vllm.kernels.triton._serving_pages import MARKS, REFUSED, state_at, word_at
 
 
 @triton.jit
@@ -34,6 +27,13 @@ def _attended(step_flags, P: tl.constexpr):
     if P.protects:
         found += tl.load(step_flags + 3)
     return found
+
+
+@triton.jit
+def _normalised(acc, top, total, found):
+    """Return outputs and log-sum-exps of a softmax with maxima ``top`` in base 2."""
+    natural = tl.where(found > 0, (top + tl.log2(total)) * LN2, float("-inf") + _nothing(found))
+    return tl.where(found > 0, acc / total[:, None], _nothing(found)), natural
 
 
 @triton.jit
@@ -134,8 +134,7 @@ def _attend(
         tl.store(tops + row * 2, top, mask=present)
         tl.store(tops + row * 2 + 1, total, mask=present)
     else:
-        acc = tl.where(found > 0, acc / total[:, None], _nothing(found))
-        natural = tl.where(found > 0, (top + tl.log2(total)) * LN2, float("-inf") + _nothing(found))
+        acc, natural = _normalised(acc, top, total, found)
         place = out + head[:, None] * P.size + column[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), mask=present[:, None] & fits[None, :])
         tl.store(lse + head, natural, mask=present)
@@ -167,8 +166,7 @@ def _combine(
         total = total * fade + own_total * gain
         acc = acc * fade[:, None] + own * gain[:, None]
         top = new_top
-    acc = tl.where(found > 0, acc / total[:, None], _nothing(found))
-    natural = tl.where(found > 0, (top + tl.log2(total)) * LN2, float("-inf") + _nothing(found))
+    acc, natural = _normalised(acc, top, total, found)
     tl.store(out + head[:, None] * P.size + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
     if first == 0:
         tl.store(lse + head, natural, mask=present)

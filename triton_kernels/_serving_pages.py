@@ -8,9 +8,6 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-PRECISION = tl.constexpr("tf32x3")  # three tensor core products per float32 product, error about 2**-22
 PADDING, REFUSED = tl.constexpr(0), tl.constexpr(-1)  # stored in place of the number of slots to attend to
 MARKS = tl.constexpr(4)
 """Number of int32 flags per head.
@@ -84,23 +81,23 @@ class StepInputs(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """Tensors of a learned scorer, float32 and contiguous, as in :mod:`kvpop_vllm.kernels.ops.rules`.
+    """Tensors of a learned scorer, float32 and contiguous; fields that it does not have are None.
 
-    Fields that the scorer does not have are None.
+    The comments give their names in :mod:`kvpop_vllm.kernels.ops.rules`, where a scorer names them otherwise.
     """
 
-    q_proj: Any = None  # fc1_weight of an MLP
+    read_weight: Any = None  # q_proj of an mLSTM, fc1_weight of an MLP
     k_proj: Any = None
     v_proj: Any = None
     igate_weight: Any = None
     igate_bias: Any = None
     fgate_weight: Any = None
     fgate_bias: Any = None
+    read_bias: Any = None  # fc1_bias of an MLP
     out_weight: Any = None  # fc2_weight of an MLP
     out_bias: Any = None  # fc2_bias of an MLP, bias of a linear scorer
     norm_weight: Any = None
-    skip_weight: Any = None  # weight of a linear scorer
-    hidden_bias: Any = None  # fc1_bias of an MLP
+    direct_weight: Any = None  # skip_weight of an mLSTM, weight of a linear scorer
 
 
 @dataclass(frozen=True)
@@ -116,7 +113,7 @@ class KernelConfig:
     most_slots: int  # number of slots that the page table has room for
     sinks: int
     decay_step: int
-    scorer: str  # none, key_norm, linear, mlp, mlstm, or parked: read from the score field
+    scorer: str  # none, key_norm, linear, mlp, mlstm, or stored: read from the score field
     masses: bool = False  # attention weights of the newest query are written to the score fields,
     mean: bool = False  # or added to them
     gate_scores: bool = False

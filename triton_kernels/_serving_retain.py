@@ -96,7 +96,7 @@ def _read_mlstm(projected, numerator, z, m, weights, h, x_key, x_value, column, 
     out = tl.load(weights.out_weight + h * P.values + c, mask=inside, other=0.0)
     score = tl.sum(_silu(hidden) * out, 0) + tl.load(weights.out_bias + h)
     if P.skip:
-        score += _dot(x_key, x_value, weights.skip_weight, h, column, fits, P)
+        score += _dot(x_key, x_value, weights.direct_weight, h, column, fits, P)
     return score
 
 
@@ -115,12 +115,12 @@ def _stateless(projected, weights, h, x_key, x_value, stored, column, fits, P: t
         wide = x_key.to(tl.float64)
         score = -tl.sqrt(tl.sum(wide * wide, 0)).to(tl.float32)
     if P.scorer == "linear":
-        score = _dot(x_key, x_value, weights.skip_weight, h, column, fits, P) + tl.load(weights.out_bias + h)
+        score = _dot(x_key, x_value, weights.direct_weight, h, column, fits, P) + tl.load(weights.out_bias + h)
     if P.scorer == "mlp":
         i = tl.arange(0, P.padded_columns)
         inside = i < P.columns
         hidden = tl.load(projected + i, mask=inside, other=0.0)
-        hidden += tl.load(weights.hidden_bias + h * P.columns + i, mask=inside, other=0.0)
+        hidden += tl.load(weights.read_bias + h * P.columns + i, mask=inside, other=0.0)
         out = tl.load(weights.out_weight + h * P.columns + i, mask=inside, other=0.0)
         score = tl.sum(_silu(hidden) * out, 0) + tl.load(weights.out_bias + h)
     return score

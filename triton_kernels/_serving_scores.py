@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
-from kvpop_vllm.kernels.triton._serving_pages import PRECISION, ring_slot, roles_of, row_at, start_of, state_at
+from kvpop_vllm.kernels.triton._constants import PRECISION
+from kvpop_vllm.kernels.triton._serving_pages import ring_slot, roles_of, row_at, start_of, state_at
 
 
 @triton.jit
@@ -30,6 +31,37 @@ def _requests(asked, requests, first, P: tl.constexpr, ROWS: tl.constexpr):
     )
 
 
+@triton.jit
+def multiply(
+    keys, values, key_row, value_row, wanted, matrix, column, columns,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """Return ``[k; v]`` of ROWS tokens times some columns of a matrix ``[2 D, C]``, in float32.
+
+    Args:
+        keys: base of the rows of keys; ``values`` is that of values.
+        key_row: ``[ROWS]``, offset of each token's key; ``value_row`` is that of its value.
+        wanted: ``[ROWS]``, mask of the tokens.
+        matrix: address of the matrix.
+        column: ``[BLOCK_C]`` columns; those from ``columns`` on give 0.
+        columns: C.
+    """
+    acc = tl.zeros([ROWS, BLOCK_C], tl.float32)
+    for x in range(0, SIZE, BLOCK_X):
+        place = x + tl.arange(0, BLOCK_X)
+        there = place < SIZE
+        for half in tl.static_range(2):
+            base, row = keys, key_row
+            if half == 1:
+                base, row = values, value_row
+            at = base + row[:, None] + place[None, :]
+            rows = tl.load(at, mask=wanted[:, None] & there[None, :], other=0.0).to(tl.float32)
+            cells = matrix + (half * SIZE + place)[:, None] * columns + column[None, :]
+            block = tl.load(cells, mask=there[:, None] & (column < columns)[None, :], other=0.0)
+            acc = tl.dot(rows, block, acc, input_precision=PRECISION)
+    return acc
+
+
 @triton.jit(do_not_specialize=["requests"])
 def _project(
     cache, asked, weights,
@@ -45,7 +77,7 @@ def _project(
     part, h = tl.program_id(1), tl.program_id(2).to(tl.int64)
     r, since, sinks, window = _requests(asked, requests, tl.program_id(0) * ROWS, P, ROWS)
     blocks = (P.columns + BLOCK_C - 1) // BLOCK_C
-    matrix = weights.q_proj
+    matrix = weights.read_weight
     which = 0 * part
     if P.scorer == "mlstm":
         which = tl.minimum(part // blocks, 2)
@@ -67,21 +99,10 @@ def _project(
     if tl.max(wanted.to(tl.int32), 0) == 0:
         return
     column = (part - which * blocks) * BLOCK_C + tl.arange(0, BLOCK_C)
-    fits = column < columns
-    acc = tl.zeros([ROWS, BLOCK_C], tl.float32)
     matrix += h * 2 * P.size * columns
-    for x in range(0, P.size, BLOCK_X):
-        place = x + tl.arange(0, BLOCK_X)
-        inside = wanted[:, None] & (place < P.size)[None, :]
-        usable = (place < P.size)[:, None] & fits[None, :]
-        cells = matrix + place[:, None] * columns + column[None, :]
-        rows = tl.load(keys + key_row[:, None] + place[None, :], mask=inside, other=0.0).to(tl.float32)
-        acc = tl.dot(rows, tl.load(cells, mask=usable, other=0.0), acc, input_precision=PRECISION)
-        rows = tl.load(values + value_row[:, None] + place[None, :], mask=inside, other=0.0).to(tl.float32)
-        cells += P.size * columns
-        acc = tl.dot(rows, tl.load(cells, mask=usable, other=0.0), acc, input_precision=PRECISION)
+    acc = multiply(keys, values, key_row, value_row, wanted, matrix, column, columns, P.size, ROWS, BLOCK_C, BLOCK_X)
     row = out + (r * heads + h) * P.projected + which * P.columns
-    tl.store(row[:, None] + column[None, :], acc, mask=wanted[:, None] & fits[None, :])
+    tl.store(row[:, None] + column[None, :], acc, mask=wanted[:, None] & (column < columns)[None, :])
 
 
 @triton.jit(do_not_specialize=["requests"])

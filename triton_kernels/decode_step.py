@@ -38,16 +38,16 @@ def weights_of(scorer, op: str) -> tuple[Weights, dict]:
         ValueError: unknown feature map.
     """
     if scorer.kernel == "linear":
-        return Weights(skip_weight=scorer.weight, out_bias=scorer.bias), {"scorer": "linear"}
+        return Weights(direct_weight=scorer.weight, out_bias=scorer.bias), {"scorer": "linear"}
     if scorer.kernel == "mlp":
-        of = Weights(
-            scorer.fc1_weight, out_weight=scorer.fc2_weight, out_bias=scorer.fc2_bias, hidden_bias=scorer.fc1_bias
-        )
+        read, out = (scorer.fc1_weight, scorer.fc1_bias), (scorer.fc2_weight, scorer.fc2_bias)
+        of = Weights(read_weight=read[0], read_bias=read[1], out_weight=out[0], out_bias=out[1])
         return of, {"scorer": "mlp", "columns": scorer.fc2_weight.shape[-1]}
     if scorer.kernel == "mlstm":
         options = scorer.options()
-        names = [name for name in Weights._fields if name != "hidden_bias"]
-        return Weights(**{name: getattr(scorer, name) for name in names}), {
+        names = set(Weights._fields) & vars(scorer).keys()
+        of = Weights(read_weight=scorer.q_proj, direct_weight=scorer.skip_weight)
+        return of._replace(**{name: getattr(scorer, name) for name in names}), {
             "scorer": "mlstm",
             "columns": scorer.q_proj.shape[-1],
             "features": scorer.features,

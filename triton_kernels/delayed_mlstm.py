@@ -27,8 +27,9 @@ import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton._constants import PRECISION
 from kvpop_vllm.kernels.triton._delayed_mlstm_backward import _backward_features, _backward_states, _backward_values
-from kvpop_vllm.kernels.triton._matrix_tiles import PRECISION, store_tile, tile
+from kvpop_vllm.kernels.triton._matrix_tiles import store_tile, tile
 from torch.autograd.function import once_differentiable
 
 EMPTY_M = tl.constexpr(-1e30)

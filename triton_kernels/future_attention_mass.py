@@ -5,10 +5,8 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-PRECISION = tl.constexpr("tf32x3")  # three tensor core products per float32 product, error about 2**-22
 LARGEST_HEAD = 128
 
 

@@ -104,6 +104,10 @@ class Pool:
         p, rule = self.p, replace(self.p.rule, window=int(self.p.windows[r]))
         return held_tokens(self.pages, self.table[r], self.seen[r], rule, self.budgets[r], p.protects(r))
 
+    def untouched(self) -> bool:
+        """Return whether blocks of no request are as they were."""
+        return bool((self.pages.raw[self.p.foreign()] == self.byte).all())
+
     def serve(self, chunks: list[int], impl: str, r: int = 0) -> Served:
         """Serve the rest of a request in ``chunks``, where 0 is a decode step and the last entry is repeated."""
         rows, held, in_cpp_chunks, i = [], {}, [], 0
@@ -113,7 +117,7 @@ class Pool:
             held[self.seen[r]] = self.held(r)
             in_cpp_chunks += [bool(count) and use(impl) == "cpp"] * len(rows[-1][0])
             i += 1
-        assert (self.pages.raw[self.p.foreign()] == self.byte).all(), "foreign blocks have changed"
+        assert self.untouched(), "foreign blocks have changed"
         out, lse = (torch.cat(x) for x in zip(*rows, strict=True))
         return Served(out, lse, held, torch.tensor(in_cpp_chunks))
 
@@ -175,6 +179,7 @@ class Lockstep:
 
     def __init__(self, p: Problem, impls: list[str], starts: tuple[int, ...] = ()):
         self.p, self.positions, self.roundings = p, [0] * p.requests, nullcontext()
+        self.comparable = True
         self.loops = [[p.exact(r, h) for h in range(p.heads)] for r in range(p.requests)]
         self.pages = {"reference": poisoned_pages(p.layout, p.num_blocks)}
         for r, start in enumerate(starts):
@@ -204,6 +209,7 @@ class Lockstep:
             if wrong:
                 least = CLOSE_MASS if p.rule.coupled else CLOSE
                 assert margin < least, f"{wrong} retained other tokens at {at}, margin {margin}"
+                self.comparable = False
                 return margin
         for r in active:
             self.positions[r] += 1
@@ -213,7 +219,7 @@ class Lockstep:
         return None
 
     def check(self) -> int:
-        """Check outputs, log-sum-exps, scores and foreign blocks of all steps since the start.
+        """Check outputs, log-sum-exps, scores, states and foreign blocks of all steps since the start.
 
         Returns:
             Number of scores that were compared.
@@ -222,6 +228,9 @@ class Lockstep:
         impls = [name for name in self.pages if name != "reference"]
         for name in impls:
             assert torch.equal(self.seen(name), self.seen("reference"))
+            if self.comparable:  # states that were not written are NaN
+                found, expected = self.states(name), self.states("reference")
+                torch.testing.assert_close(found, expected, rtol=1e-3, atol=1e-3, equal_nan=True)
             assert (self.pages[name].raw[foreign] == 255).all()
             for (out, _), (wide, _, magnitude) in zip(self.found[name], exact, strict=True):
                 check_roundings(p.dtype, out, wide, magnitude)
@@ -246,3 +255,8 @@ class Lockstep:
         """Return the numbers of tokens seen, ``[R, H]``, as the pages say."""
         rows, pages = self.p.table[:, :, self.p.layout.state_blocks].long(), self.pages[name]
         return pages.position[rows, torch.arange(self.p.heads), 0]
+
+    def states(self, name: str) -> torch.Tensor:
+        """Return the states of all heads, ``[R, H, floats]``."""
+        rows, heads = self.p.table[:, :, : self.p.layout.state_blocks].long(), torch.arange(self.p.heads)
+        return self.pages[name].state[rows, heads.unsqueeze(1)].flatten(2)[..., : self.p.rule.state_floats(self.p.size)]

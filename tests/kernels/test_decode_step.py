@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernels.factories import poisoned_pages
 from kernels.problems import CASES, CLOSE, Problem
-from kernels.served import IMPLS, INTERPRETED, ISAS, Lockstep, use
+from kernels.served import IMPLS, INTERPRETED, ISAS, Lockstep, Pool, use
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
@@ -78,46 +78,39 @@ def test_several_tiles_and_blocks(dtype, slots):
     check_budgets(Problem("mlstm", 2, 1, 3, 64, slots, 4, 30, 140, 8, 1, dtype, dtype, seed=slots))
 
 
+def decoded_by(threads, p, steps):
+    """Return outputs, log-sum-exps and pages of the last ``steps`` tokens of all requests, on so many threads."""
+    pool, active = Pool(p), list(range(p.requests))
+    for r in active:
+        pool.chunk(r, p.length - steps, "cpp")
+    set_num_threads(threads)
+    outs = [pool.decode(active, "cpp") for _ in range(steps)]
+    set_num_threads(1)
+    return *(torch.cat(x) for x in zip(*outs, strict=True)), pool.pages.raw
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("threads, requests", [(2, 1), (5, 2), (16, 1), (2, 5)])
 def test_one_head_is_shared_among_threads(dtype, threads, requests):
     """Slots of heads that threads cannot share evenly are cut; results equal one thread's to rounding."""
-    p = Problem("mlstm", requests, 1, 3, 64, 16, 4, 300, 1200, dtype=dtype, q_dtype=dtype).prepare()
-    pages = [poisoned_pages(p.layout, p.num_blocks) for _ in range(2)]
-    active, outs, prompt = list(range(requests)), [], int(p.budgets.max()) - 20
-    q, k, v = (torch.randn(prompt + 60, n, 64, generator=p.generator).to(dtype) for n in (3, 1, 1))
-    for r, own in ((r, own) for r in active for own in pages):
-        rest = p.table[r], 0, p.budgets[r]
-        ops.prefill_chunk(q[:prompt], k[:prompt], v[:prompt], own, *rest, rule=p.rule, scale=p.scale, impl="cpp")
-    for t in range(prompt, prompt + 60):
-        now = [torch.stack([x[t]] * requests) for x in (q, k, v)]
-        out = []
-        for number, own in zip((1, threads), pages, strict=True):
-            set_num_threads(number)
-            out.append(p.run(own, active, [t] * requests, *now, "cpp"))
-        outs.append([torch.cat([o.flatten().float(), lse.flatten()]) for o, lse in out])
-    assert torch.equal(pages[0].raw, pages[1].raw)
-    alone, shared = (torch.stack(rows) for rows in zip(*outs, strict=True))
-    assert not torch.equal(alone, shared), "no head was cut"
-    torch.testing.assert_close(shared, alone, rtol=0, atol=2e-5 if dtype == torch.float32 else 2**-8)
+    sizes = dict(heads=1, group=3, size=64, sinks=4, window=300, topk=1200, length=1504 - 20 + 60)
+    p = Problem("mlstm", requests, dtype=dtype, q_dtype=dtype, **sizes).prepare()
+    (out, lse, pages), (shared, shared_lse, others) = (decoded_by(number, p, 60) for number in (1, threads))
+    assert torch.equal(pages, others)
+    assert not (torch.equal(out, shared) and torch.equal(lse, shared_lse)), "no head was cut"
+    atol = 2e-5 if dtype == torch.float32 else 2**-8
+    torch.testing.assert_close(shared.float(), out.float(), rtol=0, atol=atol)
+    torch.testing.assert_close(shared_lse, lse, rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("case", ["mass-newest", "mass-mean", "moment-corrected", "mlstm-corrected"])
 def test_rules_that_need_a_whole_head_are_not_cut(case):
     """Masses and corrections need all of a head's slots, so threads change nothing, to the bit."""
-    p = Problem(case, 1, 1, 3, 32, 16, 4, 100, 700).prepare()
-    pages, prompt = [poisoned_pages(p.layout, p.num_blocks) for _ in range(3)], int(p.budgets.max()) - 6
-    q, k, v = (torch.randn(prompt + 12, n, 32, generator=p.generator) for n in (3, 1, 1))
-    for own in pages:
-        chunk = q[:prompt], k[:prompt], v[:prompt], own, p.table[0], 0, p.budgets[0]
-        ops.prefill_chunk(*chunk, rule=p.rule, scale=p.scale, impl="cpp")
-    for t in range(prompt, prompt + 12):
-        outs = []
-        for number, own in zip((1, 2, 5), pages, strict=True):
-            set_num_threads(number)
-            outs.append(p.run(own, [0], [t], *(x[t : t + 1] for x in (q, k, v)), "cpp"))
-        for own, (out, lse) in zip(pages[1:], outs[1:], strict=True):
-            assert torch.equal(out, outs[0][0]) and torch.equal(lse, outs[0][1]) and torch.equal(own.raw, pages[0].raw)
+    sizes = dict(heads=1, group=3, sinks=4, window=100, topk=700, length=804 + 6)
+    p = Problem(case, requests=1, **sizes).prepare()
+    expected = decoded_by(1, p, 12)
+    for threads in (2, 5):
+        assert all(torch.equal(a, b) for a, b in zip(decoded_by(threads, p, 12), expected, strict=True))
 
 
 @pytest.mark.parametrize("isa", ISAS)

@@ -6,10 +6,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.factories import poisoned_pages, random_rule, random_scorer
-from kernels.served import INTERPRETED
+from kernels.problems import Problem
+from kernels.served import INTERPRETED, Pool
 
-from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap, Shares
 
@@ -58,43 +57,28 @@ def test_equal_shares_need_none():
     assert Shares.of(budgets, 40) is None and Shares.of(budgets, 41).counts == {40: 6}
 
 
-@pytest.mark.parametrize("kind", ["mlstm", "mass", "moment", "gate_scores"])
+@pytest.mark.parametrize("kind", ["mlstm", "mass-mean", "moment", "gate_scores"])
 @pytest.mark.parametrize("impl", ["triton"] if INTERPRETED else ["reference", "cpp"])
 def test_kernels_do_not_care_where_pages_lie(kind, impl):
     """Heads with their own budgets give and retain the same in a shared pool as in their own pages.
 
     Three layers of two heads share the pool, in chunks and token by token, to the bit.
     """
-    layers, heads, length = 1 if INTERPRETED else 3, 2, 72
-    draw = torch.Generator().manual_seed(3)
+    layers, length = 1 if INTERPRETED else 3, 72
     budgets = torch.tensor([[60, 25], [33, 47], [18, 64]], dtype=torch.int32)[:layers]
-    shares = Shares.of(budgets, 64)
-    options = {"mass": {"mean": True}}.get(kind, {})
-    rules = [random_rule(random_scorer(kind, heads, SIZE, draw, **options), heads, 2, 6, draw) for _ in range(layers)]
-    layout = PageLayout(heads, SIZE, torch.float32, N, rules[0].state_floats(SIZE))
+    problems = [Problem(kind, 1, topk=64 - 8, window=6, seed=i, length=length).prepare() for i in range(layers)]
+    shares, layout = Shares.of(budgets, 64), problems[0].layout
     count = shares.blocks(layout.state_blocks, N, length)
-    blocks = torch.randperm(count + 5, generator=draw)[:count].int().view(1, -1)
+    blocks = torch.randperm(count + 5, generator=torch.Generator().manual_seed(3))[:count].int().view(1, -1)
     regions = RegionMap(shares, layout, count + 5)
-    pool = torch.full((layers * (count + 5) * heads * layout.region_bytes,), 255, dtype=torch.uint8)
-    for layer, rule in enumerate(rules):
-        q, k, v = (torch.randn(length, n, SIZE, generator=draw) for n in (2 * heads, heads, heads))
-        given_ = torch.randn(length, heads, generator=draw)
-        width = int(layout.blocks(64, 64))
-        alone = poisoned_pages(layout, width + 1), torch.arange(1, width + 1).int().expand(heads, -1)
-        shared = regions.view(pool), regions.place(layer, blocks)[1][0]
-        found = []
-        for pages, table in (alone, shared):
-            outs = []
-            for a, b in ((0, 40), (40, 41), (41, length)):
-                own = dict(rule=rule, scale=SIZE**-0.5, gate_scores=given_[a:b], impl=impl)
-                outs.append(ops.prefill_chunk(q[a:b], k[a:b], v[a:b], pages, table, a, budgets[layer], **own)[0])
-            held = [
-                pages.position[table[h, layout.state_blocks + s // N].long(), h, s % N].tolist()
-                for h in range(heads)
-                for s in [torch.arange(8, int(budgets[layer, h]))]
-            ]
-            found.append((torch.cat(outs), held))
-        assert torch.equal(found[0][0], found[1][0]) and found[0][1] == found[1][1]
+    memory = torch.full((layers * (count + 5) * 2 * layout.region_bytes,), 255, dtype=torch.uint8)
+    for layer, p in enumerate(problems):
+        p.budgets = budgets[layer : layer + 1]
+        alone, shared = Pool(p), Pool(p)
+        shared.pages, shared.table = regions.view(memory), regions.place(layer, blocks)[1]
+        shared.untouched = lambda: True  # others use the rest
+        found, expected = (pool.serve([40, 1, length], impl) for pool in (shared, alone))
+        assert torch.equal(found.out, expected.out) and torch.equal(found.held[length], expected.held[length])
 
 
 def test_too_small_a_pool_is_refused():

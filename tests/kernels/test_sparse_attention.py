@@ -101,7 +101,7 @@ def test_gradcheck():
 
 def test_a_mask_from_a_simulation_of_evictions():
     """``rank = S - evicted_at`` and ``cutoff[q] = S - 1 - q`` hide from query q what is evicted at q."""
-    q, k, v, _ = inputs(50, batch=1, heads=1)
+    q, k, v, _ = inputs(50, heads=1, group=3)
     gone = torch.randint(12, 80, (50,), generator=torch.Generator().manual_seed(3)).clamp_max(50)
     t = torch.arange(50)
     visible = ((t < 2) | (t > t[:, None] - 10) | (gone > t[:, None])) & (t <= t[:, None])
