@@ -270,6 +270,8 @@ def resolve_retention(
         sinks = settings.sinks
     elif scorer:
         sinks = scorer.sinks
+    elif keeps_all:  # behind a prompt of fewer tokens than the sinks there would be too few slots
+        sinks = 0
     budget = _budget(settings, max_model_len, scorer, sinks, keeps_all)
     if scorer and settings.window is not None:
         scorer.check_window(settings.window, "--kv-window")

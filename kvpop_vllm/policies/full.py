@@ -13,5 +13,4 @@ class Full(StreamingLLM):
 
     name = "full"
     paper = "-"
-    default_sinks = 0
     keeps_all = True

@@ -102,4 +102,4 @@ def test_the_smallest_budgets_that_do():
 def test_a_policy_that_keeps_everything():
     assert resolve_retention(settings(), 1000, None, keeps_all=True).budget == 1000
     assert resolve_retention(settings(budget=2000), 1000, None, keeps_all=True).budget == 2000
-    assert resolve_retention(settings(), 3, None, keeps_all=True) == Retention(3, 1, 1)
+    assert resolve_retention(settings(), 3, None, keeps_all=True) == Retention(3, 0, 2)

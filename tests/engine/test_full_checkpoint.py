@@ -212,7 +212,7 @@ def stranger(tensors):
 
 @pytest.mark.parametrize("change, error", [(without, ConfigError), (renamed, ValueError), (stranger, ConfigError)])
 def test_damaged_tensors_are_refused_while_loading(copy, monkeypatch, change, error):
-    """What the check before loading would miss is refused by the loader; vLLM itself refuses unknown tensors."""
+    """The loader refuses what the check before loading would miss; vLLM itself refuses unknown tensors."""
     edit_scorer(copy, change)
     monkeypatch.setattr(engine_policy, "check_checkpoint", lambda vllm_config: None)
     with pytest.raises(error):
