@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 
+TESTS = Path(__file__).parent
 LONGEST_FIRST = (
     "kernels/test_sanitizers.py",
     "engine/test_fidelity.py",
@@ -45,6 +47,8 @@ def pytest_collection_modifyitems(items):
 
     from kvpop_vllm import _C
 
+    missing = [name for name in (*LONGEST_FIRST, *SLOW) if not (TESTS / name).is_file()]
+    assert not missing, f"LONGEST_FIRST and SLOW name files that are gone: {missing}"
     order = {name: place for place, name in enumerate(LONGEST_FIRST)}
     slower = {"reference", *_C.isa_levels()[:-1]}
     items.sort(key=lambda item: order.get(_module(item), len(order)))

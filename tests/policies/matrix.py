@@ -36,9 +36,6 @@ class Row:
         corrected: True if the policy corrects outputs by default.
         keeps_all: True if the policy evicts nothing.
         engines: kinds of models that are served with it in engine tests.
-        longest: length of the longest prompts in engine tests, in budgets.
-        own_blocks: True if it is tested in a pool that is too small; False if a similar row has the same
-            block counts.
         state: float32 words of one head's state at D = 32.
     """
 
@@ -55,8 +52,6 @@ class Row:
     corrected: bool = False
     keeps_all: bool = False
     engines: tuple[str, ...] = ()
-    longest: int = 5
-    own_blocks: bool = True
     state: int = 0
 
     @property
@@ -67,23 +62,23 @@ class Row:
 DECAY = {"decay_min": 0.9, "decay_max": 0.99}
 MOMENTS = 32 * 32 + 2 * 32
 ROWS = {
-    "kvpop": Row("mlstm", spread=DECAY, engines=("qwen3", "llama"), longest=10, state=32 * 32 + 32 + 1),
-    "kvpop-mlp": Row("mlp", spread=DECAY, engines=("qwen3", "llama"), longest=10),
-    "kvpop-linear": Row("linear", spread=DECAY | {"decay_step": 3}, engines=("qwen3", "llama"), longest=10),
-    "streaming-llm": Row("recency", sinks=4, window=8, asked=True, engines=("qwen3", "llama"), longest=10),
-    "random": Row("random draw", sinks=4, window=8, asked=True, engines=("qwen3",), own_blocks=False),
+    "kvpop": Row("mlstm", spread=DECAY, engines=("qwen3", "llama"), state=32 * 32 + 32 + 1),
+    "kvpop-mlp": Row("mlp", spread=DECAY, engines=("qwen3", "llama")),
+    "kvpop-linear": Row("linear", spread=DECAY | {"decay_step": 3}, engines=("qwen3", "llama")),
+    "streaming-llm": Row("recency", sinks=4, window=8, asked=True, engines=("qwen3", "llama")),
+    "random": Row("random draw", sinks=4, window=8, asked=True, engines=("qwen3",)),
     "snapkv": Row("prompt votes", window=32, asked=True, compresses=True, state=32 * 2 * 32),
     "pyramidkv": Row(
         "prompt votes", window=32, asked=True, compresses=True, own_allocator="pyramid", state=32 * 2 * 32
     ),
     "adakv": Row("prompt votes", window=32, asked=True, compresses=True, own_allocator="ada", state=32 * 2 * 32 + 1),
-    "vase": Row("sampled mass", sinks=4, window=8, asked=True, engines=("qwen3",), own_blocks=False, state=64 * 2 * 32),
-    "rkv": Row("redundancy", window=8, asked=True, engines=("llama",), own_blocks=False, state=8 * 2 * 32),
-    "h2o": Row("mean mass", window=-1, engines=("qwen3",), own_blocks=False),
-    "tova": Row("newest mass", engines=("llama",), own_blocks=False),
+    "vase": Row("sampled mass", sinks=4, window=8, asked=True, engines=("qwen3",), state=64 * 2 * 32),
+    "rkv": Row("redundancy", window=8, asked=True, engines=("llama",), state=8 * 2 * 32),
+    "h2o": Row("mean mass", window=-1, engines=("qwen3",)),
+    "tova": Row("newest mass", engines=("llama",)),
     "h2o-pyramid": Row("mean mass", "h2o", window=-1, allocator="pyramid", engines=("llama",)),
     "momentkv": Row("moment residual", sinks=1, corrected=True, engines=("llama",)),
-    "trimkv": Row("trimkv", spread={"seed": 1}, engines=("qwen3",), own_blocks=False),
+    "trimkv": Row("trimkv", spread={"seed": 1}, engines=("qwen3",)),
     "trimkv-kv": Row("trimkv", "trimkv", {"reads": "kv", "gated": True}, {"seed": 3}),
     # evicts most tokens by threshold: equal tokens of a first layer have equal logits up to rounding, so few
     # decisions may be left to the budget
