@@ -143,11 +143,11 @@ PROMPTS = [TEXT[:3], TEXT[:40], TEXT[:BUDGET], TEXT[:33] + random_prompt(57, see
 
 
 def few(engine) -> list[Job]:
-    """Return six requests. Behind protected prompts only generated tokens are evicted, so the first one is long.
+    """Return six requests. Behind wholly protected prompts only answers are evicted, so the first one is long.
 
     Long answers repeat themselves, and equal tokens of a first layer tie, so it is short elsewhere.
     """
-    new = [70 if engine.judge.protect else 30] + [16] * 5
+    new = [70 if engine.judge.protect is True else 30] + [16] * 5
     return [Job(new=tokens, prompt=prompt, scored=False) for tokens, prompt in zip(new, PROMPTS, strict=True)]
 
 
@@ -208,7 +208,6 @@ def test_a_pool_too_small_for_all(served):
     with served.small_pool(2 * (2 + served.tail_blocks(BUDGET))):
         answers = served.serve(jobs)
         assert sum(served.recorder.preemptions.values()) > 0 and len(answers) == 6
-        assert min(step.free for step in served.recorder.blocks) == 0
         served.check(answers)
 
 
@@ -230,14 +229,15 @@ def blocks_of(engine) -> set:
 def test_a_reused_block_shows_nothing_of_its_former_request(served):
     """Results are the same in a pool of zeros, of other requests' bytes, and of NaN."""
     served.chunk(7)
-    with served.small_pool(20 + 6 * served.tail_blocks(BUDGET)):
+    with served.small_pool(10 + 4 * served.tail_blocks(BUDGET)):
         served.fill_pool(0)
         fresh, _ = observed(served)
         served.serve(few(served))
-        served.serve([replace(job, prompt=job.prompt[::-1]) for job in few(served)])
         former = blocks_of(served)
+        served.serve([replace(job, prompt=job.prompt[::-1]) for job in few(served)])
+        former |= blocks_of(served)
         after_others, blocks = observed(served)
-        assert blocks & former
+        assert blocks <= former
         served.fill_pool(255)
         poisoned, _ = observed(served)
     assert fresh == after_others == poisoned
