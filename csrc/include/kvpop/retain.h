@@ -153,10 +153,10 @@ void project_steps(const DecodeStep& a, int64_t r, int64_t count, int64_t h, MLS
     mlstm_project(a, h, count, batch);
 }
 
-// Raw score of a token leaving the window, for scorers without state. parked: its score field. x, hidden:
+// Raw score of a token leaving the window, for scorers without state. stored_score: its score field. x, hidden:
 // scratch.
 template <class T>
-KVPOP_INLINE float stateless_score(const Head<T>& head, const Row<T>& row, float parked, float* x, float* hidden) {
+KVPOP_INLINE float stateless_score(const Head<T>& head, const Row<T>& row, float stored_score, float* x, float* hidden) {
     const Scorer& s = head.a.scorer;
     const int64_t size = head.a.size;
     switch (s.kind) {
@@ -165,7 +165,7 @@ KVPOP_INLINE float stateless_score(const Head<T>& head, const Row<T>& row, float
         case ScorerKind::KeyNorm: return key_norm_score(row.key, size);
         case ScorerKind::AttentionMass:
         case ScorerKind::MomentResidual:
-        case ScorerKind::Given: return parked;
+        case ScorerKind::Given: return stored_score;
         default: return 0;
     }
 }
