@@ -385,15 +385,16 @@ def source_of(file: str) -> str:
 
 
 def outcome(tree: Path, mutation: Mutation) -> str:
-    """Return "killed" if the tests fail, "SURVIVED" if they pass, or why they did not run."""
+    """Return "killed" if the tests fail or crash, "SURVIVED" if they pass, or why they did not run."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "passive"}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # it would be taken for that of the file before
     if mutation.file.startswith(TRITON):
         environment["TRITON_INTERPRET"] = "1"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(mutation.tests)]
     done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
-    told = {0: "SURVIVED", 1: "killed"}
-    return told.get(done.returncode, f"NOT RUN (pytest exits with {done.returncode}): {done.stdout[-300:]}")
+    if done.returncode == 1 or done.returncode < 0:  # a test has failed, or the process has crashed
+        return "killed"
+    return f"NOT RUN (exit {done.returncode}): {done.stdout[-300:]}" if done.returncode else "SURVIVED"
 
 
 def plant(tree: Path, mutation: Mutation) -> str:
