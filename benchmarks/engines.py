@@ -20,8 +20,9 @@ PEERS = ROOT / "build" / "peers" / "bin" / "python"
 # tokens between kvpress's compressions; its default of 512 would keep up to 512 above the budget
 PEER_INTERVAL = 64
 PEER_NAMES = ("transformers", "kvpress, key norm")
-PEER = ROOT / "benchmarks" / "peer.py"
-CHILD = ROOT / "benchmarks" / "engine_child.py"
+PEER = [str(PEERS), str(ROOT / "benchmarks" / "peer.py")]
+"""Command of a peer's process."""
+CHILD = [sys.executable, str(ROOT / "benchmarks" / "engine_child.py")]
 SHIPPED_SCORER = ROOT / "examples" / "scorers" / "smollm2-135m-kvpop"
 EAGER = " eager"
 """Suffix of a policy's eager twin."""
@@ -56,7 +57,7 @@ def engines(options):
             for name, settings in configurations(options, Path(folder)).items():
                 started[name] = Engine(name, settings, options, Path(folder))
             for name, settings in peers(options).items():
-                started[name] = Engine(name, settings, options, Path(folder), [str(PEERS), str(PEER)])
+                started[name] = Engine(name, settings, options, Path(folder), PEER)
             yield started
         except EngineError as error:
             sys.exit(str(error))
@@ -128,11 +129,9 @@ def peers(options) -> dict:
     if not options.peers:
         return {}
     check_peers()
-    budgets = dict(zip(PEER_NAMES, (None, options.budget), strict=True))
-    return {
-        name: {"short_prompts": SHORT_PROMPTS, "kvpress_budget": budget, "interval": PEER_INTERVAL}
-        for name, budget in budgets.items()
-    }
+    common = {"short_prompts": SHORT_PROMPTS, "interval": PEER_INTERVAL, "dtype": "bfloat16"}
+    budgets = zip(PEER_NAMES, (None, options.budget), strict=True)
+    return {name: common | {"kvpress_budget": budget} for name, budget in budgets}
 
 
 def check_peers() -> None:
@@ -274,12 +273,11 @@ class EngineError(Exception):
 class Engine:
     """Parent's end of one child process."""
 
-    def __init__(self, name: str, settings: dict, options, folder: Path, command: list[str] | None = None):
+    def __init__(self, name: str, settings: dict, options, folder: Path, command: list[str] = CHILD):
         self.name, self.log = name, folder / f"{name}.log"
         env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if "checkout" in settings:
             env["PYTHONPATH"] = settings["checkout"]
-        command = command or [sys.executable, str(CHILD)]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [*command, json.dumps(vars(options) | settings)],

@@ -18,9 +18,9 @@ class Peer:
     """One model with the commands and replies of `engine_child.Child`."""
 
     def __init__(self, options: dict):
-        self.options = options
+        self.options, self.budget = options, options.get("kvpress_budget")
         self.replies = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)
+        os.dup2(2, 1)  # other output goes to the log
 
     def serve(self) -> None:
         """Answer commands from standard input until it ends."""
@@ -35,9 +35,9 @@ class Peer:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         torch.set_num_threads(self.options["threads"])
-        folder = self.options["model"]
+        folder, dtype = self.options["model"], getattr(torch, self.options["dtype"])
         self.torch, self.tokenizer = torch, AutoTokenizer.from_pretrained(folder)
-        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         return {"seconds": time.monotonic() - begin, "pool_bytes": 0}
 
     def _press(self, context: int):
@@ -45,19 +45,19 @@ class Peer:
 
         This happens after the prompt and again every few tokens. For plain transformers it does nothing.
         """
-        budget = self.options["kvpress_budget"]
-        if budget is None:
+        if self.budget is None:
             return nullcontext()
         from kvpress import DecodingPress, KnormPress, PrefillDecodingPress
 
         decoding = DecodingPress(
             KnormPress(),
             compression_interval=self.options["interval"],
-            target_size=budget,
+            target_size=self.budget,
             hidden_states_buffer_size=0,
         )
         # half a token more, because kvpress rounds the number of kept tokens down
-        prefilling = KnormPress(compression_ratio=1 - (budget + 0.5) / context) if context > budget else None
+        ratio = 1 - (self.budget + 0.5) / context
+        prefilling = KnormPress(compression_ratio=ratio) if context > self.budget else None
         return PrefillDecodingPress(prefilling_press=prefilling, decoding_press=decoding)(self.model)
 
     def _forward(self, tokens: list[int], position: int):
@@ -88,12 +88,12 @@ class Peer:
 
     def _greedy(self, tokens: list[int]) -> list:
         with self._press(len(tokens)):
-            logprobs, found = self._begin(tokens), []
+            logprobs, answer = self._begin(tokens), []
             for _ in range(24):
-                best = logprobs.topk(2).values.tolist()
-                found.append({"token": int(logprobs.argmax()), "logprob": best[0], "gap": best[0] - best[1]})
+                first, second = logprobs.topk(2).values.tolist()
+                answer.append({"token": int(logprobs.argmax()), "logprob": first, "gap": first - second})
                 logprobs = self._next(logprobs)
-        return found
+        return answer
 
     def prefill(self, context: int, requests: int) -> dict:
         """Read a random prompt of ``context`` tokens; return the seconds that it took."""
@@ -117,7 +117,7 @@ class Peer:
             self.press.__exit__(None, None, None)
             self.cache = None
             return {}
-        layers, budget = self.cache.layers, self.options["kvpress_budget"]
+        layers, budget = self.cache.layers, self.budget
         longest = max(layer.keys.shape[2] for layer in layers)
         if budget is not None and not min(budget, self.at) <= longest <= budget + self.options["interval"]:
             raise RuntimeError(f"kvpress holds {longest} tokens, not its budget of {budget}")
@@ -131,6 +131,61 @@ class Peer:
             self.logprobs = self._next(self.logprobs)
             times.append(1e3 * (time.perf_counter() - begin))
         return {"ms": times[WARM_UP:]}
+
+    def compress(self, prompts: list, policy: str, budget: int, window: int, new: int = 0, stop: int | None = None):
+        """Compress prompts at their ends, and generate greedily.
+
+        Args:
+            prompts: token ids of each.
+            policy: one of ours that kvpress has.
+            budget: tokens that a head keeps.
+            window: newest tokens, whose queries vote.
+            new: most generated tokens of each.
+            stop: token that ends an answer.
+
+        Returns:
+            ``kept``, for each prompt, layer and head the positions of the prompt's tokens in the cache, and
+            ``answers``, token ids without ``stop``.
+        """
+        from kvpress import AdaKVPress, PyramidKVPress, SnapKVPress
+
+        kept, answers = [], []
+        for prompt in prompts:
+            kind = PyramidKVPress if policy == "pyramidkv" else SnapKVPress
+            press = kind(compression_ratio=1 - budget / len(prompt), window_size=window, kernel_size=5)
+            if policy == "adakv":
+                press = AdaKVPress(press, alpha_safeguard=0.2)
+            kept.append(recorded(press))
+            with press(self.model):
+                logprobs, answer = self._begin(prompt), []
+                while len(answer) < new and (token := int(logprobs.argmax())) != stop:
+                    answer.append(token)
+                    logprobs = self._next(logprobs)
+            answers.append(answer)
+        return {"kept": kept, "answers": answers}
+
+
+def recorded(press) -> list[list[list[int]]]:
+    """Return a list that receives the kept positions of each layer and head while the press works."""
+    layers, compress = [], press.compress
+
+    def noting(module, hidden_states, keys, values, attentions, kwargs):
+        left, left_values = compress(module, hidden_states, keys, values, attentions, kwargs)
+        masked = getattr(module, "masked_key_indices", None)
+        heads = []
+        for h in range(keys.shape[1]):
+            if masked is not None:  # a press of unequal heads masks keys instead of removing them
+                gone = set(masked[2][masked[1] == h].tolist())
+                heads.append([t for t in range(keys.shape[2]) if t not in gone])
+                continue
+            same = (left[0, h].unsqueeze(1) == keys[0, h].unsqueeze(0)).all(-1)
+            assert (same.sum(1) == 1).all(), "two tokens have one key"
+            heads.append(sorted(same.int().argmax(1).tolist()))
+        layers.append(heads)
+        return left, left_values
+
+    press.compress = noting
+    return layers
 
 
 if __name__ == "__main__":

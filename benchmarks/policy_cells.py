@@ -58,13 +58,13 @@ class Cells:
             return
         o = self.options
         self.tokenizer = load_tokenizer(o.model_folder)
-        told = {"split": "all", "seed": o.seed, "vocab_size": vocabulary_of(o.model_folder)}
+        split = {"split": "all", "seed": o.seed, "vocab_size": vocabulary_of(o.model_folder)}
         self.rows = []
         for path in o.data:
-            found = list(itertools.islice(replay_rows([path], self.tokenizer, o.length, **told), o.rows))
-            if len(found) < o.rows:
-                raise ConfigError(f"{path} holds {len(found)} rows of {o.length} tokens: lower --rows or --length")
-            self.rows += found
+            rows = list(itertools.islice(replay_rows([path], self.tokenizer, o.length, **split), o.rows))
+            if len(rows) < o.rows:
+                raise ConfigError(f"{path} holds {len(rows)} rows of {o.length} tokens: lower --rows or --length")
+            self.rows += rows
         text = sentences([o.haystack], "all", CHARACTERS * o.length)
         self.needles = make_examples(["needle"], self.tokenizer, text, o.length, o.needles, seed=o.seed, digits=4)
         self.backend = TransformersBackend(o.model_folder, self.dtype, o.length)
@@ -91,19 +91,12 @@ class Cells:
         """Return a row of quality, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
         resolved = spec and self._deploy(spec, setting)
-        read = self.read(resolved, setting)
-        if not self.passes(resolved, asked, read["kl_before"]):
+        values = self.read(resolved, setting)
+        if not self.passes(resolved, asked, values["kl_before"]):
             return None
-        found = read | self.found(resolved)
-        roles = resolved and resolved.roles
-        about = {
-            "topk": roles.topk if roles else "",
-            "sinks": roles.sinks if roles else "",
-            "window": roles.window if roles else "",
-            "allocated_bytes": self.allocated(resolved),
-            "state": resolved.state_floats if resolved else 0,
-        }
-        return self._row(asked, setting, about, found, begin)
+        about = {name: getattr(resolved.roles, name) if resolved else "" for name in ("topk", "sinks", "window")}
+        about |= {"allocated_bytes": self.allocated(resolved), "state": resolved.state_floats if resolved else 0}
+        return self._row(asked, setting, about, values | self.found(resolved), begin)
 
     def steps(self, spec, setting, asked: dict) -> dict | None:
         """Return a row of times, or None if predictions differ before anything is evicted."""
@@ -123,7 +116,7 @@ class Cells:
             asked: the row's settings.
             before: divergence in nats a token, if it is known.
         """
-        cell = asked["scorer"], asked["equal"], asked["budget"], asked["policy"]
+        cell = tuple(asked[name] for name in ("scorer", "equal", "budget", "policy"))
         if cell in self.passed:
             return True
         if before is None:
@@ -134,13 +127,11 @@ class Cells:
         self.passed.add(cell)
         return True
 
-    def _row(self, asked: dict, setting, about: dict, found: dict, begin: float) -> dict:
-        found = found | {"seconds": time.monotonic() - begin}
-        say(
-            f"{asked['policy']}, B = {asked['budget'] or 'all'}, equal {setting.equal}: "
-            + ", ".join(f"{k} {v:.4g}" for k, v in found.items())
-        )
-        return asked | about | {name: f"{value:.6g}" for name, value in found.items()}
+    def _row(self, asked: dict, setting, about: dict, values: dict, begin: float) -> dict:
+        values = values | {"seconds": time.monotonic() - begin}
+        shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
+        say(f"{asked['policy']}, B = {asked['budget'] or 'all'}, equal {setting.equal}: {shown}")
+        return asked | about | {name: f"{value:.6g}" for name, value in values.items()}
 
     def read(self, resolved, setting) -> dict:
         """Return means over rows of text.
@@ -148,19 +139,14 @@ class Cells:
         They are ``error`` of attention outputs from position B on, ``perplexity``, ``kl`` in nats a token,
         and ``kl_before``, the divergence over as many tokens as every head can hold.
         """
-        records, before = [], []
+        records = []
         served = [] if resolved is None else [replace(resolved.spec, serve=True)]
         for row in self.rows:
             *_, last = evaluate(self.backend.model, [row], served, [setting], recall=False)
-            records.append(last)
-            before.append(self.kl_before(resolved, row))
-        mean = {name: statistics.mean(r.get(name, 0.0) for r in records) for name in ("error", "kl", "nll")}
-        return {
-            "error": mean["error"],
-            "perplexity": math.exp(mean["nll"]),
-            "kl": mean["kl"],
-            "kl_before": statistics.mean(before),
-        }
+            records.append(last | {"kl_before": self.kl_before(resolved, row)})
+        names = ("error", "nll", "kl", "kl_before")
+        means = {name: statistics.mean(each.get(name, 0.0) for each in records) for name in names}
+        return {"error": means["error"], "perplexity": math.exp(means.pop("nll"))} | means
 
     def kl_before(self, resolved, row: torch.Tensor) -> float:
         """Return the divergence in nats a token, over as many tokens of a row as every head can hold."""
@@ -215,6 +201,5 @@ class Cells:
         shape, length = self.backend.shape, self.options.length
         if resolved is not None:
             return resolved.request_bytes(length, self.dtype).allocated
-        return dense_request_bytes(
-            shape.num_layers, shape.num_kv_heads, shape.head_dim, self.dtype, length, 128
-        ).allocated
+        sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
+        return dense_request_bytes(*sizes, self.dtype, length, 128).allocated

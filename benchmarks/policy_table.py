@@ -36,7 +36,7 @@ from kvpop_vllm.argument_types import positive
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.policies.base import Order
 
-RESULTS = record.ROOT / "benchmarks" / "results"
+RESULTS = record.RESULTS
 HELD_OUT = record.ROOT / "data" / "held-out"
 TEXTS = [str(HELD_OUT / f"{name}.jsonl") for name in ("transcripts", "champ", "shakespeare")]
 HAYSTACK = str(HELD_OUT / "bible.jsonl")
@@ -57,7 +57,7 @@ def main() -> int:
     """Print or measure the table and return the exit code."""
     options = parse_arguments()
     if options.table:
-        print(table(*(there(options, part) for part in FILES)))
+        print(table(**{part: there(options, part) for part in FILES}))
         return 0
     try:
         return measure(options)
@@ -131,16 +131,14 @@ def measure(options) -> int:
         say(f"left out: {line}")
     if unknown := set(options.policies or ()) - {c.name for c in specs}:
         raise ConfigError(f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(c.name for c in specs)}")
-    if not options.prompt:
-        for name in [c.name for c in specs if policies.get(c.policy).compresses]:
-            say(f"left out: {name} compresses a prompt at its end, and these texts have none: give --prompt")
-        specs = [c for c in specs if not policies.get(c.policy).compresses]
     chosen = []
     for spec in specs:
-        if not options.policies or spec.name in options.policies:
-            compresses = policies.get(spec.policy).compresses
-            given = {"prompt": options.prompt} if compresses else {"protect": options.prompt}
-            chosen.append(replace(spec, **given, serve=spec.serve or options.prompt > 0))
+        compresses = policies.get(spec.policy).compresses
+        if compresses and not options.prompt:
+            say(f"left out: {spec.name} compresses a prompt at its end, and these texts have none: give --prompt")
+        elif not options.policies or spec.name in options.policies:
+            prompt = {"prompt" if compresses else "protect": options.prompt}
+            chosen.append(replace(spec, **prompt, serve=spec.serve or options.prompt > 0))
     if record.KEY["commit"].endswith("+"):
         say("tracked files differ from the commit: no row can be taken over, all is measured")
     cells, settings, problems = Cells(options), [], 0
@@ -152,47 +150,42 @@ def measure(options) -> int:
             problems += options.policies is not None
             continue
         if setting is not None:
-            settings.append((spec, setting, equal))
-    rows = {part: [] for part in FILES}
-    for part in FILES:
-        if part not in options.parts:
-            continue
-        done, passed = there(options, part), []
-        for spec, setting, equal in settings:
-            if part == "steps" and spec is not None and policies.get(spec.policy).order is Order.ROUNDS:
-                say(f"not timed: {spec.name} makes its scores every so many steps, more than are timed")
-                continue
-            row = cell(options, cells, part, done, spec, setting, equal)
-            problems += row is None
-            if row is not None:
-                rows[part].append(row)
-                passed.append((spec, setting, equal))
-        settings = passed
-    print(table(*(rows[part] if part in options.parts else there(options, part) for part in FILES)))
+            settings.append((spec, setting))
+    tables = {part: there(options, part) for part in FILES}
+    for part in options.parts:
+        done, tables[part] = tables[part], {}
+        for each in [*settings]:
+            if part == "steps" and each[0] is not None and policies.get(each[0].policy).order is Order.ROUNDS:
+                say(f"not timed: {each[0].name} makes its scores every so many steps, more than are timed")
+            elif row := cell(options, cells, part, done, *each):
+                tables[part][key_of(row)] = row
+            else:
+                settings.remove(each)
+                problems += 1
+    print(table(**tables))
     return int(problems > 0)
 
 
-def cell(options, cells, part: str, done: list[dict], spec, setting, equal: str) -> dict | None:
+def cell(options, cells, part: str, done: dict[tuple, dict], spec, setting) -> dict | None:
     """Return a row that exists, or measure and append it; None if it cannot be measured."""
-    named = dict(zip(CELL, cell_named(spec, setting, equal), strict=True))
-    for row in done:
-        if {column: row[column] for column in CELL} == named:
-            return row
+    scorer = fingerprint(Path(spec.scorer)) if spec and spec.scorer else ""
+    key = scorer, setting.equal, str(setting.budget if spec else ""), spec.name if spec else "dense"
+    if key in done:
+        return done[key]
     cells.load()
     try:
-        row = getattr(cells, part)(spec, setting, asked_of(options, part) | named)
+        row = getattr(cells, part)(spec, setting, asked_of(options, part) | dict(zip(CELL, key, strict=True)))
     except ConfigError as error:
         say(f"left out: {error}")
         return None
     if row is not None and not options.no_csv:
         record.append(RESULTS / FILES[part], [row])
-    return row
+    return row and record.KEY | row
 
 
-def cell_named(spec, setting, equal: str) -> tuple[str, ...]:
-    """Return the values of :data:`CELL`."""
-    scorer = fingerprint(Path(spec.scorer)) if spec and spec.scorer else ""
-    return scorer, equal, str(setting.budget if spec else ""), spec.name if spec else "dense"
+def key_of(row: dict) -> tuple[str, ...]:
+    """Return the values that identify a row."""
+    return tuple(row[column] for column in CELL)
 
 
 def asked_of(options, part: str) -> dict[str, str]:
@@ -208,61 +201,62 @@ def fingerprint(folder: Path) -> str:
     return f"{folder.name}@{digest.hexdigest()[:8]}"
 
 
-def there(options, part: str) -> list[dict]:
-    """Return the rows of a commit with the same settings.
+def there(options, part: str) -> dict[tuple, dict]:
+    """Return the rows of a commit with the same settings, by what identifies them.
 
     Times must be of this machine, unless the table is of given commits. Commits with changed files have no
     rows.
     """
-    path, commits = RESULTS / FILES[part], options.commit or [record.KEY["commit"]]
+    path, rows = RESULTS / FILES[part], {}
     if not path.exists():
-        return []
+        return rows
     asked = asked_of(options, part)
     if part == "steps" and not options.commit:
         asked |= {name: str(record.KEY[name]) for name in ("machine", "cores")}
     with path.open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if {name: row[name] for name in asked} == asked]
-    found = {}
-    for commit in commits:
-        for row in rows:
+        alike = [row for row in csv.DictReader(file) if asked.items() <= row.items()]
+    for commit in options.commit or [record.KEY["commit"]]:
+        for row in alike:
             if row["commit"] == commit and not commit.endswith("+"):
-                found.setdefault(tuple(row[column] for column in CELL), row)
-    return list(found.values())
+                rows.setdefault(key_of(row), row)
+    return rows
 
 
-def table(quality: list[dict], steps: list[dict]) -> str:
+def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
     """Return a Markdown table with a line for each row of quality, by budget and error.
 
     A line that holds for equal bytes too says so. Commits are those of the row and, if different, of its
     times.
     """
-    times = {tuple(row[column] for column in CELL): row for row in steps}
     lines = [
         "| B | policy | equal | k | KiB | error of outputs | perplexity | KL | needles, exact (partial) | commit | ms per step | dense / it |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
-    for row in sorted(quality, key=lambda r: (int(r["budget"] or 0), r["equal"] == "bytes", float(r["error"]))):
-        alike = [
-            r["allocated_bytes"]
-            for r in quality
-            if r["budget"] == row["budget"] and (r["equal"], r["state"]) == ("k", "0")
-        ]
-        plain = statistics.mode(alike) if alike else "0"
-        both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and int(row["allocated_bytes"]) <= int(plain)
+    stateless = [row for row in quality.values() if (row["equal"], row["state"]) == ("k", "0")]
+    for key, row in sorted(quality.items(), key=lambda item: order(item[1])):
+        alike = [int(other["allocated_bytes"]) for other in stateless if other["budget"] == row["budget"]]
+        plain = statistics.mode(alike) if alike else 0
+        both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and int(row["allocated_bytes"]) <= plain
         equal = "k, bytes" if both and row["equal"] == "k" else row["equal"]
-        time = times.get(tuple(row[column] for column in CELL))
-        commits = [each.get("commit", record.KEY["commit"]) for each in (row, time) if each]
-        own = time and {name: float(time[name]) for name in ("step_ms", "dense_over_it", "least", "largest")}
+        numbers = {name: float(row[name]) for name in ("error", "perplexity", "kl", "exact", "partial")}
+        commits, times = [row["commit"]], "| |"
+        if time := steps.get(key):
+            commits.append(time["commit"])
+            numbers |= {name: float(time[name]) for name in ("step_ms", "dense_over_it", "least", "largest")}
+            times = "{step_ms:.2f} | {dense_over_it:.2f} ({least:.2f} to {largest:.2f}) |".format(**numbers)
         lines.append(
             f"| {row['budget'] or 'all'} | {row['policy']} | {equal if row['budget'] else ''} | {row['topk']} "
-            f"| {int(row['allocated_bytes']) / 1024:,.0f} | {float(row['error']):.3f} | {float(row['perplexity']):.2f} "
-            f"| {float(row['kl']):.4f} | {float(row['exact']):.2f} ({float(row['partial']):.2f}) | {', '.join(dict.fromkeys(commits))} | "
-            + ("{step_ms:.2f} | {dense_over_it:.2f} ({least:.2f} to {largest:.2f}) |".format(**own) if own else "| |")
+            f"| {int(row['allocated_bytes']) / 1024:,.0f} "
+            "| {error:.3f} | {perplexity:.2f} | {kl:.4f} | {exact:.2f} ({partial:.2f}) ".format(**numbers)
+            + f"| {', '.join(dict.fromkeys(commits))} | {times}"
         )
-    machines = {
-        f"{row.get('machine', record.KEY['machine'])}, {row.get('cores', record.KEY['cores'])} cores" for row in steps
-    }
-    return "\n".join([*lines, *(f"Times on {machine}." for machine in sorted(machines))])
+    machines = {f"Times on {row['machine']}, {row['cores']} cores." for row in steps.values()}
+    return "\n".join([*lines, *sorted(machines)])
+
+
+def order(row: dict) -> tuple:
+    """Return the sort key of a line."""
+    return int(row["budget"] or 0), row["equal"] == "bytes", float(row["error"])
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import statistics
 import sys
 
 import torch
-from engines import DEMO_MODEL, PEERS, check_model, say
-from press_parity import POLICIES, WINDOW, ask_press
+from engines import DEMO_MODEL, check_model, check_peers, say
+from press_parity import POLICIES, WINDOW, kvpress
 
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.examples import NEW_TOKENS, credit
@@ -35,8 +35,7 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     options = parser.parse_args()
     check_model(options)
-    if not PEERS.is_file():
-        sys.exit("the peers have no environment: run `make peers`")
+    check_peers()
     tokenizer = load_tokenizer(options.model)
     text = sentences(options.data, "all", CHARACTERS * options.length)
     examples = make_examples(
@@ -44,28 +43,27 @@ def main() -> int:
     )
     backend = TransformersBackend(options.model, torch.float32, options.length)
 
-    def ours(resolved) -> dict[str, float]:
+    def ours(resolved) -> list[dict]:
         with backend.start(resolved) as run:
-            given = list(answers(run, tokenizer, examples))
-        return {name: statistics.mean(answer[name] for answer in given) for name in MEASURES}
+            return list(answers(run, tokenizer, examples))
 
-    tell("dense", ours(None))
-    for policy in options.policies:
-        tell(f"{policy}, ours", ours(training_free(policy).resolve(backend.shape, options.budget, 0, WINDOW)))
-        told = {"new": NEW_TOKENS["needle"], "stop": tokenizer.eos_token_id}
-        prompts = [example.prompt for example in examples]
-        found = ask_press(options.model, prompts, policy, options.budget, **told)["answers"]
-        worth = [
-            credit(e.expected, tokenizer.decode(a, skip_special_tokens=True))
-            for e, a in zip(examples, found, strict=True)
-        ]
-        tell(f"{policy}, kvpress", {name: statistics.mean(getattr(one, name) for one in worth) for name in MEASURES})
+    report("dense", ours(None))
+    prompts = [example.prompt for example in examples]
+    common = {"budget": options.budget, "window": WINDOW, "new": NEW_TOKENS["needle"], "stop": tokenizer.eos_token_id}
+    with kvpress(options) as press:
+        for policy in options.policies:
+            report(f"{policy}, ours", ours(training_free(policy).resolve(backend.shape, options.budget, 0, WINDOW)))
+            replies = press.ask("compress", prompts=prompts, policy=policy, **common)["answers"]
+            texts = [tokenizer.decode(reply, skip_special_tokens=True) for reply in replies]
+            credits = [vars(credit(e.expected, text)) for e, text in zip(examples, texts, strict=True)]
+            report(f"{policy}, kvpress", credits)
     return 0
 
 
-def tell(name: str, found: dict[str, float]) -> None:
-    """Print the credit of one run."""
-    say(f"{name}: " + ", ".join(f"{measure} {value:.2f}" for measure, value in found.items()))
+def report(name: str, credits: list[dict]) -> None:
+    """Print the mean credit of one run."""
+    means = {measure: statistics.mean(each[measure] for each in credits) for measure in MEASURES}
+    say(f"{name}: " + ", ".join(f"{measure} {value:.2f}" for measure, value in means.items()))
 
 
 if __name__ == "__main__":

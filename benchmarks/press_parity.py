@@ -11,13 +11,15 @@ not.
 """
 
 import argparse
-import json
-import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 
 import record
 import torch
-from engines import DEMO_MODEL, PEERS, check_model, say
+from engines import DEMO_MODEL, PEER, Engine, EngineError, check_model, check_peers, say
 
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.running import TransformersBackend
@@ -36,30 +38,35 @@ def main() -> int:
     parser.add_argument("--budget", type=int, nargs="+", default=[256, 512])
     options = parser.parse_args()
     check_model(options)
-    if not PEERS.is_file():
-        sys.exit("the peers have no environment: run `make peers`")
+    check_peers()
     from transformers import AutoTokenizer
 
     tokens = AutoTokenizer.from_pretrained(options.model)(open(options.text).read()).input_ids[: options.length]
     backend = TransformersBackend(options.model, torch.float32, options.length + 1)
     wrong = 0
-    for policy in POLICIES:
-        for budget in options.budget:
-            resolved = training_free(policy).resolve(backend.shape, budget, 0, WINDOW)
-            ours = backend.held(resolved, torch.tensor(tokens))
-            (theirs,) = ask_press(options.model, [tokens], policy, budget)["kept"]
-            wrong += compare(policy, budget, ours, theirs)
+    with kvpress(options) as press:
+        for policy in POLICIES:
+            for budget in options.budget:
+                resolved = training_free(policy).resolve(backend.shape, budget, 0, WINDOW)
+                ours = backend.held(resolved, torch.tensor(tokens))
+                (theirs,) = press.ask("compress", prompts=[tokens], policy=policy, budget=budget, window=WINDOW)["kept"]
+                wrong += compare(policy, budget, ours, theirs)
     return int(wrong > 0)
 
 
-def ask_press(model: str, prompts: list[list[int]], press: str, budget: int, **more) -> dict:
-    """Return the reply of press_sets.py for prompts, each as token ids."""
-    told = {"model": model, "prompts": prompts, "press": press, "budget": budget, "window": WINDOW} | more
-    script = str(record.ROOT / "benchmarks" / "press_sets.py")
-    done = subprocess.run([str(PEERS), script], input=json.dumps(told), capture_output=True, text=True)
-    if done.returncode:
-        sys.exit(f"kvpress failed: {done.stderr.strip().splitlines()[-1]}")
-    return json.loads(done.stdout)
+@contextmanager
+def kvpress(options) -> Iterator[Engine]:
+    """Yield a process that runs kvpress on the model in float32; exit with a message if it dies."""
+    with tempfile.TemporaryDirectory() as folder:
+        settings = {"dtype": "float32", "threads": torch.get_num_threads()}
+        engine = Engine("kvpress", settings, argparse.Namespace(**vars(options) | settings), Path(folder), PEER)
+        try:
+            engine.ask("start")
+            yield engine
+        except EngineError as error:
+            sys.exit(str(error))
+        finally:
+            engine.stop()
 
 
 def compare(policy: str, budget: int, ours: torch.Tensor, theirs: list) -> int:
@@ -91,8 +98,8 @@ def compare(policy: str, budget: int, ours: torch.Tensor, theirs: list) -> int:
                 wrong += len(smaller - larger)
     say(f"{policy}, B = {budget}: we keep {total} tokens, kvpress {other}, {same} of them the same")
     if sizes:
-        told = ", ".join(f"{layer}: {a} and {b}" for layer, a, b in sorted(set(sizes)))
-        say(f"{policy}, B = {budget}: layers that get other numbers of tokens, ours and theirs: {told}")
+        shown = ", ".join(f"{layer}: {a} and {b}" for layer, a, b in sorted(set(sizes)))
+        say(f"{policy}, B = {budget}: layers that get other numbers of tokens, ours and theirs: {shown}")
     return wrong
 
 

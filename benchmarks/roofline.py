@@ -29,7 +29,7 @@ from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout
 from kvpop_vllm.scorers import build, make_config
 
-RESULTS = record.ROOT / "benchmarks" / "results" / "roofline.csv"
+RESULTS = record.RESULTS / "roofline.csv"
 SINKS, WINDOW = 4, 64
 CACHES = 256 << 20
 """Bytes of a working set that exceeds all caches."""
@@ -106,6 +106,16 @@ class Machine:
         """Return the current read rate of one stream."""
         return CACHES / self.native.read_once(self.memory, self.stream, 1 << 20, False)
 
+    @torch.no_grad()
+    def rounds(self, count: int, skipped: int, *runs) -> list[list[float]]:
+        """Return the read rates of ``count`` rounds and the seconds of each function of ``runs`` in them.
+
+        In a round a stream is read and the functions, which return seconds, are called in turn. The first
+        ``skipped`` rounds are not counted.
+        """
+        values = [[self.read_rate(), *(run() for run in runs)] for _ in range(skipped + count)]
+        return [list(column) for column in zip(*values[skipped:], strict=True)]
+
 
 class Problem:
     """Full caches of R requests and one more token for each.
@@ -114,12 +124,13 @@ class Problem:
     """
 
     def __init__(self, size, budget, requests, heads, group, kind=None, *, free=0, sinks=SINKS, window=WINDOW):
-        self.scorer = None
+        self.lanes, self.scorer_bytes, weights = requests * heads, 0, None
         if kind:
             shape = {"model_type": "llama", "num_layers": 1, "num_kv_heads": heads, "head_dim": size}
             slots = {"sinks": sinks, "window": window, "topk": budget - sinks - window}
-            self.scorer = build(make_config(shape, kind, source="roofline", skip=True, **slots))
-        weights = self.scorer.weights() if self.scorer else None
+            scorer = build(make_config(shape, kind, source="roofline", skip=True, **slots))
+            weights, self.scorer_bytes = scorer.weights(), 4 * sum(t.numel() for t in scorer.parameters())
+            self.scorer_bytes += 2 * 4 * weights.state_floats * self.lanes
         log_gamma = torch.full((heads,), -1e-3, dtype=torch.float64)
         self.rule = RetentionRule(sinks, window, log_gamma, 1, weights)
         self.layout = PageLayout(heads, size, torch.bfloat16, state_floats=getattr(weights, "state_floats", 0))
@@ -141,13 +152,18 @@ class Problem:
 
     def seconds(self) -> float:
         """Return the seconds of one step."""
-        positions = torch.full((len(self.q),), self.at)
+        place = self.table, torch.full((len(self.q),), self.at), self.budgets
         begin = time.perf_counter()
-        ops.decode_step(
-            self.q, self.k, self.v, self.pages, self.table, positions, self.budgets,
-            rule=self.rule, scale=0.1, impl="cpp",
-        )  # fmt: skip
+        ops.decode_step(self.q, self.k, self.v, self.pages, *place, rule=self.rule, scale=0.1, impl="cpp")
         self.at += 1
+        return time.perf_counter() - begin
+
+    def chunk_seconds(self, q, k, v) -> float:
+        """Return the seconds of a chunk of the only request."""
+        place = self.table[0], self.at, self.budgets[0]
+        begin = time.perf_counter()
+        ops.prefill_chunk(q, k, v, self.pages, *place, rule=self.rule, scale=0.1, impl="cpp")
+        self.at += len(q)
         return time.perf_counter() - begin
 
 
@@ -159,49 +175,34 @@ def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
     """
     requests = max(1, CACHES // (options.heads * budget * 4 * size))
     shape = size, budget, requests, options.heads, options.group
-    problems = {"attention": Problem(*shape, free=BLOCK_SLOTS), "decode": Problem(*shape, "mlstm")}
-    times = []
-    with torch.no_grad():
-        for _ in range(options.rounds + 2):
-            rate = machine.read_rate()
-            times.append({"rate": rate} | {name: problem.seconds() for name, problem in problems.items()})
-    times, lanes, weights = times[2:], requests * options.heads, problems["decode"].rule.scorer
-    slots, products = 4 * size * budget * lanes, 4 * size * budget * options.group * lanes
-    state = 2 * 4 * weights.state_floats * lanes + sum(t.numel() for t in problems["decode"].scorer.parameters()) * 4
-    scoring = scorer_operations(weights, size) * lanes
-
-    def told(op, moved, operations, seconds):
-        return row(
-            op, size, budget, requests, (moved, *operations), [t["rate"] for t in times], seconds, machine, options
-        )
-
-    rows = [told("attention", slots, (products, 0), [t["attention"] for t in times])]
-    extra, moved = [t["decode"] - t["attention"] for t in times], state + 8 * budget * lanes
-    rows.append(told("scorer and eviction", moved, (0, scoring), extra))
-    rows.append(told("decode", slots + moved, (products, scoring), [t["decode"] for t in times]))
-    return rows
+    plain, whole = Problem(*shape, free=BLOCK_SLOTS), Problem(*shape, "mlstm")
+    rates, attention, both = machine.rounds(options.rounds, 2, plain.seconds, whole.seconds)
+    slots, products = 4 * size * budget * plain.lanes, 4 * size * budget * options.group * plain.lanes
+    scoring, moved = scorer_operations(whole) * plain.lanes, whole.scorer_bytes + 8 * budget * plain.lanes
+    extra = [b - a for a, b in zip(attention, both, strict=True)]
+    needs = {
+        "attention": ((slots, products, 0), attention),
+        "scorer and eviction": ((moved, 0, scoring), extra),
+        "decode": ((slots + moved, products, scoring), both),
+    }
+    place = size, budget, requests
+    return [row(op, *place, need, rates, seconds, machine, options) for op, (need, seconds) in needs.items()]
 
 
 def scorer(size: int, options, machine: Machine) -> dict:
     """Return the row of a scorer alone; the state is read and written, and the weights are read once."""
-    probe = Problem(size, 2, 1, options.heads, options.group, "mlstm", sinks=0, window=1)
-    floats = probe.rule.scorer.state_floats
+    shape, roles = (options.heads, options.group), {"sinks": 0, "window": 1}
+    floats = Problem(size, 2, 1, *shape, "mlstm", **roles).rule.scorer.state_floats
     requests = max(1, CACHES // (options.heads * 4 * floats))
-    problem, without = (
-        Problem(size, 2, requests, options.heads, options.group, kind, sinks=0, window=1) for kind in ("mlstm", None)
-    )
-    lanes, rates, seconds = requests * options.heads, [], []
-    with torch.no_grad():
-        for _ in range(options.rounds + 2):
-            rates.append(machine.read_rate())
-            seconds.append(problem.seconds() - without.seconds())
-    moved = 2 * 4 * floats * lanes + sum(t.numel() for t in problem.scorer.parameters()) * 4
-    operations = 0, scorer_operations(problem.rule.scorer, size) * lanes
-    return row("scorer alone", size, 2, requests, (moved, *operations), rates[2:], seconds[2:], machine, options)
+    problem, without = (Problem(size, 2, requests, *shape, kind, **roles) for kind in ("mlstm", None))
+    rates, seconds = machine.rounds(options.rounds, 2, lambda: problem.seconds() - without.seconds())
+    needs = problem.scorer_bytes, 0, scorer_operations(problem) * problem.lanes
+    return row("scorer alone", size, 2, requests, needs, rates, seconds, machine, options)
 
 
-def scorer_operations(weights, size: int) -> int:
+def scorer_operations(problem: Problem) -> int:
     """Return the operations of one head and token: three projections, and the state written and read once."""
+    weights, size = problem.rule.scorer, problem.layout.head_size
     columns, features, values = weights.q_proj.shape[2], weights.features, weights.value_size
     return 2 * 2 * size * (2 * columns + values) + 2 * 2 * features * values
 
@@ -212,25 +213,14 @@ def prefill(size: int, budget: int, options, machine: Machine) -> list[dict]:
     All of the cache is read at least once.
     """
     length, heads, group = 2048, options.heads, options.group
-    times = []
-    with torch.no_grad():
-        problem = Problem(size, budget, 1, heads, group, "mlstm")
-        q = torch.randn(length, heads * group, size, dtype=torch.bfloat16)
-        k, v = torch.randn(2, length, heads, size, dtype=torch.bfloat16)
-        for _ in range(4):
-            rate, begin = machine.read_rate(), time.perf_counter()
-            ops.prefill_chunk(
-                q, k, v, problem.pages, problem.table[0], problem.at, problem.budgets[0],
-                rule=problem.rule, scale=0.1, impl="cpp",
-            )  # fmt: skip
-            problem.at += length
-            times.append((rate, time.perf_counter() - begin))
+    problem = Problem(size, budget, 1, heads, group, "mlstm")
+    q = torch.randn(length, heads * group, size, dtype=torch.bfloat16)
+    k, v = torch.randn(2, length, heads, size, dtype=torch.bfloat16)
+    rates, seconds = machine.rounds(3, 1, lambda: problem.chunk_seconds(q, k, v))
     products = 4 * size * budget * group * heads * length
-    scoring = scorer_operations(problem.rule.scorer, size) * heads * length
     moved = heads * (budget + length) * 4 * size + 2 * length * heads * group * size * 2
-    rates, seconds = zip(*times[1:], strict=True)
-    needs, fast = (moved, products, scoring), machine.prefill_products
-    return [row("prefill", size, budget, 1, needs, rates, seconds, machine, options, fast)]
+    needs = moved, products, scorer_operations(problem) * heads * length
+    return [row("prefill", size, budget, 1, needs, rates, seconds, machine, options, machine.prefill_products)]
 
 
 def matrix_rate() -> float:
@@ -286,8 +276,7 @@ def row(op, size, budget, requests, needs, rates, seconds, machine: Machine, opt
 
 def report(rows: list[dict]) -> str:
     """Return the rows as a table."""
-    names = ["op", "head_size", "budget", "requests", "megabytes", "gigaoperations", "floor_ms", "ms", "ms_over_floor"]
-    names += ["least", "largest", "stream_gb_s"]
+    names = "op head_size budget requests megabytes gigaoperations floor_ms ms ms_over_floor least largest stream_gb_s".split()
     table = [names] + [[str(r[name]) for name in names] for r in rows]
     widths = [max(len(line[i]) for line in table) for i in range(len(names))]
     return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in table)

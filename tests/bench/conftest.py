@@ -1,23 +1,32 @@
 from __future__ import annotations
 
-import importlib
 import time
-from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def script(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module("gpu")
+from gpu import Bench
 
 
 @pytest.fixture
-def on_cpu(script):
+def said():
+    """Lines of the log."""
+    return []
+
+
+@pytest.fixture
+def small(said):
+    """Bench of reduced shapes."""
+    return Bench("cpu", "torch.float32", True, False, time.monotonic() + 60, said.append)
+
+
+@pytest.fixture
+def on_cpu(said):
     """Bench as on a GPU, except for the device, the dtype and graphs."""
     import torch
 
-    return script.Bench("cpu", torch.float32, False, False, time.monotonic() + 600, lambda line: None)
+    return Bench("cpu", torch.float32, False, False, time.monotonic() + 600, said.append)
+
+
+@pytest.fixture
+def results(tmp_path):
+    """CSV file, and the columns that all its rows share."""
+    return tmp_path / "gpu.csv", dict.fromkeys(("machine", "commit", "torch", "triton"), "x")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import os
 import subprocess
 import sys
@@ -11,8 +10,12 @@ import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
+import gpu
 import pytest
+import record
+from gpu import Case, Skipped
 
 ROOT = Path(__file__).parents[2]
 FEW = "recency", "mlstm", "moments"
@@ -61,90 +64,78 @@ def test_all_is_right_and_nothing_is_timed(interpreted):
     assert 0 < min(steps.values()) and max(steps.values()) < 1e-3  # 0 would mean that the same kernels ran
 
 
-def test_an_interpreter_that_is_named_otherwise_stays_as_it_is(script, monkeypatch):
+def test_an_interpreter_that_is_named_otherwise_stays_as_it_is(monkeypatch, said):
     def fails():
         raise AttributeError("module 'interpreter' has no attribute '_get_np_dtype'")
 
-    said = []
     monkeypatch.setitem(sys.modules, "kernels.quicker_interpreter", SimpleNamespace(quicken=fails))
-    script.quicken(said.append)
-    assert said == [
-        "Triton's interpreter stays as slow as it is: module 'interpreter' has no attribute '_get_np_dtype'"
-    ]
+    gpu.quicken(said.append)
+    (line,) = said
+    assert line == "Triton's interpreter stays as slow as it is: module 'interpreter' has no attribute '_get_np_dtype'"
 
 
-def test_a_case_that_breaks_costs_no_other(script, tmp_path):
-    said, path = [], tmp_path / "gpu.csv"
-    bench = script.Bench("cpu", "torch.float32", True, False, time.monotonic() + 60, said.append)
-    about = dict.fromkeys(("machine", "commit", "torch", "triton"), "x")
-
-    def run(case, measure, bench=bench):
-        return script.run_case(bench, "section", script.Case(case, measure, needs=("b",)), path, about)
+def test_a_case_that_breaks_costs_no_other(small, said, results):
+    def run(case, measure):
+        return gpu.run_case(small, "section", Case(case, measure, needs=("b",)), *results)
 
     def breaks(bench):
         yield bench.row("before", 1.0, "ms", floor=0.5)
         raise AssertionError("error 3 exceeds 2")
 
-    assert run("a", breaks) == "wrong" and bench.wrong == {"a"}
+    assert run("a", breaks) == "wrong" and small.wrong == {"a"}
     assert any("section, a: WRONG AssertionError: error 3 exceeds 2" in line for line in said)
     assert run("b", lambda bench: iter([bench.row("after", 2.0, "ms")])) == "done"
-    bench.wrong.add("b")
+    small.until = time.monotonic() - 1
+    assert small.left() < 0 and run("c", breaks) == "not reached" and said[-1] == "section, c: not reached"
+    small.wrong.add("b")
     assert run("d", breaks) == "skipped" and said[-1] == "section, d: not timed, as it is wrong that b"
-    late = script.Bench("cpu", "torch.float32", True, False, time.monotonic() - 1, said.append)
-    assert run("c", breaks, late) == "not reached" and said[-1] == "section, c: not reached"
-    rows = list(csv.DictReader(path.open(newline="")))
+    rows = list(csv.DictReader(results[0].open(newline="")))
     assert [(row["case"], row["measure"], row["value"], row["floor"], row["over_floor"]) for row in rows] == [
         ("a", "before", "1", "0.5", "2.000"), ("b", "after", "2", "", ""),
     ]  # fmt: skip
 
 
-def test_a_section_ends_when_its_share_does(script):
-    bench = script.Bench("cpu", "torch.float32", True, False, time.monotonic() + 60, print)
-    assert bench.left() > 50
-    bench.until = time.monotonic() - 1
-    assert bench.left() < 0
-    assert script.SHARES.keys() == script.SECTIONS.keys() and list(script.SECTIONS)[-1] == "sanitizers"
-    shares = sum(share for name, share in script.SHARES.items() if name != "sanitizers")
-    assert script.parse_arguments([]).minutes == 7.5 and 60 * 7.5 * (1 - shares / 8) > 60  # for a sanitizer
+def test_a_sanitizer_has_a_share_of_the_time():
+    assert gpu.SHARES.keys() == gpu.SECTIONS.keys() and list(gpu.SECTIONS)[-1] == "sanitizers"
+    shares = sum(share for name, share in gpu.SHARES.items() if name != "sanitizers")
+    assert gpu.parse_arguments([]).minutes == 7.5 and 60 * 7.5 * (1 - shares / 8) > 60
 
 
-def test_a_section_that_breaks_between_its_cases_costs_no_other(script, monkeypatch, tmp_path):
-    said = []
-    bench = script.Bench("cpu", "torch.float32", True, False, time.monotonic() + 60, said.append)
-
+def test_a_section_that_breaks_between_its_cases_costs_no_other(monkeypatch, small, said, results):
     def breaks(bench):
-        yield script.Case("a", lambda bench: iter(()))
+        yield Case("a", lambda bench: iter(()))
         raise KeyError("hidden_size")
 
     def skips(bench):
         def run(bench):
-            raise script.Skipped("there is no such tool")
+            raise Skipped("there is no such tool")
             yield
 
-        yield script.Case("b", run)
-        yield script.Case("c", lambda bench: iter(()))
-        yield script.Case("times", run, needs=("b",))  # not of reduced shapes
+        yield Case("b", run)
+        yield Case("c", lambda bench: iter(()))
+        yield Case("times", run, needs=("b",))  # not of reduced shapes
 
-    monkeypatch.setitem(script.SECTIONS, "second", "no_such_module:generation")
-    sections = {"first": breaks, "second": script.imported("second"), "third": skips}
-    about = dict.fromkeys(("machine", "commit", "torch", "triton"), "x")
-    assert script.run_sections(bench, sections, {"first": 30.0}, tmp_path / "gpu.csv", about) == 1
+    monkeypatch.setitem(gpu.SECTIONS, "second", "no_such_module:generation")
+    sections = {"first": breaks, "second": gpu.imported("second"), "third": skips}
+    assert gpu.run_sections(small, sections, {"first": 30.0}, *results) == 1
     assert any(line.startswith("first: WRONG between its cases") and "KeyError: 'hidden_size'" in line for line in said)
     assert any(line.startswith("second: WRONG between its cases") and "ModuleNotFoundError" in line for line in said)
     assert "third, b: skipped, there is no such tool" in said
     assert said[-1] == "2 cases done, 2 cases wrong, 1 cases skipped, 0 cases not reached"
 
 
-def test_a_tool_is_ended_with_all_it_started_and_begun_only_where_there_is_time(script, monkeypatch, tmp_path):
-    serving, said = importlib.import_module("gpu_serving"), []
+def test_a_tool_is_ended_with_all_it_started_and_begun_only_where_there_is_time(
+    monkeypatch, on_cpu, said, results, tmp_path
+):
+    import gpu_serving as serving
+
     tool, child = tmp_path / "compute-sanitizer", tmp_path / "child"
     tool.write_text(f"#!/bin/sh\nsleep 600 & echo $! > {child}; wait\n")
     tool.chmod(0o755)
 
     def outcome(left):
-        bench = script.Bench("cpu", "torch.float32", False, False, time.monotonic() + left, said.append)
-        case = script.Case("c", partial(serving.sanitized, tool="memcheck"))
-        return script.run_case(bench, "s", case, tmp_path / "gpu.csv", {})
+        on_cpu.until = time.monotonic() + left
+        return gpu.run_case(on_cpu, "s", Case("c", partial(serving.sanitized, tool="memcheck")), *results)
 
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert outcome(40) == "skipped" and not child.exists() and said[-1].endswith("s are left, and it needs 45")
@@ -165,65 +156,50 @@ def test_a_tool_is_ended_with_all_it_started_and_begun_only_where_there_is_time(
     assert outcome(60) == "skipped" and said[-1].endswith("compute-sanitizer is not on this machine")
 
 
-def test_launches_are_queued_before_the_clock_starts_and_graphs_share_a_stream(script, monkeypatch):
-    clock, told = importlib.import_module("gpu_clock"), []
+def test_launches_are_queued_before_the_clock_starts_and_graphs_share_a_stream(monkeypatch):
+    import gpu_clock as clock
 
-    class Anything:
-        def __init__(self, *arguments, **options):
-            told.append((type(self).__name__, options))
-
-        def __enter__(self):
-            return self
-
-        def __exit__(self, *error):
-            pass
-
-        def record(self):
-            told.append("record")
-
-        def elapsed_time(self, end):
-            return 2000.0
-
-        wait_stream = synchronize = lambda self, *other: None
-
-    for name in ("Event", "Stream", "stream", "CUDAGraph", "graph", "current_stream"):
-        monkeypatch.setattr(f"torch.cuda.{name}", type(name, (Anything,), {}))
-    monkeypatch.setattr("torch.cuda._sleep", lambda cycles: told.append("sleep"))
+    cuda, run = MagicMock(), MagicMock()
+    cuda.attach_mock(run, "run")
+    cuda.Event.return_value.elapsed_time.return_value = 2000.0
+    for name in ("Event", "Stream", "stream", "CUDAGraph", "graph", "current_stream", "_sleep"):
+        monkeypatch.setattr(f"torch.cuda.{name}", getattr(cuda, name))
     clock.side_stream.cache_clear()
-    assert clock._once(lambda: told.append("run")) == 2.0
-    assert [each for each in told if isinstance(each, str)] == ["sleep", "record", "run", "record"]
-    told.clear()
+    assert clock._once(run) == 2.0
+    order = [name for name, *_ in cuda.mock_calls if name in ("_sleep", "Event().record", "run")]
+    assert order == ["_sleep", "Event().record", "run", "Event().record"]
+    run.reset_mock()
     for _ in range(2):
-        clock.graph_of(lambda: told.append("run"))
-    side = clock.side_stream()
+        clock.graph_of(run)
+    assert [call.kwargs for call in cuda.graph.call_args_list] == [{"stream": clock.side_stream()}] * 2
     clock.side_stream.cache_clear()
-    assert [each[1] for each in told if each[0] == "graph"] == [{"stream": side}] * 2
-    assert told.count("run") == 4 and len([each for each in told if each[0] == "Stream"]) == 1
+    assert run.call_count == 4 and cuda.Stream.call_count == 1
 
 
-def test_prompts_of_rules_that_are_dear(script, on_cpu, monkeypatch):
+def test_prompts_of_rules_that_are_dear(on_cpu, monkeypatch):
     """Expensive rules, with decays per token or taken token by token, run on CPU kernels at a small shape."""
-    prefill = importlib.import_module("gpu_prefill")
-    chunk, said = prefill.ops.prefill_chunk, []
+    import gpu_prefill as prefill
 
-    def counted(q, *told, impl, **named):
-        said.append((len(q), told[4]))
-        return chunk(q, *told, impl="auto", **named)
+    chunk, calls = prefill.ops.prefill_chunk, []
+
+    def counted(q, *place, impl, **named):
+        calls.append((len(q), place[4]))
+        return chunk(q, *place, impl="auto", **named)
 
     small = dict(HEADS=4, KV_HEADS=2, SIZE=32, WINDOW=8, LENGTH=96, CHUNK=4, bandwidth=lambda: 1e12)
     for name, value in (small | {"seconds": lambda run, rounds: run().numel() and 0.008}).items():
         monkeypatch.setattr(prefill, name, value)
     monkeypatch.setattr(prefill.ops, "prefill_chunk", counted)
     [row] = prefill.ages_times(on_cpu, 32)
-    assert (row["measure"], row["value"]) == ("a layer, S 96", "8") and said == [(96, 0)] * 2
-    said.clear()
+    assert (row["measure"], row["value"]) == ("a layer, S 96", "8") and calls == [(96, 0)] * 2
+    calls.clear()
     [row] = prefill.mass_times(on_cpu, 32)
-    assert (row["measure"], row["value"]) == ("a token, a layer", "2") and said == [(32, 0), (4, 32), (4, 36)]
+    assert (row["measure"], row["value"]) == ("a token, a layer", "2") and calls == [(32, 0), (4, 32), (4, 36)]
     names = [case.name for case in prefill.prefill_kernels(on_cpu)]
     assert names[-2:] == ["prefill_chunk, own decays, B 2048", "prefill_chunk, mean mass, B 2048"]
 
 
-def test_the_kernels_are_those_of_this_folder_and_the_tests_are_too(interpreted, script):
+def test_the_kernels_are_those_of_this_folder_and_the_tests_are_too(interpreted):
     """The script uses the kernels and tests of its own checkout, whatever else is installed."""
     code = (
         f"import sys, types; sys.path.insert(0, {str(ROOT / 'benchmarks')!r}); sys.modules['kernels'] = types.ModuleType('kernels')\n"
@@ -235,14 +211,13 @@ def test_the_kernels_are_those_of_this_folder_and_the_tests_are_too(interpreted,
     assert found == [str(ROOT / "triton_kernels/__init__.py"), str(ROOT / "tests/kernels/naive.py"), "False"]
 
 
-def test_a_record_without_git(script, monkeypatch):
-    record = importlib.import_module("record")
+def test_a_record_without_git(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert record.commit() == "none"
 
 
-def test_what_cannot_be_run_is_refused(script, monkeypatch, tmp_path):
+def test_what_cannot_be_run_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     with pytest.raises(SystemExit, match="there is no GPU here: give --interpret"):
-        script.main(["--out", str(tmp_path)])
+        gpu.main(["--out", str(tmp_path)])
     assert not list(tmp_path.iterdir())

@@ -3,26 +3,18 @@
 from __future__ import annotations
 
 import csv
-import importlib
-import time
 from contextlib import contextmanager
 from dataclasses import replace
 from types import SimpleNamespace
 
+import gpu_generation as generation
+import gpu_generation_checks as checks
 import pytest
+import torch
+from gpu import Case, run_case
 
 
-@pytest.fixture
-def generation(script):
-    return importlib.import_module("gpu_generation")
-
-
-@pytest.fixture
-def checks(script):
-    return importlib.import_module("gpu_generation_checks")
-
-
-def test_logits_are_compared_after_the_same_token(checks, on_cpu, monkeypatch):
+def test_logits_are_compared_after_the_same_token(on_cpu, monkeypatch):
     """Logits are compared after the same token, because a mask may decide a near-tie differently."""
 
     class Rounds(checks.Decoding):
@@ -35,13 +27,13 @@ def test_logits_are_compared_after_the_same_token(checks, on_cpu, monkeypatch):
     assert [row["value"] for row in checks.dense_right(on_cpu)] == ["0"]
 
 
-def test_full_caches_are_the_same_every_time(checks, on_cpu):
+def test_full_caches_are_the_same_every_time(on_cpu):
     with checks.tiny(on_cpu) as (model, *_):
         one, other = (checks.full_cache(model, 2, 20)[0].layers for _ in range(2))
     assert all((a.keys == b.keys).all() and (a.values == b.values).all() for a, b in zip(one, other, strict=True))
 
 
-def test_passes_are_computed_as_generate_does(checks, on_cpu, monkeypatch):
+def test_passes_are_computed_as_generate_does(on_cpu, monkeypatch):
     """The output layer gets one position per row."""
     shapes, tiny = set(), checks.tiny
 
@@ -56,7 +48,7 @@ def test_passes_are_computed_as_generate_does(checks, on_cpu, monkeypatch):
     assert shapes == {(2, 1)}
 
 
-def test_a_pass_that_does_not_see_a_cache_fill_up_is_found(checks, on_cpu, monkeypatch):
+def test_a_pass_that_does_not_see_a_cache_fill_up_is_found(on_cpu, monkeypatch):
     """A captured pass that never uses more slots than were filled at capture is detected."""
     from kvpop_vllm.hf.layer import LayerPages
 
@@ -78,19 +70,16 @@ def test_a_pass_that_does_not_see_a_cache_fill_up_is_found(checks, on_cpu, monke
         list(checks.kvpop_right(on_cpu))
 
 
-def spec(generation, seconds, broken=False):
+def spec(seconds, broken=False):
     def check():
         assert not broken, "logits are not finite"
 
     return generation.Timed(lambda: seconds, 1 << 30, 1 << 29, 3 << 30, check)
 
 
-def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, monkeypatch, tmp_path):
+def test_a_cache_that_fails_or_does_not_fit_costs_no_other(monkeypatch, on_cpu, said, results):
     """One cache cannot be made, one gives wrong results, one does not fit, and one is still timed."""
-    import torch
-
-    said = []
-    bench = script.Bench("cpu", torch.bfloat16, False, False, time.monotonic() + 60, said.append)
+    bench, (path, about) = replace(on_cpu, dtype=torch.bfloat16), results
     shape = SimpleNamespace(num_hidden_layers=1, num_key_value_heads=8, head_dim=128)
     drawn = SimpleNamespace(model=SimpleNamespace(config=shape), read=1 << 30)
 
@@ -98,10 +87,10 @@ def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, m
         made.append("a cache")
         if name == "dense":
             raise RuntimeError("expanded size must match")
-        return spec(generation, 0.002)
+        return spec(0.002)
 
     def kvpop(bench, drawn, requests, context, budget):
-        return spec(generation, 0.001, broken=True)
+        return spec(0.001, broken=True)
 
     for name, stand_in in {
         "dense_timed": dense,
@@ -115,9 +104,8 @@ def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, m
     def run(bench):
         return generation.times(bench, drawn, 1, 16384, names, found)
 
-    about = dict.fromkeys(("machine", "commit", "torch", "triton"), "x")
-    assert script.run_case(bench, "generation", script.Case("a", run), tmp_path / "gpu.csv", about) == "wrong"
-    rows = list(csv.DictReader((tmp_path / "gpu.csv").open(newline="")))
+    assert run_case(bench, "generation", Case("a", run), path, about) == "wrong"
+    rows = list(csv.DictReader(path.open(newline="")))
     assert [row["measure"] for row in rows] == [
         f"dense, no mask, {what}" for what in ("a token", "tokens a second", "cache", "peak memory while decoding")
     ]
@@ -125,7 +113,7 @@ def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, m
     [line] = [line for line in said if line.startswith("generation, a: WRONG")]
     assert "dense: RuntimeError: expanded size must match" in line
     assert all(f"{name}: AssertionError: logits are not finite" in line for name in generation.KVPOP)
-    monkeypatch.setattr(generation, "kvpop_timed", lambda *told: spec(generation, 0.001))
+    monkeypatch.setattr(generation, "kvpop_timed", lambda *told: spec(0.001))
     monkeypatch.setattr(generation, "free", lambda bench: (4 << 30) + (1 << 25))
     rows = list(generation.times(bench, drawn, 1, 16384, names, found))
     skipped = {row["measure"]: (row["value"], row["unit"]) for row in rows if "skipped" in row["measure"]}
@@ -133,7 +121,7 @@ def test_a_cache_that_fails_or_does_not_fit_costs_no_other(generation, script, m
     assert found[16384].keys() == set(generation.KVPOP)
 
 
-def test_what_is_wrong_of_one_cache_does_not_stop_the_others(generation, on_cpu, monkeypatch):
+def test_what_is_wrong_of_one_cache_does_not_stop_the_others(on_cpu, monkeypatch):
     asked = []
 
     def times(bench, names, **more):
@@ -150,7 +138,7 @@ def test_what_is_wrong_of_one_cache_does_not_stop_the_others(generation, on_cpu,
         asked.clear()
 
 
-def test_what_is_said_of_contexts(generation):
+def test_what_is_said_of_contexts():
     """The summary says whether latency grows with context and from where on KVpop is faster than dense."""
 
     def measured(*milliseconds, context):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import csv
-import importlib
 import shutil
 import sys
-from pathlib import Path
 
+import kernel_steps
+import policy_cells
+import policy_table
 import pytest
+import record
 import torch
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
 from threads import same_threads
@@ -18,19 +20,6 @@ from kvpop_vllm.evaluation.served import Sequence
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-
-
-@pytest.fixture(scope="module")
-def modules():
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield {
-            name: importlib.import_module(name) for name in ("policy_table", "policy_cells", "kernel_steps", "record")
-        }
-    finally:
-        sys.path.remove(str(BENCHMARKS))
 
 
 @pytest.fixture(scope="module")
@@ -43,10 +32,10 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def bench(modules, folder, tmp_path, monkeypatch, capsys):
+def bench(folder, tmp_path, monkeypatch, capsys):
     """Function that runs the script with options and returns status, quality rows, time rows and output."""
-    monkeypatch.setattr(modules["policy_table"], "RESULTS", tmp_path)
-    monkeypatch.setitem(modules["record"].KEY, "commit", "abc")
+    monkeypatch.setattr(policy_table, "RESULTS", tmp_path)
+    monkeypatch.setitem(record.KEY, "commit", "abc")
 
     def run(*options):
         text = str(folder / "text.jsonl")
@@ -54,7 +43,7 @@ def bench(modules, folder, tmp_path, monkeypatch, capsys):
         words += " --needles 2 --requests 2 --rounds 3"
         monkeypatch.setattr(sys, "argv", ["policy_table.py", *words.split(), *options])
         with same_threads():
-            status = modules["policy_table"].main()
+            status = policy_table.main()
         paths = [tmp_path / name for name in ("policies.csv", "policy-steps.csv")]
         rows, times = (list(csv.DictReader(path.open())) if path.exists() else [] for path in paths)
         return status, rows, times, capsys.readouterr()
@@ -82,7 +71,7 @@ def table_of(said):
     return [line for line in said.out.splitlines() if line.startswith("|")]
 
 
-def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkeypatch):
+def test_a_row_for_every_policy_and_budget_and_none_twice(bench, monkeypatch):
     status, rows, times, said = bench("--budget", "128")
     names = {*known_training_free(), "kvpop"} - {"snapkv", "pyramidkv", "adakv"}
     assert "left out: snapkv compresses a prompt at its end, and these texts have none: give --prompt" in said.out
@@ -91,12 +80,8 @@ def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkey
     assert dense["policy"] == "dense" and float(dense["kl"]) == float(dense["error"]) == 0
     for row in others:
         assert float(row["kl"]) > 0.05 > float(row["kl_before"]) and 0 < float(row["error"]) < 2
-        assert float(row["perplexity"]) > 1 and (row["commit"], row["budget"], row["equal"], row["text"]) == (
-            "abc",
-            "128",
-            "k",
-            "text",
-        )
+        assert float(row["perplexity"]) > 1
+        assert [row[name] for name in ("commit", "budget", "equal", "text")] == ["abc", "128", "k", "text"]
     named = [[tuple(row[name] for name in ("policy", "budget", "scorer")) for row in part] for part in (rows, times)]
     assert [row for row in named[0] if row[0] not in ("vase", "rkv")] == named[1]
     assert "not timed: vase makes its scores every so many steps" in said.out
@@ -114,7 +99,7 @@ def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkey
 
     with monkeypatch.context() as patch:
         for part in ("quality", "steps"):
-            patch.setattr(modules["policy_cells"].Cells, part, again)
+            patch.setattr(policy_cells.Cells, part, again)
         status, same, _, repeated = bench("--budget", "128")
         assert status == 0 and same == rows
         assert table_of(repeated) == table_of(said) == table_of(bench("--table", "--budget", "128")[3])
@@ -127,28 +112,28 @@ def test_a_row_for_every_policy_and_budget_and_none_twice(bench, modules, monkey
     ]  # fmt: skip
     sizes = {(r["policy"], r["budget"], r["equal"]): int(r["allocated_bytes"]) for r in more}
     assert sizes["momentkv", "512", "bytes"] == 8 * 2 * 2 * 64 * (2 * 32 * 2 + 8) < sizes["momentkv", "512", "k"]
-    monkeypatch.setitem(modules["record"].KEY, "commit", "abc+")
+    monkeypatch.setitem(record.KEY, "commit", "abc+")
     _, changed, _, said = bench("--budget", "128", "--policies", "tova", "--parts", "quality")
     assert (
         all(line.endswith("| |") for line in table_of(said)[2:])
         and len(changed) == len(more) + 2
         and "no row can be taken over" in said.out
     )
-    monkeypatch.setitem(modules["record"].KEY, "commit", "def")
+    monkeypatch.setitem(record.KEY, "commit", "def")
     _, other, late, _ = bench("--budget", "128", "--policies", "tova")
     assert [row["commit"] for row in other[len(changed) :]] == ["def", "def"]
     assert [row["commit"] for row in late[len(times) :]] == ["def", "def"]
     of_both = table_of(bench("--table", "--budget", "128", "--commit", "def", "abc")[3])
     commits = {cells[2].strip(): cells[10].strip() for cells in (line.split("|") for line in of_both[2:])}
     assert commits == dict.fromkeys(names | {"dense"}, "abc") | {"dense": "def", "tova": "def"}
-    monkeypatch.setitem(modules["record"].KEY, "commit", "ghi")
+    monkeypatch.setitem(record.KEY, "commit", "ghi")
     bench("--budget", "128", "--policies", "tova", "--parts", "quality")
     mixed = bench("--table", "--budget", "128", "--commit", "ghi", "def")[3]
     assert [line.split("|")[10].strip() for line in table_of(mixed)[2:]] == ["ghi, def"] * 2
     assert mixed.out.count("Times on ") == 1
 
 
-def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, modules, monkeypatch):
+def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, monkeypatch):
     """A decode or prefill kernel that is wrong from the first token on gives no row."""
     right = ops.prefill_chunk
 
@@ -164,13 +149,13 @@ def test_nothing_is_compared_when_predictions_differ_before_eviction(bench, modu
     assert status == 1 and [row["policy"] for row in times] == ["dense"] and "output check failed" in said.out
 
 
-def test_scorers_of_one_name_are_told_apart(modules, folder, tmp_path):
+def test_scorers_of_one_name_are_told_apart(folder, tmp_path):
     """Scorers in folders of one name differ by their contents, so rows of one never stand for another."""
-    name, other = modules["policy_table"].fingerprint(folder / "scorer"), tmp_path / "scorer"
+    name, other = policy_table.fingerprint(folder / "scorer"), tmp_path / "scorer"
     shutil.copytree(folder / "scorer", other)
-    assert modules["policy_table"].fingerprint(other) == name
+    assert policy_table.fingerprint(other) == name
     write_random_scorer(other, folder / "model", sinks=4, window=16, topk=80, seed=5)
-    assert modules["policy_table"].fingerprint(other) != name
+    assert policy_table.fingerprint(other) != name
 
 
 def test_what_cannot_be_measured_is_refused(bench):
@@ -185,11 +170,11 @@ def test_what_cannot_be_measured_is_refused(bench):
 
 
 @pytest.mark.parametrize("name", ["full", "h2o", "streaming-llm"])
-def test_timed_steps_are_real_ones(modules, name):
+def test_timed_steps_are_real_ones(name):
     """The kernel that is timed gives the outputs of a prefill of the whole text."""
     shape, context, count = ModelShape("llama", 2, 2, 32, 64), 50, 6
     resolved = PolicySpec(name, name).resolve(shape, None if name == "full" else 24)
-    steps = modules["kernel_steps"].Steps(resolved, 4, 3, context, count, torch.float32)
+    steps = kernel_steps.Steps(resolved, 4, 3, context, count, torch.float32)
     given, outs = [], []
 
     def watch(tokens, rule, pages, table, budgets, positions):
