@@ -38,7 +38,7 @@ class Steps:
         filled: dict[tuple, torch.Tensor] = {}
         self.layers = []
         for layer in range(shape.num_layers):
-            rule, budgets = resolved.rule(layer), resolved.budgets(layer)
+            rule, budgets = resolved.rules[layer], resolved.budgets(layer)
             layout = PageLayout(self.heads, self.size, dtype, state_floats=rule.state_floats(self.size))
             key = tuple(budgets.tolist())
             if key not in filled:

@@ -20,11 +20,11 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay
+from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.haystack import replay_rows, sentences
 from kvpop_vllm.evaluation.policies import PolicySpec
 from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
 from kvpop_vllm.evaluation.runner import Setting, evaluate
-from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.evaluation.tasks import CHARACTERS
 from kvpop_vllm.policies.base import ModelShape
 

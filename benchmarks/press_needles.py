@@ -15,11 +15,11 @@ from engines import DEMO_MODEL, check_model, check_peers, say
 from press_parity import POLICIES, WINDOW, kvpress
 
 from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.examples import NEW_TOKENS, credit
 from kvpop_vllm.evaluation.haystack import sentences
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.retrieval import MEASURES, answers, make_examples
-from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.evaluation.tasks import CHARACTERS
 
 

@@ -21,8 +21,8 @@ import record
 import torch
 from engines import DEMO_MODEL, PEER, Engine, EngineError, check_model, check_peers, say
 
+from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.policies import training_free
-from kvpop_vllm.evaluation.running import TransformersBackend
 
 TEXT = record.ROOT / "tests" / "data" / "hamlet.txt"
 POLICIES = ("snapkv", "pyramidkv", "adakv")

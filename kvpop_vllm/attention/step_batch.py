@@ -417,11 +417,12 @@ class FixedBudgetAttention:
 
     def _compress(self, q: torch.Tensor, pages: Pages, chunk: PrefillChunk, prefix: Prefix) -> None:
         """Store the queries ``[L, Hq, D]`` of a chunk that will vote, and compress the prompt at its end."""
-        first = max(chunk.start, chunk.protected - self.rule.votes.queries)
+        queries = self.rule.votes.queries
+        first = max(chunk.start, chunk.protected - queries)
         if first < chunk.end:
-            votes = torch.arange(first, chunk.end) - chunk.protected + self.rule.votes.queries
-            states = chunk.row[:, : pages.layout.state_blocks].expand(len(votes), -1, -1)
-            compress.store_queries(q[first - chunk.start :], pages, states, votes)
+            voters = torch.arange(first, chunk.end)
+            states = chunk.row[:, : pages.layout.state_blocks].expand(len(voters), -1, -1)
+            compress.store_queries(q[first - chunk.start :], pages, states, voters % queries)
         if chunk.end == chunk.protected:
             told = {"group": q.shape[1] // pages.layout.num_kv_heads, "rule": self.rule, "scale": self.scale}
             compress.compress(pages, chunk.row, prefix, chunk.budgets, chunk.window, **told)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import torch
 import torch.nn.functional as F
 
+from kvpop_vllm.distill.hook import GateInputs
 from kvpop_vllm.distill.soft import after, by_age, soft_attention, soft_sizes
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Signals
@@ -19,27 +20,16 @@ Given = Callable[[int, Signals], torch.Tensor]
 """Gate function: ``gate_scores(layer, signals of tokens [B, S]) -> [B, S, H]`` float32, the gate's scores."""
 
 
-class _Gated:
+class _Gated(GateInputs):
     """Base class of an :class:`~kvpop_vllm.distill.hook.Attend` that also receives the attention's input."""
 
     def __init__(self, gate_scores: Given):
+        super().__init__()
         self.gate_scores = gate_scores
-        self.hidden: dict[int, torch.Tensor] = {}
-        self.channel: dict[int, torch.Tensor] = {}
-
-    def see_channel(self, layer: int, channel: torch.Tensor) -> None:
-        """Store a layer's borrowed channel ``[B, S, H]`` (:func:`kvpop_vllm.distill.hook.borrow_channel`)."""
-        self.channel[layer] = channel
-
-    def see(self, layer: int, hidden: torch.Tensor) -> None:
-        """Store the attention block's input ``[B, S, E]``, just before the layer attends."""
-        self.hidden[layer] = hidden
 
     def scores(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return gate scores ``[B, H, S]`` for k, v ``[B, H, S, D]``."""
-        hidden, channel = self.hidden.pop(layer), self.channel.pop(layer, None)
-        seen = Signals(hidden, k.transpose(1, 2), v.transpose(1, 2), channel)
-        return self.gate_scores(layer, seen).transpose(1, 2)
+        return self.gate_scores(layer, self.signals(layer, k, v)).transpose(1, 2)
 
 
 class TrimKVAttend(_Gated):

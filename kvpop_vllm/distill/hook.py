@@ -17,6 +17,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.masking_utils import AttentionMaskInterface
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.scorers import Signals
 
 NAME = "kvpop"
 POSITIONS = 512
@@ -154,14 +155,38 @@ def _without_channel(by_group: torch.Tensor, share: float) -> torch.Tensor:
     return by_group * factor
 
 
+class GateInputs:
+    """Base class of an :class:`Attend` that stores what a layer's gate reads until the layer attends."""
+
+    def __init__(self):
+        self._hidden: dict[int, torch.Tensor] = {}
+        self._channel: dict[int, torch.Tensor] = {}
+
+    def see(self, layer: int, hidden: torch.Tensor) -> None:
+        """Store the attention block's input ``[B, S, E]``; see :func:`show_hidden_states`."""
+        self._hidden[layer] = hidden
+
+    def see_channel(self, layer: int, channel: torch.Tensor) -> None:
+        """Store a layer's borrowed channel ``[B, S, H]``; see :func:`borrow_channel`."""
+        self._channel[layer] = channel
+
+    def signals(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> Signals:
+        """Return what a gate reads of tokens ``[B, S]`` with k, v ``[B, H, S, D]``; their input is then forgotten."""
+        hidden, channel = self._hidden.pop(layer, None), self._channel.pop(layer, None)
+        return Signals(hidden, k.transpose(1, 2), v.transpose(1, 2), channel)
+
+
 class Dense:
-    """Causal attention over all tokens, as the teacher uses it."""
+    """Causal attention over all tokens by torch. Queries may be fewer than keys; they are the last ones."""
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention of one layer; see :class:`Attend`."""
-        return torch.nn.functional.scaled_dot_product_attention(
-            q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
-        )
+        new, past = q.shape[2], k.shape[2] - q.shape[2]
+        mask = {"is_causal": True}
+        if past:
+            mask = {"attn_mask": torch.ones(new, past + new, dtype=torch.bool, device=q.device).tril(past)}
+        grouped = q.shape[1] != k.shape[1]
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, scale=scale, enable_gqa=grouped, **mask)
 
 
 def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:

@@ -125,7 +125,7 @@ def run_eval(options, engine: Callable[[], type]) -> None:
 
         evaluate_text(options)
         return
-    from kvpop_vllm.evaluation.running import TransformersBackend
+    from kvpop_vllm.evaluation.backends import TransformersBackend
     from kvpop_vllm.evaluation.tasks import evaluate_task
 
     evaluate_task(options, engine() if options.backend == "vllm" else TransformersBackend)

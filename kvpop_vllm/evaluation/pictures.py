@@ -9,10 +9,10 @@ from pathlib import Path
 import torch
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.evaluation.backends import Backend
 from kvpop_vllm.evaluation.output import markdown_table
 from kvpop_vllm.evaluation.policies import PolicySpec
 from kvpop_vllm.evaluation.runner import Setting
-from kvpop_vllm.evaluation.running import Backend
 
 TABLE, FIGURE, MAP, MAP_DATA = "table.md", "figure.png", "retained.png", "retained.jsonl"
 MOST_BINS = 64

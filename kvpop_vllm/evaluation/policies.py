@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import CacheBytes, request_bytes
 from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, protected_tokens
-from kvpop_vllm.distill.hook import Attend
+from kvpop_vllm.distill.hook import Attend, borrowed_share
 from kvpop_vllm.distill.retention import kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Score, Sparse, recency
 from kvpop_vllm.evaluation.recall import Judge, Recall
@@ -22,7 +24,7 @@ from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.scorers import GATES, Gate, from_tensors
+from kvpop_vllm.scorers import GATES, Gate, Signals, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
 
@@ -43,6 +45,7 @@ class PolicySpec:
         protect: value of ``--kv-protect-prompt``, None for the policy's own.
         prompt: number of tokens at the start of a row that are its prompt, None if all are. Only for policies
             that compress prompts.
+        seed: seed of the draws of policies that draw.
     """
 
     name: str
@@ -54,6 +57,7 @@ class PolicySpec:
     allocator: str | None = None
     protect: bool | int | None = None
     prompt: int | None = None
+    seed: int = 0
 
     @property
     def uses_moment_correction(self) -> bool:
@@ -131,8 +135,7 @@ class ResolvedPolicy:
 
     def __init__(self, spec: PolicySpec, model: ModelShape, roles: Retention, policy: Policy):
         self.spec, self.model, self.roles, self.policy = spec, model, roles, policy
-        self._rules: dict[int, RetentionRule] = {}
-        self._gates: dict[int, Gate | None] = {}
+        self._heads = slice(0, model.num_kv_heads)
 
     @property
     def state_floats(self) -> int:
@@ -154,21 +157,40 @@ class ResolvedPolicy:
         own = self.spec
         return own.score is not None and not own.uses_moment_correction and not own.serve and not self.protect
 
-    def rule(self, layer: int) -> RetentionRule:
-        """Return the rule that the kernels of serving run for all heads of a layer."""
-        if layer not in self._rules:
-            self._rules[layer] = self.policy.layer_rule(layer, slice(0, self.model.num_kv_heads))
-        return self._rules[layer]
+    @functools.cached_property
+    def rules(self) -> list[RetentionRule]:
+        """Rules that the kernels of serving run for all heads of each layer."""
+        return [self.policy.layer_rule(layer, self._heads) for layer in range(self.model.num_layers)]
+
+    @functools.cached_property
+    def gates(self) -> list[Gate | None]:
+        """Gates that score each layer's tokens at insertion; None where the kernels score them."""
+        return [self.policy.gate(layer, self._heads) for layer in range(self.model.num_layers)]
 
     def budgets(self, layer: int) -> torch.Tensor:
         """Return B of each head of a layer, ``[H]`` int32."""
         return self.policy.shares()[layer].int()
 
-    def gate(self, layer: int) -> Gate | None:
-        """Return the gate that scores a layer's tokens at insertion, or None if the kernels score them."""
-        if layer not in self._gates:
-            self._gates[layer] = self.policy.gate(layer, slice(0, self.model.num_kv_heads))
-        return self._gates[layer]
+    def gate_scores(self, layer: int, signals: Signals) -> torch.Tensor | None:
+        """Return the scores ``[B, S, H]`` of a layer's gate, or None without one."""
+        gate = self.gates[layer]
+        return None if gate is None else gate.to(signals.k.device)(signals)
+
+    def check_channel(self, model: nn.Module) -> None:
+        """Check that a model gives up the query channel that a gate reads, if one does.
+
+        Raises:
+            ConfigError: it does not, so that it is not the dense model to compare with.
+        """
+        if any(gate is not None and gate.borrows for gate in self.gates) and not borrowed_share(model):
+            raise ConfigError(
+                "this gate reads a query channel that the model has not given up: give --model the model it was trained with"
+            )
+
+    @property
+    def settings(self) -> dict:
+        """Settings of the policy that are not defaults, by their keys in ``kv_policy``."""
+        return {name: value for name, value in asdict(self.policy.settings).items() if value is not None}
 
     @property
     def shifted(self) -> bool:
@@ -192,7 +214,7 @@ class ResolvedPolicy:
     @property
     def whole(self) -> int:
         """Length up to which every head holds all tokens, whatever they are."""
-        rule = self.rule(0)
+        rule = self.rules[0]
         return rule.sinks + rule.window if rule.threshold is not None else self.least
 
     def attend(self) -> Attend:
@@ -206,8 +228,7 @@ class ResolvedPolicy:
         v: torch.Tensor,
         positions: list[int],
         scores: dict,
-        hidden: torch.Tensor | None = None,
-        channel: torch.Tensor | None = None,
+        signals: Signals | None = None,
     ) -> tuple[Recall | None, torch.Tensor]:
         """Return recall and attention output of the policy on a layer of the dense model.
 
@@ -219,8 +240,7 @@ class ResolvedPolicy:
             v: ``[B, H, S, D]``.
             positions: query positions of the recall; empty for none.
             scores: scores that several settings share, filled by this call.
-            hidden: ``[B, S, E]``, the layer's input, for gates.
-            channel: ``[B, S, H]``, the borrowed channel, for gates that read it.
+            signals: what gates read.
 
         Returns:
             The recall, and the output ``[B, Hq, S, D]``. The recall is None without positions, if heads hold
@@ -238,14 +258,8 @@ class ResolvedPolicy:
             out, _ = ops.sparse_attention(judge.q, judge.k, v, rank, cutoff, **near)
             kept = [kept_at(rank, cutoff, q0, roles) for q0 in positions]
         else:
-            served = Served(self)
-            served.see(layer, hidden)
-            served.see_channel(layer, channel)
-            own = {"gate_scores": served.gate_scores(layer, judge.k, v), "shifted": self.shifted}
-            own["protected"] = protected_tokens(self.protect, judge.k.shape[2])
-            out, kept = attend_and_keep(
-                self.rule(layer), self.budgets(layer), judge.q, judge.k, v, judge.scale, positions, **own
-            )
+            gate_scores = self.gate_scores(layer, signals)
+            out, kept = attend_and_keep(self, layer, judge.q, judge.k, v, judge.scale, positions, gate_scores)
         even = not self.protect and all(len(held.sum(-1).unique()) == 1 for held in kept)
         return judge.recall_of(kept, log_gamma, roles, positions) if positions and even else None, out
 
@@ -293,10 +307,11 @@ def _scores_of(cls: type[Policy]) -> Score | None:
         getattr(rule, f.name) is getattr(plain, f.name) or getattr(rule, f.name) == getattr(plain, f.name)
         for f in fields(rule)
     )
-    # equal scores without decay are not recency
-    recent = not isinstance(rule.scorer, NoScore) or bool((rule.log_gamma < 0).all())
+    # a decay makes equal scores recency, and is not part of the other scores
+    decays = rule.log_gamma < 0
+    described = decays.all() if isinstance(rule.scorer, NoScore) else not decays.any()
     even = len(policy.shares().unique()) == 1
-    return BY_SCORES.get(type(rule.scorer)) if same and recent and even else None
+    return BY_SCORES.get(type(rule.scorer)) if same and described and even else None
 
 
 def known_training_free() -> list[str]:

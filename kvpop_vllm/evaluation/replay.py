@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from kvpop_vllm.distill.hook import POSITIONS
-from kvpop_vllm.evaluation.running import Run
+from kvpop_vllm.evaluation.backends import Run
 
 MEASURES = ("nll", "kl", "agreement")
 

@@ -14,11 +14,11 @@ from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.output import format_table, records_file
 from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, learned, training_free
 from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
-from kvpop_vllm.evaluation.running import TransformersBackend
 
 DEFAULT_WINDOW = 64
 """w of all policies if no scorer specifies it."""

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvpop_vllm.evaluation.backends import Run
 from kvpop_vllm.evaluation.examples import NEW_TOKENS, Example, credit, make_example
-from kvpop_vllm.evaluation.running import Run
 
 MEASURES = ("exact", "partial")
 

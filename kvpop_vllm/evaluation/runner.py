@@ -12,7 +12,7 @@ from torch import nn
 
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import POSITIONS
+from kvpop_vllm.distill.hook import POSITIONS, GateInputs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.recall import Judge
@@ -120,6 +120,8 @@ def evaluate(
             tokens = row[None, :length].to(device)
             here = [s for s in settings if s.length == length]
             pairs = [(s, s.resolve(c, shape_of(model, length), dtype)) for s in here for c in specs]
+            for _, resolved in pairs:
+                resolved.check_channel(model)
             observer = _Observer(pairs, recall)
             base = {"row": number, "length": length}
             quality, dense = _next_token(model, tokens, observer)
@@ -144,30 +146,20 @@ def told(setting: Setting, resolved: ResolvedPolicy) -> dict:
     }
 
 
-class _Observer:
+class _Observer(GateInputs):
     """Dense attention that records recall and output error of every setting and policy, layer by layer."""
 
     def __init__(self, pairs, recall: bool):
+        super().__init__()
         self.pairs, self.recall = pairs, recall
         self.layers: list[list] = [[] for _ in pairs]
-        self.hidden: dict[int, torch.Tensor] = {}
-        self.channel: dict[int, torch.Tensor] = {}
-
-    def see(self, layer: int, hidden: torch.Tensor) -> None:
-        """Store the input that a layer's gate reads (:func:`kvpop_vllm.distill.hook.show_hidden_states`)."""
-        self.hidden[layer] = hidden
-
-    def see_channel(self, layer: int, channel: torch.Tensor) -> None:
-        """Store the layer's borrowed channel (:func:`kvpop_vllm.distill.hook.borrow_channel`)."""
-        self.channel[layer] = channel
 
     def __call__(self, layer, q, k, v, scale):
         out, lse = dense_attention(q, k, v, scale)
-        judge, scores, hidden = Judge(q, k, lse, scale), {}, self.hidden.pop(layer, None)
-        channel = self.channel.pop(layer, None)
+        judge, scores, signals = Judge(q, k, lse, scale), {}, self.signals(layer, k, v)
         for found, (setting, resolved) in zip(self.layers, self.pairs, strict=True):
             positions = setting.positions if self.recall else []
-            recall, own = resolved.on_dense(judge, layer, v, positions, scores, hidden, channel)
+            recall, own = resolved.on_dense(judge, layer, v, positions, scores, signals)
             found.append((recall, _output_error(own, out, resolved.roles.budget)))
         return out
 

@@ -19,13 +19,13 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay, retrieval
+from kvpop_vllm.evaluation.backends import Backend, Run
 from kvpop_vllm.evaluation.haystack import replay_rows, sentences
 from kvpop_vllm.evaluation.output import format_table, records_file
 from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy, known_training_free
 from kvpop_vllm.evaluation.report import budgets, check_equal_bytes, contenders_of, longest_of
 from kvpop_vllm.evaluation.runner import Setting, told
-from kvpop_vllm.evaluation.running import Backend, Run
 from kvpop_vllm.policies.base import ModelShape
 
 KEYS = ("length", "budget", "equal", "window", "topk", "policy")

@@ -10,45 +10,27 @@ unchanged.
 
 from __future__ import annotations
 
-import sys
 import threading
+import weakref
 
 import torch
 
 from kvpop_vllm.config import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, ConfigError
 from kvpop_vllm.distill.hook import NAME, borrow_channel, borrowed_share, show_hidden_states
+from kvpop_vllm.hf.checks import refuse_model
 
 BUSY = "another thread has the model in a pass with a KVpopCache: one thread at a time, or a copy of the model for each"
 """Error message for a model that is used by another thread."""
 
 
 class AttentionCache:
-    """Interface of a cache that takes over attention; the hooks recognise caches by this class.
+    """Base class of a cache that takes over attention; the hooks recognise caches by this class.
 
     Attributes:
         borrows: True if a query channel is removed from the queries in passes with this cache.
     """
 
     borrows: bool
-
-    def begin(self, decoder: torch.nn.Module, inputs: torch.Tensor, mask: torch.Tensor | None, positions):
-        """Prepare one pass.
-
-        Args:
-            decoder: decoder of the model.
-            inputs: ``[R, L, ..]``, token ids or embeddings.
-            mask: attention mask as given by the caller, or None.
-            positions: ``[R or 1, L]`` as given by the caller, or None.
-
-        Returns:
-            The step, an :class:`kvpop_vllm.distill.hook.Attend` with ``positions [R, L]`` int64 of its
-            tokens.
-        """
-        raise NotImplementedError(f"{type(self).__name__} has no begin()")
-
-    def end(self, failed: bool) -> None:
-        """Finish the pass; ``failed`` is True if it raised."""
-        raise NotImplementedError(f"{type(self).__name__} has no end()")
 
 
 def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
@@ -63,7 +45,8 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
         Its decoder.
 
     Raises:
-        ConfigError: the channel cannot be borrowed from this type of model.
+        ConfigError: the channel cannot be borrowed from this type of model, or its layers do not hand the step
+            on to their attention.
     """
     show_hidden_states(model)
     decoder = model.get_decoder()
@@ -72,6 +55,8 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
             f"the gate borrows a channel of the queries, which is known where it is in {' and '.join(ARCHITECTURES)} models only: choose another scorer"
         )
     if _before not in decoder._forward_pre_hooks.values():
+        if not _hands_on(decoder):
+            refuse_model(model, ["layers that hand no further arguments on to their attention"])
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
     if borrows:
@@ -79,12 +64,38 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
     return decoder
 
 
+class _Reached(Exception):
+    """The first layer has attended."""
+
+
+def _hands_on(decoder: torch.nn.Module) -> bool:
+    """Return whether the first layer's attention receives a keyword argument, by a pass of one token up to it."""
+
+    def attend(*_):
+        raise _Reached
+
+    token = torch.zeros(1, 1, dtype=torch.int64, device=decoder.get_input_embeddings().weight.device)
+    own, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME
+    try:
+        with torch.no_grad():
+            decoder(token, attend=attend, use_cache=False)
+    except _Reached:
+        return True
+    except TypeError:  # no such argument, or the attention function misses it
+        return False
+    finally:
+        decoder.config._attn_implementation = own
+    return False
+
+
 NOTE = "_kvpop_pass"
 """Attribute of a decoder during a pass; it is copied with the decoder.
 
-It holds the thread, the attention before the pass, and the share of the channel that was borrowed from each
-layer before it.
+It holds the attention before the pass, and the share of the channel that was borrowed from each layer before
+it.
 """
+_running = weakref.WeakValueDictionary()
+"""Step of each decoder's pass, by the decoder's id. Only the arguments of a pass refer to its step."""
 _turn = threading.Lock()
 """Lock that is held while notes are read and changed."""
 
@@ -92,7 +103,7 @@ _turn = threading.Lock()
 def _before(decoder, positional, named):
     if isinstance(named.get("past_key_values"), AttentionCache):
         return positional, named | _begin(decoder, positional, named)
-    if getattr(decoder, NOTE, None) is not None:
+    if hasattr(decoder, NOTE):
         restore_attention(decoder)
     return None
 
@@ -100,7 +111,7 @@ def _before(decoder, positional, named):
 def _after(decoder, positional, named, result):
     cache, step = named.get("past_key_values"), named.get("attend")
     if isinstance(cache, AttentionCache) and step is not None:  # otherwise the pass has not begun
-        _end(decoder, cache, failed=result is None)
+        _end(decoder, cache, step, failed=result is None)
 
 
 @torch.compiler.disable  # nothing to compile here
@@ -109,67 +120,44 @@ def _begin(decoder, positional, named):
     cache, inputs = named["past_key_values"], _inputs(decoder, positional, named)
     blocks = [layer.self_attn for layer in decoder.layers]
     with _turn:
-        _put_back_interrupted(decoder)
-        shares = [getattr(block, "borrowed", 0.0) for block in blocks]
-        setattr(decoder, NOTE, (threading.get_ident(), decoder.config._attn_implementation, shares))
-    try:
+        _restore(decoder)
         step = cache.begin(decoder, *inputs)
-    except BaseException:
-        with _turn:
-            _put_back(decoder)
-        raise
-    decoder.config._attn_implementation = NAME
-    for block in blocks if cache.borrows else ():
-        block.borrowed = 1.0
+        step.thread, _running[id(decoder)] = threading.get_ident(), step
+        shares = [getattr(block, "borrowed", 0.0) for block in blocks]
+        setattr(decoder, NOTE, (decoder.config._attn_implementation, shares))
+        decoder.config._attn_implementation = NAME
+        for block in blocks if cache.borrows else ():
+            block.borrowed = 1.0
     return {"attend": step, "attention_mask": None, "position_ids": step.positions}
 
 
 @torch.compiler.disable
-def _end(decoder, cache, failed):
-    with _turn:
-        _put_back(decoder)
-    cache.end(failed)
+def _end(decoder, cache, step, failed):
+    restore_attention(decoder)
+    cache.end(step, failed)
 
 
 @torch.compiler.disable
 def restore_attention(decoder: torch.nn.Module) -> None:
-    """Restore a decoder's own attention after a pass that was interrupted from the keyboard.
+    """Restore a decoder's own attention, if a pass has replaced it.
 
     Raises:
         RuntimeError: the decoder is in a pass of another thread.
     """
     with _turn:
-        _put_back_interrupted(decoder)
+        _restore(decoder)
 
 
-def _put_back_interrupted(decoder):
-    """Restore the attention as :func:`restore_attention` does, with the lock held.
-
-    A pass of the current thread cannot be running any more.
-    """
-    if (note := getattr(decoder, NOTE, None)) is None:
+def _restore(decoder):
+    """Restore the attention as :func:`restore_attention` does, with the lock held."""
+    if not hasattr(decoder, NOTE):
         return
-    if note[0] != threading.get_ident() and _runs(note[0], decoder):
+    step = _running.get(id(decoder))
+    if step is not None and step.thread != threading.get_ident():
         raise RuntimeError(BUSY)
-    _put_back(decoder)
-
-
-def _runs(thread: int, decoder: torch.nn.Module) -> bool:
-    """Return whether a thread is inside a call of the decoder."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None:
-        if frame.f_locals.get("self") is decoder:
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _put_back(decoder):
-    if (note := getattr(decoder, NOTE, None)) is None:
-        return
-    _, before, shares = note
+    own, shares = getattr(decoder, NOTE)
     if decoder.config._attn_implementation == NAME:  # otherwise it was changed in the meantime
-        decoder.config._attn_implementation = before
+        decoder.config._attn_implementation = own
     for layer, share in zip(decoder.layers, shares, strict=True):
         if hasattr(layer.self_attn, "borrowed"):
             layer.self_attn.borrowed = share

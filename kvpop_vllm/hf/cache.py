@@ -17,6 +17,7 @@ from kvpop_vllm.hf.checks import (
     check_model,
     check_positions,
     columns_of_tokens,
+    sliding_window,
     warn_of_reference,
 )
 from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
@@ -24,6 +25,16 @@ from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
 from kvpop_vllm.hf.step import Step
 from kvpop_vllm.scorers.init import gives_up_channel
+
+
+def _refusal(what: str, instead: str):
+    """Return a method that raises: a KVpopCache does not do ``what``."""
+
+    def refuse(self, *args, **kwargs):
+        """Refuse; see the message."""
+        raise ConfigError(f"a KVpopCache {what}: {instead}")
+
+    return refuse
 
 
 class KVpopCache(Cache, AttentionCache):
@@ -41,6 +52,10 @@ class KVpopCache(Cache, AttentionCache):
     later call must bring the whole text so far, including earlier answers. Everything behind the protected
     tokens is then computed again; the protected tokens are not. The cache grows with the protected tokens.
 
+    A policy that compresses prompts holds the text of a call of ``generate()`` until its end. What it does not
+    retain is freed after the first step behind it. A later call must bring the whole text so far, all of which is
+    computed again.
+
     Args:
         model: model of transformers. Hooks are registered on it; passes without such a cache are unchanged.
             Only one thread at a time can use it.
@@ -57,11 +72,15 @@ class KVpopCache(Cache, AttentionCache):
         max_length: longest sequence in tokens, for ``compression`` and for the policy ``full``; by default
             the model's.
         seed: seed of the draws for every row, or a list with one entry per row.
+        prompt: under a policy that compresses prompts, the number of tokens at the start of a text that are
+            its prompt; by default the text of a call of ``generate()``.
+        device: device of the pages and the kernels; by default the model's.
 
     Attributes:
         policy: policy, resolved as in an engine.
         protected: p of each row.
         borrows: True if a query channel is removed from the queries in passes with this cache.
+        attended: layers that have attended in the current pass, None between passes.
 
     Raises:
         ConfigError: the settings are invalid, or the policy cannot be used with this model; one line that
@@ -83,16 +102,18 @@ class KVpopCache(Cache, AttentionCache):
         protect_prompt: bool | int | Sequence[bool | int] | None = None,
         max_length: int | None = None,
         seed: int | Sequence[int] = 0,
+        prompt: int | None = None,
+        device: torch.device | str | None = None,
     ):
         super().__init__(layers=[])
-        check_model(model)
+        check_model(model, max_length)
         if not isinstance(policy, str):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
         given = dict(policy=policy, compression=compression, sinks=sinks, window=window)
         given |= dict(correction=correction, allocator=allocator)
         given["scorer"] = str(scorer) if isinstance(scorer, PathLike) else scorer
         try:
-            self._rows = Rows(budget, protect_prompt, seed)
+            self._rows = Rows(budget, protect_prompt, seed, prompt)
             settings = PolicySettings.parse(given | self._rows.settings())
             self.policy = resolve(model, settings, max_length)
             self._rows.check(self.policy)
@@ -101,16 +122,21 @@ class KVpopCache(Cache, AttentionCache):
             self._gates = [self.policy.gate(i, heads) for i in range(len(self))]
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
+        self.device = device
+        self._max_length = max_length if sliding_window(model) else None
+        if self.policy.keeps_all:
+            self._max_length = self.policy.retention.budget
         gated = any(gate is not None and gate.borrows for gate in self._gates)
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(register_hooks(model, self.borrows))
         self._layers: dict[int, LayerPages] = {}
         self._lengths_by_device: dict[torch.device, SequenceLengths] = {}
-        self._step: Step | None = None
         self._recorded = False
         self._forget()
 
     def _forget(self) -> None:
+        self.attended: set[int] | None = None
+        self._broken = False
         self._columns, self._lengths = 0, []
         self.protected: list[int] = []
 
@@ -145,7 +171,16 @@ class KVpopCache(Cache, AttentionCache):
     # forward pass
 
     def begin(self, decoder, inputs, mask, positions) -> Step:
-        """Prepare one pass; see :class:`~kvpop_vllm.hf.attention_patch.AttentionCache`.
+        """Prepare one pass.
+
+        Args:
+            decoder: decoder of the model.
+            inputs: ``[R, L, ..]``, token ids or embeddings.
+            mask: attention mask as given by the caller, or None.
+            positions: ``[R or 1, L]`` as given by the caller, or None.
+
+        Returns:
+            The step, which all layers call in place of attention.
 
         Raises:
             ConfigError: the cache belongs to another model, or cannot serve the pass.
@@ -154,9 +189,9 @@ class KVpopCache(Cache, AttentionCache):
         """
         if decoder is not self._decoder():
             raise ConfigError("this KVpopCache was made for another model: make one with KVpopCache(model, ...)")
-        if self._step is not None and not self._step.attended:  # interrupted before any layer attended
-            self.end(failed=True)
-        if self._step is not None:
+        if self.attended is not None:  # torch ends no pass that the keyboard interrupts
+            self._break_off()
+        if self._broken:
             raise RuntimeError("the pass before was broken off when some layers had it: call reset() on the KVpopCache")
         check_inputs(decoder, inputs)
         rows, length = inputs.shape[:2]
@@ -201,8 +236,8 @@ class KVpopCache(Cache, AttentionCache):
             self._make_room(layer, protected)
         self._before = self._columns, self._lengths, self.protected
         self._go_to(columns, lengths, protected)
-        self._step = Step(self, own, starts, counts, length, recorded)
-        return self._step
+        self.attended = set()
+        return Step(self, own, starts, counts, length, recorded)
 
     def _go_to(self, columns: int, lengths: list[int], protected: list[int]) -> None:
         """Set the columns and tokens seen, and the protected tokens, on the host and on all devices."""
@@ -263,24 +298,21 @@ class KVpopCache(Cache, AttentionCache):
             )
 
     def _check_room(self, lengths: list[int]) -> None:
-        """Check that a policy that never evicts has room for rows of the given lengths.
+        """Check rows of the given lengths, if the policy never evicts or the model has sliding windows.
 
         Raises:
-            ValueError: it has not.
+            ValueError: a row is longer than the sequences that the cache was made for.
         """
-        most = self.policy.retention.budget
-        if self.policy.keeps_all and max(lengths) > most:
-            raise ValueError(
-                f"{max(lengths)} tokens are more than max_length {most}, which {self.policy.name} keeps: raise max_length"
-            )
+        most = self._max_length
+        if most is not None and max(lengths) > most:
+            why = f"which {self.policy.name} keeps" if self.policy.keeps_all else "up to which the model attends to all"
+            raise ValueError(f"{max(lengths)} tokens are more than max_length {most}, {why}: raise max_length")
 
     def _sequence_lengths(self, device: torch.device, rows: int) -> SequenceLengths:
         """Return the clock of a device, created with the progress of the rows if necessary."""
         if device not in self._lengths_by_device:
             with torch.inference_mode(False):
-                sequence_lengths = self._lengths_by_device[device] = SequenceLengths(
-                    rows, device, self._rows.seeds(rows)
-                )
+                sequence_lengths = self._lengths_by_device[device] = SequenceLengths(self._rows.seeds(rows), device)
             sequence_lengths.positions.copy_(torch.tensor(self._lengths or [0] * rows))
             sequence_lengths.protected.copy_(torch.tensor(self.protected or [0] * rows))
         return self._lengths_by_device[device]
@@ -320,7 +352,7 @@ class KVpopCache(Cache, AttentionCache):
             sequence_lengths = self._sequence_lengths(k.device, len(self._lengths))
             with torch.inference_mode(False):  # inference tensors cannot be written outside of inference mode
                 budgets, windows = self._rows.sizes(self.policy, index, len(k))
-                told = k, scale, sequence_lengths, self._rows.seeds(len(k)), self.policy.shifted
+                told = k, scale, sequence_lengths, self.policy.shifted
                 self._layers[index] = LayerPages(rule, budgets, windows, *told)
             self._make_room(self._layers[index], self.protected)
         return self._layers[index]
@@ -330,31 +362,37 @@ class KVpopCache(Cache, AttentionCache):
         gate = self._gates[index]
         return None if gate is None else gate.to(device)
 
-    def end(self, failed: bool) -> None:
-        """Finish the pass; see :class:`~kvpop_vllm.hf.attention_patch.AttentionCache`.
+    def end(self, step: Step, failed: bool) -> None:
+        """Finish a pass; ``failed`` is True if it raised.
 
         Raises:
             RuntimeError: a layer attended without the cache.
         """
-        step = self._step
-        step.over = True
-        if step.attended and (failed or len(step.attended) < len(self)):
-            if not failed:
+        some, whole = bool(self.attended), len(self.attended) == len(self)
+        if failed or not whole:
+            self._break_off()
+            if failed:
+                return
+            if some:
                 raise RuntimeError(
                     "layers attended without the KVpopCache: leave the model's attention alone in a pass"
                 )
-            return  # keep the step, so that begin() raises
-        self._step = None
-        if not step.attended:
-            self._go_to(*self._before)
-            if not failed:
-                raise RuntimeError("the model attended without the KVpopCache: leave its attention alone in a pass")
-            return
+            raise RuntimeError("the model attended without the KVpopCache: leave its attention alone in a pass")
+        self.attended = None
         self._recorded = self._recorded or step.recorded
         if not step.recorded:  # a recorded pass has not been executed
             self._count(step.length, step.counts)
+        if self.policy.compresses:  # a prompt that goes on has not been evicted from
+            self.protected = [p if p == seen else 0 for p, seen in zip(self.protected, self._lengths, strict=True)]
         for sequence_lengths in self._lengths_by_device.values():
             sequence_lengths.advance(step.counts)
+
+    def _break_off(self) -> None:
+        """Leave a pass that did not end. The cache is as before the pass if no layer has attended."""
+        self._broken = bool(self.attended)
+        if not self.attended:
+            self._go_to(*self._before)
+        self.attended = None
 
     def _count(self, columns: int, tokens: list[int]) -> None:
         self._columns += columns
@@ -375,7 +413,7 @@ class KVpopCache(Cache, AttentionCache):
         """
         if type(passes) is not int or passes < 0:
             raise ValueError(f"passes must be an integer of at least 0, got {passes!r}")
-        if not self._lengths or self._step is not None:
+        if not self._lengths or self._broken or self.attended is not None:
             raise RuntimeError(
                 "a KVpopCache that is empty, or broken off in a pass, replays nothing: begin with a prompt"
             )
@@ -394,7 +432,7 @@ class KVpopCache(Cache, AttentionCache):
         Raises:
             ConfigError: no step has begun, so the model would attend without the cache.
         """
-        if self._step is None or self._step.over:
+        if self.attended is None:
             raise ConfigError("this model's attention is not the KVpopCache's: make one with KVpopCache(model, ...)")
         return key_states, value_states
 
@@ -437,7 +475,6 @@ class KVpopCache(Cache, AttentionCache):
         """
         if (decoder := self._decoder()) is not None:
             restore_attention(decoder)
-        self._step = None
         self._forget()
         for sequence_lengths in self._lengths_by_device.values():
             sequence_lengths.restart()
@@ -449,45 +486,22 @@ class KVpopCache(Cache, AttentionCache):
         copied._recorded = False
         return copied
 
-    def __reduce__(self):
-        """Refuse pickling."""
-        _refuse("belongs to the model that it was made for", "do not pickle it, and copy it by copy.deepcopy()")
+    __reduce__ = _refusal(
+        "belongs to the model that it was made for", "do not pickle it, and copy it by copy.deepcopy()"
+    )
 
     @property
     def is_croppable(self) -> bool:
         """False, because tokens cannot be removed."""
         return False
 
-    def crop(self, *args, **kwargs):
-        """Refuse cropping."""
-        _refuse("takes no token back", "leave crop() out, and start anew with reset()")
-
-    def activate_past_recording(self):
-        """Refuse recording; assisted generation asks for it."""
-        _refuse("takes no token back", "leave assistant_model and prompt_lookup_num_tokens out")
-
-    def reorder_cache(self, beam_idx):
-        """Refuse to exchange rows; beam search asks for it.
-
-        Beam search cannot be refused earlier: before the prompt, neither the cache nor the model knows
-        ``num_beams``.
-        """
-        _refuse("does not exchange rows", "set num_beams to 1")
-
-    def batch_repeat_interleave(self, repeats):
-        """Refuse to repeat rows."""
-        _refuse("does not repeat rows", "repeat the inputs of generate() instead, or set num_return_sequences")
-
-    def batch_select_indices(self, indices):
-        """Refuse to select rows."""
-        _refuse("does not choose among rows", "make one cache for each group of rows")
-
-    def offload(self, *args, **kwargs):
-        """Refuse offloading."""
-        _refuse("stays where it is", "leave offloading out")
-
-    prefetch = offload
-
-
-def _refuse(what: str, instead: str):
-    raise ConfigError(f"a KVpopCache {what}: {instead}")
+    crop = _refusal("takes no token back", "leave crop() out, and start anew with reset()")
+    # assisted generation asks for it
+    activate_past_recording = _refusal("takes no token back", "leave assistant_model and prompt_lookup_num_tokens out")
+    # before the prompt, neither the cache nor the model knows num_beams
+    reorder_cache = _refusal("does not exchange rows", "set num_beams to 1")
+    batch_repeat_interleave = _refusal(
+        "does not repeat rows", "repeat the inputs of generate() instead, or set num_return_sequences"
+    )
+    batch_select_indices = _refusal("does not choose among rows", "make one cache for each group of rows")
+    offload = prefetch = _refusal("stays where it is", "leave offloading out")

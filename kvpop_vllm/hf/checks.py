@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import dis
 import functools
-import inspect
 import warnings
+from typing import NoReturn
 
 import torch
 from transformers import PreTrainedModel
@@ -14,8 +13,8 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 
 
-def check_model(model: torch.nn.Module) -> None:
-    """Check that a fixed-size cache can replace the model's own.
+def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
+    """Check that a fixed-size cache can replace the model's own for sequences of at most ``max_length`` tokens.
 
     Raises:
         ConfigError: it cannot; the message gives the reasons found first.
@@ -25,12 +24,12 @@ def check_model(model: torch.nn.Module) -> None:
     text = model.config.get_text_config()
     decoder = getattr(model, "get_decoder", lambda: None)()
     blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
-    kinds = set(getattr(text, "layer_types", None) or ["full_attention"])
-    window = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
+    full = {"full_attention"} if max_length is None else {"full_attention", "sliding_attention"}
+    kinds, window = set(getattr(text, "layer_types", None) or full), sliding_window(model)
     reasons = {
         "an encoder": model.config.is_encoder_decoder,
         "attention that transformers cannot exchange": not model._can_set_attn_implementation(),
-        "layers other than full attention": kinds != {"full_attention"} or window,
+        "layers other than full attention": kinds - full or window and (max_length is None or max_length > window),
         "chunked attention": getattr(text, "attention_chunk_size", None),
         "attention in both directions": not getattr(text, "is_causal", True),
         "cross-layer KV sharing": getattr(text, "num_kv_shared_layers", 0),
@@ -41,30 +40,26 @@ def check_model(model: torch.nn.Module) -> None:
     found = [what for what, there in reasons.items() if there]
     if not found and (not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks)):
         found = ["no layers that have a self_attn of the decoder's config"]
-    if not found and not all(map(_hands_on, {_plain(each) for each in (decoder, *decoder.layers, *blocks)})):
-        found = ["layers that hand no further arguments on to their attention"]
     if found:
-        raise ConfigError(
-            f"a fixed-size cache cannot serve {text.model_type}, a model with {', '.join(found)}: choose another model"
-        )
+        refuse_model(model, found)
 
 
-def _plain(module: torch.nn.Module):
-    """Return a module's forward function without wrappers."""
-    forward = inspect.unwrap(module.forward)
-    return getattr(forward, "__func__", forward)
+def refuse_model(model: torch.nn.Module, reasons: list[str]) -> NoReturn:
+    """Raise the error for a model that a fixed-size cache cannot serve.
 
-
-def _hands_on(function) -> bool:
-    """Return whether a function takes unknown keyword arguments and uses them.
-
-    The signature does not say whether they are used, so the bytecode is inspected.
+    Raises:
+        ConfigError: always.
     """
-    names = {p.name for p in inspect.signature(function).parameters.values() if p.kind is p.VAR_KEYWORD}
-    if not names or not hasattr(function, "__code__"):  # not a Python function
-        return bool(names)
-    uses = (each.argval for each in dis.get_instructions(function))
-    return any(names.intersection(use if isinstance(use, tuple) else [use]) for use in uses)
+    kind = model.config.get_text_config().model_type
+    raise ConfigError(
+        f"a fixed-size cache cannot serve {kind}, a model with {', '.join(reasons)}: choose another model"
+    )
+
+
+def sliding_window(model: torch.nn.Module) -> int | None:
+    """Return the tokens that a query of a model with sliding windows attends to, or None."""
+    text = model.config.get_text_config()
+    return getattr(text, "sliding_window", None) if getattr(text, "use_sliding_window", True) else None
 
 
 def check_inputs(decoder: torch.nn.Module, inputs: torch.Tensor) -> None:

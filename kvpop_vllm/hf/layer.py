@@ -11,8 +11,11 @@ from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.attention.step_batch import FixedBudgetAttention, PrefillChunk, Protection, StepBatch, protection_of
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.kernels.divided import DividedRegions
+from kvpop_vllm.kernels.draws import request_seed
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
+from kvpop_vllm.kernels.regions import divided_blocks
 from kvpop_vllm.kernels.retained import held_tokens
 
 
@@ -23,12 +26,12 @@ class SequenceLengths:
         positions: ``[R]`` int64, position of each row's next token.
         protected: ``[R]`` int64, p of each row.
         seeds: ``[R]`` int64, seed of the draws of each row.
+        row_seeds: the same seeds, on the host.
     """
 
-    def __init__(self, rows: int, device: torch.device, seeds: list[int]):
-        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.protected = torch.zeros(rows, dtype=torch.int64, device=device)
-        self.seeds = torch.tensor(seeds, device=device)
+    def __init__(self, seeds: list[int], device: torch.device):
+        self.row_seeds, self.seeds = seeds, torch.tensor(seeds, device=device)
+        self.positions, self.protected = torch.zeros_like(self.seeds), torch.zeros_like(self.seeds)
 
     def advance(self, counts: list[int]) -> None:
         """Advance row r by ``counts[r]`` tokens."""
@@ -50,8 +53,7 @@ class LayerPages:
         windows: w of each row.
         like: keys ``[R, H, L, D]``, for sizes, dtype and device.
         scale: factor on q . k.
-        sequence_lengths: clock of the device.
-        seeds: seed of the draws of each row.
+        sequence_lengths: progress of the rows on the device.
         shifted: True if the score given with token t + 1 belongs to token t.
     """
 
@@ -63,20 +65,16 @@ class LayerPages:
         like: torch.Tensor,
         scale: float,
         sequence_lengths: SequenceLengths,
-        seeds: list[int],
-        shifted: bool,
+        shifted: bool = False,
     ):
         rows, heads, _, size = like.shape
-        self.sequence_lengths, self.shifted, self.budgets, self.windows, self.seeds = (
-            sequence_lengths,
-            shifted,
-            budgets,
-            windows,
-            seeds,
-        )
+        self.sequence_lengths, self.shifted, self.budgets, self.windows = sequence_lengths, shifted, budgets, windows
         self.rule = rule = rule.to(like.device)
-        layout = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size))
-        self.pages, self.table = allocate_pages(layout, int(budgets.max()), requests=rows, device=like.device)
+        layout, most = PageLayout(heads, size, like.dtype, state_floats=rule.state_floats(size)), int(budgets.max())
+        self.divided = rule.compresses and rule.votes.adaptive_head_budgets
+        if self.divided:
+            most = max(most, divided_blocks(heads, most, layout.block_slots) * layout.block_slots)
+        self.pages, self.table = allocate_pages(layout, most, requests=rows, device=like.device)
         self.prefix_table = torch.empty(rows, 0, dtype=torch.int32, device=like.device)
         self._budgets = budgets.contiguous().to(like.device)
         self._windows = torch.tensor(windows, dtype=torch.int32, device=like.device)
@@ -88,10 +86,16 @@ class LayerPages:
         return self.prefix_table.shape[1] * self.pages.layout.block_slots
 
     def protect(self, tokens: int) -> None:
-        """Allocate pages for prefixes of ``tokens`` tokens in every row. Existing pages are moved."""
+        """Allocate pages for prefixes of ``tokens`` tokens in every row. Existing pages are moved.
+
+        If the rule compresses prompts, 0 tokens free the pages of the prompts that it has compressed.
+        """
+        rows, have = self.prefix_table.shape
+        if self.rule.compresses and not tokens and have:
+            self.pages = self.pages.layout.view(self.pages.raw[: self.table[:, 0].numel()].clone())
+            self.prefix_table = self.prefix_table[:, :0]
         if tokens <= self.prefix_room:
             return
-        rows, have = self.prefix_table.shape
         more = cdiv(tokens, self.pages.layout.block_slots) - have
         raw, first = self.pages.raw, self.pages.num_blocks
         self.pages = self.pages.layout.view(torch.cat([raw, raw.new_zeros(rows * more, *raw.shape[1:])]))
@@ -101,25 +105,16 @@ class LayerPages:
     def decode(self, protected: list[int]) -> StepBatch:
         """Return the step of one token for every row. The rows' tails have begun.
 
-        ``protected`` is p of each row.
+        ``protected`` is p of each row; a rule that compresses prompts has compressed them.
         """
-        rows, positions = len(self.table), self.sequence_lengths.positions
-        none, protection = positions[:0], None
-        if any(protected):
-            protection = Protection(
-                self.prefix_table,
-                self.sequence_lengths.protected,
-                none,
-                none,
-                none,
-                self.table[:0],
-                self.prefix_table[:0],
-                none,
-            )
-        sizes = self._budgets, self._windows
-        return StepBatch(
-            rows, slice(0, rows), self.table, positions, *sizes, (), none, none, protection, self.sequence_lengths.seeds
-        )
+        rows, lengths = len(self.table), self.sequence_lengths
+        none, protection = lengths.positions[:0], None
+        if any(protected) and not self.rule.compresses:
+            nothing = none, none, none, self.table[:0], self.prefix_table[:0], none
+            protection = Protection(self.prefix_table, lengths.protected, *nothing)
+        budgets, table = self._tails([True] * rows)
+        sizes = table, lengths.positions, budgets, self._windows
+        return StepBatch(rows, slice(0, rows), *sizes, (), none, none, protection, lengths.seeds)
 
     def prefill(self, starts: list[int], counts: list[int], length: int, protected: list[int]) -> StepBatch:
         """Return the step of the last ``counts[r]`` of the ``length`` tokens of each row r.
@@ -128,35 +123,47 @@ class LayerPages:
             starts: position of each row's first token.
             counts: number of tokens of each row.
             length: number of columns.
-            protected: p of each row.
+            protected: p of each row. A rule that compresses prompts does so behind token p - 1.
         """
+        behind = [start >= p for start, p in zip(starts, protected, strict=True)]
+        if self.rule.compresses:
+            protected = [0 if past else p for past, p in zip(behind, protected, strict=True)]
         busy = [r for r, count in enumerate(counts) if count]
         spans = [((r + 1) * length - count, starts[r], count) for r, count in enumerate(counts)]
-        chunks = [
-            PrefillChunk(
-                first,
-                first + count,
-                start,
-                self.table[r],
-                self._budgets[r].clone(),
-                self.windows[r],
-                protected[r],
-                self.prefix_table[r],
-                self.seeds[r],
-            )
-            for r, (first, start, count) in enumerate(spans)
-            if count
-        ]
-        device, none = self.table.device, self.sequence_lengths.positions[:0]
-        zero = torch.tensor(busy, dtype=torch.int64, device=device), slice(None), self.pages.layout.state_blocks
+        budgets, table = self._tails(behind)
+        chunks = []
+        for r in busy:
+            first, start, count = spans[r]
+            seed = self.sequence_lengths.row_seeds[r]
+            sizes = table[r], budgets[r].clone(), self.windows[r], protected[r], self.prefix_table[r], seed
+            chunks += self._parts(PrefillChunk(first, first + count, start, *sizes))
+        device, none = table.device, self.sequence_lengths.positions[:0]
+        slot_zero = table[torch.tensor(busy, dtype=torch.int64, device=device), :, self.pages.layout.state_blocks]
         goes_on = [starts[r] if starts[r] > protected[r] else 0 for r in busy]
         first = torch.tensor(goes_on, dtype=torch.int64, device=device)
         size, protection = self.pages.layout.block_slots, None
         if any(protected):
             # tails begin one token early, because the next token may be part of a CUDA graph
-            protection = protection_of(size, spans, protected, self.prefix_table, self.table, slice(0, 0), ahead=1)
-        own = self.table[:0], none, self._budgets[:0], self._windows[:0]
-        return StepBatch(0, slice(0, 0), *own, tuple(chunks), first, self.table[zero].long(), protection)
+            protection = protection_of(size, spans, protected, self.prefix_table, table, slice(0, 0), ahead=1)
+        decoded = table[:0], none, budgets[:0], self._windows[:0]
+        return StepBatch(0, slice(0, 0), *decoded, tuple(chunks), first, slot_zero.long(), protection)
+
+    def _parts(self, chunk: PrefillChunk) -> list[PrefillChunk]:
+        """Return a chunk, cut where its prompt is compressed."""
+        if not self.rule.compresses or not chunk.protected:
+            return [chunk]
+        cut = chunk.first + min(chunk.end, chunk.protected) - chunk.start
+        parts = [replace(chunk, last=cut, compresses=True)]
+        if cut < chunk.last:
+            parts.append(replace(chunk, first=cut, start=chunk.protected, protected=0, follows=True))
+        return parts
+
+    def _tails(self, compressed: list[bool]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the budgets ``[R, H]`` and the pages ``[R, H, P]`` of the rows' tails, int32."""
+        if not self.divided:
+            return self._budgets, self.table
+        regions = DividedRegions(self.pages, self.rule.votes, int(self.budgets[0, 0]))
+        return regions.place(0, self.table[:, 0], compressed)
 
     def attend(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, batch: StepBatch, gate_scores=None
@@ -176,20 +183,23 @@ class LayerPages:
         rows, _, length, _ = q.shape
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
         gate_scores = None if gate_scores is None else gate_scores.flatten(0, 1)
+        pages = self.pages.by_region() if self.divided else self.pages
         if self.shifted:
-            gate_scores = shift(gate_scores, self.pages, batch, self.rule.sinks)
+            gate_scores = shift(gate_scores, pages, batch, self.rule.sinks)
         out = torch.empty_like(q) if batch.decodes else torch.zeros_like(q)
         with torch.cuda.device_of(q):  # Triton launches on the current GPU
-            self.attention.forward(q, k, v, self.pages, batch, out, gate_scores)
+            self.attention.forward(q, k, v, pages, batch, out, gate_scores, self.pages)
         return out.unflatten(0, (rows, length)).transpose(1, 2)
 
     def held(self, row: int, seen: int, protected: int) -> torch.Tensor:
         """Return which of a row's tokens are held, ``[H, seen]`` booleans on the CPU."""
-        pages = self.pages
+        compressed = self.rule.compresses and seen >= protected
+        budgets, table = (each[row].cpu() for each in self._tails([compressed] * len(self.table)))
+        pages = self.pages.by_region() if self.divided else self.pages
         if pages.raw.device.type != "cpu":
             pages = pages.layout.view(pages.raw.cpu())
         rule = replace(self.rule, window=self.windows[row])
-        return held_tokens(pages, self.table[row].cpu(), seen, rule, self.budgets[row], protected)
+        return held_tokens(pages, table, seen, rule, budgets, 0 if compressed else protected)
 
     def allocated_bytes(self) -> int:
         """Return the bytes of the pages and tables of this layer."""
@@ -197,6 +207,62 @@ class LayerPages:
             tensor.untyped_storage().nbytes()
             for tensor in (self.pages.raw, self.table, self.prefix_table, self._budgets, self._windows)
         )
+
+
+class LayerRows(LayerPages):
+    """Caches of R rows of one layer that are driven with its q, k and v, without a model.
+
+    Args:
+        rule: retention rule of the layer.
+        budget: B of all heads, or of each, ``[H]`` int32.
+        like: keys ``[R, H, L, D]``, for sizes and dtype.
+        scale: factor on q . k.
+        protected: p, tokens of each row that are never evicted, or compressed.
+        shifted: True if the score given with token t + 1 belongs to token t.
+        seed: seed of the draws.
+
+    Attributes:
+        seen: tokens of each row so far.
+    """
+
+    def __init__(
+        self,
+        rule: RetentionRule,
+        budget: int | torch.Tensor,
+        like: torch.Tensor,
+        scale: float,
+        *,
+        protected: int = 0,
+        shifted: bool = False,
+        seed: int = 0,
+    ):
+        rows, heads = like.shape[:2]
+        budgets = torch.as_tensor(budget, dtype=torch.int32).expand(rows, heads)
+        lengths = SequenceLengths([request_seed(0, seed)] * rows, like.device)
+        super().__init__(rule, budgets, [rule.window] * rows, like, scale, lengths, shifted)
+        self.protect(protected)
+        lengths.protected.fill_(protected)
+        self.seen, self.protected = 0, [protected] * rows
+
+    def append(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gate_scores: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the attention of the next tokens of each row; a single token is a decode step.
+
+        Arguments and result are those of :meth:`attend`.
+        """
+        rows, _, length, _ = q.shape
+        counts, starts = [length] * rows, [self.seen] * rows
+        decodes = length == 1 and self.seen >= self.protected[0]
+        batch = self.decode(self.protected) if decodes else self.prefill(starts, counts, length, self.protected)
+        out = self.attend(q, k, v, batch, gate_scores)
+        self.sequence_lengths.advance(counts)
+        self.seen += length
+        return out
+
+    def held_by_rows(self) -> torch.Tensor:
+        """Return which tokens are held, ``[R, H, seen]`` booleans on the CPU."""
+        return torch.stack([self.held(row, self.seen, p) for row, p in enumerate(self.protected)])
 
 
 def recording(device: torch.device) -> bool:
@@ -215,6 +281,10 @@ def check_kernels(k: torch.Tensor, rule: RetentionRule) -> None:
     if rule.rounds is not None:
         raise ConfigError(
             "this policy makes its scores anew in rounds, which only a CPU does: move the model to the CPU"
+        )
+    if rule.compresses:
+        raise ConfigError(
+            "this policy compresses prompts at their end, which only a CPU does: move the model to the CPU"
         )
     if torch.version.hip is not None or torch.cuda.get_device_capability(k.device) < (8, 0):
         raise ConfigError(

@@ -28,8 +28,6 @@ def resolve(model: torch.nn.Module, settings: PolicySettings, max_length: int | 
         ConfigError: the policy cannot be used with this model.
     """
     cls, config = policies.get(settings.policy), model.config.get_text_config()
-    if cls.compresses:
-        raise ConfigError(f"a KVpopCache does not compress prompts, as policy {cls.name} does: use h2o, or vLLM")
     length = longest(model.config) if max_length is None else max_length
     if max_length is not None and (type(max_length) is not int or max_length < 1):
         raise ConfigError(f"max_length must be an integer of at least 1, got {max_length!r}")

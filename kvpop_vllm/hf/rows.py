@@ -18,6 +18,7 @@ class Rows:
         budget: B of the rows, see :class:`kvpop_vllm.hf.KVpopCache`.
         protect_prompt: protection of the rows, see :class:`kvpop_vllm.hf.KVpopCache`.
         seed: seeds of the rows, see :class:`kvpop_vllm.hf.KVpopCache`.
+        prompt: number of tokens that are a prompt, see :class:`kvpop_vllm.hf.KVpopCache`.
 
     Attributes:
         number: length of the lists, None if there is no list.
@@ -26,13 +27,14 @@ class Rows:
         ConfigError: a list is empty, lists have different lengths, or a seed is not an integer.
     """
 
-    def __init__(self, budget, protect_prompt, seed):
+    def __init__(self, budget, protect_prompt, seed, prompt=None):
         self.budget, self.protect_prompt, self.seed = budget, protect_prompt, seed
         lists = {name: value for name, value in vars(self).items() if _several(value)}
         lengths = {name: len(value) for name, value in lists.items()}
         if len(set(lengths.values())) > 1 or 0 in lengths.values():
             told = ", ".join(f"{name} has {length}" for name, length in lengths.items())
             raise ConfigError(f"lists have an entry for each row of the batch, but {told}: make them equally long")
+        self.prompt = prompt
         self.number = next(iter(lengths.values()), None)
         own = seed if _several(seed) else [seed]
         if wrong := [each for each in own if type(each) is not int]:
@@ -60,6 +62,10 @@ class Rows:
         Raises:
             ConfigError: a row asks for something that the policy does not support.
         """
+        if self.prompt is not None and not (policy.compresses and type(self.prompt) is int and self.prompt > 0):
+            raise ConfigError(
+                f"prompt must be a number of tokens, for a policy that compresses prompts, got {self.prompt!r}"
+            )
         for budget in self.budget if _several(self.budget) else ():
             policy.retention_of(budget)
         if _several(self.protect_prompt):
@@ -79,7 +85,9 @@ class Rows:
 
     def protects(self, policy: Policy, rows: int) -> list[bool | int]:
         """Return the number of protected prompt tokens of each row; True for the whole prompt."""
-        return self.protect_prompt if _several(self.protect_prompt) else [policy.protect] * rows
+        if _several(self.protect_prompt):
+            return self.protect_prompt
+        return [policy.protect if self.prompt is None else self.prompt] * rows
 
     def any_protects(self, policy: Policy) -> bool:
         """Return whether any row protects its prompt."""

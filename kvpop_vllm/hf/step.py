@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.scorers import Signals
+from kvpop_vllm.distill.hook import GateInputs
 
 if TYPE_CHECKING:
     from kvpop_vllm.hf.cache import KVpopCache
 
 
-class Step:
+class Step(GateInputs):
     """Attention of all layers in one pass; an :class:`kvpop_vllm.distill.hook.Attend`.
 
     Attributes:
@@ -23,8 +23,7 @@ class Step:
         counts: number of tokens of each row; they are its last columns.
         length: L.
         recorded: True if the pass is recorded into a CUDA graph and not executed.
-        attended: layers that have attended.
-        over: True if the pass has ended.
+        thread: thread of the pass.
     """
 
     def __init__(
@@ -36,20 +35,10 @@ class Step:
         length: int,
         recorded: bool,
     ):
+        super().__init__()
         self.cache, self.positions, self.starts, self.counts, self.length = cache, positions, starts, counts, length
         self.recorded = recorded
-        self.over, self.attended = False, set()
-        self._hidden: dict[int, torch.Tensor] = {}
-        self._channel: dict[int, torch.Tensor] = {}
-
-    def see(self, layer: int, hidden: torch.Tensor) -> None:
-        """Store ``hidden [R, L, E]``, the input of the layer's attention block, for the gate."""
-        if self.cache.policy.gated:
-            self._hidden[layer] = hidden
-
-    def see_channel(self, layer: int, channel: torch.Tensor) -> None:
-        """Store ``channel [R, L, H]``, the query channel that the layer gives up, for the gate."""
-        self._channel[layer] = channel
+        self.thread: int | None = None
 
     @torch.compiler.disable  # the kernels cannot be compiled
     def __call__(self, layer, q, k, v, scale):
@@ -61,21 +50,17 @@ class Step:
         """
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
+        gate, signals, device = self.cache.gate(layer, k.device), self.signals(layer, k, v), q.device
+        gate_scores = None if gate is None else gate(signals).to(self.cache.device or device)
+        q, k, v = (x.to(self.cache.device or device) for x in (q, k, v))
         pages = self.cache.layer(layer, q, k, v, scale)
-        gate_scores = self._gate_scores(layer, k, v)
-        if layer in self.attended:
+        if layer in self.cache.attended:
             raise ConfigError(
                 "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
             )
-        self.attended.add(layer)
+        self.cache.attended.add(layer)
         if self.starts is None:
             batch = pages.decode(self.cache.protected)
         else:
             batch = pages.prefill(self.starts, self.counts, self.length, self.cache.protected)
-        return pages.attend(q, k, v, batch, gate_scores)
-
-    def _gate_scores(self, layer: int, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor | None:
-        """Return the scores ``[R, L, H]`` of the layer's gate, or None without a gate."""
-        gate = self.cache.gate(layer, k.device)
-        hidden, channel = self._hidden.pop(layer, None), self._channel.pop(layer, None)
-        return None if gate is None else gate(Signals(hidden, k.transpose(1, 2), v.transpose(1, 2), channel))
+        return pages.attend(q, k, v, batch, gate_scores).to(device)

@@ -78,7 +78,7 @@ def compress(
     p, heads = int(prefix.tokens[0]), pages.layout.num_kv_heads
     keys, values = prefix.gather(0, 0, p)
     most = rule.votes.queries
-    voters = load_queries(pages, row, torch.arange(most - min(most, window, p), most), group)
+    voters = load_queries(pages, row, torch.arange(p - min(most, window, p), p) % most, group)
     votes = prompt_votes(voters, keys, scale, rule.votes)
     sinks = rule.sinks
     oldest = max(sinks, p - window)

@@ -5,7 +5,6 @@ Policies are set as a user sets them.
 
 from __future__ import annotations
 
-import dataclasses
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,10 +15,11 @@ from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.distill.hook import load_config
 from kvpop_vllm.distill.hook import longest as most_positions
+from kvpop_vllm.evaluation.backends import Backend, Run
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.kernels import divided
 from kvpop_vllm.kernels.retained import held_tokens
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.requests import SEED
 from kvpop_vllm.scorers.init import borrows_channel
 
 SPARE_BYTES = 32 << 20
@@ -27,7 +27,7 @@ SPARE_BYTES = 32 << 20
 IN_PROCESS = "VLLM_ENABLE_V1_MULTIPROCESSING"
 
 
-class EngineBackend:
+class EngineBackend(Backend):
     """Evaluation backend that starts one eager engine for each policy and budget.
 
     It takes the hidden states that predictions are made from where the model passes them to vLLM's runner,
@@ -45,27 +45,19 @@ class EngineBackend:
                 f"{model} gives up a query channel (DMS), which stock vLLM attends with, so there is no dense model to compare with: leave"
                 " --backend vllm out"
             )
-        self.model, self.dtype, self.longest = model, dtype, longest
-        self.shape = ModelShape.of(model, longest)
+        super().__init__(model, dtype, longest)
+        self.model = model
         self.room = min(longest + 1, most_positions(load_config(model)) or longest + 1)
 
     @contextmanager
     def start(self, resolved: ResolvedPolicy | None) -> Iterator[EngineRun]:
-        """Start an engine; see :class:`kvpop_vllm.evaluation.running.Backend`."""
-        llm = self._engine({} if resolved is None else {ADDITIONAL_CONFIG_KEY: settings_of(resolved)})
+        """Start an engine; see :class:`kvpop_vllm.evaluation.backends.Backend`."""
+        llm = self._engine({} if resolved is None else {ADDITIONAL_CONFIG_KEY: resolved.settings})
+        draws = resolved is not None and resolved.policy.draws
         try:
-            yield EngineRun(llm)
+            yield EngineRun(llm, self.room - 1, {SEED: resolved.spec.seed} if draws else {})
         finally:
             llm.llm_engine.engine_core.shutdown()
-
-    def held(self, resolved: ResolvedPolicy, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the retained tokens of a prompt; see :meth:`kvpop_vllm.evaluation.running.Backend.held`.
-
-        The last token of a prompt that fills the model is left out, because the engine needs room for an
-        answer of one token.
-        """
-        with self.start(resolved) as run:
-            return run.held(tokens[: self.room - 1])
 
     def _engine(self, additional: dict):
         from vllm import LLM
@@ -95,17 +87,18 @@ class EngineBackend:
                 os.environ[IN_PROCESS] = before
 
 
-def settings_of(resolved: ResolvedPolicy) -> dict:
-    """Return the ``kv_policy`` settings of a deployed spec."""
-    given = dataclasses.asdict(resolved.policy.settings)
-    return {name: value for name, value in given.items() if value is not None}
+class EngineRun(Run):
+    """Requests on one engine; see :class:`kvpop_vllm.evaluation.backends.Run`.
 
+    Args:
+        llm: the engine.
+        longest: maximum tokens of a prompt.
+        asked: keys of each request (:mod:`kvpop_vllm.requests`).
+    """
 
-class EngineRun:
-    """Requests on one engine; see :class:`kvpop_vllm.evaluation.running.Run`."""
-
-    def __init__(self, llm):
-        self.llm, self.steps, self.watched, self.caches = llm, [], None, None
+    def __init__(self, llm, longest: int, asked: dict):
+        self.llm, self.longest, self.asked = llm, longest, asked
+        self.steps, self.watched, self.caches = [], None, None
 
         def step(module, inputs, hidden):
             self.steps.append(hidden.detach().clone())
@@ -115,7 +108,7 @@ class EngineRun:
         llm.apply_model(lambda model: model.register_forward_hook(step) and None)
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the last hidden states of a prompt; see :class:`kvpop_vllm.evaluation.running.Run`."""
+        """Return the last hidden states of a prompt; see :class:`kvpop_vllm.evaluation.backends.Run`."""
         self._answer(tokens.tolist(), 1, set())
         found = torch.cat(self.steps)
         if len(found) != len(tokens):
@@ -123,21 +116,25 @@ class EngineRun:
         return found
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Return the logits of hidden states in float32; see :class:`kvpop_vllm.evaluation.running.Run`."""
+        """Return the logits of hidden states in float32; see :class:`kvpop_vllm.evaluation.backends.Run`."""
         (found,) = self.llm.apply_model(lambda model: model.compute_logits(hidden))
         return found.float()
 
     def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
-        """Return the greedy answer without its stop token; see :class:`kvpop_vllm.evaluation.running.Run`."""
+        """Return the greedy answer without its stop token; see :class:`kvpop_vllm.evaluation.backends.Run`."""
         found = list(self._answer(prompt, new, stop))
         return found[:-1] if found and found[-1] in stop else found
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the retained tokens of a prompt; see :meth:`kvpop_vllm.evaluation.running.Backend.held`.
+        """Return the held tokens of a prompt; see :class:`kvpop_vllm.evaluation.backends.Run`.
+
+        The last token of a prompt that fills the model is left out, because the engine needs room for an
+        answer of one token.
 
         Raises:
             RuntimeError: no step of the engine ended with the prompt's last token.
         """
+        tokens = tokens[: self.longest]
         self.watched, self.caches = len(tokens), None
         try:
             self._answer(tokens.tolist(), 1, set())
@@ -152,7 +149,12 @@ class EngineRun:
 
         self.steps.clear()
         options = SamplingParams(
-            temperature=0, max_tokens=new, stop_token_ids=sorted(stop), ignore_eos=True, detokenize=False
+            temperature=0,
+            max_tokens=new,
+            stop_token_ids=sorted(stop),
+            ignore_eos=True,
+            detokenize=False,
+            extra_args=self.asked,
         )
         (answer,) = self.llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)
         return answer.outputs[0].token_ids

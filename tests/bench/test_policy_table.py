@@ -16,7 +16,7 @@ from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
 from threads import same_threads
 
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
-from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
@@ -191,7 +191,7 @@ def test_timed_steps_are_real_ones(name):
             torch.cat([start, *(step[i][request][None] for step in given[layer::2])]).transpose(0, 1)
             for i, start in enumerate(prompt)
         ]
-        sequence = Sequence(resolved.rule(layer), resolved.budgets(layer), texts[1], length=56)
-        whole = sequence.attend(*texts, 32**-0.5)[:, context:]
+        rows = LayerRows(resolved.rules[layer], resolved.budgets(layer), texts[1][None], 32**-0.5)
+        whole = rows.append(*(text[None] for text in texts))[0, :, context:]
         own = torch.stack([out[request] for out in outs[layer::2]], 1)
         torch.testing.assert_close(own, whole, rtol=0, atol=2e-5)

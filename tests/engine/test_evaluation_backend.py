@@ -18,10 +18,10 @@ from engine.tiny_engine import quick
 from kvpop_vllm.cli import main
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay
+from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.policies import learned, training_free
-from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
-from kvpop_vllm.vllm_glue.evaluation import EngineBackend, settings_of
+from kvpop_vllm.vllm_glue.evaluation import EngineBackend
 
 B, LONGEST = 56, 240
 CLOSE = 2e-4
@@ -68,7 +68,7 @@ def test_both_backends_are_one(folder, name, options):
         roles = {role: tokens for role, tokens in options.items() if role != "allocator"}
         resolved = spec.resolve(backends[0].shape, B, **roles)
         expected = {"policy": name, "budget": B} | options | ({"scorer": spec.scorer} if name in folders else {})
-        assert settings_of(resolved) == expected
+        assert resolved.settings == expected
     rows = [torch.tensor(random_prompt(LONGEST, VOCABULARY - 1, seed=i)) for i in range(2)]
     prompts = [random_prompt(length, VOCABULARY - 1, seed=9) for length in (20, 200)]
     with backends[0].start(None) as run:

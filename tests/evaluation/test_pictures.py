@@ -9,11 +9,11 @@ import torch
 from matplotlib.figure import Figure
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.output import format_table, markdown_table
 from kvpop_vllm.evaluation.pictures import Report, draw_maps, draw_replay, draw_retrieval, draw_text
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.runner import Setting
-from kvpop_vllm.evaluation.running import TransformersBackend
 from kvpop_vllm.evaluation.tasks import summarise_replay, summarise_retrieval
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_tiny_model
 

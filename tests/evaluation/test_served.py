@@ -15,7 +15,8 @@ from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import in_registry, known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
-from kvpop_vllm.evaluation.served import Sequence, attend_and_keep
+from kvpop_vllm.evaluation.served import attend_and_keep
+from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import (
@@ -86,7 +87,7 @@ def test_recall_is_of_the_sets_on_dense_queries(layer, name):
     roles = Retention(16, 2, 6)
     resolved = training_free(name).resolve(SHAPE, roles.budget, 2, 6)
     assert resolved.roles == roles
-    out, kept = attend_and_keep(resolved.rule(0), roles.budget, q, k, v, 32**-0.5, Q0)
+    out, kept = attend_and_keep(resolved, 0, q, k, v, 32**-0.5, Q0)
     for b in range(2):
         visible, margins, _, _ = retained_by_attention(q[b], k[b], v[b], ORACLES[name], 2, 6, 8)
         assert margins.min() > 1e-6
@@ -97,7 +98,7 @@ def test_recall_is_of_the_sets_on_dense_queries(layer, name):
     expected = judge.recall_of(kept, torch.zeros(2), roles, Q0)
     assert torch.equal(recall.hindsight, expected.hindsight) and torch.equal(recall.mass, expected.mass)
     assert torch.equal(again, out)
-    _, order = attend_and_keep(resolved.rule(0), roles.budget, q, k, v, 32**-0.5, Q0[::-1])
+    _, order = attend_and_keep(resolved, 0, q, k, v, 32**-0.5, Q0[::-1])
     assert all(torch.equal(a, b) for a, b in zip(order[::-1], kept, strict=True))
 
 
@@ -114,7 +115,7 @@ def test_both_ways_are_one(model, layer, tmp_path, kind):
     assert roles == Retention(16, 2, 6, step=1 if kind in policies.POLICIES else 3) and resolved.by_scores
     q, k, v = layer
     rank, cutoff = running_cutoffs(*spec.score(0, k, v, 6), roles)
-    _, kept = attend_and_keep(resolved.rule(0), roles.budget, q, k, v, 32**-0.5, Q0)
+    _, kept = attend_and_keep(resolved, 0, q, k, v, 32**-0.5, Q0)
     for q0, found in zip(Q0, kept, strict=True):
         assert torch.equal(found, kept_at(rank, cutoff, q0, roles))
     by_scores = resolved.attend()(0, q, k, v, 32**-0.5)
@@ -157,14 +158,13 @@ def test_the_error_of_outputs_by_definition(model, name):
 @pytest.mark.parametrize("name", ["streaming-llm", "h2o"])
 def test_heads_may_hold_different_budgets(layer, name):
     """Each head behaves as if all heads had its budget, in a chunk and token by token."""
-    q, k, v = (x[0] for x in layer)
-    uneven, rule = torch.tensor([20, 33], dtype=torch.int32), training_free(name).resolve(SHAPE, 33, 2, 6).rule(0)
+    uneven, rule = torch.tensor([20, 33], dtype=torch.int32), training_free(name).resolve(SHAPE, 33, 2, 6).rules[0]
 
     def run(budget):
-        sequence, parts = Sequence(rule, budget, k, length=S), []
+        rows, parts = LayerRows(rule, budget, layer[1][:1], 32**-0.5), []
         for a, b in ((0, 70), *((t, t + 1) for t in range(70, S))):
-            parts.append(sequence.attend(*(x[:, a:b] for x in (q, k, v)), 32**-0.5))
-        return torch.cat(parts, 1), sequence.held()
+            parts.append(rows.append(*(x[:1, :, a:b] for x in layer)))
+        return torch.cat(parts, 2)[0], rows.held_by_rows()[0]
 
     (out, held), alone = run(uneven), [run(int(b)) for b in uneven]
     assert held.sum(-1).tolist() == [20, 33]
@@ -201,7 +201,7 @@ def test_evaluated_is_what_is_served(name):
     for asked in ({}, {"sinks": 2, "window": 6}):
         policy = policies.get(name)(PolicySettings(name, 128, **asked), SHAPE)
         resolved = training_free(name).resolve(SHAPE, 128, **asked)
-        served, evaluated = policy.layer_rule(1, slice(0, 2)), resolved.rule(1)
+        served, evaluated = policy.layer_rule(1, slice(0, 2)), resolved.rules[1]
         tensors = {"log_gamma": None, "scorer": None, "rounds": None}
         plain = dataclasses.replace(served, **tensors)
         assert all(dataclasses.replace(r, **tensors) == plain for r in (served, evaluated))
@@ -281,11 +281,10 @@ def test_bytes_of_heads_that_divide():
 @pytest.mark.parametrize("name, allocator", [("streaming-llm", "uniform"), ("h2o", "uniform"), ("h2o", "pyramid")])
 def test_how_many_tokens_are_all_held(layer, name, allocator):
     """``whole`` tokens are all retained, and after one more token some are not."""
-    q, k, v = layer
     resolved = training_free(name).allocated(allocator).resolve(SHAPE, 40)
     assert (resolved.least < 40) == (allocator == "pyramid")
-    sequence = Sequence(resolved.rule(0), resolved.least, k[0], length=len(k[0, 0]))
-    sequence.attend(*(x[0, :, : resolved.whole] for x in (q, k, v)), 32**-0.5)
-    assert sequence.held().all()
-    sequence.attend(*(x[0, :, resolved.whole : resolved.whole + 1] for x in (q, k, v)), 32**-0.5)
-    assert not sequence.held().all()
+    rows, whole = LayerRows(resolved.rules[0], resolved.least, layer[1], 32**-0.5), resolved.whole
+    rows.append(*(x[:, :, :whole] for x in layer))
+    assert rows.held_by_rows().all()
+    rows.append(*(x[:, :, whole : whole + 1] for x in layer))
+    assert not rows.held_by_rows().all()

@@ -9,7 +9,7 @@ import pytest
 import torch
 from threads import one_thread
 
-from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import rounds
 from kvpop_vllm.kernels.ops import Redundancy, RetentionRule, SampledMass
 from kvpop_vllm.kernels.rounds import Tokens, cuts, interval, sampled_mass, without_redundancy
@@ -60,16 +60,9 @@ def test_rounds_are_held_when_due_and_no_more(kind, monkeypatch):
     outs = []
     for pieces in ([130], [70, 60], [1] * 130):
         held.clear()
-        sequence = Sequence(rule_of(kind), 48, k, length=130)
-        outs.append(
-            torch.cat(
-                [
-                    sequence.attend(*part, SIZE**-0.5)
-                    for part in zip(*(x.split(pieces, 1) for x in (q, k, v)), strict=True)
-                ],
-                1,
-            )
-        )
+        rows = LayerRows(rule_of(kind), 48, k[None], SIZE**-0.5)
+        parts = zip(*(x[None].split(pieces, 2) for x in (q, k, v)), strict=True)
+        outs.append(torch.cat([rows.append(*part) for part in parts], 2))
         assert held == [40, 60, 80, 100, 120]
     assert all(torch.allclose(out, outs[0], atol=1e-5) for out in outs)
 
@@ -145,10 +138,10 @@ def test_attention_speaks_where_keys_do_not():
 def test_nothing_is_ranked_where_there_is_nothing_to_rank(kind, protected):
     """As in the last layer of a small pyramid: no long-range slots, so the window is all."""
     k = torch.randn(HEADS, 90, SIZE, generator=torch.Generator().manual_seed(4))
-    sequence = Sequence(rule_of(kind), 8, k, length=90, protected=protected)
+    rows = LayerRows(rule_of(kind), 8, k[None], 1.0, protected=protected)
     for a, b in ((0, 50), (50, 51), (51, 90)):
-        sequence.attend(k.repeat(2, 1, 1)[:, a:b], k[:, a:b], k[:, a:b], 1.0)
-    kept = sequence.held().nonzero()[:, 1].view(HEADS, -1)
+        rows.append(*(x[None, :, a:b] for x in (k.repeat(2, 1, 1), k, k)))
+    kept = rows.held_by_rows()[0].nonzero()[:, 1].view(HEADS, -1)
     assert kept.tolist() == [[*range(protected or 2), *range(84, 90)]] * HEADS
 
 
@@ -170,11 +163,11 @@ def test_at_sizes_of_serving(kind, budget, protected):
     exact = (x.double() for x in (q, k, v))
     visible, margins, _, _ = retained_by_rounds(*exact, how, 0, seeds, protected, sinks, window, topk)
     assert float(margins.min()) > 5e-9, "a near-tie: choose another seed"
-    sequence, at = Sequence(rule, budget, k, length=length, protected=protected, seed=3), 0
+    rows, at = LayerRows(rule, budget, k[None], SIZE**-0.5, protected=protected, seed=3), 0
     for count in (budget, 1, 63, 64, 1, 100, length - budget - 229):
-        sequence.attend(*(x[:, at : at + count] for x in (q, k, v)), SIZE**-0.5)
+        rows.append(*(x[None, :, at : at + count] for x in (q, k, v)))
         at += count
-        assert torch.equal(sequence.held(), visible[:, at - 1, :at]), f"after {at} tokens"
+        assert torch.equal(rows.held_by_rows()[0], visible[:, at - 1, :at]), f"after {at} tokens"
     assert not torch.equal(visible[0, -1], visible[1, -1])
 
 

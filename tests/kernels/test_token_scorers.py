@@ -9,7 +9,7 @@ import pytest
 import torch
 from kernels.factories import random_rule, random_scorer
 
-from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.scorers.mlp import MLPWeights
 
@@ -31,10 +31,10 @@ def test_a_scorer_without_a_kernel(monkeypatch, impl, correction):
     q, k, v = (torch.randn(n, LENGTH, SIZE, generator=draw) for n in (HEADS * GROUP, HEADS, HEADS))
     monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
     scorers = rule.scorer, WithoutKernel(**vars(rule.scorer))
-    kernel, plain = (Sequence(replace(rule, scorer=scorer), BUDGET, k, length=LENGTH) for scorer in scorers)
+    kernel, plain = (LayerRows(replace(rule, scorer=scorer), BUDGET, k[None], SIZE**-0.5) for scorer in scorers)
     for chunk in (60, 1, 1, 30, *[1] * 58):
         cut = slice(kernel.seen, kernel.seen + chunk)
-        outs = [each.attend(q[:, cut], k[:, cut], v[:, cut], SIZE**-0.5) for each in (kernel, plain)]
+        outs = [rows.append(*(x[None, :, cut] for x in (q, k, v))) for rows in (kernel, plain)]
         torch.testing.assert_close(*outs, rtol=1e-5, atol=1e-5)
-        assert torch.equal(kernel.held(), plain.held())
-    assert kernel.held().sum() == HEADS * BUDGET
+        assert torch.equal(kernel.held_by_rows(), plain.held_by_rows())
+    assert kernel.held_by_rows().sum() == HEADS * BUDGET

@@ -10,7 +10,7 @@ import torch
 from policies.matrix import made
 from policies.outside import importable, install
 
-from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.policies.base import ModelShape
 
@@ -53,12 +53,13 @@ def test_the_policy_of_the_page_keeps_the_largest_values(policy, monkeypatch, im
     draw = torch.Generator().manual_seed(3)
     q, k, v = (torch.randn(n, LENGTH, SIZE, generator=draw) for n in (HEADS * GROUP, HEADS, HEADS))
     monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
-    sequence = Sequence(policy.layer_rule(0, slice(0, HEADS)), BUDGET, k, length=LENGTH, protected=protected)
+    rows = LayerRows(policy.layer_rule(0, slice(0, HEADS)), BUDGET, k[None], SIZE**-0.5, protected=protected)
     for chunk in CHUNKS:
-        cut = slice(sequence.seen, sequence.seen + chunk)
-        sequence.attend(q[:, cut], k[:, cut], v[:, cut], SIZE**-0.5)
-        assert torch.equal(sequence.held(), naive(v, sequence.seen, protected)), f"after {sequence.seen} tokens"
-    assert sequence.seen == LENGTH and sequence.held().sum(-1).tolist() == [BUDGET + max(0, protected - SINKS)] * HEADS
+        cut = slice(rows.seen, rows.seen + chunk)
+        rows.append(*(x[None, :, cut] for x in (q, k, v)))
+        assert torch.equal(rows.held_by_rows()[0], naive(v, rows.seen, protected)), f"after {rows.seen} tokens"
+    held = rows.held_by_rows().sum(-1).flatten().tolist()
+    assert rows.seen == LENGTH and held == [BUDGET + max(0, protected - SINKS)] * HEADS
 
 
 def test_each_rank_has_the_rule_of_its_heads(policy):

@@ -19,12 +19,13 @@ from kvpop_vllm import policies
 from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch, tail_tables
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
-from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch, ops
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.testing import (
     LayerDecisions,
@@ -219,8 +220,8 @@ def logged(monkeypatch):
     return seen
 
 
-class InRegions(Sequence):
-    """A sequence whose layers share the blocks of a request, as with unequal shares in an engine."""
+class InRegions(LayerRows):
+    """Rows whose layers share the blocks of a request, as with unequal shares in an engine."""
 
     def share(self, layer: int, regions: RegionMap, storage: torch.Tensor, row: torch.Tensor) -> None:
         """Use pages of one layer in a pool of all layers.
@@ -231,38 +232,39 @@ class InRegions(Sequence):
             storage: bytes of the pool.
             row: ``[1, W]`` int32, the request's blocks, prefix blocks first.
         """
-        self.layer, self.regions, self.layout, self.row = layer, regions, regions.layout, row
+        self.layer, self.regions, self.row = layer, regions, row
         self.pages = regions.view(storage)
         own = storage.view(LAYERS, regions.num_blocks, HEADS, regions.layout.region_bytes)[layer]
         self.blocks = regions.layout.view(own)
 
-    def attend(self, q, k, v, scale, gate_scores=None):
-        q, k, v = (x.transpose(0, 1).contiguous() for x in (q, k, v))
-        gate_scores, out = None if gate_scores is None else gate_scores.T.contiguous(), torch.empty_like(q)
-        sizes = RequestSettings([self.protected], seeds=self.seeds)
-        told = [len(q)], torch.tensor([self.seen + len(q)]), self.row, sizes
-        batch = StepBatch.build(self.layout, self.retention, *told, self.regions, self.layer)
+    def append(self, q, k, v, gate_scores=None):
+        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
+        gate_scores, out = None if gate_scores is None else gate_scores[0], torch.empty_like(q)
+        sizes, layout = RequestSettings(self.protected, seeds=self.sequence_lengths.seeds), self.regions.layout
+        retention = Retention(int(self.budgets.max()), self.rule.sinks, self.rule.window)
+        asked = [len(q)], torch.tensor([self.seen + len(q)]), self.row, sizes
+        batch = StepBatch.build(layout, retention, *asked, self.regions, self.layer)
         if self.shifted:
             gate_scores = shift(gate_scores, self.pages, batch, self.rule.sinks)
-        FixedBudgetAttention(self.layout, self.rule, scale).forward(
-            q, k, v, self.pages, batch, out, gate_scores, self.blocks
-        )
+        attention = FixedBudgetAttention(layout, self.rule, self.attention.scale)
+        attention.forward(q, k, v, self.pages, batch, out, gate_scores, self.blocks)
         self.seen += len(q)
-        return out.transpose(0, 1)
+        return out.transpose(0, 1)[None]
 
-    def held(self) -> torch.Tensor:
-        tail = self.regions.place(self.layer, tail_tables(self.row, [self.protected], self.layout))[1][0]
-        return held_tokens(self.pages, tail, self.seen, self.rule, self.budgets, self.protected)
+    def held_by_rows(self) -> torch.Tensor:
+        tail = self.regions.place(self.layer, tail_tables(self.row, self.protected, self.regions.layout))[1][0]
+        return held_tokens(self.pages, tail, self.seen, self.rule, self.budgets[0], self.protected[0])[None]
 
 
-def sequences(own: policies.Policy, protect: int = 0) -> list[Sequence]:
+def empty_rows(own: policies.Policy, protect: int = 0) -> list[LayerRows]:
     """Return empty caches of all layers in pages full of NaN, with shared blocks where shares are unequal."""
     found, heads = [], slice(0, HEADS)
     shares = own.checked_shares(heads)
-    kind = Sequence if shares is None else InRegions
-    sizes = {"length": LENGTH, "shifted": own.shifted, "protected": protect}
+    kind = LayerRows if shares is None else InRegions
+    sizes = {"shifted": own.shifted, "protected": protect}
     for layer in range(LAYERS):
-        found.append(kind(own.layer_rule(layer, heads), own.shares()[layer], tokens(layer).k, **sizes))
+        rule, budgets = own.layer_rule(layer, heads), own.shares()[layer]
+        found.append(kind(rule, budgets, tokens(layer).k[None], SIZE**-0.5, **sizes))
         found[-1].pages.raw.fill_(255)
     if shares is not None:
         layout = PageLayout(HEADS, SIZE, torch.float32, 16, own.state_floats)
@@ -270,8 +272,8 @@ def sequences(own: policies.Policy, protect: int = 0) -> list[Sequence]:
         regions = RegionMap(shares, layout, blocks + 2)
         storage = torch.full((LAYERS * (blocks + 2) * HEADS * layout.region_bytes,), 255, dtype=torch.uint8)
         row = torch.arange(blocks, 0, -1, dtype=torch.int32).view(1, -1)
-        for layer, sequence in enumerate(found):
-            sequence.share(layer, regions, storage, row)
+        for layer, rows in enumerate(found):
+            rows.share(layer, regions, storage, row)
     return found
 
 
@@ -285,7 +287,7 @@ def test_product(scorer, expected, logged, monkeypatch, name, allocator, correct
         return
     own = policy(name, scorer(name), allocator, correction)
     monkeypatch.setattr(dispatch, "select", lambda op, tensor: impl)
-    compare(own, expected(name, allocator, correction), sequences(own), logged)
+    compare(own, expected(name, allocator, correction), empty_rows(own), logged)
 
 
 PROTECTED = [1, 9, 15, 16, 17, 23, 24, 25, 40]
@@ -306,7 +308,7 @@ def test_product_with_protected_prompts(scorer, expected, logged, monkeypatch, n
             right = expected(name, allocator, correction, protect)
         except NearTie:
             continue
-        compare(own, right, sequences(own, protect), logged)
+        compare(own, right, empty_rows(own, protect), logged)
         tried += 1
         if tried == 2:
             return
@@ -316,29 +318,25 @@ def test_product_with_protected_prompts(scorer, expected, logged, monkeypatch, n
 @pytest.mark.parametrize("protect", [0, 1, 2, 3, 40])
 def test_full_never_evicts(protect):
     """Not even behind a prompt that is shorter than the usual sinks."""
-    for layer, sequence in enumerate(sequences(policy("full", None, "uniform", "none"), protect)):
-        seen = tokens(layer)
-        sequence.attend(*(x for x in seen[:3]), SIZE**-0.5)
-        assert sequence.held().all()
+    for layer, rows in enumerate(empty_rows(policy("full", None, "uniform", "none"), protect)):
+        rows.append(*(x[None] for x in tokens(layer)[:3]))
+        assert rows.held_by_rows().all()
 
 
 def compare(own, expected, empty, logged):
     """Serve all tokens of each layer in chunks and compare held tokens, outputs and log-sum-exps."""
-    for layer, sequence in enumerate(empty):
+    for layer, rows in enumerate(empty):
         seen, (visible, outs, masses) = tokens(layer), expected[layer]
         gate, gate_scores = own.gate(layer, slice(0, HEADS)), None
         if gate is not None:
             k, v = (x.transpose(0, 1) for x in (seen.k, seen.v))
-            gate_scores = gate(Signals(seen.hidden, k, v, seen.channel.T)).detach().T
+            gate_scores = gate(Signals(seen.hidden, k, v, seen.channel.T)).detach()
         parts = []
         logged.clear()
         for chunk in CHUNKS:
-            cut = slice(sequence.seen, sequence.seen + chunk)
-            parts.append(
-                sequence.attend(
-                    *(x[:, cut] for x in seen[:3]), SIZE**-0.5, None if gate_scores is None else gate_scores[:, cut]
-                )
-            )
-            assert torch.equal(sequence.held(), visible[:, cut.stop - 1, : cut.stop]), f"layer {layer}, {cut}"
+            cut = slice(rows.seen, rows.seen + chunk)
+            scores = None if gate_scores is None else gate_scores[None, cut]
+            parts.append(rows.append(*(x[None, :, cut] for x in seen[:3]), scores)[0])
+            assert torch.equal(rows.held_by_rows()[0], visible[:, cut.stop - 1, : cut.stop]), f"layer {layer}, {cut}"
         assert_within_budget(torch.cat(parts, 1).transpose(0, 1).flatten(1), *outs, name=f"layer {layer} out")
         assert_within_budget(torch.cat(logged), *masses, name=f"layer {layer} lse")

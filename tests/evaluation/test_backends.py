@@ -10,13 +10,11 @@ import pytest
 import torch
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.evaluation import replay
+from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.pictures import retention_map
 from kvpop_vllm.evaluation.policies import learned, training_free
 from kvpop_vllm.evaluation.runner import Setting, evaluate
-from kvpop_vllm.evaluation.running import TransformersBackend
-from kvpop_vllm.evaluation.served import DenseRequest, Request
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_random_scorer, write_tiny_model
 
 S, B, NEW = 90, 30, 12
@@ -139,20 +137,14 @@ def test_a_prompt_is_compressed_as_the_oracle_does(model, backend, name):
 
 
 @pytest.mark.parametrize("name", [None, "h2o", "kvpop", "trimkv", "dms, shifted", "h2o+pyramid"])
-def test_a_request_goes_on_where_it_stopped(model, backend, both, name):
+def test_a_request_goes_on_where_it_stopped(backend, both, name):
     """Chunks and single tokens, before and after the budget is full, give the outputs of the whole row."""
-    (resolved, _), loaded = both(name), load_model(model, torch.float32)
-    show_hidden_states(loaded)
-    tokens = torch.tensor(random_prompt(S))
-    request = DenseRequest() if name is None else Request(resolved, length=S)
-    parts, at = [], 0
-    for count in (10, 1, 1, 28, 1, 17, 1, S - 59):
-        positions = torch.arange(at, at + count)[None]
-        inputs = {"input_ids": tokens[None, at : at + count], "position_ids": positions}
-        with torch.inference_mode():
-            parts.append(loaded.get_decoder()(**inputs, attend=request).last_hidden_state[0])
-        at += count
-    with backend.start(resolved) as run:
+    tokens, parts, at = torch.tensor(random_prompt(S)), [], 0
+    with backend.start(both(name)[0]) as run:
+        request = run._request()
+        for count in (10, 1, 1, 28, 1, 17, 1, S - 59):
+            parts.append(run._forward(tokens[at : at + count], request, at))
+            at += count
         whole = run.hidden(tokens)
     torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=5e-5)
 
@@ -165,8 +157,10 @@ def test_a_model_that_gives_up_a_channel_has_it_under_no_policy(kind, mark, tmp_
     tokens, policy = torch.tensor(random_prompt(S)), OraclePolicy.from_scorer(scorer)
     spec = learned(scorer, folder)[0]
     plain = TransformersBackend(folder, torch.float32, S)
-    with plain.start(spec.resolve(plain.shape, B)) as run, pytest.raises(ConfigError, match="has not given up"):
-        run.hidden(tokens)
+    with pytest.raises(ConfigError, match="has not given up"), plain.start(spec.resolve(plain.shape, B)):
+        pass
+    with pytest.raises(ConfigError, match="has not given up"):
+        list(evaluate(plain.model, [tokens], [spec], [Setting(S, B, None, None)], recall=False))
     config = Path(folder) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {mark: 1}))
     backend, model = TransformersBackend(folder, torch.float32, S), OracleModel(folder)
