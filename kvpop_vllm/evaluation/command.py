@@ -120,6 +120,10 @@ def run_eval(options, engine: Callable[[], type]) -> None:
         ConfigError: an option belongs to another task, or the task refuses its options.
     """
     _check_options(options)
+    if options.threads:
+        import torch
+
+        torch.set_num_threads(options.threads)
     if options.task == "text":
         from kvpop_vllm.evaluation.report import evaluate_text
 

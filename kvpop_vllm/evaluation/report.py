@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -14,7 +15,7 @@ from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
 from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
-from kvpop_vllm.evaluation.backends import TransformersBackend
+from kvpop_vllm.evaluation.backends import Backend, TransformersBackend
 from kvpop_vllm.evaluation.output import format_table, records_file
 from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, learned, training_free
@@ -38,13 +39,10 @@ def evaluate_text(options) -> list[dict]:
     Raises:
         ConfigError: the options do not fit each other, the model or the data.
     """
-    if options.threads:
-        torch.set_num_threads(options.threads)
     specs, shapes = contenders_of(options, DEFAULT_POLICIES)
     settings = _settings(options, shapes)
     check_length(options.model, max(options.length))
-    report = Report(options.report) if options.report else None
-    rows = PackedTokens(
+    packed = PackedTokens(
         options.data,
         load_tokenizer(options.model),
         max(options.length),
@@ -52,23 +50,70 @@ def evaluate_text(options) -> list[dict]:
         seed=options.seed,
         vocab_size=vocabulary_of(options.model),
     )
-    records, first = [], rows[0]
+    rows: list[torch.Tensor] = []
+
+    def records(backend: Backend) -> Iterator[dict]:
+        rows.extend(first_rows(packed.one_pass(), options))
+        return evaluate(backend.model, rows, specs, settings)
+
+    maps = [(setting, spec) for setting in longest_of(settings) for spec in specs]
+    return run_and_report(options, TransformersBackend, records, summarise, COLUMNS, maps, lambda: rows[0])
+
+
+def first_rows(rows: Iterable[torch.Tensor], options) -> list[torch.Tensor]:
+    """Return the first ``--rows`` rows of the longest length, and say if there are fewer.
+
+    Raises:
+        ConfigError: there are none.
+    """
+    found = list(itertools.islice(rows, options.rows))
+    if not found:
+        raise ConfigError(
+            f"the {options.split} split holds no row of {max(options.length)} tokens: give more text or lower --length"
+        )
+    if len(found) < options.rows:
+        print(f"only {len(found)} of {options.rows} rows: the {options.split} split holds no more")
+    return found
+
+
+def run_and_report(
+    options,
+    backend_class: type[Backend],
+    records: Callable[[Backend], Iterable[dict]],
+    summarise: Callable[[list[dict]], list[dict]],
+    columns: tuple[str, ...],
+    maps: list[tuple[Setting, PolicySpec]],
+    example: Callable[[], torch.Tensor],
+) -> list[dict]:
+    """Measure, print the table, and write records and report.
+
+    Args:
+        options: options of the command line.
+        backend_class: makes a backend from model folder, dtype and maximum tokens of a request.
+        records: yields the records; each is written when it comes.
+        summarise: makes a table of records.
+        columns: columns of the table.
+        maps: settings and policies of the report's maps.
+        example: returns the tokens ``[S]`` of the maps.
+
+    Returns:
+        The table.
+    """
+    report, found = Report(options.report) if options.report else None, []
     # opened before the work is done
     with records_file(options.out) if options.out else nullcontext() as file:
-        backend = TransformersBackend(options.model, getattr(torch, options.dtype), max(options.length))
-        for record in evaluate(backend.model, itertools.islice(rows.one_pass(), options.rows), specs, settings):
-            records.append(record)
+        backend = backend_class(options.model, getattr(torch, options.dtype), max(options.length))
+        for record in records(backend):
+            found.append(record)
             if file:
                 file.write(json.dumps(record) + "\n")
                 file.flush()
-    if (found := 1 + records[-1]["row"]) < options.rows:
-        print(f"only {found} of {options.rows} rows: the {options.split} split holds no more")
-    table = summarise(records)
-    print(format_table(table, COLUMNS))
+    table = summarise(found)
+    print(format_table(table, columns))
     if report:
-        for setting, spec in itertools.product(longest_of(settings), specs):
-            report.add_map(backend, setting, spec, first)
-        report.write("text", table, COLUMNS, " ".join(options.data))
+        for setting, spec in maps:
+            report.add_map(backend, setting, spec, example())
+        report.write(options.task, table, columns, " ".join(options.data))
     return table
 
 
@@ -91,7 +136,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     if not specs:
         raise ConfigError("nothing to evaluate: give --policies or --scorer")
     if options.allocator is not None:
-        specs = with_allocators(specs, list(dict.fromkeys(options.allocator)))
+        specs = [spec.allocated(name) for spec in specs for name in dict.fromkeys(options.allocator)]
     if options.protect_prompt is not None:
         specs = with_protection(specs, options.protect_prompt, options.task)
     elif options.task != "retrieval":  # rows are all prompt
@@ -101,7 +146,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
         check_tails(specs)
     if options.correction is not None:
         specs = with_correction(specs, options.correction)
-    names = [spec.name for spec in specs]
+    specs, names = [replace(spec, seed=options.seed) for spec in specs], [spec.name for spec in specs]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise ConfigError(f"{twice!r} is to be compared twice: give it once")
     return specs, shapes
@@ -137,11 +182,6 @@ def check_tails(specs: list[PolicySpec]) -> None:
 def longest_of(settings: list[Setting]) -> list[Setting]:
     """Return the settings of the greatest length."""
     return [setting for setting in settings if setting.length == max(s.length for s in settings)]
-
-
-def with_allocators(specs: list[PolicySpec], allocators: list[str]) -> list[PolicySpec]:
-    """Return each spec with each of the allocators, on the kernels of serving."""
-    return [spec.allocated(name) for spec in specs for name in allocators]
 
 
 def with_protection(specs: list[PolicySpec], asked: list[bool | int], task: str) -> list[PolicySpec]:

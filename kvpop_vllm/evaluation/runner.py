@@ -127,12 +127,12 @@ def evaluate(
             quality, dense = _next_token(model, tokens, observer)
             yield base | {"policy": "dense"} | quality
             for i, (setting, resolved) in enumerate(pairs):
-                names = told(setting, resolved)
+                names = described(setting, resolved)
                 quality, _ = _next_token(model, tokens, resolved.attend(), dense)
                 yield base | names | quality | observer.record(i)
 
 
-def told(setting: Setting, resolved: ResolvedPolicy) -> dict:
+def described(setting: Setting, resolved: ResolvedPolicy) -> dict:
     """Return the fields of a record that describe a policy, beside its length."""
     roles = resolved.roles
     return {
@@ -230,15 +230,20 @@ def summarise(records: list[dict]) -> list[dict]:
 
     ``perplexity = exp(mean nll)``.
     """
-    groups: dict[tuple, list[dict]] = {}
-    for record in records:
-        key = tuple(record.get(name) for name in KEYS)
-        groups.setdefault(key, []).append(record)
     table = []
-    for key, members in groups.items():
-        line = dict(zip(KEYS, key, strict=True)) | {"rows": len(members)}
+    for line, members in grouped(records, KEYS):
+        line |= {"rows": len(members)}
         for name in ("nll", "accuracy", *RECALL, "error", "kl"):
             if all(name in member for member in members):
                 line[name] = sum(m[name] for m in members) / len(members)
         table.append(line | {"perplexity": math.exp(line["nll"])})
     return table
+
+
+def grouped(records: list[dict], keys: tuple[str, ...]) -> Iterator[tuple[dict, list[dict]]]:
+    """Yield each combination of values of ``keys``, in order of appearance, with the records that have it."""
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        groups.setdefault(tuple(record.get(name) for name in keys), []).append(record)
+    for key, members in groups.items():
+        yield dict(zip(keys, key, strict=True)), members

@@ -5,11 +5,10 @@ Every policy has its defaults of serving.
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
 import math
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -21,14 +20,18 @@ from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay, retrieval
 from kvpop_vllm.evaluation.backends import Backend, Run
 from kvpop_vllm.evaluation.haystack import replay_rows, sentences
-from kvpop_vllm.evaluation.output import format_table, records_file
-from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy, known_training_free
-from kvpop_vllm.evaluation.report import budgets, check_equal_bytes, contenders_of, longest_of
-from kvpop_vllm.evaluation.runner import Setting, told
+from kvpop_vllm.evaluation.report import (
+    budgets,
+    check_equal_bytes,
+    contenders_of,
+    first_rows,
+    longest_of,
+    run_and_report,
+)
+from kvpop_vllm.evaluation.runner import KEYS, Setting, described, grouped
 from kvpop_vllm.policies.base import ModelShape
 
-KEYS = ("length", "budget", "equal", "window", "topk", "policy")
 RETRIEVAL_COLUMNS = (*KEYS, "kind", "examples", *retrieval.MEASURES)
 REPLAY_COLUMNS = (*KEYS, "rows", "perplexity", "kl", "kl, all held", "kl, last quarter", "agreement")
 BUCKETS = 16
@@ -55,7 +58,7 @@ class Task(NamedTuple):
     columns: tuple[str, ...]
 
 
-def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Backend]) -> list[dict]:
+def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     """Run the task of the command line, print its table, and write records and report.
 
     Args:
@@ -68,8 +71,6 @@ def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Back
     Raises:
         ConfigError: the options do not fit each other, the model or the data.
     """
-    if options.threads:
-        torch.set_num_threads(options.threads)
     specs, _ = contenders_of(options, tuple(known_training_free()))
     settings = _settings(options)
     longest, dtype = max(options.length), getattr(torch, options.dtype)
@@ -78,24 +79,15 @@ def evaluate_task(options, backend_class: Callable[[str, torch.dtype, int], Back
     if options.policies is None:
         specs = _deployable(specs, settings, shape, dtype)
     deployments = deploy_all(specs, settings, shape, dtype)
-    report = Report(options.report) if options.report else None
     task = {"retrieval": _retrieval, "replay": _replay}[options.task](options)
-    records = []
-    with records_file(options.out) if options.out else nullcontext() as file:
-        backend = backend_class(options.model, dtype, longest)
-        for record in run_task(task, backend, deployments):
-            record = {"task": options.task, "backend": options.backend} | record
-            records.append(record)
-            if file:
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-    table = task.summarise(records)
-    print(format_table(table, task.columns))
-    if report:
-        for setting, spec in itertools.product(longest_of(settings), specs):
-            report.add_map(backend, setting, spec, task.example(longest))
-        report.write(options.task, table, task.columns, " ".join(options.data))
-    return table
+    names = {"task": options.task, "backend": options.backend}
+
+    def records(backend: Backend) -> Iterator[dict]:
+        return (names | record for record in run_task(task, backend, deployments))
+
+    maps = [(setting, spec) for setting in longest_of(settings) for spec in specs]
+    example = functools.partial(task.example, longest)
+    return run_and_report(options, backend_class, records, task.summarise, task.columns, maps, example)
 
 
 class Deployment(NamedTuple):
@@ -152,7 +144,7 @@ def run_task(task: Task, backend: Backend, deployments: list[Deployment]) -> Ite
         with backend.start(resolved) as run:
             for setting in settings:
                 for record in task.ask(run, setting.length):
-                    yield {"length": setting.length} | told(setting, resolved) | record
+                    yield {"length": setting.length} | described(setting, resolved) | record
 
 
 def _settings(options) -> list[Setting]:
@@ -188,7 +180,7 @@ def _retrieval(options) -> Task:
 def summarise_retrieval(records: list[dict]) -> list[dict]:
     """Return means over examples: a line for each length, budget, policy and kind."""
     table = []
-    for line, members in _groups(records, (*KEYS, "kind")):
+    for line, members in grouped(records, (*KEYS, "kind")):
         means = {name: sum(m[name] for m in members) / len(members) for name in retrieval.MEASURES}
         table.append(line | {"examples": len(members)} | means)
     return table
@@ -198,15 +190,7 @@ def _replay(options) -> Task:
     rows_of = {
         "split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)
     }  # fmt: skip
-    longest = max(options.length)
-    found = replay_rows(options.data, load_tokenizer(options.model), longest, **rows_of)
-    rows = list(itertools.islice(found, options.rows))
-    if not rows:
-        raise ConfigError(
-            f"the {options.split} split holds no row of {longest} tokens: give more text or lower --length"
-        )
-    if len(rows) < options.rows:
-        print(f"only {len(rows)} of {options.rows} rows: the {options.split} split holds no more")
+    rows = first_rows(replay_rows(options.data, load_tokenizer(options.model), max(options.length), **rows_of), options)
     material = {length: [row[:length] for row in rows] for length in options.length}
     return Task(
         material,
@@ -246,7 +230,7 @@ def summarise_replay(records: list[dict]) -> list[dict]:
     of the buckets that begin in the last quarter of the row.
     """
     table = []
-    for line, members in _groups(records, KEYS):
+    for line, members in grouped(records, KEYS):
         means = {name: sum(m[name] for m in members) / len(members) for name in replay.MEASURES}
         curves = {
             f"{name}_by_position": [sum(part) / len(members) for part in zip(*(m[f"{name}_by_position"] for m in members), strict=True)]
@@ -261,11 +245,3 @@ def summarise_replay(records: list[dict]) -> list[dict]:
             found |= {"kl, last quarter": sum(late) / len(late) if late else None}
         table.append(line | found | means | curves)
     return table
-
-
-def _groups(records: list[dict], keys: tuple[str, ...]) -> Iterator[tuple[dict, list[dict]]]:
-    groups: dict[tuple, list[dict]] = {}
-    for record in records:
-        groups.setdefault(tuple(record.get(name) for name in keys), []).append(record)
-    for key, members in groups.items():
-        yield dict(zip(keys, key, strict=True)), members

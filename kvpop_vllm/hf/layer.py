@@ -93,7 +93,7 @@ class LayerPages:
         rows, have = self.prefix_table.shape
         if self.rule.compresses and not tokens and have:
             self.pages = self.pages.layout.view(self.pages.raw[: self.table[:, 0].numel()].clone())
-            self.prefix_table = self.prefix_table[:, :0]
+            self.prefix_table = self.prefix_table[:, :0].clone()
         if tokens <= self.prefix_room:
             return
         more = cdiv(tokens, self.pages.layout.block_slots) - have

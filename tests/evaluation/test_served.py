@@ -17,6 +17,7 @@ from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
 from kvpop_vllm.evaluation.served import attend_and_keep
 from kvpop_vllm.hf.layer import LayerRows
+from kvpop_vllm.kernels.ops import KeyNorm
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import (
@@ -193,6 +194,34 @@ def test_recall_is_left_out_where_heads_hold_different_numbers(model, monkeypatc
     assert by_layer[0][1] == by_layer[1][1] and all(a != b for a, b in zip(by_layer[0][0], by_layer[1][0], strict=True))
     (line,) = (x for x in summarise(records) if x["policy"] == "uneven")
     assert "mass" not in line and line["kl"] == uneven["kl"]
+
+
+def test_scores_with_a_decay_are_not_taken_for_those_without(model, layer, monkeypatch):
+    """A policy that ranks by key norms that fade with age runs on the kernels of serving, which know the decay."""
+
+    class Fading(policies.get("l2norm")):
+        name = "fading"
+
+        def rule(self, layer, heads):
+            return self.training_free_rule(heads, KeyNorm(), -0.1)
+
+    monkeypatch.setitem(policies.POLICIES, "fading", Fading)
+    outs = []
+    for name in ("l2norm", "fading"):
+        resolved = training_free(name).resolve(SHAPE, 16, 2, 6)
+        outs.append(resolved.attend()(0, *layer, 32**-0.5))
+        assert resolved.by_scores == (name == "l2norm")
+    assert not torch.allclose(*outs, atol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["random", "vase"])
+def test_draws_follow_the_seed(layer, name):
+    """The seed of `kvpop eval` decides what a policy that draws retains."""
+    outs = []
+    for seed in (0, 0, 1):
+        spec = dataclasses.replace(training_free(name), protect=0, seed=seed)
+        outs.append(spec.resolve(SHAPE, 40, 2, 6).attend()(0, *layer, 32**-0.5))
+    assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
 
 
 @pytest.mark.parametrize("name", known_training_free())

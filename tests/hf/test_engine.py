@@ -10,7 +10,7 @@ from hf.prompts import generate
 from kvpop_vllm.hf import KVpopCache
 
 
-@pytest.mark.parametrize("kind, policy", [("qwen3", "kvpop"), ("llama", "h2o-pyramid")])
+@pytest.mark.parametrize("kind, policy", [("qwen3", "kvpop"), ("llama", "h2o-pyramid"), ("qwen3", "adakv")])
 def test_tokens_are_the_engines(case, kind, policy):
     model, found = case(kind, policy)
     with watched(found.model, found.settings) as engine:

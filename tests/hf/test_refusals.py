@@ -94,7 +94,8 @@ def test_models(kind, more, message):
         KVpopCache(small(kind, **more), **STREAMING)
 
 
-def test_attention_that_cannot_be_given_anything(model, monkeypatch):
+def test_attention_that_cannot_be_given_anything(monkeypatch):
+    model = small("llama")
     attention = type(model.get_decoder().layers[0].self_attn)
     monkeypatch.setattr(attention, "forward", lambda self, hidden_states, attention_mask=None: (hidden_states, None))
     with pytest.raises(ConfigError, match="serve llama, a model with layers that hand no further arguments on"):
@@ -109,6 +110,16 @@ def test_models_that_are_served(kind):
     with torch.no_grad():
         logits = [model(part, past_key_values=cache).logits for part in (inputs[:, :28], inputs[:, 28:])]
         torch.testing.assert_close(torch.cat(logits, 1), model(inputs).logits)
+
+
+def test_a_sliding_window_that_no_text_outgrows():
+    """A model with sliding windows is served up to their length, where they hide nothing."""
+    model, inputs = small("mistral", sliding_window=32, pad_token_id=0).eval(), torch.tensor([PROMPT]) % 64
+    cache = KVpopCache(model, "streaming-llm", budget=64, max_length=32)
+    with torch.no_grad():
+        torch.testing.assert_close(model(inputs, past_key_values=cache).logits, model(inputs).logits)
+        with pytest.raises(ValueError, match="33 tokens are more than max_length 32, up to which the model attends"):
+            model(inputs[:, :3], past_key_values=cache)
 
 
 def test_attention_that_is_not_given_the_step(model, monkeypatch):

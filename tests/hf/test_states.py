@@ -24,7 +24,7 @@ from kvpop_vllm.distill.hook import NAME, borrow_channel
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.hf.checks import _warn_of_reference
 from kvpop_vllm.hf.layer import check_kernels
-from kvpop_vllm.kernels.ops import Redundancy, RetentionRule
+from kvpop_vllm.kernels.ops import PromptVotes, Redundancy, RetentionRule
 from kvpop_vllm.testing import random_prompt
 
 PROMPTS = [random_prompt(n, seed=n) for n in (70, 63)]
@@ -128,6 +128,7 @@ def test_a_forward_that_accelerate_put_around(case, when):
     """The cache works in models whose forward accelerate wraps, as it does to spread them over devices."""
     hooks = pytest.importorskip("accelerate.hooks")
     model, found = case("qwen3", "kvpop")
+    expected = [generate(model, cache, PROMPTS, new=3) for cache in (KVpopCache(model, **found.settings), None)]
     spread = copy.deepcopy(model)
     if when == "after":
         KVpopCache(spread, **found.settings)
@@ -140,7 +141,6 @@ def test_a_forward_that_accelerate_put_around(case, when):
 
     for module in (spread, spread.get_decoder(), *spread.get_decoder().layers):
         hooks.add_hook_to_module(module, Counts())
-    expected = [generate(model, cache, PROMPTS, new=3) for cache in (KVpopCache(model, **found.settings), None)]
     for each in (spread, copy.deepcopy(spread)):
         caches = KVpopCache(each, **found.settings), None
         assert [generate(each, cache, PROMPTS, new=3) for cache in caches] == expected
@@ -301,3 +301,5 @@ def test_what_a_gpu_has_no_kernels_for_is_refused(monkeypatch, dtype, size, capa
         check_kernels(keys, rule)
     with pytest.raises(ConfigError, match="scores anew in rounds, which only a CPU does: move the model to the CPU"):
         check_kernels(keys, replace(rule, rounds=Redundancy(2)))
+    with pytest.raises(ConfigError, match="compresses prompts at their end, which only a CPU does: move the model"):
+        check_kernels(keys, replace(rule, votes=PromptVotes(2)))

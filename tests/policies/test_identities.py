@@ -6,7 +6,7 @@ import pytest
 import torch
 from policies.matrix import made
 
-from kvpop_vllm.evaluation.served import Sequence
+from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.policies.base import ModelShape
 
@@ -30,11 +30,11 @@ def serve(name, q, k, v, impl, budget=40, **settings):
     """Return the outputs ``[L, Hq, D]`` of a prompt and the positions that each head holds at its end."""
     policy = made(name, budget, ModelShape("llama", 1, HEADS, SIZE, LENGTH), **settings)
     q, k, v = (x.transpose(0, 1) for x in (q, k, v))
-    sequence = Sequence(policy.layer_rule(0, slice(0, HEADS)), budget, k, length=LENGTH)
+    rows = LayerRows(policy.layer_rule(0, slice(0, HEADS)), budget, k[None], SCALE)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dispatch, "select", lambda op, tensor: impl)
-        out = sequence.attend(q, k, v, SCALE).transpose(0, 1)
-    return out, [head.nonzero().flatten().tolist() for head in sequence.held()]
+        out = rows.append(q[None], k[None], v[None])[0].transpose(0, 1)
+    return out, [head.nonzero().flatten().tolist() for head in rows.held_by_rows()[0]]
 
 
 def dense(q, k, v):

@@ -1,0 +1,64 @@
+"""`KVpopCache` under policies that compress a prompt at its end: pieces, turns, memory, texts behind the prompt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from engine.matrix import BUDGET
+from hf.prompts import generate, padded
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.testing import random_prompt
+
+POLICIES = ["snapkv", "pyramidkv", "adakv"]
+PROMPT = random_prompt(150)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_prompt_in_pieces_and_a_second_turn(case, policy):
+    """Pieces of a prompt, shorter than the queries that vote or not, are one prompt; a later text is read anew."""
+    model, found = case("qwen3", policy)
+    whole = KVpopCache(model, **found.settings)
+    expected = generate(model, whole, [PROMPT], 30)[0]
+    assert int(whole.held().sum()) <= 4 * BUDGET and whole.lengths == [179] and whole.get_seq_length() == 0
+    for size in (50, 17):
+        parts = KVpopCache(model, **found.settings)
+        out = model.generate(
+            **padded([PROMPT]), past_key_values=parts, max_new_tokens=30, do_sample=False, prefill_chunk_size=size
+        )
+        assert out[0, 150:].tolist() == expected and torch.equal(parts.held(), whole.held())
+    text, anew = [*PROMPT, *expected, *random_prompt(20, seed=5)], KVpopCache(model, **found.settings)
+    assert generate(model, whole, [text], 10) == generate(model, anew, [text], 10)
+    assert torch.equal(whole.held(), anew.held())
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_is_not_retained_is_freed(case, policy):
+    model, found = case("qwen3", policy)
+    sizes = []
+    for tokens, new in ((150, 1), (150, 3), (10, 3)):
+        cache = KVpopCache(model, **found.settings)
+        generate(model, cache, [PROMPT[:tokens]], new)
+        sizes.append(cache.allocated_bytes())
+    assert sizes[0] > sizes[1] == sizes[2]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_text_goes_on_behind_its_prompt(case, policy):
+    """A text whose first 40 tokens are its prompt is a prompt of 40 tokens, and the rest token by token."""
+    model, found = case("llama", policy)
+    ids, whole, parts = torch.tensor([PROMPT[:90]]), *(KVpopCache(model, **found.settings, prompt=40) for _ in "ab")
+    cuts = [ids[:, :40], *ids[:, 40:].split(1, 1)]
+    with torch.no_grad():
+        expected = model(ids, past_key_values=whole).logits
+        logits = torch.cat([model(part, past_key_values=parts).logits for part in cuts], 1)
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
+    assert torch.equal(whole.held(), parts.held()) and not bool(whole.held().all())
+
+
+@pytest.mark.parametrize("policy, prompt", [("snapkv", 0), ("snapkv", "all"), ("h2o", 40)])
+def test_a_prompt_that_cannot_be(case, policy, prompt):
+    model, found = case("llama", policy)
+    with pytest.raises(ConfigError, match="^prompt must be a number of tokens, for a policy that compresses prompts"):
+        KVpopCache(model, **found.settings, prompt=prompt)
