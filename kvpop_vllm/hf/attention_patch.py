@@ -122,7 +122,7 @@ def _begin(decoder, positional, named):
     with _turn:
         _restore(decoder)
         step = cache.begin(decoder, *inputs)
-        step.thread, _running[id(decoder)] = threading.get_ident(), step
+        _running[id(decoder)] = step
         shares = [getattr(block, "borrowed", 0.0) for block in blocks]
         setattr(decoder, NOTE, (decoder.config._attn_implementation, shares))
         decoder.config._attn_implementation = NAME

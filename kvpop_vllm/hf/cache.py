@@ -79,6 +79,7 @@ class KVpopCache(Cache, AttentionCache):
     Attributes:
         policy: policy, resolved as in an engine.
         protected: p of each row.
+        gates: gate of each layer, None where the kernels score tokens.
         borrows: True if a query channel is removed from the queries in passes with this cache.
         attended: layers that have attended in the current pass, None between passes.
 
@@ -119,14 +120,14 @@ class KVpopCache(Cache, AttentionCache):
             self._rows.check(self.policy)
             heads = self._heads = slice(0, self.policy.model.num_kv_heads)
             self.policy.checked_shares(heads)
-            self._gates = [self.policy.gate(i, heads) for i in range(len(self))]
+            self.gates = [self.policy.gate(i, heads) for i in range(len(self))]
         except ConfigError as error:
             raise ConfigError(flags_to_arguments(str(error))) from None
         self.device = device
         self._max_length = max_length if sliding_window(model) else None
         if self.policy.keeps_all:
             self._max_length = self.policy.retention.budget
-        gated = any(gate is not None and gate.borrows for gate in self._gates)
+        gated = any(gate is not None and gate.borrows for gate in self.gates)
         self.borrows = gated or gives_up_channel(model.config.get_text_config().to_dict())
         self._decoder = weakref.ref(register_hooks(model, self.borrows))
         self._layers: dict[int, LayerPages] = {}
@@ -237,7 +238,7 @@ class KVpopCache(Cache, AttentionCache):
         self._before = self._columns, self._lengths, self.protected
         self._go_to(columns, lengths, protected)
         self.attended = set()
-        return Step(self, own, starts, counts, length, recorded)
+        return Step(self, own, starts, counts, recorded)
 
     def _go_to(self, columns: int, lengths: list[int], protected: list[int]) -> None:
         """Set the columns and tokens seen, and the protected tokens, on the host and on all devices."""
@@ -356,11 +357,6 @@ class KVpopCache(Cache, AttentionCache):
                 self._layers[index] = LayerPages(rule, budgets, windows, *told)
             self._make_room(self._layers[index], self.protected)
         return self._layers[index]
-
-    def gate(self, index: int, device: torch.device):
-        """Return the gate of a layer on the given device, or None."""
-        gate = self._gates[index]
-        return None if gate is None else gate.to(device)
 
     def end(self, step: Step, failed: bool) -> None:
         """Finish a pass; ``failed`` is True if it raised.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,14 +17,16 @@ if TYPE_CHECKING:
 class Step(GateInputs):
     """Attention of all layers in one pass; an :class:`kvpop_vllm.distill.hook.Attend`.
 
-    Attributes:
+    Args:
         cache: cache of the pass.
         positions: ``[R, L]`` int64, positions of the tokens; 0 for pads.
         starts: position of each row's first token in the pass, None if every row decodes one token.
         counts: number of tokens of each row; they are its last columns.
-        length: L.
         recorded: True if the pass is recorded into a CUDA graph and not executed.
+
+    Attributes:
         thread: thread of the pass.
+        length: L.
     """
 
     def __init__(
@@ -32,13 +35,11 @@ class Step(GateInputs):
         positions: torch.Tensor,
         starts: list[int] | None,
         counts: list[int],
-        length: int,
         recorded: bool,
     ):
         super().__init__()
-        self.cache, self.positions, self.starts, self.counts, self.length = cache, positions, starts, counts, length
-        self.recorded = recorded
-        self.thread: int | None = None
+        self.cache, self.positions, self.starts, self.counts, self.recorded = cache, positions, starts, counts, recorded
+        self.thread, self.length = threading.get_ident(), positions.shape[1]
 
     @torch.compiler.disable  # the kernels cannot be compiled
     def __call__(self, layer, q, k, v, scale):
@@ -50,17 +51,18 @@ class Step(GateInputs):
         """
         if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
             raise RuntimeError("no gradients go through a KVpopCache: call the model under torch.no_grad()")
-        gate, signals, device = self.cache.gate(layer, k.device), self.signals(layer, k, v), q.device
-        gate_scores = None if gate is None else gate(signals).to(self.cache.device or device)
-        q, k, v = (x.to(self.cache.device or device) for x in (q, k, v))
-        pages = self.cache.layer(layer, q, k, v, scale)
-        if layer in self.cache.attended:
+        cache, gate, signals = self.cache, self.cache.gates[layer], self.signals(layer, k, v)
+        device = cache.device or q.device
+        gate_scores = None if gate is None else gate.to(k.device)(signals).to(device)
+        own, (q, k, v) = q.device, (x.to(device) for x in (q, k, v))
+        pages = cache.layer(layer, q, k, v, scale)
+        if layer in cache.attended:
             raise ConfigError(
                 "the model's layers attend more than once, and a KVpopCache has pages for one: choose another model"
             )
-        self.cache.attended.add(layer)
+        cache.attended.add(layer)
         if self.starts is None:
-            batch = pages.decode(self.cache.protected)
+            batch = pages.decode(cache.protected)
         else:
-            batch = pages.prefill(self.starts, self.counts, self.length, self.cache.protected)
-        return pages.attend(q, k, v, batch, gate_scores).to(device)
+            batch = pages.prefill(self.starts, self.counts, self.length, cache.protected)
+        return pages.attend(q, k, v, batch, gate_scores).to(own)

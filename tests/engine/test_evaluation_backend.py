@@ -7,6 +7,7 @@ Divergences over the whole vocabulary agree to a thousandth.
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,7 @@ def small():
         ("kvpop", {}),
         ("dms", {}),
         ("h2o", {"allocator": "pyramid"}),
+        ("random", {"protect_prompt": 0}),
     ],
 )
 def test_both_backends_are_one(folder, name, options):
@@ -65,7 +67,9 @@ def test_both_backends_are_one(folder, name, options):
         spec = learned(str(folder / folders[name]), model)[0] if name in folders else training_free(name)
         if "allocator" in options:
             spec = spec.allocated(options["allocator"])
-        roles = {role: tokens for role, tokens in options.items() if role != "allocator"}
+        if name == "random":
+            spec = replace(spec, protect=options["protect_prompt"], seed=5)
+        roles = {role: tokens for role, tokens in options.items() if role in ("sinks", "window")}
         resolved = spec.resolve(backends[0].shape, B, **roles)
         expected = {"policy": name, "budget": B} | options | ({"scorer": spec.scorer} if name in folders else {})
         assert resolved.settings == expected

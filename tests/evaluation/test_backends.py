@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,19 +14,13 @@ from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.pictures import retention_map
 from kvpop_vllm.evaluation.policies import learned, training_free
+from kvpop_vllm.evaluation.report import contenders_of
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_random_scorer, write_tiny_model
 
 S, B, NEW = 90, 30, 12
-OWN = {  # the oracle's scorer, and the policy's default sinks and window at this budget
-    "streaming-llm": ("recency", 4, B - 5),
-    "h2o": ("mean mass", 0, B // 2),
-    "tova": ("newest mass", 0, 1),
-    "momentkv": ("moment residual", 1, 1),
-    "rkv": ("redundancy", 0, 8),
-}
-GATES = {"trimkv": {}, "dms": {"evict": 0.5}, "dms, shifted": {"evict": 0.5, "shifted": True}}
-NAMES = (None, *OWN, "kvpop", *GATES, "h2o+pyramid")
+NAMES = None, "h2o", "kvpop", "dms, shifted", "h2o+pyramid"
+"""Policies of each kind of plumbing. tests/hf/test_cache.py compares the cache with the oracle under all of them."""
 
 
 @pytest.fixture(scope="module")
@@ -56,42 +50,35 @@ def both(model, scorer, backend, tmp_path_factory):
             k = B - B // 2
             oracle = OraclePolicy("mean mass", 0, B // 2, (2 * k - round(k / 20), round(k / 20)))
             return training_free("h2o").allocated("pyramid").resolve(backend.shape, B), oracle
-        if name in GATES:
+        if name == "dms, shifted":
             folder = tmp_path_factory.mktemp("gate") / "gate"
-            kind = name.split(",")[0]
-            write_random_scorer(folder, model, kind, sinks=2, window=6, topk=B - 8, **GATES[name])
+            write_random_scorer(folder, model, "dms", sinks=2, window=6, topk=B - 8, evict=0.5, shifted=True)
             return learned(str(folder), model)[0].resolve(backend.shape, B), OraclePolicy.from_scorer(folder)
         if name == "kvpop":
             return learned(scorer, model)[0].resolve(backend.shape, B), OraclePolicy.from_scorer(scorer)
-        kind, sinks, window = OWN[name]
-        oracle = OraclePolicy(kind, sinks, window, B - sinks - window, corrected=name == "momentkv")
-        return replace(training_free(name), protect=0).resolve(backend.shape, B), oracle
+        return training_free(name).resolve(backend.shape, B), OraclePolicy("mean mass", 0, B // 2, B - B // 2)
 
     return make
 
 
-@pytest.mark.parametrize("name", NAMES[1:])
-def test_a_policy_has_its_own_defaults_and_holds_what_the_oracle_holds(model, backend, both, name):
+@pytest.mark.parametrize("name", NAMES)
+def test_predictions_and_held_tokens_of_a_prompt_are_the_oracles(model, backend, both, name):
     tokens, (resolved, oracle) = random_prompt(S), both(name)
+    exact = OracleModel(model).run(tokens, oracle)
+    with backend.start(resolved) as run:
+        own = run.logits(run.hidden(torch.tensor(tokens))).log_softmax(-1)
+    assert own.dtype == torch.float32
+    torch.testing.assert_close(own.double(), exact.logprobs, rtol=0, atol=2e-4)
+    if name is None:
+        return
     roles, layers = resolved.roles, len(resolved.policy.shares())
     assert (roles.sinks, roles.window, roles.budget) == (oracle.sinks, oracle.window, B)
     assert [resolved.budgets(layer).unique().tolist() for layer in range(layers)] == [
         [b] for b in oracle.budgets(layers)
     ]
-    run, found = OracleModel(model).run(tokens, oracle), backend.held(resolved, torch.tensor(tokens))
-    for layer, visible in enumerate(run.visible):
-        assert torch.equal(found[layer], visible[:, S - 1])
-    assert found.sum(-1).max() == max(oracle.budgets(layers)) or name in GATES
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_predictions_of_a_prompt_are_the_oracles(model, backend, both, name):
-    tokens, (resolved, oracle) = random_prompt(S), both(name)
-    exact = OracleModel(model).run(tokens, oracle).logprobs
-    with backend.start(resolved) as run:
-        own = run.logits(run.hidden(torch.tensor(tokens))).log_softmax(-1)
-    assert own.dtype == torch.float32
-    torch.testing.assert_close(own.double(), exact, rtol=0, atol=2e-4)
+    held = backend.held(resolved, torch.tensor(tokens))
+    assert all(torch.equal(held[layer], visible[:, S - 1]) for layer, visible in enumerate(exact.visible))
+    assert held.sum(-1).max() == max(oracle.budgets(layers)) or name == "dms, shifted"
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -110,6 +97,17 @@ def test_generated_tokens_are_the_oracles(model, backend, both, name):
         assert run.generate(prompt, 3, set()) == exact[:3], "a request knows nothing of the one before"
         stop = exact[5]
         assert run.generate(prompt, NEW, {stop}) == exact[: exact.index(stop)]
+
+
+def test_draws_follow_the_seed(backend):
+    """``kvpop eval --seed`` decides what a policy that draws holds."""
+    unasked = dict.fromkeys(("allocator", "protect_prompt", "correction"))
+    options = SimpleNamespace(task="replay", policies=["random"], scorer=[], equal=["k"], **unasked)
+    held = []
+    for options.seed in (0, 0, 1):
+        ((spec,), _) = contenders_of(options, ())
+        held.append(backend.held(spec.resolve(backend.shape, B), torch.tensor(random_prompt(S))))
+    assert torch.equal(held[0], held[1]) and not torch.equal(held[0], held[2])
 
 
 @pytest.mark.parametrize("name", ["snapkv", "pyramidkv", "adakv"])
@@ -134,19 +132,6 @@ def test_a_prompt_is_compressed_as_the_oracle_does(model, backend, name):
     assert naive.run(prompt + exact, oracle).top2_gap[len(prompt) - 1 : -1].min() > 1e-3
     with backend.start(resolved) as run:
         assert run.generate(prompt, NEW, set()) == exact != naive.greedy(prompt, NEW)
-
-
-@pytest.mark.parametrize("name", [None, "h2o", "kvpop", "trimkv", "dms, shifted", "h2o+pyramid"])
-def test_a_request_goes_on_where_it_stopped(backend, both, name):
-    """Chunks and single tokens, before and after the budget is full, give the outputs of the whole row."""
-    tokens, parts, at = torch.tensor(random_prompt(S)), [], 0
-    with backend.start(both(name)[0]) as run:
-        request = run._request()
-        for count in (10, 1, 1, 28, 1, 17, 1, S - 59):
-            parts.append(run._forward(tokens[at : at + count], request, at))
-            at += count
-        whole = run.hidden(tokens)
-    torch.testing.assert_close(torch.cat(parts), whole, rtol=0, atol=5e-5)
 
 
 @pytest.mark.parametrize("kind, mark", [("llama", "kvpop_borrowed_channel"), ("qwen3", "dms_alpha_scale")])

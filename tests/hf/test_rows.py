@@ -83,7 +83,7 @@ def turns(model, cache, prompts, cuts, **options):
     return generate(model, cache, prompts)
 
 
-@pytest.mark.parametrize("policy", ["kvpop", "h2o", "h2o-pyramid", "momentkv", "trimkv", "dms"])
+@pytest.mark.parametrize("policy", ["kvpop", "h2o", "h2o-pyramid", "momentkv", "trimkv", "dms", "dms-late"])
 def test_two_turns_are_one_prompt(case, policy):
     model, found = case("llama", policy)
     prompts = [random_prompt(n, seed=n) for n in LENGTHS]
