@@ -14,6 +14,7 @@ import threading
 import weakref
 
 import torch
+from transformers import DynamicCache
 
 from kvpop_vllm.config import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, ConfigError
 from kvpop_vllm.distill.hook import NAME, borrow_channel, borrowed_share, show_hidden_states
@@ -78,7 +79,7 @@ def _hands_on(decoder: torch.nn.Module) -> bool:
     own, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME
     try:
         with torch.no_grad():
-            decoder(token, attend=attend, use_cache=False)
+            decoder(token, attend=attend, past_key_values=DynamicCache())  # without one, some look at positions
     except _Reached:
         return True
     except TypeError:  # no such argument, or the attention function misses it
