@@ -37,11 +37,11 @@ def paired(runs: dict[str, Callable[[], object]], rounds: int = ROUNDS) -> dict[
         for _ in range(WARM_UP):
             run()
     torch.cuda.synchronize()
-    found: dict[str, list[float]] = {name: [] for name in runs}
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
-            found[name].append(_once(run))
-    return {name: statistics.median(values) for name, values in found.items()}
+            times[name].append(_once(run))
+    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def seconds(run: Callable[[], object], rounds: int = ROUNDS) -> float:

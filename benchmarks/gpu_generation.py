@@ -137,11 +137,6 @@ class Missing:
     wrong: str = ""
 
 
-def budgets_at(context: int) -> dict[str, int]:
-    """Return name -> B, 0 for dense caches."""
-    return dict.fromkeys(DENSE, 0) | dict(zip(KVPOP, (context // COMPRESSION, FIXED), strict=True))
-
-
 def times(
     bench: Bench, drawn: Drawn, requests: int, context: int, names: list[str], results: dict[int, dict[str, Timed]]
 ) -> Iterator[dict]:
@@ -159,7 +154,8 @@ def times(
         AssertionError: a cache could not be made, or is wrong after its passes. The rows of the others come
             before.
     """
-    budgets = {name: budget for name, budget in budgets_at(context).items() if name in names}
+    budget_of = dict(zip((*DENSE, *KVPOP), (0, 0, context // COMPRESSION, FIXED), strict=True))
+    budgets = {name: budget for name, budget in budget_of.items() if name in names}
     speed, made = bandwidth(), timed_caches(bench, drawn, requests, context, budgets)
     distinct = {id(each): each for each in made.values() if isinstance(each, Timed)}
     seconds = paired({key: each.replay for key, each in distinct.items()}, ROUNDS) if distinct else {}
@@ -316,24 +312,15 @@ def in_short(results: dict[int, dict[str, Timed]]) -> Iterator[str]:
             f"{'flat' if slower <= FLAT else 'not flat'}"
         )
     for name in KVPOP:
-        both = {context: pair for context, timed in sorted(results.items()) if (pair := of_both(timed, name))}
-        if not both:
+        start, compared = None, False
+        for context, timed in sorted(results.items()):
+            dense = [timed[other].seconds for other in DENSE if other in timed]
+            if dense and name in timed:
+                compared, ahead = True, timed[name].seconds < min(dense)
+                start = (start or context) if ahead else None
+        if not compared:
             yield f"{name}: not compared with dense"
-        elif start := ahead_from(both):
+        elif start:
             yield f"{name}: ahead of dense from {start} tokens on"
         else:
             yield f"{name}: not ahead of dense at the longest context measured"
-
-
-def of_both(timed: dict[str, Timed], name: str) -> tuple[float, float] | None:
-    """Return seconds of a cache and of the faster dense one, or None if one was not measured."""
-    dense = [timed[other].seconds for other in DENSE if other in timed]
-    return (timed[name].seconds, min(dense)) if dense and name in timed else None
-
-
-def ahead_from(both: dict[int, tuple[float, float]]) -> int | None:
-    """Return the first context from which on the first number stays below the second; contexts ascend."""
-    start = None
-    for context, (own, other) in both.items():
-        start = (context if start is None else start) if own < other else None
-    return start

@@ -53,8 +53,8 @@ class Steps:
         blocks = layout.blocks(length, int(budgets.max()))
         raw = torch.zeros(blocks, self.heads, layout.region_bytes, dtype=torch.uint8)
         pages, table = self._pages(layout, raw, torch.arange(blocks, dtype=torch.int32)[None])
-        told = {"rule": rule, "scale": self.size**-0.5, "gate_scores": self._gate_scores(rule, len(prompt[0]))}
-        ops.prefill_chunk(*prompt, pages, table[0], 0, budgets, seed=0, **told)
+        options = {"rule": rule, "scale": self.size**-0.5, "gate_scores": self._gate_scores(rule, len(prompt[0]))}
+        ops.prefill_chunk(*prompt, pages, table[0], 0, budgets, seed=0, **options)
         return raw
 
     def _pages(self, layout: PageLayout, pool: torch.Tensor, rows: torch.Tensor):
@@ -93,5 +93,5 @@ class Steps:
         return spent / steps
 
     def _step(self, tokens, rule, pages: Pages, table, budgets, positions) -> None:
-        told = {"rule": rule, "scale": self.size**-0.5, "gate_scores": self._gate_scores(rule, self.requests)}
-        ops.decode_step(*tokens, pages, table, positions, budgets, seeds=torch.arange(self.requests), **told)
+        options = {"rule": rule, "scale": self.size**-0.5, "gate_scores": self._gate_scores(rule, self.requests)}
+        ops.decode_step(*tokens, pages, table, positions, budgets, seeds=torch.arange(self.requests), **options)

@@ -105,11 +105,11 @@ def greedy(url: str, model: str, prompt: str) -> list[dict]:
     """Return greedy tokens of a prompt, each with its log-probability and its lead over the second."""
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=120)
     sampling = {"max_tokens": 24, "temperature": 0, "logprobs": 2, "extra_body": {"ignore_eos": True}}
-    found = client.completions.create(model=model, prompt=prompt, **sampling).choices[0].logprobs
-    best = [sorted(candidates.values(), reverse=True)[:2] for candidates in found.top_logprobs]
+    logprobs = client.completions.create(model=model, prompt=prompt, **sampling).choices[0].logprobs
+    best = [sorted(candidates.values(), reverse=True)[:2] for candidates in logprobs.top_logprobs]
     return [
         {"token": token, "logprob": logprob, "gap": pair[0] - pair[-1]}
-        for token, logprob, pair in zip(found.tokens, found.token_logprobs, best, strict=True)
+        for token, logprob, pair in zip(logprobs.tokens, logprobs.token_logprobs, best, strict=True)
     ]
 
 

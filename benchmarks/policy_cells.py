@@ -80,28 +80,28 @@ class Cells:
         if equal == "bytes" and (budget < EQUAL_BYTES_FROM or self.options.prompt):
             return None
         setting = Setting(self.options.length, budget, None, None, equal)
-        found = self._deploy(spec, setting)
-        return None if equal == "bytes" and found.roles.budget == budget else setting
+        resolved = self._resolve(spec, setting)
+        return None if equal == "bytes" and resolved.roles.budget == budget else setting
 
-    def _deploy(self, spec, setting):
+    def _resolve(self, spec, setting):
         shape = ModelShape.of(self.options.model_folder, self.options.length)
         return setting.resolve(spec, shape, self.dtype)
 
     def quality(self, spec, setting, asked: dict) -> dict | None:
         """Return a row of quality, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
-        resolved = spec and self._deploy(spec, setting)
+        resolved = spec and self._resolve(spec, setting)
         values = self.read(resolved, setting)
         if not self.passes(resolved, asked, values["kl_before"]):
             return None
         about = {name: getattr(resolved.roles, name) if resolved else "" for name in ("topk", "sinks", "window")}
         about |= {"allocated_bytes": self.allocated(resolved), "state": resolved.state_floats if resolved else 0}
-        return self._row(asked, setting, about, values | self.found(resolved), begin)
+        return self._row(asked, setting, about, values | self.needles_found(resolved), begin)
 
     def steps(self, spec, setting, asked: dict) -> dict | None:
         """Return a row of times, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
-        resolved = spec and self._deploy(spec, setting)
+        resolved = spec and self._resolve(spec, setting)
         if not self.passes(resolved, asked):
             return None
         return self._row(asked, setting, {}, self.speed(resolved), begin)
@@ -154,14 +154,14 @@ class Cells:
             return 0.0
         first = max(2, resolved.least)
         with self.backend.start(None) as dense, self.backend.start(resolved) as run:
-            told = replay.predictions(dense, row[:first])
-            return replay.compare(run, row[:first], told, first)["kl"]
+            dense_predictions = replay.predictions(dense, row[:first])
+            return replay.compare(run, row[:first], dense_predictions, first)["kl"]
 
     def keeps_all(self, resolved) -> bool:
         """Return whether the policy holds all of a text that fits, as all do that evict nothing earlier."""
         return bool(self.backend.held(resolved, self.rows[0][: resolved.least]).all())
 
-    def found(self, resolved) -> dict:
+    def needles_found(self, resolved) -> dict:
         """Return mean ``exact`` and ``partial`` credit for needles."""
         if resolved is not None and self.options.prompt:
             asked = replace(resolved.spec, prompt=None, protect=None if resolved.policy.compresses else True)
@@ -180,8 +180,8 @@ class Cells:
         most = o.rounds * STEPS + WARM_UP
         shape = vars(self.backend.shape) | {"max_model_len": o.context + most}
         full = PolicySpec("full", "full").resolve(ModelShape(**shape), None)
-        told = (config.num_attention_heads, o.requests, o.context, most, self.dtype)
-        runs = {"dense_ms": Steps(full, *told)} | ({"step_ms": Steps(resolved, *told)} if resolved else {})
+        sizes = (config.num_attention_heads, o.requests, o.context, most, self.dtype)
+        runs = {"dense_ms": Steps(full, *sizes)} | ({"step_ms": Steps(resolved, *sizes)} if resolved else {})
         times = {name: [] for name in runs}
         for run in runs.values():
             run.seconds(WARM_UP)
