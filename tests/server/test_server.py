@@ -199,6 +199,7 @@ def test_offline_commands_take_the_flags():
         assert "64 tokens per KV head" in text
 
 
+@pytest.mark.slow
 def test_the_flags_are_in_the_help(monkeypatch, capsys):
     """`vllm serve --help=all` lists the flags.
 
