@@ -1,8 +1,18 @@
-"""Types of command-line arguments, for argparse."""
+"""Types of command-line arguments, and options that take the values of a setting, for argparse."""
 
 import argparse
+import re
+from fractions import Fraction
 
 from kvpop_vllm.config import ConfigError, protection
+from kvpop_vllm.flags import SETTINGS
+
+UNITS = {
+    "": 1,
+    **{u: 1000 ** (i + 1) for i, u in enumerate("KMG")},
+    **{f"{u}i": 1024 ** (i + 1) for i, u in enumerate("KMG")},
+}
+"""Bytes of each unit prefix: powers of 1000, and of 1024 for Ki, Mi, Gi."""
 
 
 def non_negative(text: str) -> int:
@@ -39,3 +49,39 @@ def protected(text: str) -> bool | int:
         return protection(text)
     except ConfigError as error:
         raise argparse.ArgumentTypeError(str(error).replace("--kv-", "--")) from None
+
+
+def memory(text: str) -> int:
+    """Return a size in bytes.
+
+    Args:
+        text: a number, optionally with K, M, G (1000) or Ki, Mi, Gi (1024), optionally with B.
+
+    Raises:
+        argparse.ArgumentTypeError: the text is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?|)B?", text.strip())
+    count = int(Fraction(match[1]) * UNITS[match[2]]) if match else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 536870912, 512MiB or 40GB")
+    return count
+
+
+def add_setting(parser: argparse._ActionsContainer, name: str, help: str, **more) -> None:
+    """Add an option of a `kvpop` subcommand that takes the values of a setting.
+
+    Args:
+        parser: parser or group of the subcommand.
+        name: name of the setting; the option is called like it.
+        help: help of the option.
+        more: further arguments of ``add_argument``, such as ``nargs``.
+    """
+    setting = next(each for each in SETTINGS if each.name == name)
+    values = {"type": setting.kind, "metavar": setting.metavar}
+    if setting.choices:
+        values = {"choices": setting.choices}
+    elif setting.protects:
+        values["type"] = protected
+    elif setting.kind is int:
+        values["type"] = positive if setting.least else non_negative
+    parser.add_argument(f"--{name.replace('_', '-')}", help=help, **values, **more)

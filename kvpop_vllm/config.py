@@ -8,9 +8,10 @@ from __future__ import annotations
 import difflib
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 
+from kvpop_vllm.flags import ENGINE, FLAGS, Setting, settings_of
 from kvpop_vllm.roles import Retention
 
 ADDITIONAL_CONFIG_KEY = "kv_policy"
@@ -18,38 +19,7 @@ DEFAULT_SINKS = 4
 MAX_BUDGET = 2**24
 """Largest B in tokens, because positions and slots are int32 in the pages."""
 
-FLAGS = {
-    "policy": "--kv-policy",
-    "budget": "--kv-budget",
-    "compression": "--kv-compression",
-    "sinks": "--kv-sinks",
-    "window": "--kv-window",
-    "scorer": "--kv-scorer",
-    "correction": "--kv-correction",
-    "allocator": "--kv-allocator",
-    "protect_prompt": "--kv-protect-prompt",
-    "max_budget": "--kv-max-budget",
-    "max_protect": "--kv-max-protect",
-}
-"""Command-line flag of each setting, for error messages."""
-
-SUPPORTED_HEAD_SIZES = (32, 64, 80, 96, 128, 256)
-
-CORRECTIONS = ("none", "moment")
-"""Values of ``--kv-correction``."""
-
-ALLOCATORS = ("uniform", "pyramid", "ada")
-"""Values of ``--kv-allocator``."""
-
-FULL_CHECKPOINT_SUFFIX = "_kvpop"
-"""Suffix of a full checkpoint's model type, after the model type of the base model."""
-
-ARCHITECTURES = {"llama": "LlamaKVpopForCausalLM", "qwen3": "Qwen3KVpopForCausalLM"}
-"""Architecture of the full checkpoint, by base model type; also the name of its class in the vLLM glue."""
-
-
-STOCK_ARCHITECTURES = {name.replace("KVpop", ""): name for name in ARCHITECTURES.values()}
-"""Architecture of the full checkpoint, by architecture of the base model."""
+CORRECTIONS, ALLOCATORS = (settings_of(ENGINE)[name].choices for name in ("correction", "allocator"))
 
 
 class ConfigError(ValueError):
@@ -122,35 +92,37 @@ class PolicySettings:
             raise ConfigError(
                 f"additional_config[{ADDITIONAL_CONFIG_KEY!r}] must be a mapping such as {{'policy': 'streaming-llm', 'budget': 1024}}, got {given!r}"
             )
-        known = [f.name for f in fields(cls)]
+        known = settings_of(ENGINE)
         if unknown := sorted(set(given) - set(known), key=str):
             raise ConfigError(f"unknown key {unknown[0]!r} in {ADDITIONAL_CONFIG_KEY}: use {', '.join(known)}")
-        values = {name: given.get(name) for name in known}
-        if not isinstance(values["policy"], str):
+        if not isinstance(given.get("policy"), str):
             raise ConfigError(f"{ADDITIONAL_CONFIG_KEY} needs a policy: give --kv-policy NAME or a 'policy' key")
-        _check_int(values, "budget", 1)
-        _check_int(values, "sinks", 0)
-        _check_int(values, "window", 1)
-        _check_int(values, "max_budget", 1)
-        for name in ("protect_prompt", "max_protect"):
-            values[name] = protection(values[name], FLAGS[name])
-        _check_compression(values["compression"])
-        if values["scorer"] is not None and not isinstance(values["scorer"], str):
-            raise ConfigError(f"--kv-scorer must be a folder name, got {values['scorer']!r}")
-        for name, known in (("correction", CORRECTIONS), ("allocator", ALLOCATORS)):
-            if values[name] not in (None, *known):
-                raise ConfigError(f"{FLAGS[name]} must be one of {', '.join(known)}, got {values[name]!r}")
+        values = {name: _checked(setting, given.get(name)) for name, setting in known.items()}
         if values["budget"] is not None and values["compression"] is not None:
             raise ConfigError("--kv-budget and --kv-compression both set the budget: give only one of them")
         return cls(**values)
 
 
-def _check_int(values: dict, name: str, least: int) -> None:
-    value = values[name]
-    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < least):
-        raise ConfigError(f"{FLAGS[name]} must be an integer of at least {least}, got {value!r}")
-    if value is not None and value > MAX_BUDGET:
-        raise ConfigError(f"{FLAGS[name]} {value} is more than {MAX_BUDGET} tokens: lower it")
+def _checked(setting: Setting, value: object) -> object:
+    """Return the value of a setting, parsed where it may be text.
+
+    Raises:
+        ConfigError: it has the wrong type, or is out of range.
+    """
+    if value is None or setting.protects:
+        return protection(value, setting.flag)
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if setting.choices and value not in setting.choices:
+        raise ConfigError(f"{setting.flag} must be one of {', '.join(setting.choices)}, got {value!r}")
+    if setting.kind is str and not isinstance(value, str):
+        raise ConfigError(f"{setting.flag} must be a folder name, got {value!r}")
+    if setting.kind is float and not (number and 1 <= value < math.inf):
+        raise ConfigError(f"{setting.flag} must be a number of at least 1, got {value!r}")
+    if setting.kind is int and not (number and isinstance(value, int) and value >= setting.least):
+        raise ConfigError(f"{setting.flag} must be an integer of at least {setting.least}, got {value!r}")
+    if setting.kind is int and value > MAX_BUDGET:
+        raise ConfigError(f"{setting.flag} {value} is more than {MAX_BUDGET} tokens: lower it")
+    return value
 
 
 def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool | int | None:
@@ -175,12 +147,6 @@ def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool |
 def protected_tokens(protect: bool | int, prompt: int) -> int:
     """Return p for a prompt of ``prompt`` tokens; ``protect`` is True for all, or a number."""
     return prompt if protect is True else min(int(protect), prompt)
-
-
-def _check_compression(value) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if value is not None and not (number and 1 <= value < math.inf):
-        raise ConfigError(f"--kv-compression must be a number of at least 1, got {value!r}")
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from transformers import AutoConfig, LlamaConfig, Qwen3Config
 
-from kvpop_vllm.config import FULL_CHECKPOINT_SUFFIX
+from kvpop_vllm.supported import FULL_CHECKPOINT_SUFFIX
 
 
 class Qwen3KVpopConfig(Qwen3Config):

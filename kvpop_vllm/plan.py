@@ -2,30 +2,25 @@
 
 from __future__ import annotations
 
-import argparse
 import json
-import re
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
 from kvpop_vllm import policies
+from kvpop_vllm.argument_types import UNITS
 from kvpop_vllm.cache.accounting import CacheBytes, compressing_bytes, dense_request_bytes, request_bytes, worst_prompts
-from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, ConfigError, PolicySettings, protected_tokens
+from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape, Policy
 from kvpop_vllm.scorers import build, make_config, parse_config
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
+from kvpop_vllm.supported import DTYPES, HEAD_SIZES, refused
 
-UNITS = {
-    "": 1,
-    **{u: 1000 ** (i + 1) for i, u in enumerate("KMG")},
-    **{f"{u}i": 1024 ** (i + 1) for i, u in enumerate("KMG")},
-}
-"""Bytes of each unit prefix: powers of 1000, and of 1024 for Ki, Mi, Gi."""
 SHARES = (2, 4, 8)
 """Divisors of the longest request's tokens that give the default budgets."""
 SINKS, LARGEST_WINDOW = 4, 256
@@ -33,22 +28,6 @@ SINKS, LARGEST_WINDOW = 4, 256
 
 The window is at most a quarter of the budget.
 """
-
-
-def memory(text: str) -> int:
-    """Return a size in bytes.
-
-    Args:
-        text: a number, optionally with K, M, G (1000) or Ki, Mi, Gi (1024), optionally with B.
-
-    Raises:
-        argparse.ArgumentTypeError: the text is not a size.
-    """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?|)B?", text.strip())
-    count = int(Fraction(match[1]) * UNITS[match[2]]) if match else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 536870912, 512MiB or 40GB")
-    return count
 
 
 def plan(options) -> None:
@@ -158,15 +137,10 @@ def _check_served(folder: str, shape: ModelShape, config: dict) -> None:
     Raises:
         ConfigError: it does.
     """
-    kinds = config.get("layer_types") or ()
-    windows = config.get("sliding_window") and config.get("use_sliding_window", True)
-    refused = {
-        f"head size {shape.head_dim}": shape.head_dim not in SUPPORTED_HEAD_SIZES,
-        "latent attention (MLA)": config.get("kv_lora_rank") is not None,
-        "sliding-window or chunked layers": windows or any("sliding" in kind or "chunked" in kind for kind in kinds),
-        "attention logit soft-capping": bool(config.get("attn_logit_softcapping")),
-    }
-    if reasons := [what for what, there in refused.items() if there]:
+    reasons = [] if shape.head_dim in HEAD_SIZES else [f"head size {shape.head_dim}"]
+    found = refused(SimpleNamespace(**config), {"MLA": config.get("kv_lora_rank") is not None})
+    reasons += [feature.feature for feature in found]
+    if reasons:
         raise ConfigError(f"{folder} has {', '.join(reasons)}, which no policy serves: choose another model")
 
 
@@ -210,12 +184,10 @@ def _dtype(options, config: dict) -> torch.dtype:
     if options.dtype:
         return getattr(torch, options.dtype)
     named = config.get("dtype") or config.get("torch_dtype")
-    dtype = getattr(torch, str(named), None)
-    if dtype is torch.float16:
-        raise ConfigError(f"{options.model} is in float16, which no policy serves: give --dtype bfloat16 or float32")
-    if dtype not in (torch.bfloat16, torch.float32):
-        raise ConfigError(f"{options.model}: config.json names the dtype {named!r}: give --dtype bfloat16 or float32")
-    return dtype
+    if named in DTYPES["cpu"]:
+        return getattr(torch, named)
+    why = " is in float16, which no policy serves" if named == "float16" else f": config.json names the dtype {named!r}"
+    raise ConfigError(f"{options.model}{why}: give --dtype {' or '.join(DTYPES['cpu'])}")
 
 
 def _row(name: str, budget: int, held: CacheBytes, pool: int, stock: CacheBytes) -> tuple[str, ...]:

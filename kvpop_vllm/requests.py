@@ -11,16 +11,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpop_vllm.config import ConfigError, protected_tokens, protection
+from kvpop_vllm.flags import REQUEST, settings_of
 
 if TYPE_CHECKING:
     from kvpop_vllm.policies import Policy
 
-BUDGET, PROTECT, SEED = KEYS = ("kv_budget", "kv_protect_prompt", "kv_seed")
-"""Keys of a request.
-
-``kv_budget`` is B in tokens, ``kv_protect_prompt`` "all" or the number of protected prompt tokens,
-``kv_seed`` the seed of random draws.
-"""
+BUDGET, PROTECT, SEED = KEYS = tuple(settings_of(REQUEST))
+"""Keys of a request."""
 RESOLVED = "kvpop"
 """Key of ``extra_args`` that holds the resolved :class:`RequestCache`."""
 OF_VLLM = ("kv_transfer_params", "kv_cache_report_mode")

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from kvpop_vllm import policies
+from kvpop_vllm.argument_types import memory
 from kvpop_vllm.cli import main
-from kvpop_vllm.plan import memory
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
 DEMO = dict(model_type="llama", num_hidden_layers=30, num_attention_heads=9, num_key_value_heads=3, hidden_size=576, dtype="bfloat16")  # fmt: skip
@@ -116,7 +116,7 @@ def test_sizes(text, size):
         (DEMO | {"num_hidden_layers": None}, [], "num_layers is None"),
         (DEMO | {"num_key_value_heads": "3"}, [], "num_kv_heads is '3'"),
         (DEMO | {"head_dim": 10}, [], "head size 10, which no policy serves"),
-        (DEMO | {"sliding_window": 4096}, [], "sliding-window or chunked layers, which no policy serves"),
+        (DEMO | {"sliding_window": 4096}, [], "layers other than full attention, which no policy serves"),
         (DEMO | {"kv_lora_rank": 512}, [], "latent attention (MLA), which no policy serves"),
         (DEMO | {"kvpop": {"format": "x"}}, [], "config.json, section kvpop says format 'x'"),
         (DEMO, ["--block-size", "60"], "slots per block must be a positive multiple of 16"),

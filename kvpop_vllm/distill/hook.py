@@ -18,17 +18,11 @@ from transformers.masking_utils import AttentionMaskInterface
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.scorers import Signals
+from kvpop_vllm.supported import RESCALED_LOGITS, SCALED_BY_POSITION
 
 NAME = "kvpop"
 POSITIONS = 512
 """Positions whose logits over the whole vocabulary are in memory at once."""
-RESCALED = (
-    "final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "logits_soft_cap",
-    "output_multiplier",
-)  # fmt: skip
-"""Model settings that rescale logits after the output layer, which is not supported here."""
-SCALED_BY_POSITION = "llama_4_scaling_beta", "attn_temperature_tuning"
-"""Model settings that scale queries by their position."""
 
 
 class Attend(Protocol):
@@ -288,6 +282,6 @@ def check_positions(model: torch.nn.Module, positions: int) -> None:
 
 
 def _refuse_rescaled_logits(config, folder: str | Path) -> None:
-    for name in RESCALED:
+    for name in RESCALED_LOGITS:
         if getattr(config, name, None) not in (None, 1.0):
             raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpop_vllm.argument_types import non_negative, positive, protected
-from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError
+from kvpop_vllm.argument_types import add_setting, positive
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.examples import KINDS
+from kvpop_vllm.supported import DTYPES
 
 TASKS = "text", "retrieval", "replay"
 
@@ -50,23 +51,22 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         metavar="NAME",
         help="default: streaming-llm, l2norm and random for text, else all that need no scorer",
     )
-    command.add_argument(
-        "--correction",
-        choices=CORRECTIONS,
-        help="moment: each that can be served with plain and with corrected outputs (MomentKV); none: momentkv without its own; both on the kernels of serving",
+    add_setting(
+        command,
+        "correction",
+        "moment: each that can be served with plain and with corrected outputs (MomentKV); none: momentkv without its own; both on the kernels of serving",
     )
-    command.add_argument(
-        "--allocator",
+    add_setting(
+        command,
+        "allocator",
+        "each that can be served with each of these, as --kv-allocator (default: each policy's own); a pair that cannot be is an error",
         nargs="+",
-        choices=ALLOCATORS,
-        help="each that can be served with each of these, as --kv-allocator (default: each policy's own); a pair that cannot be is an error",
     )
-    command.add_argument(
-        "--protect-prompt",
+    add_setting(
+        command,
+        "protect_prompt",
+        "each that can be served with each of these, as --kv-protect-prompt (default: each policy's own)",
         nargs="+",
-        type=protected,
-        metavar="all|N",
-        help="each that can be served with each of these, as --kv-protect-prompt (default: each policy's own)",
     )
     _add_settings(command)
     command.add_argument("--kinds", nargs="+", choices=KINDS, help="of retrieval (default: all)")
@@ -91,23 +91,23 @@ def _add_settings(command) -> None:
     command.add_argument("--length", nargs="+", type=positive, default=[1024], metavar="S", help="tokens per row")
     size = command.add_mutually_exclusive_group()
     size.add_argument("--share", nargs="+", type=positive, metavar="C", help="budgets: B = S / C (default 4)")
-    size.add_argument("--budget", nargs="+", type=positive, metavar="B", help="budgets, tokens per KV head")
-    command.add_argument(
-        "--sinks",
-        type=non_negative,
-        help="s of all policies alike (default for text: the scorer's, else 4; otherwise each policy's own)",
+    add_setting(size, "budget", "budgets, tokens per KV head", nargs="+")
+    add_setting(
+        command,
+        "sinks",
+        "s of all policies alike (default for text: the scorer's, else 4; otherwise each policy's own)",
     )
-    command.add_argument(
-        "--window",
-        type=positive,
-        help="w of all policies alike (default for text: what the scorer was trained with at each budget, else 64; otherwise"
+    add_setting(
+        command,
+        "window",
+        "w of all policies alike (default for text: what the scorer was trained with at each budget, else 64; otherwise"
         " each policy's own)",
     )
     command.add_argument(
         "--rows", type=positive, default=4, help="rows of text, or examples of each kind of retrieval (default 4)"
     )
     command.add_argument("--seed", type=int, default=0)
-    command.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    command.add_argument("--dtype", choices=DTYPES["cpu"], default="bfloat16")
     command.add_argument(
         "--equal", nargs="+", choices=("k", "bytes"), default=["k"], help="what is equal between policies"
     )

@@ -16,9 +16,10 @@ import weakref
 import torch
 from transformers import DynamicCache
 
-from kvpop_vllm.config import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, ConfigError
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import NAME, borrow_channel, borrowed_share, show_hidden_states
 from kvpop_vllm.hf.checks import refuse_model
+from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX
 
 BUSY = "another thread has the model in a pass with a KVpopCache: one thread at a time, or a copy of the model for each"
 """Error message for a model that is used by another thread."""

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.supported import REFUSED, refused
 
 
 def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
@@ -24,20 +25,19 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     text = model.config.get_text_config()
     decoder = getattr(model, "get_decoder", lambda: None)()
     blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
-    full = {"full_attention"} if max_length is None else {"full_attention", "sliding_attention"}
-    kinds, window = set(getattr(text, "layer_types", None) or full), sliding_window(model)
-    reasons = {
-        "an encoder": model.config.is_encoder_decoder,
-        "attention that transformers cannot exchange": not model._can_set_attn_implementation(),
-        "layers other than full attention": kinds - full or window and (max_length is None or max_length > window),
-        "chunked attention": getattr(text, "attention_chunk_size", None),
-        "attention in both directions": not getattr(text, "is_causal", True),
-        "cross-layer KV sharing": getattr(text, "num_kv_shared_layers", 0),
-        "logit soft-capping in attention": getattr(text, "attn_logit_softcapping", None),
-        "attention sinks of its own": any(hasattr(block, "sinks") for block in blocks),
-        "latent attention (MLA)": any(hasattr(block, "kv_lora_rank") for block in blocks),
+    kinds, window = set(getattr(text, "layer_types", None) or ["full_attention"]), sliding_window(model)
+    inside = max_length is not None and window is not None and max_length <= window
+    inside = inside and kinds <= {"full_attention", "sliding_attention"}
+    seen = {
+        "encoder-decoder": model.config.is_encoder_decoder,
+        "sliding-window": kinds != {"full_attention"},
+        "attention sinks": any(hasattr(block, "sinks") for block in blocks),
+        "MLA": any(hasattr(block, "kv_lora_rank") for block in blocks),
     }
-    found = [what for what, there in reasons.items() if there]
+    features = [each for each in refused(text, seen) if not inside or each is not REFUSED["sliding-window"]]
+    found = [each.feature for each in features]
+    if not model._can_set_attn_implementation():
+        found.append("attention that transformers cannot exchange")
     if not found and (not blocks or any(getattr(block, "config", None) is not decoder.config for block in blocks)):
         found = ["no layers that have a self_attn of the decoder's config"]
     if found:

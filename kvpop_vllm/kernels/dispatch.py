@@ -9,6 +9,8 @@ from collections.abc import Callable
 
 import torch
 
+from kvpop_vllm.supported import KERNELS
+
 IMPLS = ("reference", "cpp", "triton")
 """Names of the implementations."""
 
@@ -64,31 +66,30 @@ def _implementation(op: str, impl: str) -> Callable:
         raise NotImplementedError(f"op {op!r} has no {impl!r} implementation: use impl='reference'") from None
 
 
+SERVING = "begin_tail", "decode_step", "prefill_chunk"
+"""Ops whose head sizes and dtypes are those of :data:`kvpop_vllm.supported.KERNELS`."""
+
+_SERVED = {name: tuple(getattr(torch, dtype) for dtype in own.dtypes or ()) for name, own in KERNELS.items()}
+
 CPP_DTYPES = {
-    "begin_tail": (torch.float32, torch.bfloat16),
-    "decode_step": (torch.float32, torch.bfloat16),
-    "prefill_chunk": (torch.float32, torch.bfloat16),
+    **dict.fromkeys(SERVING, _SERVED["cpp"]),
     "online_topk": (torch.float32,),
     "running_topk": (torch.float32, torch.float64),
 }
 """Dtypes that the C++ implementation of each op accepts for its first tensor."""
 
 TRITON_DTYPES = {
-    "begin_tail": (torch.float32, torch.float16, torch.bfloat16),
-    "decode_step": (torch.float32, torch.float16, torch.bfloat16),
+    **dict.fromkeys(SERVING, _SERVED["triton"]),
     "delayed_mlstm": (torch.float32, torch.float16, torch.bfloat16),
     "future_attention_mass": (torch.float32, torch.float16, torch.bfloat16),
     "online_topk": (torch.float32,),
-    "prefill_chunk": (torch.float32, torch.float16, torch.bfloat16),
     "running_topk": (torch.float32, torch.float64, torch.float16, torch.bfloat16),
     "sparse_attention": (torch.float32, torch.float16, torch.bfloat16),
 }
 """Dtypes that the Triton implementation of each op accepts for its first tensor."""
 
 TRITON_LARGEST_HEAD = {
-    "begin_tail": 256,
-    "decode_step": 256,
-    "prefill_chunk": 256,
+    **dict.fromkeys(SERVING, KERNELS["triton"].largest),
     "future_attention_mass": 128,
     "sparse_attention": 128,
 }
@@ -97,7 +98,7 @@ TRITON_LARGEST_HEAD = {
 
 def select(op: str, tensor: torch.Tensor) -> str:
     """Return the implementation that ``impl="auto"`` selects for ``tensor``, the op's first argument."""
-    fits = op not in ("begin_tail", "decode_step", "prefill_chunk") or tensor.shape[-1] % 16 == 0
+    fits = op not in SERVING or tensor.shape[-1] % KERNELS["cpp"].multiple == 0
     if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _extension_available():
         return "cpp"
     if tensor.device.type == "cuda" and tensor.dtype in TRITON_DTYPES.get(op, ()) and _triton_available():

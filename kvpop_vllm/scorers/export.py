@@ -11,7 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
-from kvpop_vllm.config import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, ConfigError
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.files import replacing
 from kvpop_vllm.scorers.checkpoint import (
     check_model,
@@ -21,6 +21,7 @@ from kvpop_vllm.scorers.checkpoint import (
     save_tensors,
 )
 from kvpop_vllm.scorers.init import model_shape
+from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX
 
 INDEX = "model.safetensors.index.json"
 SCORER_SHARD = "model-kvpop.safetensors"

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import torch
 
-from kvpop_vllm.config import FULL_CHECKPOINT_SUFFIX, ConfigError
+from kvpop_vllm.config import ConfigError
 from kvpop_vllm.scorers import ScorerConfig, build, make_config
 from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, write_scorer
+from kvpop_vllm.supported import FULL_CHECKPOINT_SUFFIX
 
 BORROWED = "kvpop_borrowed_channel"
 """Key in the ``config.json`` of a model that was trained by this package to give up a query channel."""

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank, get_tensor_model_parallel_world_size
 from vllm.logger import init_logger
@@ -30,8 +30,9 @@ from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.draws import request_seed, signed
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import BLOCK_SLOTS, PageLayout, Pages
-from kvpop_vllm.kernels.regions import RegionMap, Shares, region_map
+from kvpop_vllm.kernels.regions import RegionMap, region_map
 from kvpop_vllm.requests import RequestCache
+from kvpop_vllm.supported import DTYPES
 from kvpop_vllm.vllm_glue import step_requests
 from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetSpec
 from kvpop_vllm.vllm_glue.engine_policy import engine_policy
@@ -49,7 +50,7 @@ class FixedBudgetBackend(AttentionBackend):
     block_slots: ClassVar[int] = BLOCK_SLOTS
 
     forward_includes_kv_cache_update = True
-    supported_dtypes: ClassVar[list] = [torch.float32, torch.bfloat16]
+    supported_dtypes: ClassVar[list] = [getattr(torch, name) for name in DTYPES["cpu"]]
     supported_kv_cache_dtypes: ClassVar[list] = ["auto", "bfloat16"]
 
     @staticmethod
@@ -103,7 +104,7 @@ class FixedBudgetBackend(AttentionBackend):
             budget=cls.policy.retention.budget,
             sinks=cls.policy.retention.sinks,
             state_blocks=layout.state_blocks,
-            shares=cls.shares(spec.num_kv_heads),
+            shares=cls.policy.checked_shares(cls.heads(spec.num_kv_heads)),
             protect=cls.policy.protect,
             max_budget=cls.policy.max_budget,
             max_protect=cls.policy.max_protect,
@@ -113,10 +114,10 @@ class FixedBudgetBackend(AttentionBackend):
         )
 
     @classmethod
-    def shares(cls, num_kv_heads: int) -> Shares | None:
-        """Return the budgets of this rank's heads, or None if all heads have the same."""
+    def heads(cls, held: int) -> slice:
+        """Return the KV heads of this rank, which holds ``held`` of them."""
         ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        return cls.policy.checked_shares(heads_of_rank(*ranks, cls.policy.model.num_kv_heads, num_kv_heads))
+        return heads_of_rank(*ranks, cls.policy.model.num_kv_heads, held)
 
     @classmethod
     def layout(cls, num_kv_heads: int, head_size: int, dtype: torch.dtype) -> PageLayout:
@@ -168,12 +169,12 @@ class FixedBudgetMetadata:
     Attributes:
         build: builds the batch of one layer from the regions of its pages and its index.
         num_tokens: tokens of the step.
-        shared: the batch of all layers where heads have equal shares, once built.
+        shared: the batch of all layers where heads have equal shares, else None.
     """
 
     build: Callable[[RegionMap | DividedRegions | None, int], StepBatch]
     num_tokens: int
-    shared: StepBatch | None = None
+    shared: StepBatch | None
 
     def batch(self, layer: int, regions: RegionMap | DividedRegions | None) -> StepBatch:
         """Return the batch of a layer.
@@ -182,11 +183,7 @@ class FixedBudgetMetadata:
             layer: index of the layer.
             regions: location of the layer's pages if shares are unequal, else None.
         """
-        if regions is not None:
-            return self.build(regions, layer)
-        if self.shared is None:
-            self.shared = self.build(regions, layer)
-        return self.shared
+        return self.shared if regions is None else self.build(regions, layer)
 
 
 class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
@@ -199,62 +196,69 @@ class FixedBudgetMetadataBuilder(AttentionMetadataBuilder[FixedBudgetMetadata]):
         backend = for_config(vllm_config)
         self.layout = backend.layout(kv_cache_spec.num_kv_heads, kv_cache_spec.head_size, kv_cache_spec.dtype)
         self.retention = backend.policy.retention
-        self.unequal, self.protect = (
-            kv_cache_spec.shares is not None or kv_cache_spec.adaptive_head_budgets,
-            kv_cache_spec.protect,
-        )
-        self.compresses = backend.policy.compresses
-        self.draws, self.seed = backend.policy.draws, vllm_config.model_config.seed
+        self.unequal = kv_cache_spec.shares is not None or kv_cache_spec.adaptive_head_budgets
+        self.policy, self.seed = backend.policy, vllm_config.model_config.seed
         # Set before each build: prompt lengths and seeds of the requests, both ``[requests]`` int64, and the
         # options that each request asked for.
         self.prompts = self.seeds = None
         self.asked: list[RequestCache | None] = []
         step_requests.apply()
 
-    def sizes(self, requests: int) -> RequestSettings:
+    def sizes(self, requests: int, dummy: bool = False) -> RequestSettings:
         """Return the sizes of the step's requests.
 
-        They cover as many requests as the model runner has described; all further ones are padding.
+        Requests beyond those that the model runner has described are padding, which protects nothing.
+
+        Args:
+            requests: number of requests, padding included.
+            dummy: True for a dummy run, which may come before the model runner has described anything.
 
         Raises:
             RuntimeError: the model runner does not pass what requests asked for.
         """
-        if self.prompts is None:
+        if self.prompts is None and not dummy:
             raise RuntimeError("this model runner does not say what requests ask for: leave --worker-cls out")
-        prompts, kept, seeds = self.prompts[:requests].tolist(), self.retention, None
-        asked = [*self.asked[: len(prompts)], *[None] * (len(prompts) - len(self.asked))]
-        protected = budgets = windows = None
-        if self.protect:
-            protected = [protected_tokens(self.protect, prompt) for prompt in prompts]
-        if self.draws:
-            seeds = self.seeds[: len(prompts)] + request_seed(self.seed, 0)
-        if any(asked):
-            plain = protected or [0] * len(prompts)
-            protected = [p if own is None else own.protected for p, own in zip(plain, asked, strict=True)]
-            budgets = [kept.budget if own is None else own.budget for own in asked]
-            windows = [kept.window if own is None else own.window for own in asked]
-            for i, own in enumerate(asked if self.draws else ()):
-                if own is not None and own.seed is not None:
-                    seeds[i] = request_seed(self.seed, signed(own.seed))
-        return RequestSettings(protected, budgets, windows, seeds, self.compresses)
+        kept, protect = self.retention, self.policy.protect
+        prompts = [] if self.prompts is None else self.prompts[:requests].tolist()
+        prompts += [0] * (requests - len(prompts))
+        asked = self.asked[:requests] + [None] * (requests - len(self.asked))
+        rows = [
+            RequestCache(protected_tokens(protect, prompt), kept.budget, kept.window) if own is None else own
+            for prompt, own in zip(prompts, asked, strict=True)
+        ]
+        return RequestSettings(
+            [row.protected for row in rows],
+            [row.budget for row in rows],
+            [row.window for row in rows],
+            self._seeds(rows) if self.policy.draws else None,
+            self.policy.compresses,
+        )
+
+    def _seeds(self, rows: list[RequestCache]) -> torch.Tensor:
+        """Return the seeds of the draws of a step's requests, ``[requests]`` int64."""
+        seeds = torch.zeros(len(rows), dtype=torch.int64)
+        if self.seeds is not None:
+            known = self.seeds[: len(rows)]
+            seeds[: len(known)] = known + request_seed(self.seed, 0)
+        for i, row in enumerate(rows):
+            if row.seed is not None:
+                seeds[i] = request_seed(self.seed, signed(row.seed))
+        return seeds
 
     def build(self, common_prefix_len, common_attn_metadata, fast_build=False) -> FixedBudgetMetadata:
         """Return the metadata of a step from vLLM's common metadata."""
         common = common_attn_metadata
         starts = common.query_start_loc_cpu
         query_lens = (starts[1:] - starts[:-1]).tolist()
-        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor
-        step = *step, self.sizes(len(query_lens))
+        sizes = self.sizes(len(query_lens))
+        step = self.layout, self.retention, query_lens, common.seq_lens, common.block_table_tensor, sizes
         return self.finish(lambda regions, layer: StepBatch.build(*step, regions, layer), int(starts[-1]))
 
     def finish(
         self, build: Callable[[RegionMap | DividedRegions | None, int], StepBatch], num_tokens: int
     ) -> FixedBudgetMetadata:
         """Return a step's metadata, with the shared batch already built if all heads have equal shares."""
-        metadata = FixedBudgetMetadata(build, num_tokens)
-        if not self.unequal:
-            metadata.batch(0, None)
-        return metadata
+        return FixedBudgetMetadata(build, num_tokens, None if self.unequal else build(None, 0))
 
 
 class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
@@ -296,7 +300,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         self.attention: FixedBudgetAttention | None = None
         self.layer, self.shares = None, None
         self.gates: torch.nn.ModuleList | None = None
-        self._pages = None
+        self._pages = WeakTensorKeyDictionary()
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
         """Build the layer's rule; a scorer's tensors have been loaded by then.
@@ -306,8 +310,8 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         """
         context = self.vllm_config.compilation_config.static_forward_context
         name = next(n for n, layer in context.items() if getattr(layer, "impl", None) is self)
-        ranks = get_tensor_model_parallel_rank(), get_tensor_model_parallel_world_size()
-        heads = heads_of_rank(*ranks, self.policy.model.num_kv_heads, self.num_kv_heads)
+        backend = for_config(self.vllm_config)
+        heads = backend.heads(self.num_kv_heads)
         self.layer, self.shares = extract_layer_index(name), self.policy.checked_shares(heads)
         if self.policy.gated:
             self._add_gate(self.layer, heads)
@@ -315,9 +319,9 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         kept = self.policy.retention
         if (rule.sinks, rule.window) != (kept.sinks, kept.window):
             raise RuntimeError(f"{type(self.policy).__name__}.rule() has other roles than the policy's retention")
-        layout = for_config(self.vllm_config).layout(self.num_kv_heads, self.head_size, act_dtype)
+        layout = backend.layout(self.num_kv_heads, self.head_size, act_dtype)
         device = self.vllm_config.device_config.device_type
-        rule = rule if device == "cpu" else rule.to(device)
+        rule = rule.to(device)
         if self.attention is not None and self.attention.layout == layout:  # weights are loaded again
             _copy_tensors(rule, self.attention.rule)
             return
@@ -341,19 +345,7 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         else:
             self.gates.append(gate)
 
-    def forward(
-        self,
-        layer,
-        query,
-        key,
-        value,
-        kv_cache,
-        attn_metadata,
-        output,
-        output_scale=None,
-        output_block_scale=None,
-        gate_scores=None,
-    ):
+    def forward(self, layer, query, key, value, kv_cache, attn_metadata, output, *scales, gate_scores=None, **more):
         """Write the layer's attention to ``output`` and return it.
 
         Args:
@@ -364,9 +356,9 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             kv_cache: ``[blocks, H, N, C / itemsize]``.
             attn_metadata: metadata of the step, None in a profiling run.
             output: ``[T, Hq, D]``.
-            output_scale: unused.
-            output_block_scale: unused.
+            scales: unused.
             gate_scores: ``[T, H]`` float32, gate scores of a policy with a gate, else None.
+            more: unused.
         """
         if attn_metadata is None:  # profiling run
             return output.fill_(0)
@@ -395,16 +387,17 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
         self.attention.forward(q, k, v, pages, batch, out, gate_scores, blocks)
 
     def _bind(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | DividedRegions | None, Pages]:
-        """Return typed views of this layer's cache, made once per allocation.
+        """Return typed views of this layer's cache, made once per cache and forgotten with it.
+
+        vLLM allocates a cache to measure CUDA graphs, and frees it before it allocates the real one.
 
         Returns:
             The pages, by region if heads have unequal shares; the regions, or None; the layer's own pages by
             block.
         """
-        key = (kv_cache.data_ptr(), kv_cache.shape, kv_cache.stride())
-        if self._pages is None or self._pages[0] != key:
-            self._pages = key, self._view(kv_cache), weakref.ref(kv_cache, _forget_pages_of(weakref.ref(self)))
-        return self._pages[1]
+        if kv_cache not in self._pages:
+            self._pages[kv_cache] = self._view(kv_cache)
+        return self._pages[kv_cache]
 
     def _view(self, kv_cache: torch.Tensor) -> tuple[Pages, RegionMap | DividedRegions | None, Pages]:
         """View the storage of the cache; the tensor itself is freed when vLLM drops it."""
@@ -419,23 +412,6 @@ class FixedBudgetImpl(AttentionImpl[FixedBudgetMetadata]):
             return own, None, own
         regions = region_map(self.shares, layout, blocks, kv_cache.device)
         return regions.view(_all_layers(kv_cache, self.layer)), regions, own
-
-
-def _forget_pages_of(impl):
-    """Return a callback that forgets a layer's pages when their cache is freed.
-
-    vLLM allocates a cache to measure CUDA graphs, and frees it before it allocates the real one.
-
-    Args:
-        impl: weak reference to the layer's implementation.
-    """
-
-    def gone(cache) -> None:
-        layer = impl()
-        if layer is not None and layer._pages is not None and layer._pages[2] is cache:
-            layer._pages = None
-
-    return gone
 
 
 def _copy_tensors(source: RetentionRule, target: RetentionRule) -> None:

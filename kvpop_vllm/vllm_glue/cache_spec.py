@@ -55,17 +55,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
     def _blocks(self, request_id: str, num_tokens: int) -> int:
         return self.kv_cache_spec.blocks(num_tokens, *self.requests.get(request_id, (0, None)))
 
-    def get_num_blocks_to_allocate(
-        self,
-        request_id,
-        num_tokens,
-        new_computed_blocks,
-        total_computed_tokens,
-        num_local_computed_tokens,
-        num_tokens_main_model,
-        apply_admission_cap=False,
-        prefill_end=0,
-    ) -> int:
+    def get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks, *args, **kwargs) -> int:
         """Return the blocks that a request needs from the pool: missing ones, and evictable ones of a hit."""
         held = len(self.req_to_blocks.get(request_id, ())) + len(new_computed_blocks)
         evictable = self._get_num_evictable_blocks(new_computed_blocks)

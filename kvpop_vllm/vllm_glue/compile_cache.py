@@ -26,14 +26,11 @@ def apply() -> None:
     wrap("vllm.compilation.caching:aot_compile_hash_factors", _hash_factors)
 
 
-def _try_load(original):
-    def try_load_aot_compiled_fn(model, *args, **kwargs):
-        if not requested(model.vllm_config):
-            return original(model, *args, **kwargs)
-        with _nothing_to_finalize():
-            return original(model, *args, **kwargs)
-
-    return try_load_aot_compiled_fn
+def _try_load(original, model, *args, **kwargs):
+    if not requested(model.vllm_config):
+        return original(model, *args, **kwargs)
+    with _nothing_to_finalize():
+        return original(model, *args, **kwargs)
 
 
 @contextmanager
@@ -55,14 +52,11 @@ def _nothing_to_finalize():
             delattr(artefact, _HOOK)
 
 
-def _hash_factors(original):
-    def aot_compile_hash_factors(vllm_config):
-        if not requested(vllm_config):
-            return original(vllm_config)
-        neutral = copy.copy(vllm_config)
-        policy = engine_policy(vllm_config)
-        setting = {"policy": policy.name} | ({"graph": policy.graph} if policy.gated else {})
-        neutral.additional_config = {**vllm_config.additional_config, ADDITIONAL_CONFIG_KEY: setting}
-        return original(neutral)
-
-    return aot_compile_hash_factors
+def _hash_factors(original, vllm_config):
+    if not requested(vllm_config):
+        return original(vllm_config)
+    neutral = copy.copy(vllm_config)
+    policy = engine_policy(vllm_config)
+    setting = {"policy": policy.name} | ({"graph": policy.graph} if policy.gated else {})
+    neutral.additional_config = {**vllm_config.additional_config, ADDITIONAL_CONFIG_KEY: setting}
+    return original(neutral)

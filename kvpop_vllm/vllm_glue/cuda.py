@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterator
 from typing import Any
 
-from kvpop_vllm.config import ConfigError
+from vllm import envs
+from vllm.logger import init_logger
+from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+from kvpop_vllm.vllm_glue.refusals import refuse
+
+logger = init_logger("vllm.kvpop_vllm")
 
 BACKEND = "kvpop_vllm.vllm_glue.select.CudaBackend"
 """Path that vLLM's backend CUSTOM is registered with."""
@@ -34,11 +39,7 @@ def prepare(vllm_config: Any, policy: Any) -> None:
     Raises:
         ConfigError: one line with every reason why the config cannot be served.
     """
-    from vllm.logger import init_logger
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
-
-    if reasons := [text for there, text in _reasons(vllm_config, policy) if there]:
-        raise ConfigError(f"--kv-policy {policy.name} on a GPU cannot be combined with " + "; nor with ".join(reasons))
+    _check(vllm_config, policy)
     vllm_config.attention_config.backend = AttentionBackendEnum.CUSTOM
     splits = vllm_config.compilation_config.splitting_ops
     if policy.gated and splits and ATTENTION_OP not in splits:
@@ -49,7 +50,7 @@ def prepare(vllm_config: Any, policy: Any) -> None:
     if scheduler.max_num_scheduled_tokens is None and cuts and _one_by_one(policy):
         most = max(ONE_BY_ONE, scheduler.max_num_seqs)
         scheduler.max_num_scheduled_tokens = min(most, scheduler.max_num_batched_tokens)
-        init_logger("vllm.kvpop_vllm").info(
+        logger.info(
             "--kv-policy %s: prompts are prefilled token by token, at most %d tokens a step (--max-num-scheduled-tokens)",
             policy.name,
             scheduler.max_num_scheduled_tokens,
@@ -68,30 +69,35 @@ def _one_by_one(policy: Any) -> bool:
     return policy.gated and policy.layer_rule(0, slice(None)).sequential
 
 
-def _reasons(vllm_config: Any, policy: Any) -> Iterator[tuple[bool, str]]:
-    from vllm import envs
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+def _check(vllm_config: Any, policy: Any) -> None:
+    """Check that nothing excludes the policy on a GPU.
 
+    Raises:
+        ConfigError: one line with every reason.
+    """
     from kvpop_vllm.policies.base import Order
 
-    attention = vllm_config.attention_config
-    custom = AttentionBackendEnum.CUSTOM
+    attention, worker = vllm_config.attention_config, vllm_config.parallel_config.worker_cls
     chosen = getattr(attention.backend, "name", None)
-    yield chosen not in (None, "CUSTOM"), f"the attention backend {chosen}: leave --attention-backend out"
-    yield bool(attention.backend_per_kind), "attention backends by kind of layer: leave backend_per_kind out"
+    custom = AttentionBackendEnum.CUSTOM
     path = custom.get_path() if custom.is_overridden() else None
-    yield path != BACKEND, f"the attention backend CUSTOM of another plugin ({path}): set VLLM_PLUGINS=kvpop"
-    yield importlib.util.find_spec("triton") is None, "an installation without Triton: install the package triton"
     lacking = _ops_without_kernels(vllm_config.model_config)
-    yield bool(lacking), f"what has no kernel in Triton ({', '.join(lacking)}): serve on a CPU"
-    worker = vllm_config.parallel_config.worker_cls
-    yield (
-        worker not in _WORKERS,
-        f"the worker {worker}, which does not say what requests ask for: leave --worker-cls out",
+    refuse(
+        {
+            f"the attention backend {chosen}: leave --attention-backend out": chosen not in (None, "CUSTOM"),
+            "attention backends by kind of layer: leave backend_per_kind out": attention.backend_per_kind,
+            f"the attention backend CUSTOM of another plugin ({path}): set VLLM_PLUGINS=kvpop": path != BACKEND,
+            "an installation without Triton: install the package triton": importlib.util.find_spec("triton") is None,
+            f"what has no kernel in Triton ({', '.join(lacking)}): serve on a CPU": lacking,
+            f"the worker {worker}, which does not say what requests ask for: leave --worker-cls out": (
+                worker not in _WORKERS
+            ),
+            "compression of prompts at their end, which only the CPU's path does: serve on a CPU": policy.compresses,
+            "scores made anew in rounds, which only the CPU's path does: serve on a CPU": policy.order is Order.ROUNDS,
+            "batch-invariant kernels: unset VLLM_BATCH_INVARIANT": envs.VLLM_BATCH_INVARIANT,
+        },
+        f"--kv-policy {policy.name} on a GPU",
     )
-    yield policy.compresses, "compression of prompts at their end, which only the CPU's path does: serve on a CPU"
-    yield policy.order is Order.ROUNDS, "scores made anew in rounds, which only the CPU's path does: serve on a CPU"
-    yield envs.VLLM_BATCH_INVARIANT, "batch-invariant kernels: unset VLLM_BATCH_INVARIANT"
 
 
 def _ops_without_kernels(model: Any) -> list[str]:

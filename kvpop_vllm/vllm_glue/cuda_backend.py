@@ -11,9 +11,10 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from kvpop_vllm.attention.device_batch import DecodeRows, Split
 from kvpop_vllm.attention.profile_run import worst_case_batches
 from kvpop_vllm.attention.step_batch import RequestSettings
-from kvpop_vllm.config import SUPPORTED_HEAD_SIZES, protected_tokens
+from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.pages import Prefix
+from kvpop_vllm.supported import DTYPES, HEAD_SIZES
 from kvpop_vllm.vllm_glue import cuda, step_requests
 from kvpop_vllm.vllm_glue.backend import (
     FixedBudgetBackend,
@@ -23,8 +24,8 @@ from kvpop_vllm.vllm_glue.backend import (
 )
 
 _REASONS = {
-    "head_size not supported": f"head sizes are {', '.join(map(str, SUPPORTED_HEAD_SIZES))}",
-    "dtype not supported": "--dtype is float16, bfloat16 or float32",
+    "head_size not supported": f"head sizes are {', '.join(map(str, HEAD_SIZES))}",
+    "dtype not supported": "--dtype is {}, {} or {}".format(*DTYPES["cuda"]),
     "kv_cache_dtype not supported": "--kv-cache-dtype is the model's own",
     "block_size not supported": "--block-size is a multiple of 16",
     "compute capability not supported": "kernels are for GPUs from compute capability 8.0 on",
@@ -39,7 +40,7 @@ class CudaBackend(FixedBudgetBackend):
     vLLM looks a selected backend up again by :meth:`full_cls_name`.
     """
 
-    supported_dtypes: ClassVar[list] = [torch.float16, torch.bfloat16, torch.float32]
+    supported_dtypes: ClassVar[list] = [getattr(torch, name) for name in DTYPES["cuda"]]
     supported_kv_cache_dtypes: ClassVar[list] = ["auto", "float16", "bfloat16"]
 
     @staticmethod
@@ -56,7 +57,7 @@ class CudaBackend(FixedBudgetBackend):
     @classmethod
     def get_supported_head_sizes(cls) -> list[int]:
         """Return the head sizes that the kernels take."""
-        return list(SUPPORTED_HEAD_SIZES)
+        return list(HEAD_SIZES)
 
     @classmethod
     def supports_compute_capability(cls, capability) -> bool:
@@ -172,58 +173,44 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         lengths = common.seq_lens_cpu_upper_bound.tolist() if split.chunks or self.may_protect else []
         if any(lengths[i] == count and not common.is_prefilling[i] for i, _, count in split.chunks):
             return None  # a chunk that starts at position 0, yet past its prompt
-        table, sizes = common.block_table_tensor, self._told(common)
-        self.rows.fill(
-            split.decodes, common.seq_lens, table, common.slot_mapping, self._sent(sizes, self.layout.num_kv_heads)
-        )
+        table, sizes = common.block_table_tensor, self._sizes_to_send(common)
+        self.rows.fill(split.decodes, common.seq_lens, table, common.slot_mapping, self._sent(sizes))
         if (protected := sizes.protected) is not None:
             self._begin_tails([i for i in range(split.decodes) if 0 < protected[i] == lengths[i] - 1], protected)
         step = split, lengths, table
         return self.finish(lambda regions, layer: self.rows.batch(*step, regions, layer, sizes), split.tokens)
 
-    def _told(self, common) -> RequestSettings:
-        """Return the sizes of a step's rows.
+    def _sizes_to_send(self, common) -> RequestSettings:
+        """Return the sizes of a step's rows that differ from what the device has.
 
         Budgets and windows are given if this step or the previous one has requests with budgets of their own,
-        because values of the previous step must be overwritten. Rows of padding have the server's budget and
-        protect nothing.
+        because values of the previous step must be overwritten.
 
         Raises:
             RuntimeError: the model runner does not pass what requests asked for.
         """
-        requests, kept, found = common.num_reqs, self.retention, RequestSettings()
-        if self.prompts is not None or any(common.is_prefilling[:requests]):
-            found = self.sizes(requests)
-
-        def padded(values, otherwise) -> list[int]:
-            known = values or []
-            return known + [otherwise] * (requests - len(known))
-
-        own, self.sized = self.sized or found.budgets is not None, found.budgets is not None
-        seeds = None
-        if self.draws:
-            seeds = torch.zeros(requests, dtype=torch.int64)
-            if found.seeds is not None:
-                seeds[: len(found.seeds)] = found.seeds
+        requests = common.num_reqs
+        sizes = self.sizes(requests, dummy=not any(common.is_prefilling[:requests]))
+        sized = any(own is not None for own in self.asked[:requests])
+        send, self.sized = (self.sized or sized) and not self.unequal, sized
         return RequestSettings(
-            padded(found.protected, 0) if self.may_protect else None,
-            padded(found.budgets, kept.budget) if own and not self.unequal else None,
-            padded(found.windows, kept.window) if own and not self.unequal else None,
-            seeds,
+            sizes.protected if self.may_protect else None,
+            sizes.budgets if send else None,
+            sizes.windows if send else None,
+            sizes.seeds,
         )
 
-    @staticmethod
-    def _sent(sizes: RequestSettings, heads: int) -> dict[str, torch.Tensor]:
+    def _sent(self, sizes: RequestSettings) -> dict[str, torch.Tensor]:
         """Return the sizes as the tensors that :meth:`DecodeRows.fill` takes."""
-        pinned = {"device": "cpu", "pin_memory": is_pin_memory_available()}
-        dtypes = {"protected": torch.int64, "budgets": torch.int32, "windows": torch.int32}
-        found = {name: getattr(sizes, name) for name in dtypes}
-        if found["budgets"] is not None:
-            found["budgets"] = [[budget] * heads for budget in found["budgets"]]
-        sent = {name: torch.tensor(x, dtype=dtypes[name], **pinned) for name, x in found.items() if x is not None}
-        if sizes.seeds is not None:
-            sent["seeds"] = sizes.seeds.pin_memory() if is_pin_memory_available() else sizes.seeds
-        return sent
+        budgets = sizes.budgets and [[budget] * self.layout.num_kv_heads for budget in sizes.budgets]
+        given = {"protected": sizes.protected, "budgets": budgets, "windows": sizes.windows, "seeds": sizes.seeds}
+        tensors = {
+            name: torch.as_tensor(values, dtype=getattr(self.rows, name).dtype, device="cpu")
+            for name, values in given.items()
+            if values is not None
+        }
+        pinned = is_pin_memory_available()
+        return {name: tensor.pin_memory() if pinned else tensor for name, tensor in tensors.items()}
 
     def _begin_tails(self, chosen: list[int], protected: list[int]) -> None:
         """Begin the tails of decode rows in all layers; a row of padding has null blocks.

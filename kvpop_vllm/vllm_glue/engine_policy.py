@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import struct
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from kvpop_vllm.config import (
-    ADDITIONAL_CONFIG_KEY,
-    ARCHITECTURES,
-    FULL_CHECKPOINT_SUFFIX,
-    STOCK_ARCHITECTURES,
-    ConfigError,
-    PolicySettings,
-)
+from torch.utils.weak import WeakIdKeyDictionary
+from vllm.config import get_current_vllm_config_or_none
+
+from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings
+from kvpop_vllm.supported import ARCHITECTURES, FULL_CHECKPOINT_SUFFIX, STOCK_ARCHITECTURES
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -21,7 +17,8 @@ if TYPE_CHECKING:
 
     from kvpop_vllm.policies import Policy
 
-_policies: dict[int, tuple[weakref.ref, Any]] = {}
+_policies = WeakIdKeyDictionary()
+"""Resolved policy of each config."""
 
 
 def requested(config: VllmConfig | EngineArgs) -> bool:
@@ -30,18 +27,21 @@ def requested(config: VllmConfig | EngineArgs) -> bool:
     return isinstance(additional, dict) and additional.get(ADDITIONAL_CONFIG_KEY) is not None
 
 
+def current_config() -> VllmConfig | None:
+    """Return the config that vLLM sets up an engine with now if it asks for a policy, else None."""
+    vllm_config = get_current_vllm_config_or_none()
+    return vllm_config if vllm_config is not None and requested(vllm_config) else None
+
+
 def engine_policy(vllm_config: VllmConfig) -> Policy:
     """Return the resolved policy of this engine, which is the same object for every layer.
 
     Raises:
         ConfigError: the policy cannot work with this model.
     """
-    known = _policies.get(id(vllm_config))
-    if known is not None and known[0]() is vllm_config:
-        return known[1]
-    policy, key = _resolve(vllm_config), id(vllm_config)
-    _policies[key] = (weakref.ref(vllm_config, lambda _: _policies.pop(key, None)), policy)
-    return policy
+    if vllm_config not in _policies:
+        _policies[vllm_config] = _resolve(vllm_config)
+    return _policies[vllm_config]
 
 
 def checkpoint_section(vllm_config: VllmConfig) -> dict | None:

@@ -7,30 +7,25 @@ from __future__ import annotations
 
 from kvpop_vllm.vllm_glue.patches import wrap
 
-LOOK_UP = "vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks"
-
 
 def apply() -> None:
     """Wrap the look-up of prefix hits, which precedes the allocation of a request's first blocks.
 
     May be called more than once.
     """
-    wrap(LOOK_UP, _look_up)
+    wrap("vllm.v1.core.kv_cache_manager:KVCacheManager.get_computed_blocks", _get_computed_blocks)
 
 
-def _look_up(original):
-    def get_computed_blocks(self, request):
-        from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager
+def _get_computed_blocks(original, self, request):
+    from kvpop_vllm.vllm_glue.cache_spec import FixedBudgetManager
 
-        ours = [each for each in self.coordinator.single_type_managers if isinstance(each, FixedBudgetManager)]
-        for manager in ours:
-            manager.admit(request)
-        blocks, hit, boundary = original(self, request)
-        for manager in ours:  # blocks beyond its own prefix belong to another request's prompt
-            most = manager.reusable(request.request_id) // manager.block_size
-            if hit > most * manager.block_size:
-                blocks = self.create_kv_cache_blocks(tuple(list(group)[:most] for group in blocks.blocks))
-                hit = most * manager.block_size
-        return blocks, hit, boundary
-
-    return get_computed_blocks
+    ours = [each for each in self.coordinator.single_type_managers if isinstance(each, FixedBudgetManager)]
+    for manager in ours:
+        manager.admit(request)
+    blocks, hit, boundary = original(self, request)
+    for manager in ours:  # blocks beyond its own prefix belong to another request's prompt
+        most = manager.reusable(request.request_id) // manager.block_size
+        if hit > most * manager.block_size:
+            blocks = self.create_kv_cache_blocks(tuple(list(group)[:most] for group in blocks.blocks))
+            hit = most * manager.block_size
+    return blocks, hit, boundary

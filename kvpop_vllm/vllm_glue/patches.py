@@ -14,10 +14,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from vllm.exceptions import VLLMValidationError
+from vllm.logger import init_logger
+
 from kvpop_vllm import requests
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError, PolicySettings, check_spelling
-from kvpop_vllm.vllm_glue import cuda, flags, refusals
+from kvpop_vllm.vllm_glue import cuda, engine_policy, flags, refusals
 from kvpop_vllm.vllm_glue.engine_policy import requested
+
+logger = init_logger("vllm.kvpop_vllm")
 
 
 @dataclass(frozen=True)
@@ -137,12 +142,12 @@ LEDGER = (
 _MARK = "_kvpop_wrapped"
 
 
-def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
-    """Replace ``target`` by ``make(original)``, once, however often this is called.
+def wrap(target: str, ours: Callable) -> None:
+    """Have ``target`` return ``ours(original, *args, **kwargs)``, once, however often this is called.
 
     Args:
         target: ``module:function`` or ``module:Class.method``.
-        make: takes the original function and returns its wrapper.
+        ours: takes the original function and its arguments.
 
     Raises:
         LookupError: the target is not in the ledger.
@@ -157,8 +162,15 @@ def wrap(target: str, make: Callable[[Callable], Callable]) -> None:
     original = current.__func__ if kind else current
     if getattr(original, _MARK, False):
         return
-    wrapper = functools.wraps(original)(make(original))
+
+    @functools.wraps(original)
+    def wrapper(*args, **kwargs):
+        return ours(original, *args, **kwargs)
+
     setattr(wrapper, _MARK, True)
+    for method in ("cache_clear", "cache_info"):
+        if hasattr(original, method):
+            setattr(wrapper, method, getattr(original, method))
     setattr(owner, name, kind(wrapper) if kind else wrapper)
 
 
@@ -170,48 +182,33 @@ def apply() -> None:
     wrap("vllm.v1.attention.selector:_cached_get_attn_backend", _cached_get_attn_backend)
 
 
-def _add_cli_args(original):
-    def add_cli_args(parser):
-        parser = original(parser)
-        flags.add_to(parser)
-        return parser
-
-    return add_cli_args
+def _add_cli_args(original, parser):
+    parser = original(parser)
+    flags.add_to(parser)
+    return parser
 
 
-def _from_cli_args(original):
-    def from_cli_args(cls, args):
-        engine_args = original(cls, args)
-        with _one_line_errors():
-            merged = flags.merge(args, engine_args.additional_config)
-        if merged is not engine_args.additional_config:
-            engine_args.additional_config = merged
-        return engine_args
-
-    return from_cli_args
+def _from_cli_args(original, cls, args):
+    engine_args = original(cls, args)
+    with _one_line_errors():
+        engine_args.additional_config = flags.merge(args, engine_args.additional_config)
+    return engine_args
 
 
-def _create_engine_config(original):
-    def create_engine_config(self, *args, **kwargs):
-        with _one_line_errors():
-            check_spelling(self.additional_config)
-            if requested(self):
-                return _config_with_policy(self, original, args, kwargs)
-        return _log_unused_scorers(original(self, *args, **kwargs), "without --kv-policy: serving with a dense cache")
-
-    return create_engine_config
+def _create_engine_config(original, self, *args, **kwargs):
+    with _one_line_errors():
+        check_spelling(self.additional_config)
+        if requested(self):
+            return _config_with_policy(original, self, *args, **kwargs)
+    return _log_unused_scorers(original(self, *args, **kwargs), "without --kv-policy: serving with a dense cache")
 
 
-def _config_with_policy(engine_args, original, args, kwargs):
-    from vllm.logger import init_logger
-
+def _config_with_policy(original, engine_args, *args, **kwargs):
     from kvpop_vllm import policies
-    from kvpop_vllm.vllm_glue.engine_policy import check_checkpoint, choose_model_class, engine_policy
 
     settings = PolicySettings.parse(engine_args.additional_config[ADDITIONAL_CONFIG_KEY])
     cls = policies.get(settings.policy)
     refusals.check_arguments(engine_args)
-    logger = init_logger("vllm.kvpop_vllm")
     protects = refusals.check_prefix_caching(engine_args, cls, settings)
     if engine_args.enable_prefix_caching is None:
         engine_args.enable_prefix_caching = bool(protects)
@@ -221,24 +218,26 @@ def _config_with_policy(engine_args, original, args, kwargs):
             )
     vllm_config = original(engine_args, *args, **kwargs)
     refusals.check_config(vllm_config)
-    policy = engine_policy(vllm_config)
+    policy = engine_policy.engine_policy(vllm_config)
     if vllm_config.device_config.device_type == "cuda":
         cuda.prepare(vllm_config, policy)
-    check_checkpoint(vllm_config)
-    choose_model_class(vllm_config)
+    engine_policy.check_checkpoint(vllm_config)
+    engine_policy.choose_model_class(vllm_config)
+    refusals.check_pipeline(vllm_config, policy)
     wrap("vllm.v1.engine.input_processor:InputProcessor.process_inputs", _process_inputs)
     wrap("vllm.v1.engine.async_llm:AsyncLLM.generate", _generate)
     if policy.scorer_kind is None:
-        _log_unused_scorers(vllm_config, f"by --kv-policy {settings.policy}")
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
-        if policy.checked_shares(slice(None)) is not None:
-            raise ConfigError("--kv-allocator shares blocks among all layers: set --pipeline-parallel-size 1")
-        if policy.draws:  # in model runner V2 only the last rank knows the seeds
-            raise ConfigError(f"--kv-policy {cls.name} draws by seeds of requests: set --pipeline-parallel-size 1")
+        _log_unused_scorers(vllm_config, f"by --kv-policy {policy.name}")
+    _log_policy(policy)
+    return vllm_config
+
+
+def _log_policy(policy) -> None:
+    """Log what a policy keeps of each request."""
     kept = policy.retention
     logger.info(
         "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range)%s",
-        settings.policy,
+        policy.name,
         kept.budget,
         kept.sinks,
         kept.window,
@@ -252,44 +251,37 @@ def _config_with_policy(engine_args, original, args, kwargs):
             "protected: %s of each prompt (--kv-protect-prompt); --max-model-len bounds it, lower that if the pool is too small",
             "all" if policy.protect is True else f"the first {policy.protect} tokens",
         )
-    return vllm_config
 
 
 def _log_unused_scorers(vllm_config, why: str):
     """Log one line if the model is a full checkpoint; return ``vllm_config``."""
-    from vllm.logger import init_logger
-
-    from kvpop_vllm.vllm_glue.engine_policy import checkpoint_section
-
-    if vllm_config.model_config is not None and checkpoint_section(vllm_config) is not None:
-        init_logger("vllm.kvpop_vllm").info("the checkpoint carries KVpop scorers, which are not used %s", why)
+    if vllm_config.model_config is not None and engine_policy.checkpoint_section(vllm_config) is not None:
+        logger.info("the checkpoint carries KVpop scorers, which are not used %s", why)
     return vllm_config
 
 
-def _process_inputs(original):
-    def process_inputs(self, *args, **kwargs):
-        if kwargs.get("resumable") and requested(self.vllm_config):
-            refusals.refuse_streaming_input(self.vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]["policy"])
-        request = original(self, *args, **kwargs)
-        if request.sampling_params is not None and requested(self.vllm_config):
-            params = request.sampling_params
-            prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
-            found = _resolved(self.vllm_config, params, len(prompt))
-            if found is not None:  # a new dictionary, as the old one belongs to the caller
-                params.extra_args = {**params.extra_args, requests.RESOLVED: list(found)}
-        return request
+def _process_inputs(original, self, *args, **kwargs):
+    ours = requested(self.vllm_config)
+    if ours and kwargs.get("resumable"):
+        policy = self.vllm_config.additional_config[ADDITIONAL_CONFIG_KEY]["policy"]
+        raise ConfigError(
+            f"streaming-input requests rewind the sequence, which --kv-policy {policy} cannot: send the whole prompt at once"
+        )
+    request = original(self, *args, **kwargs)
+    params = request.sampling_params
+    if ours and params is not None:
+        prompt = request.prompt_embeds if request.prompt_token_ids is None else request.prompt_token_ids
+        found = _resolved(self.vllm_config, params, len(prompt))
+        if found is not None:  # a new dictionary, as the old one belongs to the caller
+            params.extra_args = {**params.extra_args, requests.RESOLVED: list(found)}
+    return request
 
-    return process_inputs
 
-
-def _generate(original):
-    def generate(self, prompt, sampling_params, *args, **kwargs):
-        if requested(self.vllm_config) and getattr(sampling_params, "extra_args", None):
-            tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
-            _resolved(self.vllm_config, sampling_params, 0 if tokens is None else len(tokens))
-        return original(self, prompt, sampling_params, *args, **kwargs)
-
-    return generate
+def _generate(original, self, prompt, sampling_params, *args, **kwargs):
+    if requested(self.vllm_config) and getattr(sampling_params, "extra_args", None):
+        tokens = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
+        _resolved(self.vllm_config, sampling_params, 0 if tokens is None else len(tokens))
+    return original(self, prompt, sampling_params, *args, **kwargs)
 
 
 def _resolved(vllm_config, params, prompt: int):
@@ -303,12 +295,8 @@ def _resolved(vllm_config, params, prompt: int):
     Raises:
         VLLMValidationError: the request asks for something that it cannot have.
     """
-    from vllm.exceptions import VLLMValidationError
-
-    from kvpop_vllm.vllm_glue.engine_policy import engine_policy
-
     try:
-        return requests.resolve(engine_policy(vllm_config), params.extra_args, prompt)
+        return requests.resolve(engine_policy.engine_policy(vllm_config), params.extra_args, prompt)
     except ConfigError as error:
         raise VLLMValidationError(str(error)) from None
 
@@ -320,27 +308,22 @@ def _clear_caches(function) -> None:
         function = getattr(function, "__wrapped__", None)
 
 
-def _cached_get_attn_backend(original):
-    def choose(*args, **kwargs):
-        from vllm.config import get_current_vllm_config_or_none
-
-        vllm_config = get_current_vllm_config_or_none()
-        if vllm_config is None or not requested(vllm_config):
-            return original(*args, **kwargs)
+def _cached_get_attn_backend(original, *args, **kwargs):
+    vllm_config = engine_policy.current_config()
+    if vllm_config is None:
+        return original(*args, **kwargs)
+    _clear_caches(original)
+    try:
+        backend = original(*args, **kwargs)
+    finally:
         _clear_caches(original)
-        try:
-            backend = original(*args, **kwargs)
-        finally:
-            _clear_caches(original)
-        if getattr(backend, "policy", None) is None:
-            settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
-            refusals.refuse_backend(settings.policy, backend.__name__)
-        return backend
-
-    for name in ("cache_clear", "cache_info"):
-        if hasattr(original, name):  # a wrapper of another plugin may lack it
-            setattr(choose, name, getattr(original, name))
-    return choose
+    if getattr(backend, "policy", None) is None:
+        settings = PolicySettings.parse(vllm_config.additional_config[ADDITIONAL_CONFIG_KEY])
+        raise ConfigError(
+            f"--kv-policy {settings.policy} is in a config that chose the attention backend {backend.__name__}:"
+            " have EngineArgs make the config, by create_engine_config()"
+        )
+    return backend
 
 
 @contextmanager

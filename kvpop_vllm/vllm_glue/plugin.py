@@ -4,13 +4,17 @@ from __future__ import annotations
 
 
 def register() -> None:
-    """Register the late-resolving backends, the model classes of full checkpoints and the flags.
+    """Register the late-resolving backends, the model types and classes of full checkpoints, and the flags.
 
-    This has no effect on an engine without a policy, and it imports no kernel.
+    This has no effect on an engine without a policy, and it imports no kernel and no model: vLLM imports a
+    class only when a checkpoint asks for it.
     """
+    from vllm import ModelRegistry
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    from kvpop_vllm.vllm_glue import cuda, full_checkpoint, patches, select
+    from kvpop_vllm import model_types
+    from kvpop_vllm.supported import ARCHITECTURES
+    from kvpop_vllm.vllm_glue import cuda, patches, select
 
     register_backend(AttentionBackendEnum.CPU_ATTN, "kvpop_vllm.vllm_glue.select.Backend")
     custom = AttentionBackendEnum.CUSTOM
@@ -18,5 +22,7 @@ def register() -> None:
     if before != cuda.BACKEND:
         select.custom_before = before
         register_backend(custom, cuda.BACKEND)
-    full_checkpoint.register()
+    model_types.register()
+    for name in set(ARCHITECTURES.values()) - set(ModelRegistry.get_supported_archs()):
+        ModelRegistry.register_model(name, f"kvpop_vllm.vllm_glue.models:{name}")
     patches.apply()

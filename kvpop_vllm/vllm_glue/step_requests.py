@@ -14,83 +14,67 @@ from kvpop_vllm.kernels.draws import signed
 from kvpop_vllm.requests import RequestCache, of_params
 from kvpop_vllm.vllm_glue.patches import wrap
 
-RUNNER_V1 = "vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata"
-RUNNER_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.prepare_attn"
-ADDED_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.add_requests"
-FINISHED_V2 = "vllm.v1.worker.gpu.model_runner:GPUModelRunner.finish_requests"
 _ASKED = "_kvpop_asked"
 
 
 def apply() -> None:
     """Wrap the building of metadata in model runner V1; may be called more than once."""
-    wrap(RUNNER_V1, _build)
+    wrap("vllm.v1.worker.gpu_model_runner:GPUModelRunner._build_attention_metadata", _build_attention_metadata)
 
 
 def apply_v2() -> None:
     """Wrap model runner V2, which only GPUs have; may be called more than once."""
-    wrap(RUNNER_V2, _prepare)
-    wrap(ADDED_V2, _add)
-    wrap(FINISHED_V2, _finish)
+    runner = "vllm.v1.worker.gpu.model_runner:GPUModelRunner"
+    wrap(f"{runner}.prepare_attn", _prepare_attn)
+    wrap(f"{runner}.add_requests", _add_requests)
+    wrap(f"{runner}.finish_requests", _finish_requests)
 
 
-def _build(original):
-    def build_attention_metadata(self, num_tokens, num_reqs, *args, **kwargs):
-        batch = self.input_batch
-        names = batch.req_ids[:num_reqs]
-        prompts = batch.num_prompt_tokens_cpu_tensor[:num_reqs].to(torch.int64, copy=True)
-        prompts[len(names) :] = 0  # rows of a dummy run
-        params = [self.requests[name].sampling_params for name in names]
+def _build_attention_metadata(original, self, num_tokens, num_reqs, *args, **kwargs):
+    batch = self.input_batch
+    names = batch.req_ids[:num_reqs]
+    prompts = batch.num_prompt_tokens_cpu_tensor[:num_reqs].to(torch.int64, copy=True)
+    prompts[len(names) :] = 0  # rows of a dummy run
+    params = [self.requests[name].sampling_params for name in names]
 
-        def seeds() -> torch.Tensor:
-            own = [0 if each is None else signed(each.seed or 0) for each in params]
-            return torch.tensor(own + [0] * (num_reqs - len(own)))
+    def seeds() -> torch.Tensor:
+        own = [0 if each is None else signed(each.seed or 0) for each in params]
+        return torch.tensor(own + [0] * (num_reqs - len(own)))
 
-        asked = [of_params(each) for each in params] + [None] * (num_reqs - len(names))
-        for group in self._attn_group_iterator():
+    for group in self._attn_group_iterator():
+        _hand_over(group.metadata_builders, prompts, [of_params(each) for each in params], seeds)
+    return original(self, num_tokens, num_reqs, *args, **kwargs)
+
+
+def _add_requests(original, self, scheduler_output):
+    """Keep what requests asked for, because the runner's own states do not."""
+    known = self.__dict__.setdefault(_ASKED, {})
+    for new in scheduler_output.scheduled_new_reqs:
+        known[new.req_id] = of_params(new.sampling_params)
+    return original(self, scheduler_output)
+
+
+def _finish_requests(original, self, scheduler_output):
+    for name in scheduler_output.finished_req_ids:
+        self.__dict__.get(_ASKED, {}).pop(name, None)
+    return original(self, scheduler_output)
+
+
+def _prepare_attn(original, self, input_batch):
+    chosen = input_batch.idx_mapping_np
+    prompts = torch.from_numpy(self.req_states.prompt_len.np[chosen]).long()
+
+    def seeds() -> torch.Tensor:
+        states = self.sampler.sampling_states
+        # 0 for requests without a seed, which vLLM draws
+        return torch.from_numpy(states.seeds.np[chosen] * states.seeds_set[chosen])
+
+    known = self.__dict__.get(_ASKED, {})
+    asked = [known.get(name) for name in input_batch.req_ids]
+    for groups in self.attn_groups:
+        for group in groups:
             _hand_over(group.metadata_builders, prompts, asked, seeds)
-        return original(self, num_tokens, num_reqs, *args, **kwargs)
-
-    return build_attention_metadata
-
-
-def _add(original):
-    def add_requests(self, scheduler_output):
-        """Keep what requests asked for, because the runner's own states do not."""
-        known = self.__dict__.setdefault(_ASKED, {})
-        for new in scheduler_output.scheduled_new_reqs:
-            known[new.req_id] = of_params(new.sampling_params)
-        return original(self, scheduler_output)
-
-    return add_requests
-
-
-def _finish(original):
-    def finish_requests(self, scheduler_output):
-        for name in scheduler_output.finished_req_ids:
-            self.__dict__.get(_ASKED, {}).pop(name, None)
-        return original(self, scheduler_output)
-
-    return finish_requests
-
-
-def _prepare(original):
-    def prepare_attn(self, input_batch):
-        chosen = input_batch.idx_mapping_np
-        prompts = torch.from_numpy(self.req_states.prompt_len.np[chosen]).long()
-
-        def seeds() -> torch.Tensor:
-            states = self.sampler.sampling_states
-            # 0 for requests without a seed, which vLLM draws
-            return torch.from_numpy(states.seeds.np[chosen] * states.seeds_set[chosen])
-
-        known = self.__dict__.get(_ASKED, {})
-        asked = [known.get(name) for name in input_batch.req_ids]
-        for groups in self.attn_groups:
-            for group in groups:
-                _hand_over(group.metadata_builders, prompts, asked, seeds)
-        return original(self, input_batch)
-
-    return prepare_attn
+    return original(self, input_batch)
 
 
 def _hand_over(
@@ -106,4 +90,4 @@ def _hand_over(
     """
     for builder in builders:
         if hasattr(builder, "prompts"):
-            builder.prompts, builder.asked, builder.seeds = prompts, asked, seeds() if builder.draws else None
+            builder.prompts, builder.asked, builder.seeds = prompts, asked, seeds() if builder.policy.draws else None

@@ -17,9 +17,10 @@ from transformers import (
 )
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import RESCALED, Dense, load_model, longest
+from kvpop_vllm.distill.hook import Dense, load_model, longest
 from kvpop_vllm.distill.sparse import Sparse, dense_attention
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.supported import RESCALED_LOGITS
 from kvpop_vllm.testing import write_tiny_model
 
 ROLES = Retention(17, 2, 6)
@@ -104,7 +105,7 @@ def test_positions_of_stretched_rotations():
     assert of(rope_type="yarn", factor=1.5, original_max_position_embeddings=2048) == 4096
 
 
-@pytest.mark.parametrize("name", RESCALED)
+@pytest.mark.parametrize("name", RESCALED_LOGITS)
 def test_models_that_rescale_their_logits_are_refused(tmp_path, name):
     path = write_tiny_model(tmp_path) / "config.json"
     config = json.loads(path.read_text())

@@ -314,12 +314,11 @@ class TestLayer(Pretended):
         layers = Layers(configure(model, POLICIES[policy]))
         impl, cache = layers.impls[0], layers.gpu.clone()[0]
         layer = SimpleNamespace(impl=impl, kv_cache=cache)
-        impl._bind(cache)
-        impl._bind(cache)
-        assert impl._pages[1][0].raw.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+        assert impl._bind(cache) is impl._bind(cache)
+        assert impl._bind(cache)[0].raw.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
         del cache
         clear_layer_kv_caches([layer])
-        assert impl._pages is None
+        assert not impl._pages
 
     @pytest.mark.parametrize("kind", ["kvpop", "trimkv"])
     def test_weights_that_are_loaded_again_go_where_graphs_look_for_them(self, model, kind, tmp_path):

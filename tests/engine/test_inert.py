@@ -23,9 +23,12 @@ from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue import flags, patches, plugin
 
 TESTS = Path(__file__).resolve().parents[1]
-LIGHT = {f"kvpop_vllm{name}" for name in ("", ".config", ".model_types", ".requests", ".roles", ".vllm_glue")} | {
-    f"kvpop_vllm.vllm_glue.{name}"
-    for name in ("plugin", "patches", "flags", "refusals", "select", "cuda", "engine_policy", "full_checkpoint")
+LIGHT = {"kvpop_vllm", "kvpop_vllm.vllm_glue"} | {
+    *(f"kvpop_vllm.{name}" for name in ("config", "flags", "model_types", "requests", "roles", "supported")),
+    *(
+        f"kvpop_vllm.vllm_glue.{name}"
+        for name in ("plugin", "patches", "flags", "refusals", "select", "cuda", "engine_policy")
+    ),
 }
 """Modules of this package that an engine without a policy may import."""
 
@@ -233,5 +236,5 @@ def test_create_engine_config_passes_everything_through(model):
         return config
 
     args = EngineArgs(str(model))
-    assert patches._create_engine_config(original)(args, "context", headless=True) is config
+    assert patches._create_engine_config(original, args, "context", headless=True) is config
     assert seen == [(args, ("context",), {"headless": True})]

@@ -18,9 +18,9 @@ from engine.recorder import Held
 from engine.test_fidelity import EVERY, STEPS
 from engine.test_requests import MOST, Judges
 
-from kvpop_vllm.config import SUPPORTED_HEAD_SIZES
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.pages import cdiv
+from kvpop_vllm.supported import HEAD_SIZES
 from kvpop_vllm.testing import (
     DisturbedSums,
     OraclePolicy,
@@ -38,7 +38,7 @@ JOBS = [Job(1, new=70), Job(BUDGET), Job(150, new=40)]
 """Few requests, because tests/policies/test_product.py and tests/kernels cover the rules in pages."""
 
 
-@pytest.mark.parametrize("size", [size for size in SUPPORTED_HEAD_SIZES if size != 32])
+@pytest.mark.parametrize("size", [size for size in HEAD_SIZES if size != 32])
 def test_head_sizes(tmp_path, size):
     """Every supported head size gives the oracle's results; all other tests use 32."""
     model = str(write_tiny_model(tmp_path / "model", "llama", head_dim=size))

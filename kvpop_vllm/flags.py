@@ -1,0 +1,139 @@
+"""Settings of a fixed-size cache: names, types, defaults and help, in one table.
+
+vLLM's flags, the keys of ``additional_config``, the arguments of ``KVpopCache``, the keys of a request, options of
+``kvpop`` and the tables of ``docs/flags.md`` come from it. It imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ENGINE, CACHE, REQUEST = "engine", "KVpopCache", "request"
+"""Places where a setting applies: vLLM's engine, the cache for transformers, a single request."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting.
+
+    Attributes:
+        name: key of ``additional_config["kv_policy"]`` and argument of ``KVpopCache``, or key of a request.
+        kind: type on vLLM's command line.
+        metavar: what the help and the documents call the value.
+        meaning: one line of help.
+        default: what holds where it is not given, as the help says it.
+        detail: what the help adds to the meaning.
+        least: smallest integer.
+        choices: allowed strings.
+        protects: True for a number of protected prompt tokens, or ``all``.
+        where: where it applies.
+    """
+
+    name: str
+    kind: type
+    metavar: str
+    meaning: str
+    default: str = ""
+    detail: str = ""
+    least: int = 1
+    choices: tuple[str, ...] = ()
+    protects: bool = False
+    where: tuple[str, ...] = (ENGINE, CACHE)
+
+    @property
+    def flag(self) -> str:
+        """Flag of vLLM's command line."""
+        return f"--kv-{self.name.replace('_', '-')}"
+
+    @property
+    def help(self) -> str:
+        """Help of the flag."""
+        return self.meaning + self.detail + (f"; default: {self.default}." if self.default else ".")
+
+
+SETTINGS = (
+    Setting(
+        "policy", str, "NAME",
+        "Keep a fixed number of tokens per KV head, chosen by this policy ('kvpop policies' lists them)",
+    ),
+    Setting("budget", int, "B", "Tokens kept per KV head", "what the scorer's config says"),
+    Setting("compression", float, "C", "Set the budget to max-model-len / C"),
+    Setting("sinks", int, "S", "First tokens that are always kept", "the scorer's, or the policy's own", least=0),
+    Setting(
+        "window", int, "W", "Most recent tokens that are always kept",
+        "what the scorer was trained with at this budget, or the policy's own",
+    ),
+    Setting(
+        "scorer", str, "DIR", "Folder with kvpop_config.json and kvpop_scorer.safetensors", "the checkpoint's own"
+    ),
+    Setting(
+        "correction", str, "NAME", "How outputs are corrected for evicted tokens", "none, but for momentkv",
+        ": 'moment' adds to every output what the moments of the evicted tokens say of theirs, under any policy (MomentKV); "
+        "'none' does not",
+        choices=("none", "moment"),
+    ),
+    Setting(
+        "allocator", str, "NAME", "How layers and heads share the budget", "uniform",
+        ": 'uniform'; 'pyramid', more in lower layers (PyramidKV), both under any policy; 'ada', the heads of a layer divide "
+        "theirs at a prompt's end (Ada-KV), under policies that compress it",
+        choices=("uniform", "pyramid", "ada"),
+    ),
+    Setting(
+        "protect_prompt", str, "all|N", "Never evict the prompt, or its first N tokens",
+        "all under random, vase and rkv, 0 elsewhere", "; these are shared by vLLM's prefix cache", protects=True,
+    ),
+    Setting(
+        "max_budget", int, "B", "Largest budget that a request may ask for (kv_budget)", "the server's own",
+        where=(ENGINE,),
+    ),
+    Setting(
+        "max_protect", str, "all|N", "Most prompt tokens that a request may ask to protect (kv_protect_prompt)",
+        "what --kv-protect-prompt says", protects=True, where=(ENGINE,),
+    ),
+    Setting("max_length", int, "N", "Longest text, for compression and full", "the model's", where=(CACHE,)),
+    Setting("seed", int, "N", "Seed of the draws of random and vase", "0", where=(CACHE,)),
+    Setting("prompt", int, "N", "Tokens that snapkv, pyramidkv and adakv compress", "the text of a call", where=(CACHE,)),
+    Setting("device", str, "DEVICE", "Device of pages and kernels", "the model's", where=(CACHE,)),
+    Setting(
+        "kv_budget", int, "an integer", "B of this request; the window is resolved as for a server with that B",
+        where=(REQUEST,),
+    ),
+    Setting(
+        "kv_protect_prompt", str, '"all" or an integer', "Tokens of this prompt that are never evicted", protects=True,
+        where=(REQUEST,),
+    ),
+    Setting(
+        "kv_seed", int, "a 64-bit integer", "Seed of the draws", "the `seed` of the sampling parameters",
+        where=(REQUEST,),
+    ),
+)  # fmt: skip
+"""All settings, in the order of the help and the documents."""
+
+
+def settings_of(where: str) -> dict[str, Setting]:
+    """Return the settings that apply to ENGINE, CACHE or REQUEST, by name."""
+    return {each.name: each for each in SETTINGS if where in each.where}
+
+
+FLAGS = {name: each.flag for name, each in settings_of(ENGINE).items()}
+"""Command-line flag of each setting of an engine."""
+
+
+def engine_table() -> str:
+    """Return the table of flags, keys and arguments in ``docs/flags.md``."""
+    lines = ["| flag | key and `KVpopCache` argument | default | meaning |", "|---|---|---|---|"]
+    for each in SETTINGS:
+        if REQUEST in each.where:
+            continue
+        flag = f"`{each.flag} {each.metavar}`".replace("|", "\\|") if ENGINE in each.where else "-"
+        only = "" if len(each.where) > 1 else f" ({each.where[0]} only)"
+        lines.append(f"| {flag} | `{each.name}`{only} | {each.default or '-'} | {each.meaning}. |")
+    return "\n".join(lines)
+
+
+def request_table() -> str:
+    """Return the table of the keys of a request in ``docs/flags.md``."""
+    lines = ["| key | value | default | meaning |", "|---|---|---|---|"]
+    for name, each in settings_of(REQUEST).items():
+        lines.append(f"| `{name}` | {each.metavar} | {each.default or 'of the server'} | {each.meaning}. |")
+    return "\n".join(lines)

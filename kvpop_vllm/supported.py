@@ -1,0 +1,133 @@
+"""Models, head sizes and dtypes that are served, and the features of a model that are refused.
+
+This is the only place that says so. vLLM's glue, ``kvpop plan``, the cache for transformers, the choice of
+kernels, training and the tests read it, and the documents are compared with it. It imports neither vLLM nor
+torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+HEAD_SIZES = (32, 64, 80, 96, 128, 256)
+"""Head sizes that are served, by C++ and by Triton."""
+
+DTYPES = {"cpu": ("bfloat16", "float32"), "cuda": ("float16", "bfloat16", "float32")}
+"""Dtypes of model and cache that are served, by platform."""
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """Head sizes and dtypes that the serving ops of an implementation take.
+
+    Attributes:
+        multiple: divisor of the head size.
+        largest: largest head size, None for any.
+        dtypes: names of the dtypes of keys, None for all of torch's floating-point dtypes.
+    """
+
+    multiple: int = 1
+    largest: int | None = None
+    dtypes: tuple[str, ...] | None = None
+
+
+KERNELS = {
+    "reference": Kernels(),
+    "cpp": Kernels(16, None, DTYPES["cpu"]),
+    "triton": Kernels(16, 256, DTYPES["cuda"]),
+}
+"""Head sizes and dtypes of each implementation; HEAD_SIZES are those that are tested, all in both."""
+
+FULL_CHECKPOINT_SUFFIX = "_kvpop"
+"""Suffix of a full checkpoint's model type, after the model type of the base model."""
+
+ARCHITECTURES = {"llama": "LlamaKVpopForCausalLM", "qwen3": "Qwen3KVpopForCausalLM"}
+"""Architecture of the full checkpoint, by base model type; also the name of its class in the vLLM glue.
+
+Only these models hand over what the gates of ``trimkv`` and ``dms`` read.
+"""
+
+STOCK_ARCHITECTURES = {name.replace("KVpop", ""): name for name in ARCHITECTURES.values()}
+"""Architecture of the full checkpoint, by architecture of the base model."""
+
+RESCALED_LOGITS = (
+    "final_logit_softcapping", "lm_head_multiplier", "logit_scale", "logits_scaling", "logits_soft_cap",
+    "output_multiplier",
+)  # fmt: skip
+"""Model settings that rescale logits after the output layer, which training does not support."""
+
+SCALED_BY_POSITION = "llama_4_scaling_beta", "attn_temperature_tuning"
+"""Model settings that scale queries by their position, which training at drawn positions does not support."""
+
+
+def _has_sinks(text: Any) -> bool:
+    kind = getattr(text, "model_type", None)
+    if kind in ("granite", "granite_swa", "granitemoe", "granitemoe_swa"):  # as in vLLM
+        return bool(getattr(text, "attention_sinks", getattr(text, "layer_types", None) is not None))
+    return kind == "gpt_oss" or any(value and "attention_sink" in name for name, value in vars(text).items())
+
+
+def _has_windows(text: Any) -> bool:
+    kinds = getattr(text, "layer_types", None) or ()
+    window = getattr(text, "sliding_window", None) is not None and getattr(text, "use_sliding_window", True)
+    chunks = getattr(text, "attention_chunk_size", None)
+    return bool(window or chunks or any("sliding" in kind or "chunked" in kind for kind in kinds))
+
+
+@dataclass(frozen=True)
+class Refused:
+    """Feature of a model that a fixed-size cache cannot serve.
+
+    Attributes:
+        models: its models, as vLLM's errors call them.
+        feature: the feature itself, as errors of ``kvpop plan`` and of the cache for transformers call it.
+        declared: takes a model's text config and returns whether it declares the feature. Where configs do
+            not tell it reliably, only those who see more than the config do.
+    """
+
+    models: str
+    feature: str
+    declared: Callable[[Any], bool] = lambda text: False
+
+
+REFUSED = {
+    "MLA": Refused("models with multi-head latent attention (MLA)", "latent attention (MLA)"),
+    "encoder-decoder": Refused("encoder-decoder models", "an encoder"),
+    "ALiBi": Refused("models with ALiBi", "ALiBi"),
+    "soft-capping": Refused(
+        "models with attention logit soft-capping",
+        "logit soft-capping in attention",
+        lambda text: bool(getattr(text, "attn_logit_softcapping", None)),
+    ),
+    "attention sinks": Refused("models with attention sinks of their own", "attention sinks of its own", _has_sinks),
+    "shared KV layers": Refused(
+        "models with cross-layer KV sharing",
+        "cross-layer KV sharing",
+        lambda text: bool(getattr(text, "num_kv_shared_layers", 0)),
+    ),
+    "bidirectional images": Refused("models with bidirectional image attention", "bidirectional image attention"),
+    "bidirectional attention": Refused(
+        "models with bidirectional text attention",
+        "attention in both directions",
+        lambda text: not getattr(text, "is_causal", True),
+    ),
+    "recurrent": Refused("models with Mamba or other recurrent layers", "layers other than full attention"),
+    "sliding-window": Refused(
+        "models with sliding-window or chunked layers of their own", "layers other than full attention", _has_windows
+    ),
+}
+"""Refused features by a name that the documents have too."""
+
+
+def refused(text: Any, seen: Mapping[str, Any]) -> list[Refused]:
+    """Return the refused features of a model.
+
+    Args:
+        text: the model's text config, with its keys as attributes.
+        seen: features by their names in REFUSED, with whether the caller sees them in what it knows beside
+            the config.
+    """
+    assert seen.keys() <= REFUSED.keys()
+    return [feature for name, feature in REFUSED.items() if seen.get(name) or feature.declared(text)]

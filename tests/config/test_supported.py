@@ -1,0 +1,100 @@
+"""The table of what is served and refused, and the documents and files that say the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from kvpop_vllm.kernels import dispatch
+from kvpop_vllm.supported import ARCHITECTURES, DTYPES, HEAD_SIZES, KERNELS, REFUSED, STOCK_ARCHITECTURES, refused
+
+ROOT = Path(__file__).parents[2]
+
+
+def document(name: str) -> str:
+    return (ROOT / name).read_text()
+
+
+def listed(values) -> str:
+    *first, last = map(str, values)
+    return f"{', '.join(first)} and {last}"
+
+
+def test_the_readme_says_what_is_served():
+    dtypes = " or ".join(DTYPES["cpu"])
+    assert f"- Head sizes are {listed(HEAD_SIZES)}. On a CPU the dtype is {dtypes}.\n" in document("README.md")
+    models = listed(kind.capitalize() for kind in ARCHITECTURES)
+    assert f"- `trimkv` and `dms` serve {models} models only.\n" in document("README.md")
+
+
+def test_the_documents_say_what_is_refused():
+    text = document("docs/operating.md")
+    table = text[text.index("## What is refused") : text.index("Errors of single requests")].lower()
+    assert all(word in table for name in REFUSED for word in name.lower().split())
+    assert f"| head sizes other than {listed(HEAD_SIZES)} |" in table
+    assert f"| `trimkv`, `dms` on other than {listed(ARCHITECTURES)} |" in table
+    assert f"| float16 on a CPU | Use `--dtype {DTYPES['cpu'][0]}` or `{DTYPES['cpu'][1]}`. |".lower() in table
+
+
+def test_the_document_of_the_kernels():
+    text, largest = document("docs/kernels.md"), KERNELS["triton"].largest
+    sizes = [f"multiples of {KERNELS[name].multiple}" for name in ("cpp", "triton")]
+    assert f"| head sizes | any | {sizes[0]} | {sizes[1]} up to {largest} |" in text
+    dtypes = [", ".join(KERNELS[name].dtypes) for name in ("cpp", "triton")]
+    assert f"| dtypes of the cache | any | {dtypes[0]} | {dtypes[1]} |" in text
+
+
+@pytest.mark.parametrize("op", dispatch.SERVING)
+@pytest.mark.parametrize("name, platform", [("cpp", "cpu"), ("triton", "cuda")])
+def test_what_is_served_has_kernels(op, name, platform):
+    dtypes = {"cpp": dispatch.CPP_DTYPES, "triton": dispatch.TRITON_DTYPES}[name][op]
+    kernels = KERNELS[name]
+    assert [str(dtype) for dtype in dtypes] == [f"torch.{dtype}" for dtype in DTYPES[platform]]
+    assert all(size % kernels.multiple == 0 and size <= (kernels.largest or size) for size in HEAD_SIZES)
+
+
+def test_cpp_is_chosen_for_what_is_served():
+    for size in (*HEAD_SIZES, 24):
+        served = {
+            dispatch.select("decode_step", torch.empty(1, 1, size, dtype=getattr(torch, d))) for d in DTYPES["cpu"]
+        }
+        assert served == ({"cpp"} if size in HEAD_SIZES else {"reference"})
+
+
+def test_every_architecture_has_its_classes():
+    from kvpop_vllm import model_types
+    from kvpop_vllm.hf import full_checkpoint
+    from kvpop_vllm.vllm_glue import gated_attention, models
+
+    for kind, name in ARCHITECTURES.items():
+        assert getattr(model_types, name.replace("ForCausalLM", "Config")).model_type == f"{kind}_kvpop"
+        assert hasattr(full_checkpoint, name) and hasattr(models, name)
+        assert STOCK_ARCHITECTURES[getattr(models, name).__mro__[2].__name__] == name
+        assert any(kind in each.__name__.lower() for each in gated_attention._CLASSES)
+
+
+@pytest.mark.parametrize(
+    "name, declared",
+    [
+        ("soft-capping", {"attn_logit_softcapping": 50.0}),
+        ("attention sinks", {"model_type": "gpt_oss"}),
+        ("attention sinks", {"model_type": "granite", "layer_types": ["full_attention"]}),
+        ("attention sinks", {"use_attention_sinks": True}),
+        ("shared KV layers", {"num_kv_shared_layers": 2}),
+        ("bidirectional attention", {"is_causal": False}),
+        ("sliding-window", {"sliding_window": 64}),
+        ("sliding-window", {"layer_types": ["chunked_attention"]}),
+        ("sliding-window", {"attention_chunk_size": 64}),
+        (None, {"sliding_window": 64, "use_sliding_window": False}),
+        (None, {"attn_logit_softcapping": None, "model_type": "granite", "is_causal": True}),
+    ],
+)
+def test_what_configs_declare(name, declared):
+    assert refused(SimpleNamespace(**declared), {}) == ([REFUSED[name]] if name else [])
+
+
+def test_what_only_the_reader_sees():
+    assert refused(SimpleNamespace(), {"MLA": True, "recurrent": 0}) == [REFUSED["MLA"]]
