@@ -139,6 +139,7 @@ ARROWS = {
     "bench": {"config"},
     "distill": {"scorers", "kernels", "config", "files", "roles", "argument_types"},
     "evaluation": {
+        "hf",
         "attention",
         "distill",
         "policies",
