@@ -6,6 +6,9 @@ it prepare the step. The hook replaces the attention function, by name, by that 
 attention. Torch skips that hook after a KeyboardInterrupt in the pass. The attention is then restored by the
 model's next pass or by the cache's ``reset()``; that of a copy by the copy's. Passes without such a cache are
 unchanged.
+
+A pass is known by its step. Only the arguments of a running pass refer to it, so a weak reference says whether
+another thread is still in the pass.
 """
 
 from __future__ import annotations

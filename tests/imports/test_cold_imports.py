@@ -140,7 +140,6 @@ ARROWS = {
     "distill": {"scorers", "kernels", "config", "files", "roles", "argument_types"},
     "evaluation": {
         "hf",
-        "attention",
         "distill",
         "policies",
         "scorers",
