@@ -95,7 +95,7 @@ class Cells:
         if not self.passes(resolved, asked, values["kl_before"]):
             return None
         about = {name: getattr(resolved.roles, name) if resolved else "" for name in ("topk", "sinks", "window")}
-        about |= {"allocated_bytes": self.allocated(resolved), "state": resolved.state_floats if resolved else 0}
+        about |= {"allocated_bytes": self.allocated(resolved), "state": resolved.policy.state_floats if resolved else 0}
         return self._row(asked, setting, about, values | self.needles_found(resolved), begin)
 
     def steps(self, spec, setting, asked: dict) -> dict | None:

@@ -137,16 +137,11 @@ class ResolvedPolicy:
         self.spec, self.model, self.roles, self.policy = spec, model, roles, policy
         self._heads = slice(0, model.num_kv_heads)
 
-    @property
-    def state_floats(self) -> int:
-        """float32 words of recurrent state per layer and KV head."""
-        return self.policy.state_floats
-
     def request_bytes(self, length: int, dtype: torch.dtype) -> CacheBytes:
         """Return the bytes of a request of ``length`` tokens in pages of the default number of slots."""
         model, policy = self.model, self.policy
         protected = 0 if policy.compresses else protected_tokens(policy.protect, length)
-        layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=self.state_floats)
+        layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=policy.state_floats)
         shares = policy.checked_shares(slice(0, model.num_kv_heads))
         divided = length if policy.adaptive_head_budgets else 0
         return request_bytes(layout, model.num_layers, length, policy.retention, shares, protected, divided)
@@ -191,11 +186,6 @@ class ResolvedPolicy:
     def settings(self) -> dict:
         """Settings of the policy that are not defaults, by their keys in ``kv_policy``."""
         return {name: value for name, value in asdict(self.policy.settings).items() if value is not None}
-
-    @property
-    def shifted(self) -> bool:
-        """True if the gate's score of token t + 1 is used for token t."""
-        return self.policy.shifted
 
     @property
     def protect(self) -> bool | int:

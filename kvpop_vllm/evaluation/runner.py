@@ -18,6 +18,7 @@ from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.init import shape_of
 
 KEYS = ("length", "budget", "equal", "window", "topk", "policy")
 """Fields that identify a line of a table."""
@@ -115,11 +116,13 @@ def evaluate(
         and values from position B on. ``*_by_layer`` are lists of layers of heads.
     """
     dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
+    sizes = shape_of(model.config.get_text_config().to_dict(), "the model's config")
     for number, row in enumerate(rows):
         for length in sorted({s.length for s in settings}):
             tokens = row[None, :length].to(device)
             here = [s for s in settings if s.length == length]
-            pairs = [(s, s.resolve(c, shape_of(model, length), dtype)) for s in here for c in specs]
+            shape = ModelShape(**sizes, max_model_len=length)
+            pairs = [(s, s.resolve(c, shape, dtype)) for s in here for c in specs]
             for _, resolved in pairs:
                 resolved.check_channel(model)
             observer = _Observer(pairs, recall)
@@ -203,26 +206,6 @@ def _next_token(model, tokens, attend, dense=None) -> tuple[dict[str, float], to
             divergence += F.kl_div(logits.log_softmax(-1), exact, reduction="sum", log_target=True).item()
     found = {"nll": loss / len(hidden), "accuracy": hits / len(hidden)}
     return found | ({} if dense is None else {"kl": divergence / len(hidden)}), hidden
-
-
-def shape_of(model: nn.Module, longest: int) -> ModelShape:
-    """Return the shape of a transformers model as policies see it.
-
-    Args:
-        model: the model.
-        longest: maximum tokens of a sequence.
-    """
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    return ModelShape(
-        config.model_type,
-        config.num_hidden_layers,
-        getattr(config, "num_key_value_heads", None) or heads,
-        getattr(config, "head_dim", None) or config.hidden_size // heads,
-        longest,
-        config.hidden_size,
-        heads,
-    )
 
 
 def summarise(records: list[dict]) -> list[dict]:

@@ -56,7 +56,7 @@ def attend_and_keep(
     device, length, rule = q.device, q.shape[2], policy.rules[layer]
     q, k, v = (x.detach().cpu() for x in (q, k, v))
     protected = protected_tokens(policy.protect, length)
-    settings = {"protected": protected, "shifted": policy.shifted, "seed": policy.spec.seed}
+    settings = {"protected": protected, "shifted": policy.policy.shifted, "seed": policy.spec.seed}
     rows, outs, kept = LayerRows(rule, policy.budgets(layer), k, scale, **settings), [], {}
     first = max(rule.sinks, protected)
     for q0 in sorted({*positions, length - 1}):
