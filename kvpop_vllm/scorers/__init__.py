@@ -6,7 +6,6 @@ A new kind is one file and one line in :data:`SCORERS` or :data:`GATES`.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 
 import torch
@@ -62,7 +61,7 @@ def make_config(shape: Mapping, scorer: str, *, source: str, **values) -> Scorer
     config_class = KINDS[scorer].config_class
     keys = {key.name for key in dataclasses.fields(config_class)}
     sizes = {name: shape.get(name) for name in (*shape, "hidden_size") if name in keys}
-    return parse_config(json.loads(json.dumps(config_class(**sizes, **values).to_json())), source)
+    return parse_config(config_class(**sizes, **values).to_json(), source)
 
 
 def parse_config(raw: object, source: str) -> ScorerConfig:

@@ -126,10 +126,9 @@ class ScorerConfig:
 
     def to_json(self) -> dict:
         """Return the contents of ``kvpop_config.json``."""
-        values = asdict(self)
-        if not values["trained"]:
-            del values["trained"]
-        return {"format": FORMAT, "version": VERSION, "scorer": self.scorer, **values}
+        values = {"format": FORMAT, "version": VERSION, "scorer": self.scorer} | asdict(self)
+        trained = list(values.pop("trained"))
+        return values | ({"trained": trained} if trained else {})
 
 
 @dataclass(frozen=True, kw_only=True)
