@@ -72,7 +72,7 @@ test: QUICK := -m "not slow"
 test test-all: model
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(QUICK) tests $(PYTEST_ARGS)
 
-nightly: test-all oldest-triton
+nightly: test-all oldest-triton mutations
 
 # Plants faults, and fails where no test finds one. MUTATIONS: words that files or faults must contain.
 mutations: setup

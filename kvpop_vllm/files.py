@@ -13,14 +13,15 @@ from pathlib import Path
 def replacing(path: Path) -> Iterator[Path]:
     """Yield a path to write a file or folder to, which becomes ``path`` once it is on the disk.
 
-    After an error it is removed, and what was at ``path`` is still there.
+    After an error it is removed, and what was at ``path`` is still there. Each process has a draft of its own.
     """
-    draft = path.with_name(f".{path.name}.partial")
-    remove(draft)  # of a run that was killed
+    draft = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    remove(draft)
     try:
         yield draft
         to_disk(draft)
         os.replace(draft, path)
+        _sync(path.parent)
     except BaseException:
         remove(draft)
         raise
@@ -41,7 +42,13 @@ def remove(path: Path) -> None:
 
 
 def to_disk(path: Path) -> None:
-    """Flush a file or folder to the disk."""
+    """Flush a file, or a folder with all that is in it, to the disk."""
+    for each in path.rglob("*") if path.is_dir() else ():
+        _sync(each)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

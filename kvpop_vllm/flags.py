@@ -22,7 +22,7 @@ class Setting:
         metavar: what the help and the documents call the value.
         meaning: one line of help.
         default: what holds where it is not given, as the help says it.
-        detail: what the help adds to the meaning.
+        detail: what the help adds to the meaning, beginning with ": " or "; ".
         least: smallest integer.
         choices: allowed strings.
         protects: True for a number of protected prompt tokens, or ``all``.
@@ -90,7 +90,7 @@ SETTINGS = (
         "max_protect", str, "all|N", "Most prompt tokens that a request may ask to protect (kv_protect_prompt)",
         "what --kv-protect-prompt says", protects=True, where=(ENGINE,),
     ),
-    Setting("max_length", int, "N", "Longest text, for compression and full", "the model's", where=(CACHE,)),
+    Setting("max_length", int, "N", "Longest text, for compression, full and models with sliding windows that are as long", "the model's", where=(CACHE,)),
     Setting("seed", int, "N", "Seed of the draws of random and vase", "0", where=(CACHE,)),
     Setting("prompt", int, "N", "Tokens that snapkv, pyramidkv and adakv compress", "the text of a call", where=(CACHE,)),
     Setting("device", str, "DEVICE", "Device of pages and kernels", "the model's", where=(CACHE,)),

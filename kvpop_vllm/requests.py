@@ -11,12 +11,11 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from kvpop_vllm.config import ConfigError, protected_tokens, protection
-from kvpop_vllm.flags import REQUEST, settings_of
 
 if TYPE_CHECKING:
     from kvpop_vllm.policies import Policy
 
-BUDGET, PROTECT, SEED = KEYS = tuple(settings_of(REQUEST))
+BUDGET, PROTECT, SEED = KEYS = "kv_budget", "kv_protect_prompt", "kv_seed"
 """Keys of a request."""
 RESOLVED = "kvpop"
 """Key of ``extra_args`` that holds the resolved :class:`RequestCache`."""

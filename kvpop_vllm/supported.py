@@ -1,6 +1,6 @@
 """Models, head sizes and dtypes that are served, and the features of a model that are refused.
 
-This is the only place that says so. vLLM's glue, ``kvpop plan``, the cache for transformers, the choice of
+This is where it is decided; constructors of layers repeat what only they can see. vLLM's glue, ``kvpop plan``, the cache for transformers, the choice of
 kernels, training and the tests read it, and the documents are compared with it. It imports neither vLLM nor
 torch.
 """
@@ -38,7 +38,7 @@ KERNELS = {
     "cpp": Kernels(16, None, DTYPES["cpu"]),
     "triton": Kernels(16, 256, DTYPES["cuda"]),
 }
-"""Head sizes and dtypes of each implementation; HEAD_SIZES are those that are tested, all in both."""
+"""Head sizes and dtypes of each implementation; HEAD_SIZES are those that are tested, in C++ and in Triton."""
 
 FULL_CHECKPOINT_SUFFIX = "_kvpop"
 """Suffix of a full checkpoint's model type, after the model type of the base model."""
@@ -83,8 +83,8 @@ class Refused:
     Attributes:
         models: its models, as vLLM's errors call them.
         feature: the feature itself, as errors of ``kvpop plan`` and of the cache for transformers call it.
-        declared: takes a model's text config and returns whether it declares the feature. Where configs do
-            not tell it reliably, only those who see more than the config do.
+        declared: takes a model's text config and returns whether it declares the feature. Where a config
+            does not say so reliably, this is False and the caller's ``seen`` decides.
     """
 
     models: str

@@ -384,14 +384,19 @@ def source_of(file: str) -> str:
     return file if file.endswith(".cpp") else f"{CPP}/cpu/kernels_baseline.cpp"
 
 
-def outcome(tree: Path, mutation: Mutation) -> str:
-    """Return "killed" if the tests fail or crash, "SURVIVED" if they pass, or why they did not run."""
+def run(tree: Path, tests: str, interpreted: bool) -> subprocess.CompletedProcess:
+    """Run tests in a copy of the working tree; ``interpreted`` is for those of Triton's kernels."""
     environment = os.environ | {"PYTHONPATH": str(tree), "OMP_WAIT_POLICY": "passive"}
     environment["PYTHONDONTWRITEBYTECODE"] = "1"  # it would be taken for that of the file before
-    if mutation.file.startswith(TRITON):
+    if interpreted:
         environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(mutation.tests)]
-    done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(tests)]
+    return subprocess.run(command, cwd=tree, env=environment, capture_output=True, text=True)
+
+
+def outcome(tree: Path, mutation: Mutation) -> str:
+    """Return "killed" if the tests fail or crash, "SURVIVED" if they pass, or why they did not run."""
+    done = run(tree, mutation.tests, mutation.file.startswith(TRITON))
     if done.returncode == 1 or done.returncode < 0:  # a test has failed, or the process has crashed
         return "killed"
     return f"NOT RUN (exit {done.returncode}): {done.stdout[-300:]}" if done.returncode else "SURVIVED"
@@ -424,6 +429,11 @@ def main() -> int:
     failed, stale = 0, None
     with tempfile.TemporaryDirectory(prefix="mutations-") as folder:
         tree = copied(Path(folder))
+        for tests in dict.fromkeys(row.tests for row in chosen):
+            interpreted = any(row.tests == tests and row.file.startswith(TRITON) for row in chosen)
+            if run(tree, tests, interpreted).returncode:
+                print(f"without a fault, these fail too: pytest {tests}")
+                return 1
         for number, row in enumerate(chosen, 1):
             begin = time.monotonic()
             if row.file.startswith(CPP) and stale != source_of(row.file):

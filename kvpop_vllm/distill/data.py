@@ -8,6 +8,7 @@ import hashlib
 import json
 from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -79,6 +80,7 @@ class TokenFile:
             "files": [source.fingerprint() for source in sources],
             "tokenizer": tokens.fingerprint(),
         }
+        self.modified = [file.stat().st_mtime_ns for source in sources for file in source.files]
 
     def load(self) -> Stored:
         """Return the tokens.
@@ -89,15 +91,23 @@ class TokenFile:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with open(self.folder / "tokens.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            with suppress(OSError):  # file systems without locks: every process writes, and the last one's file stays
+                fcntl.flock(lock, fcntl.LOCK_EX)
             note = json.loads(self.note.read_text()) if self.note.exists() else {}
-            if note.get("made_from") != self.made_from:
+            if (note.get("made_from"), note.get("modified")) != (self.made_from, self.modified) or not self._whole(
+                note
+            ):
                 note = self._write()
             size, documents = note["ids"], note["documents"]
             ids = np.memmap(self.path, np.int32, "r", shape=size) if size else np.empty(0, np.int32)
             lengths = np.fromfile(self.path, np.int64, documents, offset=4 * size)
             shares = np.fromfile(self.path, np.float64, documents, offset=4 * size + 8 * documents)
         return Stored(ids, lengths, shares, note["read"])
+
+    def _whole(self, note: dict) -> bool:
+        """Return whether the file holds all arrays."""
+        size = 4 * note["ids"] + 16 * note["documents"]
+        return self.path.exists() and self.path.stat().st_size == size
 
     def _write(self) -> dict:
         self.note.unlink(missing_ok=True)  # it is about the file of before
@@ -109,7 +119,13 @@ class TokenFile:
                 shares.append(share_of(document.group or _text_of(document)))
             lengths.tofile(file)
             shares.tofile(file)
-        note = {"made_from": self.made_from, "ids": sum(lengths), "documents": len(lengths), "read": self.read}
+        note = {
+            "made_from": self.made_from,
+            "modified": self.modified,
+            "ids": sum(lengths),
+            "documents": len(lengths),
+            "read": self.read,
+        }
         write_whole(self.note, json.dumps(note) + "\n")
         return note
 
@@ -174,6 +190,8 @@ class PackedTokens:
     ):
         if length < 2:
             raise ConfigError(f"a row needs at least 2 tokens, got length {length}: raise --length")
+        if piece_rows < 1:
+            raise ConfigError(f"a document fills at least 1 row in succession, got piece_rows {piece_rows}")
         if split not in SPLITS:
             raise ConfigError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         if not (validation >= 0 and test >= 0 and validation + test < 1):
@@ -230,7 +248,7 @@ class PackedTokens:
         """Return the pieces of a pass in order, and the tokens up to the end of each, EOS included."""
         if epoch not in self._orders:
             _, first, end = self._pieces
-            order = np.random.RandomState([self.seed, epoch]).permutation(len(first))  # NumPy keeps its numbers
+            order = np.random.RandomState([self.seed % 2**32, epoch]).permutation(len(first))  # NumPy keeps its numbers
             self._orders = {epoch: (order, (end - first + 1)[order].cumsum())}
         return self._orders[epoch]
 

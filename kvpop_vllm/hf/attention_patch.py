@@ -60,7 +60,10 @@ def register_hooks(model: torch.nn.Module, borrows: bool) -> torch.nn.Module:
             f"the gate borrows a channel of the queries, which is known where it is in {' and '.join(ARCHITECTURES)} models only: choose another scorer"
         )
     if _before not in decoder._forward_pre_hooks.values():
-        if not _hands_on(decoder):
+        with _turn(decoder):
+            _restore(decoder)
+            hands_on = _hands_on(decoder)
+        if not hands_on:
             refuse_model(model, ["layers that hand no further arguments on to their attention"])
         decoder.register_forward_pre_hook(_before, with_kwargs=True)
         decoder.register_forward_hook(_after, with_kwargs=True, always_call=True)
@@ -79,7 +82,8 @@ def _hands_on(decoder: torch.nn.Module) -> bool:
     def attend(*_):
         raise _Reached
 
-    token = torch.zeros(1, 1, dtype=torch.int64, device=decoder.get_input_embeddings().weight.device)
+    device = decoder.get_input_embeddings().weight.device
+    token = torch.zeros(1, 1, dtype=torch.int64, device="cpu" if device.type == "meta" else device)  # offloaded
     own, decoder.config._attn_implementation = decoder.config._attn_implementation, NAME
     try:
         with torch.no_grad():
@@ -100,9 +104,19 @@ It holds the attention before the pass, and the share of the channel that was bo
 it.
 """
 _running = weakref.WeakValueDictionary()
-"""Step of each decoder's pass, by the decoder's id. Only the arguments of a pass refer to its step."""
-_turn = threading.Lock()
-"""Lock that is held while notes are read and changed."""
+"""Step of each decoder's pass, by the decoder's id. Only the arguments of a pass refer to its step.
+
+The traceback of an interrupted pass holds them too, until the thread's next pass or the cache's ``reset()``.
+"""
+_turns = weakref.WeakKeyDictionary()
+"""Lock of each decoder, held while its note is read and changed."""
+_all_turns = threading.Lock()
+
+
+def _turn(decoder):
+    """Return the lock of a decoder."""
+    with _all_turns:
+        return _turns.setdefault(decoder, threading.Lock())
 
 
 def _before(decoder, positional, named):
@@ -124,7 +138,7 @@ def _begin(decoder, positional, named):
     """Return the arguments that replace the caller's in a pass with a cache."""
     cache, inputs = named["past_key_values"], _inputs(decoder, positional, named)
     blocks = [layer.self_attn for layer in decoder.layers]
-    with _turn:
+    with _turn(decoder):
         _restore(decoder)
         step = cache.begin(decoder, *inputs)
         _running[id(decoder)] = step
@@ -149,7 +163,7 @@ def restore_attention(decoder: torch.nn.Module) -> None:
     Raises:
         RuntimeError: the decoder is in a pass of another thread.
     """
-    with _turn:
+    with _turn(decoder):
         _restore(decoder)
 
 

@@ -26,7 +26,7 @@ def check_model(model: torch.nn.Module, max_length: int | None = None) -> None:
     decoder = getattr(model, "get_decoder", lambda: None)()
     blocks = [getattr(layer, "self_attn", None) for layer in getattr(decoder, "layers", ())]
     kinds, window = set(getattr(text, "layer_types", None) or ["full_attention"]), sliding_window(model)
-    inside = max_length is not None and window is not None and max_length <= window
+    inside = isinstance(max_length, int) and window is not None and max_length <= window
     inside = inside and kinds <= {"full_attention", "sliding_attention"}
     seen = {
         "encoder-decoder": model.config.is_encoder_decoder,

@@ -166,7 +166,7 @@ class Policy(ABC):
             "allocator": self.allocator != "uniform",
             "sinks": self.settings.sinks,
         }
-        for flag in [flag for flag, given in without_effect.items() if given and self.keeps_all]:
+        if self.keeps_all and (flag := next((flag for flag, given in without_effect.items() if given), None)):
             raise ConfigError(f"--kv-policy {self.name} keeps every token: leave --kv-{flag} out")
         if self.adaptive_head_budgets and not self.compresses:
             raise ConfigError(

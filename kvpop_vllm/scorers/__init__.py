@@ -60,6 +60,8 @@ def make_config(shape: Mapping, scorer: str, *, source: str, **values) -> Scorer
         raise ConfigError(f"{source}: scorer must be one of {', '.join(KINDS)}, got {scorer!r}")
     config_class = KINDS[scorer].config_class
     keys = {key.name for key in dataclasses.fields(config_class)}
+    if unknown := sorted(values.keys() - keys):
+        raise ConfigError(f"{source}: a scorer of kind {scorer!r} has no {unknown[0]}: leave it out")
     sizes = {name: shape.get(name) for name in (*shape, "hidden_size") if name in keys}
     return parse_config(config_class(**sizes, **values).to_json(), source)
 
@@ -103,5 +105,5 @@ def from_tensors(config: ScorerConfig, tensors: dict[str, torch.Tensor]) -> Scor
         config = dataclasses.replace(config, num_kv_heads=heads)
     with torch.device("meta"):
         module = build(config, **KINDS[config.scorer].sizes(tensors))
-    module.load_state_dict(tensors, assign=True)
+    module.load_state_dict({name: tensor.clone() for name, tensor in tensors.items()}, assign=True)
     return module.requires_grad_(False)

@@ -65,6 +65,8 @@ class Watched:
     Attributes:
         state_blocks: state blocks of a request.
         withheld: blocks that :meth:`small_pool` keeps from requests.
+        poisons: False suspends :meth:`poison`.
+        shares: False without a prefix cache.
     """
 
     llm: object
@@ -72,6 +74,8 @@ class Watched:
     judge: Judge | None
     state_blocks: int = 0
     withheld: int = 0
+    poisons: bool = True
+    shares: bool = True
     names: dict[str, str] = field(default_factory=dict)
 
     @property
@@ -129,7 +133,7 @@ class Watched:
 
         def spoil(blocks):
             at = torch.tensor([block.block_id for block in blocks], dtype=torch.int64)
-            for cache in self.recorder.runner.kv_caches if len(at) else ():
+            for cache in self.recorder.runner.kv_caches if len(at) and self.poisons else ():
                 cache.view(torch.uint8)[at] = 255
 
         def poisoning_free(blocks):

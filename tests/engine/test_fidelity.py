@@ -47,8 +47,9 @@ SLOW = {
     "mass, moments": ("qwen3", "tova", MOMENT | {"sinks": 1, "window": 4}),
     "mass, other roles": ("qwen3", "h2o", {"sinks": 4, "window": 20}),
     "draws, protected": ("qwen3", "random", ALL),
+    "state, protected, no sharing": ("llama", "kvpop", ALL),
 }  # fmt: skip
-"""Name -> kind of model, policy, and options of the case. "GPU" asks for the GPU's metadata builder."""
+"""Name -> kind of model, policy, and options of the case. "GPU" asks for the GPU's metadata builder, "no sharing" for no prefix cache."""
 CASES = QUICK | SLOW
 TEXT = random_prompt(300, seed=98)
 LENGTHS = [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, VOTERS - 1, VOTERS, VOTERS + 1]
@@ -65,7 +66,10 @@ def served(request, case):
         if on_gpu:
             patch.setattr(FixedBudgetBackend, "get_builder_cls", staticmethod(lambda: CudaMetadataBuilder))
         found = case(kind, policy, **options)
-        with serving(found, poisoned=found.judge.protect, num_gpu_blocks_override=241) as engine:
+        shares = not request.param.endswith("no sharing")
+        options = {"num_gpu_blocks_override": 241, "enable_prefix_caching": shares}
+        with serving(found, poisoned=found.judge.protect, **options) as engine:
+            engine.shares = shares
             (builder,) = engine.recorder.runner.attn_groups[0][0].metadata_builders
             assert isinstance(builder, CudaMetadataBuilder) == on_gpu
             kept = [builder.rows.table, builder.rows.positions] if on_gpu else []
@@ -86,6 +90,8 @@ def nothing_is_left(served):
 def hits(engine, answer) -> int:
     """Return the number of tokens of a prompt that is there already: whole blocks that may be shared."""
     prompt, protect = len(answer.prompt_token_ids), engine.judge.protect
+    if not engine.shares:
+        return 0
     if engine.votes:
         return max(0, prompt - VOTERS) // BLOCK * BLOCK
     return max(0, (prompt if protect is True else min(protect, prompt)) - 1) // BLOCK * BLOCK
@@ -226,8 +232,9 @@ def blocks_of(engine) -> set:
     return {b for step in engine.recorder.blocks for _, held in step.running.values() for b in held}
 
 
-def test_a_reused_block_shows_nothing_of_its_former_request(served):
+def test_a_reused_block_shows_nothing_of_its_former_request(served, monkeypatch):
     """Results are the same in a pool of zeros, of other requests' bytes, and of NaN."""
+    monkeypatch.setattr(served, "poisons", False)
     served.chunk(7)
     with served.small_pool(10 + 4 * served.tail_blocks(BUDGET)):
         served.fill_pool(0)

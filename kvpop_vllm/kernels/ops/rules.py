@@ -289,7 +289,7 @@ class RetentionRule(SlotRoles):
         rounds: if set, scores are recomputed at regular intervals (:mod:`kvpop_vllm.kernels.rounds`).
 
     Raises:
-        ValueError: a threshold with a window of less than 2.
+        ValueError: a threshold with a window of less than 2, or a scorer without a kernel that is not stateless.
     """
 
     sinks: int
@@ -306,6 +306,11 @@ class RetentionRule(SlotRoles):
     def __post_init__(self):
         if self.scorer is None:
             object.__setattr__(self, "scorer", NoScore())
+        scorer = self.scorer
+        if scorer.kernel is None and (scorer.coupled or scorer.draws or scorer.recurrent or scorer.keeps_moments):
+            raise ValueError(
+                f"{type(scorer).__name__} has no kernel and reads more than a token's key and value: name a kernel"
+            )
         if self.threshold is not None and self.window < 2:
             raise ValueError("a threshold needs a window of at least 2: set --kv-window to 2 or more")
 
@@ -315,13 +320,15 @@ class RetentionRule(SlotRoles):
         return replace(_moved(self, device), scorer=_moved(self.scorer, device), rounds=rounds)
 
     def of_heads(self, heads: torch.Tensor) -> RetentionRule:
-        """Return the rule of the heads with these indices ``[n]``."""
+        """Return the rule of the heads with these indices ``[n]``, in increasing order."""
+        if len(heads) == len(self.log_gamma):
+            return self
         return replace(self, log_gamma=self.log_gamma[heads], scorer=self.scorer.of_heads(heads))
 
     @functools.cached_property
     def as_gate_scores(self) -> RetentionRule:
         """Rule of a layer whose tokens' scores are passed to the ops."""
-        return replace(self, scorer=GateScore())
+        return replace(self, scorer=GateScore(self.ages, self.threshold))
 
     @property
     def coupled(self) -> bool:
