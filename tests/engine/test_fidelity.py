@@ -67,7 +67,7 @@ def served(request, case):
             patch.setattr(FixedBudgetBackend, "get_builder_cls", staticmethod(lambda: CudaMetadataBuilder))
         found = case(kind, policy, **options)
         shares = not request.param.endswith("no sharing")
-        options = {"num_gpu_blocks_override": 241, "enable_prefix_caching": shares}
+        options = {"num_gpu_blocks_override": 241} | ({} if shares else {"enable_prefix_caching": False})
         with serving(found, poisoned=found.judge.protect, **options) as engine:
             engine.shares = shares
             (builder,) = engine.recorder.runner.attn_groups[0][0].metadata_builders
