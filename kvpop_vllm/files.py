@@ -21,7 +21,6 @@ def replacing(path: Path) -> Iterator[Path]:
         yield draft
         to_disk(draft)
         os.replace(draft, path)
-        _sync(path.parent)
     except BaseException:
         remove(draft)
         raise

@@ -13,6 +13,8 @@ import sys
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 EXTENSION = ROOT / "build/sanitized/kvpop_vllm" / f"_C{EXTENSION_SUFFIXES[0]}"
 
@@ -45,13 +47,14 @@ def main() -> None:
     }
     # Reports are not written by Python, and pytest must not capture them.
     plugins = [f"-p{name}" for name in ("kernels.sanitized", "no:faulthandler", "no:cacheprovider")]
-    pytest = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *plugins, "tests/kernels/sanitized_cases.py"]
+    command = [sys.executable, "-m", "pytest", "-q", "--capture=sys", *plugins, "tests/kernels/sanitized_cases.py"]
     os.chdir(ROOT)
-    os.execve(sys.executable, pytest + sys.argv[1:], environment)
+    os.execve(sys.executable, command + sys.argv[1:], environment)
 
 
-def pytest_configure() -> None:
-    """Load the sanitized extension before any test module imports ``kvpop_vllm._C``."""
+@pytest.hookimpl(tryfirst=True)
+def pytest_load_initial_conftests() -> None:
+    """Load the sanitized extension before any test module or conftest imports ``kvpop_vllm._C``."""
     import torch  # noqa: F401  (the extension's libraries)
 
     import kvpop_vllm
