@@ -298,7 +298,7 @@ TABLE = [
         "kvpop_vllm/attention/step_batch.py",
         "if count and 0 < protected[i] and start <= protected[i] < start + count + ahead:",
         "if count and 0 < protected[i] and start < protected[i] < start + count + ahead:",  # no state behind p
-        f"{PRODUCT} -k 'protected_prompts and kvpop-uniform-none'",
+        "tests/engine/test_fidelity.py -k 'test_chunks and sharing'",
     ),
     Mutation(
         "kvpop_vllm/attention/step_batch.py",
