@@ -140,7 +140,7 @@ class Cells:
         and ``kl_before``, the divergence over as many tokens as every head can hold.
         """
         records = []
-        served = [] if resolved is None else [replace(resolved.spec, serve=True)]
+        served = [] if resolved is None else [resolved.spec]
         for row in self.rows:
             *_, last = evaluate(self.backend.model, [row], served, [setting], recall=False)
             records.append(last | {"kl_before": self.kl_before(resolved, row)})

@@ -138,7 +138,7 @@ def measure(options) -> int:
             say(f"left out: {spec.name} compresses a prompt at its end, and these texts have none: give --prompt")
         elif not options.policies or spec.name in options.policies:
             prompt = {"prompt" if compresses else "protect": options.prompt}
-            chosen.append(replace(spec, **prompt, serve=spec.serve or options.prompt > 0))
+            chosen.append(replace(spec, **prompt))
     if record.KEY["commit"].endswith("+"):
         say("tracked files differ from the commit: no row can be taken over, all is measured")
     cells, settings, problems = Cells(options), [], 0

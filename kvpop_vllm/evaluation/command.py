@@ -124,11 +124,6 @@ def run_eval(options, engine: Callable[[], type]) -> None:
         import torch
 
         torch.set_num_threads(options.threads)
-    if options.task == "text":
-        from kvpop_vllm.evaluation.report import evaluate_text
-
-        evaluate_text(options)
-        return
     from kvpop_vllm.evaluation.backends import TransformersBackend
     from kvpop_vllm.evaluation.tasks import evaluate_task
 

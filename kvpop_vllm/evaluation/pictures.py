@@ -129,38 +129,33 @@ def _curves(table: list[dict], along: str, value: str) -> dict[str, list[tuple[f
     return {name: sorted(points) for name, points in curves.items()}
 
 
-def _against_budget(axis, lines: list[dict], value: str) -> None:
-    for name, points in _curves(lines, "budget", value).items():
-        axis.plot(*zip(*points, strict=True), marker="o", label=name)
-    dense = [line[value] for line in lines if line["policy"] == "dense" and line.get(value) is not None]
-    if dense:
-        axis.axhline(sum(dense) / len(dense), color="black", linestyle=":", label="dense")
-    axis.set(xlabel="budget B, tokens per KV head", ylabel=value)
+def _against_budget(drawing, table: list[dict], plots: list[tuple[str | None, str]]) -> None:
+    """Draw values against the budget, a row of plots for each length; a plot is a kind of record and a value."""
+    lengths = sorted({line["length"] for line in table})
+    drawing.set_size_inches(4 * len(plots), 3.4 * len(lengths))
+    for row, length in zip(drawing.subplots(len(lengths), len(plots), squeeze=False), lengths, strict=True):
+        for axis, (kind, value) in zip(row, plots, strict=True):
+            lines = [x for x in table if x["length"] == length and x.get("kind") == kind]
+            for name, points in _curves(lines, "budget", value).items():
+                axis.plot(*zip(*points, strict=True), marker="o", label=name)
+            dense = [line[value] for line in lines if line["policy"] == "dense" and line.get(value) is not None]
+            if dense:
+                axis.axhline(sum(dense) / len(dense), color="black", linestyle=":", label="dense")
+            axis.set(xlabel="budget B, tokens per KV head", ylabel=value)
+            axis.set_title(f"{kind}, {length:,} tokens" if kind else f"{length:,} tokens", fontsize=9)
+            if kind:  # shares
+                axis.set_ylim(-0.03, 1.03)
+        row[0].legend(fontsize=7)
 
 
 def draw_text(drawing, table: list[dict]) -> None:
-    """Draw perplexity, divergence and output error against the budget, a row of plots for each length."""
-    lengths, values = sorted({line["length"] for line in table}), ("perplexity", "kl", "error")
-    drawing.set_size_inches(4 * len(values), 3.4 * len(lengths))
-    axes = drawing.subplots(len(lengths), len(values), squeeze=False)
-    for row, length in zip(axes, lengths, strict=True):
-        for axis, value in zip(row, values, strict=True):
-            _against_budget(axis, [line for line in table if line["length"] == length], value)
-            axis.set_title(f"{length:,} tokens", fontsize=9)
-        row[0].legend(fontsize=7)
+    """Draw perplexity, divergence and output error against the budget."""
+    _against_budget(drawing, table, [(None, value) for value in ("perplexity", "kl", "error")])
 
 
 def draw_retrieval(drawing, table: list[dict]) -> None:
-    """Draw partial credit against the budget, a row of plots for each length and a column for each kind."""
-    lengths = sorted({line["length"] for line in table})
-    kinds = list(dict.fromkeys(line["kind"] for line in table))
-    drawing.set_size_inches(4 * len(kinds), 3.4 * len(lengths))
-    axes = drawing.subplots(len(lengths), len(kinds), squeeze=False)
-    for row, length in zip(axes, lengths, strict=True):
-        for axis, kind in zip(row, kinds, strict=True):
-            _against_budget(axis, [x for x in table if x["length"] == length and x["kind"] == kind], "partial")
-            axis.set(title=f"{kind}, {length:,} tokens", ylim=(-0.03, 1.03))
-        row[0].legend(fontsize=7)
+    """Draw partial credit against the budget, a column of plots for each kind."""
+    _against_budget(drawing, table, [(kind, "partial") for kind in dict.fromkeys(line["kind"] for line in table)])
 
 
 def draw_replay(drawing, table: list[dict]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -13,18 +13,15 @@ from torch import nn
 from kvpop_vllm import policies
 from kvpop_vllm.cache.accounting import CacheBytes, request_bytes
 from kvpop_vllm.config import ConfigError, PolicySettings, ScorerShape, protected_tokens
-from kvpop_vllm.distill.hook import Attend, borrowed_share
-from kvpop_vllm.distill.retention import kept_at, running_cutoffs
-from kvpop_vllm.distill.sparse import Score, Sparse, recency
+from kvpop_vllm.distill.hook import borrowed_share
 from kvpop_vllm.evaluation.recall import Judge, Recall
-from kvpop_vllm.evaluation.served import Served, attend_and_keep
-from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.ops import KeyNorm, NoScore, RetentionRule
+from kvpop_vllm.evaluation.served import attend_and_keep
+from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.scorers import GATES, Gate, Signals, from_tensors
+from kvpop_vllm.scorers import Gate, Signals
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 from kvpop_vllm.scorers.init import model_shape
 
@@ -38,9 +35,6 @@ class PolicySpec:
         policy: name in the registry.
         scorer: folder of the scorer, or None.
         correction: value of ``--kv-correction``, None for the policy's own.
-        score: scores for whole sequences if they describe the policy completely, corrections aside; else
-            None.
-        serve: True to run the kernels of serving even if scores would suffice.
         allocator: value of ``--kv-allocator``, None for the policy's own.
         protect: value of ``--kv-protect-prompt``, None for the policy's own.
         prompt: number of tokens at the start of a row that are its prompt, None if all are. Only for policies
@@ -52,8 +46,6 @@ class PolicySpec:
     policy: str
     scorer: str | None = None
     correction: str | None = None
-    score: Score | None = None
-    serve: bool = False
     allocator: str | None = None
     protect: bool | int | None = None
     prompt: int | None = None
@@ -69,25 +61,21 @@ class PolicySpec:
         return replace(self, name=f"{self.name}+moment", correction="moment")
 
     def allocated(self, allocator: str) -> PolicySpec:
-        """Return a copy with an allocator, on the kernels of serving."""
+        """Return a copy with an allocator."""
         own = policies.get(self.policy).default_allocator
         name = self.name if allocator == own else f"{self.name}+{allocator}"
-        return replace(self, name=name, allocator=allocator, serve=True)
+        return replace(self, name=name, allocator=allocator)
 
     def protecting(self, protect: bool | int, unasked: bool | int) -> PolicySpec:
-        """Return a copy that never evicts prompts or their first tokens, on the kernels of serving.
+        """Return a copy that never evicts prompts or their first tokens.
 
         Args:
             protect: True for whole prompts, else a number of tokens.
             unasked: the task's default; only other values change the name.
         """
         suffix = "+prompt" if protect is True else f"+first {protect}" if protect else "+nothing protected"
-        return replace(
-            self,
-            name=self.name + ("" if (type(protect), protect) == (type(unasked), unasked) else suffix),
-            protect=protect,
-            serve=True,
-        )
+        same = (type(protect), protect) == (type(unasked), unasked)  # True is not 1
+        return replace(self, name=self.name if same else self.name + suffix, protect=protect)
 
     def resolve(
         self, model: ModelShape, budget: int, sinks: int | None = None, window: int | None = None
@@ -146,15 +134,9 @@ class ResolvedPolicy:
         divided = length if policy.adaptive_head_budgets else 0
         return request_bytes(layout, model.num_layers, length, policy.retention, shares, protected, divided)
 
-    @property
-    def by_scores(self) -> bool:
-        """True if scores run the policy, False if the kernels of serving do."""
-        own = self.spec
-        return own.score is not None and not own.uses_moment_correction and not own.serve and not self.protect
-
     @functools.cached_property
     def rules(self) -> list[RetentionRule]:
-        """Rules that the kernels of serving run for all heads of each layer."""
+        """Rules of all heads of each layer, which the kernels of serving run."""
         return [self.policy.layer_rule(layer, self._heads) for layer in range(self.model.num_layers)]
 
     @functools.cached_property
@@ -207,18 +189,8 @@ class ResolvedPolicy:
         rule = self.rules[0]
         return rule.sinks + rule.window if rule.threshold is not None else self.least
 
-    def attend(self) -> Attend:
-        """Return the attention of this policy for whole rows in all layers of a model."""
-        return Sparse(self.spec.score, self.roles) if self.by_scores else Served(self)
-
     def on_dense(
-        self,
-        judge: Judge,
-        layer: int,
-        v: torch.Tensor,
-        positions: list[int],
-        scores: dict,
-        signals: Signals | None = None,
+        self, judge: Judge, layer: int, v: torch.Tensor, positions: list[int], signals: Signals | None = None
     ) -> tuple[Recall | None, torch.Tensor]:
         """Return recall and attention output of the policy on a layer of the dense model.
 
@@ -229,40 +201,19 @@ class ResolvedPolicy:
             layer: index of the layer.
             v: ``[B, H, S, D]``.
             positions: query positions of the recall; empty for none.
-            scores: scores that several settings share, filled by this call.
             signals: what gates read.
 
         Returns:
             The recall, and the output ``[B, Hq, S, D]``. The recall is None without positions, if heads hold
             different numbers of tokens, or if tokens are protected.
         """
-        roles, score = self.roles, self.spec.score
-        log_gamma, key = torch.zeros(judge.k.shape[1], device=v.device), (self.spec.name, roles.window)
-        if score is not None:
-            if key not in scores:
-                scores[key] = score(layer, judge.k, v, roles.window)
-            raw, log_gamma = scores[key]
-        if self.by_scores:
-            rank, cutoff = running_cutoffs(raw, log_gamma, roles)
-            near = dict(sinks=roles.sinks, window=roles.window, scale=judge.scale)
-            out, _ = ops.sparse_attention(judge.q, judge.k, v, rank, cutoff, **near)
-            kept = [kept_at(rank, cutoff, q0, roles) for q0 in positions]
-        else:
-            gate_scores = self.gate_scores(layer, signals)
-            out, kept = attend_and_keep(self, layer, judge.q, judge.k, v, judge.scale, positions, gate_scores)
-        even = not self.protect and all(len(held.sum(-1).unique()) == 1 for held in kept)
-        return judge.recall_of(kept, log_gamma, roles, positions) if positions and even else None, out
-
-
-def _key_norm(layer, k, v, window):
-    return -k.float().norm(dim=-1), torch.zeros(k.shape[1], device=k.device)
-
-
-BY_SCORES: dict[type, Score] = {NoScore: recency, KeyNorm: _key_norm}
-"""Scores for whole sequences, for scorers of serving without tensors.
-
-Policies with other scorers run on the kernels of serving.
-"""
+        gate_scores = self.gate_scores(layer, signals)
+        out, kept = attend_and_keep(self, layer, judge.q, judge.k, v, judge.scale, positions, gate_scores)
+        if not positions or self.protect or any(len(held.sum(-1).unique()) > 1 for held in kept):
+            return None, out
+        log_gamma = self.rules[layer].log_gamma.to(v.device)
+        decay = log_gamma if self.spec.scorer else torch.zeros_like(log_gamma)
+        return judge.recall_of(kept, decay, self.roles, positions), out
 
 
 def training_free(name: str) -> PolicySpec:
@@ -279,29 +230,7 @@ def training_free(name: str) -> PolicySpec:
         raise ConfigError(f"policy {name!r} needs a scorer: give --scorer DIR instead of its name")
     if cls.keeps_all:
         raise ConfigError(f"policy {name!r} evicts nothing, and dense is compared with anyway: leave it out")
-    return PolicySpec(name, name, score=_scores_of(cls))
-
-
-def _scores_of(cls: type[Policy]) -> Score | None:
-    """Return the scores in :data:`BY_SCORES` for a policy if they describe its rule completely, else None.
-
-    The rule is built for a small model and budget.
-    """
-    try:
-        policy = cls(PolicySettings(cls.name, 64), ModelShape("llama", 4, 1, 64, 128))
-        rule = policy.layer_rule(0, slice(0, 1))
-    except ConfigError:
-        return None  # deploy() reports it
-    plain = RetentionRule(rule.sinks, rule.window, rule.log_gamma, scorer=rule.scorer)
-    same = all(
-        getattr(rule, f.name) is getattr(plain, f.name) or getattr(rule, f.name) == getattr(plain, f.name)
-        for f in fields(rule)
-    )
-    # a decay makes equal scores recency, and is not part of the other scores
-    decays = rule.log_gamma < 0
-    described = decays.all() if isinstance(rule.scorer, NoScore) else not decays.any()
-    even = len(policy.shares().unique()) == 1
-    return BY_SCORES.get(type(rule.scorer)) if same and described and even else None
+    return PolicySpec(name, name)
 
 
 def known_training_free() -> list[str]:
@@ -315,18 +244,10 @@ def learned(folder: str, model: str | Path) -> tuple[PolicySpec, ScorerShape]:
     Raises:
         ConfigError: the folder holds no scorer, or one of another model.
     """
-    config, layers = read_scorer(folder)
+    config, _ = read_scorer(folder)
     check_model(config, **model_shape(model), source=folder)
     (policy,) = (cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == config.scorer)
-    if config.scorer in GATES:
-        return PolicySpec(folder, policy, scorer=folder), config.retention
-    scorers = [from_tensors(config, tensors) for tensors in layers]
-
-    def score(layer, k, v, window):
-        scorer = scorers[layer].to(k.device)
-        return scorer(k, v, window=window), scorer.log_gamma()
-
-    return PolicySpec(folder, policy, scorer=folder, score=score), config.retention
+    return PolicySpec(folder, policy, scorer=folder), config.retention
 
 
 def in_registry(scorers: Iterable[str], model: str | Path) -> tuple[list[PolicySpec], list[str]]:

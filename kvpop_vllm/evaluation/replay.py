@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 
@@ -31,20 +33,41 @@ def compare(run: Run, tokens: torch.Tensor, dense: torch.Tensor, bucket: int) ->
         ``*_by_position``: lists of means over buckets of the query's position; the last bucket is shorter if
         they do not divide S - 1. ``bucket`` itself.
     """
-    own = predictions(run, tokens)
-    found = torch.cat([_at(run, own, dense, tokens[1:], a) for a in range(0, len(own), POSITIONS)], 1)
-    means = {name: values.mean().item() for name, values in zip(MEASURES, found, strict=True)}
+    found = token_measures(run.logits, predictions(run, tokens), tokens, dense)
+    means = {name: found[name].mean().item() for name in MEASURES}
     by_position = {
-        f"{name}_by_position": [part.mean().item() for part in values.split(bucket)]
-        for name, values in zip(MEASURES, found, strict=True)
+        f"{name}_by_position": [part.mean().item() for part in found[name].split(bucket)] for name in MEASURES
     }
     return means | by_position | {"bucket": bucket}
 
 
-def _at(run: Run, own: torch.Tensor, dense: torch.Tensor, expected: torch.Tensor, a: int) -> torch.Tensor:
-    """Return :data:`MEASURES` ``[3, n]`` of the positions from ``a`` on, in float64."""
-    cut = slice(a, a + POSITIONS)
-    logp, exact = (run.logits(hidden[cut]).log_softmax(-1) for hidden in (own, dense))
-    nll = F.nll_loss(logp, expected[cut].to(logp.device), reduction="none")
-    kl = F.kl_div(logp, exact, reduction="none", log_target=True).sum(-1)
-    return torch.stack([nll, kl, (logp.argmax(-1) == exact.argmax(-1)).float()]).double().cpu()
+def token_measures(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    tokens: torch.Tensor,
+    dense: torch.Tensor | None = None,
+) -> dict[str, torch.Tensor]:
+    """Return measures of the predictions of all tokens but the first, each ``[S - 1]`` float64 on the CPU.
+
+    Args:
+        logits_of: returns float32 logits ``[n, V]`` of hidden states ``[n, E]``.
+        hidden: ``[S - 1, E]``, hidden states that predict.
+        tokens: ``[S]``.
+        dense: hidden states of the dense model, or None.
+
+    Returns:
+        ``nll`` in nats, ``accuracy`` of the most likely token and, with ``dense``, ``kl`` and ``agreement`` as in
+        :func:`compare`.
+    """
+    parts = []
+    for a in range(0, len(hidden), POSITIONS):
+        cut = slice(a, a + POSITIONS)
+        logp = logits_of(hidden[cut]).log_softmax(-1)
+        expected = tokens[1:][cut].to(logp.device)
+        part = {"nll": F.nll_loss(logp, expected, reduction="none"), "accuracy": logp.argmax(-1) == expected}
+        if dense is not None:
+            exact = logits_of(dense[cut]).log_softmax(-1)
+            part["kl"] = F.kl_div(logp, exact, reduction="none", log_target=True).sum(-1)
+            part["agreement"] = logp.argmax(-1) == exact.argmax(-1)
+        parts.append(part)
+    return {name: torch.cat([part[name].double().cpu() for part in parts]) for name in parts[0]}

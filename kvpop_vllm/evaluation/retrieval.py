@@ -46,16 +46,12 @@ def answers(run: Run, tokenizer, examples: list[Example]) -> Iterator[dict]:
     for example in examples:
         found = run.generate(example.prompt, NEW_TOKENS[example.kind], stop)
         answer = tokenizer.decode(found, skip_special_tokens=True)
-        worth = credit(example.expected, answer)
         number = numbers[example.kind] = numbers.get(example.kind, -1) + 1
-        yield {
-            "kind": example.kind,
+        facts = {name: value for name, value in vars(example).items() if name != "prompt"}
+        facts |= {
             "example": number,
             "tokens": len(example.prompt),
-            "chat": example.chat,
-            "depth": example.depth,
             "expected": list(example.expected),
             "answer": answer,
-            "exact": worth.exact,
-            "partial": worth.partial,
         }
+        yield facts | vars(credit(example.expected, answer))

@@ -7,15 +7,16 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import POSITIONS, GateInputs
+from kvpop_vllm.distill.hook import GateInputs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.recall import Judge
+from kvpop_vllm.evaluation.replay import token_measures
+from kvpop_vllm.evaluation.served import Served
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import shape_of
@@ -98,7 +99,7 @@ def evaluate(
     """Yield one record per row of text, setting and policy, and one per row and length for ``dense``.
 
     Recall is taken on the dense model's keys and queries, so that all policies are judged on the same.
-    Cross-entropy and accuracy are taken with each policy's own sparse mask in all layers.
+    Cross-entropy and accuracy are taken with each policy in all layers, on the kernels of serving.
 
     Args:
         model: from :func:`kvpop_vllm.distill.hook.load_model`.
@@ -131,7 +132,7 @@ def evaluate(
             yield base | {"policy": "dense"} | quality
             for i, (setting, resolved) in enumerate(pairs):
                 names = described(setting, resolved)
-                quality, _ = _next_token(model, tokens, resolved.attend(), dense)
+                quality, _ = _next_token(model, tokens, Served(resolved), dense)
                 yield base | names | quality | observer.record(i)
 
 
@@ -159,10 +160,10 @@ class _Observer(GateInputs):
 
     def __call__(self, layer, q, k, v, scale):
         out, lse = dense_attention(q, k, v, scale)
-        judge, scores, signals = Judge(q, k, lse, scale), {}, self.signals(layer, k, v)
+        judge, signals = Judge(q, k, lse, scale), self.signals(layer, k, v)
         for found, (setting, resolved) in zip(self.layers, self.pairs, strict=True):
             positions = setting.positions if self.recall else []
-            recall, own = resolved.on_dense(judge, layer, v, positions, scores, signals)
+            recall, own = resolved.on_dense(judge, layer, v, positions, signals)
             found.append((recall, _output_error(own, out, resolved.roles.budget)))
         return out
 
@@ -195,17 +196,9 @@ def _next_token(model, tokens, attend, dense=None) -> tuple[dict[str, float], to
     With hidden states of the ``dense`` model, the quality includes the divergence from its predictions.
     """
     hidden = model.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state[0, :-1]
-    head, expected = model.get_output_embeddings(), tokens[0, 1:]
-    loss = hits = divergence = 0.0
-    for a in range(0, len(hidden), POSITIONS):
-        logits = head(hidden[a : a + POSITIONS]).float()
-        loss += F.cross_entropy(logits, expected[a : a + POSITIONS], reduction="sum").item()
-        hits += (logits.argmax(-1) == expected[a : a + POSITIONS]).sum().item()
-        if dense is not None:
-            exact = head(dense[a : a + POSITIONS]).float().log_softmax(-1)
-            divergence += F.kl_div(logits.log_softmax(-1), exact, reduction="sum", log_target=True).item()
-    found = {"nll": loss / len(hidden), "accuracy": hits / len(hidden)}
-    return found | ({} if dense is None else {"kl": divergence / len(hidden)}), hidden
+    head = model.get_output_embeddings()
+    found = token_measures(lambda states: head(states).float(), hidden, tokens[0], dense)
+    return {name: found[name].mean().item() for name in ("nll", "accuracy", "kl") if name in found}, hidden
 
 
 def summarise(records: list[dict]) -> list[dict]:

@@ -1,37 +1,35 @@
-"""`kvpop eval --task retrieval` and `--task replay`, on any backend.
-
-Every policy has its defaults of serving.
-"""
+"""`kvpop eval`: runs a task under policies, prints a table, and writes records and a report."""
 
 from __future__ import annotations
 
 import functools
 import itertools
+import json
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay, retrieval
 from kvpop_vllm.evaluation.backends import Backend, Run
 from kvpop_vllm.evaluation.haystack import replay_rows, sentences
+from kvpop_vllm.evaluation.options import contenders_of, first_rows, settings_of
+from kvpop_vllm.evaluation.output import format_table, records_file
+from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy, known_training_free
-from kvpop_vllm.evaluation.report import (
-    budgets,
-    check_equal_bytes,
-    contenders_of,
-    first_rows,
-    longest_of,
-    run_and_report,
-)
-from kvpop_vllm.evaluation.runner import KEYS, Setting, described, grouped
+from kvpop_vllm.evaluation.runner import KEYS, Setting, described, evaluate, grouped, summarise
 from kvpop_vllm.policies.base import ModelShape
 
+DEFAULT_POLICIES = "streaming-llm", "l2norm", "random"
+"""Policies of ``--task text`` if none are named."""
+TEXT_COLUMNS = (*KEYS, "teacher", "hindsight", "mass", "error", "kl", "perplexity", "accuracy")
 RETRIEVAL_COLUMNS = (*KEYS, "kind", "examples", *retrieval.MEASURES)
 REPLAY_COLUMNS = (*KEYS, "rows", "perplexity", "kl", "kl, all held", "kl, last quarter", "agreement")
 BUCKETS = 16
@@ -44,22 +42,22 @@ class Task(NamedTuple):
     """Task that is done under each policy.
 
     Attributes:
-        material: length -> rows or examples.
-        ask: yields the records of a run on the material of one length.
-        example: returns ``[S]`` tokens of the first row or example, for the map of retained tokens.
+        records: yields the records of all policies with all budgets on a backend.
+        example: ``[S]`` tokens of the first row or example of the greatest length, for maps of retained tokens.
         summarise: makes a table of records.
         columns: columns of the table.
     """
 
-    material: dict[int, list]
-    ask: Callable[[Run, int], Iterator[dict]]
-    example: Callable[[int], torch.Tensor]
+    records: Callable[[Backend, list[PolicySpec], list[Setting]], Iterable[dict]]
+    example: torch.Tensor
     summarise: Callable[[list[dict]], list[dict]]
     columns: tuple[str, ...]
 
 
 def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     """Run the task of the command line, print its table, and write records and report.
+
+    In ``text`` all policies have the same sinks and window, in other tasks their defaults of serving.
 
     Args:
         options: options of the command line.
@@ -71,44 +69,45 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     Raises:
         ConfigError: the options do not fit each other, the model or the data.
     """
-    specs, _ = contenders_of(options, tuple(known_training_free()))
-    settings = _settings(options)
+    is_text = options.task == "text"
+    specs, shapes = contenders_of(options, DEFAULT_POLICIES if is_text else tuple(known_training_free()))
+    settings = settings_of(options, shapes if is_text else None)
     longest, dtype = max(options.length), getattr(torch, options.dtype)
     check_length(options.model, longest)
     shape = ModelShape.of(options.model, longest)
-    if options.policies is None:
+    if options.policies is None and not is_text:
         specs = _deployable(specs, settings, shape, dtype)
-    deployments = deploy_all(specs, settings, shape, dtype)
-    task = {"retrieval": _retrieval, "replay": _replay}[options.task](options)
-    names = {"task": options.task, "backend": options.backend}
-
-    def records(backend: Backend) -> Iterator[dict]:
-        return (names | record for record in run_task(task, backend, deployments))
-
-    maps = [(setting, spec) for setting in longest_of(settings) for spec in specs]
-    example = functools.partial(task.example, longest)
-    return run_and_report(options, backend_class, records, task.summarise, task.columns, maps, example)
-
-
-class Deployment(NamedTuple):
-    """PolicySpec with one budget, and the settings (lengths) that it runs with."""
-
-    resolved: ResolvedPolicy
-    settings: list[Setting]
+    deploy_all(specs, settings, shape, dtype)
+    task = {"text": _text, "retrieval": _retrieval, "replay": _replay}[options.task](options)
+    report, found = Report(options.report) if options.report else None, []
+    with records_file(options.out) if options.out else nullcontext() as file:
+        backend = backend_class(options.model, dtype, longest)
+        for record in task.records(backend, specs, settings):
+            found.append(record)
+            if file:
+                file.write(json.dumps(record) + "\n")
+                file.flush()
+    table = task.summarise(found)
+    print(format_table(table, task.columns))
+    if report:
+        for setting, spec in itertools.product([s for s in settings if s.length == longest], specs):
+            report.add_map(backend, setting, spec, task.example)
+        report.write(options.task, table, task.columns, " ".join(options.data))
+    return table
 
 
 def deploy_all(
     specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype: torch.dtype
-) -> list[Deployment]:
-    """Return every spec with every budget; no model is loaded.
+) -> list[tuple[ResolvedPolicy, list[Setting]]]:
+    """Return every spec with every budget, and the settings (lengths) that it runs with; no model is loaded.
 
     Raises:
         ConfigError: a spec cannot be used with a setting.
     """
-    found: dict[tuple, Deployment] = {}
+    found: dict[tuple, tuple[ResolvedPolicy, list[Setting]]] = {}
     for spec, setting in itertools.product(specs, settings):
         resolved, key = setting.resolve(spec, shape, dtype), (spec.name, setting.budget, setting.equal)
-        found.setdefault(key, Deployment(resolved, [])).settings.append(setting)
+        found.setdefault(key, (resolved, []))[1].append(setting)
     return list(found.values())
 
 
@@ -134,31 +133,37 @@ def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelSh
     return found
 
 
-def run_task(task: Task, backend: Backend, deployments: list[Deployment]) -> Iterator[dict]:
-    """Yield records of the dense model, then of every policy with every budget."""
+def run_task(
+    options, material: dict[int, list], ask: Callable[[Run, int], Iterator[dict]],
+    backend: Backend, specs: list[PolicySpec], settings: list[Setting],
+) -> Iterator[dict]:  # fmt: skip
+    """Yield records of the dense model, then of every policy with every budget.
+
+    Args:
+        options: options of the command line.
+        material: length -> rows or examples.
+        ask: yields the records of a run on the material of one length.
+        backend: what runs the model.
+        specs: policies to compare.
+        settings: lengths and budgets to compare them at.
+    """
+    names = {"task": options.task, "backend": options.backend}
     with backend.start(None) as run:
-        for length in task.material:
-            for record in task.ask(run, length):
-                yield {"length": length, "policy": "dense"} | record
-    for resolved, settings in deployments:
+        for length in material:
+            for record in ask(run, length):
+                yield names | {"length": length, "policy": "dense"} | record
+    for resolved, own in deploy_all(specs, settings, backend.shape, backend.dtype):
         with backend.start(resolved) as run:
-            for setting in settings:
-                for record in task.ask(run, setting.length):
-                    yield {"length": setting.length} | described(setting, resolved) | record
+            for setting in own:
+                for record in ask(run, setting.length):
+                    yield names | {"length": setting.length} | described(setting, resolved) | record
 
 
-def _settings(options) -> list[Setting]:
-    settings = []
-    for length in dict.fromkeys(options.length):
-        for (budget, said), equal in itertools.product(budgets(options, length), options.equal):
-            if budget >= length:
-                raise ConfigError(
-                    f"a budget of {budget} keeps all of {length} tokens: lower --budget or raise --length"
-                )
-            if equal == "bytes":
-                check_equal_bytes(budget, said)
-            settings.append(Setting(length, budget, options.sinks, options.window, equal))
-    return settings
+def _text(options) -> Task:
+    places = {"split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)}
+    packed = PackedTokens(options.data, load_tokenizer(options.model), max(options.length), **places)
+    rows = first_rows(packed.one_pass(), options)
+    return Task(lambda backend, *compared: evaluate(backend.model, rows, *compared), rows[0], summarise, TEXT_COLUMNS)
 
 
 def _retrieval(options) -> Task:
@@ -168,13 +173,13 @@ def _retrieval(options) -> Task:
     material = {n: retrieval.make_examples(options.kinds, tokenizer, text, n, **made) for n in options.length}
     if not tokenizer.chat_template:
         print(f"{options.model} has no chat template: prompts are plain text")
-    return Task(
-        material,
-        lambda run, length: retrieval.answers(run, tokenizer, material[length]),
-        lambda length: torch.tensor(material[length][0].prompt),
-        summarise_retrieval,
-        RETRIEVAL_COLUMNS,
-    )
+
+    def ask(run: Run, length: int) -> Iterator[dict]:
+        return retrieval.answers(run, tokenizer, material[length])
+
+    example = torch.tensor(material[max(options.length)][0].prompt)
+    records = functools.partial(run_task, options, material, ask)
+    return Task(records, example, summarise_retrieval, RETRIEVAL_COLUMNS)
 
 
 def summarise_retrieval(records: list[dict]) -> list[dict]:
@@ -187,18 +192,11 @@ def summarise_retrieval(records: list[dict]) -> list[dict]:
 
 
 def _replay(options) -> Task:
-    rows_of = {
-        "split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)
-    }  # fmt: skip
-    rows = first_rows(replay_rows(options.data, load_tokenizer(options.model), max(options.length), **rows_of), options)
+    places = {"split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)}
+    rows = first_rows(replay_rows(options.data, load_tokenizer(options.model), max(options.length), **places), options)
     material = {length: [row[:length] for row in rows] for length in options.length}
-    return Task(
-        material,
-        Replay(material, options.bucket),
-        lambda length: material[length][0],
-        summarise_replay,
-        REPLAY_COLUMNS,
-    )
+    records = functools.partial(run_task, options, material, Replay(material, options.bucket))
+    return Task(records, rows[0], summarise_replay, REPLAY_COLUMNS)
 
 
 class Replay:

@@ -25,8 +25,8 @@ from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.sparse import Sparse
 from kvpop_vllm.distill.trainer import Process, Trainer
-from kvpop_vllm.evaluation.policies import learned
 from kvpop_vllm.roles import Retention
+from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
@@ -180,11 +180,16 @@ def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monke
             answer = llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)[0].outputs[0].token_ids
         finally:
             stop(llm)
-    spec, shape = learned("both", "both/model")
+    config, layers = read_scorer("both")
+    scorers = [from_tensors(config, tensors) for tensors in layers]
+
+    def score(layer, k, v, window):
+        return scorers[layer](k, v, window=window), scorers[layer].log_gamma()
+
     model = load_model("both/model", torch.float32).eval()
-    tokens, roles = torch.tensor([[*prompt, *answer]]), Retention(budget, shape.sinks, shape.window)
+    tokens, roles = torch.tensor([[*prompt, *answer]]), Retention(budget, config.sinks, config.window)
     with torch.inference_mode():
-        sparse = model(tokens, attend=Sparse(spec.score, roles)).logits[0].log_softmax(-1)
+        sparse = model(tokens, attend=Sparse(score, roles)).logits[0].log_softmax(-1)
         dense = model(tokens, attend=Dense()).logits[0].log_softmax(-1)
     assert (sparse - dense)[budget + 40 :].abs().max() > 0.1, "the budget shows in nothing"
     best = sparse[len(prompt) - 1 : -1].topk(2)

@@ -64,7 +64,7 @@ def test_records_of_before_stay_until_the_new_ones_are_there(kvpop, monkeypatch)
         raise OSError("gone")
 
     with monkeypatch.context() as patch:
-        patch.setattr("kvpop_vllm.evaluation.report.evaluate", fails)
+        patch.setattr("kvpop_vllm.evaluation.tasks.evaluate", fails)
         assert kvpop(*words)[0] == 2
     assert Path("kept.jsonl").read_text() == "before\n" and json.loads(Path("kept.jsonl.draft").read_text())["row"] == 0
     assert kvpop(*words)[0] in (0, None)

@@ -12,9 +12,9 @@ import torch
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.backends import TransformersBackend
+from kvpop_vllm.evaluation.options import contenders_of
 from kvpop_vllm.evaluation.pictures import retention_map
 from kvpop_vllm.evaluation.policies import learned, training_free
-from kvpop_vllm.evaluation.report import contenders_of
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_random_scorer, write_tiny_model
 

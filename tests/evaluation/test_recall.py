@@ -85,16 +85,6 @@ def test_positions_where_nothing_was_evicted_are_refused(layer):
             Judge(q, k, lse, 0.25).recall(torch.zeros(1, 2, S), torch.zeros(2), roles, positions)
 
 
-def test_recency_keeps_the_newest_and_l2norm_small_keys(layer):
-    _, k, _ = layer
-    score, log_gamma = training_free("streaming-llm").score(0, k, k, 6)
-    priority = score.double() - torch.arange(S) * log_gamma.double()[:, None]
-    kept = kept_sets(priority, 2, 6, 8)[0, 0, 60]
-    assert kept.nonzero().flatten().tolist() == [0, 1, *range(47, 61)]
-    score, _ = training_free("l2norm").score(0, k, k, 6)
-    assert torch.equal(score.argmax(-1), k.norm(dim=-1).argmin(-1))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("size", [32, 64, 80, 96, 128])
 @pytest.mark.parametrize("budget", [512, 1000, 1024])
@@ -115,7 +105,7 @@ def test_equal_bytes_are_equal_and_k_is_the_largest(dtype, size, budget):
 
 @pytest.mark.parametrize("positions", [7, S])
 def test_next_token_quality_by_definition(tmp_path, monkeypatch, positions):
-    monkeypatch.setattr("kvpop_vllm.evaluation.runner.POSITIONS", positions)
+    monkeypatch.setattr("kvpop_vllm.evaluation.replay.POSITIONS", positions)
     model = load_model(write_tiny_model(tmp_path / "model"), torch.float32)
     rows = [torch.randint(0, 256, (S,), generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
     records = list(evaluate(model, rows, [training_free("l2norm")], [Setting(S, 30, 2, 6)]))

@@ -1,4 +1,4 @@
-"""Policies that evaluation runs on serving kernels match the naive oracle and their score-based form."""
+"""Policies that evaluation runs on serving kernels match the naive oracle."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ import torch
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
 from kvpop_vllm.distill.hook import load_model, show_hidden_states
-from kvpop_vllm.distill.retention import kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import in_registry, known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
-from kvpop_vllm.evaluation.served import attend_and_keep
+from kvpop_vllm.evaluation.served import Served, attend_and_keep
 from kvpop_vllm.hf.layer import LayerRows
-from kvpop_vllm.kernels.ops import KeyNorm
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.testing import (
@@ -95,33 +93,12 @@ def test_recall_is_of_the_sets_on_dense_queries(layer, name):
         for q0, found in zip(Q0, kept, strict=True):
             assert torch.equal(found[b], visible[:, q0, 2 : q0 - 5])
     judge = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5)
-    recall, again = resolved.on_dense(judge, 0, v, Q0, {})
+    recall, again = resolved.on_dense(judge, 0, v, Q0)
     expected = judge.recall_of(kept, torch.zeros(2), roles, Q0)
     assert torch.equal(recall.hindsight, expected.hindsight) and torch.equal(recall.mass, expected.mass)
     assert torch.equal(again, out)
     _, order = attend_and_keep(resolved, 0, q, k, v, 32**-0.5, Q0[::-1])
     assert all(torch.equal(a, b) for a, b in zip(order[::-1], kept, strict=True))
-
-
-@pytest.mark.parametrize("kind", ["streaming-llm", "l2norm", "mlstm", "mlp"])
-def test_both_ways_are_one(model, layer, tmp_path, kind):
-    """Policies described by scores retain the same tokens in the training mask and in serving pages."""
-    if kind in policies.POLICIES:
-        spec = training_free(kind)
-    else:
-        folder = str(write_random_scorer(tmp_path / "scorer", model, kind, sinks=2, window=6, topk=8, decay_step=3))
-        spec, _ = learned(folder, model)
-    resolved = spec.resolve(SHAPE, 16, 2, 6)
-    roles = resolved.roles
-    assert roles == Retention(16, 2, 6, step=1 if kind in policies.POLICIES else 3) and resolved.by_scores
-    q, k, v = layer
-    rank, cutoff = running_cutoffs(*spec.score(0, k, v, 6), roles)
-    _, kept = attend_and_keep(resolved, 0, q, k, v, 32**-0.5, Q0)
-    for q0, found in zip(Q0, kept, strict=True):
-        assert torch.equal(found, kept_at(rank, cutoff, q0, roles))
-    by_scores = resolved.attend()(0, q, k, v, 32**-0.5)
-    served = dataclasses.replace(spec, serve=True).resolve(SHAPE, 16, 2, 6)
-    torch.testing.assert_close(served.attend()(0, q, k, v, 32**-0.5), by_scores, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("name", ["streaming-llm", "h2o"])
@@ -130,7 +107,7 @@ def test_a_correction_changes_no_decision(layer, name):
     q, k, v = layer
     judge = Judge(q, k, dense_attention(q, k, v, 32**-0.5)[1], 32**-0.5)
     both = training_free(name), training_free(name).corrected()
-    (plain, _), (corrected, _) = (c.resolve(SHAPE, 16, 2, 6).on_dense(judge, 0, v, Q0, {}) for c in both)
+    (plain, _), (corrected, _) = (c.resolve(SHAPE, 16, 2, 6).on_dense(judge, 0, v, Q0) for c in both)
     for measure in ("teacher", "hindsight", "mass"):
         assert torch.equal(getattr(plain, measure), getattr(corrected, measure)), measure
 
@@ -196,31 +173,13 @@ def test_recall_is_left_out_where_heads_hold_different_numbers(model, monkeypatc
     assert "mass" not in line and line["kl"] == uneven["kl"]
 
 
-def test_scores_with_a_decay_are_not_taken_for_those_without(model, layer, monkeypatch):
-    """A policy that ranks by key norms that fade with age runs on the kernels of serving, which know the decay."""
-
-    class Fading(policies.get("l2norm")):
-        name = "fading"
-
-        def rule(self, layer, heads):
-            return self.training_free_rule(heads, KeyNorm(), -0.1)
-
-    monkeypatch.setitem(policies.POLICIES, "fading", Fading)
-    outs = []
-    for name in ("l2norm", "fading"):
-        resolved = training_free(name).resolve(SHAPE, 16, 2, 6)
-        outs.append(resolved.attend()(0, *layer, 32**-0.5))
-        assert resolved.by_scores == (name == "l2norm")
-    assert not torch.allclose(*outs, atol=1e-2)
-
-
 @pytest.mark.parametrize("name", ["random", "vase"])
 def test_draws_follow_the_seed(layer, name):
     """The seed of `kvpop eval` decides what a policy that draws retains."""
     outs = []
     for seed in (0, 0, 1):
         spec = dataclasses.replace(training_free(name), protect=0, seed=seed)
-        outs.append(spec.resolve(SHAPE, 40, 2, 6).attend()(0, *layer, 32**-0.5))
+        outs.append(Served(spec.resolve(SHAPE, 40, 2, 6))(0, *layer, 32**-0.5))
     assert torch.equal(outs[0], outs[1]) and not torch.equal(outs[0], outs[2])
 
 

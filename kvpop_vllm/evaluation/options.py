@@ -1,63 +1,22 @@
-"""`kvpop eval`: evaluates policies on files and prints a table."""
+"""Policies, lengths, budgets and rows that `kvpop eval` is asked for."""
 
 from __future__ import annotations
 
 import itertools
-import json
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import nullcontext
+from collections.abc import Iterable
 from dataclasses import replace
 
 import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
-from kvpop_vllm.distill.data import PackedTokens
-from kvpop_vllm.distill.hook import check_length, vocabulary_of
-from kvpop_vllm.distill.run import load_tokenizer
-from kvpop_vllm.evaluation.backends import Backend, TransformersBackend
-from kvpop_vllm.evaluation.output import format_table, records_file
-from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, learned, training_free
-from kvpop_vllm.evaluation.runner import KEYS, Setting, evaluate, summarise
+from kvpop_vllm.evaluation.runner import Setting
 
 DEFAULT_WINDOW = 64
 """w of all policies if no scorer specifies it."""
-
-COLUMNS = (*KEYS, "teacher", "hindsight", "mass", "error", "kl", "perplexity", "accuracy")
-DEFAULT_POLICIES = "streaming-llm", "l2norm", "random"
 DEFAULT_SHARES = (4,)
 LEAST_AT_EQUAL_BYTES = 512
-
-
-def evaluate_text(options) -> list[dict]:
-    """Evaluate the policies of the command line on text, print the table and write the records.
-
-    Returns:
-        The table.
-
-    Raises:
-        ConfigError: the options do not fit each other, the model or the data.
-    """
-    specs, shapes = contenders_of(options, DEFAULT_POLICIES)
-    settings = _settings(options, shapes)
-    check_length(options.model, max(options.length))
-    packed = PackedTokens(
-        options.data,
-        load_tokenizer(options.model),
-        max(options.length),
-        split=options.split,
-        seed=options.seed,
-        vocab_size=vocabulary_of(options.model),
-    )
-    rows: list[torch.Tensor] = []
-
-    def records(backend: Backend) -> Iterator[dict]:
-        rows.extend(first_rows(packed.one_pass(), options))
-        return evaluate(backend.model, rows, specs, settings)
-
-    maps = [(setting, spec) for setting in longest_of(settings) for spec in specs]
-    return run_and_report(options, TransformersBackend, records, summarise, COLUMNS, maps, lambda: rows[0])
 
 
 def first_rows(rows: Iterable[torch.Tensor], options) -> list[torch.Tensor]:
@@ -74,47 +33,6 @@ def first_rows(rows: Iterable[torch.Tensor], options) -> list[torch.Tensor]:
     if len(found) < options.rows:
         print(f"only {len(found)} of {options.rows} rows: the {options.split} split holds no more")
     return found
-
-
-def run_and_report(
-    options,
-    backend_class: type[Backend],
-    records: Callable[[Backend], Iterable[dict]],
-    summarise: Callable[[list[dict]], list[dict]],
-    columns: tuple[str, ...],
-    maps: list[tuple[Setting, PolicySpec]],
-    example: Callable[[], torch.Tensor],
-) -> list[dict]:
-    """Measure, print the table, and write records and report.
-
-    Args:
-        options: options of the command line.
-        backend_class: makes a backend from model folder, dtype and maximum tokens of a request.
-        records: yields the records; each is written when it comes.
-        summarise: makes a table of records.
-        columns: columns of the table.
-        maps: settings and policies of the report's maps.
-        example: returns the tokens ``[S]`` of the maps.
-
-    Returns:
-        The table.
-    """
-    report, found = Report(options.report) if options.report else None, []
-    # opened before the work is done
-    with records_file(options.out) if options.out else nullcontext() as file:
-        backend = backend_class(options.model, getattr(torch, options.dtype), max(options.length))
-        for record in records(backend):
-            found.append(record)
-            if file:
-                file.write(json.dumps(record) + "\n")
-                file.flush()
-    table = summarise(found)
-    print(format_table(table, columns))
-    if report:
-        for setting, spec in maps:
-            report.add_map(backend, setting, spec, example())
-        report.write(options.task, table, columns, " ".join(options.data))
-    return table
 
 
 def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], dict[str, ScorerShape]]:
@@ -179,13 +97,8 @@ def check_tails(specs: list[PolicySpec]) -> None:
             )
 
 
-def longest_of(settings: list[Setting]) -> list[Setting]:
-    """Return the settings of the greatest length."""
-    return [setting for setting in settings if setting.length == max(s.length for s in settings)]
-
-
 def with_protection(specs: list[PolicySpec], asked: list[bool | int], task: str) -> list[PolicySpec]:
-    """Return each spec with each of these protections, on the kernels of serving.
+    """Return each spec with each of these protections.
 
     Raises:
         ConfigError: whole prompts are to be protected in a task whose rows are all prompt, or a spec compresses prompts.
@@ -205,11 +118,8 @@ def with_protection(specs: list[PolicySpec], asked: list[bool | int], task: str)
 
 
 def with_correction(specs: list[PolicySpec], correction: str) -> list[PolicySpec]:
-    """Return each spec on the kernels of serving, so that they differ in nothing else.
-
-    With ``moment`` a corrected copy of each is added; with ``none`` no spec is corrected.
-    """
-    found = [replace(c, serve=True, correction="none") for c in specs]
+    """Return each spec without correction and, with ``moment``, a corrected copy of each."""
+    found = [replace(c, correction="none") for c in specs]
     return found + [spec.corrected() for spec in found] if correction == "moment" else found
 
 
@@ -242,43 +152,51 @@ def budgets(options, length: int) -> list[tuple[int, str]]:
     return [(length // share, f"{length} / {share} = {length // share}") for share in options.share or DEFAULT_SHARES]
 
 
-def check_equal_bytes(budget: int, said: str) -> None:
-    """Check that a budget is large enough to be compared at equal bytes.
-
-    Args:
-        budget: B in tokens.
-        said: the budget's derivation from :func:`budgets`.
+def _shared_roles(options, shapes: dict[str, ScorerShape], budget: int) -> tuple[int, int]:
+    """Return sinks and window of all policies at a budget: those given, those of the scorers, or defaults.
 
     Raises:
-        ConfigError: it is not.
+        ConfigError: the scorers do not agree, or were not trained with ``--window``.
     """
-    if budget < LEAST_AT_EQUAL_BYTES:
-        raise ConfigError(
-            f"--equal bytes compares budgets of at least {LEAST_AT_EQUAL_BYTES} tokens, where a scorer's state is a small part,"
-            f" and {said} is less: raise --length or --budget, or lower --share"
-        )
-
-
-def _settings(options, shapes: dict[str, ScorerShape]) -> list[Setting]:
-    settings, sinks = [], options.sinks
+    sinks, window = options.sinks, options.window
     if sinks is None:
         sinks = _agreed({folder: shape.sinks for folder, shape in shapes.items()}, "sinks", DEFAULT_SINKS)
+    if window is None:
+        own = {folder: shape.window_for(budget - sinks) for folder, shape in shapes.items()}
+        return sinks, _agreed(own, "window", DEFAULT_WINDOW, f" at a budget of {budget}")
     for shape in shapes.values():
-        if options.window is not None:
-            shape.check_window(options.window, "--window")
-    for length in options.length:
+        shape.check_window(window, "--window")
+    return sinks, window
+
+
+def settings_of(options, shapes: dict[str, ScorerShape] | None) -> list[Setting]:
+    """Return all lengths and budgets of the command line.
+
+    Args:
+        options: options of the command line.
+        shapes: of scorers that determine the sinks and window of all policies; None leaves each its own.
+
+    Raises:
+        ConfigError: a budget is too large or too small, or the scorers do not agree.
+    """
+    settings, beside = [], 1 if shapes is None else 2
+    for length in dict.fromkeys(options.length):
         for (budget, said), equal in itertools.product(budgets(options, length), options.equal):
-            if budget > length - 2:
+            if budget > length - beside:
                 raise ConfigError(
                     f"a budget of {budget} keeps all of {length} tokens: lower --budget or raise --length"
                 )
-            window = options.window
-            if window is None:
-                own = {folder: shape.window_for(budget - sinks) for folder, shape in shapes.items()}
-                window = _agreed(own, "window", DEFAULT_WINDOW, f" at a budget of {budget}")
-            if budget <= sinks + window:
-                raise ConfigError(f"a budget of {said} leaves nothing beside {sinks} sinks and a window of {window}")
-            if equal == "bytes":
-                check_equal_bytes(budget, said)
+            sinks, window = options.sinks, options.window
+            if shapes is not None:
+                sinks, window = _shared_roles(options, shapes, budget)
+                if budget <= sinks + window:
+                    raise ConfigError(
+                        f"a budget of {said} leaves nothing beside {sinks} sinks and a window of {window}"
+                    )
+            if equal == "bytes" and budget < LEAST_AT_EQUAL_BYTES:
+                raise ConfigError(
+                    f"--equal bytes compares budgets of at least {LEAST_AT_EQUAL_BYTES} tokens, where a scorer's state is a small part,"
+                    f" and {said} is less: raise --length or --budget, or lower --share"
+                )
             settings.append(Setting(length, budget, sinks, window, equal))
     return settings
