@@ -18,40 +18,6 @@ from .oracle import (
     margin_bound,
 )
 from .oracle_coupled import corrected_attention, masked_attention, masked_lse, retained_by_attention
+from .oracle_online import decision_margins, retained_sets, retained_sets_static
 from .oracle_policy import LayerDecisions, OraclePolicy
 from .oracle_scores import log_gamma, raw_scores, read_scorer
-from .oracle_sets import (
-    decision_margins,
-    retained_sets,
-    retained_sets_instantaneous,
-    retained_sets_static,
-)
-
-__all__ = [
-    "LayerDecisions",
-    "ErrorBudget",
-    "OracleModel",
-    "OraclePolicy",
-    "OracleRun",
-    "DisturbedSums",
-    "assert_within_budget",
-    "corrected_attention",
-    "decision_margins",
-    "derived_budget",
-    "derived_margin_bound",
-    "eager_runs",
-    "retained_by_attention",
-    "log_gamma",
-    "margin_bound",
-    "masked_attention",
-    "masked_lse",
-    "random_prompt",
-    "raw_scores",
-    "read_scorer",
-    "require_distant_influence",
-    "retained_sets",
-    "retained_sets_instantaneous",
-    "retained_sets_static",
-    "write_random_scorer",
-    "write_tiny_model",
-]

@@ -212,12 +212,12 @@ def _scorer_weights(
 ) -> dict[str, torch.Tensor]:
     """Return one layer's tensors, float32, with the head axis first."""
     heads, pair = config["num_kv_heads"], 2 * config["head_dim"]
+    if config["scorer"] in ("trimkv", "dms"):
+        return _gate_weights(config, sizes, lambda *shape, std: std * torch.randn(*shape, generator=generator))
 
     def normal(*shape: int, std: float) -> torch.Tensor:
         return std * torch.randn(heads, *shape, generator=generator)
 
-    if config["scorer"] in ("trimkv", "dms"):
-        return _gate_weights(config, sizes, generator)
     unit = 1.0 / math.sqrt(pair)
     weights = {"decay_logit": normal(std=1.0)}
     if config["scorer"] == "linear":
@@ -249,13 +249,9 @@ def _scorer_weights(
     return weights
 
 
-def _gate_weights(config: dict, sizes: dict, generator: torch.Generator) -> dict[str, torch.Tensor]:
+def _gate_weights(config: dict, sizes: dict, normal: Callable[..., torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return one layer's gate: betas from far below 1 to almost 1, eviction logits around ``evict``."""
     heads, inner = config["num_kv_heads"], sizes["M"]
-
-    def normal(*shape: int, std: float) -> torch.Tensor:
-        return std * torch.randn(*shape, generator=generator)
-
     if config["scorer"] == "dms":
         weights = {"bias": sizes["evict"] + normal(heads, std=0.3)}
         if config["reads"] == "hidden":

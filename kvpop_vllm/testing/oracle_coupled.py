@@ -6,7 +6,7 @@ import math
 
 import torch
 
-from .oracle_online import Decisions, Rank, retained_by_ranking
+from .oracle_online import Decisions, Rank, Ranking, retained_by_ranking
 from .oracle_scores import MEAN_MASS, MOMENT_RESIDUAL
 
 
@@ -83,8 +83,8 @@ def corrected_attention(
     return out
 
 
-class Masses:
-    """Attention masses of one KV head's tokens, as :class:`Ranking`."""
+class Masses(Ranking):
+    """Attention masses of one KV head's tokens."""
 
     def __init__(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: str) -> None:
         """Begin without any mass; ``query [G, S, D]``, ``key [S, D]`` and ``value [S, D]`` are the head's."""

@@ -1,15 +1,16 @@
-"""The online rule with ranks that depend on what was retained before; part of the naive oracle.
+"""The online rule, query by query; part of the naive oracle.
 
-Retained sets are found query by query, because a rank may depend on the attention of earlier queries, on draws
-for each eviction, or on rounds.
+A retained set is a boolean array ``visible [H, S, S]``: ``visible[h, q, t]`` is True if query ``q`` of KV head
+``h`` sees token ``t``. Sets are found one query after another, because a rank may depend on the attention of
+earlier queries, on draws for each eviction, or on rounds.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Protocol
 
+import numpy as np
 import torch
 
 Rank = tuple[int, float]
@@ -19,11 +20,18 @@ Decisions = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """``visible``, ``margins``, ``scores``, ``lost`` of :class:`LayerDecisions`."""
 
 
-class Ranking(Protocol):
-    """Ranks of one KV head's tokens."""
+class Ranking:
+    """Ranks of one KV head's tokens.
+
+    Attributes:
+        threshold: a token whose raw score is lower is evicted when it leaves the window, None for no threshold.
+    """
+
+    threshold: float | None = None
 
     def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
         """Return the ranks of ``candidates`` before query ``q`` attends; query ``q - 1`` saw ``seen``."""
+        raise NotImplementedError
 
     def attend(self, q: int, seen: list[int], kept: set[int]) -> float:
         """Note that query ``q`` sees ``seen``, of which the long-range tokens are ``kept``.
@@ -31,6 +39,74 @@ class Ranking(Protocol):
         Returns:
             An upper bound of the margin at the next query, ``inf`` if there is none.
         """
+        return math.inf
+
+    def below(self, t: int) -> bool:
+        """Return whether a token fails the threshold."""
+        return False
+
+    def margin(self, q: int, rank: dict[int, Rank], kept: set[int], gone: set[int], new: set[int], full: bool) -> float:
+        """Return the margin of the decision at ``q``, ``inf`` where nothing was decided.
+
+        It is the value of the worst retained candidate minus that of the best evicted one.
+
+        Args:
+            q: the query.
+            rank: ranks of the candidates.
+            kept: candidates that are retained.
+            gone: candidates that are evicted.
+            new: the candidate that leaves the window, if there is one.
+            full: True if all slots are in use.
+        """
+        if not gone or not kept:
+            return math.inf
+        best, worst = max(rank[t] for t in gone), min(rank[t] for t in kept)
+        return worst[1] - best[1] if best[0] == worst[0] != NEW else math.inf
+
+
+class Scored(Ranking):
+    """Ranking by effective scores (KVpop, eq. 18).
+
+    Args:
+        raw: ``[S]``, raw scores; NaN where a token is never ranked.
+        log_gamma: decay in nats per ``step`` positions.
+        step: ``n`` of the decay.
+        ages: True if the effective score is the log of TRIM-KV's ``beta_t^(q - t)``. Margins are then divided by the
+            age of the best evicted token, which gives the units of raw scores.
+        threshold: see :class:`Ranking`.
+    """
+
+    def __init__(
+        self, raw: np.ndarray, log_gamma: float, step: int = 1, ages: bool = False, threshold: float | None = None
+    ) -> None:
+        self.raw, self.log_gamma, self.step, self.ages = raw, log_gamma, step, ages
+        self.threshold = threshold
+
+    def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
+        """Return the effective scores at ``q``."""
+        if self.ages:
+            return {t: (0, (q - t) * float(self.raw[t])) for t in candidates}
+        return {t: (0, float(self.raw[t]) + math.floor((q - t) / self.step) * self.log_gamma) for t in candidates}
+
+    def below(self, t: int) -> bool:
+        """Return whether the raw score is below the threshold."""
+        return self.threshold is not None and float(self.raw[t]) < self.threshold
+
+    def margin(self, q: int, rank: dict[int, Rank], kept: set[int], gone: set[int], new: set[int], full: bool) -> float:
+        """Return the margin at ``q``.
+
+        With a threshold it is the smallest one of all decisions: that a token passed it, or that an evicted one
+        failed it or was the lowest.
+        """
+        if self.threshold is None:
+            best = max(gone, key=rank.get, default=0)
+            return super().margin(q, rank, kept, gone, new, full) / (q - best if self.ages else 1)
+        margins = [float(self.raw[t]) - self.threshold for t in new & kept]
+        lowest = min((rank[t][1] for t in kept), default=math.inf) if full else -math.inf
+        for t in gone:
+            reasons = [self.threshold - float(self.raw[t])] if t in new else []
+            margins.append(max([*reasons, lowest - rank[t][1]]))
+        return min(margins, default=math.inf)
 
 
 def retained_by_ranking(
@@ -39,11 +115,12 @@ def retained_by_ranking(
     dtype: torch.dtype,
     sinks: int,
     window: int,
-    topk: int,
+    topk: int | Sequence[int],
     forced: torch.Tensor | None = None,
     bias: Sequence[tuple[int, int, float]] = (),
+    held: int = 0,
 ) -> Decisions:
-    """Return the retained sets of the online rule.
+    """Return the retained sets of the online rule: an evicted token never returns.
 
     Of equal ranks the older token is evicted.
 
@@ -53,43 +130,56 @@ def retained_by_ranking(
         dtype: dtype of the scores.
         sinks: number of tokens at the beginning that are never evicted.
         window: ``w``.
-        topk: ``k``.
+        topk: ``k``, or k of each head if they differ.
         forced: as in :meth:`OraclePolicy.decide`.
         bias: as in :meth:`OraclePolicy.decide`.
+        held: query before which nothing is evicted.
 
     Returns:
-        Decisions; scores are ``[H, S, 2]``, of the evicted token and of the worst retained one.
+        Decisions; scores are ``[H, S, 2]``, of the evicted token and of the worst retained one. A margin is zero for
+        a tie, *negative* where the ranks would have evicted another token, and ``inf`` where nothing was decided.
+        Sets from another source can so be judged one decision at a time, and one near-tie does not affect later
+        comparisons.
 
     Raises:
-        ValueError: the forced sets cannot result from this budget.
+        ValueError: the forced sets cannot result from this budget (sinks or window missing, a future or evicted
+            token seen, a token evicted while slots were free, too many tokens evicted at once).
     """
     heads = len(rankings)
     visible = torch.zeros(heads, length, length, dtype=torch.bool)
     margins = torch.full((heads, length), math.inf, dtype=torch.float64)
     scores = torch.full((heads, length, 2), math.nan, dtype=dtype)
     lost = torch.full((heads, length), -1)
-    for h, ranking in enumerate(rankings):
+    for h, (ranking, room) in enumerate(zip(rankings, np.broadcast_to(topk, heads).tolist(), strict=True)):
         more = {token: by for head, token, by in bias if head == h}
         kept: set[int] = set()
         seen: list[int] = []
         for q in range(length):
             given = None if forced is None else torch.nonzero(forced[h, q]).flatten().tolist()
-            candidates = kept | ({q - window} if q - window >= sinks else set())
-            surplus, gone = max(0, len(candidates) - topk), set()
-            rank = ranking.ranks(q, candidates, seen) if surplus else {}
-            if given is not None:
+            new = {q - window} if q - window >= sinks else set()
+            candidates = kept | new
+            surplus = max(0, len(candidates) - room) if q >= held else 0
+            judged = surplus or ranking.threshold is not None
+            rank = ranking.ranks(q, candidates, seen) if judged else {}
+            if given is None:
+                gone = {t for t in new if ranking.below(t)}
+                left = candidates - gone if judged else set()
+                worst_first = sorted(left, key=lambda t: (rank[t][0], rank[t][1] + more.get(t, 0.0), t))
+                gone |= set(worst_first[: max(0, surplus - len(gone))])
+            else:
                 gone = candidates - set(given)
-            elif surplus:
-                gone = {min(candidates, key=lambda t: (rank[t][0], rank[t][1] + more.get(t, 0.0), t))}
-            if len(gone) != surplus:
-                raise ValueError(f"head {h}, query {q}: {len(gone)} tokens are lost, {surplus} must be")
             kept = candidates - gone
-            for t in gone:
-                lost[h, q] = t
-                mine, least = rank[t], min((rank[other] for other in kept), default=(NEW, 0.0))
-                if mine[0] == least[0] != NEW:
-                    scores[h, q] = torch.tensor([mine[1], least[1]], dtype=dtype)
-                    margins[h, q] = min(float(margins[h, q]), least[1] - mine[1])
+            full = len(kept) == room > 0
+            below = ranking.threshold is not None and surplus <= len(gone) and (len(kept) == room or gone <= new)
+            if len(gone) != surplus and not below:
+                raise ValueError(f"head {h}, query {q}: {len(gone)} tokens are lost, {surplus} must be")
+            if judged:
+                margins[h, q] = min(float(margins[h, q]), ranking.margin(q, rank, kept, gone, new, full))
+            if gone:
+                best, least = max(sorted(gone), key=rank.get), min((rank[t] for t in kept), default=(NEW, 0.0))
+                lost[h, q] = best
+                if rank[best][0] == least[0] != NEW:
+                    scores[h, q] = torch.tensor([rank[best][1], least[1]], dtype=dtype)
             seen = sorted({*range(min(sinks, q + 1)), *range(max(0, q - window + 1), q + 1), *kept})
             if given is not None and seen != given:
                 raise ValueError(
@@ -98,3 +188,64 @@ def retained_by_ranking(
             visible[h, q, seen] = True
             margins[h, q + 1 : q + 2] = ranking.attend(q, seen, kept)
     return visible, margins, scores, lost
+
+
+def retained_by_scores(
+    scores: np.ndarray,
+    log_gamma: Sequence[float],
+    *shape: object,
+    step: int = 1,
+    ages: bool = False,
+    threshold: float | None = None,
+    **more: object,
+) -> Decisions:
+    """Return the retained sets of the online rule with scores that do not depend on the sets.
+
+    Args:
+        scores: ``[H, S]``.
+        log_gamma: decay of each head.
+        shape: sinks, ``w`` and ``k``.
+        step: see :class:`Scored`.
+        ages: see :class:`Scored`.
+        threshold: see :class:`Scored`.
+        more: ``forced`` and ``held`` of :func:`retained_by_ranking`.
+    """
+    heads = zip(scores.astype(np.float64), log_gamma, strict=True)
+    rankings = [Scored(raw, decay, step, ages, threshold) for raw, decay in heads]
+    return retained_by_ranking(rankings, scores.shape[1], torch.float64, *shape, **more)
+
+
+def retained_sets(
+    scores: np.ndarray, log_gamma: Sequence[float], sinks: int, window: int, topk: int, step: int = 1
+) -> np.ndarray:
+    """Return the sets of :func:`retained_by_scores`."""
+    return retained_by_scores(scores, log_gamma, sinks, window, topk, step=step)[0].numpy()
+
+
+def decision_margins(
+    visible: np.ndarray, scores: np.ndarray, log_gamma: Sequence[float], sinks: int, window: int, topk: int
+) -> np.ndarray:
+    """Return the margins by which scores judge given sets, ``[H, S]``; see :func:`retained_by_ranking`."""
+    forced = torch.from_numpy(visible)
+    return retained_by_scores(scores, log_gamma, sinks, window, topk, forced=forced)[1].numpy()
+
+
+def retained_sets_static(
+    scores: np.ndarray, log_gamma: Sequence[float], sinks: int, window: int, topk: int, step: int = 1
+) -> np.ndarray:
+    """Return the top k of all tokens that were ever eligible, by effective score.
+
+    Nothing is stored from one query to the next. For ``n = 1``, where the order of two tokens never changes, this is
+    a second definition of the online rule (KVpop, eqs. 19, 20 and 26). For ``n > 1`` it is *not* the definition.
+    """
+    heads, length = scores.shape
+    visible = np.zeros((heads, length, length), dtype=bool)
+    t = np.arange(length)
+    for h in range(heads):
+        for q in range(length):
+            visible[h, q] = (t <= q) & ((t < sinks) | (t > q - window))
+            eligible = np.arange(sinks, max(sinks, q - window + 1))
+            effective = scores[h, eligible].astype(np.float64) + (q - eligible) // step * log_gamma[h]
+            order = np.lexsort((eligible, effective))[::-1]
+            visible[h, q, eligible[order[:topk]]] = True
+    return visible

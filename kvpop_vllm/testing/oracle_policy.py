@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
 from .oracle_coupled import corrected_attention, masked_attention, retained_by_attention
+from .oracle_online import retained_by_scores
 from .oracle_random import retained_by_draws
 from .oracle_rounds import REDUNDANCY, SAMPLED_MASS, retained_by_rounds
 from .oracle_scores import (
@@ -24,8 +24,7 @@ from .oracle_scores import (
     raw_scores,
     read_scorer,
 )
-from .oracle_sets import best_lost, decision_margins, retained_sets
-from .oracle_votes import divided_slots, held_until, vote_scores
+from .oracle_votes import divided_slots, vote_scores
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,7 +33,7 @@ class LayerDecisions:
 
     Attributes:
         visible: bool ``[H, S, S]``; ``visible[h, q]`` is the retained set at step ``q``.
-        margins: float64 ``[H, S]``, see :func:`decision_margins`.
+        margins: float64 ``[H, S]``, see :func:`retained_by_ranking`.
         scores: raw ``r_t``, ``[H, S]``, NaN where undefined. For attention masses, which change with ``q``,
             ``[H, S, 2]`` over queries: the scores of the best evicted token and of the worst retained one.
         lost: int64 ``[H, S]``, the best of the tokens evicted at ``q``, -1 if there is none.
@@ -199,11 +198,9 @@ class OraclePolicy:
             biased[head, token] += by
         if self.adaptive_head_budgets:
             topk, divide = divided_slots(biased, self.prompt, *shape)
-        rule = (decay, *shape[:2], topk, self.step, self.ages, self.threshold)
+        rule = {"step": self.step, "ages": self.ages, "threshold": self.threshold, "held": self.prompt}
         if forced is None:
-            forced = held_until(torch.from_numpy(retained_sets(biased, *rule)), self.prompt)
-        sets, raw = np.asarray(forced), scores.numpy()
-        margins = decision_margins(sets, raw, *rule, held=self.prompt)
-        margins[:, self.prompt : self.prompt + 1] = np.minimum(margins[:, self.prompt : self.prompt + 1], divide)
-        lost = best_lost(sets, raw, decay, self.step, self.ages)
-        return LayerDecisions(forced, torch.from_numpy(margins), scores, torch.from_numpy(lost))
+            forced = retained_by_scores(biased, decay, *shape[:2], topk, **rule)[0]
+        _, margins, _, lost = retained_by_scores(scores.numpy(), decay, *shape[:2], topk, **rule, forced=forced)
+        margins[:, self.prompt : self.prompt + 1].clamp_max_(divide)
+        return LayerDecisions(forced, margins, scores, lost)

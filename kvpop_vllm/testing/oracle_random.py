@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from .oracle_online import Decisions, Rank, retained_by_ranking
+from .oracle_online import Decisions, Rank, Ranking, retained_by_ranking
 
 _WORD = 2**64 - 1
 _GOLDEN = 0x9E3779B97F4A7C15
@@ -30,8 +28,8 @@ def draw(seeds: tuple[int, int], layer: int, head: int, q: int, t: int) -> int:
     return _mix(_mix(key + q) + t * _GOLDEN) >> 11
 
 
-class Draws:
-    """Draws of one KV head, as :class:`Ranking`."""
+class Draws(Ranking):
+    """Draws of one KV head."""
 
     def __init__(self, layer: int, head: int, seeds: tuple[int, int]) -> None:
         """Keep what the draws depend on."""
@@ -40,10 +38,6 @@ class Draws:
     def ranks(self, q: int, candidates: set[int], seen: list[int]) -> dict[int, Rank]:
         """Return the draws for the eviction at ``q``."""
         return {t: (0, draw(*self.place, q, t)) for t in candidates}
-
-    def attend(self, q: int, seen: list[int], kept: set[int]) -> float:
-        """Return no bound, because attention does not matter."""
-        return math.inf
 
 
 def retained_by_draws(

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .oracle_online import NEW, Decisions, Rank, retained_by_ranking
+from .oracle_online import NEW, Decisions, Rank, Ranking, retained_by_ranking
 from .oracle_random import draw
 
 SAMPLED_MASS, REDUNDANCY = "sampled mass", "redundancy"
@@ -97,8 +97,8 @@ def redundancy(head: Head, last: int, seen: list[int], sinks: int, queries: int,
     return {t: (_DRAWN, value[i]) for i, t in enumerate(seen) if i >= sinks}, closest
 
 
-class Rounds:
-    """Ranks of the last round of one KV head, as :class:`Ranking`; later tokens rank above all others."""
+class Rounds(Ranking):
+    """Ranks of the last round of one KV head; later tokens rank above all others."""
 
     def __init__(self, head: Head, how: str, sinks: int, window: int, topk: int) -> None:
         """Keep the head, the number of ranked sinks and the budget."""

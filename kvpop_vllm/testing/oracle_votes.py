@@ -67,10 +67,3 @@ def divided_slots(scores: np.ndarray, prompt: int, sinks: int, window: int, topk
     for _, _, h in contested[:free]:
         own[h] += 1
     return own, float(contested[free][0] - contested[free - 1][0])
-
-
-def held_until(visible: torch.Tensor, prompt: int) -> torch.Tensor:
-    """Return retained sets ``[H, S, S]`` in which every query of the prompt sees all tokens before it."""
-    length = visible.shape[-1]
-    whole = torch.ones(length, length, dtype=torch.bool).tril().expand_as(visible)
-    return torch.where((torch.arange(length) < prompt).view(1, -1, 1), whole, visible)

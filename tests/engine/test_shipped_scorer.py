@@ -18,7 +18,7 @@ from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import DisturbedSums, margin_bound, oracle_scores
-from kvpop_vllm.testing.oracle_sets import retained_sets_static
+from kvpop_vllm.testing.oracle_online import retained_sets_static
 
 pytestmark = pytest.mark.slow
 

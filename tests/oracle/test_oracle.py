@@ -22,7 +22,6 @@ from kvpop_vllm.testing import (
     read_scorer,
     require_distant_influence,
     retained_sets,
-    retained_sets_instantaneous,
     retained_sets_static,
     write_random_scorer,
     write_tiny_model,
@@ -118,7 +117,7 @@ def test_online_rule_differs_from_instantaneous_topk():
     for seed in range(12):
         scores, decay = random_scores(seed)
         rule = (scores, 10 * decay, 2, 4, 6, 7)
-        online, instantaneous = retained_sets(*rule), retained_sets_instantaneous(*rule)
+        online, instantaneous = retained_sets(*rule), retained_sets_static(*rule)
         long_range = online & ~retained_sets(scores, decay, 2, 4, 0)
         returned = long_range[:, 1:] & ~online[:, :-1]
         assert not returned.any(), "an evicted token came back"
