@@ -9,6 +9,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
+from kvpop_vllm.kernels.triton._softmax import add_block
 
 LISTED = 1024  # keys that are examined together when lists are built
 LIST_BYTES = 64 << 20  # memory of the lists that exist at the same time
@@ -89,13 +90,7 @@ def _attend_keys(
         visible = (key - held)[None, :] <= query[:, None]
         visible = visible & (query[:, None] < until[None, :])
         logits = tl.where(visible, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)  # 0 for rows without a visible key so far
-        weights = tl.exp2(logits - pivot[:, None])
-        fade = tl.exp2(top - pivot)
-        weight = weight * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(block_v.dtype), block_v, acc * fade[:, None], input_precision=PRECISION)
-        top = new_top
+        top, weight, acc = add_block(logits, block_v, top, weight, acc)
     weight = tl.where(present, weight, 1.0)  # every query sees itself
     acc = acc / weight[:, None]
     head += query.to(tl.int64) * heads  # index in [L, Hq]

@@ -15,8 +15,7 @@ import triton.language as tl
 from kvpop_vllm.kernels.triton._serving_scores import multiply
 from kvpop_vllm.kernels.triton.delayed_mlstm import delayed_mlstm
 
-from kvpop_vllm.kernels.ops import RetentionRule, TokenScorer
-from kvpop_vllm.kernels.pages import Pages
+from kvpop_vllm.kernels.ops import RetentionRule
 
 NORM_EPS = 1e-6
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
@@ -78,31 +77,6 @@ def _multiply(
     acc = multiply(keys, values, token, token, inside, matrix, column, columns, SIZE, ROWS, BLOCK_C, BLOCK_X)
     at = out + (h * tokens + row[:, None].to(tl.int64)) * columns + column[None, :]
     tl.store(at, acc, mask=inside[:, None] & fits[None, :])
-
-
-def load_state(pages: Pages, rows: torch.Tensor, heads: torch.Tensor, weights: TokenScorer) -> State:
-    """Return the states of heads.
-
-    Args:
-        pages: the layer's cache.
-        rows: ``[H, pages]`` state blocks of each head.
-        heads: ``[H]`` indices of the heads in the pages.
-        weights: weights of the scorer.
-    """
-    flat = pages.state[rows, heads.unsqueeze(1)].flatten(1)
-    cells, width = weights.features * weights.value_size, weights.state_floats
-    c = flat[:, :cells].unflatten(1, (weights.features, weights.value_size))
-    return c.unsqueeze(0), flat[None, :, cells : width - 1], flat[None, :, width - 1]
-
-
-def store_state(pages: Pages, rows: torch.Tensor, heads: torch.Tensor, state: State) -> None:
-    """Write states to the pages from which :func:`load_state` reads them."""
-    c, z, m = state
-    flat = torch.cat([c[0].flatten(1), z[0], m[0].unsqueeze(1)], 1)
-    region = pages.state.shape[-1]
-    for i in range(rows.shape[1]):
-        part = flat[:, i * region : (i + 1) * region]
-        pages.put(pages.state[..., : part.shape[1]], (rows[:, i], heads, slice(None)), part)
 
 
 def _products(keys: torch.Tensor, values: torch.Tensor, matrix: torch.Tensor) -> torch.Tensor:
@@ -174,7 +148,7 @@ class Scores:
         The last token of ``read`` is read out after the last new token.
         """
         new = slice(piece.held, None)
-        query = self._features(_products(piece.keys[:, read], piece.values[:, read], self.weights.q_proj))
+        query = self.weights.phi(_products(piece.keys[:, read], piece.values[:, read], self.weights.q_proj))
         skipped = piece.b - piece.a - query.shape[1]
         query = F.pad(query, (0, 0, skipped, 0)).unsqueeze(0)
         h, state = delayed_mlstm(query, *self.inputs(piece.keys[:, new], piece.values[:, new]), delay=0, state=state)
@@ -189,21 +163,10 @@ class Scores:
         """
         w, columns = self.weights, self.weights.k_proj.shape[-1]
         products = _products(keys, values, self.written)
-        key = self._features(products[..., :columns])
+        key = self.weights.phi(products[..., :columns])
         value = values.float() if w.v_proj is None else products[..., columns:-2]
         gates = zip((products[..., -2], products[..., -1]), (w.igate_bias, w.fgate_bias), strict=True)
-        return tuple(x.unsqueeze(0) for x in (key, value, *(self._softcap(a + b.unsqueeze(-1)) for a, b in gates)))
-
-    def _features(self, a: torch.Tensor) -> torch.Tensor:
-        """Return the features of products ``[..., Fp]``."""
-        if self.weights.feature_map == "softmax":
-            return a.softmax(-1)
-        return torch.cat([a.softmax(-1), (-a).softmax(-1)], -1)
-
-    def _softcap(self, a: torch.Tensor) -> torch.Tensor:
-        """Return gate pre-activations after the soft cap, if there is one."""
-        cap = self.weights.gate_softcap
-        return a if cap is None else cap * torch.tanh(a / cap)
+        return tuple(x.unsqueeze(0) for x in (key, value, *(w.softcap(a + b.unsqueeze(-1)) for a, b in gates)))
 
     def _score(self, piece: Piece, read: slice, h: torch.Tensor) -> torch.Tensor:
         """Return the scores of readouts ``h [H, n, Dv]``."""

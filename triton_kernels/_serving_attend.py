@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
 from kvpop_vllm.kernels.triton._serving_pages import MARKS, REFUSED, state_at, word_at
+from kvpop_vllm.kernels.triton._softmax import add_block, faded
 
 
 @triton.jit
@@ -65,13 +66,7 @@ def _walk(
         products = tl.where(seen[None, :], products, float("-inf"))
         if KEPT:
             tl.store(logits[:, None] + slot[None, :], products, mask=present[:, None] & seen[None, :])
-        new_top = tl.maximum(top, tl.max(products, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(products - pivot[:, None])
-        fade = tl.exp2(top - pivot)
-        total = total * fade + tl.sum(weights, 1)
-        acc = tl.dot(weights.to(values.dtype), values, acc * fade[:, None], input_precision=PRECISION)
-        top = new_top
+        top, total, acc = add_block(products, values, top, total, acc)
     return top, total, acc
 
 
@@ -161,8 +156,8 @@ def _combine(
         own_total = tl.load(tops + row * 2 + 1, mask=present, other=1.0)
         own = tl.load(sums + row[:, None] * P.size + column[None, :], mask=inside, other=0.0)
         new_top = tl.maximum(top, own_top)
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)
-        fade, gain = tl.exp2(top - pivot), tl.exp2(own_top - pivot)
+        pivot, fade = faded(top, new_top)
+        gain = tl.exp2(own_top - pivot)
         total = total * fade + own_total * gain
         acc = acc * fade[:, None] + own * gain[:, None]
         top = new_top

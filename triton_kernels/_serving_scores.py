@@ -23,12 +23,8 @@ def _requests(asked, requests, first, P: tl.constexpr, ROWS: tl.constexpr):
     inside = r < requests
     r = tl.where(inside, r, 0).to(tl.int64)
     protected, sinks, window = roles_of(asked, r, P)
-    return (
-        r,
-        tl.load(asked.positions + r * asked.positions_request, mask=inside, other=-1).to(tl.int32) - protected,
-        sinks,
-        window,
-    )
+    position = tl.load(asked.positions + r * asked.positions_request, mask=inside, other=-1).to(tl.int32)
+    return r, position - protected, sinks, window
 
 
 @triton.jit

@@ -6,7 +6,7 @@ It does not wait for the device.
 from __future__ import annotations
 
 import torch
-from kvpop_vllm.kernels.triton._prefill_scores import Scores, store_state
+from kvpop_vllm.kernels.triton._prefill_scores import Scores
 from kvpop_vllm.kernels.triton.delayed_mlstm import last_state
 
 
@@ -21,4 +21,4 @@ def begin_tail(pages, page_table, prefix, *, rule):
     for r, end in enumerate(prefix.tokens.tolist()):
         if end:
             inputs = scores.inputs(*prefix.gather(r, max(0, end - rule.replay), end))
-            store_state(pages, states[r], heads, last_state(*inputs))
+            pages.store_states(states[r], heads, last_state(*inputs))

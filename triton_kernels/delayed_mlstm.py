@@ -197,17 +197,9 @@ class _Layout:
         states = self.empty(*where, self.features, self.width), self.empty(*where, self.features), self.empty(*where)
         first = (None, None, None) if state is None else state
         _states[self.f_blocks, self.v_blocks, self.rows](
-            k,
-            v,
-            self.igate,
-            self.decay,
-            *first,
-            *states,
-            self.length,
-            self.chunks,
-            HAS_FIRST=state is not None,
-            **self.tiles(),
-        )
+            k, v, self.igate, self.decay, *first, *states, self.length, self.chunks,
+            HAS_FIRST=state is not None, **self.tiles(),
+        )  # fmt: skip
         return states
 
 
@@ -247,25 +239,13 @@ class _DelayedMLSTM(torch.autograd.Function):
         qz_grad = F.pad(-(grad * h).sum(-1)[:, :reads], (layout.length - reads, 0))
         qz_grad = layout.padded(qz_grad, 0.0) / denominators
 
-        c_grads, z_grads = (
-            layout.empty(rows, chunks, layout.features, layout.width),
-            layout.empty(rows, chunks, layout.features),
-        )
+        c_grads = layout.empty(rows, chunks, layout.features, layout.width)
+        z_grads = layout.empty(rows, chunks, layout.features)
         flow = layout.empty(layout.f_blocks * layout.v_blocks, rows, chunks)
         _backward_states[layout.f_blocks, layout.v_blocks, rows](
-            q,
-            grad,
-            layout.decay,
-            m_rows,
-            denominators,
-            qz_grad,
-            *states,
-            c_grads,
-            z_grads,
-            flow,
-            *counts,
+            q, grad, layout.decay, m_rows, denominators, qz_grad, *states, c_grads, z_grads, flow, *counts,
             **layout.tiles(),
-        )
+        )  # fmt: skip
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
         dq[:, reads:] = 0
         q_dq, k_dk = (layout.empty(layout.f_blocks, *layout.igate.shape) for _ in range(2))
@@ -274,19 +254,9 @@ class _DelayedMLSTM(torch.autograd.Function):
             dq, dk, q_dq, k_dk, *counts, **layout.tiles("V"),
         )  # fmt: skip
         _backward_values[layout.v_blocks, chunks, rows](
-            q,
-            k,
-            grad,
-            layout.igate,
-            layout.decay,
-            m_rows,
-            denominators,
-            states[2],
-            c_grads,
-            dv,
-            *counts,
+            q, k, grad, layout.igate, layout.decay, m_rows, denominators, states[2], c_grads, dv, *counts,
             **layout.tiles("F"),
-        )
+        )  # fmt: skip
         digate = k_dk.sum(0)
         dlog_f = (q_dq.sum(0) - digate).view(rows, chunks, chunk).flip(-1).cumsum(-1).flip(-1)
         dlog_f = (dlog_f + flow.sum(0).unsqueeze(-1)).view(rows, -1)[:, : layout.length]

@@ -15,14 +15,7 @@ from functools import partial
 
 import torch
 from kvpop_vllm.kernels.triton._prefill_attend import attend
-from kvpop_vllm.kernels.triton._prefill_scores import (
-    Piece,
-    Scores,
-    State,
-    load_state,
-    oldest_in_window,
-    store_state,
-)
+from kvpop_vllm.kernels.triton._prefill_scores import Piece, Scores, State, oldest_in_window
 from kvpop_vllm.kernels.triton.decode_step import check_step, kernel_config, take_step, weights_of
 from kvpop_vllm.kernels.triton.online_topk import online_topk
 
@@ -167,7 +160,7 @@ class _Heads:
         attend(q, piece.keys, piece.values, gone, piece.held, self.budget, self.scale, out, lse)
         self._store(piece, *self._survivors(piece, leaving, gone))
         if state is not None:
-            store_state(self.pages, self.state_rows, self.heads, state)
+            self.pages.store_states(self.state_rows, self.heads, state)
 
     def _arange(self, start: int, end: int) -> torch.Tensor:
         return torch.arange(start, max(start, end), device=self.device)
@@ -247,4 +240,4 @@ class _Heads:
         weights = self.rule.scorer
         if not weights.recurrent or self.rule.first + a == 0:
             return None
-        return load_state(self.pages, self.state_rows, self.heads, weights)
+        return self.pages.load_states(self.state_rows, self.heads, weights)

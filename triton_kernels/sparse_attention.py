@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
+from kvpop_vllm.kernels.triton._softmax import add_block
 from torch.autograd.function import once_differentiable
 
 INT32_MAX = tl.constexpr(2**31 - 1)
@@ -114,15 +115,8 @@ def _forward(
         ranks = tl.load(rank + keys, mask=keys < length, other=INT32_MAX)
         logits = tl.dot(block_q, tl.trans(block_k), input_precision=PRECISION) * (scale * LOG2E)
         visible = _visible(queries[:, None], keys[None, :], ranks[None, :], cutoffs[:, None], length, sinks, window)
-        logits = tl.where(visible, logits, float("-inf"))
-        new_top = tl.maximum(top, tl.max(logits, 1))
-        pivot = tl.where(new_top == float("-inf"), 0.0, new_top)  # 0 for rows without a visible key so far
-        weights = tl.exp2(logits - pivot[:, None])
-        fade = tl.exp2(top - pivot)
-        total = total * fade + tl.sum(weights, 1)
         block_v = _rows(v, start, stride_vs, length, D, BLOCK_K, PADDED)
-        acc = tl.dot(weights.to(block_v.dtype), block_v, acc * fade[:, None], input_precision=PRECISION)
-        top = new_top
+        top, total, acc = add_block(tl.where(visible, logits, float("-inf")), block_v, top, total, acc)
     total = tl.where(queries < length, total, 1.0)  # only rows behind the end see no key
     acc = acc / total[:, None]
     _store_rows(out + batch * stride_ob + query_head * stride_oh, acc, first, stride_os, length, D, BLOCK_Q, PADDED)

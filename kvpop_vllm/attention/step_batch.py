@@ -83,6 +83,14 @@ class PrefillChunk:
             return None
         return Prefix(pages, self.prefix_row.unsqueeze(0), torch.tensor([self.protected]))
 
+    def cut_at_prompts_end(self) -> list[PrefillChunk]:
+        """Return the chunk, cut where its prompt, the protected tokens, is compressed."""
+        cut = self.first + min(self.end, self.protected) - self.start
+        parts = [replace(self, last=cut, compresses=True)]
+        if cut < self.last:
+            parts.append(replace(self, first=cut, start=self.protected, protected=0, follows=True))
+        return parts
+
 
 @dataclass(frozen=True)
 class Protection:
@@ -183,11 +191,8 @@ class StepBatch:
         for i, count in enumerate(query_lens):
             start, own = starting[i], (rows[i], budgets[i], windows[i])
             if sizes.compresses and count and protected[i]:
-                cut = min(count, protected[i] - start)
-                chunk = PrefillChunk(first, first + cut, start, *own, protected[i], block_table[i], compresses=True)
-                prefills.append(chunk)
-                if cut < count:
-                    prefills.append(PrefillChunk(first + cut, first + count, protected[i], *own, follows=True))
+                whole = PrefillChunk(first, first + count, start, *own, protected[i], block_table[i])
+                prefills += whole.cut_at_prompts_end()
             elif count == 1:
                 singles.append(i)
                 at.append(first)
@@ -196,8 +201,8 @@ class StepBatch:
             first += count
         together = at == list(range(len(at))) and singles == at
         chosen = slice(0, len(singles)) if together else torch.tensor(singles)
-        positions = seq_lens[chosen].long() - 1
-        tokens = chosen if together else torch.tensor(at)
+        tokens, positions = chosen if together else torch.tensor(at), seq_lens[chosen].long() - 1
+        asked = torch.tensor(windows, dtype=torch.int32)[chosen]
         busy = torch.tensor([i for i, count in enumerate(query_lens) if count], dtype=torch.int64)
         starts = torch.tensor([starting[i] if starting[i] > protected[i] else 0 for i in busy.tolist()])
         slot_zero = rows[busy, :, layout.state_blocks].long()
@@ -206,19 +211,9 @@ class StepBatch:
             ends = itertools.accumulate(query_lens, initial=0)
             spans = list(zip(ends, starting, query_lens, strict=False))
             protection = protection_of(layout.block_slots, spans, protected, block_table, rows, chosen)
-        return cls(
-            len(singles),
-            tokens,
-            rows[chosen],
-            positions,
-            budgets[chosen],
-            torch.tensor(windows, dtype=torch.int32)[chosen],
-            tuple(prefills),
-            starts.long(),
-            slot_zero,
-            protection,
-            None if seeds is None else seeds[chosen],
-        )
+        decoded = len(singles), tokens, rows[chosen], positions, budgets[chosen], asked
+        more = protection, None if seeds is None else seeds[chosen]
+        return cls(*decoded, tuple(prefills), starts.long(), slot_zero, *more)
 
 
 def _equal_heads(
@@ -349,25 +344,17 @@ class FixedBudgetAttention:
         for chunk in itertools.chain.from_iterable(map(self._between_rounds, batch.prefills)):
             self._prefill(q, k, v, pages, blocks, chunk, out, gate_scores)
 
+    def _told(self, tokens: slice | torch.Tensor, gate_scores: torch.Tensor | None, prefix: Prefix | None) -> dict:
+        """Return what both serving ops are told about some tokens of the batch."""
+        gate_scores = None if gate_scores is None else gate_scores[tokens]
+        more = {"gate_scores": gate_scores, "prefix": prefix, "impl": self.impl}
+        return {"rule": self.rule, "scale": self.scale} | more
+
     def _decode(self, q, k, v, pages: Pages, batch: StepBatch, prefix: Prefix | None, out, gate_scores) -> None:
         """Run the decode rows of a step, and the rounds that are due after them; arguments as in :meth:`forward`."""
-        at = batch.tokens
-        out[at], _ = ops.decode_step(
-            q[at],
-            k[at],
-            v[at],
-            pages,
-            batch.table,
-            batch.positions,
-            batch.budgets,
-            rule=self.rule,
-            scale=self.scale,
-            gate_scores=None if gate_scores is None else gate_scores[at],
-            prefix=prefix,
-            seeds=batch.seeds,
-            windows=batch.windows,
-            impl=self.impl,
-        )
+        at, rows = batch.tokens, (batch.table, batch.positions, batch.budgets)
+        own = self._told(at, gate_scores, prefix) | {"seeds": batch.seeds, "windows": batch.windows}
+        out[at], _ = ops.decode_step(q[at], k[at], v[at], pages, *rows, **own)
         if self.rule.rounds is not None:
             protected = [0] * batch.decodes if prefix is None else prefix.tokens.tolist()
             ends, sizes = (batch.positions + 1).tolist(), (batch.budgets[:, 0].tolist(), batch.windows.tolist())
@@ -379,24 +366,10 @@ class FixedBudgetAttention:
         cut, row, budgets = slice(chunk.first, chunk.last), chunk.row, chunk.budgets
         if chunk.follows and self.rule.votes.adaptive_head_budgets:
             (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), self.rule.votes)
-        out[cut], _ = ops.prefill_chunk(
-            q[cut],
-            k[cut],
-            v[cut],
-            pages,
-            row,
-            chunk.start,
-            budgets,
-            rule=self.rule,
-            scale=self.scale,
-            gate_scores=None if gate_scores is None else gate_scores[cut],
-            prefix=chunk.prefix(blocks),
-            seed=chunk.seed,
-            window=chunk.window,
-            impl=self.impl,
-        )
+        own = self._told(cut, gate_scores, chunk.prefix(blocks)) | {"seed": chunk.seed, "window": chunk.window}
+        out[cut], _ = ops.prefill_chunk(q[cut], k[cut], v[cut], pages, row, chunk.start, budgets, **own)
         if chunk.compresses:
-            self._compress(q[cut], pages, chunk, chunk.prefix(blocks))
+            self._compress(q[cut], pages, chunk, own["prefix"])
         if self.rule.rounds is not None:
             seeds = None if chunk.seed is None else torch.tensor([chunk.seed])
             sizes = [int(budgets[0])], [chunk.window], [chunk.protected], seeds

@@ -136,7 +136,8 @@ class LayerPages:
             first, start, count = spans[r]
             seed = self.sequence_lengths.row_seeds[r]
             sizes = table[r], budgets[r].clone(), self.windows[r], protected[r], self.prefix_table[r], seed
-            chunks += self._parts(PrefillChunk(first, first + count, start, *sizes))
+            chunk = PrefillChunk(first, first + count, start, *sizes)
+            chunks += chunk.cut_at_prompts_end() if self.rule.compresses and chunk.protected else [chunk]
         device, none = table.device, self.sequence_lengths.positions[:0]
         slot_zero = table[torch.tensor(busy, dtype=torch.int64, device=device), :, self.pages.layout.state_blocks]
         goes_on = [starts[r] if starts[r] > protected[r] else 0 for r in busy]
@@ -147,16 +148,6 @@ class LayerPages:
             protection = protection_of(size, spans, protected, self.prefix_table, table, slice(0, 0), ahead=1)
         decoded = table[:0], none, budgets[:0], self._windows[:0]
         return StepBatch(0, slice(0, 0), *decoded, tuple(chunks), first, slot_zero.long(), protection)
-
-    def _parts(self, chunk: PrefillChunk) -> list[PrefillChunk]:
-        """Return a chunk, cut where its prompt is compressed."""
-        if not self.rule.compresses or not chunk.protected:
-            return [chunk]
-        cut = chunk.first + min(chunk.end, chunk.protected) - chunk.start
-        parts = [replace(chunk, last=cut, compresses=True)]
-        if cut < chunk.last:
-            parts.append(replace(chunk, first=cut, start=chunk.protected, protected=0, follows=True))
-        return parts
 
     def _tails(self, compressed: list[bool]) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the budgets ``[R, H]`` and the pages ``[R, H, P]`` of the rows' tails, int32."""

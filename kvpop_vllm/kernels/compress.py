@@ -147,9 +147,6 @@ def _words(
         first: offset of the queries in the state.
     """
     region, heads = pages.state.shape[-1], torch.arange(states.shape[1], device=places.device)
-    at = (
-        (first + places.unsqueeze(1) * each + torch.arange(each, device=places.device))
-        .unsqueeze(1)
-        .expand(-1, len(heads), -1)
-    )
+    at = first + places.unsqueeze(1) * each + torch.arange(each, device=places.device)
+    at = at.unsqueeze(1).expand(-1, len(heads), -1)
     return states.long().gather(2, at // region), heads.view(-1, 1).expand_as(at), at % region

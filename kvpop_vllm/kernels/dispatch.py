@@ -30,18 +30,9 @@ def load_extension():
 
 
 @functools.cache
-def _extension_available() -> bool:
+def _available(module: str) -> bool:
     try:
-        load_extension()
-    except ImportError:
-        return False
-    return True
-
-
-@functools.cache
-def _triton_available() -> bool:
-    try:
-        importlib.import_module("triton")
+        importlib.import_module(module)
     except ImportError:
         return False
     return True
@@ -99,9 +90,9 @@ TRITON_LARGEST_HEAD = {
 def select(op: str, tensor: torch.Tensor) -> str:
     """Return the implementation that ``impl="auto"`` selects for ``tensor``, the op's first argument."""
     fits = op not in SERVING or tensor.shape[-1] % KERNELS["cpp"].multiple == 0
-    if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _extension_available():
+    if tensor.device.type == "cpu" and tensor.dtype in CPP_DTYPES.get(op, ()) and fits and _available("kvpop_vllm._C"):
         return "cpp"
-    if tensor.device.type == "cuda" and tensor.dtype in TRITON_DTYPES.get(op, ()) and _triton_available():
+    if tensor.device.type == "cuda" and tensor.dtype in TRITON_DTYPES.get(op, ()) and _available("triton"):
         if tensor.shape[-1] <= TRITON_LARGEST_HEAD.get(op, tensor.shape[-1]):
             return "triton"
     return "reference"

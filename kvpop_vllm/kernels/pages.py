@@ -170,6 +170,28 @@ class Pages:
         else:
             array[at] = values
 
+    def load_states(self, rows: torch.Tensor, heads: torch.Tensor, weights) -> tuple[torch.Tensor, ...]:
+        """Return the mLSTM states of heads: C ``[1, H, F, Dv]``, z ``[1, H, F]`` and m ``[1, H]``.
+
+        Args:
+            rows: ``[H, pages]`` state blocks of each head.
+            heads: ``[H]`` indices of the heads in the pages.
+            weights: the scorer.
+        """
+        flat = self.state[rows, heads.unsqueeze(1)].flatten(1)
+        cells, width = weights.features * weights.value_size, weights.state_floats
+        c = flat[:, :cells].unflatten(1, (weights.features, weights.value_size))
+        return c.unsqueeze(0), flat[None, :, cells : width - 1], flat[None, :, width - 1]
+
+    def store_states(self, rows: torch.Tensor, heads: torch.Tensor, state: tuple[torch.Tensor, ...]) -> None:
+        """Write states to the pages from which :meth:`load_states` reads them."""
+        c, z, m = state
+        flat = torch.cat([c[0].flatten(1), z[0], m[0].unsqueeze(1)], 1)
+        region = self.state.shape[-1]
+        for i in range(rows.shape[1]):
+            part = flat[:, i * region : (i + 1) * region]
+            self.put(self.state[..., : part.shape[1]], (rows[:, i], heads, slice(None)), part)
+
 
 @dataclass(frozen=True)
 class Prefix:

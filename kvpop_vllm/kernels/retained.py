@@ -99,14 +99,3 @@ def slot_positions(
     if filled is not None:
         found = torch.where(slots < first + filled.unsqueeze(1), found, EMPTY)
     return found
-
-
-def retained_positions(
-    pages: Pages, row: torch.Tensor, seen: int, retention: Retention, filled: torch.Tensor | None = None
-) -> list[list[int]]:
-    """Return the sorted positions that a request holds after ``seen`` tokens, one list per KV head.
-
-    Arguments and errors are those of :func:`slot_positions`.
-    """
-    found = slot_positions(pages, row, seen, retention, filled)
-    return [sorted(t for t in head if t != EMPTY) for head in found.tolist()]

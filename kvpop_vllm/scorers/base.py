@@ -80,9 +80,16 @@ class LayerModule(nn.Module):
 class Scorer(LayerModule):
     """Importance scorer of one layer from keys and values.
 
-    The head axis of all parameters comes first. Subclasses implement :meth:`weights`, and :meth:`forward`
-    unless the score of a token depends on its own key and value alone.
+    The head axis of all parameters comes first. Subclasses implement :meth:`forward` unless the score of a
+    token depends on its own key and value alone.
+
+    Attributes:
+        weights_class: what the kernels take; its tensors have the names of the parameters, ``_`` for a dot.
+        weight_options: keys of the config that it takes as well.
     """
+
+    weights_class: ClassVar[type[TokenScorer]]
+    weight_options: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, config: ScorerConfig):
         super().__init__(config)
@@ -94,7 +101,8 @@ class Scorer(LayerModule):
 
     def weights(self) -> TokenScorer:
         """Return the parameters as the kernels take them, without copies; gradients flow through."""
-        raise NotImplementedError(f"{type(self).__name__} has no weights()")
+        own = {name.replace(".", "_"): p for name, p in self.named_parameters() if name != "decay_logit"}
+        return self.weights_class(**own, **{name: getattr(self.config, name) for name in self.weight_options})
 
     def forward(self, k: torch.Tensor, v: torch.Tensor, *, window: int) -> torch.Tensor:
         """Return the raw scores of all tokens of whole sequences.

@@ -48,13 +48,9 @@ class LinearScorer(Scorer):
     Before training all scores are equal, so that the policy is the sliding window.
     """
 
-    config_class = LinearConfig
+    config_class, weights_class = LinearConfig, LinearWeights
 
     def __init__(self, config: LinearConfig):
         super().__init__(config)
         self.weight = nn.Parameter(torch.zeros(config.num_kv_heads, 2 * config.head_dim))
         self.bias = nn.Parameter(torch.zeros(config.num_kv_heads))
-
-    def weights(self) -> LinearWeights:
-        """Return the parameters as the kernels take them, without copies."""
-        return LinearWeights(self.weight, self.bias)

@@ -58,7 +58,7 @@ class MLPScorer(Scorer):
         hidden: M, the hidden width; default D.
     """
 
-    config_class = MLPConfig
+    config_class, weights_class = MLPConfig, MLPWeights
     size_arguments = ("hidden",)
 
     def __init__(self, config: MLPConfig, hidden: int | None = None):
@@ -71,7 +71,3 @@ class MLPScorer(Scorer):
     def sizes(cls, tensors):
         """Return the size arguments of a module with these tensors."""
         return {"hidden": tensors["fc1.weight"].shape[-1]}
-
-    def weights(self) -> MLPWeights:
-        """Return the parameters as the kernels take them, without copies."""
-        return MLPWeights(self.fc1.weight, self.fc1.bias, self.fc2.weight, self.fc2.bias)

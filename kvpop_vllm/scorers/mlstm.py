@@ -100,13 +100,13 @@ class MLSTMWeights(TokenScorer):
 
     q_proj: torch.Tensor
     k_proj: torch.Tensor
-    v_proj: torch.Tensor | None
     igate_weight: torch.Tensor
     igate_bias: torch.Tensor
     fgate_weight: torch.Tensor
     fgate_bias: torch.Tensor
     out_weight: torch.Tensor
     out_bias: torch.Tensor
+    v_proj: torch.Tensor | None = None
     norm_weight: torch.Tensor | None = None
     skip_weight: torch.Tensor | None = None
     feature_map: str = "hedgehog"
@@ -144,15 +144,15 @@ class MLSTMWeights(TokenScorer):
             Write features ``[..., H, S, F]``, values ``[..., H, S, Dv]``, and the input and forget gate
                 pre-activations ``[..., H, S]``.
         """
-        key = self._features(headwise(x, self.k_proj))
+        key = self.phi(headwise(x, self.k_proj))
         value = x[..., x.shape[-1] // 2 :] if self.v_proj is None else headwise(x, self.v_proj)
-        igate = self._softcap(headwise(x, self.igate_weight) + self.igate_bias.unsqueeze(-1))
-        fgate = self._softcap(headwise(x, self.fgate_weight) + self.fgate_bias.unsqueeze(-1))
+        igate = self.softcap(headwise(x, self.igate_weight) + self.igate_bias.unsqueeze(-1))
+        fgate = self.softcap(headwise(x, self.fgate_weight) + self.fgate_bias.unsqueeze(-1))
         return key, value, igate, fgate
 
     def query(self, x: torch.Tensor) -> torch.Tensor:
         """Return the read features ``[..., H, S, F]`` of the tokens x ``[..., H, S, 2D]`` to score (eq. 37)."""
-        return self._features(headwise(x, self.q_proj))
+        return self.phi(headwise(x, self.q_proj))
 
     def score(self, h: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         """Return scores ``[..., H, S]`` for readouts ``h [..., H, S, Dv]`` of the tokens x (eq. 42).
@@ -164,7 +164,7 @@ class MLSTMWeights(TokenScorer):
         r = headwise(F.silu(h), self.out_weight) + self.out_bias.unsqueeze(-1)
         return r if self.skip_weight is None else r + headwise(x, self.skip_weight)
 
-    def _features(self, a: torch.Tensor) -> torch.Tensor:
+    def phi(self, a: torch.Tensor) -> torch.Tensor:
         """Return the features phi(a) over the last axis (KVpop appendix A).
 
         ``hedgehog`` is [softmax(a); softmax(-a)], ``softmax`` is softmax(a).
@@ -173,7 +173,7 @@ class MLSTMWeights(TokenScorer):
             return torch.cat([a.softmax(-1), (-a).softmax(-1)], dim=-1)
         return a.softmax(-1)
 
-    def _softcap(self, a: torch.Tensor) -> torch.Tensor:
+    def softcap(self, a: torch.Tensor) -> torch.Tensor:
         """Return ``c * tanh(a / c)``, or a if c is None."""
         cap = self.gate_softcap
         return a if cap is None else cap * torch.tanh(a / cap)
@@ -192,7 +192,8 @@ class MLSTMScorer(Scorer):
         project_values: False uses the value itself (Dv = D).
     """
 
-    config_class = MLSTMConfig
+    config_class, weights_class = MLSTMConfig, MLSTMWeights
+    weight_options = ("feature_map", "gate_softcap", "delayed")
     size_arguments = ("features", "value_size", "project_values")
 
     def __init__(
@@ -223,25 +224,6 @@ class MLSTMScorer(Scorer):
             "value_size": tensors["out.weight"].shape[-1],
             "project_values": "v_proj" in tensors,
         }
-
-    def weights(self) -> MLSTMWeights:
-        """Return the parameters as the kernels take them, without copies."""
-        return MLSTMWeights(
-            q_proj=self.q_proj,
-            k_proj=self.k_proj,
-            v_proj=self.v_proj,
-            igate_weight=self.igate.weight,
-            igate_bias=self.igate.bias,
-            fgate_weight=self.fgate.weight,
-            fgate_bias=self.fgate.bias,
-            out_weight=self.out.weight,
-            out_bias=self.out.bias,
-            norm_weight=self.norm.weight if self.norm else None,
-            skip_weight=self.skip.weight if self.skip else None,
-            feature_map=self.config.feature_map,
-            gate_softcap=self.config.gate_softcap,
-            delayed=self.config.delayed,
-        )
 
     def forward(self, k, v, *, window):
         """Return raw scores ``[B, H, S]`` float32 of keys and values ``[B, H, S, D]``.

@@ -19,14 +19,8 @@ def _pack(rule: RetentionRule) -> _C.Rule:
     scorer = rule.scorer
     weights = {name: value.detach() for name, value in vars(scorer).items() if isinstance(value, torch.Tensor)}
     roles = rule.sinks, rule.window, rule.decay_step
-    made = _C.Rule(
-        *roles,
-        rule.log_gamma.detach(),
-        scorer.kernel,
-        weights,
-        uses_moment_correction=rule.moment_correction,
-        **scorer.options(),
-    )
+    more = {"uses_moment_correction": rule.moment_correction} | scorer.options()
+    made = _C.Rule(*roles, rule.log_gamma.detach(), scorer.kernel, weights, **more)
     _packed[id(rule)] = made
     weakref.finalize(rule, _packed.pop, id(rule), None)
     return made
@@ -53,24 +47,8 @@ def decode_step(
 ):
     """Implement :func:`kvpop_vllm.kernels.ops.decode_step`."""
     check_dtype(k, pages)
-    slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
+    place = pages.raw, pages.layout.block_slots, pages.layout.state_blocks, page_table, positions, budgets, windows
     try:
-        return _C.decode_step(
-            q,
-            k,
-            v,
-            pages.raw,
-            slots,
-            state,
-            page_table,
-            positions,
-            budgets,
-            windows,
-            told,
-            scale,
-            gate_scores,
-            tensors_of(prefix),
-            keys,
-        )
+        return _C.decode_step(q, k, v, *place, packed(rule), scale, gate_scores, tensors_of(prefix), keys)
     except _C.StepOrder as error:
         raise StepOrderError(str(error)) from None

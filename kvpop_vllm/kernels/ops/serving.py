@@ -227,15 +227,5 @@ def online_topk(
     for name, (tokens, limit) in most.items():
         if not 1 <= tokens <= limit:
             raise ValueError(f"online_topk needs {name} in [1, {limit}], got {tokens}")
-    run = resolve("online_topk", impl, score)
-    return run(
-        score,
-        position,
-        held,
-        topk=topk,
-        window=window,
-        log_gamma=log_gamma,
-        decay_step=decay_step,
-        ages=ages,
-        keys=keys,
-    )
+    options = {"log_gamma": log_gamma, "decay_step": decay_step, "ages": ages, "keys": keys}
+    return resolve("online_topk", impl, score)(score, position, held, topk=topk, window=window, **options)

@@ -5,8 +5,6 @@ Tensors hold whole sequences, with the head axis before the position axis.
 
 from __future__ import annotations
 
-import functools
-
 import torch
 
 from kvpop_vllm.kernels.dispatch import resolve
@@ -258,12 +256,9 @@ def boundary_loss(
     _roles("boundary_loss", sinks, window, topk)
     if step < 1 or not tau > 0 or (not isinstance(samples, torch.Tensor) and samples < 0):
         raise ValueError(f"boundary_loss needs step >= 1, tau > 0 and samples >= 0, got {step}, {tau} and {samples}")
-    run = resolve("boundary_loss", impl, pred)
-    if impl == "auto":  # there is one implementation, but the ops that it uses for ordering have fast ones
-        from kvpop_vllm.kernels.reference.boundary_loss import loss_by
-
-        run = functools.partial(loss_by, "auto")
-    return run(
+    # there is one implementation, but the ops that it uses for ordering have fast ones
+    order = {"order": "auto"} if impl == "auto" else {}
+    return resolve("boundary_loss", impl, pred)(
         pred, target, log_gamma, sinks=sinks, window=window, topk=topk, step=step, tau=tau, samples=samples,
-        margin=margin, balance=balance, generator=generator,
+        margin=margin, balance=balance, generator=generator, **order,
     )  # fmt: skip

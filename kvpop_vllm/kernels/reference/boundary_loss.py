@@ -9,24 +9,11 @@ from kvpop_vllm.kernels import ops
 
 
 def boundary_loss(
-    pred, target, log_gamma, *, sinks, window, topk, step, tau, samples, margin, balance, generator=None
+    pred, target, log_gamma, *, sinks, window, topk, step, tau, samples, margin, balance, generator=None, order="reference"
 ):  # fmt: skip
-    """Implement :func:`kvpop_vllm.kernels.ops.boundary_loss`."""
-    return loss_by(
-        "reference", pred, target, log_gamma, sinks=sinks, window=window, topk=topk, step=step, tau=tau, samples=samples,
-        margin=margin, balance=balance, generator=generator,
-    )  # fmt: skip
+    """Implement :func:`kvpop_vllm.kernels.ops.boundary_loss`.
 
-
-def loss_by(
-    order, pred, target, log_gamma, *, sinks, window, topk, step, tau, samples, margin, balance, generator
-):  # fmt: skip
-    """Compute the boundary loss with implementation ``order`` of the ranking ops.
-
-    The other arguments are those of :func:`kvpop_vllm.kernels.ops.boundary_loss`.
-
-    Args:
-        order: implementation of the ops that rank scores; "auto" is allowed.
+    ``order`` is the implementation of the ops that rank scores.
     """
     first, length = sinks + window + topk, pred.shape[-1]
     q = _positions(samples, pred.shape, first, generator, pred.device)

@@ -11,9 +11,9 @@ import torch
 
 from kvpop_vllm.kernels.draws import draw
 from kvpop_vllm.kernels.ops import STATE_M_START, AttentionMass, MomentResidual, RetentionRule
+from kvpop_vllm.kernels.reference.delayed_mlstm import readout_denominator
 from kvpop_vllm.kernels.reference.moments import HeadMoments
 from kvpop_vllm.kernels.reference.paging import HeadSlots, check_tokens_seen, protected
-from kvpop_vllm.kernels.reference.scoring import readout_denominator
 
 
 def decode_step(

@@ -6,9 +6,19 @@ import torch
 import torch.nn.functional as F
 
 from kvpop_vllm.kernels.ops import STATE_M_START
-from kvpop_vllm.kernels.reference.scoring import readout_denominator
 
+READOUT_EPS = 1e-6
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def readout_denominator(qz: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
+    """Return the denominator ``q.z + eps`` of a readout, with eps = 1e-6 before stabilisation.
+
+    Args:
+        qz: ``q.z`` of the stored state, which is the true state times ``exp(-m)``.
+        m: stabiliser.
+    """
+    return qz + READOUT_EPS * torch.exp(-m.clamp(-60.0, 60.0))
 
 
 def empty_state(k: torch.Tensor, v: torch.Tensor) -> State:

@@ -34,9 +34,8 @@ def _static_order(score, position, held, topk, window, log_gamma):
     order = _worst_first(priority.gather(-1, candidates), position.gather(-1, candidates))
     candidates = candidates.gather(-1, order)
     step = torch.arange(arrivals, device=score.device)
-    arrived = (candidates - held).unsqueeze(
-        -1
-    ) <= step  # [H, candidates, arrivals]; tokens in the slots at the start are negative
+    # [H, candidates, arrivals]; tokens in the slots at the start are negative
+    arrived = (candidates - held).unsqueeze(-1) <= step
     surplus = (held + step + 1 - topk).clamp_min(0)
     evicted = arrived & (arrived.cumsum(-2, dtype=torch.int32) <= surplus)
     first = arrivals - evicted.sum(-1)

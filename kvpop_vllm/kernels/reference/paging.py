@@ -91,10 +91,6 @@ class HeadSlots:
         if rule.threshold is not None:
             self.pages.position[self._at(1)] = max(0, in_use - rule.first_long)
 
-    def set_score(self, slot: int, score: float) -> None:
-        """Write the score field of a slot."""
-        self.pages.score[self._at(slot)] = score
-
     def put_mass(self, slots: torch.Tensor, mass: torch.Tensor, add: bool) -> None:
         """Write ``mass [n]`` to the score fields of ``slots [n]``, or add it to them."""
         at = self._all_at(slots)

@@ -52,16 +52,8 @@ def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, ga
         rows = (heads.unsqueeze(1) * group + torch.arange(group)).flatten()
         own = rule.behind(protect).of_heads(heads)
         shown = None if before is None else tuple(x[heads] for x in before)
-        part = _Heads(
-            pages,
-            page_table,
-            heads,
-            budget - rule.sinks + own.sinks,
-            own,
-            scale,
-            shown,
-            None if keys is None else keys[0, heads],
-        )
+        drawn = None if keys is None else keys[0, heads]
+        part = _Heads(pages, page_table, heads, budget - rule.sinks + own.sinks, own, scale, shown, drawn)
         score = None if gate_scores is None else gate_scores[:, heads]
         out[:, rows], lse[:, rows] = part.run(q[:, rows], k[:, heads], v[:, heads], start, score)
     return out, lse
@@ -126,17 +118,8 @@ class _Heads:
         held_long = max(0, held.k.shape[1] - first)
         pool_score = torch.cat([held.score[:, first:], score], 1)
         pool_position = torch.cat([held.position[:, first:], leaving.expand(len(self.heads), -1)], 1)
-        gone = online_topk(
-            pool_score,
-            pool_position,
-            held_long,
-            topk=self.topk,
-            window=rule.window,
-            log_gamma=rule.log_gamma,
-            decay_step=rule.decay_step,
-            ages=rule.ages,
-            keys=self.keys,
-        )
+        told = {name: getattr(rule, name) for name in ("window", "log_gamma", "decay_step", "ages")}
+        gone = online_topk(pool_score, pool_position, held_long, topk=self.topk, keys=self.keys, **told)
         evicted_at[:, first : first + held_long] = gone[:, :held_long]
         evicted_at[:, at] = gone[:, held_long:]
         born = torch.cat([torch.full((held.k.shape[1],), -1), new])
@@ -226,9 +209,8 @@ class _Heads:
         slots = torch.arange(rule.first_long, rule.first_long + filled)
         inside = slots < held
         occupied = (evicted_at[:, slots.clamp_max(evicted_at.shape[1] - 1)] == NEVER) & inside
-        newcomers = at[
-            (evicted_at[:, at] != NEVER).to(torch.uint8).argsort(dim=-1, stable=True)
-        ]  # survivors first, by age
+        left = (evicted_at[:, at] != NEVER).to(torch.uint8)
+        newcomers = at[left.argsort(dim=-1, stable=True)]  # survivors first, by age
         rank = ((~occupied).cumsum(-1) - 1).clamp(0, max(0, len(at) - 1))
         filler = newcomers.gather(1, rank) if len(at) else slots.expand(heads, -1)
         return torch.cat([fixed, torch.where(occupied, slots, filler)], 1)
@@ -237,17 +219,10 @@ class _Heads:
         pages, n = self.pages, self.pages.layout.block_slots
         slots = torch.arange(min(start - self.rule.first, self.budget))
         at = (self.slot_rows[:, slots // n], self.heads.unsqueeze(1), slots % n)
-        state = self._load_state() if start > 0 else None
+        weights, state = self.rule.scorer, None
+        if weights.recurrent and start > 0:
+            state = pages.load_states(self.state_rows, self.heads, weights)
         return Retained(pages.k[at], pages.v[at], pages.score[at], pages.position[at].long(), state)
-
-    def _load_state(self):
-        weights = self.rule.scorer
-        if not weights.recurrent:
-            return None
-        flat = self.pages.state[self.state_rows, self.heads.unsqueeze(1)].flatten(1)
-        cells, width = weights.features * weights.value_size, weights.state_floats
-        c = flat[:, :cells].unflatten(1, (weights.features, weights.value_size))
-        return c.unsqueeze(0), flat[None, :, cells : width - 1], flat[None, :, width - 1]
 
     def _store(self, held: Retained, seen: int):
         pages, n = self.pages, self.pages.layout.block_slots
@@ -258,10 +233,4 @@ class _Heads:
         for array, values in arrays:
             pages.put(array, at, values)
         if held.state is not None:
-            c, z, m = held.state
-            flat = torch.cat([c[0].flatten(1), z[0], m[0].unsqueeze(1)], 1)
-            region = pages.state.shape[-1]
-            for i in range(self.state_rows.shape[1]):
-                part = flat[:, i * region : (i + 1) * region]
-                words = slice(0, part.shape[1])
-                pages.put(pages.state[..., words], (self.state_rows[:, i], self.heads, slice(None)), part)
+            pages.store_states(self.state_rows, self.heads, held.state)
