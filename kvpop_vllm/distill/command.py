@@ -41,12 +41,9 @@ def add_distill(commands) -> None:
         elif typing.get_origin(hint) is list:
             group.add_argument(flag, nargs="+", type=typing.get_args(hint)[0], metavar="N", help=text)
         else:
-            kinds = (
-                [a for a in typing.get_args(hint) if a is not type(None)]
-                if isinstance(hint, types.UnionType)
-                else [hint]
-            )
-            group.add_argument(flag, type=kinds[0], metavar="X", help=text)
+            kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else [hint]
+            kind = next(kind for kind in kinds if kind is not type(None))
+            group.add_argument(flag, type=kind, metavar="X", help=text)
     command.set_defaults(run=distill)
 
 

@@ -32,9 +32,8 @@ def share_of(key: str) -> float:
 
 def in_split(share, split: str, validation: float, test: float):
     """Return whether documents with this :func:`share_of` (a number or an array) belong to a split."""
-    first, end = {"all": (0, 2), "test": (0, test), "validation": (test, test + validation)}.get(
-        split, (test + validation, 2)
-    )
+    bounds = {"all": (0, 2), "test": (0, test), "validation": (test, test + validation)}
+    first, end = bounds.get(split, (test + validation, 2))
     return (first <= share) & (share < end)
 
 
@@ -94,9 +93,8 @@ class TokenFile:
             with suppress(OSError):  # file systems without locks: every process writes, and the last one's file stays
                 fcntl.flock(lock, fcntl.LOCK_EX)
             note = json.loads(self.note.read_text()) if self.note.exists() else {}
-            if (note.get("made_from"), note.get("modified")) != (self.made_from, self.modified) or not self._whole(
-                note
-            ):
+            made = note.get("made_from"), note.get("modified")
+            if made != (self.made_from, self.modified) or not self._whole(note):
                 note = self._write()
             size, documents = note["ids"], note["documents"]
             ids = np.memmap(self.path, np.int32, "r", shape=size) if size else np.empty(0, np.int32)

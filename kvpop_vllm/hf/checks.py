@@ -95,11 +95,8 @@ def columns_of_tokens(mask: torch.Tensor | None, seen: list[int], columns: int, 
     """
     if mask is None:
         return [length] * len(seen)
-    found, expected = (
-        tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}",
-        (len(seen), columns + length),
-    )
-    if found != expected:
+    found = tuple(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+    if found != (expected := (len(seen), columns + length)):
         raise ValueError(
             f"attention_mask is {found} and must be a tensor of shape {expected}: a column for each token so far, pads too"
         )

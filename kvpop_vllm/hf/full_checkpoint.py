@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from transformers import AutoModelForCausalLM, LlamaForCausalLM, Qwen3ForCausalLM
 
 from kvpop_vllm import model_types
@@ -44,15 +43,5 @@ def scorer_tensors(folder: str | Path, config: ScorerConfig) -> list[dict[str, t
     """
     if not Path(folder).is_dir():
         raise ConfigError(f"the model was not loaded from a folder ({str(folder)!r}): give --kv-scorer DIR")
-    found: dict[str, torch.Tensor] = {}
-    for path in sorted(Path(folder).glob("*.safetensors")):
-        try:
-            with safe_open(path, "pt") as file:
-                found |= {name: file.get_tensor(name) for name in file.keys() if checkpoint.looks_like_scorer(name)}
-        except (SafetensorError, OSError) as error:
-            raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
-    checkpoint.check_layout(found, str(folder))
-    named = ((checkpoint.full_checkpoint_name(name), tensor) for name, tensor in found.items())
-    layers = checkpoint.split_layers(config, named, str(folder))
-    checkpoint.check_tensors(config, layers, str(folder))
-    return layers
+    found = checkpoint.read_tensors(folder, checkpoint.looks_like_scorer)
+    return checkpoint.layers_of(config, found, str(folder))

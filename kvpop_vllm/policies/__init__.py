@@ -5,48 +5,19 @@ Other packages add policies through the entry-point group ``kvpop_vllm.policies`
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import textwrap
 from importlib.metadata import entry_points
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.policies import (
-    adakv,
-    dms,
-    full,
-    h2o,
-    kvpop,
-    l2norm,
-    momentkv,
-    pyramidkv,
-    random_attention,
-    rkv,
-    snapkv,
-    streaming_llm,
-    tova,
-    trimkv,
-    vase,
-)
 from kvpop_vllm.policies.base import Order, Policy
 
-MODULES = (
-    kvpop,
-    trimkv,
-    dms,
-    streaming_llm,
-    l2norm,
-    h2o,
-    tova,
-    momentkv,
-    random_attention,
-    snapkv,
-    pyramidkv,
-    adakv,
-    vase,
-    rkv,
-    full,
-)
+NAMES = (
+    "kvpop trimkv dms streaming_llm l2norm h2o tova momentkv random_attention snapkv pyramidkv adakv vase rkv full"
+).split()
 """Modules of built-in policies, in the order of `kvpop policies`."""
+MODULES = [importlib.import_module(f"{__name__}.{name}") for name in NAMES]
 
 POLICIES: dict[str, type[Policy]] = {
     cls.name: cls

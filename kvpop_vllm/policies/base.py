@@ -404,23 +404,21 @@ class Policy(ABC):
             ConfigError: the rule contradicts what the policy declares (order, gate, compression, draws).
         """
         rule = replace(self.rule(layer, heads), moment_correction=self.uses_moment_correction)
-        if rule.coupled != (self.order is Order.COUPLED) or (rule.rounds is None) == (self.order is Order.ROUNDS):
-            raise ConfigError(
-                f"--kv-policy {self.name} declares the order {self.order.value!r}, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
-            )
-        if rule.scorer.takes_gate_scores != self.gated:
-            raise ConfigError(
-                f"--kv-policy {self.name} {'has a' if self.gated else 'has no'} gate, but its rule scores by {type(rule.scorer).__name__}: mend that policy"
-            )
-        if rule.compresses != self.compresses:
-            raise ConfigError(
-                f"--kv-policy {self.name} {'compresses' if self.compresses else 'does not compress'} prompts, its rule does otherwise:"
-                " fix the policy class"
-            )
-        if rule.seeded != self.draws:
-            raise ConfigError(
-                f"--kv-policy {self.name} {'draws' if rule.seeded else 'does not draw'} its scores: fix the policy class"
-            )
+        order = rule.coupled == (self.order is Order.COUPLED) and (rule.rounds is None) == (
+            self.order is not Order.ROUNDS
+        )
+        does = f"but its rule scores by {type(rule.scorer).__name__}"
+        for declared, fits in (
+            (f"declares the order {self.order.value!r}, {does}", order),
+            (f"has {'a' if self.gated else 'no'} gate, {does}", rule.scorer.takes_gate_scores == self.gated),
+            (
+                f"declares compresses = {self.compresses}, but its rule does otherwise",
+                rule.compresses == self.compresses,
+            ),
+            (f"declares draws = {self.draws}, but its rule does otherwise", rule.seeded == self.draws),
+        ):
+            if not fits:
+                raise ConfigError(f"--kv-policy {self.name} {declared}: fix the policy class")
         return rule
 
     def training_free_rule(self, heads: slice, scorer: TokenScorer | None, log_gamma: float = 0.0) -> RetentionRule:

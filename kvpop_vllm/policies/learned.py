@@ -40,16 +40,8 @@ class Learned(Policy):
             raise ConfigError(
                 f"--kv-policy {self.name} needs a scorer of kind {self.scorer_kind!r}, {source} holds {self.config.scorer!r}: use --kv-policy {self._policy_of(self.config.scorer)}"
             )
-        m = self.model
-        check_model(
-            self.config,
-            model_type=m.model_type,
-            num_layers=m.num_layers,
-            num_kv_heads=m.num_kv_heads,
-            head_dim=m.head_dim,
-            hidden_size=m.hidden_size,
-            source=source,
-        )
+        sizes = ("model_type", "num_layers", "num_kv_heads", "head_dim", "hidden_size")
+        check_model(self.config, **{name: getattr(self.model, name) for name in sizes}, source=source)
 
     @staticmethod
     def _policy_of(kind: str) -> str:

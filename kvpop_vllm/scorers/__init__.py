@@ -26,22 +26,6 @@ GATES: dict[str, type[Gate]] = {cls.config_class.scorer: cls for cls in (TrimKVG
 KINDS: dict[str, type[LayerModule]] = SCORERS | GATES
 """Classes of all kinds."""
 
-__all__ = [
-    "GATES",
-    "KINDS",
-    "SCORERS",
-    "Decay",
-    "Gate",
-    "Scorer",
-    "ScorerConfig",
-    "Signals",
-    "build",
-    "from_tensors",
-    "log_gamma",
-    "make_config",
-    "parse_config",
-]
-
 
 def make_config(shape: Mapping, scorer: str, *, source: str, **values) -> ScorerConfig:
     """Return the checked config of a scorer.

@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
 from kvpop_vllm.config import ConfigError
@@ -187,6 +187,22 @@ def save_tensors(tensors: dict[str, torch.Tensor], path: Path, mode_of: Path) ->
     shutil.copymode(mode_of, path)
 
 
+def read_tensors(folder: str | Path, wanted: Callable[[str], bool]) -> dict[str, torch.Tensor]:
+    """Return the tensors of a folder's safetensors files whose names are wanted.
+
+    Raises:
+        ConfigError: a file cannot be read.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt") as file:
+                found |= {name: file.get_tensor(name) for name in file.keys() if wanted(name)}
+        except (SafetensorError, OSError) as error:
+            raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
+    return found
+
+
 def full_checkpoint_name(name: str) -> str | None:
     """Return ``layers.{i}.<name>`` for a full checkpoint's scorer tensor, or None if no layout matches."""
     for pattern, target in FULL_CHECKPOINT_NAMES:
@@ -222,6 +238,27 @@ def check_layout(names: Iterable[str], source: str) -> None:
         f"theirs nor the model's own: {', '.join(listed) or 'none'}; give --kv-scorer DIR, or add this layout to "
         "FULL_CHECKPOINT_NAMES in kvpop_vllm/scorers/checkpoint.py"
     )
+
+
+def layers_of(
+    config: ScorerConfig, found: Mapping[str, T], source: str, check: Callable = check_tensors
+) -> list[dict[str, T]]:
+    """Return the scorer tensors of a full checkpoint (or their shapes) as one dict per layer.
+
+    Args:
+        config: scorer config.
+        found: tensors by their names in the checkpoint; the model's own are left out.
+        source: names the checkpoint in errors.
+        check: :func:`check_tensors`, or :func:`check_shapes` for shapes.
+
+    Raises:
+        ConfigError: as :func:`check_layout`, :func:`split_layers` and ``check``.
+    """
+    check_layout(found, source)
+    named = ((full_checkpoint_name(name), value) for name, value in found.items())
+    layers = split_layers(config, ((name, value) for name, value in named if name), source)
+    check(config, layers, source)
+    return layers
 
 
 def check_model(

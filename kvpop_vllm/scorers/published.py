@@ -16,16 +16,22 @@ from __future__ import annotations
 import json
 import math
 import pickle
-import re
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from kvpop_vllm.config import MAX_BUDGET, ConfigError
 from kvpop_vllm.scorers import ScorerConfig, make_config
-from kvpop_vllm.scorers.checkpoint import CONFIG_NAME, check_tensors, full_checkpoint_name, write_scorer
+from kvpop_vllm.scorers.checkpoint import (
+    CONFIG_NAME,
+    check_tensors,
+    full_checkpoint_name,
+    read_tensors,
+    split_layers,
+    write_scorer,
+)
 from kvpop_vllm.scorers.init import model_shape
 
 TRIMKV_FILES = ("trimkv_weights.safetensors", "trimkv_weights.pth")
@@ -89,18 +95,12 @@ def _trimkv(source, raw, shape, sinks, window, topk):
     config = make_config(
         shape, "trimkv", source=f"{source}: config.json", sinks=sinks, window=window, topk=topk, **RETENTION_GATES[kind]
     )
-    layers: list[dict[str, torch.Tensor]] = [{} for _ in range(config.num_layers)]
-    for name, tensor in _weights(source).items():
-        own = full_checkpoint_name(name)
-        match = re.match(r"^layers\.(\d+)\.(.+)$", own) if own else None
-        if match is None or int(match[1]) >= config.num_layers:
-            raise ConfigError(
-                f"{source} holds {name}, which is no retention gate's: what changes the model itself cannot be imported"
-            )
-        if match[2] in layers[int(match[1])]:
-            raise ConfigError(f"{source} holds {own} under two names: give a published TRIM-KV folder")
-        layers[int(match[1])][match[2]] = tensor.float() if tensor.is_floating_point() else tensor
-    return config, layers
+    weights = {name: (full_checkpoint_name(name), tensor) for name, tensor in _weights(source).items()}
+    if foreign := [name for name, (own, _) in weights.items() if own is None]:
+        raise ConfigError(
+            f"{source} holds {foreign[0]}, which is no retention gate's: what changes the model itself cannot be imported"
+        )
+    return config, split_layers(config, weights.values(), str(source))
 
 
 def _weights(source: Path) -> dict[str, torch.Tensor]:
@@ -127,14 +127,9 @@ def _dms(source, raw, shape, sinks, window, topk):
     if type(raw.get("dms_window_size")) is not int:
         raise ConfigError(f"{source}: config.json has no dms_window_size: give a folder of a DMS model")
     for name in ("dms_initial_alpha_offset", "dms_alpha_scale"):
-        if (
-            isinstance(value := raw.get(name, 5.0), bool)
-            or not isinstance(value, int | float)
-            or not math.isfinite(value)
-        ):
+        value = raw.get(name, 5.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"{source}: {name} is {value!r}, which is no number: give a folder of a DMS model")
-    if "dms_alpha_scale" not in raw:
-        raise ConfigError(f"{source}: config.json has no dms_alpha_scale: give a folder of a DMS model")
     offset = float(raw.get("dms_initial_alpha_offset", 5.0))
     separate = bool(raw.get("dms_separate_alpha", False))
     config = make_config(
@@ -151,11 +146,17 @@ def _dms(source, raw, shape, sinks, window, topk):
     bias = torch.full((config.num_kv_heads,), -offset)
     if not separate:
         return config, [{"bias": bias.clone()} for _ in range(config.num_layers)]
-    find = _Tensors(source)
-    return config, [_projection(find, i, config.scale, bias) for i in range(config.num_layers)]
+    tensors = read_tensors(source, lambda name: ".dms_proj_alpha" in name or ".input_layernorm." in name)
+
+    def find(name: str) -> torch.Tensor:
+        if name not in tensors:
+            raise ConfigError(f"{source} has no {name} in its safetensors files: give a folder of a DMS model")
+        return tensors[name].float()
+
+    return config, [_projection(find, tensors, i, config.scale, bias) for i in range(config.num_layers)]
 
 
-def _projection(find: _Tensors, layer: int, scale: float, bias: torch.Tensor) -> dict[str, torch.Tensor]:
+def _projection(find, tensors: dict, layer: int, scale: float, bias: torch.Tensor) -> dict[str, torch.Tensor]:
     """Return a projection on the attention block's input that equals the published one.
 
     ``W (n_a * x / rms)`` is ``(W n_a / n_in) (n_in * x / rms)``.
@@ -165,26 +166,5 @@ def _projection(find: _Tensors, layer: int, scale: float, bias: torch.Tensor) ->
     if not bool(norm.all()):
         raise ConfigError(f"{prefix}.input_layernorm.weight has zeros: its projection cannot be taken over")
     weight = find(f"{prefix}.self_attn.dms_proj_alpha.weight") * find(f"{prefix}.self_attn.dms_proj_alpha_norm.weight")
-    more = find(f"{prefix}.self_attn.dms_proj_alpha.bias", optional=True)
-    return {"weight": weight / norm, "bias": bias + (0 if more is None else scale * more)}
-
-
-class _Tensors:
-    """Tensors by name from a model folder's safetensors files, float32."""
-
-    def __init__(self, source: Path):
-        self.source, self.where = source, {}
-        for path in sorted(source.glob("*.safetensors")):
-            try:
-                with safe_open(path, "pt") as file:
-                    self.where |= dict.fromkeys(file.keys(), path)
-            except (SafetensorError, OSError) as error:
-                raise ConfigError(f"{path} cannot be read: {str(error).splitlines()[0]}") from None
-
-    def __call__(self, name: str, optional: bool = False) -> torch.Tensor | None:
-        if name not in self.where:
-            if optional:
-                return None
-            raise ConfigError(f"{self.source} has no {name} in its safetensors files: give a folder of a DMS model")
-        with safe_open(self.where[name], "pt") as file:
-            return file.get_tensor(name).float()
+    more = tensors.get(f"{prefix}.self_attn.dms_proj_alpha.bias", torch.zeros(()))
+    return {"weight": weight / norm, "bias": bias + scale * more.float()}

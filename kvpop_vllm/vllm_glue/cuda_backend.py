@@ -109,16 +109,9 @@ class CudaImpl(FixedBudgetImpl):
         if self.shares is not None:
             budgets, most = self.shares.budgets[self.layer], max(self.shares.counts)
         length = self.vllm_config.model_config.max_model_len
-        limits = len(query), scheduler.max_num_seqs, length
-        steps = worst_case_batches(
-            attention.rule,
-            attention.layout,
-            budgets,
-            most,
-            *limits,
-            query.device,
-            protected_tokens(self.policy.max_protect, length),
-        )
+        longest = protected_tokens(self.policy.max_protect, length)
+        limits = len(query), scheduler.max_num_seqs, length, query.device, longest
+        steps = worst_case_batches(attention.rule, attention.layout, budgets, most, *limits)
         for pages, batch, n in steps:
             beside = None
             if batch.prefills and attention.rule.sequential and n == 2:  # two tokens stand for all
@@ -221,10 +214,8 @@ class CudaMetadataBuilder(FixedBudgetMetadataBuilder):
         """
         if not chosen:
             return
-        (table, prefix_table), tokens = (
-            self.rows.beginning(chosen),
-            torch.tensor([protected[i] for i in chosen], device="cpu"),
-        )
+        table, prefix_table = self.rows.beginning(chosen)
+        tokens = torch.tensor([protected[i] for i in chosen], device="cpu")
         layers = self.vllm_config.compilation_config.static_forward_context
         for name in self.layer_names:
             impl = layers[name].impl

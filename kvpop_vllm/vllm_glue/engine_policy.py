@@ -88,12 +88,8 @@ def check_checkpoint(vllm_config: VllmConfig) -> None:
     except (OSError, ValueError, struct.error) as error:
         raise ConfigError(f"--model {model.model}: its safetensors files cannot be read ({error})") from None
     shapes = {name: tuple(info["shape"]) for name, info in header.items() if name != "__metadata__"}
-    if not shapes:
-        return
-    checkpoint.check_layout(shapes, model.model)
-    named = ((checkpoint.full_checkpoint_name(name), shape) for name, shape in shapes.items())
-    layers = checkpoint.split_layers(policy.config, ((n, shape) for n, shape in named if n), model.model)
-    checkpoint.check_shapes(policy.config, layers, model.model)
+    if shapes:
+        checkpoint.layers_of(policy.config, shapes, model.model, checkpoint.check_shapes)
 
 
 def choose_model_class(vllm_config: VllmConfig) -> None:

@@ -61,14 +61,11 @@ class _CarriesScorers:
                     yield name, tensor
 
         loaded = super().load_weights(models_own())
-        if scorers or policy:
-            checkpoint.check_layout(scorers, source)
         if policy:
-            named = ((checkpoint.full_checkpoint_name(name), tensor) for name, tensor in scorers.items())
-            layers = checkpoint.split_layers(policy.config, named, source)
-            checkpoint.check_tensors(policy.config, layers, source)
-            for i, tensors in enumerate(layers):
+            for i, tensors in enumerate(checkpoint.layers_of(policy.config, scorers, source)):
                 policy.set_tensors(i, tensors)
+        elif scorers:
+            checkpoint.check_layout(scorers, source)
         return loaded
 
 

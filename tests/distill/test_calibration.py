@@ -94,7 +94,7 @@ class Recorder:
         self.student, self.seen = student, {}
 
     def __call__(self, layer, q, k, v, scale):
-        scores = [self.student.scorers[layer](k, v, window)[0][0] for window in (8, 12)]
+        scores = [self.student.scorers[layer](k, v, window=window)[0][0] for window in (8, 12)]
         self.seen[layer] = (q[0], k[0], scores, scale)
         rank = torch.zeros(k.shape[:3], dtype=torch.int32)
         return ops.sparse_attention(q, k, v, rank, rank, sinks=0, window=1, scale=scale, impl="reference")[0]

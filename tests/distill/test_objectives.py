@@ -120,7 +120,7 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch,
     assert loss == pytest.approx(0.7 * parts["kl"] + 0.3 * parts["ce"] + 2.0 * parts["boundary"], rel=1e-5)
     tokens = Rows(LENGTH)[0].unsqueeze(0)
     roles = trainer.student.roles(0)
-    attend = Sparse(lambda i, k, v, w: trainer.student.scorers[i](k, v, roles.window), roles)
+    attend = Sparse(lambda i, k, v, w: trainer.student.scorers[i](k, v, window=roles.window), roles)
     with torch.no_grad():
         logits = trainer.student.base(tokens, attend=attend).logits
         dense = trainer.student.base(tokens, attend=Dense()).logits

@@ -87,7 +87,7 @@ def test_students_positions_run_on(student, row):
     attend = {
         "uptrain": Dense(),
         "streaming-plus": Sparse(recency, roles),
-        "sparsify": Sparse(lambda layer, k, v, w: student.scorers[layer](k, v, WINDOW), roles),
+        "sparsify": Sparse(lambda layer, k, v, w: student.scorers[layer](k, v, window=WINDOW), roles),
     }[student.recipe.phase]
     positions = torch.arange(LENGTH) + student.first_position(0)
     expected = student.base.get_decoder()(input_ids=row, position_ids=positions[None], attend=attend)

@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM
 from kvpop_vllm.cache.accounting import request_bytes
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import load_model
+from kvpop_vllm.distill.retention import kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.recall import Judge
@@ -39,10 +40,15 @@ def probabilities(q, k):
     return logits.softmax(-1)
 
 
+def recall(judge, score, log_gamma, positions=Q0):
+    rank, cutoff = running_cutoffs(score, log_gamma, ROLES)
+    return judge.recall_of([kept_at(rank, cutoff, q0, ROLES) for q0 in positions], log_gamma, ROLES, positions)
+
+
 def test_hindsight_by_definition(layer):
     q, k, lse = layer
     score, log_gamma = torch.randn(1, 2, S, generator=torch.Generator().manual_seed(5)), torch.tensor([-0.05, -0.001])
-    got = Judge(q, k, lse, 0.25).recall(score, log_gamma, ROLES, Q0)
+    got = recall(Judge(q, k, lse, 0.25), score, log_gamma)
     p = probabilities(q, k)[0].view(2, 2, S, S)
     priority = score.double() - torch.arange(S) * log_gamma.double()[:, None]
     kept = kept_sets(priority, 2, 6, 8)[0]
@@ -63,10 +69,10 @@ def test_the_teacher_recalls_itself_and_shares_the_decay(layer):
     q, k, lse = layer
     judge = Judge(q, k, lse, 0.25)
     strong = torch.full((2,), -5.0)
-    assert judge.recall(judge.target(6), torch.zeros(2), ROLES, Q0).teacher.tolist() == [1.0, 1.0]
+    assert recall(judge, judge.target(6), torch.zeros(2)).teacher.tolist() == [1.0, 1.0]
     random = torch.rand(1, 2, S, generator=torch.Generator().manual_seed(2))
-    assert judge.recall(random, strong, ROLES, Q0).teacher.min() > 0.85  # the decay decides for both
-    assert judge.recall(random, torch.zeros(2), ROLES, Q0).teacher.max() < 0.7
+    assert recall(judge, random, strong).teacher.min() > 0.85  # the decay decides for both
+    assert recall(judge, random, torch.zeros(2)).teacher.max() < 0.7
 
 
 def test_later_mass_as_score_is_perfect_hindsight(layer):
@@ -74,7 +80,7 @@ def test_later_mass_as_score_is_perfect_hindsight(layer):
     judge = Judge(q, k, lse, 0.25)
     score = torch.zeros(1, 2, S)
     score[..., 2:65] = judge.later_mass(70, 2, 6)
-    found = judge.recall(score, torch.zeros(2), ROLES, [70])
+    found = recall(judge, score, torch.zeros(2), [70])
     assert found.hindsight.tolist() == [1.0, 1.0] and found.mass.tolist() == pytest.approx([1.0, 1.0])
 
 
@@ -82,7 +88,7 @@ def test_positions_where_nothing_was_evicted_are_refused(layer):
     q, k, lse = layer
     for positions, roles in (([15], ROLES), ([S - 1], ROLES), ([40], Retention(8, 2, 6))):
         with pytest.raises(ValueError, match="recall needs k >= 1 and positions from"):
-            Judge(q, k, lse, 0.25).recall(torch.zeros(1, 2, S), torch.zeros(2), roles, positions)
+            Judge(q, k, lse, 0.25).recall_of([], torch.zeros(2), roles, positions)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
