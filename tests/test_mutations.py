@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import Counter
 
-from mutations import ROOT, TABLE
+from mutations import ROOT, mutations
+
+TABLE = mutations()
 
 
 def test_every_text_occurs_once():
