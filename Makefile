@@ -93,9 +93,9 @@ $(OLDEST_TRITON)/.installed: $(PACKAGE)
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --target $(@D) "triton==3.6.0"
 	@touch $@
 
-# The tests of Triton's kernels with the oldest version that `make gpu` is for, beside the environment's own, and with its interpreter as it is.
+# The tests of Triton's kernels with the oldest version that `make gpu` is for, beside the environment's own.
 oldest-triton: setup $(OLDEST_TRITON)/.installed
-	@PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON) KVPOP_PLAIN_INTERPRETER=1 $(BIN)/python -m pytest -q tests/kernels/test_triton_*.py $(PYTEST_ARGS)
+	@PYTHONPATH=$(CURDIR)/$(OLDEST_TRITON) $(BIN)/python -m pytest -q tests/kernels/test_triton_*.py $(PYTEST_ARGS)
 
 lint: setup
 	@$(BIN)/ruff check .

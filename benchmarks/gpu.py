@@ -163,20 +163,10 @@ def main(arguments: list[str] | None = None) -> int:
             say,
         )
         with tests_of(ROOT):
-            if options.interpret:
-                quicken(say)
             sections = {name: imported(name) for name in options.sections or SECTIONS}
             share = 0 if options.sections else 60 * options.minutes / 8
             shares = {name: share * eighths for name, eighths in SHARES.items() if share}
             return run_sections(bench, sections, shares, out / "gpu.csv", about | versions)
-
-
-def quicken(say: Callable[[str], None]) -> None:
-    """Use the faster interpreter of the tests, or Triton's own if Triton's names have changed."""
-    try:
-        importlib.import_module("kernels.quicker_interpreter").quicken()
-    except (AttributeError, ImportError) as error:
-        say(f"Triton's interpreter stays as slow as it is: {error}")
 
 
 def run_sections(

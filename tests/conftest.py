@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import pytest
@@ -69,9 +68,3 @@ def threads_of_the_process():
 
     with same_threads():
         yield
-
-
-if os.environ.get("TRITON_INTERPRET") == "1" and os.environ.get("KVPOP_PLAIN_INTERPRETER") != "1":
-    from kernels.quicker_interpreter import quicken
-
-    quicken()

@@ -1,6 +1,5 @@
 """Tests of the demo model: its refusals, and the folder that `make model` leaves."""
 
-import hashlib
 import json
 import zipfile
 from pathlib import Path
@@ -29,12 +28,6 @@ def test_a_corrupted_gguf_is_refused_and_nothing_is_left(tmp_path, monkeypatch, 
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and demo_model.GGUF_SHA256 in error
     assert list(target.parent.iterdir()) == []
-
-
-def test_verify_accepts_the_right_bytes(tmp_path):
-    file = tmp_path / "model.gguf"
-    file.write_bytes(b"bytes")
-    demo_model.verify_sha256(file, hashlib.sha256(b"bytes").hexdigest())
 
 
 @pytest.mark.parametrize("names", [[], ["a.gguf", "b.gguf"]])

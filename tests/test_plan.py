@@ -44,7 +44,7 @@ def test_the_demo_models_numbers(planned):
 
 def test_corrections_allocators_and_budgets(planned):
     size = "--max-model-len", "8192", "--kv-memory", "512MiB"
-    lines, rows = planned(DEMO, *size)
+    lines, rows = planned(DEMO | {"max_position_embeddings": 8192}, *size[2:])
     assert sorted({tokens for _, tokens in rows}) == [1024, 2048, 4096, 8192]
     assert lines[0].startswith("30 layers, 3 KV heads of 64, bfloat16; requests of 8192 tokens, 512.0 MiB of KV memory")
     _, corrected = planned(DEMO, *size, "--correction", "moment", "--budget", "1024")
@@ -71,13 +71,19 @@ def test_a_budget_that_some_cannot_have(planned):
     ]
 
 
-def test_the_checkpoints_own_scorer(planned):
+def test_a_scorers_own_size(planned, tmp_path):
     own = dict(format="kvpop-scorer", version=1, model_type="llama", num_layers=30, num_kv_heads=3, head_dim=64, scorer="mlstm", sinks=4, window=256, topk=764, decay=dict(step=1, min=0.999, max=0.999999), feature_map="softmax", gate_softcap=None, norm=False, skip=False, delayed=True)  # fmt: skip
     size = "--max-model-len", "8192", "--kv-memory", "512MiB", "--budget", "1024"
-    config = DEMO | {"model_type": "llama_kvpop", "kvpop": own}
-    lines, _ = planned(config, *size)
-    assert not any("default size" in line for line in lines)
-    assert any("default size" in line for line in planned(DEMO, *size)[0])
+    scorer = write_random_scorer(tmp_path / "scorer", write_tiny_model(tmp_path / "model", "llama"), "mlstm", topk=1000)
+    tiny = json.loads((tmp_path / "model/config.json").read_text())
+    for config, options, default in (
+        (DEMO, [], True),
+        (DEMO | {"model_type": "llama_kvpop", "kvpop": own}, [], False),
+        (tiny, [], True),
+        (tiny, ["--scorer", str(scorer)], False),
+    ):
+        lines, _ = planned(config, *size, *options)
+        assert any("kvpop's state is that of a scorer of default size" in line for line in lines) == default
 
 
 def test_ranks_hold_their_heads(planned):
@@ -89,14 +95,6 @@ def test_ranks_hold_their_heads(planned):
     assert float(half["kvpop", 4096][2]) == pytest.approx(2 * float(whole["kvpop", 4096][2]), rel=0.01)
     lines, more = planned(QWEN3_8B, *size, "--tensor-parallel", "16")
     assert "1 KV heads" in lines[0]
-
-
-def test_a_scorer_of_another_size(tmp_path, capsys):
-    model = write_tiny_model(tmp_path / "model", "llama")
-    scorer = write_random_scorer(tmp_path / "scorer", model, "mlstm", topk=1000)
-    options = ["plan", "--model", str(model), "--max-model-len", "512", "--kv-memory", "8MB", "--budget", "100"]
-    assert main(options) == 0 and "kvpop's state is that of a scorer of default size" in capsys.readouterr().out
-    assert main([*options, "--scorer", str(scorer)]) == 0 and "default size" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("text, size", [("536870912", 2**29), ("512MiB", 2**29), ("512Mi", 2**29), ("1.5 GB", 1500000000), ("2k", 0), ("", 0), ("0", 0), ("-1", 0)])  # fmt: skip
@@ -125,19 +123,12 @@ def test_sizes(text, size):
         (DEMO | {"dtype": None}, [], "config.json names the dtype None: give --dtype"),
         ({"model_type": "llama"}, [], "config.json has no 'num_attention_heads'"),
         (DEMO, ["--scorer", "nowhere"], "nowhere"),
+        (DEMO, ["--max-model-len", None], "config.json has no max_position_embeddings: give --max-model-len"),
     ],
 )
 def test_bad_input_is_one_line(tmp_path, capsys, config, options, message):
     (tmp_path / "config.json").write_text(json.dumps(config))
-    size = "--max-model-len", "8192", "--kv-memory", "512MiB"
-    assert main(["plan", "--model", str(tmp_path), *size, *options]) == 2
+    size = [] if None in options else ["--max-model-len", "8192", *options]
+    assert main(["plan", "--model", str(tmp_path), "--kv-memory", "512MiB", *size]) == 2
     error = capsys.readouterr().err
     assert message in error and error.count("\n") == 1
-
-
-def test_requests_of_all_positions_unless_told_otherwise(planned, tmp_path, capsys):
-    lines, _ = planned(DEMO | {"max_position_embeddings": 4096}, "--kv-memory", "512MiB")
-    assert "requests of 4096 tokens" in lines[0]
-    (tmp_path / "config.json").write_text(json.dumps(DEMO))
-    assert main(["plan", "--model", str(tmp_path), "--kv-memory", "512MiB"]) == 2
-    assert "config.json has no max_position_embeddings: give --max-model-len" in capsys.readouterr().err

@@ -9,7 +9,6 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from unittest.mock import MagicMock
 
 import gpu
@@ -62,16 +61,6 @@ def test_all_is_right_and_nothing_is_timed(interpreted):
     steps = {row["case"]: float(row["value"]) for row in rows if row["section"] == "distillation"}
     assert steps.keys() == {"a step is right, scorers", "a step is right, scorers and base"}
     assert 0 < min(steps.values()) and max(steps.values()) < 1e-3  # 0 would mean that the same kernels ran
-
-
-def test_an_interpreter_that_is_named_otherwise_stays_as_it_is(monkeypatch, said):
-    def fails():
-        raise AttributeError("module 'interpreter' has no attribute '_get_np_dtype'")
-
-    monkeypatch.setitem(sys.modules, "kernels.quicker_interpreter", SimpleNamespace(quicken=fails))
-    gpu.quicken(said.append)
-    (line,) = said
-    assert line == "Triton's interpreter stays as slow as it is: module 'interpreter' has no attribute '_get_np_dtype'"
 
 
 def test_a_case_that_breaks_costs_no_other(small, said, results):

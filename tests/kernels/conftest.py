@@ -5,20 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels.served import INTERPRETED, ISAS
+from threads import one_thread
 
 from kvpop_vllm import _C
 
 
 @pytest.fixture(autouse=True)
-def fastest_isa_afterwards():
-    """Restore the instruction set and the threads.
-
-    The setter of threads is torch's own, because vLLM makes the public one a no-op once an engine has run.
-    """
-    threads = torch.get_num_threads()
-    yield
+def one_thread_and_fastest_isa_afterwards():
+    """Run on one thread, and restore the instruction set and the threads."""
+    with one_thread():
+        yield
     _C.set_isa(ISAS[-1])
-    torch._C.set_num_threads(threads)
 
 
 @pytest.fixture(autouse=INTERPRETED)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -47,6 +48,14 @@ SOME_CASES = {
     and (not name.endswith("-corrected") or name.removesuffix("-corrected") in CORRECTED)
 }
 """Cases for tests of whole requests: each scorer, and the correction with a scorer of each kind."""
+REPLAYS = {
+    "mlstm-short": ("mlstm", 5),
+    "mlstm-no-replay": ("mlstm", 0),
+    "mlstm-immediate-short": ("mlstm-immediate", 3),
+}
+"""Further cases, whose scorer's state begins so many tokens before the tail, less than by default."""
+ROLES = 2, 5, 13
+"""Sinks, window and long-range slots of most whole requests."""
 
 
 class ExactRun(NamedTuple):
@@ -242,3 +251,27 @@ class Problem:
         if self.protected:
             others[self.prefix_blocks.long()] = False
         return others
+
+
+def problem(case: str, *protected: int, roles: tuple[int, int, int] = ROLES, **options) -> Problem:
+    """Return a problem of whole requests with these prefixes, by default of one without.
+
+    The longest request ends 14 tokens after its tail would be full.
+    """
+    if case in REPLAYS:
+        case, options["replay"] = REPLAYS[case]
+    protected, (sinks, window, topk) = protected or (0,), roles
+    options.setdefault("length", max(protected) + sum(roles) + 14)
+    options.setdefault("q_dtype", options.get("dtype", torch.float32))
+    return Problem(case, protected=protected, sinks=sinks, window=window, topk=topk, **options).prepare()
+
+
+@functools.cache
+def decided(case: str, *protected: int, close: float | None = None, **options) -> tuple[Problem, list[ExactRun]]:
+    """Return a problem all of whose decisions have margins above ``close``, and exact results by request."""
+    for seed in range(40):
+        p = problem(case, *protected, seed=seed, **options)
+        exact = [p.exact_run(r) for r in range(p.requests)]
+        if min(run.margin for run in exact) > (close or (CLOSE_MASS if p.rule.coupled else CLOSE)):
+            return p, exact
+    raise AssertionError("no seed does")

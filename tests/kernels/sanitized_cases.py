@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 import tempfile
 from pathlib import Path
@@ -12,14 +13,11 @@ import torch
 from kernels import sanitized
 from kernels import test_decode_step as decode
 from kernels import test_prefill_chunk as prefill
-from kernels import test_prefix_attention as prefix
 from kernels import test_running_topk as running
-from kernels.problems import Problem
+from kernels.problems import CASES, Problem, problem
 from kernels.served import ISAS, Pool, check_same, serve
 from kernels.test_decode_step import (  # noqa: F401  (tests and fixtures that run here too)
-    check_budgets,
     few_decisions_are_excused,
-    test_a_threshold_counts_in_slot_1,
     test_other_bad_arguments_are_refused,
     test_page_entry_out_of_range_is_refused,
     test_replay_is_refused_before_anything_is_written,
@@ -32,6 +30,7 @@ from kernels.test_online_topk import (
 )
 from kernels.test_online_topk import test_strided_inputs as test_strided_scores  # noqa: F401
 from kernels.test_prefill_chunk import test_no_tokens as test_no_tokens_of_a_chunk  # noqa: F401
+from kernels.test_prefix import test_attention_that_would_overrun_a_prefix_is_refused  # noqa: F401
 from kernels.test_running_topk import test_cutoffs_by_name, test_infinite_and_negative_zero_priorities  # noqa: F401
 
 from kvpop_vllm import _C
@@ -75,90 +74,69 @@ def test_the_sanitized_extension_runs():
     assert {path for path in maps if "/_C." in path and "kvpop_vllm" in path} == {str(sanitized.EXTENSION)}
 
 
-# Shapes of more than one block and tile, and of less.
-DECODE = [
-    dict(case="none", size=128, group=5, slots=16, dtype=BF16, q_dtype=BF16, topk=0),
-    dict(case="linear", size=80, group=4, slots=48, dtype=BF16, q_dtype=F32, sinks=0, window=1),
-    dict(case="mlp", size=96, group=3, slots=64, topk=61, heads=1),
-    dict(case="mlstm", size=64, group=7, slots=64, dtype=BF16, q_dtype=BF16, window=40, topk=41, heads=1),
-    dict(case="mlstm-norm-skip", size=32, group=1, slots=16, sinks=0, unequal=True),
-    dict(case="mlstm-softmax-cap", size=16, group=2, slots=48, dtype=BF16, q_dtype=BF16, topk=3, window=1),
-    dict(case="mlstm-direct-values", size=80, group=3, slots=16, topk=0, sinks=1),
-    dict(case="mlstm-immediate", size=128, group=1, slots=48, dtype=BF16, q_dtype=F32, step=3),
-    dict(case="mlstm-odd-widths", size=96, group=2, slots=16, unequal=True, requests=3),
-    dict(case="mlstm", size=64, group=3, slots=16, dtype=BF16, q_dtype=BF16, window=3),
-    dict(case="mlstm-immediate", size=32, group=1, slots=16, sinks=0, topk=20),
-    dict(case="none", size=128, group=2, slots=16, dtype=BF16, q_dtype=BF16, unequal=True),
-    dict(case="key-norm", size=48, group=1, slots=16, dtype=BF16, q_dtype=BF16, sinks=0, window=1),
-    dict(case="mass-newest", size=64, group=5, slots=48, dtype=BF16, q_dtype=BF16, sinks=0, window=1, topk=61),
-    dict(case="mass-mean", size=80, group=3, slots=16, sinks=3, unequal=True),
-    dict(case="moment-corrected", size=64, group=3, slots=64, dtype=BF16, q_dtype=BF16, sinks=1, window=1, topk=30),
-    dict(case="moment", size=32, group=7, slots=16, unequal=True),
-    dict(case="mlstm-corrected", size=48, group=2, slots=16),
-    dict(case="gate_scores-ages", size=80, group=2, slots=16),
-    dict(case="gate_scores-threshold", size=64, group=1, slots=48, sinks=0, window=2, topk=40, unequal=True),
-    dict(case="gate_scores-threshold-corrected", size=48, group=2, slots=16, dtype=BF16, q_dtype=F32),
-]
-
-
 @pytest.mark.parametrize("dtype, threads", [(BF16, 2), (BF16, 16), (F32, 16)])
 def test_one_head_is_shared_among_threads(dtype, threads):
     decode.test_one_head_is_shared_among_threads(dtype, threads, 1)
 
 
-@pytest.mark.parametrize("problem", DECODE, ids=lambda p: p["case"])
-def test_decode_step(problem):
-    check_budgets(Problem(**problem, seed=1))
+SHAPES = {
+    "size": (128, 80, 96, 64, 32, 16, 48),
+    "group": (5, 3, 1, 7, 2),
+    "slots": (16, 48, 64),
+    "roles": ((2, 5, 9), (0, 1, 61), (1, 40, 41), (0, 2, 20), (3, 7, 0), (0, 1, 0), (4, 9, 30), (2, 3, 17)),
+    "heads": (2, 1, 3, 2),
+    "step": (1, 1, 3, 1, 1),
+    "dtypes": ((F32, F32), (BF16, BF16), (BF16, F32)),
+    "unequal": (False, True),
+}
+"""Sizes of more than one block and tile, and of less. Each case takes the next of each, and no two are alike."""
 
 
-# Chunk lengths and problem: windows and chunks beyond a piece of 128 tokens, budgets beyond a tile of 64.
-PREFILL = [
-    ([40], dict(case="none", sinks=0, window=1, topk=0, length=40, size=16, group=7, slots=16)),
-    ([170], dict(case="none", sinks=4, window=140, topk=17, length=170, size=128, group=5, slots=48)),
-    ([1, 13, 30], dict(case="linear", sinks=0, window=1, topk=5, length=90, size=80, group=1, slots=48, step=3)),
-    ([150, 140], dict(case="linear", sinks=3, window=130, topk=0, length=290, size=32, group=4, slots=64)),
-    ([135], dict(case="mlp", sinks=4, window=16, topk=45, length=135, size=96, group=3, slots=16)),
-    ([128, 3], dict(case="mlstm", sinks=2, window=8, topk=10, length=131, size=64, group=2, slots=64)),
-    ([17, 243], dict(case="mlstm", sinks=1, window=200, topk=30, length=260, size=32, slots=16, heads=1)),
-    ([80], dict(case="mlstm-norm-skip", sinks=0, window=5, topk=60, length=80, size=80, group=7, slots=16)),
-    ([69, 1], dict(case="mlstm-softmax-cap", sinks=3, window=5, topk=40, length=70, size=16, group=3, slots=48)),
-    ([60], dict(case="mlstm-direct-values", sinks=2, window=8, topk=10, length=60, size=128, group=1, slots=16)),
-    ([1, 29], dict(case="mlstm", sinks=2, window=5, topk=30, length=90, size=64, slots=16)),
-    ([3, 177], dict(case="mlstm-immediate", sinks=0, window=9, topk=20, length=180, size=32, slots=16)),
-    ([3, 87], dict(case="key-norm", sinks=0, window=1, topk=40, length=90, size=16, slots=16)),
-    ([3, 87], dict(case="mass-newest", sinks=0, window=1, topk=60, length=90, size=32, group=5, slots=16)),
-    ([3, 87], dict(case="moment-corrected", sinks=1, window=1, topk=40, length=90, size=32, group=3, slots=16)),
-    ([40, 50], dict(case="mlstm-corrected", sinks=2, window=8, topk=10, length=90, size=48, slots=48)),
-    ([40, 50], dict(case="mass-mean", sinks=1, window=20, topk=10, length=90, size=48, group=3, slots=48)),
-    ([1, 89], dict(case="gate_scores-threshold", sinks=0, window=2, topk=40, length=90, size=32, group=3, slots=16)),
-    ([50, 130], dict(case="mlstm-immediate", sinks=2, window=140, topk=10, length=180, size=48, group=5, heads=3)),
-]
+def shapes(cases):
+    """Return a row for each case, with its options."""
+    rows = zip(*(itertools.islice(itertools.cycle(each), len(cases)) for each in SHAPES.values()), strict=True)
+    return [
+        pytest.param(case, dict(zip(SHAPES, row, strict=True)), id=case) for case, row in zip(cases, rows, strict=True)
+    ]
 
 
-@pytest.mark.parametrize("chunks, problem", PREFILL, ids=lambda p: p["case"] if isinstance(p, dict) else "")
-def test_prefill_chunk(chunks, problem):
-    p = prefill.problem(**problem, seed=1)
+@pytest.mark.parametrize("case, shape", shapes([*CASES]))
+def test_decode_step(case, shape):
+    (sinks, window, topk), (dtype, q_dtype) = shape.pop("roles"), shape.pop("dtypes")
+    roles = dict(sinks=sinks, window=window, topk=topk)
+    decode.check_budgets(Problem(case, **roles, dtype=dtype, q_dtype=q_dtype, **shape, seed=1))
+
+
+PIECES = {
+    "none": ((4, 140, 17), 0, [170]),
+    "linear": ((3, 130, 0), 0, [150, 140]),
+    "mlp": ((4, 16, 45), 0, [135]),
+    "mlstm": ((1, 200, 30), 0, [17, 243]),
+    "mlstm-immediate": ((2, 140, 10), 70, [50, 130]),
+    "mlstm-softmax-cap": ((0, 1, 60), 33, [69, 1]),
+}
+"""Roles, protected tokens and chunks of windows and chunks beyond a piece of 128 tokens, and budgets beyond a tile."""
+
+
+@pytest.mark.parametrize("case, shape", shapes([*prefill.SOME_CASES]))
+def test_prefill_chunk(case, shape):
+    roles, protect, chunks = PIECES.get(case, (shape["roles"], shape["group"] % 3 * 17, [1, 29, 60]))
+    options = {name: shape[name] for name in ("size", "group", "slots", "heads", "step")}
+    p = problem(case, protect, roles=roles, length=sum(chunks), seed=1, **options)
     expected = serve(p, [p.length])
     for isa in ISAS:
         check_same(serve(p, chunks, isa), expected)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("shape", [(16, 2, BF16), (80, 2, BF16), (96, 3, BF16), (96, 1, F32)], ids=str)
+@pytest.mark.parametrize("shape", [(16, 2, BF16, 0), (80, 2, BF16, 33), (96, 3, BF16, 0), (96, 1, F32, 97)], ids=str)
 def test_prefill_chunk_of_bfloat16(isa, shape):
     prefill.test_bfloat16_is_within_its_roundings(isa, *shape)
 
 
 @pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("shape", prefix.SHAPES, ids=str)
-def test_attention_to_a_prefix(shape, dtype, isa):
-    prefix.test_it_is_a_softmax_over_these_tokens(shape, dtype, dtype, isa, make=apart)
-
-
-@pytest.mark.parametrize("isa", ISAS)
 def test_prefill_chunk_with_unequal_budgets(isa):
-    prefill.test_unequal_budgets_equal_single_heads(isa, [98, 300])
+    prefill.test_unequal_budgets_equal_single_heads(isa, "linear", (98, 300), 400, "reference")
 
 
 def test_running_topk():
@@ -215,7 +193,7 @@ def test_forbidden_value_is_reported(isa):
 
 
 def test_forbidden_query_is_reported():
-    pool = Pool(prefill.problem("none", 2, 5, 9, 20))
+    pool = Pool(problem("none", roles=(2, 5, 9), length=20))
     q, k, v = (x[0] for x in pool.p.texts)
     poison(q.data_ptr() + q.nbytes - 8, 8)
     chunk = q, k, v, pool.pages, pool.table[0], 0, pool.budgets[0]
@@ -233,16 +211,6 @@ def test_odd_address_is_reported():
 
 def test_overflow_is_reported():
     """The window is one that the op itself refuses."""
-    told = (
-        torch.zeros(1, 2),
-        torch.arange(2)[None],
-        0,
-        1,
-        2**63 - 1,
-        torch.zeros(1, dtype=torch.float64),
-        1,
-        False,
-        None,
-    )
-    said = report(lambda: _C.online_topk(*told))
+    token, gamma = (torch.zeros(1, 2), torch.arange(2)[None]), torch.zeros(1, dtype=torch.float64)
+    said = report(lambda: _C.online_topk(*token, 0, 1, 2**63 - 1, gamma, 1, False, None))
     assert "signed integer overflow" in said, said

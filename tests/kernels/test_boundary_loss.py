@@ -72,7 +72,7 @@ def naive(pred, target, log_gamma, positions, step, margin, balance, roles=(SINK
             rows = []
             for q in positions:
                 new, gamma = q - window, float(log_gamma[h].detach())
-                held, left = held_by_teacher([float(x) for x in target[b, h].float()], gamma, q, step, *roles)
+                held, left = held_by_teacher([float(x) for x in target[b, h].detach().float()], gamma, q, step, *roles)
                 kept, bound = new in held, held[0] if held[0] != new else left
 
                 def gap(score, gamma, new=new, bound=bound, q=q):
@@ -101,36 +101,22 @@ def naive(pred, target, log_gamma, positions, step, margin, balance, roles=(SINK
     return total / len(weights)
 
 
-@pytest.mark.parametrize("step", [1, 5])
-@pytest.mark.parametrize(
-    "margin, balance", [(None, None), ((0.1, 0.5), None), (None, (0.6, 2.0)), ((0.2, 1.0), (0.2, 5.0))]
-)
-@pytest.mark.parametrize("ties", [False, True])
-def test_equals_the_definition(step, margin, balance, ties):
-    pred, target, log_gamma = inputs(step, ties)
-    positions = list(range(FIRST, S, 4))
-    loss = loss_of(pred, target, log_gamma, step=step, samples=torch.tensor(positions), margin=margin, balance=balance)
-    expected = naive(pred, target, log_gamma, positions, step, margin, balance)
-    torch.testing.assert_close(loss, expected)
-    for a, e in zip(*(torch.autograd.grad(x, (pred, log_gamma)) for x in (loss, expected)), strict=True):
-        torch.testing.assert_close(a, e)
-
-
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=80, deadline=None, derandomize=True)
 @given(
-    length=st.integers(0, 50),
+    length=st.integers(0, 80),
     sinks=st.integers(0, 4),
     window=st.integers(1, 12),
     topk=st.integers(0, 12),
     step=st.sampled_from([1, 4]),
     ties=st.booleans(),
-    weighted=st.booleans(),
+    margin=st.sampled_from([None, (0.1, 0.5), (0.2, 1.0)]),
+    balance=st.sampled_from([None, (0.6, 2.0), (0.2, 5.0)]),
     seed=st.integers(0, 2**30),
 )
-def test_any_shape(length, sinks, window, topk, step, ties, weighted, seed):
+def test_equals_the_definition(length, sinks, window, topk, step, ties, margin, balance, seed):
     """Sequences that end before the window or the budget is full are included and cost nothing."""
     pred, target, log_gamma = inputs(seed, ties, length=length)
-    margin, balance = ((0.2, 1.0), (0.2, 5.0)) if weighted else (None, None)
+    target.requires_grad_()
     positions = list(range(sinks + window + topk, length)) if topk else []
     samples = torch.tensor(positions) if positions else 5
     options = dict(sinks=sinks, window=window, topk=topk, step=step, samples=samples)
@@ -140,8 +126,10 @@ def test_any_shape(length, sinks, window, topk, step, ties, weighted, seed):
     else:
         expected = 0 * (pred.sum() + log_gamma.sum())
     torch.testing.assert_close(loss, expected)
-    for a, e in zip(*(torch.autograd.grad(x, (pred, log_gamma)) for x in (loss, expected)), strict=True):
+    grads = (torch.autograd.grad(x, (pred, log_gamma), retain_graph=True) for x in (loss, expected))
+    for a, e in zip(*grads, strict=True):
         torch.testing.assert_close(a, e)
+    assert loss.requires_grad and torch.autograd.grad(loss, target, allow_unused=True)[0] is None
 
 
 def test_the_reference_runs_references(monkeypatch):
@@ -163,60 +151,21 @@ def test_the_reference_runs_references(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change, message",
+    "change, options, message",
     [
-        (
-            lambda p, t, g: (p[:, :, :9], t, g),
-            r"pred and target must have one shape, got \[2, 2, 9\] and \[2, 2, 120\]",
+        (lambda p, t, g: (p[:, :, :9], t, g), {}, r"pred and target must have one shape, got \[2, 2, 9\] and \[2, 2, 120\]"),
+        (lambda p, t, g: (p[0], t[0], g), {}, r"needs pred \[B, H, S\], got \[2, 120\]"),
+        (lambda p, t, g: (p, t, g[:1]), {}, r"log_gamma and the heads of pred must have one shape, got \[1\] and \[2\]"),
+        *(
+            (lambda *all_: all_, option, "boundary_loss needs")
+            for option in ({"step": 0}, {"tau": 0.0}, {"tau": math.nan}, {"samples": -1}, {"window": 0}, {"sinks": -1}, {"topk": -1})
         ),
-        (lambda p, t, g: (p[0], t[0], g), r"needs pred \[B, H, S\], got \[2, 120\]"),
-        (lambda p, t, g: (p, t, g[:1]), r"log_gamma and the heads of pred must have one shape, got \[1\] and \[2\]"),
+        (lambda *all_: all_, {"samples": torch.tensor([FIRST - 1])}, rf"samples must lie in \[{FIRST}, {S - 1}\]"),
     ],
-)
-def test_shapes_that_do_not_match_are_refused(change, message):
+)  # fmt: skip
+def test_what_makes_no_sense_is_refused(change, options, message):
     with pytest.raises(ValueError, match=message):
-        loss_of(*change(*inputs()))
-
-
-@pytest.mark.parametrize(
-    "option",
-    [{"step": 0}, {"tau": 0.0}, {"tau": math.nan}, {"samples": -1}, {"window": 0}, {"sinks": -1}, {"topk": -1}],
-)
-def test_options_that_make_no_sense_are_refused(option):
-    with pytest.raises(ValueError, match="boundary_loss needs"):
-        loss_of(*inputs(), **option)
-
-
-@pytest.mark.parametrize("step", [1, 5])
-def test_gradcheck(step):
-    pred, target, log_gamma = inputs(7)
-
-    def loss(pred, log_gamma, margin=None):
-        options = dict(samples=torch.arange(FIRST, S), balance=(0.2, 5.0))
-        return loss_of(pred, target, log_gamma, step=step, margin=margin, **options)
-
-    assert torch.autograd.gradcheck(loss, (pred, log_gamma))
-    assert torch.autograd.gradcheck(lambda p: loss(p, log_gamma.detach(), (0.1, 1.0)), (pred,))
-
-
-def test_targets_carry_no_gradient():
-    pred, target, log_gamma = inputs()
-    target.requires_grad_()
-    loss = loss_of(pred, target, log_gamma, samples=50, margin=(0.1, 1.0), balance=(0.2, 5.0))
-    assert torch.autograd.grad(loss, target, allow_unused=True)[0] is None
-
-
-@pytest.mark.parametrize("step", [1, 5])
-def test_perfect_predictions_cost_little_and_reversed_ones_much(step):
-    """With pred = target every pair is on the right side, with pred = -target on the wrong one."""
-    _, target, log_gamma = inputs(3)
-    log_gamma = log_gamma.detach() * 0 - 1e-9
-
-    def loss(pred):
-        return loss_of(pred, target, log_gamma, step=step, samples=torch.arange(FIRST, S))
-
-    assert loss(target * 30) < 0.1 < math.log(2) < loss(-target * 30)
-    assert loss(target * 0).item() == pytest.approx(math.log(2), rel=1e-6)
+        loss_of(*change(*inputs()), **options)
 
 
 def test_positions_are_drawn_where_the_budget_is_full_and_biased_late():
@@ -231,16 +180,3 @@ def test_the_draw_follows_the_generator():
     args, draws = inputs(), (torch.Generator().manual_seed(seed) for seed in (1, 1, 2))
     a, b, c = (loss_of(*args, samples=16, generator=generator).item() for generator in draws)
     assert a == b != c
-
-
-@pytest.mark.parametrize("change", [{"topk": 0}, {"topk": S}])
-def test_nothing_to_decide_costs_nothing(change):
-    pred, target, log_gamma = inputs()
-    loss = loss_of(pred, target, log_gamma, samples=8, balance=(0.2, 5.0), **change)
-    loss.backward()
-    assert loss.item() == 0 and not pred.grad.any() and not log_gamma.grad.any()
-
-
-def test_positions_before_the_budget_is_full_are_refused():
-    with pytest.raises(ValueError, match=rf"samples must lie in \[{FIRST}, {S - 1}\]"):
-        loss_of(*inputs(), samples=torch.tensor([FIRST - 1]))

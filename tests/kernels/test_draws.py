@@ -128,10 +128,6 @@ class TestTriton:
         check_same(serve(p, [30, LENGTH], "triton"), expected)
 
 
-def test_another_seed_evicts_others():
-    assert sets(serve(request(1, 0), [LENGTH], "cpp")) != sets(serve(request(2, 0), [LENGTH], "cpp"))
-
-
 def test_seeds_are_asked_for():
     p = request(0, 0)
     with pytest.raises(ValueError, match="seeds must be .1,. for RandomDraw, got None"):

@@ -1,4 +1,4 @@
-"""A prefill chunk equals the decode steps of its tokens for any cut, and a dense masked attention."""
+"""Whole requests in chunks and decode steps equal a float64 loop, for any cut and any protected prefix."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from kernels.problems import SOME_CASES, Problem
-from kernels.served import IMPLS, INTERPRETED, ISAS, Pool, check_roundings, check_same, serve
+from kernels.problems import REPLAYS, ROLES, SOME_CASES, decided, problem
+from kernels.served import IMPLS, INTERPRETED, ISAS, Pool, check_exact, check_roundings, check_same, serve
 
-from kvpop_vllm.kernels import ops
+from kvpop_vllm.testing import eager_runs
 
 SCORE_NOISE, MASS_NOISE = 2e-6, 2e-7
 """Differences between paths that round differently, for raw scores and for attention masses.
@@ -21,127 +21,140 @@ of order 1 / B, and their products with residuals differ by up to a tenth of tha
 """
 DECODE = [0]
 """Way of serving: decode steps alone."""
-
-
-def problem(case, sinks, window, topk, length, **options) -> Problem:
-    """Return a problem of one request."""
-    roles = dict(sinks=sinks, window=window, topk=topk)
-    return Problem(case, requests=1, length=length, **roles, **options).prepare()
-
-
-@pytest.mark.parametrize("case", SOME_CASES)
-@pytest.mark.parametrize("roles", [(2, 8, 10), (0, 1, 5), (4, 16, 0), (3, 5, 40)], ids=str)
-@pytest.mark.parametrize("impl", IMPLS)
-def test_equals_decode_steps(case, roles, impl):
-    p, expected = decoded(case, roles)
-    one_by_one = impl == "reference" and p.rule.sequential
-    if not one_by_one:  # which runs decode steps itself
-        check_same(serve(p, [90], impl), expected)
-    if not one_by_one or roles == (2, 8, 10):
-        check_same(serve(p, [1, 13, 30], impl), expected)
+BF16 = torch.bfloat16
+CASES = [*SOME_CASES, "gate_scores-threshold-corrected", *REPLAYS]
+SEQUENTIAL = [case for case in SOME_CASES if problem(case).rule.sequential]
+SHAPES = [
+    *((0, roles) for roles in (ROLES, (0, 1, 5), (4, 16, 0), (3, 5, 40))),
+    *((protect, ROLES) for protect in (1, 15, 16, 17, 19, 20, 21, 32)),  # around one block, the budget, two blocks
+]
+"""Number of protected tokens, and roles."""
 
 
 @functools.cache
-def decoded(case, roles):
-    """Return a problem and the results of the reference's decode steps."""
-    p = problem(case, *roles, length=90, seed=sum(roles) + len(case))
-    return p, serve(p, DECODE)
+def eager(case: str, protect: int, **options):
+    """Return the eager log-sum-exps of a problem of one request."""
+    p, (exact,) = decided(case, protect, **options)
+    return eager_runs(functools.partial(p.lse, exact.held))
+
+
+def cuts(protect: int) -> dict[str, list[int]]:
+    """Return chunks of a request by name; 0 is a decode step, and the last entry is used for all the rest."""
+    found = {
+        "whole": [10_000],
+        "decode": DECODE,
+        "sevens": [7],
+        "crosses": [protect + 3, 9, 0],
+        "ends": [protect, 11, 0],
+    }
+    if protect > 1:
+        found["last-of-one"] = [protect - 1, 0, 0, 6, 64]
+        found["short-of-it"] = [protect - 1, 64]
+    return found
+
+
+OF_REFERENCE = ("sevens", 0), ("crosses", 17), ("ends", 1), ("ends", 32)
+"""Cuts, beside whole requests, that the slow reference serves."""
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("protect, roles", SHAPES, ids=str)
+@pytest.mark.parametrize("case", CASES)
+def test_equals_the_rule_however_it_is_cut(case, protect, roles, impl):
+    p, (exact,) = decided(case, protect, roles=roles)
+    for name, chunks in cuts(protect).items():
+        if impl != "reference" or name == "whole" or (name, protect) in OF_REFERENCE:
+            check_exact(p, exact, eager(case, protect, roles=roles), serve(p, chunks, impl))
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize("protect", [0, 1, 16, 32])
+@pytest.mark.parametrize(
+    "case", ["none", "mass-mean", "gate_scores-threshold", "linear", "mlstm", "mlstm-corrected", "moment"]
+)
+def test_bfloat16(case, protect, impl):
+    (p, (exact,)), budget = decided(case, protect, dtype=BF16), eager(case, protect, dtype=BF16)
+    for name in ["crosses"] if impl == "reference" else cuts(protect):
+        check_exact(p, exact, budget, serve(p, cuts(protect)[name], impl))
 
 
 def test_the_reference_runs_no_other_implementation(monkeypatch):
     monkeypatch.setattr("kvpop_vllm.kernels.cpp.online_topk.online_topk", None)
     monkeypatch.setattr("kvpop_vllm.kernels.dispatch.select", None)
-    serve(problem("mlstm", 2, 8, 10, length=40), [40])
-
-
-@pytest.mark.parametrize("case", ["linear", "mlstm"])
-@pytest.mark.parametrize("step", [3, 7])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_decay_steps_beyond_one(case, step, impl):
-    p = problem(case, 2, 8, 12, length=80, step=step, seed=step)
-    check_same(serve(p, [33, 7], impl), serve(p, DECODE))
+    serve(problem("mlstm"), [40])
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(
     case=st.sampled_from(sorted(SOME_CASES)),
-    sinks=st.integers(0, 5),
-    window=st.integers(1, 20),
-    topk=st.integers(0, 30),
-    length=st.integers(1, 300),
+    roles=st.tuples(st.integers(0, 5), st.integers(1, 20), st.integers(0, 30)),
+    length=st.integers(1, 220),
     chunks=st.lists(st.integers(1, 200), min_size=1, max_size=4),
     heads=st.integers(1, 3),
     group=st.integers(1, 3),
     slots=st.sampled_from([16, 32, 64]),
     size=st.sampled_from([16, 32, 48, 80, 256]),
+    step=st.sampled_from([1, 1, 3, 7]),
+    protect=st.sampled_from([0, 0, 5, 70]),
     impl=st.sampled_from(IMPLS),
     seed=st.integers(0, 10_000),
 )
-def test_any_cut_any_shape(case, sinks, window, topk, length, chunks, heads, group, slots, size, impl, seed):
-    shape = dict(heads=heads, group=group, slots=slots, size=size)
-    p = problem(case, sinks, window, topk, length, seed=seed, **shape)
+def test_any_cut_any_shape(case, chunks, protect, impl, **shape):
+    p = problem(case, protect, **shape)
     noise = MASS_NOISE if p.rule.coupled else SCORE_NOISE
     assume(SOME_CASES[case][0] is None or p.exact_run().margin > 10 * noise)
     check_same(serve(p, chunks, impl), serve(p, DECODE))
 
 
-@pytest.mark.parametrize("roles", [(0, 2, 10), (2, 8, 10)], ids=str)
 @pytest.mark.parametrize("impl", IMPLS)
-def test_a_first_chunk_takes_nothing_from_the_pages(roles, impl, case="gate_scores-threshold"):
-    """Neither the count of filled slots, in slot 1's position word, nor anything else is read."""
-    p, expected = decoded(case, roles)
-    for byte, chunks in ((0, [90]), (1, [1, 40]), (127, [30]), (255, [5])):
-        check_same(Pool(p, byte).serve(chunks, impl), expected)
-
-
-@pytest.mark.parametrize("window", [32, 200])
-@pytest.mark.parametrize("impl", IMPLS)
-def test_pieces_longer_than_one(impl, window):
+@pytest.mark.parametrize(
+    "case, roles, length, chunks",
+    [
+        *((case, roles, 330, [330]) for case in ("mlstm-immediate", "linear", "mlstm") for roles in ((140, 8, 0), (0, 1, 150), (2, 150, 20))),
+        *(("mlstm", (4, window, 300), 700, chunks) for window in (32, 200) for chunks in ([100, 256], [700])),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_pieces_longer_than_one(case, roles, length, chunks, impl):
     """A chunk is processed in pieces; budgets, windows and chunks beyond a piece do not change results."""
-    p = problem("mlstm", 4, window, 300, length=700, seed=3)
-    pieces = serve(p, [256, 100])
-    check_same(serve(p, [100, 256], impl), pieces)
-    check_same(serve(p, [700], impl), pieces)
-
-
-BF16 = torch.bfloat16
+    p = problem(case, roles=roles, length=length, seed=sum(roles))
+    check_same(serve(p, chunks, impl), serve(p, [7, 60]))
 
 
 @pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize(
-    "size, group, q_dtype",
-    [(64, 3, BF16), (128, 4, BF16), (80, 7, BF16), (96, 3, BF16), (32, 5, BF16), (32, 1, BF16), (96, 1, torch.float32)],
+    "size, group, q_dtype, protect",
+    [
+        *((64, 3, BF16, 0), (128, 4, BF16, 200), (80, 7, BF16, 0), (96, 3, BF16, 333), (32, 5, BF16, 97)),
+        *((32, 1, BF16, 0), (96, 1, torch.float32, 0), (80, 2, torch.float32, 200)),
+    ],
 )
-def test_bfloat16_is_within_its_roundings(isa, size, group, q_dtype):
-    """Errors are within the roundings of weights and outputs to bfloat16."""
-    check_roundings_of(exact_one(size, group, BF16, q_dtype, 500, 200), [300, 200], isa)
+def test_bfloat16_is_within_its_roundings(isa, size, group, q_dtype, protect):
+    shape = dict(size=size, group=group, dtype=BF16, q_dtype=q_dtype, length=500)
+    check_roundings_of(isa, [300, 200], protect, roles=(4, 32, 200), **shape)
 
 
-@functools.cache
-def exact_one(size, group, dtype, q_dtype, length, topk):
-    """Return a problem in 16 bits without close decisions, and its exact results."""
-    options = dict(dtype=dtype, q_dtype=q_dtype, size=size, group=group)
-    for seed in range(20):
-        p = problem("linear", 4, 32, topk, length, seed=seed, **options)
-        exact = p.exact_run()
-        if exact.margin > 10 * SCORE_NOISE:
-            return p, exact
-    raise AssertionError("no seed does")
-
-
-def check_roundings_of(known, chunks, impl):
-    p, exact = known
+def check_roundings_of(impl, chunks, protect=0, **options):
+    """Check that errors are within the roundings of weights and outputs to 16 bits."""
+    p, (exact,) = decided("linear", protect, close=10 * SCORE_NOISE, **options)
     found = serve(p, chunks, impl)
     assert found.out.dtype == p.q_dtype and torch.equal(found.held[p.length], exact.held[:, -1])
     check_roundings(p.dtype, found.out, exact.out, exact.magnitude)
     torch.testing.assert_close(found.lse.double(), exact.lse, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("several", [[28, 17], [98, 300], [300, 98]])
+@pytest.mark.parametrize(
+    "case, several, length, how",
+    [
+        *(("linear", several, 400, "reference") for several in ((28, 17), (98, 300), (300, 98))),
+        *((case, (17, 40), 60, ISAS[-1]) for case in ("mass-newest", "mass-mean", "moment-corrected", "mlstm-corrected")),
+    ],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("impl", IMPLS)
-def test_unequal_budgets_equal_single_heads(impl, several, case="linear", length=400, how="reference"):
+def test_unequal_budgets_equal_single_heads(impl, case, several, length, how):
     """Heads with different budgets behave as if each were alone with its own."""
-    p = problem(case, 2, 6, max(several) - 8, length=length, seed=5)
+    p = problem(case, roles=(2, 6, max(several) - 8), length=length, seed=5)
     p.budgets = torch.tensor([several], dtype=torch.int32)
     out = serve(p, [length], impl).out
     for head, budget in enumerate(several):
@@ -150,71 +163,28 @@ def test_unequal_budgets_equal_single_heads(impl, several, case="linear", length
         torch.testing.assert_close(out[:, rows], serve(p, [length], how).out[:, rows], rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("case", ["mass-newest", "mass-mean", "moment-corrected", "mlstm-corrected"])
-@pytest.mark.parametrize("impl, how", [("reference", ISAS[-1]), (ISAS[-1], ISAS[-1])])
-def test_unequal_budgets_token_by_token(case, impl, how):
-    test_unequal_budgets_equal_single_heads(impl, [17, 40], case, 60, how)
+@pytest.mark.parametrize("case", SEQUENTIAL)
+@pytest.mark.parametrize("impl", ["triton"] if INTERPRETED else ISAS)
+def test_chunks_change_nothing_token_by_token(case, impl):
+    """For rules processed token by token, chunks change neither outputs nor pages, to the bit.
 
-
-@pytest.mark.parametrize(
-    "case",
-    [
-        "mass-newest",
-        "mass-mean",
-        "moment",
-        "none-corrected",
-        "moment-corrected",
-        "mlstm-corrected",
-        "gate_scores-threshold",
-    ],
-)
-@pytest.mark.parametrize("isa", ISAS)
-def test_chunks_change_nothing_token_by_token(case, isa):
-    """For rules processed token by token, chunks change neither outputs nor pages, to the bit."""
-    p, found = problem(case, 2, 5, 40, length=130, seed=3), []
-    for chunks in ([130], [1, 13, 30], DECODE):
+    They continue another implementation's request.
+    """
+    length = 23 if INTERPRETED else 130
+    p, found = problem(case, roles=(2, 4, 9), length=length, seed=len(case)), []
+    for chunks in ([length], [1, 13, 30], [1, 0]):
         pool = Pool(p)
-        found.append((*pool.serve(chunks, isa)[:2], pool.pages.raw))
-    for other in found[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize("case", ["mlstm-immediate", "linear", "mlstm"])
-@pytest.mark.parametrize("roles", [(140, 8, 0), (0, 1, 150), (2, 150, 20)], ids=str)
-def test_several_pieces_in_one_call(case, roles, impl):
-    p = problem(case, *roles, length=330, seed=sum(roles))
-    check_same(serve(p, [330], impl), serve(p, [7, 60]))
-
-
-def test_streaming_equals_a_plain_window():
-    """Recency as the score gives dense attention over the sinks and the last B - s tokens."""
-    p = problem("none", 3, 7, 15, length=100, seed=1)
-    found, (q, k, v) = serve(p, [100]), (x[0].double() for x in p.texts)
-    t = torch.arange(100)
-    visible = (t <= t[:, None]) & ((t < 3) | (t > t[:, None] - (25 - 3)))
-    logits = torch.einsum("qhgd,khd->hgqk", q.unflatten(1, (2, 2)), k) * p.scale
-    logits = logits.masked_fill(~visible, -torch.inf)
-    expected = torch.einsum("hgqk,khd->qhgd", logits.softmax(-1), v).flatten(1, 2)
-    torch.testing.assert_close(found.out.double(), expected, rtol=0, atol=1e-5)
-    torch.testing.assert_close(found.lse.double(), logits.logsumexp(-1).permute(2, 0, 1).flatten(1), rtol=0, atol=1e-5)
-
-
-@pytest.mark.parametrize("case", ["mlstm", "mass-mean"])
-@pytest.mark.parametrize("impl", ["triton"] if INTERPRETED else ["reference", "cpp"])
-def test_replay_raises_and_writes_nothing(impl, case):
-    """In Triton too, although its decode steps would only return NaN."""
-    pool = Pool(problem(case, 2, 8, 10, length=50))
-    pool.chunk(0, 30, "reference" if INTERPRETED else impl)
-    before, pool.seen = pool.pages.raw.clone(), [25]
-    with pytest.raises(ops.StepOrderError, match="starts at position 25, but its cache has seen 30"):
-        pool.chunk(0, 20, impl)
-    assert torch.equal(pool.pages.raw, before)
+        pool.chunk(0, 20, ISAS[0])
+        found.append((pool.serve(chunks, impl), pool.pages.raw))
+    (whole, pages), *others = found
+    assert all(torch.equal(pages, raw) and torch.equal(whole.out, other.out) for other, raw in others)
+    assert all(torch.equal(whole.lse, other.lse) for other, _ in others)
+    check_same(whole, serve(p, DECODE).after(20))
 
 
 @pytest.mark.parametrize("impl", IMPLS)
 def test_strided_inputs_equal_contiguous_ones(impl):
-    p = problem("mlstm-direct-values", 2, 8, 10, length=45, seed=2)
+    p = problem("mlstm-direct-values", length=45, seed=2)
     expected, packed = serve(p, [45], impl), torch.cat([x[0] for x in p.texts], 1)
     p.texts = [[packed[:, :4]], [packed[:, 4:6]], [packed[:, 6:]]]
     found = serve(p, [45], impl)
@@ -223,7 +193,7 @@ def test_strided_inputs_equal_contiguous_ones(impl):
 
 @pytest.mark.parametrize("impl", [impl for impl in IMPLS if impl != "reference"])
 def test_no_tokens(impl):
-    pool = Pool(problem("mlstm", 2, 8, 10, length=20))
+    pool = Pool(problem("mlstm", length=20))
     pool.chunk(0, 20, impl)
     before = pool.pages.raw.clone()
     out, lse = pool.chunk(0, 0, impl)

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
-from threads import one_thread
 
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import rounds
@@ -18,12 +16,6 @@ from kvpop_vllm.testing.oracle_rounds import retained_by_rounds
 
 HEADS, GROUP, SIZE = 2, 2, 32
 LANES = torch.arange(HEADS)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def few_threads():
-    with one_thread():
-        yield
 
 
 def rule_of(kind: str, sinks: int = 2, window: int = 6, **options) -> RetentionRule:
@@ -43,28 +35,6 @@ def test_a_chunk_is_cut_where_rounds_are_due():
     assert cuts(rule, kept, 0, 100) == [40, 60, 80, 100] and cuts(rule, kept, 45, 101) == [60, 80, 100, 101]
     assert cuts(rule, kept, 60, 61) == [61]
     assert cuts(rule, kept.behind(1000), 0, 1101) == [1040, 1060, 1080, 1100, 1101], "46 slots behind the prefix"
-
-
-@pytest.mark.parametrize("kind", ["vase", "rkv"])
-def test_rounds_are_held_when_due_and_no_more(kind, monkeypatch):
-    """Rounds occur at the same tokens for any chunks, the first just before evictions begin."""
-    held, seen = [], rounds._run_round
-
-    def noting(pages, row, length, *rest):
-        held.append(length)
-        return seen(pages, row, length, *rest)
-
-    monkeypatch.setattr(rounds, "_run_round", noting)
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(heads, 130, SIZE, generator=draw) for heads in (HEADS * GROUP, HEADS, HEADS))
-    outs = []
-    for pieces in ([130], [70, 60], [1] * 130):
-        held.clear()
-        rows = LayerRows(rule_of(kind), 48, k[None], SIZE**-0.5)
-        parts = zip(*(x[None].split(pieces, 2) for x in (q, k, v)), strict=True)
-        outs.append(torch.cat([rows.append(*part) for part in parts], 2))
-        assert held == [40, 60, 80, 100, 120]
-    assert all(torch.allclose(out, outs[0], atol=1e-5) for out in outs)
 
 
 def tokens_of(keys, values, queries, sinks=0, window=4) -> Tokens:
@@ -176,15 +146,3 @@ def test_cosines_in_blocks_are_those_of_all_pairs(monkeypatch):
     whole = rounds._redundancy(unit, 0.5)
     monkeypatch.setattr(rounds, "BLOCK", 7)
     assert torch.allclose(rounds._redundancy(unit, 0.5), whole, atol=1e-7)
-
-
-@pytest.mark.parametrize("kind", ["vase", "rkv"])
-def test_a_state_has_room_for_queries_behind_moments(kind):
-    rule = replace(rule_of(kind), moment_correction=True)
-    assert (
-        rule.state_floats(SIZE) == rule.rounds.state_floats(SIZE) + SIZE * (SIZE + 2) and rule.scorer.state_floats == 0
-    )
-
-
-def test_a_sample_needs_a_seed():
-    assert rule_of("vase").seeded and not rule_of("vase").draws and not rule_of("rkv").seeded

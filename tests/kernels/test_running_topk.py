@@ -6,7 +6,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.memory import peak_growth, resident_growth
 from kernels.naive import kept_sets, visible_keys
 from kernels.served import INTERPRETED
 
@@ -16,14 +15,14 @@ IMPLS = ["triton"] if INTERPRETED else ["reference", "cpp"]
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@settings(max_examples=10 if INTERPRETED else 60, deadline=None, derandomize=True)
+@settings(max_examples=15 if INTERPRETED else 100, deadline=None, derandomize=True)
 @given(
     batch=st.integers(1, 2),
     heads=st.integers(1, 3),
-    length=st.integers(1, 70),
+    length=st.integers(1, 70) | st.sampled_from([64, 65]),
     sinks=st.integers(0, 5),
-    window=st.integers(1, 12),
-    topk=st.integers(0, 25),
+    window=st.integers(1, 12) | st.just(50),
+    topk=st.integers(0, 25) | st.sampled_from([0, 1, 100]),
     dtype=st.sampled_from([torch.float32, torch.float64]),
     coarse=st.booleans(),
     seed=st.integers(0, 2**30),
@@ -35,29 +34,6 @@ def test_equals_a_sort_for_every_query(impl, batch, heads, length, sinks, window
     assert rank.dtype == cutoff.dtype == torch.int32 and rank.shape == cutoff.shape == priority.shape
     assert torch.equal(rank.sort(-1).values, torch.arange(length, dtype=torch.int32).expand_as(rank))
     assert torch.equal(visible_keys(rank, cutoff, sinks, window), kept_sets(priority, sinks, window, topk))
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(
-    "length, sinks, window, topk",
-    [
-        (77, 3, 9, 11),
-        (64, 0, 1, 1),  # a power of two, k = 1
-        (65, 0, 1, 7),
-        (20, 2, 50, 5),  # shorter than the window
-        (40, 2, 8, 100),  # fewer eligible than k
-        (41, 2, 8, 31),  # the last query is the first with more than k
-        (60, 2, 8, 0),
-        (1, 0, 1, 1),
-    ],
-)
-@pytest.mark.parametrize("coarse", [False, True], ids=["distinct", "ties"])
-def test_shapes(impl, length, sinks, window, topk, coarse):
-    priority = torch.randn(2, 2, length, generator=torch.Generator().manual_seed(0))
-    priority = priority.round() if coarse else priority
-    rank, cutoff = ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl=impl)
-    assert rank.dtype == cutoff.dtype == torch.int32
-    assert (visible_keys(rank, cutoff, sinks, window) == kept_sets(priority, sinks, window, topk)).all()
     expected = ops.running_topk(priority, sinks=sinks, window=window, topk=topk, impl="reference")
     assert torch.equal(rank, expected[0]) and torch.equal(cutoff, expected[1])
 
@@ -101,40 +77,13 @@ def test_equals_the_simulation_of_evictions():
 
 
 @pytest.mark.parametrize("impl", IMPLS)
-@pytest.mark.parametrize(
-    "change, message",
-    [({"window": 0}, "window >= 1"), ({"topk": -1}, "topk >= 0"), ({"sinks": -1}, "sinks, topk >= 0")],
-)
-def test_bad_arguments_are_refused(impl, change, message):
-    with pytest.raises(ValueError, match=message):
-        ops.running_topk(torch.zeros(1, 1, 5), **({"sinks": 0, "window": 1, "topk": 1} | change), impl=impl)
-
-
-@pytest.mark.parametrize("impl", IMPLS)
-def test_nan_is_refused(impl):
-    with pytest.raises(ValueError, match="NaN priority"):
-        ops.running_topk(torch.tensor([[[0.0, torch.nan]]]), sinks=0, window=1, topk=1, impl=impl)
-
-
-@pytest.mark.parametrize("impl, short, long", [("reference", 256, 1024), ("cpp", 2048, 16384)])
-def test_memory_is_linear(impl, short, long):
-    def run(length):
-        ops.running_topk(torch.randn(1, 2, length), sinks=4, window=64, topk=length // 4, impl=impl)
-
-    assert peak_growth(run, short, long) < 1.3
-
-
-MANY_HEADS = """
-import torch
-from kvpop_vllm.kernels import ops
-
-torch.set_num_threads(1)
-priority = torch.randn(1, 128, length, dtype=torch.float64)
-
-def run(length):
-    ops.running_topk(priority[..., :length], sinks=4, window=64, topk=length // 4, impl="cpp")
-"""
-
-
-def test_memory_is_linear_with_what_cpp_allocates_itself():
-    assert resident_growth(MANY_HEADS) < 1.1
+def test_bad_arguments_are_refused(impl):
+    right, sane = torch.zeros(1, 1, 5), {"sinks": 0, "window": 1, "topk": 1}
+    for priority, change, message in (
+        (right, {"window": 0}, "window >= 1"),
+        (right, {"topk": -1}, "topk >= 0"),
+        (right, {"sinks": -1}, "sinks, topk >= 0"),
+        (right * torch.nan, {}, "NaN priority"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.running_topk(priority, **sane | change, impl=impl)

@@ -6,16 +6,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels.memory import peak_growth
 from kernels.naive import kept_sets, masked_attention, visible_keys
 from kernels.served import INTERPRETED
 
 from kvpop_vllm.kernels import ops
-from kvpop_vllm.kernels.reference import sparse_attention as reference
 from kvpop_vllm.testing import assert_within_budget, eager_runs
 
-IMPL = "triton" if INTERPRETED else "reference"
 F16, F32, F64, BF16 = torch.float16, torch.float32, torch.float64, torch.bfloat16
+IMPL, DTYPE = ("triton", F32) if INTERPRETED else ("reference", F64)
 SHAPES = {
     "plain": dict(length=77, sinks=3, window=9, topk=11, group=2, batch=2),
     "shorter-than-the-window": dict(length=7, sinks=2, window=10, topk=3),
@@ -27,7 +25,7 @@ SHAPES = {
 BY_DTYPE = {F32: SHAPES, F16: ["plain", "80"]} if INTERPRETED else dict.fromkeys((F64, F32, BF16), SHAPES)
 
 
-def inputs(length, seed=0, batch=1, heads=2, group=1, size=16, coarse=False, dtype=F64, **_):
+def inputs(length, seed=0, batch=1, heads=2, group=1, size=16, coarse=False, dtype=DTYPE, **_):
     g = torch.Generator().manual_seed(seed)
     q = torch.randn(batch, heads * group, length, size, generator=g, dtype=F64) * 2
     k, v = (torch.randn(batch, heads, length, size, generator=g, dtype=F64) for _ in range(2))
@@ -72,42 +70,20 @@ def test_equals_the_definition(shape, dtype):
     check(*inputs(**SHAPES[shape], dtype=dtype), **SHAPES[shape])
 
 
-@pytest.mark.parametrize("coarse", [False, True], ids=["distinct", "ties"])
-def test_positions_before_heads_in_memory(coarse):
-    options = SHAPES["plain"] | {"batch": 1, "length": 77}
-    *tokens, priority = inputs(**options, coarse=coarse, dtype=F32)
+def test_positions_before_heads_in_memory():
+    options = SHAPES["plain"] | {"batch": 1}
+    *tokens, priority = inputs(**options, coarse=True, dtype=F32)
     turned = (x.detach().transpose(1, 2).contiguous().transpose(1, 2).requires_grad_() for x in tokens)
     check(*turned, priority, **options)
 
 
-@settings(max_examples=40, deadline=None, derandomize=True)
+@settings(max_examples=5 if INTERPRETED else 40, deadline=None, derandomize=True)
 @given(
     length=st.integers(1, 60), sinks=st.integers(0, 4), window=st.integers(1, 12), topk=st.integers(0, 20),
     heads=st.integers(1, 3), group=st.integers(1, 3), coarse=st.booleans(), seed=st.integers(0, 9999),
 )  # fmt: skip
 def test_any_shape(length, sinks, window, topk, heads, group, coarse, seed):
     check(*inputs(length, seed, 1, heads, group, 8, coarse), sinks=sinks, window=window, topk=topk, rtol=1e-9)
-
-
-def test_gradcheck():
-    q, k, v, priority = inputs(14, batch=1, heads=1, group=2, size=3)
-    rank, cutoff = ops.running_topk(priority, sinks=1, window=3, topk=4)
-
-    def out(*args):
-        return ops.sparse_attention(*args, rank, cutoff, sinks=1, window=3, scale=0.6, impl="reference")[0]
-
-    assert torch.autograd.gradcheck(out, (q, k, v))
-
-
-def test_a_mask_from_a_simulation_of_evictions():
-    """``rank = S - evicted_at`` and ``cutoff[q] = S - 1 - q`` hide from query q what is evicted at q."""
-    q, k, v, _ = inputs(50, heads=1, group=3)
-    gone = torch.randint(12, 80, (50,), generator=torch.Generator().manual_seed(3)).clamp_max(50)
-    t = torch.arange(50)
-    visible = ((t < 2) | (t > t[:, None] - 10) | (gone > t[:, None])) & (t <= t[:, None])
-    rank, cutoff = (50 - gone).int()[None, None], (49 - t).int()[None, None]
-    out, _ = ops.sparse_attention(q, k, v, rank, cutoff, sinks=2, window=10, scale=0.25)
-    torch.testing.assert_close(out, masked_attention(q, k, v, visible[None, None], 0.25)[0])
 
 
 @pytest.mark.parametrize("impl", ["reference", "triton"])
@@ -131,16 +107,6 @@ def test_shapes_that_do_not_match_are_refused(impl, change, message):
     ]
     with pytest.raises(ValueError, match=message):
         ops.sparse_attention(*tensors, sinks=1, window=change.get("window", 4), scale=1.0, impl=impl)
-
-
-def test_memory_is_linear():
-    def run(length):
-        q, k, v = (torch.randn(1, n, length, 8, requires_grad=True) for n in (1, 1, 1))
-        rank, cutoff = ops.running_topk(torch.randn(1, 1, length), sinks=4, window=64, topk=length // 4)
-        out, _ = ops.sparse_attention(q, k, v, rank, cutoff, sinks=4, window=64, scale=0.25, impl="reference")
-        out.sum().backward()
-
-    assert peak_growth(run) < 1.3 and reference.BLOCK < 2048
 
 
 @pytest.mark.parametrize("length, topk", [(70, 0), (1, 1)])
@@ -187,7 +153,7 @@ class TestTriton:
     def test_what_it_does_not_take_is_refused(self):
         order = torch.zeros(1, 2, 8, dtype=torch.int32)
         for error, (*tokens, _) in (
-            ("float64: use impl='reference'", inputs(8)),
+            ("float64: use impl='reference'", inputs(8, dtype=F64)),
             ("up to 128, got 256", inputs(8, size=256, dtype=F32)),
         ):
             with pytest.raises(ValueError, match=error):

@@ -40,18 +40,6 @@ SERVED = {
 }
 
 
-BEHIND = [
-    *("recency, unequal heads, no sinks, window 1", "key norm", "own decays", "threshold, corrected"),
-    *("linear, queries wider than the cache", "mlp", "mlstm", "mlstm, float16", "mlstm read at once"),
-    *("mlstm in several state blocks", "newest mass", "mean mass", "moments"),
-]
-"""Cases that are served behind prefixes too."""
-
-
-class Interpreted:
-    __test__ = INTERPRETED
-
-
 def problem(dtype=torch.float32, **options) -> Problem:
     sizes = dict(requests=1, heads=1, window=3, topk=13, beyond=9)
     return Problem(**(sizes | dict(dtype=dtype, q_dtype=dtype) | options)).prepare()
@@ -71,24 +59,20 @@ def begun(p: Problem, *starts: int):
     return pages, p.layout.view(pages.raw.clone())
 
 
-class TestDecodeStep(Interpreted):
+class TestDecodeStep:
+    __test__ = INTERPRETED
+
     @pytest.mark.parametrize("name", SERVED)
     def test_holds_what_the_definition_holds(self, name, cut):
-        """One batch holds a request that starts on dirty pages and one whose budget is almost full."""
-        p = problem(requests=2, **SERVED[name])
-        check(p, (0, int(p.budgets.max()) - 1), 3)
-
-    @pytest.mark.parametrize("name", BEHIND)
-    def test_holds_what_the_definition_holds_behind_prefixes(self, name, cut):
         """One batch holds requests at all places relative to their prefixes.
 
-        These are a request with nothing protected and an almost full budget, one at its last protected token
-        and then the tail's first, one with an almost full tail behind whole blocks, and one within its
-        prefix.
+        Two have nothing protected, one of which starts on dirty pages and one has an almost full budget. One
+        is at its last protected token and then the tail's first, one has an almost full tail behind whole
+        blocks, and one is within its prefix.
         """
-        p = problem(**SERVED[name], protected=(0, 18, 16, 33), replay=9)
+        p = problem(**SERVED[name], protected=(0, 0, 18, 16, 33), replay=9)
         full = int(p.budgets.max())
-        check(p, (full - 1, 17, 16 + full - p.rule.sinks - 1, 4), 3)
+        check(p, (0, full - 1, 17, 16 + full - p.rule.sinks - 1, 4), 3)
 
     def test_many_requests_and_uncut(self):
         """There are more rows than a tile of products has, and one program has all of a head's slots."""
@@ -147,16 +131,6 @@ class TestDecodeStep(Interpreted):
         changed = p.table[right].flatten().long()
         expected[changed] = pages.raw[changed]
         assert torch.equal(pages.raw, expected)
-
-    def test_nobody_protected_is_as_without_a_prefix(self):
-        p = problem(case="mlstm-corrected", protected=(0, 0))
-        pages, other = begun(p, 19, 0)
-        inputs = p.inputs([0, 1])
-        found = p.run(pages, [0, 1], [19, 0], *inputs, "triton")
-        p.protected = ()
-        expected = p.run(other, [0, 1], [19, 0], *inputs, "triton")
-        assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
-        assert torch.equal(pages.raw, other.raw)
 
     def test_scores_that_are_no_number_are_kept_out(self):
         """If all long-range scores are NaN, the token leaving the window is evicted, nothing else moves."""

@@ -82,12 +82,6 @@ def test_forced_sets_are_judged_and_checked(how):
         retained_by_attention(query, key, value, how, **SHAPE, forced=torch.ones_like(other).tril())
 
 
-def test_policies_follow_their_own_attention():
-    query, key, value = random_qkv()
-    sets = [OraclePolicy(how, **SHAPE).decide(0, query, key, value).visible for how in HOW]
-    assert not any(torch.equal(a, b) for i, a in enumerate(sets) for b in sets[:i])
-
-
 def test_corrected_attention():
     """Corrected attention is plain attention if nothing is evicted, and dense if evicted keys are equal."""
     query, key, value = random_qkv()

@@ -99,7 +99,7 @@ def test_unknown_model_features_are_refused(tmp_path):
 
 # Retained sets
 
-BUDGETS = [(4, 8, 12), (0, 8, 12), (4, 1, 5), (4, 8, 1), (4, 8, 0), (0, 1, 0)]
+BUDGETS = [(4, 8, 12), (0, 8, 12), (4, 1, 5), (4, 8, 1), (4, 8, 0), (0, 1, 0), (90, 4, 4), (0, 90, 0)]
 
 
 @pytest.mark.parametrize("sinks, window, topk", BUDGETS)
@@ -125,34 +125,12 @@ def test_online_rule_differs_from_instantaneous_topk():
     assert differing > 0
 
 
-def test_streaming_llm_is_a_larger_window():
-    scores = np.broadcast_to(np.arange(90.0), (2, 90))
-    streaming = retained_sets(scores, [0.0, 0.0], 4, 8, 20)
-    np.testing.assert_array_equal(streaming, retained_sets(scores, [0.0, 0.0], 4, 28, 0))
-
-
-def test_no_sinks_no_topk_is_a_plain_window():
-    scores, decay = random_scores(0)
-    q, t = np.mgrid[:80, :80]
-    plain = (t <= q) & (t > q - 9)
-    np.testing.assert_array_equal(retained_sets(scores, decay, 0, 9, 0)[0], plain)
-
-
 def test_ties_evict_the_older():
     equal = np.zeros((1, 30))
-    np.testing.assert_array_equal(
-        retained_sets(equal, [0.0], 2, 4, 5), retained_sets(np.arange(30.0)[None], [0.0], 2, 4, 5)
-    )
+    np.testing.assert_array_equal(retained_sets(equal, [0.0], 2, 4, 5), retained_sets(equal, [0.0], 2, 9, 0))
     # Scores 5, 4, 4: the older of the two fours is evicted, although it is already retained.
     scores = np.array([[5.0, 4.0, 4.0, 0.0, 0.0]])
     assert np.flatnonzero(retained_sets(scores, [0.0], 0, 1, 2)[0, 3]).tolist() == [0, 2, 3]
-
-
-def test_within_budget_everything_is_retained():
-    scores, decay = random_scores(0, length=24)
-    full = np.tril(np.ones((24, 24), dtype=bool))
-    for rule in ((4, 8, 12), (0, 24, 0), (24, 1, 0), (30, 4, 4)):
-        np.testing.assert_array_equal(retained_sets(scores, decay, *rule)[0], full)
 
 
 def test_margins_judge_given_sets():
@@ -242,30 +220,17 @@ def test_mlstm_survives_extreme_input_gates(qwen3_dir, tmp_path, gate_bias):
         assert raw_scores(scorer, 0, keys, values, 4)[:, :16].isfinite().all()
 
 
-@pytest.mark.parametrize("delayed", [True, False])
-def test_delayed_readout_sees_exactly_the_window(qwen3_dir, tmp_path, delayed):
-    scorer = read_scorer(write_random_scorer(tmp_path, qwen3_dir, delayed=delayed))
-    window, t = 6, 20
-    before = raw_scores(scorer, 0, *key_values(), window)[:, t]
-    for changed in (t - 3, t, t + 1, t + window, t + window + 1):
-        keys, values = key_values()
-        keys[:, changed] += 1.0
-        after = raw_scores(scorer, 0, keys, values, window)[:, t]
-        seen = changed <= (t + window if delayed else t)
-        assert ((after - before).abs() > 1e-6).all() if seen else torch.equal(after, before)
-
-
 def test_stateless_scorers_by_hand(qwen3_dir, tmp_path):
     keys, values = key_values(9)
     x = torch.cat([keys, values], -1).numpy()[1, 4]
-    linear = read_scorer(write_random_scorer(tmp_path / "linear", qwen3_dir, "linear"))
-    p = {name: t[1].numpy() for name, t in linear["layers"][1].items()}
-    expected = x @ p["weight"] + p["bias"]
-    assert float(raw_scores(linear, 1, keys, values, 3)[1, 4]) == pytest.approx(expected, abs=1e-12)
-    mlp = read_scorer(write_random_scorer(tmp_path / "mlp", qwen3_dir, "mlp"))
-    p = {name: t[1].numpy() for name, t in mlp["layers"][1].items()}
-    expected = silu(x @ p["fc1.weight"] + p["fc1.bias"]) @ p["fc2.weight"] + p["fc2.bias"]
-    assert float(raw_scores(mlp, 1, keys, values, 3)[1, 4]) == pytest.approx(expected, abs=1e-12)
+    by_hand = {
+        "linear": lambda p: x @ p["weight"] + p["bias"],
+        "mlp": lambda p: silu(x @ p["fc1.weight"] + p["fc1.bias"]) @ p["fc2.weight"] + p["fc2.bias"],
+    }
+    for kind, expected in by_hand.items():
+        scorer = read_scorer(write_random_scorer(tmp_path / kind, qwen3_dir, kind))
+        p = {name: t[1].numpy() for name, t in scorer["layers"][1].items()}
+        assert float(raw_scores(scorer, 1, keys, values, 3)[1, 4]) == pytest.approx(expected(p), abs=1e-12)
 
 
 def test_zero_output_scorer_is_the_sliding_window(qwen3_dir, tmp_path):
@@ -319,9 +284,3 @@ def test_prefix_of_a_run_is_the_run_of_the_prefix(qwen3_dir, tmp_path):
     torch.testing.assert_close(long.logprobs[:131], short.logprobs, rtol=0, atol=1e-10)
     assert tokens[130:] == long.logprobs[129:132].argmax(-1).tolist()
     assert all(torch.equal(a[:, :131, :131], b) for a, b in zip(long.visible, short.visible, strict=True))
-
-
-def test_one_token(qwen3_dir, tmp_path):
-    policy = OraclePolicy.from_scorer(write_random_scorer(tmp_path, qwen3_dir))
-    run = OracleModel(qwen3_dir).run([7], policy)
-    assert run.logprobs.shape == (1, 256) and run.retained(0, 1, 0) == [0] and run.top2_gap.shape == (1,)

@@ -84,21 +84,6 @@ def test_the_correction_follows_the_query(impl):
     assert errors[0] > 3 * errors[1] > 9 * errors[2] > 0
 
 
-def test_l2norm_keeps_the_lowest_norms(impl):
-    q, k, v = tokens()
-    _, held = serve("l2norm", q, k, v, impl)
-    for h in range(HEADS):
-        norms = k[: LENGTH - 1, h].double().norm(dim=-1)
-        assert held[h] == sorted([*norms.argsort()[:39].tolist(), LENGTH - 1])
-
-
-def test_tova_is_a_window_where_attention_is_even(impl):
-    """With equal weights the oldest token is evicted."""
-    q, k, v = tokens()
-    _, held = serve("tova", q, torch.zeros_like(k), v, impl)
-    assert held == [list(range(LENGTH - 40, LENGTH))] * HEADS
-
-
 def test_tova_drops_what_the_last_query_ignores(impl):
     """The token with the least attention from the newest query is evicted, whatever it got before."""
     q, k, v = tokens()

@@ -12,20 +12,14 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from policies.matrix import ROWS, Row, allocated, random_scorer_folder
+from policies.matrix import ROWS, Row, allocated, made, random_scorer_folder
 from threads import one_thread
 
 from kvpop_vllm import policies
-from kvpop_vllm.attention.shifted_scores import shift
-from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch, tail_tables
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch, ops
-from kvpop_vllm.kernels.pages import PageLayout, cdiv
-from kvpop_vllm.kernels.regions import RegionMap
-from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.policies.base import ModelShape
-from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.testing import (
     LayerDecisions,
@@ -63,6 +57,9 @@ def test_rows_say_what_policies_do_unasked():
         assert (cls.default_allocator, cls.default_correction == "moment") == (row.own_allocator, row.corrected), name
         assert cls.compresses == row.compresses, name
         assert (cls.scorer_kind, cls.keeps_all) == (row.scorer if row.learned else None, row.keeps_all), name
+        if not (row.learned or row.asked or row.keeps_all):
+            kept, window = made(row.policy or name).retention, 32 if row.window < 0 else row.window
+            assert (kept.budget, kept.sinks, kept.window) == (64, row.sinks, window), name
 
 
 def refusal(row: Row, allocator: str, correction: str) -> str | None:
@@ -220,60 +217,13 @@ def logged(monkeypatch):
     return seen
 
 
-class InRegions(LayerRows):
-    """Rows whose layers share the blocks of a request, as with unequal shares in an engine."""
-
-    def share(self, layer: int, regions: RegionMap, storage: torch.Tensor, row: torch.Tensor) -> None:
-        """Use pages of one layer in a pool of all layers.
-
-        Args:
-            layer: number of the layer.
-            regions: map from the pages of all layers to regions.
-            storage: bytes of the pool.
-            row: ``[1, W]`` int32, the request's blocks, prefix blocks first.
-        """
-        self.layer, self.regions, self.row = layer, regions, row
-        self.pages = regions.view(storage)
-        own = storage.view(LAYERS, regions.num_blocks, HEADS, regions.layout.region_bytes)[layer]
-        self.blocks = regions.layout.view(own)
-
-    def append(self, q, k, v, gate_scores=None):
-        q, k, v = (x[0].transpose(0, 1).contiguous() for x in (q, k, v))
-        gate_scores, out = None if gate_scores is None else gate_scores[0], torch.empty_like(q)
-        sizes, layout = RequestSettings(self.protected, seeds=self.sequence_lengths.seeds), self.regions.layout
-        retention = Retention(int(self.budgets.max()), self.rule.sinks, self.rule.window)
-        asked = [len(q)], torch.tensor([self.seen + len(q)]), self.row, sizes
-        batch = StepBatch.build(layout, retention, *asked, self.regions, self.layer)
-        if self.shifted:
-            gate_scores = shift(gate_scores, self.pages, batch, self.rule.sinks)
-        attention = FixedBudgetAttention(layout, self.rule, self.attention.scale)
-        attention.forward(q, k, v, self.pages, batch, out, gate_scores, self.blocks)
-        self.seen += len(q)
-        return out.transpose(0, 1)[None]
-
-    def held_by_rows(self) -> torch.Tensor:
-        tail = self.regions.place(self.layer, tail_tables(self.row, self.protected, self.regions.layout))[1][0]
-        return held_tokens(self.pages, tail, self.seen, self.rule, self.budgets[0], self.protected[0])[None]
-
-
 def empty_rows(own: policies.Policy, protect: int = 0) -> list[LayerRows]:
-    """Return empty caches of all layers in pages full of NaN, with shared blocks where shares are unequal."""
-    found, heads = [], slice(0, HEADS)
-    shares = own.checked_shares(heads)
-    kind = LayerRows if shares is None else InRegions
-    sizes = {"shifted": own.shifted, "protected": protect}
+    """Return empty caches of all layers, in pages full of NaN."""
+    found, sizes = [], {"shifted": own.shifted, "protected": protect}
     for layer in range(LAYERS):
-        rule, budgets = own.layer_rule(layer, heads), own.shares()[layer]
-        found.append(kind(rule, budgets, tokens(layer).k[None], SIZE**-0.5, **sizes))
+        rule, budgets = own.layer_rule(layer, slice(0, HEADS)), own.shares()[layer]
+        found.append(LayerRows(rule, budgets, tokens(layer).k[None], SIZE**-0.5, **sizes))
         found[-1].pages.raw.fill_(255)
-    if shares is not None:
-        layout = PageLayout(HEADS, SIZE, torch.float32, 16, own.state_floats)
-        blocks = cdiv(protect, 16) + shares.blocks(layout.state_blocks, 16, LENGTH - protect)
-        regions = RegionMap(shares, layout, blocks + 2)
-        storage = torch.full((LAYERS * (blocks + 2) * HEADS * layout.region_bytes,), 255, dtype=torch.uint8)
-        row = torch.arange(blocks, 0, -1, dtype=torch.int32).view(1, -1)
-        for layer, rows in enumerate(found):
-            rows.share(layer, regions, storage, row)
     return found
 
 

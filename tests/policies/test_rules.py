@@ -71,58 +71,13 @@ def test_ranks_together_have_every_head_once_and_in_order(policy, parts):
         assert all(getattr(whole.scorer, name) == value for name, value in options.items())
 
 
-def test_layers_differ(policy):
-    if policy.scorer_kind is not None:
-        first, second = (tensors(policy.rule(layer, slice(0, HEADS))) for layer in (0, 1))
-        assert not any(torch.equal(first[name], second[name]) for name in first)
-
-
-@pytest.mark.parametrize(
-    "name, given, kept",
-    [
-        ("streaming-llm", {}, (4, 59)),
-        ("l2norm", {}, (0, 1)),
-        ("tova", {}, (0, 1)),
-        ("h2o", {}, (0, 32)),
-        ("h2o", {"sinks": 4}, (4, 30)),
-        ("tova", {"sinks": 2, "window": 9}, (2, 9)),
-        ("momentkv", {}, (1, 1)),
-    ],
-)
-def test_default_sinks_and_windows(name, given, kept):
-    policy = made(name, **given)
-    assert (policy.retention.sinks, policy.retention.window) == kept
-    rule = policy.rule(0, slice(1, 3))
-    assert (rule.sinks, rule.window) == kept
-    assert rule.coupled == (policy.order is Order.COUPLED) == (name in ("tova", "h2o", "momentkv"))
-
-
-@pytest.mark.parametrize(
-    "name, given, uses_moment_correction, floats",
-    [
-        ("streaming-llm", {}, False, 0),
-        ("streaming-llm", {"correction": "moment"}, True, 32 * 34),
-        ("h2o", {"correction": "moment"}, True, 32 * 34),
-        ("momentkv", {}, True, 32 * 34),
-        ("momentkv", {"correction": "moment"}, True, 32 * 34),
-        ("momentkv", {"correction": "none"}, False, 32 * 34),
-    ],
-)
-def test_corrections(name, given, uses_moment_correction, floats):
-    policy = made(name, **given)
-    rule = policy.layer_rule(0, slice(0, HEADS))
-    assert rule.moment_correction == uses_moment_correction
-    assert policy.state_floats == rule.state_floats(32) == floats
-
-
-def test_correcting_a_learned_policy_adds_to_its_state(model, tmp_path):
-    scorer = str(write_random_scorer(tmp_path / "scorer", model, "mlstm"))
-    plain, corrected = (made("kvpop", None, scorer=scorer, correction=how) for how in ("none", "moment"))
-    assert corrected.state_floats - plain.state_floats == 32 * 34
-    assert plain.layer_rule(0, slice(0, 1)).state_floats(32) == plain.state_floats
-    assert corrected.layer_rule(0, slice(0, 1)).state_floats(32) == corrected.state_floats
-
-
-def test_nothing_to_correct_where_all_is_kept():
-    with pytest.raises(ConfigError, match="--kv-policy full keeps every token: leave --kv-correction out"):
-        made("full", None, correction="moment")
+@pytest.mark.parametrize("name", ["streaming-llm", "h2o", "momentkv", "kvpop"])
+def test_corrections_add_moments_to_the_state(name, model, tmp_path):
+    scorer = str(write_random_scorer(tmp_path / "scorer", model, "mlstm")) if name == "kvpop" else None
+    plain, corrected = (made(name, None if scorer else 64, scorer=scorer, correction=how) for how in ("none", "moment"))
+    for policy, uses_moments in ((plain, False), (corrected, True)):
+        rule = policy.layer_rule(0, slice(0, HEADS))
+        assert rule.moment_correction == uses_moments and policy.state_floats == rule.state_floats(32)
+        assert rule.coupled == (policy.order is Order.COUPLED) == (name in ("h2o", "momentkv"))
+    moments = 0 if name == "momentkv" else 32 * 34  # it ranks by them anyway
+    assert corrected.state_floats == plain.state_floats + moments
