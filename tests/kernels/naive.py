@@ -43,12 +43,10 @@ def future_mass(q, k, lse, window, scale, lookahead):
     return logits.masked_fill((age < window) | (age > last), -torch.inf).logsumexp(-2)
 
 
-def recurrence(q, k, v, igate, fgate, delay, start=None, round_state=None):
+def recurrence(q, k, v, igate, fgate, delay, start=None):
     """Return readouts of u at u + delay, zero beyond the end, and the last C and z, unstabilised.
 
-    Args:
-        start: state to continue from.
-        round_state: dtype that the state is rounded to after each token.
+    ``start`` is a state to continue from.
     """
     c, z, m = (0.0, 0.0, None) if start is None else (x.to(q) for x in start)
     if m is not None:
@@ -58,8 +56,6 @@ def recurrence(q, k, v, igate, fgate, delay, start=None, round_state=None):
         f, i = torch.sigmoid(fgate[..., t, None]), torch.exp(igate[..., t, None])
         c = f[..., None] * c + (i * k[..., t, :])[..., None] * v[..., t, None, :]
         z = f * z + i * k[..., t, :]
-        if round_state is not None:
-            c, z = (x.to(round_state).to(q.dtype) for x in (c, z))
         if t >= delay:
             u = q[..., t - delay, :]
             h[t - delay] = torch.einsum("bhf,bhfv->bhv", u, c) / ((u * z).sum(-1, keepdim=True) + 1e-6)

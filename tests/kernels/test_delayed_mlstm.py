@@ -76,7 +76,7 @@ def test_equals_the_recurrence(length, delay, features, width, chunk):
     check(inputs(length, features=features, width=width), delay=delay, chunk=chunk)
 
 
-@settings(max_examples=4 if INTERPRETED else 60, deadline=None, derandomize=True)
+@settings(max_examples=2 if INTERPRETED else 60, deadline=None, derandomize=True)
 @given(
     batch=st.integers(1, 2),
     heads=st.integers(1, 3),

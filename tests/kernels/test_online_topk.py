@@ -46,7 +46,7 @@ def draw_tokens(generator, heads=2, held=4, arrivals=5, coarse=0.0):
     return score, torch.cat([old, torch.arange(start, start + arrivals).expand(heads, -1)], 1)
 
 
-@settings(max_examples=20 if INTERPRETED else 150, deadline=None, derandomize=True)
+@settings(max_examples=12 if INTERPRETED else 150, deadline=None, derandomize=True)
 @given(
     heads=st.integers(1, 4),
     topk=st.integers(0, 20),
