@@ -76,7 +76,7 @@ def test_the_sanitized_extension_runs():
 
 @pytest.mark.parametrize("dtype, threads", [(BF16, 2), (BF16, 16), (F32, 16)])
 def test_one_head_is_shared_among_threads(dtype, threads):
-    decode.test_one_head_is_shared_among_threads(dtype, threads, 1)
+    decode.test_one_head_is_shared_among_threads(dtype, threads, (0,), decode.LONG)
 
 
 SHAPES = {

@@ -13,14 +13,12 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kernels.factories import poisoned_pages
-from kernels.problems import CASES, Problem
+from kernels.problems import CASES, Problem, problem
 from kernels.served import IMPLS, INTERPRETED, ISAS, Lockstep, Pool, use
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
 
-set_num_threads = torch._C.set_num_threads
-"""Function of torch itself, because vLLM makes ``torch.set_num_threads`` a no-op once an engine has run."""
 excused: list[float] = []
 
 
@@ -29,30 +27,6 @@ def few_decisions_are_excused():
     """Excused decisions are few in all tests of this module together."""
     yield
     assert len(excused) <= 3, excused
-
-
-@st.composite
-def problems(draw):
-    dtype, q_dtype = draw(
-        st.sampled_from([(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)])
-    )
-    return Problem(
-        case=draw(st.sampled_from(sorted(CASES))),
-        requests=draw(st.integers(1, 5)),
-        heads=draw(st.integers(1, 3)),
-        group=draw(st.integers(1, 5)),
-        size=draw(st.sampled_from([32, 64, 80, 96, 128, 256])),
-        slots=draw(st.sampled_from([16, 32, 64])),
-        sinks=draw(st.integers(0, 4)),
-        window=draw(st.integers(1, 12)),
-        topk=draw(st.integers(0, 24)),
-        beyond=draw(st.integers(1, 16)),
-        step=draw(st.sampled_from([1, 1, 3])),
-        dtype=dtype,
-        q_dtype=q_dtype,
-        unequal=draw(st.booleans()),
-        seed=draw(st.integers(0, 2**30)),
-    )
 
 
 def check_budgets(p: Problem):
@@ -67,9 +41,24 @@ def check_budgets(p: Problem):
 
 
 @settings(max_examples=80, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-@given(problems())
-def test_every_isa_is_within_the_error_budget(p):
-    check_budgets(p)
+@given(
+    case=st.sampled_from(sorted(CASES)),
+    requests=st.integers(1, 5),
+    heads=st.integers(1, 3),
+    group=st.integers(1, 5),
+    size=st.sampled_from([32, 64, 80, 96, 128, 256]),
+    slots=st.sampled_from([16, 32, 64]),
+    sinks=st.integers(0, 4),
+    window=st.integers(1, 12),
+    topk=st.integers(0, 24),
+    beyond=st.integers(1, 16),
+    step=st.sampled_from([1, 1, 3]),
+    dtypes=st.sampled_from([(torch.float32,) * 2, (torch.bfloat16,) * 2, (torch.bfloat16, torch.float32)]),
+    unequal=st.booleans(),
+    seed=st.integers(0, 2**30),
+)
+def test_every_isa_is_within_the_error_budget(dtypes, **options):
+    check_budgets(Problem(**options, dtype=dtypes[0], q_dtype=dtypes[1]))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -78,26 +67,32 @@ def test_several_tiles_and_blocks(dtype, slots):
     check_budgets(Problem("mlstm", 2, 1, 3, 64, slots, 4, 30, 140, 8, 1, dtype, dtype, seed=slots))
 
 
-def decoded_by(threads, p, steps):
-    """Return outputs, log-sum-exps and pages of the last ``steps`` tokens of all requests, on so many threads."""
+def served_by(threads, p, steps):
+    """Return outputs, log-sum-exps and pages of all requests, whose last ``steps`` tokens come one by one."""
     pool, active = Pool(p), list(range(p.requests))
-    for r in active:
-        pool.chunk(r, p.length - steps, "cpp")
-    set_num_threads(threads)
-    outs = [pool.decode(active, "cpp") for _ in range(steps)]
-    set_num_threads(1)
+    torch._C.set_num_threads(threads)
+    outs = [pool.chunk(r, p.length - steps, "cpp") for r in active]
+    outs += [pool.decode(active, "cpp") for _ in range(steps)]
     return *(torch.cat(x) for x in zip(*outs, strict=True)), pool.pages.raw
 
 
+LONG = 4, 300, 1200
+"""Roles of a head with many slots."""
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("threads, requests", [(2, 1), (5, 2), (16, 1), (2, 5)])
-def test_one_head_is_shared_among_threads(dtype, threads, requests):
-    """Slots of heads that threads cannot share evenly are cut; results equal one thread's to rounding."""
-    sizes = dict(heads=1, group=3, size=64, sinks=4, window=300, topk=1200, length=1504 - 20 + 60)
-    p = Problem("mlstm", requests, dtype=dtype, q_dtype=dtype, **sizes).prepare()
-    (out, lse, pages), (shared, shared_lse, others) = (decoded_by(number, p, 60) for number in (1, threads))
+@pytest.mark.parametrize(
+    "threads, protected, roles",
+    [(2, (0,), LONG), (5, (0, 0), LONG), (16, (0,), LONG), (2, (0,) * 5, LONG), (5, (1333,), (2, 5, 40))],
+)
+def test_one_head_is_shared_among_threads(dtype, threads, protected, roles):
+    """Slots, or prefixes, that threads cannot share evenly are cut; results equal one thread's to rounding."""
+    sizes = dict(heads=1, group=3, size=64, length=sum(roles) + protected[0] + 40)
+    p = problem("mlstm", *protected, roles=roles, dtype=dtype, **sizes)
+    (out, lse, pages), (shared, shared_lse, others) = (served_by(number, p, 60) for number in (1, threads))
+    decoded = slice(-60 * p.requests, None)
     assert torch.equal(pages, others)
-    assert not (torch.equal(out, shared) and torch.equal(lse, shared_lse)), "no head was cut"
+    assert not (torch.equal(out[decoded], shared[decoded]) and torch.equal(lse, shared_lse)), "no head was cut"
     atol = 2e-5 if dtype == torch.float32 else 2**-8
     torch.testing.assert_close(shared.float(), out.float(), rtol=0, atol=atol)
     torch.testing.assert_close(shared_lse, lse, rtol=0, atol=atol)
@@ -106,11 +101,10 @@ def test_one_head_is_shared_among_threads(dtype, threads, requests):
 @pytest.mark.parametrize("case", ["mass-newest", "mass-mean", "moment-corrected", "mlstm-corrected"])
 def test_rules_that_need_a_whole_head_are_not_cut(case):
     """Masses and corrections need all of a head's slots, so threads change nothing, to the bit."""
-    sizes = dict(heads=1, group=3, sinks=4, window=100, topk=700, length=804 + 6)
-    p = Problem(case, requests=1, **sizes).prepare()
-    expected = decoded_by(1, p, 12)
+    p = problem(case, roles=(4, 100, 700), heads=1, group=3, length=810)
+    expected = served_by(1, p, 12)
     for threads in (2, 5):
-        assert all(torch.equal(a, b) for a, b in zip(decoded_by(threads, p, 12), expected, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(served_by(threads, p, 12), expected, strict=True))
 
 
 @pytest.mark.parametrize("impl", IMPLS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from kernels.problems import decided, problem
-from kernels.served import IMPLS, INTERPRETED, ISAS, Pool, check_roundings, check_same, serve
+from kernels.served import IMPLS, INTERPRETED, Pool, check_roundings, check_same, serve
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
@@ -79,22 +79,6 @@ def test_a_prefix_is_written_once_and_never_changes(impl):
         assert pages.k[blocks[1], :, 5:].isnan().all() and pages.v[blocks[1], :, 5:].isnan().all()
         assert pages.score[blocks].isnan().all() and (pages.position[blocks] == -1).all()
         assert (pages.raw[0] == 255).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("threads", [2, 5])
-def test_a_long_prefix_shared_among_threads(dtype, threads):
-    """Several tiles, odd sizes and a head shared by threads give the results of one thread up to rounding."""
-    for case in ("linear", "mlstm"):
-        sizes = dict(heads=1, group=3, size=64, slots=64, roles=(2, 5, 40))
-        p, found = problem(case, 1333, dtype=dtype, length=1360, seed=2, **sizes), []
-        for number in (1, threads):
-            torch._C.set_num_threads(number)
-            found.append(serve(p, [1024, 320, 0], ISAS[-1]))
-        alone, shared = found
-        assert not torch.equal(alone.out[1344:], shared.out[1344:]), "no head was cut"
-        check_same(shared, alone, 2e-5 if dtype == torch.float32 else 2**-8)
-        torch.testing.assert_close(shared.lse, alone.lse, rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("impl", ["triton"] if INTERPRETED else ["reference", "cpp"])
