@@ -534,12 +534,8 @@ ARGUMENTS = [
 ]
 POLICIES = [
     ("--kv-policy takes", {"policy": "h3o"}),
-    ("unknown key 'bugdet'", STREAMING | {"bugdet": 64}),
     ("additional_config", "streaming-llm"),
-    ("--kv-policy streaming-llm needs a budget", {"policy": "streaming-llm"}),
-    (ROOM.format(37), {"policy": "streaming-llm", "budget": 36, "sinks": 4, "window": 32}),
     ("uses no scorer: leave --kv-scorer out", STREAMING | {"scorer": "nowhere-at-all"}),
-    ("keeps every token: leave --kv-budget", {"policy": "full", "budget": 8}),
     ("--kv-scorer", {"policy": "kvpop"}),
     ("--kv-scorer", {"policy": "kvpop-linear", "scorer": "nowhere-at-all"}),
 ]

@@ -64,6 +64,10 @@ def test_every_instruction_set_of_this_processor_is_there():
     assert sources == set(needed)
 
 
+LARGEST = {"decode_step": 256, "prefill_chunk": 256, "sparse_attention": 128, "future_attention_mass": 128}
+"""Largest head size of Triton's kernels."""
+
+
 def test_choice_of_implementation():
     """The fastest implementation that takes the device, dtype and head size is chosen."""
 
@@ -72,19 +76,15 @@ def test_choice_of_implementation():
         return dispatch.select(op, types.SimpleNamespace(device=torch.device(device), dtype=dtype, shape=shape))
 
     for op in set(dispatch.TRITON_DTYPES) - {"begin_tail", "online_topk"}:
-        largest = {"decode_step": 256, "prefill_chunk": 256, "sparse_attention": 128, "future_attention_mass": 128}.get(
-            op
-        )
+        largest = LARGEST.get(op)
         assert chosen(op) == "triton", op
         assert chosen(op, size=2 * (largest or 128)) == ("reference" if largest else "triton"), op
         assert chosen(op, size=largest or 64) == "triton", op
         assert chosen(op, dtype=torch.float64) == ("triton" if op == "running_topk" else "reference"), op
     for op in ("delayed_mlstm", "future_attention_mass", "running_topk", "sparse_attention"):
         assert chosen(op, "cpu") == "reference"
-    assert (
-        chosen("decode_step", dtype=torch.float16, size=80) == chosen("prefill_chunk", dtype=torch.float16) == "triton"
-    )
-    assert chosen("online_topk", dtype=torch.float32) == "triton"
+    for op, dtype in (("decode_step", torch.float16), ("prefill_chunk", torch.float16), ("online_topk", torch.float32)):
+        assert chosen(op, dtype=dtype, size=80) == "triton"
 
 
 def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch):

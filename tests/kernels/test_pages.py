@@ -45,8 +45,3 @@ def test_block_counts():
     assert layout.state_blocks == 1
     assert [layout.blocks(n, 1000) for n in (1, 64, 65, 999, 1000, 5000)] == [2, 2, 3, 17, 17, 17]
     assert PageLayout(8, 128, torch.bfloat16, 64, state_floats=128 * 128 + 128 + 1).state_blocks == 2
-
-
-def test_slots_per_block_must_be_a_multiple_of_16():
-    with pytest.raises(ValueError, match="--block-size"):
-        PageLayout(1, 64, torch.float32, 24)

@@ -94,15 +94,6 @@ def test_of_tokens_that_resemble_one_another_the_newest_is_spared():
     assert torch.allclose(found, expected, atol=1e-6)
 
 
-def test_attention_speaks_where_keys_do_not():
-    """Among orthogonal keys, those that the queries attend to stay, with their neighbours."""
-    keys = torch.eye(SIZE)[:28] * 3
-    queries = torch.zeros(8, GROUP, SIZE)
-    queries[:, 1, 10] = 4.0
-    found = without_redundancy(tokens_of(keys, keys, queries), Redundancy(GROUP), 1.0)[0]
-    assert set(found.argsort(descending=True)[:7].tolist()) == set(range(7, 14))
-
-
 @pytest.mark.parametrize("protected", [0, 20])
 @pytest.mark.parametrize("kind", ["vase", "rkv"])
 def test_nothing_is_ranked_where_there_is_nothing_to_rank(kind, protected):

@@ -111,10 +111,3 @@ def test_h2o_divides_by_the_number_of_queries(impl):
     q[62:, :, 1] = 0
     _, held = serve("h2o", q, k, v, impl, budget=40, sinks=5, window=34)
     assert all(5 in head and 50 not in head for head in held)
-
-
-def test_h2o_of_even_attention_keeps_the_oldest(impl):
-    """With even attention the oldest tokens are kept, because early queries see fewer tokens."""
-    q, k, v = tokens()
-    _, held = serve("h2o", q, torch.zeros_like(k), v, impl)
-    assert held == [[*range(20), *range(LENGTH - 20, LENGTH)]] * HEADS
