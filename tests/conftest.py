@@ -27,7 +27,7 @@ SLOW = (
     "distill/test_gate_phases.py",
     "distill/test_trainer.py",
     "engine/test_compiled.py",
-    "engine/test_cuda_contract.py",
+    "engine/test_cuda.py",
     "engine/test_evaluation_backend.py",
     "engine/test_variants.py",
     "kernels/test_sanitizers.py",

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 
@@ -175,19 +176,37 @@ def held_in_step(vllm_config, seen: int) -> torch.Tensor:
     layers = {}
     for name, metadata in get_forward_context().attn_metadata.items():
         attention = vllm_config.compilation_config.static_forward_context[name]
-        impl, rule = attention.impl, attention.impl.attention.rule
-        pages, regions, _ = impl._bind(attention.kv_cache)
-        batch = metadata.batch(impl.layer, regions)
-        if batch.decodes:
-            table, protected = batch.table[0], 0 if batch.protection is None else int(batch.protection.tokens[0])
-            budgets = batch.budgets[0]
-        else:
-            chunk = batch.prefills[-1]
-            table, budgets = chunk.row, chunk.budgets
-            protected = 0 if chunk.compresses and chunk.end == chunk.protected else chunk.protected
-            if (chunk.compresses or chunk.follows) and rule.votes.adaptive_head_budgets:
-                (budgets,), (table,) = divided.load_page_table(pages, table.unsqueeze(0), rule.votes)
-        if pages.raw.device.type != "cpu":
-            pages = pages.layout.view(pages.raw.cpu())
-        layers[impl.layer] = held_tokens(pages, table.cpu(), seen, rule, budgets.cpu(), protected)
+        layers[attention.impl.layer] = held_by_request(
+            attention.impl, attention.kv_cache, metadata, metadata.num_tokens, seen
+        )
     return torch.stack([layers[layer] for layer in sorted(layers)])
+
+
+def held_by_request(impl, kv_cache: torch.Tensor, metadata, last: int, seen: int) -> torch.Tensor:
+    """Return which tokens a request of the running step retains after a layer.
+
+    Args:
+        impl: the layer's attention.
+        kv_cache: the layer's cache.
+        metadata: the step's metadata.
+        last: index behind the request's last token in the flat batch.
+        seen: tokens of the request, this step included.
+
+    Returns:
+        ``[H, seen]`` booleans.
+    """
+    rule, (pages, regions, _) = impl.attention.rule, impl._bind(kv_cache)
+    batch = metadata.batch(impl.layer, regions)
+    chunk = next((chunk for chunk in batch.prefills if chunk.last == last), None)
+    if chunk is None:
+        row = last - 1 if isinstance(batch.tokens, slice) else batch.tokens.tolist().index(last - 1)
+        table, budgets, window = batch.table[row], batch.budgets[row], int(batch.windows[row])
+        protected = 0 if batch.protection is None else int(batch.protection.tokens[row])
+    else:
+        table, budgets, window = chunk.row, chunk.budgets, chunk.window
+        protected = 0 if chunk.compresses and chunk.end == chunk.protected else chunk.protected
+        if (chunk.compresses or chunk.follows) and rule.votes.adaptive_head_budgets:
+            (budgets,), (table,) = divided.load_page_table(pages, table.unsqueeze(0), rule.votes)
+    if pages.raw.device.type != "cpu":
+        pages = pages.layout.view(pages.raw.cpu())
+    return held_tokens(pages, table.cpu(), seen, replace(rule, window=window), budgets.cpu(), protected)

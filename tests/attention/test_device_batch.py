@@ -1,7 +1,4 @@
-"""Steps in persistent tensors.
-
-They equal steps built from new tensors, padding writes nothing, and the host reads no value from the device.
-"""
+"""Steps in persistent tensors equal steps built from new tensors, and padding writes nothing."""
 
 from __future__ import annotations
 
@@ -11,23 +8,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvpop_vllm.attention.device_batch import DecodeRows, Split
-from kvpop_vllm.attention.shifted_scores import shift
 from kvpop_vllm.attention.step_batch import RequestSettings, StepBatch
 from kvpop_vllm.kernels.pages import PageLayout
-from kvpop_vllm.kernels.regions import RegionMap, Shares
 from kvpop_vllm.roles import Retention
 
-HEADS, SIZE, MOST, LAYERS, BLOCKS = 2, 32, 6, 2, 600
+HEADS, SIZE, MOST, BLOCKS = 2, 32, 6, 600
 KEPT = {
     "every step": Retention(40, 2, 6),
     "no sinks": Retention(48, 0, 9),
     "longer than any": Retention(400, 2, 6),
 }
-SHARES = Shares(((64, 64), (16, 16)))
-"""Budgets of two layers, 40 on average."""
 STEPS = [
     ([1, 1, 5], [9, 100, 7]),
     ([1, 1, 1, 1], [1, 40, 41, 300]),
@@ -40,24 +32,9 @@ PROTECTED = [[20, 0, 3], [0, 39, 41, 50], [76, 40, 1, 150], [32, 90]]
 LONGEST = 200
 
 
-class NoWaiting(TorchDispatchMode):
-    """A mode that fails if the host would wait for CUDA when a tensor moves to the meta device."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        out = func(*args, **kwargs)
-        devices = {x.device.type for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor) and x.dim()}
-        if "cpu" in devices and isinstance(out, torch.Tensor) and out.device.type == "meta":
-            assert func is torch.ops.aten.copy_.default and args[2:] == (True,), f"{func} waits for the device"
-        return out
-
-
-def rows_of(kept, device="cpu", shares=None, state=0, columns=None, longest=0, most=None):
-    most = most or kept.budget
-    layout = PageLayout(HEADS, SIZE, torch.float32, 16, state)
-    heads_with = {} if shares is None else shares.counts
-    most = max(heads_with, default=most)
-    return DecodeRows(layout, kept, MOST, columns or layout.blocks(most, most), heads_with, device, longest)
+def rows_of(kept, state=0, longest=0, most=None):
+    most, layout = most or kept.budget, PageLayout(HEADS, SIZE, torch.float32, 16, state)
+    return DecodeRows(layout, kept, MOST, layout.blocks(most, most), {}, "cpu", longest)
 
 
 def engine_tables(rows, lens, seed=0):
@@ -77,22 +54,15 @@ def split_of(lens):
 
 
 def filled(rows, lens, lengths, sizes=RequestSettings()):  # noqa: B008
-    """Fill the persistent tensors with these requests and return a function that builds the step."""
-    device, (table, slots) = rows.table.device, engine_tables(rows, lens)
-    table, slots, seq_lens = (x.to(device) for x in (table, slots, torch.tensor(lengths, dtype=torch.int32)))
+    """Fill the persistent tensors with these requests and return their step."""
+    (table, slots), seq_lens = engine_tables(rows, lens), torch.tensor(lengths, dtype=torch.int32)
     dtypes = {"protected": torch.int64, "budgets": torch.int32, "windows": torch.int32}
     known = {name: getattr(sizes, name) for name in dtypes}
     sent = {name: torch.tensor(x, dtype=dtypes[name]) for name, x in known.items() if x is not None}
     if "budgets" in sent:
         sent["budgets"] = sent["budgets"].unsqueeze(1).repeat(1, HEADS)
     rows.fill(split_of(lens).decodes, seq_lens, table, slots, sent)
-    return lambda regions=None, layer=0: rows.batch(split_of(lens), lengths, table, regions, layer, sizes)
-
-
-def same_sizes(batch, expected, decodes):
-    """Compare positions, budgets and windows of the decode rows."""
-    for name in ("positions", "budgets", "windows"):
-        assert torch.equal(getattr(batch, name), getattr(expected, name)[:decodes]), name
+    return rows.batch(split_of(lens), lengths, table, sizes=sizes)
 
 
 def same_chunks(batch, expected):
@@ -150,11 +120,12 @@ def test_equal_to_batches_made_anew(name, kind, state):
             budgets = [draw.randint(kept.first_long + 4, 2 * kept.budget) for _ in lens]
             windows = [draw.randint(1, kept.window + 2) for _ in lens]
         sizes = RequestSettings(protected if longest else None, *((budgets, windows) if own else ()))
-        batch, d = filled(rows, lens, lengths, sizes)(), split_of(lens).decodes
+        batch, d = filled(rows, lens, lengths, sizes), split_of(lens).decodes
         table = engine_tables(rows, lens)[0][: len(lens)]
         expected = StepBatch.build(rows.layout, kept, lens, torch.tensor(lengths, dtype=torch.int32), table, sizes)
         assert batch.decodes == d and batch.tokens == slice(0, d) and batch.starts is batch.slot_zero is None
-        same_sizes(batch, expected, d)
+        for each in ("positions", "budgets", "windows"):
+            assert torch.equal(getattr(batch, each), getattr(expected, each)[:d]), each
         assert batch.budgets[:, 0].tolist() == budgets[:d] and batch.windows.tolist() == windows[:d]
         for r in range(d):
             behind = lengths[r] - protected[r]
@@ -166,25 +137,6 @@ def test_equal_to_batches_made_anew(name, kind, state):
         same_chunks(batch, expected)
         if longest:
             same_protection(batch, expected, table, protected)
-
-
-@pytest.mark.parametrize("layer", range(LAYERS))
-def test_heads_of_unequal_budgets(layer):
-    kept = KEPT["every step"]
-    rows = rows_of(kept, shares=SHARES, columns=SHARES.blocks(0, 16, 400))
-    regions = RegionMap(SHARES, rows.layout, BLOCKS)
-    for lens, lengths in STEPS:
-        batch, d = filled(rows, lens, lengths)(regions, layer), split_of(lens).decodes
-        table = engine_tables(rows, lens)[0][: len(lens)]
-        seq_lens = torch.tensor(lengths, dtype=torch.int32)
-        expected = StepBatch.build(rows.layout, kept, lens, seq_lens, table, RequestSettings(), regions, layer)
-        same_sizes(batch, expected, d)
-        for r in range(d):
-            own = min(lengths[r], SHARES.budgets[layer][0])
-            own = rows.layout.blocks(own, own)
-            assert torch.equal(batch.table[r, :, :own], expected.table[r, :, :own])
-        held = SHARES.blocks(0, 16, lengths[0])
-        assert (rows.table[0, :held] > 0).all() and (rows.table[0, held:] == 0).all() or d == 0
 
 
 @pytest.mark.parametrize("cause", ["no length", "no slot", "no block"])
@@ -213,68 +165,8 @@ def test_rows_of_padding_behind_a_prefix(cause):
         assert rows.blocks[:4].tolist() == [0, 7, 0, 0] and rows.slots[:4].tolist() == [0, 1, 0, 0]
 
 
-def test_addresses_stay_and_rows_of_others_are_left_alone():
-    rows = rows_of(KEPT["no sinks"])
-    lens, lengths = [1] * MOST, [9, 100, 7, 50, 60, 1]
-    names = ("table", "positions", "budgets", "windows")
-    first = {name: getattr(filled(rows, lens, lengths)(), name).data_ptr() for name in names}
-    before = rows.positions.clone()
-    second = filled(rows, [1, 1], [10, 101])()
-    assert {name: getattr(second, name).data_ptr() for name in names} == first
-    assert rows.positions.tolist() == [9, 100, *before[2:].tolist()]
-
-
-@pytest.mark.parametrize("cause", ["no length", "no slot", "no block"])
-@pytest.mark.parametrize("name", KEPT)
-def test_rows_of_padding(name, cause):
-    rows = rows_of(KEPT[name], state=5000)
-    (table, slots), lengths = engine_tables(rows, [1] * 4), torch.tensor([30, 31, 32, 33], dtype=torch.int32)
-    assert rows.layout.state_blocks > 0
-    if cause == "no length":
-        lengths[2:] = 0
-    elif cause == "no slot":
-        slots[2:] = -1
-    else:
-        table[2:, rows.layout.state_blocks :] = 0
-    rows.fill(4, lengths, table, slots)
-    assert rows.positions[:4].tolist() == [29, 30, -1, -1]
-    assert (rows.table[2:4] == 0).all() and (rows.table[:2, 0] > 0).all()
-
-
 def test_a_narrow_block_table_is_taken_as_it_is():
     rows = rows_of(KEPT["longer than any"])
     table = torch.arange(1, 9, dtype=torch.int32).view(2, 4)
     rows.fill(2, torch.tensor([20, 60], dtype=torch.int32), table, torch.tensor([5, 6]))
     assert rows.table[0].count_nonzero() == 2 and rows.table[1, :4].tolist() == [5, 6, 7, 8]
-
-
-@pytest.mark.parametrize("longest", [0, LONGEST])
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize("name", KEPT)
-def test_no_value_is_asked_for(name, shared, longest):
-    """A step reads no value from the device "meta", whose tensors have none and may not meet CPU tensors."""
-    rows = rows_of(KEPT[name], "meta", SHARES if shared else None, longest=longest)
-    regions = RegionMap(SHARES, rows.layout, BLOCKS, "meta") if shared else None
-    raw = torch.empty(BLOCKS, HEADS, rows.layout.region_bytes, dtype=torch.uint8, device="meta")
-    pages = rows.layout.view(raw)
-    for (lens, lengths), protected in zip(STEPS, PROTECTED, strict=True):
-        tokens, table = sum(lens), torch.empty(MOST, 30, dtype=torch.int32, device="meta")
-        slots = torch.empty(tokens, dtype=torch.int64, device="meta")
-        seq_lens = torch.empty(len(lens), dtype=torch.int32, device="meta")
-        gate_scores = torch.empty(tokens, HEADS, device="meta")
-        with NoWaiting():
-            sent = {"protected": torch.tensor(protected)} if longest else {}
-            rows.fill(split_of(lens).decodes, seq_lens, table, slots, sent)
-            batch = rows.batch(
-                split_of(lens), lengths, table, regions, 1, RequestSettings(protected if longest else None)
-            )
-            assert shift(gate_scores, pages, batch, KEPT["every step"].sinks).shape == gate_scores.shape
-        assert batch.table.device.type == batch.positions.device.type == batch.budgets.device.type == "meta"
-
-
-def test_waiting_would_be_noticed():
-    there = torch.zeros(3, dtype=torch.int64, device="meta")
-    waits = (lambda: there.tolist(), lambda: there[there > 0], lambda: int(there[0]), lambda: there + torch.arange(3))
-    for wait in (*waits, lambda: torch.tensor([1, 2], device="cpu").to("meta")):
-        with pytest.raises((RuntimeError, NotImplementedError, AssertionError)), NoWaiting():
-            wait()

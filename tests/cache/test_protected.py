@@ -70,13 +70,6 @@ def test_held_tokens_are_those_in_the_pages(kind, threshold, protect, beyond):
         assert set(held[h].nonzero().flatten().tolist()) == found and len(found) == len(there)
 
 
-def test_pages_of_another_length_are_an_error():
-    pages, _, tail, rule, budgets, _ = pages_and_keys(None, 5, 20)
-    with pytest.raises(ValueError, match=r"have seen \[20, 20\] tokens, not 19"):
-        held_tokens(pages, tail, 19, rule, budgets, 5)
-    assert held_tokens(pages, tail, 3, rule, budgets, 5).all()
-
-
 def counted(length: int, protect: int, budget: int, sinks: int, slots: int, state: int) -> int:
     """Return the number of blocks by adding token after token, a block whenever none has room."""
     prefix = tail = 0
@@ -125,14 +118,6 @@ def test_most_blocks_of_what_requests_may_ask(most):
             assert spec.most_blocks(length) == max(spec.blocks(length, p, own) for p, own in asked)
             for p, own in ((0, 2 * budget), (min(5, length), sinks + 2)):
                 assert spec.blocks(length, p, own) == counted(length, p, own, sinks, slots, state)
-
-
-def test_blocks_never_shrink_as_a_sequence_grows():
-    for budget, sinks, slots, state in SHAPES:
-        spec = make_spec(budget, sinks, slots, state, True)
-        for p in (0, 1, 15, 16, 17, 40):
-            counts = [spec.blocks(length, p) for length in range(90)]
-            assert counts == sorted(counts)
 
 
 @pytest.mark.parametrize("protect", [1, 16, 33, True])

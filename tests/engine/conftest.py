@@ -7,11 +7,15 @@ file.
 from __future__ import annotations
 
 import functools
+import os
 
 import pytest
 from engine.matrix import make_case
 
 from kvpop_vllm.testing import write_tiny_model
+
+collect_ignore_glob = [] if "KVPOP_PRETEND_CUDA" in os.environ else ["test_cuda_*.py"]
+"""Modules that need the process with a pretended GPU, which test_cuda.py starts."""
 
 
 @pytest.fixture(scope="session")

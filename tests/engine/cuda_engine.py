@@ -1,36 +1,36 @@
-"""Parts of an engine on a pretended GPU: configs, a metadata builder, and the engine core's cache config."""
+"""Parts of an engine on a pretended GPU: configs, layers, a metadata builder, and the engine core's cache config."""
 
 from __future__ import annotations
 
 from contextlib import contextmanager
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
+from engine import tiny_engine
 from vllm.config import set_current_vllm_config
-from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.attention.selector import get_attn_backend
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.worker.utils import AttentionGroup
 
 from kvpop_vllm.vllm_glue import backend as glue
 
-HEADS, SIZE, SLOTS, LENGTH, MOST = 2, 32, 16, 512, 4
+HEADS, GROUP, SIZE, SLOTS, LENGTH, MOST = 2, 2, 32, 16, 512, 4
 STREAMING = {"policy": "streaming-llm", "budget": 64, "sinks": 2, "window": 16}
 
 
 def configure(model, policy=STREAMING, **options):
     """Return the config of an engine as ``vllm serve`` makes it."""
-    additional = {} if policy is None else {"kv_policy": policy}
     sizes = {"max_model_len": LENGTH, "max_num_seqs": MOST, "block_size": SLOTS}
-    args = EngineArgs(str(model), skip_tokenizer_init=True, additional_config=additional, **(sizes | options))
-    return args.create_engine_config()
+    return tiny_engine.configure(model, policy, **(sizes | options))
 
 
 @contextmanager
-def rank(config, index: int = 0, ranks: int = 1):
-    """Act as one tensor-parallel rank of an engine."""
-    there = {"get_tensor_model_parallel_rank": index, "get_tensor_model_parallel_world_size": ranks}
-    with set_current_vllm_config(config), mock.patch.multiple(glue, **{k: lambda v=v: v for k, v in there.items()}):
+def only_rank(config):
+    """Act as the only tensor-parallel rank of an engine."""
+    there = {"get_tensor_model_parallel_rank": lambda: 0, "get_tensor_model_parallel_world_size": lambda: 1}
+    with set_current_vllm_config(config), mock.patch.multiple(glue, **there):
         yield
 
 
@@ -40,14 +40,31 @@ def chosen(config, size=SIZE, dtype=torch.float32, **options):
         return get_attn_backend(size, dtype, None, **options)
 
 
-def group_of(config, heads=HEADS, device="cpu", index=0, ranks=1) -> AttentionGroup:
+def group_of(config, heads=HEADS, device="cpu") -> AttentionGroup:
     """Return the layers' attention group with its metadata builder, as a runner makes it."""
-    with rank(config, index, ranks):
+    with only_rank(config):
         backend = chosen(config)
         plain = FullAttentionSpec(block_size=SLOTS, num_kv_heads=heads, head_size=SIZE, dtype=torch.float32)
         group = AttentionGroup(backend, ["model.layers.0.self_attn.attn"], backend.customize_spec(plain), 0)
         group.create_metadata_builders(config, torch.device(device), group.kv_cache_spec.block_size)
     return group
+
+
+def attention_of(config, layer: int, heads=HEADS, cache=None, dtype=torch.float32):
+    """Return the attention of a layer on the config's device."""
+    with only_rank(config), torch.device(config.device_config.device_type):
+        impl = chosen(config).get_impl_cls()(heads * GROUP, SIZE, SIZE**-0.5, heads)
+        impl.gates = torch.nn.ModuleList()
+    context = config.compilation_config.static_forward_context
+    context[f"model.layers.{layer}.self_attn.attn"] = SimpleNamespace(impl=impl, kv_cache=cache)
+    load_weights(impl, dtype)
+    return impl
+
+
+def load_weights(impl, dtype=torch.float32) -> None:
+    """Build the rule of a layer as vLLM does behind its loader."""
+    with only_rank(impl.vllm_config), set_default_torch_dtype(dtype):
+        impl.process_weights_after_loading(dtype)
 
 
 def cache_of(group, blocks=100) -> KVCacheConfig:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.judge import Judge, Verdict
+from engine.judge import Judge
 from engine.matrix import Case
 from engine.recorder import Recorder
 from engine.tiny_engine import quick, start, stop
@@ -18,7 +18,6 @@ from threads import one_thread
 
 from kvpop_vllm.kernels.pages import cdiv
 from kvpop_vllm.testing import random_prompt
-from kvpop_vllm.testing.oracle_policy import PROMPT_VOTES
 
 TOP_LOGPROBS = 3
 BLOCK = 16
@@ -63,7 +62,6 @@ class Watched:
     """An engine of this process, its recorder, and the judge of its model and policy.
 
     Attributes:
-        state_blocks: state blocks of a request.
         withheld: blocks that :meth:`small_pool` keeps from requests.
         poisons: False suspends :meth:`poison`.
         shares: False without a prefix cache.
@@ -72,7 +70,6 @@ class Watched:
     llm: object
     recorder: Recorder
     judge: Judge | None
-    state_blocks: int = 0
     withheld: int = 0
     poisons: bool = True
     shares: bool = True
@@ -83,9 +80,14 @@ class Watched:
         return self.llm.llm_engine
 
     @property
+    def spec(self):
+        """The cache spec, whose counts of blocks tests/cache compares with plain counts."""
+        return self.recorder.manager.kv_cache_spec
+
+    @property
     def votes(self) -> bool:
         """True if prompts are held until their end and then compressed."""
-        return self.judge.policy.scorer == PROMPT_VOTES
+        return self.spec.votes > 0
 
     def chunk(self, tokens: int | None) -> None:
         """Cut prompts into chunks of this many tokens from now on; None leaves them whole."""
@@ -160,67 +162,36 @@ class Watched:
         }
         return [f"{what}: {list(which)}" for what, which in found.items() if len(which)]
 
-    def verdict(self, answers: dict) -> Verdict:
-        """Compare answers with the oracle, and print and return the verdict."""
-        held = {name: self.recorder.held[name] for name in answers}
-        verdict = self.judge.check(answers, held)
-        print(verdict)
-        return verdict
-
-    def check(self, answers: dict) -> None:
+    def check(self, answers: dict, judge: Judge | None = None) -> None:
         """Compare answers with the oracle, and check the blocks of all requests at every step."""
-        self.verdict(answers)
+        (judge or self.judge).check(answers, self.recorder.held)
         self.check_blocks()
 
     def check_blocks(self) -> None:
         """Check the blocks of all running requests at every step.
 
-        A request holds the blocks of its protected tokens. With more tokens it also holds ``state_blocks +
-        cdiv(min(len, budget), BLOCK)`` blocks, where ``len`` counts the tokens scheduled behind the protected
-        ones. With several budgets this is the mean over the layers, rounded up. A prompt that votes is held
-        until the step after its end, and nothing of it afterwards. No block of a tail is shared, and none is
-        lost.
+        A request holds the blocks that the spec counts. A prompt that votes is held until the step after its
+        end, and nothing of it afterwards. No block of a tail is shared, and none is lost.
         """
         total = self.recorder.pool.num_gpu_blocks - 1 - self.withheld  # vLLM never hands out the null block
         late: Counter[str] = Counter()
         for step in self.recorder.blocks:
             own, shared = [], set()
-            for name, (tokens, row) in step.running.items():
-                protected, asked = step.protected[name], step.budgets.get(name)
-                if self.votes:
-                    prefix, tail = self._voting_blocks(tokens, protected, asked, row)
-                    late[name] += prefix > 0 and tokens > protected
-                else:
-                    prefix, sinks = cdiv(min(tokens, protected), BLOCK), self.judge.policy.sinks if protected else 0
-                    tail = self.tail_blocks(tokens - protected, asked, sinks)
-                held = [block for block in row if block]
-                assert len(held) == prefix + tail, f"{tokens} tokens, {protected} protected"
-                full = min(protected // BLOCK, prefix)
-                own += held[full:]
-                shared |= set(held[:full])
-            assert len(set(own)) == len(own) and not shared & set(own)
+            for name, (tokens, (protected, budget), row) in step.running.items():
+                assert len(row) == self.spec.blocks(tokens, protected, budget), (
+                    f"{tokens} tokens, {protected} protected"
+                )
+                prefix, full = cdiv(min(tokens, protected), BLOCK), min(tokens, protected) // BLOCK
+                if self.votes and tokens > protected and row[0] == 0:
+                    assert row[:prefix] == [0] * prefix
+                    row, full = row[prefix:], 0
+                elif self.votes and tokens > protected:  # a resumed chunk may hold the prompt's end
+                    late[name] += 1
+                own += row[full:]
+                shared |= set(row[:full])
+            assert len(set(own)) == len(own) and 0 not in own and not shared & set(own)
             assert len(own) + len(shared) == total - step.free
         assert all(often <= self.recorder.preemptions[name] for name, often in late.items()), "held for too long"
-
-    def _voting_blocks(self, tokens: int, prompt: int, asked: int | None, row: list[int]) -> tuple[int, int]:
-        """Return the numbers of prefix blocks and further blocks of a request whose prompt votes."""
-        prefix = cdiv(prompt, BLOCK)
-        if tokens <= prompt - VOTERS:
-            return cdiv(tokens, BLOCK), 0
-        if tokens < prompt:
-            return prefix, self.state_blocks
-        if tokens > prompt and row[0] == 0:  # a resumed chunk may hold the prompt's end
-            assert row[:prefix] == [0] * prefix
-            prefix = 0
-        return prefix, self.tail_blocks(tokens, asked)
-
-    def tail_blocks(self, tokens: int, asked: int | None = None, sinks: int = 0) -> int:
-        """Return the number of blocks of a tail of ``tokens`` tokens, with the budget that the request asks for."""
-        if tokens <= 0:
-            return 0
-        budgets = self.judge.policy.budgets(1) if asked is None else [asked]
-        pages = sum(self.state_blocks + cdiv(min(tokens, budget - sinks), BLOCK) for budget in budgets)
-        return cdiv(pages, len(budgets))
 
     @contextmanager
     def small_pool(self, blocks: int) -> Iterator[None]:
@@ -277,7 +248,6 @@ def preempt_all(scheduler) -> None:
 def serving(found: Case, poisoned: bool = True, **options) -> Iterator[Watched]:
     """Yield a watched engine of a case whose freed blocks are overwritten, and check that it leaks nothing."""
     with pytest.MonkeyPatch.context() as patch, watched(found.model, found.settings, found.judge, **options) as engine:
-        engine.state_blocks = found.state_blocks
         if poisoned:
             engine.poison(patch)
         yield engine
@@ -286,10 +256,10 @@ def serving(found: Case, poisoned: bool = True, **options) -> Iterator[Watched]:
 
 @contextmanager
 def watched(model, policy: dict, judge: Judge | None = None, **options) -> Iterator[Watched]:
-    """Start an engine with small blocks, yield it with a recorder, and stop it."""
+    """Start an engine with small blocks, yield it with a recorder, and stop it; ``enforce_eager`` is True unless given."""
     sizes = {"block_size": BLOCK, "max_num_batched_tokens": 8192, "kv_cache_memory_bytes": 8 << 20}
-    with one_thread(), pytest.MonkeyPatch.context() as patch, quick():
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
+    starting = quick() if options.get("enforce_eager", True) else nullcontext()
+    with one_thread(), pytest.MonkeyPatch.context() as patch, starting:
         llm = start(model, policy, **(sizes | options))
         torch._C.set_num_threads(1)
         recorder = Recorder(llm)

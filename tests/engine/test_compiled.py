@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import pytest
-import torch
-from engine.driving import one_thread
+from engine.driving import Job, watched
 from engine.matrix import BUDGET, make_case
-from engine.recorder import Recorder
-from engine.tiny_engine import start, stop
 
 from kvpop_vllm.scorers.export import export_checkpoint
-from kvpop_vllm.testing import random_prompt, write_tiny_model
+from kvpop_vllm.testing import write_tiny_model
 
 LENGTHS = (1, 17, 64, 130, 3 * BUDGET, 40, 41, 99)
 
@@ -23,7 +20,6 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def compiler_cache(folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         patch.setenv("VLLM_CACHE_ROOT", str(folder / "vllm"))
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder / "inductor"))
         yield
@@ -37,27 +33,14 @@ def check(case, eager: bool, counts: tuple[int, int]) -> None:
         eager: True to compile nothing.
         counts: expected numbers of models that are compiled and loaded.
     """
-    from vllm import SamplingParams
     from vllm.compilation.counter import compilation_counter as counter
 
     before = counter.num_aot_compiles, counter.num_aot_artifacts_loaded
-    sizes = {"max_model_len": 512, "max_num_seqs": 8, "block_size": 16, "kv_cache_memory_bytes": 8 << 20}
-    with pytest.MonkeyPatch.context() as patch, one_thread():
-        llm = start(case.model, case.settings, enforce_eager=eager, long_prefill_token_threshold=64, **sizes)
-        torch._C.set_num_threads(1)
-        recorder = Recorder(llm)
-        recorder.attach(patch)
-        try:
-            params = SamplingParams(temperature=0, max_tokens=30, logprobs=3, prompt_logprobs=3, detokenize=False, ignore_eos=True)  # fmt: skip
-            prompts = [{"prompt_token_ids": random_prompt(n, seed=n)} for n in LENGTHS]
-            answers = {a.request_id: a for a in llm.generate(prompts, params, use_tqdm=False)}
-        finally:
-            stop(llm)
+    sizes = {"max_model_len": 512, "max_num_seqs": 8, "long_prefill_token_threshold": 64}
+    with watched(case.model, case.settings, case.judge, enforce_eager=eager, **sizes) as engine:
+        engine.check(engine.serve([Job(length, new=30) for length in LENGTHS]))
     after = counter.num_aot_compiles, counter.num_aot_artifacts_loaded
-    assert (after[0] - before[0], after[1] - before[1]) == counts and len(answers) == len(LENGTHS)
-    named = {name: answers[name.split("-")[0]] for name in recorder.held}
-    print(case.judge.check(named, recorder.held))
-    case.judge.check_near_ties()
+    assert (after[0] - before[0], after[1] - before[1]) == counts
 
 
 def test_compiled_equals_eager_and_the_oracle(folder, compiler_cache):

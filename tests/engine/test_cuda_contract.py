@@ -1,46 +1,25 @@
-"""vLLM's own classes with the GPU backend, in a process that they take for one with a GPU (cuda_platform.py).
-
-Only the device itself is missing. The kernels are tested in test_cuda_interpreted.py, in the same process.
-"""
+"""vLLM's own classes with the GPU backend. The kernels are tested in test_cuda_interpreted.py."""
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
-import os
 import pickle
 import re
-import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.pretended import FLAG, PRETENDED, Pretended
+from engine.cuda_engine import SLOTS, STREAMING, chosen, configure, group_of
+from vllm.config.compilation import CUDAGraphMode
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.testing import write_random_scorer
-
-ROOT = Path(__file__).parents[2]
-
-if PRETENDED:
-    from engine.cuda_engine import MOST, SLOTS, STREAMING, cache_of, chosen, configure, group_of
-    from vllm.config.compilation import CUDAGraphMode
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-else:
-
-    def test_in_a_process_with_a_gpu_that_is_not_there():
-        """Run these tests, the runners' and the interpreted ones in a process with a pretended GPU."""
-        files = [
-            str(Path(__file__).with_name(f"test_cuda_{name}.py")) for name in ("contract", "runners", "interpreted")
-        ]
-        options = ["-q", "-x", "-p", "no:cacheprovider", "-p", "engine.cuda_platform"]
-        paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        more = {FLAG: "1", "TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(paths)}
-        command = [sys.executable, "-m", "pytest", *options, *files]
-        outcome = subprocess.run(command, cwd=ROOT, env=os.environ | more, capture_output=True, text=True)
-        assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
-        assert int(re.search(r"(\d+) passed", outcome.stdout)[1]) > 50
+from kvpop_vllm.vllm_glue import cuda, gated_attention, plugin, select
 
 
 @pytest.fixture
@@ -61,291 +40,223 @@ def refusal(model, policy, **options):
     return str(caught.value)
 
 
-class TestChoice(Pretended):
-    def test_an_engine_with_a_policy_asks_for_custom(self, model):
-        config, stock = configure(model), configure(model, None)
-        assert config.device_config.device_type == stock.device_config.device_type == "cuda"
-        assert config.attention_config.backend is AttentionBackendEnum.CUSTOM and stock.attention_config.backend is None
-        assert pickle.loads(pickle.dumps(config.attention_config)).backend is AttentionBackendEnum.CUSTOM
-
-    def test_vllm_chooses_it_by_its_own_path(self, model):
-        """Each of two engines in a process gets its own backend, and a stock engine gets vLLM's."""
-        first, second = configure(model), configure(model, STREAMING | {"budget": 96})
-        assert [chosen(c).policy.retention.budget for c in (first, second, first)] == [64, 96, 64]
-        backend = chosen(first)
-        assert backend.get_name() in AttentionBackendEnum.__members__ and backend.block_slots == SLOTS
-        for dtype in (torch.float16, torch.bfloat16):
-            assert chosen(first, dtype=dtype).get_name() == "CUSTOM"
-        try:
-            assert chosen(configure(model, None), dtype=torch.bfloat16).__module__.startswith("vllm.")
-        except ValueError as error:
-            assert "No valid attention backend found" in str(error)  # this build has none of vLLM's
-
-    @pytest.mark.parametrize(
-        "named, options",
-        [
-            ("head sizes are 32, 64, 80, 96, 128, 256", {"size": 48}),
-            ("--dtype is float16, bfloat16 or float32", {"dtype": torch.float64}),
-            ("leave --kv-policy out", {"has_sink": True}),
-            ("leave --kv-policy out", {"use_mla": True}),
-            ("leave --kv-policy out", {"attn_type": "encoder_only"}),
-            ("leave --kv-policy out", {"has_sliding_window": True}),
-        ],
-    )
-    def test_what_a_layer_cannot_have(self, model, named, options):
-        with pytest.raises(ValueError, match="CUSTOM is not valid") as caught:
-            chosen(configure(model), **options)
-        assert named in str(caught.value) and "\n" not in str(caught.value)
-
-    def test_older_gpus_than_kernels_are_for(self, model, monkeypatch):
-        from vllm.platforms import current_platform
-        from vllm.platforms.interface import DeviceCapability
-
-        turing = classmethod(lambda cls, device_id=0: DeviceCapability(7, 5))
-        monkeypatch.setattr(type(current_platform), "get_device_capability", turing)
-        with pytest.raises(ValueError, match="compute capability 8.0"):
-            chosen(configure(model))
-
-    def test_layouts_and_block_sizes(self, model):
-        from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
-        from vllm.v1.worker.utils import select_common_block_size
-
-        backend = chosen(configure(model))
-        assert [layout.name for layout in get_supported_kv_cache_layouts([backend])] == ["LBHNC"]
-        group = group_of(configure(model))
-        assert select_common_block_size(SLOTS, [backend], [group.kv_cache_spec]) == SLOTS
-        assert group.kv_cache_spec.uses_slot_mapping, "rows of padding are told by it"
-
-    def test_custom_without_a_policy(self, model, monkeypatch):
-        """CUSTOM without a policy is refused, unless another plugin had registered its own backend before."""
-        from kvpop_vllm.vllm_glue import select
-
-        stock = configure(model, None, attention_backend="CUSTOM")
-        with pytest.raises(AttributeError, match="for engines with --kv-policy"):
-            chosen(stock)
-        theirs = "vllm.v1.attention.backends.flex_attention.FlexAttentionBackend"
-        monkeypatch.setattr(select, "custom_before", theirs)
-        assert chosen(stock).__name__ == "FlexAttentionBackend"
-
-    def test_registering_keeps_what_was_there(self, monkeypatch):
-        from kvpop_vllm.vllm_glue import cuda, plugin, select
-
-        monkeypatch.setattr(select, "custom_before", None)
-        try:
-            register_backend(AttentionBackendEnum.CUSTOM, "other.Backend")
-            plugin.register()
-            plugin.register()
-            assert (select.custom_before, AttentionBackendEnum.CUSTOM.get_path()) == ("other.Backend", cuda.BACKEND)
-        finally:
-            register_backend(AttentionBackendEnum.CUSTOM, cuda.BACKEND)
-
-    def test_a_plugin_that_takes_custom_afterwards(self, model):
-        from kvpop_vllm.vllm_glue import cuda
-
-        try:
-            register_backend(AttentionBackendEnum.CUSTOM, "other.Backend")
-            assert "(other.Backend): set VLLM_PLUGINS=kvpop" in refusal(model, STREAMING)
-        finally:
-            register_backend(AttentionBackendEnum.CUSTOM, cuda.BACKEND)
+def test_an_engine_with_a_policy_asks_for_custom(model):
+    config, stock = configure(model), configure(model, None)
+    assert config.device_config.device_type == stock.device_config.device_type == "cuda"
+    assert config.attention_config.backend is AttentionBackendEnum.CUSTOM and stock.attention_config.backend is None
+    assert pickle.loads(pickle.dumps(config.attention_config)).backend is AttentionBackendEnum.CUSTOM
 
 
-class TestRefusals(Pretended):
-    def test_another_backend(self, model):
-        assert "leave --attention-backend out" in refusal(model, STREAMING, attention_backend="FLASH_ATTN")
-
-    @pytest.mark.parametrize("backend", [None, "FLEX_ATTENTION"])
-    def test_a_config_that_no_arguments_have_made(self, model, backend):
-        """A config not made by engine arguments is refused when a layer would get a backend of vLLM's.
-
-        The platform, or whoever made the config, chooses that backend.
-        """
-        config = configure(model, None, attention_backend=backend)
-        assert chosen(config, dtype=torch.bfloat16).__module__.startswith("vllm.")
-        config.additional_config = {"kv_policy": STREAMING}
-        with pytest.raises(ConfigError, match="^--kv-policy streaming-llm.*by create_engine_config") as caught:
-            chosen(config, dtype=torch.bfloat16)
-        assert "\n" not in str(caught.value)
-
-    def test_without_triton(self, model, monkeypatch):
-        import importlib.util
-
-        find = importlib.util.find_spec
-        monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "triton" else find(name, *a))
-        assert "install the package triton" in refusal(model, STREAMING)
-
-    @pytest.mark.parametrize("op", ["decode_step", "prefill_chunk"])
-    def test_without_kernels(self, model, monkeypatch, op):
-        from kvpop_vllm.kernels import dispatch
-
-        monkeypatch.setitem(dispatch.TRITON_LARGEST_HEAD, op, 16)
-        assert f"({op} of bfloat16 heads of 32): serve on a CPU" in refusal(model, STREAMING)
-        monkeypatch.delitem(dispatch.TRITON_LARGEST_HEAD, op)
-        monkeypatch.delitem(dispatch.TRITON_DTYPES, op)
-        assert op in refusal(model, STREAMING)
-
-    def test_policies_of_the_cpu(self, model):
-        compressing, rounds = "compression of prompts at their end", "scores made anew in rounds"
-        for policy, reason in (("snapkv", compressing), ("adakv", compressing), ("vase", rounds), ("rkv", rounds)):
-            message = refusal(model, {"policy": policy, "budget": 100})
-            assert f"--kv-policy {policy} on a GPU" in message
-            assert f"{reason}, which only the CPU's path does: serve on a CPU" in message
-
-    def test_batch_invariance(self, model, monkeypatch):
-        monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
-        assert "unset VLLM_BATCH_INVARIANT" in refusal(model, STREAMING)
-
-    @pytest.mark.parametrize("rocm", [True, False])
-    def test_others_than_nvidias(self, model, monkeypatch, rocm):
-        """AMD GPUs and platforms of other plugins are refused, although they call themselves cuda too."""
-        from vllm.platforms import current_platform
-
-        kind = type(current_platform)
-        monkeypatch.setattr(kind, "is_cuda", lambda self: False)
-        monkeypatch.setattr(kind, "is_rocm", lambda self: rocm)
-        assert f"the {'rocm' if rocm else kind.__name__} platform yet" in refusal(model, STREAMING)
-
-    def test_what_a_cpu_refuses_and_a_gpu_does_not(self, model):
-        assert configure(model, dtype="float16").model_config.dtype == torch.float16
-        for policy in ("h2o", "momentkv"):
-            configure(model, {"policy": policy, "budget": 128})
+def test_vllm_chooses_it_by_its_own_path(model):
+    """Each of two engines in a process gets its own backend, and a stock engine gets vLLM's."""
+    first, second = configure(model), configure(model, STREAMING | {"budget": 96})
+    assert [chosen(c).policy.retention.budget for c in (first, second, first)] == [64, 96, 64]
+    backend = chosen(first)
+    assert backend.get_name() in AttentionBackendEnum.__members__ and backend.block_slots == SLOTS
+    for dtype in (torch.float16, torch.bfloat16):
+        assert chosen(first, dtype=dtype).get_name() == "CUSTOM"
+    try:
+        assert chosen(configure(model, None), dtype=torch.bfloat16).__module__.startswith("vllm.")
+    except ValueError as error:
+        assert "No valid attention backend found" in str(error)  # this build has none of vLLM's
 
 
-class TestSteps(Pretended):
-    """Steps of prompts that are prefilled token by token are cut, so that no step takes minutes."""
-
-    @pytest.mark.parametrize("policy", ["h2o", "dms", "corrected", "trimkv", "streaming-llm"])
-    def test_tokens_of_a_step(self, model, tmp_path, policy):
-        settings = {"policy": policy, "budget": 128}
-        if policy == "corrected":
-            settings |= {"policy": "streaming-llm", "correction": "moment"}
-        if policy in ("dms", "trimkv"):
-            scorer = write_random_scorer(tmp_path / "gate", model, policy, sinks=2, window=6, topk=120)
-            settings["scorer"] = str(scorer)
-        one_by_one = policy in ("h2o", "dms", "corrected")
-        sizes = {"max_num_batched_tokens": 4096, "max_num_seqs": 8}
-
-        def steps(**options):
-            return configure(model, settings, **(sizes | options)).scheduler_config.max_num_scheduled_tokens
-
-        assert steps() == (1024 if one_by_one else None)
-        if policy == "h2o":
-            assert steps(max_num_seqs=2000) == 2000 and steps(max_num_batched_tokens=512) == 512
-            assert steps(max_num_scheduled_tokens=3000) == 3000
-            assert steps(enable_chunked_prefill=False) is None, "prompts could not be cut"
-            assert steps(disable_chunked_mm_input=True) is None, "nor could an image, which may be longer"
-
-    def test_the_scheduler_cuts_them(self, model, monkeypatch):
-        from vllm import SamplingParams
-        from vllm.v1.core.sched.async_scheduler import AsyncScheduler
-        from vllm.v1.request import Request
-        from vllm.v1.structured_output import StructuredOutputManager
-
-        from kvpop_vllm.vllm_glue import cuda
-
-        monkeypatch.setattr(cuda, "ONE_BY_ONE", 100)
-        config = configure(model, {"policy": "h2o", "budget": 128})
-        config.cache_config.num_gpu_blocks = 100
-        scheduler = AsyncScheduler(config, cache_of(group_of(config)), StructuredOutputManager(config), SLOTS)
-        for name in "ab":
-            scheduler.add_request(Request(name, [1] * 150, SamplingParams(), None))
-        steps = [scheduler.schedule().num_scheduled_tokens for _ in range(3)]
-        assert steps == [{"a": 100}, {"a": 50, "b": 50}, {"a": 1, "b": 99}]
+@pytest.mark.parametrize(
+    "named, options",
+    [
+        ("head sizes are 32, 64, 80, 96, 128, 256", {"size": 48}),
+        ("--dtype is float16, bfloat16 or float32", {"dtype": torch.float64}),
+        ("leave --kv-policy out", {"has_sink": True}),
+        ("leave --kv-policy out", {"use_mla": True}),
+        ("leave --kv-policy out", {"attn_type": "encoder_only"}),
+        ("leave --kv-policy out", {"has_sliding_window": True}),
+    ],
+)
+def test_what_a_layer_cannot_have(model, named, options):
+    with pytest.raises(ValueError, match="CUSTOM is not valid") as caught:
+        chosen(configure(model), **options)
+    assert named in str(caught.value) and "\n" not in str(caught.value)
 
 
-class TestGraphs(Pretended):
-    def support(self, config):
-        backend = chosen(config)
-        return backend.get_builder_cls().get_cudagraph_support(config, None), backend.__name__
+def test_older_gpus_than_kernels_are_for(model, monkeypatch):
+    turing = classmethod(lambda cls, device_id=0: DeviceCapability(7, 5))
+    monkeypatch.setattr(type(current_platform), "get_device_capability", turing)
+    with pytest.raises(ValueError, match="compute capability 8.0"):
+        chosen(configure(model))
 
-    def resolved(self, config, v2=False):
-        """Return the graph mode as either runner resolves it."""
-        return config.compilation_config.resolve_cudagraph_mode_and_sizes(
-            *self.support(config), 1, use_v2_model_runner=v2
-        )
 
-    def test_single_tokens_are_what_is_declared(self, model):
-        """Graphs of several tokens per request are not declared; only speculative decoding would use them."""
-        from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
+def test_layouts_and_block_sizes(model):
+    from vllm.v1.attention.backends.utils import get_supported_kv_cache_layouts
+    from vllm.v1.worker.utils import select_common_block_size
 
-        config = configure(model)
-        of_v2 = get_attn_cg_support([[group_of(config)]], config)
-        assert self.support(config)[0] is of_v2.min_cg_support
-        assert of_v2.min_cg_support.name == "UNIFORM_SINGLE_TOKEN_DECODE"
+    backend = chosen(configure(model))
+    assert [layout.name for layout in get_supported_kv_cache_layouts([backend])] == ["LBHNC"]
+    group = group_of(configure(model))
+    assert select_common_block_size(SLOTS, [backend], [group.kv_cache_spec]) == SLOTS
+    assert group.kv_cache_spec.uses_slot_mapping, "rows of padding are told by it"
 
-    @pytest.mark.parametrize("v2", [False, True])
-    @pytest.mark.parametrize(
-        "asked, becomes",
-        [
-            (None, "FULL_AND_PIECEWISE"),
-            ("FULL", "FULL_AND_PIECEWISE"),
-            ("FULL_DECODE_ONLY", "FULL_DECODE_ONLY"),
-            ("PIECEWISE", "PIECEWISE"),
-        ],
-    )
-    def test_full_graphs_hold_no_mixed_batch(self, model, asked, becomes, v2):
-        config = configure(model, **({"compilation_config": {"cudagraph_mode": asked}} if asked else {}))
-        mode = self.resolved(config, v2)
-        assert mode.name == becomes and mode.mixed_mode() is not CUDAGraphMode.FULL
 
-    def test_runner_v1_replays_them_for_decodes_alone(self, model):
-        from vllm.v1.cudagraph_dispatcher import CudagraphDispatcher
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+def test_custom_without_a_policy(model, monkeypatch):
+    """CUSTOM without a policy is refused, unless another plugin had registered its own backend before."""
+    stock = configure(model, None, attention_backend="CUSTOM")
+    with pytest.raises(AttributeError, match="for engines with --kv-policy"):
+        chosen(stock)
+    theirs = "vllm.v1.attention.backends.flex_attention.FlexAttentionBackend"
+    monkeypatch.setattr(select, "custom_before", theirs)
+    assert chosen(stock).__name__ == "FlexAttentionBackend"
 
-        config = configure(model)
-        dispatcher = CudagraphDispatcher(config)
-        dispatcher.initialize_cudagraph_keys(self.resolved(config), 1)
-        for counts, mode, reqs in (
-            ([1, 1, 1], "FULL", MOST), ([1], "FULL", 1), ([1, 1, 5], "PIECEWISE", None), ([3], "PIECEWISE", None),
-        ):  # fmt: skip
-            uniform = GPUModelRunner._is_uniform_decode(max(counts), 1, sum(counts), len(counts))
-            found, desc = dispatcher.dispatch(sum(counts), uniform_decode=uniform)
-            assert (found.name, desc.num_reqs) == (mode, reqs)
-        assert all(
-            d.uniform and d.num_reqs == d.num_tokens <= MOST for d in dispatcher.cudagraph_keys[CUDAGraphMode.FULL]
-        )
 
-    def test_runner_v2_replays_them_for_decodes_alone(self, model, monkeypatch):
-        from vllm.v1.worker.gpu import cudagraph_utils, model_runner
+def test_registering_keeps_what_was_there(monkeypatch):
+    monkeypatch.setattr(select, "custom_before", None)
+    try:
+        register_backend(AttentionBackendEnum.CUSTOM, "other.Backend")
+        plugin.register()
+        plugin.register()
+        assert (select.custom_before, AttentionBackendEnum.CUSTOM.get_path()) == ("other.Backend", cuda.BACKEND)
+    finally:
+        register_backend(AttentionBackendEnum.CUSTOM, cuda.BACKEND)
 
-        ranks = SimpleNamespace(is_first_rank=True, is_last_rank=True)
-        monkeypatch.setattr(cudagraph_utils, "get_pp_group", lambda: ranks)
-        monkeypatch.setattr(cudagraph_utils.current_platform, "get_global_graph_pool", lambda: None, raising=False)
-        config = configure(model)
-        manager = cudagraph_utils.CudaGraphManager(config, torch.device("cpu"), self.resolved(config, True), 1)
-        manager._graphs_captured = True
-        uniform = model_runner.get_uniform_decode_token_count
-        for counts, prefill, mode in (
-            ([1, 1, 1], False, "FULL"), ([1], False, "FULL"), ([1, 1, 5], True, "PIECEWISE"), ([3], True, "PIECEWISE"),
-            ([1, 1], True, "PIECEWISE"),
-        ):  # fmt: skip
-            count = uniform(len(counts), sum(counts), max(counts), not prefill)
-            found = manager.dispatch(len(counts), sum(counts), count, 0)
-            assert found.cg_mode.name == mode
-            if mode == "FULL":
-                assert found.num_reqs == found.num_tokens and found.uniform_token_count == 1
 
-    def test_breakable_graphs_end_where_vllms_attention_ends_them(self):
-        """Our op and vLLM's have the same decorator, which reads the environment when it is applied."""
-        from vllm.model_executor.layers.attention import attention
+def test_a_plugin_that_takes_custom_afterwards(model):
+    try:
+        register_backend(AttentionBackendEnum.CUSTOM, "other.Backend")
+        assert "(other.Backend): set VLLM_PLUGINS=kvpop" in refusal(model, STREAMING)
+    finally:
+        register_backend(AttentionBackendEnum.CUSTOM, cuda.BACKEND)
 
-        from kvpop_vllm.vllm_glue import gated_attention
 
-        for module, op in (
-            (attention, "unified_attention_with_output"),
-            (gated_attention, "attention_with_gate_scores"),
-        ):
-            assert re.search(rf"@eager_break_during_capture\n(@\w+\n)*def {op}\(", inspect.getsource(module))
+def test_another_backend(model):
+    assert "leave --attention-backend out" in refusal(model, STREAMING, attention_backend="FLASH_ATTN")
 
-    def test_gates_end_a_piece_of_the_compiled_graph(self, model, gate):
-        """The op that passes gate scores to attention is outside of piecewise CUDA graphs."""
-        from vllm.compilation.partition_rules import should_split
 
-        from kvpop_vllm.vllm_glue import gated_attention
+@pytest.mark.parametrize("backend", [None, "FLEX_ATTENTION"])
+def test_a_config_that_no_arguments_have_made(model, backend):
+    """A config not made by engine arguments is refused when a layer would get a backend of vLLM's.
 
-        assert gated_attention.LIBRARY.ns == "kvpop_vllm"
-        op = torch.ops.kvpop_vllm.attention_with_gate_scores.default
-        node = SimpleNamespace(op="call_function", target=op)
-        gated = configure(model, {"policy": "trimkv", "scorer": gate}).compilation_config
-        assert should_split(node, gated.splitting_ops) and gated.splitting_ops_contain_attention()
-        for other in (configure(model), configure(model, None)):
-            assert not should_split(node, other.compilation_config.splitting_ops)
+    The platform, or whoever made the config, chooses that backend.
+    """
+    config = configure(model, None, attention_backend=backend)
+    assert chosen(config, dtype=torch.bfloat16).__module__.startswith("vllm.")
+    config.additional_config = {"kv_policy": STREAMING}
+    with pytest.raises(ConfigError, match="^--kv-policy streaming-llm.*by create_engine_config") as caught:
+        chosen(config, dtype=torch.bfloat16)
+    assert "\n" not in str(caught.value)
+
+
+def test_without_triton(model, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name == "triton" else find(name, *a))
+    assert "install the package triton" in refusal(model, STREAMING)
+
+
+@pytest.mark.parametrize("op", ["decode_step", "prefill_chunk"])
+def test_without_kernels(model, monkeypatch, op):
+    monkeypatch.setitem(dispatch.TRITON_LARGEST_HEAD, op, 16)
+    assert f"({op} of bfloat16 heads of 32): serve on a CPU" in refusal(model, STREAMING)
+    monkeypatch.delitem(dispatch.TRITON_LARGEST_HEAD, op)
+    monkeypatch.delitem(dispatch.TRITON_DTYPES, op)
+    assert op in refusal(model, STREAMING)
+
+
+def test_policies_of_the_cpu(model):
+    compressing, rounds = "compression of prompts at their end", "scores made anew in rounds"
+    for policy, reason in (("snapkv", compressing), ("adakv", compressing), ("vase", rounds), ("rkv", rounds)):
+        message = refusal(model, {"policy": policy, "budget": 100})
+        assert f"--kv-policy {policy} on a GPU" in message
+        assert f"{reason}, which only the CPU's path does: serve on a CPU" in message
+
+
+def test_batch_invariance(model, monkeypatch):
+    monkeypatch.setenv("VLLM_BATCH_INVARIANT", "1")
+    assert "unset VLLM_BATCH_INVARIANT" in refusal(model, STREAMING)
+
+
+@pytest.mark.parametrize("rocm", [True, False])
+def test_others_than_nvidias(model, monkeypatch, rocm):
+    """AMD GPUs and platforms of other plugins are refused, although they call themselves cuda too."""
+    kind = type(current_platform)
+    monkeypatch.setattr(kind, "is_cuda", lambda self: False)
+    monkeypatch.setattr(kind, "is_rocm", lambda self: rocm)
+    assert f"the {'rocm' if rocm else kind.__name__} platform yet" in refusal(model, STREAMING)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "dms", "corrected", "trimkv", "streaming-llm"])
+def test_tokens_of_a_step(model, tmp_path, policy):
+    settings = {"policy": policy, "budget": 128}
+    if policy == "corrected":
+        settings |= {"policy": "streaming-llm", "correction": "moment"}
+    if policy in ("dms", "trimkv"):
+        scorer = write_random_scorer(tmp_path / "gate", model, policy, sinks=2, window=6, topk=120)
+        settings["scorer"] = str(scorer)
+    one_by_one = policy in ("h2o", "dms", "corrected")
+    sizes = {"max_num_batched_tokens": 4096, "max_num_seqs": 8}
+
+    def steps(**options):
+        return configure(model, settings, **(sizes | options)).scheduler_config.max_num_scheduled_tokens
+
+    assert steps() == (1024 if one_by_one else None)
+    if policy == "h2o":
+        assert steps(max_num_seqs=2000) == 2000 and steps(max_num_batched_tokens=512) == 512
+        assert steps(max_num_scheduled_tokens=3000) == 3000
+        assert steps(enable_chunked_prefill=False) is None, "prompts could not be cut"
+        assert steps(disable_chunked_mm_input=True) is None, "nor could an image, which may be longer"
+
+
+def support(config):
+    backend = chosen(config)
+    return backend.get_builder_cls().get_cudagraph_support(config, None), backend.__name__
+
+
+def resolved(config, v2=False):
+    """Return the graph mode as either runner resolves it."""
+    return config.compilation_config.resolve_cudagraph_mode_and_sizes(*support(config), 1, use_v2_model_runner=v2)
+
+
+def test_single_tokens_are_what_is_declared(model):
+    """Graphs of several tokens per request are not declared; only speculative decoding would use them."""
+    from vllm.v1.worker.gpu.attn_utils import get_attn_cg_support
+
+    config = configure(model)
+    of_v2 = get_attn_cg_support([[group_of(config)]], config)
+    assert support(config)[0] is of_v2.min_cg_support
+    assert of_v2.min_cg_support.name == "UNIFORM_SINGLE_TOKEN_DECODE"
+
+
+@pytest.mark.parametrize("v2", [False, True])
+@pytest.mark.parametrize(
+    "asked, becomes",
+    [
+        (None, "FULL_AND_PIECEWISE"),
+        ("FULL", "FULL_AND_PIECEWISE"),
+        ("FULL_DECODE_ONLY", "FULL_DECODE_ONLY"),
+        ("PIECEWISE", "PIECEWISE"),
+    ],
+)
+def test_full_graphs_hold_no_mixed_batch(model, asked, becomes, v2):
+    config = configure(model, **({"compilation_config": {"cudagraph_mode": asked}} if asked else {}))
+    mode = resolved(config, v2)
+    assert mode.name == becomes and mode.mixed_mode() is not CUDAGraphMode.FULL
+
+
+def test_breakable_graphs_end_where_vllms_attention_ends_them():
+    """Our op and vLLM's have the same decorator, which reads the environment when it is applied."""
+    from vllm.model_executor.layers.attention import attention
+
+    for module, op in (
+        (attention, "unified_attention_with_output"),
+        (gated_attention, "attention_with_gate_scores"),
+    ):
+        assert re.search(rf"@eager_break_during_capture\n(@\w+\n)*def {op}\(", inspect.getsource(module))
+
+
+def test_gates_end_a_piece_of_the_compiled_graph(model, gate):
+    """The op that passes gate scores to attention is outside of piecewise CUDA graphs."""
+    from vllm.compilation.partition_rules import should_split
+
+    assert gated_attention.LIBRARY.ns == "kvpop_vllm"
+    op = torch.ops.kvpop_vllm.attention_with_gate_scores.default
+    node = SimpleNamespace(op="call_function", target=op)
+    gated = configure(model, {"policy": "trimkv", "scorer": gate}).compilation_config
+    assert should_split(node, gated.splitting_ops) and gated.splitting_ops_contain_attention()
+    for other in (configure(model), configure(model, None)):
+        assert not should_split(node, other.compilation_config.splitting_ops)

@@ -1,7 +1,6 @@
 """Layers of an engine on a GPU, with Triton's interpreter in the GPU's place, compared with the CPU's path.
 
-The builder's persistent tensors, the layer's forward and the kernels are tested. test_cuda_contract runs this
-module in its process.
+The builder's persistent tensors, the layer's forward and the kernels are tested.
 """
 
 from __future__ import annotations
@@ -11,7 +10,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.pretended import PRETENDED, Pretended
+from engine.cuda_engine import GROUP, MOST, SIZE, SLOTS, attention_of, configure, group_of, load_weights
+from engine.cuda_runners import RUNNERS
 from kernels.memory import peak_bytes
 
 from kvpop_vllm.attention import step_batch
@@ -19,14 +19,11 @@ from kvpop_vllm.attention.profile_run import worst_case_batches
 from kvpop_vllm.attention.step_batch import FixedBudgetAttention, RequestSettings, StepBatch
 from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.kernels.regions import region_map
+from kvpop_vllm.requests import RequestCache
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
-if PRETENDED:
-    from engine.cuda_engine import MOST, SIZE, SLOTS, chosen, configure, group_of, rank
-    from engine.cuda_runners import RunnerV1
-
-HEADS, GROUP, BLOCKS, CLOSE = 1, 2, 60, 2e-5
+HEADS, BLOCKS, CLOSE = 1, 60, 2e-5
 ROLES = {"sinks": 2, "window": 4}
 POLICIES = {
     "streaming-llm": {"policy": "streaming-llm", "budget": 32} | ROLES,
@@ -38,16 +35,7 @@ PROTECTED = {
     "kvpop, prompts": POLICIES["kvpop"] | {"protect_prompt": True},
     "pyramid, prompts": POLICIES["pyramid"] | {"protect_prompt": True},
 }
-
-
-class Graph:
-    """A stand-in for a CUDA graph, which runs a recorded call again with the objects it was recorded with."""
-
-    def __init__(self, run, *recorded):
-        self.run, self.recorded = run, recorded
-
-    def replay(self):
-        self.run(*self.recorded)
+OWN = {"own sizes": POLICIES["streaming-llm"] | {"max_budget": 40, "max_protect": True}}
 
 
 class Layers:
@@ -67,16 +55,9 @@ class Layers:
         self.gpu, self.cpu = (
             torch.full((*shape[:-1], 4 * shape[-1]), 255, dtype=torch.uint8).view(torch.float32) for _ in "12"
         )
-        self.impls, context = [], config.compilation_config.static_forward_context
-        for layer in range(layers):
-            with rank(config):
-                impl = self.group.backend.get_impl_cls()(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS)
-                impl.gates = torch.nn.ModuleList()
-                layer_of = SimpleNamespace(impl=impl, kv_cache=self.gpu[layer])
-                context[f"model.layers.{layer}.self_attn.attn"] = layer_of
-                impl.process_weights_after_loading(torch.float32)
+        self.impls = [attention_of(config, layer, HEADS, self.gpu[layer]) for layer in range(layers)]
+        for impl in self.impls:
             impl.attention.impl = "triton"
-            self.impls.append(impl)
         self.generator = torch.Generator().manual_seed(0)
 
     def tokens(self, count):
@@ -90,8 +71,8 @@ class Layers:
         for i, impl in enumerate(self.impls):
             impl.forward(None, q[i], k[i], v[i], self.gpu[i], metadata, out[i])
 
-    def expected(self, q, k, v, counts, lengths, rows, protected):
-        """Return the outputs of the CPU's path with the reference kernels; protected: p of each request."""
+    def expected(self, q, k, v, counts, lengths, rows, sizes):
+        """Return the outputs of the CPU's path with the reference kernels."""
         out, seq_lens = torch.empty_like(q), torch.tensor(lengths, dtype=torch.int32)
         for i, impl in enumerate(self.impls):
             layout, regions = impl.attention.layout, None
@@ -102,9 +83,7 @@ class Layers:
             table = torch.zeros(len(counts), 32, dtype=torch.int32)
             for row, blocks in zip(table, rows, strict=True):
                 row[: len(blocks)] = torch.tensor(blocks)
-            step = StepBatch.build(
-                layout, impl.policy.retention, counts, seq_lens, table, RequestSettings(protected), regions, i
-            )
+            step = StepBatch.build(layout, impl.policy.retention, counts, seq_lens, table, sizes, regions, i)
             cpu = FixedBudgetAttention(layout, impl.attention.rule, impl.scale, "reference")
             cpu.forward(q[i], k[i], v[i], pages, step, out[i], None, blocks_of)
         return out
@@ -128,24 +107,27 @@ class Requests:
         lengths: request -> tokens so far.
         rows: request -> blocks claimed so far, taken from ``free``.
         prompts: request -> tokens of its prompt; None if all tokens are prompt.
+        asks: request -> sizes of its own.
     """
 
-    def __init__(self, spec, prompts=None):
-        self.spec, self.lengths, self.rows, self.prompts = spec, {}, {}, prompts
+    def __init__(self, group, prompts=None):
+        self.spec, self.kept, self.prompts = group.kv_cache_spec, group.backend.policy.retention, prompts
+        self.lengths, self.rows, self.asks = {}, {}, {}
         self.free = [int(b) for b in 1 + torch.randperm(BLOCKS - 1, generator=torch.Generator().manual_seed(1))]
 
     def step(self, **counts):
-        """Return counts, lengths and rows of a step, requests with a single token first."""
-        names = sorted(counts, key=lambda name: counts[name] > 1)
+        """Return counts, lengths and rows of a step, in the order of both runners."""
+        self.names = names = sorted(counts, key=counts.get)
         for name in names:
             self.lengths[name] = self.lengths.get(name, 0) + counts[name]
-            row, protected = self.rows.setdefault(name, []), self.protected(name)
-            row += [self.free.pop(0) for _ in range(self.spec.blocks(self.lengths[name], protected) - len(row))]
-        self.names = names
+            row, own = self.rows.setdefault(name, []), self.sizes(name)
+            blocks = self.spec.blocks(self.lengths[name], own.protected, own.budget)
+            row += [self.free.pop(0) for _ in range(blocks - len(row))]
         return [[x[name] for name in names] for x in (counts, self.lengths, self.rows)]
 
-    def protected(self, name):
-        return protected_tokens(self.spec.protect, (self.prompts or self.lengths)[name])
+    def sizes(self, name) -> RequestCache:
+        protected = protected_tokens(self.spec.protect, (self.prompts or self.lengths)[name])
+        return self.asks.get(name, RequestCache(protected, self.kept.budget, self.kept.window))
 
     def finish(self, name):
         """End a request; its blocks are the next to be claimed."""
@@ -160,10 +142,10 @@ def model(tmp_path_factory):
 
 @pytest.fixture
 def serve(model, tmp_path, monkeypatch):
-    """Return ``start(name, prompts)``, which returns a policy served by both paths."""
+    """Return ``start(name, prompts, version)``, which returns a policy served by both paths."""
 
-    def start(name, prompts=None):
-        settings = dict((POLICIES | PROTECTED)[name])
+    def start(name, prompts=None, version="V1"):
+        settings = dict((POLICIES | PROTECTED | OWN)[name])
         if settings["policy"] == "kvpop":
             settings["scorer"] = str(write_random_scorer(tmp_path / "scorer", model, "mlstm", **ROLES, topk=26))
         layers = Layers(configure(model, settings, compilation_config={"cudagraph_capture_sizes": [MOST]}))
@@ -177,7 +159,7 @@ def serve(model, tmp_path, monkeypatch):
             return prefill(*tensors, rule=rule, impl="reference" if rule.sequential else impl, **more)
 
         monkeypatch.setattr(step_batch.ops, "prefill_chunk", by_interpreter)
-        return Served(layers, prompts)
+        return Served(layers, prompts, RUNNERS[version])
 
     return start
 
@@ -185,30 +167,34 @@ def serve(model, tmp_path, monkeypatch):
 class Served:
     """Both paths, step by step. The graph is recorded before anything is served, like in an engine."""
 
-    def __init__(self, layers, prompts=None):
-        self.layers, self.requests = layers, Requests(layers.group.kv_cache_spec, prompts)
-        self.runner = RunnerV1(layers.config, layers.group)
+    def __init__(self, layers, prompts, kind):
+        self.layers, self.requests = layers, Requests(layers.group, prompts)
+        self.runner = kind(layers.config, layers.group)
         self.q, self.k, self.v = layers.tokens(MOST)
         self.out = torch.empty_like(self.q)
-        recorded = self.q, self.k, self.v, self.runner.dummy(MOST, capture=True), self.out
-        self.graph = Graph(layers.forward, *recorded)
-        self.graph.replay()
+        self.recorded = self.q, self.k, self.v, self.runner.dummy(MOST, capture=True), self.out
+        layers.forward(*self.recorded)
 
     def step(self, graph=False, **counts):
-        """Run a step on both paths and return their outputs for its tokens."""
+        """Run a step on both paths and return their outputs for its tokens.
+
+        In place of a CUDA graph, the recorded call runs again with the objects it was recorded with.
+        """
         counts, lengths, rows = self.requests.step(**counts)
         n, layers, names = sum(counts), self.layers, self.requests.names
         prompts = self.requests.prompts and [self.requests.prompts[name] for name in names]
-        metadata = self.runner.step(counts, lengths, rows, prompts)
+        asks = [self.requests.asks.get(name) for name in names]
+        metadata = self.runner.step(counts, lengths, rows, prompts, asks)
         q, k, v = layers.tokens(n)
-        protected = [self.requests.protected(name) for name in names]
-        expected = layers.expected(q, k, v, counts, lengths, rows, protected)
+        protected, budgets, windows, _ = zip(*map(self.requests.sizes, names), strict=True)
+        sizes = RequestSettings(list(protected), list(budgets), list(windows))
+        expected = layers.expected(q, k, v, counts, lengths, rows, sizes)
         if graph:
             assert set(counts) == {1}
             for buffer, fresh in zip((self.q, self.k, self.v), (q, k, v), strict=True):
                 buffer[:, :n] = fresh
             self.out.fill_(7.0)
-            self.graph.replay()
+            layers.forward(*self.recorded)
             assert (self.out[:, n:] == 0).all(), "rows of padding"
             return self.out[:, :n].clone(), expected
         out = torch.full_like(q, 7.0)
@@ -220,257 +206,252 @@ class Served:
         torch.testing.assert_close(found, expected, rtol=0, atol=CLOSE)
 
 
-class TestServed(Pretended):
-    @pytest.mark.parametrize("name", POLICIES)
-    def test_equal_to_the_cpus_path(self, serve, name):
-        """The GPU's path equals the CPU's for prompts, mixed batches, replayed decodes and reused blocks.
+@pytest.mark.parametrize("version", RUNNERS)
+@pytest.mark.parametrize("name", POLICIES)
+def test_equal_to_the_cpus_path(serve, name, version):
+    """The GPU's path equals the CPU's for prompts, mixed batches, replayed decodes and reused blocks.
 
-        One row of the replayed batches is padding.
-        """
-        served = serve(name)
-        assert (served.layers.gpu.view(torch.uint8) == 255).all(), "recording has written"
-        served.check(a=9, b=30)
-        served.check(a=1, b=1, c=20)
-        served.check(graph=True, a=1, b=1, c=1)
-        served.requests.finish("b")
-        served.check(a=1, d=18)
-        served.check(graph=True, a=1, d=1)
-        assert served.layers.same_pages()
-        assert (served.layers.gpu[:, 0].view(torch.uint8) == 255).all(), "the null block has been written"
-
-    @pytest.mark.parametrize("name", PROTECTED)
-    def test_protected_prompts(self, serve, name):
-        """The paths are equal for protected prompts.
-
-        Chunks lie inside a prompt, across its end and behind it. The last token of a prompt is a row of a
-        graph. Tails begin in decode rows, in a graph and beside chunks.
-        """
-        served = serve(name, {"a": 9, "b": 30, "c": 21, "d": 10})
-        assert (served.layers.gpu[:, 1:].view(torch.uint8) == 255).all(), "recording has written"
-        served.check(a=9, b=30)
-        served.check(a=1, b=1, c=20)
-        served.check(graph=True, a=1, b=1, c=1)
-        served.check(graph=True, a=1, b=1, c=1)
-        served.requests.finish("b")
-        served.check(a=1, c=7, d=18)
-        served.check(graph=True, a=1, c=1, d=1)
-        assert served.layers.same_pages()
-
-    def test_requests_share_a_prefix_that_one_of_them_computes(self, serve):
-        """A request may share prefix blocks that another one computes in the same step.
-
-        It has hit these blocks and runs chunks or a decode row behind them.
-        """
-        served = serve("kvpop, prompts", {"a": 33, "b": 33, "c": 33})
-        served.check(a=15)
-        for name in "bc":
-            served.requests.rows[name] = served.requests.rows["a"][:1]
-        served.requests.lengths |= {"b": 16, "c": 32}
-        served.check(a=18, b=17)
-        served.requests.rows["c"] = served.requests.rows["a"][:2]
-        served.check(graph=True, a=1, b=1, c=1)
-        served.check(graph=True, a=1, b=1, c=1)
-        assert served.layers.same_pages()
-
-    def test_a_dummy_run_begins_no_tail(self, serve):
-        """A dummy run of runner V1 leaves the pages of earlier requests unchanged.
-
-        It has their block table. A tail that begins after it is written to the null block only.
-        """
-        served = serve("kvpop, prompts", {"a": 9, "b": 12})
-        served.check(a=9, b=12)
-        served.check(graph=True, a=1, b=1)
-        before, builder = served.layers.gpu.clone().view(torch.int32), served.layers.group.get_metadata_builder()
-        served.runner.dummy(MOST)
-        with torch.inference_mode():
-            builder._begin_tails([0, 1], [9, 12])
-        after = served.layers.gpu.view(torch.int32)
-        assert torch.equal(before[:, 1:], after[:, 1:]) and not torch.equal(before, after)
-
-    def test_a_step_out_of_order_is_no_number(self, serve):
-        """A step out of order makes the outputs of that request NaN.
-
-        Its pages stay as they are, and the other request is served.
-        """
-        served = serve("streaming-llm")
-        served.check(a=9, b=30)
-        before = served.layers.gpu.view(torch.uint8).clone()
-        served.requests.lengths["a"] += 1
-        pages = served.layers.cpu.clone()
-        served.layers.expected = lambda q, *rest: q
-        found, _ = served.step(graph=True, a=1, b=1)
-        assert found[:, 0].isnan().all() and found[:, 1].isfinite().all()
-        changed = (served.layers.gpu.view(torch.uint8) != before).any(-1).any(-1).any(-1)[0]
-        assert not changed[served.requests.rows["a"]].any() and changed[served.requests.rows["b"]].any()
-        assert torch.equal(pages.view(torch.int32), served.layers.cpu.view(torch.int32))
-
-
-class TestLayer(Pretended):
-    @pytest.mark.parametrize("policy", ["streaming-llm", "pyramid"])
-    def test_a_cache_that_vllm_drops_is_freed(self, model, policy):
-        """A cache that vLLM drops is freed, like the one for measuring CUDA graphs before the real one."""
-        from vllm.v1.worker.utils import clear_layer_kv_caches
-
-        layers = Layers(configure(model, POLICIES[policy]))
-        impl, cache = layers.impls[0], layers.gpu.clone()[0]
-        layer = SimpleNamespace(impl=impl, kv_cache=cache)
-        assert impl._bind(cache) is impl._bind(cache)
-        assert impl._bind(cache)[0].raw.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
-        del cache
-        clear_layer_kv_caches([layer])
-        assert not impl._pages
-
-    @pytest.mark.parametrize("kind", ["kvpop", "trimkv"])
-    def test_weights_that_are_loaded_again_go_where_graphs_look_for_them(self, model, kind, tmp_path):
-        own = {"sinks": 2, "window": 4, "topk": 10}
-        scorer = write_random_scorer(tmp_path, model, "mlstm" if kind == "kvpop" else kind, **own)
-        config = configure(model, {"policy": kind, "scorer": str(scorer)})
-        config.device_config.device_type = "cpu"
-        with rank(config):
-            impl = group_of(config, HEADS).backend.get_impl_cls()(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS)
-            impl.gates = torch.nn.ModuleList()
-            config.compilation_config.static_forward_context["model.layers.0.self_attn.attn"] = SimpleNamespace(
-                impl=impl
-            )
-            impl.process_weights_after_loading(torch.float32)
-            rule, gates = impl.attention.rule, list(impl.gates)
-            tensors = [x for x in vars(rule.scorer).values() if isinstance(x, torch.Tensor)] + [rule.log_gamma]
-            tensors += [x for gate in gates for x in gate.state_dict().values()]
-            before = [x.clone() for x in tensors]
-            for x in tensors:
-                x.zero_()
-            impl.process_weights_after_loading(torch.float32)
-        assert impl.attention.rule is rule and list(impl.gates) == gates and len(gates) == (kind == "trimkv")
-        assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True)) and any(x.any() for x in before)
-
-
-class TestPlacement(Pretended):
-    """Layers on the device "meta" in the GPU's place.
-
-    A tensor left on the CPU could not be combined with theirs, and no value can be read back.
+    One row of the replayed batches is padding.
     """
-
-    SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "trimkv": "trimkv", "dms": "dms"}
-
-    @pytest.mark.parametrize("policy", [*SCORERS, "h2o", "momentkv", "pyramid"])
-    def test_a_layer_lies_on_its_device(self, model, policy, tmp_path):
-        options = {"policy": policy, "budget": 96}
-        if policy == "pyramid":
-            options |= POLICIES[policy] | {"budget": 96}
-        if policy in self.SCORERS:
-            options = {"policy": policy} | {
-                "scorer": str(write_random_scorer(tmp_path, model, self.SCORERS[policy], **ROLES, topk=26))
-            }
-        config = configure(model, options)
-        sent = pickle.loads(pickle.dumps(config))  # as sent to a worker
-        sent.device_config.device_type = "meta"
-        with rank(sent):
-            backend, context = chosen(sent), sent.compilation_config.static_forward_context
-            with torch.device("meta"):  # as vLLM does while it builds a model
-                impl = backend.get_impl_cls()(HEADS * GROUP, SIZE, SIZE**-0.5, HEADS)
-                impl.gates = torch.nn.ModuleList()
-            context["model.layers.1.self_attn.attn"] = SimpleNamespace(impl=impl)
-            torch.set_default_dtype(torch.bfloat16)
-            try:
-                for _ in range(2):
-                    impl.process_weights_after_loading(torch.bfloat16)
-            finally:
-                torch.set_default_dtype(torch.float32)
-        rule = impl.attention.rule
-        placed = [x for x in (*vars(rule).values(), *vars(rule.scorer or rule).values()) if isinstance(x, torch.Tensor)]
-        placed += impl.gates.state_dict().values()
-        assert {x.device.type for x in placed} == {"meta"} and {x.dtype for x in placed} <= {
-            torch.float32,
-            torch.float64,
-        }
-        for gate in impl.gates:
-            tokens = torch.empty(3, HEADS, SIZE, dtype=torch.bfloat16, device="meta")
-            hidden = tokens.new_empty(3, impl.policy.model.hidden_size)
-            gate_scores = gate(Signals(hidden, tokens, tokens, tokens[..., 0] if gate.borrows else None))
-            assert (gate_scores.device.type, gate_scores.dtype, gate_scores.shape) == (
-                "meta",
-                torch.float32,
-                (3, HEADS),
-            )
-        cache = torch.empty(
-            2, BLOCKS, HEADS, SLOTS, impl.attention.layout.slot_bytes // 2, dtype=torch.bfloat16, device="meta"
-        )
-        pages, regions, _ = impl._bind(cache[1])
-        assert pages.k.device.type == "meta" and (regions is None) == (policy != "pyramid")
-        if regions is not None:
-            table = torch.ones(MOST, 9, dtype=torch.int32, device="meta")
-            assert {found.device.type for found in regions.place(1, table)} == {"meta"}
+    served = serve(name, version=version)
+    assert (served.layers.gpu.view(torch.uint8) == 255).all(), "recording has written"
+    served.check(a=9, b=30)
+    served.check(a=1, b=1, c=20)
+    served.check(graph=True, a=1, b=1, c=1)
+    served.requests.finish("b")
+    served.check(a=1, d=18)
+    served.check(graph=True, a=1, d=1)
+    assert served.layers.same_pages()
+    assert (served.layers.gpu[:, 0].view(torch.uint8) == 255).all(), "the null block has been written"
 
 
-class TestMemory(Pretended):
-    """vLLM's profiling run, which has no cache yet, allocates as much as the largest steps."""
+@pytest.mark.parametrize("version", RUNNERS)
+@pytest.mark.parametrize("name", PROTECTED)
+def test_protected_prompts(serve, name, version):
+    """The paths are equal for protected prompts.
 
-    TOKENS, ROWS = 256, [[*range(1 + 6 * i, 7 + 6 * i)] for i in range(4)]
-    SCORERS = {"kvpop": ("mlstm", {}), "trimkv": ("trimkv", {}), "dms": ("dms", {"shifted": True})}
+    Chunks lie inside a prompt, across its end and behind it. The last token of a prompt is a row of a graph.
+    Tails begin in decode rows, in a graph and beside chunks.
+    """
+    served = serve(name, {"a": 9, "b": 30, "c": 21, "d": 10}, version)
+    assert (served.layers.gpu[:, 1:].view(torch.uint8) == 255).all(), "recording has written"
+    served.check(a=9, b=30)
+    served.check(a=1, b=1, c=20)
+    served.check(graph=True, a=1, b=1, c=1)
+    served.check(graph=True, a=1, b=1, c=1)
+    served.requests.finish("b")
+    served.check(a=1, c=7, d=18)
+    served.check(graph=True, a=1, c=1, d=1)
+    assert served.layers.same_pages()
 
-    @pytest.fixture
-    def layers(self, model, tmp_path):
-        """Return ``start(policy, **options)``, which returns the layers."""
 
-        def start(policy, **options):
-            if policy in self.SCORERS:
-                kind, more = self.SCORERS[policy]
-                scorer = write_random_scorer(tmp_path / policy, model, kind, **ROLES, topk=74, **more)
-                options = options | {"scorer": str(scorer)}
-            found = Layers(configure(model, {"policy": policy, "budget": 80} | options))
-            found.gpu.zero_()
-            return found
+@pytest.mark.parametrize("version", RUNNERS)
+def test_requests_with_sizes_of_their_own(serve, version):
+    """Requests have their own budgets, windows and protection, and the steps of others keep nothing of them."""
+    served = serve("own sizes", version=version)
+    served.requests.asks = {"a": RequestCache(0, 40, 10), "b": RequestCache(20, 24, 6)}
+    served.check(a=9, b=30)
+    served.check(a=1, b=1, c=20)
+    for _ in range(3):
+        served.check(graph=True, a=1, b=1, c=1)
+    served.check(b=1, a=38, c=14)
+    served.check(graph=True, b=1, a=1, c=1)
+    served.requests.finish("b")
+    served.requests.asks = {"a": RequestCache(0, 40, 10)}
+    served.check(a=1, b=35)
+    served.check(graph=True, b=1, c=1)
+    assert served.layers.same_pages()
 
-        return start
 
-    @pytest.mark.parametrize(
-        "policy, options",
-        [
-            ("streaming-llm", {"window": 60}), ("kvpop", {}), ("h2o", {}), ("momentkv", {}),
-            ("streaming-llm", {"allocator": "pyramid"}), ("trimkv", {}), ("dms", {}), ("random", {}),
-            ("kvpop", {"protect_prompt": True}), ("h2o", {"protect_prompt": 200}),
-        ],
-    )  # fmt: skip
-    def test_no_less_than_steps_take(self, layers, policy, options, monkeypatch):
-        from triton.runtime.interpreter import InterpretedFunction
+def test_requests_share_a_prefix_that_one_of_them_computes(serve):
+    """A request may share prefix blocks that another one computes in the same step.
 
-        monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **options: None)
-        layers = layers(policy, **options)
-        impl, (q, k, v) = layers.impls[0], (x[0] for x in layers.tokens(self.TOKENS))
-        out, gate_scores = torch.empty_like(q), torch.zeros(self.TOKENS, HEADS) if impl.policy.gated else None
-        runner, length = RunnerV1(layers.config, layers.group), layers.config.model_config.max_model_len
+    It has hit these blocks and runs chunks or a decode row behind them.
+    """
+    served = serve("kvpop, prompts", {"a": 33, "b": 33, "c": 33})
+    served.check(a=15)
+    for name in "bc":
+        served.requests.rows[name] = served.requests.rows["a"][:1]
+    served.requests.lengths |= {"b": 16, "c": 32}
+    served.check(a=18, b=17)
+    served.requests.rows["c"] = served.requests.rows["a"][:2]
+    served.check(graph=True, a=1, b=1, c=1)
+    served.check(graph=True, a=1, b=1, c=1)
+    assert served.layers.same_pages()
 
-        def peak(n, cache, metadata):
-            step = q[:n], k[:n], v[:n], cache, metadata
-            return peak_bytes(lambda: impl.forward(None, *step, output=out[:n], gate_scores=gate_scores))
 
-        def of_a_step(counts, seen, prompt=None):
-            lengths = [seen + n for n in counts]
-            rows = [5 * row if options.get("protect_prompt") else row for row in self.ROWS[: len(counts)]]
-            metadata = runner.step(counts, lengths, rows, prompt and [prompt] * len(counts))
-            impl._bind(layers.gpu[0])[0].position.fill_(seen)
-            return peak(sum(counts), layers.gpu[0], metadata)
+def test_a_dummy_run_begins_no_tail(serve):
+    """A dummy run of runner V1 leaves the pages of earlier requests unchanged.
 
-        taken = max(of_a_step([1] * MOST, 400), of_a_step([self.TOKENS], length - self.TOKENS))
-        if options.get("protect_prompt"):
-            seen = length - self.TOKENS
-            behind = [of_a_step([self.TOKENS], seen, prompt) for prompt in (seen, seen - 80, seen + 100)]
-            over_its_end = of_a_step([self.TOKENS], 0, self.TOKENS - 30)
-            taken = max(taken, of_a_step([1] * MOST, 400, 200), over_its_end, *behind)
-        found = peak(self.TOKENS, torch.tensor([]), None)
-        layout = impl.attention.layout
-        pages = 2 * layout.blocks(80, 80) * layout.region_bytes  # some heads have more than others
-        assert taken <= found <= 1.05 * taken + pages
-        assert peak(self.TOKENS, layers.gpu[0], None) == 0 and (out == 0).all(), "a run of no requests, later on"
+    It has their block table. A tail that begins after it is written to the null block only.
+    """
+    served = serve("kvpop, prompts", {"a": 9, "b": 12})
+    served.check(a=9, b=12)
+    served.check(graph=True, a=1, b=1)
+    before, builder = served.layers.gpu.clone().view(torch.int32), served.layers.group.get_metadata_builder()
+    served.runner.dummy(MOST)
+    with torch.inference_mode():
+        builder._begin_tails([0, 1], [9, 12])
+    after = served.layers.gpu.view(torch.int32)
+    assert torch.equal(before[:, 1:], after[:, 1:]) and not torch.equal(before, after)
 
-    def test_kernels_run_on_pages_that_are_made_up(self, layers):
-        """The profiling run's kernels work on made-up pages, and its chunk begins where the cache is full."""
-        impl = layers("kvpop").impls[0]
-        q, k, v = (torch.randn(9, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS))
-        for pages, batch, n in worst_case_batches(
-            impl.attention.rule, impl.attention.layout, [80], 80, 9, MOST, 512, "cpu"
-        ):
-            out = torch.full_like(q[:n], 7.0)
-            impl.attend(q[:n], k[:n], v[:n], pages, batch, out, None, pages)
-            assert (out == 0).all() if batch.decodes else (out.abs().amax((1, 2)) > 0).all()
-        assert batch.prefills[0].start == 80 and pages.position[pages.layout.state_blocks, 0, 0] == 80 + 9
+
+def test_a_step_out_of_order_is_no_number(serve):
+    """A step out of order makes the outputs of that request NaN.
+
+    Its pages stay as they are, and the other request is served.
+    """
+    served = serve("streaming-llm")
+    served.check(a=9, b=30)
+    before = served.layers.gpu.view(torch.uint8).clone()
+    served.requests.lengths["a"] += 1
+    pages = served.layers.cpu.clone()
+    served.layers.expected = lambda q, *rest: q
+    found, _ = served.step(graph=True, a=1, b=1)
+    assert found[:, 0].isnan().all() and found[:, 1].isfinite().all()
+    changed = (served.layers.gpu.view(torch.uint8) != before).any(-1).any(-1).any(-1)[0]
+    assert not changed[served.requests.rows["a"]].any() and changed[served.requests.rows["b"]].any()
+    assert torch.equal(pages.view(torch.int32), served.layers.cpu.view(torch.int32))
+
+
+@pytest.mark.parametrize("policy", ["streaming-llm", "pyramid"])
+def test_a_cache_that_vllm_drops_is_freed(model, policy):
+    """A cache that vLLM drops is freed, like the one for measuring CUDA graphs before the real one."""
+    from vllm.v1.worker.utils import clear_layer_kv_caches
+
+    layers = Layers(configure(model, POLICIES[policy]))
+    impl, cache = layers.impls[0], layers.gpu.clone()[0]
+    layer = SimpleNamespace(impl=impl, kv_cache=cache)
+    assert impl._bind(cache) is impl._bind(cache)
+    assert impl._bind(cache)[0].raw.untyped_storage().data_ptr() == cache.untyped_storage().data_ptr()
+    del cache
+    clear_layer_kv_caches([layer])
+    assert not impl._pages
+
+
+def tensors_of(impl) -> list[torch.Tensor]:
+    """Return the tensors of a layer's rule and gates."""
+    rule = impl.attention.rule
+    found = [x for x in (*vars(rule).values(), *vars(rule.scorer or rule).values()) if isinstance(x, torch.Tensor)]
+    return [*found, *impl.gates.state_dict().values()]
+
+
+@pytest.mark.parametrize("kind", ["kvpop", "trimkv"])
+def test_weights_that_are_loaded_again_go_where_graphs_look_for_them(model, kind, tmp_path):
+    scorer = write_random_scorer(tmp_path, model, "mlstm" if kind == "kvpop" else kind, **ROLES, topk=10)
+    config = configure(model, {"policy": kind, "scorer": str(scorer)})
+    config.device_config.device_type = "cpu"
+    impl = attention_of(config, 0, HEADS)
+    rule, gates, tensors = impl.attention.rule, list(impl.gates), tensors_of(impl)
+    before = [x.clone() for x in tensors]
+    for x in tensors:
+        x.zero_()
+    load_weights(impl)
+    assert impl.attention.rule is rule and list(impl.gates) == gates and len(gates) == (kind == "trimkv")
+    assert all(torch.equal(*pair) for pair in zip(tensors, before, strict=True)) and any(x.any() for x in before)
+
+
+SCORERS = {"kvpop": "mlstm", "kvpop-mlp": "mlp", "trimkv": "trimkv", "dms": "dms"}
+
+
+@pytest.mark.parametrize("policy", [*SCORERS, "h2o", "momentkv", "pyramid"])
+def test_a_layer_lies_on_its_device(model, policy, tmp_path):
+    """A layer on the device "meta" in the GPU's place has everything there.
+
+    A tensor left on the CPU could not be combined with its tensors, and no value can be read back.
+    """
+    options = POLICIES["pyramid"] | {"budget": 96} if policy == "pyramid" else {"policy": policy, "budget": 96}
+    if policy in SCORERS:
+        scorer = write_random_scorer(tmp_path, model, SCORERS[policy], **ROLES, topk=26)
+        options = {"policy": policy, "scorer": str(scorer)}
+    sent = pickle.loads(pickle.dumps(configure(model, options)))  # as sent to a worker
+    sent.device_config.device_type = "meta"
+    impl = attention_of(sent, 1, HEADS, dtype=torch.bfloat16)
+    load_weights(impl, torch.bfloat16)
+    placed = {(x.device.type, x.dtype) for x in tensors_of(impl)}
+    assert placed <= {("meta", torch.float32), ("meta", torch.float64)}
+    for gate in impl.gates:
+        tokens = torch.empty(3, HEADS, SIZE, dtype=torch.bfloat16, device="meta")
+        hidden = tokens.new_empty(3, impl.policy.model.hidden_size)
+        found = gate(Signals(hidden, tokens, tokens, tokens[..., 0] if gate.borrows else None))
+        assert (found.device.type, found.dtype, found.shape) == ("meta", torch.float32, (3, HEADS))
+    width = impl.attention.layout.slot_bytes // 2
+    cache = torch.empty(2, BLOCKS, HEADS, SLOTS, width, dtype=torch.bfloat16, device="meta")
+    pages, regions, _ = impl._bind(cache[1])
+    assert pages.k.device.type == "meta" and (regions is None) == (policy != "pyramid")
+    if regions is not None:
+        table = torch.ones(MOST, 9, dtype=torch.int32, device="meta")
+        assert {found.device.type for found in regions.place(1, table)} == {"meta"}
+
+
+TOKENS, ROWS = 256, [[*range(1 + 6 * i, 7 + 6 * i)] for i in range(4)]
+
+
+@pytest.fixture
+def profiled(model, tmp_path):
+    """Return ``start(policy, **options)``, which returns the layers."""
+
+    def start(policy, **options):
+        if policy in SCORERS:
+            more = {"shifted": True} if policy == "dms" else {}
+            scorer = write_random_scorer(tmp_path / policy, model, SCORERS[policy], **ROLES, topk=74, **more)
+            options = options | {"scorer": str(scorer)}
+        found = Layers(configure(model, {"policy": policy, "budget": 80} | options))
+        found.gpu.zero_()
+        return found
+
+    return start
+
+
+@pytest.mark.parametrize(
+    "policy, options",
+    [
+        ("streaming-llm", {"window": 60}), ("kvpop", {}), ("h2o", {}), ("momentkv", {}),
+        ("streaming-llm", {"allocator": "pyramid"}), ("trimkv", {}), ("dms", {}), ("random", {}),
+        ("kvpop", {"protect_prompt": True}), ("h2o", {"protect_prompt": 200}),
+    ],
+)  # fmt: skip
+def test_the_profiling_run_takes_no_less_than_steps(profiled, policy, options, monkeypatch):
+    """The profiling run of vLLM, which has no cache yet, allocates as much as the largest steps."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    monkeypatch.setattr(InterpretedFunction, "__getitem__", lambda self, grid: lambda *args, **options: None)
+    layers = profiled(policy, **options)
+    impl, (q, k, v) = layers.impls[0], (x[0] for x in layers.tokens(TOKENS))
+    out, gate_scores = torch.empty_like(q), torch.zeros(TOKENS, HEADS) if impl.policy.gated else None
+    runner, length = RUNNERS["V1"](layers.config, layers.group), layers.config.model_config.max_model_len
+
+    def peak(n, cache, metadata):
+        step = q[:n], k[:n], v[:n], cache, metadata
+        return peak_bytes(lambda: impl.forward(None, *step, output=out[:n], gate_scores=gate_scores))
+
+    def of_a_step(counts, seen, prompt=None):
+        lengths = [seen + n for n in counts]
+        rows = [5 * row if options.get("protect_prompt") else row for row in ROWS[: len(counts)]]
+        metadata = runner.step(counts, lengths, rows, prompt and [prompt] * len(counts))
+        impl._bind(layers.gpu[0])[0].position.fill_(seen)
+        return peak(sum(counts), layers.gpu[0], metadata)
+
+    seen = length - TOKENS
+    taken = max(of_a_step([1] * MOST, 400), of_a_step([TOKENS], seen))
+    if options.get("protect_prompt"):
+        behind = [of_a_step([TOKENS], seen, prompt) for prompt in (seen, seen - 80, seen + 100)]
+        over_its_end = of_a_step([TOKENS], 0, TOKENS - 30)
+        taken = max(taken, of_a_step([1] * MOST, 400, 200), over_its_end, *behind)
+    found = peak(TOKENS, torch.tensor([]), None)
+    layout = impl.attention.layout
+    pages = 2 * layout.blocks(80, 80) * layout.region_bytes  # some heads have more than others
+    assert taken <= found <= 1.05 * taken + pages
+    assert peak(TOKENS, layers.gpu[0], None) == 0 and (out == 0).all(), "a run of no requests, later on"
+
+
+def test_kernels_run_on_pages_that_are_made_up(profiled):
+    """The profiling run's kernels work on made-up pages, and its chunk begins where the cache is full."""
+    impl = profiled("kvpop").impls[0]
+    q, k, v = (torch.randn(9, n, SIZE) for n in (HEADS * GROUP, HEADS, HEADS))
+    rule, layout = impl.attention.rule, impl.attention.layout
+    for pages, batch, n in worst_case_batches(rule, layout, [80], 80, 9, MOST, 512, "cpu"):
+        out = torch.full_like(q[:n], 7.0)
+        impl.attend(q[:n], k[:n], v[:n], pages, batch, out, None, pages)
+        assert (out == 0).all() if batch.decodes else (out.abs().amax((1, 2)) > 0).all()
+    assert batch.prefills[0].start == 80 and pages.position[pages.layout.state_blocks, 0, 0] == 80 + 9

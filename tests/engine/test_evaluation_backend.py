@@ -17,7 +17,6 @@ from engine.driving import one_thread
 from engine.tiny_engine import quick
 
 from kvpop_vllm.cli import main
-from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.policies import learned, training_free
@@ -104,29 +103,6 @@ def test_both_backends_are_one(folder, name, options):
         assert one["kl_by_position"] == pytest.approx(other["kl_by_position"], rel=1e-3, abs=1e-5)
         assert one["nll"] == pytest.approx(other["nll"], rel=1e-4) and one["agreement"] == other["agreement"]
         assert (one["kl"] > 1e-2) == (name is not None), "the budget shows in nothing"
-
-
-@pytest.mark.slow
-def test_the_demo_model_says_the_same_with_both():
-    """On real text in bfloat16 both backends have the same mean divergence from dense, to 0.003 nats a token.
-
-    Rounding alone makes 0.002 nats, the policy 0.018. Greedy tokens may differ by rounding.
-    """
-    root = Path(__file__).parents[2]
-    model = str(root / "models/SmolLM2-135M-Instruct")
-    tokenizer = load_tokenizer(model)
-    row = torch.tensor(tokenizer((root / "tests/data/hamlet.txt").read_text())["input_ids"][500:1012])
-    shipped, found = str(root / "examples/scorers/smollm2-135m-kvpop"), []
-    for kind in (TransformersBackend, EngineBackend):
-        backend = kind(model, torch.bfloat16, 512)
-        with backend.start(learned(shipped, model)[0].resolve(backend.shape, 192)) as run:
-            if not found:
-                with backend.start(None) as dense_run:
-                    dense = replay.predictions(dense_run, row)
-            found.append(replay.compare(run, row, dense, 64))
-    ours, engines = found
-    assert abs(ours["kl"] - engines["kl"]) < 3e-3 and abs(ours["nll"] - engines["nll"]) < 1e-2
-    assert abs(ours["agreement"] - engines["agreement"]) < 0.05 and min(ours["kl"], engines["kl"]) > 0.01
 
 
 def eval_records(folder, task, backend, *options):

@@ -10,10 +10,9 @@ from dataclasses import replace
 
 import pytest
 from engine.driving import BLOCK, VOTERS, Job, preempt_all, serving
-from engine.judge import Judge
 from engine.matrix import BUDGET
 
-from kvpop_vllm.testing import OraclePolicy, random_prompt
+from kvpop_vllm.testing import random_prompt
 from kvpop_vllm.vllm_glue.backend import FixedBudgetBackend
 from kvpop_vllm.vllm_glue.cuda_backend import CudaMetadataBuilder
 
@@ -26,7 +25,7 @@ QUICK = {
     "gate": ("llama", "dms-query", {"shifted": True}),
     "prompt phase": ("qwen3", "snapkv", ALL),
     "fixed shares, protected": ("llama", "h2o-pyramid", {"protect_prompt": 40}),
-    "divided shares": ("qwen3", "adakv", ALL),
+    "divided shares": ("qwen3", "adakv", ALL | {"budget": 64}),  # unequal heads take one block more than equal ones
     "rounds": ("qwen3", "vase", MOMENT),
     "moments": ("llama", "momentkv", {}),
 }
@@ -70,6 +69,7 @@ def served(request, case):
         options = {"num_gpu_blocks_override": 241} | ({} if shares else {"enable_prefix_caching": False})
         with serving(found, poisoned=found.judge.protect, **options) as engine:
             engine.shares = shares
+            assert engine.spec.state_blocks == found.state_blocks
             (builder,) = engine.recorder.runner.attn_groups[0][0].metadata_builders
             assert isinstance(builder, CudaMetadataBuilder) == on_gpu
             kept = [builder.rows.table, builder.rows.positions] if on_gpu else []
@@ -128,18 +128,6 @@ def test_sixteen_together(served):
         assert all(answer.num_cached_tokens == hits(served, answer) for answer in again.values())
         served.check(again)
         assert {len(a.prompt_token_ids): a.outputs[0].token_ids for a in again.values()} == first
-
-
-def test_eviction_shows(served):
-    """The oracle's results differ from those of keeping everything by far more than the error budget."""
-    policy, length, begin = served.judge.policy, 5 * BUDGET, 2 * BUDGET
-    tokens = random_prompt(length, seed=length)
-    everything = OraclePolicy(policy.scorer, sinks=0, window=2**62, topk=0) if policy.borrows else OraclePolicy.full()
-    bounded = Judge(served.judge.model_dir, policy).reference(tokens, prompt=begin)
-    off = (bounded.exact.logprobs - served.judge.models[0].run(tokens, everything).logprobs).abs().amax(-1)
-    whole = policy.budget if policy.threshold is None else policy.sinks + policy.window
-    assert off[: begin if served.votes else whole].max() < 1e-12
-    assert off[begin:].median() > 1000 * bounded.budget
 
 
 # Interrupted requests. With chunks of seven tokens the interruptions meet half-read prompts.
@@ -211,7 +199,7 @@ def test_sleep_and_wake(served):
 def test_a_pool_too_small_for_all(served):
     """Six requests are admitted with few blocks each and outgrow a pool for two requests."""
     jobs = [Job(9 + i, new=60, scored=False) for i in range(6)]
-    with served.small_pool(2 * (2 + served.tail_blocks(BUDGET))):
+    with served.small_pool(2 * (2 + served.spec.blocks(BUDGET))):
         answers = served.serve(jobs)
         assert sum(served.recorder.preemptions.values()) > 0 and len(answers) == 6
         served.check(answers)
@@ -229,14 +217,14 @@ def observed(engine) -> tuple[list, set]:
 
 
 def blocks_of(engine) -> set:
-    return {b for step in engine.recorder.blocks for _, held in step.running.values() for b in held}
+    return {b for step in engine.recorder.blocks for _, _, held in step.running.values() for b in held}
 
 
 def test_a_reused_block_shows_nothing_of_its_former_request(served, monkeypatch):
     """Results are the same in a pool of zeros, of other requests' bytes, and of NaN."""
     monkeypatch.setattr(served, "poisons", False)
     served.chunk(7)
-    with served.small_pool(10 + 4 * served.tail_blocks(BUDGET)):
+    with served.small_pool(10 + 4 * served.spec.blocks(BUDGET)):
         served.fill_pool(0)
         fresh, _ = observed(served)
         served.serve(few(served))

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from engine.stock_run import functions_of_ours_in_vllm
-from engine.tiny_engine import backend, complete, generate, running
+from engine.tiny_engine import backend, complete, configure, generate, running
 from vllm.engine.arg_utils import EngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -33,12 +33,6 @@ LIGHT = {"kvpop_vllm", "kvpop_vllm.vllm_glue"} | {
 """Modules of this package that an engine without a policy may import."""
 
 
-@pytest.fixture(autouse=True)
-def engines_in_this_process(monkeypatch):
-    """Run engines in this process, but not the servers that other tests start."""
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
-
-
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model") / "qwen3", "qwen3")
@@ -51,9 +45,7 @@ def fresh_processes(model, tmp_path_factory):
     runs = {}
     for name, plugins in (("with", None), ("without", "")):
         environment = {key: value for key, value in os.environ.items() if key != "VLLM_PLUGINS"}
-        environment |= {"PYTHONPATH": str(TESTS), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | (
-            {} if plugins is None else {"VLLM_PLUGINS": plugins}
-        )
+        environment |= {"PYTHONPATH": str(TESTS)} | ({} if plugins is None else {"VLLM_PLUGINS": plugins})
         command = [sys.executable, "-m", "engine.stock_run", str(model), str(out / name)]
         runs[name] = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     for run in runs.values():
@@ -122,18 +114,13 @@ def test_configs_made_first_and_loaded_later_keep_their_own_backend(model):
     from vllm.config import set_current_vllm_config
     from vllm.v1.attention.selector import get_attn_backend
 
-    def config(policy):
-        additional = {"kv_policy": policy} if policy else {}
-        args = EngineArgs(str(model), skip_tokenizer_init=True, max_model_len=256, additional_config=additional)
-        return args.create_engine_config()
-
     def chosen(vllm_config):
         with set_current_vllm_config(vllm_config):
             return get_attn_backend(32, torch.float32, None)
 
-    first = config({"policy": "streaming-llm", "budget": 64})
-    stock = config(None)
-    second = config({"policy": "streaming-llm", "budget": 96})
+    first = configure(model, {"policy": "streaming-llm", "budget": 64})
+    stock = configure(model, None)
+    second = configure(model, {"policy": "streaming-llm", "budget": 96})
     assert chosen(stock).__name__ == "CPUAttentionBackend"
     assert chosen(first).policy.retention.budget == 64
     assert chosen(second).policy.retention.budget == 96
@@ -172,9 +159,7 @@ def test_a_wrapper_of_another_plugin_around_the_choice_of_a_backend(model, monke
         assert ours is not found
         assert [hasattr(ours, name) for name in ("cache_clear", "cache_info")] == [methods] * 2
         for budget in (64, 96):
-            policy = {"kv_policy": {"policy": "streaming-llm", "budget": budget}}
-            args = EngineArgs(str(model), skip_tokenizer_init=True, max_model_len=256, additional_config=policy)
-            with set_current_vllm_config(args.create_engine_config()):
+            with set_current_vllm_config(configure(model, {"policy": "streaming-llm", "budget": budget})):
                 assert selector.get_attn_backend(32, torch.float32, None).policy.retention.budget == budget
 
 
@@ -222,19 +207,5 @@ def test_flags_reach_additional_config_and_win():
 @pytest.mark.parametrize("policy", [None, {"policy": "streaming-llm", "budget": 64}])
 def test_misspelt_keys_are_refused(model, policy):
     """A misspelt key is refused; vLLM would ignore it and serve densely."""
-    args = EngineArgs(str(model), additional_config={"kv_polcy": {}} | ({"kv_policy": policy} if policy else {}))
     with pytest.raises(ConfigError):
-        args.create_engine_config()
-
-
-def test_create_engine_config_passes_everything_through(model):
-    config = EngineArgs(str(model), skip_tokenizer_init=True).create_engine_config()
-    seen = []
-
-    def original(self, *args, **kwargs):
-        seen.append((self, args, kwargs))
-        return config
-
-    args = EngineArgs(str(model))
-    assert patches._create_engine_config(original, args, "context", headless=True) is config
-    assert seen == [(args, ("context",), {"headless": True})]
+        configure(model, None, additional_config={"kv_polcy": {}} | ({"kv_policy": policy} if policy else {}))

@@ -44,44 +44,9 @@ def most(engine, tokens: int) -> int:
     return (tokens if engine.judge.protect is True else min(tokens, engine.judge.protect)) // BLOCK * BLOCK
 
 
-def test_hits_of_every_number_of_blocks(engine):
-    """Prompts hit no block, one, several, and all but the last token, in one step and in a later one."""
-    forks = [fork(70, seed=1, at=3), fork(70, seed=2, at=16), fork(70, seed=3, at=47), fork(65), fork(65)]
-    answers = engine.serve([fork(70), *forks])
-    hit = {name: answer.num_cached_tokens for name, answer in answers.items()}
-    same = [0, 0, 16, 47, 64, 64]
-    assert sorted(hit.values()) == sorted(most(engine, tokens) for tokens in same)
-    engine.check(answers)
-    answers = engine.serve([fork(70), *forks, fork(20), fork(1)])
-    assert sorted(a.num_cached_tokens for a in answers.values()) == sorted(
-        most(engine, tokens) for tokens in (64, 64, 64, 64, 64, 64, 16, 0)
-    )
-    engine.check(answers)
-
-
-@pytest.mark.parametrize("chunk", [1, 7, 64])
-def test_hits_while_the_prompt_is_being_computed(engine, chunk):
-    """Requests that come while a long prompt is read in chunks hit the part that is computed."""
-    engine.chunk(chunk)
-    late = {2: fork(90, new=5), 5: fork(33, new=5), 9: fork(100, new=5, seed=4, at=50)}
-    busy = Job(1, new=110 // chunk + 2, scored=False)  # vLLM does not cut a lone prompt
-    answers = engine.serve(
-        [busy, fork(110, new=4)], lambda step: step in late and engine.add(f"late {step}", late[step])
-    )
-    assert len(answers) == 5
-    engine.check(answers)
-
-
 def test_salts_separate(engine):
     answers = engine.serve([fork(60, salt="a"), fork(60, salt="b"), fork(60), fork(60, salt="a")])
     assert sorted(a.num_cached_tokens for a in answers.values()) == [0, 0, 0, most(engine, 59)]
-    engine.check(answers)
-
-
-def test_the_cache_emptied_between_requests(engine):
-    assert engine.serve([fork(60)]) and engine.engine.reset_prefix_cache()
-    (answer,) = (answers := engine.serve([fork(60)])).values()
-    assert answer.num_cached_tokens == 0
     engine.check(answers)
 
 
@@ -104,16 +69,6 @@ def test_a_shorter_prompt_hits_no_more_than_its_own(engine):
     engine.check(answers)
 
 
-def test_a_lost_prefix_is_computed_again(engine):
-    """A prefix whose blocks other requests took is computed again; its first blocks may be left."""
-    (first,) = engine.serve([fork(130, new=3)]).values()
-    for wave in range(3):
-        engine.serve([fork(130, new=1, seed=100 * wave + i) for i in range(12)])
-    (again,) = (answers := engine.serve([fork(130, new=3)])).values()
-    assert again.num_cached_tokens < most(engine, 129) and again.outputs[0].token_ids == first.outputs[0].token_ids
-    engine.check(answers)
-
-
 def test_priorities(engine):
     """Requests of low priority are preempted when others grow, and a late urgent one is not."""
     jobs = [fork(41 + i, new=60, seed=30 + i, at=20, priority=5 + i % 2) for i in range(14)]
@@ -131,6 +86,6 @@ def test_several_samples_of_one_prompt(engine):
     assert len(answers) == 4
     assert len({tuple(a.outputs[0].token_ids) for a in answers.values()}) > 1
     first = engine.recorder.blocks[0].running
-    shared = set.intersection(*(set(blocks) for _, blocks in first.values()))
+    shared = set.intersection(*(set(blocks) for *_, blocks in first.values()))
     assert len(first) == 4 and len(shared) == most(engine, 64) // BLOCK
     engine.check(answers)

@@ -7,8 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from distill.test_same_rule import check_the_same_rule
-from engine.driving import watched
+from engine.driving import Job, watched
 from engine.judge import MOST_NEAR_TIES
 from kernels.naive import visible_keys
 from transformers import AutoTokenizer
@@ -34,17 +33,14 @@ def run():
 
     Held tokens are recorded after every step.
     """
-    from vllm import SamplingParams
-
     ids = AutoTokenizer.from_pretrained(MODEL)(TEXT.read_text())["input_ids"][500 : 500 + PROMPT]
     settings = {"policy": "kvpop", "scorer": str(SCORER), "budget": BUDGET}
     sizes = {"dtype": "bfloat16", "block_size": 64, "kv_cache_memory_bytes": 64 << 20}
     with watched(MODEL, settings, max_num_batched_tokens=CHUNK, **sizes) as engine:
-        options = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
-        engine.llm.generate([{"prompt_token_ids": ids}], options, use_tqdm=False)
+        engine.serve([Job(new=NEW, prompt=ids, scored=False)])
         (held,) = engine.recorder.held.values()
         length = held[0][-1].seen
-        tensors = {(layer, name): t[:length] for (_, layer, name), t in engine.recorder.tensors.items()}
+        tensors = {(layer, name): torch.cat(t) for (_, layer, name), t in engine.recorder.tensors.items()}
         config, layers = read_scorer(str(SCORER))
         window = config.retention.window_for(BUDGET)
         roles = Retention(BUDGET, config.sinks, window)
@@ -102,12 +98,3 @@ def test_its_own_scores_everywhere(run):
         decisions += len(engine) * (run.length - roles.budget)
     print(f"{decisions} decisions, fallen otherwise as near-ties: {wrong}")
     assert max(wrong.values()) <= MOST_NEAR_TIES * decisions
-
-
-@pytest.mark.parametrize("chunks", [[CHUNK, 1, 1], [100]], ids=str)
-@pytest.mark.parametrize("layer", [0, 13, 29])
-def test_the_same_scores_everywhere(run, layer, chunks):
-    """With training's scores of the real text, training mask, serving slots and oracle are identical."""
-    q, k, v = (run.tensors[layer, name].float() for name in ("query", "key", "value"))
-    k[..., 0] = training_scores(run, layer)[0].T
-    check_the_same_rule(q, k, v, run.scorers[layer].log_gamma().detach(), run.roles, chunks)

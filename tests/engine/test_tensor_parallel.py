@@ -38,7 +38,6 @@ def test_two_ranks_equal_one(case, monkeypatch, policy, options):
     The second case has gates and pages of layers with unequal budgets. In the third, repeated prompts are
     hit. The fourth draws by the head of the whole model. The last compresses prompts.
     """
-    monkeypatch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
     cores = sorted(os.sched_getaffinity(0))
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
     found = case("qwen3", policy, **options)

@@ -3,18 +3,52 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from engine.driving import Job, serving
-from engine.test_requests import MOST, POLICIES, Judges
+from engine.judge import Judge
+from engine.matrix import Case
 
-LONGEST, TOGETHER, SAMPLED = 100, 14, 25
-OPTIONS = {
-    "kvpop": POLICIES["kvpop"][1] | {"budget": 40, "protect_prompt": 20},
-    "h2o": {"budget": 40, "protect_prompt": 20},
-    "snapkv": {"protect_prompt": True},
-    "adakv": {"protect_prompt": True},
+MOST, LONGEST, TOGETHER, SAMPLED = 72, 100, 14, 25
+SMALL = {"budget": 40, "protect_prompt": 20}
+POLICIES = {
+    "kvpop": ("qwen3", SMALL | {"window": 16, "topk": 20, "trained": ((16, 20), (8, 12))}),
+    "h2o": ("qwen3", SMALL),
+    "dms-query": ("llama", SMALL | {"window": 8, "topk": 28}),
+    "momentkv": ("llama", SMALL),
+    "vase": ("qwen3", SMALL),
+    "snapkv": ("qwen3", {"protect_prompt": True}),
+    "adakv": ("qwen3", {"protect_prompt": True}),
 }
+
+
+class Judges:
+    """One judge for each set of options that requests ask for."""
+
+    def __init__(self, policy: str, case: Case):
+        self.policy, self.case, self.known = policy, case, {}
+
+    def window(self, budget: int) -> int:
+        """Return w of a request's budget, by the policies' definitions."""
+        if self.policy == "h2o":
+            return budget // 2
+        if self.policy == "kvpop":
+            return 16 if budget - self.case.judge.policy.sinks >= 36 else 8
+        return self.case.judge.policy.window
+
+    def of(self, asks: dict | None) -> Judge:
+        asks = asks or {}
+        key = tuple(sorted(asks.items()))
+        if key not in self.known:
+            plain = self.case.judge.policy
+            budget = asks.get("kv_budget", plain.budget)
+            own = replace(plain, window=self.window(budget), seeds=(0, asks.get("kv_seed", 0)))
+            if "kv_budget" in asks:
+                own = replace(own, topk=budget - own.sinks - own.window)
+            protect = asks.get("kv_protect_prompt", self.case.judge.protect)
+            self.known[key] = Judge(self.case.model, own, protect=True if protect == "all" else protect)
+        return self.known[key]
 
 
 class Traffic:
@@ -29,8 +63,10 @@ class Traffic:
         asks, draw = {}, self.draw
         if self.policy != "adakv" and draw.random() < 0.7:
             asks["kv_budget"] = draw.randint(30, MOST)
-        if self.policy in ("kvpop", "h2o") and draw.random() < 0.7:
+        if self.policy not in ("snapkv", "adakv") and draw.random() < 0.7:
             asks["kv_protect_prompt"] = draw.choice(("all", "all", 0, draw.randint(0, 130)))
+        if self.policy == "vase" and draw.random() < 0.7:
+            asks["kv_seed"] = draw.choice((3, 2**64 - 1))
         return asks or None
 
     def next(self) -> Job:
@@ -44,25 +80,24 @@ class Traffic:
         return Job(new=draw.randint(1, 24), prompt=prompt[:LONGEST], asks=self.asks(), scored=False)
 
 
-@pytest.mark.parametrize("policy", ["kvpop", *(pytest.param(p, marks=pytest.mark.slow) for p in [*OPTIONS][1:])])
+@pytest.mark.parametrize("policy", ["kvpop", *(pytest.param(p, marks=pytest.mark.slow) for p in [*POLICIES][1:])])
 def test_any_requests(case, policy):
     """No request waits for ever or holds more blocks than it was counted with, and nothing leaks.
 
     Some are aborted, some preempted, and some come after the prefix cache was emptied. The last ones are served
     from a pool that holds the largest of them once. A sample of the answers is compared with the oracle.
     """
-    found = case("qwen3", policy, **OPTIONS[policy])
+    kind, options = POLICIES[policy]
+    found = case(kind, policy, **options)
     settings = found.settings
     if policy != "adakv":
         settings = settings | {"max_budget": MOST}
-    if policy in ("kvpop", "h2o"):
+    if policy not in ("snapkv", "adakv"):
         settings = settings | {"max_protect": "all"}
     judges = Judges(policy, found)
     with serving(found._replace(settings=settings), max_model_len=128, num_gpu_blocks_override=57) as engine:
         recorder, traffic = engine.recorder, Traffic(policy, seed=11)
-        recorder.windows = judges.windows()
-        spec = recorder.scheduler.kv_cache_config.kv_cache_groups[0].kv_cache_spec
-        most = spec.most_blocks(128)
+        most = engine.spec.most_blocks(128)
         assert most < 20
         wide = conversations(engine, traffic, judges, 250, most)
         with engine.small_pool(most):
@@ -96,7 +131,7 @@ def conversations(engine, traffic: Traffic, judges: Judges, requests: int, most:
         engine.chunk(draw.choice((None, 7, 16, 33)))
         answers = engine.engine.step()
         engine.check_blocks()
-        held = [len(row) for state in recorder.blocks for _, row in state.running.values()]
+        held = [len(row) for state in recorder.blocks for *_, row in state.running.values()]
         assert max(held, default=0) <= most
         recorder.blocks.clear()
         for answer in answers:
@@ -121,5 +156,6 @@ def conversations(engine, traffic: Traffic, judges: Judges, requests: int, most:
         step += 1
         assert step < 20_000
     assert finished + aborted == requests and sample
-    judges.check(engine, sample, jobs)
+    for name, answer in sample.items():
+        judges.of(jobs[answer.request_id].asks).check({name: answer}, recorder.held)
     return aborted, preempted, hit

@@ -35,35 +35,8 @@ _MLA = {
     "v_head_dim": 32,
     "n_routed_experts": 2,
 }
-_WHISPER = {
-    "architectures": ["WhisperForConditionalGeneration"],
-    "model_type": "whisper",
-    "d_model": 64,
-    **{f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "attention_heads", "ffn_dim")},
-    **{name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")},
-    "vocab_size": 256,
-    "dtype": "bfloat16",
-}
-_BLOOM = {
-    "architectures": ["BloomForCausalLM"],
-    "model_type": "bloom",
-    "hidden_size": 64,
-    "n_layer": LAYERS,
-    "n_head": 2,
-    "vocab_size": 256,
-    "dtype": "bfloat16",
-}
-_FALCON = {
-    "architectures": ["FalconForCausalLM"],
-    "model_type": "falcon",
-    "hidden_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_attention_heads": 2,
-    "alibi": True,
-    "vocab_size": 256,
-    **{name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id")},
-    "dtype": "bfloat16",
-}
+_WHISPER = {f"{part}_{size}": 2 for part in ("encoder", "decoder") for size in ("layers", "attention_heads", "ffn_dim")}
+_WHISPER |= {name: 0 for name in ("pad_token_id", "bos_token_id", "eos_token_id", "decoder_start_token_id")}
 _VISION = {
     "model_type": "siglip_vision_model",
     "hidden_size": 32,
@@ -80,27 +53,8 @@ _PALIGEMMA = {
     "text_config": text("GemmaForCausalLM", "gemma"),
     "vision_config": _VISION,
 }
-_MAMBA2 = {
-    "architectures": ["Mamba2ForCausalLM"],
-    "model_type": "mamba2",
-    "hidden_size": 64,
-    "num_hidden_layers": LAYERS,
-    "num_heads": 4,
-    "head_dim": 32,
-    "state_size": 16,
-    "vocab_size": 256,
-    "dtype": "bfloat16",
-}
 _MOE = {"num_experts": 2, "num_experts_per_tok": 1}
 _JAMBA = _MOE | {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1}
-_GRANITE_HYBRID = {
-    "layer_types": ["mamba", "attention"],
-    "mamba_n_heads": 4,
-    "mamba_d_head": 32,
-    "mamba_d_state": 16,
-    "num_local_experts": 0,
-    "shared_intermediate_size": 64,
-}
 _GEMMA3N = {"num_kv_shared_layers": 1, "vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 8}
 _EIGHT_BITS = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": "tensor", "dynamic": False}
 FP8_CACHE = {
@@ -115,21 +69,18 @@ FP8_MODELOPT = {"quant_method": "modelopt", "quant_algo": "FP8", "kv_cache_quant
 LLAMA = text("LlamaForCausalLM", "llama")
 
 REFUSED = {
-    "deepseek-v2": ("(MLA)", text("DeepseekV2ForCausalLM", "deepseek_v2", **_MLA)),
     "deepseek-v3": ("(MLA)", text("DeepseekV3ForCausalLM", "deepseek_v3", **_MLA)),
-    "whisper": ("encoder-decoder", _WHISPER),
+    "whisper": ("encoder-decoder", text("WhisperForConditionalGeneration", "whisper", d_model=64, **_WHISPER)),
     "bert": ("--runner pooling", text("BertModel", "bert", pad_token_id=0)),
-    "bloom": ("ALiBi", _BLOOM),
-    "falcon-rw": ("ALiBi", _FALCON),
+    "bloom": ("ALiBi", text("BloomForCausalLM", "bloom")),
     "gpt-oss": ("attention sinks", text("GptOssForCausalLM", "gpt_oss", layer_types=FULL, sliding_window=None)),
     "granite-sinks": ("attention sinks", text("GraniteForCausalLM", "granite", layer_types=FULL, sliding_window=None)),
     "gemma2": ("soft-capping", text("Gemma2ForCausalLM", "gemma2", layer_types=FULL, attn_logit_softcapping=50.0)),
     "gemma3n": ("KV sharing", text("Gemma3nForCausalLM", "gemma3n_text", layer_types=FULL, **_GEMMA3N)),
     "paligemma": ("bidirectional image", _PALIGEMMA),
     "qwen3-encoder": ("bidirectional text", text("Qwen3ForCausalLM", "qwen3", is_causal=False)),
-    "mamba2": ("Mamba", _MAMBA2),
+    "mamba2": ("Mamba", text("Mamba2ForCausalLM", "mamba2", num_heads=4, state_size=16)),
     "jamba": ("Mamba", text("JambaForCausalLM", "jamba", **_JAMBA)),
-    "granite-hybrid": ("Mamba", text("GraniteMoeHybridForCausalLM", "granitemoehybrid", **_GRANITE_HYBRID)),
     "qwen3-next": ("recurrent", text("Qwen3NextForCausalLM", "qwen3_next", layer_types=["linear_attention", FULL[0]])),
     "mistral": ("sliding-window", text("MistralForCausalLM", "mistral", sliding_window=64)),
     "gemma3": ("sliding-window", text("Gemma3ForCausalLM", "gemma3_text", sliding_window=64)),

@@ -1,8 +1,9 @@
-"""vLLM's engine on tiny models, in this process if VLLM_ENABLE_V1_MULTIPROCESSING is 0."""
+"""vLLM's engine on tiny models, in this process."""
 
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -54,13 +55,25 @@ def quick() -> Iterator[None]:
 
 
 def start(model, policy: dict | None, **options):
-    """Return a float32 engine, eager unless told otherwise."""
+    """Return a float32 engine in this process, eager unless told otherwise."""
     from vllm import LLM
 
     sizes = {"max_model_len": 1024, "max_num_seqs": 16, "kv_cache_memory_bytes": 64 << 20, "dtype": "float32"}
     additional = {} if policy is None else {"kv_policy": policy}
     options = sizes | {"enforce_eager": True} | options
-    return LLM(str(model), skip_tokenizer_init=True, additional_config=additional, **options)
+    with mock.patch.dict(os.environ, VLLM_ENABLE_V1_MULTIPROCESSING="0"):
+        return LLM(str(model), skip_tokenizer_init=True, additional_config=additional, **options)
+
+
+def configure(model, policy: dict | None, **options):
+    """Return an engine's config. vLLM inspects model classes in this process; it would start one of 10 s for each."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.model_executor.models import registry
+
+    additional = {} if policy is None else {"kv_policy": policy}
+    options = {"skip_tokenizer_init": True, "max_model_len": 256, "additional_config": additional} | options
+    with mock.patch.object(registry, "_run_in_subprocess", lambda look: look()):
+        return EngineArgs(str(model), **options).create_engine_config()
 
 
 def stop(llm) -> None:

@@ -36,7 +36,7 @@ CHUNKS = [1, 17, 25, 7, *[1] * 22]
 """Tokens of each chunk of a prompt, then decode steps."""
 MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN, HEADS * GROUP)
 NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform" and not row.compresses]
-"""Policies that evict from the first token on. The others are tested in tests/engine/test_compression.py."""
+"""Policies that evict from the first token on. The others are tested in tests/engine/test_fidelity.py."""
 COMBINATIONS = list(itertools.product(NAMES, [name for name in ALLOCATORS if name != "ada"], CORRECTIONS))
 
 

@@ -5,7 +5,6 @@ kvpop is compiled, as users run it, and streaming-llm is eager.
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -17,7 +16,7 @@ import pytest
 from serving import Server
 
 from kvpop_vllm import _C, policies
-from kvpop_vllm.config import FLAGS, PolicySettings
+from kvpop_vllm.config import PolicySettings
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import init_scorer, model_shape
@@ -80,21 +79,6 @@ def test_chat_and_streaming_agree(served):
 
 
 @pytest.mark.slow
-def test_n_stop_and_logprobs(served):
-    _, client, _ = served
-    answer = ask(client, n=2, logprobs=True, top_logprobs=3, temperature=0.7, seed=1)
-    assert len(answer.choices) == 2
-    for choice in answer.choices:
-        tokens = choice.logprobs.content
-        assert tokens and all(len(t.top_logprobs) == 3 and t.logprob <= 0 for t in tokens)
-        assert "".join(t.token for t in tokens).startswith(choice.message.content[:10])
-    text = ask(client).choices[0].message.content
-    word = text.split()[1]
-    stopped = ask(client, stop=[word]).choices[0]
-    assert stopped.finish_reason == "stop" and stopped.message.content == text[: text.index(word)]
-
-
-@pytest.mark.slow
 def test_a_long_prompt_holds_a_bounded_number_of_blocks(served):
     server, client, most = served
     prompt = [(7 * i) % 40_000 + 100 for i in range(7000)]
@@ -152,26 +136,6 @@ def test_the_demo_counts_the_tokens_in_the_cache(served):
     assert length == usage.total_tokens - 1 and blocks >= 1
 
 
-def test_concurrency_is_far_above_dense(served):
-    server, _, most = served
-    blocks = server.cache_info("num_gpu_blocks")
-    dense = MEMORY / (8192 * 2 * 3 * 64 * 2 * 30)
-    assert server.cache_info("kv_cache_max_concurrency") == pytest.approx(blocks / most, rel=1e-3)
-    assert server.cache_info("kv_cache_max_concurrency") > 7 * dense
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("served", ["streaming-llm"], indirect=True)
-def test_bench_serve_runs_against_it(served, tmp_path):
-    server, client, _ = served
-    options = "--dataset-name random --random-input-len 64 --random-output-len 16 --num-prompts 4 --save-result"
-    options += f" --tokenizer {MODEL} --result-dir {tmp_path} --result-filename bench.json"
-    command = [VLLM, "bench", "serve", "--base-url", server.url, "--model", name(client), *options.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert json.loads((tmp_path / "bench.json").read_text())["completed"] == 4
-
-
 @pytest.mark.slow
 def test_offline_commands_take_the_flags():
     """`vllm bench throughput` and `latency` serve with a policy.
@@ -197,18 +161,3 @@ def test_offline_commands_take_the_flags():
         text = process.communicate(timeout=240)[0]
         assert process.returncode == 0, text[-2000:]
         assert "64 tokens per KV head" in text
-
-
-@pytest.mark.slow
-def test_the_flags_are_in_the_help(monkeypatch, capsys):
-    """`vllm serve --help=all` lists the flags.
-
-    It runs in this process, because a new one would mostly import.
-    """
-    from vllm.entrypoints.cli.main import main
-
-    monkeypatch.setattr(sys, "argv", [VLLM, "serve", "--help=all"])
-    with pytest.raises(SystemExit) as ended:
-        main()
-    printed = capsys.readouterr().out
-    assert ended.value.code in (0, None) and all(flag in printed for flag in FLAGS.values())
