@@ -98,7 +98,12 @@ class Runner:
         asks = [{} if each is None else {RESOLVED: each} for each in asks or [None] * len(counts)]
         told = zip(self.names, counts, lengths, rows, prompts or lengths, asks, strict=True)
         for name, count, length, row, prompt, own in told:
-            told = {"mm_features": [], "pooling_params": None, "lora_request": None, "prefill_token_ids": [1] * length}
+            told = {
+                "mm_features": [],
+                "pooling_params": None,
+                "lora_request": None,
+                "prefill_token_ids": [1] * max(length, prompt),
+            }
             new = NewRequestData(
                 name, [1] * prompt, sampling_params=SamplingParams(extra_args=own), block_ids=(row,),
                 num_computed_tokens=length - count, **told,
