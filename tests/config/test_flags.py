@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import inspect
 from pathlib import Path
 
 import pytest
 
 from kvpop_vllm import flags, policies
-from kvpop_vllm.argument_types import add_setting
 from kvpop_vllm.flags import CACHE, ENGINE, REQUEST, SETTINGS, settings_of
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "flags.md").read_text()
@@ -43,24 +41,3 @@ def test_the_default_protection_is_that_of_the_policies():
     protecting = [name for name in policies.known() if policies.get(name).default_protect]
     said = settings_of(ENGINE)["protect_prompt"].default
     assert all(name in said for name in protecting) and len(protecting) == 3
-
-
-@pytest.mark.parametrize(
-    "name, good, bad",
-    [
-        ("budget", {"1": 1}, ["0", "x"]),
-        ("sinks", {"0": 0}, ["-1"]),
-        ("correction", {"moment": "moment"}, ["momentum"]),
-        ("protect_prompt", {"all": True, "7": 7}, ["some", "-1"]),
-        ("scorer", {"folder": "folder"}, []),
-    ],
-)
-def test_options_of_kvpop(name, good, bad, capsys):
-    parser = argparse.ArgumentParser()
-    add_setting(parser, name, "help")
-    option = f"--{name.replace('_', '-')}"
-    for text, value in good.items():
-        assert vars(parser.parse_args([option, text])) == {name: value}
-    for text in bad:
-        with pytest.raises(SystemExit):
-            parser.parse_args([f"{option}={text}"])

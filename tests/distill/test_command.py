@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from distill.tiny_text import VOCABULARY, write_byte_tokenizer
+from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
 from distill.typed import RECIPE, distill
 from safetensors.torch import load_file, save_file
 from threads import one_thread
@@ -24,7 +24,7 @@ from kvpop_vllm.distill import run
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.distill.sparse import Sparse
-from kvpop_vllm.distill.trainer import Process, Trainer
+from kvpop_vllm.distill.trainer import Process
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
@@ -90,36 +90,6 @@ def test_a_kill_changes_nothing(kvpop, folder):
     assert kvpop(*words, *RECIPE, "--out=cut")[0] in (0, None)
     for name in ("run/metrics.jsonl", "kvpop_scorer.safetensors", "kvpop_config.json"):
         assert Path("cut", name).read_bytes() == (whole / name).read_bytes(), name
-
-
-@pytest.fixture
-def group_of_one(monkeypatch):
-    """Environment in which torchrun starts its only process."""
-    for name, value in {
-        "WORLD_SIZE": 1,
-        "RANK": 0,
-        "LOCAL_RANK": 0,
-        "MASTER_ADDR": "localhost",
-        "MASTER_PORT": 0,
-    }.items():
-        monkeypatch.setenv(name, str(value))
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
-def test_the_group_is_left_at_the_end(kvpop, group_of_one, monkeypatch):
-    backends = []
-    start = dist.init_process_group
-    monkeypatch.setattr(dist, "init_process_group", lambda backend: backends.append(backend) or start(backend))
-    assert len(distill(kvpop, "grouped", "--steps=2")) == 2
-    assert not dist.is_initialized()
-    status, _, errors = kvpop(*"distill --model=qwen3 --data absent.txt --out=refused".split(), *RECIPE)
-    assert status == 2 and "absent.txt" in errors and not dist.is_initialized()
-    monkeypatch.setattr(Trainer, "_step", lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        kvpop(*"distill --model=qwen3 --data text.jsonl --out=broken".split(), *RECIPE, "--steps=2")
-    assert len(backends) == 3 and not dist.is_initialized()
 
 
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
@@ -211,6 +181,7 @@ def others(folder):
             save_file(tensors, weights, metadata={"format": "pt"})
         else:
             config.write_text(json.dumps(json.loads(config.read_text()) | {"num_key_value_heads": 1}))
+    write_text(folder / "long.jsonl", documents=200)
     (folder / "empty.txt").write_text("")
     (folder / "short.txt").write_text("A few words.")
     write_random_scorer(folder / "other", write_tiny_model(folder / "wide", "qwen3", kv_heads=4), "mlstm")
@@ -220,6 +191,8 @@ def others(folder):
     (folder / "capped/config.json").write_text(json.dumps(config))
 
 
+START = "distill --out=x --model=qwen3 --data text.jsonl"
+EVAL = "eval --model=qwen3 --data long.jsonl --split=all --dtype=float32 --length 128"
 REFUSED = {
     "distill --out=x --model=qwen3": "needs --data",
     "distill --out=x --model=absent --data text.jsonl": "absent",
@@ -228,52 +201,74 @@ REFUSED = {
     "distill --out=x --model=qwen3 --data short.txt --length=96 --window=8 --topk 20": "too few for one row",
     "distill --out=x --model=small --data text.jsonl --length=96 --window=8 --topk 20": "the model knows 200",
     "distill --out=x --model=capped --data text.jsonl --recipe=demo --steps=1": "rescales its logits",
-    "distill teacher --out=x --model=capped --data text.jsonl --recipe=demo --rows=1": "rescales its logits",
-    "distill --out=x --model=qwen3 --data text.jsonl --length=2000": "raise --length or lower --topk",
-    "distill --out=x --model=qwen3 --data text.jsonl --recipe=demo --positions=96 --teacher=logits --length=96 --window=8 --topk 20": "which is frozen: leave --teacher out",
-    "distill --out=x --model=qwen3 --data text.jsonl --phase=uptrain --length=96 --teacher=logits": "phase uptrain has no teacher",
-    "distill --out=x --model=qwen3 --data text.jsonl --train-base --kl=0 --ce=1 --teacher=logits --length=96 --window=8 --topk 20": "no use for a teacher",
-    "distill --out=x --model=qwen3 --data text.jsonl --lr-base=1e-5": "--lr-base is about training the base model",
-    "distill --out=x --model=qwen3 --data text.jsonl --positions=5000 --length=96 --window=8 --topk 20": "the model has 4096 positions: lower --positions 5000",
-    "distill --out=x --model=qwen3 --data text.jsonl": "the model has 4096 positions: lower --length 16384",
-    "distill teacher --out=x --model=qwen3 --data text.jsonl": "the model has 4096 positions: lower --length 16384",
-    "distill --out=x --model=qwen3 --data text.jsonl --scorer=linear --norm": "--norm is about mlstm scorers, not linear",
-    "distill --out=x --model=qwen3 --data text.jsonl --scorer=mlp --no-delayed": "--delayed is about mlstm scorers",
-    "distill --out=x --model=qwen3 --data text.jsonl --hidden=9": "--hidden is about mlp scorers, not mlstm",
-    "distill --out=x --model=qwen3 --data text.jsonl --no-project-values --value-size=9": "--value-size is about the value projection",
-    "distill --out=x --model=qwen3 --data text.jsonl --calibration-rows=3": "is about calibration: give --calibrate",
-    "distill --out=x --model=qwen3 --data text.jsonl --phase=streaming-plus --samples=3": "phase streaming-plus has none",
-    "distill --out=x --model=qwen3 --data text.jsonl --phase=uptrain --topk=3": "phase uptrain is dense",
-    "distill --out=x --model=qwen3 --data text.jsonl --phase=uptrain --ce=0.5": "phase uptrain has cross-entropy alone",
-    "distill --out=x --model=qwen3 --data text.jsonl --train-base --boundary=0 --tau=2": "boundary loss, which has weight 0",
-    "distill --out=x --model=qwen3 --data text.jsonl --train-base --kl=0 --ce=1 --kl-top=9": "--kl-top is about the KL",
-    "distill --out=x --model=qwen3 --data text.jsonl --features=0": "features must be at least 1",
-    "distill --out=x --model=qwen3 --data text.jsonl --rows=3": "kvpop distill train has no use for --rows",
+    f"{START} --length=2000": "raise --length or lower --topk",
+    f"{START} --recipe=demo --positions=96 --teacher=logits --length=96 --window=8 --topk 20": "which is frozen: leave --teacher out",
+    f"{START} --phase=uptrain --length=96 --teacher=logits": "phase uptrain has no teacher",
+    f"{START} --train-base --kl=0 --ce=1 --teacher=logits --length=96 --window=8 --topk 20": "no use for a teacher",
+    f"{START} --lr-base=1e-5": "--lr-base is about training the base model",
+    f"{START} --positions=5000 --length=96 --window=8 --topk 20": "the model has 4096 positions: lower --positions 5000",
+    f"{START}": "the model has 4096 positions: lower --length 16384",
+    f"{START} --scorer=linear --norm": "--norm is about mlstm scorers, not linear",
+    f"{START} --scorer=mlp --no-delayed": "--delayed is about mlstm scorers",
+    f"{START} --hidden=9": "--hidden is about mlp scorers, not mlstm",
+    f"{START} --no-project-values --value-size=9": "--value-size is about the value projection",
+    f"{START} --calibration-rows=3": "is about calibration: give --calibrate",
+    f"{START} --phase=streaming-plus --samples=3": "phase streaming-plus has none",
+    f"{START} --phase=uptrain --topk=3": "phase uptrain is dense",
+    f"{START} --phase=uptrain --ce=0.5": "phase uptrain has cross-entropy alone",
+    f"{START} --train-base --boundary=0 --tau=2": "boundary loss, which has weight 0",
+    f"{START} --train-base --kl=0 --ce=1 --kl-top=9": "--kl-top is about the KL",
+    f"{START} --features=0": "features must be at least 1",
+    f"{START} --rows=3": "kvpop distill train has no use for --rows",
     "distill teacher --out=x --model=qwen3 --data text.jsonl --teacher=logits": "teacher has no use for --teacher",
     "distill teacher --out=x --model=qwen3 --data text.jsonl --length=96 --phase=uptrain": "phase uptrain has no teacher",
     "distill texts --out=x --steps=5": "kvpop distill texts has no use for --steps",
     "distill --out=x --model=damaged --data text.jsonl --recipe=demo --length=96 --positions=96 --window=8 --topk 20": "damaged cannot be loaded",
     "distill --out=x --model=holed --data text.jsonl --recipe=demo --length=96 --positions=96 --window=8 --topk 20": "has no weights for model.layers.1.self_attn.k_proj.weight",
     "distill --out=x --model=mixed --data text.jsonl --recipe=demo --length=96 --positions=96 --window=8 --topk 20": "k_proj.weight is [64, 64] and should be [32, 64] by config.json",
-    "eval --model=holed --data text.jsonl --split=all --length 512": "has no weights for",
     "eval --model=qwen3 --data text.jsonl --split=all --length 5000": "the model has 4096 positions: lower --length 5000",
-    "distill --out=x --model=qwen3 --data text.jsonl --phase=foo --no-train-base": "phase must be one of",
-    "distill --out=x --model=qwen3 --data text.jsonl --phase=uptrain --no-train-base": "leave --no-train-base out",
-    "distill --out=x --model=qwen3 --data text.jsonl --recipe=demo --kl-top=0": "kl_top must be at least 1",
-    "distill --out=x --model=qwen3 --data text.jsonl --save-every=0": "--save-every: 0 is not at least 1",
-    "distill --out=x --model=qwen3 --data text.jsonl --threads=-1": "--threads: -1 is not at least 1",
-    "distill teacher --out=x --model=qwen3 --data text.jsonl --rows=0": "--rows: 0 is not at least 1",
+    f"{START} --phase=foo --no-train-base": "phase must be one of",
+    f"{START} --phase=uptrain --no-train-base": "leave --no-train-base out",
+    f"{START} --recipe=demo --kl-top=0": "kl_top must be at least 1",
+    f"{START} --save-every=0": "--save-every: 0 is not at least 1",
     "eval --model=qwen3 --data text.jsonl --split=all --scorer=other --length 96": "num_kv_heads = 4, this one has 2",
     "eval --model=capped --data text.jsonl --split=all --length 512": "rescales its logits",
     "eval --model=qwen3 --data text.jsonl --split=all --policies h3o --length 512": "unknown policy 'h3o'",
     "eval --model=qwen3 --data text.jsonl --split=all --policies --length 512": "nothing to evaluate",
     "eval --model=qwen3 --data text.jsonl --split=all --policies random random --length 512": "'random' is to be compared twice",
     "eval --model=qwen3 --data text.jsonl --split=all --length 64": "leaves nothing beside 4 sinks and a window of 64",
-    "eval --model=qwen3 --data text.jsonl --split=all --length 512 --share 1": "--share 1 keeps everything",
-    "eval --model=qwen3 --data text.jsonl --split=all --length 512 --equal k bytes": "--equal bytes compares budgets of at least 512",
-    "eval --model=qwen3 --data text.jsonl --split=all --length 512 --out=nowhere/x": "nowhere/x",
-    "eval --model=qwen3 --data short.txt --split=all --length 512": "too few for one row",
-    "eval --model=qwen3 --data text.jsonl --split=all --length 512 --rows=0": "--rows: 0 is not at least 1",
+    f"{EVAL} --share 1": "--share 1 keeps everything",
+    f"{EVAL} --length 512 --out=nowhere/x": "nowhere/x",
+    f"{START} --length=96 --recipe=trimkv --topk 23 --train-base": "phase trimkv trains gates alone: leave --train-base out",
+    f"{START} --length=96 --recipe=trimkv --topk 23 --lr-base=1e-5": "--lr-base is about training the base model, and phase trimkv trains gates alone",
+    f"{START} --length=96 --recipe=dms --window=8 --topk 23 --capacity=2": "--capacity is about TRIM-KV's gates, and phase dms has none",
+    f"{START} --length=96 --recipe=trimkv --topk 23 --compression=4": "--compression is about DMS's gates, and phase trimkv has none",
+    f"{START} --length=96 --recipe=trimkv --topk 23 --scorer=mlp": "--scorer is about scorers, and phase trimkv has none",
+    f"{START} --length=96 --recipe=trimkv --topk 23 --kl=0 --ce=0": "gates are trained but neither --kl nor --ce is above 0",
+    f"{START} --length=96 --recipe=trimkv --topk 23 --gate-reads=query": "gate_reads must be hidden or kv",
+    f"{START} --length=96 --recipe=dms --window=8 --topk 23 --gate-reads=kv": "gate_reads must be hidden or query in phase dms, got 'kv'",
+    f"{START} --length=96 --recipe=dms --window=8 --topk 23 --gate-reads=query": "with --gate-reads query give --train-base",
+    f"{START} --length=96 --recipe=dms --window=8 --topk 23 --borrow-steps=3": "--borrow-steps is about a borrowed channel: give --gate-reads query",
+    f"{START} --length=96 --recipe=dms --window=8 --topk 23 --gate-reads=query --train-base --steps=5 --borrow-steps=6": "borrow_steps 6 exceeds steps 5",
+    f"{START} --length=96 --recipe=dms --window=1 --topk 23": "window must be an integer from 2",
+    f"{EVAL} --backend=vllm": "--backend vllm says nothing to --task text: leave it out, or give --task retrieval",
+    f"{EVAL} --bucket=3 --task=retrieval": "--bucket says nothing to --task retrieval",
+    f"{EVAL} --kinds words --task=replay": "--kinds says nothing to --task replay",
+    f"{EVAL} --digits 3": "--digits says nothing to --task text",
+    f"{EVAL} --task=replay --protect-prompt all": "--protect-prompt all keeps all of a row in --task replay: give a number, or",
+    f"{EVAL} --task=retrieval --budget 60 --kinds needle --policies snapkv --protect-prompt 0": "snapkv holds prompts until their end anyway: leave --protect-prompt out, or snapkv",
+    f"{EVAL} --equal bytes --protect-prompt 9 --length 2048 --budget 1024 --policies h2o": "--equal bytes compares tails only, h2o+first 9 protects prompts: give",
+    f"{EVAL} --task=replay --budget 128": "a budget of 128 keeps all of 128 tokens: lower --budget",
+    f"{EVAL} --budget 127": "a budget of 127 keeps all of 128 tokens",
+    f"{EVAL} --task=replay --budget 5 --policies streaming-llm": "streaming-llm: a budget of 5 is too small for 4 sinks",
+    f"{EVAL} --task=replay --budget 60 --policies kvpop": "policy 'kvpop' needs a scorer: give --scorer DIR",
+    f"{EVAL} --task=replay --budget 60 --policies full": "policy 'full' evicts nothing",
+    f"{EVAL} --task=replay --budget 60 --equal bytes": "--equal bytes compares budgets of at least 512 tokens",
+    f"{EVAL} --task=retrieval --budget 60 --policies h2o --kinds needle": "has no room for 'needle'",
+    f"{EVAL} --task=replay --budget 60 --policies h2o --length 90000": "the model has 4096 positions: lower --length 90000",
+    f"{EVAL} --task=replay --budget 60 --policies h2o --length 4000 --data text.jsonl --split test": "the test split holds no row of 4000",
+    f"{EVAL} --task=replay --share 4 --budget 60": "not allowed with argument",
+    f"{EVAL} --task=replay --budget 60 --report=long.jsonl": "--report long.jsonl is a file: name a folder",
 }
 
 
@@ -283,12 +278,3 @@ def test_bad_input_is_refused_in_one_line(kvpop, others, line):
     own = [text for text in errors.splitlines() if text.startswith("kvpop: ") or ": error: " in text]
     assert status == 2 and len(own) == 1 and REFUSED[line] in own[0], errors
     assert not Path("x/kvpop_config.json").exists()
-
-
-def test_what_a_frozen_base_and_the_teacher_do_use_is_taken(kvpop):
-    distill(kvpop, "frugal", "--steps=1", "--activation-checkpointing")
-    words = (
-        "distill teacher --model=qwen3 --data text.jsonl --out=few --rows=1 --kl-top=9 --length=96 --window=8 --topk 20"
-    )
-    assert kvpop(*words.split())[0] in (0, None)
-    assert load_file("few/rows-00000.safetensors")["ids"].shape[-1] == 9

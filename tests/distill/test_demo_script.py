@@ -21,30 +21,21 @@ SCRIPT = TESTS.parent / "examples/distill_demo.sh"
 
 @pytest.mark.parametrize("kinds, asked", [("", ""), ("champ perl", " --data champ perl")])
 def test_texts_are_fetched_first_unless_a_folder_of_them_is_named(tmp_path, kinds, asked):
-    """Texts are fetched unless a folder is named; a stand-in for the command records its arguments."""
-    (tmp_path / "model").mkdir()
-    (tmp_path / "model/config.json").write_text("{}")
-    (tmp_path / "data/held-out").mkdir(parents=True)
-    (tmp_path / "data/held-out/champ.jsonl").touch()
-    stand_in = tmp_path / "kvpop"
+    """Texts are fetched into the repository, here a copy of the script; a stand-in for the command records its arguments."""
+    for folder in ("examples", "model", "data/held-out"):
+        (tmp_path / folder).mkdir(parents=True)
+    for file in ("model/config.json", "data/held-out/bible.jsonl"):
+        (tmp_path / file).touch()
+    stand_in, script = tmp_path / "kvpop", shutil.copy(SCRIPT, tmp_path / "examples")
     stand_in.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/asked\n')
     stand_in.chmod(0o755)
     told = {"PATH": os.environ["PATH"], "KVPOP": str(stand_in), "MODEL": str(tmp_path / "model"), "KINDS": kinds}
-    own = tmp_path / "repository/data/held-out"  # texts that the stand-in does not fetch
-    own.mkdir(parents=True)
-    (own / "bible.jsonl").touch()
-    script = tmp_path / "repository/examples" / SCRIPT.name
-    script.parent.mkdir()
-    shutil.copy(SCRIPT, script)
     for folder in ({}, {"DATA": str(tmp_path / "data")}):
         subprocess.run([script, tmp_path / "out", "--steps", "2"], env=told | folder, check=True, capture_output=True)
-    lines = (tmp_path / "asked").read_text().splitlines()
-    fetches = [line for line in lines if line.startswith("distill texts")]
-    assert fetches == [f"distill texts --out {own.parent}{asked}"] and lines[0] == fetches[0]
-    assert [f"--data {tmp_path}/data/training --out {tmp_path}/out --steps 2" in line for line in lines].count(
-        True
-    ) == 1
-    assert lines[-1].startswith("eval ") and f"--data {tmp_path}/data/held-out/champ.jsonl" in lines[-1]
+    fetch, *trained = (tmp_path / "asked").read_text().splitlines()
+    assert fetch == f"distill texts --out {tmp_path}/data{asked}" and trained[:2] == trained[2:]
+    assert f"--data {tmp_path}/data/training --out {tmp_path}/out --steps 2" in trained[0]
+    assert trained[1].startswith("eval ") and f"--data {tmp_path}/data/held-out/bible.jsonl" in trained[1]
 
 
 def test_a_folder_without_text_to_compare_on_is_refused_before_anything_is_trained(tmp_path):

@@ -13,7 +13,6 @@ from transformers import (
     GraniteConfig,
     LlamaConfig,
     Qwen2Config,
-    Qwen2ForCausalLM,
 )
 
 from kvpop_vllm.config import ConfigError
@@ -45,15 +44,6 @@ def test_nothing_evicted_equals_transformers(folder, tokens):
     model = load_model(folder, torch.float32)
     for attend in (Dense(), Sparse(scores, Retention(108, 2, 6)), lambda layer, *qkvs: dense_attention(*qkvs)[0]):
         torch.testing.assert_close(model(tokens, attend=attend).logits, expected.logits, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("part", ["q", "k", "v"])
-def test_biases_reach_attention(tmp_path, tokens, part):
-    """Biases of Qwen2 change outputs, so that the test above would notice a lost one."""
-    model = load_model(write_tiny_model(tmp_path, "qwen2", hidden=128), torch.float32)
-    before = model(tokens, attend=Dense()).logits
-    torch.nn.init.zeros_(model.get_decoder().layers[0].self_attn.get_submodule(f"{part}_proj").bias)
-    assert (model(tokens, attend=Dense()).logits - before).abs().max() > 0.1
 
 
 def test_the_sparse_pass_equals_a_masked_model(folder, tokens):
@@ -109,29 +99,26 @@ def test_positions_of_stretched_rotations():
 def test_models_that_rescale_their_logits_are_refused(tmp_path, name):
     path = write_tiny_model(tmp_path) / "config.json"
     config = json.loads(path.read_text())
-    for harmless in (None, 1.0):
-        path.write_text(json.dumps(config | {name: harmless}))
-        load_model(tmp_path)
+    path.write_text(json.dumps(config | {name: 1.0}))
+    load_model(tmp_path)
     path.write_text(json.dumps(config | {name: 30.0}))
     with pytest.raises(ConfigError, match=f"rescales its logits .{name}., .*: choose another model"):
         load_model(tmp_path)
 
 
-def test_models_whose_library_rescales_their_logits_are_refused(tmp_path):
-    shape = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
-    for config in (GraniteConfig(**shape, **heads, logits_scaling=8.0), CohereConfig(**shape, **heads)):
-        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / config.model_type)
-        with pytest.raises(ConfigError, match="rescales its logits"):
-            load_model(tmp_path / config.model_type)
+SHAPE = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2}
+SHAPE |= {"num_attention_heads": 2, "num_key_value_heads": 1}
+
+
+@pytest.mark.parametrize("config", [GraniteConfig(**SHAPE, logits_scaling=8.0), CohereConfig(**SHAPE)])
+def test_models_whose_library_rescales_their_logits_are_refused(tmp_path, config):
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path)
+    with pytest.raises(ConfigError, match="rescales its logits"):
+        load_model(tmp_path)
 
 
 def test_a_models_own_windows_are_refused(tmp_path):
-    Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=64, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
-            num_key_value_heads=1, use_sliding_window=True, sliding_window=16, max_window_layers=0,
-        )
-    ).save_pretrained(tmp_path)  # fmt: skip
+    windows = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 0}
+    AutoModelForCausalLM.from_config(Qwen2Config(**SHAPE, **windows)).save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match="sliding-window layers of its own"):
         load_model(tmp_path, torch.float32)(torch.zeros(1, 40, dtype=torch.long), attend=Dense())

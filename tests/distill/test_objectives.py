@@ -9,13 +9,12 @@ import pytest
 import torch
 from distill.rows import Rows, teacher_of
 from distill.train_tiny import LENGTH, RECIPE, RECIPES
-from kernels.naive import masked_attention, visible_keys
+from kernels.naive import masked_attention
 
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipes import PAPER
-from kvpop_vllm.distill.retention import running_cutoffs
-from kvpop_vllm.distill.sparse import Sparse, dense_attention, recency
+from kvpop_vllm.distill.sparse import Sparse, dense_attention
 from kvpop_vllm.distill.targets import retention_target
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops
@@ -70,33 +69,18 @@ def test_teachers_kl_by_definition():
     assert float(top_kl(teacher, teacher, torch.arange(50).expand(3, 50))) == pytest.approx(0, abs=1e-6)
 
 
-def rates(**changes):
-    """Return the learning rate of every step."""
-    trainer = type("T", (), {"recipe": dataclasses.replace(PAPER, **changes)})
-    return [Trainer.rate(trainer, step) for step in range(trainer.recipe.steps)]
+RATES = [
+    (1, 0, [8e-5]),
+    (3, 0, [1e-3, (1e-3 + 8e-5) / 2, 8e-5]),
+    (4, 2, [5e-4, 1e-3, 1e-3, 8e-5]),
+    (2, 4, [2.5e-4, 5e-4]),
+]
 
 
-def test_rate_of_new_parameters():
-    rate = rates()
-    assert [rate[s] for s in (0, 49, 99)] == pytest.approx([1e-5, 5e-4, 1e-3])
-    assert rate[100] == 1e-3 and rate[1999] == 8e-5
-    assert (rate[1049] + rate[1050]) / 2 == pytest.approx((1e-3 + 8e-5) / 2)
-    assert all(rate[s] > rate[s + 1] for s in range(100, 1999))
-
-
-@pytest.mark.parametrize(
-    "steps, warmup, expected",
-    [
-        (1, 0, [8e-5]),
-        (3, 0, [1e-3, (1e-3 + 8e-5) / 2, 8e-5]),
-        (3, 2, [5e-4, 1e-3, 8e-5]),
-        (4, 2, [5e-4, 1e-3, 1e-3, 8e-5]),
-        (2, 2, [5e-4, 1e-3]),
-        (2, 4, [2.5e-4, 5e-4]),
-    ],
-)
-def test_rate_of_short_runs(steps, warmup, expected):
-    assert rates(steps=steps, warmup=warmup) == pytest.approx(expected)
+@pytest.mark.parametrize("steps, warmup, expected", RATES)
+def test_learning_rate_of_every_step(steps, warmup, expected):
+    trainer = type("T", (), {"recipe": dataclasses.replace(PAPER, steps=steps, warmup=warmup)})
+    assert [Trainer.rate(trainer, step) for step in range(steps)] == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")
@@ -104,20 +88,14 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", hidden=128)
 
 
-def first_loss(model, out, **changes):
-    recipe = dataclasses.replace(RECIPES["base"], **changes)
-    trainer = Trainer(
-        model, recipe, out, Rows(LENGTH), teacher=teacher_of(load_model(model, torch.float32)), quiet=True
-    )
-    loss, parts = trainer.student(Rows(LENGTH)[0].unsqueeze(0), 0, trainer.teacher)
-    return loss.item(), parts, trainer
-
-
 @pytest.mark.parametrize("positions", [7, LENGTH - 1, LENGTH])
 def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch, positions):
     monkeypatch.setattr("kvpop_vllm.distill.student.POSITIONS", positions)
-    loss, parts, trainer = first_loss(model, tmp_path, kl=0.7, ce=0.3, boundary=2.0)
-    assert loss == pytest.approx(0.7 * parts["kl"] + 0.3 * parts["ce"] + 2.0 * parts["boundary"], rel=1e-5)
+    recipe = dataclasses.replace(RECIPES["base"], kl=0.7, ce=0.3, boundary=2.0)
+    teacher = teacher_of(load_model(model, torch.float32))
+    trainer = Trainer(model, recipe, tmp_path, Rows(LENGTH), teacher=teacher, quiet=True)
+    loss, parts = trainer.student(Rows(LENGTH)[0].unsqueeze(0), 0, teacher)
+    assert loss.item() == pytest.approx(0.7 * parts["kl"] + 0.3 * parts["ce"] + 2.0 * parts["boundary"], rel=1e-5)
     tokens = Rows(LENGTH)[0].unsqueeze(0)
     roles = trainer.student.roles(0)
     attend = Sparse(lambda i, k, v, w: trainer.student.scorers[i](k, v, window=roles.window), roles)
@@ -144,17 +122,6 @@ def test_streaming_plus_attends_to_sinks_and_the_newest(model, tmp_path):
     _, parts = trainer.student(tokens, 0, lambda *asked: (logits, ids))
     expected = top_kl(base(tokens, attend=naive).logits, logits, ids)
     assert parts["kl"] == pytest.approx(expected.item(), rel=1e-4) and parts["kl"] > 0.01
-
-
-@pytest.mark.parametrize("step", [1, 3])
-def test_recency_is_the_same_order_for_every_decay_step(step):
-    """The order is that of a decay with equal scores, though the teacher sees no decay."""
-    score, log_gamma = recency(0, torch.zeros(1, 2, S, 8), None, WINDOW)
-    assert not log_gamma.any()
-    roles = Retention(2 + WINDOW + 6, 2, WINDOW, step=step)
-    kept = visible_keys(*running_cutoffs(score, log_gamma, roles), 2, WINDOW)
-    aged = visible_keys(*running_cutoffs(torch.zeros(1, 2, S), torch.full((2,), -1.0), roles), 2, WINDOW)
-    assert torch.equal(kept, aged)
 
 
 @pytest.mark.parametrize("exact", [False, True])

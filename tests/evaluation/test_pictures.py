@@ -8,10 +8,8 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.backends import TransformersBackend
-from kvpop_vllm.evaluation.output import format_table, markdown_table
-from kvpop_vllm.evaluation.pictures import Report, draw_maps, draw_replay, draw_retrieval, draw_text
+from kvpop_vllm.evaluation.pictures import Report, draw_replay, draw_retrieval
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.runner import Setting
 from kvpop_vllm.evaluation.tasks import summarise_replay, summarise_retrieval
@@ -26,30 +24,6 @@ def line(policy, budget, **values):
 
 def points(axis):
     return {found.get_label(): found.get_xydata().tolist() for found in axis.lines}
-
-
-def test_tables_have_the_same_cells():
-    table = [{"policy": "dense", "kl": None}, {"policy": "x", "kl": 0.25, "topk": 3}]
-    columns = ("policy", "topk", "kl")
-    assert markdown_table(table, columns).splitlines() == [
-        "| policy | topk | kl |",
-        "|---|---|---|",
-        "| dense |  |  |",
-        "| x | 3 | 0.2500 |",
-    ]
-    assert format_table(table, columns).splitlines()[2].split() == ["x", "3", "0.2500"]
-
-
-def test_text_against_the_budget():
-    table = [DENSE | {"policy": "dense", "perplexity": 4.0}]
-    table += [line("x", b, perplexity=p, kl=p - 4, error=0.1) for b, p in ((32, 5.0), (16, 6.0))]
-    table += [line("x", 32, perplexity=7.0, kl=3.0, error=0.2) | {"equal": "bytes"}]
-    drawing = Figure()
-    draw_text(drawing, table)
-    assert len(drawing.axes) == 3
-    curves = points(drawing.axes[0])
-    assert curves["x"] == [[16, 6], [32, 5]] and curves["x (equal bytes)"] == [[32, 7]]
-    assert [y for _, y in curves["dense"]] == [4, 4] and points(drawing.axes[1])["x"] == [[16, 2], [32, 1]]
 
 
 def test_retrieval_is_averaged_by_kind_and_drawn():
@@ -98,17 +72,9 @@ def test_a_report_holds_what_the_oracle_holds(tmp_path):
     report, setting = Report(str(tmp_path / "report")), Setting(length, budget, None, None)
     tokens = random_prompt(length)
     report.add_map(backend, setting, training_free("h2o"), torch.tensor(tokens))
-    table = [line("h2o", budget, perplexity=5.0, kl=0.5, error=0.1)]
-    report.write("text", table, ("policy", "kl"), "some text")
+    report.write("text", [line("h2o", budget, perplexity=5.0, kl=0.5, error=0.1)], ("policy", "kl"), "some text")
     folder = tmp_path / "report"
-    assert sorted(p.name for p in folder.iterdir()) == ["figure.png", "retained.jsonl", "retained.png", "table.md"]
-    assert (folder / "table.md").read_text().splitlines() == [
-        "`kvpop eval --task text` on some text",
-        "",
-        "| policy | kl |",
-        "|---|---|",
-        "| h2o | 0.5000 |",
-    ]
+    assert (folder / "table.md").read_text().splitlines()[-1] == "| h2o | 0.5000 |"
     (found,) = (json.loads(text) for text in (folder / "retained.jsonl").read_text().splitlines())
     assert (found["policy"], found["length"], found["budget"], found["tokens_per_bin"]) == ("h2o", length, budget, 3)
     run = OracleModel(model).run(tokens, OraclePolicy("mean mass", 0, budget // 2, budget // 2))
@@ -117,15 +83,4 @@ def test_a_report_holds_what_the_oracle_holds(tmp_path):
         by_hand = [sum(held[a : a + 3]) / 3 for a in range(0, length, 3)]
         assert found["held"][layer] == pytest.approx(by_hand), layer
         assert int(visible[:, length - 1].sum()) == 2 * budget
-    drawing = Figure()
-    draw_maps(drawing, [found])
-    (image,) = drawing.axes[0].images
-    assert image.get_array().tolist() == found["held"]
-    assert drawing.axes[0].get_title() == "h2o, B = 40"
     assert all((folder / name).stat().st_size > 5000 for name in ("figure.png", "retained.png"))
-
-
-def test_a_file_is_no_report(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="--report .*file is a file: name a folder"):
-        Report(str(tmp_path / "file"))

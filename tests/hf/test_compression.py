@@ -7,7 +7,6 @@ import torch
 from engine.matrix import BUDGET
 from hf.prompts import generate, padded
 
-from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt
 
@@ -55,10 +54,3 @@ def test_a_text_goes_on_behind_its_prompt(case, policy):
         logits = torch.cat([model(part, past_key_values=parts).logits for part in cuts], 1)
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-4)
     assert torch.equal(whole.held(), parts.held()) and not bool(whole.held().all())
-
-
-@pytest.mark.parametrize("policy, prompt", [("snapkv", 0), ("snapkv", "all"), ("h2o", 40)])
-def test_a_prompt_that_cannot_be(case, policy, prompt):
-    model, found = case("llama", policy)
-    with pytest.raises(ConfigError, match="^prompt must be a number of tokens, for a policy that compresses prompts"):
-        KVpopCache(model, **found.settings, prompt=prompt)

@@ -59,28 +59,6 @@ def test_a_prompt_in_pieces_and_a_copied_cache(case):
     assert generate(model, whole, [prompt], 30) == expected and whole.protected == [130]
 
 
-def test_without_protection_nothing_grows(case):
-    model, found = case("qwen3", "h2o")
-    plain, none = KVpopCache(model, **found.settings), KVpopCache(model, **found.settings, protect_prompt=0)
-    prompt = random_prompt(200)
-    assert generate(model, plain, [prompt]) == generate(model, none, [prompt])
-    assert plain.allocated_bytes() == none.allocated_bytes() and plain.protected == [0]
-    for wrong in ("some", -1, 1.5):
-        with pytest.raises(ValueError, match="^protect_prompt must be all or a number of tokens"):
-            KVpopCache(model, **found.settings, protect_prompt=wrong)
-
-
-def test_seeds_of_random_eviction(case):
-    model, found = case("qwen3", "random")
-    settings, prompt = found.settings | {"protect_prompt": 0}, random_prompt(150)
-    held = []
-    for seed in (0, 0, 1):
-        cache = KVpopCache(model, **settings, seed=seed)
-        generate(model, cache, [prompt])
-        held.append(cache.held())
-    assert torch.equal(held[0], held[1]) and not torch.equal(held[0], held[2])
-
-
 def test_padded_rows_protect_their_own_first_tokens(case):
     """Padded rows protect their own first tokens, also in a second turn and with chunks of pads only."""
     model, found = case("qwen3", "kvpop")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine.matrix import BUDGET
@@ -12,12 +15,15 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import NAME
 from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.hf.layer import check_kernels
+from kvpop_vllm.kernels.ops import PromptVotes, Redundancy, RetentionRule
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 
 PROMPT = random_prompt(30)
 FULL = ["full_attention"] * 2
 LATENT = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 16, "qk_nope_head_dim": 16}
 STREAMING = {"policy": "streaming-llm", "budget": BUDGET}
+LISTS = {"policy": "streaming-llm", "budget": [40, 56], "window": 8}
 
 
 @pytest.fixture
@@ -33,26 +39,33 @@ def used(model):
     return cache
 
 
-@pytest.mark.parametrize(
-    "settings, message",
-    [
-        ({"policy": "kvpops", "budget": 64}, "unknown policy 'kvpops': policy takes kvpop, "),
-        ({"policy": "streaming-llm"}, "policy streaming-llm needs a budget: give budget or compression$"),
-        ({"policy": "tova", "budget": 1}, "a budget of 1 is too small .*: raise budget to at least 2$"),
-        ({"policy": "h2o", "budget": 64, "compression": 2.0}, "budget and compression both set the budget"),
-        ({"policy": "h2o", "budget": "64"}, "budget must be an integer of at least 1, got '64'"),
-        ({"policy": "kvpop"}, "policy kvpop needs a scorer: give scorer DIR"),
-        ({"policy": "h2o", "budget": 64, "scorer": "x"}, "policy h2o uses no scorer: leave scorer out"),
-        ({"policy": "full", "budget": 64}, "policy full keeps every token: leave budget and compression out"),
-        ({"policy": "full", "allocator": "pyramid"}, "policy full keeps every token: leave allocator out$"),
-        (
-            {"policy": "h2o", "budget": 64, "allocator": "cone"},
-            "allocator must be one of uniform, pyramid, ada, got 'cone'$",
-        ),
-        ({"policy": "full", "max_length": 0}, "max_length must be an integer of at least 1, got 0"),
-        ({"policy": None, "budget": 64}, "^policy must be the name of one, such as 'kvpop', got None$"),
-    ],
-)
+SETTINGS = [
+    ({"policy": "kvpops", "budget": 64}, "unknown policy 'kvpops': policy takes kvpop, "),
+    ({"policy": "streaming-llm"}, "policy streaming-llm needs a budget: give budget or compression$"),
+    ({"policy": "tova", "budget": 1}, "a budget of 1 is too small .*: raise budget to at least 2$"),
+    ({"policy": "h2o", "budget": 64, "compression": 2.0}, "budget and compression both set the budget"),
+    ({"policy": "kvpop"}, "policy kvpop needs a scorer: give scorer DIR"),
+    ({"policy": "h2o", "budget": 64, "scorer": "x"}, "policy h2o uses no scorer: leave scorer out"),
+    ({"policy": "full", "allocator": "pyramid"}, "policy full keeps every token: leave allocator out$"),
+    ({"policy": "full", "max_length": 0}, "max_length must be an integer of at least 1, got 0"),
+    ({"policy": None, "budget": 64}, "^policy must be the name of one, such as 'kvpop', got None$"),
+    (LISTS | {"protect_prompt": [True]}, "budget has 2, protect_prompt has 1: make them equally long"),
+    (LISTS | {"budget": []}, "budget has 0: make them equally long"),
+    (LISTS | {"budget": [40, "56"]}, "budget must be an integer for each row, got '56'"),
+    (LISTS | {"budget": [40, 3]}, "a budget of 3 is too small .* raise budget to at least"),
+    (LISTS | {"allocator": "pyramid"}, "gives all requests one budget here: leave budget out"),
+    (LISTS | {"protect_prompt": [True, "some"]}, "protect_prompt must be all or a number of tokens"),
+    (LISTS | {"seed": [1, "2"]}, "seed must be an integer, got '2'"),
+    (LISTS | {"seed": None}, "seed must be an integer, got None"),
+    *(
+        ({"policy": "snapkv", "budget": 64, "prompt": prompt}, "^prompt must be a number of tokens, for a policy that")
+        for prompt in (0, "all")
+    ),
+    ({"policy": "h2o", "budget": 64, "prompt": 40}, "^prompt must be a number of tokens, for a policy that compresses"),
+]
+
+
+@pytest.mark.parametrize("settings, message", SETTINGS)
 def test_settings(model, settings, message):
     with pytest.raises(ConfigError, match=message) as refusal:
         KVpopCache(model, **settings)
@@ -92,14 +105,6 @@ def small(kind, **more):
 def test_models(kind, more, message):
     with pytest.raises(ConfigError, match=f"fixed-size cache cannot serve {kind}, a model with .*{message}"):
         KVpopCache(small(kind, **more), **STREAMING)
-
-
-def test_attention_that_cannot_be_given_anything(monkeypatch):
-    model = small("llama")
-    attention = type(model.get_decoder().layers[0].self_attn)
-    monkeypatch.setattr(attention, "forward", lambda self, hidden_states, attention_mask=None: (hidden_states, None))
-    with pytest.raises(ConfigError, match="serve llama, a model with layers that hand no further arguments on"):
-        KVpopCache(model, **STREAMING)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "mistral", "gemma", "phi3", "olmo2", "mixtral", "granite"])
@@ -151,16 +156,15 @@ def test_a_gate_that_borrows_needs_a_model_that_it_is_known_of(tmp_path):
 @pytest.mark.parametrize(
     "options, message, seen",
     [
-        ({"num_beams": 2}, "does not exchange rows: set num_beams to 1", [30] * 4),
+        ({"num_beams": 2}, "does not exchange rows: set num_beams to 1", [30] * 2),
         ({"prompt_lookup_num_tokens": 3}, "takes no token back: leave assistant_model and prompt_lookup", []),
     ],
 )
 def test_ways_of_generating(model, options, message, seen):
     """Unsupported ways of generating are refused; beams are first exchanged after the prompt."""
-    prompts = [PROMPT] if "prompt_lookup_num_tokens" in options else [PROMPT, PROMPT]
     cache = KVpopCache(model, **STREAMING)
     with pytest.raises(ConfigError, match=message):
-        generate(model, cache, prompts, **options)
+        generate(model, cache, [PROMPT], **options)
     assert cache.lengths == seen
 
 
@@ -181,44 +185,31 @@ def test_texts_that_do_not_go_on(model, used):
     text = used.get_seq_length() + 5
     whole = [random_prompt(text), random_prompt(text)]
     for prompts, message in (
-        ([whole[0]], "a batch of 1 rows for a KvpopCache of 2: call reset"),
-        ([PROMPT, PROMPT], r"no new tokens|positions do not follow|attention_mask is .* and must be"),
+        ([whole[0]], "a batch of 1 rows for a KVpopCache of 2: call reset"),
+        ([PROMPT, PROMPT], "no new tokens|positions do not follow|attention_mask is .* and must be"),
         ([whole[0], whole[1][:-2]], "attention_mask says that rows had .37, 35. tokens, .* has seen .37, 37."),
     ):
-        with pytest.raises(ValueError, match=message.replace("Kvpop", "KVpop")):
+        with pytest.raises(ValueError, match=message):
             generate(model, used, prompts)
-    with pytest.raises(ValueError, match="positions do not follow .*turns differ in length in caches of their own"):
-        model.generate(
-            torch.tensor(whole)[:, -5:],
-            past_key_values=used,
-            attention_mask=torch.ones(2, 42),
-            position_ids=torch.arange(5)[None],
-            max_new_tokens=1,
-        )
     assert used.lengths == [37, 37] and len(generate(model, used, whole, new=1)) == 2
+    with pytest.raises(ValueError, match="a batch of 3 rows for a KVpopCache with lists of 2: give one entry for each"):
+        generate(model, KVpopCache(model, **LISTS), [PROMPT] * 3)
 
 
 @pytest.mark.parametrize(
     "mask, message",
     [
-        ([1, 1, 1, 0], "zeros behind a row's first token: pad on the left"),
-        ([1, 0, 1, 1], "zeros behind a row's first token: pad on the left"),
-        ([1, 1, 1], "attention_mask is .1, 3. and must be a tensor of shape .1, 4."),
-        ([[[1] * 4] * 4], "attention_mask is .1, 1, 4, 4. and must be a tensor of shape .1, 4."),
+        (torch.tensor([[1, 1, 1, 0]]), "zeros behind a row's first token: pad on the left"),
+        (torch.tensor([[1, 0, 1, 1]]), "zeros behind a row's first token: pad on the left"),
+        (torch.ones(1, 1, 4, 4), "attention_mask is .1, 1, 4, 4. and must be a tensor of shape .1, 4."),
         ({"full_attention": None}, "attention_mask is a dict and must be a tensor of shape .1, 4."),
     ],
 )
 def test_masks(model, mask, message):
     cache = KVpopCache(model, **STREAMING)
-    mask = mask if isinstance(mask, dict) else torch.tensor([mask])
     with torch.no_grad(), pytest.raises(ValueError, match=message):
         model(torch.tensor([PROMPT[:4]]), attention_mask=mask, past_key_values=cache)
-    with torch.no_grad():
-        model(torch.tensor([PROMPT[:4]]), attention_mask=torch.ones(1, 4), past_key_values=cache)
-        for bad in ([0, 1, 1, 1, 1], [1, 1, 1, 1, 0]):
-            with pytest.raises(ValueError, match="attention_mask"):
-                model(torch.tensor([[1]]), attention_mask=torch.tensor([bad]), past_key_values=cache)
-    assert cache.lengths == [4]
+    assert cache.lengths == []
 
 
 def test_a_row_that_ended_cannot_be_continued_without_its_pads(model):
@@ -254,36 +245,6 @@ def test_the_model_stays_as_it_is(model):
     assert all(len(layer.self_attn._forward_pre_hooks) == 1 for layer in decoder.layers)
 
 
-@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
-def test_a_pass_that_is_broken_off(model, used, error):
-    """After an interrupted pass the model is unchanged, and the cache asks for a reset."""
-
-    def break_off(*args):
-        raise error("broken off")
-
-    handle = model.get_decoder().layers[1].register_forward_pre_hook(break_off)
-    whole = [random_prompt(45), random_prompt(45)]
-    try:
-        with pytest.raises(error, match="broken off"):
-            generate(model, used, whole)
-    finally:
-        handle.remove()
-    with pytest.raises(RuntimeError, match="broken off when some layers had it: call reset"):
-        generate(model, used, whole)
-    assert generate(model, None, whole)[0] and model.config._attn_implementation == "sdpa"
-    used.reset()
-    assert generate(model, used, whole) == generate(model, KVpopCache(model, **STREAMING), whole)
-
-
-def test_a_pass_that_fails_before_any_layer_leaves_the_cache_as_it_was(model):
-    cache = KVpopCache(model, **STREAMING)
-    handle = model.get_decoder().layers[0].register_forward_pre_hook(lambda *args: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        generate(model, cache, [PROMPT, PROMPT])
-    handle.remove()
-    assert generate(model, cache, [PROMPT]) == generate(model, KVpopCache(model, **STREAMING), [PROMPT])
-
-
 def test_attention_that_is_exchanged_during_a_pass(model):
     """The tokens of a pass whose attention was exchanged are not returned."""
 
@@ -302,10 +263,40 @@ def test_attention_that_is_exchanged_during_a_pass(model):
 
 
 def test_gradients_and_attention_weights(model):
-    inputs = torch.tensor([PROMPT])
+    inputs, cache = torch.tensor([PROMPT]), KVpopCache(model, **STREAMING)
     with pytest.raises(RuntimeError, match="no gradients go through a KVpopCache: call the model under torch.no_grad"):
-        model(inputs, past_key_values=KVpopCache(model, **STREAMING))
-    with torch.no_grad(), pytest.raises(ConfigError, match="leave output_attentions out"):
-        model(inputs, past_key_values=KVpopCache(model, **STREAMING), output_attentions=True)
-    with torch.no_grad(), pytest.raises(TypeError, match="all inputs of the model but the first are given by name"):
-        model.get_decoder()(inputs, torch.ones(1, 30), past_key_values=KVpopCache(model, **STREAMING))
+        model(inputs, past_key_values=cache)
+    with torch.no_grad():
+        with pytest.raises(ConfigError, match="leave output_attentions out"):
+            model(inputs, past_key_values=cache, output_attentions=True)
+        with pytest.raises(TypeError, match="all inputs of the model but the first are given by name"):
+            model.get_decoder()(inputs, torch.ones(1, 30), past_key_values=cache)
+    assert cache.lengths == []
+
+
+@pytest.mark.parametrize(
+    "place, changes, message",
+    [
+        ("xpu", {}, "no kernels of a fixed-size cache for xpu: move the model to a GPU or the CPU"),
+        (
+            "cuda",
+            {"dtype": torch.float64},
+            "no GPU kernels for keys of torch.float64 and size 64: .* change the model's",
+        ),
+        ("cuda", {"size": 512}, "no GPU kernels for keys of torch.bfloat16 and size 512"),
+        ("cuda", {"capability": (7, 5)}, "GPU kernels are for NVIDIA's from compute capability 8.0 on"),
+        ("cuda", {"rounds": Redundancy(2)}, "scores anew in rounds, which only a CPU does: move the model to the CPU"),
+        ("cuda", {"votes": PromptVotes(2)}, "compresses prompts at their end, which only a CPU does: move the model"),
+        ("cuda", {"dtype": torch.float16, "size": 80}, None),
+    ],
+)
+def test_devices_without_kernels(model, monkeypatch, place, changes, message):
+    asked = {"dtype": torch.bfloat16, "size": 64, "capability": (8, 0), "rounds": None, "votes": None} | changes
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: asked["capability"])
+    rule = RetentionRule(4, 8, torch.zeros(2, dtype=torch.float64), rounds=asked["rounds"], votes=asked["votes"])
+    shape = (1, 2, 5, asked["size"])
+    keys = SimpleNamespace(device=torch.device(place), dtype=asked["dtype"], shape=shape, requires_grad=False)
+    with torch.no_grad(), pytest.raises(ConfigError, match=message) if message else nullcontext():
+        if place == "xpu":
+            KVpopCache(model, **STREAMING).begin(model.get_decoder(), keys, None, None)
+        check_kernels(keys, rule)

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import torch
 from engine.matrix import BUDGET
 from hf.prompts import generate, padded
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import AutoModelForCausalLM
 
-from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import random_prompt
 
@@ -50,20 +47,6 @@ def test_a_row_of_a_padded_batch_is_the_row_alone(case, policy, lengths):
     assert cache.lengths == again[::-1]
 
 
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
-@pytest.mark.parametrize("policy", ["kvpop", "tova", "h2o"])
-def test_with_room_for_all_it_is_the_dense_model(case, kind, policy):
-    model, found = case(kind, policy)
-    settings = {"window": 200} if policy in ("tova", "h2o") else {}
-    cache = KVpopCache(model, **found.settings | {"budget": 256} | settings)
-    prompts = [random_prompt(n, seed=n) for n in LENGTHS]
-    dense = generate(model, DynamicCache(config=model.config), prompts, 12)
-    assert generate(model, cache, prompts, 12) == dense
-    assert all(bool(cache.held(row).all()) for row in range(3))
-    bounded = generate(model, KVpopCache(model, **found.settings), prompts, 12)
-    assert bounded[1] == dense[1] and bounded != dense, "the budget shows in nothing"
-
-
 def test_full_keeps_everything_and_has_an_end(tiny):
     _, model = tiny("llama")
     cache = KVpopCache(model, "full", max_length=100)
@@ -94,23 +77,6 @@ def test_two_turns_are_one_prompt(case, policy):
     assert parts.lengths == whole.lengths
 
 
-def test_a_chat_goes_on(case):
-    """A chat fed turn by turn, with its answers, gives the tokens of a prompt with the whole text."""
-    for policy in ("kvpop", "h2o"):
-        model, found = case("qwen3", policy)
-        cache, text = KVpopCache(model, **found.settings), random_prompt(50)
-        for turn in range(3):
-            text = model.generate(torch.tensor([text]), past_key_values=cache, max_new_tokens=6, do_sample=False)[
-                0
-            ].tolist()
-            if turn < 2:
-                text += random_prompt(20, seed=turn)
-        assert cache.lengths == [len(text) - 1]
-        whole = KVpopCache(model, **found.settings)
-        assert generate(model, whole, [text[:-6]], new=6) == [text[-6:]]
-        assert torch.equal(whole.held(), cache.held())
-
-
 def test_chats_in_a_batch(case):
     """Whole texts with masks, padded on the left, continue if turns have one length, else are refused."""
     model, found = case("qwen3", "kvpop")
@@ -123,33 +89,19 @@ def test_chats_in_a_batch(case):
         return [text + new for text, new in zip(texts, generate(model, cache, texts, new=4), strict=True)]
 
     texts = answered(cache, starts)
-    for lengths, message in (
-        ((7, 5), "rows had .66, 10. tokens, .* has seen .66, 12.: continue rows whose turns differ"),
-        (
-            (7, 61),
-            "(positions do not follow|rows had .66, 66. tokens).* rows whose turns differ in length in caches of their own",
-        ),
-        ((7, 70), "has seen .66, 12.: continue rows whose turns differ in length in caches of their own"),
+    differ = "rows whose turns differ in length in caches of their own"
+    for lengths, seen in (
+        ((7, 5), "rows had .66, 10."),
+        ((7, 61), "positions do not follow|rows had .66, 66."),
+        ((7, 70), ""),
     ):
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"({seen}).*{differ}"):
             generate(model, cache, more(texts, lengths))
     together = answered(cache, more(texts, (7, 7)))
     for row, start in enumerate(starts):
         own = KVpopCache(model, **found.settings)
         assert answered(own, more(answered(own, [start]), [7])) == [together[row]]
         assert torch.equal(own.held(), cache.held(row))
-
-
-@pytest.mark.parametrize("policy", ["kvpop", "h2o-pyramid"])
-def test_texts_with_the_same_beginning(case, policy):
-    model, found = case("llama", policy)
-    start, ends = random_prompt(70), [random_prompt(9, seed=i) for i in (1, 2)]
-    begun = KVpopCache(model, **found.settings)
-    model.generate(torch.tensor([start]), past_key_values=begun, max_new_tokens=1)
-    tokens = [generate(model, copy.deepcopy(begun), [start + end]) for end in ends]
-    whole = [generate(model, KVpopCache(model, **found.settings), [start + end]) for end in ends]
-    assert tokens == whole and tokens[0] != tokens[1]
-    assert begun.lengths == [70]
 
 
 def test_prompts_in_chunks(case):
@@ -159,20 +111,6 @@ def test_prompts_in_chunks(case):
     expected = generate(model, KVpopCache(model, **found.settings), prompts)
     for size in (7, 32, 1):
         assert generate(model, KVpopCache(model, **found.settings), prompts, prefill_chunk_size=size) == expected
-
-
-def test_passes_by_hand(case):
-    """Passes without ``generate()`` and without positions give the same tokens."""
-    model, found = case("llama", "kvpop")
-    prompts = [random_prompt(n, seed=n) for n in LENGTHS]
-    expected, cache = generate(model, KVpopCache(model, **found.settings), prompts), KVpopCache(model, **found.settings)
-    inputs, tokens = padded(prompts), []
-    with torch.no_grad():
-        logits = model(**inputs, past_key_values=cache).logits
-        for _ in range(8):
-            tokens.append(logits[:, -1].argmax(-1))
-            logits = model(tokens[-1][:, None], past_key_values=cache).logits
-    assert torch.stack(tokens, 1).tolist() == expected
 
 
 def test_sampling_and_several_answers(case):
@@ -240,29 +178,3 @@ def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy):
         assert cache.held(row).sum(-1).max() <= own["budget"][row] + protected
     cache.reset()
     assert generate(model, cache, prompts, 60) == together
-
-
-@pytest.mark.parametrize(
-    "options, message",
-    [
-        ({"budget": [40, 56], "protect_prompt": [True]}, "budget has 2, protect_prompt has 1: make them equally long"),
-        ({"budget": []}, "budget has 0: make them equally long"),
-        ({"budget": [40, "56"]}, "budget must be an integer for each row, got '56'"),
-        ({"budget": [40, 3]}, "a budget of 3 is too small .* raise budget to at least"),
-        ({"budget": [40, 56], "allocator": "pyramid"}, "gives all requests one budget here: leave budget out"),
-        ({"protect_prompt": [True, "some"]}, "protect_prompt must be all or a number of tokens"),
-        ({"seed": [1, "2"]}, "seed must be an integer, got '2'"),
-        ({"seed": None}, "seed must be an integer, got None"),
-    ],
-)
-def test_lists_that_cannot_be(tiny, options, message):
-    with pytest.raises(ConfigError, match=message):
-        KVpopCache(tiny("llama")[1], "streaming-llm", **{"budget": 40, "window": 8} | options)
-
-
-def test_lists_of_another_number_of_rows(tiny):
-    model = tiny("llama")[1]
-    with pytest.raises(
-        ValueError, match="a batch of 3 rows for a KVpopCache with lists of 2: give one entry for each row"
-    ):
-        generate(model, KVpopCache(model, "streaming-llm", budget=[40, 56]), [random_prompt(9)] * 3)

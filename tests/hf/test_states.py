@@ -4,40 +4,22 @@ from __future__ import annotations
 
 import copy
 import gc
-import json
 import pickle
 import threading
-import warnings
 import weakref
 from contextlib import nullcontext
-from dataclasses import replace
-from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from hf.prompts import generate, padded
-from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.hook import NAME, borrow_channel
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.hf.checks import _warn_of_reference
-from kvpop_vllm.hf.layer import check_kernels
-from kvpop_vllm.kernels.ops import PromptVotes, Redundancy, RetentionRule
 from kvpop_vllm.testing import random_prompt
 
 PROMPTS = [random_prompt(n, seed=n) for n in (70, 63)]
-
-
-def test_a_pass_of_pads_alone(case):
-    """The first chunk of prompts with much padding may be all pads."""
-    model, found = case("qwen3", "kvpop")
-    expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
-    inputs = {name: torch.nn.functional.pad(x, (58, 0)) for name, x in padded(PROMPTS).items()}  # 128 columns
-    cache = KVpopCache(model, **found.settings)
-    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=8, do_sample=False, prefill_chunk_size=50)
-    assert out[:, 128:].tolist() == expected and cache.lengths == [77, 70]
 
 
 def test_a_first_pass_in_inference_mode(case):
@@ -61,17 +43,6 @@ def test_another_dtype_after_a_reset(case):
     cache.reset()
     model.to(torch.float32)
     assert generate(model, cache, PROMPTS) == expected
-
-
-def test_gradients_are_refused_before_anything_is_held(case):
-    model, found = case("llama", "h2o")
-    model = copy.deepcopy(model).train()
-    model.gradient_checkpointing_enable({"use_reentrant": True})
-    model.enable_input_require_grads()
-    cache = KVpopCache(model, **found.settings)
-    with pytest.raises(RuntimeError, match="no gradients go through a KVpopCache: call the model under torch.no_grad"):
-        model(**padded(PROMPTS), past_key_values=cache)
-    assert cache.lengths == []
 
 
 def test_a_borrowed_channel_is_borrowed_once(case):
@@ -228,78 +199,14 @@ def test_threads_take_turns(case):
     other.start()
     other.join()
     assert after == expected, "the pass that was interrupted here is not running"
-    ended = threading.Thread(target=interrupt, args=(model, 1, KVpopCache(model, **found.settings), SystemExit))
-    ended.start()
-    ended.join()
-    assert generate(model, KVpopCache(model, **found.settings), PROMPTS) == expected
 
 
 def test_slow_kernels_are_said_once(case):
     model = copy.deepcopy(case("llama", "h2o")[0]).to(torch.float16)
     _warn_of_reference.cache_clear()
     with pytest.warns(
-        UserWarning, match="slow reference kernels: .* keys of torch.float16 and size 32; .* change the model's dtype"
-    ):
-        generate(model, KVpopCache(model, "h2o", budget=9), [PROMPTS[0][:12]], new=2)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        generate(model, KVpopCache(model, "h2o", budget=9), [PROMPTS[0][:12]], new=2)
-        _warn_of_reference.cache_clear()
-        bf16 = model.to(torch.bfloat16)
-        generate(bf16, KVpopCache(bf16, "h2o", budget=9), [PROMPTS[0][:12]], new=2)
-
-
-def test_a_model_that_gives_a_channel_up_is_without_it_under_any_policy(case, tmp_path):
-    model, _ = case("llama", "h2o")
-    model.save_pretrained(tmp_path)
-    config = Path(tmp_path) / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"kvpop_borrowed_channel": True}))
-    marked, settings = AutoModelForCausalLM.from_pretrained(tmp_path).eval(), {"policy": "h2o", "budget": 256}
-    lent = copy.deepcopy(model)
-    borrow_channel(lent)
-    with torch.no_grad():
-        logits = [
-            each(torch.tensor(PROMPTS[:1]), past_key_values=KVpopCache(each, **settings)).logits
-            for each in (marked, lent, model)
-        ]
-    torch.testing.assert_close(logits[0], logits[1], rtol=0, atol=1e-6)
-    assert (logits[0] - logits[2]).abs().max() > 1e-3
-
-
-def test_an_accelerator_without_kernels_is_refused(case):
-    model, found = case("llama", "h2o")
-    cache = KVpopCache(model, **found.settings)
-    elsewhere = type("Inputs", (), {"shape": (1, 4), "device": torch.device("xpu"), "requires_grad": False})()
-    with (
-        torch.no_grad(),
-        pytest.raises(
-            ConfigError, match="no kernels of a fixed-size cache for xpu: move the model to a GPU or the CPU"
-        ),
-    ):
-        cache.begin(model.get_decoder(), elsewhere, None, None)
-
-
-@pytest.mark.parametrize(
-    "dtype, size, capability, message",
-    [
-        (
-            torch.float64,
-            64,
-            (9, 0),
-            "no GPU kernels for keys of torch.float64 and size 64: .* change the model's dtype",
-        ),
-        (torch.bfloat16, 512, (9, 0), "no GPU kernels for keys of torch.bfloat16 and size 512"),
-        (torch.bfloat16, 64, (7, 5), "GPU kernels are for NVIDIA's from compute capability 8.0 on"),
-        (torch.float16, 80, (8, 0), None),
-    ],
-)
-def test_what_a_gpu_has_no_kernels_for_is_refused(monkeypatch, dtype, size, capability, message):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
-    rule = RetentionRule(4, 8, torch.zeros(2, dtype=torch.float64))
-    keys = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 2, 5, size))
-    with pytest.raises(ConfigError, match=message) if message else nullcontext():
-        check_kernels(keys, rule)
-    with pytest.raises(ConfigError, match="scores anew in rounds, which only a CPU does: move the model to the CPU"):
-        check_kernels(keys, replace(rule, rounds=Redundancy(2)))
-    with pytest.raises(ConfigError, match="compresses prompts at their end, which only a CPU does: move the model"):
-        check_kernels(keys, replace(rule, votes=PromptVotes(2)))
+        UserWarning, match="slow reference kernels: .* torch.float16 and size 32; .* change the model's"
+    ) as said:
+        for _ in range(2):
+            generate(model, KVpopCache(model, "h2o", budget=9), [PROMPTS[0][:12]], new=2)
+    assert len([each for each in said if "slow" in str(each.message)]) == 1

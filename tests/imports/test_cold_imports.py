@@ -69,29 +69,10 @@ sys.exit(f"imported cold: all but {{failed}}" if failed else 0)
     assert outcome.returncode == 0, outcome.stderr
 
 
-def test_blocker_blocks():
-    """An import of a blocked package fails, so the two tests above would notice one."""
-    outcome = run_python(f"{BLOCK}\nimport vllm")
-    assert outcome.returncode != 0 and "vllm is blocked in this test" in outcome.stderr
-
-
 def test_triton_kernels_refuses_its_folder_name():
     outcome = run_python("import triton_kernels")
     assert outcome.returncode != 0
     assert "its name is `kvpop_vllm.kernels.triton`" in outcome.stderr.splitlines()[-1]
-
-
-def test_triton_kernels_imports_under_its_package_name(tmp_path):
-    """The package also imports from another folder, where only the installation can provide it.
-
-    It is never found under the name of its folder.
-    """
-    code = """
-import importlib.util, kvpop_vllm.kernels.triton
-assert importlib.util.find_spec("triton_kernels") is None
-"""
-    outcome = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert outcome.returncode == 0, outcome.stderr
 
 
 def imported_names(source):
@@ -126,42 +107,23 @@ def test_only_the_glue_imports_vllm():
 BELOW_ALL = ("supported", "flags")
 """Tables that every room may read."""
 ARROWS = {
-    **dict.fromkeys(BELOW_ALL, set()),
-    "roles": set(),
-    "files": set(),
-    "config": {"roles"},
-    "kernels": {"_C", "roles"},
-    "scorers": {"kernels", "config", "files"},
-    "policies": {"scorers", "kernels", "config", "roles"},
-    "cache": {"kernels", "roles"},
-    "attention": {"kernels", "roles"},
-    "testing": set(),
-    "bench": {"config"},
-    "distill": {"scorers", "kernels", "config", "files", "roles", "argument_types"},
-    "evaluation": {
-        "hf",
-        "distill",
-        "policies",
-        "scorers",
-        "cache",
-        "kernels",
-        "config",
-        "roles",
-        "argument_types",
-    },
-    "model_types": {"config"},
-    "hf": {
-        "attention",
-        "distill",
-        "policies",
-        "scorers",
-        "cache",
-        "kernels",
-        "config",
-        "roles",
-        "model_types",
-    },
-    "plan": {"policies", "cache", "scorers", "kernels", "config", "argument_types"},
+    "supported": "",
+    "flags": "",
+    "roles": "",
+    "files": "",
+    "config": "roles",
+    "kernels": "_C roles",
+    "scorers": "kernels config files",
+    "policies": "scorers kernels config roles",
+    "cache": "kernels roles",
+    "attention": "kernels roles",
+    "testing": "",
+    "bench": "config",
+    "distill": "scorers kernels config files roles argument_types",
+    "evaluation": "hf distill policies scorers cache kernels config roles argument_types",
+    "model_types": "config",
+    "hf": "attention distill policies scorers cache kernels config roles model_types",
+    "plan": "policies cache scorers kernels config argument_types",
 }
 """Each room and the rooms it may import from, as in DESIGN.md."""
 
@@ -171,19 +133,4 @@ def test_arrows_point_one_way(room):
     files = [*(PACKAGE / room).rglob("*.py"), *PACKAGE.glob(f"{room}.py")]
     names = {name for file in files for name in imported_names(file.read_text(encoding="utf-8")) if name}
     rooms = {name.split(".")[1] for name in names if name.startswith("kvpop_vllm.")}
-    assert files and rooms - {room, *BELOW_ALL} <= ARROWS[room]
-
-
-@pytest.mark.parametrize(
-    "source, found",
-    [
-        ("import vllm.config", True),
-        ("def f():\n    from vllm import LLM", True),
-        ("import importlib\nimportlib.import_module('vllm.v1')", True),
-        ("import kvpop_vllm.vllm_glue\nfrom . import vllm_like\nimport vllm_other", False),
-    ],
-)
-def test_the_search_finds_what_it_should(tmp_path, source, found):
-    file = tmp_path / "module.py"
-    file.write_text(source)
-    assert bool(vllm_importers([file])) is found
+    assert files and rooms - {room, *BELOW_ALL} <= set(ARROWS[room].split())

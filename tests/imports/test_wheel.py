@@ -36,15 +36,3 @@ def test_files(wheel):
     modules |= {f"kvpop_vllm/kernels/triton/{path.name}" for path in (ROOT / "triton_kernels").glob("*.py")}
     names = set(zipfile.ZipFile(wheel).namelist())
     assert {name for name in names if ".dist-info/" not in name} == modules
-
-
-def test_entry_points(wheel):
-    with zipfile.ZipFile(wheel) as archive:
-        (name,) = (name for name in archive.namelist() if name.endswith("entry_points.txt"))
-        lines = archive.read(name).decode().split("\n")
-    assert [line for line in lines if line] == [
-        "[console_scripts]",
-        "kvpop = kvpop_vllm.cli:main",
-        "[vllm.general_plugins]",
-        "kvpop = kvpop_vllm.vllm_glue.plugin:register",
-    ]

@@ -70,15 +70,6 @@ def test_trimkv(trimkv, run, tmp_path, make, suffix):
     assert "holds a scorer already" in run(source)
 
 
-def test_roles_can_be_chosen(trimkv, run, tmp_path):
-    source, _ = trimkv()
-    edit(source, memory_size=0.25)
-    assert "memory_size is 0.25, which is no number of tokens: give --topk" in run(source)
-    assert run(source, "--sinks", 4, "--window", 32, "--topk", 92) is None
-    config = read_scorer(tmp_path / "out")[0]
-    assert (config.sinks, config.window, config.topk) == (4, 32, 92)
-
-
 class Evil:
     """An object whose unpickling creates a folder."""
 
@@ -113,6 +104,8 @@ def test_wrong_trimkv_folders(trimkv, run):
     assert "cannot be read as tensors alone" in run(source)
     (source / "trimkv_weights.pth").unlink()
     assert "has neither trimkv_weights.safetensors nor trimkv_weights.pth" in run(source)
+    edit(source, memory_size=0.25)
+    assert "memory_size is 0.25, which is no number of tokens: give --topk" in run(source)
     edit(source, retention_gate="rg10")
     assert "retention_gate is 'rg10', and only rg, rg2, rg3 are TRIM-KV's" in run(source)
     edit(source, retention_gate=...)
@@ -126,10 +119,10 @@ def test_dms_with_a_borrowed_channel(run, tmp_path):
     source = write_tiny_model(tmp_path / "published", "qwen3")
     edit(source, **DMS)
     assert "give --topk" in run(source)
-    assert run(source, "--topk", 1000) is None
+    assert run(source, "--topk", 1000, "--sinks", 4) is None
     config, layers = read_scorer(tmp_path / "out")
     assert (config.reads, config.scale, config.shifted) == ("query", 100.0, True)
-    assert (config.sinks, config.window, config.topk) == (1, 513, 1000)
+    assert (config.sinks, config.window, config.topk) == (4, 513, 1000)
     channel = torch.tensor([[0.04, 0.06]])
     given = from_tensors(config, layers[1])(Signals(channel=channel))
     torch.testing.assert_close(given, -(100 * channel - 5))
@@ -164,7 +157,9 @@ def test_dms_with_a_separate_projection(run, tmp_path):
 
 def test_wrong_dms_folders(run, tmp_path):
     source = write_tiny_model(tmp_path / "published", "qwen3")
-    edit(source, **DMS, dms_separate_alpha=True)
+    edit(source, **DMS)
+    assert "window must be an integer from 2" in run(source, "--topk", 9, "--window", 1)
+    edit(source, dms_separate_alpha=True)
     assert "has no model.layers.0.self_attn.dms_proj_alpha.weight" in run(source, "--topk", 9)
     weights = load_file(source / "model.safetensors")
     weights["model.layers.0.input_layernorm.weight"][3] = 0
@@ -174,10 +169,3 @@ def test_wrong_dms_folders(run, tmp_path):
     assert "dms_alpha_per is 'layer'" in run(source, "--topk", 9)
     edit(source, dms_alpha_per="head", dms_window_size=...)
     assert "has no dms_window_size" in run(source, "--topk", 9)
-    assert "window must be an integer from 2" in run(dms_borrowed(tmp_path), "--topk", 9, "--window", 1)
-
-
-def dms_borrowed(tmp_path):
-    source = write_tiny_model(tmp_path / "borrowed", "qwen3")
-    edit(source, **DMS)
-    return source
