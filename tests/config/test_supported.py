@@ -76,25 +76,7 @@ def test_every_architecture_has_its_classes():
         assert any(kind in each.__name__.lower() for each in gated_attention._CLASSES)
 
 
-@pytest.mark.parametrize(
-    "name, declared",
-    [
-        ("soft-capping", {"attn_logit_softcapping": 50.0}),
-        ("attention sinks", {"model_type": "gpt_oss"}),
-        ("attention sinks", {"model_type": "granite", "layer_types": ["full_attention"]}),
-        ("attention sinks", {"use_attention_sinks": True}),
-        ("shared KV layers", {"num_kv_shared_layers": 2}),
-        ("bidirectional attention", {"is_causal": False}),
-        ("sliding-window", {"sliding_window": 64}),
-        ("sliding-window", {"layer_types": ["chunked_attention"]}),
-        ("sliding-window", {"attention_chunk_size": 64}),
-        (None, {"sliding_window": 64, "use_sliding_window": False}),
-        (None, {"attn_logit_softcapping": None, "model_type": "granite", "is_causal": True}),
-    ],
-)
-def test_what_configs_declare(name, declared):
-    assert refused(SimpleNamespace(**declared), {}) == ([REFUSED[name]] if name else [])
-
-
-def test_what_only_the_reader_sees():
+def test_what_only_the_reader_or_an_unknown_key_says():
+    """tests/test_refusals.py has configs of models."""
     assert refused(SimpleNamespace(), {"MLA": True, "recurrent": 0}) == [REFUSED["MLA"]]
+    assert refused(SimpleNamespace(use_attention_sinks=True), {}) == [REFUSED["attention sinks"]]

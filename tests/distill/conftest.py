@@ -20,6 +20,11 @@ def folder(tmp_path_factory):
     return root
 
 
+@pytest.fixture(scope="session")
+def model(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
+
+
 @pytest.fixture
 def kvpop(folder, capfd, monkeypatch):
     """Function that runs a command line in the folder and returns status, output and errors."""

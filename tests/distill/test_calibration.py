@@ -18,7 +18,6 @@ from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Decay, build, make_config
 from kvpop_vllm.scorers.base import log_gamma
 from kvpop_vllm.scorers.init import model_shape
-from kvpop_vllm.testing import write_tiny_model
 
 
 def evicted_mass(q, k, score, log_gamma, roles, positions, scale):
@@ -90,8 +89,7 @@ class Recorder:
         return ops.sparse_attention(q, k, v, rank, rank, sinks=0, window=1, scale=scale, impl="reference")[0]
 
 
-def test_every_head_gets_the_decay_that_loses_least(tmp_path):
-    model = write_tiny_model(tmp_path / "model", "qwen3")
+def test_every_head_gets_the_decay_that_loses_least(model):
     recipe, decay = dataclasses.replace(RECIPE, window=[8, 12], topk=[20, 9]), Decay(1, 0.8, 0.999)
     torch.manual_seed(3)
     config = make_config(model_shape(model), source="the test", **recipe.scorer_options())
@@ -126,9 +124,9 @@ def test_every_head_gets_the_decay_that_loses_least(tmp_path):
     assert least == pytest.approx(kept.mean().item(), rel=1e-4)
 
 
-def test_autocast_changes_nothing(tmp_path):
+def test_autocast_changes_nothing(model, tmp_path):
     """Autocast, as of a bfloat16 base, changes no lost mass."""
-    model, grid = write_tiny_model(tmp_path / "model", "qwen3"), decay_grid(Decay(1, 0.8, 0.999))
+    grid = decay_grid(Decay(1, 0.8, 0.999))
     student = Trainer(model, RECIPE, tmp_path / "out", Rows(LENGTH)).student
     q, k = torch.randn(2, 1, 2, LENGTH, 32, generator=torch.Generator().manual_seed(1))
     lost = []

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 from distill.tiny_text import write_text
-from distill.typed import distill
+from distill.typed import distill, evaluated, records, refused
 
 from kvpop_vllm.evaluation.policies import known_training_free
 from kvpop_vllm.policies import POLICIES
 from kvpop_vllm.policies.base import Signal
 
-COMMON = "--model=qwen3 --data long.jsonl --split=all --dtype=float32"
+EVICTING = [name for name in known_training_free() if not POLICIES[name].compresses]
+"""Policies that evict from the first token on, because replay rows are not prompts and answers."""
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -21,22 +21,11 @@ def long_text(folder):
     write_text(folder / "long.jsonl", documents=200)
 
 
-def records(path):
-    return [json.loads(line) for line in Path(path).read_text().splitlines()]
-
-
-def evicting():
-    """Return policies that evict from the first token on, because replay rows are not prompts and answers."""
-    return [name for name in known_training_free() if not POLICIES[name].compresses]
-
-
 def test_replay_of_all_policies_with_their_own_defaults(kvpop):
     distill(kvpop, "replayed", "--steps=2")
-    words = f"eval --task=replay {COMMON} --length 160 120 --budget 80 --rows=2 --bucket=30 --out=replay.jsonl --scorer=replayed"
-    status, output, errors = kvpop(*words.split(), "--report=replay")
-    assert status in (0, None), errors
-    found = records("replay.jsonl")
-    names = {*evicting(), "replayed"}
+    words = "--task=replay --data long.jsonl --length 160 120 --budget 80 --rows=2 --bucket=30"
+    output, found = evaluated(kvpop, f"{words} --scorer=replayed --report=replay")
+    names = {*EVICTING, "replayed"}
     assert {r["policy"] for r in found} == names | {"dense"} and len(found) == 4 * (1 + len(names))
     windows = {r["policy"]: r["window"] for r in found if r["policy"] != "dense"}
     assert (windows["h2o"], windows["tova"], windows["streaming-llm"], windows["replayed"]) == (40, 1, 75, 8)
@@ -52,8 +41,8 @@ def test_replay_of_all_policies_with_their_own_defaults(kvpop):
     for m in maps:
         if m["policy"] in ("h2o", "tova", "streaming-llm", "replayed"):
             assert all(sum(layer) * m["tokens_per_bin"] == pytest.approx(80, abs=4) for layer in m["held"])
-    status, _, errors = kvpop(*words.split()[:-2], "--policies", "tova", "--window=5", "--sinks=3", "--out=alike.jsonl")
-    assert status in (0, None) and {r.get("window") for r in records("alike.jsonl")} == {None, 5}, errors
+    _, found = evaluated(kvpop, f"{words} --policies tova --window=5 --sinks=3")
+    assert {r.get("window") for r in found} == {None, 5}
 
 
 def test_what_the_registry_cannot_run_is_left_out_unless_it_is_named(kvpop, monkeypatch):
@@ -63,34 +52,26 @@ def test_what_the_registry_cannot_run_is_left_out_unless_it_is_named(kvpop, monk
         name, signals = "needs-hidden", frozenset({Signal.HIDDEN, Signal.MASS})
 
     monkeypatch.setitem(POLICIES, "needs-hidden", NeedsHidden)
-    words = f"eval --task=replay {COMMON} --length 120 --budget 80 --rows=1 --out=left.jsonl".split()
-    status, output, errors = kvpop(*words)
-    assert status in (0, None), errors
+    words = "--task=replay --data long.jsonl --length 120 --budget 80 --rows=1"
+    output, found = evaluated(kvpop, words)
     assert "left out: needs-hidden: --policy needs-hidden declares signals of a gate and has none, or" in output
-    assert {r["policy"] for r in records("left.jsonl")} == {"dense", *evicting()} - {"needs-hidden"}
-    status, _, errors = kvpop(*words, "--policies", "snapkv")
-    assert status == 2 and "snapkv compresses a prompt at its end, and these rows have no end before the last" in errors
-    status, _, errors = kvpop(*words, "--policies", "tova", "needs-hidden")
-    assert status == 2 and "needs-hidden: --policy needs-hidden declares signals" in errors
-    status, _, errors = kvpop(*words, "--window=80")
-    assert status == 2 and "no long-range tokens" in errors
+    assert {r["policy"] for r in found} == {"dense", *EVICTING}
+    words = f"eval --model=qwen3 --split=all {words}"
+    compresses = "snapkv compresses a prompt at its end, and these rows have no end before the last"
+    refused(kvpop, f"{words} --policies snapkv", compresses)
+    refused(kvpop, f"{words} --policies tova needs-hidden", "needs-hidden: --policy needs-hidden declares signals")
+    refused(kvpop, f"{words} --window=80", "no long-range tokens")
 
 
 def test_retrieval_with_a_report(kvpop):
-    words = (
-        f"eval --task=retrieval {COMMON} --length 700 --share 4 8 --rows=2 --kinds needle --digits 3 --out=found.jsonl"
-    )
-    status, output, errors = kvpop(*words.split(), "--policies", "h2o", "--correction=moment", "--report=retrieval")
-    assert status in (0, None), errors
+    words = "--task=retrieval --data long.jsonl --length 700 --share 4 8 --rows=2 --kinds needle --digits 3"
+    output, found = evaluated(kvpop, f"{words} --policies h2o --correction=moment --report=retrieval")
     assert "qwen3 has no chat template: prompts are plain text" in output
-    found = records("found.jsonl")
-    assert [(r["policy"], r.get("budget")) for r in found[::2]] == [
-        ("dense", None), *((name, budget) for name in ("h2o", "h2o+moment") for budget in (175, 87)),
-    ]  # fmt: skip
+    budgets = [(name, budget) for name in ("h2o", "h2o+moment") for budget in (175, 87)]
+    assert [(r["policy"], r.get("budget")) for r in found[::2]] == [("dense", None), *budgets]
     for record in found:
         assert record["kind"] == "needle" and not record["chat"] and len(record["expected"][0]) == 3
         assert 0 <= record["partial"] <= 1 and record["tokens"] + 16 <= 700 and record["depth"] in (0.25, 0.75)
     assert {tuple(r["expected"]) for r in found if r["example"] == 0} == {tuple(found[0]["expected"])}
-    assert sorted(p.name for p in Path("retrieval").iterdir()) == [
-        "figure.png", "retained.jsonl", "retained.png", "table.md",
-    ]  # fmt: skip
+    written = sorted(path.name for path in Path("retrieval").iterdir())
+    assert written == ["figure.png", "retained.jsonl", "retained.png", "table.md"]

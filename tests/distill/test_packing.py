@@ -7,11 +7,10 @@ import json
 
 import pytest
 import torch
-from distill.byte_tokenizer import EOS, byte_tokenizer
-from distill.train_tiny import RECIPES
+from distill.rows import Rows
+from distill.train_tiny import LENGTH, RECIPES
 from transformers import AutoModelForCausalLM
 
-from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.sparse import Sparse, recency
 from kvpop_vllm.distill.student import Student
@@ -20,42 +19,29 @@ from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import write_random_scorer, write_tiny_model
 
-VOCABULARY, LENGTH, WINDOW = 258, 96, 8
+WINDOW, EOS = 8, 0
+ROW = Rows(LENGTH)[0].clamp_min(1).index_fill(0, torch.tensor([30, 55, 70]), EOS).unsqueeze(0)
+"""A row ``[1, S]`` of four documents."""
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Folder with text, a scorer, and a model whose config names the end of text.
-
-    Borders could be found by that token.
-    """
-    folder = tmp_path_factory.mktemp("packing")
-    config = write_tiny_model(folder / "model", "qwen3", vocab=VOCABULARY) / "config.json"
+    """Folder of a model whose config names the end of text. Borders could be found by that token."""
+    config = write_tiny_model(tmp_path_factory.mktemp("packing") / "model", "qwen3") / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"eos_token_id": EOS, "pad_token_id": EOS}))
-    write_random_scorer(folder / "scorer", folder / "model", window=WINDOW, topk=20)
-    lines = (json.dumps({"text": f"{i}: a document" + " of words" * (i % 3)}) + "\n" for i in range(60))
-    (folder / "text.jsonl").write_text("".join(lines))
-    return folder
+    return config.parent
 
 
 @pytest.fixture(scope="module")
 def model(folder):
-    return load_model(folder / "model", torch.float32)
-
-
-@pytest.fixture(scope="module")
-def row(folder):
-    """A row ``[1, S]`` of at least three documents."""
-    row = PackedTokens(folder / "text.jsonl", byte_tokenizer(), LENGTH, vocab_size=VOCABULARY)[0]
-    assert (row[10:-10] == EOS).sum() >= 2
-    return row.unsqueeze(0)
+    return load_model(folder, torch.float32)
 
 
 @pytest.fixture(params=["uptrain", "streaming-plus", "sparsify"])
-def student(request, model, folder):
-    config, layers = read_scorer(folder / "scorer")
-    scorers = [from_tensors(config, tensors) for tensors in layers] if request.param == "sparsify" else []
+def student(request, model, folder, tmp_path):
     recipe = dataclasses.replace(RECIPES["base"], phase=request.param, window=[WINDOW], topk=[20])
+    config, layers = read_scorer(write_random_scorer(tmp_path / "scorer", folder, window=WINDOW, topk=20))
+    scorers = [from_tensors(config, tensors) for tensors in layers] if recipe.has_scorers else []
     return Student(model, scorers, recipe)
 
 
@@ -69,20 +55,14 @@ def hidden_of(student, row):
     return seen[0]
 
 
-def with_another_sink(row):
-    """Return the row with another token in the first document, one that no policy evicts."""
-    row = row.clone()
-    row[0, 1] = (row[0, 1] + 1) % 256
-    return row
+def test_students_see_the_documents_before(student):
+    other = ROW.clone()
+    other[0, 1] = ROW[0, 1] % 255 + 1  # in the first document, where no policy evicts it
+    moved = (hidden_of(student, ROW) - hidden_of(student, other)).abs().amax(-1)[0]
+    assert moved[0] == 0 and moved[71:].min() > 1e-3
 
 
-def test_students_see_the_documents_before(student, row):
-    last = int((row[0, :-10] == EOS).nonzero()[-1]) + 1
-    moved = (hidden_of(student, row) - hidden_of(student, with_another_sink(row))).abs().amax(-1)[0]
-    assert moved[0] == 0 and moved[last:].min() > 1e-3
-
-
-def test_students_positions_run_on(student, row):
+def test_students_positions_run_on(student):
     roles = student.roles(0)
     attend = {
         "uptrain": Dense(),
@@ -90,12 +70,12 @@ def test_students_positions_run_on(student, row):
         "sparsify": Sparse(lambda layer, k, v, w: student.scorers[layer](k, v, window=WINDOW), roles),
     }[student.recipe.phase]
     positions = torch.arange(LENGTH) + student.first_position(0)
-    expected = student.base.get_decoder()(input_ids=row, position_ids=positions[None], attend=attend)
-    torch.testing.assert_close(hidden_of(student, row), expected.last_hidden_state)
+    expected = student.base.get_decoder()(input_ids=ROW, position_ids=positions[None], attend=attend)
+    torch.testing.assert_close(hidden_of(student, ROW), expected.last_hidden_state)
 
 
-def test_the_teacher_reads_one_text(model, folder, row):
-    plain = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32, attn_implementation="eager")
-    logits, ids, _ = top_logits(model, row, VOCABULARY, attend=Dense())
-    expected = plain(row, attention_mask=torch.ones_like(row)).logits
+def test_the_teacher_reads_one_text(model, folder):
+    plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    logits, ids, _ = top_logits(model, ROW, 256, attend=Dense())
+    expected = plain(ROW, attention_mask=torch.ones_like(ROW)).logits
     torch.testing.assert_close(logits, expected.gather(-1, ids), rtol=1e-4, atol=1e-4)

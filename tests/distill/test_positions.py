@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import shutil
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -19,12 +18,6 @@ from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import parse_config
 from kvpop_vllm.scorers.checkpoint import read_scorer
-from kvpop_vllm.testing import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 def train(model, out, recipe=RECIPE):
@@ -89,33 +82,21 @@ def test_rows_begin_at_random_positions(model, tmp_path):
     assert first[3] > 0 and (keys[0] - plain[0]).abs().max() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
-def test_positions_need_a_rotation_that_stays(model, tmp_path, kind):
-    folder = shutil.copytree(model, tmp_path / "model")
-    config = json.loads((folder / "config.json").read_text())
-    rope = {"rope_type": kind, "factor": 2.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
-    if kind == "longrope":
-        half = config["head_dim"] // 2
-        rope |= {"short_factor": [1.0] * half, "long_factor": [2.0] * half}
-    (folder / "config.json").write_text(json.dumps(config | {"rope_scaling": rope, "rope_parameters": rope}))
-    with pytest.raises(ConfigError, match=rf"\({kind}\), so its rows must begin at 0: set --positions to"):
-        train(folder, tmp_path / "out", dataclasses.replace(RECIPE, positions=200))
-    train(folder, tmp_path / "out", dataclasses.replace(RECIPE, positions=LENGTH))
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+ROTATIONS = [
+    (PLAIN, 4096, None),
+    ({"full_attention": PLAIN, "sliding_attention": PLAIN}, 100, None),
+    (PLAIN, 4097, "positions: lower --positions"),
+    (PLAIN | {"rope_type": "longrope"}, 100, r"\(longrope\), so its rows must begin at 0: set --positions to"),
+    (PLAIN | {"llama_4_scaling_beta": 0.1}, 100, "attends differently further out"),
+    ({"a": PLAIN, "b": PLAIN | {"rope_type": "dynamic"}}, 100, "attends differently further out"),
+    (None, 100, "no rotary embeddings"),
+]
 
 
-def test_models_that_attend_by_position_are_known(model):
+@pytest.mark.parametrize("rope, positions, message", ROTATIONS)
+def test_positions_need_a_rotation_that_stays(model, rope, positions, message):
     config = load_model(model, torch.float32).config
-    asked = SimpleNamespace(config=config)
-    check_positions(asked, config.max_position_embeddings)
-    with pytest.raises(ConfigError, match="positions: lower --positions"):
-        check_positions(asked, config.max_position_embeddings + 1)
-    plain = config.rope_parameters
-    config.rope_parameters = {"full_attention": plain, "sliding_attention": plain}
-    check_positions(asked, 100)
-    for rope in (plain | {"llama_4_scaling_beta": 0.1}, {"a": plain, "b": plain | {"rope_type": "dynamic"}}):
-        config.rope_parameters = rope
-        with pytest.raises(ConfigError, match="attends differently further out"):
-            check_positions(asked, 100)
-    config.rope_parameters = None
-    with pytest.raises(ConfigError, match="no rotary embeddings"):
-        check_positions(asked, 100)
+    config.rope_parameters = rope
+    with pytest.raises(ConfigError, match=message) if message else nullcontext():
+        check_positions(SimpleNamespace(config=config), positions)

@@ -9,7 +9,6 @@ import torch
 
 from kvpop_vllm.distill import soft
 from kvpop_vllm.distill.gates import DMSAttend, TrimKVAttend, capacity_loss, eviction_target
-from kvpop_vllm.distill.hook import Dense
 from kvpop_vllm.distill.soft import after, by_age, soft_attention, soft_sizes
 from kvpop_vllm.roles import Retention
 
@@ -53,16 +52,6 @@ def decayed(q, k, v, beta):
 def test_attention_decays_as_the_paper_writes_it():
     q, k, v, beta = drawn(batch=1)
     torch.testing.assert_close(soft_attention(q, k, v, beta.log(), by_age, SCALE), decayed(q, k, v, beta))
-
-
-def test_betas_of_one_forget_nothing():
-    """With all beta = 1 the gated model is the frozen one and holds t tokens at t (paper's first check)."""
-    q, k, v, beta = drawn()
-    full = Dense()(0, q, k, v, SCALE)
-    torch.testing.assert_close(soft_attention(q, k, v, torch.zeros_like(beta), by_age, SCALE), full)
-    t = torch.arange(1, LENGTH + 1, dtype=torch.float64)
-    torch.testing.assert_close(soft_sizes(torch.zeros_like(beta), by_age), t.expand_as(beta))
-    assert (soft_attention(q, k, v, beta.log(), by_age, SCALE) - full).abs().max() > 0.1
 
 
 @pytest.mark.parametrize("capacity", [0, 2, 4])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 import shutil
 
 import pytest
@@ -24,12 +23,6 @@ from kvpop_vllm.distill.trainer import Trainer, TrainingError
 from kvpop_vllm.scorers import Decay, log_gamma
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.scorers.init import init_scorer
-from kvpop_vllm.testing import write_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen3")
 
 
 @pytest.fixture(scope="module")
@@ -196,29 +189,23 @@ def test_what_another_run_or_command_wrote_is_not_overwritten(model, tmp_path):
     assert (tmp_path / "kvpop_scorer.safetensors").read_bytes() == before
 
 
-def test_random_states_of_cpu_and_gpu_are_continued(tmp_path, monkeypatch):
-    saved, gpu = torch.arange(16, dtype=torch.uint8), {}
-    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: saved)
-    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: gpu.update(state=state))
+@pytest.mark.parametrize("saved, loaded", [(False, True), (True, False), (True, True)])
+def test_random_states_of_cpu_and_gpu_are_continued(tmp_path, monkeypatch, saved, loaded):
+    """A run may continue with or without a GPU, wherever it began."""
+    state, gpu = torch.arange(16, dtype=torch.uint8), []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda: state)
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state: gpu.append(state.tolist()))
     for name in ("save", "load"):  # these would use the GPU that is only simulated
         monkeypatch.setattr(f"torch.distributed.checkpoint.{name}", lambda *args, **options: None)
-
-    def there(is_there):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: is_there)
-
     model, checkpoints = torch.nn.Linear(2, 2), Checkpoints(tmp_path)
     optimiser = torch.optim.AdamW(model.parameters())
     with torch.random.fork_rng(devices=[]):
-        for step, with_gpu in ((1, False), (2, True)):
-            there(with_gpu)
-            checkpoints.save(step, model, optimiser)
-            expected = torch.rand(3)
-            for here in (False, True):  # a run may continue where there is no GPU
-                there(here)
-                assert checkpoints.load(model, optimiser) == step
-                assert torch.equal(torch.rand(3), expected)
-                assert bool(gpu) == (with_gpu and here)
-    assert torch.equal(gpu["state"], saved)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: saved)
+        checkpoints.save(1, model, optimiser)
+        expected = torch.rand(3)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: loaded)
+        assert checkpoints.load(model, optimiser) == 1 and torch.equal(torch.rand(3), expected)
+    assert gpu == [state.tolist()] * (saved and loaded)
 
 
 @pytest.mark.parametrize("name", ["__0_0.distcp", "process-0.pt", "meta.json"])
@@ -259,30 +246,6 @@ def test_another_run_in_the_same_folder_is_refused(model, tmp_path):
     path.write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="holds a run of an older version, which shuffled text .*: choose another"):
         train(model, tmp_path)
-
-
-@pytest.mark.parametrize(
-    "change, message",
-    [
-        ({"length": 32}, "length 32 must exceed sinks .* = 4 [+] 8 [+] 20: raise --length or lower --topk"),
-        ({"dtype": "float16"}, "dtype must be bfloat16 or float32"),
-        ({"topk": []}, "topk must be at least 1"),
-        ({"positions": 95}, "length 96 exceeds positions 95: raise --positions"),
-        ({"window": [0]}, "window must be at least 1, got"),
-        ({"window": [8, 9, 10]}, "window needs one value, or one for each of the 2 of topk"),
-        ({"window": [70, 8], "topk": [22, 30]}, "length 96 must exceed .* = 4 [+] 70 [+] 22"),
-        ({"boundary": 0.0}, "nothing learns: give --boundary, or --train-base"),
-        ({"train_base": True, "kl": 0.0}, "neither --kl nor --ce"),
-        ({"lookahead": -1}, "lookahead must be at least 0"),
-        ({"beta1": 1.5}, "beta1 must be at least 0 and below 1"),
-        ({"seed": 10**11}, "seed must be from 0"),
-        ({"lr_new": math.inf}, "lr_new must be above 0"),
-        ({"calibrate_max": 1.0}, "max < 1"),
-    ],
-)
-def test_recipes_that_make_no_sense_are_refused(change, message):
-    with pytest.raises(ConfigError, match=message):
-        dataclasses.replace(RECIPE, **change)
 
 
 def test_processes_that_cannot_share_a_batch_are_refused(model, tmp_path):

@@ -1,7 +1,8 @@
-"""The command `kvpop distill` at tiny sizes."""
+"""The commands `kvpop distill` and `kvpop eval` at tiny sizes."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from kvpop_vllm.distill.metrics import read_metrics
@@ -17,3 +18,22 @@ def distill(kvpop, out, *options, action="train", recipe=RECIPE):
     )
     assert status in (0, None), errors
     return read_metrics(Path(out) / "run/metrics.jsonl")
+
+
+def records(path):
+    return [json.loads(line) for line in Path(path).read_text().splitlines()]
+
+
+def evaluated(kvpop, words):
+    """Run `kvpop eval` in float32 on all documents, and return its output and records."""
+    common = "eval --model=qwen3 --split=all --dtype=float32 --out=records.jsonl".split()
+    status, output, errors = kvpop(*common, *words.split())
+    assert status in (0, None), errors
+    return output, records("records.jsonl")
+
+
+def refused(kvpop, words, message):
+    """Check that a command line is refused with one line that contains the message."""
+    status, _, errors = kvpop(*words.split())
+    own = [text for text in errors.splitlines() if text.startswith("kvpop: ") or ": error: " in text]
+    assert status == 2 and len(own) == 1 and message in own[0], errors

@@ -23,11 +23,6 @@ S, B, NEW = 90, 30, 12
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return str(write_tiny_model(tmp_path_factory.mktemp("model") / "model", "llama"))
-
-
-@pytest.fixture(scope="module")
 def backend(model):
     return TransformersBackend(model, torch.float32, S + NEW)
 

@@ -6,8 +6,6 @@ import re
 from collections import Counter
 
 import pytest
-from distill.tiny_text import write_byte_tokenizer
-from transformers import AutoTokenizer
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.examples import KINDS, NEW_TOKENS, credit, make_example
@@ -20,13 +18,10 @@ SENTENCES = [
 ]
 
 
-@pytest.fixture(scope="module", params=["plain", "chat"])
-def tokenizer(request, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder)
-    found = AutoTokenizer.from_pretrained(folder)
-    found.chat_template = TEMPLATE if request.param == "chat" else None
-    return found
+@pytest.fixture(params=[None, TEMPLATE], ids=["plain", "chat"])
+def tokenizer(request, tokenizer):
+    tokenizer.chat_template = request.param
+    return tokenizer
 
 
 def make(tokenizer, kind, length=2400, seed="0", depth=0.3, digits=4):

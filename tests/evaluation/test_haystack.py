@@ -5,19 +5,11 @@ from __future__ import annotations
 import json
 
 import pytest
-from distill.tiny_text import VOCABULARY, write_byte_tokenizer
-from transformers import AutoTokenizer
+from distill.tiny_text import VOCABULARY
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import in_split, share_of
 from kvpop_vllm.evaluation.haystack import LONGEST_SENTENCE, documents, replay_rows, sentences
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("tokenizer")
-    write_byte_tokenizer(folder)
-    return AutoTokenizer.from_pretrained(folder)
 
 
 def write(path, texts):

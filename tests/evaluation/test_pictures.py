@@ -13,7 +13,7 @@ from kvpop_vllm.evaluation.pictures import Report, draw_replay, draw_retrieval
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.runner import Setting
 from kvpop_vllm.evaluation.tasks import summarise_replay, summarise_retrieval
-from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_tiny_model
+from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt
 
 DENSE = {"length": 100, "budget": None, "equal": None}
 
@@ -64,11 +64,10 @@ def test_replay_is_averaged_by_position_and_drawn():
         assert x == (10, 30, 50, 70, 90) and list(y) == table[f"{name}_by_position"]
 
 
-def test_a_report_holds_what_the_oracle_holds(tmp_path):
+def test_a_report_holds_what_the_oracle_holds(model, tmp_path):
     """The map of a policy on a text equals the oracle's, by layer and bin."""
-    model = write_tiny_model(tmp_path / "model", "llama")
     length, budget = 150, 40
-    backend = TransformersBackend(str(model), torch.float32, length)
+    backend = TransformersBackend(model, torch.float32, length)
     report, setting = Report(str(tmp_path / "report")), Setting(length, budget, None, None)
     tokens = random_prompt(length)
     report.add_map(backend, setting, training_free("h2o"), torch.tensor(tokens))

@@ -20,7 +20,6 @@ from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.testing import write_tiny_model
 
 S, ROLES, Q0 = 90, Retention(16, 2, 6), [40, 70]
 
@@ -93,20 +92,19 @@ def test_equal_bytes_are_equal_and_k_is_the_largest(dtype, size, budget):
 
 
 @pytest.mark.parametrize("positions", [7, S])
-def test_next_token_quality_by_definition(tmp_path, monkeypatch, positions):
+def test_next_token_quality_by_definition(model, monkeypatch, positions):
+    """Next-token quality of the dense model; tests/evaluation/test_served.py has that of policies."""
     monkeypatch.setattr("kvpop_vllm.evaluation.replay.POSITIONS", positions)
-    model = load_model(write_tiny_model(tmp_path / "model"), torch.float32)
+    loaded, plain = load_model(model, torch.float32), AutoModelForCausalLM.from_pretrained(model)
     rows = [torch.randint(0, 256, (S,), generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
-    records = list(evaluate(model, rows, [training_free("l2norm")], [Setting(S, 30, 2, 6)]))
+    records = list(evaluate(loaded, rows, [training_free("l2norm")], [Setting(S, 30, 2, 6)]))
     assert [(r["row"], r["policy"]) for r in records] == [(i, p) for i in (0, 1) for p in ("dense", "l2norm")]
-    plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     for row, record in zip(rows, records[::2], strict=True):
         with torch.no_grad():
             logp = plain(row[None]).logits[0, :-1].log_softmax(-1)
         nll = -logp.gather(-1, row[1:, None]).mean().item()
-        assert record["nll"] == pytest.approx(nll, rel=1e-4)
+        assert record["nll"] == pytest.approx(nll, rel=1e-4) and "kl" not in record
         assert record["accuracy"] == pytest.approx((logp.argmax(-1) == row[1:]).float().mean().item())
-        assert "kl" not in record
     lines = {line["policy"]: line for line in summarise(records)}
     nll = sum(r["nll"] for r in records if r["policy"] == "l2norm") / 2
     assert lines["l2norm"]["perplexity"] == pytest.approx(math.exp(nll)) and lines["l2norm"]["rows"] == 2

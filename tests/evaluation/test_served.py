@@ -5,10 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvpop_vllm import policies
 from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.evaluation.policies import in_registry, known_training_free, learned, training_free
+from kvpop_vllm.evaluation.policies import learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.evaluation.served import attend_and_keep
@@ -20,17 +19,11 @@ from kvpop_vllm.testing import (
     OraclePolicy,
     retained_by_attention,
     write_random_scorer,
-    write_tiny_model,
 )
 
 S, Q0 = 90, [40, 70]
 SHAPE = ModelShape("llama", 2, 2, 32, 256, num_heads=4)
 ORACLES = {"streaming-llm": "recency", "h2o": "mean mass", "tova": "newest mass", "momentkv": "moment residual"}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return write_tiny_model(tmp_path_factory.mktemp("model") / "model", "llama")
 
 
 @pytest.fixture(scope="module")
@@ -113,18 +106,6 @@ def test_the_error_of_outputs_by_definition(model, name):
     own, exact = (p.attend(q, k, v, p.decide(0, q, k, v).visible).unflatten(-1, (4, -1))[30:] for p in (policy, full))
     expected = ((own - exact).norm(dim=-1) / exact.norm(dim=-1)).mean(0)
     assert records[1]["error_by_layer"][0] == pytest.approx(expected.tolist(), rel=1e-4) and expected.min() > 0.01
-
-
-def test_every_registered_policy_comes_with_its_scorer(model, tmp_path):
-    folders = [str(write_random_scorer(tmp_path / str(i), model, "mlstm", seed=i)) for i in range(2)]
-    specs, left_out = in_registry(folders, model)
-    names = [c.name for c in specs]
-    assert set(names) == {*known_training_free(), *(f"kvpop, {folder}" for folder in folders)}
-    assert {"streaming-llm", "l2norm", "h2o", "tova", "momentkv", "random"} <= set(names) and "full" not in names
-    others = [cls.name for cls in policies.POLICIES.values() if cls.scorer_kind not in (None, "mlstm")]
-    assert [line.split()[0] for line in left_out] == others and "kvpop-mlp" in others
-    specs, _ = in_registry(folders[:1], model)
-    assert "kvpop" in [c.name for c in specs]
 
 
 @pytest.mark.parametrize("allocator, more", [("uniform", 0), ("pyramid", 1)])

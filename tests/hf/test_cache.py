@@ -46,31 +46,20 @@ def test_sets_log_probabilities_and_tokens_are_the_oracles(case, kind, policy, o
     cache = KVpopCache(model, **found.settings)
     watch, prompts = Watch(cache), [distinct(length) for length in LENGTHS]
     inputs = padded(prompts)
-    out = model.generate(
-        **inputs,
-        past_key_values=cache,
-        max_new_tokens=NEW,
-        do_sample=False,
-        stopping_criteria=[watch],
-        return_dict_in_generate=True,
-        output_logits=True,
-    )
+    shown = {"stopping_criteria": [watch], "return_dict_in_generate": True, "output_logits": True}
+    out = model.generate(**inputs, past_key_values=cache, max_new_tokens=NEW, do_sample=False, **shown)
     assert len(watch.steps) == NEW and cache.lengths == [length + NEW - 1 for length in LENGTHS]
     answers, held = {}, {}
     for row, prompt in enumerate(prompts):
         tokens = out.sequences[row, inputs["input_ids"].shape[1] :].tolist()
         top = [step[row].double().log_softmax(-1).topk(TOP) for step in out.logits]
         entries = [
-            {
-                token: SimpleNamespace(logprob=value)
-                for value, token in zip(*map(torch.Tensor.tolist, step), strict=True)
-            }
+            {int(token): SimpleNamespace(logprob=float(value)) for value, token in zip(*step, strict=True)}
             for step in top
         ]
         output = SimpleNamespace(token_ids=tokens, logprobs=entries)
-        answers[row] = SimpleNamespace(
-            request_id=row, prompt_token_ids=prompt, prompt_logprobs=None, outputs=[output]
-        )  # fmt: skip
+        told = {"request_id": row, "prompt_token_ids": prompt, "prompt_logprobs": None, "outputs": [output]}
+        answers[row] = SimpleNamespace(**told)
         held[row] = {layer: [_held(step[row][layer], len(prompt)) for step in watch.steps] for layer in range(2)}
     verdict = found.judge.check(answers, held)
     print(verdict)

@@ -15,22 +15,23 @@ LENGTHS = (150, 9, 63)
 
 
 @pytest.mark.parametrize("policy", ["kvpop", "h2o", "momentkv", "dms-query", "random", "vase", "rkv"])
-@pytest.mark.parametrize("protect", [True, 70])
-def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, protect):
+@pytest.mark.parametrize("protect, options", [(True, {}), (70, {}), (5, {"prefill_chunk_size": 16})])
+def test_a_row_is_the_row_alone_and_a_turn_is_a_text_of_its_own(case, policy, protect, options):
+    """Padded rows protect their own first tokens, also in a second turn and behind chunks of pads only."""
     model, found = case("qwen3", policy)
     settings = found.settings | {"protect_prompt": protect}
     prompts, cache = [random_prompt(n, seed=n) for n in LENGTHS], KVpopCache(model, **settings)
-    together = generate(model, cache, prompts, 40)
-    for row, prompt in enumerate(prompts):
-        own = KVpopCache(model, **settings)
-        answer = generate(model, own, [prompt], 40)[0]
-        assert answer == together[row] and torch.equal(own.held(), cache.held(row))
-        protected = len(prompt) if protect is True else min(70, len(prompt))
-        assert own.protected == [protected] == [cache.protected[row]]
-        assert bool(own.held()[..., :protected].all())
-        text = [*prompt, *answer, *random_prompt(20, seed=5)]
-        later, anew = generate(model, own, [text], 30)[0], KVpopCache(model, **settings)
-        assert later == generate(model, anew, [text], 30)[0] and torch.equal(own.held(), anew.held())
+    together, held = generate(model, cache, prompts, 40, **options), [cache.held(row) for row in range(3)]
+    protected = [n if protect is True else min(protect, n) for n in LENGTHS]
+    assert cache.protected == protected
+    texts = [[*each, *more, *random_prompt(20, seed=5)] for each, more in zip(prompts, together, strict=True)]
+    later = generate(model, cache, texts, 30)
+    for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+        own, anew = KVpopCache(model, **settings), KVpopCache(model, **settings)
+        assert generate(model, own, [prompt], 40)[0] == together[row] and torch.equal(own.held(), held[row])
+        assert bool(own.held()[..., : protected[row]].all())
+        assert generate(model, own, [text], 30)[0] == generate(model, anew, [text], 30)[0] == later[row]
+        assert torch.equal(own.held(), anew.held()) and torch.equal(own.held(), cache.held(row))
 
 
 def test_the_budget_bounds_what_is_not_protected(case):
@@ -57,23 +58,6 @@ def test_a_prompt_in_pieces_and_a_copied_cache(case):
     assert generate(model, branch, [text], 20) == generate(model, whole, [text], 20)
     whole.reset()
     assert generate(model, whole, [prompt], 30) == expected and whole.protected == [130]
-
-
-def test_padded_rows_protect_their_own_first_tokens(case):
-    """Padded rows protect their own first tokens, also in a second turn and with chunks of pads only."""
-    model, found = case("qwen3", "kvpop")
-    settings, prompts = found.settings | {"protect_prompt": 5}, [random_prompt(40), random_prompt(20, seed=4)]
-    for options in ({}, {"prefill_chunk_size": 16}):
-        cache = KVpopCache(model, **settings)
-        answers = generate(model, cache, prompts, 6, **options)
-        assert cache.protected == [5, 5]
-        texts = [[*prompt, *answer, 7, 8, 9] for prompt, answer in zip(prompts, answers, strict=True)]
-        later = generate(model, cache, texts, 6)
-        for row, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
-            own = KVpopCache(model, **settings)
-            assert generate(model, own, [prompt], 6) == [answers[row]]
-            assert generate(model, own, [text], 6) == [later[row]]
-            assert torch.equal(own.held(), cache.held(row))
 
 
 def test_what_a_longer_pass_follows_must_be_said(case):

@@ -66,15 +66,16 @@ def test_a_borrowed_channel_is_borrowed_once(case):
     assert torch.equal(model(torch.tensor(PROMPTS[:1])).logits, dense)
 
 
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
 @pytest.mark.parametrize("layer, held", [(0, False), (1, True)])
-def test_an_interrupted_pass(case, layer, held):
+def test_an_interrupted_pass(case, layer, held, error):
     """The model's next pass restores its attention, and a cache without tokens of the pass continues."""
     model, found = case("qwen3", "kvpop")
     dense, cache = generate(model, None, PROMPTS), KVpopCache(model, **found.settings)
     expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
-    interrupt(model, layer, cache)
+    interrupt(model, layer, cache, error)
     assert generate(model, None, PROMPTS) == dense and model.config._attn_implementation == "sdpa"
-    interrupt(model, layer, KVpopCache(model, **found.settings))
+    interrupt(model, layer, KVpopCache(model, **found.settings), error)
     with pytest.raises(RuntimeError, match="call reset") if held else nullcontext():
         assert generate(model, cache, PROMPTS) == expected
     cache.reset()
@@ -91,18 +92,15 @@ def interrupt(model, layer, cache, error=KeyboardInterrupt):
     with pytest.raises(error):
         generate(model, cache, PROMPTS)
     handle.remove()
-    assert model.config._attn_implementation == NAME
+    assert model.config._attn_implementation == (NAME if error is KeyboardInterrupt else "sdpa")
 
 
-@pytest.mark.parametrize("when", ["before", "after"])
-def test_a_forward_that_accelerate_put_around(case, when):
+def test_a_forward_that_accelerate_put_around(case):
     """The cache works in models whose forward accelerate wraps, as it does to spread them over devices."""
     hooks = pytest.importorskip("accelerate.hooks")
     model, found = case("qwen3", "kvpop")
     expected = [generate(model, cache, PROMPTS, new=3) for cache in (KVpopCache(model, **found.settings), None)]
     spread = copy.deepcopy(model)
-    if when == "after":
-        KVpopCache(spread, **found.settings)
     told = []
 
     class Counts(hooks.ModelHook):
@@ -157,7 +155,7 @@ def test_caches_are_copied_and_not_pickled(case):
     cache = KVpopCache(model, **found.settings)
     for copied in (pickle.dumps, copy.copy):
         with pytest.raises(
-            ConfigError, match="^a KVpopCache belongs to the model .*: do not pickle it, and copy it by copy.deepcopy"
+            ConfigError, match="^a KVpopCache belongs to the model .*: do not pickle it, and copy it by"
         ):
             copied(cache)
     tokens = generate(model, cache, PROMPTS)
@@ -171,16 +169,17 @@ def test_threads_take_turns(case):
     """A pass during another thread's pass is refused, with or without a cache, and the other continues."""
     model, found = case("llama", "h2o")
     expected = generate(model, KVpopCache(model, **found.settings), PROMPTS)
-    inside, go, tokens = threading.Event(), threading.Event(), []
+    inside, go, tokens, after = threading.Event(), threading.Event(), [], []
 
     def wait(*_):
         inside.set()
         assert go.wait(20)
 
+    def ask(answer):
+        answer.extend(generate(model, KVpopCache(model, **found.settings), PROMPTS))
+
     handle = model.get_decoder().layers[1].register_forward_pre_hook(wait)
-    other = threading.Thread(
-        target=lambda: tokens.extend(generate(model, KVpopCache(model, **found.settings), PROMPTS))
-    )
+    other = threading.Thread(target=ask, args=[tokens])
     other.start()
     try:
         assert inside.wait(20)
@@ -194,8 +193,7 @@ def test_threads_take_turns(case):
         handle.remove()
     assert tokens == expected == generate(model, KVpopCache(model, **found.settings), PROMPTS)
     interrupt(model, 1, KVpopCache(model, **found.settings))
-    after = []
-    other = threading.Thread(target=lambda: after.extend(generate(model, KVpopCache(model, **found.settings), PROMPTS)))
+    other = threading.Thread(target=ask, args=[after])
     other.start()
     other.join()
     assert after == expected, "the pass that was interrupted here is not running"
@@ -204,9 +202,8 @@ def test_threads_take_turns(case):
 def test_slow_kernels_are_said_once(case):
     model = copy.deepcopy(case("llama", "h2o")[0]).to(torch.float16)
     _warn_of_reference.cache_clear()
-    with pytest.warns(
-        UserWarning, match="slow reference kernels: .* torch.float16 and size 32; .* change the model's"
-    ) as said:
+    message = "slow reference kernels: .* torch.float16 and size 32; .* change the model's"
+    with pytest.warns(UserWarning, match=message) as said:
         for _ in range(2):
             generate(model, KVpopCache(model, "h2o", budget=9), [PROMPTS[0][:12]], new=2)
     assert len([each for each in said if "slow" in str(each.message)]) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 
 import pytest
 import torch
@@ -35,7 +36,8 @@ def trimkv(tmp_path):
         (source / "model.safetensors").unlink()
         edit(source, retention_gate=make, memory_size=128, retention_gate_intermediate_size=16, base_model="x")
         tensors = load_file(gates / "kvpop_scorer.safetensors")
-        theirs = {f"model.{name.replace('layers.0.', 'layers.0.self_attn.retention_gate.').replace('layers.1.', 'layers.1.self_attn.retention_gate.')}": t for name, t in tensors.items()}  # fmt: skip
+        place = r"model.layers.\1.self_attn.retention_gate."
+        theirs = {re.sub(r"^layers\.(\d)\.", place, name): tensor for name, tensor in tensors.items()}
         if suffix == "pth":
             torch.save(theirs, source / "trimkv_weights.pth")
         else:
