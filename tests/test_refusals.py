@@ -1,6 +1,6 @@
 """Every refusal is one line that names the remedy. Other tests look at the type of an error only.
 
-Refusals of the cache under transformers are in tests/hf/test_refusals.py, those of training in tests/distill.
+Refusals of the cache under transformers are in tests/hf/test_refusals.py, those of commands in tests/distill/test_command.py.
 """
 
 from __future__ import annotations
