@@ -1,6 +1,7 @@
 """Every refusal is one line that names the remedy. Other tests look at the type of an error only.
 
-Refusals of the cache under transformers are in tests/hf/test_refusals.py, those of commands in tests/distill/test_command.py.
+Refusals of the cache under transformers are in tests/hf/test_refusals.py, those of `kvpop distill` and
+`kvpop eval` in tests/distill/test_command.py.
 """
 
 from __future__ import annotations

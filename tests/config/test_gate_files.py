@@ -9,7 +9,6 @@ import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, PolicySettings
-from kvpop_vllm.kernels.ops import GateScore
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers import Signals, checkpoint, from_tensors
 from kvpop_vllm.scorers.init import init_scorer
@@ -89,17 +88,6 @@ def test_ranks_together_have_every_head_once(written, name):
         own = seen._replace(channel=seen.channel[:, head : head + 1])
         torch.testing.assert_close(policy.gate(1, slice(head, head + 1))(own)[:, 0], whole[:, head])
     assert not torch.equal(policy.gate(0, slice(0, 2))(seen), whole), "layers are the same"
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_the_policys_rule(written, name):
-    kind = KINDS[name][0]
-    policy = policies.get(kind)(PolicySettings(kind, budget=40, scorer=str(written(name)), sinks=2, window=5), SHAPE)
-    rule = policy.layer_rule(0, slice(0, 2))
-    assert (rule.sinks, rule.window, policy.retention.topk) == (2, 5, 33)
-    assert rule.scorer == (GateScore(ages=True) if kind == "trimkv" else GateScore(threshold=0.0))
-    assert not rule.log_gamma.any() and policy.shifted == (name == "dms-query") and policy.gated
-    assert policy.state_floats == 0
 
 
 def test_compiled_graphs_differ_by_what_they_compute(written, model, tmp_path):

@@ -136,3 +136,14 @@ def test_autocast_changes_nothing(model, tmp_path):
             observer(0, q, k, k, 1.0)
         lost.append(observer.lost[0])
     assert torch.equal(*lost) and lost[0].amin() > 0
+
+
+def test_heads_that_lose_nothing_get_the_slowest_decay(model, tmp_path):
+    student, decay = Trainer(model, RECIPE, tmp_path / "out", Rows(LENGTH)).student, Decay(1, 0.8, 0.999)
+    q, sink = torch.zeros(2, 1, 2, LENGTH, 32)
+    q[..., 0] = 1e4
+    sink[:, :, 0, 0] = 1.0  # all attention goes to the first token, which is never evicted
+    student.read = lambda tokens, observe, row: [observe(layer, q, sink, sink, 1.0) for layer in range(2)]
+    logits, lost = calibrate(student, [Rows(LENGTH)[0]], decay)
+    chosen = torch.stack([log_gamma(own, decay) for own in logits])
+    assert lost < 1e-6 and (chosen - decay_grid(decay)[-1]).abs().max() < 1e-6

@@ -78,7 +78,7 @@ def test_a_turn_that_fails_before_attention_leaves_the_cache_as_it_was(case):
     model, found = case("qwen3", "kvpop")
     cache, prompt = KVpopCache(model, **found.settings, protect_prompt=True), random_prompt(40)
     answer = generate(model, cache, [prompt], 6)[0]
-    held, text = cache.held(), [*prompt, *answer, *random_prompt(14, seed=6)]
+    text = [*prompt, *answer, *random_prompt(14, seed=6)]
     untouched = copy.deepcopy(cache)
 
     def fail(*_):
@@ -89,5 +89,4 @@ def test_a_turn_that_fails_before_attention_leaves_the_cache_as_it_was(case):
         generate(model, cache, [text], 6)
     hook.remove()
     assert (cache.lengths, cache.protected, cache.get_seq_length()) == ([45], [40], 40)
-    assert torch.equal(cache.held(), held)
     assert generate(model, cache, [text], 6) == generate(model, untouched, [text], 6)
