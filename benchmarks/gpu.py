@@ -24,52 +24,49 @@ import os
 import sys
 import time
 import traceback
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
+from unittest import SkipTest
 from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 """Attention shape of Qwen3-8B."""
-COLUMNS = "torch triton section case dtype measure value unit floor over_floor".split()
+COLUMNS = "machine commit torch triton section case dtype measure value unit floor over_floor".split()
 
 
 @dataclass
 class Bench:
-    """Environment of the sections: device, sizes and time.
+    """Environment of the sections: device, sizes, time and outcomes.
 
     Attributes:
         device: device of tensors.
         dtype: dtype of tensors.
         small: True for reduced shapes without times.
-        watched: True for few cases without times, under a sanitizer.
-        ends: ``time.monotonic()`` at which everything must be over.
-        say: writes a line to the log.
+        few: True for few cases without times, which reduced shapes are as well.
         until: ``time.monotonic()`` at which the section must be over.
+        say: writes a line to the log.
+        wrong: names of the cases that failed, each behind its section's.
+        outcomes: number of cases that were done, wrong, skipped and not reached.
     """
 
     device: str
     dtype: object
     small: bool
-    watched: bool
-    ends: float
+    few: bool
+    until: float
     say: Callable[[str], None]
     wrong: set[str] = field(default_factory=set)
-    """Names of the cases that failed."""
-    until: float = math.inf
-
-    @property
-    def few(self) -> bool:
-        """Whether few cases run, and none of times."""
-        return self.small or self.watched
+    outcomes: Counter = field(default_factory=Counter)
 
     def left(self) -> float:
         """Return the seconds that are left."""
-        return min(self.ends, self.until) - time.monotonic()
+        return self.until - time.monotonic()
 
     def row(self, measure: str, value: float, unit: str, floor: float | None = None) -> dict:
         """Return one line of the CSV file.
@@ -86,11 +83,12 @@ class Bench:
 
 
 class Case(NamedTuple):
-    """Case of a section, which is a function that yields cases, ``section(bench)``.
+    """Case of a section, whose module's function ``cases(bench)`` yields them.
 
     Attributes:
         name: name of the case.
-        run: ``run(bench)`` yields rows and raises AssertionError if something is wrong.
+        run: ``run(bench)`` yields rows. It raises AssertionError if something is wrong, and SkipTest if the
+            case cannot run here, which is no failure.
         needs: names of the cases that must be right, for a case of times.
     """
 
@@ -99,17 +97,7 @@ class Case(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-Section = Callable[[Bench], Iterator[Case]]
 SECTIONS = {
-    "serving-kernels": "gpu_serving:serving_kernels",
-    "prefill-kernels": "gpu_prefill:prefill_kernels",
-    "training-kernels": "gpu_training:training_kernels",
-    "generation": "gpu_generation:generation",
-    "distillation": "gpu_distillation:distillation",
-    "sanitizers": "gpu_serving:sanitizers",
-}
-"""Name -> module and function, in the order in which sections run."""
-SHARES = {
     "serving-kernels": 1.75,
     "prefill-kernels": 1.25,
     "training-kernels": 1.0,
@@ -117,15 +105,11 @@ SHARES = {
     "distillation": 0.75,
     "sanitizers": math.inf,
 }
-"""Eighths of the time, if all sections run.
+"""Section -> eighths of the time, if all sections run, in the order in which they run.
 
 No case of a section begins after the section's own share and those before it. Time that is left goes to later
-sections.
+sections. The module of ``serving-kernels`` is ``gpu_serving``.
 """
-
-
-class Skipped(Exception):
-    """Raised by a case that cannot run here, which is no failure; the message is for the log."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -137,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         os.environ["TRITON_INTERPRET"] = "1"
     elif not torch.cuda.is_available():
         sys.exit("there is no GPU here: give --interpret for reduced shapes on the CPU")
-    take_kernels_from(ROOT)
+    take_packages_from(ROOT)
     import record
     import triton
 
@@ -151,85 +135,18 @@ def main(arguments: list[str] | None = None) -> int:
             log.flush()
 
         name = "interpreter" if options.interpret else torch.cuda.get_device_name()
-        versions = {"torch": torch.__version__, "triton": triton.__version__}
         about = {"machine": name, "commit": options.commit or record.KEY["commit"]}
-        say(f"# {record.KEY['date']} {about | versions}")
-        bench = Bench(
-            "cpu" if options.interpret else "cuda",
-            torch.float32 if options.interpret else torch.bfloat16,
-            options.interpret,
-            options.watched,
-            time.monotonic() + 60 * options.minutes,
-            say,
-        )
-        with tests_of(ROOT):
-            sections = {name: imported(name) for name in options.sections or SECTIONS}
-            share = 0 if options.sections else 60 * options.minutes / 8
-            shares = {name: share * eighths for name, eighths in SHARES.items() if share}
-            return run_sections(bench, sections, shares, out / "gpu.csv", about | versions)
-
-
-def run_sections(
-    bench: Bench, sections: dict[str, Section], shares: dict[str, float], results: Path, about: dict
-) -> int:
-    """Run all cases; return 0 if some were done and none failed, else 1.
-
-    Args:
-        bench: see :class:`Bench`.
-        sections: name -> section.
-        shares: seconds of each section; a section without an entry has all that are left.
-        results: the CSV file.
-        about: columns of all rows.
-    """
-    outcomes = dict.fromkeys(("done", "wrong", "skipped", "not reached"), 0)
-    until = time.monotonic()
-    for section, cases in sections.items():
-        until += shares.get(section, math.inf)
-        bench.until = until
-        for case in guarded(bench, section, cases):
-            if case is not None and case.needs and bench.few:
-                continue
-            outcome = "wrong" if case is None else run_case(bench, section, case, results, about)
-            outcomes[outcome] += 1
-            if outcome == "wrong" and not usable(bench):
-                bench.say("the GPU answers no more in this process: what is left was not tried")
-                return 1
-    bench.say(", ".join(f"{count} cases {outcome}" for outcome, count in outcomes.items()))
-    return int(outcomes["wrong"] > 0 or outcomes["done"] == 0)
-
-
-def guarded(bench: Bench, name: str, section: Section) -> Iterator[Case | None]:
-    """Yield a section's cases; yield None if an error occurs between cases, or before the first.
-
-    The other sections then still run.
-    """
-    try:
-        yield from section(bench)
-    except Exception as error:  # noqa: BLE001  another transformers or another shape of a config, say
-        bench.say(f"{name}: WRONG between its cases, what is left of it was not tried: {type(error).__name__}: {error}")
-        bench.say(traceback.format_exc())
-        yield None
-
-
-def imported(name: str) -> Section:
-    """Return a section, which is imported when its first case is asked for."""
-
-    def section(bench: Bench) -> Iterator[Case]:
-        module, _, function = SECTIONS[name].partition(":")
-        yield from getattr(importlib.import_module(module), function)(bench)
-
-    return section
-
-
-def usable(bench: Bench) -> bool:
-    """Return whether kernels can run after a failure; an illegal access ends a process's use of the GPU."""
-    import torch
-
-    try:
-        torch.zeros(1, device=bench.device).item()
-    except RuntimeError:
-        return False
-    return True
+        about |= {"torch": torch.__version__, "triton": triton.__version__}
+        say(f"# {record.KEY['date']} {about}")
+        kind = ("cpu", torch.float32) if options.interpret else ("cuda", torch.bfloat16)
+        few = options.interpret or options.watched
+        bench = Bench(*kind, options.interpret, few, time.monotonic() + 60 * options.minutes, say)
+        if options.interpret:  # Triton's own interpreter is used if Triton's names have changed
+            with suppress(AttributeError, ImportError):
+                importlib.import_module("kernels.quicker_interpreter").quicken()
+        every = dict.fromkeys(options.sections, math.inf) if options.sections else SECTIONS
+        shares = {section: 60 * options.minutes / 8 * eighths for section, eighths in every.items()}
+        return run_sections(bench, shares, out / "gpu.csv", about)
 
 
 def parse_arguments(arguments):
@@ -246,6 +163,92 @@ def parse_arguments(arguments):
     )
     parser.add_argument("--commit", help="of rows, where there is no git")
     return parser.parse_args(arguments)
+
+
+def take_packages_from(root: Path) -> None:
+    """Import kvpop_vllm from a checkout, triton_kernels as kvpop_vllm.kernels.triton, and ``kernels`` of the tests.
+
+    Installed packages of these names are ignored.
+    """
+    sys.path[:0] = [str(path) for path in (root, root / "benchmarks") if str(path) not in sys.path]
+    import kvpop_vllm.kernels
+
+    folders = {"kvpop_vllm.kernels.triton": root / "triton_kernels", "kernels": root / "tests" / "kernels"}
+    for name, folder in folders.items():
+        spec = importlib.machinery.ModuleSpec(name, None, is_package=True)
+        spec.submodule_search_locations = [str(folder)]
+        sys.modules[name] = importlib.util.module_from_spec(spec)
+    kvpop_vllm.kernels.triton = sys.modules["kvpop_vllm.kernels.triton"]
+
+
+def run_sections(bench: Bench, shares: dict[str, float], results: Path, about: dict) -> int:
+    """Run all cases; return 0 if some were done and none failed, else 1.
+
+    Args:
+        bench: see :class:`Bench`; its time is that of all sections.
+        shares: section -> its seconds.
+        results: the CSV file.
+        about: columns of all rows.
+    """
+    ends, until = bench.until, time.monotonic()
+    for section, share in shares.items():
+        until += share
+        bench.until = min(ends, until)
+        with guarded(bench, section):
+            module = importlib.import_module(f"gpu_{section.removesuffix('-kernels')}")
+            for case in module.cases(bench):
+                if not (case.needs and bench.few):
+                    run_case(bench, section, case, results, about)
+    counts = {outcome: bench.outcomes[outcome] for outcome in ("done", "wrong", "skipped", "not reached")}
+    bench.say(", ".join(f"{count} cases {outcome}" for outcome, count in counts.items()))
+    return int(counts["wrong"] > 0 or counts["done"] == 0)
+
+
+def run_case(bench: Bench, section: str, case: Case, results: Path, about: dict) -> None:
+    """Run one case if there is time and nothing that it needs is wrong; write its rows as they come."""
+    import record
+
+    name, begin = f"{section}, {case.name}", time.monotonic()
+    if bench.left() < 0:
+        bench.say(f"{name}: not reached")
+        bench.outcomes["not reached"] += 1
+        return
+    with guarded(bench, name):
+        if wrong := sorted(bench.wrong.intersection(f"{section}, {need}" for need in case.needs)):
+            raise SkipTest(f"as this is wrong: {wrong[0]}")
+        for row in case.run(bench):
+            floor = f", {row['over_floor']} of its floor {row['floor']}" if row["floor"] else ""
+            bench.say(f"{name}: {row['measure']} {row['value']} {row['unit']}{floor}")
+            row = row | about | {"section": section, "case": case.name}
+            record.append(results, [{column: row[column] for column in COLUMNS}])
+        bench.say(f"{name}: done in {time.monotonic() - begin:.1f} s")
+        bench.outcomes["done"] += 1
+
+
+@contextmanager
+def guarded(bench: Bench, name: str) -> Iterator[None]:
+    """Log and count an error within the context, so that it costs nothing else.
+
+    Raises:
+        SystemExit: the GPU cannot be used any more in this process, as after an illegal access.
+    """
+    try:
+        yield
+    except SkipTest as why:
+        bench.say(f"{name}: skipped, {why}")
+        bench.outcomes["skipped"] += 1
+    except Exception as error:  # noqa: BLE001  another transformers or another shape of a config, say
+        import torch
+
+        bench.say(f"{name}: WRONG {type(error).__name__}: {error}")
+        bench.say(traceback.format_exc())
+        bench.wrong.add(name)
+        bench.outcomes["wrong"] += 1
+        try:
+            torch.zeros(1, device=bench.device).item()
+        except RuntimeError:
+            bench.say("the GPU answers no more in this process: what is left was not tried")
+            sys.exit(1)
 
 
 def within(bench: Bench, actual, exact, eager, name: str, factor: float = 2.0) -> Iterator[dict]:
@@ -293,75 +296,6 @@ def ops_take(implementation: str | None) -> Iterator[set[tuple[str, str]]]:
 
     with patch.object(dispatch, "select", select):
         yield calls
-
-
-def take_kernels_from(root: Path) -> None:
-    """Import kvpop_vllm from a checkout, with triton_kernels as kvpop_vllm.kernels.triton.
-
-    An installed package is ignored.
-    """
-    sys.path[:0] = [str(path) for path in (root, root / "benchmarks") if str(path) not in sys.path]
-    name, folder = "kvpop_vllm.kernels.triton", root / "triton_kernels"
-    import kvpop_vllm.kernels
-
-    spec = importlib.util.spec_from_file_location(
-        name, folder / "__init__.py", submodule_search_locations=[str(folder)]
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = kvpop_vllm.kernels.triton = module
-    spec.loader.exec_module(module)
-
-
-@contextmanager
-def tests_of(root: Path) -> Iterator[None]:
-    """Make the package ``kernels`` that of the tests for imports within the context."""
-    others = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] == "kernels"}
-    spec = importlib.machinery.ModuleSpec("kernels", None, is_package=True)
-    spec.submodule_search_locations = [str(root / "tests" / "kernels")]
-    sys.modules["kernels"] = importlib.util.module_from_spec(spec)
-    try:
-        yield
-    finally:
-        for name in [name for name in sys.modules if name.partition(".")[0] == "kernels"]:
-            del sys.modules[name]
-        sys.modules.update(others)
-
-
-def run_case(bench: Bench, section: str, case: Case, results: Path, about: dict) -> str:
-    """Run one case if there is time; return "done", "wrong", "skipped" or "not reached".
-
-    Raises:
-        ValueError: the results have other columns.
-    """
-    import record
-
-    name = f"{section}, {case.name}"
-    if wrong := sorted(bench.wrong.intersection(case.needs)):
-        bench.say(f"{name}: not timed, as it is wrong that {wrong[0]}")
-        return "skipped"
-    if bench.left() < 0:
-        bench.say(f"{name}: not reached")
-        return "not reached"
-    begin, about = time.monotonic(), {"section": section, "case": case.name} | about
-    rows = case.run(bench)
-    while True:
-        try:
-            row = next(rows, None)
-        except Skipped as why:
-            bench.say(f"{name}: skipped, {why}")
-            return "skipped"
-        except Exception as error:  # noqa: BLE001  what one case does must not cost the others
-            bench.say(f"{name}: WRONG {type(error).__name__}: {error}")
-            bench.say(traceback.format_exc())
-            bench.wrong.add(case.name)
-            return "wrong"
-        if row is None:
-            break
-        floor = f", {row['over_floor']} of its floor {row['floor']}" if row["floor"] else ""
-        bench.say(f"{name}: {row['measure']} {row['value']} {row['unit']}{floor}")
-        record.append(results, [{column: (row | about)[column] for column in ("machine", "commit", *COLUMNS)}])
-    bench.say(f"{name}: done in {time.monotonic() - begin:.1f} s")
-    return "done"
 
 
 if __name__ == "__main__":

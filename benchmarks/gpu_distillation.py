@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 from gpu import Bench, Case, ops_take
-from gpu_clock import seconds
+from gpu_clock import milliseconds
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from kvpop_vllm.distill.recipe import Recipe
@@ -26,25 +26,24 @@ from kvpop_vllm.distill.run import OnlineTeacher
 from kvpop_vllm.distill.trainer import Process, Trainer
 from kvpop_vllm.testing import write_tiny_model
 
-DEMO_MODEL = Path(__file__).resolve().parent.parent / "models" / "SmolLM2-135M-Instruct"
-SHAPE = dict(
+CONFIG = LlamaConfig(
     num_hidden_layers=30,
     hidden_size=576,
     intermediate_size=1536,
     num_attention_heads=9,
     num_key_value_heads=3,
-    head_dim=64,
     vocab_size=49152,
     max_position_embeddings=8192,
     tie_word_embeddings=True,
 )
-LENGTH, ROUNDS = 8192, 5
+"""SmolLM2-135M's."""
+LENGTH = 8192
 OPS = {"delayed_mlstm", "running_topk", "sparse_attention", "future_attention_mass"}
 """Ops with kernels of their own that a step takes."""
 
 
-def distillation(bench: Bench) -> Iterator[Case]:
-    """Yield cases; see :data:`gpu.Section`."""
+def cases(bench: Bench) -> Iterator[Case]:
+    """Yield the cases of the section."""
     kinds = {"scorers": False, "scorers and base": True}
     for kind, trains_base in kinds.items():
         yield Case(f"a step is right, {kind}", partial(step_right, trains_base=trains_base))
@@ -102,25 +101,16 @@ def made(bench: Bench, model: str | Path, recipe: Recipe, out: Path, vocab: int)
 
 
 def step_times(bench: Bench, trains_base: bool) -> Iterator[dict]:
-    """Yield the median time of a step after a warm-up, and the peak memory."""
+    """Yield the median time of a step of a random model, and the peak memory."""
     recipe = dataclasses.replace(PAPER, length=LENGTH, batch=1, train_base=trains_base)
     with tempfile.TemporaryDirectory() as folder:
+        with torch.device(bench.device):
+            AutoModelForCausalLM.from_config(CONFIG, dtype=bench.dtype).save_pretrained(Path(folder) / "model")
         torch.cuda.empty_cache()
-        trainer = made(bench, demo_or_random(bench, Path(folder)), recipe, Path(folder) / "out", SHAPE["vocab_size"])
-        torch.cuda.reset_peak_memory_stats()
+        trainer = made(bench, Path(folder) / "model", recipe, Path(folder) / "out", CONFIG.vocab_size)
         steps = itertools.count()
-        value = seconds(lambda: trainer._step(next(steps)), ROUNDS)
-    yield bench.row("tokens a second", LENGTH / value, "1/s")
-    yield bench.row("a step", 1e3 * value, "ms")
+        torch.cuda.reset_peak_memory_stats()
+        value = milliseconds(lambda: trainer._step(next(steps)))
+    yield bench.row("tokens a second", 1e3 * LENGTH / value, "1/s")
+    yield bench.row("a step", value, "ms")
     yield bench.row("peak memory", torch.cuda.max_memory_allocated() / (1 << 30), "GiB")
-
-
-def demo_or_random(bench: Bench, folder: Path) -> Path:
-    """Return the demo model's folder, or if it does not exist that of a random model of its shape."""
-    if (DEMO_MODEL / "model.safetensors").exists():
-        return DEMO_MODEL
-    bench.say("distillation: there is no demo model here, its weights are drawn")
-    with torch.device(bench.device):
-        model = AutoModelForCausalLM.from_config(LlamaConfig(**SHAPE), dtype=bench.dtype)
-    model.save_pretrained(folder / "model")
-    return folder / "model"

@@ -4,323 +4,332 @@ Weights are random. There is no prefill: caches are written in the state after t
 values and scores and, for KVpop, with position words, token counts and positions that its own reader accepts;
 the scorers' states are those after one token. Time and memory do not depend on which tokens are held.
 
-The static cache is attended to in two ways: as transformers does it in a graph, with a mask and with keys
-repeated for each query head, and without either, which is correct if the cache is full, and faster. A pass is
-one greedy token of every row, from embedding to argmax. Its floor is the bytes of weights and cache that it
-has to read, at the bandwidth of a large copy.
+The static cache is full, and attended to without the mask and the repeated keys that transformers gives it in
+a graph, which is faster. A pass is one greedy token of every row, from embedding to argmax. Its floor is the
+bytes of weights and cache that it has to read, at the bandwidth of a large copy.
 """
 
 from __future__ import annotations
 
-import traceback
+import functools
+import gc
+import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+from unittest import SkipTest
 
 import torch
+from full_pages import fill
 from gpu import Bench, Case, ops_take
-from gpu_caches import (
-    QWEN3_8B,
-    TINIER,
-    TINY,
-    Decoding,
-    Drawn,
-    check_held,
-    empty,
-    full_cache,
-    written_cache,
-)
-from gpu_clock import bandwidth, paired, side_stream
-from gpu_generation_checks import dense_right, kvpop_right
+from gpu_clock import bandwidth, graph_of, milliseconds
+from transformers import AutoModelForCausalLM, Qwen3Config, StaticCache
 
+from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
+
+QWEN3_8B = Qwen3Config(
+    num_hidden_layers=36,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    head_dim=128,
+    vocab_size=151936,
+    max_position_embeddings=1 << 18,
+    tie_word_embeddings=False,
+)
 CONTEXTS = 16384, 131072, 65536, 32768
 """Contexts; the shortest and the longest come first, in case time runs out."""
 COMPRESSION, FIXED = 4, 4096
 """Tokens per retained token, and a budget that does not grow."""
-ROUNDS = 30
+SINKS, WINDOW = 4, 256
 ROOM = 4 << 30
 """Bytes that must be free beside a cache."""
 GIB = 1 << 30
-FLAT = 1.05
-"""Maximum growth of latency from the first context to the last that is called flat."""
-DENSE = "dense", "dense, no mask"
-KVPOP = "kvpop, 75% off", f"kvpop, B {FIXED}"
-RIGHT = {
-    "a captured pass is right, kvpop": (KVPOP, kvpop_right),
-    "a captured pass is right, dense": (DENSE, dense_right),
-    "caches that are written go on, kvpop": (KVPOP, lambda bench: written_right(bench, {"half": 2, "a quarter": 1})),
-    "caches that are written go on, dense": (DENSE, lambda bench: written_right(bench, dict.fromkeys(DENSE, 0))),
-}
-"""Case -> the caches that are not timed if it fails, and the check."""
+PROMPTS, NEW = (40, 33), 40
+"""Prompts of the tiny model and new tokens; replays reach its B of 64, in one row before the other."""
+SMALL_PROMPTS, SMALL_NEW = (10, 9), 5
+"""Prompts and new tokens with interpreted kernels, for B of 12."""
 
 
-def generation(bench: Bench) -> Iterator[Case]:
-    """Yield cases; see :data:`gpu.Section`."""
-    for case, (_, check) in RIGHT.items():
-        yield Case(case, check)
-    wrong = {name: case for case, (names, _) in RIGHT.items() if case in bench.wrong for name in names}
-    for name, case in wrong.items():
-        bench.say(f"generation, {name}: not timed, as it is wrong that {case}")
-    timed = [name for name in (*DENSE, *KVPOP) if name not in wrong]
-    if bench.few or not timed:
-        return
-    bench.say(f"generation: {' '.join(__doc__.split(chr(10) * 2)[1].split())}")
-    results: dict[int, dict[str, Timed]] = {}
-    with Drawn(bench, QWEN3_8B) as drawn:
-        for requests, context, kept in (*((1, each, results) for each in CONTEXTS), (32, CONTEXTS[0], {})):
-            run = partial(times, drawn=drawn, requests=requests, context=context, names=timed, results=kept)
-            yield Case(f"generation, batch {requests}, context {context}", run)
-    for line in in_short(results):
-        bench.say(line)
+class Drawn(NamedTuple):
+    """Random model on the bench's device, and the folder of a scorer for it."""
+
+    model: torch.nn.Module
+    scorer: Path
+
+
+class Written(NamedTuple):
+    """Cache in the state after a context.
+
+    Attributes:
+        cache: the cache.
+        held: its bytes.
+        read: bytes that a pass reads or writes of it, and of the scorers.
+        before: called before each pass.
+        options: arguments of each pass.
+        check: raises AssertionError if passes have left it in another state than they should.
+    """
+
+    cache: object
+    held: int
+    read: int
+    before: Callable[[], object] = lambda: None
+    options: dict = {}
+    check: Callable[[], object] = lambda: None
+
+
+def cases(bench: Bench) -> Iterator[Case]:
+    """Yield the cases of the section."""
+    passes, written = "a captured pass is right, {}".format, "caches that are written go on, kvpop"
+    yield Case(passes("kvpop"), kvpop_right)
+    yield Case(passes("dense"), dense_right)
+    yield Case(written, written_right)
+    with tempfile.TemporaryDirectory() as folder:
+        drawn = functools.cache(partial(qwen3, bench, Path(folder)))
+        for requests, context in (*((1, each) for each in CONTEXTS), (32, CONTEXTS[0])):
+            run, where = (
+                partial(times, drawn=drawn, requests=requests, context=context),
+                f"batch {requests}, context {context}",
+            )
+            yield Case(f"generation, {where}, dense", run, (passes("dense"),))
+            for budget in sorted({context // COMPRESSION, FIXED}):
+                name = f"generation, {where}, kvpop, B {budget}"
+                yield Case(name, partial(run, budget=budget), (passes("kvpop"), written))
+
+
+# Models
+
+
+def qwen3(bench: Bench, folder: Path) -> Drawn:
+    """Return a model of Qwen3-8B's shape, whose configuration and scorer are written to a folder."""
+    QWEN3_8B.save_pretrained(folder)
+    scorer = write_random_scorer(folder / "scorer", folder, sinks=SINKS, window=WINDOW, topk=64)
+    with torch.device(bench.device):
+        model = AutoModelForCausalLM.from_config(QWEN3_8B, dtype=bench.dtype, attn_implementation="sdpa")
+    return Drawn(model.eval().requires_grad_(False), scorer)
+
+
+@contextmanager
+def tiny(bench: Bench) -> Iterator[tuple[Drawn, int]]:
+    """Yield a tiny model whose tokens depend on distant ones, and B."""
+    shape, (sinks, window, topk) = {}, (4, 16, 44)
+    if bench.small:
+        shape, (sinks, window, topk) = dict(layers=1, q_heads=2, kv_heads=1, head_dim=16), (1, 3, 8)
+    with tempfile.TemporaryDirectory() as folder:
+        base = write_tiny_model(Path(folder) / "model", "qwen3", dtype=bench.dtype, **shape)
+        scorer = write_random_scorer(Path(folder) / "scorer", base, sinks=sinks, window=window, topk=topk)
+        model = AutoModelForCausalLM.from_pretrained(base, dtype=bench.dtype, attn_implementation="sdpa")
+        yield Drawn(model.to(bench.device).eval().requires_grad_(False), scorer), sinks + window + topk
+
+
+class Decoding:
+    """Repeated passes that generate one greedy token of every row.
+
+    Args:
+        model: the model.
+        cache: its cache.
+        tokens: ``[R, 1]``, the first tokens.
+        before: called before each pass.
+        options: arguments of the model's forward.
+
+    Attributes:
+        tokens: ``[R, 1]``, tokens of the last pass.
+        logits: ``[R, V]`` of the last pass.
+    """
+
+    def __init__(self, model, cache, tokens: torch.Tensor, before: Callable[[], object] = lambda: None, **options):
+        self.model, self.tokens, self.before = model, tokens.clone(), before
+        self.options = dict(past_key_values=cache, use_cache=True, **options)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Run one pass."""
+        self.before()
+        self.logits = self.model(input_ids=self.tokens, **self.options).logits[:, -1]
+        self.tokens.copy_(self.logits.argmax(-1, keepdim=True))
+
+    def captured(self) -> Callable[[], object]:
+        """Run a pass and return a function that replays it from a CUDA graph, or without a GPU runs another one."""
+        if self.tokens.device.type == "cuda":
+            return graph_of(self.step)
+        self.step()
+        return self.step
+
+
+# Caches without a prefill
+
+
+def dense_cache(drawn: Drawn, requests: int, context: int) -> Written:
+    """Return a static cache of random tokens with room for one more; its length is reset before every pass."""
+    config, weight = drawn.model.config, drawn.model.lm_head.weight
+    cache = StaticCache(config=config, max_cache_len=context)
+    heads = dict(num_heads=config.num_key_value_heads, head_dim=config.head_dim)
+    cache.early_initialization(batch_size=requests, dtype=weight.dtype, device=weight.device, **heads)
+    seen = torch.zeros(len(cache.layers), dtype=torch.int64, device=weight.device)
+    for layer, count in zip(cache.layers, seen, strict=True):
+        assert layer.cumulative_length.ndim == 0, "this transformers keeps the length of a static cache elsewhere"
+        layer.cumulative_length = count
+        layer.keys.normal_()
+        layer.values.normal_()
+    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    return Written(cache, size, size, lambda: seen.fill_(context - 1), {"attention_mask": {"full_attention": None}})
+
+
+@torch.no_grad()
+def kvpop_cache(drawn: Drawn, requests: int, context: int, budget: int) -> Written:
+    """Return a KVpop cache of random tokens; a pass reads its tokens, and reads and writes its states."""
+    cache = KVpopCache(drawn.model, "kvpop", scorer=drawn.scorer, budget=budget, max_length=2 * context)
+    device = drawn.model.lm_head.weight.device
+    drawn.model(input_ids=torch.zeros(requests, 1, dtype=torch.int64, device=device), past_key_values=cache)
+    (clock,), layers = cache._lengths_by_device.values(), list(cache._layers.values())
+    with torch.device(device):
+        for layer in layers:
+            fill(layer.pages, layer.table, layer.rule, budget, context)
+    clock.positions.fill_(context)
+
+    def check():
+        cache.replayed(int(clock.positions[0]) - cache.lengths[0])
+        for index in {0, len(cache) - 1}:
+            held = layers[index].held(0, cache.lengths[0], 0).sum(1).tolist()
+            assert set(held) == {budget}, f"layer {index} holds {held} tokens, not {budget}"
+
+    check()
+    layout, rule = layers[0].pages.layout, layers[0].rule
+    head = budget * layout.slot_bytes + 8 * rule.state_floats(layout.head_size)
+    weights = (weight for layer in layers for weight in vars(layer.rule.scorer).values())
+    scorers = sum(weight.nbytes for weight in weights if isinstance(weight, torch.Tensor))
+    read = requests * layout.num_kv_heads * len(cache) * head + scorers
+    return Written(cache, cache.allocated_bytes(), read, check=check)
+
+
+def decoding_of(drawn: Drawn, made: Written, requests: int) -> Decoding:
+    """Return a decoding of a written cache."""
+    first = torch.zeros(requests, 1, dtype=torch.int64, device=drawn.model.lm_head.weight.device)
+    return Decoding(drawn.model, made.cache, first, made.before, **made.options)
 
 
 # Checks
 
 
-def written_right(bench: Bench, quarters: dict[str, int]) -> Iterator[dict]:
-    """Check written caches of a tiny model: passes are finite, and caches stay as full as they should.
+def kvpop_right(bench: Bench) -> Iterator[dict]:
+    """Check that captured passes give the tokens of single passes, and retain the same tokens.
+
+    The caches fill up during replays, one row's after the other's. Interpreted passes are compared with those of
+    a CPU's kernels.
+    """
+    lengths, new = (SMALL_PROMPTS, SMALL_NEW) if bench.small else (PROMPTS, NEW)
+    with tiny(bench) as (drawn, budget):
+        assert max(lengths) + 1 < budget < min(lengths) + new - 1, "no replay fills a cache"
+        plain, cache = (KVpopCache(drawn.model, "kvpop", scorer=drawn.scorer) for _ in range(2))
+        expected = greedy(bench, drawn.model, plain, lengths, new, Decoding.step)
+        with ops_take("triton" if bench.small else None) as calls:
+            tokens = greedy(bench, drawn.model, cache, lengths, new, Decoding.captured)
+        slow = "reference" in {implementation for _, implementation in calls}
+        assert {op for op, _ in calls} == {"prefill_chunk", "decode_step"} and not slow, f"kernels: {sorted(calls)}"
+        if bench.device == "cuda":  # without a graph, passes are counted already
+            cache.replayed(new - 2)
+    assert tokens == expected, f"captured passes give {tokens}, single ones {expected}"
+    assert all(torch.equal(cache.held(row), plain.held(row)) for row in range(2)), "other tokens are held"
+    yield bench.row("tokens that differ", 0, "count")
+
+
+def greedy(bench: Bench, model, cache, lengths: tuple[int, ...], new: int, first_pass) -> list[list[int]]:
+    """Return ``new`` greedy tokens of every row behind random prompts, the shorter ones padded on their left.
+
+    The first comes from the prompt's pass, the second from a pass, the others from repetitions of it.
 
     Args:
-        bench: see :class:`gpu.Bench`.
-        quarters: name -> quarters of the tokens that a cache holds, 0 for a dense one; with interpreted
-            kernels the first budget is enough.
+        bench: device and dtype.
+        model: the model.
+        cache: its empty cache.
+        lengths: tokens of each prompt.
+        new: number of tokens.
+        first_pass: method of :class:`Decoding` that runs a pass, and may return a function that repeats it.
     """
-    shape, window, requests, context = (TINIER, 4, 1, 40) if bench.small else (TINY, 16, 2, 400)
-    budgets = {name: context * held // 4 for name, held in quarters.items()}
-    if bench.small and any(quarters.values()):
-        budgets = dict([*budgets.items()][:1])
-    with Drawn(bench, shape, window=window) as drawn, ops_take("triton" if bench.small else None):
-        caches = timed_caches(bench, drawn, requests, context, budgets)
-        for name, timed in caches.items():
-            assert isinstance(timed, Timed), f"{name}: {timed}"
-            for _ in range(1 if bench.small else 3):
-                timed.replay()
-            timed.check()
-    yield bench.row("caches that go on", len(caches), "count")
+    longest = max(lengths)
+    rows = [[0] * (longest - n) + random_prompt(n, seed=i) for i, n in enumerate(lengths)]
+    mask = [[0] * (longest - n) + [1] * n for n in lengths]
+    rows, mask = (torch.tensor(x, device=bench.device) for x in (rows, mask))
+    with torch.no_grad():
+        logits = model(input_ids=rows, attention_mask=mask, past_key_values=cache, logits_to_keep=1).logits
+    decoding = Decoding(model, cache, logits[:, -1:].argmax(-1))
+    tokens = [decoding.tokens.clone()]
+    repeat = first_pass(decoding) or decoding.step
+    for _ in range(new - 2):
+        tokens.append(decoding.tokens.clone())
+        repeat()
+    return torch.cat([*tokens, decoding.tokens], 1).tolist()
+
+
+def dense_right(bench: Bench) -> Iterator[dict]:
+    """Check that a captured pass of a full cache gives the logits of a single pass that has a mask."""
+    with tiny(bench) as (drawn, _):
+        made = dense_cache(drawn, 2, max(PROMPTS))
+        masked, plain = decoding_of(drawn, made._replace(options={}), 2), decoding_of(drawn, made, 2)
+        masked.step()
+        replay = plain.captured()
+        plain.tokens.zero_()
+        replay()
+        error = float((plain.logits - masked.logits).abs().max())
+    assert error < (0.2 if bench.dtype == torch.bfloat16 else 1e-3), f"without a mask logits differ by {error:.3g}"
+    yield bench.row("largest difference of logits", error, "absolute")
+
+
+def written_right(bench: Bench) -> Iterator[dict]:
+    """Check written caches of a tiny model: passes are finite, and caches stay as full as they should."""
+    requests, context, shares, passes = (1, 40, (2,), 1) if bench.small else (2, 400, (2, 4), 3)
+    with tiny(bench) as (drawn, _), ops_take("triton" if bench.small else None):
+        for share in shares:
+            made = kvpop_cache(drawn, requests, context, context // share)
+            decoding = decoding_of(drawn, made, requests)
+            replay = decoding.captured()
+            for _ in range(passes):
+                replay()
+            made.check()
+            assert bool(decoding.logits.isfinite().all()), "logits are not finite"
+    yield bench.row("caches that go on", len(shares), "count")
 
 
 # Times
 
 
-@dataclass
-class Timed:
-    """Cache with its pass.
-
-    Attributes:
-        replay: runs a pass.
-        cache: bytes of the cache.
-        read: bytes of the cache that a pass reads or writes.
-        peak: bytes of weights, cache and everything else that a pass needs; a prefill would need another
-            number.
-        check: raises AssertionError if a pass failed.
-        seconds: time of a pass.
-    """
-
-    replay: Callable[[], object]
-    cache: int
-    read: int
-    peak: int
-    check: Callable[[], None]
-    seconds: float = 0.0
-
-
-@dataclass
-class Missing:
-    """Cache that is not timed.
-
-    Attributes:
-        needed: bytes that must be free for it, if there are too few.
-        wrong: the error, else empty.
-    """
-
-    needed: int
-    wrong: str = ""
-
-
 def times(
-    bench: Bench, drawn: Drawn, requests: int, context: int, names: list[str], results: dict[int, dict[str, Timed]]
+    bench: Bench, drawn: Callable[[], Drawn], requests: int, context: int, budget: int | None = None
 ) -> Iterator[dict]:
-    """Yield rows of a pass with every cache, in turn, and the memory that caches which do not fit would need.
+    """Yield rows of a pass.
 
     Args:
         bench: device and dtype.
-        drawn: the model.
+        drawn: returns the model.
         requests: rows of a batch.
         context: tokens that have been seen.
-        names: names of the caches.
-        results: context -> timed caches; this call adds its own.
+        budget: B, or None for the static cache.
 
     Raises:
-        AssertionError: a cache could not be made, or is wrong after its passes. The rows of the others come
-            before.
+        SkipTest: the cache does not fit.
+        AssertionError: the cache is wrong before or after its passes.
     """
-    budget_of = dict(zip((*DENSE, *KVPOP), (0, 0, context // COMPRESSION, FIXED), strict=True))
-    budgets = {name: budget for name, budget in budget_of.items() if name in names}
-    speed, made = bandwidth(), timed_caches(bench, drawn, requests, context, budgets)
-    distinct = {id(each): each for each in made.values() if isinstance(each, Timed)}
-    seconds = paired({key: each.replay for key, each in distinct.items()}, ROUNDS) if distinct else {}
-    for key, each in distinct.items():
-        each.seconds = seconds[key]
-        shared = [name for name in made if made[name] is each]
-        if wrong := attempt(bench, f"{' and '.join(shared)}, after its passes", each.check):
-            made |= dict.fromkeys(shared, wrong)
-    for name, each in made.items():
-        if isinstance(each, Missing) and not each.wrong:
-            yield bench.row(f"{name}, skipped, memory that must be free", each.needed / GIB, "GiB")
-    timed = results[context] = {name: each for name, each in made.items() if isinstance(each, Timed)}
-    for name, each in timed.items():
-        floor = 1e3 * (drawn.read + each.read) / speed
-        yield bench.row(f"{name}, a token", 1e3 * each.seconds, "ms", floor)
-        yield bench.row(f"{name}, tokens a second", requests / each.seconds, "1/s")
-        yield bench.row(f"{name}, cache", each.cache / GIB, "GiB")
-        yield bench.row(f"{name}, peak memory while decoding", each.peak / GIB, "GiB")
-    for each in distinct.values():
-        each.replay = each.check = None  # frees the memory
-    del distinct
-    empty(bench)
-    wrong = {name: each.wrong for name, each in made.items() if isinstance(each, Missing) and each.wrong}
-    assert not wrong, "; ".join(f"{name}: {what}" for name, what in wrong.items())
-
-
-def attempt(bench: Bench, what: str, run: Callable[[], object], needed: int = 0):
-    """Return the result of ``run``, or :class:`Missing` with the reason in the log.
-
-    Errors are not kept, because they would keep the memory of the frames that they left.
-
-    Args:
-        bench: the log.
-        what: name for the log.
-        run: makes a cache or checks it.
-        needed: bytes that ``run`` needs, if there may be too few; else 0.
-    """
-    try:
-        return run()
-    except Exception as error:  # noqa: BLE001  what one cache does must not cost the others
-        if needed and isinstance(error, torch.OutOfMemoryError):
-            bench.say(f"{what}: skipped, {str(error).splitlines()[0]}")
-            return Missing(needed)
-        bench.say(f"{what}: WRONG")
-        bench.say(traceback.format_exc())
-        return Missing(0, f"{type(error).__name__}: {error}")
-
-
-def timed_caches(
-    bench: Bench, drawn: Drawn, requests: int, context: int, budgets: dict[str, int]
-) -> dict[str, Timed | Missing]:
-    """Return name -> timed cache, for as many as fit in memory together, small ones first.
-
-    Caches of equal budgets are shared.
-    """
-    made: dict[object, Timed | Missing] = {}
-    config, dense = drawn.model.config, []
-    slot = config.num_hidden_layers * config.num_key_value_heads * 2 * config.head_dim * bench.dtype.itemsize
-    for name, budget in sorted(budgets.items(), key=lambda item: item[1] or context):
-        key, what = budget or name, f"batch {requests}, context {context}, {name}"
-        if key in made:
-            continue
-        needed = ROOM + (0 if dense and not budget else requests * (budget or context) * slot)
-        if (left := free(bench)) < needed:
-            bench.say(f"{what}: skipped, it needs {needed / GIB:.1f} GiB and {left / GIB:.1f} are free")
-            made[key] = Missing(needed)
-            continue
-        place = bench, drawn, requests, context
-        run = partial(kvpop_timed, *place, budget) if budget else partial(dense_timed, *place, name, dense)
-        made[key] = attempt(bench, what, run, needed)
-    return {name: made[budget or name] for name, budget in budgets.items()}
-
-
-def dense_timed(bench, drawn, requests, context, name: str, dense: list) -> Timed:
-    """Return a timed static cache; ``dense`` holds the cache once it has been made."""
-    if not dense:
-        dense += full_cache(drawn.model, requests, context)
-    cache, before = dense
-    size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    options = {"attention_mask": {"full_attention": None}} if name == DENSE[1] else {}
-    decoding, replay, more = captured(bench, drawn, cache, requests, before=before, **options)
-    return Timed(replay, size, size, drawn.weights + size + more, lambda: check_finite(name, decoding))
-
-
-def kvpop_timed(bench, drawn, requests, context, budget: int) -> Timed:
-    """Return a timed KVpop cache; a pass reads its tokens, and reads and writes its states."""
-    cache = written_cache(drawn, requests, context, budget)
-    layer, name = cache._layers[0], f"kvpop, B {budget}"
-    heads, size = layer.pages.layout.num_kv_heads, layer.pages.layout.head_size
-    head = budget * layer.pages.layout.slot_bytes + 8 * layer.rule.state_floats(size)
-    weights = (weight for each in cache._layers.values() for weight in vars(each.rule.scorer).values())
-    scorers = sum(weight.nbytes for weight in weights if isinstance(weight, torch.Tensor))
-    decoding, replay, more = captured(bench, drawn, cache, requests)
-
-    def check():
-        check_finite(name, decoding)
-        (clock,) = cache._lengths_by_device.values()
-        if passes := int(clock.positions[0]) - cache.lengths[0]:
-            cache.replayed(passes)
-        check_held(cache, budget)
-
-    held, read = cache.allocated_bytes(), requests * heads * len(cache) * head + scorers
-    return Timed(replay, held, read, drawn.weights + held + scorers + more, check)
-
-
-def captured(bench: Bench, drawn: Drawn, cache, requests: int, **options) -> tuple[Decoding, Callable[[], object], int]:
-    """Return a decoding, a function that repeats its pass, and the bytes that a pass needs beside weights and cache.
-
-    The workspace that matrix products keep is not counted.
-    """
-    first = torch.zeros(requests, 1, dtype=torch.int64, device=bench.device)
-    decoding = Decoding(drawn.model, cache, first, **options)
-    if bench.device != "cuda":
-        return decoding, decoding.captured(bench), 0
-    with torch.cuda.stream(side_stream()):
-        torch.mm(*torch.ones(2, 16, 16, dtype=bench.dtype, device=bench.device))
-    torch.cuda.synchronize()
+    model, shape = drawn().model, QWEN3_8B
+    gc.collect()
+    torch.cuda.empty_cache()
+    slot = shape.num_hidden_layers * shape.num_key_value_heads * 2 * shape.head_dim * bench.dtype.itemsize
+    needed, free = ROOM + requests * (budget or context) * slot, torch.cuda.mem_get_info()[0]
+    if free < needed:
+        raise SkipTest(f"it needs {needed / GIB:.1f} GiB and {free / GIB:.1f} are free")
+    place = drawn(), requests, context
+    made = kvpop_cache(*place, budget) if budget else dense_cache(*place)
+    decoding = decoding_of(drawn(), made, requests)
     torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    replay = decoding.captured(bench)
-    return decoding, replay, torch.cuda.max_memory_allocated() - before
-
-
-def check_finite(name: str, decoding: Decoding) -> None:
-    """Check that no step was refused, which would give NaN.
-
-    Raises:
-        AssertionError: a logit is not finite.
-    """
-    assert bool(decoding.logits.isfinite().all()), f"{name}: logits are not finite"
-
-
-def free(bench: Bench) -> float:
-    """Return the bytes of memory that are free for tensors."""
-    empty(bench)
-    return torch.cuda.mem_get_info()[0] if bench.device == "cuda" else torch.inf
-
-
-def in_short(results: dict[int, dict[str, Timed]]) -> Iterator[str]:
-    """Yield lines that summarise Figure 4's claims.
-
-    They say how caches grow, whether latency grows, and from which context on KVpop is faster than the faster
-    dense cache.
-    """
-    for name in (*DENSE, *KVPOP):
-        there = {context: timed[name] for context, timed in sorted(results.items()) if name in timed}
-        if len(there) < 2:
-            yield f"{name}: {len(there)} contexts measured, which says nothing of growth"
-            continue
-        (first, a), *_, (last, b) = there.items()
-        slower = b.seconds / a.seconds
-        yield (
-            f"{name}: from {first} to {last} tokens the cache grows {b.cache / a.cache:.2f} times, latency {slower:.2f} times: "
-            f"{'flat' if slower <= FLAT else 'not flat'}"
-        )
-    for name in KVPOP:
-        start, compared = None, False
-        for context, timed in sorted(results.items()):
-            dense = [timed[other].seconds for other in DENSE if other in timed]
-            if dense and name in timed:
-                compared, ahead = True, timed[name].seconds < min(dense)
-                start = (start or context) if ahead else None
-        if not compared:
-            yield f"{name}: not compared with dense"
-        elif start:
-            yield f"{name}: ahead of dense from {start} tokens on"
-        else:
-            yield f"{name}: not ahead of dense at the longest context measured"
+    replay = decoding.captured()
+    peak, time = torch.cuda.max_memory_allocated(), milliseconds(replay)
+    made.check()
+    assert bool(decoding.logits.isfinite().all()), "logits are not finite"
+    weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
+    yield bench.row("a token", time, "ms", (weights + made.read) / bandwidth())
+    yield bench.row("tokens a second", 1e3 * requests / time, "1/s")
+    yield bench.row("cache", made.held / GIB, "GiB")
+    yield bench.row("peak memory while decoding", peak / GIB, "GiB")

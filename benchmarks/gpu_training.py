@@ -12,16 +12,16 @@ from functools import partial
 
 import torch
 from gpu import HEADS, KV_HEADS, SIZE, Bench, Case, within
-from gpu_clock import bandwidth, paired, seconds
+from gpu_clock import bandwidth, milliseconds
 from kernels.naive import future_mass, kept_sets, masked_attention, visible_keys
 
 from kvpop_vllm.kernels import ops
 
-SINKS, WINDOW = 4, 512
+SINKS, WINDOW, LENGTH = 4, 512, 16384
 
 
-def training_kernels(bench: Bench) -> Iterator[Case]:
-    """Yield cases; see :data:`gpu.Section`."""
+def cases(bench: Bench) -> Iterator[Case]:
+    """Yield the cases of the section."""
     right = "{} is right".format
     checks = dict(
         running_topk=topk_right,
@@ -31,11 +31,9 @@ def training_kernels(bench: Bench) -> Iterator[Case]:
     )
     for op, check in checks.items():
         yield Case(right(op), check)
-    attention = right("running_topk"), right("sparse_attention")
-    scorer = right("delayed_mlstm"), right("future_attention_mass"), right("running_topk")
-    for length, topk in ((16384, 1532), (16384, 3580)):
-        for what, times, needs in (("attention", attention_times, attention), ("scorer", scorer_times, scorer)):
-            yield Case(f"{what}, S {length}, k {topk}", partial(times, length=length, topk=topk), needs)
+    for topk in (1532, 3580):
+        for what, times in (("attention", attention_times), ("scorer", scorer_times)):
+            yield Case(f"{what}, S {LENGTH}, k {topk}", partial(times, topk=topk), tuple(map(right, checks)))
 
 
 def _draw(bench: Bench, seed: int, *shape: int, dtype=None) -> torch.Tensor:
@@ -60,30 +58,30 @@ def topk_right(bench: Bench) -> Iterator[dict]:
 
 def attention_right(bench: Bench) -> Iterator[dict]:
     """Check outputs, log-sum-exps and all gradients."""
-    sizes = ((77, 16, 2),) if bench.small else ((300, 64, 3), (300, 128, 4), (513, 80, 1))
-    for length, size, group in sizes:
+    for length, size, group in ((77, 16, 2),) if bench.small else ((300, 64, 3), (300, 128, 4), (513, 80, 1)):
         inputs, priority = _qkv(bench, length, size, group), _draw(bench, 0, 1, 2, length, dtype=torch.float32)
         options = dict(sinks=3, window=9, topk=11)
         visible = kept_sets(priority.cpu(), *options.values()).to(bench.device)
         order = ops.running_topk(priority, **options, impl="triton")
-        grad, scale = _draw(bench, 4, *inputs[0].shape), size**-0.5
-
-        def sparse(*x, order=order, scale=scale):
-            return ops.sparse_attention(*x, *order, sinks=3, window=9, scale=scale, impl="triton")
-
-        def masked(*x, visible=visible, scale=scale):
-            return masked_attention(*x, visible, scale)
-
-        runs = (sparse, bench.dtype), (masked, torch.float64), (masked, bench.dtype)
-        results = [_complete(run, inputs, grad, dtype) for run, dtype in runs]
-        for name, *three in zip(("out", "lse", "dq", "dk", "dv"), *results, strict=True):
+        sparse = partial(ops.sparse_attention, sinks=3, window=9, scale=size**-0.5, impl="triton")
+        grad = _draw(bench, 4, *inputs[0].shape)
+        results = [
+            _complete(run, inputs, shared, grad, dtype)
+            for run, shared, dtype in (
+                (sparse, order, bench.dtype),
+                (masked_attention, (visible, size**-0.5), torch.float64),
+                (masked_attention, (visible, size**-0.5), bench.dtype),
+            )
+        ]
+        for name, *three in zip(("out", "dq", "dk", "dv", "lse"), *results, strict=True):
             yield from within(bench, *three, f"{name}, D {size}, G {group}")
 
 
-def _complete(run, inputs, grad, dtype):
+def _complete(run, inputs, shared, grad, dtype) -> tuple[torch.Tensor, ...]:
+    """Return the first result of ``run(*inputs, *shared)`` in a precision, its gradients, and the second result."""
     leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    out, lse = run(*leaves)
-    return out, lse, *torch.autograd.grad(out, leaves, grad.to(dtype))
+    out, other = run(*leaves, *shared)
+    return out, *torch.autograd.grad(out, leaves, grad.to(out.dtype)), other
 
 
 def mass_right(bench: Bench) -> Iterator[dict]:
@@ -110,42 +108,36 @@ def mlstm_right(bench: Bench) -> Iterator[dict]:
     v, igate, fgate = (_draw(bench, i, 1, 2, length, *more) for i, more in ((5, (width,)), (3, ()), (4, ())))
     inputs, grad = (q, k, v, igate, fgate + 2), _draw(bench, 9, 1, 2, length, width, dtype=torch.float32)
 
-    def complete(impl, dtype):
-        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
-        h, _ = ops.delayed_mlstm(*leaves, delay=delay, chunk=16, impl=impl)
-        return h, *torch.autograd.grad(h, leaves, grad.to(h.dtype))
-
-    actual, exact = complete("triton", bench.dtype), complete("reference", torch.float64)
-    eager = complete("reference", bench.dtype)
-    for name, *three in zip(("h", "dq", "dk", "dv", "di", "df"), actual, exact, eager, strict=True):
+    sides = ("triton", bench.dtype), ("reference", torch.float64), ("reference", bench.dtype)
+    runs = {side: partial(ops.delayed_mlstm, delay=delay, chunk=16, impl=side[0]) for side in sides}
+    results = [_complete(run, inputs, (), grad, dtype)[:-1] for (_, dtype), run in runs.items()]
+    for name, *three in zip(("h", "dq", "dk", "dv", "di", "df"), *results, strict=True):
         yield from within(bench, *three, f"mlstm {name}")
 
 
-def attention_times(bench: Bench, length: int, topk: int) -> Iterator[dict]:
-    """Yield times of forward, and of forward with backward, in turn with SDPA and FlexAttention.
+def attention_times(bench: Bench, topk: int) -> Iterator[dict]:
+    """Yield times of forward, and of forward with backward, beside SDPA and FlexAttention.
 
     The floor of sparse attention is the visible logits at the rate that SDPA reaches on all logits.
     """
-    q, k, v = (_draw(bench, i, 1, heads, length, SIZE) for i, heads in ((1, HEADS), (2, KV_HEADS), (3, KV_HEADS)))
-    priority, scale = _draw(bench, 0, 1, KV_HEADS, length, dtype=torch.float32), SIZE**-0.5
-    rank, cutoff = ops.running_topk(priority, sinks=SINKS, window=WINDOW, topk=topk, impl="triton")
-    flex = compiled_flex(rank, cutoff, length, WINDOW)
+    q, k, v = (_draw(bench, i, 1, heads, LENGTH, SIZE) for i, heads in ((1, HEADS), (2, KV_HEADS), (3, KV_HEADS)))
+    priority = _draw(bench, 0, 1, KV_HEADS, LENGTH, dtype=torch.float32)
+    order = ops.running_topk(priority, sinks=SINKS, window=WINDOW, topk=topk, impl="triton")
 
     def sparse(*x):
-        return ops.sparse_attention(*x, rank, cutoff, sinks=SINKS, window=WINDOW, scale=scale, impl="triton")[0]
+        return ops.sparse_attention(*x, *order, sinks=SINKS, window=WINDOW, scale=SIZE**-0.5, impl="triton")[0]
 
-    runs = {"sparse": sparse, "SDPA": dense, "FlexAttention": flex}
-    check_same("sparse_attention", sparse(q, k, v), flex(q, k, v))
-    share = visible_share(length, SINKS + WINDOW + topk)
+    runs = {"sparse": sparse, "SDPA": dense, "FlexAttention": compiled_flex(*order, LENGTH, WINDOW)}
+    check_same("sparse_attention", sparse(q, k, v), runs["FlexAttention"](q, k, v))
     leaves, grad = [x.detach().requires_grad_() for x in (q, k, v)], torch.randn_like(q)
+    share = visible_share(LENGTH, SINKS + WINDOW + topk)
     for what, of in (
         ("forward", lambda run: run(q, k, v)),
         ("forward and backward", lambda run: torch.autograd.grad(run(*leaves), leaves, grad)),
     ):
-        times = paired({name: partial(of, run) for name, run in runs.items()})
+        times = {name: milliseconds(partial(of, run)) for name, run in runs.items()}
         for name, value in times.items():
-            floor = 1e3 * times["SDPA"] * share if name == "sparse" else None
-            yield bench.row(f"{name}, {what}", 1e3 * value, "ms", floor)
+            yield bench.row(f"{name}, {what}", value, "ms", times["SDPA"] * share if name == "sparse" else None)
 
 
 def dense(q, k, v) -> torch.Tensor:
@@ -188,33 +180,31 @@ def compiled_flex(rank, cutoff, length: int, window: int):
     return partial(compiled, block_mask=blocks, scale=SIZE**-0.5, enable_gqa=True)
 
 
-def scorer_times(bench: Bench, length: int, topk: int) -> Iterator[dict]:
+def scorer_times(bench: Bench, topk: int) -> Iterator[dict]:
     """Yield times of a layer's scorer: mLSTM forward and backward, order, targets.
 
     The floor is its tensors read and written once at the bandwidth of a copy.
     """
-    speed = bandwidth()
-    q, k = (_draw(bench, i, 1, KV_HEADS, length, SIZE // 2).abs() for i in (1, 2))
-    v, igate, fgate = (_draw(bench, i, 1, KV_HEADS, length, *more) for i, more in ((5, (SIZE,)), (3, ()), (4, ())))
+    q, k = (_draw(bench, i, 1, KV_HEADS, LENGTH, SIZE // 2).abs() for i in (1, 2))
+    v, igate, fgate = (_draw(bench, i, 1, KV_HEADS, LENGTH, *more) for i, more in ((5, (SIZE,)), (3, ()), (4, ())))
     inputs = [x.requires_grad_() for x in (q, k, v, igate, fgate)]
     grad = _draw(bench, 9, *v.shape, dtype=torch.float32)
+    priority = _draw(bench, 0, 1, KV_HEADS, LENGTH, dtype=torch.float32)
+    queries, keys = (_draw(bench, i, 1, heads, LENGTH, SIZE) for i, heads in ((1, HEADS), (2, KV_HEADS)))
+    lse = 9 + _draw(bench, 5, 1, HEADS, LENGTH, dtype=torch.float32)
 
     def scores():
         return ops.delayed_mlstm(*inputs, delay=WINDOW, impl="triton")[0]
 
-    bytes_in, bytes_out = sum(x.numel() * x.element_size() for x in inputs), 4 * grad.numel()
-    floor = 1e3 * (bytes_in + bytes_out) / speed
-    yield bench.row("delayed_mlstm, forward", 1e3 * seconds(scores), "ms", floor)
-    both = seconds(lambda: torch.autograd.grad(scores(), inputs, grad))
-    yield bench.row(
-        "delayed_mlstm, forward and backward", 1e3 * both, "ms", 1e3 * (3 * bytes_in + 2 * bytes_out) / speed
-    )
-    priority = _draw(bench, 0, 1, KV_HEADS, length, dtype=torch.float32)
-    order = seconds(lambda: ops.running_topk(priority, sinks=SINKS, window=WINDOW, topk=topk, impl="triton"))
-    yield bench.row("running_topk", 1e3 * order, "ms", 1e3 * 3 * 4 * priority.numel() / speed)
-    queries, keys = (_draw(bench, i, 1, heads, length, SIZE) for i, heads in ((1, HEADS), (2, KV_HEADS)))
-    lse = 9 + _draw(bench, 5, 1, HEADS, length, dtype=torch.float32)
-    mass = seconds(
-        lambda: ops.future_attention_mass(queries, keys, lse, window=WINDOW, scale=SIZE**-0.5, impl="triton")
-    )
-    yield bench.row("future_attention_mass", 1e3 * mass, "ms")
+    def order():
+        ops.running_topk(priority, sinks=SINKS, window=WINDOW, topk=topk, impl="triton")
+
+    def targets():
+        ops.future_attention_mass(queries, keys, lse, window=WINDOW, scale=SIZE**-0.5, impl="triton")
+
+    read, written, speed = sum(x.nbytes for x in inputs), grad.nbytes, bandwidth()
+    yield bench.row("delayed_mlstm, forward", milliseconds(scores), "ms", (read + written) / speed)
+    both = milliseconds(lambda: torch.autograd.grad(scores(), inputs, grad))
+    yield bench.row("delayed_mlstm, forward and backward", both, "ms", (3 * read + 2 * written) / speed)
+    yield bench.row("running_topk", milliseconds(order), "ms", 3 * priority.nbytes / speed)
+    yield bench.row("future_attention_mass", milliseconds(targets), "ms")

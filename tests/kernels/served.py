@@ -11,13 +11,17 @@ import torch
 from kernels.factories import given_scores, poisoned_pages
 from kernels.problems import CLOSE, CLOSE_MASS, ExactRun, Problem
 
-from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.testing import DisturbedSums, assert_within_budget
 
+try:
+    from kvpop_vllm import _C
+except ImportError:  # as on a machine with a GPU, for `make gpu`
+    _C = None
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-ISAS = _C.isa_levels()
+ISAS = _C.isa_levels() if _C else []
 IMPLS = ["triton"] if INTERPRETED else ["reference", *ISAS]
 """Torch and C++ with each instruction set of this machine, or Triton's kernels if they are interpreted."""
 
