@@ -7,18 +7,17 @@ stock's greedy tokens on prompts shorter than its budget. Rows are appended to
 benchmarks/results/capacity.csv.
 """
 
-import statistics
 import sys
 
 import record
-from engines import add_pool, check_budget, compare, grouped, parser_of, say, setting, spread
+from engines import add_pool, check_budget, compare, parser_of, say, setting
 
 RESULTS = record.RESULTS / "capacity.csv"
 
 
 def main() -> int:
     """Run the benchmark and return its exit code."""
-    return compare(parse_arguments(), measure, report, RESULTS)
+    return compare(parse_arguments(), measure, RESULTS, (), "seconds")
 
 
 def parse_arguments():
@@ -39,7 +38,7 @@ def parse_arguments():
 def measure(started: dict, options) -> list[dict]:
     """Return the rows of all rounds."""
     batch = {"requests": options.requests, "prompt": options.prompt, "new": options.new}
-    common = setting(options) | batch | {"pool_tokens": int(options.pool_tokens)}
+    common = batch | {"pool_tokens": int(options.pool_tokens)}
     rows = []
     for turn in range(1, options.rounds + 1):
         replies = {}
@@ -51,18 +50,8 @@ def measure(started: dict, options) -> list[dict]:
             )
             over_dense = reply["seconds"] / replies["dense"]["seconds"]
             rounded = {"seconds": f"{reply['seconds']:.1f}", "it_over_dense": f"{over_dense:.3f}"}
-            rows.append(common | {"configuration": name, "round": turn} | reply | rounded)
+            rows.append(setting(options, name) | common | {"round": turn} | reply | rounded)
     return rows
-
-
-def report(rows: list[dict]) -> str:
-    """Return the results as a table, with medians and ranges of the ratios to stock."""
-    lines = [f"{'':30} {'seconds':>8} {'running':>8} {'preempted':>9} {'it / dense: median':>19} {'min':>6} {'max':>6}"]
-    for (name,), mine in grouped(rows, "configuration").items():
-        seconds = statistics.median(float(row["seconds"]) for row in mine)
-        over_dense = spread([float(row["it_over_dense"]) for row in mine])
-        lines.append(f"{name:30} {seconds:8.0f} {mine[0]['most_running']:8} {mine[0]['preemptions']:9} {over_dense}")
-    return "\n".join(lines)
 
 
 if __name__ == "__main__":

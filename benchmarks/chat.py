@@ -13,14 +13,15 @@ import statistics
 import sys
 
 import record
-from engines import NO_HITS, WARM_UP, ask_all, compare, grouped, parser_of, ratios, say, setting
+from child import WARM_UP
+from engines import NO_HITS, ask_all, compare, parser_of, say, setting
 
 RESULTS = record.RESULTS / "chat.csv"
 
 
 def main() -> int:
     """Run the benchmark and return its exit code."""
-    return compare(parse_arguments(), measure, report, RESULTS)
+    return compare(parse_arguments(), measure, RESULTS, ("what",), "ms")
 
 
 def measure(started: dict, options) -> list[dict]:
@@ -77,23 +78,7 @@ def crowds(started: dict, options) -> list[dict]:
 def row(what: str, name: str, turn: int, seconds: float, hit: int, options) -> dict:
     """Return one row of the CSV file."""
     size = {"turns": options.turns, "turn": options.turn, "requests": options.requests, "what": what}
-    value = {"configuration": name, "round": turn, "ms": f"{1e3 * seconds:.2f}", "hit": hit}
-    return setting(options) | size | value
-
-
-def report(rows: list[dict]) -> str:
-    """Return medians, and paired ratios to stock and to the twin without hits: median, least and largest."""
-    lines = [f"{'':14} {'':32} {'ms':>9}  ratios: median (least to largest)"]
-    groups = grouped(rows, "what", "configuration")
-    times = {key: [float(row["ms"]) for row in mine] for key, mine in groups.items()}
-    for (what, name), ms in times.items():
-        line = f"{what:14} {name:32} {statistics.median(ms):9.1f}"
-        for other, label in (("dense", "stock"), (name + NO_HITS, "no hits")):
-            if other != name and (what, other) in times:
-                over = ratios(ms, times[what, other])
-                line += f"  / {label} {statistics.median(over):.2f} ({min(over):.2f} to {max(over):.2f})"
-        lines.append(line)
-    return "\n".join(lines)
+    return setting(options, name) | size | {"round": turn, "ms": f"{1e3 * seconds:.2f}", "hit": hit}
 
 
 if __name__ == "__main__":

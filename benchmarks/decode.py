@@ -7,29 +7,13 @@ benchmarks/results/decode.csv. With --against each policy also runs from another
 printed and not written.
 """
 
-import math
 import statistics
 import sys
 from pathlib import Path
 
 import record
-from engines import (
-    BEFORE,
-    EAGER,
-    PEER_INTERVAL,
-    PEER_NAMES,
-    STAGGER,
-    WARM_UP,
-    ask_all,
-    check_budget,
-    compare,
-    grouped,
-    parser_of,
-    ratios,
-    say,
-    setting,
-    spread,
-)
+from child import WARM_UP
+from engines import BEFORE, PEER_INTERVAL, STAGGER, ask_all, check_budget, compare, parser_of, say, setting
 
 from kvpop_vllm.argument_types import positive
 
@@ -38,8 +22,7 @@ RESULTS = record.RESULTS / "decode.csv"
 
 def main() -> int:
     """Run the benchmark and return its exit code."""
-    options = parse_arguments()
-    return compare(options, measure, report, RESULTS, lambda rows: written(rows, options))
+    return compare(parse_arguments(), measure, RESULTS, ("context", "requests"), "step_ms")
 
 
 def parse_arguments():
@@ -111,60 +94,10 @@ def cell(engines: dict, context: int, requests: int, options) -> list[dict]:
         shown = ", ".join(f"{name} {ms:.1f} ms" for name, ms in means.items())
         say(f"{requests} at {context}, round {turn}: {shown}")
         for name, ms in means.items():
-            row = {"requests": requests, "context": context, "configuration": name, "round": turn}
-            rows.append(row | {"step_ms": ms, "dense_over_it": means["dense"] / ms, "kv_bytes": held[name]})
+            row = {"requests": requests, "context": context, "round": turn, "step_ms": f"{ms:.2f}"}
+            row |= {"dense_over_it": f"{means['dense'] / ms:.3f}", "kv_bytes": held[name]}
+            rows.append(setting(options, name) | row)
     return rows
-
-
-def report(rows: list[dict]) -> str:
-    """Return the results as a table, with ratios to stock, to the compiled twin and to the other checkout."""
-    lines = [
-        f"{'context':>7} {'requests':>8} {'':30} {'ms/step':>8} {'KV MiB':>7} {'dense / it: median':>19} {'min':>6} {'max':>6}"
-    ]
-    groups = grouped(rows, "context", "requests", "configuration")
-    times = {key: [row["step_ms"] for row in mine] for key, mine in groups.items()}
-    for key, mine in groups.items():
-        context, requests, name = key
-        dense_over_it = spread([row["dense_over_it"] for row in mine])
-        lines.append(
-            f"{context:7} {requests:8} {name:30} {statistics.median(times[key]):8.1f} "
-            f"{mine[0]['kv_bytes'] / 2**20:7.0f} {dense_over_it}"
-        )
-        if name.endswith(EAGER):
-            over = ratios(times[key], times[context, requests, name.removesuffix(EAGER)])
-            lines.append(f"  / compiled: median {statistics.median(over):.2f}, {min(over):.2f} to {max(over):.2f}")
-        if before := times.get((context, requests, name + BEFORE)):
-            over = ratios(times[key], before)
-            low, high = median_interval(over)
-            lines.append(f"  / before: median {statistics.median(over):.3f}, 95% interval {low:.3f} to {high:.3f}")
-    return "\n".join(lines)
-
-
-def median_interval(values: list[float]) -> tuple[float, float]:
-    """Return an interval that holds the distribution's median with a probability of at least 0.95.
-
-    Its ends are order statistics of ``values``, by the binomial distribution of the number of values below
-    the median. No distribution is assumed. Fewer than six values give the least and the largest, which hold
-    the median less often.
-    """
-    n, rank, below = len(values), 0, 0.0
-    while (below := below + math.comb(n, rank) / 2**n) <= 0.025:
-        rank += 1
-    ordered = sorted(values)
-    return ordered[max(0, rank - 1)], ordered[min(n - 1, n - rank)]
-
-
-def written(rows: list[dict], options) -> list[dict]:
-    """Return the rows of the CSV file: rounded, and of this checkout only."""
-    lines = []
-    for row in rows:
-        name = row["configuration"]
-        if name.endswith(BEFORE):
-            continue
-        eager = {"mode": "eager"} if name.endswith(EAGER) or name in PEER_NAMES else {}
-        rounded = {"step_ms": f"{row['step_ms']:.2f}", "dense_over_it": f"{row['dense_over_it']:.3f}"}
-        lines.append(setting(options) | eager | row | rounded | {"configuration": name.removesuffix(EAGER)})
-    return lines
 
 
 if __name__ == "__main__":

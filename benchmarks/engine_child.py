@@ -2,13 +2,12 @@
 
 import argparse
 import json
-import os
-import random
 import sys
 import time
 from pathlib import Path
 
-from engines import SHORT_PROMPTS, STAGGER, WARM_UP, token_bytes
+from child import Child
+from engines import SHORT_PROMPTS, STAGGER, token_bytes
 
 
 def greedy(new: int, **options):
@@ -18,27 +17,12 @@ def greedy(new: int, **options):
     return SamplingParams(temperature=0, max_tokens=new, ignore_eos=True, detokenize=False, **options)
 
 
-class Child:
-    """One engine that answers commands.
-
-    A command is a line ``[name, arguments]``, its answer a line of JSON.
-    """
+class EngineChild(Child):
+    """One engine of vLLM."""
 
     def __init__(self, options: dict):
+        super().__init__()
         self.options = argparse.Namespace(**options)
-        self.replies = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # other output goes to the log
-
-    def serve(self) -> int:
-        """Answer commands from standard input until it ends."""
-        for line in sys.stdin:
-            command, arguments = json.loads(line)
-            self.reply(getattr(self, command)(**arguments))
-        os._exit(0)  # skips vLLM's teardown, whose messages do not matter here
-
-    def reply(self, what) -> None:
-        """Write a reply, or a line of progress."""
-        print(json.dumps(what), file=self.replies)
 
     def start(self) -> dict:
         """Start the engine; return the seconds that it took and the bytes of its KV pool."""
@@ -85,9 +69,8 @@ class Child:
 
     def prefill(self, context: int, requests: int) -> dict:
         """Prefill requests of about ``context`` tokens; return seconds and tokens until all decode."""
-        draw = random.Random(context)
         lengths = [context - STAGGER * i for i in range(requests)]
-        self._add(str(context), [self._random(draw, length) for length in lengths], 8192 - context)
+        self._add(str(context), [self.random_tokens(length, length) for length in lengths], 8192 - context)
         begin = said = time.monotonic()
         while (decoding := len(self.engine.step())) < requests:
             if time.monotonic() - said > 30:
@@ -108,9 +91,9 @@ class Child:
             Seconds from the last turn's request to its ``first`` and ``second`` token, and ``hit``, the
             tokens of its prompt that were hit.
         """
-        draw, text = random.Random(seed), []
+        text = []
         for turn in range(turns):
-            text = [*text, *self._random(draw, tokens - answer)]
+            text = [*text, *self.random_tokens(1000 * seed + turn, tokens - answer)]
             begin, times = time.perf_counter(), []
             self._add(f"chat-{seed}-{turn}", [text], answer)
             while self.engine.has_unfinished_requests():
@@ -129,10 +112,10 @@ class Child:
             own: tokens of each request's own question.
             new: tokens generated for each.
         """
-        prompt = self._random(random.Random(0), system)
+        prompt = self.random_tokens(0, system)
         self.llm.generate({"prompt_token_ids": prompt}, greedy(1), use_tqdm=False)
         begin = time.monotonic()
-        self._add("crowd", [[*prompt, *self._random(random.Random(i + 1), own)] for i in range(requests)], new)
+        self._add("crowd", [[*prompt, *self.random_tokens(i + 1, own)] for i in range(requests)], new)
         while len(self.engine.step()) < requests:
             pass
         return {"seconds": time.monotonic() - begin}
@@ -142,10 +125,6 @@ class Child:
         self.asked = [f"{name}-{i}" for i in range(len(prompts))]
         for request, tokens in zip(self.asked, prompts, strict=True):
             self.engine.add_request(request, {"prompt_token_ids": tokens}, greedy(new))
-
-    @staticmethod
-    def _random(draw: random.Random, length: int) -> list[int]:
-        return [draw.randrange(100, 40000) for _ in range(length)]
 
     def keep(self, requests: int) -> dict:
         """Continue with the first ``requests`` requests of the last ``prefill``.
@@ -159,24 +138,14 @@ class Child:
     def prompt(self, context: int) -> dict:
         """Run one prompt alone, never seen before, to its first token; return the seconds."""
         self.prompts = getattr(self, "prompts", 0) + 1
-        tokens = self._random(random.Random(self.prompts), context)
+        tokens = self.random_tokens(self.prompts, context)
         begin = time.perf_counter()
         self.llm.generate({"prompt_token_ids": tokens}, greedy(1), use_tqdm=False)
         return {"seconds": time.perf_counter() - begin}
 
-    def steps(self, requests: int, steps: int) -> dict:
-        """Return milliseconds of each step in which all ``requests`` decode.
-
-        The first few steps are not counted.
-        """
-        times = []
-        for _ in range(WARM_UP + steps):
-            begin = time.perf_counter()
-            decoded = len(self.engine.step())
-            times.append(1e3 * (time.perf_counter() - begin))
-            if decoded != requests:
-                raise RuntimeError(f"{decoded} of {requests} requests decoded: a turn must hold all of them")
-        return {"ms": times[WARM_UP:]}
+    def step(self) -> int:
+        """Run a step of the engine; return how many requests got a token."""
+        return len(self.engine.step())
 
     def drain(self, requests: int, prompt: int, new: int) -> dict:
         """Run all requests at once until the last is done; return the time and the scheduler's counts.
@@ -184,7 +153,7 @@ class Child:
         Each request has ``prompt`` random and ``new`` generated tokens.
         """
         scheduler, done, most, preempted = self.engine.engine_core.engine_core.scheduler, 0, 0, {}
-        self._add("drain", [self._random(random.Random(i), prompt) for i in range(requests)], new)
+        self._add("drain", [self.random_tokens(i, prompt) for i in range(requests)], new)
         begin = said = time.monotonic()
         generated = 0
         while self.engine.has_unfinished_requests():
@@ -203,4 +172,4 @@ class Child:
 
 
 if __name__ == "__main__":
-    sys.exit(Child(json.loads(sys.argv[1])).serve())
+    EngineChild(json.loads(sys.argv[1])).serve()

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
@@ -31,7 +32,6 @@ NO_HITS = ", no hits"
 BEFORE = ", before"
 """Suffix of a policy's twin that another checkout of this repository serves."""
 NEAR_TIE = 0.5  # nats: four steps of a bfloat16 logit between 16 and 32
-WARM_UP = 2  # steps of each turn that are not counted: the processor's caches hold another process's data
 STAGGER = 17  # difference between the lengths of consecutive prompts, in tokens
 SHORT_PROMPTS = (
     "The capital of France is",
@@ -195,16 +195,16 @@ def differs(name: str, dense: list, other: list) -> str | None:
     return None if compared >= total / 2 else f"{name}: near ties left only {compared} of {total} tokens to compare"
 
 
-def compare(options, measure, report, file: Path, written=list, *, judged: bool = True) -> int:
+def compare(options, measure, file: Path, keys: tuple[str, ...], value: str, *, judged: bool = True) -> int:
     """Start the engines, check their outputs, measure, print and append.
 
     Args:
         options: options of the command line.
         measure: ``(started, options) -> rows``, called once outputs are found to be stock's, if they are ``judged``.
-        report: ``(rows) -> text``.
         file: CSV file.
-        written: ``(rows) -> rows`` of the file.
-        judged: True to compare outputs with stock's.
+        keys: columns beside ``configuration`` whose values are compared separately.
+        value: column that is compared.
+        judged: True to compare outputs and values with stock's.
 
     Returns:
         The exit code.
@@ -213,45 +213,73 @@ def compare(options, measure, report, file: Path, written=list, *, judged: bool 
         start(started)
         problems = output_problems(started) if judged else []
         rows = [] if problems else measure(started, options)
-    return conclude(problems, rows, report, file, options, written)
+    return conclude(problems, report(rows, keys, value, judged), rows, file, options)
 
 
-def conclude(problems: list[str], rows: list[dict], report, file: Path, options, written=list) -> int:
-    """Print a report of the rows and append them to a file, or print the problems; return the exit code."""
+def conclude(problems: list[str], table: str, rows: list[dict], file: Path, options) -> int:
+    """Print a table of the rows and append them to a file, or print the problems; return the exit code.
+
+    Rows of another checkout are left out of the file, and eager ones have the name of their compiled twin.
+    """
     for problem in problems:
         print(f"output check failed, no ratio is given: {problem}", file=sys.stderr)
     if problems:
         return 1
-    print(report(rows))
+    print(table)
     if not options.no_csv:
-        record.append(file, written(rows))
+        named = {row["configuration"]: row["configuration"].removesuffix(EAGER) for row in rows}
+        here = [row for row in rows if not row["configuration"].endswith(BEFORE)]
+        record.append(file, [row | {"configuration": named[row["configuration"]]} for row in here])
     return 0
 
 
-def setting(options) -> dict:
+def report(rows: list[dict], keys: tuple[str, ...], value: str, judged: bool = True) -> str:
+    """Return a table of medians over rounds, with the ratios of the rounds to stock and to each twin.
+
+    A ratio is given as its median, least and largest, to another checkout with a 95% interval of the median. The
+    arguments are those of :func:`compare`.
+    """
+    groups: dict[tuple, dict[str, list[float]]] = {}
+    for row in rows:
+        place = groups.setdefault(tuple(row[key] for key in keys), {})
+        place.setdefault(row["configuration"], []).append(float(row[value]))
+    lines = ["  ".join([*keys, "configuration", value, "it / another: median (least to largest)"])]
+    for place, values in groups.items():
+        for name, mine in values.items():
+            line = [*map(str, place), f"{name:32}", f"{statistics.median(mine):10.1f}"]
+            rivals = {"stock": "dense", "compiled": name.removesuffix(EAGER), "no hits": name + NO_HITS}
+            for label, rival in (rivals | {"before": name + BEFORE}).items() if judged else ():
+                if rival != name and rival in values:
+                    over = [a / b for a, b in zip(mine, values[rival], strict=True)]
+                    shown = f"/ {label} {statistics.median(over):.3f} ({min(over):.3f} to {max(over):.3f})"
+                    if rival.endswith(BEFORE):
+                        shown += ", 95% interval {:.3f} to {:.3f}".format(*median_interval(over))
+                    line.append(shown)
+            lines.append("  ".join(line))
+    return "\n".join(lines)
+
+
+def median_interval(values: list[float]) -> tuple[float, float]:
+    """Return an interval that holds the distribution's median with a probability of at least 0.95.
+
+    Its ends are order statistics of ``values``, by the binomial distribution of the number of values below
+    the median. No distribution is assumed. Fewer than six values give the least and the largest, which hold
+    the median less often.
+    """
+    n, rank, below = len(values), 0, 0.0
+    while (below := below + math.comb(n, rank) / 2**n) <= 0.025:
+        rank += 1
+    ordered = sorted(values)
+    return ordered[max(0, rank - 1)], ordered[min(n - 1, n - rank)]
+
+
+def setting(options, name: str = "") -> dict:
     """Return the columns that the rows of all benchmarks of engines have."""
     from importlib.metadata import version
 
-    mode = "eager" if options.eager else "compiled"
-    return {"threads": options.threads, "vllm": version("vllm"), "mode": mode, "budget": options.budget}
-
-
-def grouped(rows: list[dict], *columns: str) -> dict[tuple, list[dict]]:
-    """Return the rows of each combination of values in ``columns``, in the order of their first rows."""
-    groups: dict[tuple, list[dict]] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[column] for column in columns), []).append(row)
-    return groups
-
-
-def ratios(values: list[float], others: list[float]) -> list[float]:
-    """Return the ratio of each value to the other of its round."""
-    return [value / other for value, other in zip(values, others, strict=True)]
-
-
-def spread(values: list[float]) -> str:
-    """Return the median, the least and the largest value as columns of a table."""
-    return f"{statistics.median(values):19.2f} {min(values):6.2f} {max(values):6.2f}"
+    eager = options.eager or name.endswith(EAGER) or name in PEER_NAMES
+    mode = {"mode": "eager" if eager else "compiled", "configuration": name}
+    return {"threads": options.threads, "vllm": version("vllm"), "budget": options.budget} | mode
 
 
 def add_pool(parser) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 import torch
+from full_pages import empty_pages
 
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.kernels import ops
@@ -40,26 +41,17 @@ class Steps:
         for layer in range(shape.num_layers):
             rule, budgets = resolved.rules[layer], resolved.budgets(layer)
             layout = PageLayout(self.heads, self.size, dtype, state_floats=rule.state_floats(self.size))
-            key = tuple(budgets.tolist())
+            pages, table = empty_pages(layout, requests, min(context + most, int(budgets.max())))
+            rows, key = table[:, 0].long(), tuple(budgets.tolist())
             if key not in filled:
-                filled[key] = self._prefill(rule, layout, budgets, prompt, context + most)
-            self.layers.append(self._layer(rule, layout, budgets, filled[key]))
+                own = dict(rule=rule, scale=self.size**-0.5, gate_scores=self._gate_scores(rule, context))
+                ops.prefill_chunk(*prompt, pages, table[0], 0, budgets, seed=0, **own)
+                filled[key] = pages.raw[rows[0]]
+            pages.raw[rows] = filled[key]
+            self.layers.append((rule, pages, table, budgets.expand(requests, -1).contiguous()))
 
     def _random(self, tokens: int, heads: int) -> torch.Tensor:
         return torch.randn(tokens, heads, self.size, generator=self.draw).to(self.dtype)
-
-    def _prefill(self, rule: RetentionRule, layout: PageLayout, budgets, prompt, length: int) -> torch.Tensor:
-        """Return the bytes of one request's pages after the prompt."""
-        blocks = layout.blocks(length, int(budgets.max()))
-        raw = torch.zeros(blocks, self.heads, layout.region_bytes, dtype=torch.uint8)
-        pages, table = self._pages(layout, raw, torch.arange(blocks, dtype=torch.int32)[None])
-        options = {"rule": rule, "scale": self.size**-0.5, "gate_scores": self._gate_scores(rule, len(prompt[0]))}
-        ops.prefill_chunk(*prompt, pages, table[0], 0, budgets, seed=0, **options)
-        return raw
-
-    def _pages(self, layout: PageLayout, pool: torch.Tensor, rows: torch.Tensor):
-        """Return views of a pool, and the tables ``[R, H, P]`` of requests with blocks ``rows [R, P]``."""
-        return layout.view(pool), rows[:, None].expand(-1, self.heads, -1)
 
     def _gate_scores(self, rule: RetentionRule, tokens: int) -> torch.Tensor | None:
         """Return random gate scores that evict nothing while there is room.
@@ -70,14 +62,6 @@ class Steps:
             return None
         drawn = torch.rand(tokens, self.heads, generator=self.draw)
         return drawn if rule.threshold is not None else -0.01 * drawn
-
-    def _layer(self, rule: RetentionRule, layout: PageLayout, budgets, raw: torch.Tensor) -> tuple:
-        blocks = len(raw)
-        order = torch.randperm(self.requests * blocks, generator=self.draw)
-        pool = torch.empty(self.requests * blocks, *raw.shape[1:], dtype=torch.uint8)
-        pool[order] = raw.repeat(self.requests, 1, 1)
-        pages, table = self._pages(layout, pool, order.int().view(self.requests, blocks))
-        return rule, pages, table, budgets.expand(self.requests, -1).contiguous()
 
     def seconds(self, steps: int) -> float:
         """Return the mean seconds of a step over ``steps`` steps."""

@@ -6,7 +6,6 @@ stock's greedy tokens on prompts shorter than its budget. Rows are appended to b
 """
 
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -22,8 +21,8 @@ from engines import (
     conclude,
     configurations,
     differs,
-    grouped,
     parser_of,
+    report,
     say,
     setting,
     token_bytes,
@@ -51,12 +50,12 @@ def main() -> int:
                     answers, measured = one_server(name, configuration["policy"], options, Path(folder))
                     first = answers if first is None else first  # stock comes first
                     if problem := differs(name, first, answers):
-                        return conclude([problem], [], report, RESULTS, options)
+                        return conclude([problem], "", [], RESULTS, options)
                     rows.append(row(name, turn, measured, options))
                     say(f"round {turn}, {name}: " + ", ".join(f"{m} {measured[m]:.0f}" for m in MEASURES))
     except ServerError as error:
         sys.exit(str(error))
-    return conclude([], rows, report, RESULTS, options)
+    return conclude([], "\n".join(report(rows, (), measure) for measure in MEASURES), rows, RESULTS, options)
 
 
 def parse_arguments():
@@ -116,18 +115,8 @@ def greedy(url: str, model: str, prompt: str) -> list[dict]:
 def row(name: str, turn: int, measured: dict, options) -> dict:
     """Return one row of the CSV file."""
     load = {"prompts": options.prompts, "input": options.input, "output": options.output, "rate": options.rate}
-    pool = {"pool_tokens": int(options.dense_requests * 8192), "configuration": name, "round": turn}
-    return setting(options) | load | pool | {m: f"{measured[m]:.1f}" for m in MEASURES}
-
-
-def report(rows: list[dict]) -> str:
-    """Return the results as a table."""
-    lines = [f"{'':30} " + " ".join(f"{m:>18}" for m in MEASURES)]
-    for (name,), mine in grouped(rows, "configuration").items():
-        spread = {"  least": min, "  largest": max} if len(mine) > 1 else {}
-        for label, of in ({name: statistics.median} | spread).items():
-            lines.append(f"{label:30} " + " ".join(f"{of(float(r[m]) for r in mine):18.0f}" for m in MEASURES))
-    return "\n".join(lines)
+    pool = {"pool_tokens": int(options.dense_requests * 8192), "round": turn}
+    return setting(options, name) | load | pool | {m: f"{measured[m]:.1f}" for m in MEASURES}
 
 
 if __name__ == "__main__":

@@ -1,32 +1,23 @@
 """Child process of a peer: plain transformers, or kvpress on it, one request at a time.
 
-It is the counterpart of `engine_child.Child` for vLLM. It runs in an environment of its own (`make peers`),
+It is the counterpart of `engine_child.EngineChild`. It runs in an environment of its own (`make peers`),
 because kvpress needs an older transformers than vLLM, and imports nothing of this repository.
 """
 
 import json
-import os
-import random
 import sys
 import time
 from contextlib import nullcontext
 
-WARM_UP = 2
+from child import Child
 
 
-class Peer:
-    """One model with the commands and replies of `engine_child.Child`."""
+class Peer(Child):
+    """One model with the commands and replies of `engine_child.EngineChild`."""
 
     def __init__(self, options: dict):
+        super().__init__()
         self.options, self.budget = options, options.get("kvpress_budget")
-        self.replies = os.fdopen(os.dup(1), "w", buffering=1)
-        os.dup2(2, 1)  # other output goes to the log
-
-    def serve(self) -> None:
-        """Answer commands from standard input until it ends."""
-        for line in sys.stdin:
-            command, arguments = json.loads(line)
-            print(json.dumps(getattr(self, command)(**arguments)), file=self.replies)
 
     def start(self) -> dict:
         """Load the model; return the seconds that it took."""
@@ -99,8 +90,7 @@ class Peer:
         """Read a random prompt of ``context`` tokens; return the seconds that it took."""
         if requests != 1:
             raise ValueError("a peer decodes one request")
-        draw = random.Random(context)
-        tokens = [draw.randrange(100, 40000) for _ in range(context)]
+        tokens = self.random_tokens(context, context)
         begin = time.monotonic()
         self.press = self._press(context)
         self.press.__enter__()
@@ -123,14 +113,10 @@ class Peer:
             raise RuntimeError(f"kvpress holds {longest} tokens, not its budget of {budget}")
         return {"held_bytes": sum(t.numel() * t.element_size() for layer in layers for t in (layer.keys, layer.values))}
 
-    def steps(self, requests: int, steps: int) -> dict:
-        """Return the milliseconds of each step, after a few that are not counted."""
-        times = []
-        for _ in range(WARM_UP + steps):
-            begin = time.perf_counter()
-            self.logprobs = self._next(self.logprobs)
-            times.append(1e3 * (time.perf_counter() - begin))
-        return {"ms": times[WARM_UP:]}
+    def step(self) -> int:
+        """Generate one token, of the only request."""
+        self.logprobs = self._next(self.logprobs)
+        return 1
 
     def compress(self, prompts: list, policy: str, budget: int, window: int, new: int = 0, stop: int | None = None):
         """Compress prompts at their ends, and generate greedily.

@@ -9,13 +9,12 @@ benchmarks/results/prefill.csv.
 
 import json
 import shutil
-import statistics
 import sys
 import tempfile
 from pathlib import Path
 
 import record
-from engines import check_budget, compare, grouped, parser_of, say, setting, spread
+from engines import check_budget, compare, parser_of, say, setting
 
 RESULTS = record.RESULTS / "prefill.csv"
 POSITIONS = 8192
@@ -31,7 +30,7 @@ def main() -> int:
         judged = options.load_format != "dummy"  # random weights make flat logits with meaningless near ties
         if not judged:
             print("random weights: outputs and times are not compared with stock's")
-        return compare(options, measure, report, RESULTS, judged=judged)
+        return compare(options, measure, RESULTS, ("context",), "tokens_per_s", judged=judged)
 
 
 def measure(started: dict, options) -> list[dict]:
@@ -68,33 +67,11 @@ def one_turn(started: dict, turn: int, context: int, options) -> list[dict]:
     rate = {name: context / seconds for name, seconds in took.items()}
     say(f"{context} tokens, round {turn}: " + ", ".join(f"{name} {r:.0f} tokens/s" for name, r in rate.items()))
     dummy = options.load_format == "dummy"
-    common = setting(options) | {"weights": "random" if dummy else "demo", "context": context, "round": turn}
-    return [
-        common
-        | {
-            "configuration": name,
-            "tokens_per_s": f"{r:.1f}",
-            "over_dense": "" if dummy else f"{r / rate['dense']:.3f}",
-        }
-        for name, r in rate.items()
-    ]
-
-
-def report(rows: list[dict]) -> str:
-    """Return the results as a table, with ratios to stock and the growth of time per token."""
-    lines = [f"{'context':>7} {'':30} {'tokens/s':>8} {'it / dense: median':>19} {'min':>6} {'max':>6}"]
-    for (name,), of_name in grouped(rows, "configuration").items():
-        rate = {}
-        for (context,), mine in sorted(grouped(of_name, "context").items()):
-            rate[context] = statistics.median(float(row["tokens_per_s"]) for row in mine)
-            over_dense = [float(row["over_dense"]) for row in mine if row["over_dense"]]
-            lines.append(
-                f"{context:7} {name:30} {rate[context]:8.0f} {spread(over_dense) if over_dense else ''}".rstrip()
-            )
-        if len(rate) > 1:
-            over, (first, *_, last) = max(rate.values()) / min(rate.values()), rate
-            lines.append(f"        {name}: longest / shortest time per token, {first} to {last}: {over:.2f}")
-    return "\n".join(lines)
+    rows = []
+    for name, r in rate.items():
+        row = {"weights": "random" if dummy else "demo", "context": context, "round": turn, "tokens_per_s": f"{r:.1f}"}
+        rows.append(setting(options, name) | row | {"over_dense": "" if dummy else f"{r / rate['dense']:.3f}"})
+    return rows
 
 
 if __name__ == "__main__":

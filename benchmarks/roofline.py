@@ -22,6 +22,7 @@ from pathlib import Path
 
 import record
 import torch
+from full_pages import empty_pages, fill
 
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.dispatch import load_extension
@@ -134,37 +135,30 @@ class Problem:
         log_gamma = torch.full((heads,), -1e-3, dtype=torch.float64)
         self.rule = RetentionRule(sinks, window, log_gamma, 1, weights)
         self.layout = PageLayout(heads, size, torch.bfloat16, state_floats=getattr(weights, "state_floats", 0))
-        self.blocks = self.layout.blocks(budget + free, budget + free)
-        raw = torch.zeros(requests * self.blocks, heads, self.layout.region_bytes, dtype=torch.uint8)
-        self.pages = self.layout.view(raw)
-        self.pages.k.normal_(), self.pages.v.normal_(), self.pages.score.normal_()
-        self.pages.position.random_(0, budget)
-        order = torch.randperm(requests * self.blocks).int().view(requests, 1, self.blocks)
-        self.table = order.expand(-1, heads, -1)
-        if weights is not None and self.layout.state_blocks:
-            self.pages.state[order[:, 0, : self.layout.state_blocks].flatten().long()] = 0.01
-        slot_zero = order[:, 0, self.layout.state_blocks].long()
-        self.pages.position[slot_zero, :, 0] = budget
-        self.at = budget
-        self.q = torch.randn(requests, heads * group, size, dtype=torch.bfloat16)
-        self.k, self.v = torch.randn(2, requests, heads, size, dtype=torch.bfloat16)
-        self.budgets = torch.full((requests, heads), budget + free, dtype=torch.int32)
+        self.pages, self.table = empty_pages(self.layout, requests, budget + free)
+        fill(self.pages, self.table, self.rule, budget + free, budget)
+        self.at, self.budgets = budget, torch.full((requests, heads), budget + free, dtype=torch.int32)
+        self.tokens = random_tokens(requests, heads, group, size)
 
     def seconds(self) -> float:
         """Return the seconds of one step."""
-        place = self.table, torch.full((len(self.q),), self.at), self.budgets
+        place = self.table, torch.full((len(self.table),), self.at), self.budgets
+        return self._timed(ops.decode_step, self.tokens, place, 1)
+
+    def chunk_seconds(self, tokens: list[torch.Tensor]) -> float:
+        """Return the seconds of a chunk of the only request."""
+        return self._timed(ops.prefill_chunk, tokens, (self.table[0], self.at, self.budgets[0]), len(tokens[0]))
+
+    def _timed(self, op, tokens: list[torch.Tensor], place: tuple, count: int) -> float:
         begin = time.perf_counter()
-        ops.decode_step(self.q, self.k, self.v, self.pages, *place, rule=self.rule, scale=0.1, impl="cpp")
-        self.at += 1
+        op(*tokens, self.pages, *place, rule=self.rule, scale=0.1, impl="cpp")
+        self.at += count
         return time.perf_counter() - begin
 
-    def chunk_seconds(self, q, k, v) -> float:
-        """Return the seconds of a chunk of the only request."""
-        place = self.table[0], self.at, self.budgets[0]
-        begin = time.perf_counter()
-        ops.prefill_chunk(q, k, v, self.pages, *place, rule=self.rule, scale=0.1, impl="cpp")
-        self.at += len(q)
-        return time.perf_counter() - begin
+
+def random_tokens(count: int, heads: int, group: int, size: int) -> list[torch.Tensor]:
+    """Return random queries, keys and values."""
+    return [torch.randn(count, n, size, dtype=torch.bfloat16) for n in (heads * group, heads, heads)]
 
 
 def decode(size: int, budget: int, options, machine: Machine) -> list[dict]:
@@ -214,9 +208,8 @@ def prefill(size: int, budget: int, options, machine: Machine) -> list[dict]:
     """
     length, heads, group = 2048, options.heads, options.group
     problem = Problem(size, budget, 1, heads, group, "mlstm")
-    q = torch.randn(length, heads * group, size, dtype=torch.bfloat16)
-    k, v = torch.randn(2, length, heads, size, dtype=torch.bfloat16)
-    rates, seconds = machine.rounds(3, 1, lambda: problem.chunk_seconds(q, k, v))
+    tokens = random_tokens(length, heads, group, size)
+    rates, seconds = machine.rounds(3, 1, lambda: problem.chunk_seconds(tokens))
     products = 4 * size * budget * group * heads * length
     moved = heads * (budget + length) * 4 * size + 2 * length * heads * group * size * 2
     needs = moved, products, scorer_operations(problem) * heads * length
@@ -276,10 +269,9 @@ def row(op, size, budget, requests, needs, rates, seconds, machine: Machine, opt
 
 def report(rows: list[dict]) -> str:
     """Return the rows as a table."""
-    names = "op head_size budget requests megabytes gigaoperations floor_ms ms ms_over_floor least largest stream_gb_s".split()
-    table = [names] + [[str(r[name]) for name in names] for r in rows]
-    widths = [max(len(line[i]) for line in table) for i in range(len(names))]
-    return "\n".join("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in table)
+    names = "head_size budget requests megabytes gigaoperations floor_ms ms ms_over_floor least largest stream_gb_s op".split()
+    table = [dict(zip(names, names, strict=True)), *rows]
+    return "\n".join("  ".join(f"{line[name]:>{max(8, len(name))}}" for name in names) for line in table)
 
 
 if __name__ == "__main__":

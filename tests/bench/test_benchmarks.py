@@ -21,21 +21,18 @@ import record
 
 
 class Stub:
-    """Engine stand-in that answers some commands; ``prompt`` maps contexts to seconds."""
+    """Engine stand-in that answers commands by ``answers``, whose functions take the command's arguments."""
 
     def __init__(self, **answers):
-        self.answers = answers
+        self.answers = {"start": {"seconds": 1.0, "pool_bytes": 2**20}} | answers
 
     def send(self, command, **arguments):
         self.asked = command, arguments
 
     def receive(self):
         command, arguments = self.asked
-        if command == "start":
-            return {"seconds": 1.0, "pool_bytes": 2**20}
-        if command == "prompt":
-            return {"seconds": self.answers["prompt"][arguments["context"]]}
-        return self.answers[command]
+        answer = self.answers[command]
+        return answer(**arguments) if callable(answer) else answer
 
     def ask(self, command, **arguments):
         self.send(command, **arguments)
@@ -48,6 +45,8 @@ def tokens_of(tokens, *, gaps=None, shift=0.0):
 
 
 STOCK = [tokens_of([1, 2, 3, 4]), tokens_of([5, 6, 7, 8], gaps=[2.0, 0.1, 2.0, 2.0])]
+WRONG = [tokens_of([9, 2, 3, 4]), STOCK[1]]
+FAILED = "output check failed, no ratio is given: kvpop, prompt 0, token 0: 9 instead of 1, gap 2.00\n"
 
 
 @pytest.mark.parametrize(
@@ -69,74 +68,81 @@ def test_near_ties_everywhere_prove_nothing():
     assert problem == "x: near ties left only 1 of 4 tokens to compare"
 
 
-@pytest.mark.parametrize("problems", [[], ["x, prompt 0, token 2: 9 instead of 3, gap 2.00"]])
-@pytest.mark.parametrize("no_csv", [False, True])
-def test_nothing_is_called_faster_when_outputs_differ(capsys, tmp_path, problems, no_csv):
-    file, options = tmp_path / "rows.csv", argparse.Namespace(no_csv=no_csv)
-    status = engines.conclude(problems, [{"ms": 1}], lambda rows: "twice as fast", file, options)
-    out, err = capsys.readouterr()
-    assert status == len(problems) and file.exists() == (not problems and not no_csv)
-    assert out == ("" if problems else "twice as fast\n")
-    assert [line for line in err.splitlines()] == [f"output check failed, no ratio is given: {p}" for p in problems]
+def options_of(**more):
+    common = dict(no_csv=False, load_format="auto", threads=1, eager=False, budget=1024, rounds=3, steps=2)
+    return argparse.Namespace(**common | more)
 
 
-def test_weights_at_random_give_no_ratio(capsys):
-    options = argparse.Namespace(threads=1, eager=False, load_format="dummy", budget=1024)
-    started = {
-        "dense": Stub(prompt={4000: 40, 8000: 100, 16000: 200}),
-        "kvpop": Stub(prompt={4000: 10, 8000: 16, 16000: 40}),
-    }
-    rows = [row for context in (4000, 8000, 16000) for row in prefill.one_turn(started, 1, context, options)]
-    assert {row["over_dense"] for row in rows} == {""}
-    capsys.readouterr()
-    assert [line.split() for line in prefill.report(rows).splitlines()[1:]] == [
-        ["4000", "dense", "100"],
-        ["8000", "dense", "80"],
-        ["16000", "dense", "80"],
-        "dense: longest / shortest time per token, 4000 to 16000: 1.25".split(),
-        ["4000", "kvpop", "400"],
-        ["8000", "kvpop", "500"],
-        ["16000", "kvpop", "400"],
-        "kvpop: longest / shortest time per token, 4000 to 16000: 1.25".split(),
-    ]
-    options.load_format = "auto"
-    assert [row["over_dense"] for row in prefill.one_turn(started, 1, 4000, options)] == ["1.000", "4.000"]
+def test_rounds_are_paired(monkeypatch, capsys, tmp_path):
+    """Ratios are those of one round, twins stand beside each other, and what another checkout takes is not written."""
+    times = {"dense": [40, 50, 60], "kvpop": [20, 20, 20], "kvpop, before": [10, 40, 40], "kvpop eager": [40, 20, 30]}
+    started, asked = {}, []
+    for name, ms in ((name, iter(values)) for name, values in times.items()):
+
+        def steps(requests, steps, name=name, ms=ms):
+            asked.append(name)
+            return {"ms": [next(ms)] * steps}
+
+        started[name] = Stub(short=STOCK, prefill={"tokens": 1, "seconds": 1}, keep={"held_bytes": 7}, steps=steps)
+    monkeypatch.setattr(engines, "engines", lambda options: nullcontext(started))
+    monkeypatch.setattr(decode, "parse_arguments", lambda: options_of(context=[500], requests=[1], most_requests=1))
+    monkeypatch.setattr(decode, "RESULTS", tmp_path / "decode.csv")
+    assert decode.main() == 0
+    assert asked[:8] == [*asked[4:8][::-1], *asked[4:8]] and asked[0:3] == ["dense", "kvpop", "kvpop, before"]
+    out = capsys.readouterr().out
+    assert "/ stock 0.400 (0.333 to 0.500)  / before 0.500 (0.500 to 2.000), 95% interval 0.500 to 2.000" in out
+    assert "/ compiled 1.500 (1.000 to 2.000)" in out
+    rows = list(csv.DictReader((tmp_path / "decode.csv").open()))
+    assert [(r["configuration"], r["mode"], r["dense_over_it"]) for r in rows[:3]] == [
+        ("dense", "compiled", "1.000"), ("kvpop", "compiled", "2.000"), ("kvpop", "eager", "1.000"),
+    ]  # fmt: skip
+    assert len(rows) == 9 and {row["kv_bytes"] for row in rows} == {"7"}
+    with (decode.record.RESULTS / "decode.csv").open() as file:
+        assert rows[0].keys() == set(next(csv.reader(file)))
+
+
+def test_weights_at_random_give_no_ratio():
+    seconds = {"dense": {4000: 40, 8000: 100}, "kvpop": {4000: 10, 8000: 16}}
+    started = {name: Stub(prompt=lambda context, own=own: {"seconds": own[context]}) for name, own in seconds.items()}
+    for load_format, ratios in {"dummy": [""] * 2, "auto": ["1.000", "4.000"]}.items():
+        rows = prefill.one_turn(started, 1, 4000, options_of(load_format=load_format))
+        assert [row["over_dense"] for row in rows] == ratios
+        assert ("/ stock" in engines.report(rows, ("context",), "tokens_per_s", load_format == "auto")) == any(ratios)
 
 
 @pytest.mark.parametrize("module", [decode, prefill, capacity, chat])
 def test_every_benchmark_stops_when_outputs_differ(capsys, monkeypatch, module):
     """Each benchmark stops before anything is timed, because the stubs answer nothing else."""
-    options = argparse.Namespace(no_csv=False, load_format="auto", context=[7500], rounds=1)
-    started = {"dense": Stub(start={}, short=STOCK), "kvpop": Stub(start={}, short=[tokens_of([9, 2, 3, 4]), STOCK[1]])}
-    monkeypatch.setattr(engines, "engines", lambda options: nullcontext(started))
-    monkeypatch.setattr(module, "parse_arguments", lambda: options)
+    monkeypatch.setattr(
+        engines, "engines", lambda options: nullcontext({"dense": Stub(short=STOCK), "kvpop": Stub(short=WRONG)})
+    )
+    monkeypatch.setattr(module, "parse_arguments", lambda: options_of(context=[7500]))
     assert module.main() == 1
     out, err = capsys.readouterr()
-    assert err == "output check failed, no ratio is given: kvpop, prompt 0, token 0: 9 instead of 1, gap 2.00\n"
-    assert " / it" not in out and "tokens/s" not in out
-
-
-@pytest.mark.parametrize("number, first, last", [(1, 1, 1), (5, 1, 5), (6, 1, 6), (9, 2, 8), (15, 4, 12), (20, 6, 15)])
-def test_interval_of_a_median(number, first, last):
-    """Ranks agree with tables of the sign test; below six values the interval is the whole range."""
-    assert decode.median_interval([float(number - i) for i in range(number)]) == (first, last)
+    assert err == FAILED and "/ stock" not in out
 
 
 def test_load_stops_when_outputs_differ(capsys, monkeypatch, tmp_path):
     """Measurements of stub servers with different outputs are neither printed nor written."""
-    options = argparse.Namespace(no_csv=False, load_format="auto", rounds=1)
-    answers = {"dense": STOCK, "kvpop": [tokens_of([9, 2, 3, 4]), STOCK[1]]}
-    measured = dict.fromkeys(load.MEASURES, 1.0)
-    monkeypatch.setattr(load, "RESULTS", tmp_path / "load.csv")
-    monkeypatch.setattr(load, "parse_arguments", lambda: options)
-    monkeypatch.setattr(load, "check_model", lambda options: None)
-    monkeypatch.setattr(load, "configurations", lambda options, folder: {name: {"policy": None} for name in answers})
-    monkeypatch.setattr(load, "one_server", lambda name, *asked: (answers[name], measured))
-    monkeypatch.setattr(load, "row", lambda *asked: {})
+    answers = {"dense": STOCK, "kvpop": WRONG}
+    for name, stand_in in {
+        "RESULTS": tmp_path / "load.csv",
+        "parse_arguments": options_of,
+        "check_model": print,
+        "configurations": lambda options, folder: {name: {"policy": None} for name in answers},
+        "one_server": lambda name, *asked: (answers[name], dict.fromkeys(load.MEASURES, 1.0)),
+        "row": lambda *asked: {},
+    }.items():
+        monkeypatch.setattr(load, name, stand_in)
     assert load.main() == 1
     out, err = capsys.readouterr()
-    assert err.endswith("output check failed, no ratio is given: kvpop, prompt 0, token 0: 9 instead of 1, gap 2.00\n")
-    assert "kvpop" not in out and not (tmp_path / "load.csv").exists()
+    assert err.endswith(FAILED) and "kvpop" not in out and not (tmp_path / "load.csv").exists()
+
+
+@pytest.mark.parametrize("number, first, last", [(5, 1, 5), (6, 1, 6), (9, 2, 8), (20, 6, 15)])
+def test_interval_of_a_median(number, first, last):
+    """Ranks agree with tables of the sign test; below six values the interval is the whole range."""
+    assert engines.median_interval([float(number - i) for i in range(number)]) == (first, last)
 
 
 def test_rows_carry_machine_date_and_commit(tmp_path):
@@ -153,19 +159,14 @@ def test_rows_carry_machine_date_and_commit(tmp_path):
 
 
 def test_only_what_is_measured_marks_a_commit_as_changed(tmp_path, monkeypatch):
-
-    def git(*arguments):
-        subprocess.run(["git", "-C", str(tmp_path), "-c", "user.name=n", "-c", "user.email=e", *arguments], check=True)
-
-    results = tmp_path / "benchmarks" / "results"
-    results.mkdir(parents=True)
-    for path in (results / "decode.csv", tmp_path / "kernel.cpp"):
+    results = tmp_path / "benchmarks" / "results" / "decode.csv"
+    results.parent.mkdir(parents=True)
+    for path in (results, tmp_path / "kernel.cpp"):
         path.write_text("one\n")
-    git("init", "-q")
-    git("add", "-A")
-    git("commit", "-qm", "first")
+    for command in ("init -q", "add -A", "-c user.name=n -c user.email=e commit -qm first"):
+        subprocess.run(["git", "-C", str(tmp_path), *command.split()], check=True)
     monkeypatch.setattr(record, "ROOT", tmp_path)
-    (results / "decode.csv").write_text("two\n")
+    results.write_text("two\n")
     clean = record.commit()
     assert clean and not clean.endswith("+")
     (tmp_path / "kernel.cpp").write_text("two\n")
