@@ -26,7 +26,7 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -141,9 +141,6 @@ def main(arguments: list[str] | None = None) -> int:
         kind = ("cpu", torch.float32) if options.interpret else ("cuda", torch.bfloat16)
         few = options.interpret or options.watched
         bench = Bench(*kind, options.interpret, few, time.monotonic() + 60 * options.minutes, say)
-        if options.interpret:  # Triton's own interpreter is used if Triton's names have changed
-            with suppress(AttributeError, ImportError):
-                importlib.import_module("kernels.quicker_interpreter").quicken()
         every = dict.fromkeys(options.sections, math.inf) if options.sections else SECTIONS
         shares = {section: 60 * options.minutes / 8 * eighths for section, eighths in every.items()}
         return run_sections(bench, shares, out / "gpu.csv", about)

@@ -47,8 +47,9 @@ def small(monkeypatch):
     Pieces have 16 tokens, tiles 16 rows and keys. Lists cover two blocks of queries and are made 16 keys at a
     time. Four slots are searched at a time.
     """
-    from kvpop_vllm.kernels import prefix_attention
     from kvpop_vllm.kernels.triton import _prefill_attend, online_topk, prefill_chunk
+
+    from kvpop_vllm.kernels import prefix_attention
 
     monkeypatch.setattr(prefix_attention, "PIECE", 16)
     monkeypatch.setattr(prefill_chunk, "PIECE", 16)
