@@ -43,10 +43,7 @@ class Cells:
     """
 
     def __init__(self, options):
-        self.options, self.dtype = options, torch.bfloat16
-        self.backend = None
-        self.passed = set()
-        """Rows that have passed the output check."""
+        self.options, self.dtype, self.backend = options, torch.bfloat16, None
 
     def load(self) -> None:
         """Load model, text and needles, unless they are loaded.
@@ -96,42 +93,35 @@ class Cells:
             return None
         about = {name: getattr(resolved.roles, name) if resolved else "" for name in ("topk", "sinks", "window")}
         about |= {"allocated_bytes": self.allocated(resolved), "state": resolved.policy.state_floats if resolved else 0}
-        return self._row(asked, setting, about, values | self.needles_found(resolved), begin)
+        return self._row(asked | about, values | self.needles_found(resolved), begin)
 
     def steps(self, spec, setting, asked: dict) -> dict | None:
         """Return a row of times, or None if predictions differ before anything is evicted."""
         begin = time.monotonic()
         resolved = spec and self._resolve(spec, setting)
-        if not self.passes(resolved, asked):
-            return None
-        return self._row(asked, setting, {}, self.speed(resolved), begin)
+        before = statistics.mean(self.kl_before(resolved, row) for row in self.rows)
+        return self._row(asked, self.speed(resolved), begin) if self.passes(resolved, asked, before) else None
 
-    def passes(self, resolved, asked: dict, before: float | None = None) -> bool:
-        """Return whether the policy follows the dense model while nothing has been evicted.
+    def passes(self, resolved, asked: dict, before: float) -> bool:
+        """Return whether the policy follows the dense model while nothing has been evicted, and print a failure.
 
-        This check runs once for each row and prints a failure.
+        A policy that evicts from a text that fits is not judged.
 
         Args:
             resolved: the policy, or None for dense.
             asked: the row's settings.
-            before: divergence in nats a token, if it is known.
+            before: divergence in nats a token.
         """
-        cell = tuple(asked[name] for name in ("scorer", "equal", "budget", "policy"))
-        if cell in self.passed:
+        if before <= SAME or not self.backend.held(resolved, self.rows[0][: resolved.least]).all():
             return True
-        if before is None:
-            before = statistics.mean(self.kl_before(resolved, row) for row in self.rows)
-        if before > SAME and self.keeps_all(resolved):
-            say(f"{asked['policy']}, B = {asked['budget']}: output check failed, KL {before:.3f} before eviction")
-            return False
-        self.passed.add(cell)
-        return True
+        say(f"{asked['policy']}, B = {asked['budget']}: output check failed, KL {before:.3f} before eviction")
+        return False
 
-    def _row(self, asked: dict, setting, about: dict, values: dict, begin: float) -> dict:
+    def _row(self, asked: dict, values: dict, begin: float) -> dict:
         values = values | {"seconds": time.monotonic() - begin}
         shown = ", ".join(f"{name} {value:.4g}" for name, value in values.items())
-        say(f"{asked['policy']}, B = {asked['budget'] or 'all'}, equal {setting.equal}: {shown}")
-        return asked | about | {name: f"{value:.6g}" for name, value in values.items()}
+        say(f"{asked['policy']}, B = {asked['budget'] or 'all'}, equal {asked['equal']}: {shown}")
+        return asked | {name: f"{value:.6g}" for name, value in values.items()}
 
     def read(self, resolved, setting) -> dict:
         """Return means over rows of text.
@@ -157,10 +147,6 @@ class Cells:
             dense_predictions = replay.predictions(dense, row[:first])
             return replay.compare(run, row[:first], dense_predictions, first)["kl"]
 
-    def keeps_all(self, resolved) -> bool:
-        """Return whether the policy holds all of a text that fits, as all do that evict nothing earlier."""
-        return bool(self.backend.held(resolved, self.rows[0][: resolved.least]).all())
-
     def needles_found(self, resolved) -> dict:
         """Return mean ``exact`` and ``partial`` credit for needles."""
         if resolved is not None and self.options.prompt:
@@ -182,15 +168,12 @@ class Cells:
         full = PolicySpec("full", "full").resolve(ModelShape(**shape), None)
         sizes = (config.num_attention_heads, o.requests, o.context, most, self.dtype)
         runs = {"dense_ms": Steps(full, *sizes)} | ({"step_ms": Steps(resolved, *sizes)} if resolved else {})
-        times = {name: [] for name in runs}
         for run in runs.values():
             run.seconds(WARM_UP)
-        for _ in range(o.rounds):
-            for name, run in runs.items():
-                times[name].append(1e3 * run.seconds(STEPS))
-        times.setdefault("step_ms", times["dense_ms"])
-        over = [dense / own for dense, own in zip(times["dense_ms"], times["step_ms"], strict=True)]
-        medians = {name: statistics.median(values) for name, values in times.items()}
+        rounds = [{name: 1e3 * run.seconds(STEPS) for name, run in runs.items()} for _ in range(o.rounds)]
+        rounds = [{"step_ms": each["dense_ms"]} | each for each in rounds]
+        over = [each["dense_ms"] / each["step_ms"] for each in rounds]
+        medians = {name: statistics.median(each[name] for each in rounds) for name in ("dense_ms", "step_ms")}
         return medians | {"dense_over_it": statistics.median(over), "least": min(over), "largest": max(over)}
 
     def allocated(self, resolved) -> int:

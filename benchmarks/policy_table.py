@@ -111,10 +111,8 @@ def parse_arguments():
     if options.prompt and "steps" in (options.parts or ()):
         parser.error("a step behind a prompt is timed as one without: leave --prompt or steps out")
     options.parts = options.parts or (["quality"] if options.prompt else list(FILES))
-    options.text, options.haystack_text = (
-        " ".join(Path(path).stem for path in options.data),
-        Path(options.haystack).stem,
-    )
+    options.text = " ".join(Path(path).stem for path in options.data)
+    options.haystack_text = Path(options.haystack).stem
     options.model_folder, options.model = options.model, Path(options.model).resolve().name
     return options
 
@@ -124,46 +122,55 @@ def measure(options) -> int:
     import torch
 
     torch.set_num_threads(options.threads)
+    if record.KEY["commit"].endswith("+"):
+        say("tracked files differ from the commit: no row can be taken over, all is measured")
+    cells, problems = Cells(options), 0
+    settings = [(None, cells.setting(None, None, "k"))]
+    for budget, spec, equal in itertools.product(options.budget, chosen(options), ("k", "bytes")):
+        try:
+            if setting := cells.setting(spec, budget, equal):
+                settings.append((spec, setting))
+        except ConfigError as error:
+            say(f"left out: {error}")
+            problems += options.policies is not None
+    tables = {part: there(options, part) for part in FILES}
+    for part in options.parts:
+        done, tables[part] = tables[part], {}
+        for spec, setting in [*settings]:
+            if part == "steps" and spec and policies.get(spec.policy).order is Order.ROUNDS:
+                say(f"not timed: {spec.name} makes its scores every so many steps, more than are timed")
+            elif row := cell(options, cells, part, done, spec, setting):
+                tables[part][key_of(row)] = row
+            else:
+                settings.remove((spec, setting))
+                problems += 1
+    print(table(**tables))
+    return int(problems > 0)
+
+
+def chosen(options) -> list:
+    """Return the policies that are compared; those that compress prompts need one.
+
+    Raises:
+        ConfigError: a policy that was asked for cannot be compared.
+    """
     from kvpop_vllm.evaluation.policies import in_registry
 
     specs, left_out = in_registry(options.scorer, options.model_folder)
     for line in left_out:
         say(f"left out: {line}")
-    if unknown := set(options.policies or ()) - {c.name for c in specs}:
-        raise ConfigError(f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(c.name for c in specs)}")
-    chosen = []
+    names = [spec.name for spec in specs]
+    if unknown := set(options.policies or ()) - {*names}:
+        raise ConfigError(f"{sorted(unknown)[0]!r} cannot be compared: choose from {', '.join(names)}")
+    found = []
     for spec in specs:
         compresses = policies.get(spec.policy).compresses
         if compresses and not options.prompt:
             say(f"left out: {spec.name} compresses a prompt at its end, and these texts have none: give --prompt")
-        elif not options.policies or spec.name in options.policies:
+        elif spec.name in (options.policies or names):
             prompt = {"prompt" if compresses else "protect": options.prompt}
-            chosen.append(replace(spec, **prompt))
-    if record.KEY["commit"].endswith("+"):
-        say("tracked files differ from the commit: no row can be taken over, all is measured")
-    cells, settings, problems = Cells(options), [], 0
-    for budget, spec, equal in [(None, None, "k"), *itertools.product(options.budget, chosen, ("k", "bytes"))]:
-        try:
-            setting = cells.setting(spec, budget, equal)
-        except ConfigError as error:
-            say(f"left out: {error}")
-            problems += options.policies is not None
-            continue
-        if setting is not None:
-            settings.append((spec, setting))
-    tables = {part: there(options, part) for part in FILES}
-    for part in options.parts:
-        done, tables[part] = tables[part], {}
-        for each in [*settings]:
-            if part == "steps" and each[0] is not None and policies.get(each[0].policy).order is Order.ROUNDS:
-                say(f"not timed: {each[0].name} makes its scores every so many steps, more than are timed")
-            elif row := cell(options, cells, part, done, *each):
-                tables[part][key_of(row)] = row
-            else:
-                settings.remove(each)
-                problems += 1
-    print(table(**tables))
-    return int(problems > 0)
+            found.append(replace(spec, **prompt))
+    return found
 
 
 def cell(options, cells, part: str, done: dict[tuple, dict], spec, setting) -> dict | None:
@@ -228,27 +235,25 @@ def table(quality: dict[tuple, dict], steps: dict[tuple, dict]) -> str:
     A line that holds for equal bytes too says so. Commits are those of the row and, if different, of its
     times.
     """
-    lines = [
-        "| B | policy | equal | k | KiB | error of outputs | perplexity | KL | needles, exact (partial) | commit | ms per step | dense / it |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
+    head = "B | policy | equal | k | KiB | error of outputs | perplexity | KL | needles, exact (partial) | commit"
+    lines = [f"| {head} | ms per step | dense / it |", "|---" * 12 + "|"]
     stateless = [row for row in quality.values() if (row["equal"], row["state"]) == ("k", "0")]
     for key, row in sorted(quality.items(), key=lambda item: order(item[1])):
         alike = [int(other["allocated_bytes"]) for other in stateless if other["budget"] == row["budget"]]
-        plain = statistics.mode(alike) if alike else 0
-        both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and int(row["allocated_bytes"]) <= plain
-        equal = "k, bytes" if both and row["equal"] == "k" else row["equal"]
-        numbers = {name: float(row[name]) for name in ("error", "perplexity", "kl", "exact", "partial")}
-        commits, times = [row["commit"]], "| |"
+        size, plain = int(row["allocated_bytes"]), statistics.mode(alike) if alike else 0
+        both = int(row["budget"] or 0) >= EQUAL_BYTES_FROM and size <= plain
+        equal = "k, bytes" if both and row["equal"] == "k" else row["equal"] if row["budget"] else ""
+        error, perplexity, kl, exact, partial = (
+            float(row[name]) for name in ("error", "perplexity", "kl", "exact", "partial")
+        )
+        commits, times = row["commit"], "| |"
         if time := steps.get(key):
-            commits.append(time["commit"])
-            numbers |= {name: float(time[name]) for name in ("step_ms", "dense_over_it", "least", "largest")}
-            times = "{step_ms:.2f} | {dense_over_it:.2f} ({least:.2f} to {largest:.2f}) |".format(**numbers)
+            ms, *ratios = (float(time[name]) for name in ("step_ms", "dense_over_it", "least", "largest"))
+            times = "{:.2f} | {:.2f} ({:.2f} to {:.2f}) |".format(ms, *ratios)
+            commits = ", ".join(dict.fromkeys((commits, time["commit"])))
         lines.append(
-            f"| {row['budget'] or 'all'} | {row['policy']} | {equal if row['budget'] else ''} | {row['topk']} "
-            f"| {int(row['allocated_bytes']) / 1024:,.0f} "
-            "| {error:.3f} | {perplexity:.2f} | {kl:.4f} | {exact:.2f} ({partial:.2f}) ".format(**numbers)
-            + f"| {', '.join(dict.fromkeys(commits))} | {times}"
+            f"| {row['budget'] or 'all'} | {row['policy']} | {equal} | {row['topk']} | {size / 1024:,.0f} | {error:.3f} "
+            f"| {perplexity:.2f} | {kl:.4f} | {exact:.2f} ({partial:.2f}) | {commits} | {times}"
         )
     machines = {f"Times on {row['machine']}, {row['cores']} cores." for row in steps.values()}
     return "\n".join([*lines, *sorted(machines)])

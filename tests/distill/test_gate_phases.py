@@ -57,5 +57,5 @@ def test_gates_are_trained_written_and_served(kvpop, folder, name):
     with watched(model, {"policy": config.scorer, "scorer": str(folder / name)}, judge) as engine:
         for chunk in (7, None):
             engine.chunk(chunk)
-            verdict = engine.verdict(engine.serve([Job(1, new=60), Job(31), Job(90), Job(150)]))
-            assert verdict.decisions > 100
+            engine.check(engine.serve([Job(1, new=60), Job(31), Job(90), Job(150)]))
+    assert judge.decisions > 200
