@@ -227,9 +227,8 @@ def conclude(problems: list[str], table: str, rows: list[dict], file: Path, opti
         return 1
     print(table)
     if not options.no_csv:
-        named = {row["configuration"]: row["configuration"].removesuffix(EAGER) for row in rows}
         here = [row for row in rows if not row["configuration"].endswith(BEFORE)]
-        record.append(file, [row | {"configuration": named[row["configuration"]]} for row in here])
+        record.append(file, [row | {"configuration": row["configuration"].removesuffix(EAGER)} for row in here])
     return 0
 
 
