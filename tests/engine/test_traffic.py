@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
-from engine.driving import Job, serving
-from engine.judge import Judge
-from engine.matrix import Case
+from engine.driving import Job, Judges, serving
 
 MOST, LONGEST, TOGETHER, SAMPLED = 72, 100, 14, 25
 SMALL = {"budget": 40, "protect_prompt": 20}
@@ -21,34 +18,6 @@ POLICIES = {
     "snapkv": ("qwen3", {"protect_prompt": True}),
     "adakv": ("qwen3", {"protect_prompt": True}),
 }
-
-
-class Judges:
-    """One judge for each set of options that requests ask for."""
-
-    def __init__(self, policy: str, case: Case):
-        self.policy, self.case, self.known = policy, case, {}
-
-    def window(self, budget: int) -> int:
-        """Return w of a request's budget, by the policies' definitions."""
-        if self.policy == "h2o":
-            return budget // 2
-        if self.policy == "kvpop":
-            return 16 if budget - self.case.judge.policy.sinks >= 36 else 8
-        return self.case.judge.policy.window
-
-    def of(self, asks: dict | None) -> Judge:
-        asks = asks or {}
-        key = tuple(sorted(asks.items()))
-        if key not in self.known:
-            plain = self.case.judge.policy
-            budget = asks.get("kv_budget", plain.budget)
-            own = replace(plain, window=self.window(budget), seeds=(0, asks.get("kv_seed", 0)))
-            if "kv_budget" in asks:
-                own = replace(own, topk=budget - own.sinks - own.window)
-            protect = asks.get("kv_protect_prompt", self.case.judge.protect)
-            self.known[key] = Judge(self.case.model, own, protect=True if protect == "all" else protect)
-        return self.known[key]
 
 
 class Traffic:
