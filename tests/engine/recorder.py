@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import torch
 
+from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.vllm_glue.backend import FixedBudgetImpl
+from kvpop_vllm.vllm_glue.engine_policy import engine_policy, requested
 from kvpop_vllm.vllm_glue.evaluation import held_by_request
 
 
@@ -24,11 +26,11 @@ class Blocks(NamedTuple):
     """Blocks after one call of the scheduler.
 
     Attributes:
-        running: request -> (tokens scheduled so far, its p and B, its blocks).
+        running: request -> (tokens scheduled so far, its p and B if there is a policy, its blocks).
         free: number of free blocks.
     """
 
-    running: dict[str, tuple[int, tuple[int, int], list[int]]]
+    running: dict[str, tuple[int, tuple[int, int] | None, list[int]]]
     free: int
 
 
@@ -109,12 +111,22 @@ class Recorder:
             positions = [head.nonzero().flatten().tolist() for head in held]
             self.held[name][impl.layer].append(Held(seen, last - first, positions))
 
+    def _sizes(self, request) -> tuple[int, int] | None:
+        """Return p and B of a request from what it asks for, independently of the block manager."""
+        config, asked = self.llm.llm_engine.vllm_config, request.sampling_params.extra_args or {}
+        if not requested(config):
+            return None
+        policy = engine_policy(config)
+        protect = asked.get("kv_protect_prompt", policy.protect)
+        protected = protected_tokens(True if protect == "all" else protect, request.num_prompt_tokens)
+        return protected, asked.get("kv_budget", policy.retention.budget)
+
     def _after_schedule(self) -> None:
-        running, known = {}, getattr(self.manager, "requests", {})
+        running = {}
         for request in self.scheduler.running:
             name = request.request_id
             held = [block.block_id for block in self.manager.req_to_blocks[name]]
-            running[name] = request.num_computed_tokens, known.get(name), held
+            running[name] = request.num_computed_tokens, self._sizes(request), held
         for request in self.scheduler.requests.values():
             self.preemptions[request.request_id] = request.num_preemptions
         self.blocks.append(Blocks(running, self.pool.get_num_free_blocks()))

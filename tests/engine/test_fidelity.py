@@ -24,7 +24,7 @@ QUICK = {
     "state, protected, GPU": ("qwen3", "kvpop", EVERY | ALL),
     "gate": ("llama", "dms-query", {"shifted": True}),
     "prompt phase": ("qwen3", "snapkv", ALL),
-    "fixed shares, protected": ("llama", "h2o-pyramid", {"protect_prompt": 40}),
+    "fixed shares, protected": ("llama", "h2o-pyramid", {"protect_prompt": 2 * BLOCK}),
     "divided shares": ("qwen3", "adakv", ALL | {"budget": 64}),  # unequal heads take one block more than equal ones
     "rounds": ("qwen3", "vase", MOMENT),
     "moments": ("llama", "momentkv", {}),
