@@ -65,7 +65,7 @@ def chats(started: dict, options) -> list[dict]:
 def crowds(started: dict, options) -> list[dict]:
     """Return the rows of the decode steps behind a shared system prompt."""
     new = 1 + options.rounds * (options.steps + WARM_UP) + options.requests
-    for name, reply in ask_all(started, "crowd", requests=options.requests, system=options.system, own=50, new=new):
+    for name, reply in ask_all(started, "prefill", lengths=[50] * options.requests, new=new, shared=options.system):
         say(f"{name}: {options.requests} requests decode after {reply['seconds']:.1f} s, engines side by side")
     rows = []
     for turn in range(1, options.rounds + 1):

@@ -13,11 +13,13 @@ from pathlib import Path
 
 import record
 from child import WARM_UP
-from engines import BEFORE, PEER_INTERVAL, STAGGER, ask_all, check_budget, compare, parser_of, say, setting
+from engines import BEFORE, PEER_INTERVAL, ask_all, check_budget, compare, parser_of, say, setting
 
 from kvpop_vllm.argument_types import positive
 
 RESULTS = record.RESULTS / "decode.csv"
+STAGGER = 17
+"""Difference between the lengths of consecutive prompts, in tokens."""
 
 
 def main() -> int:
@@ -70,7 +72,8 @@ def measure(engines: dict, options) -> list[dict]:
     rows = []
     for context in options.context:
         say(f"prefill of {options.most_requests} x about {context} tokens in every engine: this may take minutes")
-        for name, reply in ask_all(engines, "prefill", context=context, requests=options.most_requests):
+        lengths = [context - STAGGER * i for i in range(options.most_requests)]
+        for name, reply in ask_all(engines, "prefill", lengths=lengths, new=8192 - context):
             say(f"{name}: {reply['tokens'] / reply['seconds']:.0f} tokens/s, engines side by side")
         for requests in sorted(options.requests, reverse=True):
             rows += cell(engines, context, requests, options)

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 from child import Child
-from engines import SHORT_PROMPTS, STAGGER, token_bytes
+from engines import SHORT_PROMPTS, token_bytes
 
 
 def greedy(new: int, **options):
@@ -67,15 +67,23 @@ class EngineChild(Child):
         first, second = sorted((c.logprob for c in candidates.values()), reverse=True)[:2]
         return {"token": token, "logprob": candidates[token].logprob, "gap": first - second}
 
-    def prefill(self, context: int, requests: int) -> dict:
-        """Prefill requests of about ``context`` tokens; return seconds and tokens until all decode."""
-        lengths = [context - STAGGER * i for i in range(requests)]
-        self._add(str(context), [self.random_tokens(length, length) for length in lengths], 8192 - context)
+    def prefill(self, lengths: list[int], new: int, shared: int = 0) -> dict:
+        """Prefill requests; return seconds and tokens until all of them decode.
+
+        Args:
+            lengths: tokens of each prompt, without those that are shared.
+            new: tokens generated for each.
+            shared: tokens of a system prompt, which is read before.
+        """
+        system = self.random_tokens(0, shared)
+        if system:
+            self.llm.generate({"prompt_token_ids": system}, greedy(1), use_tqdm=False)
+        self._add([[*system, *self.random_tokens(1 + i + 1000 * n, n)] for i, n in enumerate(lengths)], new)
         begin = said = time.monotonic()
-        while (decoding := len(self.engine.step())) < requests:
+        while (decoding := self.step()) < len(lengths):
             if time.monotonic() - said > 30:
                 said = time.monotonic()
-                self.reply({"progress": f"{decoding} of {requests} prompts done after {said - begin:.0f} s"})
+                self.reply({"progress": f"{decoding} of {len(lengths)} prompts done after {said - begin:.0f} s"})
         return {"seconds": time.monotonic() - begin, "tokens": sum(lengths)}
 
     def chat(self, turns: int, tokens: int, answer: int, seed: int) -> dict:
@@ -95,7 +103,7 @@ class EngineChild(Child):
         for turn in range(turns):
             text = [*text, *self.random_tokens(1000 * seed + turn, tokens - answer)]
             begin, times = time.perf_counter(), []
-            self._add(f"chat-{seed}-{turn}", [text], answer)
+            self._add([text], answer)
             while self.engine.has_unfinished_requests():
                 for reply in self.engine.step():
                     times += [time.perf_counter() - begin] * (len(reply.outputs[0].token_ids) - len(times))
@@ -103,26 +111,9 @@ class EngineChild(Child):
             text = [*text, *generated]
         return {"first": times[0], "second": times[1], "hit": hit or 0}
 
-    def crowd(self, requests: int, system: int, own: int, new: int) -> dict:
-        """Start requests that share a system prompt; return the seconds until all of them decode.
-
-        Args:
-            requests: number of requests.
-            system: tokens of the system prompt.
-            own: tokens of each request's own question.
-            new: tokens generated for each.
-        """
-        prompt = self.random_tokens(0, system)
-        self.llm.generate({"prompt_token_ids": prompt}, greedy(1), use_tqdm=False)
-        begin = time.monotonic()
-        self._add("crowd", [[*prompt, *self.random_tokens(i + 1, own)] for i in range(requests)], new)
-        while len(self.engine.step()) < requests:
-            pass
-        return {"seconds": time.monotonic() - begin}
-
-    def _add(self, name: str, prompts: list[list[int]], new: int) -> None:
+    def _add(self, prompts: list[list[int]], new: int) -> None:
         """Add a request for each prompt, of which ``new`` tokens are generated."""
-        self.asked = [f"{name}-{i}" for i in range(len(prompts))]
+        self.asked = [f"{time.monotonic_ns()}-{i}" for i in range(len(prompts))]
         for request, tokens in zip(self.asked, prompts, strict=True):
             self.engine.add_request(request, {"prompt_token_ids": tokens}, greedy(new))
 
@@ -135,14 +126,6 @@ class EngineChild(Child):
         self.asked = self.asked[:requests]
         return {"held_bytes": (self.free - self.pool.get_num_free_blocks()) * self.block_bytes}
 
-    def prompt(self, context: int) -> dict:
-        """Run one prompt alone, never seen before, to its first token; return the seconds."""
-        self.prompts = getattr(self, "prompts", 0) + 1
-        tokens = self.random_tokens(self.prompts, context)
-        begin = time.perf_counter()
-        self.llm.generate({"prompt_token_ids": tokens}, greedy(1), use_tqdm=False)
-        return {"seconds": time.perf_counter() - begin}
-
     def step(self) -> int:
         """Run a step of the engine; return how many requests got a token."""
         return len(self.engine.step())
@@ -153,7 +136,7 @@ class EngineChild(Child):
         Each request has ``prompt`` random and ``new`` generated tokens.
         """
         scheduler, done, most, preempted = self.engine.engine_core.engine_core.scheduler, 0, 0, {}
-        self._add("drain", [self.random_tokens(i, prompt) for i in range(requests)], new)
+        self._add([self.random_tokens(i, prompt) for i in range(requests)], new)
         begin = said = time.monotonic()
         generated = 0
         while self.engine.has_unfinished_requests():

@@ -32,7 +32,6 @@ NO_HITS = ", no hits"
 BEFORE = ", before"
 """Suffix of a policy's twin that another checkout of this repository serves."""
 NEAR_TIE = 0.5  # nats: four steps of a bfloat16 logit between 16 and 32
-STAGGER = 17  # difference between the lengths of consecutive prompts, in tokens
 SHORT_PROMPTS = (
     "The capital of France is",
     "Water boils when it is heated, and it freezes when",

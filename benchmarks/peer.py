@@ -86,15 +86,13 @@ class Peer(Child):
                 logprobs = self._next(logprobs)
         return answer
 
-    def prefill(self, context: int, requests: int) -> dict:
-        """Read a random prompt of ``context`` tokens; return the seconds that it took."""
-        if requests != 1:
-            raise ValueError("a peer decodes one request")
-        tokens = self.random_tokens(context, context)
+    def prefill(self, lengths: list[int], new: int) -> dict:
+        """Read a random prompt, the only one of ``lengths``; return the seconds that it took."""
+        (context,) = lengths
         begin = time.monotonic()
         self.press = self._press(context)
         self.press.__enter__()
-        self.logprobs = self._begin(tokens)
+        self.logprobs = self._begin(self.random_tokens(context, context))
         return {"seconds": time.monotonic() - begin, "tokens": context}
 
     def keep(self, requests: int) -> dict:

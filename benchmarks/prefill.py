@@ -36,7 +36,7 @@ def main() -> int:
 def measure(started: dict, options) -> list[dict]:
     """Return the rows of all rounds."""
     for engine in started.values():
-        engine.ask("prompt", context=min(options.context))  # the first long prompt is not counted
+        engine.ask("drain", requests=1, prompt=min(options.context), new=1)  # the first long prompt is not counted
     rounds = range(1, options.rounds + 1)
     return [row for turn in rounds for context in options.context for row in one_turn(started, turn, context, options)]
 
@@ -63,8 +63,8 @@ def parse_arguments():
 
 def one_turn(started: dict, turn: int, context: int, options) -> list[dict]:
     """Return one row per configuration for one prompt."""
-    took = {name: engine.ask("prompt", context=context)["seconds"] for name, engine in started.items()}
-    rate = {name: context / seconds for name, seconds in took.items()}
+    asked = {"requests": 1, "prompt": context, "new": 1}
+    rate = {name: context / engine.ask("drain", **asked)["seconds"] for name, engine in started.items()}
     say(f"{context} tokens, round {turn}: " + ", ".join(f"{name} {r:.0f} tokens/s" for name, r in rate.items()))
     dummy = options.load_format == "dummy"
     rows = []

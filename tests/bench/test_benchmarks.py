@@ -103,7 +103,10 @@ def test_rounds_are_paired(monkeypatch, capsys, tmp_path):
 
 def test_weights_at_random_give_no_ratio():
     seconds = {"dense": {4000: 40, 8000: 100}, "kvpop": {4000: 10, 8000: 16}}
-    started = {name: Stub(prompt=lambda context, own=own: {"seconds": own[context]}) for name, own in seconds.items()}
+    started = {
+        name: Stub(drain=lambda requests, prompt, new, own=own: {"seconds": own[prompt]})
+        for name, own in seconds.items()
+    }
     for load_format, ratios in {"dummy": [""] * 2, "auto": ["1.000", "4.000"]}.items():
         rows = prefill.one_turn(started, 1, 4000, options_of(load_format=load_format))
         assert [row["over_dense"] for row in rows] == ratios
