@@ -10,8 +10,24 @@ from gpu import Bench, within
 from kernels.problems import CLOSE, CLOSE_MASS, Problem
 from kernels.served import Pool
 
+CASES = {
+    "recency": dict(case="none", sinks=0, window=1, unequal=True, seed=2),
+    "key norm": dict(case="key-norm", group=4),
+    "threshold": dict(case="gate_scores-threshold"),
+    "own decays": dict(case="gate_scores-ages", unequal=True, seed=1),
+    "linear": dict(case="linear", group=4, size=128),
+    "mlp": dict(case="mlp"),
+    "mlstm": dict(case="mlstm-norm-skip", group=4, size=128),
+    "mlstm, heads of 80": dict(case="mlstm", group=3, size=80),
+    "mlstm, corrected": dict(case="mlstm-corrected"),
+    "mlstm read at once": dict(case="mlstm-immediate"),
+    "mean mass": dict(case="mass-mean", group=3),
+    "moments": dict(case="moment-corrected"),
+}
+"""Name -> fields of a problem."""
 
-def serve_right(bench: Bench, steps: list[int], **options) -> Iterator[dict]:
+
+def serve_right(bench: Bench, name: str, steps: list[int], **options) -> Iterator[dict]:
     """Check steps of all requests of a problem by the kernels; yield the errors of their outputs.
 
     The retained tokens after every step must be those of the float64 loop, none of whose decisions may be
@@ -19,11 +35,12 @@ def serve_right(bench: Bench, steps: list[int], **options) -> Iterator[dict]:
 
     Args:
         bench: device and dtype.
+        name: problem of :data:`CASES`.
         steps: tokens of a chunk of each request; 0 for a decode step of all.
-        options: fields of the problem that differ from those of all checks.
+        options: fields of the problem that differ.
     """
     common = dict(heads=2, size=64, group=2, window=3, topk=13, slots=16, dtype=bench.dtype, q_dtype=bench.dtype)
-    p = Problem(**common | options, length=sum(count or 1 for count in steps)).prepare()
+    p = Problem(**common | CASES[name] | options, length=sum(count or 1 for count in steps)).prepare()
     exact = [p.exact_run(r) for r in range(p.requests)]
     margin = min(run.margin for run in exact)
     assert margin > (CLOSE_MASS if p.rule.coupled else CLOSE), "the data have a close decision: take another seed"

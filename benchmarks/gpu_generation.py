@@ -16,6 +16,7 @@ import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -46,6 +47,7 @@ CONTEXTS = 16384, 131072, 65536, 32768
 COMPRESSION, FIXED = 4, 4096
 """Tokens per retained token, and a budget that does not grow."""
 SINKS, WINDOW = 4, 256
+NO_MASK = {"attention_mask": {"full_attention": None}}
 ROOM = 4 << 30
 """Bytes that must be free beside a cache."""
 GIB = 1 << 30
@@ -62,32 +64,11 @@ class Drawn(NamedTuple):
     scorer: Path
 
 
-class Written(NamedTuple):
-    """Cache in the state after a context.
-
-    Attributes:
-        cache: the cache.
-        held: its bytes.
-        read: bytes that a pass reads or writes of it, and of the scorers.
-        before: called before each pass.
-        options: arguments of each pass.
-        check: raises AssertionError if passes have left it in another state than they should.
-    """
-
-    cache: object
-    held: int
-    read: int
-    before: Callable[[], object] = lambda: None
-    options: dict = {}
-    check: Callable[[], object] = lambda: None
-
-
 def cases(bench: Bench) -> Iterator[Case]:
     """Yield the cases of the section."""
-    passes, written = "a captured pass is right, {}".format, "caches that are written go on, kvpop"
-    yield Case(passes("kvpop"), kvpop_right)
-    yield Case(passes("dense"), dense_right)
-    yield Case(written, written_right)
+    right = "a captured pass is right, {}".format
+    yield Case(right("kvpop"), kvpop_right)
+    yield Case(right("dense"), dense_right)
     with tempfile.TemporaryDirectory() as folder:
         drawn = functools.cache(partial(qwen3, bench, Path(folder)))
         for requests, context in (*((1, each) for each in CONTEXTS), (32, CONTEXTS[0])):
@@ -95,10 +76,10 @@ def cases(bench: Bench) -> Iterator[Case]:
                 partial(times, drawn=drawn, requests=requests, context=context),
                 f"batch {requests}, context {context}",
             )
-            yield Case(f"generation, {where}, dense", run, (passes("dense"),))
+            yield Case(f"generation, {where}, dense", run, (right("dense"),))
             for budget in sorted({context // COMPRESSION, FIXED}):
                 name = f"generation, {where}, kvpop, B {budget}"
-                yield Case(name, partial(run, budget=budget), (passes("kvpop"), written))
+                yield Case(name, partial(run, budget=budget), (right("kvpop"),))
 
 
 # Models
@@ -114,42 +95,50 @@ def qwen3(bench: Bench, folder: Path) -> Drawn:
 
 
 @contextmanager
-def tiny(bench: Bench) -> Iterator[tuple[Drawn, int]]:
-    """Yield a tiny model whose tokens depend on distant ones, and B."""
-    shape, (sinks, window, topk) = {}, (4, 16, 44)
+def tiny(bench: Bench) -> Iterator[Drawn]:
+    """Yield a tiny model whose tokens depend on distant ones."""
+    shape, roles = {}, dict(sinks=4, window=16, topk=44)
     if bench.small:
-        shape, (sinks, window, topk) = dict(layers=1, q_heads=2, kv_heads=1, head_dim=16), (1, 3, 8)
+        shape, roles = dict(layers=1, q_heads=2, kv_heads=1, head_dim=16), dict(sinks=1, window=3, topk=8)
     with tempfile.TemporaryDirectory() as folder:
         base = write_tiny_model(Path(folder) / "model", "qwen3", dtype=bench.dtype, **shape)
-        scorer = write_random_scorer(Path(folder) / "scorer", base, sinks=sinks, window=window, topk=topk)
+        scorer = write_random_scorer(Path(folder) / "scorer", base, **roles)
         model = AutoModelForCausalLM.from_pretrained(base, dtype=bench.dtype, attn_implementation="sdpa")
-        yield Drawn(model.to(bench.device).eval().requires_grad_(False), scorer), sinks + window + topk
+        yield Drawn(model.to(bench.device).eval().requires_grad_(False), scorer)
 
 
+@dataclass
 class Decoding:
     """Repeated passes that generate one greedy token of every row.
 
-    Args:
+    Attributes:
         model: the model.
         cache: its cache.
-        tokens: ``[R, 1]``, the first tokens.
+        tokens: ``[R, 1]``, tokens of the last pass.
         before: called before each pass.
         options: arguments of the model's forward.
-
-    Attributes:
-        tokens: ``[R, 1]``, tokens of the last pass.
+        held: bytes of the cache.
+        read: bytes that a pass reads or writes of it, and of scorers.
+        check: raises AssertionError if passes have left the cache in another state than they should.
         logits: ``[R, V]`` of the last pass.
     """
 
-    def __init__(self, model, cache, tokens: torch.Tensor, before: Callable[[], object] = lambda: None, **options):
-        self.model, self.tokens, self.before = model, tokens.clone(), before
-        self.options = dict(past_key_values=cache, use_cache=True, **options)
+    model: torch.nn.Module
+    cache: object
+    tokens: torch.Tensor
+    before: Callable[[], object] = lambda: None
+    options: dict = field(default_factory=dict)
+    held: int = 0
+    read: int = 0
+    check: Callable[[], object] = lambda: None
+    logits: torch.Tensor | None = None
 
     @torch.no_grad()
     def step(self) -> None:
         """Run one pass."""
         self.before()
-        self.logits = self.model(input_ids=self.tokens, **self.options).logits[:, -1]
+        options = dict(past_key_values=self.cache, use_cache=True, **self.options)
+        self.logits = self.model(input_ids=self.tokens, **options).logits[:, -1]
         self.tokens.copy_(self.logits.argmax(-1, keepdim=True))
 
     def captured(self) -> Callable[[], object]:
@@ -163,8 +152,8 @@ class Decoding:
 # Caches without a prefill
 
 
-def dense_cache(drawn: Drawn, requests: int, context: int) -> Written:
-    """Return a static cache of random tokens with room for one more; its length is reset before every pass."""
+def dense(drawn: Drawn, requests: int, context: int) -> Decoding:
+    """Return passes of a static cache of random tokens with room for one more; before each its length is reset."""
     config, weight = drawn.model.config, drawn.model.lm_head.weight
     cache = StaticCache(config=config, max_cache_len=context)
     heads = dict(num_heads=config.num_key_value_heads, head_dim=config.head_dim)
@@ -176,17 +165,18 @@ def dense_cache(drawn: Drawn, requests: int, context: int) -> Written:
         layer.keys.normal_()
         layer.values.normal_()
     size = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
-    return Written(cache, size, size, lambda: seen.fill_(context - 1), {"attention_mask": {"full_attention": None}})
+    first = torch.zeros(requests, 1, dtype=torch.int64, device=weight.device)
+    return Decoding(drawn.model, cache, first, lambda: seen.fill_(context - 1), NO_MASK, size, size)
 
 
 @torch.no_grad()
-def kvpop_cache(drawn: Drawn, requests: int, context: int, budget: int) -> Written:
-    """Return a KVpop cache of random tokens; a pass reads its tokens, and reads and writes its states."""
+def kvpop(drawn: Drawn, requests: int, context: int, budget: int) -> Decoding:
+    """Return passes of a KVpop cache of random tokens, which read its tokens, and read and write its states."""
     cache = KVpopCache(drawn.model, "kvpop", scorer=drawn.scorer, budget=budget, max_length=2 * context)
-    device = drawn.model.lm_head.weight.device
-    drawn.model(input_ids=torch.zeros(requests, 1, dtype=torch.int64, device=device), past_key_values=cache)
+    first = torch.zeros(requests, 1, dtype=torch.int64, device=drawn.model.lm_head.weight.device)
+    drawn.model(input_ids=first, past_key_values=cache)
     (clock,), layers = cache._lengths_by_device.values(), list(cache._layers.values())
-    with torch.device(device):
+    with torch.device(first.device):
         for layer in layers:
             fill(layer.pages, layer.table, layer.rule, budget, context)
     clock.positions.fill_(context)
@@ -203,13 +193,7 @@ def kvpop_cache(drawn: Drawn, requests: int, context: int, budget: int) -> Writt
     weights = (weight for layer in layers for weight in vars(layer.rule.scorer).values())
     scorers = sum(weight.nbytes for weight in weights if isinstance(weight, torch.Tensor))
     read = requests * layout.num_kv_heads * len(cache) * head + scorers
-    return Written(cache, cache.allocated_bytes(), read, check=check)
-
-
-def decoding_of(drawn: Drawn, made: Written, requests: int) -> Decoding:
-    """Return a decoding of a written cache."""
-    first = torch.zeros(requests, 1, dtype=torch.int64, device=drawn.model.lm_head.weight.device)
-    return Decoding(drawn.model, made.cache, first, made.before, **made.options)
+    return Decoding(drawn.model, cache, first, held=cache.allocated_bytes(), read=read, check=check)
 
 
 # Checks
@@ -222,8 +206,7 @@ def kvpop_right(bench: Bench) -> Iterator[dict]:
     a CPU's kernels.
     """
     lengths, new = (SMALL_PROMPTS, SMALL_NEW) if bench.small else (PROMPTS, NEW)
-    with tiny(bench) as (drawn, budget):
-        assert max(lengths) + 1 < budget < min(lengths) + new - 1, "no replay fills a cache"
+    with tiny(bench) as drawn:
         plain, cache = (KVpopCache(drawn.model, "kvpop", scorer=drawn.scorer) for _ in range(2))
         expected = greedy(bench, drawn.model, plain, lengths, new, Decoding.step)
         with ops_take("triton" if bench.small else None) as calls:
@@ -267,9 +250,9 @@ def greedy(bench: Bench, model, cache, lengths: tuple[int, ...], new: int, first
 
 def dense_right(bench: Bench) -> Iterator[dict]:
     """Check that a captured pass of a full cache gives the logits of a single pass that has a mask."""
-    with tiny(bench) as (drawn, _):
-        made = dense_cache(drawn, 2, max(PROMPTS))
-        masked, plain = decoding_of(drawn, made._replace(options={}), 2), decoding_of(drawn, made, 2)
+    with tiny(bench) as drawn:
+        plain = dense(drawn, 2, max(PROMPTS))
+        masked = replace(plain, tokens=plain.tokens.clone(), options={})
         masked.step()
         replay = plain.captured()
         plain.tokens.zero_()
@@ -277,21 +260,6 @@ def dense_right(bench: Bench) -> Iterator[dict]:
         error = float((plain.logits - masked.logits).abs().max())
     assert error < (0.2 if bench.dtype == torch.bfloat16 else 1e-3), f"without a mask logits differ by {error:.3g}"
     yield bench.row("largest difference of logits", error, "absolute")
-
-
-def written_right(bench: Bench) -> Iterator[dict]:
-    """Check written caches of a tiny model: passes are finite, and caches stay as full as they should."""
-    requests, context, shares, passes = (1, 40, (2,), 1) if bench.small else (2, 400, (2, 4), 3)
-    with tiny(bench) as (drawn, _), ops_take("triton" if bench.small else None):
-        for share in shares:
-            made = kvpop_cache(drawn, requests, context, context // share)
-            decoding = decoding_of(drawn, made, requests)
-            replay = decoding.captured()
-            for _ in range(passes):
-                replay()
-            made.check()
-            assert bool(decoding.logits.isfinite().all()), "logits are not finite"
-    yield bench.row("caches that go on", len(shares), "count")
 
 
 # Times
@@ -321,15 +289,14 @@ def times(
     if free < needed:
         raise SkipTest(f"it needs {needed / GIB:.1f} GiB and {free / GIB:.1f} are free")
     place = drawn(), requests, context
-    made = kvpop_cache(*place, budget) if budget else dense_cache(*place)
-    decoding = decoding_of(drawn(), made, requests)
+    decoding = kvpop(*place, budget) if budget else dense(*place)
     torch.cuda.reset_peak_memory_stats()
     replay = decoding.captured()
     peak, time = torch.cuda.max_memory_allocated(), milliseconds(replay)
-    made.check()
+    decoding.check()
     assert bool(decoding.logits.isfinite().all()), "logits are not finite"
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
-    yield bench.row("a token", time, "ms", (weights + made.read) / bandwidth())
+    yield bench.row("a token", time, "ms", (weights + decoding.read) / bandwidth())
     yield bench.row("tokens a second", 1e3 * requests / time, "1/s")
-    yield bench.row("cache", made.held / GIB, "GiB")
+    yield bench.row("cache", decoding.held / GIB, "GiB")
     yield bench.row("peak memory while decoding", peak / GIB, "GiB")

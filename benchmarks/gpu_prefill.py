@@ -30,15 +30,7 @@ SINKS, WINDOW, LENGTH = 4, 256, 16384
 CHUNK = 256
 """Tokens of a chunk that is processed token by token."""
 
-RIGHT = {
-    "recency": dict(case="none", sinks=0, window=1, unequal=True, seed=2),
-    "linear": dict(case="linear", group=4, size=128),
-    "mlstm": dict(case="mlstm-norm-skip", group=4, size=128),
-    "mlstm, heads of 80": dict(case="mlstm", group=3, size=80),
-    "own decays": dict(case="gate_scores-ages", unequal=True, seed=1),
-    "mean mass": dict(case="mass-mean", group=3),
-    "moments": dict(case="moment-corrected"),
-}
+RIGHT = "recency", "linear", "mlstm", "mlstm, heads of 80", "own decays", "mean mass", "moments"
 FEW = "mlstm", "own decays"
 """Cases that run with interpreted kernels or under a sanitizer."""
 
@@ -62,7 +54,7 @@ def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
     reduced = dict(heads=1, size=32, group=2) if bench.small else {}
     pieces = patch.multiple(prefill_chunk, PIECE=16), patch.multiple(_prefill_attend, LIST_BYTES=4 * 2 * 64)
     with pieces[0], pieces[1]:
-        yield from serve_right(bench, [17, 8] if bench.small else [37, 1, 60, 22], requests=1, **RIGHT[name] | reduced)
+        yield from serve_right(bench, name, [17, 8] if bench.small else [37, 1, 60, 22], requests=1, **reduced)
 
 
 def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:

@@ -28,42 +28,25 @@ PROTECTED = 8192
 MOST_BYTES = 12 << 30
 """Maximum bytes of pages on any GPU."""
 
-RIGHT = {
-    "recency": dict(case="none", sinks=0, window=1, unequal=True, seed=2),
-    "key norm": dict(case="key-norm", group=4),
-    "threshold": dict(case="gate_scores-threshold"),
-    "mlp": dict(case="mlp"),
-    "mlstm": dict(case="mlstm-norm-skip", group=4, size=128),
-    "mlstm, corrected": dict(case="mlstm-corrected"),
-    "mean mass": dict(case="mass-mean", group=3),
-    "moments": dict(case="moment-corrected"),
-}
-BEHIND = {
-    "recency": dict(case="none"),
-    "key norm": dict(case="key-norm", group=4),
-    "mlstm": dict(case="mlstm-norm-skip", group=4, size=128, replay=48),
-    "mlstm read at once": dict(case="mlstm-immediate"),
-    "mean mass": dict(case="mass-mean"),
-}
+RIGHT = "recency", "key norm", "threshold", "mlp", "mlstm", "mlstm, corrected", "mean mass", "moments"
+BEHIND = "recency", "key norm", "mlstm", "mlstm read at once", "mean mass"
 """Cases behind a prefix that a chunk begins in, and behind one that a chunk ends in."""
-FEW = "recency", "mlstm", "moments"
-FEW_BEHIND = ("mlstm",)
+FEW, FEW_BEHIND = ("recency", "mlstm", "moments"), ("mlstm",)
 """Cases that run with interpreted kernels or under a sanitizer."""
 
 
 def cases(bench: Bench) -> Iterator[Case]:
     """Yield the cases of the section."""
-    steps, reduced = [0] * 70, {}
-    chunks, reduced_behind = [61, 25, *[0] * 8], {}
+    steps, own = [0] * 70, dict(requests=3)
+    chunks, behind = [61, 25, *[0] * 8], dict(protected=(70,), replay=48)
     if bench.small:
-        steps, reduced = steps[:19], dict(requests=1, heads=1, size=32, topk=12)
-        chunks, reduced_behind = [9, 25, *[0] * 8], dict(heads=1, size=32, group=1, protected=(18,))
+        steps, own = steps[:19], dict(requests=1, heads=1, size=32, topk=12)
+        chunks, behind = [9, *chunks[1:]], dict(protected=(18,), heads=1, size=32, group=1)
     for name in FEW if bench.few else RIGHT:
-        options = dict(requests=3) | RIGHT[name] | reduced
-        yield Case(f"decode_step is right, {name}", partial(serve_right, steps=steps, **options))
+        yield Case(f"decode_step is right, {name}", partial(serve_right, name=name, steps=steps, **own))
     for name in FEW_BEHIND if bench.few else BEHIND:
-        options = dict(protected=(70,)) | BEHIND[name] | reduced_behind
-        yield Case(f"a prefix and its tail are right, {name}", partial(serve_right, steps=chunks, **options))
+        run = partial(serve_right, name=name, steps=chunks, **behind)
+        yield Case(f"a prefix and its tail are right, {name}", run)
     needs = tuple(f"decode_step is right, {name}" for name in ("mlstm", "recency"))
     batches = [(budget, 1 << i, 0) for budget in (2048, 4096) for i in range(9)]
     for budget, requests, protected in (*batches, *((2048, requests, PROTECTED) for requests in (1, 16, 64))):

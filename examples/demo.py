@@ -6,11 +6,10 @@ import argparse
 import json
 import signal
 import sys
-from pathlib import Path
 
 import openai
 import torch
-from needle import question
+from needle import finish, parser_of, question
 from serving import Server, ServerError
 
 from kvpop_vllm import policies
@@ -20,8 +19,6 @@ from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape, Policy
 from kvpop_vllm.scorers.init import model_shape
 
-MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
-SCORER = Path(__file__).parent / "scorers" / "smollm2-135m-kvpop"
 MIB = 2**20
 
 
@@ -116,35 +113,13 @@ def mib(count: int) -> str:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--policy", default="kvpop", choices=["kvpop", "streaming-llm"])
-    parser.add_argument("--scorer", type=Path, default=SCORER, help="of the policy kvpop (default: the shipped one)")
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--notes", type=int, default=150, help="lines of the report, about 30 tokens each")
-    parser.add_argument("--tokens", type=int, default=48, help="longest answer")
+    parser = parser_of(__doc__, tokens=48, policies=["kvpop", "streaming-llm"])
     parser.add_argument("--max-model-len", type=int, default=8192)
     parser.add_argument("--kv-memory", type=int, default=512, metavar="MIB")
     return parser
 
 
-def main() -> int:
-    """Run the demo. Return 0, 1 after an error, 2 if there is no model, or 130 after an interrupt."""
-    args = arguments().parse_args()
-    if not (args.model / "config.json").is_file():
-        print(f"no model in {args.model}: run `make model`, or give --model", file=sys.stderr)
-        return 2
+if __name__ == "__main__":
     # exit by an exception, so that the server is stopped too
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        run(args)
-    except (ServerError, ConfigError) as error:
-        print(f"demo: {error}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(finish(run, arguments().parse_args(), (ServerError, ConfigError)))

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import argparse
 import sys
-from pathlib import Path
 
 import torch
-from needle import question
+from needle import finish, parser_of, question
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.hf import KVpopCache
 
-MODEL = Path(__file__).parents[1] / "models" / "SmolLM2-135M-Instruct"
-SCORER = Path(__file__).parent / "scorers" / "smollm2-135m-kvpop"
 MIB = 2**20
 
 
@@ -39,29 +36,8 @@ def run(args: argparse.Namespace) -> str:
 
 def arguments() -> argparse.ArgumentParser:
     """Return the parser of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--model", type=Path, default=MODEL)
-    parser.add_argument("--policy", default="kvpop")
-    parser.add_argument("--scorer", type=Path, default=SCORER, help="of the policy kvpop (default: the shipped one)")
-    parser.add_argument("--budget", type=int, default=1024)
-    parser.add_argument("--notes", type=int, default=150, help="lines of the text, about 30 tokens each")
-    parser.add_argument("--tokens", type=int, default=24, help="longest answer")
-    return parser
-
-
-def main() -> int:
-    """Run the example. Return 0, 1 after an error, or 2 if there is no model."""
-    args = arguments().parse_args()
-    if not (args.model / "config.json").is_file():
-        print(f"no model in {args.model}: run `make model`, or give --model", file=sys.stderr)
-        return 2
-    try:
-        run(args)
-    except ConfigError as error:
-        print(f"hf_generate: {error}", file=sys.stderr)
-        return 1
-    return 0
+    return parser_of(__doc__, tokens=24)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(finish(run, arguments().parse_args(), (ConfigError,)))

@@ -10,10 +10,6 @@ from kvpop_vllm.config import ConfigError
 
 TABLE = "table.md"
 FIGURE = "figure.png"
-SETTING = ("mode", "configuration", "requests", "context", "budget")
-"""Columns that identify a setting."""
-VALUES = ("step_ms", "dense_over_it", "kv_bytes", "requests", "context", "budget")
-"""Columns with numbers."""
 
 
 def bench_plot(options) -> None:
@@ -27,7 +23,7 @@ def bench_plot(options) -> None:
     except ImportError:
         raise ConfigError("kvpop bench plot needs matplotlib: pip install 'kvpop_vllm[distill]'") from None
     path, out = Path(options.results) / "decode.csv", Path(options.out or options.results)
-    of, rows = newest(path, SETTING, VALUES, options.commit, options.machine)
+    of, rows = newest(path, options.commit, options.machine)
     rows = [row for row in rows if row["mode"] == "compiled" or row["configuration"] != "dense"]
     if not any(row["configuration"] == "dense" for row in rows):
         which = (

@@ -9,26 +9,25 @@ from pathlib import Path
 
 from kvpop_vllm.config import ConfigError
 
+SETTING = ("mode", "configuration", "requests", "context", "budget")
+"""Columns that identify a setting."""
+VALUES = ("step_ms", "dense_over_it", "kv_bytes", "requests", "context", "budget")
+"""Columns with numbers."""
 MEASUREMENT = ("machine", "cores", "threads", "vllm", "date", "commit")
 """Columns that identify a measurement; only rows that agree in all of them are compared."""
 
 
-def newest(
-    path: Path, setting: tuple[str, ...], values: tuple[str, ...], commit: str | None = None, machine: str | None = None
-) -> tuple[dict, list[dict]]:
+def newest(path: Path, commit: str | None = None, machine: str | None = None) -> tuple[dict, list[dict]]:
     """Return the measurement of a file's last row, and one row for each of its settings.
 
     Args:
-        path: file written by a script in ``benchmarks/``; later rows are newer.
-        setting: columns that identify a setting.
-        values: number columns; each becomes the median over the rows of a setting.
+        path: file written by ``benchmarks/decode.py``; later rows are newer.
         commit: use only rows of this commit.
         machine: use only rows of machines with this text in their name.
 
     Returns:
-        The :data:`MEASUREMENT` columns, and rows with ``setting`` as text, ``values`` as floats, and the
-        least and largest of
-        each value as ``least NAME`` and ``largest NAME``.
+        The :data:`MEASUREMENT` columns, and rows with the median over rounds of each of :data:`VALUES` beside the
+        other columns of :data:`SETTING`, and with its least and largest as ``least NAME`` and ``largest NAME``.
 
     Raises:
         ConfigError: the file does not exist, is empty or has no such rows, a column is missing, or a value is
@@ -41,7 +40,7 @@ def newest(
         raise ConfigError(f"{path} cannot be read ({error.strerror}): run the benchmark that writes it first") from None
     if not rows:
         raise ConfigError(f"{path} holds no rows: run the benchmark that writes it first")
-    if missing := sorted({*setting, *values, *MEASUREMENT} - set(rows[0])):
+    if missing := sorted({*SETTING, *VALUES, *MEASUREMENT} - set(rows[0])):
         raise ConfigError(f"{path} has no column {missing[0]!r}: it was not written by this version's benchmarks")
     fitting = [
         row for row in rows if commit in (None, row["commit"]) and (machine or "").lower() in row["machine"].lower()
@@ -53,12 +52,12 @@ def newest(
     groups: dict[tuple, list[dict]] = {}
     for line, row in enumerate(rows, start=2):
         if {name: row[name] for name in MEASUREMENT} == of:
-            numbers = {name: _number(row[name], f"{path}, line {line}, {name}") for name in values}
-            groups.setdefault(tuple(row[name] for name in setting), []).append(numbers)
+            numbers = {name: _number(row[name], f"{path}, line {line}, {name}") for name in VALUES}
+            groups.setdefault(tuple(row[name] for name in SETTING), []).append(numbers)
     found = []
     for asked, members in groups.items():
-        row = dict(zip(setting, asked, strict=True))
-        for name in values:
+        row = dict(zip(SETTING, asked, strict=True))
+        for name in VALUES:
             column = [member[name] for member in members]
             row |= {name: statistics.median(column), f"least {name}": min(column), f"largest {name}": max(column)}
         found.append(row)

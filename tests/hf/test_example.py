@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hf_generate
+import needle
 import pytest
 import torch
 from hf.prompts import generate
@@ -16,14 +17,14 @@ pytestmark = pytest.mark.slow
 
 def test_it_answers_from_more_than_it_holds(capsys):
     args = hf_generate.arguments().parse_args(["--notes=14", "--budget=256", "--tokens=20"])
-    assert (args.model, args.policy) == (hf_generate.MODEL, "kvpop")
+    assert (args.model, args.policy) == (needle.MODEL, "kvpop")
     assert "4719" in hf_generate.run(args)
     printed = capsys.readouterr().out
     assert "256 are held per head" in printed and "MiB, however long it gets; dense" in printed
 
 
 def test_with_room_for_all_the_model_says_what_it_says_densely():
-    model, prompts = AutoModelForCausalLM.from_pretrained(hf_generate.MODEL), [random_prompt(n, 4000) for n in (30, 12)]
-    cache = KVpopCache(model, "kvpop", scorer=hf_generate.SCORER, budget=256)
+    model, prompts = AutoModelForCausalLM.from_pretrained(needle.MODEL), [random_prompt(n, 4000) for n in (30, 12)]
+    cache = KVpopCache(model, "kvpop", scorer=needle.SCORER, budget=256)
     assert generate(model, cache, prompts, new=4) == generate(model, None, prompts, new=4)
     assert cache.held(1).shape == (30, 3, 15) and bool(cache.held(1).all()) and model.dtype is torch.bfloat16
