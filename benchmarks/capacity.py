@@ -23,9 +23,9 @@ def main() -> int:
 def parse_arguments():
     """Return the options of the command line."""
     parser = parser_of(__doc__, budget=1024, rounds=1)
-    parser.add_argument("--requests", type=int, default=16, help="default 16")
-    parser.add_argument("--prompt", type=int, default=6000, help="tokens of each prompt (default 6000)")
-    parser.add_argument("--new", type=int, default=2000, help="tokens generated for each (default 2000)")
+    parser.add_argument("--requests", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=6000, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=2000, help="tokens generated for each")
     add_pool(parser)
     options = parser.parse_args()
     check_budget(parser, options)

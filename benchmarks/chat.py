@@ -33,12 +33,12 @@ def measure(started: dict, options) -> list[dict]:
 def parse_arguments():
     """Return the options of the command line."""
     parser = parser_of(__doc__, budget=512, rounds=7)
-    parser.add_argument("--turns", type=int, default=8, help="of a conversation (default 8)")
-    parser.add_argument("--turn", type=int, default=500, help="tokens of a turn, its answer among them (default 500)")
-    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer (default 64)")
-    parser.add_argument("--requests", type=int, default=32, help="that read one system prompt; 0: none (default 32)")
-    parser.add_argument("--system", type=int, default=2000, help="tokens of the system prompt (default 2000)")
-    parser.add_argument("--steps", type=int, default=16, help="decode steps of a round of these (default 16)")
+    parser.add_argument("--turns", type=int, default=8, help="of a conversation")
+    parser.add_argument("--turn", type=int, default=500, help="tokens of a turn, its answer among them")
+    parser.add_argument("--answer", type=int, default=64, help="tokens of an answer")
+    parser.add_argument("--requests", type=int, default=32, help="that read one system prompt; 0: none")
+    parser.add_argument("--system", type=int, default=2000, help="tokens of the system prompt")
+    parser.add_argument("--steps", type=int, default=16, help="decode steps of a round of these")
     options = parser.parse_args()
     if not 2 <= options.answer < options.turn:
         parser.error("a turn has a question and an answer of at least 2 tokens: lower --answer or raise --turn")

@@ -30,19 +30,11 @@ def main() -> int:
 def parse_arguments():
     """Return the options of the command line."""
     parser = parser_of(__doc__, budget=2048, rounds=5)
-    parser.add_argument(
-        "--context", nargs="+", type=int, default=[7500], help="tokens of each prompt, about (default 7500)"
-    )
-    parser.add_argument(
-        "--requests", nargs="+", type=positive, default=[8], help="requests decoded together (default 8)"
-    )
-    parser.add_argument("--steps", type=positive, default=24, help="counted steps of a turn (default 24)")
-    parser.add_argument(
-        "--peers", action="store_true", help="transformers and kvpress too, with --requests 1 (`make peers` first)"
-    )
-    parser.add_argument(
-        "--against", metavar="DIR", help="each policy a second time from this checkout, whose extension is built"
-    )
+    parser.add_argument("--context", nargs="+", type=int, default=[7500], help="tokens of each prompt, about")
+    parser.add_argument("--requests", nargs="+", type=positive, default=[8], help="requests decoded together")
+    parser.add_argument("--steps", type=positive, default=24, help="counted steps of a turn")
+    parser.add_argument("--peers", action="store_true", help="transformers and kvpress too (`make peers` first)")
+    parser.add_argument("--against", metavar="DIR", help="each policy a second time, from this checkout")
     parser.add_argument("--eager-too", action="store_true", help="each policy a second time, eager")
     options = parser.parse_args()
     if options.eager and options.eager_too:

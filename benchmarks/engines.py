@@ -47,16 +47,21 @@ LEAST_BUDGET = 768
 
 
 @contextmanager
-def engines(options):
-    """Yield name -> :class:`Engine` for stock and every policy; all are stopped at the end."""
+def engines(options, settings_of: dict | None = None):
+    """Yield name -> :class:`Engine` for stock, every policy and peers; all are stopped at the end.
+
+    The program exits with a message if one dies.
+
+    Args:
+        options: options of the command line.
+        settings_of: name -> settings of an engine, by default those of :func:`configurations`.
+    """
     check_model(options)
     with tempfile.TemporaryDirectory(prefix="kvpop-bench-") as folder:
         started = {}
         try:
-            for name, settings in configurations(options, Path(folder)).items():
+            for name, settings in (settings_of or configurations(options, Path(folder))).items():
                 started[name] = Engine(name, settings, options, Path(folder))
-            for name, settings in peers(options).items():
-                started[name] = Engine(name, settings, options, Path(folder), PEER)
             yield started
         except EngineError as error:
             sys.exit(str(error))
@@ -75,16 +80,14 @@ def parser_of(description: str, *, budget: int, rounds: int) -> argparse.Argumen
         budget: default of ``--budget``.
         rounds: default of ``--rounds``.
     """
-    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser = record.parser_of(description)
     parser.add_argument("--model", default=str(DEMO_MODEL))
-    parser.add_argument("--budget", type=int, default=budget, help=f"B of the policies (default {budget})")
-    parser.add_argument(
-        "--rounds", type=positive, default=rounds, help=f"turns of each configuration (default {rounds})"
-    )
+    parser.add_argument("--budget", type=int, default=budget, help="B of the policies")
+    parser.add_argument("--rounds", type=positive, default=rounds, help="turns of each configuration")
     threads = max(1, record.KEY["cores"] - 1)
-    parser.add_argument("--threads", type=int, default=threads, help="default: as vllm serve, all cores but 1")
+    parser.add_argument("--threads", type=int, default=threads, help="as vllm serve, all cores but 1")
     parser.add_argument("--policies", nargs="+", default=["streaming-llm", "kvpop"], help="compared with stock")
-    parser.add_argument("--scorer", default=str(SHIPPED_SCORER), help="of kvpop (default: the shipped one)")
+    parser.add_argument("--scorer", default=str(SHIPPED_SCORER), help="of kvpop")
     parser.add_argument("--eager", action="store_true", help="instead of the default compiled mode")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
     parser.set_defaults(load_format="auto", protect_prompt=False, prefix_caching=False)
@@ -95,7 +98,8 @@ def parser_of(description: str, *, budget: int, rounds: int) -> argparse.Argumen
 def configurations(options, folder: Path) -> dict:
     """Return name -> settings of an engine.
 
-    Settings are ``policy``, its ``kv_policy`` or None for stock, ``eager`` and options of twins.
+    Settings are ``policy``, its ``kv_policy`` or None for stock, ``eager``, options of twins, and the ``command`` of a
+    peer.
     """
     policies = {name: {"policy": name, "budget": options.budget} for name in options.policies}
     # none is shipped; an untrained one takes as long
@@ -120,17 +124,12 @@ def configurations(options, folder: Path) -> dict:
     for suffix, changes in twins.items():
         if changes:
             settings |= {name + suffix: settings[name] | changes for name in policies}
+    if options.peers:
+        check_peers()
+        common = {"command": PEER, "short_prompts": SHORT_PROMPTS, "interval": PEER_INTERVAL, "dtype": "bfloat16"}
+        for name, budget in zip(PEER_NAMES, (None, options.budget), strict=True):
+            settings[name] = common | {"kvpress_budget": budget}
     return settings
-
-
-def peers(options) -> dict:
-    """Return name -> settings of a peer, if peers are asked for."""
-    if not options.peers:
-        return {}
-    check_peers()
-    common = {"short_prompts": SHORT_PROMPTS, "interval": PEER_INTERVAL, "dtype": "bfloat16"}
-    budgets = zip(PEER_NAMES, (None, options.budget), strict=True)
-    return {name: common | {"kvpress_budget": budget} for name, budget in budgets}
 
 
 def check_peers() -> None:
@@ -283,7 +282,7 @@ def setting(options, name: str = "") -> dict:
 def add_pool(parser) -> None:
     """Add the option for the size of the KV pool, for benchmarks in which stock is short of memory."""
     parser.add_argument(
-        "--dense-requests", type=float, default=4.0, help="the pool holds so many requests of 8192 tokens densely"
+        "--dense-requests", type=float, default=4.0, help="dense requests of 8192 tokens that fit the pool"
     )
 
 
@@ -299,14 +298,14 @@ class EngineError(Exception):
 class Engine:
     """Parent's end of one child process."""
 
-    def __init__(self, name: str, settings: dict, options, folder: Path, command: list[str] = CHILD):
+    def __init__(self, name: str, settings: dict, options, folder: Path):
         self.name, self.log = name, folder / f"{name}.log"
         env = os.environ | {"OMP_NUM_THREADS": str(options.threads), "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
         if "checkout" in settings:
             env["PYTHONPATH"] = settings["checkout"]
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
-                [*command, json.dumps(vars(options) | settings)],
+                [*settings.get("command", CHILD), json.dumps(vars(options) | settings)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,

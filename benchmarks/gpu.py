@@ -15,7 +15,6 @@ Nothing is timed then, and no CUDA graph is made.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.machinery
 import importlib.util
@@ -33,8 +32,9 @@ from typing import NamedTuple
 from unittest import SkipTest
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-RESULTS = ROOT / "benchmarks" / "results"
+import record
+from record import RESULTS, ROOT
+
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 """Attention shape of Qwen3-8B."""
 COLUMNS = "machine commit torch triton section case dtype measure value unit floor over_floor".split()
@@ -122,7 +122,6 @@ def main(arguments: list[str] | None = None) -> int:
     elif not torch.cuda.is_available():
         sys.exit("there is no GPU here: give --interpret for reduced shapes on the CPU")
     take_packages_from(ROOT)
-    import record
     import triton
 
     out = Path(options.out)
@@ -148,16 +147,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def parse_arguments(arguments):
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = record.parser_of(__doc__)
     parser.add_argument("--interpret", action="store_true", help="on the CPU, interpreted, at reduced shapes")
     parser.add_argument("--watched", action="store_true", help="only few right cases, under a sanitizer")
     parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), help="only these")
-    parser.add_argument(
-        "--minutes", type=float, default=7.5, help="no case begins later than so long after the start (default 7.5)"
-    )
-    parser.add_argument(
-        "--out", default=str(RESULTS), help="folder of gpu.csv and gpu.log (default benchmarks/results)"
-    )
+    parser.add_argument("--minutes", type=float, default=7.5, help="after which no case begins")
+    parser.add_argument("--out", default=str(RESULTS), help="folder of gpu.csv and gpu.log")
     parser.add_argument("--commit", help="of rows, where there is no git")
     return parser.parse_args(arguments)
 
@@ -203,8 +198,6 @@ def run_sections(bench: Bench, shares: dict[str, float], results: Path, about: d
 
 def run_case(bench: Bench, section: str, case: Case, results: Path, about: dict) -> None:
     """Run one case if there is time and nothing that it needs is wrong; write its rows as they come."""
-    import record
-
     name, begin = f"{section}, {case.name}", time.monotonic()
     if bench.left() < 0:
         bench.say(f"{name}: not reached")

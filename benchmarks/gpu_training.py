@@ -23,17 +23,13 @@ SINKS, WINDOW, LENGTH = 4, 512, 16384
 def cases(bench: Bench) -> Iterator[Case]:
     """Yield the cases of the section."""
     right = "{} is right".format
-    checks = dict(
-        running_topk=topk_right,
-        sparse_attention=attention_right,
-        future_attention_mass=mass_right,
-        delayed_mlstm=mlstm_right,
-    )
+    checks = dict(sparse_attention=attention_right, future_attention_mass=mass_right, delayed_mlstm=mlstm_right)
     for op, check in checks.items():
         yield Case(right(op), check)
+    scorer = right("delayed_mlstm"), right("future_attention_mass"), right("sparse_attention")
     for topk in (1532, 3580):
-        for what, times in (("attention", attention_times), ("scorer", scorer_times)):
-            yield Case(f"{what}, S {LENGTH}, k {topk}", partial(times, topk=topk), tuple(map(right, checks)))
+        yield Case(f"attention, S {LENGTH}, k {topk}", partial(attention_times, topk=topk), scorer[2:])
+        yield Case(f"scorer, S {LENGTH}, k {topk}", partial(scorer_times, topk=topk), scorer)
 
 
 def _draw(bench: Bench, seed: int, *shape: int, dtype=None) -> torch.Tensor:
@@ -46,42 +42,33 @@ def _qkv(bench: Bench, length: int, size: int, group: int) -> list[torch.Tensor]
     return [_draw(bench, i, 1, heads, length, size) for i, heads in ((1, 2 * group), (2, 2), (3, 2))]
 
 
-def topk_right(bench: Bench) -> Iterator[dict]:
-    """Check that the retained sets are those of a sort for every query."""
-    priority = _draw(bench, 0, 2, 2, 77 if bench.small else 300, dtype=torch.float32)
-    options = dict(sinks=3, window=9, topk=11)
-    rank, cutoff = (x.cpu() for x in ops.running_topk(priority, **options, impl="triton"))
-    same = visible_keys(rank, cutoff, 3, 9) == kept_sets(priority.cpu(), *options.values())
-    assert same.all(), f"{int((~same).sum())} of {same.numel()} differ"
-    yield bench.row("sets that differ", 0, "count")
-
-
 def attention_right(bench: Bench) -> Iterator[dict]:
-    """Check outputs, log-sum-exps and all gradients."""
+    """Check that the retained sets are those of a sort for every query, and outputs, log-sum-exps and gradients."""
+    names, options = ("out", "dq", "dk", "dv", "lse"), dict(sinks=3, window=9, topk=11)
     for length, size, group in ((77, 16, 2),) if bench.small else ((300, 64, 3), (300, 128, 4), (513, 80, 1)):
         inputs, priority = _qkv(bench, length, size, group), _draw(bench, 0, 1, 2, length, dtype=torch.float32)
-        options = dict(sinks=3, window=9, topk=11)
         visible = kept_sets(priority.cpu(), *options.values()).to(bench.device)
-        order = ops.running_topk(priority, **options, impl="triton")
-        sparse = partial(ops.sparse_attention, sinks=3, window=9, scale=size**-0.5, impl="triton")
+        rank, cutoff = ops.running_topk(priority, **options, impl="triton")
+        assert torch.equal(visible_keys(rank, cutoff, 3, 9), visible), "retained sets differ"
+        order = dict(rank=rank, cutoff=cutoff, sinks=3, window=9)
+        kernel = partial(ops.sparse_attention, **order, scale=size**-0.5, impl="triton")
+        exact = partial(masked_attention, visible=visible, scale=size**-0.5)
         grad = _draw(bench, 4, *inputs[0].shape)
-        results = [
-            _complete(run, inputs, shared, grad, dtype)
-            for run, shared, dtype in (
-                (sparse, order, bench.dtype),
-                (masked_attention, (visible, size**-0.5), torch.float64),
-                (masked_attention, (visible, size**-0.5), bench.dtype),
-            )
-        ]
-        for name, *three in zip(("out", "dq", "dk", "dv", "lse"), *results, strict=True):
-            yield from within(bench, *three, f"{name}, D {size}, G {group}")
+        yield from _right(bench, kernel, exact, inputs, grad, [f"{name}, D {size}, G {group}" for name in names])
 
 
-def _complete(run, inputs, shared, grad, dtype) -> tuple[torch.Tensor, ...]:
-    """Return the first result of ``run(*inputs, *shared)`` in a precision, its gradients, and the second result."""
-    leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
-    out, other = run(*leaves, *shared)
-    return out, *torch.autograd.grad(out, leaves, grad.to(out.dtype)), other
+def _right(bench: Bench, kernel, exact, inputs, grad, names: list[str]) -> Iterator[dict]:
+    """Check the first result of ``kernel(*inputs)``, its gradients and the second result, as far as they have names.
+
+    ``exact`` is the oracle, in float64 and, for the eager error, in the bench's precision.
+    """
+    results = []
+    for run, dtype in ((kernel, bench.dtype), (exact, torch.float64), (exact, bench.dtype)):
+        leaves = [x.detach().to(dtype).requires_grad_() for x in inputs]
+        out, other = run(*leaves)
+        results.append((out, *torch.autograd.grad(out, leaves, grad.to(out.dtype)), other)[: len(names)])
+    for name, *three in zip(names, *results, strict=True):
+        yield from within(bench, *three, name)
 
 
 def mass_right(bench: Bench) -> Iterator[dict]:
@@ -108,11 +95,10 @@ def mlstm_right(bench: Bench) -> Iterator[dict]:
     v, igate, fgate = (_draw(bench, i, 1, 2, length, *more) for i, more in ((5, (width,)), (3, ()), (4, ())))
     inputs, grad = (q, k, v, igate, fgate + 2), _draw(bench, 9, 1, 2, length, width, dtype=torch.float32)
 
-    sides = ("triton", bench.dtype), ("reference", torch.float64), ("reference", bench.dtype)
-    runs = {side: partial(ops.delayed_mlstm, delay=delay, chunk=16, impl=side[0]) for side in sides}
-    results = [_complete(run, inputs, (), grad, dtype)[:-1] for (_, dtype), run in runs.items()]
-    for name, *three in zip(("h", "dq", "dk", "dv", "di", "df"), *results, strict=True):
-        yield from within(bench, *three, f"mlstm {name}")
+    kernel, exact = (partial(ops.delayed_mlstm, delay=delay, chunk=16, impl=impl) for impl in ("triton", "reference"))
+    yield from _right(
+        bench, kernel, exact, inputs, grad, [f"mlstm {name}" for name in ("h", "dq", "dk", "dv", "di", "df")]
+    )
 
 
 def attention_times(bench: Bench, topk: int) -> Iterator[dict]:

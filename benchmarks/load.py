@@ -41,6 +41,8 @@ def main() -> int:
     """Run the benchmark and return its exit code."""
     options = parse_arguments()
     check_model(options)
+    load = {"prompts": options.prompts, "input": options.input, "output": options.output, "rate": options.rate}
+    load |= {"pool_tokens": int(options.dense_requests * 8192)}
     rows, first = [], None
     try:
         with tempfile.TemporaryDirectory(prefix="kvpop-bench-") as folder:
@@ -51,7 +53,9 @@ def main() -> int:
                     first = answers if first is None else first  # stock comes first
                     if problem := differs(name, first, answers):
                         return conclude([problem], "", [], RESULTS, options)
-                    rows.append(row(name, turn, measured, options))
+                    rows.append(
+                        setting(options, name) | load | {"round": turn} | {m: f"{measured[m]:.1f}" for m in MEASURES}
+                    )
                     say(f"round {turn}, {name}: " + ", ".join(f"{m} {measured[m]:.0f}" for m in MEASURES))
     except ServerError as error:
         sys.exit(str(error))
@@ -61,10 +65,10 @@ def main() -> int:
 def parse_arguments():
     """Return the options of the command line."""
     parser = parser_of(__doc__, budget=1024, rounds=1)
-    parser.add_argument("--prompts", type=positive, default=24, help="requests (default 24)")
-    parser.add_argument("--input", type=positive, default=4000, help="tokens of each prompt (default 4000)")
-    parser.add_argument("--output", type=positive, default=128, help="tokens generated for each (default 128)")
-    parser.add_argument("--rate", type=float, default=0.06, help="requests per second, Poisson (default 0.06)")
+    parser.add_argument("--prompts", type=positive, default=24, help="requests")
+    parser.add_argument("--input", type=positive, default=4000, help="tokens of each prompt")
+    parser.add_argument("--output", type=positive, default=128, help="tokens generated for each")
+    parser.add_argument("--rate", type=float, default=0.06, help="requests per second, Poisson")
     add_pool(parser)
     options = parser.parse_args()
     check_budget(parser, options)
@@ -110,13 +114,6 @@ def greedy(url: str, model: str, prompt: str) -> list[dict]:
         {"token": token, "logprob": logprob, "gap": pair[0] - pair[-1]}
         for token, logprob, pair in zip(logprobs.tokens, logprobs.token_logprobs, best, strict=True)
     ]
-
-
-def row(name: str, turn: int, measured: dict, options) -> dict:
-    """Return one row of the CSV file."""
-    load = {"prompts": options.prompts, "input": options.input, "output": options.output, "rate": options.rate}
-    pool = {"pool_tokens": int(options.dense_requests * 8192), "round": turn}
-    return setting(options, name) | load | pool | {m: f"{measured[m]:.1f}" for m in MEASURES}
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ policy gives the dense model's predictions where nothing has been evicted.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import hashlib
 import itertools
@@ -69,33 +68,25 @@ def main() -> int:
 
 def parse_arguments():
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = record.parser_of(__doc__)
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--scorer", nargs="*", default=[str(SHIPPED_SCORER)], help="of learned policies")
-    parser.add_argument("--policies", nargs="+", help="only these, and dense (default: all of the registry)")
+    parser.add_argument("--policies", nargs="+", help="only these, and dense")
     parser.add_argument("--budget", nargs="+", type=positive, default=[256, 512, 1024])
-    parser.add_argument(
-        "--data", nargs="+", default=TEXTS, help="texts that are predicted (default: three held-out kinds)"
-    )
+    parser.add_argument("--data", nargs="+", default=TEXTS, help="texts that are predicted")
     parser.add_argument("--haystack", default=HAYSTACK, help="text that needles are hidden in")
-    parser.add_argument("--length", type=positive, default=2048, help="tokens of a row, and of a prompt (default 2048)")
-    parser.add_argument(
-        "--prompt", type=positive, default=0, help="tokens of each text that are a prompt (default: none are)"
-    )
-    parser.add_argument("--rows", type=positive, default=1, help="of each text (default 1)")
-    parser.add_argument("--needles", type=positive, default=10, help="prompts with a needle (default 10)")
-    parser.add_argument("--context", type=positive, default=4096, help="tokens before a timed step (default 4096)")
-    parser.add_argument("--requests", type=positive, default=4, help="decoded together when timed (default 4)")
-    parser.add_argument("--rounds", type=positive, default=5, help="turns of policy and dense (default 5)")
+    parser.add_argument("--length", type=positive, default=2048, help="tokens of a row, and of a prompt")
+    parser.add_argument("--prompt", type=positive, default=0, help="tokens of each text that are a prompt")
+    parser.add_argument("--rows", type=positive, default=1, help="of each text")
+    parser.add_argument("--needles", type=positive, default=10, help="prompts with a needle")
+    parser.add_argument("--context", type=positive, default=4096, help="tokens before a timed step")
+    parser.add_argument("--requests", type=positive, default=4, help="decoded together when timed")
+    parser.add_argument("--rounds", type=positive, default=5, help="turns of policy and dense")
     parser.add_argument("--parts", nargs="+", choices=list(FILES), help="default: all; with --prompt quality alone")
     parser.add_argument("--threads", type=positive, default=1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--table", action="store_true", help="only print the table of this commit's rows")
-    parser.add_argument(
-        "--commit",
-        nargs="+",
-        help="with --table: of these commits, from whatever machine; of a cell that several have, the first's",
-    )
+    parser.add_argument("--commit", nargs="+", help="with --table: of these, the first that has a row")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results")
     options = parser.parse_args()
     check_model(options)

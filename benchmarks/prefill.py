@@ -54,7 +54,7 @@ def lengthen(model: Path, folder: Path, positions: int) -> None:
 def parse_arguments():
     """Return the options of the command line."""
     parser = parser_of(__doc__, budget=1024, rounds=5)
-    parser.add_argument("--context", nargs="+", type=int, default=[7500], help="tokens of each prompt (default 7500)")
+    parser.add_argument("--context", nargs="+", type=int, default=[7500], help="tokens of each prompt")
     options = parser.parse_args()
     check_budget(parser, options)
     options.most_requests, options.pool_tokens = 1, 1.15 * max(POSITIONS, max(options.context) + 1)

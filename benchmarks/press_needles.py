@@ -6,12 +6,12 @@ kvpress keeps all generated tokens beside the compressed prompt; here they share
 and partial credit of both for each policy, and of the dense model.
 """
 
-import argparse
 import statistics
 import sys
 
+import record
 import torch
-from engines import DEMO_MODEL, check_model, check_peers, say
+from engines import DEMO_MODEL, check_model, say
 from press_parity import POLICIES, WINDOW, kvpress
 
 from kvpop_vllm.distill.run import load_tokenizer
@@ -25,17 +25,16 @@ from kvpop_vllm.evaluation.tasks import CHARACTERS
 
 def main() -> int:
     """Print one line for the dense model and two for each policy."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = record.parser_of(__doc__)
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--data", nargs="+", required=True, help="text that needles are hidden in")
-    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt and its answer (default 2048)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of a prompt and its answer")
     parser.add_argument("--budget", type=int, default=256)
-    parser.add_argument("--needles", type=int, default=20, help="prompts with a needle (default 20)")
-    parser.add_argument("--digits", type=int, default=7, help="of each needle's number (default 7)")
+    parser.add_argument("--needles", type=int, default=20, help="prompts with a needle")
+    parser.add_argument("--digits", type=int, default=7, help="of each needle's number")
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     options = parser.parse_args()
     check_model(options)
-    check_peers()
     tokenizer = load_tokenizer(options.model)
     text = sentences(options.data, "all", CHARACTERS * options.length)
     examples = make_examples(

@@ -12,14 +12,12 @@ not.
 
 import argparse
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import record
 import torch
-from engines import DEMO_MODEL, PEER, Engine, EngineError, check_model, check_peers, say
+from engines import DEMO_MODEL, PEER, Engine, check_model, check_peers, engines, say
 
 from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.policies import training_free
@@ -31,14 +29,13 @@ WINDOW = 32
 
 def main() -> int:
     """Run the comparison and return its exit code."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = record.parser_of(__doc__)
     parser.add_argument("--model", default=str(DEMO_MODEL))
     parser.add_argument("--text", default=str(TEXT))
-    parser.add_argument("--length", type=int, default=2048, help="tokens of the prompt (default 2048)")
+    parser.add_argument("--length", type=int, default=2048, help="tokens of the prompt")
     parser.add_argument("--budget", type=int, nargs="+", default=[256, 512])
     options = parser.parse_args()
     check_model(options)
-    check_peers()
     from transformers import AutoTokenizer
 
     tokens = AutoTokenizer.from_pretrained(options.model)(open(options.text).read()).input_ids[: options.length]
@@ -56,17 +53,12 @@ def main() -> int:
 
 @contextmanager
 def kvpress(options) -> Iterator[Engine]:
-    """Yield a process that runs kvpress on the model in float32; exit with a message if it dies."""
-    with tempfile.TemporaryDirectory() as folder:
-        settings = {"dtype": "float32", "threads": torch.get_num_threads()}
-        engine = Engine("kvpress", settings, argparse.Namespace(**vars(options) | settings), Path(folder), PEER)
-        try:
-            engine.ask("start")
-            yield engine
-        except EngineError as error:
-            sys.exit(str(error))
-        finally:
-            engine.stop()
+    """Yield a process that runs kvpress on the model in float32; exit with a message if it dies or cannot run."""
+    check_peers()
+    settings = {"command": PEER, "dtype": "float32", "threads": torch.get_num_threads()}
+    with engines(argparse.Namespace(**vars(options) | settings), {"kvpress": settings}) as started:
+        started["kvpress"].ask("start")
+        yield started["kvpress"]
 
 
 def compare(policy: str, budget: int, ours: torch.Tensor, theirs: list) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import datetime
 import os
@@ -11,6 +12,12 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
+
+
+def parser_of(description: str) -> argparse.ArgumentParser:
+    """Return a parser that shows the first line of a script's docstring, and defaults."""
+    formatter = argparse.ArgumentDefaultsHelpFormatter
+    return argparse.ArgumentParser(description=description.splitlines()[0], formatter_class=formatter)
 
 
 def append(path: Path, rows: list[dict]) -> None:

@@ -14,7 +14,6 @@ benchmarks/results/roofline.csv.
     python benchmarks/roofline.py [--sizes 64 128] [--budgets 1024 2048 4096]
 """
 
-import argparse
 import statistics
 import sys
 import time
@@ -24,6 +23,7 @@ import record
 import torch
 from full_pages import empty_pages, fill
 
+from kvpop_vllm.evaluation.output import format_table
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops import RetentionRule
@@ -51,7 +51,10 @@ def main() -> int:
         for budget in options.budgets:
             rows += decode(size, budget, options, machine)
             rows += prefill(size, budget, options, machine)
-    print(report(rows))
+    columns = (
+        "op head_size budget requests megabytes gigaoperations floor_ms ms ms_over_floor least largest stream_gb_s"
+    )
+    print(format_table(rows, tuple(columns.split())))
     if not options.no_csv:
         record.append(RESULTS, rows)
     return 0
@@ -59,12 +62,12 @@ def main() -> int:
 
 def parse_arguments():
     """Return the options of the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="D (default 64 128)")
+    parser = record.parser_of(__doc__)
+    parser.add_argument("--sizes", type=int, nargs="+", default=[64, 128], help="D")
     parser.add_argument("--budgets", type=int, nargs="*", default=[1024, 2048, 4096], help="B; none: a scorer alone")
-    parser.add_argument("--heads", type=int, default=3, help="KV heads (default 3)")
-    parser.add_argument("--group", type=int, default=3, help="query heads per KV head (default 3)")
-    parser.add_argument("--rounds", type=int, default=9, help="paired repetitions, the median counts (default 9)")
+    parser.add_argument("--heads", type=int, default=3, help="KV heads")
+    parser.add_argument("--group", type=int, default=3, help="query heads per KV head")
+    parser.add_argument("--rounds", type=int, default=9, help="paired repetitions, the median counts")
     parser.add_argument("--isa", help=f"instruction set, of {', '.join(load_extension().isa_levels())}")
     parser.add_argument("--no-csv", action="store_true", help="do not append to benchmarks/results/roofline.csv")
     options = parser.parse_args()
@@ -265,13 +268,6 @@ def row(op, size, budget, requests, needs, rates, seconds, machine: Machine, opt
         "products_g_s": f"{(fast or machine.products) / 1e9:.1f}",
         "float32_g_s": f"{machine.float32 / 1e9:.1f}",
     }
-
-
-def report(rows: list[dict]) -> str:
-    """Return the rows as a table."""
-    names = "head_size budget requests megabytes gigaoperations floor_ms ms ms_over_floor least largest stream_gb_s op".split()
-    table = [dict(zip(names, names, strict=True)), *rows]
-    return "\n".join("  ".join(f"{line[name]:>{max(8, len(name))}}" for name in names) for line in table)
 
 
 if __name__ == "__main__":

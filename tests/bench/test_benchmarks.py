@@ -130,11 +130,10 @@ def test_load_stops_when_outputs_differ(capsys, monkeypatch, tmp_path):
     answers = {"dense": STOCK, "kvpop": WRONG}
     for name, stand_in in {
         "RESULTS": tmp_path / "load.csv",
-        "parse_arguments": options_of,
+        "parse_arguments": lambda: options_of(prompts=1, input=1, output=1, rate=1, dense_requests=1),
         "check_model": print,
         "configurations": lambda options, folder: {name: {"policy": None} for name in answers},
         "one_server": lambda name, *asked: (answers[name], dict.fromkeys(load.MEASURES, 1.0)),
-        "row": lambda *asked: {},
     }.items():
         monkeypatch.setattr(load, name, stand_in)
     assert load.main() == 1
