@@ -155,7 +155,10 @@ FAULTS = {
         # replays pass
         ("wrong = (seen «!=→<» batch.starts.unsqueeze(1)) & (", "tests/attention/test_step_batch.py -k one_bad_start"),
         # a third prefix block is missed
-        ("(block_table.shape[1]) + first«→.clamp_max(2)»", "tests/attention/test_device_batch.py -k 'protected and prompts'"),
+        (
+            "(block_table.shape[1]) + first«→.clamp_max(2)»",
+            "tests/attention/test_device_batch.py -k 'protected and prompts'",
+        ),
     ],
     "kvpop_vllm/attention/shifted_scores.py": [
         # a score too few is moved
