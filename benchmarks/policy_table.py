@@ -93,7 +93,7 @@ def parse_arguments():
     if options.commit and not options.table:
         parser.error("--commit chooses rows that are there: give --table with it")
     for path in (*options.data, options.haystack):
-        if not Path(path).exists():
+        if not options.table and not Path(path).exists():
             parser.error(
                 f"there is no {path}: `kvpop distill texts --out data` brings the held-out texts, or give others"
             )
