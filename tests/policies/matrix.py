@@ -35,7 +35,7 @@ class Row:
         own_allocator: default allocator of the policy.
         corrected: True if the policy corrects outputs by default.
         keeps_all: True if the policy evicts nothing.
-        engines: kinds of models that are served with it in engine tests.
+        engines: kinds of tiny models that a KVpopCache runs with it.
         state: float32 words of one head's state at D = 32.
     """
 
