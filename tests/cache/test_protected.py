@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -155,3 +156,32 @@ def test_bytes_of_a_protected_request():
     first = request_bytes(layout, 30, 701, kept, protected=700)
     assert (first.canonical, first.blocks) == (701 * 256 * 90, 13)
     assert request_bytes(layout, 30, 5000, kept) == request_bytes(layout, 30, 5000, kept, protected=0)
+
+
+def test_pages_of_another_length_are_an_error():
+    pages, _, tail, rule, budgets, _ = pages_and_keys(None, 5, 20)
+    with pytest.raises(ValueError, match=r"have seen \[20, 20\] tokens, not 19"):
+        held_tokens(pages, tail, 19, rule, budgets, 5)
+    assert held_tokens(pages, tail, 3, rule, budgets, 5).all()
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("budget", [40, 64])
+def test_blocks_of_prompts_that_vote(budget, adaptive):
+    """A prompt is held densely; its state comes with the first query that votes, its tail at its end.
+
+    Heads that divide their slots fill a block more where the budget fills whole ones, but not for a prompt that fits.
+    """
+    spec = make_spec(budget, 2, 16, 1, True)
+    spec = dataclasses.replace(spec, votes=32, adaptive_head_budgets=adaptive)
+    more = {40: 1, 64: 1}[budget] if adaptive else 0
+    for prompt in (20, 40, 64, 65, 100):
+        for length in range(1, 130):
+            whole, at = -(-prompt // 16), min(length, budget)
+            if length <= prompt - 32:
+                expected = -(-length // 16)
+            elif length < prompt:
+                expected = whole + 1
+            else:
+                expected = whole + 1 + (-(-budget // 16) + more if prompt > budget and adaptive else -(-at // 16))
+            assert spec.blocks(length, prompt) == expected, (prompt, length)

@@ -19,6 +19,7 @@ from kvpop_vllm.distill.calibration import decay_grid
 from kvpop_vllm.distill.checkpoints import Checkpoints
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.metrics import read_metrics
+from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.trainer import Trainer, TrainingError
 from kvpop_vllm.scorers import Decay, log_gamma
 from kvpop_vllm.scorers.checkpoint import read_scorer
@@ -253,3 +254,16 @@ def test_processes_that_cannot_share_a_batch_are_refused(model, tmp_path):
 
     with pytest.raises(ConfigError, match="batch 2 cannot be shared by 3 processes"):
         train(model, tmp_path, process=Process(0, 3))
+
+
+def test_the_papers_recipe_is_table_3():
+    """The recipe is the paper's Table 3, except for two values.
+
+    The base is trained only if asked, and the number of steps is that of the paper's text.
+    """
+    r = Recipe()
+    assert (r.length, r.batch, r.window, r.sinks, r.topk, r.steps) == (16384, 128, [256], 4, [2016], 2000)
+    assert (r.lr_base, r.lr_new, r.lr_new_end, r.warmup, r.weight_decay) == (8e-5, 1e-3, 8e-5, 100, 1e-4)
+    assert (r.beta1, r.beta2, r.kl_top, r.tau, r.margin, r.decay_step) == (0.9, 0.95, 256, 1.0, True, 1)
+    assert (r.decay_min, r.decay_max, r.trains_base, r.dtype) == (0.999, 0.999999, False, "bfloat16")
+    assert all(Recipe(phase=phase).trains_base for phase in ("uptrain", "streaming-plus"))

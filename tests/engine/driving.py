@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engine.judge import Judge
+from engine.judge import MOST_NEAR_TIES, Judge
 from engine.matrix import Case
 from engine.recorder import Recorder
 from engine.tiny_engine import quick, start, stop
@@ -298,3 +298,8 @@ class Judges:
             protect = asks.get("kv_protect_prompt", self.case.judge.protect)
             self.known[key] = Judge(self.case.model, own, protect=True if protect == "all" else protect)
         return self.known[key]
+
+    def check_near_ties(self) -> None:
+        """Raise AssertionError if more than MOST_NEAR_TIES of all decisions were near-ties."""
+        near = sum(judge.near_ties for judge in self.known.values())
+        assert near <= MOST_NEAR_TIES * sum(judge.decisions for judge in self.known.values())

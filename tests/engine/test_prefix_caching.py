@@ -26,3 +26,18 @@ def test_prefixes_are_cached_where_prompts_are_protected(tiny_model, monkeypatch
     assert said.count(line) == (asked is None and not caches)
     worst = [text for text in said if text.startswith("protected: ")]
     assert len(worst) == (1 if protect else 0)
+
+
+@pytest.mark.parametrize("given", ["all", "0", "40"])
+def test_the_flag_of_protected_prompts(tiny_model, given):
+    """The flag is parsed by vLLM's own command and decides on prefix caching."""
+    from vllm.engine.arg_utils import EngineArgs
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    flags = ["--model", tiny_model("llama"), "--kv-policy", "streaming-llm", "--kv-budget", "64"]
+    flags += ["--max-model-len", "256", "--kv-protect-prompt", given]
+    for more, caches in (([], given != "0"), (["--no-enable-prefix-caching"], False)):
+        args = EngineArgs.from_cli_args(parser.parse_args([*flags, *more]))
+        args.skip_tokenizer_init = True
+        assert args.create_engine_config().cache_config.enable_prefix_caching is caches

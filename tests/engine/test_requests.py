@@ -41,3 +41,4 @@ def test_sixteen_of_all_kinds(case, policy):
                 judges.of(jobs[int(answer.request_id)].asks).check({name: answer}, engine.recorder.held)
         assert len({answer.num_cached_tokens for answer in answers.values()}) > 2, "hits of what each protects"
     assert len(judges.known) == len(asks)
+    judges.check_near_ties()

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 
+from kvpop_vllm import policies
+from kvpop_vllm.config import PolicySettings
 from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.evaluation.policies import learned, training_free
+from kvpop_vllm.evaluation.policies import known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
 from kvpop_vllm.evaluation.runner import Setting, evaluate
 from kvpop_vllm.evaluation.served import attend_and_keep
@@ -135,3 +139,20 @@ def test_how_many_tokens_are_all_held(layer, name, allocator):
     assert rows.held_by_rows().all()
     rows.append(*(x[:, :, whole : whole + 1] for x in layer))
     assert not rows.held_by_rows().all()
+
+
+@pytest.mark.parametrize("name", known_training_free())
+def test_evaluated_is_what_is_served(name):
+    """Each policy without a scorer gets its defaults, or the given roles, as an engine resolves them."""
+    for asked in ({}, {"sinks": 2, "window": 6}):
+        policy = policies.get(name)(PolicySettings(name, 128, **asked), SHAPE)
+        resolved = training_free(name).resolve(SHAPE, 128, **asked)
+        served, evaluated = policy.layer_rule(1, slice(0, 2)), resolved.rules[1]
+        tensors = {"log_gamma": None, "scorer": None, "rounds": None}
+        plain = dataclasses.replace(served, **tensors)
+        assert all(dataclasses.replace(r, **tensors) == plain for r in (served, evaluated))
+        assert repr((served.scorer, served.rounds)) == repr((evaluated.scorer, evaluated.rounds))
+        assert torch.equal(served.log_gamma, evaluated.log_gamma)
+        kept, roles = policy.retention, resolved.roles
+        assert (roles.budget, roles.sinks, roles.window) == (128, kept.sinks, kept.window)
+        assert torch.equal(resolved.budgets(1), policy.shares()[1])

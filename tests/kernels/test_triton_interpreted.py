@@ -44,3 +44,12 @@ def test_all_pass():
     assert outcome.returncode == 0, outcome.stdout[-6000:] + outcome.stderr[-2000:]
     assert int(re.search(r"(\d+) passed", outcome.stdout)[1]) > 150
     assert not re.search("skipped|deselected", outcome.stdout)
+
+
+def test_all_classes_are_named():
+    """A class that is collected in the interpreter alone would never run if it was not named."""
+    named = [test.partition("::") for test in TESTS]
+    for file in (ROOT / "tests/kernels").glob("test_*.py"):
+        written = set(re.findall(r"^class (Test\w+)", file.read_text(), re.M))
+        found = {name for path, _, name in named if path == file.name}
+        assert written <= found or "" in found, file.name
