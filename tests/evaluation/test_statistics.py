@@ -1,0 +1,38 @@
+"""Bootstrap intervals cover what they should, and draw whole documents."""
+
+import numpy as np
+import pytest
+
+from kvpop_vllm.config import ConfigError
+from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio
+
+
+def test_the_value_is_the_ratio_of_sums_and_the_interval_holds_it():
+    found = bootstrap_ratio([1.0, 2, 3, 4, 5, 6, 7, 8], [2.0] * 8)
+    assert found.value == 36 / 16
+    assert found.low < found.value < found.high
+
+
+def test_intervals_of_a_mean_cover_the_truth_in_about_95_of_100_samples():
+    draw = np.random.default_rng(0)
+    samples = draw.exponential(2.0, (120, 60))
+    intervals = [bootstrap_ratio(sample) for sample in samples]
+    covered = np.mean([i.low <= 2.0 <= i.high for i in intervals])
+    assert 0.88 < covered < 0.99  # percentiles are a little short for a skewed distribution
+    width = np.mean([i.high - i.low for i in intervals])
+    assert width == pytest.approx(2 * 1.96 * 2.0 / np.sqrt(60), rel=0.1)
+
+
+def test_rows_of_one_document_are_drawn_together():
+    draw = np.random.default_rng(1)
+    documents = draw.normal(size=12)
+    apart = bootstrap_ratio(documents)
+    repeated = bootstrap_ratio(np.repeat(documents, 5), units=np.repeat(np.arange(12), 5))
+    assert repeated == pytest.approx(apart)
+    naive = bootstrap_ratio(np.repeat(documents, 5))
+    assert naive.high - naive.low < 0.6 * (repeated.high - repeated.low)
+
+
+def test_too_few_documents_are_refused():
+    with pytest.raises(ConfigError, match="raise --rows"):
+        bootstrap_ratio([1.0] * (LEAST + 8), units=list(range(LEAST - 1)) + [0] * 9)
