@@ -107,9 +107,7 @@ def exact(model: LlamaForCausalLM, tokenizer, kind: str, size: int, count: int) 
     """Return the share of validation problems whose answers greedy decoding gets right."""
     problems = [make_problem(kind, SEEDS["validation"][i], size) for i in range(count)]
     tokenizer.padding_side = "left"
-    prompts = tokenizer(
-        [f"{tokenizer.bos_token} {p.prompt}" for p in problems], return_tensors="pt", padding=True
-    )
+    prompts = tokenizer([f"{tokenizer.bos_token} {p.prompt}" for p in problems], return_tensors="pt", padding=True)
     longest = max(len(p.solution.split()) for p in problems) + 8
     out = model.eval().generate(**prompts, max_new_tokens=longest, do_sample=False)
     texts = tokenizer.batch_decode(out[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
@@ -156,7 +154,9 @@ def main() -> None:
     trainer.save_model(str(options.folder))
     tokenizer.save_pretrained(str(options.folder))
     for kind in options.kinds:
-        print(f"{kind}: {exact(model, tokenizer, kind, KINDS[kind].size, 32):.2f} of 32 validation problems", flush=True)
+        print(
+            f"{kind}: {exact(model, tokenizer, kind, KINDS[kind].size, 32):.2f} of 32 validation problems", flush=True
+        )
 
 
 if __name__ == "__main__":

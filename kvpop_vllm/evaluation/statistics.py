@@ -23,7 +23,11 @@ class Interval(NamedTuple):
 
 
 def bootstrap_ratio(
-    numerators: Sequence[float], denominators: Sequence[float] | None = None, *, units: Sequence | None = None, seed: int = 0
+    numerators: Sequence[float],
+    denominators: Sequence[float] | None = None,
+    *,
+    units: Sequence | None = None,
+    seed: int = 0,
 ) -> Interval:
     """Return ``sum(numerators) / sum(denominators)`` with its interval.
 
