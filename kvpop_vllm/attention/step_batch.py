@@ -211,9 +211,19 @@ class StepBatch:
             ends = itertools.accumulate(query_lens, initial=0)
             spans = list(zip(ends, starting, query_lens, strict=False))
             protection = protection_of(layout.block_slots, spans, protected, block_table, rows, chosen)
-        decoded = len(singles), tokens, rows[chosen], positions, budgets[chosen], asked
-        more = protection, None if seeds is None else seeds[chosen]
-        return cls(*decoded, tuple(prefills), starts.long(), slot_zero, *more)
+        return cls(
+            len(singles),
+            tokens,
+            rows[chosen],
+            positions,
+            budgets[chosen],
+            asked,
+            tuple(prefills),
+            starts.long(),
+            slot_zero,
+            protection,
+            None if seeds is None else seeds[chosen],
+        )
 
 
 def _equal_heads(
@@ -344,17 +354,25 @@ class FixedBudgetAttention:
         for chunk in itertools.chain.from_iterable(map(self._between_rounds, batch.prefills)):
             self._prefill(q, k, v, pages, blocks, chunk, out, gate_scores)
 
-    def _told(self, tokens: slice | torch.Tensor, gate_scores: torch.Tensor | None, prefix: Prefix | None) -> dict:
-        """Return what both serving ops are told about some tokens of the batch."""
-        gate_scores = None if gate_scores is None else gate_scores[tokens]
-        more = {"gate_scores": gate_scores, "prefix": prefix, "impl": self.impl}
-        return {"rule": self.rule, "scale": self.scale} | more
-
     def _decode(self, q, k, v, pages: Pages, batch: StepBatch, prefix: Prefix | None, out, gate_scores) -> None:
         """Run the decode rows of a step, and the rounds that are due after them; arguments as in :meth:`forward`."""
-        at, rows = batch.tokens, (batch.table, batch.positions, batch.budgets)
-        own = self._told(at, gate_scores, prefix) | {"seeds": batch.seeds, "windows": batch.windows}
-        out[at], _ = ops.decode_step(q[at], k[at], v[at], pages, *rows, **own)
+        at = batch.tokens
+        out[at], _ = ops.decode_step(
+            q[at],
+            k[at],
+            v[at],
+            pages,
+            batch.table,
+            batch.positions,
+            batch.budgets,
+            rule=self.rule,
+            scale=self.scale,
+            gate_scores=None if gate_scores is None else gate_scores[at],
+            prefix=prefix,
+            seeds=batch.seeds,
+            windows=batch.windows,
+            impl=self.impl,
+        )
         if self.rule.rounds is not None:
             protected = [0] * batch.decodes if prefix is None else prefix.tokens.tolist()
             ends, sizes = (batch.positions + 1).tolist(), (batch.budgets[:, 0].tolist(), batch.windows.tolist())
@@ -366,10 +384,25 @@ class FixedBudgetAttention:
         cut, row, budgets = slice(chunk.first, chunk.last), chunk.row, chunk.budgets
         if chunk.follows and self.rule.votes.adaptive_head_budgets:
             (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), self.rule.votes)
-        own = self._told(cut, gate_scores, chunk.prefix(blocks)) | {"seed": chunk.seed, "window": chunk.window}
-        out[cut], _ = ops.prefill_chunk(q[cut], k[cut], v[cut], pages, row, chunk.start, budgets, **own)
+        prefix = chunk.prefix(blocks)
+        out[cut], _ = ops.prefill_chunk(
+            q[cut],
+            k[cut],
+            v[cut],
+            pages,
+            row,
+            chunk.start,
+            budgets,
+            rule=self.rule,
+            scale=self.scale,
+            gate_scores=None if gate_scores is None else gate_scores[cut],
+            prefix=prefix,
+            seed=chunk.seed,
+            window=chunk.window,
+            impl=self.impl,
+        )
         if chunk.compresses:
-            self._compress(q[cut], pages, chunk, own["prefix"])
+            self._compress(q[cut], pages, chunk, prefix)
         if self.rule.rounds is not None:
             seeds = None if chunk.seed is None else torch.tensor([chunk.seed])
             sizes = [int(budgets[0])], [chunk.window], [chunk.protected], seeds
