@@ -1,4 +1,4 @@
-// What one thread of this machine can do at most: bytes read per second, and multiply-adds of float32 and bfloat16.
+// Measure the most that one thread of this machine can do: bytes read per second, and multiply-adds of float32 and bfloat16.
 // Compiled for the machine it runs on (-march=native).
 
 #include <torch/extension.h>
