@@ -81,19 +81,24 @@ def lost_mass(
     return torch.stack(found).view(len(budgets), len(log_gammas), heads)
 
 
+def budgets_of(student: Student, prompt: int = 0) -> list[Retention]:
+    """Return the slot roles of all of the recipe's budgets for a row with a prompt of so many tokens."""
+    return [student.roles(row, prompt) for row in range(len(student.recipe.trained))]
+
+
 class _LostMass:
     """Dense attention that adds up the lost mass of every layer."""
 
     def __init__(self, student: Student, log_gammas: torch.Tensor):
         self.student, self.log_gammas = student, log_gammas
-        self.budgets = [student.roles(row) for row in range(len(student.recipe.trained))]
+        self.budgets = budgets_of(student)
         layers, heads = len(student.scorers), student.scorers[0].scorer.config.num_kv_heads
         self.lost = torch.zeros(layers, len(self.budgets), len(log_gammas), heads, dtype=torch.float64)
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
         out, lse = dense_attention(q, k, v, scale)
-        by_window = {w: self.student.score(layer, k, v, w)[0] for w in {r.window for r in self.budgets}}
+        by_window = {r.window: self.student.score(layer, k, v, r)[0] for r in self.budgets}
         scores = [by_window[r.window] for r in self.budgets]
         first, last = max(r.budget for r in self.budgets), k.shape[2] - 1
         positions = torch.linspace(first, last, min(QUERIES, last - first + 1), device=k.device).long().unique()
@@ -105,7 +110,9 @@ class _LostMass:
 
 
 @torch.no_grad()
-def calibrate(student: Student, rows: Sequence[torch.Tensor], decay: Decay) -> tuple[torch.Tensor, float]:
+def calibrate(
+    student: Student, rows: Sequence[torch.Tensor], decay: Decay, prompts: Sequence[int] | None = None
+) -> tuple[torch.Tensor, float]:
     """Return the decay under which each head's scorer loses least attention on ``rows``.
 
     Decays are those of :func:`decay_grid`. Attention is that of the dense model. The criterion is the mean of
@@ -116,6 +123,7 @@ def calibrate(student: Student, rows: Sequence[torch.Tensor], decay: Decay) -> t
         student: the model and its scorers.
         rows: ``[S]`` tokens each, the same in all processes, with S above the largest budget.
         decay: range of the decays.
+        prompts: number of tokens of each row's prompt; None for 0.
 
     Returns:
         The parameter of the decays, ``decay_logit [layers, H]`` float32, relative to that range, and the lost
@@ -124,12 +132,14 @@ def calibrate(student: Student, rows: Sequence[torch.Tensor], decay: Decay) -> t
     Raises:
         ValueError: there are no rows, or they are too short.
     """
-    longest = max(roles.budget for roles in map(student.roles, range(len(student.recipe.trained))))
+    prompts = prompts or [0] * len(rows)
+    longest = max(roles.budget for roles in budgets_of(student))
     if not rows or min(map(len, rows)) <= longest:
         raise ValueError(f"calibration needs rows of more than {longest} tokens, the largest budget")
     device, log_gammas = next(student.parameters()).device, decay_grid(decay)
     observer = _LostMass(student, log_gammas)
-    for number, row in enumerate(rows):
+    for number, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        observer.budgets = budgets_of(student, prompt)
         student.read(row.unsqueeze(0).to(device), observer, number)
     lost = observer.lost / len(rows)
     if dist.is_initialized():

@@ -65,7 +65,7 @@ def _message(message, number: int, where: str) -> dict:
     return message | {"content": content}
 
 
-def render(tokenizer, messages: list[dict], where: str) -> str:
+def render(tokenizer, messages: list[dict], where: str, **options) -> str:
     """Return ``messages`` in the tokenizer's chat template.
 
     Templates of reasoning models leave out the reasoning of earlier turns. In that case the template is
@@ -75,15 +75,16 @@ def render(tokenizer, messages: list[dict], where: str) -> str:
         tokenizer: the model's tokenizer.
         messages: the conversation.
         where: the conversation's name for error messages.
+        options: options of the template, ``add_generation_prompt=True``.
 
     Raises:
         ConfigError: there is no template, or it does not accept these messages or leaves a part of them out.
     """
     if not getattr(tokenizer, "chat_template", None):
         raise ConfigError(f"{where} is a conversation, but the tokenizer has no chat template: give `text` instead")
-    text = _apply(tokenizer, messages, where)
+    text = _apply(tokenizer, messages, where, **options)
     for i, message in enumerate(messages):
-        if message.get("tool_calls") and _silent(tokenizer, messages, i, text):
+        if message.get("tool_calls") and _silent(tokenizer, messages, i, text, **options):
             raise ConfigError(
                 f"{where}: the chat template leaves the tool calls of message {i} out: write them into its content"
             )
@@ -95,7 +96,7 @@ def render(tokenizer, messages: list[dict], where: str) -> str:
         {name: value for name, value in message.items() if name not in REASONING} | {"content": stand_in}
         for message, stand_in in zip(messages, stand_ins, strict=True)
     ]
-    text = _apply(tokenizer, hollow, where)
+    text = _apply(tokenizer, hollow, where, **options)
     for i, (content, stand_in) in enumerate(zip(contents, stand_ins, strict=True)):
         if not content:
             continue
@@ -108,18 +109,18 @@ def render(tokenizer, messages: list[dict], where: str) -> str:
     return text
 
 
-def _silent(tokenizer, messages: list[dict], number: int, text: str) -> bool:
+def _silent(tokenizer, messages: list[dict], number: int, text: str, **options) -> bool:
     """Return whether a message's tool calls make no difference to the template's output."""
     without = [{n: v for n, v in m.items() if i != number or n != "tool_calls"} for i, m in enumerate(messages)]
     try:
-        return tokenizer.apply_chat_template(without, tokenize=False) == text
+        return tokenizer.apply_chat_template(without, tokenize=False, **options) == text
     except Exception:  # a template may raise anything; it reads the tool calls then
         return False
 
 
-def _apply(tokenizer, messages: list[dict], where: str) -> str:
+def _apply(tokenizer, messages: list[dict], where: str, **options) -> str:
     try:
-        return tokenizer.apply_chat_template(messages, tokenize=False)
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
     except Exception as error:  # a template may raise anything
         raise ConfigError(f"{where} does not fit the chat template: {' '.join(str(error).split())}") from None
 

@@ -1,4 +1,4 @@
-"""Training rows: documents of one split, tokenised once into a file, shuffled and packed into rows of S tokens."""
+"""Training rows: documents of one split, tokenised once into a file and shuffled; packed, or one to a row."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import fcntl
 import hashlib
 import json
+from abc import ABC, abstractmethod
 from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
@@ -49,12 +50,14 @@ class Stored(NamedTuple):
         lengths: number of ids of each document, int64.
         shares: :func:`share_of` each document.
         read: number of documents that were read, those with the same content as another included.
+        prompts: number of ids of each document's prompt, int64, or None if they were not asked for.
     """
 
     ids: np.ndarray
     lengths: np.ndarray
     shares: np.ndarray
     read: int
+    prompts: np.ndarray | None
 
 
 class TokenFile:
@@ -69,16 +72,17 @@ class TokenFile:
         sources: files and folders of text.
         tokens: the tokeniser.
         folder: folder of the two files.
+        prompts: True to store the lengths of prompts too.
     """
 
-    def __init__(self, sources: list, tokens: DocumentEncoder, folder: Path):
-        self.sources, self.tokens, self.folder = sources, tokens, folder
+    def __init__(self, sources: list, tokens: DocumentEncoder, folder: Path, prompts: bool = False):
+        self.sources, self.tokens, self.folder, self.prompts = sources, tokens, folder, prompts
         self.path, self.note = folder / "tokens.bin", folder / "tokens.json"
         self.made_from = {
             "version": 1,
             "files": [source.fingerprint() for source in sources],
             "tokenizer": tokens.fingerprint(),
-        }
+        } | ({"prompts": True} if prompts else {})
         self.modified = [file.stat().st_mtime_ns for source in sources for file in source.files]
 
     def load(self) -> Stored:
@@ -100,23 +104,28 @@ class TokenFile:
             ids = np.memmap(self.path, np.int32, "r", shape=size) if size else np.empty(0, np.int32)
             lengths = np.fromfile(self.path, np.int64, documents, offset=4 * size)
             shares = np.fromfile(self.path, np.float64, documents, offset=4 * size + 8 * documents)
-        return Stored(ids, lengths, shares, note["read"])
+            behind = 4 * size + 16 * documents
+            prompts = np.fromfile(self.path, np.int64, documents, offset=behind) if self.prompts else None
+        return Stored(ids, lengths, shares, note["read"], prompts)
 
     def _whole(self, note: dict) -> bool:
         """Return whether the file holds all arrays."""
-        size = 4 * note["ids"] + 16 * note["documents"]
+        size = 4 * note["ids"] + (24 if self.prompts else 16) * note["documents"]
         return self.path.exists() and self.path.stat().st_size == size
 
     def _write(self) -> dict:
         self.note.unlink(missing_ok=True)  # it is about the file of before
-        self.read, lengths, shares = 0, array("q"), array("d")
+        self.read, lengths, shares, prompts = 0, array("q"), array("d"), array("q")
         with replacing(self.path) as draft, open(draft, "wb") as file:
             for document, ids in self.tokens.encode(self._distinct()):
                 file.write(ids.tobytes())
                 lengths.append(len(ids))
                 shares.append(share_of(document.group or _text_of(document)))
+                if self.prompts:
+                    prompts.append(self.tokens.prompt_length(document, ids))
             lengths.tofile(file)
             shares.tofile(file)
+            prompts.tofile(file)
         note = {
             "made_from": self.made_from,
             "modified": self.modified,
@@ -145,32 +154,30 @@ def _text_of(document: Document) -> str:
     return content if isinstance(content, str) else json.dumps(content, sort_keys=True)
 
 
-class PackedTokens:
-    """Rows of S tokens of one split; ``rows[j]`` is row j, ``[S]`` int64, for any j from 0 on.
+class Rows(ABC):
+    """Rows of tokens of one split; ``rows[j]`` is row j, ``[S]`` int64, for any j from 0 on.
 
-    A document belongs to a split for good, by the hash of its group or else its text. It ends with EOS; if it
-    is long, it is cut into pieces that end with EOS and are independent of each other from then on. A pass
-    holds every piece once, in an order that depends on the sources, the seed and the pass alone. Pieces
-    follow each other without a gap; a row may begin and end anywhere in a document. Borders are not marked,
-    and attention runs across them. Tokens that do not fill a row at the end of a pass open the next pass.
-
-    The text is read when the first row is asked for.
+    A document belongs to a split for good, by the hash of its group or else its text. A pass holds every piece
+    of a document once, in an order that depends on the sources, the seed and the pass alone. The text is read
+    when the first row is asked for.
 
     Args:
         sources: files and folders, see :func:`kvpop_vllm.distill.sources.find_sources`.
         tokenizer: the model's tokenizer.
-        length: S.
+        length: maximum S.
         split: ``train``, ``validation``, ``test`` or ``all``.
         seed: seed of the shuffle, which differs from pass to pass.
         vocab_size: vocabulary of the model, to detect a tokenizer of another model.
         validation: validation share of the documents.
         test: test share of the documents.
-        piece_rows: rows that one document may fill in succession.
         folder: folder of the tokens, see :class:`TokenFile`; default: one that is removed at the end.
 
     Raises:
         ConfigError: the data cannot be used. An empty or too small split is found only when it has been read.
     """
+
+    prompts = False
+    """True if the rows know the lengths of prompts."""
 
     def __init__(
         self,
@@ -183,13 +190,10 @@ class PackedTokens:
         vocab_size: int | None = None,
         validation: float = 0.05,
         test: float = 0.05,
-        piece_rows: int = 4,
         folder: Path | None = None,
     ):
         if length < 2:
             raise ConfigError(f"a row needs at least 2 tokens, got length {length}: raise --length")
-        if piece_rows < 1:
-            raise ConfigError(f"a document fills at least 1 row in succession, got piece_rows {piece_rows}")
         if split not in SPLITS:
             raise ConfigError(f"split must be one of {', '.join(SPLITS)}, got {split!r}")
         if not (validation >= 0 and test >= 0 and validation + test < 1):
@@ -197,19 +201,90 @@ class PackedTokens:
                 f"shares of validation {validation} and test {test} leave nothing to train on: lower them"
             )
         self.length, self.split, self.seed, self.shares = length, split, seed, (validation, test)
-        self.longest = piece_rows * length
         self.tokens = DocumentEncoder(tokenizer, vocab_size)
         if folder is None:
             self._own_folder = TemporaryDirectory(prefix="kvpop-tokens-")
             folder = Path(self._own_folder.name)
-        self.file = TokenFile(find_sources(sources), self.tokens, folder)
+        self.file = TokenFile(find_sources(sources), self.tokens, folder, self.prompts)
         self._orders: dict[int, tuple[np.ndarray, np.ndarray]] = {}
 
     @property
     def fingerprint(self) -> str:
         """Hash that is equal for equal rows: sources, tokenizer, S, split, seed and order."""
-        settings = [self.length, self.split, self.seed, self.shares, self.longest, self.file.made_from]
+        settings = [self.length, self.split, self.seed, self.shares, self.cut, self.file.made_from]
         return hashlib.sha256(json.dumps(settings).encode()).hexdigest()[:16]
+
+    @property
+    @abstractmethod
+    def cut(self) -> int:
+        """Number that says how documents are cut, for the fingerprint."""
+
+    @abstractmethod
+    def __getitem__(self, row: int) -> torch.Tensor:
+        """Return a row, ``[S]`` int64."""
+
+    @abstractmethod
+    def prompt_length(self, row: int) -> int:
+        """Return the number of tokens of a row's prompt, at its start."""
+
+    def in_other_order(self) -> Rows:
+        """Return rows of the same text in another order."""
+        other = copy.copy(self)
+        other.seed, other._orders = (self.seed + 1) % 2**31, {}
+        return other
+
+    def _permutation(self, epoch: int, count: int) -> np.ndarray:
+        """Return the order of ``count`` pieces in a pass."""
+        return np.random.RandomState([self.seed % 2**32, epoch]).permutation(count)  # NumPy keeps its numbers
+
+    def _check(self, stored: Stored, documents: int, needed: str, short: str = "") -> None:
+        """Check that the split holds documents and that nothing is too short.
+
+        Args:
+            stored: the tokens of all splits.
+            documents: documents of this split.
+            needed: what to change if the split is too short.
+            short: why it is, empty if it is not.
+        """
+        sources = self.file.sources
+        names = ", ".join(str(source.path) for source in sources[:3])
+        names += f" and {len(sources) - 3} more" if len(sources) > 3 else ""
+        if not stored.read:
+            raise ConfigError(f"there are no documents in {names}: all are empty")
+        if not documents:
+            raise ConfigError(
+                f"the {self.split} split of {names} is empty: it got none of {stored.read} documents; give more text"
+            )
+        if short:
+            raise ConfigError(f"the {self.split} split of {names} holds {short}: {needed}")
+
+
+class PackedTokens(Rows):
+    """Rows of exactly S tokens, filled with documents one after another; see :class:`Rows`.
+
+    A document ends with EOS; if it is long, it is cut into pieces that end with EOS and are independent of each
+    other from then on. Pieces follow each other without a gap; a row may begin and end anywhere in a document.
+    Borders are not marked, and attention runs across them. Tokens that do not fill a row at the end of a pass
+    open the next pass.
+
+    Args:
+        sources: see :class:`Rows`.
+        tokenizer: see :class:`Rows`.
+        length: S.
+        piece_rows: rows that one document may fill in succession.
+        options: see :class:`Rows`.
+    """
+
+    def __init__(self, sources, tokenizer, length: int, *, piece_rows: int = 4, **options):
+        if piece_rows < 1:
+            raise ConfigError(f"a document fills at least 1 row in succession, got piece_rows {piece_rows}")
+        super().__init__(sources, tokenizer, length, **options)
+        self.longest = piece_rows * length
+
+    @property
+    def cut(self) -> int:
+        """Maximum tokens of a piece; see :class:`Rows`."""
+        return self.longest
 
     @cached_property
     def _pieces(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
@@ -223,30 +298,16 @@ class PackedTokens:
         numbers = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)
         first = np.repeat(ends - lengths, counts) + numbers * step
         end = np.minimum(first + step, np.repeat(ends, counts))
-        self._check(stored, len(lengths), int((end - first + 1).sum()))
+        tokens = int((end - first + 1).sum())
+        short = f"{tokens} tokens, too few for one row of {self.length}" if tokens < self.length else ""
+        self._check(stored, len(lengths), "give more text or lower --length", short)
         return stored.ids, first, end
-
-    def _check(self, stored: Stored, documents: int, tokens: int) -> None:
-        sources = self.file.sources
-        names = ", ".join(str(source.path) for source in sources[:3])
-        names += f" and {len(sources) - 3} more" if len(sources) > 3 else ""
-        if not stored.read:
-            raise ConfigError(f"there are no documents in {names}: all are empty")
-        if not documents:
-            raise ConfigError(
-                f"the {self.split} split of {names} is empty: it got none of {stored.read} documents; give more text"
-            )
-        if tokens < self.length:
-            raise ConfigError(
-                f"the {self.split} split of {names} holds {tokens} tokens, too few for one row of {self.length}: give more"
-                " text or lower --length"
-            )
 
     def _order(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Return the pieces of a pass in order, and the tokens up to the end of each, EOS included."""
         if epoch not in self._orders:
             _, first, end = self._pieces
-            order = np.random.RandomState([self.seed % 2**32, epoch]).permutation(len(first))  # NumPy keeps its numbers
+            order = self._permutation(epoch, len(first))
             self._orders = {epoch: (order, (end - first + 1)[order].cumsum())}
         return self._orders[epoch]
 
@@ -270,12 +331,68 @@ class PackedTokens:
             at += len(parts[-1])
         return torch.from_numpy(np.concatenate(parts).astype(np.int64))
 
-    def in_other_order(self) -> PackedTokens:
-        """Return rows of the same text in another order."""
-        other = copy.copy(self)
-        other.seed, other._orders = (self.seed + 1) % 2**31, {}
-        return other
+    def prompt_length(self, row: int) -> int:
+        """Return 0, because a row may begin anywhere in a document."""
+        return 0
 
     def one_pass(self) -> Iterator[torch.Tensor]:
         """Yield the rows of the first pass."""
         return map(self.__getitem__, range(self.pass_tokens // self.length))
+
+
+class DocumentRows(Rows):
+    """Rows of one document each, with EOS at its end, of at most S tokens; see :class:`Rows`.
+
+    What a document has beyond S tokens is left out. So are documents from which nothing would be evicted.
+
+    Args:
+        sources: see :class:`Rows`.
+        tokenizer: see :class:`Rows`.
+        length: S.
+        least: minimum number of tokens of a row.
+        behind_prompt: True if a prompt does not count towards ``least``.
+        options: see :class:`Rows`.
+    """
+
+    prompts = True
+
+    def __init__(self, sources, tokenizer, length: int, *, least: int, behind_prompt: bool, **options):
+        super().__init__(sources, tokenizer, length, **options)
+        self.least, self.behind_prompt = least, behind_prompt
+
+    @property
+    def cut(self) -> int:
+        """0, because documents are cut at S; see :class:`Rows`."""
+        return 0
+
+    @cached_property
+    def _documents(self) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+        """Ids of all documents, and where the rows' documents begin and end in them, and their prompts' lengths."""
+        stored = self.file.load()
+        ours = in_split(stored.shares, self.split, *self.shares)
+        ends, lengths, prompts = stored.lengths.cumsum()[ours], stored.lengths[ours], stored.prompts[ours]
+        rows = np.minimum(lengths + 1, self.length)
+        enough = rows - (prompts if self.behind_prompt else 0) >= self.least
+        where = " behind its prompt" if self.behind_prompt else ""
+        short = "" if enough.any() else f"no document of {self.least} tokens{where}"
+        self._check(stored, len(lengths), "give longer documents, raise --length, or lower --topk or --window", short)
+        return stored.ids, (ends - lengths)[enough], ends[enough], np.minimum(prompts, rows - 1)[enough]
+
+    def _document(self, row: int) -> int:
+        """Return the number of a row's document."""
+        count = len(self._documents[1])
+        epoch, place = divmod(row, count)
+        if epoch not in self._orders:
+            self._orders = {epoch: self._permutation(epoch, count)}
+        return self._orders[epoch][place]
+
+    def __getitem__(self, row: int) -> torch.Tensor:
+        """Return a row, ``[S]`` int64."""
+        ids, first, end, _ = self._documents
+        number = self._document(row)
+        tokens = np.append(ids[first[number] : end[number]], self.tokens.eos)[: self.length]
+        return torch.from_numpy(tokens.astype(np.int64))
+
+    def prompt_length(self, row: int) -> int:
+        """Return the number of tokens of a row's prompt: a conversation without its last answer, 0 for plain text."""
+        return int(self._documents[3][self._document(row)])

@@ -42,21 +42,22 @@ class TrimKVAttend(_Gated):
     Args:
         gate_scores: returns log beta.
         capacity: M in tokens per head.
+        protected: number of tokens at the start that are never evicted, nor counted.
 
     Attributes:
         losses: layer -> its capacity loss.
     """
 
-    def __init__(self, gate_scores: Given, capacity: int):
+    def __init__(self, gate_scores: Given, capacity: int, protected: int = 0):
         super().__init__(gate_scores)
-        self.capacity = capacity
+        self.capacity, self.protected = capacity, protected
         self.losses: dict[int, torch.Tensor] = {}
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
-        log_beta = self.scores(layer, k, v)
+        log_beta = self.scores(layer, k, v)[..., self.protected :]
         self.losses[layer] = capacity_loss(log_beta, self.capacity)
-        return soft_attention(q, k, v, log_beta, by_age, scale)
+        return soft_attention(q, k, v, F.pad(log_beta, (self.protected, 0)), by_age, scale)
 
     def loss(self) -> tuple[torch.Tensor, dict[str, float]]:
         """Return the mean loss over layers, and the values to report."""

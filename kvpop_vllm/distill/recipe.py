@@ -13,6 +13,7 @@ _OF_MLSTM = "delayed feature_map gate_softcap norm skip features value_size proj
 _OF_BOUNDARY = "tau samples margin balance lookahead normalise groups exact_targets"
 _OF_CALIBRATION = "calibrate_min calibrate_max calibration_rows"
 _OF_SCORERS = f"scorer hidden positions boundary decay_step decay_min decay_max calibrate {_OF_MLSTM} {_OF_BOUNDARY} {_OF_CALIBRATION}"
+_OF_SPARSE = "sinks window topk protect_prompt"
 _OF_NEW = "lr_new lr_new_end warmup"
 _OF_TRIMKV = "gate_gated gate_width gate_bias capacity"
 _OF_DMS = "gate_scale gumbel_tau compression borrow_steps"
@@ -63,7 +64,12 @@ class Recipe:
     """
 
     phase: str = told("sparsify", ", ".join(PHASES))
-    length: int = told(16384, "S, tokens per packed row")
+    length: int = told(16384, "S, tokens per row")
+    pack: bool = told(
+        True,
+        "fill rows with documents one after another; else a row is one document of at most S tokens, and a loss at the output covers what follows its prompt",
+    )
+    protect_prompt: bool = told(False, "never evict a document's prompt, as --kv-protect-prompt all; needs --no-pack")
     positions: int | None = told(
         None,
         "rows begin at random positions and end before this one, so that scorers meet the rotated keys of longer contexts (the same as --length: rows begin at 0)",
@@ -161,6 +167,8 @@ class Recipe:
             refuse(f"seed must be from 0 to {2**31 - 1}, got {self.seed}")
         if self.positions is not None and self.positions < self.length:
             refuse(f"length {self.length} exceeds positions {self.positions}: raise --positions to at least the length")
+        if self.protect_prompt and self.pack:
+            refuse("packed rows have no prompts to protect: with --protect-prompt give --no-pack")
         if not self.topk or min(self.topk) < 1:
             refuse(f"topk must be at least 1, got {self.topk}")
         if not self.window or min(self.window) < 1:
@@ -220,6 +228,11 @@ class Recipe:
         return list(zip(windows, self.topk, strict=True))
 
     @property
+    def least(self) -> int:
+        """Minimum tokens of a row, behind a protected prompt, from which something is evicted."""
+        return 2 if self.phase == "uptrain" else self.sinks + max(map(sum, self.trained)) + 1
+
+    @property
     def calibrates(self) -> bool:
         """True if decays are set by calibration; phases without scorers have no decays."""
         return self.calibrate and self.phase == "sparsify"
@@ -268,7 +281,7 @@ class Recipe:
             (phase == "trimkv", f"is about TRIM-KV's gates, and phase {phase} has none", _OF_TRIMKV),
             (phase == "dms", f"is about DMS's gates, and phase {phase} has none", _OF_DMS),
             (self.has_scorers, f"is about scorers, and phase {phase} has none", _OF_NEW),
-            (self.phase != "uptrain", "is about sparse attention, and phase uptrain is dense", "sinks window topk"),
+            (self.phase != "uptrain", "is about sparse attention, and phase uptrain is dense", _OF_SPARSE),
             (self.phase != "uptrain", "is a weight beside others, and phase uptrain has cross-entropy alone", "kl ce"),
             (scorers, f"is about scorers, and phase {self.phase} has none", _OF_SCORERS),
             (self.scorer == "mlstm", f"is about mlstm scorers, not {self.scorer}", _OF_MLSTM),

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoTokenizer
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.data import PackedTokens
+from kvpop_vllm.distill.data import DocumentRows, PackedTokens, Rows
 from kvpop_vllm.distill.hook import Dense, check_length, load_model, vocabulary_of
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.student import Teacher
@@ -29,17 +29,15 @@ def load_tokenizer(model: str | Path):
         raise ConfigError(f"{model} has no tokenizer that loads: {str(error).splitlines()[0]}") from None
 
 
-def packed(model, data, recipe: Recipe, folder: Path) -> PackedTokens:
+def rows_of(model, data, recipe: Recipe, folder: Path) -> Rows:
     """Return the training rows; ``folder`` is that of their tokens."""
     check_length(model, recipe.length)
-    return PackedTokens(
-        data,
-        load_tokenizer(model),
-        recipe.length,
-        seed=recipe.seed,
-        vocab_size=vocabulary_of(model),
-        folder=folder,
-    )
+    options = {"seed": recipe.seed, "vocab_size": vocabulary_of(model), "folder": folder}
+    tokenizer = load_tokenizer(model)
+    if recipe.pack:
+        return PackedTokens(data, tokenizer, recipe.length, **options)
+    options |= {"least": recipe.least, "behind_prompt": recipe.protect_prompt}
+    return DocumentRows(data, tokenizer, recipe.length, **options)
 
 
 def default_device() -> torch.device:
@@ -98,7 +96,7 @@ def train(
     if threads:
         torch.set_num_threads(threads)
     with Process.start() as process:
-        rows = packed(model, data, recipe, Path(out) / "run")
+        rows = rows_of(model, data, recipe, Path(out) / "run")
         asks = _teacher(teacher, model, rows, recipe, process.device)
         trainer = Trainer(
             model,
@@ -116,7 +114,7 @@ def train(
     return result
 
 
-def _teacher(folder: str | None, model: str, rows: PackedTokens, recipe: Recipe, device) -> Teacher | None:
+def _teacher(folder: str | None, model: str, rows: Rows, recipe: Recipe, device) -> Teacher | None:
     """Return the stored logits in ``folder``, or else the model itself; None if the recipe has no KL.
 
     Raises:
@@ -152,14 +150,14 @@ def write_teacher(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("kvpop distill teacher runs in one process: leave torchrun out")
     asked = OnlineTeacher(model, recipe, default_device())
-    tokens = packed(model, data, recipe, Path(out))
+    tokens = rows_of(model, data, recipe, Path(out))
     vocabulary = vocabulary_of(model)
     settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary), recipe.dtype)
     count = rows or recipe.steps * recipe.batch
     write_rows(asked.model, tokens, out, settings, count, vocab_size=vocabulary, attend=Dense())
 
 
-def stored_teacher(folder: str, model: str, rows: PackedTokens, recipe: Recipe) -> TeacherReader:
+def stored_teacher(folder: str, model: str, rows: Rows, recipe: Recipe) -> TeacherReader:
     """Return the logits that :func:`write_teacher` wrote for ``rows``.
 
     Raises:

@@ -11,15 +11,15 @@ from kvpop_vllm.distill.retention import running_cutoffs
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.roles import Retention
 
-Score = Callable[[int, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+Score = Callable[[int, torch.Tensor, torch.Tensor, Retention], tuple[torch.Tensor, torch.Tensor]]
 """Scoring function of a layer.
 
-``score(layer, k [B, H, S, D], v [B, H, S, D], window) -> (raw scores [B, H, S] float32, log_gamma [H])``. The
-window is a delayed scorer's delay.
+``score(layer, k [B, H, S, D], v [B, H, S, D], roles) -> (raw scores [B, H, S] float32, log_gamma [H])``. The
+roles' window is a delayed scorer's delay.
 """
 
 
-def recency(layer, k, v, window):
+def recency(layer, k, v, roles):
     """Score every token by its position: a :data:`Score` that keeps sinks and the newest B - s tokens.
 
     Nothing decays, so that a teacher that shares the decay depends on attention alone.
@@ -74,7 +74,7 @@ class Sparse:
 
     def __call__(self, layer, q, k, v, scale):
         """Return the attention of one layer; see :class:`kvpop_vllm.distill.hook.Attend`."""
-        score, log_gamma = self.score(layer, k.detach(), v.detach(), self.roles.window)
+        score, log_gamma = self.score(layer, k.detach(), v.detach(), self.roles)
         rank, cutoff = running_cutoffs(score, log_gamma, self.roles)
         out, lse = ops.sparse_attention(
             q, k, v, rank, cutoff, sinks=self.roles.sinks, window=self.roles.window, scale=scale

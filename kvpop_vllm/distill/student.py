@@ -15,6 +15,7 @@ from kvpop_vllm.distill.hook import POSITIONS, Attend, Dense, borrow_channel
 from kvpop_vllm.distill.losses import RetentionLoss, top_kl
 from kvpop_vllm.distill.recipe import NotFinite, Recipe
 from kvpop_vllm.distill.sparse import Sparse, recency
+from kvpop_vllm.kernels.ops.rules import REPLAY
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Scorer, Signals
 
@@ -68,25 +69,35 @@ class Student(nn.Module):
         again = recipe.activation_checkpointing
         self.scorers = nn.ModuleList(LayerScorer(s, again and not isinstance(s, Gate)) for s in scorers)
 
-    def roles(self, row: int) -> Retention:
-        """Return the budget of a row; rows take the recipe's budgets in turn."""
+    def roles(self, row: int, prompt: int = 0) -> Retention:
+        """Return the budget of a row; rows take the recipe's budgets in turn.
+
+        A protected prompt takes the place of the sinks (DESIGN "A prefix and a tail").
+        """
         r = self.recipe
         window, topk = r.trained[row % len(r.trained)]
-        return Retention(r.sinks + window + topk, r.sinks, window, step=r.decay_step)
+        sinks = prompt if r.protect_prompt and prompt else r.sinks
+        return Retention(sinks + window + topk, sinks, window, step=r.decay_step)
 
-    def score(self, layer: int, k: torch.Tensor, v: torch.Tensor, window: int):
-        """Return scores of one layer; see :data:`kvpop_vllm.distill.sparse.Score`."""
-        return self.scorers[layer](k, v, window=window)
+    def score(self, layer: int, k: torch.Tensor, v: torch.Tensor, roles: Retention):
+        """Return scores of one layer; see :data:`kvpop_vllm.distill.sparse.Score`.
+
+        As in serving, a scorer's state begins at most ``REPLAY`` tokens before a protected prompt's end.
+        """
+        first = max(0, roles.sinks - REPLAY) if self.recipe.protect_prompt else 0
+        score, log_gamma = self.scorers[layer](k[:, :, first:], v[:, :, first:], window=roles.window)
+        return F.pad(score, (first, 0)), log_gamma
 
     def given(self, layer: int, seen: Signals) -> torch.Tensor:
         """Return gate scores of one layer; see :data:`kvpop_vllm.distill.gates.Given`."""
         return self.scorers[layer](seen)
 
-    def gated(self, row: int) -> TrimKVAttend | DMSAttend:
+    def gated(self, row: int, prompt: int = 0) -> TrimKVAttend | DMSAttend:
         """Return the attention of one row in a phase that trains gates."""
-        recipe, roles = self.recipe, self.roles(row)
+        recipe, roles = self.recipe, self.roles(row, prompt)
         if recipe.phase == "trimkv":
-            return TrimKVAttend(self.given, roles.budget)
+            protected = roles.sinks if recipe.protect_prompt else 0
+            return TrimKVAttend(self.given, roles.budget - protected, protected)
         step = row // recipe.batch
         target = eviction_target(step, recipe.steps, recipe.compression)
         if recipe.gate_reads == "query":
@@ -119,7 +130,7 @@ class Student(nn.Module):
         return self.base.get_decoder()(input_ids=tokens, position_ids=positions, attend=attend).last_hidden_state
 
     def forward(
-        self, tokens: torch.Tensor, row: int, teacher: Teacher | None = None
+        self, tokens: torch.Tensor, row: int, teacher: Teacher | None = None, prompt: int = 0
     ) -> tuple[torch.Tensor, dict[str, float]]:  # fmt: skip
         """Return the loss of one row.
 
@@ -127,23 +138,24 @@ class Student(nn.Module):
             tokens: ``[1, S]``.
             row: number of the row in the global order of data, which seeds the positions drawn.
             teacher: for recipes with a KL, else None.
+            prompt: number of tokens of the row's prompt, which losses at the output leave out.
 
         Returns:
             The scalar loss and its parts.
         """
         recipe, observer = self.recipe, None
         if recipe.trains_gates:
-            attend = self.gated(row)
+            attend = self.gated(row, prompt)
         elif recipe.phase == "uptrain":
             attend = Dense()
         elif recipe.phase == "streaming-plus":
-            attend = Sparse(recency, self.roles(row))
+            attend = Sparse(recency, self.roles(row, prompt))
         else:
-            roles = self.roles(row)
+            roles = self.roles(row, prompt)
             observer = RetentionLoss(roles, recipe, seed=recipe.seed * 1_000_003 + row)
             attend = Sparse(self.score, roles, observer)
         hidden = self.read(tokens, attend, row)
-        loss, parts = self._distillation(hidden, tokens, row, teacher) if recipe.distils else (0.0, {})
+        loss, parts = self._distillation(hidden, tokens, row, teacher, prompt) if recipe.distils else (0.0, {})
         if recipe.trains_gates:
             cost, more = attend.loss()
             loss = loss + (recipe.capacity if recipe.phase == "trimkv" else 1.0) * cost
@@ -154,12 +166,13 @@ class Student(nn.Module):
             parts |= {"boundary": boundary.item(), "recall": observer.recall()}
         return loss, parts
 
-    def _distillation(self, hidden, tokens, row, teacher):
-        recipe, length = self.recipe, tokens.shape[1]
+    def _distillation(self, hidden, tokens, row, teacher, prompt):
+        recipe, first = self.recipe, max(0, prompt - 1)
+        length = tokens.shape[1] - first
         use_kl = recipe.phase != "uptrain" and recipe.kl > 0
         logits, indices = teacher(tokens, row) if use_kl else (None, None)
         kl = ce = 0.0
-        for a in range(0, length, POSITIONS):
+        for a in range(first, tokens.shape[1], POSITIONS):
             cut = slice(a, a + POSITIONS)
             following = tokens[:, a + 1 : a + POSITIONS + 1]
             top = (logits[:, cut], indices[:, cut]) if use_kl else None

@@ -11,7 +11,7 @@ logp        ``[R, S, K]`` float16                their log-probabilities over th
 lse         ``[R, S]`` float32                   log-normaliser: logit = logp + lse
 ==========  ===================================  ============================================================
 
-Log-probabilities are float16 because the tokens that carry the mass have a logp near 0, where float16 is
+Rows that are shorter than S end with zeros. Log-probabilities are float16 because the tokens that carry the mass have a logp near 0, where float16 is
 finest. The relative error of an entry is at most 2^-11 (2^-25 absolute next to 0), so the relative error of
 the teacher's probabilities is about that times their logp. The KL from the demo model's top 256 to the stored
 ones is 2e-7 nats a position on average and 7e-7 at most (3,072 positions of held-out text; bfloat16 and
@@ -155,7 +155,7 @@ def write_rows(
                 best = top_logits(model, tokens.to(device), settings["top"], **options)
                 logp = (best.logits - best.lse.unsqueeze(-1)).clamp_min(-65504).half()
                 own = {"tokens": tokens.int(), "ids": best.ids.to(ids), "lse": best.lse.float(), "logp": logp}
-                found.append({name: tensor.cpu() for name, tensor in own.items()})
+                found.append({name: _filled(tensor.cpu(), settings["length"]) for name, tensor in own.items()})
                 bar.update(row >= done)
             tensors = {name: torch.cat([own[name] for own in found]) for name in found[0]}
             index = FORMAT | {"settings": settings, "rows": first + len(found), "rows_per_shard": shard}
@@ -214,12 +214,12 @@ class TeacherReader:
         Raises:
             ConfigError: the row was written for other tokens, or is missing.
         """
-        found = self._row(row)
-        if not torch.equal(found["tokens"].long(), tokens[0].cpu()):
+        found, length = self._row(row), tokens.shape[1]
+        if not torch.equal(found["tokens"].long(), _filled(tokens.cpu(), len(found["tokens"]))[0]):
             raise ConfigError(
                 f"row {row} of {self.folder} was written for other text: write the teacher's logits again for this data"
             )
-        logits, ids = found["logp"].float(), found["ids"].long()
+        logits, ids = found["logp"][:length].float(), found["ids"][:length].long()
         return logits.unsqueeze(0).to(tokens.device), ids.unsqueeze(0).to(tokens.device)
 
     def _row(self, row: int) -> dict[str, torch.Tensor]:
@@ -268,6 +268,12 @@ def _refuse_others(folder: Path, before: dict, settings: dict) -> None:
                 f"{folder} holds teacher logits with {name} = {before.get(name)!r}, not {value!r}: use the same"
                 f" {name}, or another folder"
             )
+
+
+def _filled(tensor: torch.Tensor, length: int) -> torch.Tensor:
+    """Return ``[1, S, ..]`` with zeros up to ``length``; a row that is a document may be shorter."""
+    more = tensor.new_zeros(1, max(0, length - tensor.shape[1]), *tensor.shape[2:])
+    return torch.cat([tensor, more], 1)
 
 
 def _shard(folder: Path, number: int) -> Path:

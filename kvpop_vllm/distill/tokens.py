@@ -47,6 +47,21 @@ class DocumentEncoder:
             self._check(ids.max(initial=0))
             yield document, ids[:-1] if len(ids) and ids[-1] == self.eos else ids
 
+    def prompt_length(self, document: Document, ids: np.ndarray) -> int:
+        """Return how many of a document's ids are its prompt: all before its last message, if that is an answer.
+
+        Args:
+            document: the document.
+            ids: its ids (:meth:`encode`).
+        """
+        content = document.content
+        if isinstance(content, str) or len(content) < 2 or content[-1]["role"] != "assistant":
+            return 0
+        text = render(self.tokenizer, content[:-1], document.where, add_generation_prompt=True)
+        own = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        same = ids[: len(own)] == np.array(own[: len(ids)])
+        return len(same) if same.all() else int(same.argmin())
+
     def _encoded(self, documents: Iterable[Document]) -> Iterator[tuple[Document, list[int]]]:
         """Yield documents with the ids of their stretches.
 

@@ -273,7 +273,8 @@ class Trainer:
         decay, other = Decay(self.recipe.decay_step, *self.recipe.calibrated_range), self.rows.in_other_order()
         rows = [other[row] for row in range(self.recipe.calibration_rows)]
         with self._autocast():
-            logits, lost = calibrate(self.student, rows, decay)
+            prompts = [0 if self.recipe.pack else other.prompt_length(row) for row in range(len(rows))]
+            logits, lost = calibrate(self.student, rows, decay, prompts)
         if is_main():
             decays = torch.stack([log_gamma(own, decay) for own in logits]).exp()
             found = {"lost_mass": lost, "decays": [[round(g, 6) for g in layer] for layer in decays.tolist()]}
@@ -289,10 +290,11 @@ class Trainer:
         for i in range(share):
             row = step * recipe.batch + i * process.world + process.rank
             tokens = self.rows[row].unsqueeze(0).to(process.device)
+            prompt = 0 if recipe.pack else self.rows.prompt_length(row)
             if process.world > 1:
                 student.set_requires_gradient_sync(i == share - 1)
             with self._autocast():
-                loss, parts = student(tokens, row, self.teacher)
+                loss, parts = student(tokens, row, self.teacher, prompt)
             (loss / share).backward()
             for name, value in ({"loss": loss.item()} | parts).items():
                 total[name] = total.get(name, 0.0) + value / share

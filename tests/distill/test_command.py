@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,11 @@ from transformers import AutoTokenizer
 from kvpop_vllm.distill import run
 from kvpop_vllm.distill.hook import Dense, load_model
 from kvpop_vllm.distill.metrics import read_metrics
+from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.sparse import Sparse
+from kvpop_vllm.distill.student import Student
 from kvpop_vllm.distill.trainer import Process
-from kvpop_vllm.roles import Retention
+from kvpop_vllm.kernels.ops.rules import REPLAY
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
@@ -130,7 +133,7 @@ def test_stored_logits_train_as_the_teacher_itself_does(kvpop, monkeypatch):
 
 
 def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monkeypatch):
-    """Clear greedy tokens of the engine are those of the student under its sparse mask."""
+    """Clear greedy tokens of the engine are those of the student under its sparse mask, prompts protected or not."""
     from engine.tiny_engine import quick, start, stop
     from vllm import SamplingParams
 
@@ -140,29 +143,31 @@ def test_a_trained_base_is_served_with_its_scorer_as_it_was_trained(kvpop, monke
     trained, before = (load_file(Path(f, "model.safetensors")) for f in ("both/model", "qwen3"))
     assert not torch.equal(trained["model.layers.0.mlp.up_proj.weight"], before["model.layers.0.mlp.up_proj.weight"])
     assert kvpop("export", "both/model", "both", "full")[0] in (0, None)
-    prompt, budget = random_prompt(150, VOCABULARY - 1), 4 + 8 + 20
-    with quick():
-        llm = start("full", {"policy": "kvpop"})
-        try:
-            options = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False)
-            answer = llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)[0].outputs[0].token_ids
-        finally:
-            stop(llm)
     config, layers = read_scorer("both")
     scorers = [from_tensors(config, tensors) for tensors in layers]
-
-    def score(layer, k, v, window):
-        return scorers[layer](k, v, window=window), scorers[layer].log_gamma()
-
     model = load_model("both/model", torch.float32).eval()
-    tokens, roles = torch.tensor([[*prompt, *answer]]), Retention(budget, config.sinks, config.window)
-    with torch.inference_mode():
-        sparse = model(tokens, attend=Sparse(score, roles)).logits[0].log_softmax(-1)
-        dense = model(tokens, attend=Dense()).logits[0].log_softmax(-1)
-    assert (sparse - dense)[budget + 40 :].abs().max() > 0.1, "the budget shows in nothing"
-    best = sparse[len(prompt) - 1 : -1].topk(2)
-    clear = best.values[:, 0] - best.values[:, 1] > 1e-2
-    assert clear.sum() > 30 and torch.equal(best.indices[clear, 0], torch.tensor(answer)[clear])
+    recipe = Recipe(length=2048, sinks=config.sinks, window=[config.window], topk=[config.topk], pack=False)
+    # behind a long prompt, a scorer's state begins in its middle
+    for protects, length in ((False, 150), (True, 50), (True, REPLAY + 100)):
+        prompt, own = (
+            random_prompt(length, VOCABULARY - 1),
+            Student(model, scorers, replace(recipe, protect_prompt=protects)),
+        )
+        with quick():
+            llm = start("full", {"policy": "kvpop", "protect_prompt": protects}, max_model_len=2048)
+            try:
+                options = SamplingParams(temperature=0, max_tokens=80, ignore_eos=True, detokenize=False)
+                answer = llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)[0].outputs[0].token_ids
+            finally:
+                stop(llm)
+        tokens, roles = torch.tensor([[*prompt, *answer]]), own.roles(0, length)
+        with torch.inference_mode():
+            sparse = model(tokens, attend=Sparse(own.score, roles)).logits[0].log_softmax(-1)
+            dense = model(tokens, attend=Dense()).logits[0].log_softmax(-1)
+        assert (sparse - dense)[length + 60 :].abs().max() > 0.1, "the budget shows in nothing"
+        best = sparse[length - 1 : -1].topk(2)
+        clear = best.values[:, 0] - best.values[:, 1] > 1e-2
+        assert clear.sum() > 60 and torch.equal(best.indices[clear, 0], torch.tensor(answer)[clear])
 
 
 @pytest.fixture(scope="module")

@@ -64,12 +64,12 @@ def test_the_sparse_pass_equals_a_masked_model(folder, tokens):
 def test_scores_see_detached_keys_and_values(folder, tokens):
     grads = []
 
-    def watched(layer, k, v, window):
-        grads.append((k.requires_grad, v.requires_grad, window))
-        return scores(layer, k, v, window)
+    def watched(layer, k, v, roles):
+        grads.append((k.requires_grad, v.requires_grad, roles))
+        return scores(layer, k, v, roles)
 
     load_model(folder, torch.float32)(tokens, attend=Sparse(watched, ROLES)).logits.sum().backward()
-    assert grads == [(False, False, ROLES.window)] * 2
+    assert grads == [(False, False, ROLES)] * 2
 
 
 def test_what_would_be_ignored_is_refused(folder, tokens, tmp_path):

@@ -44,9 +44,7 @@ def test_windows_and_positions_take_turns(model, tmp_path, monkeypatch):
     )
     run.run()
     turns = [(8, 20), (12, 9), (5, 10), (8, 20)]
-    assert seen == [
-        x for w, k in turns for x in (Retention(4 + w + k, 4, w), Retention(4 + w + k, 4, w), w, w)
-    ]  # two layers
+    assert seen == [Retention(4 + w + k, 4, w) for w, k in turns for _ in range(4)]  # mask, loss, and two layers
     assert begun == [run.student.first_position(row) for row in (0, 1, 2, 3, 0, 1)]  # and two to calibrate on
     assert len(set(begun)) > 2
     config, _ = read_scorer(str(tmp_path))
