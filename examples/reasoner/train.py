@@ -3,7 +3,7 @@
     python examples/reasoner/train.py runs/reasoner --threads 1
 
 Run the same command again to continue an interrupted training. The folder then holds the model with its tokenizer.
-Problems grow with training, from a few steps to the size that is tested.
+Problems grow as they are solved, from a few steps to the size that is tested.
 """
 
 from __future__ import annotations
@@ -15,14 +15,28 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch.utils.data import Dataset, SequentialSampler
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Trainer, TrainingArguments, set_seed
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
-from kvpop_vllm.evaluation.reasoning import KINDS, SEEDS, WORDS, judge, make_problem
+from kvpop_vllm.evaluation.examples import prompt_ids
+from kvpop_vllm.evaluation.problems import KINDS, SEEDS, WORDS, judge, make_problem
 
 SPECIAL = "<pad>", "<s>", "</s>"
-LEAST = 2
-"""Steps of the smallest problems."""
+TEMPLATE = "{% for m in messages %}{% if loop.first %}<s> {% endif %}{{ m['content'] }} {% endfor %}"
+"""Chat template: the question, then the solution."""
+LEAST, FIRST = 2, 3
+"""Steps of the smallest problems, and of the largest ones in the beginning."""
+GROWS_AT = 0.965
+"""Share of right tokens from which problems grow."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -31,7 +45,7 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token=SPECIAL[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     names = dict(zip(("pad_token", "bos_token", "eos_token"), (SPECIAL[0], SPECIAL[1], "end"), strict=True))
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, chat_template=TEMPLATE, **names)
 
 
 def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
@@ -47,6 +61,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
             head_dim=32,
             max_position_embeddings=4096,
             tie_word_embeddings=True,
+            initializer_range=0.07,  # with the default of 0.02 so small a model takes far longer
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -54,63 +69,114 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
     )
 
 
-class Curriculum(Dataset):
-    """Batches of problems of one kind and size; the largest size grows over the first part of training.
+class Curriculum(TrainerCallback, ExportableState):
+    """Sizes of the problems, which grow as the model solves them; saved in the checkpoints.
+
+    The first kind begins alone: what it teaches, above all to look a name up, the others need too.
+
+    Args:
+        kinds: kinds of problems.
+        sizes: largest size of each kind so far; 0 for a kind that has not begun.
+        accuracies: moving average of each kind's share of right tokens.
+    """
+
+    def __init__(self, kinds: list[str], sizes: list[float] | None = None, accuracies: list[float] | None = None):
+        self.kinds = kinds
+        self.sizes = sizes or [float(FIRST)] + [0.0] * (len(kinds) - 1)
+        self.accuracies = accuracies or [0.0] * len(kinds)
+
+    def state(self) -> dict:
+        """Return what a checkpoint holds."""
+        return {"args": {"kinds": self.kinds, "sizes": self.sizes, "accuracies": self.accuracies}, "attributes": {}}
+
+    def draw(self, draw: random.Random) -> tuple[int, int]:
+        """Return the number of a kind that has begun, and a size: half of the time the largest."""
+        kind = draw.choice([i for i, size in enumerate(self.sizes) if size])
+        most = round(self.sizes[kind])
+        return kind, most if draw.random() < 0.5 else draw.randint(LEAST, most)
+
+    def see(self, kind: int, accuracy: float) -> None:
+        """Count a batch; grow its kind's problems if most of its tokens are right."""
+        self.accuracies[kind] += 0.05 * (accuracy - self.accuracies[kind])
+        if self.accuracies[kind] < GROWS_AT:
+            return
+        self.sizes[kind] = min(self.sizes[kind] * 1.01 + 0.03, float(KINDS[self.kinds[kind]].size))
+        if kind == 0 and self.sizes[0] > FIRST + 1:
+            self.sizes = [size or float(FIRST) for size in self.sizes]
+
+    def on_log(self, arguments, state, control, logs=None, **options) -> None:
+        """Print sizes and accuracies."""
+        parts = zip(self.kinds, self.sizes, self.accuracies, strict=True)
+        print("  ".join(f"{kind} {size:.1f} ({right:.3f})" for kind, size, right in parts), flush=True)
+
+
+class Batches(Dataset):
+    """Batches of problems of one kind and size.
 
     Args:
         tokenizer: of :func:`make_tokenizer`.
-        kinds: kinds of problems, drawn for each batch.
+        curriculum: draws kinds and sizes.
         batches: number of batches.
         tokens: maximum tokens of a batch.
-        grows: share of the batches over which the largest size grows.
     """
 
-    def __init__(self, tokenizer, kinds: list[str], batches: int, tokens: int, grows: float):
-        self.tokenizer, self.kinds, self.batches, self.tokens, self.grows = tokenizer, kinds, batches, tokens, grows
+    def __init__(self, tokenizer, curriculum: Curriculum, batches: int, tokens: int):
+        self.tokenizer, self.curriculum, self.batches, self.tokens = tokenizer, curriculum, batches, tokens
 
     def __len__(self) -> int:
         return self.batches
 
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return ``input_ids`` and ``labels`` ``[rows, S]``; prompts and padding have no labels."""
+    def __getitem__(self, index: int) -> dict:
+        """Return ``input_ids`` and ``labels`` ``[rows, S]``, and the kind; prompts and padding have no labels."""
         draw = random.Random(index)
-        kind = draw.choice(self.kinds)
-        most = LEAST + (KINDS[kind].size - LEAST) * min(1.0, index / (self.grows * self.batches))
-        # half of the batches at the largest size, the others at any size below
-        size = round(most if draw.random() < 0.5 else draw.uniform(LEAST, most))
+        kind, size = self.curriculum.draw(draw)
         rows, used = [], 0
         while not rows or used + len(rows[0][0]) <= self.tokens:
-            rows.append(self._row(kind, draw.choice(SEEDS["train"]), size))
+            rows.append(self._row(self.curriculum.kinds[kind], draw.choice(SEEDS["train"]), size))
             used += len(rows[-1][0])
         longest = max(len(ids) for ids, _ in rows)
         pad = self.tokenizer.pad_token_id
         inputs = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in rows])
         labels = [[-100] * n + ids[n:] + [-100] * (longest - len(ids)) for ids, n in rows]
-        return {"input_ids": inputs, "labels": torch.tensor(labels)}
+        return {"input_ids": inputs, "labels": torch.tensor(labels), "kind": kind}
 
     def _row(self, kind: str, seed: int, size: int) -> tuple[list[int], int]:
         problem = make_problem(kind, seed, size)
-        prompt, solution = (self.tokenizer(text)["input_ids"] for text in (problem.prompt, problem.solution))
-        prompt = [self.tokenizer.bos_token_id, *prompt]
-        return prompt + solution, len(prompt)
+        prompt = prompt_ids(self.tokenizer, problem.prompt)
+        return prompt + self.tokenizer(problem.solution)["input_ids"], len(prompt)
 
 
-class InOrder(Trainer):
-    """Trainer that takes the batches in order."""
+class CurriculumTrainer(Trainer):
+    """Trainer that takes the batches in order and tells the curriculum how many tokens were right."""
 
     def _get_train_sampler(self, *args, **kwargs):
         return SequentialSampler(self.train_dataset)
+
+    @property
+    def curriculum(self) -> Curriculum:
+        """The callback, which a continued run restores from its checkpoint."""
+        found = next(each for each in self.callback_handler.callbacks if isinstance(each, Curriculum))
+        self.train_dataset.curriculum = found
+        return found
+
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        """Return the mean cross-entropy of the solutions' tokens."""
+        kind = inputs.pop("kind")
+        loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
+        expected = inputs["labels"][:, 1:]
+        right = (outputs.logits[:, :-1].argmax(-1) == expected)[expected >= 0]
+        self.curriculum.see(kind, right.float().mean().item())
+        return (loss, outputs) if return_outputs else loss
 
 
 @torch.inference_mode()
 def exact(model: LlamaForCausalLM, tokenizer, kind: str, size: int, count: int) -> float:
     """Return the share of validation problems whose answers greedy decoding gets right."""
     problems = [make_problem(kind, SEEDS["validation"][i], size) for i in range(count)]
-    tokenizer.padding_side = "left"
-    prompts = tokenizer([f"{tokenizer.bos_token} {p.prompt}" for p in problems], return_tensors="pt", padding=True)
+    prompts = torch.tensor([prompt_ids(tokenizer, p.prompt) for p in problems])  # of one size, so of one length
     longest = max(len(p.solution.split()) for p in problems) + 8
-    out = model.eval().generate(**prompts, max_new_tokens=longest, do_sample=False)
-    texts = tokenizer.batch_decode(out[:, prompts["input_ids"].shape[1] :], skip_special_tokens=True)
+    out = model.eval().generate(prompts, max_new_tokens=longest, do_sample=False)
+    texts = tokenizer.batch_decode(out[:, prompts.shape[1] :], skip_special_tokens=True)
     return sum(judge(p, text).exact for p, text in zip(problems, texts, strict=True)) / count
 
 
@@ -119,10 +185,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
-    parser.add_argument("--batches", type=int, default=6000)
-    parser.add_argument("--tokens", type=int, default=8192, help="of a batch")
-    parser.add_argument("--grows", type=float, default=0.6, help="share of training over which problems grow")
-    parser.add_argument("--rate", type=float, default=2e-3, help="peak learning rate")
+    parser.add_argument("--batches", type=int, default=16000)
+    parser.add_argument("--tokens", type=int, default=2048, help="of a batch")
+    parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
@@ -146,10 +211,15 @@ def main() -> None:
         save_total_limit=1,
         use_cpu=not torch.cuda.is_available(),
         report_to="none",
+        restore_callback_states_from_checkpoint=True,
+        remove_unused_columns=False,
+        disable_tqdm=True,
         seed=options.seed,
     )
-    data = Curriculum(tokenizer, options.kinds, options.batches, options.tokens, options.grows)
-    trainer = InOrder(model, arguments, train_dataset=data, data_collator=lambda batches: batches[0])
+    curriculum = Curriculum(options.kinds)
+    data = Batches(tokenizer, curriculum, options.batches, options.tokens)
+    collate = {"train_dataset": data, "data_collator": lambda batches: batches[0]}
+    trainer = CurriculumTrainer(model, arguments, callbacks=[curriculum], **collate)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir) if options.folder.exists() else None)
     trainer.save_model(str(options.folder))
     tokenizer.save_pretrained(str(options.folder))

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import NamedTuple
 
 import torch
 from transformers import DynamicCache
+from transformers.generation import TopPLogitsWarper
 
 from kvpop_vllm.distill.hook import Dense, borrow_channel, load_model, show_hidden_states
 from kvpop_vllm.distill.run import default_device
@@ -15,6 +17,21 @@ from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import borrows_channel
+
+
+class Sampling(NamedTuple):
+    """Sampling of generated tokens.
+
+    Attributes:
+        temperature: 0 for greedy decoding.
+        top_p: share of the probability from which tokens are drawn, most likely ones first.
+    """
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+GREEDY = Sampling()
 
 
 class Run(ABC):
@@ -29,8 +46,23 @@ class Run(ABC):
         """Return logits ``[n, V]`` float32 over the whole vocabulary for hidden states ``[n, E]``."""
 
     @abstractmethod
-    def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
-        """Return at most ``new`` greedy tokens; the answer ends before a token of ``stop``."""
+    def generate(
+        self,
+        prompts: Sequence[list[int]],
+        new: int,
+        stop: set[int],
+        sampling: Sampling = GREEDY,
+        seeds: Sequence[int] | None = None,
+    ) -> list[list[int]]:
+        """Return an answer of at most ``new`` tokens to each prompt; it ends before a token of ``stop``.
+
+        Args:
+            prompts: token ids; each prompt is a request of its own.
+            new: maximum tokens of an answer.
+            stop: token ids.
+            sampling: see :class:`Sampling`.
+            seeds: seed of each prompt's draws; None for 0, 1, 2, ...
+        """
 
     @abstractmethod
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -47,13 +79,15 @@ class Backend(ABC):
         model: folder of the model.
         dtype: dtype of weights and cache.
         longest: maximum tokens of a request, answer included.
+        requests: requests that run at once in :meth:`Run.generate`.
 
     Attributes:
         shape: the model as policies see it.
     """
 
-    def __init__(self, model: str, dtype: torch.dtype, longest: int):
+    def __init__(self, model: str, dtype: torch.dtype, longest: int, requests: int = 1):
         self.shape, self.dtype, self.longest = ModelShape.of(model, longest), dtype, longest
+        self.requests = requests
 
     @abstractmethod
     def start(self, resolved: ResolvedPolicy | None) -> AbstractContextManager[Run]:
@@ -72,8 +106,8 @@ class TransformersBackend(Backend):
     model that gives up a query channel (DMS) is without it under any policy.
     """
 
-    def __init__(self, model: str, dtype: torch.dtype, longest: int):
-        super().__init__(model, dtype, longest)
+    def __init__(self, model: str, dtype: torch.dtype, longest: int, requests: int = 1):
+        super().__init__(model, dtype, longest, requests)
         self.model = load_model(model, dtype).eval().to(default_device())
         show_hidden_states(self.model)
         if borrows_channel(model):
@@ -91,36 +125,53 @@ class TransformersBackend(Backend):
             resolved.check_channel(self.model)
             sizes = {"max_length": self.longest, "seed": resolved.spec.seed, "prompt": resolved.spec.prompt}
             cache = KVpopCache(self.model, **resolved.settings, **sizes, device="cpu")
-        yield TransformersRun(self.model, cache)
+        yield TransformersRun(self.model, cache, self.requests)
 
 
 class TransformersRun(Run):
     """Requests of a model in transformers, in a cache of fixed size or dense for None; see :class:`Run`."""
 
-    def __init__(self, model: torch.nn.Module, cache: KVpopCache | None):
-        self.model, self.cache = model, cache
+    def __init__(self, model: torch.nn.Module, cache: KVpopCache | None, requests: int):
+        self.model, self.cache, self.requests = model, cache, requests
         self.device = next(model.parameters()).device
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the last hidden states of a prompt; see :meth:`Run.hidden`."""
-        return self._forward(tokens, self._request(), 0)
+        return self._forward(tokens[None], self._request(), 0)[0]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits of hidden states; see :meth:`Run.logits`."""
         return self.model.get_output_embeddings()(hidden).float()
 
-    def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
-        """Return greedy tokens; see :meth:`Run.generate`."""
-        request, answer, tokens = self._request(), [], prompt
-        for seen in range(len(prompt), len(prompt) + new):
-            hidden = self._forward(torch.tensor(tokens), request, seen - len(tokens))
-            token = int(self.logits(hidden[-1:]).argmax())
-            if token in stop:
+    def generate(self, prompts, new, stop, sampling=GREEDY, seeds=None) -> list[list[int]]:
+        """Return answers; see :meth:`Run.generate`. Prompts of one length run together, without padding."""
+        by_length: dict[int, list[int]] = {}
+        for number, prompt in enumerate(prompts):
+            by_length.setdefault(len(prompt), []).append(number)
+        answers, seeds = {}, range(len(prompts)) if seeds is None else seeds
+        for same in by_length.values():
+            for a in range(0, len(same), self.requests):
+                batch = same[a : a + self.requests]
+                tokens = torch.tensor([prompts[number] for number in batch])
+                found = self._answers(tokens, new, stop, sampling, [seeds[number] for number in batch])
+                answers |= dict(zip(batch, found, strict=True))
+        return [answers[number] for number in range(len(prompts))]
+
+    def _answers(self, prompts: torch.Tensor, new: int, stop: set[int], sampling, seeds) -> list[list[int]]:
+        """Return the answers to prompts ``[R, L]``. Rows that have ended go on until all have, unread."""
+        request, tokens, columns = self._request(), prompts, []
+        draws = [torch.Generator().manual_seed(seed) for seed in seeds]
+        ended = torch.zeros(len(prompts), dtype=torch.bool)
+        for seen in range(prompts.shape[1], prompts.shape[1] + new):
+            hidden = self._forward(tokens, request, seen - tokens.shape[1])
+            tokens = choose(self.logits(hidden[:, -1]).cpu(), sampling, draws).unsqueeze(1)
+            columns.append(tokens)
+            ended |= torch.isin(tokens[:, 0], torch.tensor(sorted(stop), dtype=torch.int64))
+            if ended.all():
                 break
-            answer.append(token)
-            tokens = [token]
-        return answer
+        rows = torch.cat(columns, 1).tolist()
+        return [row[: next((i for i, token in enumerate(row) if token in stop), None)] for row in rows]
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the held tokens of a prompt; see :meth:`Run.held`."""
@@ -136,7 +187,22 @@ class TransformersRun(Run):
 
     @torch.inference_mode()
     def _forward(self, tokens: torch.Tensor, request: dict, start: int) -> torch.Tensor:
-        """Return hidden states ``[L, E]`` of a request's next tokens, the first at position ``start``."""
-        positions = torch.arange(start, start + len(tokens), device=self.device)[None]
-        inputs = {"input_ids": tokens.to(self.device)[None], "position_ids": positions}
-        return self.model.get_decoder()(**inputs, **request).last_hidden_state[0]
+        """Return hidden states ``[R, L, E]`` of the next tokens ``[R, L]``, the first at position ``start``."""
+        positions = torch.arange(start, start + tokens.shape[1], device=self.device).expand(tokens.shape)
+        inputs = {"input_ids": tokens.to(self.device), "position_ids": positions}
+        return self.model.get_decoder()(**inputs, **request).last_hidden_state
+
+
+def choose(logits: torch.Tensor, sampling: Sampling, draws: list[torch.Generator]) -> torch.Tensor:
+    """Return the next token of each row, ``[R]``.
+
+    Args:
+        logits: ``[R, V]``.
+        sampling: see :class:`Sampling`.
+        draws: generator of each row.
+    """
+    if not sampling.temperature:
+        return logits.argmax(-1)
+    logits = TopPLogitsWarper(sampling.top_p)(None, logits / sampling.temperature)
+    chances = logits.softmax(-1)
+    return torch.cat([row.multinomial(1, generator=draw) for row, draw in zip(chances, draws, strict=True)])

@@ -86,7 +86,7 @@ def make_example(
     question = KINDS[kind](draw, sentences[first:] + sentences[:first], depth, digits)
 
     def ids(units: int) -> list[int]:
-        return _prompt(tokenizer, question.body(units), question.answer)
+        return prompt_ids(tokenizer, question.body(units), question.answer)
 
     if len(ids(0)) > length:
         raise ConfigError(
@@ -107,7 +107,7 @@ def make_example(
     return Example(kind, prompt, question.expected, bool(tokenizer.chat_template), question.depth)
 
 
-def _prompt(tokenizer, body: str, answer: str) -> list[int]:
+def prompt_ids(tokenizer, body: str, answer: str = "") -> list[int]:
     """Return the token ids of the user's turn and the beginning of the model's turn.
 
     Without a chat template the two are concatenated.

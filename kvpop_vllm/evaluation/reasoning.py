@@ -1,203 +1,100 @@
-"""Problems that take long written steps, with worked solutions and verifiers (`kvpop eval --task reasoning`).
-
-A prompt states facts, and the solution writes one line per step. Facts that are needed late stand in earlier lines of
-the solution, not in the prompt. All texts are words with a space between them, and numbers are written digit by digit.
-
-============  ==================================================================================
-kind          what is needed late
-============  ==================================================================================
-``programs``  the value of any earlier variable, written once
-``ledgers``   the latest of many values of an account
-``sorting``   the list of the line before, and at the end the first number of every line
-============  ==================================================================================
-
-``sorting`` is `number_sorting` of reasoning-gym (https://github.com/open-thought/reasoning-gym), with its verifier.
-"""
+"""Reasoning: problems that a model solves in long written steps under a policy (`kvpop eval --task reasoning`)."""
 
 from __future__ import annotations
 
-import random
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from itertools import product
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.evaluation.backends import GREEDY, Run, Sampling
+from kvpop_vllm.evaluation.examples import prompt_ids
+from kvpop_vllm.evaluation.problems import SEEDS, Problem, judge, make_problem
 
-NAMES = tuple(map("".join, product("bdfghjklmnprstvz", "aeiou")))
-"""Names of variables and accounts, one word each."""
-WORDS = (*"0123456789+=:;,", *NAMES, *"let run ask work answer end sort ascending descending first left".split())
-"""Every word of every prompt and solution."""
-SEEDS = {"train": range(0, 10**9), "validation": range(10**9, 2 * 10**9), "test": range(2 * 10**9, 3 * 10**9)}
-"""Seeds of problems to train on, to choose settings with, and to report."""
-CONSTANTS, ACCOUNTS, ASKED = 8, 8, 4
-"""Constants of a program, accounts of a ledger, and names that either is asked for."""
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Problem with a worked solution.
-
-    Attributes:
-        kind: name in :data:`KINDS`.
-        size: number of steps.
-        seed: seed of all draws.
-        prompt: words of the prompt.
-        solution: words of the worked solution; ends with ``end``.
-        answers: words of each single answer, as they stand in the solution's last line.
-        verify: returns whether the words behind ``answer`` are right.
-    """
-
-    kind: str
-    size: int
-    seed: int
-    prompt: str
-    solution: str
-    answers: tuple[str, ...]
-    verify: Callable[[str], bool]
+MEASURES = ("exact", "right", "before_error", "answered", "written")
+BATCH = 64
+"""Requests that run at once."""
+ROOM = 1.1
+"""Maximum tokens of a solution, as a multiple of the longest worked one."""
+DRAWS = 5
+"""Seeds of a policy that draws."""
 
 
-class Verdict(NamedTuple):
-    """Judgement of a generated solution.
+class Question(NamedTuple):
+    """Problem with its prompt.
 
     Attributes:
-        exact: True if the verifier accepts the final answers.
-        answered: True if there is a final answer that ends.
-        before_error: share of the worked solution's words before the first that differs.
-        right: share of the single answers that are right.
+        problem: see :class:`kvpop_vllm.evaluation.problems.Problem`.
+        prompt: token ids.
+        worked: tokens of the worked solution.
     """
 
-    exact: bool
-    answered: bool
-    before_error: float
-    right: float
+    problem: Problem
+    prompt: list[int]
+    worked: int
 
 
-class Kind(NamedTuple):
-    """Kind of problem.
+def make_questions(tokenizer, kinds: Sequence[str], count: int, split: str, size: int | None = None) -> list[Question]:
+    """Return the first ``count`` problems of each kind of a split.
 
-    Attributes:
-        make: ``(draw, size, seed) -> (prompt, solution, answers, verify)``.
-        size: default number of steps, whose solution has 1,000 to 1,300 words.
-    """
-
-    make: Callable[[random.Random, int, int], tuple[str, str, list[str], Callable[[str], bool]]]
-    size: int
-
-
-def make_problem(kind: str, seed: int, size: int | None = None) -> Problem:
-    """Return the problem of a kind, size and seed.
+    Args:
+        tokenizer: the model's tokenizer.
+        kinds: see :data:`kvpop_vllm.evaluation.problems.KINDS`.
+        count: number of problems of each kind.
+        split: see :data:`kvpop_vllm.evaluation.problems.SEEDS`.
+        size: steps of each problem; None for the kind's default.
 
     Raises:
-        ConfigError: the kind is unknown, or needs a package that is missing.
+        ConfigError: the split has no problems, or the tokenizer cannot write a solution.
     """
-    if kind not in KINDS:
-        raise ConfigError(f"unknown kind of problem {kind!r}: choose from {', '.join(KINDS)}")
-    size = size or KINDS[kind].size
-    prompt, steps, answers, verify = KINDS[kind].make(random.Random(f"{kind}/{size}/{seed}"), size, seed)
-    solution = f"{steps} answer {' '.join(answers)} end"
-    return Problem(kind, size, seed, prompt, solution, tuple(answers), verify)
+    if split not in SEEDS:
+        raise ConfigError(f"--task reasoning has problems of {', '.join(SEEDS)}, not {split!r}: change --split")
+    found = []
+    for kind in kinds:
+        for seed in SEEDS[split][:count]:
+            problem = make_problem(kind, seed, size)
+            worked = tokenizer(problem.solution, add_special_tokens=False, verbose=False)["input_ids"]
+            if tokenizer.decode(worked).split() != problem.solution.split():
+                raise ConfigError("the model's tokenizer cannot write the solutions: choose another model")
+            found.append(Question(problem, prompt_ids(tokenizer, problem.prompt), len(worked)))
+    return found
 
 
-def judge(problem: Problem, text: str) -> Verdict:
-    """Judge a generated solution, with or without ``end``."""
-    written, expected = text.split(), problem.solution.split()
-    same = next((i for i, (a, b) in enumerate(zip(written, expected, strict=False)) if a != b), None)
-    same = min(len(written), len(expected)) if same is None else same
-    steps, found, final = " ".join(written).rpartition("answer ")
-    final, ended, _ = f"{final} ".partition("end ")
-    words, right, at = final.split(), 0, 0
-    for answer in problem.answers:
-        size = len(answer.split())
-        right += " ".join(words[at : at + size]) == answer
-        at += size
-    exact = bool(found) and problem.verify(final.strip())
-    return Verdict(exact, bool(found and ended), same / len(expected), right / len(problem.answers) if found else 0.0)
+def solve(
+    run: Run,
+    tokenizer,
+    questions: Sequence[Question],
+    *,
+    new: int,
+    samples: int = 1,
+    sampling: Sampling = GREEDY,
+    seed: int = 0,
+) -> Iterator[dict]:
+    """Yield a record of every sample of every problem, in batches as they are ready.
 
+    Args:
+        run: the model under a policy.
+        tokenizer: the model's tokenizer.
+        questions: problems.
+        new: maximum tokens of a solution.
+        samples: n, solutions of each problem.
+        sampling: see :class:`kvpop_vllm.evaluation.backends.Sampling`.
+        seed: seed of all draws; sample i of problem p draws from the seed ``(seed, p, i)``.
 
-def _digits(number: int) -> str:
-    return f"{number // 10} {number % 10}"
-
-
-def _addition(a: int, b: int) -> str:
-    """Return the written addition of two two-digit numbers modulo 100: units, then tens with the carry."""
-    units = a % 10 + b % 10
-    tens = a // 10 + b // 10 + units // 10
-    return f"{a % 10} + {b % 10} = {_digits(units)} , {a // 10} + {b // 10} + {units // 10} = {_digits(tens)}"
-
-
-def _same(answers: list[str]) -> Callable[[str], bool]:
-    return lambda text: text.split() == " ".join(answers).split()
-
-
-def programs(draw: random.Random, size: int, seed: int):
-    """Return a program: each line's variable is the sum modulo 100 of two earlier ones."""
-    names = draw.sample(NAMES, CONSTANTS + size)
-    values = {name: draw.randrange(100) for name in names[:CONSTANTS]}
-    given = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
-    lines, steps = [], []
-    for at, name in enumerate(names[CONSTANTS:], CONSTANTS):
-        a, b = draw.sample(names[:at], 2)
-        line, x, y = f"{name} = {a} {b}", values[a], values[b]
-        values[name] = (x + y) % 100
-        lines.append(line)
-        steps.append(
-            f"{line} : {a} {_digits(x)} {b} {_digits(y)} , {_addition(x, y)} , {name} {_digits(values[name])} ;"
-        )
-    asked = draw.sample(names[CONSTANTS:], min(ASKED, size))
-    answers = [f"{name} {_digits(values[name])}" for name in asked]
-    prompt = f"let {given} ; run {' ; '.join(lines)} ; ask {' '.join(asked)} work"
-    return prompt, " ".join(steps), answers, _same(answers)
-
-
-def ledgers(draw: random.Random, size: int, seed: int):
-    """Return a ledger: each line adds an amount to an account modulo 100."""
-    accounts = draw.sample(NAMES, ACCOUNTS)
-    values = {name: draw.randrange(100) for name in accounts}
-    given = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
-    lines, steps = [], []
-    for _ in range(size):
-        name, amount = draw.choice(accounts), draw.randrange(100)
-        line, x = f"{name} + {_digits(amount)}", values[name]
-        values[name] = (x + amount) % 100
-        lines.append(line)
-        steps.append(f"{line} : {name} {_digits(x)} , {_addition(x, amount)} , {name} {_digits(values[name])} ;")
-    asked = draw.sample(accounts, ASKED)
-    answers = [f"{name} {_digits(values[name])}" for name in asked]
-    prompt = f"let {given} ; run {' ; '.join(lines)} ; ask {' '.join(asked)} work"
-    return prompt, " ".join(steps), answers, _same(answers)
-
-
-def sorting(draw: random.Random, size: int, seed: int):
-    """Return a list to sort: each line names the next number and writes the others out again.
-
-    Raises:
-        ConfigError: reasoning-gym is not installed.
+    Yields:
+        Records with ``kind, problem`` (its seed)``, size, sample, tokens`` of the prompt, ``written`` tokens of the
+        solution, ``answer`` and the fields of :class:`kvpop_vllm.evaluation.problems.Verdict`.
     """
-    try:
-        from reasoning_gym.algorithmic.number_sorting import NumberSortingConfig, NumberSortingDataset
-    except ImportError as error:
-        raise ConfigError("problems of kind 'sorting' need reasoning-gym: pip install 'kvpop-vllm[distill]'") from error
-    sizes = {"min_numbers": size, "max_numbers": size, "min_decimals": 0, "max_decimals": 0}
-    gym = NumberSortingDataset(NumberSortingConfig(**sizes, min_value=0, max_value=99, seed=seed, size=1))
-    entry = gym[0]
-    left = [int(float(number)) for number in entry["metadata"]["original_numbers"]]
-    direction = entry["metadata"]["direction"]
-    prompt = f"sort {direction} {' , '.join(map(_digits, left))} work"
-    answers, steps = [], []
-    while left:
-        number = (min if direction == "ascending" else max)(left)
-        left.remove(number)
-        answers.append(_digits(number))
-        steps.append(f"first {answers[-1]} left {' , '.join(map(_digits, left))} ;")
-
-    def verify(text: str) -> bool:
-        numbers = [f"{int(a + b)}.0" for a, b in re.findall(r"(\d) (\d)", text)]
-        return gym.score_answer(str(numbers), entry) == 1.0
-
-    return prompt, " ".join(steps), answers, verify
-
-
-KINDS = {"programs": Kind(programs, 34), "ledgers": Kind(ledgers, 36), "sorting": Kind(sorting, 25)}
-"""Kinds of problems by name."""
+    stop = {tokenizer.eos_token_id} - {None}
+    jobs = [(question, sample) for question in questions for sample in range(samples)]
+    for a in range(0, len(jobs), BATCH):
+        batch = jobs[a : a + BATCH]
+        seeds = [hash((seed, question.problem.seed, sample)) % 2**63 for question, sample in batch]
+        texts = run.generate([question.prompt for question, _ in batch], new, stop, sampling, seeds)
+        for (question, sample), tokens in zip(batch, texts, strict=True):
+            problem = question.problem
+            text = tokenizer.decode(tokens, skip_special_tokens=True)
+            if len(tokens) < new:
+                text += " end"
+            record = {"kind": problem.kind, "problem": problem.seed, "size": problem.size, "sample": sample}
+            record |= {"tokens": len(question.prompt), "written": len(tokens)}
+            yield record | {"answer": text.rpartition("answer ")[2]} | judge(problem, text)._asdict()

@@ -16,7 +16,7 @@ from kvpop_vllm.cache.accounting import dense_request_bytes
 from kvpop_vllm.config import ADDITIONAL_CONFIG_KEY, ConfigError
 from kvpop_vllm.distill.hook import load_config
 from kvpop_vllm.distill.hook import longest as most_positions
-from kvpop_vllm.evaluation.backends import Backend, Run
+from kvpop_vllm.evaluation.backends import GREEDY, Backend, Run
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.kernels import divided
 from kvpop_vllm.kernels.retained import held_tokens
@@ -38,15 +38,16 @@ class EngineBackend(Backend):
         model: folder of the model.
         dtype: dtype of weights and cache.
         longest: maximum tokens of a request, answer included.
+        requests: requests that run at once in :meth:`EngineRun.generate`.
     """
 
-    def __init__(self, model: str, dtype: torch.dtype, longest: int):
+    def __init__(self, model: str, dtype: torch.dtype, longest: int, requests: int = 1):
         if borrows_channel(model):
             raise ConfigError(
                 f"{model} gives up a query channel (DMS), which stock vLLM attends with, so there is no dense model to compare with: leave"
                 " --backend vllm out"
             )
-        super().__init__(model, dtype, longest)
+        super().__init__(model, dtype, longest, requests)
         self.model = model
         self.room = min(longest + 1, most_positions(load_config(model)) or longest + 1)
 
@@ -74,8 +75,8 @@ class EngineBackend(Backend):
                 str(self.model),
                 dtype=str(self.dtype).removeprefix("torch."),
                 max_model_len=self.room,
-                max_num_seqs=1,
-                kv_cache_memory_bytes=2 * request.allocated + SPARE_BYTES,
+                max_num_seqs=self.requests,
+                kv_cache_memory_bytes=(self.requests + 1) * request.allocated + SPARE_BYTES,
                 enforce_eager=True,
                 enable_prefix_caching=False,
                 skip_tokenizer_init=True,
@@ -99,9 +100,11 @@ class EngineRun(Run):
 
     def __init__(self, llm, longest: int, asked: dict):
         self.llm, self.longest, self.asked = llm, longest, asked
-        self.steps, self.watched, self.caches = [], None, None
+        self.steps, self.records, self.watched, self.caches = [], False, None, None
 
         def step(module, inputs, hidden):
+            if not self.records:
+                return
             self.steps.append(hidden.detach().clone())
             if self.watched is not None and sum(map(len, self.steps)) == self.watched:
                 self.caches = held_in_step(llm.llm_engine.vllm_config, self.watched)
@@ -110,7 +113,7 @@ class EngineRun(Run):
 
     def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the last hidden states of a prompt; see :class:`kvpop_vllm.evaluation.backends.Run`."""
-        self._answer(tokens.tolist(), 1, set())
+        self._read(tokens)
         found = torch.cat(self.steps)
         if len(found) != len(tokens):
             raise RuntimeError(f"vLLM handed over {len(found)} hidden states for {len(tokens)} tokens")
@@ -121,10 +124,10 @@ class EngineRun(Run):
         (found,) = self.llm.apply_model(lambda model: model.compute_logits(hidden))
         return found.float()
 
-    def generate(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
-        """Return the greedy answer without its stop token; see :class:`kvpop_vllm.evaluation.backends.Run`."""
-        found = list(self._answer(prompt, new, stop))
-        return found[:-1] if found and found[-1] in stop else found
+    def generate(self, prompts, new, stop, sampling=GREEDY, seeds=None) -> list[list[int]]:
+        """Return answers without their stop tokens; see :class:`kvpop_vllm.evaluation.backends.Run`."""
+        found = self._answers(prompts, new, stop, sampling, range(len(prompts)) if seeds is None else seeds)
+        return [answer[:-1] if answer and answer[-1] in stop else answer for answer in found]
 
     def held(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the held tokens of a prompt; see :class:`kvpop_vllm.evaluation.backends.Run`.
@@ -138,27 +141,29 @@ class EngineRun(Run):
         tokens = tokens[: self.longest]
         self.watched, self.caches = len(tokens), None
         try:
-            self._answer(tokens.tolist(), 1, set())
+            self._read(tokens)
         finally:
             self.watched = None
         if self.caches is None:
             raise RuntimeError(f"no step of vLLM's ended with the prompt's {len(tokens)} tokens")
         return self.caches
 
-    def _answer(self, prompt: list[int], new: int, stop: set[int]) -> list[int]:
+    def _read(self, tokens: torch.Tensor) -> None:
+        """Run a prompt and record its hidden states."""
+        self.steps.clear()
+        self.records = True
+        try:
+            self._answers([tokens.tolist()], 1, (), GREEDY, [0])
+        finally:
+            self.records = False
+
+    def _answers(self, prompts, new: int, stop, sampling, seeds) -> list[list[int]]:
         from vllm import SamplingParams
 
-        self.steps.clear()
-        options = SamplingParams(
-            temperature=0,
-            max_tokens=new,
-            stop_token_ids=sorted(stop),
-            ignore_eos=True,
-            detokenize=False,
-            extra_args=self.asked,
-        )
-        (answer,) = self.llm.generate([{"prompt_token_ids": prompt}], options, use_tqdm=False)
-        return answer.outputs[0].token_ids
+        shared = {"stop_token_ids": sorted(stop), "ignore_eos": True, "detokenize": False, "extra_args": self.asked}
+        options = [SamplingParams(**sampling._asdict(), seed=seed, max_tokens=new, **shared) for seed in seeds]
+        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
+        return [list(found.outputs[0].token_ids) for found in self.llm.generate(requests, options, use_tqdm=False)]
 
 
 def held_in_step(vllm_config, seen: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from engine.tiny_engine import quick
 
 from kvpop_vllm.cli import main
 from kvpop_vllm.evaluation import replay
-from kvpop_vllm.evaluation.backends import TransformersBackend
+from kvpop_vllm.evaluation.backends import Sampling, TransformersBackend
 from kvpop_vllm.evaluation.policies import learned, training_free
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue.evaluation import EngineBackend
@@ -58,7 +58,7 @@ def small():
 )
 def test_both_backends_are_one(folder, name, options):
     model = str(folder / "model")
-    backends = [one(model, torch.float32, LONGEST) for one in (TransformersBackend, EngineBackend)]
+    backends = [one(model, torch.float32, LONGEST, requests=3) for one in (TransformersBackend, EngineBackend)]
     assert backends[0].shape == backends[1].shape
     resolved = None
     if name is not None:
@@ -81,10 +81,11 @@ def test_both_backends_are_one(folder, name, options):
         with backend.start(resolved) as run:
             logp = [run.logits(replay.predictions(run, row)).log_softmax(-1) for row in rows]
             compared = [replay.compare(run, row, own, 60) for row, own in zip(rows, dense, strict=True)]
-            answers = [run.generate(prompt, 24, set()) for prompt in prompts]
+            answers = run.generate(prompts, 24, set())
             stop = answers[1][7]
-            stopped = run.generate(prompts[1], 24, {stop})
-            assert stopped == answers[1][: answers[1].index(stop)]
+            assert run.generate(prompts[1:], 24, {stop}) == [answers[1][: answers[1].index(stop)]]
+            drawn, again = (run.generate(prompts * 3, 24, set(), Sampling(1.0, 0.5), [*range(6)]) for _ in "ab")
+            assert drawn == again and len({*map(tuple, drawn)}) == 6
             maps = (
                 None
                 if name is None

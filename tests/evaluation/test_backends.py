@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation import replay
-from kvpop_vllm.evaluation.backends import TransformersBackend
+from kvpop_vllm.evaluation.backends import Sampling, TransformersBackend, choose
 from kvpop_vllm.evaluation.options import contenders_of
 from kvpop_vllm.evaluation.policies import learned, training_free
 from kvpop_vllm.evaluation.runner import Setting, evaluate
@@ -45,10 +45,10 @@ def test_generated_tokens_are_the_oracles(model, backend, h2o, dense):
     assert gaps.min() > 1e-3 and len(set(exact)) > 4
     assert dense or exact != naive.greedy(prompt, NEW), "the budget shows in nothing"
     with backend.start(resolved) as run:
-        assert run.generate(prompt, NEW, set()) == exact
-        assert run.generate(prompt, 3, set()) == exact[:3], "a request knows nothing of the one before"
+        assert run.generate([prompt], NEW, set()) == [exact]
+        assert run.generate([prompt], 3, set()) == [exact[:3]], "a request knows nothing of the one before"
         stop = exact[5]
-        assert run.generate(prompt, NEW, {stop}) == exact[: exact.index(stop)]
+        assert run.generate([prompt], NEW, {stop}) == [exact[: exact.index(stop)]]
 
 
 def test_draws_follow_the_seed(backend):
@@ -83,7 +83,7 @@ def test_a_prompt_is_compressed_as_the_oracle_does(model, backend, name):
         exact.append(int(naive.run(prompt + exact, oracle).logprobs[-1].argmax()))
     assert naive.run(prompt + exact, oracle).top2_gap[len(prompt) - 1 : -1].min() > 1e-3
     with backend.start(resolved) as run:
-        assert run.generate(prompt, NEW, set()) == exact != naive.greedy(prompt, NEW)
+        assert run.generate([prompt], NEW, set()) == [exact] != naive.greedy(prompt, NEW)
 
 
 @pytest.mark.parametrize("kind, mark", [("llama", "kvpop_borrowed_channel"), ("qwen3", "dms_alpha_scale")])
@@ -143,3 +143,31 @@ def test_replay_by_definition(model, backend, h2o, monkeypatch, positions, bucke
         assert found[name] == pytest.approx(values.mean().item(), rel=1e-4)
     assert (found["kl"] > 0.01 > abs(itself["kl"])) and itself["agreement"] == 1 > found["agreement"]
     assert bucket != 20 or found["kl_by_position"][0] < 1e-6 < 1e-2 < found["kl_by_position"][-1]
+
+
+def test_prompts_of_all_lengths_run_in_batches(model, backend, h2o):
+    """Answers are those of single requests, in the prompts' order; a row that ended changes no other."""
+    prompts = [random_prompt(length, seed=length) for length in (60, 40, 60, 50, 60, 40)]
+    wide = TransformersBackend(model, torch.float32, S + NEW, requests=2)
+    for resolved in (None, h2o[0]):
+        with backend.start(resolved) as run:
+            alone = [run.generate([prompt], NEW, set())[0] for prompt in prompts]
+        stop = alone[0][4]
+        expected = [row[: row.index(stop)] if stop in row else row for row in alone]
+        with wide.start(resolved) as run:
+            assert run.generate(prompts, NEW, set()) == alone
+            assert run.generate(prompts, NEW, {stop}) == expected
+
+
+def test_draws_follow_temperature_top_p_and_seed():
+    """Draws have the probabilities of a softmax at that temperature, cut at top-p."""
+    logits = torch.tensor([[2.0, 1.0, 0.0, -1.0]])
+    chances = (logits[0] / 0.7).softmax(-1)
+    kept = torch.tensor([True, True, False, False]) * chances  # the first two hold more than 0.9
+    assert chances[0] < 0.9 < chances[:2].sum()
+    drawn = choose(logits.expand(4000, 4), Sampling(0.7, 0.9), [torch.Generator().manual_seed(i) for i in range(4000)])
+    shares = drawn.bincount(minlength=4) / 4000
+    torch.testing.assert_close(shares, kept / kept.sum(), rtol=0, atol=4 * 0.5 / 4000**0.5)
+    assert int(choose(logits, Sampling(), [None])) == 0
+    one, two = (choose(logits.expand(8, 4), Sampling(2.0), [torch.Generator().manual_seed(3)] * 8) for _ in "ab")
+    assert torch.equal(one, two) and len(one.unique()) > 1

@@ -121,11 +121,11 @@ def test_answers_are_records_of_every_example(tokenizer):
     asked = []
 
     class Reader:
-        def generate(self, prompt, new, stop):
+        def generate(self, prompts, new, stop):
             asked.append((new, stop))
-            text = tokenizer.decode(prompt)
+            text = tokenizer.decode(prompts[0])
             kind = "words" if "common words" in text else "needle"
-            return tokenizer(" " + READERS[kind](text)[0], add_special_tokens=False)["input_ids"]
+            return [tokenizer(" " + READERS[kind](text)[0], add_special_tokens=False)["input_ids"]]
 
     records = list(answers(Reader(), tokenizer, examples))
     assert [(r["kind"], r["example"]) for r in records] == [(k, i) for k in ("needle", "words") for i in range(3)]

@@ -7,7 +7,7 @@ import re
 import pytest
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.evaluation.reasoning import KINDS, SEEDS, WORDS, judge, make_problem
+from kvpop_vllm.evaluation.problems import KINDS, SEEDS, WORDS, judge, make_problem
 
 
 def numbers(problem) -> dict[str, int]:
