@@ -35,8 +35,8 @@ TEMPLATE = "{% for m in messages %}{% if loop.first %}<s> {% endif %}{{ m['conte
 """Chat template: the question, then the solution."""
 LEAST, FIRST = 2, 3
 """Steps of the smallest problems, and of the largest ones in the beginning."""
-GROWS_AT = 0.965
-"""Share of right tokens from which problems grow."""
+GROWS_AT = 0.6
+"""Share of solutions without a wrong token, each after right ones, from which problems grow."""
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -77,7 +77,7 @@ class Curriculum(TrainerCallback, ExportableState):
     Args:
         kinds: kinds of problems.
         sizes: largest size of each kind so far; 0 for a kind that has not begun.
-        accuracies: moving average of each kind's share of right tokens.
+        accuracies: moving average of each kind's share of right solutions.
     """
 
     def __init__(self, kinds: list[str], sizes: list[float] | None = None, accuracies: list[float] | None = None):
@@ -96,7 +96,7 @@ class Curriculum(TrainerCallback, ExportableState):
         return kind, most if draw.random() < 0.5 else draw.randint(LEAST, most)
 
     def see(self, kind: int, accuracy: float) -> None:
-        """Count a batch; grow its kind's problems if most of its tokens are right."""
+        """Count a batch; grow its kind's problems if most of its solutions are right."""
         self.accuracies[kind] += 0.05 * (accuracy - self.accuracies[kind])
         if self.accuracies[kind] < GROWS_AT:
             return
@@ -147,7 +147,7 @@ class Batches(Dataset):
 
 
 class CurriculumTrainer(Trainer):
-    """Trainer that takes the batches in order and tells the curriculum how many tokens were right."""
+    """Trainer that takes the batches in order and tells the curriculum how many solutions were right."""
 
     def _get_train_sampler(self, *args, **kwargs):
         return SequentialSampler(self.train_dataset)
@@ -164,7 +164,7 @@ class CurriculumTrainer(Trainer):
         kind = inputs.pop("kind")
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         expected = inputs["labels"][:, 1:]
-        right = (outputs.logits[:, :-1].argmax(-1) == expected)[expected >= 0]
+        right = ((outputs.logits[:, :-1].argmax(-1) == expected) | (expected < 0)).all(1)
         self.curriculum.see(kind, right.float().mean().item())
         return (loss, outputs) if return_outputs else loss
 

@@ -2,6 +2,7 @@
 
 A prompt states facts, and the solution writes one line per step. Facts that are needed late stand in earlier lines of
 the solution, not in the prompt. All texts are words with a space between them, and numbers are written digit by digit.
+Lines are numbered by words of their own, so that a small model finds the next one.
 
 ============  ==================================================================================
 kind          what is needed late
@@ -27,7 +28,14 @@ from kvpop_vllm.config import ConfigError
 
 NAMES = tuple(map("".join, product("bdfghjklmnprstvz", "aeiou")))
 """Names of variables and accounts, one word each."""
-WORDS = (*"0123456789+=:;,", *NAMES, *"let run ask work answer end sort ascending descending first left".split())
+LINES = tuple(f"#{number}" for number in range(1, 100))
+"""Numbers of lines, one word each."""
+WORDS = (
+    *"0123456789+=:;,",
+    *NAMES,
+    *"let run ask work answer end sort ascending descending first left".split(),
+    *LINES,
+)
 """Every word of every prompt and solution."""
 SEEDS = {"train": range(0, 10**9), "validation": range(10**9, 2 * 10**9), "test": range(2 * 10**9, 3 * 10**9)}
 """Seeds of problems to train on, to choose settings with, and to report."""
@@ -137,17 +145,15 @@ def programs(draw: random.Random, size: int, seed: int):
     values = {name: draw.randrange(100) for name in names[:CONSTANTS]}
     given = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
     lines, steps = [], []
-    for at, name in enumerate(names[CONSTANTS:], CONSTANTS):
-        a, b = draw.sample(names[:at], 2)
-        line, x, y = f"{name} = {a} {b}", values[a], values[b]
+    for at, name in enumerate(names[CONSTANTS:]):
+        a, b = draw.sample(names[: CONSTANTS + at], 2)
+        line, x, y = f"{LINES[at]} {name} = {a} {b}", values[a], values[b]
         values[name] = (x + y) % 100
         lines.append(line)
-        steps.append(
-            f"{line} : {a} {_digits(x)} {b} {_digits(y)} , {_addition(x, y)} , {name} {_digits(values[name])} ;"
-        )
+        steps.append(f"{line} : {a} {_digits(x)} {b} {_digits(y)} , {_addition(x, y)} , {name} {_digits(values[name])}")
     asked = draw.sample(names[CONSTANTS:], min(ASKED, size))
     answers = [f"{name} {_digits(values[name])}" for name in asked]
-    prompt = f"let {given} ; run {' ; '.join(lines)} ; ask {' '.join(asked)} work"
+    prompt = f"let {given} ; run {' '.join(lines)} ask {' '.join(asked)} work"
     return prompt, " ".join(steps), answers, _same(answers)
 
 
@@ -157,15 +163,15 @@ def ledgers(draw: random.Random, size: int, seed: int):
     values = {name: draw.randrange(100) for name in accounts}
     given = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
     lines, steps = [], []
-    for _ in range(size):
+    for at in range(size):
         name, amount = draw.choice(accounts), draw.randrange(100)
-        line, x = f"{name} + {_digits(amount)}", values[name]
+        line, x = f"{LINES[at]} {name} + {_digits(amount)}", values[name]
         values[name] = (x + amount) % 100
         lines.append(line)
-        steps.append(f"{line} : {name} {_digits(x)} , {_addition(x, amount)} , {name} {_digits(values[name])} ;")
+        steps.append(f"{line} : {name} {_digits(x)} , {_addition(x, amount)} , {name} {_digits(values[name])}")
     asked = draw.sample(accounts, ASKED)
     answers = [f"{name} {_digits(values[name])}" for name in asked]
-    prompt = f"let {given} ; run {' ; '.join(lines)} ; ask {' '.join(asked)} work"
+    prompt = f"let {given} ; run {' '.join(lines)} ask {' '.join(asked)} work"
     return prompt, " ".join(steps), answers, _same(answers)
 
 

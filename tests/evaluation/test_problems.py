@@ -18,10 +18,10 @@ def numbers(problem) -> dict[str, int]:
 @pytest.mark.parametrize("seed", range(20))
 def test_programs_compute_what_python_computes(seed):
     problem = make_problem("programs", seed, 12)
-    constants, lines = re.match(r"let (.*) ; run (.*) ; ask", problem.prompt).groups()
+    constants, lines = re.match(r"let (.*) ; run (.*) ask", problem.prompt).groups()
     values = {name: int(a + b) for name, a, b in (word.split() for word in constants.split(" ; "))}
-    for line in lines.split(" ; "):
-        name, _, a, b = line.split()
+    for line in lines.split("#")[1:]:
+        _, name, _, a, b = line.split()
         values[name] = (values[a] + values[b]) % 100
     assert numbers(problem) == {name: values[name] for name in numbers(problem)}
 
@@ -29,10 +29,10 @@ def test_programs_compute_what_python_computes(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_ledgers_keep_the_latest_value(seed):
     problem = make_problem("ledgers", seed, 12)
-    accounts, lines = re.match(r"let (.*) ; run (.*) ; ask", problem.prompt).groups()
+    accounts, lines = re.match(r"let (.*) ; run (.*) ask", problem.prompt).groups()
     values = {name: int(a + b) for name, a, b in (word.split() for word in accounts.split(" ; "))}
-    for line in lines.split(" ; "):
-        name, _, a, b = line.split()
+    for line in lines.split("#")[1:]:
+        _, name, _, a, b = line.split()
         values[name] = (values[name] + int(a + b)) % 100
     assert numbers(problem) == {name: values[name] for name in numbers(problem)}
 

@@ -1,0 +1,31 @@
+"""Write problems with worked solutions as text to train on: `kvpop distill --data FILE.jsonl`.
+
+python examples/reasoner/write_problems.py runs/problems.jsonl --kinds programs --count 4000
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from kvpop_vllm.evaluation.problems import KINDS, SEEDS, make_problem
+
+
+def main() -> None:
+    """Write one record with a prompt and a response for each problem."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--count", type=int, default=4000, help="problems of each kind")
+    options = parser.parse_args()
+    options.file.parent.mkdir(parents=True, exist_ok=True)
+    with options.file.open("w") as file:
+        for seed in SEEDS["train"][: options.count]:
+            for kind in options.kinds:
+                problem = make_problem(kind, seed)
+                file.write(json.dumps({"prompt": problem.prompt, "response": problem.solution}) + "\n")
+
+
+if __name__ == "__main__":
+    main()
