@@ -55,7 +55,7 @@ def told(default, text: str):
 class Recipe:
     """All settings of a run besides model and data.
 
-    The defaults are KVpop's Table 3, except that the base model is trained only if asked.
+    The defaults are KVpop's Table 3, except that the base model is frozen.
 
     Phases: ``uptrain`` trains the base with dense attention and cross-entropy. ``sparsify`` trains scorers
     under the sparse mask, and the base with them if asked. ``streaming-plus`` trains the base under sinks and
@@ -189,7 +189,7 @@ class Recipe:
         if not math.isfinite(self.gate_bias):
             refuse(f"gate_bias must be a number, got {self.gate_bias}")
         if self.phase == "trimkv" and self.train_base:
-            refuse("phase trimkv trains gates alone: leave --train-base out")
+            refuse("phase trimkv trains gates alone: give --no-train-base")
         if self.phase != "uptrain" and self.distils and not (self.kl > 0 or self.ce > 0):
             trained = "the base model is" if self.trains_base else "gates are"
             refuse(f"{trained} trained but neither --kl nor --ce is above 0: give one")
