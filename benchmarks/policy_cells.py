@@ -61,7 +61,7 @@ class Cells:
             rows = list(itertools.islice(replay_rows([path], self.tokenizer, o.length, **split), o.rows))
             if len(rows) < o.rows:
                 raise ConfigError(f"{path} holds {len(rows)} rows of {o.length} tokens: lower --rows or --length")
-            self.rows += rows
+            self.rows += [row.tokens for row in rows]
         text = sentences([o.haystack], "all", CHARACTERS * o.length)
         self.needles = make_examples(["needle"], self.tokenizer, text, o.length, o.needles, seed=o.seed, digits=4)
         self.backend = TransformersBackend(o.model_folder, self.dtype, o.length)
@@ -130,9 +130,9 @@ class Cells:
         and ``kl_before``, the divergence over as many tokens as every head can hold.
         """
         records = []
-        served = [] if resolved is None else [resolved.spec]
+        runs = [] if resolved is None else [(resolved, [setting])]
         for row in self.rows:
-            *_, last = evaluate(self.backend.model, [row], served, [setting], recall=False)
+            *_, last = evaluate(self.backend.model, [row], [self.options.length], runs, recall=False)
             records.append(last | {"kl_before": self.kl_before(resolved, row)})
         names = ("error", "nll", "kl", "kl_before")
         means = {name: statistics.mean(each.get(name, 0.0) for each in records) for name in names}

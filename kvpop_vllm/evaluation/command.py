@@ -25,6 +25,11 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
     command = commands.add_parser("eval", help=summary, description=summary)
     command.add_argument("--model", required=True, metavar="MODEL", help="folder of the base model")
     command.add_argument(
+        "--teacher",
+        metavar="MODEL",
+        help="the model whose predictions are the dense ones, for a --model that was trained from it (default: --model itself)",
+    )
+    command.add_argument(
         "--data", required=True, nargs="+", metavar="TEXT", help="text, JSONL, Parquet, datasets folders"
     )
     command.add_argument(
@@ -50,6 +55,11 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         nargs="*",
         metavar="NAME",
         help="default: streaming-llm, l2norm and random for text, else all that need no scorer",
+    )
+    command.add_argument(
+        "--against",
+        metavar="NAME",
+        help="the compared policy that ratios of text and replay refer to (default: streaming-llm, if it is compared)",
     )
     add_setting(
         command,
@@ -104,12 +114,18 @@ def _add_settings(command) -> None:
         " each policy's own)",
     )
     command.add_argument(
-        "--rows", type=positive, default=4, help="rows of text, or examples of each kind of retrieval (default 4)"
+        "--rows",
+        type=positive,
+        default=4,
+        help="rows of text, or examples of each kind of retrieval (default 4; intervals need 8, a figure to quote 16)",
     )
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--dtype", choices=DTYPES["cpu"], default="bfloat16")
     command.add_argument(
-        "--equal", nargs="+", choices=("k", "bytes"), default=["k"], help="what is equal between policies"
+        "--equal",
+        nargs="+",
+        choices=("k", "bytes"),
+        help="what is equal between policies: long-range tokens, allocated bytes (default: each in turn)",
     )
 
 
@@ -136,6 +152,7 @@ def _check_options(options) -> None:
         "--kinds": (options.kinds is not None, ("retrieval",)),
         "--digits": (options.digits is not None, ("retrieval",)),
         "--bucket": (options.bucket is not None, ("replay",)),
+        "--against": (options.against is not None, ("text", "replay")),
     }
     for name, (given, tasks) in beside.items():
         if given and options.task not in tasks:

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 
@@ -22,6 +23,31 @@ ENOUGH = 1 << 20
 """Minimum number of characters that haystacks are made from."""
 
 
+class Row(NamedTuple):
+    """Row of text.
+
+    Attributes:
+        tokens: ``[S]`` int64.
+        documents: names of its documents, in order.
+        keys: a key of each document, equal for documents of one group or with one text.
+    """
+
+    tokens: torch.Tensor
+    documents: list[str]
+    keys: list[float]
+
+
+def key_of(document: Document) -> float:
+    """Return the place of a document between 0 and 1 (:func:`share_of`), by its group or else its text."""
+    return share_of(document.group or text_of(document))
+
+
+def text_of(document: Document) -> str:
+    """Return a document's text, or the turns of its conversation with empty lines between them."""
+    content = document.content
+    return content if isinstance(content, str) else "\n\n".join(m["content"] for m in content)
+
+
 def documents(paths: list[str], split: str) -> Iterator[Document]:
     """Yield the non-empty documents of a split, in an order that depends on the files alone.
 
@@ -29,18 +55,14 @@ def documents(paths: list[str], split: str) -> Iterator[Document]:
         ConfigError: the files cannot be read.
     """
     for document in documents_of(find_sources(paths)):
-        content = document.content
-        text = content if isinstance(content, str) else "\n\n".join(m["content"] for m in content)
-        if text.strip() and in_split(share_of(document.group or text), split, *SHARES):
+        if text_of(document).strip() and in_split(key_of(document), split, *SHARES):
             yield document
 
 
-def replay_rows(
-    paths: list[str], tokenizer, length: int, *, split: str, seed: int, vocab_size: int
-) -> Iterator[torch.Tensor]:
-    """Yield rows ``[length]`` int64, each of which begins with a document.
+def replay_rows(paths: list[str], tokenizer, length: int, *, split: str, seed: int, vocab_size: int) -> Iterator[Row]:
+    """Yield rows of ``length`` tokens, each of which begins with a document.
 
-    A document that ends within a row is followed by the next one. The part of a document that exceeds a row
+    No document is in two rows. A document that ends within a row is followed by the next one. The part of a document that exceeds a row
     is left out. The seed draws the order of the documents.
 
     Raises:
@@ -49,12 +71,24 @@ def replay_rows(
     found = list(documents(paths, split))
     random.Random(seed).shuffle(found)
     tokens = DocumentEncoder(tokenizer, vocab_size)
-    row: list[int] = []
-    for _, ids in tokens.encode(found):
+    row, names, keys = [], [], []
+    for document, ids in tokens.encode(found):
         row += [*ids.tolist(), tokens.eos][: length - len(row)]
+        names.append(document.where)
+        keys.append(key_of(document))
         if len(row) == length:
-            yield torch.tensor(row)
-            row = []
+            yield Row(torch.tensor(row), names, keys)
+            row, names, keys = [], [], []
+
+
+def units_of(rows: list[Row]) -> list[int]:
+    """Return the unit of each row: rows that share a group or a text, also through other rows, are one unit."""
+    units, first = list(range(len(rows))), {}
+    for number, row in enumerate(rows):
+        for key in row.keys:
+            one, other = sorted((units[first.setdefault(key, number)], units[number]))
+            units = [one if unit == other else unit for unit in units]
+    return units
 
 
 def sentences(paths: list[str], split: str, least: int) -> list[str]:
@@ -65,9 +99,7 @@ def sentences(paths: list[str], split: str, least: int) -> list[str]:
     """
     found, size = [], 0
     for document in documents(paths, split):
-        content = document.content
-        text = content if isinstance(content, str) else "\n".join(m["content"] for m in content)
-        own = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text) for part in _parted(sentence)]
+        own = [part for sentence in re.split(r"(?<=[.!?])\s+|\n+", text_of(document)) for part in _parted(sentence)]
         found += own
         size += sum(map(len, own))
         if size >= max(least, ENOUGH):

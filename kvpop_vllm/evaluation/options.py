@@ -6,20 +6,25 @@ import itertools
 from collections.abc import Iterable
 from dataclasses import replace
 
-import torch
-
 from kvpop_vllm import policies
 from kvpop_vllm.config import DEFAULT_SINKS, ConfigError, ScorerShape
+from kvpop_vllm.distill.hook import load_config, longest, vocabulary_of
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.distill.tokens import DocumentEncoder
+from kvpop_vllm.evaluation.haystack import Row
+from kvpop_vllm.evaluation.output import note
 from kvpop_vllm.evaluation.policies import PolicySpec, learned, training_free
 from kvpop_vllm.evaluation.runner import Setting
 
 DEFAULT_WINDOW = 64
 """w of all policies if no scorer specifies it."""
 DEFAULT_SHARES = (4,)
-LEAST_AT_EQUAL_BYTES = 512
+EQUAL = "k", "bytes"
+REFERENCE = "streaming-llm"
+"""Policy that ratios refer to if it is compared and no other is named."""
 
 
-def first_rows(rows: Iterable[torch.Tensor], options) -> list[torch.Tensor]:
+def first_rows(rows: Iterable[Row], options) -> list[Row]:
     """Return the first ``--rows`` rows of the longest length, and say if there are fewer.
 
     Raises:
@@ -31,8 +36,41 @@ def first_rows(rows: Iterable[torch.Tensor], options) -> list[torch.Tensor]:
             f"the {options.split} split holds no row of {max(options.length)} tokens: give more text or lower --length"
         )
     if len(found) < options.rows:
-        print(f"only {len(found)} of {options.rows} rows: the {options.split} split holds no more")
+        note(f"only {len(found)} of {options.rows} rows: the {options.split} split holds no more")
     return found
+
+
+def reference_of(options, specs: list[PolicySpec]) -> str | None:
+    """Return the name of the policy that ratios refer to, or None.
+
+    Raises:
+        ConfigError: ``--against`` names none of the compared ones.
+    """
+    names = [spec.name for spec in specs]
+    if options.against is None:
+        return REFERENCE if REFERENCE in names else None
+    if options.against not in names:
+        raise ConfigError(f"--against {options.against} is not compared: choose from {', '.join(names)}, or add it")
+    return options.against
+
+
+def check_teacher(model: str, teacher: str, length: int) -> None:
+    """Check that a teacher reads the same tokens as a model, and rows of ``length`` tokens.
+
+    Raises:
+        ConfigError: it does not, or is no model folder.
+    """
+    same = "give the model that --model was trained from"
+    theirs, ours = vocabulary_of(teacher), vocabulary_of(model)
+    if theirs != ours:
+        raise ConfigError(f"--teacher {teacher} knows {theirs} tokens, {model} {ours}: {same}")
+    one, other = map(load_tokenizer, (model, teacher))
+    encoders = [DocumentEncoder(tokenizer, None).fingerprint()[:-1] for tokenizer in (one, other)]  # no template
+    if one.get_vocab() != other.get_vocab() or encoders[0] != encoders[1]:
+        raise ConfigError(f"--teacher {teacher} has another tokenizer than {model}: {same}")
+    most = longest(load_config(teacher))
+    if most is not None and length > most:
+        raise ConfigError(f"--teacher {teacher} has {most} positions: lower --length {length}, or {same}")
 
 
 def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], dict[str, ScorerShape]]:
@@ -60,8 +98,6 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     elif options.task != "retrieval":  # rows are all prompt
         check_evicting(specs)
         specs = [replace(c, protect=0) for c in specs]
-    if "bytes" in options.equal:
-        check_tails(specs)
     if options.correction is not None:
         specs = with_correction(specs, options.correction)
     specs, names = [replace(spec, seed=options.seed) for spec in specs], [spec.name for spec in specs]
@@ -83,18 +119,19 @@ def check_evicting(specs: list[PolicySpec]) -> None:
             )
 
 
+def protects(spec: PolicySpec) -> bool:
+    """Return whether a spec protects prompts, whose prefix equal bytes would take from the tail."""
+    return bool(policies.get(spec.policy).default_protect if spec.protect is None else spec.protect)
+
+
 def check_tails(specs: list[PolicySpec]) -> None:
-    """Check that no spec protects prompts: at equal bytes a prefix would be taken from the tail.
+    """Check that no spec protects prompts.
 
     Raises:
         ConfigError: one does.
     """
-    for spec in specs:
-        own = policies.get(spec.policy).default_protect if spec.protect is None else spec.protect
-        if own:
-            raise ConfigError(
-                f"--equal bytes compares tails only, {spec.name} protects prompts: give --protect-prompt 0"
-            )
+    for spec in filter(protects, specs):
+        raise ConfigError(f"--equal bytes compares tails only, {spec.name} protects prompts: give --protect-prompt 0")
 
 
 def with_protection(specs: list[PolicySpec], asked: list[bool | int], task: str) -> list[PolicySpec]:
@@ -181,7 +218,7 @@ def settings_of(options, shapes: dict[str, ScorerShape] | None) -> list[Setting]
     """
     settings, beside = [], 1 if shapes is None else 2
     for length in dict.fromkeys(options.length):
-        for (budget, said), equal in itertools.product(budgets(options, length), options.equal):
+        for (budget, said), equal in itertools.product(budgets(options, length), options.equal or EQUAL):
             if budget > length - beside:
                 raise ConfigError(
                     f"a budget of {budget} keeps all of {length} tokens: lower --budget or raise --length"
@@ -193,10 +230,5 @@ def settings_of(options, shapes: dict[str, ScorerShape] | None) -> list[Setting]
                     raise ConfigError(
                         f"a budget of {said} leaves nothing beside {sinks} sinks and a window of {window}"
                     )
-            if equal == "bytes" and budget < LEAST_AT_EQUAL_BYTES:
-                raise ConfigError(
-                    f"--equal bytes compares budgets of at least {LEAST_AT_EQUAL_BYTES} tokens, where a scorer's state is a small part,"
-                    f" and {said} is less: raise --length or --budget, or lower --share"
-                )
             settings.append(Setting(length, budget, sinks, window, equal))
     return settings

@@ -1,12 +1,65 @@
-"""Output of evaluations: a table on the screen, and records in a file."""
+"""Output of evaluations: a table on stdout, progress and notes on stderr, and records in a file."""
 
 from __future__ import annotations
 
+import json
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from tqdm import tqdm
+
 from kvpop_vllm.config import ConfigError
+from kvpop_vllm.evaluation.statistics import INTERVAL
+
+SECONDS = 60
+"""Seconds between lines of progress in a log."""
+DECIMALS = {"MiB": 1, "kl ratio": 3, "gap ratio": 3}
+"""Decimals of a column's floats, if not four."""
+
+
+def note(line: str) -> None:
+    """Print a line about the evaluation to stderr; stdout holds the table alone."""
+    print(line, file=sys.stderr)
+
+
+@contextmanager
+def progress(total: float, what: str) -> Iterator[Callable[[float], object]]:
+    """Show on stderr how much is done: a bar on a terminal, else a line at most every minute.
+
+    Args:
+        total: amount of work in any unit.
+        what: name of the work.
+
+    Yields:
+        A function to call with the amount that was done since.
+    """
+    shown = "{desc}: {percentage:3.0f}%, {elapsed} so far, {remaining} left"
+    options = {"miniters": 0, "mininterval": SECONDS, "file": _Lines(), "bar_format": shown}
+    if sys.stderr.isatty():
+        options = {"bar_format": shown.replace("%,", "%|{bar}|")}
+    with tqdm(total=total, desc=what, **options) as bar:
+        yield bar.update
+
+
+class _Lines:
+    """Output of tqdm as lines on stderr."""
+
+    def write(self, text: str) -> None:
+        if text := text.strip("\r\n "):
+            note(text)
+
+    def flush(self) -> None:
+        sys.stderr.flush()
+
+
+def read_records(path: str) -> tuple[dict, list[dict]]:
+    """Return what a file of records says of the whole run (empty if nothing), and its records."""
+    with open(path, encoding="utf-8") as file:
+        lines = list(map(json.loads, file))
+    about = lines.pop(0)["run"] if lines and "run" in lines[0] else {}
+    return about, lines
 
 
 @contextmanager
@@ -38,25 +91,31 @@ def records_file(path: str) -> Iterator:
 
 
 def cells(table: list[dict], columns: tuple[str, ...]) -> list[list[str]]:
-    """Return the heading and a row of text for each line.
+    """Return the heading and a row of text for each line, without the columns that no line has a value of.
 
-    Floats have four decimals; a missing value is an empty cell.
+    A value with an interval is followed by the interval's ends in parentheses; a missing value is an empty cell.
     """
-    rows = [list(columns)]
-    for line in table:
-        values = (line.get(name) for name in columns)
-        rows.append(["" if v is None else f"{v:.4f}" if isinstance(v, float) else str(v) for v in values])
-    return rows
+    columns = [name for name in columns if any(line.get(name) is not None for line in table)]
+    return [columns, *([_cell(line, name) for name in columns] for line in table)]
+
+
+def _cell(line: dict, name: str) -> str:
+    value, interval = line.get(name), line.get(name + INTERVAL)
+    if not isinstance(value, float):
+        return "" if value is None else str(value)
+    value, *ends = (f"{x:.{DECIMALS.get(name, 4)}f}" for x in (value, *(interval or ())))
+    return f"{value} ({' to '.join(ends)})" if ends else value
 
 
 def format_table(table: list[dict], columns: tuple[str, ...]) -> str:
     """Return the table as text with right-aligned columns."""
     rows = cells(table, columns)
-    widths = [max(len(row[i]) for row in rows) for i in range(len(columns))]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join("  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 
 
 def markdown_table(table: list[dict], columns: tuple[str, ...]) -> str:
     """Return the table in Markdown."""
-    heading, *rows = ("| " + " | ".join(row) + " |" for row in cells(table, columns))
-    return "\n".join([heading, "|" + "---|" * len(columns), *rows]) + "\n"
+    heading, *rows = cells(table, columns)
+    lines = ["| " + " | ".join(row) + " |" for row in (heading, *rows)]
+    return "\n".join([lines[0], "|" + "---|" * len(heading), *lines[1:]]) + "\n"

@@ -10,9 +10,9 @@ import torch
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.backends import Backend
-from kvpop_vllm.evaluation.output import markdown_table
-from kvpop_vllm.evaluation.policies import PolicySpec
-from kvpop_vllm.evaluation.runner import Setting
+from kvpop_vllm.evaluation.output import markdown_table, note
+from kvpop_vllm.evaluation.policies import ResolvedPolicy
+from kvpop_vllm.evaluation.runner import DENSE, Setting
 
 TABLE, FIGURE, MAP, MAP_DATA = "table.md", "figure.png", "retained.png", "retained.jsonl"
 MOST_BINS = 64
@@ -41,31 +41,33 @@ class Report:
         self.maps: list[dict] = []
         self.left_out: list[str] = []
 
-    def add_map(self, backend: Backend, setting: Setting, spec: PolicySpec, tokens: torch.Tensor) -> None:
-        """Run the policy on ``tokens [S]`` once more and add a map of its caches.
+    def add_maps(
+        self, backend: Backend, settings: list[Setting], resolved: ResolvedPolicy, tokens: torch.Tensor
+    ) -> None:
+        """Run the policy on ``tokens [S]`` once more and add a map of its caches for each setting.
 
         If the backend cannot run all of them, the table says so.
         """
-        resolved = setting.resolve(spec, backend.shape, backend.dtype)
         held = backend.held(resolved, tokens)
         if held.shape[-1] < len(tokens):
             self._leave_out("this backend cannot run a prompt that fills the model: maps end a token earlier")
         width = -(-held.shape[-1] // MOST_BINS)
-        self.maps.append(
-            {
-                "policy": spec.name,
-                "length": held.shape[-1],
-                "budget": setting.budget,
-                "equal": setting.equal,
-                "tokens_per_bin": width,
-                "held": retention_map(held, width).tolist(),
-            }
-        )
+        for setting in settings:
+            self.maps.append(
+                {
+                    "policy": resolved.spec.name,
+                    "length": held.shape[-1],
+                    "budget": setting.budget,
+                    "equal": setting.equal,
+                    "tokens_per_bin": width,
+                    "held": retention_map(held, width).tolist(),
+                }
+            )
 
     def _leave_out(self, why: str) -> None:
         if why not in self.left_out:
             self.left_out.append(why)
-            print(why)
+            note(why)
 
     def write(self, task: str, table: list[dict], columns: tuple[str, ...], data: str) -> None:
         """Write all files and print their names."""
@@ -86,7 +88,7 @@ class Report:
         else:  # files of an earlier run
             for name in (MAP, MAP_DATA):
                 (self.folder / name).unlink(missing_ok=True)
-        print(f"{self.folder} holds {', '.join(written)}")
+        note(f"{self.folder} holds {', '.join(written)}")
 
 
 def retention_map(held: torch.Tensor, width: int) -> torch.Tensor:
@@ -138,9 +140,9 @@ def _against_budget(drawing, table: list[dict], plots: list[tuple[str | None, st
             lines = [x for x in table if x["length"] == length and x.get("kind") == kind]
             for name, points in _curves(lines, "budget", value).items():
                 axis.plot(*zip(*points, strict=True), marker="o", label=name)
-            dense = [line[value] for line in lines if line["policy"] == "dense" and line.get(value) is not None]
-            if dense:
-                axis.axhline(sum(dense) / len(dense), color="black", linestyle=":", label="dense")
+            for line in (x for x in lines if x["budget"] is None and x.get(value) is not None):
+                style = {"color": "black", "linestyle": ":"} if line["policy"] == DENSE else {"linestyle": "--"}
+                axis.axhline(line[value], **style, label=line["policy"])
             axis.set(xlabel="budget B, tokens per KV head", ylabel=value)
             axis.set_title(f"{kind}, {length:,} tokens" if kind else f"{length:,} tokens", fontsize=9)
             if kind:  # shares

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -13,60 +14,66 @@ from kvpop_vllm.evaluation.backends import Run
 MEASURES = ("nll", "kl", "agreement")
 
 
-def predictions(run: Run, tokens: torch.Tensor) -> torch.Tensor:
-    """Return hidden states ``[S - 1, E]`` that predict all tokens of a row ``[S]`` but the first."""
-    return run.hidden(tokens[:-1])
+class Predictions(NamedTuple):
+    """Predictions of all tokens of a row but the first.
+
+    Attributes:
+        hidden: ``[S - 1, E]``, hidden states that predict.
+        logits: returns float32 logits ``[n, V]`` of hidden states ``[n, E]``.
+    """
+
+    hidden: torch.Tensor
+    logits: Callable[[torch.Tensor], torch.Tensor]
 
 
-def compare(run: Run, tokens: torch.Tensor, dense: torch.Tensor, bucket: int) -> dict:
+def predictions(run: Run, tokens: torch.Tensor) -> Predictions:
+    """Return the predictions of a row ``[S]`` under ``run``."""
+    return Predictions(run.hidden(tokens[:-1]), run.logits)
+
+
+def compare(run: Run, tokens: torch.Tensor, dense: Predictions, bucket: int) -> dict:
     """Compare predictions of a row under a policy with those of the dense model.
 
     Args:
         run: the model under the policy.
         tokens: ``[S]``.
-        dense: hidden states of the dense model (:func:`predictions`).
+        dense: predictions of the dense model.
         bucket: positions of a bucket.
 
     Returns:
-        Means over all positions: ``nll`` of the next token in nats, ``kl`` = ``KL(dense || policy)`` in nats
-        over the whole vocabulary, ``agreement``, the share of positions with the same most likely token.
-        ``*_by_position``: lists of means over buckets of the query's position; the last bucket is shorter if
-        they do not divide S - 1. ``bucket`` itself.
+        ``tokens``, the number of predicted ones. Means over them: ``nll`` of the next token in nats, ``kl`` =
+        ``KL(dense || policy)`` in nats over the whole vocabulary, ``agreement``, the share of positions with the
+        same most likely token. ``*_by_position``: lists of means over buckets of the query's position; the last
+        bucket is shorter if they do not divide S - 1. ``bucket`` itself.
     """
-    found = token_measures(run.logits, predictions(run, tokens), tokens, dense)
+    found = token_measures(predictions(run, tokens), tokens, dense)
     means = {name: found[name].mean().item() for name in MEASURES}
     by_position = {
         f"{name}_by_position": [part.mean().item() for part in found[name].split(bucket)] for name in MEASURES
     }
-    return means | by_position | {"bucket": bucket}
+    return {"tokens": len(tokens) - 1} | means | by_position | {"bucket": bucket}
 
 
-def token_measures(
-    logits_of: Callable[[torch.Tensor], torch.Tensor],
-    hidden: torch.Tensor,
-    tokens: torch.Tensor,
-    dense: torch.Tensor | None = None,
-) -> dict[str, torch.Tensor]:
+def token_measures(own: Predictions, tokens: torch.Tensor, dense: Predictions | None = None) -> dict[str, torch.Tensor]:
     """Return measures of the predictions of all tokens but the first, each ``[S - 1]`` float64 on the CPU.
 
     Args:
-        logits_of: returns float32 logits ``[n, V]`` of hidden states ``[n, E]``.
-        hidden: ``[S - 1, E]``, hidden states that predict.
+        own: the predictions.
         tokens: ``[S]``.
-        dense: hidden states of the dense model, or None.
+        dense: predictions of the dense model, or None.
 
     Returns:
         ``nll`` in nats, ``accuracy`` of the most likely token and, with ``dense``, ``kl`` and ``agreement`` as in
         :func:`compare`.
     """
     parts = []
-    for a in range(0, len(hidden), POSITIONS):
+    for a in range(0, len(own.hidden), POSITIONS):
         cut = slice(a, a + POSITIONS)
-        logp = logits_of(hidden[cut]).log_softmax(-1)
+        logp = own.logits(own.hidden[cut]).log_softmax(-1)
         expected = tokens[1:][cut].to(logp.device)
         part = {"nll": F.nll_loss(logp, expected, reduction="none"), "accuracy": logp.argmax(-1) == expected}
         if dense is not None:
-            exact = logits_of(dense[cut]).log_softmax(-1)
+            exact = dense.logits(dense.hidden[cut]).log_softmax(-1)
             part["kl"] = F.kl_div(logp, exact, reduction="none", log_target=True).sum(-1)
             part["agreement"] = logp.argmax(-1) == exact.argmax(-1)
         parts.append(part)

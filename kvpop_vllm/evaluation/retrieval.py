@@ -38,7 +38,7 @@ def make_examples(
 def answers(run: Run, tokenizer, examples: list[Example]) -> Iterator[dict]:
     """Yield one record for each example.
 
-    A record has ``kind, example, tokens`` of the prompt, ``chat, depth, expected, answer, exact, partial``
+    A record has ``kind, example, unit`` (the same), ``tokens`` of the prompt, ``chat, depth, expected, answer, exact, partial``
     (:class:`kvpop_vllm.evaluation.examples.Credit`).
     """
     stop = {tokenizer.eos_token_id} - {None}
@@ -47,6 +47,6 @@ def answers(run: Run, tokenizer, examples: list[Example]) -> Iterator[dict]:
         (found,) = run.generate([example.prompt], NEW_TOKENS[example.kind], stop)
         answer = tokenizer.decode(found, skip_special_tokens=True)
         number = numbers[example.kind] = numbers.get(example.kind, -1) + 1
-        facts = {"kind": example.kind, "example": number, "tokens": len(example.prompt), "chat": example.chat}
-        facts |= {"depth": example.depth, "expected": list(example.expected), "answer": answer}
+        facts = {"kind": example.kind, "example": number, "unit": number, "tokens": len(example.prompt)}
+        facts |= {"chat": example.chat, "depth": example.depth, "expected": list(example.expected), "answer": answer}
         yield facts | vars(credit(example.expected, answer))

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from kvpop_vllm.cache.accounting import request_bytes
+from kvpop_vllm.cache.accounting import dense_request_bytes, request_bytes
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.hook import GateInputs
+from kvpop_vllm.distill.hook import Dense, GateInputs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy
 from kvpop_vllm.evaluation.recall import Judge
-from kvpop_vllm.evaluation.replay import token_measures
+from kvpop_vllm.evaluation.replay import Predictions, token_measures
 from kvpop_vllm.evaluation.served import Served
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.init import shape_of
 
-KEYS = ("length", "budget", "equal", "window", "topk", "policy")
-"""Fields that identify a line of a table."""
+DENSE, OWN = "dense", "dense (own)"
+"""Names of the dense model that policies are compared with, and of the evaluated one if that is another."""
+DENSE_BLOCK = 128
+"""Tokens of a block of vLLM's own cache on a CPU."""
 RECALL = ("teacher", "hindsight", "mass")
 """Measures of :class:`kvpop_vllm.evaluation.recall.Recall`."""
 
@@ -88,55 +89,95 @@ class Setting:
         return spec.resolve(model, budget, self.sinks, self.window)
 
 
+Runs = list[tuple[ResolvedPolicy, list[Setting]]]
+"""Policies with their budgets, each with the settings that it is compared at."""
+
+
+def resolve_all(pairs: Iterable[tuple[PolicySpec, Setting]], shape: ModelShape, dtype: torch.dtype) -> Runs:
+    """Return the runs of policies at settings; settings that mean the same of a policy are one run.
+
+    No model is loaded.
+
+    Raises:
+        ConfigError: a policy cannot be used with its setting.
+    """
+    found: dict[tuple, tuple[ResolvedPolicy, list[Setting]]] = {}
+    for spec, setting in pairs:
+        resolved = setting.resolve(spec, shape, dtype)
+        key = spec, setting.budget, *resolved.settings.items()
+        found.setdefault(key, (resolved, []))[1].append(setting)
+    return list(found.values())
+
+
 def evaluate(
     model: nn.Module,
     rows: Iterable[torch.Tensor],
-    specs: list[PolicySpec],
-    settings: list[Setting],
+    lengths: list[int],
+    runs: Runs,
     *,
     recall: bool = True,
+    teacher: nn.Module | None = None,
+    tick: Callable[[float], object] = lambda passes: None,
 ) -> Iterator[dict]:
-    """Yield one record per row of text, setting and policy, and one per row and length for ``dense``.
+    """Yield records of rows of text: of ``dense``, then of each policy at each of its settings.
 
-    Recall is taken on the dense model's keys and queries, so that all policies are judged on the same.
-    Cross-entropy and accuracy are taken with each policy in all layers, on the kernels of serving.
+    Recall and error are taken on the dense model's keys and queries, so that all policies are judged on the
+    same. Cross-entropy and accuracy are taken with each policy in all layers, on the kernels of serving.
 
     Args:
         model: from :func:`kvpop_vllm.distill.hook.load_model`.
-        rows: ``[S]`` tokens, each at least as long as the longest setting; the first ``length`` tokens are
-            used.
-        specs: policies to compare.
-        settings: lengths and budgets to compare them at.
+        rows: ``[S]`` tokens, each at least as long as the longest length; the first ``length`` tokens are used.
+        lengths: lengths S of rows.
+        runs: policies to compare, from :func:`resolve_all`.
         recall: True to take recall (the teacher's pass costs more than everything else).
+        teacher: model whose predictions are the dense ones; None for ``model`` itself. With a teacher ``model``
+            without a policy is ``dense (own)``.
+        tick: called with the number of passes that are done. A row has one for each dense model and two for
+            each run.
 
     Yields:
-        Records with ``row, length, budget, equal, window, topk, policy``, nll (nats per token) and accuracy
-        (of the next token). For policies also: kl, the divergence ``KL(dense || policy)`` of their
-        predictions in nats per token; teacher, hindsight and mass, means over layers and heads (not if
-        budgets are uneven); error, the relative error of attention outputs on the dense model's queries, keys
-        and values from position B on. ``*_by_layer`` are lists of layers of heads.
+        Records with ``row, length, budget, equal, window, topk, policy``, tokens (predicted ones), nll (nats per
+        token) and accuracy (of the next token). For all but ``dense`` also: kl, the divergence
+        ``KL(dense || policy)`` of their predictions in nats per token. For policies also: teacher, hindsight and
+        mass, means over layers and heads (not if budgets are uneven); error, the relative error of attention
+        outputs on the model's own queries, keys and values from position B on. ``*_by_layer`` are lists of
+        layers of heads.
     """
     dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
-    sizes = shape_of(model.config.get_text_config().to_dict(), "the model's config")
+    config = model.config.get_text_config()
+    sizes = shape_of(config.to_dict(), "the model's config")
+    for resolved, _ in runs:
+        resolved.check_channel(model)
     for number, row in enumerate(rows):
-        for length in sorted({s.length for s in settings}):
+        for length in sorted(set(lengths)):
             tokens = row[None, :length].to(device)
-            here = [s for s in settings if s.length == length]
-            shape = ModelShape(**sizes, max_model_len=length)
-            pairs = [(s, s.resolve(c, shape, dtype)) for s in here for c in specs]
-            for _, resolved in pairs:
-                resolved.check_channel(model)
-            observer = _Observer(pairs, recall)
+            here = [(resolved, [s for s in own if s.length == length]) for resolved, own in runs]
+            here = [(resolved, own) for resolved, own in here if own]
             base = {"row": number, "length": length}
-            quality, dense = _next_token(model, tokens, observer)
-            yield base | {"policy": "dense"} | quality
-            for i, (setting, resolved) in enumerate(pairs):
-                names = described(setting, resolved)
-                quality, _ = _next_token(model, tokens, Served(resolved), dense)
-                yield base | names | quality | observer.record(i)
+            plain = {"allocated": dense_bytes(ModelShape(**sizes, max_model_len=length), dtype, length)}
+            exact = None
+            if teacher is not None:
+                quality, exact = _next_token(teacher, tokens, Dense())
+                yield base | {"policy": DENSE} | plain | quality
+                tick(1)
+            observer = _Observer([(own[0], resolved) for resolved, own in here], recall, tick)
+            quality, states = _next_token(model, tokens, observer, exact)
+            yield base | {"policy": OWN if teacher else DENSE} | plain | quality
+            tick(1)
+            for i, (resolved, own) in enumerate(here):
+                quality, _ = _next_token(model, tokens, Served(resolved), states if exact is None else exact)
+                for setting in own:
+                    yield base | described(setting, resolved, dtype) | quality | observer.record(i)
+                tick(1)
 
 
-def described(setting: Setting, resolved: ResolvedPolicy) -> dict:
+def dense_bytes(shape: ModelShape, dtype: torch.dtype, length: int) -> int:
+    """Return the allocated bytes of a request of ``length`` tokens in a dense cache."""
+    sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
+    return dense_request_bytes(*sizes, dtype, length, DENSE_BLOCK).allocated
+
+
+def described(setting: Setting, resolved: ResolvedPolicy, dtype: torch.dtype) -> dict:
     """Return the fields of a record that describe a policy, beside its length."""
     roles = resolved.roles
     return {
@@ -147,15 +188,17 @@ def described(setting: Setting, resolved: ResolvedPolicy) -> dict:
         "policy": resolved.spec.name,
         "protect": "all" if resolved.protect is True else int(resolved.protect),
         "window": roles.window,
+        "allocated": resolved.request_bytes(setting.length, dtype).allocated,
+        "settings": resolved.settings,
     }
 
 
 class _Observer(GateInputs):
     """Dense attention that records recall and output error of every setting and policy, layer by layer."""
 
-    def __init__(self, pairs, recall: bool):
+    def __init__(self, pairs: list[tuple[Setting, ResolvedPolicy]], recall: bool, tick: Callable[[float], object]):
         super().__init__()
-        self.pairs, self.recall = pairs, recall
+        self.pairs, self.recall, self.tick = pairs, recall, tick
         self.layers: list[list] = [[] for _ in pairs]
 
     def __call__(self, layer, q, k, v, scale):
@@ -165,6 +208,7 @@ class _Observer(GateInputs):
             positions = setting.positions if self.recall else []
             recall, own = resolved.on_dense(judge, layer, v, positions, signals)
             found.append((recall, _output_error(own, out, resolved.roles.budget)))
+            self.tick(1 / resolved.model.num_layers)
         return out
 
     def record(self, i: int) -> dict:
@@ -190,36 +234,14 @@ def _output_error(out: torch.Tensor, exact: torch.Tensor, first: int) -> torch.T
 
 
 @torch.inference_mode()
-def _next_token(model, tokens, attend, dense=None) -> tuple[dict[str, float], torch.Tensor]:
-    """Return the quality of next-token predictions, and their hidden states ``[S - 1, E]``.
+def _next_token(model, tokens, attend, dense: Predictions | None = None) -> tuple[dict[str, float], Predictions]:
+    """Return the quality of next-token predictions, and the predictions.
 
-    With hidden states of the ``dense`` model, the quality includes the divergence from its predictions.
+    With predictions of the ``dense`` model, the quality includes the divergence from them.
     """
     hidden = model.get_decoder()(input_ids=tokens, attend=attend).last_hidden_state[0, :-1]
     head = model.get_output_embeddings()
-    found = token_measures(lambda states: head(states).float(), hidden, tokens[0], dense)
-    return {name: found[name].mean().item() for name in ("nll", "accuracy", "kl") if name in found}, hidden
-
-
-def summarise(records: list[dict]) -> list[dict]:
-    """Return means over rows: one record per length, budget, window, equality and policy.
-
-    ``perplexity = exp(mean nll)``.
-    """
-    table = []
-    for line, members in grouped(records, KEYS):
-        line |= {"rows": len(members)}
-        for name in ("nll", "accuracy", *RECALL, "error", "kl"):
-            if all(name in member for member in members):
-                line[name] = sum(m[name] for m in members) / len(members)
-        table.append(line | {"perplexity": math.exp(line["nll"])})
-    return table
-
-
-def grouped(records: list[dict], keys: tuple[str, ...]) -> Iterator[tuple[dict, list[dict]]]:
-    """Yield each combination of values of ``keys``, in order of appearance, with the records that have it."""
-    groups: dict[tuple, list[dict]] = {}
-    for record in records:
-        groups.setdefault(tuple(record.get(name) for name in keys), []).append(record)
-    for key, members in groups.items():
-        yield dict(zip(keys, key, strict=True)), members
+    own = Predictions(hidden, lambda states: head(states).float())
+    found = token_measures(own, tokens[0], dense)
+    means = {name: found[name].mean().item() for name in ("nll", "accuracy", "kl") if name in found}
+    return {"tokens": len(hidden)} | means, own

@@ -12,6 +12,8 @@ from kvpop_vllm.config import ConfigError
 LEAST = 8
 """Minimum number of units (documents, problems); fewer say too little about what others would be like."""
 DRAWS = 10_000
+INTERVAL = " interval"
+"""Suffix of the field that holds the interval of a table's value."""
 
 
 class Interval(NamedTuple):
@@ -31,7 +33,10 @@ def bootstrap_ratio(
 ) -> Interval:
     """Return ``sum(numerators) / sum(denominators)`` with its interval.
 
-    A mean is the ratio to ones, and a paired difference the mean of differences.
+    A mean is the ratio to ones, and a paired difference the mean of differences. The interval of a ratio of two
+    policies is clear of 1 if and only if that of their difference is clear of 0, since both are of the same
+    draws. A draw whose denominators sum to 0 or less says nothing, and counts as lower than the low end and as
+    higher than the high end: with many of them an end is infinite.
 
     Args:
         numerators: one value per row, for example summed nats.
@@ -42,13 +47,33 @@ def bootstrap_ratio(
     Raises:
         ConfigError: there are fewer than :data:`LEAST` units.
     """
-    pairs = np.stack([numerators, np.ones(len(numerators)) if denominators is None else denominators], 1).astype(float)
-    _, unit = np.unique(np.arange(len(pairs)) if units is None else np.asarray(units), return_inverse=True)
+    if denominators is None:
+        denominators = np.ones(len(numerators))
+    _, unit = np.unique(np.arange(len(numerators)) if units is None else np.asarray(units), return_inverse=True)
     sums = np.zeros((unit.max(initial=-1) + 1, 2))
-    np.add.at(sums, unit, pairs)
+    np.add.at(sums, unit, np.stack([numerators, denominators], 1).astype(float))
     if len(sums) < LEAST:
         raise ConfigError(f"an interval needs at least {LEAST} documents or problems, got {len(sums)}: raise --rows")
     counts = np.random.default_rng(seed).multinomial(len(sums), np.full(len(sums), 1 / len(sums)), DRAWS)
-    drawn = counts @ sums
-    ratios = drawn[:, 0] / drawn[:, 1]
-    return Interval(float(pairs[:, 0].sum() / pairs[:, 1].sum()), *map(float, np.quantile(ratios, (0.025, 0.975))))
+    above, below = (counts @ sums).T
+    says = below > 0
+    ratios = above / np.where(says, below, 1)
+    low = np.quantile(np.where(says, ratios, -np.inf), 0.025, method="lower")
+    high = np.quantile(np.where(says, ratios, np.inf), 0.975, method="higher")
+    return Interval(float(sum(numerators) / sum(denominators)), float(low), float(high))
+
+
+def estimate(
+    name: str, numerators: Sequence[float], denominators: Sequence[float] | None = None, *, units: Sequence
+) -> dict:
+    """Return fields of a table's line: the ratio of sums as ``name`` and, from :data:`LEAST` units on, its interval.
+
+    Nothing is returned where the denominators sum to 0 or less. See :func:`bootstrap_ratio`.
+    """
+    denominators = [1.0] * len(numerators) if denominators is None else denominators
+    if sum(denominators) <= 0:
+        return {}
+    if len(set(units)) < LEAST:
+        return {name: sum(numerators) / sum(denominators)}
+    value, *interval = bootstrap_ratio(numerators, denominators, units=units)
+    return {name: value, name + INTERVAL: tuple(interval)}

@@ -5,53 +5,75 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
+import platform
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
+from importlib.metadata import version
 from typing import NamedTuple
 
 import torch
 
-from kvpop_vllm import policies
+from kvpop_vllm import __version__, policies
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.distill.data import PackedTokens
 from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
-from kvpop_vllm.evaluation import replay, retrieval
-from kvpop_vllm.evaluation.backends import Backend, Run
-from kvpop_vllm.evaluation.haystack import replay_rows, sentences
-from kvpop_vllm.evaluation.options import contenders_of, first_rows, settings_of
-from kvpop_vllm.evaluation.output import format_table, records_file
+from kvpop_vllm.distill.sources import find_sources
+from kvpop_vllm.evaluation import options as asked
+from kvpop_vllm.evaluation import replay, retrieval, summaries
+from kvpop_vllm.evaluation.backends import Backend, Run, TransformersBackend
+from kvpop_vllm.evaluation.haystack import Row, replay_rows, sentences, units_of
+from kvpop_vllm.evaluation.output import format_table, note, progress, records_file
 from kvpop_vllm.evaluation.pictures import Report
-from kvpop_vllm.evaluation.policies import PolicySpec, ResolvedPolicy, known_training_free
-from kvpop_vllm.evaluation.runner import KEYS, Setting, described, evaluate, grouped, summarise
+from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
+from kvpop_vllm.evaluation.runner import DENSE, OWN, Runs, Setting, dense_bytes, described, evaluate, resolve_all
+from kvpop_vllm.evaluation.statistics import LEAST
 from kvpop_vllm.policies.base import ModelShape
 
 DEFAULT_POLICIES = "streaming-llm", "l2norm", "random"
 """Policies of ``--task text`` if none are named."""
-TEXT_COLUMNS = (*KEYS, "teacher", "hindsight", "mass", "error", "kl", "perplexity", "accuracy")
-RETRIEVAL_COLUMNS = (*KEYS, "kind", "examples", *retrieval.MEASURES)
-REPLAY_COLUMNS = (*KEYS, "rows", "perplexity", "kl", "kl, all held", "kl, last quarter", "agreement")
 BUCKETS = 16
 """Number of buckets of a row's positions, unless ``--bucket`` gives their size."""
 CHARACTERS = 16
 """Characters of text per token of haystack, an upper bound."""
 
 
+class Models(NamedTuple):
+    """Models of an evaluation.
+
+    Attributes:
+        backend: runs the evaluated model.
+        teacher: runs the model whose predictions are the dense ones; None for the evaluated one.
+    """
+
+    backend: Backend
+    teacher: Backend | None
+
+
 class Task(NamedTuple):
     """Task that is done under each policy.
 
     Attributes:
-        records: yields the records of all policies with all budgets on a backend.
+        records: yields the records of all runs, and calls its last argument with the number of passes done.
         example: ``[S]`` tokens of the first row or example of the greatest length, for maps of retained tokens.
         summarise: makes a table of records.
         columns: columns of the table.
+        units: unit of each item (row or example); items of one unit are not independent.
+        passes: passes of each run for an item and a length; a dense model makes one.
+        about: what the first line of the records says beside options and versions.
     """
 
-    records: Callable[[Backend, list[PolicySpec], list[Setting]], Iterable[dict]]
+    records: Callable[[Models, Runs, Callable[[float], object]], Iterable[dict]]
     example: torch.Tensor
     summarise: Callable[[list[dict]], list[dict]]
     columns: tuple[str, ...]
+    units: list[int]
+    passes: int = 1
+    about: dict = {}
+
+    def total(self, runs: Runs, lengths: list[int], teacher: bool) -> int:
+        """Return the passes of all runs and dense models at all lengths."""
+        of_runs = sum(len({setting.length for setting in own}) for _, own in runs)
+        return len(self.units) * (len(set(lengths)) * (1 + teacher) + self.passes * of_runs)
 
 
 def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
@@ -70,45 +92,82 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
         ConfigError: the options do not fit each other, the model or the data.
     """
     is_text = options.task == "text"
-    specs, shapes = contenders_of(options, DEFAULT_POLICIES if is_text else tuple(known_training_free()))
-    settings = settings_of(options, shapes if is_text else None)
+    names = DEFAULT_POLICIES if is_text else tuple(known_training_free())
+    specs, shapes = asked.contenders_of(options, names)
+    settings = asked.settings_of(options, shapes if is_text else None)
     longest, dtype = max(options.length), getattr(torch, options.dtype)
     check_length(options.model, longest)
-    shape = ModelShape.of(options.model, longest)
-    if options.policies is None and not is_text:
-        specs = _deployable(specs, settings, shape, dtype)
-    deploy_all(specs, settings, shape, dtype)
-    task = {"text": _text, "retrieval": _retrieval, "replay": _replay}[options.task](options)
+    if options.teacher is not None:
+        asked.check_teacher(options.model, options.teacher, longest)
+    runs = _runs(options, specs, settings, ModelShape.of(options.model, longest), dtype)
+    against = asked.reference_of(options, [resolved.spec for resolved, _ in runs])
+    task = {"text": _text, "retrieval": _retrieval, "replay": _replay}[options.task](options, against)
     report, found = Report(options.report) if options.report else None, []
     with records_file(options.out) if options.out else nullcontext() as file:
-        backend = backend_class(options.model, dtype, longest)
-        for record in task.records(backend, specs, settings):
-            found.append(record)
+
+        def write(line: dict) -> None:
             if file:
-                file.write(json.dumps(record) + "\n")
+                file.write(json.dumps(line) + "\n")
                 file.flush()
+
+        teacher = None if options.teacher is None else TransformersBackend(options.teacher, dtype, longest)
+        models = Models(backend_class(options.model, dtype, longest), teacher)
+        write({"run": about_run(options) | task.about})
+        with progress(task.total(runs, options.length, teacher is not None), options.task) as tick:
+            for record in task.records(models, runs, tick):
+                record = {"task": options.task, "backend": options.backend} | record
+                found.append(record)
+                write(record)
     table = task.summarise(found)
-    print(format_table(table, task.columns))
+    print(format_table(table, task.columns), flush=True)
+    if len(set(task.units)) < LEAST:
+        few = f"intervals need at least {LEAST} documents or examples, got {len(set(task.units))}"
+        note(f"{few}: raise --rows or give more text")
     if report:
-        for setting, spec in itertools.product([s for s in settings if s.length == longest], specs):
-            report.add_map(backend, setting, spec, task.example)
+        maps = [(resolved, [s for s in own if s.length == longest]) for resolved, own in runs]
+        with progress(len(maps), "maps") as tick:
+            for resolved, own in maps:
+                report.add_maps(models.backend, own, resolved, task.example)
+                tick(1)
         report.write(options.task, table, task.columns, " ".join(options.data))
     return table
 
 
-def deploy_all(
-    specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype: torch.dtype
-) -> list[tuple[ResolvedPolicy, list[Setting]]]:
-    """Return every spec with every budget, and the settings (lengths) that it runs with; no model is loaded.
+def about_run(options) -> dict:
+    """Return what is needed to repeat a run: options, versions, and names, sizes and hashes of the text."""
+    given = {name: value for name, value in vars(options).items() if not callable(value)}
+    libraries = ["torch", "transformers"] + ["vllm"] * (options.backend == "vllm")
+    versions = {"kvpop_vllm": __version__, "python": platform.python_version()}
+    versions |= {name: version(name) for name in libraries}
+    return {"options": given, "versions": versions, "data": [one.fingerprint() for one in find_sources(options.data)]}
+
+
+def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype: torch.dtype) -> Runs:
+    """Return the runs of the command line; print what is left out, and why.
+
+    What was not asked for is left out if it cannot be used: policies, if ``--policies`` names none, and equal
+    bytes without ``--equal``.
 
     Raises:
-        ConfigError: a spec cannot be used with a setting.
+        ConfigError: a spec cannot be used with a setting, or none can.
     """
-    found: dict[tuple, tuple[ResolvedPolicy, list[Setting]]] = {}
-    for spec, setting in itertools.product(specs, settings):
-        resolved, key = setting.resolve(spec, shape, dtype), (spec.name, setting.budget, setting.equal)
-        found.setdefault(key, (resolved, []))[1].append(setting)
-    return list(found.values())
+    if options.equal and "bytes" in options.equal:
+        asked.check_tails(specs)
+    certain = [s for s in settings if s.equal == "k" or options.equal]
+    if options.policies is None and options.task != "text":
+        specs = _deployable(specs, certain, shape, dtype)
+    pairs, others = list(itertools.product(specs, certain)), [s for s in settings if s not in certain]
+    for spec in specs if others else ():
+        if asked.protects(spec):
+            note(f"left out at equal bytes: {spec.name} protects prompts (--protect-prompt 0 lets it in)")
+            continue
+        for setting in others:
+            try:
+                setting.resolve(spec, shape, dtype)
+                pairs.append((spec, setting))
+            except ConfigError as error:
+                note(f"left out at equal bytes: {error}")
+    return resolve_all(pairs, shape, dtype)
 
 
 def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype) -> list[PolicySpec]:
@@ -120,7 +179,7 @@ def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelSh
     found, why = [], list(policies.loadable()[1])
     for spec in specs:
         try:
-            deploy_all([spec], settings, shape, dtype)
+            resolve_all(itertools.product([spec], settings), shape, dtype)
             found.append(spec)
         except ConfigError as error:
             if spec.scorer is not None:
@@ -129,74 +188,91 @@ def _deployable(specs: list[PolicySpec], settings: list[Setting], shape: ModelSh
     if not found:
         raise ConfigError(why[-1])
     for line in why:
-        print(f"left out: {line}")
+        note(f"left out: {line}")
     return found
 
 
 def run_task(
-    options, material: dict[int, list], ask: Callable[[Run, int], Iterator[dict]],
-    backend: Backend, specs: list[PolicySpec], settings: list[Setting],
-) -> Iterator[dict]:  # fmt: skip
-    """Yield records of the dense model, then of every policy with every budget.
+    lengths: Iterable[int],
+    ask: Callable[[Run, int], Iterator[dict]],
+    models: Models,
+    runs: Runs,
+    tick: Callable[[float], object],
+) -> Iterator[dict]:
+    """Yield records of the dense models, then of every run.
 
     Args:
-        options: options of the command line.
-        material: length -> rows or examples.
-        ask: yields the records of a run on the material of one length.
-        backend: what runs the model.
-        specs: policies to compare.
-        settings: lengths and budgets to compare them at.
+        lengths: lengths to ask at.
+        ask: yields the records of a run on the material of one length; the first run is the dense one.
+        models: what runs the models.
+        runs: policies to compare.
+        tick: called with the number of passes that are done.
     """
-    names = {"task": options.task, "backend": options.backend}
-    with backend.start(None) as run:
-        for length in material:
-            for record in ask(run, length):
-                yield names | {"length": length, "policy": "dense"} | record
-    for resolved, own in deploy_all(specs, settings, backend.shape, backend.dtype):
+    backend, dtype = models.backend, models.backend.dtype
+    dense = [(DENSE, backend)] if models.teacher is None else [(DENSE, models.teacher), (OWN, backend)]
+    for name, one in dense:
+        with one.start(None) as run:
+            for length in lengths:
+                about = {"length": length, "policy": name, "allocated": dense_bytes(one.shape, dtype, length)}
+                for record in ask(run, length):
+                    tick(1)
+                    yield about | record
+    for resolved, own in runs:
         with backend.start(resolved) as run:
-            for setting in own:
-                for record in ask(run, setting.length):
-                    yield names | {"length": setting.length} | described(setting, resolved) | record
+            for length in dict.fromkeys(setting.length for setting in own):
+                about = [described(s, resolved, dtype) for s in own if s.length == length]
+                for record in ask(run, length):
+                    tick(1)
+                    yield from ({"length": length} | each | record for each in about)
 
 
-def _text(options) -> Task:
+def _rows(options) -> tuple[list[Row], list[int], dict]:
+    """Return rows of text, their units, and what the records say of both."""
     places = {"split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)}
-    packed = PackedTokens(options.data, load_tokenizer(options.model), max(options.length), **places)
-    rows = first_rows(packed.one_pass(), options)
-    return Task(lambda backend, *compared: evaluate(backend.model, rows, *compared), rows[0], summarise, TEXT_COLUMNS)
+    found = replay_rows(options.data, load_tokenizer(options.model), max(options.length), **places)
+    rows = asked.first_rows(found, options)
+    units = units_of(rows)
+    lines = enumerate(zip(units, rows, strict=True))
+    return rows, units, {"rows": [{"row": i, "unit": unit, "documents": row.documents} for i, (unit, row) in lines]}
 
 
-def _retrieval(options) -> Task:
+def _text(options, against: str | None) -> Task:
+    rows, units, about = _rows(options)
+    tokens = [row.tokens for row in rows]
+
+    def records(models: Models, runs: Runs, tick) -> Iterator[dict]:
+        teacher = None if models.teacher is None else models.teacher.model
+        for record in evaluate(models.backend.model, tokens, options.length, runs, teacher=teacher, tick=tick):
+            yield {"unit": units[record["row"]]} | record
+
+    summarise = functools.partial(summaries.summarise_text, against=against)
+    return Task(records, tokens[0], summarise, summaries.TEXT_COLUMNS, units, 2, about)
+
+
+def _retrieval(options, against: None) -> Task:
     tokenizer = load_tokenizer(options.model)
     text = sentences(options.data, options.split, CHARACTERS * max(options.length))
     made = {"count": options.rows, "seed": options.seed, "digits": options.digits}
     material = {n: retrieval.make_examples(options.kinds, tokenizer, text, n, **made) for n in options.length}
     if not tokenizer.chat_template:
-        print(f"{options.model} has no chat template: prompts are plain text")
+        note(f"{options.model} has no chat template: prompts are plain text")
 
     def ask(run: Run, length: int) -> Iterator[dict]:
         return retrieval.answers(run, tokenizer, material[length])
 
     example = torch.tensor(material[max(options.length)][0].prompt)
-    records = functools.partial(run_task, options, material, ask)
-    return Task(records, example, summarise_retrieval, RETRIEVAL_COLUMNS)
+    units = list(range(options.rows)) * len(options.kinds)
+    records = functools.partial(run_task, material, ask)
+    return Task(records, example, summaries.summarise_retrieval, summaries.RETRIEVAL_COLUMNS, units)
 
 
-def summarise_retrieval(records: list[dict]) -> list[dict]:
-    """Return means over examples: a line for each length, budget, policy and kind."""
-    table = []
-    for line, members in grouped(records, (*KEYS, "kind")):
-        means = {name: sum(m[name] for m in members) / len(members) for name in retrieval.MEASURES}
-        table.append(line | {"examples": len(members)} | means)
-    return table
-
-
-def _replay(options) -> Task:
-    places = {"split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)}
-    rows = first_rows(replay_rows(options.data, load_tokenizer(options.model), max(options.length), **places), options)
-    material = {length: [row[:length] for row in rows] for length in options.length}
-    records = functools.partial(run_task, options, material, Replay(material, options.bucket))
-    return Task(records, rows[0], summarise_replay, REPLAY_COLUMNS)
+def _replay(options, against: str | None) -> Task:
+    rows, units, about = _rows(options)
+    material = {length: [row.tokens[:length] for row in rows] for length in options.length}
+    ask = Replay(material, units, options.bucket, options.teacher is not None)
+    summarise = functools.partial(summaries.summarise_replay, against=against)
+    columns = summaries.REPLAY_COLUMNS
+    return Task(functools.partial(run_task, material, ask), rows[0].tokens, summarise, columns, units, about=about)
 
 
 class Replay:
@@ -204,12 +280,16 @@ class Replay:
 
     Args:
         material: length -> rows ``[length]``.
+        units: unit of each row.
         bucket: positions of a bucket; None for a sixteenth of the row.
+        teacher: True if the dense model is another one, whose output layer outlives its run.
     """
 
-    def __init__(self, material: dict[int, list[torch.Tensor]], bucket: int | None):
-        self.material, self.bucket = material, bucket
-        self.dense: dict[int, list[torch.Tensor]] = {}
+    def __init__(
+        self, material: dict[int, list[torch.Tensor]], units: list[int], bucket: int | None, teacher: bool = False
+    ):
+        self.material, self.units, self.bucket, self.teacher = material, units, bucket, teacher
+        self.dense: dict[int, list[replay.Predictions]] = {}
 
     def __call__(self, run: Run, length: int) -> Iterator[dict]:
         """Yield one record for each row under ``run``."""
@@ -218,28 +298,5 @@ class Replay:
         if length not in self.dense:
             self.dense[length] = [replay.predictions(run, row) for row in rows]
         for number, (row, dense) in enumerate(zip(rows, self.dense[length], strict=True)):
-            yield {"row": number} | replay.compare(run, row, dense, bucket)
-
-
-def summarise_replay(records: list[dict]) -> list[dict]:
-    """Return means over rows.
-
-    ``kl, all held`` is the mean of the buckets that end before anything is evicted, ``kl, last quarter`` that
-    of the buckets that begin in the last quarter of the row.
-    """
-    table = []
-    for line, members in grouped(records, KEYS):
-        means = {name: sum(m[name] for m in members) / len(members) for name in replay.MEASURES}
-        curves = {
-            f"{name}_by_position": [sum(part) / len(members) for part in zip(*(m[f"{name}_by_position"] for m in members), strict=True)]
-            for name in replay.MEASURES
-        }  # fmt: skip
-        bucket, kl = members[0]["bucket"], curves["kl_by_position"]
-        early = [x for i, x in enumerate(kl) if (i + 1) * bucket <= members[0].get("whole", 0)]
-        late = [x for i, x in enumerate(kl) if i * bucket >= 0.75 * (line["length"] - 1)]
-        found = {"rows": len(members), "perplexity": math.exp(means["nll"]), "bucket": bucket}
-        if line["budget"]:
-            found |= {"kl, all held": sum(early) / len(early) if early else None}
-            found |= {"kl, last quarter": sum(late) / len(late) if late else None}
-        table.append(line | found | means | curves)
-    return table
+            exact = dense if self.teacher else dense._replace(logits=run.logits)
+            yield {"row": number, "unit": self.units[number]} | replay.compare(run, row, exact, bucket)

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from kvpop_vllm.distill.metrics import read_metrics
+from kvpop_vllm.evaluation.output import read_records
 
 RECIPE = (
     "--recipe=demo --length=96 --positions=300 --window=8 --samples=32 --warmup=2 --dtype=float32 --topk 20".split()
@@ -29,7 +30,7 @@ def evaluated(kvpop, words):
     common = "eval --model=qwen3 --split=all --dtype=float32 --out=records.jsonl".split()
     status, output, errors = kvpop(*common, *words.split())
     assert status in (0, None), errors
-    return output, records("records.jsonl")
+    return output, read_records("records.jsonl")[1]
 
 
 def refused(kvpop, words, message):

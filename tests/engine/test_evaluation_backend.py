@@ -6,7 +6,6 @@ Divergences over the whole vocabulary agree to a thousandth.
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from engine.tiny_engine import quick
 from kvpop_vllm.cli import main
 from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.backends import Sampling, TransformersBackend
+from kvpop_vllm.evaluation.output import read_records
 from kvpop_vllm.evaluation.policies import learned, training_free
 from kvpop_vllm.testing import random_prompt, write_random_scorer, write_tiny_model
 from kvpop_vllm.vllm_glue.evaluation import EngineBackend
@@ -111,9 +111,9 @@ def eval_records(folder, task, backend, *options):
     words = (
         f"eval --task={task} --backend={backend} --model={folder / 'model'} --data {folder / 'text.jsonl'} --split=all"
     )
-    words += f" --dtype=float32 --policies h2o --budget {B} --out={out}"
+    words += f" --equal=k --dtype=float32 --policies h2o --budget {B} --out={out}"
     assert main([*words.split(), *options]) in (0, None)
-    return [json.loads(line) for line in out.read_text().splitlines()]
+    return read_records(out)[1]
 
 
 @pytest.mark.parametrize(

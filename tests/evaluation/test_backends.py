@@ -15,7 +15,7 @@ from kvpop_vllm.evaluation import replay
 from kvpop_vllm.evaluation.backends import Sampling, TransformersBackend, choose
 from kvpop_vllm.evaluation.options import contenders_of
 from kvpop_vllm.evaluation.policies import learned, training_free
-from kvpop_vllm.evaluation.runner import Setting, evaluate
+from kvpop_vllm.evaluation.runner import Setting, evaluate, resolve_all
 from kvpop_vllm.hf import KVpopCache
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt, write_random_scorer, write_tiny_model
 
@@ -54,7 +54,7 @@ def test_generated_tokens_are_the_oracles(model, backend, h2o, dense):
 def test_draws_follow_the_seed(backend):
     """``kvpop eval --seed`` decides what a policy that draws holds."""
     unasked = dict.fromkeys(("allocator", "protect_prompt", "correction"))
-    options = SimpleNamespace(task="replay", policies=["random"], scorer=[], equal=["k"], **unasked)
+    options = SimpleNamespace(task="replay", policies=["random"], scorer=[], **unasked)
     held = []
     for options.seed in (0, 0, 1):
         ((spec,), _) = contenders_of(options, ())
@@ -97,7 +97,8 @@ def test_a_model_that_gives_up_a_channel_has_it_under_no_policy(kind, mark, tmp_
     with pytest.raises(ConfigError, match="has not given up"), plain.start(spec.resolve(plain.shape, B)):
         pass
     with pytest.raises(ConfigError, match="has not given up"):
-        list(evaluate(plain.model, [tokens], [spec], [Setting(S, B, None, None)], recall=False))
+        runs = resolve_all([(spec, Setting(S, B, None, None))], plain.shape, torch.float32)
+        list(evaluate(plain.model, [tokens], [S], runs, recall=False))
     config = Path(folder) / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {mark: 1}))
     backend, model = TransformersBackend(folder, torch.float32, S), OracleModel(folder)
@@ -117,7 +118,7 @@ def test_a_model_that_gives_up_a_channel_has_it_under_no_policy(kind, mark, tmp_
         room = KVpopCache(marked, "h2o", budget=256, window=200)
         logits = marked(tokens[None], past_key_values=room).logits[0]
     torch.testing.assert_close(logits.log_softmax(-1).double(), whole.logprobs, rtol=0, atol=2e-4)
-    dense, own = evaluate(backend.model, [tokens], [spec], [Setting(S, B, None, None)], recall=False)
+    dense, own = evaluate(backend.model, [tokens], [S], runs, recall=False)
     for record, exact in ((dense, whole), (own, sparse)):
         nll = -exact.logprobs[:-1].gather(-1, tokens[1:, None]).mean()
         assert record["nll"] == pytest.approx(float(nll), abs=1e-4)

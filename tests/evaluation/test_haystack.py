@@ -9,7 +9,7 @@ from distill.tiny_text import VOCABULARY
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import in_split, share_of
-from kvpop_vllm.evaluation.haystack import LONGEST_SENTENCE, documents, replay_rows, sentences
+from kvpop_vllm.evaluation.haystack import LONGEST_SENTENCE, documents, replay_rows, sentences, units_of
 
 
 def write(path, texts):
@@ -19,7 +19,7 @@ def write(path, texts):
 
 def rows(paths, tokenizer, length, split="all", seed=0):
     found = replay_rows(paths, tokenizer, length, split=split, seed=seed, vocab_size=VOCABULARY)
-    return [tokenizer.decode(row) for row in found]
+    return [tokenizer.decode(row.tokens) for row in found]
 
 
 def test_rows_begin_with_documents_and_go_on_with_the_next(tokenizer, tmp_path):
@@ -36,6 +36,27 @@ def test_rows_begin_with_documents_and_go_on_with_the_next(tokenizer, tmp_path):
     assert len({tuple(rows(paths, tokenizer, 32, seed=seed)) for seed in range(4)}) > 1
     assert rows(paths, tokenizer, 32, seed=2) == rows(paths, tokenizer, 32, seed=2)
     assert rows(paths, tokenizer, 32000) == []
+
+
+def test_rows_name_their_documents_and_units_share_groups_and_texts(tokenizer, tmp_path):
+    """Of six rows of two documents each, three hang together by a group, the first also by a text that comes twice."""
+    groups = ["a", None, "b", "c", None, "a", None, "d", "c", None, None, None]
+    texts = [chr(97 + i) * 12 for i in range(12)]
+    texts[11] = texts[1]
+    path = tmp_path / "text.jsonl"
+    lines = [{"text": text} | ({"group": group} if group else {}) for text, group in zip(texts, groups, strict=True)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    for seed in range(5):
+        found = list(replay_rows([str(path)], tokenizer, 26, split="all", seed=seed, vocab_size=VOCABULARY))
+        numbers = [[int(where.rpartition(":")[2]) - 1 for where in row.documents] for row in found]
+        assert sorted(sum(numbers, [])) == list(range(12)) and all(len(pair) == 2 for pair in numbers)
+        keys = [{groups[i] or texts[i] for i in pair} for pair in numbers]
+        units = units_of(found)
+        for one in range(6):
+            reached, before = keys[one], None
+            while reached != before:
+                before, reached = reached, set().union(reached, *(own for own in keys if own & reached))
+            assert units[one] == next(i for i, own in enumerate(keys) if own & reached), seed
 
 
 def test_a_split_holds_its_documents(tokenizer, tmp_path):

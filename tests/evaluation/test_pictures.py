@@ -12,14 +12,12 @@ from kvpop_vllm.evaluation.backends import TransformersBackend
 from kvpop_vllm.evaluation.pictures import Report, draw_replay, draw_retrieval
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.runner import Setting
-from kvpop_vllm.evaluation.tasks import summarise_replay, summarise_retrieval
+from kvpop_vllm.evaluation.summaries import summarise_replay, summarise_retrieval
 from kvpop_vllm.testing import OracleModel, OraclePolicy, random_prompt
-
-DENSE = {"length": 100, "budget": None, "equal": None}
 
 
 def line(policy, budget, **values):
-    return {"length": 100, "budget": budget, "equal": "k", "policy": policy} | values
+    return {"length": 100, "budget": budget, "equal": "k", "policy": policy, "allocated": 2**21} | values
 
 
 def points(axis):
@@ -28,15 +26,15 @@ def points(axis):
 
 def test_retrieval_is_averaged_by_kind_and_drawn():
     records = [
-        line("x", 16, kind=kind, exact=e, partial=p)
+        line("x", 16, kind=kind, exact=e, partial=p, unit=0)
         for kind, e, p in (("needle", 0, 0.5), ("needle", 1, 1.0), ("words", 0, 0.2))
     ]
-    records += [{"length": 100, "policy": "dense", "kind": "needle", "exact": 1, "partial": 1.0}]
+    records += [line("dense", None, kind="needle", exact=1, partial=1.0, unit=0)]
     table = summarise_retrieval(records)
     assert [(x["policy"], x["kind"], x["examples"], x["exact"], x["partial"]) for x in table] == [
+        ("dense", "needle", 1, 1, 1.0),
         ("x", "needle", 2, 0.5, 0.75),
         ("x", "words", 1, 0, 0.2),
-        ("dense", "needle", 1, 1, 1.0),
     ]
     drawing = Figure()
     draw_retrieval(drawing, table)
@@ -47,7 +45,7 @@ def test_retrieval_is_averaged_by_kind_and_drawn():
 def test_replay_is_averaged_by_position_and_drawn():
     curves = [([0.0, 0.2, 0.4, 0.6, 0.8], [1.0, 0.9, 0.8, 0.7, 0.6]), ([0.0, 0.4, 0.6, 0.8, 1.0], [1.0] * 5)]
     records = [
-        line("x", 20, row=i, nll=1.0 + i, kl=sum(kl) / 5, agreement=sum(same) / 5, bucket=20, whole=20)
+        line("x", 20, row=i, nll=1.0 + i, kl=sum(kl) / 5, agreement=sum(same) / 5, bucket=20, whole=20, unit=i, tokens=99)
         | {"nll_by_position": [1.0] * 5, "kl_by_position": kl, "agreement_by_position": same}
         for i, (kl, same) in enumerate(curves)
     ]
@@ -68,9 +66,9 @@ def test_a_report_holds_what_the_oracle_holds(model, tmp_path):
     """The map of a policy on a text equals the oracle's, by layer and bin."""
     length, budget = 150, 40
     backend = TransformersBackend(model, torch.float32, length)
-    report, setting = Report(str(tmp_path / "report")), Setting(length, budget, None, None)
+    report, settings = Report(str(tmp_path / "report")), [Setting(length, budget, None, None)]
     tokens = random_prompt(length)
-    report.add_map(backend, setting, training_free("h2o"), torch.tensor(tokens))
+    report.add_maps(backend, settings, training_free("h2o").resolve(backend.shape, budget), torch.tensor(tokens))
     report.write("text", [line("h2o", budget, perplexity=5.0, kl=0.5, error=0.1)], ("policy", "kl"), "some text")
     folder = tmp_path / "report"
     assert (folder / "table.md").read_text().splitlines()[-1] == "| h2o | 0.5000 |"

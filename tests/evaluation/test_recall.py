@@ -16,7 +16,8 @@ from kvpop_vllm.distill.retention import kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.recall import Judge
-from kvpop_vllm.evaluation.runner import Setting, evaluate, summarise
+from kvpop_vllm.evaluation.runner import Setting, evaluate, resolve_all
+from kvpop_vllm.evaluation.summaries import summarise_text
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention
@@ -97,7 +98,8 @@ def test_next_token_quality_by_definition(model, monkeypatch, positions):
     monkeypatch.setattr("kvpop_vllm.evaluation.replay.POSITIONS", positions)
     loaded, plain = load_model(model, torch.float32), AutoModelForCausalLM.from_pretrained(model)
     rows = [torch.randint(0, 256, (S,), generator=torch.Generator().manual_seed(i)) for i in (1, 2)]
-    records = list(evaluate(loaded, rows, [training_free("l2norm")], [Setting(S, 30, 2, 6)]))
+    pairs = [(training_free("l2norm"), Setting(S, 30, 2, 6))]
+    records = list(evaluate(loaded, rows, [S], resolve_all(pairs, ModelShape.of(model, S), torch.float32)))
     assert [(r["row"], r["policy"]) for r in records] == [(i, p) for i in (0, 1) for p in ("dense", "l2norm")]
     for row, record in zip(rows, records[::2], strict=True):
         with torch.no_grad():
@@ -105,6 +107,6 @@ def test_next_token_quality_by_definition(model, monkeypatch, positions):
         nll = -logp.gather(-1, row[1:, None]).mean().item()
         assert record["nll"] == pytest.approx(nll, rel=1e-4) and "kl" not in record
         assert record["accuracy"] == pytest.approx((logp.argmax(-1) == row[1:]).float().mean().item())
-    lines = {line["policy"]: line for line in summarise(records)}
+    lines = {line["policy"]: line for line in summarise_text([{"unit": 0} | record for record in records])}
     nll = sum(r["nll"] for r in records if r["policy"] == "l2norm") / 2
     assert lines["l2norm"]["perplexity"] == pytest.approx(math.exp(nll)) and lines["l2norm"]["rows"] == 2

@@ -13,7 +13,7 @@ from kvpop_vllm.distill.hook import load_model, show_hidden_states
 from kvpop_vllm.distill.sparse import dense_attention
 from kvpop_vllm.evaluation.policies import known_training_free, learned, training_free
 from kvpop_vllm.evaluation.recall import Judge
-from kvpop_vllm.evaluation.runner import Setting, evaluate
+from kvpop_vllm.evaluation.runner import Setting, evaluate, resolve_all
 from kvpop_vllm.evaluation.served import attend_and_keep
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.policies.base import ModelShape
@@ -60,7 +60,8 @@ def test_next_tokens_are_the_oracles(model, tmp_path, name):
         policy = OraclePolicy(ORACLES[plain], 2, 6, 22, corrected=bool(more) or name == "momentkv")
     loaded = load_model(model, torch.float32)
     show_hidden_states(loaded)
-    _, record = evaluate(loaded, [row()], [spec], [setting])
+    runs = resolve_all([(spec, setting)], ModelShape.of(model, S), torch.float32)
+    _, record = evaluate(loaded, [row()], [S], runs)
     run, dense = (OracleModel(model).run(row().tolist(), chosen) for chosen in (policy, None))
     nll, exact_nll = (float(-r.logprobs[:-1].gather(-1, row()[1:, None]).mean()) for r in (run, dense))
     assert record["nll"] == pytest.approx(nll, rel=1e-5) and abs(nll - exact_nll) > 1e-4
@@ -97,7 +98,8 @@ def test_the_error_of_outputs_by_definition(model, name):
 
     Queries, keys and values of that layer are the same with every policy.
     """
-    records = list(evaluate(load_model(model, torch.float32), [row()], [training_free(name)], [Setting(S, 30, 2, 6)]))
+    runs = resolve_all([(training_free(name), Setting(S, 30, 2, 6))], ModelShape.of(model, S), torch.float32)
+    records = list(evaluate(load_model(model, torch.float32), [row()], [S], runs))
     kept = {}
 
     def capture(layer, q, k, v, scale):

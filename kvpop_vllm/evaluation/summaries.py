@@ -1,0 +1,127 @@
+"""Tables of the records of an evaluation: a line for each length, budget, equality, policy and kind of question."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from kvpop_vllm.evaluation import replay, retrieval
+from kvpop_vllm.evaluation.runner import DENSE, RECALL
+from kvpop_vllm.evaluation.statistics import estimate
+
+KEYS = ("length", "budget", "equal", "window", "topk", "policy")
+"""Fields that identify a line of a table."""
+SETTING = ("length", "budget", "equal", "MiB", "window", "topk", "policy", "rows")
+NATS = ("kl", "kl ratio", "gap ratio", "perplexity")
+TEXT_COLUMNS = (*SETTING, *RECALL, "error", *NATS, "accuracy")
+RETRIEVAL_COLUMNS = (*SETTING[:-1], "kind", "examples", *retrieval.MEASURES)
+REPLAY_COLUMNS = (*SETTING, *NATS, "kl, all held", "kl, last quarter", "agreement")
+
+
+def summarise_text(records: list[dict], against: str | None = None) -> list[dict]:
+    """Return the table of records of `kvpop eval --task text`: means over rows, and nats (:func:`_nats`)."""
+    table = []
+    for line, members in _lines(records):
+        for name in ("accuracy", *RECALL, "error"):
+            if all(name in member for member in members):
+                line[name] = _mean([m[name] for m in members])
+        table.append(line | _nats(line, members, records, against))
+    return table
+
+
+def summarise_replay(records: list[dict], against: str | None = None) -> list[dict]:
+    """Return the table of records of `kvpop eval --task replay`: means over rows, and nats (:func:`_nats`).
+
+    ``kl, all held`` is the mean of the buckets that end before anything is evicted, ``kl, last quarter`` that
+    of the buckets that begin in the last quarter of the row. ``*_by_position`` are means over rows.
+    """
+    table = []
+    for line, members in _lines(records):
+        curves = {}
+        for name in (f"{measure}_by_position" for measure in replay.MEASURES):
+            curves[name] = [_mean(part) for part in zip(*(m[name] for m in members), strict=True)]
+        bucket, kl = members[0]["bucket"], curves["kl_by_position"]
+        early = [x for i, x in enumerate(kl) if (i + 1) * bucket <= members[0].get("whole", 0)]
+        late = [x for i, x in enumerate(kl) if i * bucket >= 0.75 * (line["length"] - 1)]
+        line |= {"bucket": bucket, "agreement": _mean([m["agreement"] for m in members])} | curves
+        if line["budget"]:
+            line |= {"kl, all held": _mean(early) if early else None, "kl, last quarter": _mean(late) if late else None}
+        table.append(line | _nats(line, members, records, against))
+    return table
+
+
+def summarise_retrieval(records: list[dict]) -> list[dict]:
+    """Return the table of records of `kvpop eval --task retrieval`: means over the examples of each kind."""
+    table = []
+    for line, members in _lines(records, (*KEYS, "kind")):
+        line["examples"] = line.pop("rows")
+        for name in retrieval.MEASURES:
+            line |= estimate(name, [m[name] for m in members], units=[m["unit"] for m in members])
+        table.append(line)
+    return table
+
+
+def _nats(line: dict, members: list[dict], records: list[dict], against: str | None) -> dict:
+    """Return a line's measures in nats, with intervals over units if there are enough of them.
+
+    Args:
+        line: identifies the policy; see :data:`KEYS`.
+        members: its records, one per row.
+        records: all records, among them those of the dense model and of the reference on the same rows.
+        against: name of the reference policy, or None.
+
+    Returns:
+        ``perplexity``; ``kl``, the divergence from dense in nats per token, and, with a reference at this length,
+        budget and equality, ``kl ratio``, summed divergence over that of the reference, and ``gap ratio``, the
+        same of the summed difference from the dense model's negative log-likelihood.
+    """
+    tokens, units = [m["tokens"] for m in members], [m["unit"] for m in members]
+    found = {"perplexity": math.exp(_sum(members, "nll") / sum(tokens))}
+    if line["policy"] == DENSE:
+        return found
+    kl = [m["kl"] * m["tokens"] for m in members]
+    found |= estimate("kl", kl, tokens, units=units)
+    here = [r for r in records if r["length"] == line["length"]]
+    other = {r["row"]: r for r in here if r["policy"] == against and _at(r) == _at(line)}
+    dense = {r["row"]: r for r in here if r["policy"] == DENSE}
+    if not line["budget"] or not other:
+        return found
+    if line["policy"] == against:
+        return found | {"kl ratio": 1.0, "gap ratio": 1.0}
+
+    def gap(record: dict) -> float:
+        return (record["nll"] - dense[record["row"]]["nll"]) * record["tokens"]
+
+    reference = [other[m["row"]] for m in members]
+    found |= estimate("kl ratio", kl, [r["kl"] * r["tokens"] for r in reference], units=units)
+    return found | estimate("gap ratio", list(map(gap, members)), list(map(gap, reference)), units=units)
+
+
+def _at(record: dict) -> tuple:
+    return record.get("budget"), record.get("equal")
+
+
+def _sum(records: list[dict], name: str) -> float:
+    """Return the sum over all tokens of a mean over each record's tokens."""
+    return sum(r[name] * r["tokens"] for r in records)
+
+
+def _mean(values) -> float:
+    return sum(values) / len(values)
+
+
+def _lines(records: list[dict], keys: tuple[str, ...] = KEYS) -> Iterator[tuple[dict, list[dict]]]:
+    """Yield the lines of a table by length, budget and equality, each with its records.
+
+    A line has ``rows``, their number, and ``MiB``, the allocated size of a request.
+    """
+    groups: dict[tuple, list[dict]] = {}
+    for record in records:
+        groups.setdefault(tuple(record.get(name) for name in keys), []).append(record)
+    for key, members in sorted(groups.items(), key=lambda group: _order(group[1][0])):
+        size = {"MiB": members[0]["allocated"] / 2**20, "rows": len(members)}
+        yield dict(zip(keys, key, strict=True)) | size, members
+
+
+def _order(record: dict) -> tuple:
+    return record["length"], record.get("budget") or 0, record.get("equal") == "bytes"
