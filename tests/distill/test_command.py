@@ -192,6 +192,14 @@ def others(folder):
     write_byte_tokenizer(write_tiny_model(folder / "capped", vocab=VOCABULARY))
     config = json.loads((folder / "capped/config.json").read_text()) | {"final_logit_softcapping": 30.0}
     (folder / "capped/config.json").write_text(json.dumps(config))
+    for name in ("spelled", "brief"):
+        write_byte_tokenizer(write_tiny_model(folder / name, vocab=VOCABULARY))
+    tokenizer = json.loads((folder / "spelled/tokenizer.json").read_text())
+    known = tokenizer["model"]["vocab"]
+    known["a"], known["b"] = known["b"], known["a"]
+    (folder / "spelled/tokenizer.json").write_text(json.dumps(tokenizer))
+    config = json.loads((folder / "brief/config.json").read_text()) | {"max_position_embeddings": 100}
+    (folder / "brief/config.json").write_text(json.dumps(config))
 
 
 START = "distill --out=x --model=qwen3 --data text.jsonl"
@@ -277,7 +285,14 @@ REFUSED = {
     f"{EVAL} --task=replay --budget 5 --policies streaming-llm": "streaming-llm: a budget of 5 is too small for 4 sinks",
     f"{EVAL} --task=replay --budget 60 --policies kvpop": "policy 'kvpop' needs a scorer: give --scorer DIR",
     f"{EVAL} --task=replay --budget 60 --policies full": "policy 'full' evicts nothing",
-    f"{EVAL} --task=replay --budget 60 --equal bytes": "--equal bytes compares budgets of at least 512 tokens",
+    f"{EVAL} --task=replay --budget 60 --equal bytes --policies h2o momentkv": "(0 in as many bytes for 128 tokens) leaves momentkv no long-range",
+    f"{EVAL} --task=retrieval --equal bytes --policies random --budget 60": "random protects prompts: give --protect-prompt 0",
+    f"{EVAL} --budget 80 --against h2o": "--against h2o is not compared: choose from streaming-llm, l2norm, random, or add it",
+    f"{EVAL} --against h2o --task=retrieval": "--against says nothing to --task retrieval: leave it out, or give --task text",
+    f"{EVAL} --budget 80 --teacher=absent": "absent has no config.json",
+    f"{EVAL} --budget 80 --teacher=small": "--teacher small knows 200 tokens, qwen3 257: give the model that --model was trained",
+    f"{EVAL} --budget 80 --teacher=spelled": "--teacher spelled has another tokenizer than qwen3: give the model that --model was trained",
+    f"{EVAL} --budget 80 --teacher=brief": "--teacher brief has 100 positions: lower --length 128, or give the model that",
     f"{EVAL} --task=retrieval --budget 60 --policies h2o --kinds needle": "has no room for 'needle'",
     f"{EVAL} --task=replay --budget 60 --policies h2o --length 90000": "the model has 4096 positions: lower --length 90000",
     f"{EVAL} --task=replay --budget 60 --policies h2o --length 4000 --data text.jsonl --split test": "the test split holds no row of 4000",

@@ -13,29 +13,31 @@ from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
 def test_eval_compares_policies_with_dense(kvpop):
     distill(kvpop, "scorer", "--steps=2")
     words = "--data text.jsonl --scorer=scorer --length 128 96 --share 3 --rows=2 --report=text"
-    output, found = evaluated(kvpop, words)
-    header, *lines, _ = (line.split() for line in output.splitlines())  # the last one names the report
-    assert header[:2] == ["length", "budget"] and len(lines) == 2 * 5  # dense, three training-free, the scorer
-    assert [line[-3] for line in lines if "dense" in line], output
+    done = evaluated(kvpop, f"{words} --equal k")
+    heading, *lines = done.lines
+    assert heading[:2] == ["length", "budget"] and len(lines) == 2 * 5  # dense, three training-free, the scorer
     assert "| random |" in Path("text/table.md").read_text() and records("text/retained.jsonl")
-    assert len(found) == 2 * len(lines)
-    assert {r["policy"] for r in found} == {"dense", "streaming-llm", "l2norm", "random", "scorer"}
-    for record in found:
+    assert len(done.records) == 2 * len(lines)
+    assert {r["policy"] for r in done.records} == {"dense", "streaming-llm", "l2norm", "random", "scorer"}
+    for record in done.records:
         assert record["policy"] == "dense" or (record["budget"] == record["length"] // 3 and 0 <= record["mass"] <= 1)
+    assert "intervals need at least 8 documents or examples, got 2: raise --rows or give more text" in done.notes
+    assert "text: 100%" in done.notes and "maps: 100%" in done.notes
 
 
 def test_eval_takes_the_windows_that_a_scorer_was_trained_with(kvpop):
     distill(kvpop, "several", "--steps=2", "--window", "8", "16", "--topk", "20", "44")
-    words = "--data text.jsonl --policies streaming-llm --length 128 --share 2 4 --rows=1 --scorer="
-    output, found = evaluated(kvpop, f"{words}several")
+    words = "--data text.jsonl --policies streaming-llm --length 128 --share 2 4 --rows=1 --equal k --scorer="
+    done = evaluated(kvpop, f"{words}several")
+    found = done.records
     settings = {(r["policy"], r["budget"], r["window"], r["topk"]) for r in found if r["policy"] != "dense"}
     assert settings == {(name, *t) for name in ("several", "streaming-llm") for t in ((64, 16, 44), (32, 8, 20))}
-    assert output.split()[3] == "window"
+    assert done.lines[0][4] == "window"
     config, layers = read_scorer("several")
     by_hand = {}
     for window in (8, 16):
         write_scorer(f"only{window}", dataclasses.replace(config, window=window, trained=()), layers)
-        for record in evaluated(kvpop, f"{words}only{window}")[1]:
+        for record in evaluated(kvpop, f"{words}only{window}").records:
             by_hand[record.get("window"), record.get("budget")] = record["nll"], record.get("hindsight")
     for record in found:
         if record["policy"] == "several":
@@ -50,10 +52,12 @@ def test_records_of_before_stay_until_the_new_ones_are_there(kvpop, monkeypatch)
     Path("kept.jsonl").write_text("before\n")
     Path("link.jsonl").symlink_to("kept.jsonl")
     words = "--data text.jsonl --policies random --length 512 --out=link.jsonl"
-    refused(kvpop, f"eval --model=qwen3 {words} --split=test --length=513", "too few for one row")
+    refused(
+        kvpop, f"eval --model=qwen3 {words} --split=test --length=4000", "the test split holds no row of 4000 tokens"
+    )
     assert Path("kept.jsonl").read_text() == "before\n" and not list(Path().glob("*.draft"))
 
-    def fails(*given):
+    def fails(*given, **options):
         yield {"row": 0, "policy": "dense"}
         raise OSError("gone")
 
@@ -61,9 +65,9 @@ def test_records_of_before_stay_until_the_new_ones_are_there(kvpop, monkeypatch)
         patch.setattr("kvpop_vllm.evaluation.tasks.evaluate", fails)
         refused(kvpop, f"eval --model=qwen3 --split=all {words}", "gone")
     (draft,) = Path().glob("*.draft")
-    assert Path("kept.jsonl").read_text() == "before\n" and records(draft)[0]["row"] == 0
+    assert Path("kept.jsonl").read_text() == "before\n" and records(draft)[1]["row"] == 0
     evaluated(kvpop, words)
-    assert {record["policy"] for record in records("kept.jsonl")} == {"dense", "random"}
+    assert {record["policy"] for record in records("kept.jsonl")[1:]} == {"dense", "random"}
     assert Path("link.jsonl").is_symlink() and not list(Path().glob("*.draft"))
     evaluated(kvpop, f"{words} --out=/dev/null")
     assert Path("/dev/null").is_char_device()
@@ -76,8 +80,8 @@ def test_allocators_go_with_any_policy_that_can_be_served(kvpop):
         "--data text.jsonl --length 160 --budget 56 --window 9 --rows=1 --policies",
         ["h2o", "tova", "random"],
     )
-    own = {r["policy"]: r["nll"] for r in evaluated(kvpop, f"{words} {' '.join(names)}")[1]}
-    _, found = evaluated(kvpop, f"{words} {' '.join(names)} --allocator uniform pyramid")
+    own = {r["policy"]: r["nll"] for r in evaluated(kvpop, f"{words} {' '.join(names)}").records}
+    found = evaluated(kvpop, f"{words} {' '.join(names)} --allocator uniform pyramid").records
     shared = {r["policy"]: r["nll"] for r in found}
     assert shared.keys() == {*own, *(f"{name}+pyramid" for name in names)} and own.keys() == {*names, "dense"}
     assert own == {name: shared[name] for name in own} and len(set(shared.values())) == len(shared)
@@ -88,15 +92,15 @@ def test_policies_that_follow_attention_and_corrections(kvpop):
     distill(kvpop, "corrected", "--steps=2")
     words = "--data text.jsonl --length 128 --share 3 --rows=1 --scorer=corrected"
     names = ["streaming-llm", "h2o", "tova", "momentkv"]
-    _, found = evaluated(kvpop, f"{words} --correction=moment --policies {' '.join(names)}")
+    found = evaluated(kvpop, f"{words} --correction=moment --policies {' '.join(names)}").records
     moments = {r["policy"]: r for r in found}
     assert moments.keys() == {"dense", "corrected", *names, *(f"{name}+moment" for name in (*names, "corrected"))}
     for name in ("streaming-llm", "corrected"):  # the same tokens stay, and outputs change
         plain, more = moments[name], moments[f"{name}+moment"]
         assert plain["nll"] != more["nll"]
         assert all(plain[measure] == more[measure] for measure in ("teacher", "hindsight", "mass"))
-    _, found = evaluated(kvpop, f"{words} --policies random momentkv --correction=none")
+    found = evaluated(kvpop, f"{words} --policies random momentkv --correction=none").records
     none = {r["policy"]: r["nll"] for r in found}
     assert none.keys() == {"dense", "random", "momentkv", "corrected"}
     assert none["momentkv"] == moments["momentkv"]["nll"] != moments["momentkv+moment"]["nll"]
-    assert "random+moment" in evaluated(kvpop, f"{words} --correction=moment")[0], "the default policies"
+    assert "random+moment" in evaluated(kvpop, f"{words} --correction=moment").table, "the default policies"

@@ -23,8 +23,9 @@ def long_text(folder):
 
 def test_replay_of_all_policies_with_their_own_defaults(kvpop):
     distill(kvpop, "replayed", "--steps=2")
-    words = "--task=replay --data long.jsonl --length 160 120 --budget 80 --rows=2 --bucket=30"
-    output, found = evaluated(kvpop, f"{words} --scorer=replayed --report=replay")
+    words = "--task=replay --data long.jsonl --length 160 120 --budget 80 --rows=2 --bucket=30 --equal k"
+    done = evaluated(kvpop, f"{words} --scorer=replayed --report=replay")
+    found = done.records
     names = {*EVICTING, "replayed"}
     assert {r["policy"] for r in found} == names | {"dense"} and len(found) == 4 * (1 + len(names))
     windows = {r["policy"]: r["window"] for r in found if r["policy"] != "dense"}
@@ -34,14 +35,14 @@ def test_replay_of_all_policies_with_their_own_defaults(kvpop):
         assert len(record["kl_by_position"]) == -(-(record["length"] - 1) // 30)
         early, late = record["kl_by_position"][0], record["kl_by_position"][-1]
         assert abs(early) < 1e-6 and (record["policy"] == "dense" or late > 1e-4)
-    assert output.splitlines()[0].split()[-1] == "agreement"
+    assert done.lines[0][-1] == "agreement"
     assert "| streaming-llm | 2 |" in Path("replay/table.md").read_text()
     maps = records("replay/retained.jsonl")
     assert {m["policy"] for m in maps} == names and {m["length"] for m in maps} == {160}
     for m in maps:
         if m["policy"] in ("h2o", "tova", "streaming-llm", "replayed"):
             assert all(sum(layer) * m["tokens_per_bin"] == pytest.approx(80, abs=4) for layer in m["held"])
-    _, found = evaluated(kvpop, f"{words} --policies tova --window=5 --sinks=3")
+    found = evaluated(kvpop, f"{words} --policies tova --window=5 --sinks=3").records
     assert {r.get("window") for r in found} == {None, 5}
 
 
@@ -53,9 +54,9 @@ def test_what_the_registry_cannot_run_is_left_out_unless_it_is_named(kvpop, monk
 
     monkeypatch.setitem(POLICIES, "needs-hidden", NeedsHidden)
     words = "--task=replay --data long.jsonl --length 120 --budget 80 --rows=1"
-    output, found = evaluated(kvpop, words)
-    assert "left out: needs-hidden: --policy needs-hidden declares signals of a gate and has none, or" in output
-    assert {r["policy"] for r in found} == {"dense", *EVICTING}
+    done = evaluated(kvpop, words)
+    assert "left out: needs-hidden: --policy needs-hidden declares signals of a gate and has none, or" in done.notes
+    assert {r["policy"] for r in done.records} == {"dense", *EVICTING}
     words = f"eval --model=qwen3 --split=all {words}"
     compresses = "snapkv compresses a prompt at its end, and these rows have no end before the last"
     refused(kvpop, f"{words} --policies snapkv", compresses)
@@ -64,9 +65,10 @@ def test_what_the_registry_cannot_run_is_left_out_unless_it_is_named(kvpop, monk
 
 
 def test_retrieval_with_a_report(kvpop):
-    words = "--task=retrieval --data long.jsonl --length 700 --share 4 8 --rows=2 --kinds needle --digits 3"
-    output, found = evaluated(kvpop, f"{words} --policies h2o --correction=moment --report=retrieval")
-    assert "qwen3 has no chat template: prompts are plain text" in output
+    words = "--task=retrieval --data long.jsonl --length 700 --share 4 8 --rows=2 --kinds needle --digits 3 --equal k"
+    done = evaluated(kvpop, f"{words} --policies h2o --correction=moment --report=retrieval")
+    assert "qwen3 has no chat template: prompts are plain text" in done.notes
+    found = done.records
     budgets = [(name, budget) for name in ("h2o", "h2o+moment") for budget in (175, 87)]
     assert [(r["policy"], r.get("budget")) for r in found[::2]] == [("dense", None), *budgets]
     for record in found:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
+from typing import NamedTuple
 
 from kvpop_vllm.distill.metrics import read_metrics
 from kvpop_vllm.evaluation.output import read_records
@@ -25,12 +27,30 @@ def records(path):
     return [json.loads(line) for line in Path(path).read_text().splitlines()]
 
 
-def evaluated(kvpop, words):
-    """Run `kvpop eval` in float32 on all documents, and return its output and records."""
+class Evaluated(NamedTuple):
+    """Output of `kvpop eval`: the table as printed, the records, what they say of the run, and stderr."""
+
+    table: str
+    records: list[dict]
+    about: dict
+    notes: str
+
+    @property
+    def lines(self) -> list[list[str]]:
+        """Cells of the table's lines, the heading first, split where there are two spaces or more."""
+        heading, *lines = self.table.splitlines()
+        ends = [match.end() for match in re.finditer(r"\S+(?: \S+)*", heading)]
+        cut = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+        return [[line[one].strip() for one in cut] for line in (heading, *lines)]
+
+
+def evaluated(kvpop, words) -> Evaluated:
+    """Run `kvpop eval` in float32 on all documents."""
     common = "eval --model=qwen3 --split=all --dtype=float32 --out=records.jsonl".split()
     status, output, errors = kvpop(*common, *words.split())
     assert status in (0, None), errors
-    return output, read_records("records.jsonl")[1]
+    about, found = read_records("records.jsonl")
+    return Evaluated(output, found, about, errors)
 
 
 def refused(kvpop, words, message):

@@ -45,7 +45,9 @@ def test_retrieval_is_averaged_by_kind_and_drawn():
 def test_replay_is_averaged_by_position_and_drawn():
     curves = [([0.0, 0.2, 0.4, 0.6, 0.8], [1.0, 0.9, 0.8, 0.7, 0.6]), ([0.0, 0.4, 0.6, 0.8, 1.0], [1.0] * 5)]
     records = [
-        line("x", 20, row=i, nll=1.0 + i, kl=sum(kl) / 5, agreement=sum(same) / 5, bucket=20, whole=20, unit=i, tokens=99)
+        line(
+            "x", 20, row=i, nll=1.0 + i, kl=sum(kl) / 5, agreement=sum(same) / 5, bucket=20, whole=20, unit=i, tokens=99
+        )
         | {"nll_by_position": [1.0] * 5, "kl_by_position": kl, "agreement_by_position": same}
         for i, (kl, same) in enumerate(curves)
     ]

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio
+from kvpop_vllm.evaluation.statistics import LEAST, bootstrap_ratio, estimate
 
 
 def test_the_value_is_the_ratio_of_sums_and_the_interval_holds_it():
@@ -36,3 +36,29 @@ def test_rows_of_one_document_are_drawn_together():
 def test_too_few_documents_are_refused():
     with pytest.raises(ConfigError, match="raise --rows"):
         bootstrap_ratio([1.0] * (LEAST + 8), units=list(range(LEAST - 1)) + [0] * 9)
+
+
+def test_a_ratio_is_clear_of_one_where_the_difference_is_clear_of_zero():
+    """The ends of both intervals are of the same draws, whatever the two policies are."""
+    draw, sides = np.random.default_rng(2), set()
+    for _ in range(60):
+        one, other = draw.exponential(1.0, (2, 12))
+        scale = draw.uniform(0.3, 2)
+        ratio, difference = bootstrap_ratio(scale * one, other), bootstrap_ratio(scale * one - other)
+        assert (ratio.low > 1, ratio.high < 1) == (difference.low > 0, difference.high < 0)
+        sides.add((ratio.low > 1, ratio.high < 1))
+    assert len(sides) == 3
+
+
+def test_a_denominator_that_may_be_zero_leaves_the_ratio_unbounded():
+    few, many = [4.0] * 11 + [-1.0], [3.0, -1.0] * 6
+    assert np.isfinite(bootstrap_ratio([1.0] * 12, few)).all()
+    assert bootstrap_ratio([1.0] * 12, many)[1:] == (-np.inf, np.inf)
+    assert estimate("x", [1.0] * 12, [-1.0] * 12, units=range(12)) == {}
+
+
+def test_fields_of_a_line_have_an_interval_from_eight_units_on():
+    values = [float(i) for i in range(9)]
+    whole = bootstrap_ratio(values)
+    assert estimate("x", values, units=range(9)) == {"x": 4.0, "x interval": (whole.low, whole.high)}
+    assert estimate("x", values, units=[0, 1, 2, 3, 4, 5, 6, 6, 6]) == {"x": 4.0}
