@@ -184,6 +184,7 @@ def described(setting: Setting, resolved: ResolvedPolicy, dtype: torch.dtype) ->
         "budget": setting.budget,
         "whole": resolved.whole,
         "equal": setting.equal,
+        "sinks": roles.sinks,
         "topk": roles.topk,
         "policy": resolved.spec.name,
         "protect": "all" if resolved.protect is True else int(resolved.protect),

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from kvpop_vllm.evaluation.output import format_table
-from kvpop_vllm.evaluation.summaries import TEXT_COLUMNS, summarise_text
+from kvpop_vllm.evaluation.statistics import bootstrap_ratio
+from kvpop_vllm.evaluation.summaries import TEXT_COLUMNS, summarise_retrieval, summarise_text
 
 UNITS = [0, 1, 2, 2, 4, 5, 6, 7, 8, 9]
 """Ten rows of nine documents."""
@@ -86,3 +87,16 @@ def test_few_documents_have_means_without_intervals_and_columns_without_values_a
     *_, line = format_table(summarise_text(make_records(), "streaming-llm"), TEXT_COLUMNS).splitlines()
     low, high = summarise_text(make_records())[2]["kl interval"]
     assert f"({low:.4f} to {high:.4f})" in line
+
+
+def test_shares_of_answers_have_intervals_over_the_examples_of_a_kind():
+    exact = {"needle": [1.0, 0, 1, 1, 0, 1, 1, 0, 1], "words": [0.0] * 9}
+    about = {"length": 100, "policy": "dense", "allocated": 0}
+    records = [
+        about | {"kind": kind, "unit": i, "exact": share, "partial": share}
+        for kind, shares in exact.items()
+        for i, share in enumerate(shares)
+    ]
+    needle, words = summarise_retrieval(records)
+    assert (needle["exact"], *needle["exact interval"]) == bootstrap_ratio(exact["needle"])
+    assert needle["examples"] == 9 and words["partial interval"] == (0, 0)
