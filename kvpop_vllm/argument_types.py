@@ -1,6 +1,7 @@
 """Types of command-line arguments, and options that take the values of a setting, for argparse."""
 
 import argparse
+import math
 import re
 from fractions import Fraction
 
@@ -36,6 +37,30 @@ def positive(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return value
+
+
+def temperature(text: str) -> float:
+    """Return a finite number of at least 0.
+
+    Raises:
+        argparse.ArgumentTypeError: it is another.
+    """
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text} is not a finite number of at least 0")
+    return value
+
+
+def share(text: str) -> float:
+    """Return a number above 0 and at most 1.
+
+    Raises:
+        argparse.ArgumentTypeError: it is another.
+    """
+    value = float(text)
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not above 0 and at most 1")
     return value
 
 

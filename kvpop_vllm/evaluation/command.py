@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvpop_vllm.argument_types import add_setting, positive
+from kvpop_vllm.argument_types import add_setting, positive, share, temperature
 from kvpop_vllm.config import ConfigError
-from kvpop_vllm.evaluation.examples import KINDS
+from kvpop_vllm.evaluation import examples, problems
 from kvpop_vllm.supported import DTYPES
 
-TASKS = "text", "retrieval", "replay"
+TASKS = "text", "retrieval", "replay", "reasoning"
+KINDS = {"retrieval": list(examples.KINDS), "reasoning": list(problems.KINDS)}
+"""Kinds of questions of a task."""
 
 
 def add_eval(commands, engine: Callable[[], type]) -> None:
@@ -20,7 +22,8 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         engine: imports and returns vLLM's backend class.
     """
     summary = (
-        "compare policies: recall, divergence from dense and perplexity on text; what they find again; long replay"
+        "compare policies: recall, divergence from dense and perplexity on text; what they find again; long replay;"
+        " problems that take long written steps"
     )
     command = commands.add_parser("eval", help=summary, description=summary)
     command.add_argument("--model", required=True, metavar="MODEL", help="folder of the base model")
@@ -30,21 +33,25 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         help="the model whose predictions are the dense ones, for a --model that was trained from it (default: --model itself)",
     )
     command.add_argument(
-        "--data", required=True, nargs="+", metavar="TEXT", help="text, JSONL, Parquet, datasets folders"
+        "--data",
+        nargs="+",
+        default=[],
+        metavar="TEXT",
+        help="text, JSONL, Parquet, datasets folders; not for reasoning",
     )
     command.add_argument(
         "--task",
         choices=TASKS,
         default="text",
         help="text: recall, errors of outputs, divergence, perplexity, with sinks and window of all policies alike (default); retrieval: RULER's needles"
-        " and lists, answers generated under the policy; replay: divergence from dense by position in long documents; the last"
-        " two with each policy's own sinks and window",
+        " and lists, answers generated under the policy; replay: divergence from dense by position in long documents; reasoning:"
+        " problems solved in about 1,000 written tokens; all but text with each policy's own sinks and window",
     )
     command.add_argument(
         "--backend",
         choices=("transformers", "vllm"),
         default="transformers",
-        help="what runs retrieval and replay: transformers with the kernels of serving (default), or vLLM's engine",
+        help="what runs all tasks but text: transformers with the kernels of serving (default), or vLLM's engine",
     )
     command.add_argument("--split", choices=("train", "validation", "test", "all"), default="test")
     command.add_argument(
@@ -79,7 +86,10 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
         nargs="+",
     )
     _add_settings(command)
-    command.add_argument("--kinds", nargs="+", choices=KINDS, help="of retrieval (default: all)")
+    command.add_argument(
+        "--kinds", nargs="+", choices=sum(KINDS.values(), []), help="of retrieval or reasoning (default: all)"
+    )
+    _add_sampling(command)
     command.add_argument(
         "--digits", type=positive, choices=range(2, 10), metavar="N", help="of a needle's number, 2 to 9 (default 4)"
     )
@@ -96,9 +106,32 @@ def add_eval(commands, engine: Callable[[], type]) -> None:
     command.set_defaults(run=lambda options: run_eval(options, engine))
 
 
+def _add_sampling(command) -> None:
+    """Add the options of reasoning."""
+    command.add_argument(
+        "--size", type=positive, metavar="N", help="reasoning: steps of a problem (default: about 1,000 tokens)"
+    )
+    command.add_argument(
+        "--samples", type=positive, metavar="N", help="reasoning: solutions of each problem (default 1)"
+    )
+    command.add_argument(
+        "--temperature", type=temperature, metavar="T", help="reasoning: of sampling (default 0: greedy)"
+    )
+    command.add_argument(
+        "--requests", type=positive, metavar="N", help="reasoning: problems that are solved at once (default 16)"
+    )
+    command.add_argument("--top-p", type=share, metavar="P", help="reasoning: of sampling (default 1)")
+
+
 def _add_settings(command) -> None:
     """Add options for lengths, budgets and their slot roles, rows and dtype."""
-    command.add_argument("--length", nargs="+", type=positive, default=[1024], metavar="S", help="tokens per row")
+    command.add_argument(
+        "--length",
+        nargs="+",
+        type=positive,
+        metavar="S",
+        help="tokens per row (default 1024); reasoning: of a prompt with its solution (default: what the longest takes)",
+    )
     size = command.add_mutually_exclusive_group()
     size.add_argument("--share", nargs="+", type=positive, metavar="C", help="budgets: B = S / C (default 4)")
     add_setting(size, "budget", "budgets, tokens per KV head", nargs="+")
@@ -117,7 +150,7 @@ def _add_settings(command) -> None:
         "--rows",
         type=positive,
         default=4,
-        help="rows of text, or examples of each kind of retrieval (default 4; intervals need 8, a figure to quote 16)",
+        help="rows of text, or examples of each kind (default 4; intervals need 8, a figure to quote 16)",
     )
     command.add_argument("--seed", type=int, default=0)
     command.add_argument("--dtype", choices=DTYPES["cpu"], default="bfloat16")
@@ -148,14 +181,33 @@ def run_eval(options, engine: Callable[[], type]) -> None:
 
 def _check_options(options) -> None:
     beside = {
-        "--backend vllm": (options.backend == "vllm", ("retrieval", "replay")),
-        "--kinds": (options.kinds is not None, ("retrieval",)),
+        "--backend vllm": (options.backend == "vllm", ("retrieval", "replay", "reasoning")),
+        "--kinds": (options.kinds is not None, tuple(KINDS)),
+        "--data": (bool(options.data), ("text", "retrieval", "replay")),
+        "--size": (options.size is not None, ("reasoning",)),
+        "--requests": (options.requests is not None, ("reasoning",)),
+        "--samples": (options.samples is not None, ("reasoning",)),
+        "--temperature": (options.temperature is not None, ("reasoning",)),
+        "--top-p": (options.top_p is not None, ("reasoning",)),
         "--digits": (options.digits is not None, ("retrieval",)),
         "--bucket": (options.bucket is not None, ("replay",)),
-        "--against": (options.against is not None, ("text", "replay")),
+        "--against": (options.against is not None, ("text", "replay", "reasoning")),
     }
     for name, (given, tasks) in beside.items():
         if given and options.task not in tasks:
             raise ConfigError(f"{name} says nothing to --task {options.task}: leave it out, or give --task {tasks[0]}")
-    options.kinds, options.digits = options.kinds or list(KINDS), options.digits or 4
-    options.kinds = list(dict.fromkeys(options.kinds))
+    if options.task != "reasoning" and not options.data:
+        raise ConfigError(f"--task {options.task} needs text: give --data")
+    if options.top_p is not None and not options.temperature:
+        raise ConfigError("--top-p is about sampling, and decoding is greedy: give --temperature")
+    if options.samples and options.samples > 1 and not options.temperature:
+        raise ConfigError(
+            f"greedy decoding gives {options.samples} equal solutions: give --temperature, or --samples 1"
+        )
+    known = KINDS.get(options.task, [])
+    if other := [kind for kind in options.kinds or () if kind not in known]:
+        raise ConfigError(f"--task {options.task} has no kind {other[0]}: choose from {', '.join(known)}")
+    options.kinds, options.digits = list(dict.fromkeys(options.kinds or known)), options.digits or 4
+    options.requests = options.requests or (16 if options.task == "reasoning" else 1)
+    if options.length is None and options.task != "reasoning":
+        options.length = [1024]

@@ -20,6 +20,10 @@ DEFAULT_WINDOW = 64
 """w of all policies if no scorer specifies it."""
 DEFAULT_SHARES = (4,)
 EQUAL = "k", "bytes"
+ANSWERED = "retrieval", "reasoning"
+"""Tasks whose rows are prompts with answers; rows of others are all prompt."""
+DRAWS = 5
+"""Seeds of a policy that draws, in reasoning."""
 REFERENCE = "streaming-llm"
 """Policy that ratios refer to if it is compared and no other is named."""
 
@@ -84,7 +88,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
     """
     names, shapes = options.policies, {}
     if names is None:  # rows of other tasks are not prompts with answers
-        names = [name for name in default if options.task == "retrieval" or not policies.get(name).compresses]
+        names = [name for name in default if options.task in ANSWERED or not policies.get(name).compresses]
     specs = [training_free(name) for name in names]
     for folder in options.scorer:
         spec, shapes[folder] = learned(folder, options.model)
@@ -95,7 +99,7 @@ def contenders_of(options, default: tuple[str, ...]) -> tuple[list[PolicySpec], 
         specs = [spec.allocated(name) for spec in specs for name in dict.fromkeys(options.allocator)]
     if options.protect_prompt is not None:
         specs = with_protection(specs, options.protect_prompt, options.task)
-    elif options.task != "retrieval":  # rows are all prompt
+    elif options.task not in ANSWERED:
         check_evicting(specs)
         specs = [replace(c, protect=0) for c in specs]
     if options.correction is not None:
@@ -119,21 +123,6 @@ def check_evicting(specs: list[PolicySpec]) -> None:
             )
 
 
-def protects(spec: PolicySpec) -> bool:
-    """Return whether a spec protects prompts, whose prefix equal bytes would take from the tail."""
-    return bool(policies.get(spec.policy).default_protect if spec.protect is None else spec.protect)
-
-
-def check_tails(specs: list[PolicySpec]) -> None:
-    """Check that no spec protects prompts.
-
-    Raises:
-        ConfigError: one does.
-    """
-    for spec in filter(protects, specs):
-        raise ConfigError(f"--equal bytes compares tails only, {spec.name} protects prompts: give --protect-prompt 0")
-
-
 def with_protection(specs: list[PolicySpec], asked: list[bool | int], task: str) -> list[PolicySpec]:
     """Return each spec with each of these protections.
 
@@ -146,11 +135,13 @@ def with_protection(specs: list[PolicySpec], asked: list[bool | int], task: str)
                 f"{spec.name} holds prompts until their end anyway: leave --protect-prompt out, or {spec.name}"
             )
     asked = list({(type(each), each): each for each in asked}.values())  # True is not 1
-    if any(each is True for each in asked) and task != "retrieval":
+    if any(each is True for each in asked) and task not in ANSWERED:
         raise ConfigError(
             f"--protect-prompt all keeps all of a row in --task {task}: give a number, or --task retrieval"
         )
-    unasked = [policies.get(c.policy).default_protect if task == "retrieval" else 0 for c in specs]
+    if len(asked) == 1:  # the same for all, so that names need not say it
+        return [replace(spec, protect=asked[0]) for spec in specs]
+    unasked = [policies.get(c.policy).default_protect if task in ANSWERED else 0 for c in specs]
     return [c.protecting(each, own) for c, own in zip(specs, unasked, strict=True) for each in asked]
 
 
@@ -206,19 +197,32 @@ def _shared_roles(options, shapes: dict[str, ScorerShape], budget: int) -> tuple
     return sinks, window
 
 
-def settings_of(options, shapes: dict[str, ScorerShape] | None) -> list[Setting]:
+def with_draws(specs: list[PolicySpec]) -> list[PolicySpec]:
+    """Return the specs, those that draw once for each of :data:`DRAWS` seeds."""
+    return [
+        replace(spec, seed=spec.seed + i)
+        for spec in specs
+        for i in range(DRAWS if policies.get(spec.policy).draws else 1)
+    ]
+
+
+def settings_of(
+    options, shapes: dict[str, ScorerShape] | None, *, prompt: int | None = None, written: int | None = None
+) -> list[Setting]:
     """Return all lengths and budgets of the command line.
 
     Args:
         options: options of the command line.
         shapes: of scorers that determine the sinks and window of all policies; None leaves each its own.
+        prompt: tokens of a request's prompt; None if all are.
+        written: tokens that ``--share`` is about; None for a row's.
 
     Raises:
         ConfigError: a budget is too large or too small, or the scorers do not agree.
     """
     settings, beside = [], 1 if shapes is None else 2
     for length in dict.fromkeys(options.length):
-        for (budget, said), equal in itertools.product(budgets(options, length), options.equal or EQUAL):
+        for (budget, said), equal in itertools.product(budgets(options, written or length), options.equal or EQUAL):
             if budget > length - beside:
                 raise ConfigError(
                     f"a budget of {budget} keeps all of {length} tokens: lower --budget or raise --length"
@@ -230,5 +234,5 @@ def settings_of(options, shapes: dict[str, ScorerShape] | None) -> list[Setting]
                     raise ConfigError(
                         f"a budget of {said} leaves nothing beside {sinks} sinks and a window of {window}"
                     )
-            settings.append(Setting(length, budget, sinks, window, equal))
+            settings.append(Setting(length, budget, sinks, window, equal, prompt))
     return settings

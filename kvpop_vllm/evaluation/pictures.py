@@ -160,6 +160,11 @@ def draw_retrieval(drawing, table: list[dict]) -> None:
     _against_budget(drawing, table, [(kind, "partial") for kind in dict.fromkeys(line["kind"] for line in table)])
 
 
+def draw_reasoning(drawing, table: list[dict]) -> None:
+    """Draw exact answers against the budget, a column of plots for each kind."""
+    _against_budget(drawing, table, [(kind, "exact") for kind in dict.fromkeys(line["kind"] for line in table)])
+
+
 def draw_replay(drawing, table: list[dict]) -> None:
     """Draw divergence and agreement against position, a row of plots for each length and budget."""
     settings = list(dict.fromkeys((x["length"], x["budget"], x["equal"]) for x in table if x["budget"]))
@@ -183,4 +188,4 @@ def draw_replay(drawing, table: list[dict]) -> None:
         row[1].legend(fontsize=7)
 
 
-DRAW = {"text": draw_text, "retrieval": draw_retrieval, "replay": draw_replay}
+DRAW = {"text": draw_text, "retrieval": draw_retrieval, "replay": draw_replay, "reasoning": draw_reasoning}

@@ -117,10 +117,20 @@ class ResolvedPolicy:
         self.spec, self.model, self.roles, self.policy = spec, model, roles, policy
         self._heads = slice(0, model.num_kv_heads)
 
-    def request_bytes(self, length: int, dtype: torch.dtype) -> CacheBytes:
-        """Return the bytes of a request of ``length`` tokens in pages of the default number of slots."""
+    def protected(self, length: int, prompt: int | None = None) -> int:
+        """Return the protected tokens of a request of ``length`` tokens; its prompt is all of them unless given."""
+        return 0 if self.policy.compresses else protected_tokens(self.policy.protect, prompt or length)
+
+    def request_bytes(self, length: int, dtype: torch.dtype, prompt: int | None = None) -> CacheBytes:
+        """Return the bytes of a request of ``length`` tokens in pages of the default number of slots.
+
+        Args:
+            length: tokens of the request.
+            dtype: dtype of keys and values.
+            prompt: tokens of its prompt; None if all are.
+        """
         model, policy = self.model, self.policy
-        protected = 0 if policy.compresses else protected_tokens(policy.protect, length)
+        protected = self.protected(length, prompt)
         layout = PageLayout(model.num_kv_heads, model.head_dim, dtype, state_floats=policy.state_floats)
         shares = policy.checked_shares(slice(0, model.num_kv_heads))
         divided = length if policy.adaptive_head_budgets else 0

@@ -11,12 +11,8 @@ from kvpop_vllm.evaluation.examples import prompt_ids
 from kvpop_vllm.evaluation.problems import SEEDS, Problem, judge, make_problem
 
 MEASURES = ("exact", "right", "before_error", "answered", "written")
-BATCH = 64
-"""Requests that run at once."""
 ROOM = 1.1
 """Maximum tokens of a solution, as a multiple of the longest worked one."""
-DRAWS = 5
-"""Seeds of a policy that draws."""
 
 
 class Question(NamedTuple):
@@ -68,6 +64,7 @@ def solve(
     samples: int = 1,
     sampling: Sampling = GREEDY,
     seed: int = 0,
+    batch: int = 16,
 ) -> Iterator[dict]:
     """Yield a record of every sample of every problem, in batches as they are ready.
 
@@ -78,23 +75,24 @@ def solve(
         new: maximum tokens of a solution.
         samples: n, solutions of each problem.
         sampling: see :class:`kvpop_vllm.evaluation.backends.Sampling`.
-        seed: seed of all draws; sample i of problem p draws from the seed ``(seed, p, i)``.
+        seed: seed of all draws; each sample of each problem has its own.
+        batch: maximum solutions that are written at once.
 
     Yields:
-        Records with ``kind, problem`` (its seed)``, size, sample, tokens`` of the prompt, ``written`` tokens of the
-        solution, ``answer`` and the fields of :class:`kvpop_vllm.evaluation.problems.Verdict`.
+        Records with ``kind``, ``unit`` (the problem's seed), ``size``, ``sample``, ``tokens`` of the prompt, ``written``
+        tokens of the solution, ``answer`` and the fields of :class:`kvpop_vllm.evaluation.problems.Verdict`.
     """
     stop = {tokenizer.eos_token_id} - {None}
     jobs = [(question, sample) for question in questions for sample in range(samples)]
-    for a in range(0, len(jobs), BATCH):
-        batch = jobs[a : a + BATCH]
-        seeds = [hash((seed, question.problem.seed, sample)) % 2**63 for question, sample in batch]
-        texts = run.generate([question.prompt for question, _ in batch], new, stop, sampling, seeds)
-        for (question, sample), tokens in zip(batch, texts, strict=True):
+    for a in range(0, len(jobs), batch):
+        some = jobs[a : a + batch]
+        seeds = [hash((seed, question.problem.seed, sample)) % 2**63 for question, sample in some]
+        texts = run.generate([question.prompt for question, _ in some], new, stop, sampling, seeds)
+        for (question, sample), tokens in zip(some, texts, strict=True):
             problem = question.problem
             text = tokenizer.decode(tokens, skip_special_tokens=True)
             if len(tokens) < new:
                 text += " end"
-            record = {"kind": problem.kind, "problem": problem.seed, "size": problem.size, "sample": sample}
+            record = {"kind": problem.kind, "unit": problem.seed, "size": problem.size, "sample": sample}
             record |= {"tokens": len(question.prompt), "written": len(tokens)}
             yield record | {"answer": text.rpartition("answer ")[2]} | judge(problem, text)._asdict()

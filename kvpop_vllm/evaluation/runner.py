@@ -38,6 +38,7 @@ class Setting:
         sinks: s; None for each policy's own.
         window: w; None for each policy's own.
         equal: ``k`` or ``bytes``, whichever is equal between policies.
+        prompt: tokens of a request's prompt; None if all are.
     """
 
     length: int
@@ -45,6 +46,7 @@ class Setting:
     sinks: int | None
     window: int | None
     equal: str = "k"
+    prompt: int | None = None
 
     @property
     def positions(self) -> list[int]:
@@ -54,7 +56,7 @@ class Setting:
     def resolve(self, spec: PolicySpec, model: ModelShape, dtype: torch.dtype) -> ResolvedPolicy:
         """Return a spec with this budget, or with the largest one of as many bytes.
 
-        At equal bytes, its pages take no more than a stateless policy's with this budget.
+        At equal bytes, its pages take no more than a stateless policy's with this budget and the same protection.
 
         Raises:
             ConfigError: no long-range slots are left, or the policy cannot be used with these settings.
@@ -63,16 +65,18 @@ class Setting:
         if self.equal == "k":
             return resolved
         plain = PageLayout(model.num_kv_heads, model.head_dim, dtype)
-        most = request_bytes(plain, model.num_layers, self.length, resolved.policy.retention).allocated
+        protected = resolved.protected(self.length, self.prompt)
+        sizes = model.num_layers, self.length, resolved.policy.retention
+        most = request_bytes(plain, *sizes, protected=protected).allocated
         too_many = self.budget + 1
         # first whole pages, then single tokens
-        while resolved.request_bytes(self.length, dtype).allocated > most:
+        while resolved.request_bytes(self.length, dtype, self.prompt).allocated > most:
             too_many = resolved.roles.budget
             resolved = self._deploy(spec, model, plain.block_slots * (cdiv(too_many, plain.block_slots) - 1))
         fits = resolved
         while too_many <= self.budget and too_many - fits.roles.budget > 1:
             between = self._deploy(spec, model, (fits.roles.budget + too_many) // 2)
-            if between.request_bytes(self.length, dtype).allocated <= most:
+            if between.request_bytes(self.length, dtype, self.prompt).allocated <= most:
                 fits = between
             else:
                 too_many = between.roles.budget
@@ -189,7 +193,7 @@ def described(setting: Setting, resolved: ResolvedPolicy, dtype: torch.dtype) ->
         "policy": resolved.spec.name,
         "protect": "all" if resolved.protect is True else int(resolved.protect),
         "window": roles.window,
-        "allocated": resolved.request_bytes(setting.length, dtype).allocated,
+        "allocated": resolved.request_bytes(setting.length, dtype, setting.prompt).allocated,
         "settings": resolved.settings,
     }
 

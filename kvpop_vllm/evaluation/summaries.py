@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from kvpop_vllm.evaluation import replay, retrieval
+from kvpop_vllm.evaluation import reasoning, replay, retrieval
 from kvpop_vllm.evaluation.runner import DENSE, RECALL
 from kvpop_vllm.evaluation.statistics import estimate
 
@@ -15,6 +15,16 @@ SETTING = ("length", "budget", "equal", "MiB", "window", "topk", "policy", "rows
 NATS = ("kl", "kl ratio", "gap ratio", "perplexity")
 TEXT_COLUMNS = (*SETTING, *RECALL, "error", *NATS, "accuracy")
 RETRIEVAL_COLUMNS = (*SETTING[:-1], "kind", "examples", *retrieval.MEASURES)
+REASONING_COLUMNS = (
+    *SETTING[:-1],
+    "kind",
+    "problems",
+    "samples",
+    "exact",
+    "of dense",
+    "difference",
+    *reasoning.MEASURES[1:],
+)
 REPLAY_COLUMNS = (*SETTING, *NATS, "kl, all held", "kl, last quarter", "agreement")
 
 
@@ -59,6 +69,42 @@ def summarise_retrieval(records: list[dict]) -> list[dict]:
             line |= estimate(name, [m[name] for m in members], units=[m["unit"] for m in members])
         table.append(line)
     return table
+
+
+def summarise_reasoning(records: list[dict], against: str | None = None) -> list[dict]:
+    """Return the table of records of `kvpop eval --task reasoning`: means over the problems of each kind.
+
+    A problem counts with the mean of its samples and draws. ``of dense`` is exact answers over those of the dense
+    model, ``difference`` exact answers less those of the reference.
+    """
+    table, keys = [], (*KEYS, "kind")
+    groups = {tuple(line[name] for name in keys): (line, members) for line, members in _lines(records, keys)}
+    exact = {key: _by_unit(members, "exact") for key, (_, members) in groups.items()}
+    for key, (line, members) in groups.items():
+        problems = list(exact[key])
+        count = len(problems)
+        line |= {"problems": count, "samples": line.pop("rows") // count}
+        for name in reasoning.MEASURES:
+            line |= estimate(name, list(_by_unit(members, name).values()), units=problems)
+        for other, own in exact.items():
+            name, kind = groups[other][0]["policy"], groups[other][0]["kind"]
+            if kind != line["kind"] or not line["budget"]:
+                continue
+            pairs = [exact[key][p] for p in problems], [own[p] for p in problems]
+            if name == DENSE:
+                line |= estimate("of dense", *pairs, units=problems)
+            elif name == against != line["policy"] and _at(groups[other][0]) == _at(line):
+                line |= estimate("difference", [a - b for a, b in zip(*pairs, strict=True)], units=problems)
+        table.append(line)
+    return table
+
+
+def _by_unit(records: list[dict], name: str) -> dict[int, float]:
+    """Return the mean of a measure over the records of each unit."""
+    found: dict[int, list[float]] = {}
+    for record in records:
+        found.setdefault(record["unit"], []).append(float(record[name]))
+    return {unit: _mean(values) for unit, values in found.items()}
 
 
 def _nats(line: dict, members: list[dict], records: list[dict], against: str | None) -> dict:

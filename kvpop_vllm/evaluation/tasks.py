@@ -19,8 +19,8 @@ from kvpop_vllm.distill.hook import check_length, vocabulary_of
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation import options as asked
-from kvpop_vllm.evaluation import replay, retrieval, summaries
-from kvpop_vllm.evaluation.backends import Backend, Run, TransformersBackend
+from kvpop_vllm.evaluation import reasoning, replay, retrieval, summaries
+from kvpop_vllm.evaluation.backends import Backend, Run, Sampling, TransformersBackend
 from kvpop_vllm.evaluation.haystack import Row, replay_rows, sentences, units_of
 from kvpop_vllm.evaluation.output import format_table, note, progress, records_file
 from kvpop_vllm.evaluation.pictures import Report
@@ -94,14 +94,18 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
     is_text = options.task == "text"
     names = DEFAULT_POLICIES if is_text else tuple(known_training_free())
     specs, shapes = asked.contenders_of(options, names)
-    settings = asked.settings_of(options, shapes if is_text else None)
+    tasks, sizes = {"text": _text, "retrieval": _retrieval, "replay": _replay}, {}
+    if options.task == "reasoning":
+        specs, (questions, sizes) = asked.with_draws(specs), _questions(options)
+        tasks["reasoning"] = functools.partial(_reasoning, questions=questions)
+    settings = asked.settings_of(options, shapes if is_text else None, **sizes)
     longest, dtype = max(options.length), getattr(torch, options.dtype)
     check_length(options.model, longest)
     if options.teacher is not None:
         asked.check_teacher(options.model, options.teacher, longest)
     runs = _runs(options, specs, settings, ModelShape.of(options.model, longest), dtype)
     against = asked.reference_of(options, [resolved.spec for resolved, _ in runs])
-    task = {"text": _text, "retrieval": _retrieval, "replay": _replay}[options.task](options, against)
+    task = tasks[options.task](options, against)
     report, found = Report(options.report) if options.report else None, []
     with records_file(options.out) if options.out else nullcontext() as file:
 
@@ -110,8 +114,10 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
                 file.write(json.dumps(line) + "\n")
                 file.flush()
 
-        teacher = None if options.teacher is None else TransformersBackend(options.teacher, dtype, longest)
-        models = Models(backend_class(options.model, dtype, longest), teacher)
+        teacher = None
+        if options.teacher is not None:
+            teacher = TransformersBackend(options.teacher, dtype, longest, options.requests)
+        models = Models(backend_class(options.model, dtype, longest, options.requests), teacher)
         write({"run": about_run(options) | task.about})
         with progress(task.total(runs, options.length, teacher is not None), options.task) as tick:
             for record in task.records(models, runs, tick):
@@ -139,7 +145,8 @@ def about_run(options) -> dict:
     libraries = ["torch", "transformers"] + ["vllm"] * (options.backend == "vllm")
     versions = {"kvpop_vllm": __version__, "python": platform.python_version()}
     versions |= {name: version(name) for name in libraries}
-    return {"options": given, "versions": versions, "data": [one.fingerprint() for one in find_sources(options.data)]}
+    data = [one.fingerprint() for one in find_sources(options.data)] if options.data else []
+    return {"options": given, "versions": versions, "data": data}
 
 
 def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: ModelShape, dtype: torch.dtype) -> Runs:
@@ -151,22 +158,16 @@ def _runs(options, specs: list[PolicySpec], settings: list[Setting], shape: Mode
     Raises:
         ConfigError: a spec cannot be used with a setting, or none can.
     """
-    if options.equal and "bytes" in options.equal:
-        asked.check_tails(specs)
     certain = [s for s in settings if s.equal == "k" or options.equal]
     if options.policies is None and options.task != "text":
         specs = _deployable(specs, certain, shape, dtype)
     pairs, others = list(itertools.product(specs, certain)), [s for s in settings if s not in certain]
-    for spec in specs if others else ():
-        if asked.protects(spec):
-            note(f"left out at equal bytes: {spec.name} protects prompts (--protect-prompt 0 lets it in)")
-            continue
-        for setting in others:
-            try:
-                setting.resolve(spec, shape, dtype)
-                pairs.append((spec, setting))
-            except ConfigError as error:
-                note(f"left out at equal bytes: {error}")
+    for spec, setting in itertools.product(specs, others):
+        try:
+            setting.resolve(spec, shape, dtype)
+            pairs.append((spec, setting))
+        except ConfigError as error:
+            note(f"left out at equal bytes: {error}")
     return resolve_all(pairs, shape, dtype)
 
 
@@ -273,6 +274,42 @@ def _replay(options, against: str | None) -> Task:
     summarise = functools.partial(summaries.summarise_replay, against=against)
     columns = summaries.REPLAY_COLUMNS
     return Task(functools.partial(run_task, material, ask), rows[0].tokens, summarise, columns, units, about=about)
+
+
+def _questions(options) -> tuple[list[reasoning.Question], dict]:
+    """Return the problems, and the tokens of a prompt and of a solution that budgets are derived from.
+
+    Sets ``options.length`` if it is not given.
+    """
+    tokenizer = load_tokenizer(options.model)
+    found = reasoning.make_questions(tokenizer, options.kinds, options.rows, options.split, options.size)
+    prompt, worked = max(len(q.prompt) for q in found), max(q.worked for q in found)
+    options.length = options.length or [prompt + int(reasoning.ROOM * worked)]
+    if len(options.length) > 1:
+        raise ConfigError("--task reasoning has one length for all problems: give one --length, or none")
+    if options.length[0] < prompt + worked:
+        raise ConfigError(
+            f"--length {options.length[0]} is too short for {prompt + worked} tokens: raise it, or lower --size"
+        )
+    return found, {"prompt": prompt, "written": round(sum(q.worked for q in found) / len(found))}
+
+
+def _reasoning(options, against: str | None, questions: list[reasoning.Question]) -> Task:
+    tokenizer, samples = load_tokenizer(options.model), options.samples or 1
+    sampling = Sampling(options.temperature or 0.0, options.top_p or 1.0)
+
+    def ask(run: Run, length: int) -> Iterator[dict]:
+        new = length - max(len(question.prompt) for question in questions)
+        asked = {"samples": samples, "sampling": sampling, "batch": options.requests}
+        return reasoning.solve(run, tokenizer, questions, new=new, seed=options.seed, **asked)
+
+    longest = max(questions, key=lambda question: len(question.prompt) + question.worked)
+    worked = tokenizer(longest.problem.solution, add_special_tokens=False)["input_ids"]
+    example = torch.tensor([*longest.prompt, *worked])
+    units = list(range(options.rows)) * len(options.kinds) * samples
+    summarise = functools.partial(summaries.summarise_reasoning, against=against)
+    records = functools.partial(run_task, options.length, ask)
+    return Task(records, example, summarise, summaries.REASONING_COLUMNS, units)
 
 
 class Replay:

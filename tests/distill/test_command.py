@@ -279,7 +279,6 @@ REFUSED = {
     f"{EVAL} --digits 3": "--digits says nothing to --task text",
     f"{EVAL} --task=replay --protect-prompt all": "--protect-prompt all keeps all of a row in --task replay: give a number, or",
     f"{EVAL} --task=retrieval --budget 60 --kinds needle --policies snapkv --protect-prompt 0": "snapkv holds prompts until their end anyway: leave --protect-prompt out, or snapkv",
-    f"{EVAL} --equal bytes --protect-prompt 9 --length 2048 --budget 1024 --policies h2o": "--equal bytes compares tails only, h2o+first 9 protects prompts: give",
     f"{EVAL} --task=replay --budget 128": "a budget of 128 keeps all of 128 tokens: lower --budget",
     f"{EVAL} --budget 127": "a budget of 127 keeps all of 128 tokens",
     f"{EVAL} --task=replay --budget 5 --policies streaming-llm": "streaming-llm: a budget of 5 is too small for 4 sinks",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -145,9 +146,24 @@ def test_what_equal_bytes_cannot_compare_is_said_and_left_out(kvpop):
         "left out at equal bytes: a budget of 72 (64 in as many bytes for 700 tokens) leaves momentkv no" in small.notes
     )
     asked = evaluated(kvpop, f"{words} 80 --task retrieval --kinds needle --policies h2o random")
-    assert "left out at equal bytes: random protects prompts (--protect-prompt 0 lets it in)" in asked.notes
-    assert {r.get("equal") for r in asked.records if r["policy"] == "random"} == {"k"}
-    assert {r.get("equal") for r in asked.records if r["policy"] == "h2o"} == {"k", "bytes"}
+    assert {r.get("equal") for r in asked.records if r["policy"] != "dense"} == {"k", "bytes"}
+
+
+def test_equal_bytes_behind_a_protected_prompt():
+    """What is protected is the same at k and at equal bytes; the state is taken from the tail."""
+    shape = ModelShape("llama", 2, 2, 32, 600)
+    found = {}
+    for protect in (0, True):
+        for equal in ("k", "bytes"):
+            spec = replace(training_free("momentkv"), protect=protect)
+            resolved = Setting(600, 256, 4, 16, equal, prompt=100).resolve(spec, shape, torch.float32)
+            found[protect, equal] = resolved, resolved.request_bytes(600, torch.float32, 100).allocated
+    page = 64 * (2 * 32 * 4 + 8) * 2 * 2
+    assert found[True, "k"][1] - found[0, "k"][1] == found[True, "bytes"][1] - found[0, "bytes"][1] == 2 * page
+    for protect in (0, True):
+        (k, most), (in_bytes, allocated) = found[protect, "k"], found[protect, "bytes"]
+        assert most - allocated >= page
+        assert k.roles.topk - in_bytes.roles.topk == (60 if protect else 64)  # a tail has no sinks
 
 
 def test_settings_that_mean_the_same_are_one_run():

@@ -77,3 +77,30 @@ def test_retrieval_with_a_report(kvpop):
     assert {tuple(r["expected"]) for r in found if r["example"] == 0} == {tuple(found[0]["expected"])}
     written = sorted(path.name for path in Path("retrieval").iterdir())
     assert written == ["figure.png", "retained.jsonl", "retained.png", "table.md"]
+
+
+REASON = "--task=reasoning --kinds programs --size 2 --rows 8 --split test --share 2"
+
+
+def test_reasoning_from_problems_to_a_table(kvpop):
+    """Every policy solves the same problems; the tiny model solves none."""
+    words = f"{REASON} --policies h2o random --protect-prompt all --window 9 --sinks 0"
+    done = evaluated(kvpop, f"{words} --report reasoning --samples 2 --temperature 0.7 --top-p 0.9")
+    assert {r["policy"] for r in done.records} == {"dense", "h2o", "random"}
+    by_policy = {name: [r for r in done.records if r["policy"] == name] for name in ("dense", "h2o", "random")}
+    assert [len(own) for own in by_policy.values()] == [16, 32, 160]  # two samples, k and bytes, five seeds
+    problems = {r["unit"] for r in by_policy["dense"]}
+    assert len(problems) == 8 and min(problems) >= 2 * 10**9
+    for own in by_policy.values():
+        assert {r["unit"] for r in own} == problems and {r["sample"] for r in own} == {0, 1}
+    assert {r["settings"]["budget"] for r in by_policy["h2o"]} == {r["budget"] for r in by_policy["random"]}
+    assert {r["protect"] for r in by_policy["h2o"]} == {"all"}
+    heading, *lines = done.lines
+    assert heading[-4:] == ["right", "before_error", "answered", "written"] and len(lines) == 5
+    assert Path("reasoning/figure.png").exists() and "| programs | 8 |" in Path("reasoning/table.md").read_text()
+
+
+def test_reasoning_is_repeated_by_its_record(kvpop):
+    words = f"{REASON} --policies h2o --temperature 0.7 --requests 3"
+    one, other = (evaluated(kvpop, words).records for _ in "ab")
+    assert one == other and one != evaluated(kvpop, f"{words} --seed 1").records

@@ -46,8 +46,9 @@ class Evaluated(NamedTuple):
 
 def evaluated(kvpop, words) -> Evaluated:
     """Run `kvpop eval` in float32 on all documents."""
-    common = "eval --model=qwen3 --split=all --dtype=float32 --out=records.jsonl".split()
-    status, output, errors = kvpop(*common, *words.split())
+    common = "eval --model=qwen3 --dtype=float32 --out=records.jsonl".split()
+    split = [] if "--split" in words else ["--split=all"]
+    status, output, errors = kvpop(*common, *split, *words.split())
     assert status in (0, None), errors
     about, found = read_records("records.jsonl")
     return Evaluated(output, found, about, errors)
