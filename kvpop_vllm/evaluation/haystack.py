@@ -81,6 +81,15 @@ def replay_rows(paths: list[str], tokenizer, length: int, *, split: str, seed: i
             row, names, keys = [], [], []
 
 
+def rows_in_turn(paths: list[str], *how, **places) -> Iterator[Row]:
+    """Yield a row of each file or folder in turn, as long as it has one; see :func:`replay_rows`."""
+    streams = [replay_rows([path], *how, **places) for path in dict.fromkeys(paths)]
+    while streams:
+        found = [(stream, next(stream, None)) for stream in streams]
+        streams = [stream for stream, row in found if row is not None]
+        yield from (row for _, row in found if row is not None)
+
+
 def units_of(rows: list[Row]) -> list[int]:
     """Return the unit of each row: rows that share a group or a text, also through other rows, are one unit."""
     units, first = list(range(len(rows))), {}

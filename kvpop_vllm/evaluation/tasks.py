@@ -21,7 +21,7 @@ from kvpop_vllm.distill.sources import find_sources
 from kvpop_vllm.evaluation import options as asked
 from kvpop_vllm.evaluation import reasoning, replay, retrieval, summaries
 from kvpop_vllm.evaluation.backends import Backend, Run, Sampling, TransformersBackend
-from kvpop_vllm.evaluation.haystack import Row, replay_rows, sentences, units_of
+from kvpop_vllm.evaluation.haystack import Row, rows_in_turn, sentences, units_of
 from kvpop_vllm.evaluation.output import format_table, note, progress, records_file
 from kvpop_vllm.evaluation.pictures import Report
 from kvpop_vllm.evaluation.policies import PolicySpec, known_training_free
@@ -230,7 +230,7 @@ def run_task(
 def _rows(options) -> tuple[list[Row], list[int], dict]:
     """Return rows of text, their units, and what the records say of both."""
     places = {"split": options.split, "seed": options.seed, "vocab_size": vocabulary_of(options.model)}
-    found = replay_rows(options.data, load_tokenizer(options.model), max(options.length), **places)
+    found = rows_in_turn(options.data, load_tokenizer(options.model), max(options.length), **places)
     rows = asked.first_rows(found, options)
     units = units_of(rows)
     lines = enumerate(zip(units, rows, strict=True))

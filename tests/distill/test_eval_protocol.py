@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from distill.tiny_text import VOCABULARY, write_byte_tokenizer, write_text
-from distill.typed import evaluated
+from distill.typed import distill, evaluated
 
 from kvpop_vllm.distill.run import load_tokenizer
 from kvpop_vllm.evaluation.backends import TransformersBackend
@@ -78,6 +78,19 @@ def test_a_teacher_answers_questions_as_the_dense_model(kvpop):
         answers[model] = [r["answer"] for r in read_records("a.jsonl")[1] if r["policy"] == "dense"]
     found = {name: [r["answer"] for r in taught if r["policy"] == name] for name in ("dense", "dense (own)")}
     assert found == {"dense": answers["teacher"], "dense (own)": answers["qwen3"]} != answers["qwen3"]
+
+
+def test_a_trained_base_is_judged_against_the_model_it_was_trained_from(kvpop):
+    distill(kvpop, "based", "--steps=3", "--train-base", "--lr-base=0.01")
+    words = "--data long.jsonl --length 96 --budget 32 --rows 8 --equal k --policies streaming-llm --scorer based"
+    taught = evaluated(kvpop, f"{words} --model based/model --teacher qwen3")
+    frozen = evaluated(kvpop, f"{words} --model qwen3")
+    kl = {name: [r["kl"] for r in taught.records if r["policy"] == name] for name in ("dense (own)", "based")}
+    assert min(kl["dense (own)"]) > 1e-4 and len(kl["based"]) == 8
+    dense = [[r["nll"] for r in done.records if r["policy"] == "dense"] for done in (taught, frozen)]
+    assert dense[0] == pytest.approx(dense[1], rel=1e-5)
+    assert [line[6] for line in taught.lines[1:]] == ["dense", "dense (own)", "streaming-llm", "based"]
+    assert taught.about["options"]["teacher"] == "qwen3"
 
 
 @pytest.mark.parametrize("task", ["text", "replay"])

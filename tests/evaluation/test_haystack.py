@@ -9,7 +9,7 @@ from distill.tiny_text import VOCABULARY
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import in_split, share_of
-from kvpop_vllm.evaluation.haystack import LONGEST_SENTENCE, documents, replay_rows, sentences, units_of
+from kvpop_vllm.evaluation.haystack import LONGEST_SENTENCE, documents, replay_rows, rows_in_turn, sentences, units_of
 
 
 def write(path, texts):
@@ -39,7 +39,7 @@ def test_rows_begin_with_documents_and_go_on_with_the_next(tokenizer, tmp_path):
 
 
 def test_rows_name_their_documents_and_units_share_groups_and_texts(tokenizer, tmp_path):
-    """Of six rows of two documents each, three hang together by a group, the first also by a text that comes twice."""
+    """Rows that share a group or a text, also through other rows, are one unit."""
     groups = ["a", None, "b", "c", None, "a", None, "d", "c", None, None, None]
     texts = [chr(97 + i) * 12 for i in range(12)]
     texts[11] = texts[1]
@@ -57,6 +57,14 @@ def test_rows_name_their_documents_and_units_share_groups_and_texts(tokenizer, t
             while reached != before:
                 before, reached = reached, set().union(reached, *(own for own in keys if own & reached))
             assert units[one] == next(i for i, own in enumerate(keys) if own & reached), seed
+
+
+def test_texts_take_turns(tokenizer, tmp_path):
+    paths = [
+        write(tmp_path / f"{name}.jsonl", [name * 40] * count)[0] for name, count in (("a", 3), ("b", 1), ("c", 2))
+    ]
+    found = rows_in_turn([*paths, paths[0]], tokenizer, 30, split="all", seed=0, vocab_size=VOCABULARY)
+    assert "".join(tokenizer.decode(row.tokens)[0] for row in found) == "abcaca"
 
 
 def test_a_split_holds_its_documents(tokenizer, tmp_path):
