@@ -144,8 +144,8 @@ class Cells:
             return 0.0
         first = max(2, resolved.least)
         with self.backend.start(None) as dense, self.backend.start(resolved) as run:
-            dense_predictions = replay.predictions(dense, row[:first])
-            return replay.compare(run, row[:first], dense_predictions, first)["kl"]
+            own, exact = replay.predictions(run, row[:first]), replay.predictions(dense, row[:first])
+            return replay.compare(own, row[:first], exact, first)["kl"]
 
     def needles_found(self, resolved) -> dict:
         """Return mean ``exact`` and ``partial`` credit for needles."""

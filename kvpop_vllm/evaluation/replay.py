@@ -31,11 +31,11 @@ def predictions(run: Run, tokens: torch.Tensor) -> Predictions:
     return Predictions(run.hidden(tokens[:-1]), run.logits)
 
 
-def compare(run: Run, tokens: torch.Tensor, dense: Predictions, bucket: int) -> dict:
+def compare(own: Predictions, tokens: torch.Tensor, dense: Predictions, bucket: int) -> dict:
     """Compare predictions of a row under a policy with those of the dense model.
 
     Args:
-        run: the model under the policy.
+        own: predictions under the policy.
         tokens: ``[S]``.
         dense: predictions of the dense model.
         bucket: positions of a bucket.
@@ -46,7 +46,7 @@ def compare(run: Run, tokens: torch.Tensor, dense: Predictions, bucket: int) -> 
         same most likely token. ``*_by_position``: lists of means over buckets of the query's position; the last
         bucket is shorter if they do not divide S - 1. ``bucket`` itself.
     """
-    found = token_measures(predictions(run, tokens), tokens, dense)
+    found = token_measures(own, tokens, dense)
     means = {name: found[name].mean().item() for name in MEASURES}
     by_position = {
         f"{name}_by_position": [part.mean().item() for part in found[name].split(bucket)] for name in MEASURES

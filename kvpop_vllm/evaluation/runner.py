@@ -148,8 +148,6 @@ def evaluate(
         layers of heads.
     """
     dtype, device = next(model.parameters()).dtype, next(model.parameters()).device
-    config = model.config.get_text_config()
-    sizes = shape_of(config.to_dict(), "the model's config")
     for resolved, _ in runs:
         resolved.check_channel(model)
     for number, row in enumerate(rows):
@@ -158,15 +156,14 @@ def evaluate(
             here = [(resolved, [s for s in own if s.length == length]) for resolved, own in runs]
             here = [(resolved, own) for resolved, own in here if own]
             base = {"row": number, "length": length}
-            plain = {"allocated": dense_bytes(ModelShape(**sizes, max_model_len=length), dtype, length)}
             exact = None
             if teacher is not None:
                 quality, exact = _next_token(teacher, tokens, Dense())
-                yield base | {"policy": DENSE} | plain | quality
+                yield base | {"policy": DENSE} | _dense_size(teacher, length) | quality
                 tick(1)
             observer = _Observer([(own[0], resolved) for resolved, own in here], recall, tick)
             quality, states = _next_token(model, tokens, observer, exact)
-            yield base | {"policy": OWN if teacher else DENSE} | plain | quality
+            yield base | {"policy": OWN if teacher else DENSE} | _dense_size(model, length) | quality
             tick(1)
             for i, (resolved, own) in enumerate(here):
                 quality, _ = _next_token(model, tokens, Served(resolved), states if exact is None else exact)
@@ -179,6 +176,11 @@ def dense_bytes(shape: ModelShape, dtype: torch.dtype, length: int) -> int:
     """Return the allocated bytes of a request of ``length`` tokens in a dense cache."""
     sizes = shape.num_layers, shape.num_kv_heads, shape.head_dim
     return dense_request_bytes(*sizes, dtype, length, DENSE_BLOCK).allocated
+
+
+def _dense_size(model: nn.Module, length: int) -> dict:
+    shape = ModelShape(**shape_of(model.config.get_text_config().to_dict(), "the model's config"), max_model_len=length)
+    return {"allocated": dense_bytes(shape, next(model.parameters()).dtype, length)}
 
 
 def described(setting: Setting, resolved: ResolvedPolicy, dtype: torch.dtype) -> dict:

@@ -131,6 +131,7 @@ def evaluate_task(options, backend_class: type[Backend]) -> list[dict]:
         note(f"{few}: raise --rows or give more text")
     if report:
         maps = [(resolved, [s for s in own if s.length == longest]) for resolved, own in runs]
+        maps = [(resolved, own) for resolved, own in maps if own]
         with progress(len(maps), "maps") as tick:
             for resolved, own in maps:
                 report.add_maps(models.backend, own, resolved, task.example)
@@ -250,7 +251,7 @@ def _text(options, against: str | None) -> Task:
     return Task(records, tokens[0], summarise, summaries.TEXT_COLUMNS, units, 2, about)
 
 
-def _retrieval(options, against: None) -> Task:
+def _retrieval(options, against: str | None) -> Task:
     tokenizer = load_tokenizer(options.model)
     text = sentences(options.data, options.split, CHARACTERS * max(options.length))
     made = {"count": options.rows, "seed": options.seed, "digits": options.digits}
@@ -331,9 +332,10 @@ class Replay:
     def __call__(self, run: Run, length: int) -> Iterator[dict]:
         """Yield one record for each row under ``run``."""
         bucket = self.bucket or max(1, length // BUCKETS)
-        rows = self.material[length]
-        if length not in self.dense:
-            self.dense[length] = [replay.predictions(run, row) for row in rows]
-        for number, (row, dense) in enumerate(zip(rows, self.dense[length], strict=True)):
-            exact = dense if self.teacher else dense._replace(logits=run.logits)
-            yield {"row": number, "unit": self.units[number]} | replay.compare(run, row, exact, bucket)
+        dense = self.dense.setdefault(length, [])
+        for number, row in enumerate(self.material[length]):
+            own = replay.predictions(run, row)
+            if number == len(dense):
+                dense.append(own)
+            exact = dense[number] if self.teacher else dense[number]._replace(logits=run.logits)
+            yield {"row": number, "unit": self.units[number]} | replay.compare(own, row, exact, bucket)

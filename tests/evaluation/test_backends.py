@@ -135,9 +135,9 @@ def test_replay_by_definition(model, backend, h2o, monkeypatch, positions, bucke
     nll = -own.gather(-1, torch.tensor(tokens)[1:, None])[:, 0]
     with backend.start(None) as run:
         dense = replay.predictions(run, torch.tensor(tokens))
-        itself = replay.compare(run, torch.tensor(tokens), dense, bucket)
+        itself = replay.compare(replay.predictions(run, torch.tensor(tokens)), torch.tensor(tokens), dense, bucket)
     with backend.start(resolved) as run:
-        found = replay.compare(run, torch.tensor(tokens), dense, bucket)
+        found = replay.compare(replay.predictions(run, torch.tensor(tokens)), torch.tensor(tokens), dense, bucket)
     for name, values in (("nll", nll), ("kl", kl), ("agreement", same)):
         by_hand = [values[a : a + bucket].mean().item() for a in range(0, S - 1, bucket)]
         assert found[f"{name}_by_position"] == pytest.approx(by_hand, rel=1e-3, abs=1e-6), name
