@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 
 from kvpop_vllm.argument_types import add_setting, positive, share, temperature
@@ -169,6 +170,8 @@ def run_eval(options, engine: Callable[[], type]) -> None:
         ConfigError: an option belongs to another task, or the task refuses its options.
     """
     _check_options(options)
+    if options.backend == "vllm":  # stdout holds the table alone
+        os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     if options.threads:
         import torch
 
