@@ -33,10 +33,10 @@ def bootstrap_ratio(
 ) -> Interval:
     """Return ``sum(numerators) / sum(denominators)`` with its interval.
 
-    A mean is the ratio to ones, and a paired difference the mean of differences. The interval of a ratio of two
-    policies is clear of 1 if and only if that of their difference is clear of 0, since both are of the same
-    draws. A draw whose denominators sum to 0 or less says nothing, and counts as lower than the low end and as
-    higher than the high end: with many of them an end is infinite.
+    A mean is the ratio to ones, and a paired difference the mean of differences. With denominators above 0 the
+    interval of a ratio is clear of 1 if and only if that of the difference is clear of 0, since both are of the
+    same draws. A draw whose denominators sum to 0 or less says nothing, and counts as lower than the low end and
+    as higher than the high end: with many of them an end is infinite.
 
     Args:
         numerators: one value per row, for example summed nats.
