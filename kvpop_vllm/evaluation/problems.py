@@ -106,7 +106,7 @@ def make_problem(kind: str, seed: int, size: int | None = None) -> Problem:
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of problem {kind!r}: choose from {', '.join(KINDS)}")
-    size = size or KINDS[kind].size
+    size = KINDS[kind].size if size is None else size
     prompt, steps, answers, verify = KINDS[kind].make(random.Random(f"{kind}/{size}/{seed}"), size, seed)
     solution = f"{steps} answer {' '.join(answers)} end"
     return Problem(kind, size, seed, prompt, solution, tuple(answers), verify)
