@@ -1,9 +1,8 @@
 """Problems that take long written steps, with worked solutions and verifiers (`kvpop eval --task reasoning`).
 
 A prompt states facts, and the solution writes one line per step. Facts that are needed late stand in earlier lines of
-the solution, not in the prompt. All texts are words with a space between them. Numbers from 00 to 99 are one word, and
-written additions have a word for each digit. Lines are numbered by words of their own, so that a small model finds the
-next one.
+the solution, not in the prompt. All texts are words with a space between them, and numbers are written digit by digit.
+Lines are numbered by words of their own, so that a small model finds the next one.
 
 ============  ==================================================================================
 kind          what is needed late
@@ -31,11 +30,8 @@ NAMES = tuple(map("".join, product("bdfghjklmnprstvz", "aeiou")))
 """Names of variables and accounts, one word each."""
 LINES = tuple(f"#{number}" for number in range(1, 100))
 """Numbers of lines, one word each."""
-NUMBERS = tuple(f"{number:02}" for number in range(100))
-"""Numbers, one word each."""
 WORDS = (
     *"0123456789+=:;,",
-    *NUMBERS,
     *NAMES,
     *"let run ask work answer end sort ascending descending first left".split(),
     *LINES,
@@ -128,13 +124,15 @@ def judge(problem: Problem, text: str) -> Verdict:
     return Verdict(exact, bool(found and ended), same / len(expected), right / len(problem.answers) if found else 0.0)
 
 
+def _digits(number: int) -> str:
+    return f"{number // 10} {number % 10}"
+
+
 def _addition(a: int, b: int) -> str:
     """Return the written addition of two two-digit numbers modulo 100: units, then tens with the carry."""
     units = a % 10 + b % 10
-    carry = units // 10
-    tens = a // 10 + b // 10 + carry
-    digits = " ".join(NUMBERS[units]), " ".join(NUMBERS[tens])
-    return f"{a % 10} + {b % 10} = {digits[0]} , {a // 10} + {b // 10} + {carry} = {digits[1]}"
+    tens = a // 10 + b // 10 + units // 10
+    return f"{a % 10} + {b % 10} = {_digits(units)} , {a // 10} + {b // 10} + {units // 10} = {_digits(tens)}"
 
 
 def _same(answers: list[str]) -> Callable[[str], bool]:
@@ -145,16 +143,16 @@ def programs(draw: random.Random, size: int, seed: int):
     """Return a program: each line's variable is the sum modulo 100 of two earlier ones."""
     names = draw.sample(NAMES, CONSTANTS + size)
     values = {name: draw.randrange(100) for name in names[:CONSTANTS]}
-    given = " ; ".join(f"{name} {NUMBERS[value]}" for name, value in values.items())
+    given = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
     lines, steps = [], []
     for at, name in enumerate(names[CONSTANTS:]):
         a, b = draw.sample(names[: CONSTANTS + at], 2)
         line, x, y = f"{LINES[at]} {name} = {a} {b}", values[a], values[b]
         values[name] = (x + y) % 100
         lines.append(line)
-        steps.append(f"{line} : {a} {NUMBERS[x]} {b} {NUMBERS[y]} , {_addition(x, y)} , {name} {NUMBERS[values[name]]}")
+        steps.append(f"{line} : {a} {_digits(x)} {b} {_digits(y)} , {_addition(x, y)} , {name} {_digits(values[name])}")
     asked = draw.sample(names[CONSTANTS:], min(ASKED, size))
-    answers = [f"{name} {NUMBERS[values[name]]}" for name in asked]
+    answers = [f"{name} {_digits(values[name])}" for name in asked]
     prompt = f"let {given} ; run {' '.join(lines)} ask {' '.join(asked)} work"
     return prompt, " ".join(steps), answers, _same(answers)
 
@@ -163,16 +161,16 @@ def ledgers(draw: random.Random, size: int, seed: int):
     """Return a ledger: each line adds an amount to an account modulo 100."""
     accounts = draw.sample(NAMES, ACCOUNTS)
     values = {name: draw.randrange(100) for name in accounts}
-    given = " ; ".join(f"{name} {NUMBERS[value]}" for name, value in values.items())
+    given = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
     lines, steps = [], []
     for at in range(size):
         name, amount = draw.choice(accounts), draw.randrange(100)
-        line, x = f"{LINES[at]} {name} + {NUMBERS[amount]}", values[name]
+        line, x = f"{LINES[at]} {name} + {_digits(amount)}", values[name]
         values[name] = (x + amount) % 100
         lines.append(line)
-        steps.append(f"{line} : {name} {NUMBERS[x]} , {_addition(x, amount)} , {name} {NUMBERS[values[name]]}")
+        steps.append(f"{line} : {name} {_digits(x)} , {_addition(x, amount)} , {name} {_digits(values[name])}")
     asked = draw.sample(accounts, ASKED)
-    answers = [f"{name} {NUMBERS[values[name]]}" for name in asked]
+    answers = [f"{name} {_digits(values[name])}" for name in asked]
     prompt = f"let {given} ; run {' '.join(lines)} ask {' '.join(asked)} work"
     return prompt, " ".join(steps), answers, _same(answers)
 
@@ -192,20 +190,20 @@ def sorting(draw: random.Random, size: int, seed: int):
     entry = gym[0]
     left = [int(float(number)) for number in entry["metadata"]["original_numbers"]]
     direction = entry["metadata"]["direction"]
-    prompt = f"sort {direction} {' '.join(NUMBERS[number] for number in left)} work"
+    prompt = f"sort {direction} {' , '.join(map(_digits, left))} work"
     answers, steps = [], []
     while left:
         number = (min if direction == "ascending" else max)(left)
         left.remove(number)
-        answers.append(NUMBERS[number])
-        steps.append(" ".join(["first", answers[-1], "left", *(NUMBERS[other] for other in left), ";"]))
+        answers.append(_digits(number))
+        steps.append(f"first {answers[-1]} left {' , '.join(map(_digits, left))} ;")
 
     def verify(text: str) -> bool:
-        numbers = [f"{int(number)}.0" for number in re.findall(r"\b\d\d\b", text)]
+        numbers = [f"{int(a + b)}.0" for a, b in re.findall(r"(\d) (\d)", text)]
         return gym.score_answer(str(numbers), entry) == 1.0
 
     return prompt, " ".join(steps), answers, verify
 
 
-KINDS = {"programs": Kind(programs, 38), "ledgers": Kind(ledgers, 42), "sorting": Kind(sorting, 43)}
+KINDS = {"programs": Kind(programs, 34), "ledgers": Kind(ledgers, 36), "sorting": Kind(sorting, 25)}
 """Kinds of problems by name."""

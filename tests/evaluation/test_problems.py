@@ -12,14 +12,14 @@ from kvpop_vllm.evaluation.problems import KINDS, SEEDS, WORDS, judge, make_prob
 
 def numbers(problem) -> dict[str, int]:
     """Return the values that the answers name."""
-    return {name: int(value) for name, value in (answer.split() for answer in problem.answers)}
+    return {name: int(a + b) for name, a, b in (answer.split() for answer in problem.answers)}
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_programs_compute_what_python_computes(seed):
     problem = make_problem("programs", seed, 12)
     constants, lines = re.match(r"let (.*) ; run (.*) ask", problem.prompt).groups()
-    values = {name: int(value) for name, value in (word.split() for word in constants.split(" ; "))}
+    values = {name: int(a + b) for name, a, b in (word.split() for word in constants.split(" ; "))}
     for line in lines.split("#")[1:]:
         _, name, _, a, b = line.split()
         values[name] = (values[a] + values[b]) % 100
@@ -30,10 +30,10 @@ def test_programs_compute_what_python_computes(seed):
 def test_ledgers_keep_the_latest_value(seed):
     problem = make_problem("ledgers", seed, 12)
     accounts, lines = re.match(r"let (.*) ; run (.*) ask", problem.prompt).groups()
-    values = {name: int(value) for name, value in (word.split() for word in accounts.split(" ; "))}
+    values = {name: int(a + b) for name, a, b in (word.split() for word in accounts.split(" ; "))}
     for line in lines.split("#")[1:]:
-        _, name, _, amount = line.split()
-        values[name] = (values[name] + int(amount)) % 100
+        _, name, _, a, b = line.split()
+        values[name] = (values[name] + int(a + b)) % 100
     assert numbers(problem) == {name: values[name] for name in numbers(problem)}
 
 
@@ -42,7 +42,7 @@ def test_lists_are_sorted():
     for seed in range(20):
         problem = make_problem("sorting", seed, 9)
         direction, given = re.match(r"sort (\w+) (.*) work", problem.prompt).groups()
-        expected = sorted(given.split(), reverse=direction == "descending")
+        expected = sorted(given.split(" , "), reverse=direction == "descending")
         assert list(problem.answers) == expected and problem.verify(" ".join(expected))
         assert not problem.verify(" ".join(expected[::-1]))
 
@@ -61,8 +61,8 @@ def test_a_solution_is_judged_up_to_its_first_error():
     problem = make_problem("programs", 0, 10)
     words = problem.solution.split()
     steps, _, final = problem.solution.rpartition("answer ")
-    name, value = problem.answers[1].split()
-    wrong = problem.solution.replace(f"{problem.answers[0]} {name} {value}", f"{problem.answers[0]} {name} x")
+    name, a, b = problem.answers[1].split()
+    wrong = problem.solution.replace(f"{problem.answers[0]} {name} {a} {b}", f"{problem.answers[0]} {name} {a} x")
     verdict = judge(problem, wrong)
     assert not verdict.exact and verdict.answered and verdict.right == 0.75 and 0.9 < verdict.before_error < 1
     half = judge(problem, " ".join(words[: len(words) // 2]))

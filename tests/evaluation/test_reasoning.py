@@ -32,7 +32,7 @@ class Solver:
             i, text = self.solutions[tuple(prompt)]
             words = text.removesuffix(" end").split()
             if i % self.wrong == 0:
-                words[-1] = f"{(int(words[-1]) + 1) % 100:02}"
+                words[-1] = str((int(words[-1]) + 1) % 10)
             found.append(self.tokenizer(" ".join(words))["input_ids"][:new])
         return found
 
