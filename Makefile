@@ -23,10 +23,10 @@ OLDEST_TRITON := build/triton-3.6
 SOURCES := $(wildcard csrc/*.cpp csrc/cpu/*.cpp csrc/cpu/*.h csrc/include/*/*.h)
 
 .DEFAULT_GOAL := help
-.PHONY: help setup wheel model demo serve test test-all nightly sanitize mutations lint format bench policies peers gpu oldest-triton clean
+.PHONY: help setup wheel model demo serve test test-all nightly sanitize mutations lint format bench policies lm-eval peers gpu oldest-triton clean
 
 help:
-	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | sanitize | mutations | lint | format | bench | policies | peers | gpu | oldest-triton | clean"
+	@echo "make setup | wheel | model | demo | serve | test | test-all | nightly | sanitize | mutations | lint | format | bench | policies | lm-eval | peers | gpu | oldest-triton | clean"
 
 setup: $(EXTENSION)
 
@@ -72,7 +72,7 @@ test: QUICK := -m "not slow"
 test test-all: model
 	@OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -q -n $(WORKERS) --dist loadscope --no-loadscope-reorder $(QUICK) tests $(PYTEST_ARGS)
 
-nightly: test-all oldest-triton mutations
+nightly: lm-eval peers test-all oldest-triton mutations
 
 # Plants faults, and fails where no test finds one. MUTATIONS: words that files or faults must contain.
 mutations: setup
@@ -115,11 +115,15 @@ policies: model
 gpu:
 	@$(PYTHON) benchmarks/gpu.py $(BENCH_ARGS)
 
+# For the tasks of examples/lm_eval.
+lm-eval: setup
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-warn-conflicts "lm-eval[api,math]==0.4.13"
+
 peers: model
 	@echo "[peers] transformers and kvpress in build/peers"
 	@$(PYTHON) -m venv build/peers
 	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "$$($(BIN)/python -m pip freeze | grep '^torch==')"
-	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "kvpress==0.5.5" "transformers<5.3"
+	@build/peers/bin/python -m pip install -qq --disable-pip-version-check "kvpress[eval]==0.5.5" "transformers<5.3"
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info kvpop_vllm/_C*.so .pytest_cache .ruff_cache .hypothesis

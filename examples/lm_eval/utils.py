@@ -22,9 +22,15 @@ def local_problems(problems: str | None = None, **_) -> datasets.DatasetDict:
 
     Args:
         problems: path of the file, from ``--metadata '{"problems": PATH}'``; by default the file beside this one.
+
+    Raises:
+        ValueError: the lines have no ``problem`` or no ``answer``.
     """
     path = problems or Path(__file__).with_name("problems.jsonl")
-    return datasets.load_dataset("json", data_files={"test": str(path)})
+    dataset = datasets.load_dataset("json", data_files={"test": str(path)})
+    if missing := {"problem", "answer"}.difference(dataset["test"].column_names):
+        raise ValueError(f"{path}: every line needs a {' and a '.join(sorted(missing))}")
+    return dataset
 
 
 def multiple_choice(dataset: datasets.Dataset) -> datasets.Dataset:
