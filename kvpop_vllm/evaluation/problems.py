@@ -2,8 +2,7 @@
 
 A prompt states facts, and the solution writes one line per step. Facts that are needed late stand in earlier lines of
 the solution, not in the prompt. All texts are words with a space between them, and numbers are written digit by digit.
-Lines are numbered by words of their own, so that a small model finds the next one. The first number is drawn, so that
-short problems teach all of them.
+Lines are numbered by words of their own, so that a small model finds the next one.
 
 ============  ==================================================================================
 kind          what is needed late
@@ -136,12 +135,6 @@ def _addition(a: int, b: int) -> str:
     return f"{a % 10} + {b % 10} = {_digits(units)} , {a // 10} + {b // 10} + {units // 10} = {_digits(tens)}"
 
 
-def _numbers(draw: random.Random, size: int) -> tuple[str, ...]:
-    """Return the numbers of ``size`` lines."""
-    first = draw.randint(0, len(LINES) - size)
-    return LINES[first : first + size]
-
-
 def _same(answers: list[str]) -> Callable[[str], bool]:
     return lambda text: text.split() == " ".join(answers).split()
 
@@ -151,10 +144,10 @@ def programs(draw: random.Random, size: int, seed: int):
     names = draw.sample(NAMES, CONSTANTS + size)
     values = {name: draw.randrange(100) for name in names[:CONSTANTS]}
     given = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
-    lines, steps, numbers = [], [], _numbers(draw, size)
+    lines, steps = [], []
     for at, name in enumerate(names[CONSTANTS:]):
         a, b = draw.sample(names[: CONSTANTS + at], 2)
-        line, x, y = f"{numbers[at]} {name} = {a} {b}", values[a], values[b]
+        line, x, y = f"{LINES[at]} {name} = {a} {b}", values[a], values[b]
         values[name] = (x + y) % 100
         lines.append(line)
         steps.append(f"{line} : {a} {_digits(x)} {b} {_digits(y)} , {_addition(x, y)} , {name} {_digits(values[name])}")
@@ -170,9 +163,9 @@ def ledgers(draw: random.Random, size: int, seed: int):
     values = {name: draw.randrange(100) for name in accounts}
     given = " ; ".join(f"{name} {_digits(value)}" for name, value in values.items())
     lines, steps = [], []
-    for number in _numbers(draw, size):
+    for at in range(size):
         name, amount = draw.choice(accounts), draw.randrange(100)
-        line, x = f"{number} {name} + {_digits(amount)}", values[name]
+        line, x = f"{LINES[at]} {name} + {_digits(amount)}", values[name]
         values[name] = (x + amount) % 100
         lines.append(line)
         steps.append(f"{line} : {name} {_digits(x)} , {_addition(x, amount)} , {name} {_digits(values[name])}")
