@@ -35,7 +35,7 @@ TEMPLATE = "{% for m in messages %}{% if loop.first %}<s> {% endif %}{{ m['conte
 """Chat template: the question, then the solution."""
 LEAST, FIRST = 2, 3
 """Steps of the smallest problems, and of the largest ones in the beginning."""
-GROWS_AT = 0.6
+GROWS_AT = 0.4
 """Share of solutions without a wrong token, each after right ones, from which problems grow."""
 
 
@@ -62,6 +62,7 @@ def make_model(tokenizer: PreTrainedTokenizerFast) -> LlamaForCausalLM:
             max_position_embeddings=4096,
             tie_word_embeddings=True,
             initializer_range=0.07,  # with the default of 0.02 so small a model takes far longer
+            rope_parameters={"rope_type": "default", "rope_theta": 1e6},  # names are looked up over 1,300 tokens
             bos_token_id=tokenizer.bos_token_id,
             eos_token_id=tokenizer.eos_token_id,
             pad_token_id=tokenizer.pad_token_id,
@@ -90,17 +91,25 @@ class Curriculum(TrainerCallback, ExportableState):
         return {"args": {"kinds": self.kinds, "sizes": self.sizes, "accuracies": self.accuracies}, "attributes": {}}
 
     def draw(self, draw: random.Random) -> tuple[int, int]:
-        """Return the number of a kind that has begun, and a size: half of the time the largest."""
-        kind = draw.choice([i for i, size in enumerate(self.sizes) if size])
-        most = round(self.sizes[kind])
-        return kind, most if draw.random() < 0.5 else draw.randint(LEAST, most)
+        """Return the number of a kind that has begun, and a size.
 
-    def see(self, kind: int, accuracy: float) -> None:
-        """Count a batch; grow its kind's problems if most of its solutions are right."""
-        self.accuracies[kind] += 0.05 * (accuracy - self.accuracies[kind])
+        It is the largest so far, or one below, or, once all kinds have begun, any: numbers of late lines, and
+        distances, are learned from problems that are too long to be solved yet.
+        """
+        kind, where = draw.choice([i for i, size in enumerate(self.sizes) if size]), draw.random()
+        most = round(self.sizes[kind])
+        if where < 0.4:
+            return kind, most
+        return kind, draw.randint(LEAST, KINDS[self.kinds[kind]].size if where < 0.8 and all(self.sizes) else most)
+
+    def see(self, kind: int, size: int, accuracy: float) -> None:
+        """Count a batch; grow its kind's problems if enough solutions of the largest size are right."""
+        if size != round(self.sizes[kind]):
+            return
+        self.accuracies[kind] += 0.1 * (accuracy - self.accuracies[kind])
         if self.accuracies[kind] < GROWS_AT:
             return
-        self.sizes[kind] = min(self.sizes[kind] * 1.01 + 0.03, float(KINDS[self.kinds[kind]].size))
+        self.sizes[kind] = min(self.sizes[kind] * 1.02 + 0.06, float(KINDS[self.kinds[kind]].size))
         if kind == 0 and self.sizes[0] > FIRST + 1:
             self.sizes = [size or float(FIRST) for size in self.sizes]
 
@@ -127,7 +136,7 @@ class Batches(Dataset):
         return self.batches
 
     def __getitem__(self, index: int) -> dict:
-        """Return ``input_ids`` and ``labels`` ``[rows, S]``, and the kind; prompts and padding have no labels."""
+        """Return ``input_ids`` and ``labels`` ``[rows, S]``, kind and size; prompts and padding have no labels."""
         draw = random.Random(index)
         kind, size = self.curriculum.draw(draw)
         rows, used = [], 0
@@ -138,7 +147,7 @@ class Batches(Dataset):
         pad = self.tokenizer.pad_token_id
         inputs = torch.tensor([ids + [pad] * (longest - len(ids)) for ids, _ in rows])
         labels = [[-100] * n + ids[n:] + [-100] * (longest - len(ids)) for ids, n in rows]
-        return {"input_ids": inputs, "labels": torch.tensor(labels), "kind": kind}
+        return {"input_ids": inputs, "labels": torch.tensor(labels), "problems": (kind, size)}
 
     def _row(self, kind: str, seed: int, size: int) -> tuple[list[int], int]:
         problem = make_problem(kind, seed, size)
@@ -161,11 +170,11 @@ class CurriculumTrainer(Trainer):
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
         """Return the mean cross-entropy of the solutions' tokens."""
-        kind = inputs.pop("kind")
+        kind, size = inputs.pop("problems")
         loss, outputs = super().compute_loss(model, inputs, return_outputs=True)
         expected = inputs["labels"][:, 1:]
         right = ((outputs.logits[:, :-1].argmax(-1) == expected) | (expected < 0)).all(1)
-        self.curriculum.see(kind, right.float().mean().item())
+        self.curriculum.see(kind, size, right.float().mean().item())
         return (loss, outputs) if return_outputs else loss
 
 
@@ -180,17 +189,18 @@ def exact(model: LlamaForCausalLM, tokenizer, kind: str, size: int, count: int) 
     return sum(judge(p, text).exact for p, text in zip(problems, texts, strict=True)) / count
 
 
-def main() -> None:
+def main(words: list[str] | None = None) -> None:
     """Train, or continue, and write the model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--batches", type=int, default=16000)
-    parser.add_argument("--tokens", type=int, default=2048, help="of a batch")
-    parser.add_argument("--rate", type=float, default=1.5e-3, help="peak learning rate")
+    parser.add_argument("--tokens", type=int, default=2700, help="of a batch")
+    parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
+    parser.add_argument("--save-every", type=int, default=250, help="batches between checkpoints")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
+    options = parser.parse_args(words)
     if options.threads:
         torch.set_num_threads(options.threads)
     set_seed(options.seed)
@@ -207,7 +217,7 @@ def main() -> None:
         weight_decay=0.05,
         adam_beta2=0.95,
         logging_steps=50,
-        save_steps=250,
+        save_steps=options.save_every,
         save_total_limit=1,
         use_cpu=not torch.cuda.is_available(),
         report_to="none",
