@@ -2,7 +2,8 @@
 
 A prompt states facts, and the solution writes one line per step. Facts that are needed late stand in earlier lines of
 the solution, not in the prompt. All texts are words with a space between them, and numbers are written digit by digit.
-Lines are numbered by words of their own, so that a small model finds the next one.
+Lines are numbered by words of their own, and a prompt has them in any order, so that a small model learns to find the
+next one by its number and not by its place.
 
 ============  ==================================================================================
 kind          what is needed late
@@ -88,21 +89,25 @@ class Kind(NamedTuple):
     Attributes:
         make: ``(draw, size, seed) -> (prompt, solution, answers, verify)``.
         size: default number of steps, whose solution has 1,000 to 1,300 words.
+        most: maximum number of steps.
     """
 
     make: Callable[[random.Random, int, int], tuple[str, str, list[str], Callable[[str], bool]]]
     size: int
+    most: int
 
 
 def make_problem(kind: str, seed: int, size: int | None = None) -> Problem:
     """Return the problem of a kind, size and seed.
 
     Raises:
-        ConfigError: the kind is unknown, or needs a package that is missing.
+        ConfigError: the kind is unknown or needs a package that is missing, or the size is out of range.
     """
     if kind not in KINDS:
         raise ConfigError(f"unknown kind of problem {kind!r}: choose from {', '.join(KINDS)}")
-    size = KINDS[kind].size if size is None else size
+    size, most = KINDS[kind].size if size is None else size, KINDS[kind].most
+    if not 1 <= size <= most:
+        raise ConfigError(f"a problem of kind {kind!r} has 1 to {most} steps, not {size}")
     prompt, steps, answers, verify = KINDS[kind].make(random.Random(f"{kind}/{size}/{seed}"), size, seed)
     solution = f"{steps} answer {' '.join(answers)} end"
     return Problem(kind, size, seed, prompt, solution, tuple(answers), verify)
@@ -151,6 +156,7 @@ def programs(draw: random.Random, size: int, seed: int):
         values[name] = (x + y) % 100
         lines.append(line)
         steps.append(f"{line} : {a} {_digits(x)} {b} {_digits(y)} , {_addition(x, y)} , {name} {_digits(values[name])}")
+    draw.shuffle(lines)
     asked = draw.sample(names[CONSTANTS:], min(ASKED, size))
     answers = [f"{name} {_digits(values[name])}" for name in asked]
     prompt = f"let {given} ; run {' '.join(lines)} ask {' '.join(asked)} work"
@@ -169,6 +175,7 @@ def ledgers(draw: random.Random, size: int, seed: int):
         values[name] = (x + amount) % 100
         lines.append(line)
         steps.append(f"{line} : {name} {_digits(x)} , {_addition(x, amount)} , {name} {_digits(values[name])}")
+    draw.shuffle(lines)
     asked = draw.sample(accounts, ASKED)
     answers = [f"{name} {_digits(values[name])}" for name in asked]
     prompt = f"let {given} ; run {' '.join(lines)} ask {' '.join(asked)} work"
@@ -205,5 +212,9 @@ def sorting(draw: random.Random, size: int, seed: int):
     return prompt, " ".join(steps), answers, verify
 
 
-KINDS = {"programs": Kind(programs, 34), "ledgers": Kind(ledgers, 36), "sorting": Kind(sorting, 25)}
+KINDS = {
+    "programs": Kind(programs, 34, len(NAMES) - CONSTANTS),
+    "ledgers": Kind(ledgers, 36, len(LINES)),
+    "sorting": Kind(sorting, 25, 100),
+}
 """Kinds of problems by name."""

@@ -203,6 +203,7 @@ def others(folder):
 
 
 START = "distill --out=x --model=qwen3 --data text.jsonl"
+REASON = "eval --task=reasoning --model=qwen3 --dtype=float32"
 EVAL = "eval --model=qwen3 --data long.jsonl --split=all --dtype=float32 --length 128"
 REFUSED = {
     "distill --out=x --model=qwen3": "needs --data",
@@ -285,7 +286,18 @@ REFUSED = {
     f"{EVAL} --task=replay --budget 60 --policies kvpop": "policy 'kvpop' needs a scorer: give --scorer DIR",
     f"{EVAL} --task=replay --budget 60 --policies full": "policy 'full' evicts nothing",
     f"{EVAL} --task=replay --budget 60 --equal bytes --policies h2o momentkv": "(0 in as many bytes for 128 tokens) leaves momentkv no long-range",
-    f"{EVAL} --task=retrieval --equal bytes --policies random --budget 60": "random protects prompts: give --protect-prompt 0",
+    "eval --model=qwen3 --length 128": "--task text needs text: give --data",
+    f"{EVAL} --task=reasoning": "--data says nothing to --task reasoning: leave it out",
+    f"{REASON} --kinds needle": "--task reasoning has no kind needle: choose from programs, ledgers, sorting",
+    f"{REASON} --split all": "--task reasoning has problems of train, validation, test, not 'all'",
+    f"{REASON} --samples 3": "greedy decoding gives 3 equal solutions: give --temperature, or --samples 1",
+    f"{REASON} --top-p 0.5": "--top-p is about sampling, and decoding is greedy: give --temperature",
+    f"{REASON} --top-p 1.5 --temperature 1": "--top-p: 1.5 is not above 0 and at most 1",
+    f"{REASON} --temperature -1": "--temperature: -1 is not a finite number of at least 0",
+    f"{REASON} --kinds programs --length 40": "raise it, or lower --size",
+    f"{REASON} --kinds programs --length 400 500": "give one --length, or none",
+    f"{REASON} --kinds programs --size 500": "a problem of kind 'programs' has 1 to 72 steps, not 500",
+    f"{EVAL} --samples 2": "--samples says nothing to --task text: leave it out, or give --task reasoning",
     f"{EVAL} --budget 80 --against h2o": "--against h2o is not compared: choose from streaming-llm, l2norm, random, or add it",
     f"{EVAL} --against h2o --task=retrieval": "--against says nothing to --task retrieval: leave it out, or give --task text",
     f"{EVAL} --budget 80 --teacher=absent": "absent has no config.json",

@@ -10,6 +10,11 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.evaluation.problems import KINDS, SEEDS, WORDS, judge, make_problem
 
 
+def number_of(line: str) -> int:
+    """Return the number of a line of a prompt; lines are carried out in this order."""
+    return int(line.split()[0])
+
+
 def numbers(problem) -> dict[str, int]:
     """Return the values that the answers name."""
     return {name: int(a + b) for name, a, b in (answer.split() for answer in problem.answers)}
@@ -20,7 +25,7 @@ def test_programs_compute_what_python_computes(seed):
     problem = make_problem("programs", seed, 12)
     constants, lines = re.match(r"let (.*) ; run (.*) ask", problem.prompt).groups()
     values = {name: int(a + b) for name, a, b in (word.split() for word in constants.split(" ; "))}
-    for line in lines.split("#")[1:]:
+    for line in sorted(lines.split("#")[1:], key=number_of):
         _, name, _, a, b = line.split()
         values[name] = (values[a] + values[b]) % 100
     assert numbers(problem) == {name: values[name] for name in numbers(problem)}
@@ -31,7 +36,7 @@ def test_ledgers_keep_the_latest_value(seed):
     problem = make_problem("ledgers", seed, 12)
     accounts, lines = re.match(r"let (.*) ; run (.*) ask", problem.prompt).groups()
     values = {name: int(a + b) for name, a, b in (word.split() for word in accounts.split(" ; "))}
-    for line in lines.split("#")[1:]:
+    for line in sorted(lines.split("#")[1:], key=number_of):
         _, name, _, a, b = line.split()
         values[name] = (values[name] + int(a + b)) % 100
     assert numbers(problem) == {name: values[name] for name in numbers(problem)}
@@ -82,3 +87,10 @@ def test_problems_of_the_splits_differ():
 def test_unknown_kinds_are_refused():
     with pytest.raises(ConfigError, match="choose from programs, ledgers, sorting"):
         make_problem("riddles", 0)
+    for kind in KINDS:
+        most = KINDS[kind].most
+        if kind != "sorting":
+            problem = make_problem(kind, 1, most)
+            assert judge(problem, problem.solution).exact
+        with pytest.raises(ConfigError, match=f"{kind}' has 1 to {most} steps, not {most + 1}"):
+            make_problem(kind, 1, most + 1)
