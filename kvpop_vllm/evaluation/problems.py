@@ -109,7 +109,7 @@ def make_problem(kind: str, seed: int, size: int | None = None) -> Problem:
     if not 1 <= size <= most:
         raise ConfigError(f"a problem of kind {kind!r} has 1 to {most} steps, not {size}")
     prompt, steps, answers, verify = KINDS[kind].make(random.Random(f"{kind}/{size}/{seed}"), size, seed)
-    solution = f"{steps} answer {' '.join(answers)} end"
+    solution = f"{steps} {' '.join(answers)} end"
     return Problem(kind, size, seed, prompt, solution, tuple(answers), verify)
 
 
@@ -140,8 +140,13 @@ def _addition(a: int, b: int) -> str:
     return f"{a % 10} + {b % 10} = {_digits(units)} , {a // 10} + {b // 10} + {units // 10} = {_digits(tens)}"
 
 
-def _same(answers: list[str]) -> Callable[[str], bool]:
-    return lambda text: text.split() == " ".join(answers).split()
+def _ask(draw: random.Random, given: str, lines: list[str], steps: list[str], asked: dict[str, int]):
+    """Return the problem that asks for some values at the end; see :attr:`Kind.make`."""
+    last, answers = LINES[len(lines)], [f"{name} {_digits(value)}" for name, value in asked.items()]
+    draw.shuffle(lines)
+    prompt = f"let {given} ; run {' '.join(lines)} {last} ask {' '.join(asked)} work"
+    expected = " ".join(answers).split()
+    return prompt, f"{' '.join(steps)} {last} answer", answers, lambda text: text.split() == expected
 
 
 def programs(draw: random.Random, size: int, seed: int):
@@ -156,11 +161,8 @@ def programs(draw: random.Random, size: int, seed: int):
         values[name] = (x + y) % 100
         lines.append(line)
         steps.append(f"{line} : {a} {_digits(x)} {b} {_digits(y)} , {_addition(x, y)} , {name} {_digits(values[name])}")
-    draw.shuffle(lines)
     asked = draw.sample(names[CONSTANTS:], min(ASKED, size))
-    answers = [f"{name} {_digits(values[name])}" for name in asked]
-    prompt = f"let {given} ; run {' '.join(lines)} ask {' '.join(asked)} work"
-    return prompt, " ".join(steps), answers, _same(answers)
+    return _ask(draw, given, lines, steps, {name: values[name] for name in asked})
 
 
 def ledgers(draw: random.Random, size: int, seed: int):
@@ -175,11 +177,7 @@ def ledgers(draw: random.Random, size: int, seed: int):
         values[name] = (x + amount) % 100
         lines.append(line)
         steps.append(f"{line} : {name} {_digits(x)} , {_addition(x, amount)} , {name} {_digits(values[name])}")
-    draw.shuffle(lines)
-    asked = draw.sample(accounts, ASKED)
-    answers = [f"{name} {_digits(values[name])}" for name in asked]
-    prompt = f"let {given} ; run {' '.join(lines)} ask {' '.join(asked)} work"
-    return prompt, " ".join(steps), answers, _same(answers)
+    return _ask(draw, given, lines, steps, {name: values[name] for name in draw.sample(accounts, ASKED)})
 
 
 def sorting(draw: random.Random, size: int, seed: int):
@@ -209,12 +207,12 @@ def sorting(draw: random.Random, size: int, seed: int):
         numbers = [f"{int(a + b)}.0" for a, b in re.findall(r"(\d) (\d)", text)]
         return gym.score_answer(str(numbers), entry) == 1.0
 
-    return prompt, " ".join(steps), answers, verify
+    return prompt, " ".join([*steps, "answer"]), answers, verify
 
 
 KINDS = {
     "programs": Kind(programs, 34, len(NAMES) - CONSTANTS),
-    "ledgers": Kind(ledgers, 36, len(LINES)),
+    "ledgers": Kind(ledgers, 36, len(LINES) - 1),
     "sorting": Kind(sorting, 25, 100),
 }
 """Kinds of problems by name."""

@@ -110,9 +110,8 @@ def test_both_backends_are_one(folder, name, options):
 
 def eval_records(folder, task, backend, *options):
     out = folder / f"{task}-{backend}.jsonl"
-    words = (
-        f"eval --task={task} --backend={backend} --model={folder / 'model'} --data {folder / 'text.jsonl'} --split=all"
-    )
+    words = f"eval --task={task} --backend={backend} --model={folder / 'model'}"
+    words += "" if task == "reasoning" else f" --data {folder / 'text.jsonl'} --split=all"
     words += f" --equal=k --dtype=float32 --policies h2o --budget {B} --out={out}"
     assert main([*words.split(), *options]) in (0, None)
     return read_records(out)[1]
@@ -123,6 +122,7 @@ def eval_records(folder, task, backend, *options):
     [
         ("replay", ["--length=200", "--rows=2", "--bucket=50", "--report=report"]),
         ("retrieval", ["--length=700", "--rows=1", "--kinds", "needle", "multikey"]),
+        ("reasoning", ["--rows=2", "--kinds=programs", "--size=2", "--split=test", "--requests=2"]),
     ],
 )
 def test_the_command_says_the_same_with_both(folder, tmp_path, monkeypatch, capfd, task, options):

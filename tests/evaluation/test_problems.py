@@ -23,7 +23,7 @@ def numbers(problem) -> dict[str, int]:
 @pytest.mark.parametrize("seed", range(20))
 def test_programs_compute_what_python_computes(seed):
     problem = make_problem("programs", seed, 12)
-    constants, lines = re.match(r"let (.*) ; run (.*) ask", problem.prompt).groups()
+    constants, lines = re.match(r"let (.*) ; run (.*) #13 ask", problem.prompt).groups()
     values = {name: int(a + b) for name, a, b in (word.split() for word in constants.split(" ; "))}
     for line in sorted(lines.split("#")[1:], key=number_of):
         _, name, _, a, b = line.split()
@@ -34,7 +34,7 @@ def test_programs_compute_what_python_computes(seed):
 @pytest.mark.parametrize("seed", range(20))
 def test_ledgers_keep_the_latest_value(seed):
     problem = make_problem("ledgers", seed, 12)
-    accounts, lines = re.match(r"let (.*) ; run (.*) ask", problem.prompt).groups()
+    accounts, lines = re.match(r"let (.*) ; run (.*) #13 ask", problem.prompt).groups()
     values = {name: int(a + b) for name, a, b in (word.split() for word in accounts.split(" ; "))}
     for line in sorted(lines.split("#")[1:], key=number_of):
         _, name, _, a, b = line.split()
