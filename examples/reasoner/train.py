@@ -193,7 +193,7 @@ def main(words: list[str] | None = None) -> None:
     """Train, or continue, and write the model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["ledgers", "programs", "sorting"])
     parser.add_argument("--batches", type=int, default=16000)
     parser.add_argument("--tokens", type=int, default=2700, help="of a batch")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
