@@ -84,8 +84,9 @@ def summarise_reasoning(records: list[dict], against: str | None = None) -> list
         problems = list(exact[key])
         count = len(problems)
         line |= {"problems": count, "samples": line.pop("rows") // count}
-        for name in reasoning.MEASURES:
+        for name in ("exact", "right", "before_error"):
             line |= estimate(name, list(_by_unit(members, name).values()), units=problems)
+        line |= {name: _mean([m[name] for m in members]) for name in ("answered", "written")}
         for other, own in exact.items():
             name, kind = groups[other][0]["policy"], groups[other][0]["kind"]
             if kind != line["kind"] or not line["budget"]:
