@@ -163,7 +163,7 @@ def test_what_equal_bytes_cannot_compare_is_said_and_left_out(kvpop):
 
 
 def test_equal_bytes_behind_a_protected_prompt():
-    """What is protected is the same at k and at equal bytes; the state is taken from the tail."""
+    """A protected prompt takes as many bytes at equal k and at equal bytes; the state is taken from the tail."""
     shape = ModelShape("llama", 2, 2, 32, 600)
     found = {}
     for protect in (0, True):
