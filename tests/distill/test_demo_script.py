@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -62,7 +63,8 @@ def test_a_minute_of_it(tmp_path):
     losses = [row["loss"] for row in read_metrics(out / "run/metrics.jsonl")]
     assert len(losses) == steps and sum(losses[-4:]) < 0.93 * sum(losses[:4]), losses
     assert read_scorer(str(out))[0].topk == 60
-    header, *table = map(str.split, done.stdout[done.stdout.index("== hamlet.txt") :].splitlines()[1:])
+    lines = done.stdout[done.stdout.index("== hamlet.txt") :].splitlines()[1:]
+    header, *table = (re.split(r"\s{2,}", line.strip()) for line in lines)
     rows = [dict(zip(header, row, strict=True)) for row in table if row[:2] == ["384", "128"]]
     hindsight = {row["policy"]: float(row["hindsight"]) for row in rows}
     assert hindsight[str(out)] > hindsight["random"] + 0.05, table
