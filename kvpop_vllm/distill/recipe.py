@@ -14,7 +14,8 @@ _OF_BOUNDARY = "tau samples margin balance lookahead normalise groups exact_targ
 _OF_CALIBRATION = "calibrate_min calibrate_max calibration_rows"
 _OF_SCORERS = f"scorer hidden positions boundary decay_step decay_min decay_max calibrate {_OF_MLSTM} {_OF_BOUNDARY} {_OF_CALIBRATION}"
 _OF_SPARSE = "sinks window topk protect_prompt"
-_OF_NEW = "lr_new lr_new_end warmup"
+_OF_BASE = "lr_base lr_base_end"
+_OF_NEW = "lr_new lr_new_end"
 _OF_TRIMKV = "gate_gated gate_width gate_bias capacity"
 _OF_DMS = "gate_scale gumbel_tau compression borrow_steps"
 READS = {"trimkv": ("hidden", "kv"), "dms": ("hidden", "query")}
@@ -29,7 +30,7 @@ RANGES = (
         lambda value: 0 <= value < math.inf,
         "kl ce boundary weight_decay warmup sinks capacity borrow_steps lookahead",
     ),
-    ("above 0", lambda value: 0 < value < math.inf, "lr_new lr_new_end lr_base clip tau gate_scale gumbel_tau"),
+    ("above 0", lambda value: 0 < value < math.inf, "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau"),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, "beta1 beta2"),
 )
 """Ranges of fields that may also be None: in words, as a function, and the fields."""
@@ -133,7 +134,10 @@ class Recipe:
     lr_new: float = told(1e-3, "peak learning rate of scorers: warm-up, then cosine")
     lr_new_end: float = told(8e-5, "learning rate of scorers at the last step")
     warmup: int = told(100, "warm-up steps of the scorers' rate")
-    lr_base: float = told(8e-5, "learning rate of the base model, constant")
+    lr_base: float = told(8e-5, "peak learning rate of the base model")
+    lr_base_end: float | None = told(
+        None, "learning rate of the base model at the last step, after --warmup and a cosine (default: constant)"
+    )
     beta1: float = told(0.9, "AdamW")
     beta2: float = told(0.95, "AdamW")
     weight_decay: float = told(1e-4, "AdamW")
@@ -273,14 +277,15 @@ class Recipe:
         base, scorers, phase = self.trains_base, self.phase == "sparsify", self.phase
         kl = self.distils and phase != "uptrain" and self.kl > 0
         reasons = (
-            (phase != "trimkv", "is about training the base model, and phase trimkv trains gates alone", "lr_base"),
-            (base, "is about training the base model, which is frozen", "lr_base"),
+            (phase != "trimkv", "is about training the base model, and phase trimkv trains gates alone", _OF_BASE),
+            (base, "is about training the base model, which is frozen", _OF_BASE),
             (self.distils, "is about training the base model, which is frozen", "kl ce"),
             (self.trains_gates, f"is about gates, and phase {phase} has none", "gate_reads"),
             (self.gate_reads == "query", "is about a borrowed channel: give --gate-reads query", "borrow_steps"),
             (phase == "trimkv", f"is about TRIM-KV's gates, and phase {phase} has none", _OF_TRIMKV),
             (phase == "dms", f"is about DMS's gates, and phase {phase} has none", _OF_DMS),
             (self.has_scorers, f"is about scorers, and phase {phase} has none", _OF_NEW),
+            (self.has_scorers or self.lr_base_end, "is about rates that fall: give --lr-base-end", "warmup"),
             (self.phase != "uptrain", "is about sparse attention, and phase uptrain is dense", _OF_SPARSE),
             (self.phase != "uptrain", "is a weight beside others, and phase uptrain has cross-entropy alone", "kl ce"),
             (scorers, f"is about scorers, and phase {self.phase} has none", _OF_SCORERS),

@@ -206,19 +206,20 @@ class Trainer:
         groups = [g for g in groups if g["params"]]
         return torch.optim.AdamW(groups, betas=(recipe.beta1, recipe.beta2), weight_decay=recipe.weight_decay)
 
-    def rate(self, step: int) -> float:
-        """Return the learning rate of new parameters (KVpop Table 3).
+    def rate(self, step: int, peak: float, end: float | None) -> float:
+        """Return a learning rate (KVpop Table 3).
 
-        It rises linearly in the warm-up, then falls as a cosine from peak to end. It is ``lr_new`` at steps
-        ``warmup - 1`` and ``warmup``, and ``lr_new_end`` at the last step, unless the warm-up lasts until
-        then.
+        It rises linearly in the warm-up, then falls as a cosine from peak to end. It is ``peak`` at steps
+        ``warmup - 1`` and ``warmup``, and ``end`` at the last step, unless the warm-up lasts until then.
+        Without an end it is constant.
         """
-        r = self.recipe
-        if step < r.warmup:
-            return r.lr_new * (step + 1) / r.warmup
-        last = r.steps - 1
-        progress = (step - r.warmup) / (last - r.warmup) if step < last else 1.0
-        return r.lr_new_end + (r.lr_new - r.lr_new_end) * 0.5 * (1 + math.cos(math.pi * progress))
+        warmup, last = self.recipe.warmup, self.recipe.steps - 1
+        if end is None:
+            return peak
+        if step < warmup:
+            return peak * (step + 1) / warmup
+        progress = (step - warmup) / (last - warmup) if step < last else 1.0
+        return end + (peak - end) * 0.5 * (1 + math.cos(math.pi * progress))
 
     def run(self) -> dict[str, float]:
         """Train to the recipe's last step, from the newest checkpoint if there is one.
@@ -283,8 +284,9 @@ class Trainer:
 
     def _step(self, step: int) -> dict[str, float]:
         recipe, process, student = self.recipe, self.process, self.student
+        rates = {True: (recipe.lr_new, recipe.lr_new_end), False: (recipe.lr_base, recipe.lr_base_end)}
         for group in self.optimiser.param_groups:
-            group["lr"] = self.rate(step) if group["new"] else recipe.lr_base
+            group["lr"] = self.rate(step, *rates[group["new"]])
         share = recipe.batch // process.world
         total: dict[str, float] = {}
         for i in range(share):
@@ -306,7 +308,7 @@ class Trainer:
             raise TrainingError(self._stopped(step, f"loss {total['loss']}, gradient norm {total['grad_norm']}"))
         self.optimiser.step()
         self.optimiser.zero_grad(set_to_none=True)
-        return total | {"lr": self.rate(step)}
+        return total | {"lr": self.optimiser.param_groups[0]["lr"]}
 
     def _mean(self, values: dict[str, float]) -> dict[str, float]:
         if self.process.world == 1:

@@ -217,6 +217,8 @@ REFUSED = {
     f"{START} --phase=uptrain --length=96 --teacher=logits": "phase uptrain has no teacher",
     f"{START} --train-base --kl=0 --ce=1 --teacher=logits --length=96 --window=8 --topk 20": "no use for a teacher",
     f"{START} --no-train-base --lr-base=1e-5": "--lr-base is about training the base model",
+    f"{START} --no-train-base --lr-base-end=1e-6": "--lr-base-end is about training the base model",
+    f"{START} --phase=streaming-plus --warmup=9": "--warmup is about rates that fall: give --lr-base-end",
     f"{START} --positions=5000 --length=96 --window=8 --topk 20": "the model has 4096 positions: lower --positions 5000",
     f"{START}": "the model has 4096 positions: lower --length 16384",
     f"{START} --scorer=linear --norm": "--norm is about mlstm scorers, not linear",

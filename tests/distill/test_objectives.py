@@ -80,7 +80,9 @@ RATES = [
 @pytest.mark.parametrize("steps, warmup, expected", RATES)
 def test_learning_rate_of_every_step(steps, warmup, expected):
     trainer = type("T", (), {"recipe": dataclasses.replace(PAPER, steps=steps, warmup=warmup)})
-    assert [Trainer.rate(trainer, step) for step in range(steps)] == pytest.approx(expected)
+    peak, end = PAPER.lr_new, PAPER.lr_new_end
+    assert [Trainer.rate(trainer, step, peak, end) for step in range(steps)] == pytest.approx(expected)
+    assert {Trainer.rate(trainer, step, peak, None) for step in range(steps)} == {peak}
 
 
 @pytest.fixture(scope="module")

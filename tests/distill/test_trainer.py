@@ -114,9 +114,11 @@ def test_the_loss_falls_and_the_result_is_served_from_disk(model, tmp_path):
 
 @pytest.mark.parametrize("phase", ["uptrain", "streaming-plus"])
 def test_phases_that_train_the_base(model, tmp_path, phase):
-    recipe = dataclasses.replace(RECIPES["low"], train_base=False, phase=phase, lr_base=1e-3, steps=15)
+    rates = {"lr_base": 1e-3, "lr_base_end": 1e-4, "warmup": 2}
+    recipe = dataclasses.replace(RECIPES["low"], train_base=False, phase=phase, steps=15, **rates)
     result = train(model, tmp_path, recipe, save_every=15).run()
-    first = read_metrics(tmp_path / "run/metrics.jsonl")[0]
+    first, *_, last = metrics = read_metrics(tmp_path / "run/metrics.jsonl")
+    assert (first["lr"], metrics[2]["lr"], last["lr"]) == pytest.approx((5e-4, 1e-3, 1e-4))
     assert result["loss"] < first["loss"] and ("kl" in result) == (phase == "streaming-plus")
     assert not (tmp_path / "kvpop_config.json").exists()
     trained = load_model(tmp_path / "model", torch.float32)
