@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.retention import kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Pass, dense_attention
-from kvpop_vllm.distill.targets import retention_target
+from kvpop_vllm.distill.targets import attention_from, retention_target
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.roles import Retention
 
@@ -17,14 +17,14 @@ MARGIN, BALANCE = (0.1, 1.0), (0.2, 5.0)
 
 
 class RetentionLoss:
-    """Observer of a sparse pass that computes the boundary loss and retention recall of every layer.
+    """Observer of a sparse pass that computes the scorers' loss and retention recall of every layer.
 
     Positions are drawn from a generator seeded with ``seed`` and the layer, so that a layer that activation
     checkpointing runs twice draws the same positions.
 
     Args:
         roles: slot roles of the budget.
-        recipe: options of the boundary loss.
+        recipe: options of the boundary and listwise losses.
         seed: seed of the row.
 
     Attributes:
@@ -52,22 +52,29 @@ class RetentionLoss:
             normalise=recipe.normalise,
             groups=recipe.groups,
         )
-        generator = torch.Generator(device=target.device)
-        generator.manual_seed(self.seed * 1000 + seen.layer)
-        self.losses[seen.layer] = ops.boundary_loss(
-            seen.score,
-            target,
-            seen.log_gamma,
-            sinks=roles.sinks,
-            window=roles.window,
-            topk=roles.topk,
-            step=roles.step,
-            tau=recipe.tau,
-            samples=recipe.samples,
-            margin=MARGIN if recipe.margin else None,
-            balance=BALANCE if recipe.balance else None,
-            generator=generator,
-        )
+        loss = seen.score.sum() * 0  # of a row that evicts nothing
+        seed = self.seed * 1000 + seen.layer
+        if recipe.boundary:
+            loss = recipe.boundary * ops.boundary_loss(
+                seen.score,
+                target,
+                seen.log_gamma,
+                sinks=roles.sinks,
+                window=roles.window,
+                topk=roles.topk,
+                step=roles.step,
+                tau=recipe.tau,
+                samples=recipe.samples,
+                margin=MARGIN if recipe.margin else None,
+                balance=BALANCE if recipe.balance else None,
+                generator=torch.Generator(device=target.device).manual_seed(seed),
+            )
+        if recipe.listwise and roles.budget < target.shape[-1]:
+            where = _positions(recipe.lists, roles.budget, target.shape[-1], seed)
+            coming = attention_from(q, k, lse, where, scale=seen.scale, groups=recipe.groups)
+            lists = listwise_loss(seen.score, seen.log_gamma, coming, torch.tensor(where, device=q.device), roles)
+            loss = loss + recipe.listwise * lists
+        self.losses[seen.layer] = loss
         self.recalls[seen.layer] = _teacher_recall(seen, target, roles)
 
     def total(self) -> torch.Tensor:
@@ -79,6 +86,12 @@ class RetentionLoss:
         return float(torch.stack(list(self.recalls.values())).mean())
 
 
+def _positions(count: int, first: int, end: int, seed: int) -> list[int]:
+    """Return at most ``count`` positions from first to end, one drawn from each of as many equal parts."""
+    parts = (torch.arange(count) + torch.rand(count, generator=torch.Generator().manual_seed(seed))) / count
+    return sorted({min(end - 1, first + int(part * (end - first))) for part in parts.tolist()})
+
+
 @torch.no_grad()
 def _teacher_recall(seen: Pass, target, roles: Retention) -> torch.Tensor:
     rank, cutoff = running_cutoffs(target, seen.log_gamma, roles)
@@ -88,6 +101,33 @@ def _teacher_recall(seen: Pass, target, roles: Retention) -> torch.Tensor:
         return torch.ones((), device=target.device)
     both = kept_at(rank, cutoff, q, roles) & kept_at(seen.rank, seen.cutoff, q, roles)
     return (both.sum(-1) / roles.topk).mean()
+
+
+def listwise_loss(
+    score: torch.Tensor, log_gamma: torch.Tensor, target: torch.Tensor, positions: torch.Tensor, roles: Retention
+) -> torch.Tensor:  # fmt: skip
+    """Return the KL of the tokens' shares of coming attention to the softmax of their effective scores.
+
+    At each position all tokens behind the window are ranked (ListNet's top one probability, Cao et al. 2007). A
+    token weighs as much as the attention that is lost with it.
+
+    Args:
+        score: ``[B, H, S]`` raw scores.
+        log_gamma: ``[H]``.
+        target: ``[B, H, P, S]`` logarithms of the attention from a position on
+            (:func:`kvpop_vllm.distill.targets.attention_from`).
+        positions: ``[P]`` positions of queries.
+        roles: slot roles and decay step.
+
+    Returns:
+        Mean over positions and heads, in nats.
+    """
+    age = positions.unsqueeze(1) - torch.arange(score.shape[-1], device=score.device)  # [P, S]
+    outside = (age < roles.window) | (age > positions.unsqueeze(1) - roles.sinks)
+    effective = score.unsqueeze(2) + (age // roles.step) * log_gamma.to(score.dtype)[:, None, None]
+    log_q = effective.masked_fill(outside, -torch.inf).log_softmax(-1).masked_fill(outside, 0.0)
+    log_p = target.to(score.dtype).masked_fill(outside, -torch.inf).log_softmax(-1)
+    return (log_p.exp() * (log_p.masked_fill(outside, 0.0) - log_q)).sum(-1).mean()
 
 
 def top_kl(student: torch.Tensor, teacher: torch.Tensor, indices: torch.Tensor) -> torch.Tensor:

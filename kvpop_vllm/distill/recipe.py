@@ -10,9 +10,13 @@ from dataclasses import dataclass, field
 from kvpop_vllm.config import ConfigError, TrainedBudget
 
 _OF_MLSTM = "delayed feature_map gate_softcap norm skip features value_size project_values"
-_OF_BOUNDARY = "tau samples margin balance lookahead normalise groups exact_targets"
+_OF_BOUNDARY = "tau samples margin balance lookahead normalise"
+_OF_TARGET = "groups exact_targets"
 _OF_CALIBRATION = "calibrate_min calibrate_max calibration_rows"
-_OF_SCORERS = f"scorer hidden positions boundary decay_step decay_min decay_max calibrate {_OF_MLSTM} {_OF_BOUNDARY} {_OF_CALIBRATION}"
+_OF_SCORERS = (
+    "scorer hidden positions boundary listwise lists decay_step decay_min decay_max calibrate"
+    f" {_OF_MLSTM} {_OF_BOUNDARY} {_OF_TARGET} {_OF_CALIBRATION}"
+)
 _OF_SPARSE = "sinks window topk protect_prompt"
 _OF_BASE = "lr_base lr_base_end"
 _OF_NEW = "lr_new lr_new_end"
@@ -23,14 +27,18 @@ RANGES = (
     (
         "at least 1",
         lambda value: 1 <= value < math.inf,
-        "length batch steps samples decay_step kl_top calibration_rows gate_width features value_size hidden compression",
+        "length batch steps samples lists decay_step kl_top calibration_rows gate_width features value_size hidden compression",
     ),
     (
         "at least 0",
         lambda value: 0 <= value < math.inf,
-        "kl ce boundary weight_decay warmup sinks capacity borrow_steps lookahead",
+        "kl ce boundary listwise weight_decay warmup sinks capacity borrow_steps lookahead",
     ),
-    ("above 0", lambda value: 0 < value < math.inf, "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau"),
+    (
+        "above 0",
+        lambda value: 0 < value < math.inf,
+        "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau",
+    ),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, "beta1 beta2"),
 )
 """Ranges of fields that may also be None: in words, as a function, and the fields."""
@@ -117,6 +125,8 @@ class Recipe:
     ce: float = told(0.0, "weight of cross-entropy (base or gates trained)")
     kl_top: int = told(256, "teacher logits in the KL")
     boundary: float = told(1.0, "weight of the boundary loss")
+    listwise: float = told(0.0, "weight of the listwise loss")
+    lists: int = told(16, "query positions of the listwise loss per row and layer")
     tau: float = told(1.0, "temperature of the boundary loss")
     samples: int = told(64, "query positions of the boundary loss per row, layer and head")
     margin: bool = told(True, "weight examples by the teacher's margin")
@@ -197,8 +207,10 @@ class Recipe:
         if self.phase != "uptrain" and self.distils and not (self.kl > 0 or self.ce > 0):
             trained = "the base model is" if self.trains_base else "gates are"
             refuse(f"{trained} trained but neither --kl nor --ce is above 0: give one")
-        if self.phase == "sparsify" and not self.trains_base and self.boundary == 0:
-            refuse("with --boundary 0 and the base model frozen nothing learns: give --boundary, or --train-base")
+        if self.phase == "sparsify" and not self.trains_base and not (self.boundary or self.listwise):
+            refuse(
+                "with --boundary 0 and the base model frozen nothing learns: give --boundary, --listwise or --train-base"
+            )
 
     @property
     def trains_base(self) -> bool:
@@ -294,6 +306,12 @@ class Recipe:
             (self.project_values, "is about the value projection, and there is none", "value_size"),
             (self.calibrates, "is about calibration: give --calibrate", _OF_CALIBRATION),
             (self.boundary > 0, "is about the boundary loss, which has weight 0", _OF_BOUNDARY),
+            (self.listwise > 0, "is about the listwise loss, which has weight 0", "lists"),
+            (
+                self.boundary or self.listwise,
+                "is about targets, and both losses that have them have weight 0",
+                _OF_TARGET,
+            ),
             (kl, "is about the KL to a teacher, and there is none", "kl_top"),
         )
         for applies, why, names in reasons:

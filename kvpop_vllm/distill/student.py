@@ -161,9 +161,9 @@ class Student(nn.Module):
             loss = loss + (recipe.capacity if recipe.phase == "trimkv" else 1.0) * cost
             parts |= more
         if observer is not None:
-            boundary = observer.total()
-            loss = loss + recipe.boundary * boundary
-            parts |= {"boundary": boundary.item(), "recall": observer.recall()}
+            retention = observer.total()
+            loss = loss + retention
+            parts |= {"retention": retention.item(), "recall": observer.recall()}
         return loss, parts
 
     def _distillation(self, hidden, tokens, row, teacher, prompt):

@@ -53,7 +53,7 @@ def test_trains_every_kind_of_scorer_and_tells_how(kvpop, kind):
     options = ["--scorer=mlstm", "--no-delayed"] if kind == "immediate" else [f"--scorer={kind}"]
     steps = distill(kvpop, kind, "--steps=3", "--batch=2", *options)
     assert [row["step"] for row in steps] == [0, 1, 2]
-    assert all(math.isfinite(row["boundary"]) and 0 < row["recall"] <= 1 for row in steps)
+    assert all(math.isfinite(row["retention"]) and 0 < row["recall"] <= 1 for row in steps)
     config = json.loads(Path(kind, "kvpop_config.json").read_text())
     assert (config["scorer"], config["topk"]) == (options[0].removeprefix("--scorer="), 20)
     if config["scorer"] == "mlstm":
@@ -270,7 +270,10 @@ REFUSED = {
     f"{START} --length=96 --positions=95": "length 96 exceeds positions 95: raise --positions",
     f"{START} --dtype=float16": "dtype must be bfloat16 or float32",
     f"{START} --topk=0": "topk must be at least 1",
-    f"{START} --no-train-base --boundary=0": "nothing learns: give --boundary, or --train-base",
+    f"{START} --no-train-base --boundary=0": "nothing learns: give --boundary, --listwise or --train-base",
+    f"{START} --lists=3": "--lists is about the listwise loss, which has weight 0",
+    f"{START} --listwise=1 --boundary=0 --lookahead=9": "--lookahead is about the boundary loss, which has weight 0",
+    f"{START} --train-base --boundary=0 --groups=mean": "--groups is about targets",
     f"{START} --train-base --kl=0": "neither --kl nor --ce",
     f"{START} --beta1=1.5": "beta1 must be at least 0 and below 1",
     f"{START} --seed={10**11}": "seed must be from 0",

@@ -12,10 +12,11 @@ from distill.train_tiny import LENGTH, RECIPE, RECIPES
 from kernels.naive import masked_attention
 
 from kvpop_vllm.distill.hook import Dense, load_model
-from kvpop_vllm.distill.losses import RetentionLoss, top_kl
+from kvpop_vllm.distill.losses import RetentionLoss, listwise_loss, top_kl
 from kvpop_vllm.distill.recipes import PAPER
+from kvpop_vllm.distill.retention import kept_at, running_cutoffs
 from kvpop_vllm.distill.sparse import Sparse, dense_attention
-from kvpop_vllm.distill.targets import retention_target
+from kvpop_vllm.distill.targets import attention_from, retention_target
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.roles import Retention
@@ -55,6 +56,61 @@ def test_targets_token_by_token(layer, lookahead, normalise, groups):
             assert float(found[0, h, t]) == pytest.approx(math.log(mass + 1e-8), abs=2e-4)
 
 
+@pytest.mark.parametrize("step", [1, 3])
+@pytest.mark.parametrize("groups", ["max", "mean"])
+def test_listwise_loss_token_by_token(layer, groups, step):
+    """At each position: the shares of the attention from there on, against the softmax of effective scores."""
+    q, k, lse = layer
+    roles, where = Retention(2 + WINDOW + 6, 2, WINDOW, step=step), [13, 20, 39]
+    score = torch.randn(1, 2, S, generator=torch.Generator().manual_seed(1))
+    log_gamma = torch.tensor([-0.1, -0.3])
+    coming = attention_from(q, k, lse, where, scale=SCALE, groups=groups)
+    terms = []
+    for h in range(2):
+        for i, at in enumerate(where):
+            tokens = range(2, at - WINDOW + 1)
+            mass = []
+            for t in tokens:
+                heads = [
+                    sum(math.exp(float(q[0, g, j] @ k[0, h, t]) * SCALE - float(lse[0, g, j])) for j in range(at, S))
+                    for g in (2 * h, 2 * h + 1)
+                ]
+                mass.append((max(heads) if groups == "max" else sum(heads) / 2) + 1e-8)
+                assert float(coming[0, h, i, t]) == pytest.approx(math.log(mass[-1]), abs=2e-4)
+            weight = [math.exp(float(score[0, h, t]) + (at - t) // step * float(log_gamma[h])) for t in tokens]
+            shares = [(m / sum(mass), w / sum(weight)) for m, w in zip(mass, weight, strict=True)]
+            terms.append(sum(p * math.log(p / other) for p, other in shares))
+    found = listwise_loss(score, log_gamma, coming, torch.tensor(where), roles)
+    assert float(found) == pytest.approx(sum(terms) / len(terms), rel=1e-4)
+
+
+def test_listwise_loss_teaches_scores_and_decays_what_is_kept_with_hindsight(layer):
+    """Scores and decays fitted to it lose less of the coming attention than recency does."""
+    q, k, lse = layer
+    roles, where = Retention(2 + WINDOW + 6, 2, WINDOW), list(range(13, S))
+    coming = attention_from(q, k, lse, where, scale=SCALE)
+    score, log_gamma = torch.zeros(1, 2, S, requires_grad=True), torch.full((2,), -0.2, requires_grad=True)
+    before = listwise_loss(score, log_gamma, coming, torch.tensor(where), roles)
+    before.backward()
+    assert log_gamma.grad.abs().min() > 0 and not score.grad[..., :2].any() and not score.grad[..., -WINDOW + 1 :].any()
+    optimiser = torch.optim.Adam([score, log_gamma], lr=0.05)
+    for _ in range(200):
+        optimiser.zero_grad()
+        loss = listwise_loss(score, log_gamma, coming, torch.tensor(where), roles)
+        loss.backward()
+        optimiser.step()
+
+    def lost(score, log_gamma):
+        rank, cutoff = running_cutoffs(score, log_gamma, roles)
+        out = 0.0
+        for i, at in enumerate(where):
+            kept = kept_at(rank, cutoff, at, roles)
+            out += float((coming[:, :, i, 2 : at - WINDOW + 1].exp() * ~kept).sum())
+        return out
+
+    assert lost(score, log_gamma) < 0.6 * lost(torch.zeros(1, 2, S), torch.full((2,), -0.2))
+
+
 def test_teachers_kl_by_definition():
     g = torch.Generator().manual_seed(1)
     student, teacher = torch.randn(3, 50, generator=g), torch.randn(3, 50, generator=g) * 3
@@ -90,6 +146,24 @@ def model(tmp_path_factory):
     return write_tiny_model(tmp_path_factory.mktemp("model"), "qwen2", hidden=128)
 
 
+@pytest.mark.parametrize(
+    "retention", [{"boundary": 2.0}, {"boundary": 0.5, "listwise": 3.0}, {"boundary": 0.0, "listwise": 3.0}]
+)
+def test_weights_of_the_scorers_losses(layer, retention):
+    q, k, _ = layer
+    roles, recipe = Retention(2 + WINDOW + 6, 2, WINDOW), dataclasses.replace(RECIPE, samples=64, lists=5)
+    score, decays = torch.randn(1, 2, S, generator=torch.Generator().manual_seed(2)), torch.full((2,), -0.1)
+
+    def loss(**weights):
+        observer = RetentionLoss(roles, dataclasses.replace(recipe, **weights), seed=3)
+        Sparse(lambda *a: (score, decays), roles, observer)(0, q, k, k, SCALE)
+        return observer.total().item()
+
+    parts = {"boundary": loss(boundary=1.0), "listwise": loss(boundary=0.0, listwise=1.0)}
+    expected = sum(weight * parts[name] for name, weight in retention.items())
+    assert loss(**retention) == pytest.approx(expected, rel=1e-5) and min(parts.values()) > 0.1
+
+
 @pytest.mark.parametrize("positions", [7, LENGTH - 1, LENGTH])
 def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch, positions):
     monkeypatch.setattr("kvpop_vllm.distill.student.POSITIONS", positions)
@@ -97,7 +171,7 @@ def test_the_loss_is_the_weighted_sum_of_its_parts(model, tmp_path, monkeypatch,
     teacher = teacher_of(load_model(model, torch.float32))
     trainer = Trainer(model, recipe, tmp_path, Rows(LENGTH), teacher=teacher, quiet=True)
     loss, parts = trainer.student(Rows(LENGTH)[0].unsqueeze(0), 0, teacher)
-    assert loss.item() == pytest.approx(0.7 * parts["kl"] + 0.3 * parts["ce"] + 2.0 * parts["boundary"], rel=1e-5)
+    assert loss.item() == pytest.approx(0.7 * parts["kl"] + 0.3 * parts["ce"] + parts["retention"], rel=1e-5)
     tokens = Rows(LENGTH)[0].unsqueeze(0)
     roles = trainer.student.roles(0)
     attend = Sparse(lambda i, k, v, w: trainer.student.scorers[i](k, v, window=roles.window), roles)

@@ -104,7 +104,7 @@ def test_the_loss_falls_and_the_result_is_served_from_disk(model, tmp_path):
 
     recipe = dataclasses.replace(RECIPE, steps=60, lr_new=2e-2, window=[8], topk=[20])
     train(model, tmp_path, recipe, OneRow(LENGTH), save_every=60).run()
-    loss = [row["boundary"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
+    loss = [row["retention"] for row in read_metrics(tmp_path / "run/metrics.jsonl")]
     assert sum(loss[-10:]) < 0.8 * sum(loss[:10])
     config, layers = read_scorer(str(tmp_path))
     assert (config.sinks, config.window, config.topk, config.delayed) == (4, 8, 20, True) and len(layers) == 2
