@@ -18,12 +18,13 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
     parser.add_argument("--count", type=int, default=4000, help="problems of each kind")
+    parser.add_argument("--size", type=int, help="steps of a problem (default: the kind's own)")
     options = parser.parse_args()
     options.file.parent.mkdir(parents=True, exist_ok=True)
     with options.file.open("w") as file:
         for seed in SEEDS["train"][: options.count]:
             for kind in options.kinds:
-                problem = make_problem(kind, seed)
+                problem = make_problem(kind, seed, options.size)
                 file.write(json.dumps({"prompt": problem.prompt, "response": problem.solution}) + "\n")
 
 

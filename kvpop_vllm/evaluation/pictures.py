@@ -13,6 +13,7 @@ from kvpop_vllm.evaluation.backends import Backend
 from kvpop_vllm.evaluation.output import markdown_table, note
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.evaluation.runner import DENSE, Setting
+from kvpop_vllm.evaluation.statistics import INTERVAL
 
 TABLE, FIGURE, MAP, MAP_DATA = "table.md", "figure.png", "retained.png", "retained.jsonl"
 MOST_BINS = 64
@@ -121,13 +122,15 @@ def draw_maps(drawing, maps: list[dict]) -> None:
     drawing.colorbar(image, ax=axes, label="share of heads and positions that is held")
 
 
-def _curves(table: list[dict], along: str, value: str) -> dict[str, list[tuple[float, float]]]:
-    """Return the points of each policy's curve, in ascending order."""
-    curves: dict[str, list[tuple[float, float]]] = {}
+def _curves(table: list[dict], along: str, value: str) -> dict[str, list[tuple[float, float, float, float]]]:
+    """Return the points of each policy's curve, in ascending order: x, y, and how far its interval goes down and up."""
+    curves: dict[str, list[tuple[float, float, float, float]]] = {}
     for line in table:
         if line.get(along) is not None and line.get(value) is not None:
             name = line["policy"] + (" (equal bytes)" if line.get("equal") == "bytes" else "")
-            curves.setdefault(name, []).append((line[along], line[value]))
+            y = line[value]
+            low, high = line.get(value + INTERVAL) or (y, y)
+            curves.setdefault(name, []).append((line[along], y, max(0.0, y - low), max(0.0, high - y)))
     return {name: sorted(points) for name, points in curves.items()}
 
 
@@ -139,7 +142,10 @@ def _against_budget(drawing, table: list[dict], plots: list[tuple[str | None, st
         for axis, (kind, value) in zip(row, plots, strict=True):
             lines = [x for x in table if x["length"] == length and x.get("kind") == kind]
             for name, points in _curves(lines, "budget", value).items():
-                axis.plot(*zip(*points, strict=True), marker="o", label=name)
+                x, y, *reach = zip(*points, strict=True)
+                (curve,) = axis.plot(x, y, marker="o", label=name)
+                if any(map(any, reach)):
+                    axis.errorbar(x, y, reach, fmt="none", ecolor=curve.get_color(), capsize=2, linewidth=1)
             for line in (x for x in lines if x["budget"] is None and x.get(value) is not None):
                 style = {"color": "black", "linestyle": ":"} if line["policy"] == DENSE else {"linestyle": "--"}
                 axis.axhline(line[value], **style, label=line["policy"])

@@ -9,7 +9,7 @@ import torch
 from matplotlib.figure import Figure
 
 from kvpop_vllm.evaluation.backends import TransformersBackend
-from kvpop_vllm.evaluation.pictures import Report, draw_replay, draw_retrieval
+from kvpop_vllm.evaluation.pictures import Report, draw_reasoning, draw_replay, draw_retrieval
 from kvpop_vllm.evaluation.policies import training_free
 from kvpop_vllm.evaluation.runner import Setting
 from kvpop_vllm.evaluation.summaries import summarise_replay, summarise_retrieval
@@ -40,6 +40,14 @@ def test_retrieval_is_averaged_by_kind_and_drawn():
     draw_retrieval(drawing, table)
     needle, words = drawing.axes
     assert points(needle)["x"] == [[16, 0.75]] and "dense" in points(needle) and points(words) == {"x": [[16, 0.2]]}
+
+
+def test_intervals_are_drawn():
+    table = [line("x", b, kind="ledgers", exact=0.5, **{"exact interval": (0.25, 0.6)}) for b in (16, 32)]
+    drawing = Figure()
+    draw_reasoning(drawing, [line("dense", None, kind="ledgers", exact=1.0), *table])
+    (bars,) = drawing.axes[0].collections
+    assert [part.vertices.tolist() for part in bars.get_paths()] == [[[b, 0.25], [b, 0.6]] for b in (16, 32)]
 
 
 def test_replay_is_averaged_by_position_and_drawn():
