@@ -2,9 +2,9 @@
 
     python examples/reasoner/compare.py runs --jobs 2
 
-trains the reasoner (train.py) and each policy that is trained, all on as many problems; chooses the window of each
-training-free policy on validation problems; solves test problems under all of them; and writes runs/table.md and
-runs/figure.png. What is there already is not made again, and a stopped training goes on.
+trains each policy that is trained, all on as many problems; chooses the window of each training-free policy on
+validation problems; solves test problems under all of them; and writes runs/table.md and runs/figure.png. What is
+there already is not made again, and a stopped training goes on.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ from kvpop_vllm.evaluation.summaries import REASONING_COLUMNS, summarise_reasoni
 HERE = Path(__file__).parent
 FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "vase"
 """Policies that need no training."""
+COMPRESSING = ("snapkv",)
+"""Policies that need no training and cannot protect prompts."""
 WINDOWS = 32, 48, 64, 96
-COMPRESSIONS = 2, 3, 4, 5, 6, 8
-CHOSEN_AT = 6
-"""Compression at which windows are chosen."""
+COMPRESSIONS = {4: (2, 3, 4), 8: (5, 6, 8)}
+"""Compressions: those at which windows are chosen, each with those at which they are used."""
 
-COMMON = "--no-pack --protect-prompt --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing"
+COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing"
 BUDGETS = "--window 48 --topk 220 84 130 168"
 """Budgets of 1/4, 1/8, 1/6 and 1/5 of a worked solution, which problems take in turn."""
 LISTWISE = "--boundary 0 --listwise 1 --groups mean --decay-min 0.99 --decay-max 0.9999 --lr-new 1e-2 --lr-new-end 1e-3"
@@ -55,67 +56,79 @@ class Comparison:
     """Folder of a comparison.
 
     Args:
-        folder: holds the reasoner, the trained policies and the records.
+        folder: holds the trained policies and the records.
+        model: folder of the reasoner, for example one that train.py has written.
+        protect: True if prompts are never evicted.
         kinds: kinds of problems.
         rows: test problems of each kind.
         jobs: processes at once, one thread each.
         size: steps of a problem; None for the kinds' own.
     """
 
-    def __init__(self, folder: Path, kinds: list[str], rows: int, jobs: int, size: int | None = None):
-        self.folder, self.rows, self.jobs = folder, rows, jobs
+    def __init__(
+        self, folder: Path, model: Path, protect: bool, kinds: list[str], rows: int, jobs: int, size: int | None = None
+    ):
+        self.folder, self.model, self.protect, self.rows, self.jobs = folder, model, protect, rows, jobs
         self.kinds, self.size = kinds, ["--size", size] if size else []
-        self.model, self.problems, self.records = folder / "reasoner", folder / "problems.jsonl", folder / "records"
+        self.problems, self.records = folder / "problems.jsonl", folder / "records"
         self.records.mkdir(parents=True, exist_ok=True)
 
     def prepare(self) -> None:
-        """Train the reasoner, and write problems to train policies on."""
-        if not (self.model / "config.json").exists():
-            _run(["python", HERE / "train.py", self.model, "--kinds", *self.kinds, "--threads", "1"])
+        """Write problems to train policies on."""
         if not self.problems.exists():
             _run(["python", HERE / "write_problems.py", self.problems, "--kinds", *self.kinds, *self.size])
 
     def train(self, names: Iterable[str], steps: int) -> None:
         """Train policies on ``steps`` problems each."""
         common = ["--model", self.model, "--data", self.problems, *COMMON.split(), "--threads", 1]
+        common += ["--protect-prompt"] * self.protect
         self._all(
             ["kvpop", "distill", *common, *TRAINED[name].split(), "--steps", steps, "--out", self.folder / name]
             for name in names
             if not self._is_trained(name)
         )
 
-    def choose_windows(self, names: Iterable[str]) -> dict[str, int]:
-        """Return the window of each training-free policy with which validation problems go well longest."""
+    def choose_windows(self, names: Iterable[str]) -> dict[tuple[str, int], int]:
+        """Return the window of each training-free policy and compression with which validation problems go well longest."""
         tries = {(name, w): self.records / f"{name}-window-{w}.jsonl" for name in names for w in WINDOWS}
-        what = ["--split", "validation", "--rows", 16, "--share", CHOSEN_AT]
+        what = ["--split", "validation", "--rows", 16, "--equal", "k", "--share", *COMPRESSIONS]
         self._all(
             self._eval(out, "--model", self.model, "--policies", name, "--window", w, *what)
             for (name, w), out in tries.items()
             if not out.exists()
         )
-        good = {
-            each: fmean(record["before_error"] for record in read_records(out)[1] if "budget" in record)
-            for each, out in tries.items()
-        }
-        return {name: max(WINDOWS, key=lambda w: good[name, w]) for name in names}
+        good = {each: self._before_error(out) for each, out in tries.items()}
+        return {(name, c): max(WINDOWS, key=lambda w: good[name, w][c]) for name in names for c in COMPRESSIONS}
 
-    def evaluate(self, trained: Iterable[str], windows: dict[str, int]) -> None:
+    def evaluate(self, trained: Iterable[str], windows: dict[tuple[str, int], int]) -> None:
         """Solve the test problems under all policies."""
-        what = ["--rows", self.rows, "--share", *COMPRESSIONS]
-        asked = {name: ["--model", self.model, "--policies", name, "--window", w] for name, w in windows.items()}
-        asked |= {name: self._contender(name) for name in trained}
+        asked = {
+            f"{name}-at-{c}": ["--model", self.model, "--policies", name, "--window", w, "--share", *COMPRESSIONS[c]]
+            for (name, c), w in windows.items()
+        }
+        asked |= {name: [*self._contender(name), "--share", *sum(COMPRESSIONS.values(), ())] for name in trained}
+        outs = {name: self.records / f"{name}.jsonl" for name in asked}
         self._all(
-            self._eval(self.records / f"{name}.jsonl", *words, *what)
+            self._eval(outs[name], *words, "--rows", self.rows)
             for name, words in asked.items()
-            if not (self.records / f"{name}.jsonl").exists()
+            if not outs[name].exists()
         )
+
+    def _before_error(self, records: Path) -> dict[int, float]:
+        """Return the mean share of a solution before its first error at each compression that windows are chosen at."""
+        shares: dict[int, list[float]] = {}
+        for record in read_records(records)[1]:
+            if "budget" in record:
+                shares.setdefault(record["budget"], []).append(record["before_error"])
+        largest_first = sorted(shares, reverse=True)
+        return {c: fmean(shares[budget]) for c, budget in zip(sorted(COMPRESSIONS), largest_first, strict=True)}
 
     def report(self) -> None:
         """Write the table and the figure of all records."""
         records, dense = [], set()
-        for name in (*FREE, *TRAINED):
-            if (path := self.records / f"{name}.jsonl").exists():
-                for record in read_records(path)[1]:
+        for name in (*FREE, *COMPRESSING, *TRAINED):
+            for path in (self.records / f"{each}.jsonl" for each in (name, *(f"{name}-at-{c}" for c in COMPRESSIONS))):
+                for record in read_records(path)[1] if path.exists() else ():
                     of = record["policy"]
                     if "budget" not in record:  # dense models are run again for each policy
                         unit = (name if "own" in of else of, record["kind"], record["unit"])
@@ -149,7 +162,9 @@ class Comparison:
         ]
 
     def _eval(self, out: Path, *words) -> list:
-        fixed = "--task reasoning --protect-prompt all --dtype float32 --requests 64 --threads 1".split()
+        fixed = "--task reasoning --dtype float32 --requests 64 --threads 1".split()
+        if not set(words) & set(COMPRESSING):
+            fixed += ["--protect-prompt", "all" if self.protect else 0]
         return ["kvpop", "eval", *fixed, "--kinds", *self.kinds, *self.size, *words, "--out", out]
 
     def _all(self, commands: Iterable[list]) -> None:
@@ -175,18 +190,22 @@ def main(given: list[str] | None = None) -> None:
     """Make what is not there yet."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument("--model", type=Path, default=HERE / "model", help="the reasoner (default: the shipped one)")
+    parser.add_argument("--protect-prompt", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--kinds", nargs="+", default=["programs", "ledgers"])
     parser.add_argument("--steps", type=int, default=3000, help="problems that each policy is trained on")
     parser.add_argument("--rows", type=int, default=64, help="test problems of each kind")
     parser.add_argument("--size", type=int, help="steps of a problem (default: about 1,000 tokens)")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once, one thread each")
-    parser.add_argument("--only", nargs="+", choices=[*FREE, *TRAINED], default=[*FREE, *TRAINED], metavar="POLICY")
+    parser.add_argument("--only", nargs="+", choices=[*FREE, *COMPRESSING, *TRAINED], metavar="POLICY")
     options = parser.parse_args(given)
-    comparison = Comparison(options.folder, options.kinds, options.rows, options.jobs, options.size)
-    trained = [name for name in TRAINED if name in options.only]
+    what = options.model, options.protect_prompt, options.kinds, options.rows, options.jobs, options.size
+    comparison = Comparison(options.folder, *what)
+    free = FREE if options.protect_prompt else FREE + COMPRESSING
+    trained, free = ([name for name in names if name in (options.only or names)] for names in (TRAINED, free))
     comparison.prepare()
     comparison.train(trained, options.steps)
-    comparison.evaluate(trained, comparison.choose_windows([name for name in FREE if name in options.only]))
+    comparison.evaluate(trained, comparison.choose_windows(free))
     comparison.report()
 
 

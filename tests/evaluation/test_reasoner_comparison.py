@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -13,61 +14,93 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "reasoner"))
 import compare
 import train
 
+from kvpop_vllm.evaluation.output import read_records
+
 WORDS = ["--kinds", "programs", "--steps", "2", "--rows", "8", "--size", "4"]
 
 
-@pytest.fixture
-def folder(tmp_path):
+@pytest.fixture(scope="module")
+def reasoner(tmp_path_factory):
+    """An untrained one."""
     torch.manual_seed(0)
-    tokenizer = train.make_tokenizer()
-    train.make_model(tokenizer).save_pretrained(tmp_path / "reasoner")
-    tokenizer.save_pretrained(tmp_path / "reasoner")
-    return tmp_path
+    folder, tokenizer = tmp_path_factory.mktemp("reasoner"), train.make_tokenizer()
+    train.make_model(tokenizer).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
-@pytest.mark.slow
-def test_from_a_reasoner_to_a_table(folder, monkeypatch):
-    small = {
+@pytest.fixture
+def small(monkeypatch):
+    """Make trainings and evaluations small; return the names of the trained policies."""
+    trained = {
         "kvpop": f"--window 8 --topk 12 {compare.LISTWISE} {compare.BASE} --skip",
         "kvpop-frozen-base": f"--window 8 --topk 12 {compare.LISTWISE} --no-train-base --skip",
         "streaming-plus": f"--window 8 --topk 12 {compare.BASE} --phase streaming-plus",
     }
-    monkeypatch.setattr(compare, "TRAINED", small)
+    monkeypatch.setattr(compare, "TRAINED", trained)
     monkeypatch.setattr(compare, "FREE", ("h2o", "random"))
     monkeypatch.setattr(compare, "WINDOWS", (8,))
-    monkeypatch.setattr(compare, "COMPRESSIONS", (2,))
+    monkeypatch.setattr(compare, "COMPRESSIONS", {2: (2,)})
     monkeypatch.setattr(compare, "COMMON", compare.COMMON.replace("1600", "300"))
-    ran, run = [], compare._run
-    monkeypatch.setattr(compare, "_run", lambda command: ran.append(command) or run(command))
-    compare.main([str(folder), *WORDS])
-    assert len(ran) == 1 + 3 + 2 + 2 + 3  # problems, trainings, windows, training-free and trained policies
+    return list(trained)
+
+
+def of_budgets(folder: Path, name: str) -> list[dict]:
+    path = folder / f"records/{name}.jsonl" if name in compare.TRAINED else folder / f"records/{name}-at-2.jsonl"
+    return [each for each in read_records(path)[1] if "budget" in each]
+
+
+def table_of(folder: Path) -> list[dict[str, str]]:
     heading, _, *lines = (folder / "table.md").read_text().splitlines()
     names = [name.strip() for name in heading.split("|")]
-    table = [dict(zip(names, (cell.strip() for cell in line.split("|")), strict=True)) for line in lines]
+    return [dict(zip(names, (cell.strip() for cell in line.split("|")), strict=True)) for line in lines]
+
+
+@pytest.mark.slow
+def test_from_a_reasoner_to_a_table(tmp_path, reasoner, small, monkeypatch):
+    ran, run = [], compare._run
+    monkeypatch.setattr(compare, "_run", lambda command: ran.append(command) or run(command))
+    words = [str(tmp_path), "--model", str(reasoner), *WORDS]
+    compare.main(words)
+    assert len(ran) == 1 + 3 + 2 + 2 + 3  # problems, trainings, windows, training-free and trained policies
+    table = table_of(tmp_path)
     own = [f"{name}, nothing evicted" for name in ("kvpop", "streaming-plus")]
     assert {line["policy"] for line in table} == {"dense", "h2o", "random", *small, *own}
     assert {line["problems"] for line in table} == {"8"}
     assert [line["samples"] for line in table if line["policy"] == "random"] == ["5", "5"]
-    assert (folder / "figure.png").stat().st_size > 5000
+    assert (tmp_path / "figure.png").stat().st_size > 5000
     before = len(ran)
-    compare.main([str(folder), *WORDS])
+    compare.main(words)
     assert len(ran) == before
+
+
+@pytest.mark.slow
+def test_prompts_that_are_not_protected(tmp_path, reasoner, small):
+    """SnapKV, which holds prompts until their end, is then one of the policies."""
+    only = ["--only", "h2o", "random", "snapkv", "kvpop-frozen-base"]
+    compare.main([str(tmp_path), "--model", str(reasoner), *WORDS, "--no-protect-prompt", *only])
+    assert not json.loads((tmp_path / "kvpop-frozen-base/run/run.json").read_text())["protect_prompt"]
+    assert {line["policy"] for line in table_of(tmp_path)} == {"dense", *only[1:]}
+    for name in only[1:]:
+        settings = {record["settings"].get("protect_prompt") for record in of_budgets(tmp_path, name)}
+        assert settings == {None if name == "snapkv" else 0}, name
 
 
 def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
-    comparison = compare.Comparison(tmp_path, ["programs"], 8, 1)
-    for name, best in (("h2o", 64), ("tova", 32)):
-        for window in compare.WINDOWS:
-            lines = [{"run": {}}, {"policy": "dense", "before_error": 1.0}]
-            lines += [{"policy": name, "budget": 99, "before_error": x + (window == best) / 4} for x in (0.1, 0.3)]
-            path = comparison.records / f"{name}-window-{window}.jsonl"
-            path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert comparison.choose_windows(["h2o", "tova"]) == {"h2o": 64, "tova": 32}
+    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
+    best = {("h2o", 4): 64, ("h2o", 8): 32, ("tova", 4): 32, ("tova", 8): 96}
+    for name, window in product(("h2o", "tova"), compare.WINDOWS):
+        lines = [{"run": {}}, {"policy": "dense", "before_error": 1.0}]
+        for (c, budget), x in product(((4, 260), (8, 130)), (0.1, 0.3)):
+            lines.append({"policy": name, "budget": budget, "before_error": x + (window == best[name, c]) / 4})
+        path = comparison.records / f"{name}-window-{window}.jsonl"
+        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert comparison.choose_windows(["h2o", "tova"]) == best
 
 
 def test_a_failed_command_stops_the_comparison(tmp_path, capfd):
-    comparison = compare.Comparison(tmp_path, ["programs"], 8, 2)
+    comparison = compare.Comparison(tmp_path, tmp_path / "none", True, ["programs"], 8, 2)
     with pytest.raises(SystemExit, match="kvpop eval failed"):
-        comparison.evaluate([], {"h2o": 32})
+        comparison.evaluate([], {("h2o", 4): 32})
     assert "kvpop eval --task reasoning" in capfd.readouterr().out
