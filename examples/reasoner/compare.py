@@ -14,6 +14,7 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 
@@ -21,6 +22,7 @@ from matplotlib.figure import Figure
 
 from kvpop_vllm.evaluation.output import markdown_table, read_records
 from kvpop_vllm.evaluation.pictures import draw_reasoning
+from kvpop_vllm.evaluation.runner import DENSE, OWN
 from kvpop_vllm.evaluation.summaries import REASONING_COLUMNS, summarise_reasoning
 
 HERE = Path(__file__).parent
@@ -88,55 +90,48 @@ class Comparison:
             if not self._is_trained(name)
         )
 
-    def choose_windows(self, names: Iterable[str]) -> dict[tuple[str, int], int]:
+    def choose_windows(self) -> dict[tuple[str, int], int]:
         """Return the window of each training-free policy and compression with which validation problems go well longest."""
-        tries = {(name, w): self.records / f"{name}-window-{w}.jsonl" for name in names for w in WINDOWS}
-        what = ["--split", "validation", "--rows", 16, "--equal", "k", "--share", *COMPRESSIONS]
-        self._all(
-            self._eval(out, "--model", self.model, "--policies", name, "--window", w, *what)
-            for (name, w), out in tries.items()
-            if not out.exists()
-        )
-        good = {each: self._before_error(out) for each, out in tries.items()}
-        return {(name, c): max(WINDOWS, key=lambda w: good[name, w][c]) for name in names for c in COMPRESSIONS}
+        outs = {(names, w): self.records / f"windows-{w}-{names[0]}.jsonl" for names in self._free() for w in WINDOWS}
+        what = ["--split", "validation", "--rows", 16, "--share", *COMPRESSIONS]
+        self._evaluate({out: [*self._untrained(names, w), *what] for (names, w), out in outs.items()})
+        shares: dict[tuple[str, int], dict[int, list[float]]] = {}
+        for (_, w), out in outs.items():
+            for record in read_records(out)[1]:
+                if "budget" in record:
+                    of_budget = shares.setdefault((record["policy"], record["budget"]), {})
+                    of_budget.setdefault(w, []).append(record["before_error"])
+        best = {each: max(WINDOWS, key=lambda w: fmean(found[w])) for each, found in shares.items()}
+        budgets = sorted({budget for _, budget in best}, reverse=True)
+        compression = dict(zip(budgets, sorted(COMPRESSIONS), strict=True))
+        return {(name, compression[budget]): w for (name, budget), w in best.items()}
 
     def evaluate(self, trained: Iterable[str], windows: dict[tuple[str, int], int]) -> None:
         """Solve the test problems under all policies."""
-        asked = {
-            f"{name}-at-{c}": ["--model", self.model, "--policies", name, "--window", w, "--share", *COMPRESSIONS[c]]
-            for (name, c), w in windows.items()
-        }
-        asked |= {name: [*self._contender(name), "--share", *sum(COMPRESSIONS.values(), ())] for name in trained}
-        outs = {name: self.records / f"{name}.jsonl" for name in asked}
-        self._all(
-            self._eval(outs[name], *words, "--rows", self.rows)
-            for name, words in asked.items()
-            if not outs[name].exists()
-        )
-
-    def _before_error(self, records: Path) -> dict[int, float]:
-        """Return the mean share of a solution before its first error at each compression that windows are chosen at."""
-        shares: dict[int, list[float]] = {}
-        for record in read_records(records)[1]:
-            if "budget" in record:
-                shares.setdefault(record["budget"], []).append(record["before_error"])
-        largest_first = sorted(shares, reverse=True)
-        return {c: fmean(shares[budget]) for c, budget in zip(sorted(COMPRESSIONS), largest_first, strict=True)}
+        calls = {}
+        for names, c, w in product(self._free(), COMPRESSIONS, WINDOWS):
+            if names := [name for name in names if windows[name, c] == w]:
+                out = self.records / f"at-{c}-window-{w}-{'-'.join(names)}.jsonl"
+                calls[out] = [*self._untrained(names, w), "--share", *COMPRESSIONS[c]]
+        every = ["--share", *sum(COMPRESSIONS.values(), ())]
+        calls |= {self.records / f"{name}.jsonl": [*self._contender(name), *every] for name in trained}
+        self._evaluate({out: [*words, "--rows", self.rows] for out, words in calls.items()})
 
     def report(self) -> None:
         """Write the table and the figure of all records."""
         records, dense = [], set()
-        for name in (*FREE, *COMPRESSING, *TRAINED):
-            for path in (self.records / f"{each}.jsonl" for each in (name, *(f"{name}-at-{c}" for c in COMPRESSIONS))):
-                for record in read_records(path)[1] if path.exists() else ():
-                    of = record["policy"]
-                    if "budget" not in record:  # dense models are run again for each policy
-                        unit = (name if "own" in of else of, record["kind"], record["unit"])
-                        if unit in dense:
-                            continue
-                        dense.add(unit)
-                    name_of = {"dense": "dense", "dense (own)": f"{name}, nothing evicted"}
-                    records.append(record | {"policy": name_of.get(of, name)})
+        for path in sorted(self.records.glob("*.jsonl")):
+            if path.name.startswith("windows-"):
+                continue
+            for record in read_records(path)[1]:
+                trained, of = path.stem in TRAINED, record["policy"]
+                name = {DENSE: DENSE, OWN: f"{path.stem}, nothing evicted"}.get(of, path.stem if trained else of)
+                if "budget" not in record:  # every command solves the problems with the dense model too
+                    unit = name, record["kind"], record["unit"]
+                    if unit in dense:
+                        continue
+                    dense.add(unit)
+                records.append(record | {"policy": name})
         table = summarise_reasoning(records, "h2o")
         (self.folder / "table.md").write_text(markdown_table(table, REASONING_COLUMNS))
         drawing = Figure(layout="constrained")
@@ -144,28 +139,34 @@ class Comparison:
         drawing.savefig(self.folder / "figure.png", dpi=120)
         print(f"{self.folder} holds table.md, figure.png")
 
+    def _free(self) -> list[tuple[str, ...]]:
+        """Return the training-free policies in groups that share a command."""
+        return [FREE] if self.protect else [FREE, COMPRESSING]
+
+    def _untrained(self, names: Iterable[str], window: int) -> list:
+        return ["--model", self.model, "--policies", *names, "--window", window]
+
     def _is_trained(self, name: str) -> bool:
         return any((self.folder / name / result).exists() for result in ("kvpop_config.json", "model/config.json"))
 
     def _contender(self, name: str) -> list:
-        out, words = self.folder / name, []
+        out, model, teacher = self.folder / name, self.model, []
+        if (out / "model").exists():
+            model, teacher = out / "model", ["--teacher", self.model]
         if "--phase streaming-plus" in TRAINED[name]:
-            words = ["--policies", "streaming-llm", "--window", 48]
-        else:
-            words = ["--policies", "--scorer", out]
-        based = (out / "model").exists()
-        return [
-            "--model",
-            out / "model" if based else self.model,
-            *(["--teacher", self.model] if based else []),
-            *words,
-        ]
+            return ["--model", model, *teacher, "--policies", "streaming-llm", "--window", 48]
+        return ["--model", model, *teacher, "--policies", "--scorer", out]
 
-    def _eval(self, out: Path, *words) -> list:
+    def _evaluate(self, calls: dict[Path, list]) -> None:
+        """Run evaluations whose records are not there yet."""
         fixed = "--task reasoning --dtype float32 --requests 64 --threads 1".split()
-        if not set(words) & set(COMPRESSING):
-            fixed += ["--protect-prompt", "all" if self.protect else 0]
-        return ["kvpop", "eval", *fixed, "--kinds", *self.kinds, *self.size, *words, "--out", out]
+        commands = []
+        for out, words in calls.items():
+            protect = [] if set(words) & set(COMPRESSING) else ["--protect-prompt", "all" if self.protect else 0]
+            if not out.exists():
+                sizes = [*protect, "--kinds", *self.kinds, *self.size]
+                commands.append(["kvpop", "eval", *fixed, *sizes, *words, "--out", out])
+        self._all(commands)
 
     def _all(self, commands: Iterable[list]) -> None:
         """Run commands, ``jobs`` at once."""
@@ -197,15 +198,13 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--rows", type=int, default=64, help="test problems of each kind")
     parser.add_argument("--size", type=int, help="steps of a problem (default: about 1,000 tokens)")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once, one thread each")
-    parser.add_argument("--only", nargs="+", choices=[*FREE, *COMPRESSING, *TRAINED], metavar="POLICY")
+    parser.add_argument("--only", nargs="*", choices=TRAINED, default=TRAINED, help="trained policies")
     options = parser.parse_args(given)
     what = options.model, options.protect_prompt, options.kinds, options.rows, options.jobs, options.size
     comparison = Comparison(options.folder, *what)
-    free = FREE if options.protect_prompt else FREE + COMPRESSING
-    trained, free = ([name for name in names if name in (options.only or names)] for names in (TRAINED, free))
     comparison.prepare()
-    comparison.train(trained, options.steps)
-    comparison.evaluate(trained, comparison.choose_windows(free))
+    comparison.train(options.only, options.steps)
+    comparison.evaluate(options.only, comparison.choose_windows())
     comparison.report()
 
 

@@ -1,6 +1,8 @@
-"""Train a small model that reasons in long written steps: 1.4M parameters, on problems of `kvpop eval --task reasoning`.
+"""Train a small model that reasons in long written steps: 1.7M parameters, on problems of `kvpop eval --task reasoning`.
 
-    python examples/reasoner/train.py runs/reasoner --threads 1
+    python examples/reasoner/train.py runs/reasoner --threads 2 --dtype bfloat16
+
+made examples/reasoner/model in an hour on two cores.
 
 Run the same command again to continue an interrupted training. The folder then holds the model with its tokenizer.
 Problems grow as they are solved, from a few steps to the size that is tested.
@@ -28,7 +30,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import get_last_checkpoint
 
 from kvpop_vllm.evaluation.examples import prompt_ids
-from kvpop_vllm.evaluation.problems import KINDS, SEEDS, WORDS, judge, make_problem
+from kvpop_vllm.evaluation.problems import KINDS, SEEDS, WORDS, make_problem
 
 SPECIAL = "<pad>", "<s>", "</s>"
 TEMPLATE = "{% for m in messages %}{% if loop.first %}<s> {% endif %}{{ m['content'] }} {% endfor %}"
@@ -178,26 +180,16 @@ class CurriculumTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
-@torch.inference_mode()
-def exact(model: LlamaForCausalLM, tokenizer, kind: str, size: int, count: int) -> float:
-    """Return the share of validation problems whose answers greedy decoding gets right."""
-    problems = [make_problem(kind, SEEDS["validation"][i], size) for i in range(count)]
-    prompts = torch.tensor([prompt_ids(tokenizer, p.prompt) for p in problems])  # of one size, so of one length
-    longest = max(len(p.solution.split()) for p in problems) + 8
-    out = model.eval().generate(prompts, max_new_tokens=longest, do_sample=False)
-    texts = tokenizer.batch_decode(out[:, prompts.shape[1] :], skip_special_tokens=True)
-    return sum(judge(p, text).exact for p, text in zip(problems, texts, strict=True)) / count
-
-
 def main(words: list[str] | None = None) -> None:
     """Train, or continue, and write the model."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["ledgers", "programs", "sorting"])
-    parser.add_argument("--batches", type=int, default=16000)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["ledgers", "programs"])
+    parser.add_argument("--batches", type=int, default=8000)
     parser.add_argument("--tokens", type=int, default=2700, help="of a batch")
     parser.add_argument("--rate", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--save-every", type=int, default=250, help="batches between checkpoints")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of matrix products")
     parser.add_argument("--threads", type=int)
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(words)
@@ -220,6 +212,7 @@ def main(words: list[str] | None = None) -> None:
         save_steps=options.save_every,
         save_total_limit=1,
         use_cpu=not torch.cuda.is_available(),
+        bf16=options.dtype == "bfloat16",
         report_to="none",
         restore_callback_states_from_checkpoint=True,
         remove_unused_columns=False,
@@ -231,12 +224,8 @@ def main(words: list[str] | None = None) -> None:
     collate = {"train_dataset": data, "data_collator": lambda batches: batches[0]}
     trainer = CurriculumTrainer(model, arguments, callbacks=[curriculum], **collate)
     trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir) if options.folder.exists() else None)
-    trainer.save_model(str(options.folder))
+    model.to(torch.bfloat16).save_pretrained(str(options.folder))
     tokenizer.save_pretrained(str(options.folder))
-    for kind in options.kinds:
-        print(
-            f"{kind}: {exact(model, tokenizer, kind, KINDS[kind].size, 32):.2f} of 32 validation problems", flush=True
-        )
 
 
 if __name__ == "__main__":

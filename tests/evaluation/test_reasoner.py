@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,11 @@ import torch
 from safetensors.torch import load_file
 from threads import one_thread
 
+from kvpop_vllm.distill.run import load_tokenizer
+from kvpop_vllm.evaluation.backends import TransformersBackend
+from kvpop_vllm.evaluation.policies import ResolvedPolicy, training_free
 from kvpop_vllm.evaluation.problems import KINDS, make_problem
+from kvpop_vllm.evaluation.reasoning import make_questions, solve
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "reasoner"))
 import train
@@ -23,7 +28,6 @@ WORDS = ["--kinds", "programs", "ledgers", "--tokens", "300", "--threads", "1", 
 
 @one_thread()
 def test_a_stopped_training_goes_on_as_if_it_had_not_been(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "exact", lambda *_: 0.0)  # needs trained models
     train.main([str(tmp_path / "whole"), "--batches", "6", *WORDS])
     batch = train.Batches.__getitem__
 
@@ -88,3 +92,17 @@ def test_problems_are_written_as_training_text(tmp_path, monkeypatch):
     text = tokenizer.apply_chat_template(turns, tokenize=False)
     assert text.split() == ["<s>", *found[0]["prompt"].split(), *found[0]["response"].split()]
     assert tokenizer.pad_token_id not in tokenizer(text)["input_ids"], "a word is unknown"
+
+
+def test_the_shipped_reasoner_solves_problems_and_fails_with_a_window_alone():
+    folder = str(Path(train.__file__).parent / "model")
+    tokenizer = load_tokenizer(folder)
+    questions = make_questions(tokenizer, ["programs", "ledgers"], 4, "validation", 12)
+    backend = TransformersBackend(folder, torch.float32, 512, 4)
+
+    def exact(policy: ResolvedPolicy | None) -> list[bool]:
+        with backend.start(policy) as run:
+            return [record["exact"] for record in solve(run, tokenizer, questions, new=400, batch=4)]
+
+    window = replace(training_free("streaming-llm"), protect=True).resolve(backend.shape, 64)
+    assert sum(exact(None)) >= 7 and sum(exact(window)) <= 1

@@ -45,11 +45,6 @@ def small(monkeypatch):
     return list(trained)
 
 
-def of_budgets(folder: Path, name: str) -> list[dict]:
-    path = folder / f"records/{name}.jsonl" if name in compare.TRAINED else folder / f"records/{name}-at-2.jsonl"
-    return [each for each in read_records(path)[1] if "budget" in each]
-
-
 def table_of(folder: Path) -> list[dict[str, str]]:
     heading, _, *lines = (folder / "table.md").read_text().splitlines()
     names = [name.strip() for name in heading.split("|")]
@@ -62,7 +57,7 @@ def test_from_a_reasoner_to_a_table(tmp_path, reasoner, small, monkeypatch):
     monkeypatch.setattr(compare, "_run", lambda command: ran.append(command) or run(command))
     words = [str(tmp_path), "--model", str(reasoner), *WORDS]
     compare.main(words)
-    assert len(ran) == 1 + 3 + 2 + 2 + 3  # problems, trainings, windows, training-free and trained policies
+    assert len(ran) == 1 + 3 + 1 + 1 + 3  # problems, trainings, windows, training-free and trained policies
     table = table_of(tmp_path)
     own = [f"{name}, nothing evicted" for name in ("kvpop", "streaming-plus")]
     assert {line["policy"] for line in table} == {"dense", "h2o", "random", *small, *own}
@@ -77,30 +72,33 @@ def test_from_a_reasoner_to_a_table(tmp_path, reasoner, small, monkeypatch):
 @pytest.mark.slow
 def test_prompts_that_are_not_protected(tmp_path, reasoner, small):
     """SnapKV, which holds prompts until their end, is then one of the policies."""
-    only = ["--only", "h2o", "random", "snapkv", "kvpop-frozen-base"]
-    compare.main([str(tmp_path), "--model", str(reasoner), *WORDS, "--no-protect-prompt", *only])
+    only = ["--no-protect-prompt", "--only", "kvpop-frozen-base"]
+    compare.main([str(tmp_path), "--model", str(reasoner), *WORDS, *only])
     assert not json.loads((tmp_path / "kvpop-frozen-base/run/run.json").read_text())["protect_prompt"]
-    assert {line["policy"] for line in table_of(tmp_path)} == {"dense", *only[1:]}
-    for name in only[1:]:
-        settings = {record["settings"].get("protect_prompt") for record in of_budgets(tmp_path, name)}
-        assert settings == {None if name == "snapkv" else 0}, name
+    names = {"h2o", "random", "snapkv", "kvpop-frozen-base"}
+    assert {line["policy"] for line in table_of(tmp_path)} == {"dense", *names}
+    for path in (tmp_path / "records").iterdir():
+        settings = {record["settings"].get("protect_prompt") for record in read_records(path)[1] if "budget" in record}
+        assert settings == {None if "snapkv" in path.name else 0}, path.name
 
 
 def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
     best = {("h2o", 4): 64, ("h2o", 8): 32, ("tova", 4): 32, ("tova", 8): 96}
-    for name, window in product(("h2o", "tova"), compare.WINDOWS):
+    monkeypatch.setattr(compare, "FREE", ("h2o", "tova"))
+    for window in compare.WINDOWS:
         lines = [{"run": {}}, {"policy": "dense", "before_error": 1.0}]
-        for (c, budget), x in product(((4, 260), (8, 130)), (0.1, 0.3)):
-            lines.append({"policy": name, "budget": budget, "before_error": x + (window == best[name, c]) / 4})
-        path = comparison.records / f"{name}-window-{window}.jsonl"
+        for (name, c), x in product(best, (0.1, 0.3)):
+            good = x + (window == best[name, c]) / 4
+            lines.append({"policy": name, "budget": {4: 260, 8: 130}[c], "before_error": good})
+        path = comparison.records / f"windows-{window}-h2o.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert comparison.choose_windows(["h2o", "tova"]) == best
+    assert comparison.choose_windows() == best
 
 
 def test_a_failed_command_stops_the_comparison(tmp_path, capfd):
     comparison = compare.Comparison(tmp_path, tmp_path / "none", True, ["programs"], 8, 2)
     with pytest.raises(SystemExit, match="kvpop eval failed"):
-        comparison.evaluate([], {("h2o", 4): 32})
+        comparison.choose_windows()
     assert "kvpop eval --task reasoning" in capfd.readouterr().out
