@@ -30,13 +30,13 @@ FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "v
 """Policies that need no training."""
 COMPRESSING = ("snapkv",)
 """Policies that need no training and cannot protect prompts."""
-WINDOWS = 32, 48, 64, 96
+WINDOWS = 16, 32, 64
 COMPRESSIONS = {4: (2, 3, 4), 8: (5, 6, 8)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
 
 COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing"
-BUDGETS = "--window 48 --topk 220 84 130 168"
-"""Budgets of 1/4, 1/8, 1/6 and 1/5 of a worked solution, which problems take in turn."""
+BUDGETS = "--window 24 --topk 244 108 154 192"
+"""Budgets of 1/4, 1/8, 1/6 and 1/5 of a worked solution, which problems take in turn; a window of 48 is worse (LOG)."""
 LISTWISE = "--boundary 0 --listwise 1 --groups mean --decay-min 0.99 --decay-max 0.9999 --lr-new 1e-2 --lr-new-end 1e-3"
 BASE = "--train-base --lr-base 5e-4 --lr-base-end 2e-5 --kl-top 64"
 GATES = "--lr-new 2e-3 --lr-new-end 2e-4 --kl-top 64"
@@ -49,7 +49,7 @@ TRAINED = {
     "kvpop-linear": f"{BUDGETS} {LISTWISE} {BASE} --scorer linear",
     "streaming-plus": f"{BUDGETS} {BASE} --phase streaming-plus",
     "trimkv": f"--recipe trimkv --topk 180 --gate-width 64 {GATES}",
-    "dms": f"--recipe dms --window 48 --topk 130 --compression 6 {GATES}",
+    "dms": f"--recipe dms --window 24 --topk 154 --compression 6 {GATES}",
 }
 """Options of `kvpop distill` for each trained policy; streaming-plus is streaming-llm on a base trained for it."""
 
@@ -154,7 +154,7 @@ class Comparison:
         if (out / "model").exists():
             model, teacher = out / "model", ["--teacher", self.model]
         if "--phase streaming-plus" in TRAINED[name]:
-            return ["--model", model, *teacher, "--policies", "streaming-llm", "--window", 48]
+            return ["--model", model, *teacher, "--policies", "streaming-llm", "--window", 24]
         return ["--model", model, *teacher, "--policies", "--scorer", out]
 
     def _evaluate(self, calls: dict[Path, list]) -> None:
@@ -194,7 +194,7 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("--model", type=Path, default=HERE / "model", help="the reasoner (default: the shipped one)")
     parser.add_argument("--protect-prompt", action=argparse.BooleanOptionalAction, default=True)
     parser.add_argument("--kinds", nargs="+", default=["programs", "ledgers"])
-    parser.add_argument("--steps", type=int, default=3000, help="problems that each policy is trained on")
+    parser.add_argument("--steps", type=int, default=1500, help="problems that each policy is trained on")
     parser.add_argument("--rows", type=int, default=64, help="test problems of each kind")
     parser.add_argument("--size", type=int, help="steps of a problem (default: about 1,000 tokens)")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once, one thread each")
