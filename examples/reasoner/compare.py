@@ -35,8 +35,8 @@ COMPRESSIONS = {4: (2, 3, 4), 8: (5, 6, 8)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
 
 COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing"
-BUDGETS = "--window 24 --topk 244 108 154 192"
-"""Budgets of 1/4, 1/8, 1/6 and 1/5 of a worked solution, which problems take in turn; a window of 48 is worse (LOG)."""
+BUDGETS = "--window 24 --topk 244 108 154 108 192"
+"""Budgets of 1/4, 1/8 (twice), 1/6 and 1/5 of a worked solution, which problems take in turn."""
 LISTWISE = "--boundary 0 --listwise 1 --groups mean --decay-min 0.99 --decay-max 0.9999 --lr-new 1e-2 --lr-new-end 1e-3"
 BASE = "--train-base --lr-base 5e-4 --lr-base-end 2e-5 --kl-top 64"
 GATES = "--lr-new 2e-3 --lr-new-end 2e-4 --kl-top 64"
