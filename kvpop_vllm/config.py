@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 from kvpop_vllm.flags import ENGINE, FLAGS, Setting, settings_of
 from kvpop_vllm.roles import Retention
@@ -61,7 +62,8 @@ class PolicySettings:
         window: w.
         scorer: folder with ``kvpop_config.json`` and ``kvpop_scorer.safetensors``.
         correction: correction of the outputs for evicted tokens, one of CORRECTIONS.
-        allocator: distribution of the budget over layers and heads, one of ALLOCATORS.
+        allocator: distribution of the budget over layers and heads, one of ALLOCATORS, or a JSON file with the
+            shares of all heads.
         protect_prompt: tokens of each prompt that are never evicted: True for all, N for the first N, 0 or
             False for none.
         max_budget: largest budget that a request may ask for; by default the server's own.
@@ -112,8 +114,10 @@ def _checked(setting: Setting, value: object) -> object:
     if value is None or setting.protects:
         return protection(value, setting.flag)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if setting.choices and value not in setting.choices:
-        raise ConfigError(f"{setting.flag} must be one of {', '.join(setting.choices)}, got {value!r}")
+    other = setting.file and isinstance(value, str) and Path(value).is_file()
+    if setting.choices and value not in setting.choices and not other:
+        beside = " or a file" if setting.file else ""
+        raise ConfigError(f"{setting.flag} must be one of {', '.join(setting.choices)}{beside}, got {value!r}")
     if setting.kind is str and not isinstance(value, str):
         raise ConfigError(f"{setting.flag} must be a folder name, got {value!r}")
     if setting.kind is float and not (number and 1 <= value < math.inf):
@@ -123,6 +127,28 @@ def _checked(setting: Setting, value: object) -> object:
     if setting.kind is int and value > MAX_BUDGET:
         raise ConfigError(f"{setting.flag} {value} is more than {MAX_BUDGET} tokens: lower it")
     return value
+
+
+def check_head_shares(shares: object, layers: int, heads: int, source: str) -> None:
+    """Check that ``shares`` are parts of the long-range slots for all heads.
+
+    Args:
+        shares: ``[layers][H]``, numbers of at least 0, not all of them 0; only their ratios matter.
+        layers: layers of the model.
+        heads: H, KV heads of a layer.
+        source: name of the file in errors.
+
+    Raises:
+        ConfigError: they are not.
+    """
+    rows = shares if isinstance(shares, Sequence) and not isinstance(shares, str) else ()
+    fits = len(rows) == layers and all(isinstance(row, Sequence) and len(row) == heads for row in rows)
+    flat = [share for row in rows for share in row] if fits else []
+    numbers = all(isinstance(s, int | float) and not isinstance(s, bool) and 0 <= s < math.inf for s in flat)
+    if not (fits and numbers and any(flat)):
+        raise ConfigError(
+            f"{source}: shares must be {layers} lists of {heads} numbers of at least 0, one list for each layer of the model, not all 0"
+        )
 
 
 def protection(value: object, asked_by: str = FLAGS["protect_prompt"]) -> bool | int | None:

@@ -25,6 +25,7 @@ class Setting:
         detail: what the help adds to the meaning, beginning with ": " or "; ".
         least: smallest integer.
         choices: allowed strings.
+        file: True if the name of a file is allowed beside the choices.
         protects: True for a number of protected prompt tokens, or ``all``.
         where: where it applies.
     """
@@ -37,6 +38,7 @@ class Setting:
     detail: str = ""
     least: int = 1
     choices: tuple[str, ...] = ()
+    file: bool = False
     protects: bool = False
     where: tuple[str, ...] = (ENGINE, CACHE)
 
@@ -73,10 +75,11 @@ SETTINGS = (
         choices=("none", "moment"),
     ),
     Setting(
-        "allocator", str, "NAME", "How layers and heads share the budget", "uniform",
+        "allocator", str, "NAME|FILE", "How layers and heads share the budget", "as the scorer's config says, or uniform",
         ": 'uniform'; 'pyramid', more in lower layers (PyramidKV), both under any policy; 'ada', the heads of a layer divide "
-        "theirs at a prompt's end (Ada-KV), under policies that compress it",
-        choices=("uniform", "pyramid", "ada"),
+        "theirs at a prompt's end (Ada-KV), under policies that compress it; a JSON file with the shares of heads that "
+        "'kvpop distill shares' has measured, or the config of a scorer with shares",
+        choices=("uniform", "pyramid", "ada"), file=True,
     ),
     Setting(
         "protect_prompt", str, "all|N", "Never evict the prompt, or its first N tokens",

@@ -12,15 +12,23 @@ from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.recipe import Recipe
 from kvpop_vllm.distill.recipes import RECIPES
 
+SHARES = "length", "pack", "protect_prompt", "seed", "window", "topk", "dtype"
+"""Options of a recipe that `kvpop distill shares` takes too."""
+
 
 def add_distill(commands) -> None:
     """Add `kvpop distill` to argparse's ``commands``."""
-    summary = "train scorers for MODEL (with --train-base the model too); 'teacher' writes its logits to disk; 'texts' fetches real text"
+    summary = (
+        "train scorers for MODEL (with --train-base the model too); 'teacher' writes its logits to disk; 'shares' measures how"
+        " heads should share the slots of a scorer; 'texts' fetches real text"
+    )
     command = commands.add_parser("distill", help=summary, description=summary)
-    command.add_argument("action", nargs="?", choices=("train", "teacher", "texts"), default="train")
+    command.add_argument("action", nargs="?", choices=("train", "teacher", "shares", "texts"), default="train")
     command.add_argument("--model", metavar="MODEL", help="folder of the base model")
     command.add_argument("--data", nargs="+", metavar="TEXT", help="text, JSONL, Parquet or datasets folders")
-    command.add_argument("--out", required=True, metavar="DIR", help="folder to write; a stopped run is continued")
+    command.add_argument(
+        "--out", required=True, metavar="DIR", help="folder to write; a stopped run is continued (shares: the scorer's)"
+    )
     command.add_argument("--recipe", choices=sorted(RECIPES), help="defaults of all that follows (default: paper)")
     command.add_argument(
         "--teacher",
@@ -29,7 +37,9 @@ def add_distill(commands) -> None:
     )
     command.add_argument("--save-every", type=positive, help="optimiser steps between checkpoints (default 50)")
     command.add_argument(
-        "--rows", type=positive, help="teacher: rows of tokens to write (default: all that the recipe needs)"
+        "--rows",
+        type=positive,
+        help="rows of tokens; teacher: to write (default: all that the recipe needs); shares: to measure on (default 6)",
     )
     command.add_argument("--threads", type=positive, help="CPU threads (default: all)")
     group = command.add_argument_group("recipe", "each overrides the named recipe")
@@ -85,6 +95,7 @@ def _refuse_options_of_others(options) -> None:
     others = {
         "train": ("rows",),
         "teacher": ("teacher", "save_every"),
+        "shares": ("recipe", "teacher", "save_every", *(name for name in recipe if name not in SHARES)),
         "texts": ("model", "recipe", "teacher", "save_every", "rows", "threads", *recipe),
     }
     for name in others[options.action]:
@@ -113,8 +124,16 @@ def distill(options) -> None:
     for name in ("model", "data"):
         if not getattr(options, name):
             raise ConfigError(f"kvpop distill needs --{name}")
-    from kvpop_vllm.distill.run import train, write_teacher
+    from kvpop_vllm.distill.run import train, write_shares, write_teacher
 
+    if options.action == "shares":
+        given = {name: getattr(options, name) for name in SHARES if getattr(options, name) is not None}
+        found = write_shares(options.model, options.data, options.out, given, options.rows or 6, options.threads)
+        print(
+            f"long-range slots of a head: {found['least']:.2f} to {found['most']:.2f} times the mean;"
+            f" error of attention over that of equal heads: {found['error']:.2f}"
+        )
+        return
     recipe = recipe_of(options)
     if options.action == "teacher":
         if recipe.phase == "uptrain":

@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import torch
+from tqdm import tqdm
 from transformers import AutoTokenizer
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.distill.data import DocumentRows, PackedTokens, Rows
 from kvpop_vllm.distill.hook import Dense, check_length, load_model, vocabulary_of
 from kvpop_vllm.distill.recipe import Recipe
-from kvpop_vllm.distill.student import Teacher
+from kvpop_vllm.distill.shares import divide_slots, expected_error, measure_errors
+from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.teacher import TeacherReader, settings_of, top_logits, write_rows
 from kvpop_vllm.distill.trainer import Process, Trainer
+from kvpop_vllm.scorers import Gate, from_tensors
+from kvpop_vllm.scorers.checkpoint import check_model, read_scorer, write_scorer
+from kvpop_vllm.scorers.init import model_shape
 
 
 def load_tokenizer(model: str | Path):
@@ -155,6 +162,49 @@ def write_teacher(
     settings = settings_of(model, tokens, min(recipe.kl_top, vocabulary), recipe.dtype)
     count = rows or recipe.steps * recipe.batch
     write_rows(asked.model, tokens, out, settings, count, vocab_size=vocabulary, attend=Dense())
+
+
+def write_shares(
+    model: str, data: list[str], scorer: str, options: dict, rows: int, threads: int | None = None
+) -> dict[str, float]:
+    """Measure how heads should share the long-range slots of a scorer, and write that to the scorer's config.
+
+    Args:
+        model: folder of the model.
+        data: files and folders of text.
+        scorer: folder of the scorer.
+        options: fields of a :class:`Recipe` for the rows and the budget; by default those of the scorer's config.
+        rows: number of rows to measure on.
+        threads: CPU threads; default: torch's own number.
+
+    Returns:
+        ``least`` and ``most``, shares over the mean, and ``error`` that is left over that of equal shares.
+
+    Raises:
+        ConfigError: model, scorer and data do not fit each other, or the scorer is a gate.
+    """
+    if threads:
+        torch.set_num_threads(threads)
+    config, layers = read_scorer(scorer)
+    check_model(config, **model_shape(model), source=scorer)
+    modules = [from_tensors(config, tensors).requires_grad_(False) for tensors in layers]
+    if isinstance(modules[0], Gate):
+        raise ConfigError(
+            f"{scorer} holds a gate ({config.scorer}), and shares are measured for scorers of keys and values"
+        )
+    budget = {"sinks": config.sinks, "window": [config.window], "topk": [config.topk]}
+    recipe = Recipe(**(budget | options))
+    base = load_model(model, getattr(torch, recipe.dtype)).to(default_device()).eval().requires_grad_(False)
+    student = Student(base, modules, recipe).to(default_device())
+    with TemporaryDirectory() as folder:
+        found = rows_of(model, data, recipe, Path(folder))
+        errors = measure_errors(
+            student, ((found[i], 0 if recipe.pack else found.prompt_length(i)) for i in tqdm(range(rows)))
+        )
+    shares = divide_slots(errors)
+    write_scorer(scorer, replace(config, shares=tuple(map(tuple, shares.round(decimals=4).tolist()))), layers)
+    left = expected_error(errors, shares) / expected_error(errors, torch.ones_like(shares))
+    return {"least": shares.min().item(), "most": shares.max().item(), "error": left}
 
 
 def stored_teacher(folder: str, model: str, rows: Rows, recipe: Recipe) -> TeacherReader:

@@ -63,7 +63,7 @@ class PolicySpec:
     def allocated(self, allocator: str) -> PolicySpec:
         """Return a copy with an allocator."""
         own = policies.get(self.policy).default_allocator
-        name = self.name if allocator == own else f"{self.name}+{allocator}"
+        name = self.name if allocator == own else f"{self.name}+{Path(allocator).stem}"
         return replace(self, name=name, allocator=allocator)
 
     def protecting(self, protect: bool | int, unasked: bool | int) -> PolicySpec:

@@ -1,16 +1,23 @@
 """Allocators: how the budget of a request is distributed over layers and heads.
 
-Any allocator works with any policy, except ``ada``, which needs the votes of a policy that compresses
-prompts.
+Any allocator works with any policy, with two exceptions. ``ada`` needs the votes of a policy that compresses
+prompts, and policies that rank all heads of a layer in one round need heads with equal budgets.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
 
+from kvpop_vllm.config import ConfigError, check_head_shares
 from kvpop_vllm.roles import Retention
+
+Allocator = Callable[[Retention, int, int], torch.Tensor]
+"""Function ``(retention, layers, H) -> budgets [layers, H]`` int32 with mean B."""
 
 STEEPNESS = 20
 """beta of PyramidKV: the last layer has ``1 / beta`` of the mean number of long-range slots."""
@@ -34,19 +41,57 @@ def pyramid(kept: Retention, layers: int, heads: int) -> torch.Tensor:
     least = kept.topk / STEEPNESS
     steps = torch.arange(layers, dtype=torch.float64) / max(1, layers - 1)
     sizes = (2 * kept.topk - least) - steps * 2 * (kept.topk - least) if layers > 1 else torch.tensor([kept.topk])
-    ends = sizes.double().cumsum(0).round().long()
-    long_range = ends.diff(prepend=torch.zeros(1, dtype=torch.int64))
-    return (kept.first_long + long_range).int().unsqueeze(1).repeat(1, heads)
+    return (kept.first_long + _whole(sizes.double())).int().unsqueeze(1).repeat(1, heads)
 
 
-ALLOCATORS: dict[str, Callable[[Retention, int, int], torch.Tensor]] = {
+def proportional(shares: Sequence[Sequence[float]], kept: Retention, layers: int, heads: int) -> torch.Tensor:
+    """Return budgets ``[layers, H]`` int32 whose long-range slots are proportional to ``shares [layers][H]``.
+
+    Sinks and window are the same for all heads. Rounding preserves the total.
+    """
+    parts = torch.tensor(shares, dtype=torch.float64)
+    slots = _whole((parts / parts.sum()).flatten() * (kept.topk * layers * heads))
+    return (kept.first_long + slots).int().view(layers, heads)
+
+
+def _whole(sizes: torch.Tensor) -> torch.Tensor:
+    """Return ``sizes`` rounded to integers in a way that preserves their sum."""
+    return sizes.cumsum(0).round().long().diff(prepend=torch.zeros(1, dtype=torch.int64))
+
+
+def allocator_of(name: str, layers: int, heads: int) -> Allocator:
+    """Return the allocator with a name, or that of a JSON file with measured shares.
+
+    A file is ``{"shares": [layers][H]}``; other keys are ignored, so that the config of a scorer with shares is
+    such a file.
+
+    Args:
+        name: key of :data:`ALLOCATORS` or path of the file.
+        layers: layers of the model.
+        heads: KV heads of the model.
+
+    Raises:
+        ConfigError: the file cannot be read, or its shares are not those of such a model.
+    """
+    if name in ALLOCATORS:
+        return ALLOCATORS[name]
+    try:
+        found = json.loads(Path(name).read_text())
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--kv-allocator {name} cannot be read as JSON: {error}") from None
+    if not isinstance(found, dict) or not found.get("shares"):
+        raise ConfigError(f"--kv-allocator {name} has no shares: write them with 'kvpop distill shares'")
+    check_head_shares(found["shares"], layers, heads, name)
+    return partial(proportional, found["shares"])
+
+
+ALLOCATORS: dict[str, Allocator] = {
     "uniform": uniform,
     "pyramid": pyramid,
     "ada": uniform,
 }
 """Allocators by the name that ``--kv-allocator`` takes.
 
-Each is called as ``allocator(retention, layers, H)`` and returns int32 budgets ``[layers, H]`` with mean B. Under
-``ada`` the budgets are equal until the prompt's end, when the heads of a layer divide their slots by votes
+Under ``ada`` the budgets are equal until the prompt's end, when the heads of a layer divide their slots by votes
 (:func:`kvpop_vllm.kernels.divided.divide`).
 """

@@ -30,7 +30,7 @@ from kvpop_vllm.config import (
 )
 from kvpop_vllm.kernels.ops import RetentionRule, TokenScorer
 from kvpop_vllm.kernels.regions import Shares
-from kvpop_vllm.policies.allocators import ALLOCATORS
+from kvpop_vllm.policies.allocators import ALLOCATORS, Allocator, allocator_of
 from kvpop_vllm.scorers import Gate
 
 
@@ -174,6 +174,7 @@ class Policy(ABC):
                 " head only: choose --kv-policy adakv, or another allocator"
             )
         self.retention = self._resolve(self.settings)
+        self.shares()  # a file with shares is read now
         self._check_limits()
 
     def _resolve(self, settings: PolicySettings) -> Retention:
@@ -293,8 +294,17 @@ class Policy(ABC):
 
     @property
     def allocator(self) -> str:
-        """Name of the allocator that distributes the budget over layers and heads (``--kv-allocator``)."""
+        """Name of the allocator that distributes the budget over layers and heads, or its file (``--kv-allocator``)."""
         return self.settings.allocator or self.default_allocator
+
+    @functools.cached_property
+    def allocate(self) -> Allocator:
+        """Function that distributes the budget over layers and heads.
+
+        Raises:
+            ConfigError: as :func:`kvpop_vllm.policies.allocators.allocator_of`.
+        """
+        return allocator_of(self.allocator, self.model.num_layers, self.model.num_kv_heads)
 
     @property
     def adaptive_head_budgets(self) -> bool:
@@ -331,7 +341,7 @@ class Policy(ABC):
 
     def shares(self) -> torch.Tensor:
         """Return the budget ``[layers, H]`` int32 of every head, as set by the allocator; the mean is B."""
-        return ALLOCATORS[self.allocator](self.retention, self.model.num_layers, self.model.num_kv_heads)
+        return self.allocate(self.retention, self.model.num_layers, self.model.num_kv_heads)
 
     def checked_shares(self, heads: slice) -> Shares | None:
         """Return the validated budgets of ``heads``, or None if they are all B.
@@ -351,12 +361,12 @@ class Policy(ABC):
             raise ConfigError(f"--kv-policy {self.name} gives shares of more than the budget: fix the policy class")
         if self.order is Order.ROUNDS and (budgets != budgets[:, :1]).any():
             raise ConfigError(
-                f"--kv-policy {self.name} ranks all heads of a layer in one round, its shares differ by head: fix the policy class"
+                f"--kv-policy {self.name} ranks all heads of a layer in one round, and their shares differ: choose another --kv-allocator"
             )
         own = budgets[:, heads]
         if own.shape[1] < budgets.shape[1] and (budgets != budgets[:, :1]).any():
             raise ConfigError(
-                f"--kv-policy {self.name} gives heads of a layer shares of their own: set --tensor-parallel-size 1"
+                f"--kv-policy {self.name} gives heads of a layer shares of their own: set --kv-allocator uniform or --tensor-parallel-size 1"
             )
         return Shares.of(own, self.retention.budget)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass, field, replace
 
 import torch
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ConfigError, ScorerShape
+from kvpop_vllm.policies.allocators import proportional
 from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import Gate, Scorer, ScorerConfig, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
@@ -46,6 +48,12 @@ class Learned(Policy):
     @staticmethod
     def _policy_of(kind: str) -> str:
         return next(cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == kind)
+
+    @functools.cached_property
+    def allocate(self):
+        if self.settings.allocator is None and self.config.shares:
+            return functools.partial(proportional, self.config.shares)
+        return super().allocate
 
     def scorer_shape(self) -> ScorerShape:
         return self.config.retention

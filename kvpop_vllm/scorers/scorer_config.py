@@ -9,10 +9,12 @@ from typing import ClassVar
 
 import torch
 
-from kvpop_vllm.config import MAX_BUDGET, ConfigError, ScorerShape, TrainedBudget
+from kvpop_vllm.config import MAX_BUDGET, ConfigError, ScorerShape, TrainedBudget, check_head_shares
 
 FORMAT, VERSION = "kvpop-scorer", 1
 _INT32_MAX = 2**31 - 1
+_OPTIONAL = ("trained", "shares")
+"""Keys that a file may lack, all of them lists."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,8 @@ class ScorerConfig:
         topk: k, long-range slots.
         trained: budgets that the scorer was trained with if there were several; the first is the config's own
             window and topk.
+        shares: ``[layers][H]``, measured parts of the long-range slots for all heads, of which only the ratios matter
+            (:mod:`kvpop_vllm.distill.shares`); empty if heads share equally.
 
     Raises:
         ConfigError: a value has the wrong type or range, from :func:`kvpop_vllm.scorers.parse_config`.
@@ -66,6 +70,7 @@ class ScorerConfig:
     window: int
     topk: int
     trained: tuple[TrainedBudget, ...] = ()
+    shares: tuple[tuple[float, ...], ...] = ()
 
     @property
     def retention(self) -> ScorerShape:
@@ -105,16 +110,19 @@ class ScorerConfig:
             del given["decide_every"]
         if unknown := sorted(set(given) - set(keys)):
             raise ConfigError(f"{source}: unknown key {unknown[0]!r}")
-        if missing := [key for key in keys if key not in given and key != "trained"]:
+        if missing := [key for key in keys if key not in given and key not in _OPTIONAL]:
             raise ConfigError(f"{source}: key {missing[0]!r} is missing")
         check_integers(given, cls.least, source)
         _check_trained(given, source)
+        if given.get("shares"):
+            check_head_shares(given["shares"], given["num_layers"], given["num_kv_heads"], source)
         if not isinstance(given["model_type"], str):
             raise ConfigError(f"{source}: model_type must be a string, got {given['model_type']!r}")
         cls.check(given, source)
         decay = {"decay": Decay(**given["decay"])} if "decay" in given else {}
         trained = tuple(TrainedBudget(**budget) for budget in given.get("trained", ()))
-        return cls(**{**given, **decay, "trained": trained})
+        shares = tuple(tuple(map(float, row)) for row in given.get("shares", ()))
+        return cls(**{**given, **decay, "trained": trained, "shares": shares})
 
     @classmethod
     def check(cls, given: Mapping, source: str) -> None:
@@ -127,8 +135,8 @@ class ScorerConfig:
     def to_json(self) -> dict:
         """Return the contents of ``kvpop_config.json``."""
         values = {"format": FORMAT, "version": VERSION, "scorer": self.scorer} | asdict(self)
-        trained = list(values.pop("trained"))
-        return values | ({"trained": trained} if trained else {})
+        lists = {name: list(values.pop(name)) for name in _OPTIONAL}
+        return values | {name: found for name, found in lists.items() if found}
 
 
 @dataclass(frozen=True, kw_only=True)

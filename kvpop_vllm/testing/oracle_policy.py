@@ -56,7 +56,7 @@ class OraclePolicy:
             the result of :func:`read_scorer`.
         sinks: ``s``.
         window: ``w``.
-        topk: ``k``, or k of each layer if they differ.
+        topk: ``k``, or k of each layer if they differ, or of each head of each layer.
         step: ``n``, positions per decay step.
         log_gamma: decay in nats per step, ``[layer][head]``; ``None`` takes the scorer's own (0 for the
             others).
@@ -73,7 +73,7 @@ class OraclePolicy:
     scorer: str | dict
     sinks: int
     window: int
-    topk: int | tuple[int, ...]
+    topk: int | tuple[int, ...] | tuple[tuple[int, ...], ...]
     step: int = 1
     log_gamma: Sequence[Sequence[float]] | None = None
     corrected: bool = False
@@ -112,9 +112,9 @@ class OraclePolicy:
         return min(self.budgets(1))
 
     def budgets(self, layers: int) -> list[int]:
-        """Return ``B`` of each of ``layers`` layers, or of all layers that have their own ``k``."""
+        """Return the smallest ``B`` of each of ``layers`` layers, or of all layers that have their own ``k``."""
         topk = self.topk if isinstance(self.topk, tuple) else (self.topk,) * layers
-        return [self.sinks + self.window + k for k in topk]
+        return [self.sinks + self.window + min(k if isinstance(k, tuple) else (k,)) for k in topk]
 
     @property
     def never_evicted(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -111,6 +113,8 @@ def random_scorer_folder(folder: Path, model: Path, kind: str, **options) -> Pat
 
 
 SMALL = ModelShape("llama", 2, 4, 32, 256)
+SHARES = Path(__file__).with_name("shares.json")
+"""Shares of two heads in two layers, one of which has a single long-range slot."""
 
 
 def made(name: str, budget: int | None = 64, shape: ModelShape = SMALL, **settings) -> policies.Policy:
@@ -122,8 +126,13 @@ def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:
     """Return the oracle's policy with the k of two layers that an allocator gives.
 
     PyramidKV with beta 20 gives the two layers k in the ratio 39 to 1. ``ada`` lets the heads of a layer
-    divide its slots.
+    divide its slots. A file gives two heads of each layer parts of all slots, each head up to the nearest whole one.
     """
+    if allocator == str(SHARES):
+        parts = [Fraction(part) for layer in json.loads(SHARES.read_text())["shares"] for part in layer]
+        ends = [round(sum(parts[: i + 1]) / sum(parts) * 4 * plain.topk) for i in range(4)]
+        first, second, third, fourth = (b - a for a, b in zip([0, *ends], ends, strict=False))
+        return replace(plain, topk=((first, second), (third, fourth)))
     if allocator == "uniform":
         return plain
     if allocator == "ada":

@@ -34,6 +34,25 @@ def test_the_allocator_is_the_policys_own_or_the_one_asked_for():
     assert made("h2o", allocator="pyramid").checked_shares(slice(1, 3)).heads == 2
 
 
+def test_shares_of_a_file_are_parts_of_the_slots():
+    """Sinks and window belong to every head; what is left over by rounding is nobody's."""
+    small = functools.partial(matrix.made, "l2norm", 64, ModelShape("llama", 2, 2, 32, 256), sinks=4, window=10)
+    policy = small(allocator=str(matrix.SHARES))
+    assert (policy.shares() - 14).tolist() == [[75, 3], [47, 75]]  # of 4 x 50 slots, by 1.5, 0.06, 0.94 and 1.5
+    assert policy.one_budget and policy.checked_shares(slice(0, 2)).layers == 2
+    with pytest.raises(ConfigError, match="gives all requests one budget here: leave --kv-max-budget out"):
+        small(allocator=str(matrix.SHARES), max_budget=80)
+    with pytest.raises(ConfigError, match="shares.json: shares must be 30 lists of 3 numbers"):
+        made("h2o", allocator=str(matrix.SHARES))
+
+
+@pytest.mark.parametrize("name", ["rkv", "vase"])
+def test_heads_ranked_in_one_round_have_equal_shares(name):
+    policy = matrix.made(name, 256, ModelShape("llama", 2, 2, 32, 512, num_heads=4), allocator=str(matrix.SHARES))
+    with pytest.raises(ConfigError, match="ranks all heads of a layer in one round, and their shares differ: choose"):
+        policy.checked_shares(slice(0, 2))
+
+
 def test_one_layer_is_no_pyramid():
     policy = made("h2o", budget=256, shape=ModelShape("llama", 1, 3, 64, 8192), allocator="pyramid")
     assert policy.shares().tolist() == [[256] * 3]
@@ -65,7 +84,7 @@ def test_ranks_cannot_have_shares_of_their_own(monkeypatch):
     unlike = torch.tensor([1023, 1024, 1025], dtype=torch.int32).repeat(30, 1)
     monkeypatch.setattr(type(policy), "shares", lambda own: unlike)
     assert policy.checked_shares(slice(0, 3)).heads == 3
-    with pytest.raises(ConfigError, match="set --tensor-parallel-size 1"):
+    with pytest.raises(ConfigError, match="set --kv-allocator uniform or --tensor-parallel-size 1"):
         policy.checked_shares(slice(0, 2))
 
 

@@ -8,18 +8,19 @@ from __future__ import annotations
 import functools
 import itertools
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
-from policies.matrix import ROWS, Row, allocated, made, random_scorer_folder
+from policies.matrix import ROWS, SHARES, Row, allocated, made, random_scorer_folder
 from threads import one_thread
 
 from kvpop_vllm import policies
 from kvpop_vllm.config import ALLOCATORS, CORRECTIONS, ConfigError, PolicySettings
 from kvpop_vllm.hf.layer import LayerRows
 from kvpop_vllm.kernels import dispatch, ops
-from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.policies.base import ModelShape, Order
 from kvpop_vllm.scorers import Signals
 from kvpop_vllm.testing import (
     LayerDecisions,
@@ -37,7 +38,12 @@ CHUNKS = [1, 17, 25, 7, *[1] * 22]
 MODEL = ModelShape("llama", LAYERS, HEADS, SIZE, LENGTH, HIDDEN, HEADS * GROUP)
 NAMES = [name for name, row in ROWS.items() if row.allocator == "uniform" and not row.compresses]
 """Policies that evict from the first token on. The others are tested in tests/engine/test_fidelity.py."""
-COMBINATIONS = list(itertools.product(NAMES, [name for name in ALLOCATORS if name != "ada"], CORRECTIONS))
+ALLOCATED = [*(name for name in ALLOCATORS if name != "ada"), str(SHARES)]
+COMBINATIONS = [
+    (name, allocator, correction)
+    for name, allocator, correction in itertools.product(NAMES, ALLOCATED, CORRECTIONS)
+    if allocator != str(SHARES) or policies.get(ROWS[name].policy or name).order is not Order.ROUNDS
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -228,7 +234,7 @@ def empty_rows(own: policies.Policy, protect: int = 0) -> list[LayerRows]:
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
-@pytest.mark.parametrize("name, allocator, correction", COMBINATIONS, ids=lambda x: x)
+@pytest.mark.parametrize("name, allocator, correction", COMBINATIONS, ids=lambda x: Path(x).name)
 def test_product(scorer, expected, logged, monkeypatch, name, allocator, correction, impl):
     if (reason := refusal(ROWS[name], allocator, correction)) is not None:
         with pytest.raises(ConfigError) as caught:
@@ -246,7 +252,7 @@ SERVED = [each for each in COMBINATIONS if refusal(ROWS[each[0]], *each[1:]) is 
 
 
 @pytest.mark.parametrize("impl", ["reference", "cpp"])
-@pytest.mark.parametrize("name, allocator, correction", SERVED, ids=lambda x: x)
+@pytest.mark.parametrize("name, allocator, correction", SERVED, ids=lambda x: Path(x).name)
 def test_product_with_protected_prompts(scorer, expected, logged, monkeypatch, name, allocator, correction, impl):
     """Every combination is compared at two lengths of `PROTECTED` where rounding decides nothing."""
     own = policy(name, scorer(name), allocator, correction)

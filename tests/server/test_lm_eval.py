@@ -80,7 +80,7 @@ def served():
 
 def test_in_process_with_the_shipped_scorer(tmp_path):
     args = {"pretrained": MODEL, "dtype": "bfloat16", "max_model_len": 2048, "enforce_eager": True}
-    policy = {"policy": "kvpop", "scorer": SCORER, "budget": BUDGET}
+    policy = {"policy": "kvpop", "scorer": SCORER, "budget": BUDGET, "allocator": "uniform"}
     args |= {"kv_cache_memory_bytes": 256 << 20, "additional_config": {"kv_policy": policy}}
     samples, metrics, output = run_lm_eval(tmp_path, "vllm", args, extra_args={"kv_budget": 100})
     check(samples, metrics)
