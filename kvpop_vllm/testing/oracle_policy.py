@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -43,6 +44,17 @@ class LayerDecisions:
     margins: torch.Tensor
     scores: torch.Tensor
     lost: torch.Tensor
+
+
+def shared_slots(shares: Sequence[Sequence[float]], topk: int) -> tuple[tuple[int, ...], ...]:
+    """Return the long-range slots of each head of each layer, ``topk`` in the mean, in proportion to ``shares``.
+
+    All heads up to one have together the nearest whole number of slots.
+    """
+    parts = [Fraction(part) for layer in shares for part in layer]
+    upto = [round(sum(parts[: i + 1]) / sum(parts) * len(parts) * topk) for i in range(len(parts))]
+    slots = iter(b - a for a, b in zip([0, *upto], upto, strict=False))
+    return tuple(tuple(next(slots) for _ in layer) for layer in shares)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,14 +99,20 @@ class OraclePolicy:
 
     @classmethod
     def from_scorer(cls, folder: str | Path, **changes: int) -> OraclePolicy:
-        """Return the policy of a scorer folder; ``changes`` override its fields."""
+        """Return the policy of a scorer folder; ``changes`` override its fields.
+
+        If the config has shares, k is the mean of the heads.
+        """
         scorer = read_scorer(folder)
         config = scorer["config"]
         fields = {name: config[name] for name in ("sinks", "window", "topk")}
         fields["step"] = config["decay"]["step"] if "decay" in config else 1
         fields["ages"] = config["scorer"] == "trimkv"
         fields["threshold"] = 0.0 if config["scorer"] == "dms" else None
-        return cls(scorer=scorer, **(fields | changes))
+        fields |= changes
+        if "shares" in config:
+            fields["topk"] = shared_slots(config["shares"], fields["topk"])
+        return cls(scorer=scorer, **fields)
 
     @classmethod
     def streaming(cls, sinks: int, window: int, topk: int) -> OraclePolicy:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -16,7 +17,7 @@ from kvpop_vllm.distill.retention import running_cutoffs
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import from_tensors
 from kvpop_vllm.scorers.checkpoint import read_scorer
-from kvpop_vllm.testing import DisturbedSums, margin_bound, oracle_scores
+from kvpop_vllm.testing import DisturbedSums, OraclePolicy, margin_bound, oracle_scores
 from kvpop_vllm.testing.oracle_online import retained_sets_static
 
 pytestmark = pytest.mark.slow
@@ -45,7 +46,9 @@ def run():
         window = config.retention.window_for(BUDGET)
         roles = Retention(BUDGET, config.sinks, window)
         modules = [from_tensors(config, layer) for layer in layers]
-        yield SimpleNamespace(held=held, tensors=tensors, length=length, roles=roles, scorers=modules)
+        slots = OraclePolicy.from_scorer(SCORER, topk=roles.topk).topk
+        assert min(map(min, slots)) == 0 and max(map(max, slots)) == 3 * roles.topk, "shares differ much"
+        yield SimpleNamespace(held=held, tensors=tensors, length=length, roles=roles, slots=slots, scorers=modules)
 
 
 def keys_and_values(run, layer):
@@ -78,10 +81,14 @@ def test_its_own_scores_everywhere(run):
         log_gamma = run.scorers[layer].log_gamma().detach()
         bound = margin_bound(low, exact)
         assert 0 < bound < 1e-2 * float(exact.nan_to_num().std()), "the bound would excuse anything"
-        rank, cutoff = running_cutoffs(training_scores(run, layer), log_gamma, roles)
-        training = visible_keys(rank, cutoff, roles.sinks, roles.window)[0]
-        rule = log_gamma.tolist(), roles.sinks, roles.window, roles.topk
-        oracle = torch.from_numpy(retained_sets_static(exact.numpy(), *rule))
+        scores, training, oracle = training_scores(run, layer), [], []
+        for h, topk in enumerate(run.slots[layer]):
+            one, kept = slice(h, h + 1), replace(roles, budget=roles.first_long + topk)
+            rank, cutoff = running_cutoffs(scores[:, one], log_gamma[one], kept)
+            training.append(visible_keys(rank, cutoff, roles.sinks, roles.window)[0])
+            rule = log_gamma[one].tolist(), roles.sinks, roles.window, topk
+            oracle.append(torch.from_numpy(retained_sets_static(exact[one].numpy(), *rule)))
+        training, oracle = torch.cat(training), torch.cat(oracle)
         engine = training.clone()  # at queries inside a step nobody saw what the engine held
         for step in steps:
             engine[:, step.seen - 1] = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field, replace
-from fractions import Fraction
 from pathlib import Path
 
 import torch
@@ -15,6 +14,7 @@ from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
 from kvpop_vllm.scorers.init import init_scorer
 from kvpop_vllm.testing import OraclePolicy, write_random_scorer
+from kvpop_vllm.testing.oracle_policy import shared_slots
 
 LEARNED = ("mlstm", "mlp", "linear", "trimkv", "dms")
 """Kinds of scorers that come in folders."""
@@ -126,13 +126,10 @@ def allocated(plain: OraclePolicy, allocator: str) -> OraclePolicy:
     """Return the oracle's policy with the k of two layers that an allocator gives.
 
     PyramidKV with beta 20 gives the two layers k in the ratio 39 to 1. ``ada`` lets the heads of a layer
-    divide its slots. A file gives two heads of each layer parts of all slots, each head up to the nearest whole one.
+    divide its slots. A file gives heads parts of all slots.
     """
     if allocator == str(SHARES):
-        parts = [Fraction(part) for layer in json.loads(SHARES.read_text())["shares"] for part in layer]
-        ends = [round(sum(parts[: i + 1]) / sum(parts) * 4 * plain.topk) for i in range(4)]
-        first, second, third, fourth = (b - a for a, b in zip([0, *ends], ends, strict=False))
-        return replace(plain, topk=((first, second), (third, fourth)))
+        return replace(plain, topk=shared_slots(json.loads(SHARES.read_text())["shares"], plain.topk))
     if allocator == "uniform":
         return plain
     if allocator == "ada":
