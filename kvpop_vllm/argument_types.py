@@ -1,12 +1,13 @@
 """Types of command-line arguments, and options that take the values of a setting, for argparse."""
 
 import argparse
+import functools
 import math
 import re
 from fractions import Fraction
 
 from kvpop_vllm.config import ConfigError, protection
-from kvpop_vllm.flags import SETTINGS
+from kvpop_vllm.flags import SETTINGS, Setting
 
 UNITS = {
     "": 1,
@@ -92,6 +93,12 @@ def memory(text: str) -> int:
     return count
 
 
+def _allowed(setting: Setting, text: str) -> str:
+    if refusal := setting.refusal(text):
+        raise argparse.ArgumentTypeError(refusal)
+    return text
+
+
 def add_setting(parser: argparse._ActionsContainer, name: str, help: str, **more) -> None:
     """Add an option of a `kvpop` subcommand that takes the values of a setting.
 
@@ -103,7 +110,9 @@ def add_setting(parser: argparse._ActionsContainer, name: str, help: str, **more
     """
     setting = next(each for each in SETTINGS if each.name == name)
     values = {"type": setting.kind, "metavar": setting.metavar}
-    if setting.choices:
+    if setting.file:
+        values["type"] = functools.partial(_allowed, setting)
+    elif setting.choices:
         values = {"choices": setting.choices}
     elif setting.protects:
         values["type"] = protected

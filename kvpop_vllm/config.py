@@ -10,7 +10,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 
 from kvpop_vllm.flags import ENGINE, FLAGS, Setting, settings_of
 from kvpop_vllm.roles import Retention
@@ -114,10 +113,8 @@ def _checked(setting: Setting, value: object) -> object:
     if value is None or setting.protects:
         return protection(value, setting.flag)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    other = setting.file and isinstance(value, str) and Path(value).is_file()
-    if setting.choices and value not in setting.choices and not other:
-        beside = " or a file" if setting.file else ""
-        raise ConfigError(f"{setting.flag} must be one of {', '.join(setting.choices)}{beside}, got {value!r}")
+    if refusal := setting.refusal(value):
+        raise ConfigError(f"{setting.flag} {refusal}")
     if setting.kind is str and not isinstance(value, str):
         raise ConfigError(f"{setting.flag} must be a folder name, got {value!r}")
     if setting.kind is float and not (number and 1 <= value < math.inf):

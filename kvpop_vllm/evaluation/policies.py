@@ -22,7 +22,7 @@ from kvpop_vllm.policies import Policy
 from kvpop_vllm.policies.base import ModelShape
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers import Gate, Signals
-from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
+from kvpop_vllm.scorers.checkpoint import check_model, read_config, read_scorer
 from kvpop_vllm.scorers.init import model_shape
 
 
@@ -62,7 +62,8 @@ class PolicySpec:
 
     def allocated(self, allocator: str) -> PolicySpec:
         """Return a copy with an allocator."""
-        own = policies.get(self.policy).default_allocator
+        measured = self.scorer is not None and read_config(self.scorer).shares
+        own = None if measured else policies.get(self.policy).default_allocator
         name = self.name if allocator == own else f"{self.name}+{Path(allocator).stem}"
         return replace(self, name=name, allocator=allocator)
 

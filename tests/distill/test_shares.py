@@ -11,7 +11,7 @@ import pytest
 import torch
 from distill.rows import Rows
 from distill.train_tiny import LENGTH, RECIPE
-from distill.typed import refused
+from distill.typed import evaluated, refused
 
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.shares import PARTS, divide_slots, expected_error, measure_errors
@@ -132,6 +132,17 @@ def test_the_command_writes_shares_that_every_policy_can_be_served_with(kvpop, f
     assert torch.equal(own, other)
     equal = KVpopCache(network, "kvpop-mlp", scorer="measured", budget=24, allocator="uniform").policy.shares()
     assert (equal == 24).all()
+    words = (
+        "--scorer measured --allocator uniform measured/kvpop_config.json --rows 1 --length 96 --budget 24 --equal k"
+    )
+    found = evaluated(kvpop, f"--data text.jsonl --policies h2o {words}").records
+    names = {"dense", "h2o", "h2o+kvpop_config", "measured+uniform", "measured+kvpop_config"}
+    assert {record["policy"] for record in found} == names
+    refused(
+        kvpop,
+        f"eval --model qwen3 --data text.jsonl --policies h2o {words.replace('uniform', 'cone')}",
+        "or a file, got 'cone'",
+    )
 
 
 @pytest.mark.parametrize(
