@@ -110,7 +110,8 @@ def configurations(options, folder: Path) -> dict:
         policies[name]["scorer"] = str(folder / name)
     if "kvpop" in policies:
         scorer = Path(options.scorer)
-        policies[f"kvpop, {scorer.name}"] = policies.pop("kvpop") | {"scorer": str(scorer)}
+        # heads of unequal budgets may not hold the short prompts whose outputs are compared
+        policies[f"kvpop, {scorer.name}"] = policies.pop("kvpop") | {"scorer": str(scorer), "allocator": "uniform"}
     if options.protect_prompt:
         policies = {name: policy | {"protect_prompt": True} for name, policy in policies.items()}
     settings = {

@@ -130,7 +130,7 @@ def check_head_shares(shares: object, layers: int, heads: int, source: str) -> N
     """Check that ``shares`` are parts of the long-range slots for all heads.
 
     Args:
-        shares: ``[layers][H]``, numbers of at least 0, not all of them 0; only their ratios matter.
+        shares: ``[layers][H]``, numbers of at least 0 with a sum above 0; only their ratios matter.
         layers: layers of the model.
         heads: H, KV heads of a layer.
         source: name of the file in errors.
@@ -142,9 +142,9 @@ def check_head_shares(shares: object, layers: int, heads: int, source: str) -> N
     fits = len(rows) == layers and all(isinstance(row, Sequence) and len(row) == heads for row in rows)
     flat = [share for row in rows for share in row] if fits else []
     numbers = all(isinstance(s, int | float) and not isinstance(s, bool) and 0 <= s < math.inf for s in flat)
-    if not (fits and numbers and any(flat)):
+    if not (fits and numbers and 0 < sum(flat) < MAX_BUDGET):
         raise ConfigError(
-            f"{source}: shares must be {layers} lists of {heads} numbers of at least 0, one list for each layer of the model, not all 0"
+            f"{source}: shares must be {layers} lists of {heads} numbers of at least 0, one list for each layer of the model, with a sum above 0 and below {MAX_BUDGET}"
         )
 
 

@@ -6,8 +6,8 @@ vLLM's flags, the keys of ``additional_config``, the arguments of ``KVpopCache``
 
 from __future__ import annotations
 
+import os.path
 from dataclasses import dataclass
-from pathlib import Path
 
 ENGINE, CACHE, REQUEST = "engine", "KVpopCache", "request"
 """Places where a setting applies: vLLM's engine, the cache for transformers, a single request."""
@@ -50,7 +50,7 @@ class Setting:
 
     def refusal(self, value: object) -> str | None:
         """Return what a value must be if it is none of the choices, nor an existing file where that is allowed."""
-        file = self.file and isinstance(value, str) and Path(value).is_file()
+        file = self.file and isinstance(value, str) and os.path.isfile(value)
         if not self.choices or value in self.choices or file:
             return None
         return f"must be one of {', '.join(self.choices)}{' or a file' if self.file else ''}, got {value!r}"

@@ -71,11 +71,11 @@ def plan(options) -> None:
                 continue
             try:
                 policy = _policy(cls, budget, shape, options, given, own)
+                shares = policy.checked_shares(slice(0, heads))
             except ConfigError as error:
                 notes.append(f"{cls.name}, {budget} tokens: {str(error).replace('--kv-', '--')}")
                 continue
             layout = PageLayout(heads, shape.head_dim, dtype, options.block_size, policy.state_floats)
-            shares = policy.checked_shares(slice(0, heads))
             lengths = layout, shape.num_layers, shape.max_model_len
             held = _most_bytes(lengths, policy, shares, options.prompt_length)
             rows.append(_row(cls.name, budget, held, options.kv_memory, stock))

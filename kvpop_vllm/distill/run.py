@@ -19,7 +19,7 @@ from kvpop_vllm.distill.shares import divide_slots, expected_error, measure_erro
 from kvpop_vllm.distill.student import Student, Teacher
 from kvpop_vllm.distill.teacher import TeacherReader, settings_of, top_logits, write_rows
 from kvpop_vllm.distill.trainer import Process, Trainer
-from kvpop_vllm.scorers import Gate, from_tensors
+from kvpop_vllm.scorers import GATES, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer, write_scorer
 from kvpop_vllm.scorers.init import model_shape
 
@@ -154,8 +154,7 @@ def write_teacher(
     """
     if threads:
         torch.set_num_threads(threads)
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("kvpop distill teacher runs in one process: leave torchrun out")
+    _check_alone("teacher")
     asked = OnlineTeacher(model, recipe, default_device())
     tokens = rows_of(model, data, recipe, Path(out))
     vocabulary = vocabulary_of(model)
@@ -181,30 +180,47 @@ def write_shares(
         ``least`` and ``most``, shares over the mean, and ``error`` that is left over that of equal shares.
 
     Raises:
-        ConfigError: model, scorer and data do not fit each other, or the scorer is a gate.
+        ConfigError: model, scorer and data do not fit each other, the scorer is a gate or was not trained with the
+            window, or there are several processes.
     """
     if threads:
         torch.set_num_threads(threads)
+    _check_alone("shares")
     config, layers = read_scorer(scorer)
     check_model(config, **model_shape(model), source=scorer)
-    modules = [from_tensors(config, tensors).requires_grad_(False) for tensors in layers]
-    if isinstance(modules[0], Gate):
+    if config.scorer in GATES:
         raise ConfigError(
             f"{scorer} holds a gate ({config.scorer}), and shares are measured for scorers of keys and values"
         )
-    budget = {"sinks": config.sinks, "window": [config.window], "topk": [config.topk]}
-    recipe = Recipe(**(budget | options))
-    base = load_model(model, getattr(torch, recipe.dtype)).to(default_device()).eval().requires_grad_(False)
-    student = Student(base, modules, recipe).to(default_device())
+    own = {"sinks": config.sinks, "window": [config.window], "topk": [config.topk], "decay_step": config.decay.step}
+    recipe = Recipe(**(own | options))
+    if len(recipe.trained) > 1:
+        raise ConfigError("shares are measured at one budget: give one --topk")
+    config.retention.check_window(recipe.window[0], "--window")
+    base = load_model(model, getattr(torch, recipe.dtype)).eval()
+    student = Student(base, [from_tensors(config, tensors) for tensors in layers], recipe).to(default_device())
     with TemporaryDirectory() as folder:
         found = rows_of(model, data, recipe, Path(folder))
         errors = measure_errors(
             student, ((found[i], 0 if recipe.pack else found.prompt_length(i)) for i in tqdm(range(rows)))
         )
+    if not bool(errors.isfinite().all()):
+        raise ConfigError("the error of some head is not finite: measure with --dtype float32, or on other text")
     shares = divide_slots(errors)
+    equal = expected_error(errors, torch.ones_like(shares))
     write_scorer(scorer, replace(config, shares=tuple(map(tuple, shares.round(decimals=4).tolist()))), layers)
-    left = expected_error(errors, shares) / expected_error(errors, torch.ones_like(shares))
+    left = expected_error(errors, shares) / equal if equal else 1.0
     return {"least": shares.min().item(), "most": shares.max().item(), "error": left}
+
+
+def _check_alone(action: str) -> None:
+    """Check that this is the only process.
+
+    Raises:
+        ConfigError: torchrun has started several.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(f"kvpop distill {action} runs in one process: leave torchrun out")
 
 
 def stored_teacher(folder: str, model: str, rows: Rows, recipe: Recipe) -> TeacherReader:

@@ -35,7 +35,7 @@ class PolicySpec:
         policy: name in the registry.
         scorer: folder of the scorer, or None.
         correction: value of ``--kv-correction``, None for the policy's own.
-        allocator: value of ``--kv-allocator``, None for the policy's own.
+        allocator: value of ``--kv-allocator``, None for the policy's own or the shares of its scorer.
         protect: value of ``--kv-protect-prompt``, None for the policy's own.
         prompt: number of tokens at the start of a row that are its prompt, None if all are. Only for policies
             that compress prompts.
@@ -64,7 +64,7 @@ class PolicySpec:
         """Return a copy with an allocator."""
         measured = self.scorer is not None and read_config(self.scorer).shares
         own = None if measured else policies.get(self.policy).default_allocator
-        name = self.name if allocator == own else f"{self.name}+{Path(allocator).stem}"
+        name = self.name if allocator == own else f"{self.name}+{allocator}"
         return replace(self, name=name, allocator=allocator)
 
     def protecting(self, protect: bool | int, unasked: bool | int) -> PolicySpec:
@@ -170,7 +170,8 @@ class ResolvedPolicy:
     @property
     def settings(self) -> dict:
         """Settings of the policy that are not defaults, by their keys in ``kv_policy``."""
-        return {name: value for name, value in asdict(self.policy.settings).items() if value is not None}
+        given = {name: value for name, value in asdict(self.policy.settings).items() if value is not None}
+        return given if self.policy.allocator == "uniform" else given | {"allocator": self.policy.allocator}
 
     @property
     def protect(self) -> bool | int:

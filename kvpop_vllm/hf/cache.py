@@ -98,7 +98,7 @@ class KVpopCache(Cache, AttentionCache):
         window: int | None = None,
         scorer: str | PathLike | None = None,
         correction: str | None = None,
-        allocator: str | None = None,
+        allocator: str | PathLike | None = None,
         protect_prompt: bool | int | Sequence[bool | int] | None = None,
         max_length: int | None = None,
         seed: int | Sequence[int] = 0,
@@ -110,8 +110,9 @@ class KVpopCache(Cache, AttentionCache):
         if not isinstance(policy, str):
             raise ConfigError(f"policy must be the name of one, such as 'kvpop', got {policy!r}")
         given = dict(policy=policy, compression=compression, sinks=sinks, window=window)
-        given |= dict(correction=correction, allocator=allocator)
-        given["scorer"] = str(scorer) if isinstance(scorer, PathLike) else scorer
+        given |= dict(correction=correction)
+        for name, value in (("scorer", scorer), ("allocator", allocator)):
+            given[name] = str(value) if isinstance(value, PathLike) else value
         try:
             self._rows = Rows(budget, protect_prompt, seed, prompt)
             settings = PolicySettings.parse(given | self._rows.settings())

@@ -174,7 +174,7 @@ class Policy(ABC):
                 " head only: choose --kv-policy adakv, or another allocator"
             )
         self.retention = self._resolve(self.settings)
-        self.shares()  # a file with shares is read now
+        self.checked_shares(slice(None))
         self._check_limits()
 
     def _resolve(self, settings: PolicySettings) -> Retention:
@@ -387,6 +387,7 @@ class Policy(ABC):
             raise ConfigError(
                 f"--kv-policy {self.name} has all heads of a layer divide a budget: set --tensor-parallel-size 1"
             )
+        self.checked_shares(slice(0, max(1, self.model.num_kv_heads // ranks)))
 
     @property
     def gated(self) -> bool:

@@ -14,6 +14,9 @@ from kvpop_vllm.policies.base import Policy
 from kvpop_vllm.scorers import Gate, Scorer, ScorerConfig, from_tensors
 from kvpop_vllm.scorers.checkpoint import check_model, read_scorer
 
+MEASURED = "the scorer's shares"
+"""Name of the allocator of a scorer that has measured shares, in logs and records."""
+
 
 @dataclass
 class Learned(Policy):
@@ -49,9 +52,13 @@ class Learned(Policy):
     def _policy_of(kind: str) -> str:
         return next(cls.name for cls in policies.POLICIES.values() if cls.scorer_kind == kind)
 
+    @property
+    def allocator(self):
+        return MEASURED if self.settings.allocator is None and self.config.shares else super().allocator
+
     @functools.cached_property
     def allocate(self):
-        if self.settings.allocator is None and self.config.shares:
+        if self.allocator == MEASURED:
             return functools.partial(proportional, self.config.shares)
         return super().allocate
 
@@ -87,6 +94,7 @@ class Gated(Learned):
     """Learned policy whose scores come from a gate."""
 
     def check_ranks(self, ranks):
+        super().check_ranks(ranks)
         if self.config.reads == "kv" and ranks > 1:
             raise ConfigError(
                 f"--kv-policy {self.name} reads the keys and values of all heads: set --tensor-parallel-size 1"
@@ -103,4 +111,4 @@ class Gated(Learned):
     @property
     def graph(self):
         shapes = {name: tuple(tensor.shape) for name, tensor in sorted(self.loaded(0).items())}
-        return f"{replace(self.config, sinks=0, window=1, topk=0, trained=())} {shapes}"
+        return f"{replace(self.config, sinks=0, window=1, topk=0, trained=(), shares=())} {shapes}"

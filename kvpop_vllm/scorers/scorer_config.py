@@ -114,7 +114,7 @@ class ScorerConfig:
             raise ConfigError(f"{source}: key {missing[0]!r} is missing")
         check_integers(given, cls.least, source)
         _check_trained(given, source)
-        if given.get("shares"):
+        if given.get("shares", []) != []:
             check_head_shares(given["shares"], given["num_layers"], given["num_kv_heads"], source)
         if not isinstance(given["model_type"], str):
             raise ConfigError(f"{source}: model_type must be a string, got {given['model_type']!r}")

@@ -236,12 +236,13 @@ def _log_policy(policy) -> None:
     """Log what a policy keeps of each request."""
     kept = policy.retention
     logger.info(
-        "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range)%s",
+        "--kv-policy %s: %d tokens per KV head (%d sinks, window %d, %d long-range)%s%s",
         policy.name,
         kept.budget,
         kept.sinks,
         kept.window,
         kept.topk,
+        "" if policy.allocator == "uniform" else f" in the mean, shared by {policy.allocator}",
         ", outputs corrected by the moments of evicted tokens" if policy.uses_moment_correction else "",
     )
     if policy.compresses:

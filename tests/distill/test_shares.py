@@ -26,7 +26,7 @@ from kvpop_vllm.testing import write_random_scorer
 SINKS, WINDOW, TOPK = 4, 8, 20
 
 
-def attended(q, k, v, score, log_gamma, slots, scale):
+def attended(q, k, v, score, log_gamma, slots, scale, sinks, step):
     """Return the outputs ``[G, S, D]`` of one KV head that drops tokens one by one, in float64.
 
     Args:
@@ -37,22 +37,26 @@ def attended(q, k, v, score, log_gamma, slots, scale):
         log_gamma: float.
         slots: number of long-range slots.
         scale: factor on q . k.
+        sinks: tokens that are never dropped.
+        step: n, positions per decay step.
     """
     held, kept, outs = [], [], []
     for p in range(len(k)):
         held.append(p)
-        if (leaves := p - WINDOW) >= SINKS:
+        if (leaves := p - WINDOW) >= sinks:
             kept.append(leaves)
             if len(kept) > slots:
-                worst = min(kept, key=lambda t: (float(score[t]) + (p - t) * log_gamma, t))
+                worst = min(kept, key=lambda t: (float(score[t]) + (p - t) // step * log_gamma, t))
                 kept.remove(worst)
                 held.remove(worst)
         outs.append(torch.softmax(q[:, p] @ k[held].T * scale, -1) @ v[held])
     return torch.stack(outs, 1)
 
 
-def test_errors_are_those_of_evictions_one_by_one(model):
-    recipe = dataclasses.replace(RECIPE, window=[WINDOW], topk=[TOPK], sinks=SINKS, positions=None)
+@pytest.mark.parametrize("step, protect", [(1, 0), (3, 0), (1, 9)])
+def test_errors_are_those_of_evictions_one_by_one(model, step, protect):
+    recipe = dataclasses.replace(RECIPE, window=[WINDOW], topk=[TOPK], sinks=SINKS, positions=None, decay_step=step)
+    recipe = dataclasses.replace(recipe, pack=not protect, protect_prompt=bool(protect))
     torch.manual_seed(3)
     config = make_config(model_shape(model), source="the test", **recipe.scorer_options())
     student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)
@@ -62,16 +66,17 @@ def test_errors_are_those_of_evictions_one_by_one(model):
     rows, seen = Rows(LENGTH), []
 
     def recorder(layer, q, k, v, scale):
-        score, log_gamma = student.score(layer, k, v, student.roles(0))
+        score, log_gamma = student.score(layer, k, v, student.roles(0, protect))
         seen.append((layer, q[0].double(), k[0].double(), v[0].double(), score[0], log_gamma, scale))
         return dense_attention(q, k, v, scale)[0]
 
-    given = [(rows[0], 0), (rows[1], 0)]
+    given = [(rows[0], protect), (rows[1], protect)]
     found = measure_errors(student, given)
     with torch.no_grad():
         for tokens, _ in given:
             student.read(tokens.unsqueeze(0), recorder, 0)
-    expected, first = torch.zeros_like(found), SINKS + WINDOW + TOPK
+    sinks = protect or SINKS
+    expected, first = torch.zeros_like(found), sinks + WINDOW + TOPK
     with torch.no_grad():
         for layer, q, k, v, score, log_gamma, scale in seen:
             groups = q.unflatten(0, (len(k), -1))
@@ -79,7 +84,8 @@ def test_errors_are_those_of_evictions_one_by_one(model):
             full = torch.softmax(weights.masked_fill(~torch.ones(LENGTH, LENGTH).tril().bool(), -torch.inf), -1)
             full = full @ v.unsqueeze(1)
             for (h, group), (i, part) in itertools.product(enumerate(groups), enumerate(PARTS)):
-                out = attended(group, k[h], v[h], score[h], float(log_gamma[h]), round(part * TOPK), scale)
+                decay, slots = float(log_gamma[h]), round(part * TOPK)
+                out = attended(group, k[h], v[h], score[h], decay, slots, scale, sinks, step)
                 error = (out - full[h])[:, first:].square().sum()
                 expected[layer, h, i] += error / full[:, :, first:].square().sum()
     assert torch.allclose(found, expected, rtol=1e-3, atol=1e-7)
@@ -136,7 +142,13 @@ def test_the_command_writes_shares_that_every_policy_can_be_served_with(kvpop, f
         "--scorer measured --allocator uniform measured/kvpop_config.json --rows 1 --length 96 --budget 24 --equal k"
     )
     found = evaluated(kvpop, f"--data text.jsonl --policies h2o {words}").records
-    names = {"dense", "h2o", "h2o+kvpop_config", "measured+uniform", "measured+kvpop_config"}
+    names = {
+        "dense",
+        "h2o",
+        "h2o+measured/kvpop_config.json",
+        "measured+uniform",
+        "measured+measured/kvpop_config.json",
+    }
     assert {record["policy"] for record in found} == names
     refused(
         kvpop,
@@ -152,6 +164,8 @@ def test_the_command_writes_shares_that_every_policy_can_be_served_with(kvpop, f
         ("--out measured --recipe demo", "kvpop distill shares has no use for --recipe: leave it out"),
         ("--out measured --steps 3", "kvpop distill shares has no use for --steps: leave it out"),
         ("--out nothing", "no scorer at 'nothing'"),
+        ("--out measured --topk 8 16", "shares are measured at one budget: give one --topk"),
+        ("--out delayed --window 5", "--window 5 is not what the delayed scorer was trained with, window 6"),
         ("--out measured --length 24", "length 24 must exceed sinks + window + topk"),
         ("--out other", "llama"),
     ],
@@ -159,6 +173,7 @@ def test_the_command_writes_shares_that_every_policy_can_be_served_with(kvpop, f
 def test_refusals(kvpop, folder, words, message):
     write_random_scorer(Path("measured"), "qwen3", "mlp", sinks=2, window=6, topk=16)
     write_random_scorer(Path("gate"), "qwen3", "trimkv", sinks=2, window=6, topk=16)
+    write_random_scorer(Path("delayed"), "qwen3", "mlstm", sinks=2, window=6, topk=16)
     write_random_scorer(Path("other"), "llama", "mlp", sinks=2, window=6, topk=16)
     length = "" if "--length" in words else "--length 64"
     refused(kvpop, f"distill shares --model qwen3 --data text.jsonl {length} {words}", message)
@@ -169,6 +184,8 @@ def test_refusals(kvpop, folder, words, message):
     "shares",
     [
         [],
+        [[1e308, 1e308], [1e308, 1e308]],
+        [[10**400, 1], [1, 1]],
         [[1.0, 1.0]],
         [[1.0], [1.0]],
         [[1, -1], [1, 1]],

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,6 +12,9 @@ from policies import matrix
 
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.policies.base import ModelShape
+from kvpop_vllm.scorers.checkpoint import read_scorer, write_scorer
+from kvpop_vllm.scorers.init import init_scorer
+from kvpop_vllm.testing import write_tiny_model
 
 made = functools.partial(matrix.made, budget=1024, shape=ModelShape("llama", 30, 3, 64, 8192, num_heads=9))
 
@@ -48,9 +53,28 @@ def test_shares_of_a_file_are_parts_of_the_slots():
 
 @pytest.mark.parametrize("name", ["rkv", "vase"])
 def test_heads_ranked_in_one_round_have_equal_shares(name):
-    policy = matrix.made(name, 256, ModelShape("llama", 2, 2, 32, 512, num_heads=4), allocator=str(matrix.SHARES))
     with pytest.raises(ConfigError, match="ranks all heads of a layer in one round, and their shares differ: choose"):
-        policy.checked_shares(slice(0, 2))
+        matrix.made(name, 256, ModelShape("llama", 2, 2, 32, 512, num_heads=4), allocator=str(matrix.SHARES))
+
+
+def test_ranks_are_refused_before_weights_are_loaded(tmp_path):
+    model = write_tiny_model(tmp_path / "model")
+    config = init_scorer(model, tmp_path / "scorer", sinks=2, window=6, topk=16)
+    shares = [[1.0, 2.0, *[1.0] * (config.num_kv_heads - 2)]] * config.num_layers
+    _, layers = read_scorer(tmp_path / "scorer")
+    write_scorer(tmp_path / "scorer", replace(config, shares=shares), layers)
+    shape = ModelShape.of(model, 256)
+    policy = matrix.made("kvpop", 24, shape, scorer=str(tmp_path / "scorer"))
+    assert policy.allocator == "the scorer's shares" and not (policy.shares() == 24).all()
+    policy.check_ranks(1)
+    with pytest.raises(ConfigError, match="set --kv-allocator uniform or --tensor-parallel-size 1"):
+        policy.check_ranks(2)
+    matrix.made("kvpop", 24, shape, scorer=str(tmp_path / "scorer"), allocator="uniform").check_ranks(2)
+    raw = json.loads((tmp_path / "scorer/kvpop_config.json").read_text())
+    for bad in (None, 0, False, "", {}, [[0.0]]):
+        (tmp_path / "scorer/kvpop_config.json").write_text(json.dumps(raw | {"shares": bad}))
+        with pytest.raises(ConfigError, match="kvpop_config.json: shares must be"):
+            read_scorer(tmp_path / "scorer")
 
 
 def test_one_layer_is_no_pyramid():
