@@ -42,13 +42,12 @@ class RetentionLoss:
         roles, recipe = self.roles, self.recipe
         q, k = seen.q.detach(), seen.k.detach()
         lse = dense_attention(q, k, k, seen.scale)[1] if recipe.exact_targets else seen.lse
-        lse, scale = recipe.attention_power * lse, recipe.attention_power * seen.scale
         target = retention_target(
             q,
             k,
             lse,
             window=roles.window,
-            scale=scale,
+            scale=seen.scale,
             lookahead=recipe.lookahead,
             normalise=recipe.normalise,
             groups=recipe.groups,
@@ -72,7 +71,7 @@ class RetentionLoss:
             )
         if recipe.listwise and roles.budget < target.shape[-1]:
             where = _positions(recipe.lists, roles.budget, target.shape[-1], seed)
-            coming = attention_from(q, k, lse, where, scale=scale, groups=recipe.groups)
+            coming = attention_from(q, k, lse, where, scale=seen.scale, groups=recipe.groups)
             lists = listwise_loss(seen.score, seen.log_gamma, coming, torch.tensor(where, device=q.device), roles)
             loss = loss + recipe.listwise * lists
         self.losses[seen.layer] = loss

@@ -11,7 +11,7 @@ from kvpop_vllm.config import ConfigError, TrainedBudget
 
 _OF_MLSTM = "delayed feature_map gate_softcap norm skip features value_size project_values"
 _OF_BOUNDARY = "tau samples margin balance lookahead normalise"
-_OF_TARGET = "groups exact_targets attention_power"
+_OF_TARGET = "groups exact_targets"
 _OF_CALIBRATION = "calibrate_min calibrate_max calibration_rows"
 _OF_SCORERS = (
     "scorer hidden positions boundary listwise lists decay_step decay_min decay_max calibrate"
@@ -37,7 +37,7 @@ RANGES = (
     (
         "above 0",
         lambda value: 0 < value < math.inf,
-        "attention_power lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau",
+        "lr_new lr_new_end lr_base lr_base_end clip tau gate_scale gumbel_tau",
     ),
     ("at least 0 and below 1", lambda value: 0 <= value < 1, "beta1 beta2"),
 )
@@ -134,9 +134,6 @@ class Recipe:
     lookahead: int | None = told(None, "L, tokens after the window that a target looks at")
     normalise: bool = told(True, "divide a target by the number of queries that could attend")
     groups: str = told("max", "query heads of a KV head: max or mean")
-    attention_power: float = told(
-        1.0, "targets sum this power of the attention that a token gets; 2 weighs what eviction does to the output"
-    )
     exact_targets: bool = told(False, "targets from dense log-normalisers (one more pass)")
 
     capacity: float = told(1.0, "trimkv: weight of the capacity loss; M is sinks + window + topk")
