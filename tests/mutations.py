@@ -173,7 +173,16 @@ FAULTS = {
         # a page too few
         ("prefix, own = cdiv(min(length, protected)«→ - 1», self.block_size)", "tests/cache/test_protected.py"),
     ],
+    "kvpop_vllm/distill/shares.py": [
+        ("(curve[at] - curve[j]) / «(PARTS[j] - PARTS[at])→1»", "tests/distill/test_shares.py -k division"),
+        ("shares[head] += «taken→size»", "tests/distill/test_shares.py -k division"),
+        ("(kept - out)[:, :, «first→0»:]", "tests/distill/test_shares.py -k evictions"),
+    ],
     "kvpop_vllm/policies/allocators.py": [
+        (
+            "(parts / parts.sum()).flatten() * «(kept.topk * layers * heads)→kept.topk»",
+            "tests/policies/test_allocators.py",
+        ),
         # the last layer has too much
         (".arange(layers, dtype=torch.float64) / «max(1, layers - 1)→layers»", "tests/policies/test_allocators.py"),
     ],
