@@ -174,7 +174,8 @@ class Policy(ABC):
                 " head only: choose --kv-policy adakv, or another allocator"
             )
         self.retention = self._resolve(self.settings)
-        self.checked_shares(slice(None))
+        with torch.device("cpu"):  # a model may be in the making on the meta device
+            self.checked_shares(slice(None))
         self._check_limits()
 
     def _resolve(self, settings: PolicySettings) -> Retention:
