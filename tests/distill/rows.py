@@ -24,6 +24,22 @@ class Rows:
         return torch.where(often, names[torch.randint(0, 4, (self.length,), generator=g)], text)
 
 
+def noisy_student(model, recipe):
+    """Return a model of two layers with scorers that rank tokens at random."""
+    from kvpop_vllm.distill.hook import load_model
+    from kvpop_vllm.distill.student import Student
+    from kvpop_vllm.scorers import build, make_config
+    from kvpop_vllm.scorers.init import model_shape
+
+    torch.manual_seed(3)
+    config = make_config(model_shape(model), source="the test", **recipe.scorer_options())
+    student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)
+    with torch.no_grad():
+        for name, p in student.scorers.named_parameters():
+            p.add_(torch.randn_like(p) * (0 if name.endswith("decay_logit") else 0.3))
+    return student
+
+
 def teacher_of(model, top: int = 32):
     """Return the dense model itself as an online teacher."""
     from kvpop_vllm.distill.hook import Dense

@@ -6,18 +6,15 @@ import dataclasses
 
 import pytest
 import torch
-from distill.rows import Rows
+from distill.rows import Rows, noisy_student
 from distill.train_tiny import LENGTH, RECIPE
 
 from kvpop_vllm.distill.calibration import _LostMass, calibrate, decay_grid, lost_mass
-from kvpop_vllm.distill.hook import load_model
-from kvpop_vllm.distill.student import Student
 from kvpop_vllm.distill.trainer import Trainer
 from kvpop_vllm.kernels import ops
 from kvpop_vllm.roles import Retention
-from kvpop_vllm.scorers import Decay, build, make_config
+from kvpop_vllm.scorers import Decay
 from kvpop_vllm.scorers.base import log_gamma
-from kvpop_vllm.scorers.init import model_shape
 
 
 def evicted_mass(q, k, score, log_gamma, roles, positions, scale):
@@ -91,12 +88,9 @@ class Recorder:
 
 def test_every_head_gets_the_decay_that_loses_least(model):
     recipe, decay = dataclasses.replace(RECIPE, window=[8, 12], topk=[20, 9]), Decay(1, 0.8, 0.999)
-    torch.manual_seed(3)
-    config = make_config(model_shape(model), source="the test", **recipe.scorer_options())
-    student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)
+    student = noisy_student(model, recipe)
+    config = student.scorers[0].scorer.config
     with torch.no_grad():
-        for name, p in student.scorers.named_parameters():
-            p.add_(torch.randn_like(p) * (0 if name.endswith("decay_logit") else 0.3))
         for name, p in student.base.named_parameters():
             if name.endswith("q_norm.weight"):
                 p.mul_(8)  # a tiny random model attends to all tokens alike, and no decay is better

@@ -9,18 +9,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from distill.rows import Rows
+from distill.rows import Rows, noisy_student
 from distill.train_tiny import LENGTH, RECIPE
 from distill.typed import evaluated, refused
 
 from kvpop_vllm.distill.hook import load_model
 from kvpop_vllm.distill.shares import PARTS, divide_slots, expected_error, measure_errors
 from kvpop_vllm.distill.sparse import dense_attention
-from kvpop_vllm.distill.student import Student
 from kvpop_vllm.hf import KVpopCache
-from kvpop_vllm.scorers import build, make_config
 from kvpop_vllm.scorers.checkpoint import read_config, read_scorer
-from kvpop_vllm.scorers.init import model_shape
 from kvpop_vllm.testing import write_random_scorer
 
 SINKS, WINDOW, TOPK = 4, 8, 20
@@ -57,12 +54,7 @@ def attended(q, k, v, score, log_gamma, slots, scale, sinks, step):
 def test_errors_are_those_of_evictions_one_by_one(model, step, protect):
     recipe = dataclasses.replace(RECIPE, window=[WINDOW], topk=[TOPK], sinks=SINKS, positions=None, decay_step=step)
     recipe = dataclasses.replace(recipe, pack=not protect, protect_prompt=bool(protect))
-    torch.manual_seed(3)
-    config = make_config(model_shape(model), source="the test", **recipe.scorer_options())
-    student = Student(load_model(model, torch.float32), [build(config) for _ in range(2)], recipe)
-    with torch.no_grad():
-        for name, p in student.scorers.named_parameters():
-            p.add_(torch.randn_like(p) * (0 if name.endswith("decay_logit") else 0.3))
+    student = noisy_student(model, recipe)
     rows, seen = Rows(LENGTH), []
 
     def recorder(layer, q, k, v, scale):
