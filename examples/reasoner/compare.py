@@ -3,13 +3,14 @@
     python examples/reasoner/compare.py runs --jobs 2
 
 trains each policy that is trained, all on as many problems; chooses the window of each training-free policy on
-validation problems; solves test problems under all of them; and writes runs/table.md and runs/figure.png. What is
-there already is not made again, and a stopped training goes on.
+validation problems; solves test problems under all of them; and writes runs/summary.md (all kinds together),
+runs/table.md (each kind) and runs/figure.png. What is there already is not made again, and a stopped training goes on.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -21,8 +22,8 @@ from statistics import fmean
 from matplotlib.figure import Figure
 
 from kvpop_vllm.evaluation.output import markdown_table, read_records
-from kvpop_vllm.evaluation.pictures import draw_reasoning
 from kvpop_vllm.evaluation.runner import DENSE, OWN
+from kvpop_vllm.evaluation.statistics import INTERVAL
 from kvpop_vllm.evaluation.summaries import REASONING_COLUMNS, summarise_reasoning
 
 HERE = Path(__file__).parent
@@ -33,6 +34,8 @@ COMPRESSING = ("snapkv",)
 WINDOWS = 16, 32, 64
 COMPRESSIONS = {4: (2, 3, 4), 8: (5, 6, 8)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
+MEASURES = {"exact": "exact answers", "before_error": "share of a solution before its first error"}
+"""Measures of the summary and the figure."""
 
 COMMON = "--no-pack --length 1600 --batch 1 --dtype float32 --no-activation-checkpointing"
 BUDGETS = "--window 24 --topk 244 108 154 108 192"
@@ -118,7 +121,20 @@ class Comparison:
         self._evaluate({out: [*words, "--rows", self.rows] for out, words in calls.items()})
 
     def report(self) -> None:
-        """Write the table and the figure of all records."""
+        """Write the tables and the figure of all records."""
+        records = self._records()
+        (self.folder / "table.md").write_text(markdown_table(summarise_reasoning(records, "h2o"), REASONING_COLUMNS))
+        pooled = [one | {"kind": "all", "unit": f"{one['kind']} {one['unit']}"} for one in records]
+        curves = curves_of(summarise_reasoning(pooled, "h2o"))
+        tables = (f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in MEASURES.items())
+        (self.folder / "summary.md").write_text("\n".join(tables))
+        drawing = Figure(layout="constrained", figsize=(11, 4.8))
+        draw(drawing, curves)
+        drawing.savefig(self.folder / "figure.png", dpi=120)
+        print(f"{self.folder} holds summary.md, table.md, figure.png")
+
+    def _records(self) -> list[dict]:
+        """Return the records of the test problems; a trained policy has its name here."""
         records, dense = [], set()
         for path in sorted(self.records.glob("*.jsonl")):
             if path.name.startswith("windows-"):
@@ -132,12 +148,7 @@ class Comparison:
                         continue
                     dense.add(unit)
                 records.append(record | {"policy": name})
-        table = summarise_reasoning(records, "h2o")
-        (self.folder / "table.md").write_text(markdown_table(table, REASONING_COLUMNS))
-        drawing = Figure(layout="constrained")
-        draw_reasoning(drawing, table)
-        drawing.savefig(self.folder / "figure.png", dpi=120)
-        print(f"{self.folder} holds table.md, figure.png")
+        return records
 
     def _free(self) -> list[tuple[str, ...]]:
         """Return the training-free policies in groups that share a command."""
@@ -185,6 +196,64 @@ def _run(command: list) -> None:
     done = subprocess.run([Path(sys.executable).with_name(program), *words])
     if done.returncode:
         sys.exit(f"{program} {words[0]} failed: see above")
+
+
+def curves_of(table: list[dict]) -> dict[tuple[str, str], dict[int, dict]]:
+    """Return the lines of a table by policy and equality, then by compression; dense models compress by 1."""
+    budgets = sorted({line["budget"] for line in table if line["budget"]}, reverse=True)
+    compression = dict(zip(budgets, sorted(sum(COMPRESSIONS.values(), ())), strict=True))
+    curves: dict[tuple[str, str], dict[int, dict]] = {}
+    for line in table:
+        key = line["policy"], line["equal"] or ""
+        curves.setdefault(key, {})[compression.get(line["budget"], 1)] = line
+    return curves
+
+
+def compressions_of(curves: dict[tuple[str, str], dict[int, dict]]) -> list[int]:
+    """Return the compressions of all curves in ascending order, without dense's."""
+    return sorted({c for curve in curves.values() for c in curve} - {1})
+
+
+def summary(curves: dict[tuple[str, str], dict[int, dict]], value: str) -> str:
+    """Return a Markdown table of a measure with its intervals: policies down, compressions across."""
+    times = {1: "all held"} | {c: f"{c} times less" for c in compressions_of(curves)}
+
+    def order(key: tuple[str, str]) -> tuple[bool, float]:
+        return 1 not in curves[key], -fmean(line[value] for line in curves[key].values())
+
+    lines = []
+    for key in sorted(curves, key=order):
+        lines.append({"policy": key[0], "equal": key[1]})
+        for c, found in curves[key].items():
+            low, high = found.get(value + INTERVAL, (math.nan, math.nan))
+            lines[-1][times[c]] = f"{found[value]:.2f} ({low:.2f} to {high:.2f})"
+    return markdown_table(lines, ("policy", "equal", *times.values()))
+
+
+def draw(drawing: Figure, curves: dict[tuple[str, str], dict[int, dict]]) -> None:
+    """Draw exact answers, and what goes right before the first error, against compression at equal k."""
+    axes = drawing.subplots(1, 2, sharey=True)
+    for axis, (value, title) in zip(axes, MEASURES.items(), strict=True):
+        for (name, equal), curve in sorted(curves.items(), key=lambda one: one[0][0] not in TRAINED):
+            if 1 in curve:
+                if name == DENSE:
+                    axis.axhline(curve[1][value], color="black", linestyle=":", label=name)
+            elif equal == "k":
+                middles = [curve[c][value] for c in sorted(curve)]
+                ends = [curve[c].get(value + INTERVAL, (curve[c][value],) * 2) for c in sorted(curve)]
+                reach = [[max(0, y - e[0]), max(0, e[1] - y)] for y, e in zip(middles, ends, strict=True)]
+                trained = name in TRAINED
+                style = (
+                    {"linewidth": 1.8, "marker": "o"} if trained else {"linewidth": 1, "linestyle": "--", "marker": "."}
+                )
+                axis.errorbar(sorted(curve), middles, list(zip(*reach, strict=True)), capsize=2, label=name, **style)
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(compressions_of(curves), map(str, compressions_of(curves)))
+        axis.minorticks_off()
+        axis.set(xlabel="times less cache than a worked solution takes, prompt aside", ylim=(-0.03, 1.03))
+        axis.set_title(title.capitalize(), fontsize=10)
+    handles, labels = axes[0].get_legend_handles_labels()
+    drawing.legend(handles, labels, loc="outside right center", fontsize=8)
 
 
 def main(given: list[str] | None = None) -> None:

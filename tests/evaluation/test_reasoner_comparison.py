@@ -63,6 +63,11 @@ def test_from_a_reasoner_to_a_table(tmp_path, reasoner, small, monkeypatch):
     assert {line["policy"] for line in table} == {"dense", "h2o", "random", *small, *own}
     assert {line["problems"] for line in table} == {"8"}
     assert [line["samples"] for line in table if line["policy"] == "random"] == ["5", "5"]
+    summary = (tmp_path / "summary.md").read_text()
+    assert summary.count("| policy | equal | all held | 2 times less |") == 2
+    assert {name for name in [*small, *own, "h2o", "random", "dense"] if f"| {name} | " in summary} == {
+        line["policy"] for line in table
+    }
     assert (tmp_path / "figure.png").stat().st_size > 5000
     before = len(ran)
     compare.main(words)
@@ -95,6 +100,40 @@ def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatc
         path = comparison.records / f"windows-{window}-h2o.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert comparison.choose_windows() == best
+
+
+def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
+    """Budgets are named by compression, problems of the same seed and another kind are others, and the best is first."""
+    monkeypatch.setattr(compare, "COMPRESSIONS", {4: (4,), 8: (8,)})
+    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs", "ledgers"], 8, 1)
+    right = {"tova": {250: 2, 125: 0}, "h2o": {250: 6, 125: 1}}
+    lines = [{"run": {}}]
+    for kind, unit in product(["programs", "ledgers"], range(8)):
+        base = {
+            "length": 1200,
+            "allocated": 1,
+            "kind": kind,
+            "unit": unit,
+            "right": 1.0,
+            "answered": True,
+            "written": 9,
+        }
+        ones = base | {"exact": True, "before_error": 1.0}
+        lines.append(ones | {"policy": "dense"})
+        for name, budget in product(right, (250, 125)):
+            good = kind == "programs" and unit < right[name][budget]
+            setting = {"policy": name, "budget": budget, "equal": "k", "window": 8, "topk": 99}
+            lines.append(base | setting | {"exact": good, "before_error": 0.5 + good / 2})
+    (comparison.records / "at-4.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    comparison.report()
+    exact, before = (tmp_path / "summary.md").read_text().split("Share of a solution before its first error")
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in exact.splitlines() if line.startswith("| ")]
+    assert rows[0] == ["policy", "equal", "all held", "4 times less", "8 times less"]
+    assert [row[0] for row in rows[1:]] == ["dense", "h2o", "tova"]
+    assert [cell.split()[0] for cell in rows[2][3:]] == ["0.38", "0.06"]  # 6 and 1 of 16
+    assert [cell.split()[0] for cell in rows[3][3:]] == ["0.12", "0.00"]
+    assert "| tova | k |  | 0.56 (" in before
+    assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
 def test_a_failed_command_stops_the_comparison(tmp_path, capfd):
