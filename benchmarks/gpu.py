@@ -100,8 +100,9 @@ class Case(NamedTuple):
 SECTIONS = {
     "serving-kernels": 1.75,
     "prefill-kernels": 1.25,
+    "tiles": 1.0,
     "training-kernels": 1.0,
-    "generation": 2.0,
+    "generation": 1.75,
     "distillation": 0.75,
     "sanitizers": math.inf,
 }

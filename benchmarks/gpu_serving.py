@@ -67,14 +67,18 @@ def step_times(bench: Bench, budget: int, requests: int, protected: int) -> Iter
         protected: tokens of a prefix that all requests share; in the floor each request reads all of them.
     """
     draw = torch.Generator().manual_seed(0)
-    recency = RetentionRule(SINKS, WINDOW, torch.full((KV_HEADS,), -1.0, dtype=torch.float64))
     kvpop = random_rule(random_scorer("mlstm", KV_HEADS, SIZE, draw, skip=True), KV_HEADS, SINKS, WINDOW, draw)
-    attention, whole = (layer_step(bench, rule, budget, requests, protected) for rule in (recency, kvpop))
+    attention, whole = (layer_step(bench, rule, budget, requests, protected) for rule in (recency(), kvpop))
     keys = requests * KV_HEADS * (budget + protected) * 2 * SIZE * bench.dtype.itemsize
     state = requests * KV_HEADS * 4 * (2 * kvpop.state_floats(SIZE) + 2 * budget)
     yield bench.row("attention, a layer", attention, "ms", keys / bandwidth())
     yield bench.row("kvpop, a layer", whole, "ms", (keys + state) / bandwidth())
     yield bench.row("scorer and eviction, a layer", whole - attention, "ms", state / bandwidth())
+
+
+def recency() -> RetentionRule:
+    """Return a rule that keeps the most recent tokens."""
+    return RetentionRule(SINKS, WINDOW, torch.full((KV_HEADS,), -1.0, dtype=torch.float64))
 
 
 def layer_step(bench: Bench, rule: RetentionRule, budget: int, requests: int, protected: int) -> float:

@@ -10,6 +10,7 @@ import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
 from kvpop_vllm.kernels.triton._softmax import add_block
+from kvpop_vllm.kernels.triton._tiles import PREFILL, tile_of
 
 LISTED = 1024  # keys that are examined together when lists are built
 LIST_BYTES = 64 << 20  # memory of the lists that exist at the same time
@@ -99,16 +100,6 @@ def _attend_keys(
     tl.store(lse + head, (top + tl.log2(weight)) * LN2, mask=present)
 
 
-def _tiles(wide: bool, padded: int) -> tuple[int, int, int]:
-    """Return rows, keys and warps of a program.
-
-    Two programs fit on a multiprocessor, by the resources that the compiler reports.
-    """
-    if wide:
-        return (32, 32, 4) if padded <= 128 else (16, 16, 4)
-    return (128, 64, 8) if padded <= 128 else (64, 32, 8)
-
-
 def attend(q, keys, values, gone, held, budget, scale, out, lse) -> None:
     """Compute softmax attention of queries to the keys that have been born and not evicted.
 
@@ -125,8 +116,8 @@ def attend(q, keys, values, gone, held, budget, scale, out, lse) -> None:
     (queries, query_heads, size), (heads, total, _) = q.shape, keys.shape
     group, padded = query_heads // heads, max(16, triton.next_power_of_2(size))
     wide = q.dtype != keys.dtype or q.dtype == torch.float32
-    rows, block_k, warps = _tiles(wide, padded)
-    rows = max(rows, triton.next_power_of_2(group))
+    tile = tile_of(PREFILL, wide, size)
+    rows = max(tile.rows, triton.next_power_of_2(group))
     block_q = rows // group
     blocks, room = triton.cdiv(queries, block_q), min(total, budget + block_q)
     some = min(blocks, max(1, LIST_BYTES // (4 * heads * room)))
@@ -137,6 +128,6 @@ def attend(q, keys, values, gone, held, budget, scale, out, lse) -> None:
         _list_keys[grid](gone, lists, counts, *sizes, BLOCK_Q=block_q, WIDTH=LISTED, num_warps=4)
         _attend_keys[grid](
             q, keys, values, gone, lists, counts, out, lse, *sizes, queries, scale, *q.stride()[:2],
-            SIZE=size, PADDED=padded, GROUP=group, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=block_k, WIDE=wide,
-            num_warps=warps, num_stages=2,
+            SIZE=size, PADDED=padded, GROUP=group, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, WIDE=wide,
+            num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -16,11 +16,11 @@ from kvpop_vllm.kernels.triton._serving_attend import _attend, _combine, _correc
 from kvpop_vllm.kernels.triton._serving_pages import MARKS, Before, Cache, KernelConfig, StepInputs, Weights
 from kvpop_vllm.kernels.triton._serving_retain import _evict_and_insert, _products
 from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _project, _residuals
+from kvpop_vllm.kernels.triton._tiles import DECODE, tile_of
 
 SPLIT_SLOTS = 128  # minimum number of slots per program of attention
 LONGEST_WALK = 8192  # maximum number of protected tokens per program of attention
 SEARCHED = 1024  # scores that the search for the lowest one compares at a time
-TILE_BYTES = 16 * 1024  # bytes of keys, and of values, that a program of attention holds at a time
 LARGEST_HEAD = 256
 PREFIX_LIKE_PAGES = "num_kv_heads", "head_size", "dtype", "block_slots"
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -153,12 +153,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
 
 
-def _block_slots(config: KernelConfig, itemsize: int) -> int:
-    """Return the slots that a program of attention loads at a time: a power of two that divides N."""
-    dividing = config.slots & -config.slots
-    return max(16, min(dividing, 64, TILE_BYTES // (config.padded * itemsize)))
-
-
 def _splits(config: KernelConfig, protected: int, programs: int, block: int, device: torch.device) -> int:
     """Return the number of parts into which a head's slots and ``protected`` tokens are split.
 
@@ -281,7 +275,8 @@ def _attention(config, q, cache, before, out, lse, step_flags, requests, heads, 
     """Write outputs and log-sum-exps, and attention masses if the rule needs them."""
     device, query_heads = q.device, q.shape[1]
     wide = q.dtype != cache.k.dtype or q.dtype == torch.float32
-    block = _block_slots(config, 4 if wide else q.element_size())
+    tile = tile_of(DECODE, wide, config.size)
+    block = max(16, min(tile.keys, config.slots & -config.slots))  # a power of two that divides N
     protected = before.table.shape[1] * config.slots if config.protects else 0
     splits = _splits(config, protected, requests * heads, block, device)
     group = triton.next_power_of_2(config.group)
@@ -294,7 +289,8 @@ def _attention(config, q, cache, before, out, lse, step_flags, requests, heads, 
         logits = _floats(device, requests, query_heads, config.most_slots)
     _attend[splits, heads, requests](
         q, cache, before, merged, lse, sums, tops, logits, step_flags, heads, splits, scale, *q.stride()[:2],
-        P=config, GROUP=max(16, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide, num_warps=4, num_stages=2,
+        P=config, GROUP=max(tile.rows, group), CUT=splits > 1, BLOCK_S=block, WIDE=wide,
+        num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     columns = triton.cdiv(config.padded, 64)
     if splits > 1:

@@ -51,7 +51,7 @@ def test_all_is_right_and_nothing_is_timed(tmp_path):
     outcome = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-4000:]
     assert outcome.stdout == (tmp_path / "gpu.log").read_text()
-    assert outcome.stdout.splitlines()[-1] == "13 cases done, 0 cases wrong, 0 cases skipped, 0 cases not reached"
+    assert outcome.stdout.splitlines()[-1] == "15 cases done, 0 cases wrong, 0 cases skipped, 0 cases not reached"
     rows = list(csv.DictReader((tmp_path / "gpu.csv").open(newline="")))
     common = {tuple(row[name] for name in ("machine", "commit", "dtype")) for row in rows}
     assert common == {("interpreter", "a", "float32")} and "ms" not in {row["unit"] for row in rows}
@@ -129,6 +129,7 @@ def test_times_at_tiny_shapes(bench, said, results, monkeypatch):
     import gpu_generation
     import gpu_prefill
     import gpu_serving
+    import gpu_tiles
     import gpu_training
 
     def timed(run):
@@ -147,6 +148,7 @@ def test_times_at_tiny_shapes(bench, said, results, monkeypatch):
     own = {
         gpu_serving: dict(SEEN=6000, LAYERS=2, PROTECTED=70, graph_of=lambda run: run() or run),
         gpu_prefill: dict(LENGTH=4096, CHUNK=4, compiled_flex=lambda *mask: gpu_prefill.dense, check_same=print),
+        gpu_tiles: dict(LENGTH=4096, BATCHES=(1, 2), DECODING=[(16, 64, 4, 5)], PREFILLING=[(128, 64, 8, 5)]),
         gpu_training: dict(LENGTH=96, compiled_flex=lambda *mask: gpu_training.dense, check_same=print),
         gpu_generation: dict(CONTEXTS=(400, 3 << 30), QWEN3_8B=gpu_generation.QWEN3_8B.__class__(**shape, head_dim=32)),
         gpu_distillation: dict(LENGTH=96, PAPER=paper, CONFIG=gpu_distillation.CONFIG.__class__(**shape)),
@@ -161,6 +163,8 @@ def test_times_at_tiny_shapes(bench, said, results, monkeypatch):
             if case.needs and not sizes & {"2", "4", "8", "16", "32", "64", "128", "256", "3580", "4096"}:
                 gpu.run_case(bench, module.__name__, case, *results)
     assert not bench.wrong, "\n".join(line for line in said if "WRONG" in line)
+    for timed in ("gpu_tiles, decoding, 16x64 w4 s5: batch 2", "gpu_tiles, prefill, 128x64 w8 s5: S 4096"):
+        assert any(line.startswith(timed) for line in said)
     assert bench.outcomes["skipped"] == 2  # caches that do not fit
 
 

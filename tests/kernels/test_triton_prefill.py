@@ -48,6 +48,7 @@ def small(monkeypatch):
     time. Four slots are searched at a time.
     """
     from kvpop_vllm.kernels.triton import _prefill_attend, online_topk, prefill_chunk
+    from kvpop_vllm.kernels.triton._tiles import Tile
 
     from kvpop_vllm.kernels import prefix_attention
 
@@ -56,7 +57,7 @@ def small(monkeypatch):
     monkeypatch.setattr(online_topk, "BLOCK", 4)
     monkeypatch.setattr(_prefill_attend, "LISTED", 16)
     monkeypatch.setattr(_prefill_attend, "LIST_BYTES", 500)
-    monkeypatch.setattr(_prefill_attend, "_tiles", lambda wide, padded: (16, 16, 4))
+    monkeypatch.setattr(_prefill_attend, "tile_of", lambda table, wide, size: Tile(16, 16, 4, 1))
 
 
 class TestPrefillChunk:
@@ -66,8 +67,9 @@ class TestPrefillChunk:
     def few_programs(self, monkeypatch):
         """Use large tiles, because every operation takes an interpreter equally long."""
         from kvpop_vllm.kernels.triton import _prefill_attend
+        from kvpop_vllm.kernels.triton._tiles import Tile
 
-        monkeypatch.setattr(_prefill_attend, "_tiles", lambda wide, padded: (128, 64, 4))
+        monkeypatch.setattr(_prefill_attend, "tile_of", lambda table, wide, size: Tile(128, 64, 4, 1))
 
     @pytest.mark.parametrize("name", SHAPES)
     def test_shapes(self, name, small):

@@ -1,10 +1,10 @@
 """Resources that Triton's kernels take of a GPU that need not be present.
 
 The process compiles the kernels through their own launches. ``python tests/kernels/triton_resources.py``
-prints registers, bytes of stack and of shared memory, and whether products and sums may be fused, of every
-kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128. ``--op`` prints one op alone (of prefill its
-own kernels only; ``prefix`` is a decode step behind a protected prefix), ``--json few`` what tests look at.
-For a decode step it also records the torch ops that ran, none of which may read a tensor's values. For a
+prints registers, bytes of stack and of shared memory, whether products and sums may be fused, and the waits for
+loads within loops, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128. ``--op`` prints
+one op alone (of prefill its own kernels only; ``prefix`` is a decode step behind a protected prefix), ``--json
+few`` what tests look at. For a decode step it also records the torch ops that ran, none of which may read a tensor's values. For a
 prefill and for the beginning of a tail it records those reads.
 """
 
@@ -87,7 +87,19 @@ def resources(kernel) -> dict:
         int, re.search(r"REG:(\d+) STACK:(\d+) SHARED:(\d+) LOCAL:(\d+)", told.stdout).groups()
     )
     used = {"registers": registers, "stack": stack + local, "shared": kernel.metadata.shared}
-    return used | {"fused": kernel.metadata.enable_fp_fusion}
+    return used | {"fused": kernel.metadata.enable_fp_fusion, "waits": waits(kernel.asm["ptx"])}
+
+
+def waits(ptx: str) -> list[int]:
+    """Return how many groups of asynchronous copies are still under way behind each wait within a loop."""
+    lines, labels, found = ptx.splitlines(), {}, set()
+    for number, line in enumerate(lines):
+        if label := re.match(r"(\$L__BB\w+):", line):
+            labels[label[1]] = number
+        elif (jump := re.search(r"\bbra(?:\.uni)?\s+(\$L__BB\w+);", line)) and jump[1] in labels:
+            found |= set(range(labels[jump[1]], number))
+    counts = (re.search(r"\bcp\.async\.wait_group\s+(\d+);", lines[number]) for number in sorted(found))
+    return [int(count[1]) for count in counts if count]
 
 
 class Asked(TorchDispatchMode):

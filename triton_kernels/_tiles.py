@@ -1,0 +1,55 @@
+"""Tiles of the attention kernels of serving, which a sweep on a GPU fills (``make gpu`` section ``tiles``).
+
+No sweep has run yet: the tiles follow from what the compiler reports for sm_80 and sm_90 (DESIGN "In Triton").
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Tile(NamedTuple):
+    """Shape of a program of attention.
+
+    Attributes:
+        rows: queries times query heads of a KV head, at least; a power of two from 16 on.
+        keys: keys of a block, at most; a power of two from 16 on.
+        warps: warps of a program.
+        stages: stages of the pipeline of loads. A block's page numbers are loaded before its keys, so that 5 stages
+            load one block of keys and values ahead, and 2 to 4 none.
+    """
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+DECODE = {
+    (False, 128): Tile(16, 64, 4, 5),
+    (False, 256): Tile(16, 32, 4, 5),
+    (True, 64): Tile(16, 32, 4, 5),
+    (True, 256): Tile(16, 16, 4, 5),
+}
+"""Tiles of decoding, by whether products are in float32 and by the largest head size D.
+
+Two programs fit on a multiprocessor of an A100, but for float32 with D = 256.
+"""
+PREFILL = {
+    (False, 128): Tile(128, 64, 8, 5),
+    (False, 256): Tile(64, 32, 8, 5),
+    (True, 128): Tile(32, 32, 4, 5),
+    (True, 256): Tile(16, 16, 4, 5),
+}
+"""Tiles of prefill, by the same."""
+
+
+def tile_of(table: dict[tuple[bool, int], Tile], wide: bool, size: int) -> Tile:
+    """Return the tile of a head size.
+
+    Args:
+        table: :data:`DECODE` or :data:`PREFILL`.
+        wide: True if products are in float32.
+        size: D, at most 256.
+    """
+    return next(tile for (of, most), tile in table.items() if of == wide and size <= most)
