@@ -4,7 +4,8 @@
 
 trains each policy that is trained, all on as many problems; chooses the window of each training-free policy on
 validation problems; solves test problems under all of them; and writes runs/summary.md (all kinds together),
-runs/table.md (each kind) and runs/figure.png. What is there already is not made again, and a stopped training goes on.
+runs/table.md (each kind) and runs/figure.png. Records that are there already are not made again, and a stopped
+training goes on.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ FREE = "streaming-llm", "random", "h2o", "tova", "momentkv", "l2norm", "rkv", "v
 COMPRESSING = ("snapkv",)
 """Policies that need no training and cannot protect prompts."""
 WINDOWS = 16, 32, 64
-COMPRESSIONS = {4: (2, 3, 4), 8: (5, 6, 8)}
+COMPRESSIONS = {4: (2, 4), 8: (6, 8)}
 """Compressions: those at which windows are chosen, each with those at which they are used."""
 MEASURES = {"exact": "exact answers", "before_error": "share of a solution before its first error"}
 """Measures of the summary and the figure."""
@@ -83,21 +84,24 @@ class Comparison:
         if not self.problems.exists():
             _run(["python", HERE / "write_problems.py", self.problems, "--kinds", *self.kinds, *self.size])
 
-    def train(self, names: Iterable[str], steps: int) -> None:
-        """Train policies on ``steps`` problems each."""
+    def run_trained(self, names: Iterable[str], steps: int) -> None:
+        """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""
         common = ["--model", self.model, "--data", self.problems, *COMMON.split(), "--threads", 1]
         common += ["--protect-prompt"] * self.protect
-        self._all(
-            ["kvpop", "distill", *common, *TRAINED[name].split(), "--steps", steps, "--out", self.folder / name]
-            for name in names
-            if not self._is_trained(name)
-        )
+        chains = []
+        for name in names:
+            out, record = self.folder / name, self.records / f"{name}.jsonl"
+            if not record.exists():
+                training = ["kvpop", "distill", *common, *TRAINED[name].split(), "--steps", steps, "--out", out]
+                solving = [*self._contender(name), "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
+                chains.append([training] * (not self._is_trained(name)) + [self._evaluation(record, solving)])
+        self._all(chains)
 
     def choose_windows(self) -> dict[tuple[str, int], int]:
         """Return the window of each training-free policy and compression with which validation problems go well longest."""
         outs = {(names, w): self.records / f"windows-{w}-{names[0]}.jsonl" for names in self._free() for w in WINDOWS}
         what = ["--split", "validation", "--rows", 16, "--share", *COMPRESSIONS]
-        self._evaluate({out: [*self._untrained(names, w), *what] for (names, w), out in outs.items()})
+        self._solve({out: [*self._untrained(names, w), *what] for (names, w), out in outs.items()})
         shares: dict[tuple[str, int], dict[int, list[float]]] = {}
         for (_, w), out in outs.items():
             for record in read_records(out)[1]:
@@ -109,16 +113,14 @@ class Comparison:
         compression = dict(zip(budgets, sorted(COMPRESSIONS), strict=True))
         return {(name, compression[budget]): w for (name, budget), w in best.items()}
 
-    def evaluate(self, trained: Iterable[str], windows: dict[tuple[str, int], int]) -> None:
-        """Solve the test problems under all policies."""
+    def run_untrained(self, windows: dict[tuple[str, int], int]) -> None:
+        """Solve the test problems under the training-free policies."""
         calls = {}
         for names, c, w in product(self._free(), COMPRESSIONS, WINDOWS):
             if names := [name for name in names if windows[name, c] == w]:
                 out = self.records / f"at-{c}-window-{w}-{'-'.join(names)}.jsonl"
-                calls[out] = [*self._untrained(names, w), "--share", *COMPRESSIONS[c]]
-        every = ["--share", *sum(COMPRESSIONS.values(), ())]
-        calls |= {self.records / f"{name}.jsonl": [*self._contender(name), *every] for name in trained}
-        self._evaluate({out: [*words, "--rows", self.rows] for out, words in calls.items()})
+                calls[out] = [*self._untrained(names, w), "--share", *COMPRESSIONS[c], "--rows", self.rows]
+        self._solve(calls)
 
     def report(self) -> None:
         """Write the tables and the figure of all records."""
@@ -161,28 +163,26 @@ class Comparison:
         return any((self.folder / name / result).exists() for result in ("kvpop_config.json", "model/config.json"))
 
     def _contender(self, name: str) -> list:
-        out, model, teacher = self.folder / name, self.model, []
-        if (out / "model").exists():
+        out, options, model, teacher = self.folder / name, TRAINED[name], self.model, []
+        if "--train-base" in options:
             model, teacher = out / "model", ["--teacher", self.model]
-        if "--phase streaming-plus" in TRAINED[name]:
+        if "--phase streaming-plus" in options:
             return ["--model", model, *teacher, "--policies", "streaming-llm", "--window", 24]
         return ["--model", model, *teacher, "--policies", "--scorer", out]
 
-    def _evaluate(self, calls: dict[Path, list]) -> None:
+    def _solve(self, calls: dict[Path, list]) -> None:
         """Run evaluations whose records are not there yet."""
-        fixed = "--task reasoning --dtype float32 --requests 64 --threads 1".split()
-        commands = []
-        for out, words in calls.items():
-            protect = [] if set(words) & set(COMPRESSING) else ["--protect-prompt", "all" if self.protect else 0]
-            if not out.exists():
-                sizes = [*protect, "--kinds", *self.kinds, *self.size]
-                commands.append(["kvpop", "eval", *fixed, *sizes, *words, "--out", out])
-        self._all(commands)
+        self._all([self._evaluation(out, words)] for out, words in calls.items() if not out.exists())
 
-    def _all(self, commands: Iterable[list]) -> None:
-        """Run commands, ``jobs`` at once."""
+    def _evaluation(self, out: Path, words: list) -> list:
+        fixed = "kvpop eval --task reasoning --dtype float32 --requests 64 --threads 1".split()
+        protect = [] if set(words) & set(COMPRESSING) else ["--protect-prompt", "all" if self.protect else 0]
+        return [*fixed, *protect, "--kinds", *self.kinds, *self.size, *words, "--out", out]
+
+    def _all(self, chains: Iterable[list[list]]) -> None:
+        """Run chains of commands, ``jobs`` at once."""
         with ThreadPoolExecutor(self.jobs) as pool:
-            list(pool.map(_run, list(commands)))
+            list(pool.map(lambda chain: [_run(command) for command in chain], list(chains)))
 
 
 def _run(command: list) -> None:
@@ -272,8 +272,8 @@ def main(given: list[str] | None = None) -> None:
     what = options.model, options.protect_prompt, options.kinds, options.rows, options.jobs, options.size
     comparison = Comparison(options.folder, *what)
     comparison.prepare()
-    comparison.train(options.only, options.steps)
-    comparison.evaluate(options.only, comparison.choose_windows())
+    comparison.run_trained(options.only, options.steps)
+    comparison.run_untrained(comparison.choose_windows())
     comparison.report()
 
 
