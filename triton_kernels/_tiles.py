@@ -1,6 +1,6 @@
 """Tiles of the attention kernels of serving, which a sweep on a GPU fills (``make gpu`` section ``tiles``).
 
-No sweep has run yet: the tiles follow from what the compiler reports for sm_80 and sm_90 (DESIGN "In Triton").
+No sweep has run yet: the tiles follow from what the compiler reports for sm_80 and sm_90 (docs/kernels.md).
 """
 
 from __future__ import annotations
