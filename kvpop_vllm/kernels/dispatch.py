@@ -99,7 +99,7 @@ def select(op: str, tensor: torch.Tensor) -> str:
 
 
 def resolve(op: str, impl: str, tensor: torch.Tensor) -> Callable:
-    """Return the function that implements ``op``.
+    """Return the function that implements ``op``; on a GPU it launches kernels on the device of ``tensor``.
 
     Args:
         op: name of the op.
@@ -118,7 +118,18 @@ def resolve(op: str, impl: str, tensor: torch.Tensor) -> Callable:
     run = _implementation(op, impl)
     if impl == "triton" and tensor is not None and tensor.device.type == "cpu" and not _interpreted():
         raise ValueError(f"impl='triton' needs a GPU and {op} got CPU tensors: use impl='reference'")
+    if impl == "triton" and tensor is not None and tensor.device.type == "cuda":
+        return functools.partial(_run_on, tensor.device, run)
     return run
+
+
+def _run_on(device: torch.device, run: Callable, *args, **kwargs):
+    """Call a function while a GPU is the current one: Triton launches on that, whatever its arguments are on.
+
+    Autograd does so for backward passes.
+    """
+    with torch.cuda.device(device):
+        return run(*args, **kwargs)
 
 
 def _interpreted() -> bool:

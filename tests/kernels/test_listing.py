@@ -5,10 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import types
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from kvpop_vllm.kernels import dispatch, ops
 
@@ -85,6 +87,28 @@ def test_choice_of_implementation():
         assert chosen(op, "cpu") == "reference"
     for op, dtype in (("decode_step", torch.float16), ("prefill_chunk", torch.float16), ("online_topk", torch.float32)):
         assert chosen(op, dtype=dtype, size=80) == "triton"
+
+
+@pytest.mark.parametrize("op", dispatch.TRITON_DTYPES)
+def test_kernels_are_launched_on_the_device_of_their_tensors(op, monkeypatch):
+    """Two GPUs are pretended; the first one is current before and after."""
+    current = [0]
+
+    @contextmanager
+    def device(wanted):
+        current.append(wanted.index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(dispatch, "_implementation", lambda *asked: lambda x, *, y: (asked, current[-1], x, y))
+    with FakeTensorMode():
+        for index in (0, 1):
+            tensor = torch.empty(1, 1, 8, 64, dtype=torch.float32, device=f"cuda:{index}")
+            for impl in ("auto", "triton"):
+                assert dispatch.resolve(op, impl, tensor)(1, y=2) == ((op, "triton"), index, 1, 2)
+            assert dispatch.resolve(op, "reference", tensor)(1, y=2) == ((op, "reference"), 0, 1, 2)
+    assert current == [0]
 
 
 def test_cpu_tensors_without_the_interpreter_are_refused(monkeypatch):
