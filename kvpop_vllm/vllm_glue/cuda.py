@@ -23,18 +23,27 @@ ONE_BY_ONE = 1024
 A token then takes about eight launches a layer, some 15 ms for 36 layers. vLLM's workers have 300 s to
 answer, and requests in decoding wait for the whole step.
 """
+GRAPH_STRIDE = 32
+"""Difference between sizes of CUDA graphs above vLLM's own."""
 _WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker")
 
 
-def prepare(vllm_config: Any, policy: Any) -> None:
+def chooses_graphs(engine_args: Any) -> bool:
+    """Return whether the user says which CUDA graphs are captured."""
+    names, compilation = ("cudagraph_capture_sizes", "max_cudagraph_capture_size"), engine_args.compilation_config
+    return any(getattr(of, name) is not None for of in (engine_args, compilation) for name in names)
+
+
+def prepare(vllm_config: Any, policy: Any, graphs_chosen: bool) -> None:
     """Configure an engine for our attention backend on a GPU.
 
-    Select the backend CUSTOM, run the gated attention op outside of piecewise graphs, and bound the tokens of
-    a step where prompts are prefilled token by token.
+    Select the backend CUSTOM, run the gated attention op outside of piecewise graphs, capture graphs for as many
+    requests as may run together, and bound the tokens of a step where prompts are prefilled token by token.
 
     Args:
         vllm_config: a ``vllm.config.VllmConfig``.
         policy: the engine's policy.
+        graphs_chosen: True to leave the sizes of CUDA graphs as they are.
 
     Raises:
         ConfigError: one line with every reason why the config cannot be served.
@@ -45,6 +54,8 @@ def prepare(vllm_config: Any, policy: Any) -> None:
     if policy.gated and splits and ATTENTION_OP not in splits:
         splits.append(ATTENTION_OP)
     scheduler = vllm_config.scheduler_config
+    if not graphs_chosen:
+        _capture_all(vllm_config.compilation_config, scheduler.max_num_seqs)
     # an image may be longer than a step
     cuts = scheduler.enable_chunked_prefill and not scheduler.disable_chunked_mm_input
     if scheduler.max_num_scheduled_tokens is None and cuts and _one_by_one(policy):
@@ -55,6 +66,17 @@ def prepare(vllm_config: Any, policy: Any) -> None:
             policy.name,
             scheduler.max_num_scheduled_tokens,
         )
+
+
+def _capture_all(compilation: Any, requests: int) -> None:
+    """Add sizes of CUDA graphs up to as many requests as run together; vLLM's own end at 512 on most GPUs.
+
+    A dense cache is full long before so many requests run, a small one is not.
+    """
+    sizes, largest = compilation.cudagraph_capture_sizes, compilation.max_cudagraph_capture_size
+    if sizes and largest < requests:
+        sizes += [*range(largest + GRAPH_STRIDE, requests, GRAPH_STRIDE), requests]
+        compilation.max_cudagraph_capture_size = requests
 
 
 def _one_by_one(policy: Any) -> bool:

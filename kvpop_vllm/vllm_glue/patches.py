@@ -216,11 +216,12 @@ def _config_with_policy(original, engine_args, *args, **kwargs):
             logger.info(
                 "--kv-policy %s: prefix caching is off, prompts are not protected (--kv-protect-prompt)", cls.name
             )
+    graphs_chosen = cuda.chooses_graphs(engine_args)
     vllm_config = original(engine_args, *args, **kwargs)
     refusals.check_config(vllm_config)
     policy = engine_policy.engine_policy(vllm_config)
     if vllm_config.device_config.device_type == "cuda":
-        cuda.prepare(vllm_config, policy)
+        cuda.prepare(vllm_config, policy, graphs_chosen)
     engine_policy.check_checkpoint(vllm_config)
     engine_policy.choose_model_class(vllm_config)
     refusals.check_pipeline(vllm_config, policy)

@@ -238,6 +238,25 @@ def test_full_graphs_hold_no_mixed_batch(model, asked, becomes, v2):
     assert mode.name == becomes and mode.mixed_mode() is not CUDAGraphMode.FULL
 
 
+def test_graphs_are_captured_for_all_requests_that_run_together(model):
+    """Sizes end where vLLM's do, or at max-num-seqs; sizes that were chosen stay."""
+
+    def sizes(policy=STREAMING, **options):
+        compilation = configure(model, policy, max_num_batched_tokens=4096, **options).compilation_config
+        assert compilation.max_cudagraph_capture_size == (compilation.cudagraph_capture_sizes or [0])[-1]
+        return compilation.cudagraph_capture_sizes
+
+    stock = sizes(None, max_num_seqs=1000)
+    assert max(stock) == 512
+    ours = sizes(max_num_seqs=1000)
+    assert ours[: len(stock)] == stock and ours[len(stock) :] == [*range(544, 1000, 32), 1000]
+    assert sizes(max_num_seqs=300) == sizes(None, max_num_seqs=300)
+    assert sizes(max_num_seqs=1000, enforce_eager=True) == []
+    for chosen in ({"cudagraph_capture_sizes": [1, 8]}, {"max_cudagraph_capture_size": 64}):
+        assert sizes(max_num_seqs=1000, **chosen) == sizes(None, max_num_seqs=1000, **chosen)
+        assert sizes(max_num_seqs=1000, compilation_config=chosen)[-1] == max(sizes(None, max_num_seqs=1000, **chosen))
+
+
 def test_breakable_graphs_end_where_vllms_attention_ends_them():
     """Our op and vLLM's have the same decorator, which reads the environment when it is applied."""
     from vllm.model_executor.layers.attention import attention
