@@ -67,6 +67,7 @@ class PolicySettings:
             False for none.
         max_budget: largest budget that a request may ask for; by default the server's own.
         max_protect: most prompt tokens that a request may protect; by default the server's own.
+        reserve: True to begin a request only when all blocks that it will ever hold are free.
     """
 
     policy: str
@@ -80,6 +81,7 @@ class PolicySettings:
     protect_prompt: bool | int | None = None
     max_budget: int | None = None
     max_protect: bool | int | None = None
+    reserve: bool | None = None
 
     @classmethod
     def parse(cls, given: Mapping) -> PolicySettings:
@@ -115,6 +117,8 @@ def _checked(setting: Setting, value: object) -> object:
     number = isinstance(value, int | float) and not isinstance(value, bool)
     if refusal := setting.refusal(value):
         raise ConfigError(f"{setting.flag} {refusal}")
+    if setting.kind is bool and not isinstance(value, bool):
+        raise ConfigError(f"{setting.flag} must be true or false, got {value!r}")
     if setting.kind is str and not isinstance(value, str):
         raise ConfigError(f"{setting.flag} must be a folder name, got {value!r}")
     if setting.kind is float and not (number and 1 <= value < math.inf):

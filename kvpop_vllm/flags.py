@@ -101,6 +101,10 @@ SETTINGS = (
         "max_protect", str, "all|N", "Most prompt tokens that a request may ask to protect (kv_protect_prompt)",
         "what --kv-protect-prompt says", protects=True, where=(ENGINE,),
     ),
+    Setting(
+        "reserve", bool, "", "Begin a request only when all blocks that it will ever hold are free, so that none is preempted",
+        "off", where=(ENGINE,),
+    ),
     Setting("max_length", int, "N", "Longest text, for compression, full and models with sliding windows that are as long", "the model's", where=(CACHE,)),
     Setting("seed", int, "N", "Seed of the draws of random and vase", "0", where=(CACHE,)),
     Setting("prompt", int, "N", "Tokens that snapkv, pyramidkv and adakv compress", "the text of a call", where=(CACHE,)),
@@ -136,7 +140,7 @@ def engine_table() -> str:
     for each in SETTINGS:
         if REQUEST in each.where:
             continue
-        flag = f"`{each.flag} {each.metavar}`".replace("|", "\\|") if ENGINE in each.where else "-"
+        flag = f"`{each.flag} {each.metavar}`".replace("|", "\\|").replace(" `", "`") if ENGINE in each.where else "-"
         only = "" if len(each.where) > 1 else f" ({each.where[0]} only)"
         lines.append(f"| {flag} | `{each.name}`{only} | {each.default or '-'} | {each.meaning}. |")
     return "\n".join(lines)

@@ -62,6 +62,7 @@ SETTINGS = [
         ({"compression": x}, f"--kv-compression must be a number of at least 1, got {x!r}")
         for x in (0.99, -2, NAN, float("inf"), "4", True)
     ),
+    *(({"reserve": x}, f"--kv-reserve must be true or false, got {x!r}") for x in (1, "yes")),
     *(({"scorer": x}, f"--kv-scorer must be a folder name, got {x!r}") for x in (1, ["a"])),
     *(
         ({"protect_prompt": x}, f"{PROTECT}{x!r}")
@@ -75,7 +76,7 @@ SETTINGS = [
         (
             {key: 1},
             f"unknown key {key!r} in kv_policy: use policy, budget, compression, sinks, window, scorer, correction, "
-            "allocator, protect_prompt, max_budget, max_protect",
+            "allocator, protect_prompt, max_budget, max_protect, reserve",
         )
         for key in ("bugdet", "decide_every")
     ),

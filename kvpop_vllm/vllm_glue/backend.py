@@ -108,6 +108,7 @@ class FixedBudgetBackend(AttentionBackend):
             protect=cls.policy.protect,
             max_budget=cls.policy.max_budget,
             max_protect=cls.policy.max_protect,
+            reserve=bool(cls.policy.settings.reserve),
             votes=cls.policy.votes.queries if cls.policy.compresses else 0,
             adaptive_head_budgets=cls.policy.adaptive_head_budgets,
             max_tp_shards=spec.max_tp_shards,

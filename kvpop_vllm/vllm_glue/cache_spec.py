@@ -34,7 +34,7 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
 
     def __init__(self, kv_cache_spec, *args, **kwargs):
         super().__init__(kv_cache_spec, *args, **kwargs)
-        self.requests: dict[str, tuple[int, int]] = {}  # p and B of each request
+        self.requests: dict[str, tuple[int, int, int]] = {}  # p, B and least counted length of each request
         manager_requests.apply()
         if kv_cache_spec.protect and not kv_cache_spec.votes:
             protected = protected_tokens(kv_cache_spec.protect, TYPICAL)
@@ -43,17 +43,23 @@ class FixedBudgetManager(SingleTypeKVCacheManager):
             logger.info("%.1f requests fit whose prompts have %d tokens, %d of them protected", fit, TYPICAL, protected)
 
     def admit(self, request) -> None:
-        """Record p and B of a request: those that it asked for, else the server's."""
+        """Record p and B of a request: those that it asked for, else the server's.
+
+        Where blocks are reserved, it is counted with its final length from the start.
+        """
         spec, asked = self.kv_cache_spec, of_params(request.sampling_params)
         own = protected_tokens(spec.protect, request.num_prompt_tokens), spec.budget
-        self.requests[request.request_id] = own if asked is None else (asked.protected, asked.budget)
+        own = own if asked is None else (asked.protected, asked.budget)
+        final = request.num_prompt_tokens + request.max_tokens if spec.reserve else 0
+        self.requests[request.request_id] = *own, final
 
     def protected(self, request_id: str) -> int:
         """Return p of a request, in tokens."""
-        return self.requests.get(request_id, (0, 0))[0]
+        return self.requests.get(request_id, (0,))[0]
 
     def _blocks(self, request_id: str, num_tokens: int) -> int:
-        return self.kv_cache_spec.blocks(num_tokens, *self.requests.get(request_id, (0, None)))
+        protected, budget, least = self.requests.get(request_id, (0, None, 0))
+        return self.kv_cache_spec.blocks(max(least, num_tokens), protected, budget)
 
     def get_num_blocks_to_allocate(self, request_id, num_tokens, new_computed_blocks, *args, **kwargs) -> int:
         """Return the blocks that a request needs from the pool: missing ones, and evictable ones of a hit."""
@@ -154,6 +160,7 @@ class FixedBudgetSpec(AttentionSpec):
         votes: number of last queries that vote where prompts are compressed, else 0.
         adaptive_head_budgets: True if heads divide a layer's slots.
         shares: budgets of all heads where they are unequal, else None.
+        reserve: True if a request claims all blocks that it will ever hold at once.
     """
 
     budget: int
@@ -165,6 +172,7 @@ class FixedBudgetSpec(AttentionSpec):
     votes: int = 0
     adaptive_head_budgets: bool = False
     shares: Shares | None = None
+    reserve: bool = False
 
     def blocks(self, length: int, protected: int = 0, budget: int | None = None) -> int:
         """Return the number of blocks of a request, entries of a dropped prefix included.

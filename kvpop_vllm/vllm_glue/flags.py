@@ -14,7 +14,10 @@ def add_to(parser: argparse.ArgumentParser) -> None:
         return
     group = parser.add_argument_group(title="KvPolicy", description="Fixed-budget KV cache (kvpop_vllm).")
     for each in settings_of(ENGINE).values():
-        group.add_argument(each.flag, type=each.kind, metavar=each.metavar, default=None, help=each.help)
+        takes = dict(type=each.kind, metavar=each.metavar)
+        if each.kind is bool:
+            takes = dict(action=argparse.BooleanOptionalAction)
+        group.add_argument(each.flag, **takes, default=None, help=each.help)
 
 
 def merge(args: argparse.Namespace, additional_config: object) -> object:

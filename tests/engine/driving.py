@@ -177,8 +177,9 @@ class Watched:
         late: Counter[str] = Counter()
         for step in self.recorder.blocks:
             own, shared = [], set()
-            for name, (tokens, (protected, budget), row) in step.running.items():
-                assert len(row) == self.spec.blocks(tokens, protected, budget), (
+            for name, (tokens, last, (protected, budget), row) in step.running.items():
+                counted = last if self.spec.reserve else tokens
+                assert len(row) == self.spec.blocks(counted, protected, budget), (
                     f"{tokens} tokens, {protected} protected"
                 )
                 prefix, full = cdiv(min(tokens, protected), BLOCK), min(tokens, protected) // BLOCK

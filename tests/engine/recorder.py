@@ -26,11 +26,12 @@ class Blocks(NamedTuple):
     """Blocks after one call of the scheduler.
 
     Attributes:
-        running: request -> (tokens scheduled so far, its p and B if there is a policy, its blocks).
+        running: request -> (tokens scheduled so far, tokens that it may come to, its p and B if there is a policy, its
+            blocks).
         free: number of free blocks.
     """
 
-    running: dict[str, tuple[int, tuple[int, int] | None, list[int]]]
+    running: dict[str, tuple[int, int, tuple[int, int] | None, list[int]]]
     free: int
 
 
@@ -126,7 +127,8 @@ class Recorder:
         for request in self.scheduler.running:
             name = request.request_id
             held = [block.block_id for block in self.manager.req_to_blocks[name]]
-            running[name] = request.num_computed_tokens, self._sizes(request), held
+            last = request.num_prompt_tokens + request.max_tokens
+            running[name] = request.num_computed_tokens, last, self._sizes(request), held
         for request in self.scheduler.requests.values():
             self.preemptions[request.request_id] = request.num_preemptions
         self.blocks.append(Blocks(running, self.pool.get_num_free_blocks()))

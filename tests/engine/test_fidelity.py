@@ -217,7 +217,7 @@ def observed(engine) -> tuple[list, set]:
 
 
 def blocks_of(engine) -> set:
-    return {b for step in engine.recorder.blocks for _, _, held in step.running.values() for b in held}
+    return {b for step in engine.recorder.blocks for *_, held in step.running.values() for b in held}
 
 
 def test_a_reused_block_shows_nothing_of_its_former_request(served, monkeypatch):

@@ -51,6 +51,12 @@ class Traffic:
         return Job(new=draw.randint(1, 24), prompt=prompt[:LONGEST], asks=self.asks(), scored=False)
 
 
+def allowing(policy: str, settings: dict) -> dict:
+    """Return settings with which requests may ask for what :class:`Traffic` asks for."""
+    limits = {"max_budget": MOST} if policy != "adakv" else {}
+    return settings | limits | ({} if policy in ("snapkv", "adakv") else {"max_protect": "all"})
+
+
 @pytest.mark.parametrize("policy", ["kvpop", *(pytest.param(p, marks=pytest.mark.slow) for p in [*POLICIES][1:])])
 def test_any_requests(case, policy):
     """No request waits for ever or holds more blocks than it was counted with, and nothing leaks.
@@ -60,13 +66,10 @@ def test_any_requests(case, policy):
     """
     kind, options = POLICIES[policy]
     found = case(kind, policy, **options)
-    settings = found.settings
-    if policy != "adakv":
-        settings = settings | {"max_budget": MOST}
-    if policy not in ("snapkv", "adakv"):
-        settings = settings | {"max_protect": "all"}
     judges = Judges(policy, found)
-    with serving(found._replace(settings=settings), max_model_len=128, num_gpu_blocks_override=57) as engine:
+    with serving(
+        found._replace(settings=allowing(policy, found.settings)), max_model_len=128, num_gpu_blocks_override=57
+    ) as engine:
         recorder, traffic = engine.recorder, Traffic(policy, seed=11)
         most = engine.spec.most_blocks(128)
         assert most < 20
@@ -80,6 +83,35 @@ def test_any_requests(case, policy):
         engine.engine.reset_prefix_cache()
         assert recorder.pool.get_num_free_blocks() == recorder.pool.num_gpu_blocks - 1
         assert all(block.block_hash is None for block in recorder.pool.blocks)
+
+
+@pytest.mark.parametrize(
+    "policy", ["kvpop", *(pytest.param(p, marks=pytest.mark.slow) for p in ("h2o", "snapkv", "adakv"))]
+)
+def test_requests_with_reserved_blocks_are_never_preempted(case, policy):
+    """They hold from their first step on all blocks that they will ever hold; without, the same requests are preempted."""
+    kind, options = POLICIES[policy]
+    found = case(kind, policy, **options)
+    preempted = {}
+    for reserve in (False, True):
+        judges, traffic = Judges(policy, found), Traffic(policy, seed=5)
+        own = found._replace(settings=allowing(policy, found.settings) | {"reserve": reserve})
+        with serving(own, max_model_len=128, num_gpu_blocks_override=57) as engine:
+            assert engine.spec.reserve == reserve
+            jobs = [traffic.next() for _ in range(30)]
+            with engine.small_pool(2 * engine.spec.most_blocks(128)):
+                engine.chunk(16)
+                answers = engine.serve(jobs)
+                engine.check_blocks()
+            names = engine.recorder.preemptions
+            preempted[reserve] = sum(names.values())
+            for number, job in enumerate(jobs):
+                name = engine.names[str(number)]
+                assert len(answers[name].outputs[0].token_ids) == job.new
+                if number % 3 == 0:
+                    judges.of(job.asks).check({name: answers[name]}, engine.recorder.held)
+            judges.check_near_ties()
+    assert preempted[False] > 3 and preempted[True] == 0
 
 
 def conversations(engine, traffic: Traffic, judges: Judges, requests: int, most: int) -> tuple[int, int, int]:
