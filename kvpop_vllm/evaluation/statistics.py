@@ -64,11 +64,19 @@ def bootstrap_ratio(
 
 
 def estimate(
-    name: str, numerators: Sequence[float], denominators: Sequence[float] | None = None, *, units: Sequence
+    name: str,
+    numerators: Sequence[float],
+    denominators: Sequence[float] | None = None,
+    *,
+    units: Sequence,
+    shares: bool = False,
 ) -> dict:
     """Return fields of a table's line: the ratio of sums as ``name`` and, from :data:`LEAST` units on, its interval.
 
-    Nothing is returned where the denominators sum to 0 or less. See :func:`bootstrap_ratio`.
+    Nothing is returned where the denominators sum to 0 or less. See :func:`bootstrap_ratio`. If ``shares``, the values
+    lie between 0 and 1. Where those of all n units are 0, draws would leave no interval: it then ends at
+    ``1 - 0.025**(1/n)``, where n zeros have a probability of at most 0.025 (Clopper and Pearson 1934). Where all are 1,
+    likewise.
     """
     denominators = [1.0] * len(numerators) if denominators is None else denominators
     if sum(denominators) <= 0:
@@ -76,4 +84,7 @@ def estimate(
     if len(set(units)) < LEAST:
         return {name: sum(numerators) / sum(denominators)}
     value, *interval = bootstrap_ratio(numerators, denominators, units=units)
+    if shares and value in (0, 1):
+        unseen = 1 - 0.025 ** (1 / len(set(units)))
+        interval = (0.0, unseen) if value == 0 else (1 - unseen, 1.0)
     return {name: value, name + INTERVAL: tuple(interval)}

@@ -66,7 +66,7 @@ def summarise_retrieval(records: list[dict]) -> list[dict]:
     for line, members in _lines(records, (*KEYS, "kind")):
         line["examples"] = line.pop("rows")
         for name in retrieval.MEASURES:
-            line |= estimate(name, [m[name] for m in members], units=[m["unit"] for m in members])
+            line |= estimate(name, [m[name] for m in members], units=[m["unit"] for m in members], shares=True)
         table.append(line)
     return table
 
@@ -85,7 +85,7 @@ def summarise_reasoning(records: list[dict], against: str | None = None) -> list
         count = len(problems)
         line |= {"problems": count, "samples": line.pop("rows") // count}
         for name in ("exact", "right", "before_error"):
-            line |= estimate(name, list(_by_unit(members, name).values()), units=problems)
+            line |= estimate(name, list(_by_unit(members, name).values()), units=problems, shares=True)
         line |= {name: _mean([m[name] for m in members]) for name in ("answered", "written")}
         for other, own in exact.items():
             name, kind = groups[other][0]["policy"], groups[other][0]["kind"]

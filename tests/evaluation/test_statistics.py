@@ -57,6 +57,17 @@ def test_a_denominator_that_may_be_zero_leaves_the_ratio_unbounded():
     assert estimate("x", [1.0] * 12, [-1.0] * 12, units=range(12)) == {}
 
 
+def test_what_never_or_always_happened_has_an_interval_too():
+    """Of samples with the probability at the end of the interval, at most 1 in 40 have none."""
+    for count in (8, 64):
+        low, high = estimate("x", [0.0] * count, units=range(count), shares=True)["x interval"]
+        assert low == 0 and (1 - high) ** count == pytest.approx(0.025)
+        assert estimate("x", [1.0] * count, units=range(count), shares=True)["x interval"] == (1 - high, 1)
+    some = [0.0] * 9 + [1.0]
+    assert estimate("x", some, units=range(10), shares=True) == estimate("x", some, units=range(10))
+    assert estimate("x", [0.0] * 10, units=range(10))["x interval"] == (0, 0)
+
+
 def test_fields_of_a_line_have_an_interval_from_eight_units_on():
     values = [float(i) for i in range(9)]
     whole = bootstrap_ratio(values)
