@@ -133,7 +133,7 @@ def reader(
     with torch.device(bench.device):
         layout = PageLayout(KV_HEADS, SIZE, bench.dtype, state_floats=rule.state_floats(SIZE))
         pages, table = empty_pages(layout, 1, budget)
-        budgets = torch.full((KV_HEADS,), budget, dtype=torch.int32)
+        budgets = torch.full((KV_HEADS,), budget, dtype=torch.int32, device="cpu")
 
     def read(start: int = 0, count: int = LENGTH) -> torch.Tensor:
         cut = slice(start % LENGTH, start % LENGTH + count)

@@ -4,8 +4,8 @@ A chunk is processed in pieces. The retained tokens of a piece's heads and the p
 with births and evictions. For each piece, scores are computed (:mod:`_prefill_scores`), then eviction times
 (:mod:`online_topk`), then attention to the keys that each query sees (:mod:`_prefill_attend`). Finally the
 survivors are written to the slots. Attention-coupled and other sequential rules are processed token by token
-with the kernels of decode_step. Attention to a protected prefix uses torch's own kernels. The host waits for
-the device once per call, for budgets and tokens_seen, and twice more for each of several budgets.
+with the kernels of decode_step. Attention to a protected prefix uses torch's own kernels. The host never waits for
+the device.
 """
 
 from __future__ import annotations
@@ -19,34 +19,40 @@ from kvpop_vllm.kernels.triton._prefill_scores import Piece, Scores, State, olde
 from kvpop_vllm.kernels.triton.decode_step import check_step, kernel_config, take_step, weights_of
 from kvpop_vllm.kernels.triton.online_topk import online_topk
 
-from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
+from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import Prefix
 from kvpop_vllm.kernels.prefix_attention import with_prefix
 
 PIECE = 8192
 """Number of tokens whose scores, order and lists of keys are in memory at once."""
 LAST = 2**31 - 1
+NOWHERE = 2**30
+"""Offset of positions behind those of any cache."""
 
 
 @torch.no_grad()
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
 
-    All tensors, including those of the rule, are on q's device; the ``tokens`` of the prefix are on the CPU.
+    All tensors, including those of the rule, are on q's device, but for ``budgets`` and the ``tokens`` of the prefix,
+    which are on the CPU. A chunk that does not start at a head's ``tokens_seen`` raises no error: the head's pages
+    stay unchanged, its outputs and log-sum-exps are NaN.
 
     Raises:
-        StepOrderError: ``start`` differs from ``tokens_seen`` of some head; nothing has been written.
         NotImplementedError, TypeError, ValueError: as in :mod:`decode_step`.
     """
+    if budgets.device.type != "cpu":
+        raise ValueError(f"prefill_chunk takes budgets on the CPU, got {budgets.device}")
     weights, options = weights_of(rule.scorer, "prefill_chunk")
     check_step(q, k, v, pages, rule, weights, prefix, 1, "prefill_chunk")
     protected = 0 if prefix is None else int(prefix.tokens[0])
-    own, shares = rule.behind(protected), _look(pages, page_table, start, budgets, protected)
+    own, shares = rule.behind(protected), budgets.tolist()
     if rule.sequential:
         config = kernel_config(pages, page_table, q.shape[1] // k.shape[1], rule, options, prefix is not None)
         run = partial(
-            _token_by_token, config, pages, page_table, budgets, rule, weights, scale, _on_device(prefix, q), keys
-        )
+            _token_by_token, config, pages, page_table, protected, shares, rule, weights, scale,
+            _on_device(prefix, q), keys,
+        )  # fmt: skip
     else:
         run = partial(
             _in_pieces, pages, page_table, [share - rule.sinks + own.sinks for share in shares], own, scale, keys
@@ -73,8 +79,8 @@ def _in_pieces(
         if len(own) == len(shares):
             _Heads(pages, page_table, None, budget, rule, scale, keys).run(q, k, v, start, gate_scores, out, lse)
             continue
-        heads = torch.tensor(own, device=q.device)
-        rows = torch.tensor([h * group + i for h in own for i in range(group)], device=q.device)
+        heads = _uploaded(own, q.device)
+        rows = _uploaded([h * group + i for h in own for i in range(group)], q.device)
         drawn = None if keys is None else keys[:, heads]
         part = _Heads(pages, page_table[heads], heads, budget, rule.of_heads(heads), scale, drawn)
         some, some_lse = out.new_empty(len(q), len(rows), q.shape[2]), lse.new_empty(len(q), len(rows))
@@ -84,22 +90,10 @@ def _in_pieces(
     return out, lse
 
 
-def _look(pages, page_table, start: int, budgets, protected: int) -> list[int]:
-    """Return the budgets of the heads.
-
-    Raises:
-        StepOrderError: the pages have seen another number of tokens. A tail's first step may start on pages
-            with any content.
-    """
-    if start <= protected:
-        return budgets.tolist()
-    heads = torch.arange(len(budgets), device=budgets.device)
-    seen = pages.position[page_table[:, pages.layout.state_blocks].long(), heads, 0]
-    *shares, counts = torch.cat([budgets, seen]).view(2, -1).tolist()
-    for count in counts:
-        if count != start:
-            raise StepOrderError(f"request 0: step starts at position {start}, but its cache has seen {count} tokens")
-    return shares[0]
+def _uploaded(values: list[int], device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return numbers of the host on a device, which the host does not wait for."""
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _on_device(prefix: Prefix | None, like: torch.Tensor) -> Prefix | None:
@@ -110,13 +104,19 @@ def _on_device(prefix: Prefix | None, like: torch.Tensor) -> Prefix | None:
 
 
 def _token_by_token(
-    config, pages, table, budgets, rule, weights, scale, prefix, keys, q, k, v, start, gate_scores
+    config, pages, table, protected, shares, rule, weights, scale, prefix, keys, q, k, v, start, gate_scores
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Run L decode steps, whose positions are on the device from the start."""
+    """Run L decode steps, whose positions are on the device from the start.
+
+    If the first one does not start at ``tokens_seen``, they all get positions that no cache comes to.
+    """
     out, lse = _empty(q)
     positions = torch.arange(start, start + len(q), device=q.device).unsqueeze(1)
+    if start > protected:
+        seen = pages.position[table[:, pages.layout.state_blocks].long(), torch.arange(len(table), device=q.device), 0]
+        positions = torch.where((seen == start).all(), positions, positions + NOWHERE)
     positions = positions.repeat(1, 2)  # 16-byte alignment for every position: kernels compile once
-    rows, own = table.unsqueeze(0), budgets.unsqueeze(0)
+    rows, own = table.unsqueeze(0), _uploaded(shares, q.device, torch.int32).unsqueeze(0)
     windows = torch.full((1,), rule.window, dtype=torch.int32, device=q.device)
     for i in range(len(q)):
         cut = slice(i, i + 1)
@@ -141,25 +141,35 @@ class _Heads:
         self.topk, self.keys = budget - rule.first_long, None if keys is None else keys[0]
         states = pages.layout.state_blocks
         self.state_rows, self.slot_rows = table[:, :states].long(), table[:, states:].long()
-        self.scores = Scores(rule)
+        self.scores, self.right = Scores(rule), None
 
     def run(self, q, k, v, start: int, gate_scores, out, lse) -> None:
         """Process all pieces of a chunk."""
+        if start > self.rule.first:  # a tail's first step may start on pages with any content
+            self.right = self.pages.position[self._at(self._arange(0, 1))] == start
         for first in range(0, len(q), PIECE):
             cut = slice(first, first + PIECE)
             own = None if gate_scores is None else gate_scores[cut]
             piece = self._load(k[cut], v[cut], own, start - self.rule.first + first)
             self._finish(piece, q[cut], out[cut], lse[cut])
+        if self.right is not None:
+            wrong = ~self.right[:, 0].repeat_interleave(q.shape[1] // k.shape[1])
+            out.masked_fill_(wrong.unsqueeze(-1), float("nan"))
+            lse.masked_fill_(wrong, float("nan"))
 
     def _finish(self, piece: Piece, q, out, lse) -> None:
         """Compute scores, evictions and attention of a piece, and store the survivors."""
-        score, state = self.scores(piece, self._load_state(piece.a))
+        before = self._load_state(piece.a)
+        score, state = self.scores(piece, before)
         leaving = piece.leaving(self.rule)
         piece.score[:, leaving] = score
         gone = self._evictions(piece, leaving)
         attend(q, piece.keys, piece.values, gone, piece.held, self.budget, self.scale, out, lse)
         self._store(piece, *self._survivors(piece, leaving, gone))
         if state is not None:
+            if self.right is not None:
+                right = [self.right[:, 0].view(1, -1, *[1] * (x.dim() - 2)) for x in state]
+                state = tuple(map(torch.where, right, state, before))
             self.pages.store_states(self.state_rows, self.heads, state)
 
     def _arange(self, start: int, end: int) -> torch.Tensor:
@@ -229,11 +239,17 @@ class _Heads:
         pages, at, total = self.pages, self._at(slots), piece.keys.shape[1]
         rows = (source + total * torch.arange(len(source), device=self.device).unsqueeze(1)).flatten()
         for array, values in ((pages.k, piece.keys), (pages.v, piece.values)):
-            pages.put(array, at, values.flatten(0, 1).index_select(0, rows).view(*source.shape, -1))
-        pages.put(pages.score, at, piece.score.gather(1, source))
-        pages.put(pages.position, at, (piece.position.gather(1, source) + self.rule.first).int())
+            self._put(array, at, values.flatten(0, 1).index_select(0, rows).view(*source.shape, -1))
+        self._put(pages.score, at, piece.score.gather(1, source))
+        self._put(pages.position, at, (piece.position.gather(1, source) + self.rule.first).int())
         seen = torch.full((len(source), 1), self.rule.first + piece.b, dtype=torch.int32, device=self.device)
-        pages.put(pages.position, self._at(self._arange(0, 1)), seen)  # tokens_seen is in slot 0
+        self._put(pages.position, self._at(self._arange(0, 1)), seen)  # tokens_seen is in slot 0
+
+    def _put(self, array: torch.Tensor, at: tuple[torch.Tensor, ...], values: torch.Tensor) -> None:
+        """Write values of heads whose start was right, and to the others what they have."""
+        if self.right is not None:
+            values = torch.where(self.right.view(-1, *[1] * (values.dim() - 1)), values, array[at])
+        self.pages.put(array, at, values)
 
     def _load_state(self, a: int) -> State | None:
         """Return the state of an mLSTM that has processed tokens of the tail or a prefix, else None."""

@@ -185,8 +185,6 @@ class DecodeRows:
     ) -> StepBatch:
         """Return the step of one layer. Decode rows are views of the filled tensors, or made from them.
 
-        Budgets of chunks are copied, because kernels are compiled for one alignment.
-
         Args:
             split: division of the step.
             lengths: length of each request with its new tokens, exact for chunks.
@@ -201,16 +199,22 @@ class DecodeRows:
         first = chosen[0] if chosen else 0
         if regions is None:
             own, others = (x.unsqueeze(1).expand(-1, heads, -1) for x in (self.table[:rows], blocks))
-            budgets, sized = self.budgets[:rows], self.budgets[first:]
+            budgets = self.budgets[:rows]
         else:
-            (budgets, own), (sized, others) = (regions.place(layer, tails) for tails in (self.table[:rows], blocks))
+            (budgets, own), (_, others) = (regions.place(layer, tails) for tails in (self.table[:rows], blocks))
+
+        def budgets_of(i: int) -> torch.Tensor:
+            one = kept.budget if sizes.budgets is None else sizes.budgets[i]
+            each = [one] * heads if regions is None else regions.shares.budgets[layer]
+            return torch.tensor(each, dtype=torch.int32, device="cpu")
+
         chunks = tuple(
             PrefillChunk(
                 start,
                 start + count,
                 lengths[i] - count,
                 others[i - first],
-                sized[i - first].clone(),
+                budgets_of(i),
                 kept.window if sizes.windows is None else sizes.windows[i],
                 *self._prefix(i, block_table, sizes.protected),
                 None if drawn is None else drawn[i],

@@ -52,13 +52,14 @@ def worst_case_batches(
         Pages, step and its number of tokens.
     """
     pages, table = allocate_pages(layout, most, length=length, device=device)
-    told = torch.tensor(budgets, dtype=torch.int32, device=device)
+    told = torch.tensor(budgets, dtype=torch.int32, device="cpu")
+    sized = told.to(device)
     rows = min(tokens, requests)
     positions = torch.full((rows,), PADDING, dtype=torch.int64, device=device)
     prefix_table = torch.zeros(rows, cdiv(longest, layout.block_slots), dtype=torch.int32, device=device)
     protection = _protection(prefix_table, rows, table[:0], 0) if longest else None
     windows = torch.full((rows,), rule.window, dtype=torch.int32, device=device)
-    decodes = rows, slice(0, rows), table.expand(rows, -1, -1), positions, told.expand(rows, -1).contiguous(), windows
+    decodes = rows, slice(0, rows), table.expand(rows, -1, -1), positions, sized.expand(rows, -1).contiguous(), windows
     seeds = torch.zeros(rows, dtype=torch.int64, device=device) if rule.seeded else None
     yield pages, StepBatch(*decodes, (), None, None, protection, seeds), rows
 
@@ -73,7 +74,7 @@ def worst_case_batches(
         if longest:
             within = min(count, max(0, protected - start))
             protection = _protection(prefix_table[:1], within, table[:1], protected)
-        none = slice(0, 0), table[:0], positions[:0], told.expand(0, -1), windows[:0]
+        none = slice(0, 0), table[:0], positions[:0], sized.expand(0, -1), windows[:0]
         return pages, StepBatch(0, *none, (chunk,), None, None, protection), count
 
     count, start, most_tokens = min(tokens, length), 0, min(tokens, length)

@@ -50,7 +50,7 @@ class PrefillChunk:
         last: index behind the last token.
         start: position of the first token.
         row: ``[H, P]`` int32, pages of the tail.
-        budgets: ``[H]`` int32, B of each head.
+        budgets: ``[H]`` int32, B of each head, on the CPU.
         window: w.
         protected: p, tokens of the protected prefix.
         prefix_row: ``[F]`` int32, blocks of the prefix.

@@ -90,7 +90,7 @@ class Pool:
         own = dict(gate_scores=given_scores(p.rule, k), window=int(p.windows[r]), prefix=self.prefix([r]))
         if p.rule.draws:
             own["seed"] = int(p.seeds[r])
-        row, budgets = self.table[r], self.budgets[r]
+        row, budgets = self.table[r], self.budgets[r].cpu()
         return ops.prefill_chunk(q, k, v, self.pages, row, cut.start, budgets, **own, **self.told(r, impl))
 
     def decode(self, requests: list[int], impl: str):

@@ -93,17 +93,14 @@ def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
         assert len(padding["ops"]) <= most[step["case"]], (step["case"], padding["ops"])
 
 
-def test_a_prefill_waits_for_the_device_once_a_call(compiled):
-    """A call reads from the device once, for a chunk in several pieces and for one taken token by token.
-
-    Unequal budgets upload the numbers of their heads.
-    """
+def test_a_prefill_does_not_wait_for_the_device(compiled):
+    """Nothing is read but budgets and p, which are on the CPU, for a chunk in several pieces or token by token."""
     assert {chunk["case"] for chunk in compiled["chunks"]} == {"mlstm", "gate_scores-ages", "mlp", "mass-mean"}
     for chunk in compiled["chunks"]:
-        harmless = ("__int__", "to") if chunk["protected"] else ()  # reads of p, which is on the CPU, and casts
-        assert chunk["pieces"] > 1 and [x for x in chunk["reads"] if x not in harmless] == ["tolist"], chunk
+        casts = {"to"} if chunk["protected"] else set()
+        assert chunk["pieces"] > 1 and set(chunk["reads"]) <= casts, chunk
 
 
 def test_a_tail_begins_without_waiting(compiled):
     """Only p is read, which is on the CPU."""
-    assert compiled["begun"] and all(reads == ["tolist"] for reads in compiled["begun"])
+    assert compiled["begun"] and not any(compiled["begun"])

@@ -137,11 +137,21 @@ def serve(case: str, dtype: torch.dtype, size: int) -> list:
 
 
 @contextmanager
-def noted_reads():
-    """Yield a list that receives the names of the reads of tensors."""
+def noted_reads(*of_host: torch.Tensor):
+    """Yield a list that receives the names of the reads of tensors, but for those that are on the host on a GPU too."""
     found, kept = [], {name: getattr(torch.Tensor, name) for name in READS}
-    for name, method in kept.items():
-        setattr(torch.Tensor, name, lambda *a, name=name, method=method, **b: (found.append(name), method(*a, **b))[1])
+    host = {tensor.data_ptr() for tensor in of_host}
+
+    def noted(name):
+        def read(tensor, *args, **kwargs):
+            if tensor.data_ptr() not in host:
+                found.append(name)
+            return kept[name](tensor, *args, **kwargs)
+
+        return read
+
+    for name in kept:
+        setattr(torch.Tensor, name, noted(name))
     try:
         yield found
     finally:
@@ -158,7 +168,7 @@ def begin(case: str, dtype: torch.dtype, size: int) -> list[str]:
     p = Problem(case, 2, group=4, size=size, slots=64, dtype=dtype, q_dtype=dtype).prepare()
     pages = poisoned_pages(p.layout, p.num_blocks)
     prefix = Prefix(pages, torch.zeros(2, 40, dtype=torch.int32), torch.tensor([PREFIX, 2500]))
-    with noted_reads() as found:
+    with noted_reads(prefix.tokens) as found:
         begin_tail(pages, p.table, prefix, rule=p.rule)
     return found
 
@@ -186,7 +196,8 @@ def prefill(case: str, dtype: torch.dtype, size: int, protected: int = 0) -> dic
     module.take_step = lambda *args: (launched.append(1), step(*args))
     own = dict(rule=p.rule, scale=p.scale, gate_scores=given_scores(p.rule, k), prefix=prefix)
     try:
-        with noted_reads() as found:
+        host = p.budgets[0], *([prefix.tokens] if protected else [])
+        with noted_reads(*host) as found:
             module.prefill_chunk(q, k, v, pages, p.table[0], start, p.budgets[0], **own)
     finally:
         module.PIECE, module.attend, module.take_step = piece, attend, step

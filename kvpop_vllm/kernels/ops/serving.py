@@ -137,7 +137,7 @@ def prefill_chunk(
         pages: the layer's cache; written in place.
         page_table: ``[H, P]`` int32 block numbers, state blocks first.
         start: position of the first token.
-        budgets: ``[H]`` int32, B of each head.
+        budgets: ``[H]`` int32, B of each head, on the CPU.
         rule: retention rule of the layer.
         scale: factor on q . k.
         gate_scores: ``[L, H]`` float32, as in :func:`decode_step`.
@@ -151,7 +151,7 @@ def prefill_chunk(
 
     Raises:
         StepOrderError: ``start`` differs from ``tokens_seen``; nothing has been written. The Triton
-            implementation waits for the device to check this.
+            implementation returns NaN instead, as in :func:`decode_step`.
         ValueError: as in :func:`decode_step`.
     """
     run = resolve("prefill_chunk", impl, q)
