@@ -58,7 +58,7 @@ def test_a_denominator_that_may_be_zero_leaves_the_ratio_unbounded():
 
 
 def test_what_never_or_always_happened_has_an_interval_too():
-    """Of samples with the probability at the end of the interval, at most 1 in 40 have none."""
+    """The end of an interval is where as many units as there are have one outcome with a probability of 0.025."""
     for count in (8, 64):
         low, high = estimate("x", [0.0] * count, units=range(count), shares=True)["x interval"]
         assert low == 0 and (1 - high) ** count == pytest.approx(0.025)
