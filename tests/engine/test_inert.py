@@ -172,7 +172,9 @@ def test_add_cli_args_adds_only_the_group():
     assert EngineArgs.add_cli_args(ours) is ours
     unwrapped("add_cli_args")(stock)
     extra = set(ours._option_string_actions) - set(stock._option_string_actions)
-    assert {option for option in extra if "-" in option} == set(flags.FLAGS.values())
+    switches = {each.flag for each in flags.settings_of(flags.ENGINE).values() if each.kind is bool}
+    expected = {*flags.FLAGS.values(), *(flag.replace("--", "--no-", 1) for flag in switches)}
+    assert {option for option in extra if "-" in option} == expected
     count = len(ours._actions)
     flags.add_to(ours)
     assert len(ours._actions) == count
