@@ -53,7 +53,7 @@ TRAINED = {
     "kvpop-linear": f"{BUDGETS} {LISTWISE} {BASE} --scorer linear",
     "streaming-plus": f"{BUDGETS} {BASE} --phase streaming-plus",
     "trimkv": f"--recipe trimkv --topk 180 --gate-width 64 {GATES}",
-    "dms": f"--recipe dms --window 24 --topk 154 --compression 6 {GATES}",
+    "dms": f"--recipe dms --window 24 --topk 244 --compression 4 {GATES} {BASE}",
 }
 """Options of `kvpop distill` for each trained policy; streaming-plus is streaming-llm on a base trained for it."""
 
