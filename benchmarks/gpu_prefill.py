@@ -23,6 +23,7 @@ from gpu_training import check_same, compiled_flex, dense, visible_share
 from kernels.factories import random_rule, random_scorer
 
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
 
@@ -140,7 +141,7 @@ def reader(
         q, k, v = (x[cut] for x in tokens)
         given = gate_scores[cut] if isinstance(rule.scorer, ops.GateScore) else None
         own = dict(rule=rule, scale=SIZE**-0.5, gate_scores=given, impl="triton")
-        return ops.prefill_chunk(q, k, v, pages, table[0], start, budgets, **own)[0]
+        return ops.prefill_chunk(q, k, v, pages, table, Chunks.one(start, len(q), budgets, rule.window), **own)[0]
 
     return read
 

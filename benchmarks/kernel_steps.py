@@ -9,6 +9,7 @@ from full_pages import empty_pages
 
 from kvpop_vllm.evaluation.policies import ResolvedPolicy
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages
 
@@ -45,7 +46,8 @@ class Steps:
             rows, key = table[:, 0].long(), tuple(budgets.tolist())
             if key not in filled:
                 own = dict(rule=rule, scale=self.size**-0.5, gate_scores=self._gate_scores(rule, context))
-                ops.prefill_chunk(*prompt, pages, table[0], 0, budgets, seed=0, **own)
+                chunk = Chunks.one(0, context, budgets, rule.window)
+                ops.prefill_chunk(*prompt, pages, table[:1], chunk, seeds=torch.zeros(1, dtype=torch.int64), **own)
                 filled[key] = pages.raw[rows[0]]
             pages.raw[rows] = filled[key]
             self.layers.append((rule, pages, table, budgets.expand(requests, -1).contiguous()))

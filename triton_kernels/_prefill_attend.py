@@ -1,6 +1,7 @@
-"""Attention of a piece's queries to keys with births and evictions.
+"""Attention of a piece's queries to protected prefixes, slots and each other, under evictions.
 
-The keys that a block of queries sees are listed first, so that no other key is loaded.
+The slots and new tokens that a block of queries sees are listed first, so that no other key is loaded, and a key's
+address follows from one load.
 """
 
 from __future__ import annotations
@@ -9,6 +10,19 @@ import torch
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LN2, LOG2E, PRECISION
+from kvpop_vllm.kernels.triton._prefill_plan import (
+    FIRST,
+    HELD,
+    INSIDE,
+    KEY,
+    LENGTH,
+    POSITION,
+    REQUEST,
+    TOKEN,
+    Piece,
+    number,
+)
+from kvpop_vllm.kernels.triton._serving_pages import page_of
 from kvpop_vllm.kernels.triton._softmax import add_block
 from kvpop_vllm.kernels.triton._tiles import PREFILL, tile_of
 
@@ -16,118 +30,189 @@ LISTED = 1024  # keys that are examined together when lists are built
 LIST_BYTES = 64 << 20  # memory of the lists that exist at the same time
 
 
-@triton.jit(do_not_specialize=["skipped", "held", "total", "room"])
+@triton.jit(do_not_specialize=["skipped", "keys", "room"])
 def _list_keys(
-    gone,  # [H, T] int32: index of the first query that does not see a key
-    lists,  # [H, query blocks of this launch, room] int32
-    counts,  # [H, query blocks of this launch] int32
-    skipped, held, total, room,
-    BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr,
+    gone,  # [H, N] int32: index of the first query that does not see a key
+    cache, segments, blocks,
+    lists,  # [H, query blocks of this launch, 2, room] int32: places, and eviction times
+    counts,  # [H, query blocks of this launch, 2] int32: slots, and slots and new tokens
+    skipped, keys, room,
+    P: tl.constexpr, BLOCK_Q: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """List the keys that some query of a block sees, in their order.
+    """List the slots that some query of a block sees, by their number in the cache, then its new tokens, by their index.
 
     The launch covers the blocks from ``skipped`` on.
     """
     h = tl.program_id(1).to(tl.int64)
     row = h * tl.num_programs(0) + tl.program_id(0)
-    first = (skipped + tl.program_id(0)) * BLOCK_Q
-    end = tl.minimum(total, held + first + BLOCK_Q)
+    at = blocks + 2 * (skipped + tl.program_id(0))
+    s = tl.load(at)
+    r, held, first = (
+        number(segments, s, REQUEST),
+        number(segments, s, HELD),
+        tl.load(at + 1) - number(segments, s, INSIDE),
+    )
+    gone += h * keys + number(segments, s, KEY)
+    lists += row * 2 * room
     found = 0
-    for start in range(0, end, WIDTH):
-        key = start + tl.arange(0, WIDTH)
-        seen = tl.load(gone + h * total + key, mask=key < end, other=0) > first
+    for start in range(0, held, WIDTH):
+        slot = start + tl.arange(0, WIDTH)
+        until = tl.load(gone + slot, mask=slot < held, other=0)
+        seen = (until > first) & (slot < held)
         flags = seen.to(tl.int32)
-        tl.store(lists + row * room + found + tl.cumsum(flags, 0) - 1, key, mask=seen)
+        place = found + tl.cumsum(flags, 0) - 1
+        page = page_of(cache, r.to(tl.int64), h, P.state_pages + tl.where(seen, slot, 0) // P.slots)
+        tl.store(lists + place, page.to(tl.int32) * P.slots + slot % P.slots, mask=seen)
+        tl.store(lists + room + place, until, mask=seen)
         found += tl.sum(flags, 0)
-    tl.store(counts + row, found)
+    tl.store(counts + 2 * row, found)
+    for start in range(0, tl.minimum(number(segments, s, LENGTH), first + BLOCK_Q), WIDTH):
+        index = start + tl.arange(0, WIDTH)
+        inside = index < tl.minimum(number(segments, s, LENGTH), first + BLOCK_Q)
+        until = tl.load(gone + held + index, mask=inside, other=0)
+        seen = (until > first) & inside
+        flags = seen.to(tl.int32)
+        place = found + tl.cumsum(flags, 0) - 1
+        tl.store(lists + place, index, mask=seen)
+        tl.store(lists + room + place, until, mask=seen)
+        found += tl.sum(flags, 0)
+    tl.store(counts + 2 * row + 1, found)
 
 
-@triton.jit(do_not_specialize=["skipped", "held", "total", "room", "queries"])
+@triton.jit
+def _add_keys(
+    k, v, k_row, v_row, there, visible, rows, scale, top, weight, acc,
+    SIZE: tl.constexpr, PADDED: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    """Add the keys and values at some offsets to a running softmax; ``visible`` is ``[rows, keys]``."""
+    column = tl.arange(0, PADDED)
+    inside = there[:, None] & (column < SIZE)[None, :]
+    block_k = tl.load(k + k_row[:, None] + column[None, :], mask=inside, other=0.0)
+    block_v = tl.load(v + v_row[:, None] + column[None, :], mask=inside, other=0.0)
+    if WIDE:
+        block_k, block_v = block_k.to(tl.float32), block_v.to(tl.float32)
+    logits = tl.dot(rows, tl.trans(block_k), input_precision=PRECISION) * (scale * LOG2E)
+    return add_block(tl.where(visible, logits, float("-inf")), block_v, top, weight, acc)
+
+
+@triton.jit(do_not_specialize=["skipped", "room"])
 def _attend_keys(
-    q,  # [L, Hq, D]
-    keys,  # [H, T, D]: retained tokens, then one token per query
-    values, gone, lists, counts,
-    out,  # [L, Hq, D]
-    lse,  # [L, Hq]
-    skipped, held, total, room, queries, scale, q_token, q_head,
-    SIZE: tl.constexpr, PADDED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
+    q,  # [T, Hq, D]
+    tokens,  # k, v [T, H, D] and their strides between tokens and heads
+    cache, before, segments, blocks, lists, counts,
+    right,  # [R, H] int32, 0 if the step does not start where the cache ends
+    out,  # [T, Hq, D]
+    lse,  # [T, Hq]
+    skipped, room, scale, q_token, q_head,
+    P: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a block of queries, for all query heads of a KV head.
 
-    ROWS is BLOCK_Q times GROUP, rounded up to a power of two.
+    ROWS is BLOCK_Q times the number of query heads, rounded up to a power of two.
     """
-    h = tl.program_id(1).to(tl.int64)
-    heads = tl.num_programs(1) * GROUP
-    row, column = tl.arange(0, ROWS), tl.arange(0, PADDED)
-    query, head = (skipped + tl.program_id(0)) * BLOCK_Q + row % BLOCK_Q, h * GROUP + row // BLOCK_Q
-    fits, present = column < SIZE, (query < queries) & (row < BLOCK_Q * GROUP)
-    own = q + query[:, None].to(tl.int64) * q_token + head[:, None] * q_head + column[None, :]
+    k, v, k_token, k_head, v_token, v_head = tokens
+    size: tl.constexpr = P.size
+    padded: tl.constexpr = P.padded  # Triton 3.6 does not accept an attribute in a shape
+    h, heads = tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    at = blocks + 2 * (skipped + tl.program_id(0))
+    s, first = tl.load(at), tl.load(at + 1)
+    r, inside, token = (
+        number(segments, s, REQUEST).to(tl.int64),
+        number(segments, s, INSIDE),
+        number(segments, s, TOKEN),
+    )
+    row, column = tl.arange(0, ROWS), tl.arange(0, padded)
+    query, head = first + row % BLOCK_Q, h * P.group + row // BLOCK_Q
+    fits = column < size
+    queries = tl.minimum(first + BLOCK_Q, inside + number(segments, s, LENGTH))
+    present = (query < queries) & (row < BLOCK_Q * P.group)
+    place = (token + query).to(tl.int64)
+    own = q + place[:, None] * q_token + head[:, None] * q_head + column[None, :]
     rows = tl.load(own, mask=present[:, None] & fits[None, :], other=0.0)
     if WIDE:
         rows = rows.to(tl.float32)
-    keys += h * total * SIZE
-    values += h * total * SIZE
-    gone += h * total
-    list_of = h * tl.num_programs(0) + tl.program_id(0)
-    lists += list_of * room
-    count = tl.load(counts + list_of)
-
     top = tl.full([ROWS], float("-inf"), tl.float32)
     weight = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, PADDED], tl.float32)
-    for start in range(0, count, BLOCK_K):
+    acc = tl.zeros([ROWS, padded], tl.float32)
+    if P.protects:
+        position = number(segments, s, POSITION) + query
+        end = tl.minimum(number(segments, s, FIRST), number(segments, s, POSITION) + queries)
+        pages = before.table + r * before.table_request
+        for start in range(0, end, BLOCK_K):
+            t = start + tl.arange(0, BLOCK_K)
+            page = tl.load(pages + t // P.slots * before.table_page, mask=t < end, other=0).to(tl.int64)
+            at_key = page * before.rows + h * before.rows_head + t % P.slots * size
+            visible = (t < end)[None, :] & (t[None, :] <= position[:, None])
+            top, weight, acc = _add_keys(
+                before.k, before.v, at_key, at_key, t < end, visible, rows, scale, top, weight, acc, size, padded, WIDE
+            )
+    query -= inside
+    list_of = h * tl.num_programs(0) + tl.program_id(0)
+    lists += list_of * 2 * room
+    held, count = tl.load(counts + 2 * list_of), tl.load(counts + 2 * list_of + 1)
+    for start in range(0, held, BLOCK_K):
         entry = start + tl.arange(0, BLOCK_K)
-        listed = entry < count
-        key = tl.load(lists + entry, mask=listed, other=0)
-        until = tl.load(gone + key, mask=listed, other=0)
-        cells = key[:, None].to(tl.int64) * SIZE + column[None, :]
-        inside = listed[:, None] & fits[None, :]
-        block_k = tl.load(keys + cells, mask=inside, other=0.0)
-        block_v = tl.load(values + cells, mask=inside, other=0.0)
-        if WIDE:
-            block_k, block_v = block_k.to(tl.float32), block_v.to(tl.float32)
-        logits = tl.dot(rows, tl.trans(block_k), input_precision=PRECISION) * (scale * LOG2E)
-        visible = (key - held)[None, :] <= query[:, None]
-        visible = visible & (query[:, None] < until[None, :])
-        logits = tl.where(visible, logits, float("-inf"))
-        top, weight, acc = add_block(logits, block_v, top, weight, acc)
+        slot = tl.load(lists + entry, mask=entry < held, other=0).to(tl.int64)
+        until = tl.load(lists + room + entry, mask=entry < held, other=0)
+        at_key = slot // P.slots * cache.rows + h * cache.rows_head + slot % P.slots * size
+        visible = query[:, None] < until[None, :]
+        top, weight, acc = _add_keys(
+            cache.k, cache.v, at_key, at_key, entry < held, visible, rows, scale, top, weight, acc, size, padded, WIDE
+        )
+    for start in range(held, count, BLOCK_K):
+        entry = start + tl.arange(0, BLOCK_K)
+        index = tl.load(lists + entry, mask=entry < count, other=0)
+        until = tl.load(lists + room + entry, mask=entry < count, other=0)
+        at_key = (token + inside + index).to(tl.int64)
+        visible = (index[None, :] <= query[:, None]) & (query[:, None] < until[None, :])
+        top, weight, acc = _add_keys(
+            k, v, at_key * k_token + h * k_head, at_key * v_token + h * v_head, entry < count, visible,
+            rows, scale, top, weight, acc, size, padded, WIDE,
+        )  # fmt: skip
     weight = tl.where(present, weight, 1.0)  # every query sees itself
-    acc = acc / weight[:, None]
-    head += query.to(tl.int64) * heads  # index in [L, Hq]
-    place = out + head[:, None] * SIZE + column[None, :]
-    tl.store(place, acc.to(out.dtype.element_ty), mask=present[:, None] & fits[None, :])
-    tl.store(lse + head, (top + tl.log2(weight)) * LN2, mask=present)
+    good = tl.load(right + r * heads + h) != 0
+    acc = tl.where(good, acc / weight[:, None], float("nan"))
+    head += place * heads * P.group  # index in [T, Hq]
+    tl.store(
+        out + head[:, None] * size + column[None, :],
+        acc.to(out.dtype.element_ty),
+        mask=present[:, None] & fits[None, :],
+    )
+    tl.store(lse + head, tl.where(good, (top + tl.log2(weight)) * LN2, float("nan")), mask=present)
 
 
-def attend(q, keys, values, gone, held, budget, scale, out, lse) -> None:
-    """Compute softmax attention of queries to the keys that have been born and not evicted.
+def attend(piece: Piece, config, q, tokens, cache, before, gone, right, scale, out, lse) -> None:
+    """Compute softmax attention of a piece's queries to what each of them sees.
 
     Args:
-        q: ``[L, Hq, D]``.
-        keys, values: ``[H, held + L, D]``, contiguous; key ``held + i`` is born with query i.
-        gone: ``[H, held + L]`` int32, index of the first query that does not see a key.
-        held: number of retained tokens before the queries.
-        budget: largest number of keys that a query sees.
+        piece: the piece.
+        config: compile-time constants.
+        q: ``[T, Hq, D]``.
+        tokens: k and v ``[T, H, D]``, and their strides between tokens and heads.
+        cache, before: pages of tails and prefixes, as kernels take them.
+        gone: ``[H, N]`` int32, index of the first query that does not see a key.
+        right: ``[R, H]`` int32; outputs are NaN where it is 0.
         scale: factor on q . k.
-        out: ``[L, Hq, D]``, contiguous; written.
-        lse: ``[L, Hq]`` float32, contiguous; written.
+        out: ``[T, Hq, D]``, contiguous; written.
+        lse: ``[T, Hq]`` float32, contiguous; written.
     """
-    (queries, query_heads, size), (heads, total, _) = q.shape, keys.shape
-    group, padded = query_heads // heads, max(16, triton.next_power_of_2(size))
-    wide = q.dtype != keys.dtype or q.dtype == torch.float32
-    tile = tile_of(PREFILL, wide, size)
-    rows = max(tile.rows, triton.next_power_of_2(group))
-    block_q = rows // group
-    blocks, room = triton.cdiv(queries, block_q), min(total, budget + block_q)
-    some = min(blocks, max(1, LIST_BYTES // (4 * heads * room)))
-    lists = torch.empty(heads, some, room, dtype=torch.int32, device=q.device)
-    counts = torch.empty(heads, some, dtype=torch.int32, device=q.device)
-    for skipped in range(0, blocks, some):
-        grid, sizes = (min(some, blocks - skipped), heads), (skipped, held, total, room)
-        _list_keys[grid](gone, lists, counts, *sizes, BLOCK_Q=block_q, WIDTH=LISTED, num_warps=4)
+    heads, k = q.shape[1] // config.group, tokens[0]
+    wide = q.dtype != k.dtype or q.dtype == torch.float32
+    tile = tile_of(PREFILL, wide, config.size)
+    rows = max(tile.rows, triton.next_power_of_2(config.group))
+    block_q = rows // config.group
+    blocks, room = piece.blocks(block_q), min(piece.most_keys, piece.most_slots + block_q)
+    some = min(len(blocks), max(1, LIST_BYTES // (8 * heads * room)))
+    lists = torch.empty(heads, some, 2, room, dtype=torch.int32, device=q.device)
+    counts = torch.empty(heads, some, 2, dtype=torch.int32, device=q.device)
+    for skipped in range(0, len(blocks), some):
+        grid = min(some, len(blocks) - skipped), heads
+        _list_keys[grid](
+            gone, cache, piece.segments, blocks, lists, counts, skipped, piece.keys, room,
+            P=config, BLOCK_Q=block_q, WIDTH=LISTED, num_warps=4,
+        )  # fmt: skip
         _attend_keys[grid](
-            q, keys, values, gone, lists, counts, out, lse, *sizes, queries, scale, *q.stride()[:2],
-            SIZE=size, PADDED=padded, GROUP=group, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, WIDE=wide,
+            q, tokens, cache, before, piece.segments, blocks, lists, counts, right, out, lse, skipped, room, scale,
+            *q.stride()[:2], P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, WIDE=wide,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -6,58 +6,29 @@ state.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton._prefill_plan import Piece
 from kvpop_vllm.kernels.triton._serving_scores import multiply
-from kvpop_vllm.kernels.triton.delayed_mlstm import delayed_mlstm
+from kvpop_vllm.kernels.triton.delayed_mlstm import mlstm_of_segments
 
 from kvpop_vllm.kernels.ops import RetentionRule
 
 NORM_EPS = 1e-6
 State = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-"""C ``[1, H, F, Dv]``, z ``[1, H, F]`` and m ``[1, H]``."""
+"""C ``[1, n, F, Dv]``, z ``[1, n, F]`` and m ``[1, n]``, for n heads of segments."""
 
 
-@dataclass
-class Piece:
-    """Tokens of some heads that are keys of a piece ``[a, b)``.
-
-    The order is: tokens of long-range slots, sinks, window tokens, new tokens. Positions rise by one from the
-    first window token on.
-
-    Attributes:
-        keys, values: ``[H, T, D]``.
-        score: ``[H, T]`` float32, score fields of the slots.
-        position: ``[H, T]`` int64.
-        held: number of tokens before the new ones.
-        long_range: number of tokens in long-range slots.
-        first: offset such that ``first + t`` is the index of token t, for tokens in the window before a and
-            new tokens.
-        a, b: positions of the first new token and behind the last.
-    """
+class Rows(NamedTuple):
+    """Keys and values ``[H, P, D]`` of one token for each tail row, and its score ``[H, P]`` from insertion or None."""
 
     keys: torch.Tensor
     values: torch.Tensor
-    score: torch.Tensor
-    position: torch.Tensor
-    held: int
-    long_range: int
-    first: int
-    a: int
-    b: int
-
-    def leaving(self, rule: RetentionRule) -> slice:
-        """Return the indices of the tokens that leave the window in this piece."""
-        return slice(*(self.first + oldest_in_window(rule, q) for q in (self.a, self.b)))
-
-
-def oldest_in_window(rule: RetentionRule, q: int) -> int:
-    """Return the position of the oldest token in the window before position q, sinks excluded."""
-    return max(rule.sinks, q - rule.window)
+    score: torch.Tensor | None
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -92,67 +63,55 @@ def _products(keys: torch.Tensor, values: torch.Tensor, matrix: torch.Tensor) ->
     return out
 
 
-def _dot(piece: Piece, where: slice, weight: torch.Tensor) -> torch.Tensor:
-    """Return ``[k; v] . weight[h]``, ``[H, n]``.
+def _dot(rows: Rows, weight: torch.Tensor) -> torch.Tensor:
+    """Return ``[k; v] . weight[h]``, ``[H, P]``.
 
     It is a sum of products, because torch's settings for matrix products do not affect its precision.
     """
-    size = piece.keys.shape[-1]
+    size = rows.keys.shape[-1]
     keys, values = weight[:, None, :size], weight[:, None, size:]
-    return (piece.keys[:, where] * keys).sum(-1) + (piece.values[:, where] * values).sum(-1)
+    return (rows.keys * keys).sum(-1) + (rows.values * values).sum(-1)
 
 
 class Scores:
-    """Scorer of a rule for some heads.
+    """Scorer of a rule.
 
     Args:
-        rule: rule with the tensors of these heads alone.
+        rule: the rule.
     """
 
     def __init__(self, rule: RetentionRule):
-        self.rule, self.weights = rule, rule.scorer
-        if rule.scorer.recurrent:
-            w = self.weights
+        self.weights = w = rule.scorer
+        if w.recurrent:
             of_values = [] if w.v_proj is None else [w.v_proj]
             gates = [w.igate_weight.unsqueeze(-1), w.fgate_weight.unsqueeze(-1)]
             self.written = torch.cat([w.k_proj, *of_values, *gates], -1)
 
-    def __call__(self, piece: Piece, state: State | None) -> tuple[torch.Tensor, State | None]:
-        """Return the scores ``[H, leaving]`` of the tokens leaving the window in a piece, and the new state.
-
-        Scores computed at insertion are also written to the piece.
-        """
-        weights, where = self.weights, piece.leaving(self.rule)
-        keys = piece.keys[:, where]
-        if weights.kernel in ("none", "draw"):
-            return torch.zeros(keys.shape[:2], dtype=torch.float32, device=keys.device), None
-        if weights.takes_gate_scores:
-            return piece.score[:, where], None
+    def of_rows(self, leaving: Rows) -> torch.Tensor:
+        """Return the scores ``[H, P]`` of the tokens that leave the window, for a scorer that is no mLSTM."""
+        weights = self.weights
+        if leaving.score is not None:
+            return leaving.score
         if weights.kernel == "key_norm":
-            return weights.scores(keys, None), None
+            return weights.scores(leaving.keys, None)
         if weights.kernel == "linear":
-            return _dot(piece, where, weights.weight) + weights.bias.unsqueeze(-1), None
+            return _dot(leaving, weights.weight) + weights.bias.unsqueeze(-1)
         if weights.kernel == "mlp":
-            products = _products(keys, piece.values[:, where], weights.fc1_weight)
-            hidden = F.silu(products + weights.fc1_bias.unsqueeze(1))
-            return (hidden * weights.fc2_weight.unsqueeze(1)).sum(-1) + weights.fc2_bias.unsqueeze(-1), None
-        if weights.delayed:
-            return self._mlstm(piece, where, state)
-        new = slice(piece.held, None)
-        piece.score[:, new], state = self._mlstm(piece, new, state)
-        return piece.score[:, where], state
+            hidden = F.silu(_products(leaving.keys, leaving.values, weights.fc1_weight) + weights.fc1_bias.unsqueeze(1))
+            return (hidden * weights.fc2_weight.unsqueeze(1)).sum(-1) + weights.fc2_bias.unsqueeze(-1)
+        return torch.zeros(leaving.keys.shape[:2], dtype=torch.float32, device=leaving.keys.device)
 
-    def _mlstm(self, piece: Piece, read: slice, state: State | None) -> tuple[torch.Tensor, State]:
-        """Return the scores of the tokens ``read`` and the state after all new tokens.
+    def of_mlstm(self, piece: Piece, read: Rows, new: Rows, state: State) -> tuple[torch.Tensor, State]:
+        """Return the scores ``[H, P]`` of the tokens ``read``, read out with the new ones, and the state behind these.
 
-        The last token of ``read`` is read out after the last new token.
+        The state is of all tails of the piece and all heads, the heads in the outer order.
         """
-        new = slice(piece.held, None)
-        query = self.weights.phi(_products(piece.keys[:, read], piece.values[:, read], self.weights.q_proj))
-        skipped = piece.b - piece.a - query.shape[1]
-        query = F.pad(query, (0, 0, skipped, 0)).unsqueeze(0)
-        h, state = delayed_mlstm(query, *self.inputs(piece.keys[:, new], piece.values[:, new]), delay=0, state=state)
-        return self._score(piece, read, h[0, :, skipped:]), state
+        query = self.weights.phi(_products(read.keys, read.values, self.weights.q_proj))
+        key, value, *gates = (x[0] for x in self.inputs(new.keys, new.values))
+        none = piece.tail_rows[1]
+        gates = (gate.masked_fill(none, fill) for gate, fill in zip(gates, (-torch.inf, torch.inf), strict=True))
+        h, state = mlstm_of_segments(query, key, value, *gates, *piece.states, [x[0] for x in state])
+        return self._score(read, h), tuple(x.unsqueeze(0) for x in state)
 
     def inputs(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return the inputs of an mLSTM's state update for tokens ``keys, values [H, n, D]``.
@@ -168,10 +127,10 @@ class Scores:
         gates = zip((products[..., -2], products[..., -1]), (w.igate_bias, w.fgate_bias), strict=True)
         return tuple(x.unsqueeze(0) for x in (key, value, *(w.softcap(a + b.unsqueeze(-1)) for a, b in gates)))
 
-    def _score(self, piece: Piece, read: slice, h: torch.Tensor) -> torch.Tensor:
-        """Return the scores of readouts ``h [H, n, Dv]``."""
+    def _score(self, rows: Rows, h: torch.Tensor) -> torch.Tensor:
+        """Return the scores of readouts ``h [H, P, Dv]``."""
         w = self.weights
         if w.norm_weight is not None:
             h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + NORM_EPS) * w.norm_weight.unsqueeze(1)
         score = (F.silu(h) * w.out_weight.unsqueeze(1)).sum(-1) + w.out_bias.unsqueeze(-1)
-        return score if w.skip_weight is None else score + _dot(piece, read, w.skip_weight)
+        return score if w.skip_weight is None else score + _dot(rows, w.skip_weight)

@@ -194,6 +194,20 @@ def decode_step(
     return out, lse
 
 
+def cache_of(pages, table) -> Cache:
+    """Return the pages of a layer and their table ``[R, H, P]`` as kernels take them."""
+    arrays = pages.k, pages.v, pages.score, pages.position, pages.state
+    return Cache(*arrays, *pages.k.stride()[:2], *pages.score.stride()[:2], table, *table.stride())
+
+
+def before_of(prefix) -> Before:
+    """Return the pages of a prefix, or of none, as kernels take them."""
+    if prefix is None:
+        return Before()
+    k, v = prefix.pages.k, prefix.pages.v
+    return Before(k, v, *k.stride()[:2], prefix.table, *prefix.table.stride())
+
+
 def take_step(config, q, k, v, pages, page_table, told, rule, weights, scale, out, lse) -> None:
     """Launch the kernels of a step that has been checked.
 
@@ -208,10 +222,7 @@ def take_step(config, q, k, v, pages, page_table, told, rule, weights, scale, ou
     """
     (requests, heads, size), device = k.shape, q.device
     positions, budgets, windows, gate_scores, prefix, keys = told
-    cache = Cache(
-        pages.k, pages.v, pages.score, pages.position, pages.state,
-        *pages.k.stride()[:2], *pages.score.stride()[:2], page_table, *page_table.stride(),
-    )  # fmt: skip
+    cache = cache_of(pages, page_table)
     asked = StepInputs(
         k, v, *k.stride()[:2], *v.stride()[:2], positions, positions.stride(0),
         budgets, *budgets.stride(), gate_scores, *((0, 0) if gate_scores is None else gate_scores.stride()),
@@ -219,10 +230,6 @@ def take_step(config, q, k, v, pages, page_table, told, rule, weights, scale, ou
         windows, windows.stride(0),
         keys, *((0, 0) if keys is None else keys.stride()),
     )  # fmt: skip
-    before = Before()
-    if prefix is not None:
-        of = prefix.pages
-        before = Before(of.k, of.v, *of.k.stride()[:2], prefix.table, *prefix.table.stride())
     step_flags = torch.empty(requests, heads, MARKS.value, dtype=torch.int32, device=device)
     work = _score(config, cache, asked, weights, requests, heads, scale, step_flags)
     _evict_and_insert[heads, requests](
@@ -232,7 +239,7 @@ def take_step(config, q, k, v, pages, page_table, told, rule, weights, scale, ou
     if config.moments:
         rows = triton.cdiv(size, 32)
         _products[rows, heads, requests](cache, work[3], step_flags, heads, P=config, BLOCK_X=32, num_warps=4)
-    _attention(config, q, cache, before, out, lse, step_flags, requests, heads, scale)
+    _attention(config, q, cache, before_of(prefix), out, lse, step_flags, requests, heads, scale)
 
 
 def _floats(device, *shape) -> torch.Tensor:

@@ -45,26 +45,30 @@ def _states(
     igate,  # [rows, chunks * L], -inf behind the end
     decay,  # [rows, chunks * L]
     c_first, z_first, m_first,
-    c_states,  # [rows, chunks + 1, F, DV]
-    z_states,  # [rows, chunks + 1, F]
-    m_states,  # [rows, chunks + 1]
-    length, chunks,
+    c_states,  # [rows, chunks + segments, F, DV]
+    z_states,  # [rows, chunks + segments, F]
+    m_states,  # [rows, chunks + segments]
+    ends,  # [segments + 1], number of chunks before each segment, and in all
+    length, chunks, segments,
     HAS_FIRST: tl.constexpr, FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):  # fmt: skip
-    """Compute the state before each chunk and behind the last.
+    """Compute the state before each chunk of a segment and behind its last.
 
     Each program has one tile of C and walks over the chunks.
     """
     f, column = tl.program_id(0) * BLOCK_F, tl.program_id(1) * BLOCK_V
-    row = tl.program_id(2).to(tl.int64)
+    own = tl.program_id(2).to(tl.int64)
+    row, segment = own // segments, own % segments
+    begin, end = tl.load(ends + segment), tl.load(ends + segment + 1)
+    state = row * (chunks + segments) + begin + segment
     k += row * length * FEATURES
     v += row * length * WIDTH
     igate += row * chunks * L
     decay += row * chunks * L
-    c_states += row * (chunks + 1) * FEATURES * WIDTH
-    z_states += row * (chunks + 1) * FEATURES
-    m_states += row * (chunks + 1)
+    c_states += state * FEATURES * WIDTH
+    z_states += state * FEATURES
+    m_states += state
     features = f + tl.arange(0, BLOCK_F)
     writes_z = features < tl.where(column == 0, FEATURES, 0)  # first column of tiles for z, first tile for m
     writes_m = column + f == 0
@@ -72,15 +76,16 @@ def _states(
     z = tl.zeros([BLOCK_F], tl.float32)
     m = tl.full([], EMPTY_M, tl.float32)
     if HAS_FIRST:
-        c = tile(c_first + row * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
-        z = tl.load(z_first + row * FEATURES + features, mask=features < FEATURES, other=0.0)
-        m = tl.load(m_first + row)
-    for chunk in range(chunks):
+        c = tile(c_first + own * FEATURES * WIDTH, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
+        z = tl.load(z_first + own * FEATURES + features, mask=features < FEATURES, other=0.0)
+        m = tl.load(m_first + own)
+    for chunk in range(begin, end):
         store_tile(c_states, c, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
         tl.store(z_states + features, z, mask=writes_z)
-        tl.store(m_states + chunk, m, mask=writes_m)
+        tl.store(m_states, m, mask=writes_m)
         c_states += FEATURES * WIDTH
         z_states += FEATURES
+        m_states += 1
         tokens = chunk * L + tl.arange(0, L)
         total = tl.load(decay + chunk * L + L - 1)
         write = total - tl.load(decay + tokens) + tl.load(igate + tokens)
@@ -93,7 +98,7 @@ def _states(
         m = new_m
     store_tile(c_states, c, f, FEATURES, WIDTH, column, WIDTH, BLOCK_F, BLOCK_V)
     tl.store(z_states + features, z, mask=writes_z)
-    tl.store(m_states + chunks, m, mask=writes_m)
+    tl.store(m_states, m, mask=writes_m)
 
 
 @triton.jit
@@ -102,7 +107,8 @@ def _readout(
     h,  # [rows, S, DV]
     m_rows,  # [rows, chunks * L]
     denominators,  # [rows, chunks * L]
-    delay, length, chunks,
+    segment_of,  # [chunks]
+    delay, length, chunks, segments,
     FEATURES: tl.constexpr, WIDTH: tl.constexpr, L: tl.constexpr, BLOCK_F: tl.constexpr, BLOCK_V: tl.constexpr,
 ):  # fmt: skip
     """Compute a block of columns of h for the tokens of a chunk, and their stabilisers and denominators."""
@@ -112,7 +118,7 @@ def _readout(
     first = chunk * L
     tokens = tl.arange(0, L)
     at = row * chunks * L + first + tokens
-    state = row * (chunks + 1) + chunk
+    state = row * (chunks + segments) + chunk + tl.load(segment_of + chunk)
     decays, gates = tl.load(decay + at), tl.load(igate + at)
     pair = decays[:, None] - decays[None, :] + gates[None, :]
     pair = tl.where(tokens[:, None] >= tokens[None, :], pair, float("-inf"))
@@ -161,9 +167,9 @@ def _largest_tile(device: torch.device) -> int:
 class _Layout:
     """Sizes, tiles and gates of one call; all tensors have one row per sequence and head."""
 
-    def __init__(self, q, v, igate, fgate, delay, chunk):
+    def __init__(self, q, v, igate, fgate, chunk):
         (self.rows, self.length, self.features), self.width = q.shape, v.shape[-1]
-        self.delay, self.chunk = delay, chunk
+        self.chunk = chunk
         self.chunks = triton.cdiv(self.length, chunk)
         self.block_f, self.block_v = (
             min(_largest_tile(q.device), max(16, triton.next_power_of_2(n))) for n in (self.features, self.width)
@@ -191,16 +197,32 @@ class _Layout:
     def empty(self, *shape):
         return torch.empty(shape, dtype=torch.float32, device=self.igate.device)
 
-    def states(self, k, v, state):
-        """Return C, z and m before each chunk and behind the last."""
-        where = self.rows, self.chunks + 1
+    def one_segment(self):
+        """Return the ends of one segment of all chunks, and the segment of each chunk."""
+        ends = torch.arange(2, dtype=torch.int32, device=self.igate.device) * self.chunks
+        return ends, torch.zeros(self.chunks, dtype=torch.int32, device=self.igate.device)
+
+    def states(self, k, v, state, ends):
+        """Return C, z and m before each chunk and behind the last, segment after segment."""
+        segments = len(ends) - 1
+        where = self.rows, self.chunks + segments
         states = self.empty(*where, self.features, self.width), self.empty(*where, self.features), self.empty(*where)
         first = (None, None, None) if state is None else state
-        _states[self.f_blocks, self.v_blocks, self.rows](
-            k, v, self.igate, self.decay, *first, *states, self.length, self.chunks,
+        _states[self.f_blocks, self.v_blocks, self.rows * segments](
+            k, v, self.igate, self.decay, *first, *states, ends, self.length, self.chunks, segments,
             HAS_FIRST=state is not None, **self.tiles(),
         )  # fmt: skip
         return states
+
+    def readout(self, q, k, v, states, segment_of, delay):
+        """Return h, and the stabilisers and denominators of its rows."""
+        h, m_rows, denominators = torch.empty_like(v), torch.empty_like(self.igate), torch.empty_like(self.igate)
+        segments = states[2].shape[1] - self.chunks
+        _readout[self.v_blocks, self.chunks, self.rows](
+            q, k, v, self.igate, self.decay, *states, h, m_rows, denominators, segment_of,
+            delay, self.length, self.chunks, segments, **self.tiles("F"),
+        )  # fmt: skip
+        return h, m_rows, denominators
 
 
 class _DelayedMLSTM(torch.autograd.Function):
@@ -211,18 +233,14 @@ class _DelayedMLSTM(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, q, k, v, igate, fgate, delay, chunk, *state):
-        layout = _Layout(q, v, igate, fgate, delay, chunk)
-        c_states, z_states, m_states = layout.states(k, v, state or None)
-        h = torch.empty_like(v)
+        layout = _Layout(q, v, igate, fgate, chunk)
+        ends, segment_of = layout.one_segment()
+        states = layout.states(k, v, state or None, ends)
+        h, m_rows, denominators = layout.readout(q, k, v, states, segment_of, delay)
         h[:, max(0, layout.length - delay) :] = 0
-        m_rows, denominators = torch.empty_like(layout.igate), torch.empty_like(layout.igate)
-        _readout[layout.v_blocks, layout.chunks, layout.rows](
-            q, k, v, layout.igate, layout.decay, c_states, z_states, m_states, h, m_rows, denominators,
-            delay, layout.length, layout.chunks, **layout.tiles("F"),
-        )  # fmt: skip
         ctx.save_for_backward(q, k, v, igate, fgate, h, m_rows, denominators, *state)
         ctx.options = delay, chunk
-        last = c_states[:, -1].clone(), z_states[:, -1].clone(), m_states[:, -1].clone()
+        last = tuple(x[:, -1].clone() for x in states)
         ctx.mark_non_differentiable(*last)
         return h, *last
 
@@ -231,8 +249,8 @@ class _DelayedMLSTM(torch.autograd.Function):
     def backward(ctx, grad, *_):
         q, k, v, igate, fgate, h, m_rows, denominators, *state = ctx.saved_tensors
         delay, chunk = ctx.options
-        layout = _Layout(q, v, igate, fgate, delay, chunk)
-        states = layout.states(k, v, state or None)
+        layout = _Layout(q, v, igate, fgate, chunk)
+        states = layout.states(k, v, state or None, layout.one_segment()[0])
         grad = grad.contiguous()
         rows, chunks, reads = layout.rows, layout.chunks, max(0, layout.length - delay)
         counts = delay, layout.length, chunks
@@ -274,8 +292,28 @@ def last_state(k, v, igate, fgate):
     """
     lead = k.shape[:2]
     k, v, igate, fgate = (t.float().flatten(0, 1).contiguous() for t in (k, v, igate, fgate))
-    states = _Layout(k, v, igate, fgate, 0, LARGEST_CHUNK).states(k, v, None)
+    layout = _Layout(k, v, igate, fgate, LARGEST_CHUNK)
+    states = layout.states(k, v, None, layout.one_segment()[0])
     return tuple(t[:, -1].unflatten(0, lead) for t in states)
+
+
+def mlstm_of_segments(q, k, v, igate, fgate, ends, segment_of, state):
+    """Return the readouts ``[H, P, DV]`` of segments that lie one after another, and the state behind each.
+
+    Args:
+        q, k: ``[H, P, F]`` float32; P is a multiple of :data:`LARGEST_CHUNK`.
+        v: ``[H, P, DV]`` float32.
+        igate, fgate: ``[H, P]``, -inf and inf behind the end of a segment.
+        ends: ``[S + 1]`` int32, number of chunks before each segment, and in all.
+        segment_of: ``[P / LARGEST_CHUNK]`` int32, segment of each chunk.
+        state: C ``[H * S, F, DV]``, z ``[H * S, F]`` and m ``[H * S]`` before each segment, and so behind each.
+    """
+    q, k, v, *state = (x.contiguous() for x in (q, k, v, *state))
+    layout = _Layout(q, v, igate, fgate, LARGEST_CHUNK)
+    states = layout.states(k, v, state, ends)
+    h, *_ = layout.readout(q, k, v, states, segment_of, 0)
+    last = (ends[1:] + torch.arange(len(ends) - 1, device=ends.device)).long()
+    return h, tuple(x[:, last].flatten(0, 1) for x in states)
 
 
 def delayed_mlstm(q, k, v, igate, fgate, *, delay, state=None, chunk=64):

@@ -1,9 +1,10 @@
-"""Eviction times of tokens that are added one by one to k slots.
+"""Eviction times of tokens that are added one by one to k slots, for all segments of a piece at once.
 
 If the order is static, a token is evicted once k tokens that rank above it have arrived: at the k-th smallest
 arrival among them, or at its own arrival if that is later. With the arrivals listed by rank, best first, this
-is an order statistic of every prefix, which :mod:`running_topk` computes for all prefixes at once. If the
-order changes with the query's position, one program per head processes the arrivals one by one.
+is an order statistic of every prefix, which :mod:`running_topk` computes for all prefixes at once. Segments are ranked
+one after another, so that all entries of earlier segments count as arrived and rank above. If the
+order changes with the query's position, one program per head and segment processes the arrivals one by one.
 """
 
 from __future__ import annotations
@@ -13,10 +14,32 @@ import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._draws import draw
 from kvpop_vllm.kernels.triton._lowest_score import FAR, lower_of, lowest_of, none_yet
-from kvpop_vllm.kernels.triton.running_topk import _kth_smallest
+from kvpop_vllm.kernels.triton._prefill_plan import (
+    ENTRY,
+    FILLED,
+    LEAVING,
+    LENGTH,
+    REQUEST,
+    SINKS,
+    START,
+    WINDOW,
+    Piece,
+    Segment,
+    number,
+)
+from kvpop_vllm.kernels.triton.running_topk import kth_smallest
 
 NEVER = torch.iinfo(torch.int64).max
+LAST = 2**31 - 1
+"""Eviction time of a token that is not evicted within its piece."""
 BLOCK = 2048
+
+
+@triton.jit
+def held_long(segments, topk, s, h, heads):
+    """Return the number of long-range slots that head h of segment s uses before the piece."""
+    before = number(segments, s, START) - number(segments, s, SINKS) - number(segments, s, WINDOW)
+    return tl.minimum(tl.maximum(before, 0), tl.load(topk + s * heads + h))
 
 
 @triton.jit
@@ -33,41 +56,56 @@ def _effective(raw, token, q, log_gamma, key, decay_step, AGES: tl.constexpr, DR
     return score + (age // decay_step).to(tl.float64) * log_gamma
 
 
-@triton.jit(do_not_specialize=["held", "total", "topk", "window", "decay_step"])
+@triton.jit(do_not_specialize=["entries", "decay_step"])
 def _simulate(
-    score,  # [H, T] float32
-    position,  # [H, T] int32
+    score,  # [H, E] float32
+    position,  # [H, E] int32
     log_gamma,  # [H] float64
-    keys,  # [H] int64, keys of draws
-    slots,  # [H, 3, k] int32: index, position and score bits of each slot's token; initially the held ones
-    gone,  # [H, T] int64
-    held, total, topk, window, decay_step,
+    keys,  # [R, H] int64, keys of draws
+    slots,  # [H, 3, E] int32, workspace: entry, position and score bits of each slot's token
+    gone,  # [H, E] int32
+    segments, topk, entries, decay_step,
     AGES: tl.constexpr, DRAWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Process the arrivals of one head one by one.
+    """Process the arrivals of one head of a segment one by one.
 
     Once all slots are filled, the lowest of the tokens in the slots and the arrival is evicted.
     """
-    h = tl.program_id(0).to(tl.int64)
-    score += h * total
-    position += h * total
-    gone += h * total
-    slots += h * 3 * topk
+    s, h, heads = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.num_programs(1)
+    first, filled, most = (
+        number(segments, s, ENTRY),
+        held_long(segments, topk, s, h, heads),
+        tl.load(topk + s * heads + h),
+    )
+    arrives, window = number(segments, s, FILLED), number(segments, s, WINDOW)
+    total = arrives + number(segments, s, LEAVING)
+    since = number(segments, s, LENGTH) - total
+    score += h * entries + first
+    position += h * entries + first
+    gone += h * entries + first
+    slots += h * 3 * entries + first
     gamma, key = tl.load(log_gamma + h), h
     if DRAWS:
-        key = tl.load(keys + h)
-    filled = held
-    for j in range(held, total):
+        key = tl.load(keys + number(segments, s, REQUEST) * heads + h)
+    for start in range(0, filled, BLOCK):
+        slot = start + tl.arange(0, BLOCK)
+        inside = slot < filled
+        tl.store(slots + slot, slot, mask=inside)
+        tl.store(slots + entries + slot, tl.load(position + slot, mask=inside), mask=inside)
+        bits = tl.load(score + slot, mask=inside, other=0.0).to(tl.int32, bitcast=True)
+        tl.store(slots + 2 * entries + slot, bits, mask=inside)
+    tl.debug_barrier()
+    for j in range(arrives, total):
         raw, t = tl.load(score + j), tl.load(position + j)
         q = t + window
         target = filled
-        if filled >= topk:
+        if filled >= most:
             best, oldest, where = none_yet(BLOCK)
-            for start in range(0, topk, BLOCK):
+            for start in range(0, most, BLOCK):
                 slot = start + tl.arange(0, BLOCK)
-                inside = slot < topk
-                token = tl.load(slots + topk + slot, mask=inside, other=0)
-                bits = tl.load(slots + 2 * topk + slot, mask=inside, other=0)
+                inside = slot < most
+                token = tl.load(slots + entries + slot, mask=inside, other=0)
+                bits = tl.load(slots + 2 * entries + slot, mask=inside, other=0)
                 token = tl.where(inside, token, q - 1)
                 raws = bits.to(tl.float32, bitcast=True)
                 effective = _effective(raws, token, q, gamma, key, decay_step, AGES, DRAWS)
@@ -76,13 +114,57 @@ def _simulate(
             stays = (_effective(raw, t, q, gamma, key, decay_step, AGES, DRAWS) >= lowest) & (victim != FAR)
             target = tl.where(stays, victim, -1)
             leaves = tl.where(stays, tl.load(slots + tl.where(stays, victim, 0), mask=stays, other=0), j)
-            tl.store(gone + leaves, q.to(tl.int64))
+            tl.store(gone + leaves, since + j)
         tl.debug_barrier()  # all threads have read the words that are overwritten
         tl.store(slots + target, j, mask=target >= 0)
-        tl.store(slots + topk + target, t, mask=target >= 0)
-        tl.store(slots + 2 * topk + target, raw.to(tl.int32, bitcast=True), mask=target >= 0)
-        filled = tl.minimum(filled + 1, topk)
+        tl.store(slots + entries + target, t, mask=target >= 0)
+        tl.store(slots + 2 * entries + target, raw.to(tl.int32, bitcast=True), mask=target >= 0)
+        filled = tl.minimum(filled + 1, most)
         tl.debug_barrier()  # the stores are visible before the next arrival
+
+
+def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ages=False, keys=None) -> torch.Tensor:
+    """Return ``[H, E]`` int32: the first query of its segment that does not see an entry's token, or ``LAST``.
+
+    The values of long-range slots that are not in use before the piece have no meaning.
+
+    Args:
+        piece: the piece.
+        score: ``[H, E]`` float32, -inf for slots that are not in use.
+        position: ``[H, E]`` int32, -1 for slots that are not in use.
+        log_gamma: ``[H]`` float64.
+        decay_step: n.
+        ages: as in :func:`kvpop_vllm.kernels.ops.online_topk`.
+        keys: ``[R, H]`` int64 keys of draws, or None.
+    """
+    gone = torch.full(score.shape, LAST, dtype=torch.int32, device=score.device)
+    if not piece.evicts:
+        return gone
+    if decay_step == 1 and not ages and keys is None:
+        return _static_order(piece, score, position, log_gamma, gone)
+    (heads, entries), block = score.shape, min(BLOCK, triton.next_power_of_2(max(16, piece.most_entries)))
+    slots = torch.empty(heads, 3, entries, dtype=torch.int32, device=score.device)
+    _simulate[len(piece), heads](
+        score, position, log_gamma, keys, slots, gone, piece.segments, piece.topk, entries, decay_step,
+        AGES=ages, DRAWS=keys is not None, BLOCK=block, num_warps=8, enable_fp_fusion=False,
+    )  # fmt: skip
+    return gone
+
+
+def _static_order(piece: Piece, score, position, log_gamma, gone):
+    """Write the eviction times under a static order into ``gone`` and return it."""
+    owner, first, topk, arrival = piece.entry_numbers
+    priority = score.double() - position.double() * log_gamma.unsqueeze(-1)
+    newest = position.argsort(dim=-1, descending=True)
+    order = newest.gather(-1, priority.gather(-1, newest).argsort(dim=-1, descending=True, stable=True))
+    if len(piece) > 1:
+        order = order.gather(-1, owner[order].argsort(dim=-1, stable=True))
+    rank = torch.arange(order.shape[-1], device=order.device)
+    above = rank.clamp_min(1).expand_as(order)
+    left = (first + topk).minimum(above)
+    last = kth_smallest(order.int(), left.int(), above.int()).maximum(order)
+    evicted = torch.where(rank - first >= topk, last + arrival, LAST)
+    return gone.scatter_(-1, order, evicted.int())
 
 
 def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1, ages=False, keys=None):
@@ -94,31 +176,14 @@ def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1,
     (heads, total), device = score.shape, score.device
     if held > topk:
         raise ValueError(f"{held} tokens are held in {topk} slots")
-    gone = torch.full((heads, total), NEVER, dtype=torch.int64, device=device)
-    if total <= topk or total <= held:
-        return gone
-    if topk == 0 or decay_step == 1 and not ages and keys is None:
-        return _static_order(score, position, held, topk, window, log_gamma, gone)
-    score, position, log_gamma = score.float().contiguous(), position.int().contiguous(), log_gamma.contiguous()
-    slots = torch.empty(heads, 3, topk, dtype=torch.int32, device=device)
-    slots[:, 0, :held] = torch.arange(held, dtype=torch.int32, device=device)
-    slots[:, 1, :held], slots[:, 2, :held] = position[:, :held], score[:, :held].view(torch.int32)
-    _simulate[(heads,)](
-        score, position, log_gamma, keys, slots, gone, held, total, topk, window, decay_step, AGES=ages,
-        DRAWS=keys is not None,
-        BLOCK=min(BLOCK, triton.next_power_of_2(max(16, topk))), num_warps=8, enable_fp_fusion=False,
-    )  # fmt: skip
-    return gone
-
-
-def _static_order(score, position, held, topk, window, log_gamma, gone):
-    """Write the eviction times under a static order into ``gone`` and return it."""
-    (heads, total), device = score.shape, score.device
-    leaving = last = torch.arange(held, total, device=device).expand(heads, -1)  # evicted tokens, arrivals
-    if topk:
-        priority = score.double() - position.double() * log_gamma.unsqueeze(-1)
-        newest = position.argsort(dim=-1, descending=True)
-        order = newest.gather(-1, priority.gather(-1, newest).argsort(dim=-1, descending=True, stable=True))
-        leaving = order[:, topk:]
-        last = _kth_smallest(order.int(), topk, topk, total - topk).maximum(leaving.int())
-    return gone.scatter_(-1, leaving, position[:, held : held + 1] + window + last.long() - held)
+    if total == held:
+        return torch.full((heads, total), NEVER, dtype=torch.int64, device=device)
+    piece = Piece([Segment(0, 0, total - held, held + window, 0, 0, window, [topk] * heads)], device)
+    unused = piece.entries - total
+    entry = torch.cat([torch.arange(held, device=device), torch.arange(held, total, device=device) + unused])
+    scores = torch.full((heads, piece.entries), -torch.inf, device=device)
+    positions = torch.full((heads, piece.entries), -1, dtype=torch.int32, device=device)
+    scores[:, entry], positions[:, entry] = score.float(), position.int()
+    told = {"log_gamma": log_gamma.contiguous(), "decay_step": decay_step, "ages": ages}
+    gone = eviction_times(piece, scores, positions, keys=None if keys is None else keys.unsqueeze(0), **told)[:, entry]
+    return torch.where(gone == LAST, NEVER, position[:, held : held + 1] + window + gone)

@@ -87,15 +87,17 @@ def _ranks(priority: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(order, dtype=torch.int32).scatter_(-1, length - 1 - order, places)
 
 
-def _kth_smallest(ranks: torch.Tensor, topk: int, first: int, queries: int) -> torch.Tensor:
-    """Return ``[rows, queries]``: the k-th smallest of ``ranks[:, :first + i]`` for each i.
+def kth_smallest(ranks: torch.Tensor, left: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Return ``[rows, queries]``: the ``left``-th smallest of the first ``count`` ranks.
 
-    ``ranks [rows, S]`` are permutations.
+    Args:
+        ranks: ``[rows, S]`` int32, permutations; overwritten.
+        left: ``[rows, queries]`` int32, at most ``count``; overwritten.
+        count: ``[rows, queries]`` int32; overwritten.
     """
-    rows, length = ranks.shape
-    count = torch.arange(first, first + queries, dtype=torch.int32, device=ranks.device).repeat(rows, 1)
-    low, left = torch.zeros_like(count), torch.full_like(count, topk)
-    spare = torch.empty_like(ranks)
+    (rows, length), queries = ranks.shape, count.shape[1]
+    left, count = left.contiguous(), count.contiguous()
+    low, spare = torch.zeros_like(count), torch.empty_like(ranks)
     zeros = torch.empty(rows, length + 1, dtype=torch.int32, device=ranks.device)
     for digit in reversed(range((length - 1).bit_length())):
         _count_and_split[(rows,)](ranks, zeros, spare, length, 1 << digit, BLOCK=BLOCK, num_warps=4)
@@ -115,5 +117,7 @@ def running_topk(priority, *, sinks, window, topk):
     if topk and length > first:
         # tokens that are never eligible go last: no prefix includes them, and the ranks stay a permutation
         arrival = torch.cat([rank[:, sinks : length - window], rank[:, length - window :], rank[:, :sinks]], dim=1)
-        cutoff[:, first:] = _kth_smallest(arrival, topk, topk + 1, length - first)
+        count = torch.arange(topk + 1, topk + 1 + length - first, dtype=torch.int32, device=rank.device)
+        count = count.repeat(len(rank), 1)
+        cutoff[:, first:] = kth_smallest(arrival, torch.full_like(count, topk), count)
     return rank.view(shape), cutoff.view(shape)

@@ -1,17 +1,19 @@
 """Attention of one layer over a fixed-budget paged cache, for any engine.
 
-Decode rows run together, prefill chunks one by one.
+Decode rows run together, and so do prefill chunks.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
 from kvpop_vllm.kernels import compress, divided, ops, rounds
+from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
@@ -77,12 +79,6 @@ class PrefillChunk:
         """Position behind the last token."""
         return self.start + self.last - self.first
 
-    def prefix(self, pages: Pages) -> Prefix | None:
-        """Return the protected prefix as the kernels take it, or None; ``pages`` are by block."""
-        if not self.protected:
-            return None
-        return Prefix(pages, self.prefix_row.unsqueeze(0), torch.tensor([self.protected]))
-
     def cut_at_prompts_end(self) -> list[PrefillChunk]:
         """Return the chunk, cut where its prompt, the protected tokens, is compressed."""
         cut = self.first + min(self.end, self.protected) - self.start
@@ -90,6 +86,48 @@ class PrefillChunk:
         if cut < self.last:
             parts.append(replace(self, first=cut, start=self.protected, protected=0, follows=True))
         return parts
+
+
+@dataclass(frozen=True)
+class ChunkGroup:
+    """Chunks that are prefilled in one call.
+
+    Attributes:
+        tokens: indices of their tokens in the flat batch.
+        chunks: start, length, budgets and window of each.
+        table: ``[R, H, P]`` int32, pages of their tails.
+        prefix_table: ``[R, F]`` int32, their prefix blocks, None if no request has a prefix.
+        protected: ``[R]`` int64 on the CPU, p of each.
+        seeds: ``[R]`` int64, seeds of the draws, None if nothing is drawn.
+    """
+
+    tokens: slice | torch.Tensor
+    chunks: Chunks
+    table: torch.Tensor
+    prefix_table: torch.Tensor | None
+    protected: torch.Tensor
+    seeds: torch.Tensor | None
+
+    @classmethod
+    def of(cls, parts: Sequence[PrefillChunk]) -> ChunkGroup:
+        """Return the group of some chunks of a step, in their order."""
+        lengths = [part.last - part.first for part in parts]
+        tokens = slice(parts[0].first, parts[-1].last)
+        if sum(lengths) < tokens.stop - tokens.start:  # decoded tokens lie between them
+            tokens = torch.cat([torch.arange(part.first, part.last) for part in parts])
+        budgets = torch.stack([part.budgets for part in parts])
+        chunks = Chunks([part.start for part in parts], lengths, budgets, [part.window for part in parts])
+        protected = torch.tensor([part.protected for part in parts], device="cpu")
+        table, seeds, prefixes = torch.stack([part.row for part in parts]), None, None
+        if any(protected):
+            prefixes = torch.stack([part.prefix_row for part in parts])
+        if parts[0].seed is not None:
+            seeds = torch.tensor([part.seed for part in parts], device=table.device)
+        return cls(tokens, chunks, table, prefixes, protected, seeds)
+
+    def prefix(self, pages: Pages) -> Prefix | None:
+        """Return the protected prefixes as the kernels take them, or None; ``pages`` are by block."""
+        return None if self.prefix_table is None else Prefix(pages, self.prefix_table, self.protected)
 
 
 @dataclass(frozen=True)
@@ -149,6 +187,11 @@ class StepBatch:
     slot_zero: torch.Tensor | None
     protection: Protection | None = None
     seeds: torch.Tensor | None = None
+
+    @cached_property
+    def group(self) -> ChunkGroup:
+        """All prefill chunks, of which there is one at least."""
+        return ChunkGroup.of(self.prefills)
 
     @classmethod
     def build(
@@ -351,8 +394,12 @@ class FixedBudgetAttention:
                 ops.begin_tail(pages, protection.begun, begun, rule=self.rule, impl=self.impl)
         if batch.decodes:
             self._decode(q, k, v, pages, batch, prefix, out, gate_scores)
+        if self.rule.rounds is None and not any(chunk.compresses for chunk in batch.prefills):
+            if batch.prefills:
+                self._prefill(q, k, v, pages, blocks, batch.group, out, gate_scores)
+            return
         for chunk in itertools.chain.from_iterable(map(self._between_rounds, batch.prefills)):
-            self._prefill(q, k, v, pages, blocks, chunk, out, gate_scores)
+            self._prefill_alone(q, k, v, pages, blocks, chunk, out, gate_scores)
 
     def _decode(self, q, k, v, pages: Pages, batch: StepBatch, prefix: Prefix | None, out, gate_scores) -> None:
         """Run the decode rows of a step, and the rounds that are due after them; arguments as in :meth:`forward`."""
@@ -379,35 +426,37 @@ class FixedBudgetAttention:
             rows = rounds.Rows(pages, batch.table, ends, *sizes, protected, batch.seeds)
             rounds.run_due_rounds(q[at], rows, self.rule, self.scale)
 
-    def _prefill(self, q, k, v, pages: Pages, blocks: Pages, chunk: PrefillChunk, out, gate_scores) -> None:
-        """Run a chunk, and the compression or round that is due at its end; arguments as in :meth:`forward`."""
-        cut, row, budgets = slice(chunk.first, chunk.last), chunk.row, chunk.budgets
-        if chunk.follows and self.rule.votes.adaptive_head_budgets:
-            (budgets,), (row,) = divided.load_page_table(pages, row.unsqueeze(0), self.rule.votes)
-        prefix = chunk.prefix(blocks)
-        out[cut], _ = ops.prefill_chunk(
-            q[cut],
-            k[cut],
-            v[cut],
+    def _prefill(self, q, k, v, pages: Pages, blocks: Pages, group: ChunkGroup, out, gate_scores) -> None:
+        """Run chunks together; arguments as in :meth:`forward`."""
+        at = group.tokens
+        out[at], _ = ops.prefill_chunk(
+            q[at],
+            k[at],
+            v[at],
             pages,
-            row,
-            chunk.start,
-            budgets,
+            group.table,
+            group.chunks,
             rule=self.rule,
             scale=self.scale,
-            gate_scores=None if gate_scores is None else gate_scores[cut],
-            prefix=prefix,
-            seed=chunk.seed,
-            window=chunk.window,
+            gate_scores=None if gate_scores is None else gate_scores[at],
+            prefix=group.prefix(blocks),
+            seeds=group.seeds,
             impl=self.impl,
         )
+
+    def _prefill_alone(self, q, k, v, pages: Pages, blocks: Pages, chunk: PrefillChunk, out, gate_scores) -> None:
+        """Run a chunk, and the compression or round that is due at its end; arguments as in :meth:`forward`."""
+        if chunk.follows and self.rule.votes.adaptive_head_budgets:
+            (budgets,), (row,) = divided.load_page_table(pages, chunk.row.unsqueeze(0), self.rule.votes)
+            chunk = replace(chunk, budgets=budgets, row=row)
+        group = ChunkGroup.of([chunk])
+        self._prefill(q, k, v, pages, blocks, group, out, gate_scores)
         if chunk.compresses:
-            self._compress(q[cut], pages, chunk, prefix)
+            self._compress(q[group.tokens], pages, chunk, group.prefix(blocks))
         if self.rule.rounds is not None:
-            seeds = None if chunk.seed is None else torch.tensor([chunk.seed])
-            sizes = [int(budgets[0])], [chunk.window], [chunk.protected], seeds
-            rows = rounds.Rows(pages, row.unsqueeze(0), [chunk.end], *sizes)
-            rounds.run_due_rounds(q[cut], rows, self.rule, self.scale)
+            sizes = group.chunks.budgets[:, 0].tolist(), [chunk.window], [chunk.protected], group.seeds
+            rows = rounds.Rows(pages, group.table, [chunk.end], *sizes)
+            rounds.run_due_rounds(q[group.tokens], rows, self.rule, self.scale)
 
     def _between_rounds(self, chunk: PrefillChunk) -> Iterator[PrefillChunk]:
         """Yield the parts of a chunk, cut where rounds are due."""

@@ -1,7 +1,4 @@
-"""Attention of a chunk to a protected prefix, for prefill kernels that attend to the tail alone.
-
-The attention runs on torch's kernels unless the implementation provides its own.
-"""
+"""Attention of a chunk to a protected prefix, for prefill kernels that attend to the tail alone."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def with_prefix(
     scale: float,
     *,
     attends: bool,
-    attend: Callable[..., Attended] | None = None,
+    attend: Callable[..., Attended],
 ) -> Attended:
     """Run a chunk that may begin within a protected prefix, end in it, or lie behind it.
 
@@ -40,12 +37,12 @@ def with_prefix(
         attends: True if ``run_tail`` attends to the prefix too; otherwise its results are merged with
             attention to the prefix.
         attend: function ``(q, prefix, begin, end, scale, causal)`` that returns attention of ``q`` to the
-            protected tokens ``[begin, end)``; torch's by default.
+            protected tokens ``[begin, end)``. If ``causal``, there are as many tokens as queries, and query i sees the
+            first i + 1 of them.
 
     Returns:
         Outputs ``[L, Hq, D]`` and log-sum-exps ``[L, Hq]`` float32.
     """
-    attend = attend or _attend
     protects = 0 if prefix is None else int(prefix.tokens[0])
     inside, parts = min(max(protects - start, 0), len(q)), []
     if inside:
@@ -69,30 +66,3 @@ def _with_all(attend, found: Attended, q: torch.Tensor, prefix: Prefix | None, e
         out = torch.lerp(out.float(), part.float(), torch.exp(part_lse - merged).unsqueeze(-1))
         lse = merged
     return out.to(dtype), lse
-
-
-def _attend(q: torch.Tensor, prefix: Prefix, begin: int, end: int, scale: float, causal: bool) -> Attended:
-    """Return softmax attention of ``q [L, Hq, D]`` to the protected tokens ``[begin, end)``.
-
-    If ``causal``, there are as many tokens as queries, and query i sees the first i + 1 of them.
-    """
-    keys, values = prefix.gather(0, begin, end)
-    heads, group = keys.shape[0], q.shape[1] // keys.shape[0]
-    rows = q.transpose(0, 1).unflatten(0, (heads, group))
-    keys, values = (x.to(q.dtype).unsqueeze(1).expand(-1, group, -1, -1) for x in (keys, values))
-    out, lse = _fused(rows, keys, values, scale, causal)
-    return out.flatten(0, 1).transpose(0, 1), lse.flatten(0, 1).T.float()
-
-
-def _fused(q, k, v, scale, causal) -> Attended:
-    """Return attention ``[H, G, L, D]`` and natural log-sum-exps ``[H, G, L]``.
-
-    The kernel is torch's for the device and dtype.
-    """
-    aten = torch.ops.aten
-    if q.device.type == "cpu":
-        return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
-    if q.dtype in (torch.float16, torch.bfloat16):
-        return aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, False, scale=scale)[:2]
-    out, lse, *_ = aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
-    return out, lse[..., : q.shape[2]]

@@ -9,6 +9,7 @@ from kernels.naive import visible_keys
 
 from kvpop_vllm.distill.retention import running_cutoffs
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.kernels.pages import PageLayout
 from kvpop_vllm.roles import Retention
 from kvpop_vllm.scorers.linear import LinearWeights
@@ -56,7 +57,8 @@ def check_the_same_rule(q, k, v, log_gamma, roles, chunks):
             at = torch.tensor([seen])
             ops.decode_step(q[cut], k[cut], v[cut], pages, table, at, budgets[None], rule=rule, scale=0.2)
         else:
-            ops.prefill_chunk(q[cut], k[cut], v[cut], pages, table[0], seen, budgets, rule=rule, scale=0.2)
+            chunk = Chunks.one(seen, count, budgets, rule.window)
+            ops.prefill_chunk(q[cut], k[cut], v[cut], pages, table, chunk, rule=rule, scale=0.2)
         seen, i = seen + count, i + 1
         for h, held in enumerate(positions_held(pages, table, layout, rule, roles.budget, seen)):
             assert held == set(mask[h, seen - 1].nonzero().flatten().tolist())

@@ -35,6 +35,7 @@ from kernels.test_running_topk import test_cutoffs_by_name, test_infinite_and_ne
 
 from kvpop_vllm import _C
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.chunks import Chunks
 
 F32, BF16 = torch.float32, torch.bfloat16
 GAP = 36
@@ -196,7 +197,7 @@ def test_forbidden_query_is_reported():
     pool = Pool(problem("none", roles=(2, 5, 9), length=20))
     q, k, v = (x[0] for x in pool.p.texts)
     poison(q.data_ptr() + q.nbytes - 8, 8)
-    chunk = q, k, v, pool.pages, pool.table[0], 0, pool.budgets[0]
+    chunk = q, k, v, pool.pages, pool.table[:1], Chunks.one(0, len(q), pool.budgets[0], pool.p.rule.window)
     said = report(lambda: ops.serving.prefill_chunk(*chunk, rule=pool.p.rule, scale=1.0, impl="cpp"))
     assert "ERROR: AddressSanitizer" in said and "::prefill_attend" in said, said
 

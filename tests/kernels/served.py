@@ -12,6 +12,7 @@ from kernels.factories import given_scores, poisoned_pages
 from kernels.problems import CLOSE, CLOSE_MASS, ExactRun, Problem
 
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.kernels.retained import held_tokens
 from kvpop_vllm.testing import DisturbedSums, assert_within_budget
 
@@ -85,13 +86,24 @@ class Pool:
 
     def chunk(self, r: int, count: int, impl: str):
         """Serve the next tokens of a request in one chunk."""
-        p, cut = self.p, self.begin(r, count, impl)
-        q, k, v = (x[r][cut] for x in p.texts)
-        own = dict(gate_scores=given_scores(p.rule, k), window=int(p.windows[r]), prefix=self.prefix([r]))
+        return self.chunks({r: count}, impl)
+
+    def chunks(self, counts: dict[int, int], impl: str):
+        """Serve the next tokens of several requests, a chunk of each, in one call."""
+        p, requests = self.p, list(counts)
+        cuts = [self.begin(r, count, impl) for r, count in counts.items()]
+        q, k, v = (torch.cat([x[r][cut] for r, cut in zip(requests, cuts, strict=True)]) for x in p.texts)
+        own = dict(gate_scores=given_scores(p.rule, k), prefix=self.prefix(requests))
         if p.rule.draws:
-            own["seed"] = int(p.seeds[r])
-        row, budgets = self.table[r], self.budgets[r].cpu()
-        return ops.prefill_chunk(q, k, v, self.pages, row, cut.start, budgets, **own, **self.told(r, impl))
+            own["seeds"] = p.seeds[requests]
+        told = (
+            [cut.start for cut in cuts],
+            list(counts.values()),
+            self.budgets[requests].cpu(),
+            p.windows[requests].tolist(),
+        )
+        where = self.pages, self.table[requests], Chunks(*told)
+        return ops.prefill_chunk(q, k, v, *where, **own, **self.told(requests[0], impl))
 
     def decode(self, requests: list[int], impl: str):
         """Advance these requests by one token each, in one step."""

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from kernels.problems import REPLAYS, ROLES, SOME_CASES, decided, problem
-from kernels.served import IMPLS, INTERPRETED, ISAS, Pool, check_exact, check_roundings, check_same, serve
+from kernels.served import IMPLS, INTERPRETED, ISAS, Pool, Served, check_exact, check_roundings, check_same, serve
 
+from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.draws import head_lanes
+from kvpop_vllm.kernels.ops import StepOrderError
 from kvpop_vllm.testing import eager_runs
 
 SCORE_NOISE, MASS_NOISE = 2e-6, 2e-7
@@ -180,6 +184,59 @@ def test_chunks_change_nothing_token_by_token(case, impl):
     assert all(torch.equal(pages, raw) and torch.equal(whole.out, other.out) for other, raw in others)
     assert all(torch.equal(whole.lse, other.lse) for other, _ in others)
     check_same(whole, serve(p, DECODE).after(20))
+
+
+TOGETHER = [{0: 26, 1: 40, 2: 7, 3: 30}, {0: 1, 2: 30, 3: 9}, {0: 40, 1: 27, 2: 30, 3: 28}]
+"""Chunks of the requests of each call: some lie within a prefix, some end in it, some leave requests out."""
+
+
+@pytest.mark.parametrize("impl", IMPLS)
+@pytest.mark.parametrize(
+    "case",
+    ["mlstm-norm-skip", "mlstm-norm-skip, small", "mlstm-immediate", "gate_scores-ages, small", "draws", "mass-mean"],
+)
+def test_requests_are_prefilled_together(case, impl, request):
+    """Chunks of requests with their own prefixes, budgets by head and windows equal the decode steps of each."""
+    kind, _, size = case.partition(", ")
+    if size and impl == "triton":
+        request.getfixturevalue("small")
+    options = dict(roles=(2, 5, 20), unequal=True, length=67, replay=9, seed=3)
+    p = problem("none" if kind == "draws" else kind, 0, 18, 5, 35, **options)
+    if kind == "draws":
+        p.rule, p.seeds = replace(p.rule, scorer=ops.RandomDraw(head_lanes(1, slice(None), 2))), torch.arange(4)
+    pool, found = Pool(p), {r: [] for r in range(4)}
+    for counts in TOGETHER:
+        out, lse = pool.chunks(counts, impl)
+        for r, *parts in zip(counts, out.split([*counts.values()]), lse.split([*counts.values()]), strict=True):
+            found[r].append((*parts, pool.held(r)))
+    for r, parts in found.items():
+        outs, lses, held = zip(*parts, strict=True)
+        seen = torch.tensor([len(out) for out in outs]).cumsum(0).tolist()
+        served = Served(torch.cat(outs), torch.cat(lses), dict(zip(seen, held, strict=True)), torch.zeros(67))
+        check_same(served, Pool(p).serve(DECODE, "reference", r))
+    assert pool.untouched()
+
+
+@pytest.mark.parametrize("case", ["mlstm", "mass-mean"])
+@pytest.mark.parametrize("impl", IMPLS)
+def test_a_wrong_start_among_others(case, impl):
+    """In Triton that request alone gets NaN and keeps its pages; elsewhere its chunk is refused."""
+    p = problem(case, 0, 0, 0, length=40)
+    pool, alone = Pool(p), Pool(p)
+    for each in (pool, alone):
+        each.chunks(dict.fromkeys(range(3), 20), "cpp" if ISAS else impl)
+    pool.seen[1], before = 19, pool.pages.raw.clone()
+    if impl != "triton":
+        with pytest.raises(StepOrderError, match="19"):
+            pool.chunks({1: 4}, impl)
+        assert torch.equal(pool.pages.raw, before)
+        return
+    out, lse = pool.chunks(dict.fromkeys(range(3), 4), impl)
+    assert out[4:8].isnan().all() and lse[4:8].isnan().all()
+    own, _ = alone.chunks({0: 4, 2: 4}, impl)
+    torch.testing.assert_close(out[[0, 1, 2, 3, 8, 9, 10, 11]], own, rtol=0, atol=1e-6)
+    alone.pages.raw[p.table[1].flatten().long()] = before[p.table[1].flatten().long()]
+    torch.testing.assert_close(pool.pages.raw, alone.pages.raw)
 
 
 @pytest.mark.parametrize("impl", IMPLS)

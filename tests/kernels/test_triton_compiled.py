@@ -37,7 +37,7 @@ def test_every_kernel_compiles(compiled):
         re.findall(r"\b(_[a-z_]+)\[.*\]\(", file.read_text()) for file in (ROOT / "triton_kernels").glob("*.py")
     ]
     written = {kernel for kernels in launched for kernel in kernels}
-    assert len(written) == 12 + 10 + 4
+    assert len(written) == 12 + 10 + 8
     found = {(row["arch"], row["dtype"], row["size"]): set() for row in compiled["rows"]}
     for row in compiled["rows"]:
         found[row["arch"], row["dtype"], row["size"]].add(row["kernel"])
@@ -94,11 +94,27 @@ def test_nothing_is_read_back_and_launches_follow_from_shapes(compiled):
 
 
 def test_a_prefill_does_not_wait_for_the_device(compiled):
-    """Nothing is read but budgets and p, which are on the CPU, for a chunk in several pieces or token by token."""
+    """Nothing is read but budgets and p, which are on the CPU, for chunks in pieces or token by token."""
     assert {chunk["case"] for chunk in compiled["chunks"]} == {"mlstm", "gate_scores-ages", "mlp", "mass-mean"}
+    assert [chunk for chunk in compiled["chunks"] if chunk["reads"]] == []
+
+
+def test_launches_and_ops_of_a_prefill_do_not_depend_on_the_number_of_requests(compiled):
+    """As many tokens of five requests take what those of one take, but for a sort of candidates by request.
+
+    One request alone has its slots split among programs while it is processed token by token (``_combine``).
+    """
+    found, most = {}, {"mlstm": (31, 190), "mlp": (27, 65), "gate_scores-ages": (7, 30), "mass-mean": (12, 70)}
     for chunk in compiled["chunks"]:
-        casts = {"to"} if chunk["protected"] else set()
-        assert chunk["pieces"] > 1 and set(chunk["reads"]) <= casts, chunk
+        found.setdefault((chunk["case"], chunk["protected"]), {}).setdefault(chunk["requests"], chunk["layers"])
+    assert len(found) == 6
+    for (case, _), layers in found.items():
+        for one, five in zip(layers[1], layers[5], strict=True):
+            launched = [[name for name in layer["launches"] if name != "_combine"] for layer in (one, five)]
+            assert launched[0] == launched[1], case
+            assert abs(len(five["ops"]) - len(one["ops"])) <= 8, case
+        for layer in (layers[1][1], layers[5][1]):
+            assert len(layer["launches"]) <= most[case][0] and len(layer["ops"]) <= most[case][1], case
 
 
 def test_a_tail_begins_without_waiting(compiled):

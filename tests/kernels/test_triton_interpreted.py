@@ -28,6 +28,8 @@ TESTS = (
     "test_decode_step.py::test_strided_inputs_equal_contiguous_ones",
     "test_prefill_chunk.py::test_chunks_change_nothing_token_by_token",
     "test_prefill_chunk.py::test_strided_inputs_equal_contiguous_ones",
+    "test_prefill_chunk.py::test_requests_are_prefilled_together",
+    "test_prefill_chunk.py::test_a_wrong_start_among_others",
     "test_prefill_chunk.py::test_no_tokens",
     "test_prefix.py::test_a_step_out_of_order_is_refused",
     "test_regions.py::test_kernels_do_not_care_where_pages_lie[triton-gate_scores]",

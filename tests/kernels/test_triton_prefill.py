@@ -12,6 +12,7 @@ from kernels.served import INTERPRETED, Pool, check_same, serve
 from kernels.test_prefill_chunk import DECODE, SEQUENTIAL
 
 from kvpop_vllm.kernels import ops
+from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.testing import assert_within_budget, eager_runs
 
 F16, SHORT = torch.float16, (2, 3, 13)
@@ -38,26 +39,6 @@ SHAPES = {
 }
 """Case, chunks, number of protected tokens, and options of the problem."""
 TURNS = "mlstm", "mlstm-immediate", "gate_scores-ages"
-
-
-@pytest.fixture
-def small(monkeypatch):
-    """Use sizes that make a short chunk use several of everything.
-
-    Pieces have 16 tokens, tiles 16 rows and keys. Lists cover two blocks of queries and are made 16 keys at a
-    time. Four slots are searched at a time.
-    """
-    from kvpop_vllm.kernels.triton import _prefill_attend, online_topk, prefill_chunk
-    from kvpop_vllm.kernels.triton._tiles import Tile
-
-    from kvpop_vllm.kernels import prefix_attention
-
-    monkeypatch.setattr(prefix_attention, "PIECE", 16)
-    monkeypatch.setattr(prefill_chunk, "PIECE", 16)
-    monkeypatch.setattr(online_topk, "BLOCK", 4)
-    monkeypatch.setattr(_prefill_attend, "LISTED", 16)
-    monkeypatch.setattr(_prefill_attend, "LIST_BYTES", 500)
-    monkeypatch.setattr(_prefill_attend, "tile_of", lambda table, wide, size: Tile(16, 16, 4, 1))
 
 
 class TestPrefillChunk:
@@ -119,7 +100,8 @@ class TestPrefillChunk:
 
         def run(q, k, v, **changes):
             rule = replace(p.rule, **changes)
-            ops.prefill_chunk(q, k, v, pages, p.table[0], 0, p.budgets[0], rule=rule, scale=1.0, impl="triton")
+            chunk = Chunks.one(0, len(q), p.budgets[0], rule.window)
+            ops.prefill_chunk(q, k, v, pages, p.table[:1], chunk, rule=rule, scale=1.0, impl="triton")
 
         for error, message, arguments, changes in (
             (ValueError, "room for a state of 0 floats, the rule needs 1088", (q, k, v), {"moment_correction": True}),

@@ -4,8 +4,8 @@ The process compiles the kernels through their own launches. ``python tests/kern
 prints registers, bytes of stack and of shared memory, whether products and sums may be fused, and the waits for
 loads within loops, of every kernel on sm_80 and sm_90 in all dtypes with heads of 64 and 128. ``--op`` prints
 one op alone (of prefill its own kernels only; ``prefix`` is a decode step behind a protected prefix), ``--json
-few`` what tests look at. For a decode step it also records the torch ops that ran, none of which may read a tensor's values. For a
-prefill and for the beginning of a tail it records those reads.
+few`` what tests look at. For a decode step and a prefill it also records launches and the torch ops that ran, and for these and
+the beginning of a tail the reads of a tensor's values.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from kernels.factories import given_scores, poisoned_pages  # noqa: E402
 from kernels.problems import Problem  # noqa: E402
 
+from kvpop_vllm.kernels.chunks import Chunks  # noqa: E402
 from kvpop_vllm.kernels.pages import Prefix  # noqa: E402
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -38,15 +39,15 @@ STEPS = "mlstm-corrected", "moment"
 ALL = dict.fromkeys(itertools.product((90, 80), DTYPES, (64, 128)), STEPS)
 FEW = {(90, "bfloat16", 128): STEPS, (80, "float32", 128): STEPS, (90, "float16", 64): ("mlstm",)}
 """Cases of decode steps by GPU, dtype and head size."""
-CHUNKS = {"mlstm": 100, "gate_scores-ages": 100, "mlp": 100, "mass-mean": 3}
-"""Number of tokens of a prefill chunk, by case."""
-BEHIND = {"mlstm": 100, "mass-mean": 3}
-"""Number of tokens of a prefill chunk behind a prefix of :data:`PREFIX` tokens, by case."""
+CHUNKS = {"mlstm": 500, "gate_scores-ages": 500, "mlp": 500, "mass-mean": 3}
+"""Number of tokens of the prefill chunks of a step by case, or of each chunk if they are processed one by one."""
+BEHIND = "mlstm", "mass-mean"
+"""Cases that are also prefilled behind a prefix of :data:`PREFIX` tokens."""
 PREFIX = 200
 OPS = "decode_step", "prefix", "prefill_chunk", "training"
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "to", "__bool__", "__int__", "__float__", "__index__")
 CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
-OWN = "online_topk", "_prefill_attend", "_prefill_scores"
+OWN = "online_topk", "_prefill_attend", "_prefill_scores", "_prefill_slots"
 """Modules of kernels that only a prefill has."""
 arch, op, launches, compiled = 90, "decode_step", [], {}
 launch = JITFunction.run
@@ -111,7 +112,7 @@ class Asked(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        self.ops.append((str(func), list(result.shape)))
+        self.ops.append((str(func), list(getattr(result, "shape", ()))))
         return result
 
 
@@ -140,11 +141,11 @@ def serve(case: str, dtype: torch.dtype, size: int) -> list:
 def noted_reads(*of_host: torch.Tensor):
     """Yield a list that receives the names of the reads of tensors, but for those that are on the host on a GPU too."""
     found, kept = [], {name: getattr(torch.Tensor, name) for name in READS}
-    host = {tensor.data_ptr() for tensor in of_host}
+    host = {tensor.untyped_storage().data_ptr() for tensor in of_host}
 
     def noted(name):
         def read(tensor, *args, **kwargs):
-            if tensor.data_ptr() not in host:
+            if tensor.untyped_storage().data_ptr() not in host:
                 found.append(name)
             return kept[name](tensor, *args, **kwargs)
 
@@ -173,35 +174,33 @@ def begin(case: str, dtype: torch.dtype, size: int) -> list[str]:
     return found
 
 
-def prefill(case: str, dtype: torch.dtype, size: int, protected: int = 0) -> dict:
-    """Prefill a chunk behind 8 tokens, and ``protected`` ones, in pieces or token by token.
+def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: int = 0) -> dict:
+    """Prefill chunks of some requests behind 8 tokens, and ``protected`` ones, in two layers of one step.
 
     Returns:
-        The case, the number of protected tokens, the number of pieces or steps, and the names of the reads of
+        The case, its requests and protected tokens, the kernels and ops of each layer, and the names of the reads of
         tensors.
     """
-    from kvpop_vllm.kernels.triton import prefill_chunk as module
+    from kvpop_vllm.kernels.triton.prefill_chunk import prefill_chunk
 
-    count, prefix, start = (BEHIND if protected else CHUNKS)[case], None, 8 + protected
-    p = Problem(case, 1, group=4, size=size, slots=64, window=2, topk=20, dtype=dtype, q_dtype=dtype).prepare()
+    count, prefix, start = CHUNKS[case], None, 8 + protected
+    shape = dict(group=4, size=size, slots=64, window=2, topk=20, dtype=dtype, q_dtype=dtype)
+    p = Problem(case, requests, **shape).prepare()
+    count = count if p.rule.sequential else count // requests
     pages = poisoned_pages(p.layout, p.num_blocks)
-    pages.position[p.table[0, 0, p.layout.state_blocks].long(), :, 0] = start
+    tokens = torch.full((requests,), protected)
     if protected:
-        prefix = Prefix(pages, torch.zeros(1, 4, dtype=torch.int32), torch.tensor([protected]))
-    q, k, v = p.inputs(range(count))
-    launched = []
-    piece, attend, step = module.PIECE, module.attend, module.take_step
-    module.PIECE = 64
-    module.attend = lambda *args: (launched.append(1), attend(*args))
-    module.take_step = lambda *args: (launched.append(1), step(*args))
-    own = dict(rule=p.rule, scale=p.scale, gate_scores=given_scores(p.rule, k), prefix=prefix)
-    try:
-        host = p.budgets[0], *([prefix.tokens] if protected else [])
-        with noted_reads(*host) as found:
-            module.prefill_chunk(q, k, v, pages, p.table[0], start, p.budgets[0], **own)
-    finally:
-        module.PIECE, module.attend, module.take_step = piece, attend, step
-    return {"case": case, "protected": protected, "pieces": len(launched), "reads": found}
+        prefix = Prefix(pages, torch.zeros(requests, 4, dtype=torch.int32), tokens)
+    q, k, v = (x.repeat(count, 1, 1) for x in p.inputs(range(requests)))
+    chunks = Chunks([start] * requests, [count] * requests, p.budgets, [2] * requests)
+    own, layers = dict(rule=p.rule, scale=p.scale, gate_scores=given_scores(p.rule, k), prefix=prefix), []
+    with noted_reads(p.budgets, tokens) as found:
+        for _ in range(2):
+            launches.clear()
+            with Asked() as asked:
+                prefill_chunk(q, k, v, pages, p.table, chunks, **own)
+            layers.append({"launches": [name for name, _ in launches], "ops": [name for name, _ in asked.ops]})
+    return {"case": case, "requests": requests, "protected": protected, "layers": layers, "reads": found}
 
 
 def train(dtype: torch.dtype, size: int, length: int) -> None:
@@ -232,8 +231,9 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
     if op == "training":
         train(DTYPES[dtype], size, 256 if dtype == "float32" else 77)
     elif op == "prefill_chunk":
-        notes["chunks"] += [prefill(case, DTYPES[dtype], size) for case in CHUNKS]
-        notes["chunks"] += [prefill(case, DTYPES[dtype], size, PREFIX) for case in BEHIND]
+        for requests in (1, 5):
+            notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests) for case in CHUNKS]
+            notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests, PREFIX) for case in BEHIND]
         notes["begun"].append(begin(steps[0], DTYPES[dtype], size))
     else:
         notes["steps"] += [{"op": op, "case": case, "found": serve(case, DTYPES[dtype], size)} for case in steps]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvpop_vllm.kernels.chunks import one_by_one
 from kvpop_vllm.kernels.cpp.decode_step import check_dtype, packed, tensors_of
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops import StepOrderError
@@ -12,6 +13,7 @@ from kvpop_vllm.kernels.prefix_attention import with_prefix
 _C = load_extension()
 
 
+@one_by_one
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_dtype(k, pages)

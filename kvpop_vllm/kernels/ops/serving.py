@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
+from kvpop_vllm.kernels.chunks import Chunks
 from kvpop_vllm.kernels.dispatch import resolve
 from kvpop_vllm.kernels.draws import head_keys
 from kvpop_vllm.kernels.ops.rules import RetentionRule
@@ -113,53 +112,45 @@ def prefill_chunk(
     v: torch.Tensor,
     pages: Pages,
     page_table: torch.Tensor,
-    start: int,
-    budgets: torch.Tensor,
+    chunks: Chunks,
     *,
     rule: RetentionRule,
     scale: float,
     gate_scores: torch.Tensor | None = None,
     prefix: Prefix | None = None,
-    seed: int | None = None,
-    window: int | None = None,
+    seeds: torch.Tensor | None = None,
     impl: str = "auto",
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Process the L tokens ``[start, start + L)`` of one request (DESIGN "One step").
+    """Process a chunk of L_r tokens of each of R requests, T tokens in all (DESIGN "One step").
 
-    The result equals L decode steps up to rounding. Each query sees the slots retained before the chunk and
-    the chunk's own tokens, under its own cutoff. Afterwards the survivors are written into the slots. Memory
-    is bounded by B slots plus the chunk. If the rule is ``sequential``, the tokens are processed one by one,
-    as in L decode steps.
+    The result equals L_r decode steps of each request up to rounding. Each query sees the slots retained before its chunk
+    and the chunk's own tokens, under its own cutoff. Afterwards the survivors are written into the slots. Memory is
+    bounded by B slots plus the chunks. If the rule is ``sequential``, the tokens of a request are processed one by one.
 
     Args:
-        q: ``[L, Hq, D]``, last axis contiguous.
-        k, v: ``[L, H, D]`` in the cache's dtype, last axis contiguous.
+        q: ``[T, Hq, D]``, last axis contiguous; the chunks lie one after another.
+        k, v: ``[T, H, D]`` in the cache's dtype, last axis contiguous.
         pages: the layer's cache; written in place.
-        page_table: ``[H, P]`` int32 block numbers, state blocks first.
-        start: position of the first token.
-        budgets: ``[H]`` int32, B of each head, on the CPU.
-        rule: retention rule of the layer.
+        page_table: ``[R, H, P]`` int32 block numbers, state blocks first.
+        chunks: start, length, budgets and window of each chunk.
+        rule: retention rule of the layer; the chunks' windows count.
         scale: factor on q . k.
-        gate_scores: ``[L, H]`` float32, as in :func:`decode_step`.
-        prefix: protected tokens of this request (R = 1), with its ``tokens`` on the CPU, or None.
-        seed: seed of the request's draws, as in :func:`decode_step`.
-        window: w of the request; by default the rule's.
+        gate_scores: ``[T, H]`` float32, as in :func:`decode_step`.
+        prefix: protected tokens of the R requests, with its ``tokens`` on the CPU, or None.
+        seeds: ``[R]`` int64, as in :func:`decode_step`.
         impl: implementation.
 
     Returns:
-        ``out [L, Hq, D]`` in q's dtype, and ``lse [L, Hq]`` float32, as in :func:`decode_step`.
+        ``out [T, Hq, D]`` in q's dtype, and ``lse [T, Hq]`` float32, as in :func:`decode_step`.
 
     Raises:
-        StepOrderError: ``start`` differs from ``tokens_seen``; nothing has been written. The Triton
-            implementation returns NaN instead, as in :func:`decode_step`.
+        StepOrderError: a chunk's start differs from ``tokens_seen``; neither it nor a later chunk has been written. The
+            Triton implementation returns NaN for that request instead, as :func:`decode_step` does.
         ValueError: as in :func:`decode_step`.
     """
     run = resolve("prefill_chunk", impl, q)
-    seeds = None if seed is None else torch.tensor([seed], device=k.device)
-    rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (1,))
-    if window not in (None, rule.window):
-        rule = replace(rule, window=window)
-    return run(q, k, v, pages, page_table, start, budgets, rule=rule, scale=scale, prefix=prefix, **more)
+    rule, more = _inputs_of(rule, k, v, gate_scores, seeds, (len(chunks),))
+    return run(q, k, v, pages, page_table, chunks, rule=rule, scale=scale, prefix=prefix, **more)
 
 
 def begin_tail(

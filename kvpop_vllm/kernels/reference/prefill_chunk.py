@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kvpop_vllm.kernels.chunks import one_by_one
 from kvpop_vllm.kernels.reference.decode_step import decode_step
 from kvpop_vllm.kernels.reference.delayed_mlstm import delayed_mlstm, empty_state
 from kvpop_vllm.kernels.reference.masked_attention import masked_attention
@@ -38,6 +39,7 @@ class Retained:
     state: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None
 
 
+@one_by_one
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None):
     """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
     check_tokens_seen(pages, page_table.unsqueeze(0), [start], prefix)

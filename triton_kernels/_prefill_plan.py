@@ -1,0 +1,221 @@
+"""Layout of the chunks that are prefilled together, worked out once per step for all layers.
+
+Chunks are cut into *segments*, parts of one request, and segments are put together into pieces of bounded size. All
+numbers of a piece are on the device as tensors, so that each kernel is launched once for all segments of a piece. Three
+axes run over all segments, one after another:
+
+- tail rows ``[P]``: tokens behind the protected prefixes, for each segment a multiple of :data:`ROWS`;
+- keys ``[N]``: slots in use before the piece, then new tokens of the tail;
+- entries ``[E]``: long-range slots that may be in use after the piece, then tokens that leave the window.
+
+Positions within a segment are relative to the first token of its tail. Query 0 is the first new token of the tail.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+import triton
+import triton.language as tl
+
+from kvpop_vllm.kernels.chunks import Chunks
+from kvpop_vllm.kernels.ops import RetentionRule
+
+PIECE = 8192
+"""Tokens and slots in use, beyond those of one segment, whose scores and keys are in memory at once."""
+ROWS = 64
+"""Tail rows of a program, and tokens of a chunk of the mLSTM."""
+FIELDS = tl.constexpr(15)
+REQUEST, POSITION, TOKEN, INSIDE, LENGTH, START, FIRST, SINKS, WINDOW, ROW, KEY, HELD, ENTRY, FILLED, LEAVING = (
+    tl.constexpr(i) for i in range(15)
+)
+"""Numbers of a segment: its request, the position of its first token and its index in the batch, its tokens below p, those
+of the tail, tokens of the tail before it, p, s, w; its first tail row, its first key and the slots in use, its first entry,
+the long-range slots that may be in use afterwards, and the tokens that leave the window.
+"""
+
+
+@triton.jit
+def number(segments, s, WHICH: tl.constexpr):
+    """Return a number of segment s of ``segments [S, FIELDS]``."""
+    return tl.load(segments + s * FIELDS + WHICH)
+
+
+@triton.jit
+def block_of(blocks):
+    """Return the segment of this program's block, and the index of its first token within the segment."""
+    return tl.load(blocks + 2 * tl.program_id(0)), tl.load(blocks + 2 * tl.program_id(0) + 1)
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens ``[token, token + count)`` of the batch: those of one request from position ``position`` on."""
+
+    request: int
+    token: int
+    count: int
+    position: int
+    protected: int
+    sinks: int
+    window: int
+    topk: list[int]
+
+    @property
+    def inside(self) -> int:
+        """Number of tokens below p."""
+        return min(max(self.protected - self.position, 0), self.count)
+
+    @property
+    def start(self) -> int:
+        """Number of tokens of the tail before the segment."""
+        return max(self.position - self.protected, 0)
+
+    @property
+    def held(self) -> int:
+        """Number of slots in use before the segment, of the head with most."""
+        return min(self.start, self.sinks + self.window + max(self.topk))
+
+    def oldest(self, q: int) -> int:
+        """Return the oldest token in the window before token q, sinks excluded."""
+        return max(self.sinks, q - self.window)
+
+    @property
+    def leaving(self) -> int:
+        """Number of tokens that leave the window."""
+        return self.oldest(self.start + self.count - self.inside) - self.oldest(self.start)
+
+    @property
+    def filled(self) -> int:
+        """Number of long-range slots that may be in use after the segment, of the head with most."""
+        return min(self.oldest(self.start + self.count - self.inside) - self.sinks, max(self.topk))
+
+    @property
+    def evicts(self) -> bool:
+        """Whether some head has more candidates than long-range slots."""
+        return self.oldest(self.start + self.count - self.inside) - self.sinks > min(self.topk)
+
+
+def segments_of(
+    chunks: Chunks, rule: RetentionRule, protected: list[int], *, within: bool = False
+) -> Iterator[list[Segment]]:
+    """Yield the segments of each piece.
+
+    Args:
+        chunks: the chunks.
+        rule: retention rule of the layer.
+        protected: p of each request.
+        within: if True, only tokens below p are in segments.
+    """
+    piece, room, first, budgets = [], PIECE, 0, chunks.budgets.tolist()
+    for r, (position, length, window) in enumerate(zip(chunks.starts, chunks.lengths, chunks.windows, strict=True)):
+        p, topk = protected[r], [budget - rule.sinks - window for budget in budgets[r]]
+        wanted = min(length, max(0, p - position)) if within else length
+        for done in range(0, wanted, PIECE):
+            count = min(wanted - done, PIECE)
+            part = Segment(r, first + done, count, position + done, p, rule.behind(p).sinks, window, topk)
+            if piece and part.count + part.held > room:
+                yield piece
+                piece, room = [], PIECE
+            piece.append(part)
+            room -= part.count + part.held
+        first += length
+    if piece:
+        yield piece
+
+
+def send(values: list, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return numbers of the host on a device, which the host does not wait for."""
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+class Piece:
+    """Segments that are processed together, with their numbers on the device.
+
+    Attributes:
+        segments: ``[S, FIELDS]`` int32.
+        topk: ``[S, H]`` int32, long-range slots of each head.
+        rows, keys, entries: P, N and E.
+        most_keys, most_slots, most_entries: largest numbers of keys, slots and entries of a segment.
+        evicts: False if no head has more candidates than long-range slots.
+        tails: ``[S']`` int64, the segments that have tokens behind p.
+    """
+
+    def __init__(self, parts: list[Segment], device: torch.device):
+        lines, row, key, entry = [], 0, 0, 0
+        for part in parts:
+            tail = part.count - part.inside
+            line = [part.request, part.position, part.token, part.inside, tail, part.start, part.protected]
+            line += [part.sinks, part.window, row, key, part.held, entry, part.filled, part.leaving, *part.topk]
+            lines.append(line)
+            row += triton.cdiv(tail, ROWS) * ROWS
+            key += part.held + tail
+            entry += part.filled + part.leaving
+        sent = send(lines, device, torch.int32)
+        self.segments, self.topk = sent[:, : FIELDS.value].contiguous(), sent[:, FIELDS.value :].contiguous()
+        self.rows, self.keys, self.entries = row, key, entry
+        self.most_keys = max(part.held + part.count for part in parts)
+        self.most_slots = max(part.sinks + part.window + max(part.topk) for part in parts)
+        self.most_entries = max(part.filled + part.leaving for part in parts)
+        self.evicts = any(part.evicts for part in parts)
+        self.tails = send([s for s, part in enumerate(parts) if part.count > part.inside], device)
+        self._queries, self._blocks = [part.count for part in parts], {}
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+    def numbers(self, which: tl.constexpr) -> torch.Tensor:
+        """Return one of the numbers of all segments, ``[S]`` int64."""
+        return self.segments[:, which.value].long()
+
+    def _owners(self, counts: torch.Tensor, total: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the segment of each of ``total`` items, ``counts [S]`` of each segment, and its index there."""
+        owner = torch.arange(len(counts), device=counts.device).repeat_interleave(counts, output_size=total)
+        first = counts.cumsum(0) - counts
+        return owner, torch.arange(total, device=counts.device) - first[owner]
+
+    def blocks(self, size: int | None = None) -> torch.Tensor:
+        """Return blocks of tokens ``[blocks, 2]`` int32: segment, and index of the first token.
+
+        Args:
+            size: number of tokens of a block; None stands for blocks of :data:`ROWS` tail rows.
+        """
+        if size not in self._blocks:
+            counts, step = self.numbers(LENGTH), size or ROWS
+            counts = counts if size is None else counts + self.numbers(INSIDE)
+            total = self.rows // ROWS if size is None else sum(triton.cdiv(count, size) for count in self._queries)
+            owner, index = self._owners((counts + step - 1) // step, total)
+            self._blocks[size] = torch.stack([owner, index * step], 1).int()
+        return self._blocks[size]
+
+    @cached_property
+    def tail_rows(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Token of the batch ``[P]`` int64 of each tail row, and a mask ``[P]`` of the rows that hold none."""
+        owner, first = self.blocks().long().unbind(1)
+        index = first.unsqueeze(1) + torch.arange(ROWS, device=first.device)
+        length = self.numbers(LENGTH)[owner].unsqueeze(1)
+        token = (self.numbers(TOKEN) + self.numbers(INSIDE))[owner].unsqueeze(1) + index.minimum(length - 1)
+        return token.flatten(), (index >= length).flatten()
+
+    @cached_property
+    def states(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Number of blocks of tail rows before each of ``tails``, and in all, ``[S' + 1]`` int32, and each block's tail."""
+        first = self.numbers(ROW)[self.tails] // ROWS
+        rank = (self.numbers(LENGTH) > 0).cumsum(0) - 1
+        ends = torch.cat([first, torch.full_like(first[:1], self.rows // ROWS)])
+        return ends.int(), rank[self.blocks()[:, 0].long()].int()
+
+    @cached_property
+    def begins(self) -> torch.Tensor:
+        """Mask ``[S']`` of the tails that begin without a scorer's state."""
+        return (self.numbers(START) + self.numbers(FIRST))[self.tails] == 0
+
+    @cached_property
+    def entry_numbers(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Segment ``[E]`` of each entry, first entry there, k ``[H, E]``, and what to add to an entry for its arrival."""
+        counts, first = self.numbers(FILLED) + self.numbers(LEAVING), self.numbers(ENTRY)
+        owner, _ = self._owners(counts, self.entries)
+        return owner, first[owner], self.topk.T[:, owner], (self.numbers(LENGTH) - counts - first)[owner]
