@@ -33,7 +33,7 @@ DECODE = {
 }
 """Tiles of decoding, by whether products are in float32 and by the largest head size D.
 
-Two programs fit on a multiprocessor of an A100, but for float32 with D = 256.
+With D <= 128 two programs fit on a multiprocessor of an A100.
 """
 PREFILL = {
     (False, 128): Tile(128, 64, 8, 5),

@@ -5,7 +5,7 @@
 trains each policy that is trained, all on as many problems; chooses the window of each training-free policy on
 validation problems; solves test problems under all of them; and writes runs/summary.md (all kinds together),
 runs/table.md (each kind) and runs/figure.png. Records that are there already are not made again, and a stopped
-training goes on.
+training goes on. Records of other problems or settings are refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ from statistics import fmean
 
 from matplotlib.figure import Figure
 
+from kvpop_vllm.argument_types import positive
 from kvpop_vllm.evaluation.output import markdown_table, read_records
+from kvpop_vllm.evaluation.problems import KINDS
 from kvpop_vllm.evaluation.runner import DENSE, OWN
 from kvpop_vllm.evaluation.statistics import INTERVAL
 from kvpop_vllm.evaluation.summaries import REASONING_COLUMNS, summarise_reasoning
@@ -47,7 +49,7 @@ GATES = "--lr-new 2e-3 --lr-new-end 2e-4 --kl-top 64"
 TRAINED = {
     "kvpop": f"{BUDGETS} {LISTWISE} {BASE} --skip",
     "kvpop-frozen-base": f"{BUDGETS} {LISTWISE} --no-train-base --skip",
-    "kvpop-boundary-loss": f"{BUDGETS} {BASE} --skip --decay-min 0.99 --decay-max 0.9999 --lr-new 1e-2 --lr-new-end 1e-3",
+    "kvpop-boundary-loss": f"{BUDGETS} {LISTWISE} {BASE} --skip --boundary 1 --listwise 0",
     "kvpop-immediate": f"{BUDGETS} {LISTWISE} {BASE} --skip --no-delayed",
     "kvpop-mlp": f"{BUDGETS} {LISTWISE} {BASE} --scorer mlp",
     "kvpop-linear": f"{BUDGETS} {LISTWISE} {BASE} --scorer linear",
@@ -75,14 +77,14 @@ class Comparison:
         self, folder: Path, model: Path, protect: bool, kinds: list[str], rows: int, jobs: int, size: int | None = None
     ):
         self.folder, self.model, self.protect, self.rows, self.jobs = folder, model, protect, rows, jobs
-        self.kinds, self.size = kinds, ["--size", size] if size else []
+        self.kinds, self.size, self.sized = kinds, size, ["--size", size] if size else []
         self.problems, self.records = folder / "problems.jsonl", folder / "records"
         self.records.mkdir(parents=True, exist_ok=True)
 
-    def prepare(self) -> None:
+    def _prepare(self) -> None:
         """Write problems to train policies on."""
         if not self.problems.exists():
-            _run(["python", HERE / "write_problems.py", self.problems, "--kinds", *self.kinds, *self.size])
+            _run(["python", HERE / "write_problems.py", self.problems, "--kinds", *self.kinds, *self.sized])
 
     def run_trained(self, names: Iterable[str], steps: int) -> None:
         """Train policies on ``steps`` problems each, and solve the test problems under each as soon as it is trained."""
@@ -91,24 +93,29 @@ class Comparison:
         chains = []
         for name in names:
             out, record = self.folder / name, self.records / f"{name}.jsonl"
-            if not record.exists():
+            if not self._has(record, self.rows):
                 training = ["kvpop", "distill", *common, *TRAINED[name].split(), "--steps", steps, "--out", out]
                 solving = [*self._contender(name), "--share", *sum(COMPRESSIONS.values(), ()), "--rows", self.rows]
-                chains.append([training] * (not self._is_trained(name)) + [self._evaluation(record, solving)])
+                chains.append([training, self._evaluation(record, solving)])
+        if chains:
+            self._prepare()
         self._all(chains)
 
     def choose_windows(self) -> dict[tuple[str, int], int]:
-        """Return the window of each training-free policy and compression with which validation problems go well longest."""
+        """Return the window of each training-free policy and compression with which validation problems go well longest.
+
+        It is one that is possible at equal bytes too.
+        """
         outs = {(names, w): self.records / f"windows-{w}-{names[0]}.jsonl" for names in self._free() for w in WINDOWS}
-        what = ["--split", "validation", "--rows", 16, "--share", *COMPRESSIONS]
-        self._solve({out: [*self._untrained(names, w), *what] for (names, w), out in outs.items()})
+        what = ["--split", "validation", "--share", *COMPRESSIONS]
+        self._solve({out: [*self._untrained(names, w), *what] for (names, w), out in outs.items()}, 16)
         shares: dict[tuple[str, int], dict[int, list[float]]] = {}
         for (_, w), out in outs.items():
             for record in read_records(out)[1]:
                 if "budget" in record:
                     of_budget = shares.setdefault((record["policy"], record["budget"]), {})
                     of_budget.setdefault(w, []).append(record["before_error"])
-        best = {each: max(WINDOWS, key=lambda w: fmean(found[w])) for each, found in shares.items()}
+        best = {each: max(WINDOWS, key=lambda w: (len(found[w]), fmean(found[w]))) for each, found in shares.items()}
         budgets = sorted({budget for _, budget in best}, reverse=True)
         compression = dict(zip(budgets, sorted(COMPRESSIONS), strict=True))
         return {(name, compression[budget]): w for (name, budget), w in best.items()}
@@ -119,16 +126,17 @@ class Comparison:
         for names, c, w in product(self._free(), COMPRESSIONS, WINDOWS):
             if names := [name for name in names if windows[name, c] == w]:
                 out = self.records / f"at-{c}-window-{w}-{'-'.join(names)}.jsonl"
-                calls[out] = [*self._untrained(names, w), "--share", *COMPRESSIONS[c], "--rows", self.rows]
-        self._solve(calls)
+                calls[out] = [*self._untrained(names, w), "--share", *COMPRESSIONS[c]]
+        self._solve(calls, self.rows)
 
-    def report(self) -> None:
-        """Write the tables and the figure of all records."""
+    def report(self, against: str) -> None:
+        """Write the tables and the figure of all records; differences are from the policy ``against``."""
         records = self._records()
-        (self.folder / "table.md").write_text(markdown_table(summarise_reasoning(records, "h2o"), REASONING_COLUMNS))
+        (self.folder / "table.md").write_text(markdown_table(summarise_reasoning(records, against), REASONING_COLUMNS))
         pooled = [one | {"kind": "all", "unit": f"{one['kind']} {one['unit']}"} for one in records]
-        curves = curves_of(summarise_reasoning(pooled, "h2o"))
-        tables = (f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in MEASURES.items())
+        curves = curves_of(summarise_reasoning(pooled, against))
+        measures = MEASURES | {"difference": f"exact answers less those of {against}, of the same problems"}
+        tables = (f"{title.capitalize()}:\n\n{summary(curves, value)}" for value, title in measures.items())
         (self.folder / "summary.md").write_text("\n".join(tables))
         drawing = Figure(layout="constrained", figsize=(11, 4.8))
         draw(drawing, curves)
@@ -159,8 +167,23 @@ class Comparison:
     def _untrained(self, names: Iterable[str], window: int) -> list:
         return ["--model", self.model, "--policies", *names, "--window", window]
 
-    def _is_trained(self, name: str) -> bool:
-        return any((self.folder / name / result).exists() for result in ("kvpop_config.json", "model/config.json"))
+    def _has(self, out: Path, rows: int) -> bool:
+        """Return whether an evaluation's records are there.
+
+        Raises:
+            SystemExit: they are of other problems or settings.
+        """
+        if not out.exists():
+            return False
+        told = read_records(out)[0].get("options", {})
+        wanted = {"kinds": self.kinds, "rows": rows, "size": self.size, "share": sum(COMPRESSIONS.values(), ())}
+        if told.get("protect_prompt") is not None:
+            wanted["protect_prompt"] = [self.protect]
+        for name, value in wanted.items():
+            found = told.get(name)
+            if set(found) - set(value) if name == "share" else found != value:
+                sys.exit(f"{out} has {name} {found}, not {value}: name another folder, or remove this file")
+        return True
 
     def _contender(self, name: str) -> list:
         out, options, model, teacher = self.folder / name, TRAINED[name], self.model, []
@@ -170,14 +193,15 @@ class Comparison:
             return ["--model", model, *teacher, "--policies", "streaming-llm", "--window", 24]
         return ["--model", model, *teacher, "--policies", "--scorer", out]
 
-    def _solve(self, calls: dict[Path, list]) -> None:
-        """Run evaluations whose records are not there yet."""
-        self._all([self._evaluation(out, words)] for out, words in calls.items() if not out.exists())
+    def _solve(self, calls: dict[Path, list], rows: int) -> None:
+        """Run evaluations of ``rows`` problems of each kind whose records are not there yet."""
+        new = {out: [*words, "--rows", rows] for out, words in calls.items() if not self._has(out, rows)}
+        self._all([self._evaluation(out, words)] for out, words in new.items())
 
     def _evaluation(self, out: Path, words: list) -> list:
         fixed = "kvpop eval --task reasoning --dtype float32 --requests 64 --threads 1".split()
         protect = [] if set(words) & set(COMPRESSING) else ["--protect-prompt", "all" if self.protect else 0]
-        return [*fixed, *protect, "--kinds", *self.kinds, *self.size, *words, "--out", out]
+        return [*fixed, *protect, "--kinds", *self.kinds, *self.sized, *words, "--out", out]
 
     def _all(self, chains: Iterable[list[list]]) -> None:
         """Run chains of commands, ``jobs`` at once."""
@@ -219,14 +243,15 @@ def summary(curves: dict[tuple[str, str], dict[int, dict]], value: str) -> str:
     times = {1: "all held"} | {c: f"{c} times less" for c in compressions_of(curves)}
 
     def order(key: tuple[str, str]) -> tuple[bool, float]:
-        return 1 not in curves[key], -fmean(line[value] for line in curves[key].values())
+        return 1 not in curves[key], -fmean(line[value] for line in curves[key].values() if value in line)
 
     lines = []
-    for key in sorted(curves, key=order):
+    for key in sorted((key for key in curves if any(value in line for line in curves[key].values())), key=order):
         lines.append({"policy": key[0], "equal": key[1]})
         for c, found in curves[key].items():
-            low, high = found.get(value + INTERVAL, (math.nan, math.nan))
-            lines[-1][times[c]] = f"{found[value]:.2f} ({low:.2f} to {high:.2f})"
+            if value in found:
+                low, high = found.get(value + INTERVAL, (math.nan, math.nan))
+                lines[-1][times[c]] = f"{found[value]:.2f} ({low:.2f} to {high:.2f})"
     return markdown_table(lines, ("policy", "equal", *times.values()))
 
 
@@ -262,19 +287,19 @@ def main(given: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path)
     parser.add_argument("--model", type=Path, default=HERE / "model", help="the reasoner (default: the shipped one)")
     parser.add_argument("--protect-prompt", action=argparse.BooleanOptionalAction, default=True)
-    parser.add_argument("--kinds", nargs="+", default=["programs", "ledgers"])
-    parser.add_argument("--steps", type=int, default=1500, help="problems that each policy is trained on")
-    parser.add_argument("--rows", type=int, default=64, help="test problems of each kind")
-    parser.add_argument("--size", type=int, help="steps of a problem (default: about 1,000 tokens)")
-    parser.add_argument("--jobs", type=int, default=1, help="processes at once, one thread each")
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=["programs", "ledgers"])
+    parser.add_argument("--steps", type=positive, default=1450, help="problems that each policy is trained on")
+    parser.add_argument("--rows", type=positive, default=64, help="test problems of each kind")
+    parser.add_argument("--size", type=positive, help="steps of a problem (default: about 1,000 tokens)")
+    parser.add_argument("--jobs", type=positive, default=1, help="processes at once, one thread each")
     parser.add_argument("--only", nargs="*", choices=TRAINED, default=TRAINED, help="trained policies")
+    parser.add_argument("--against", default="kvpop", help="policy that differences are from (default: kvpop)")
     options = parser.parse_args(given)
     what = options.model, options.protect_prompt, options.kinds, options.rows, options.jobs, options.size
     comparison = Comparison(options.folder, *what)
-    comparison.prepare()
     comparison.run_trained(options.only, options.steps)
     comparison.run_untrained(comparison.choose_windows())
-    comparison.report()
+    comparison.report(options.against)
 
 
 if __name__ == "__main__":

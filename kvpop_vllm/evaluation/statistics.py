@@ -74,17 +74,17 @@ def estimate(
     """Return fields of a table's line: the ratio of sums as ``name`` and, from :data:`LEAST` units on, its interval.
 
     Nothing is returned where the denominators sum to 0 or less. See :func:`bootstrap_ratio`. If ``shares``, the values
-    lie between 0 and 1. Where those of all n units are 0, draws would leave no interval: it then ends at
-    ``1 - 0.025**(1/n)``, where n zeros have a probability of at most 0.025 (Clopper and Pearson 1934). Where all are 1,
-    likewise.
+    lie between 0 and 1. Near these ends draws of n units say too little. The interval then ends at
+    ``1 - 0.025**(1/n)`` at least, where n zeros have a probability of at most 0.025 (Clopper and Pearson 1934), and begins at
+    ``0.025**(1/n)`` at most.
     """
     denominators = [1.0] * len(numerators) if denominators is None else denominators
     if sum(denominators) <= 0:
         return {}
     if len(set(units)) < LEAST:
         return {name: sum(numerators) / sum(denominators)}
-    value, *interval = bootstrap_ratio(numerators, denominators, units=units)
-    if shares and value in (0, 1):
-        unseen = 1 - 0.025 ** (1 / len(set(units)))
-        interval = (0.0, unseen) if value == 0 else (1 - unseen, 1.0)
-    return {name: value, name + INTERVAL: tuple(interval)}
+    value, low, high = bootstrap_ratio(numerators, denominators, units=units)
+    if shares:
+        all_of_n = 0.025 ** (1 / len(set(units)))
+        low, high = min(low, all_of_n), max(high, 1 - all_of_n)
+    return {name: value, name + INTERVAL: (low, high)}

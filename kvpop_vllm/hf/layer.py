@@ -135,7 +135,8 @@ class LayerPages:
         for r in busy:
             first, start, count = spans[r]
             seed = self.sequence_lengths.row_seeds[r]
-            sizes = table[r], budgets[r].clone(), self.windows[r], protected[r], self.prefix_table[r], seed
+            own = budgets[r] if self.divided else self.budgets[r]  # on the CPU, as heads that divide are
+            sizes = table[r], own.clone(), self.windows[r], protected[r], self.prefix_table[r], seed
             chunk = PrefillChunk(first, first + count, start, *sizes)
             chunks += chunk.cut_at_prompts_end() if self.rule.compresses and chunk.protected else [chunk]
         device, none = table.device, self.sequence_lengths.positions[:0]

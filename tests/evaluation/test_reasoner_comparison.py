@@ -17,6 +17,8 @@ import train
 from kvpop_vllm.evaluation.output import read_records
 
 WORDS = ["--kinds", "programs", "--steps", "2", "--rows", "8", "--size", "4"]
+OPTIONS = {"kinds": ["programs"], "size": None, "share": [4, 8], "protect_prompt": None}
+"""What the first line of windows' records says."""
 
 
 @pytest.fixture(scope="module")
@@ -93,10 +95,14 @@ def test_windows_are_those_whose_solutions_go_right_longest(tmp_path, monkeypatc
     best = {("h2o", 4): 64, ("h2o", 8): 32, ("tova", 4): 32, ("tova", 8): 16}
     monkeypatch.setattr(compare, "FREE", ("h2o", "tova"))
     for window in compare.WINDOWS:
-        lines = [{"run": {}}, {"policy": "dense", "before_error": 1.0}]
-        for (name, c), x in product(best, (0.1, 0.3)):
+        lines = [{"run": {"options": OPTIONS | {"rows": 16}}}, {"policy": "dense", "before_error": 1.0}]
+        for (name, c), equal, x in product(best, ("k", "bytes"), (0.1, 0.3)):
             good = x + (window == best[name, c]) / 4
-            lines.append({"policy": name, "budget": {4: 260, 8: 130}[c], "before_error": good})
+            if (name, c, window) == ("tova", 8, 64):  # good at equal k, and not possible at equal bytes
+                good = 1.0
+                if equal == "bytes":
+                    continue
+            lines.append({"policy": name, "budget": {4: 260, 8: 130}[c], "equal": equal, "before_error": good})
         path = comparison.records / f"windows-{window}-h2o.jsonl"
         path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     assert comparison.choose_windows() == best
@@ -107,7 +113,7 @@ def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
     monkeypatch.setattr(compare, "COMPRESSIONS", {4: (4,), 8: (8,)})
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs", "ledgers"], 8, 1)
     right = {"tova": {250: 2, 125: 0}, "h2o": {250: 6, 125: 1}}
-    lines = [{"run": {}}]
+    lines = []
     for kind, unit in product(["programs", "ledgers"], range(8)):
         base = {
             "length": 1200,
@@ -125,15 +131,30 @@ def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
             setting = {"policy": name, "budget": budget, "equal": "k", "window": 8, "topk": 99}
             lines.append(base | setting | {"exact": good, "before_error": 0.5 + good / 2})
     (comparison.records / "at-4.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    comparison.report()
-    exact, before = (tmp_path / "summary.md").read_text().split("Share of a solution before its first error")
+    comparison.report("h2o")
+    exact, rest = (tmp_path / "summary.md").read_text().split("Share of a solution before its first error")
+    before, difference = rest.split("Exact answers less those of h2o")
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in exact.splitlines() if line.startswith("| ")]
     assert rows[0] == ["policy", "equal", "all held", "4 times less", "8 times less"]
     assert [row[0] for row in rows[1:]] == ["dense", "h2o", "tova"]
     assert [cell.split()[0] for cell in rows[2][3:]] == ["0.38", "0.06"]  # 6 and 1 of 16
     assert [cell.split()[0] for cell in rows[3][3:]] == ["0.12", "0.00"]
     assert "| tova | k |  | 0.56 (" in before
+    assert "| tova | k | -0.25 (" in difference and "| h2o |" not in difference and "dense" not in difference
     assert (tmp_path / "figure.png").stat().st_size > 5000
+
+
+@pytest.mark.parametrize("name, value", [("kinds", ["ledgers"]), ("rows", 9), ("size", 7), ("share", [3]), ("protect_prompt", [0])])
+def test_records_of_other_settings_are_refused(tmp_path, name, value, monkeypatch):
+    comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
+    told = OPTIONS | {"rows": 8, "protect_prompt": [True], "share": [2, 4]}
+    path = comparison.records / "trimkv.jsonl"
+    monkeypatch.setattr(compare, "_run", lambda command: pytest.fail(f"ran {command}"))
+    path.write_text(json.dumps({"run": {"options": told}}) + "\n")
+    comparison.run_trained(["trimkv"], 9)
+    path.write_text(json.dumps({"run": {"options": told | {name: value}}}) + "\n")
+    with pytest.raises(SystemExit, match=f"trimkv.jsonl has {name} .* name another folder, or remove this file"):
+        comparison.run_trained(["trimkv"], 9)
 
 
 def test_a_failed_command_stops_the_comparison(tmp_path, capfd):

@@ -57,14 +57,15 @@ def test_a_denominator_that_may_be_zero_leaves_the_ratio_unbounded():
     assert estimate("x", [1.0] * 12, [-1.0] * 12, units=range(12)) == {}
 
 
-def test_what_never_or_always_happened_has_an_interval_too():
+def test_what_hardly_ever_or_always_happened_has_an_interval_too():
     """The end of an interval is where as many units as there are have one outcome with a probability of 0.025."""
     for count in (8, 64):
         low, high = estimate("x", [0.0] * count, units=range(count), shares=True)["x interval"]
         assert low == 0 and (1 - high) ** count == pytest.approx(0.025)
         assert estimate("x", [1.0] * count, units=range(count), shares=True)["x interval"] == (1 - high, 1)
-    some = [0.0] * 9 + [1.0]
+    some = [0.0] * 5 + [1.0] * 5
     assert estimate("x", some, units=range(10), shares=True) == estimate("x", some, units=range(10))
+    assert estimate("x", [0.0] * 63 + [0.2], units=range(64), shares=True)["x interval"][1] == high  # no less than for none
     assert estimate("x", [0.0] * 10, units=range(10))["x interval"] == (0, 0)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from engine.matrix import BUDGET
@@ -9,6 +11,8 @@ from hf.prompts import generate, padded
 from transformers import AutoModelForCausalLM
 
 from kvpop_vllm.hf import KVpopCache
+from kvpop_vllm.hf.layer import LayerPages
+from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.testing import random_prompt
 
 LENGTHS = (70, 9, 63)
@@ -172,3 +176,14 @@ def test_rows_with_budgets_protection_and_seeds_of_their_own(case, policy):
         assert cache.held(row).sum(-1).max() <= own["budget"][row] + protected
     cache.reset()
     assert generate(model, cache, prompts, 60) == together
+
+
+def test_budgets_of_chunks_stay_on_the_host():
+    """Kernels on another device take them from there, so that planning a prefill does not wait for that device."""
+    rule = RetentionRule(2, 5, torch.zeros(2, dtype=torch.float64))
+    lengths = SimpleNamespace(positions=torch.empty(2, dtype=torch.int64, device="meta"), row_seeds=[None, None])
+    budgets = torch.full((2, 2), 16, dtype=torch.int32)
+    pages = LayerPages(rule, budgets, [5, 5], torch.empty(2, 2, 1, 32, device="meta"), 1.0, lengths)
+    batch = pages.prefill([0, 0], [7, 7], 7, [0, 0])
+    assert batch.group.table.device.type == "meta"
+    assert batch.group.chunks.budgets.device.type == "cpu" and torch.equal(batch.group.chunks.budgets, budgets)
