@@ -6,6 +6,7 @@ It does not wait for the device.
 from __future__ import annotations
 
 import torch
+from kvpop_vllm.kernels.triton._prefill_plan import PIECE, send
 from kvpop_vllm.kernels.triton._prefill_scores import Scores
 from kvpop_vllm.kernels.triton.delayed_mlstm import last_state
 
@@ -14,11 +15,27 @@ from kvpop_vllm.kernels.triton.delayed_mlstm import last_state
 def begin_tail(pages, page_table, prefix, *, rule):
     """Implement :func:`kvpop_vllm.kernels.ops.begin_tail`.
 
-    Requests are processed one by one, so workspaces hold ``rule.replay`` tokens of all heads.
+    Requests are processed together, as many as :data:`PIECE` tokens allow.
     """
-    scores, states = Scores(rule), page_table[..., : pages.layout.state_blocks].long()
-    heads = torch.arange(page_table.shape[1], device=page_table.device)
-    for r, end in enumerate(prefix.tokens.tolist()):
-        if end:
-            inputs = scores.inputs(*prefix.gather(r, max(0, end - rule.replay), end))
-            pages.store_states(states[r], heads, last_state(*inputs))
+    scores, device, ends = Scores(rule), page_table.device, prefix.tokens.tolist()
+    begun = [r for r, end in enumerate(ends) if end]
+    width = max((min(ends[r], rule.replay) for r in begun), default=0)
+    some = max(1, PIECE // max(1, width))
+    for first in range(0, len(begun), some):
+        chosen = begun[first : first + some]
+        r, end = send([chosen, [ends[i] for i in chosen]], device).unbind()
+        heads, counts = page_table.shape[1], end.clamp_max(rule.replay).unsqueeze(1)
+        index = torch.arange(width, device=device)
+        token = end.unsqueeze(1) - counts + index.minimum(counts - 1)
+        slots = prefix.pages.layout.block_slots
+        blocks = prefix.table[r].gather(1, token // slots).long()
+        k, v = (
+            x[blocks, :, token % slots].flatten(0, 1).transpose(0, 1).contiguous()
+            for x in (prefix.pages.k, prefix.pages.v)
+        )
+        inputs = [x[0].unflatten(1, (len(chosen), width)).transpose(0, 1) for x in scores.inputs(k, v)]
+        none = (index >= counts).unsqueeze(1)
+        inputs[2:] = inputs[2].masked_fill(none, -torch.inf), inputs[3].masked_fill(none, torch.inf)
+        state = (x.flatten(0, 1).unsqueeze(0) for x in last_state(*inputs))
+        places = page_table[r, :, : pages.layout.state_blocks].long().flatten(0, 1)
+        pages.store_states(places, torch.arange(heads, device=device).repeat(len(chosen)), tuple(state))

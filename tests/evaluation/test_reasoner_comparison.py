@@ -144,7 +144,9 @@ def test_a_summary_takes_all_kinds_together(tmp_path, monkeypatch):
     assert (tmp_path / "figure.png").stat().st_size > 5000
 
 
-@pytest.mark.parametrize("name, value", [("kinds", ["ledgers"]), ("rows", 9), ("size", 7), ("share", [3]), ("protect_prompt", [0])])
+@pytest.mark.parametrize(
+    "name, value", [("kinds", ["ledgers"]), ("rows", 9), ("size", 7), ("share", [3]), ("protect_prompt", [0])]
+)
 def test_records_of_other_settings_are_refused(tmp_path, name, value, monkeypatch):
     comparison = compare.Comparison(tmp_path, tmp_path, True, ["programs"], 8, 1)
     told = OPTIONS | {"rows": 8, "protect_prompt": [True], "share": [2, 4]}

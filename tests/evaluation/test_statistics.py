@@ -65,7 +65,9 @@ def test_what_hardly_ever_or_always_happened_has_an_interval_too():
         assert estimate("x", [1.0] * count, units=range(count), shares=True)["x interval"] == (1 - high, 1)
     some = [0.0] * 5 + [1.0] * 5
     assert estimate("x", some, units=range(10), shares=True) == estimate("x", some, units=range(10))
-    assert estimate("x", [0.0] * 63 + [0.2], units=range(64), shares=True)["x interval"][1] == high  # no less than for none
+    assert (
+        estimate("x", [0.0] * 63 + [0.2], units=range(64), shares=True)["x interval"][1] == high
+    )  # no less than for none
     assert estimate("x", [0.0] * 10, units=range(10))["x interval"] == (0, 0)
 
 

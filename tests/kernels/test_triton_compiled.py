@@ -118,5 +118,7 @@ def test_launches_and_ops_of_a_prefill_do_not_depend_on_the_number_of_requests(c
 
 
 def test_a_tail_begins_without_waiting(compiled):
-    """Only p is read, which is on the CPU."""
-    assert compiled["begun"] and not any(compiled["begun"])
+    """Only p is read, which is on the CPU, and five tails begin in as many launches and ops as two."""
+    assert compiled["begun"]
+    for two, five in compiled["begun"]:
+        assert two == five and len(two["launches"]) == 2 and not two["reads"]

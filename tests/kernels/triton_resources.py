@@ -160,18 +160,19 @@ def noted_reads(*of_host: torch.Tensor):
             setattr(torch.Tensor, name, method)
 
 
-def begin(case: str, dtype: torch.dtype, size: int) -> list[str]:
-    """Begin two tails and return the names of the reads that this took."""
+def begin(case: str, dtype: torch.dtype, size: int, requests: int) -> dict:
+    """Begin tails and return the launches and ops that this took, and the names of the reads."""
     from kvpop_vllm.kernels.triton import delayed_mlstm as module
     from kvpop_vllm.kernels.triton.begin_tail import begin_tail
 
     module._capability = lambda device: divmod(arch, 10)
-    p = Problem(case, 2, group=4, size=size, slots=64, dtype=dtype, q_dtype=dtype).prepare()
-    pages = poisoned_pages(p.layout, p.num_blocks)
-    prefix = Prefix(pages, torch.zeros(2, 40, dtype=torch.int32), torch.tensor([PREFIX, 2500]))
-    with noted_reads(prefix.tokens) as found:
+    p = Problem(case, requests, group=4, size=size, slots=64, dtype=dtype, q_dtype=dtype).prepare()
+    pages, ends = poisoned_pages(p.layout, p.num_blocks), torch.tensor([PREFIX] * (requests - 1) + [2500])
+    prefix = Prefix(pages, torch.zeros(requests, 40, dtype=torch.int32), ends)
+    launches.clear()
+    with noted_reads(ends) as found, Asked() as asked:
         begin_tail(pages, p.table, prefix, rule=p.rule)
-    return found
+    return {"launches": [n for n, _ in launches], "ops": [n for n, _ in asked.ops], "reads": list(found)}
 
 
 def prefill(case: str, dtype: torch.dtype, size: int, requests: int, protected: int = 0) -> dict:
@@ -234,7 +235,7 @@ def rows_of(dtype: str, size: int, steps: tuple[str, ...], notes: dict) -> list[
         for requests in (1, 5):
             notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests) for case in CHUNKS]
             notes["chunks"] += [prefill(case, DTYPES[dtype], size, requests, PREFIX) for case in BEHIND]
-        notes["begun"].append(begin(steps[0], DTYPES[dtype], size))
+        notes["begun"].append([begin(steps[0], DTYPES[dtype], size, requests) for requests in (2, 5)])
     else:
         notes["steps"] += [{"op": op, "case": case, "found": serve(case, DTYPES[dtype], size)} for case in steps]
     about = {"op": op, "arch": arch, "dtype": dtype, "size": size}
