@@ -6,6 +6,8 @@ address follows from one load.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 import triton
 import triton.language as tl
@@ -99,11 +101,11 @@ def _add_keys(
 def _attend_keys(
     q,  # [T, Hq, D]
     tokens,  # k, v [T, H, D] and their strides between tokens and heads
-    cache, before, segments, blocks, lists, counts,
+    cache, before, segments, blocks, lists, counts, skipped, room,
     right,  # [R, H] int32, 0 if the step does not start where the cache ends
     out,  # [T, Hq, D]
     lse,  # [T, Hq]
-    skipped, room, scale, q_token, q_head,
+    scale, q_token, q_head,
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Compute attention of a block of queries, for all query heads of a KV head.
@@ -181,6 +183,32 @@ def _attend_keys(
     tl.store(lse + head, tl.where(good, (top + tl.log2(weight)) * LN2, float("nan")), mask=present)
 
 
+def block_rows(config, tile) -> tuple[int, int]:
+    """Return the rows of a block of queries with all query heads of a KV head, and the queries of it."""
+    rows = max(tile.rows, triton.next_power_of_2(config.group))
+    return rows, rows // config.group
+
+
+def key_lists(piece: Piece, config, cache, gone, block_q: int) -> Iterator[tuple]:
+    """List what blocks of ``block_q`` queries see, as many of them as memory allows at a time.
+
+    Yields:
+        Grid of the blocks and KV heads; and what a kernel that reads the lists takes: blocks, lists, counts, the first block
+        and the room of a list.
+    """
+    heads, blocks, room = len(gone), piece.blocks(block_q), min(piece.most_keys, piece.most_slots + block_q)
+    some = min(len(blocks), max(1, LIST_BYTES // (8 * heads * room)))
+    lists = torch.empty(heads, some, 2, room, dtype=torch.int32, device=gone.device)
+    counts = torch.empty(heads, some, 2, dtype=torch.int32, device=gone.device)
+    for skipped in range(0, len(blocks), some):
+        grid = min(some, len(blocks) - skipped), heads
+        _list_keys[grid](
+            gone, cache, piece.segments, blocks, lists, counts, skipped, piece.keys, room,
+            P=config, BLOCK_Q=block_q, WIDTH=LISTED, num_warps=4,
+        )  # fmt: skip
+        yield grid, (blocks, lists, counts, skipped, room)
+
+
 def attend(piece: Piece, config, q, tokens, cache, before, gone, right, scale, out, lse) -> None:
     """Compute softmax attention of a piece's queries to what each of them sees.
 
@@ -196,23 +224,12 @@ def attend(piece: Piece, config, q, tokens, cache, before, gone, right, scale, o
         out: ``[T, Hq, D]``, contiguous; written.
         lse: ``[T, Hq]`` float32, contiguous; written.
     """
-    heads, k = q.shape[1] // config.group, tokens[0]
-    wide = q.dtype != k.dtype or q.dtype == torch.float32
+    wide = q.dtype != tokens[0].dtype or q.dtype == torch.float32
     tile = tile_of(PREFILL, wide, config.size)
-    rows = max(tile.rows, triton.next_power_of_2(config.group))
-    block_q = rows // config.group
-    blocks, room = piece.blocks(block_q), min(piece.most_keys, piece.most_slots + block_q)
-    some = min(len(blocks), max(1, LIST_BYTES // (8 * heads * room)))
-    lists = torch.empty(heads, some, 2, room, dtype=torch.int32, device=q.device)
-    counts = torch.empty(heads, some, 2, dtype=torch.int32, device=q.device)
-    for skipped in range(0, len(blocks), some):
-        grid = min(some, len(blocks) - skipped), heads
-        _list_keys[grid](
-            gone, cache, piece.segments, blocks, lists, counts, skipped, piece.keys, room,
-            P=config, BLOCK_Q=block_q, WIDTH=LISTED, num_warps=4,
-        )  # fmt: skip
+    rows, block_q = block_rows(config, tile)
+    for grid, listed in key_lists(piece, config, cache, gone, block_q):
         _attend_keys[grid](
-            q, tokens, cache, before, piece.segments, blocks, lists, counts, right, out, lse, skipped, room, scale,
-            *q.stride()[:2], P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, WIDE=wide,
+            q, tokens, cache, before, piece.segments, *listed, right, out, lse, scale, *q.stride()[:2],
+            P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, WIDE=wide,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

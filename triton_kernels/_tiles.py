@@ -42,13 +42,19 @@ PREFILL = {
     (True, 256): Tile(16, 16, 4, 5),
 }
 """Tiles of prefill, by the same."""
+BACKWARD = {
+    (False, 64): Tile(64, 64, 4, 2),
+    (False, 128): Tile(64, 64, 8, 2),
+    (True, 128): Tile(32, 32, 8, 1),
+}
+"""Tiles of the backward pass of training, by the same."""
 
 
 def tile_of(table: dict[tuple[bool, int], Tile], wide: bool, size: int) -> Tile:
     """Return the tile of a head size.
 
     Args:
-        table: :data:`DECODE` or :data:`PREFILL`.
+        table: :data:`DECODE`, :data:`PREFILL` or :data:`BACKWARD`.
         wide: True if products are in float32.
         size: D, at most 256.
     """
