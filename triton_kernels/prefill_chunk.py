@@ -186,39 +186,45 @@ class _Prefill:
 
         A chunk that does not start at ``tokens_seen`` gets positions that no cache comes to.
         """
-        tokens, positions, at, token = self._once("steps", self._steps)
-        if not len(tokens):
-            return
-        positions = torch.where((self.right > 0).all(1) | (positions < 0), positions, positions + NOWHERE)
-        positions = positions.repeat(1, 2)  # 16-byte alignment for every position: kernels compile once
-        budgets = self._once("budgets", lambda: send(self.chunks.budgets.tolist(), self.device, torch.int32))
-        windows = self._once("windows", lambda: send(list(self.chunks.windows), self.device, torch.int32))
-        prefix = self.prefix and Prefix(self.prefix.pages, self.prefix.table, self._once("p", self._on_device))
-        rows = [x[tokens] for x in (q, k, v)]
-        given = None if gate_scores is None else gate_scores[tokens]
-        outs, lses = out.new_empty(rows[0].shape), lse.new_empty(rows[0].shape[:-1])
-        for i in range(len(tokens)):
-            told = positions[i, : len(self.table)], budgets, windows, None if given is None else given[i], prefix, keys
-            step = config, *(x[i] for x in rows), self.pages, self.table, told, self.rule, weights, self.scale
-            take_step(*step, outs[i], lses[i])
-        out[token], lse[token] = outs.flatten(0, 1)[at], lses.flatten(0, 1)[at]
+        counts, order, tokens, positions, rows = self._once("steps", self._steps)
+        positions = torch.where((self.right[order] > 0).all(1)[rows], positions, positions + NOWHERE)
+        positions = positions.unsqueeze(1).repeat(1, 2)  # 16-byte alignment for every position: kernels compile once
+        table, budgets, windows, ends = self.table[order], *self._once("sizes", lambda: self._sizes(order))
+        draws, first = None if keys is None else keys[order], 0
+        before = self.prefix and self.prefix.table[order]
+        for count in counts:
+            at, position = tokens[first : first + count], positions[first : first + count, 0]
+            prefix = self.prefix and Prefix(self.prefix.pages, before[:count], ends[:count])
+            given = None if gate_scores is None else gate_scores[at]
+            own = position, budgets[:count], windows[:count], given, prefix, None if draws is None else draws[:count]
+            found = out.new_empty(count, *out.shape[1:]), lse.new_empty(count, lse.shape[1])
+            step = config, q[at], k[at], v[at], self.pages, table[:count], own, self.rule, weights, self.scale
+            take_step(*step, *found)
+            out[at], lse[at] = found
+            first += count
 
-    def _on_device(self) -> torch.Tensor:
-        return send(self.protected, self.device)
+    def _sizes(self, order: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return budgets, windows and p of the requests in this order, on the device."""
+        numbers = self.chunks.budgets.tolist(), list(self.chunks.windows), self.protected
+        types = torch.int32, torch.int32, torch.int64
+        return tuple(send(values, self.device, dtype)[order] for values, dtype in zip(numbers, types, strict=True))
 
-    def _steps(self) -> tuple[torch.Tensor, ...]:
-        """Return tokens and positions of the steps ``[steps, R]``, -1 where a chunk has no more, and what they hold.
+    def _steps(self) -> tuple[list[int], torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return what the steps consist of.
 
-        The last two are indices into the flattened steps and the batch, of the tokens behind prefixes.
+        These are the number of tokens of each step; the requests, those with most tokens first; and for the tokens of all
+        steps the index in the batch, the position, and the index of the request in that order.
         """
         parts, first = [], 0
-        for start, length, p in zip(self.chunks.starts, self.chunks.lengths, self.protected, strict=True):
-            inside = min(max(p - start, 0), length)
-            parts.append((first + inside, start + inside, length - inside))
+        for r, (start, length) in enumerate(zip(self.chunks.starts, self.chunks.lengths, strict=True)):
+            inside = min(max(self.protected[r] - start, 0), length)
+            parts.append((length - inside, r, first + inside, start + inside))
             first += length
-        steps = range(max(count for *_, count in parts))
-        tokens = [[first + i if i < count else 0 for first, _, count in parts] for i in steps]
-        positions = [[start + i if i < count else -1 for _, start, count in parts] for i in steps]
-        at = [i * len(parts) + r for i in steps for r, (*_, count) in enumerate(parts) if i < count]
-        token = [first + i for i in steps for first, _, count in parts if i < count]
-        return tuple(send(values, self.device) for values in (tokens, positions, at, token))
+        parts.sort(key=lambda part: -part[0])
+        steps = range(parts[0][0])
+        counts = [sum(length > i for length, *_ in parts) for i in steps]
+        tokens = [part[2] + i for i in steps for part in parts[: counts[i]]]
+        positions = [part[3] + i for i in steps for part in parts[: counts[i]]]
+        rows = [row for i in steps for row in range(counts[i])]
+        order = [r for _, r, *_ in parts]
+        return counts, *(send(values, self.device) for values in (order, tokens, positions, rows))

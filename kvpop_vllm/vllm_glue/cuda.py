@@ -20,9 +20,12 @@ ATTENTION_OP = "kvpop_vllm::attention_with_gate_scores"
 ONE_BY_ONE = 1024
 """Maximum number of tokens in a step where prompts are prefilled token by token.
 
-A token then takes about eight launches a layer, some 15 ms for 36 layers. vLLM's workers have 300 s to
-answer, and requests in decoding wait for the whole step.
+vLLM's workers have 300 s to answer, and requests in decoding wait for the whole step.
 """
+TOKEN_SECONDS = 8 * 50e-6
+"""Time that the host takes to launch a token's kernels of one layer, by reckoning: eight launches of 50 us."""
+SLOW = 2000
+"""Tokens a second of prefill below which a server says so when it starts."""
 GRAPH_STRIDE = 32
 """Difference between sizes of CUDA graphs above vLLM's own."""
 _WORKERS = ("auto", "vllm.v1.worker.gpu_worker.Worker")
@@ -58,13 +61,23 @@ def prepare(vllm_config: Any, policy: Any, graphs_chosen: bool) -> None:
         _capture_all(vllm_config.compilation_config, scheduler.max_num_seqs)
     # an image may be longer than a step
     cuts = scheduler.enable_chunked_prefill and not scheduler.disable_chunked_mm_input
-    if scheduler.max_num_scheduled_tokens is None and cuts and _one_by_one(policy):
+    if not _one_by_one(policy):
+        return
+    if scheduler.max_num_scheduled_tokens is None and cuts:
         most = max(ONE_BY_ONE, scheduler.max_num_seqs)
         scheduler.max_num_scheduled_tokens = min(most, scheduler.max_num_batched_tokens)
         logger.info(
-            "--kv-policy %s: prompts are prefilled token by token, at most %d tokens a step (--max-num-scheduled-tokens)",
+            "--kv-policy %s: at most %d tokens a step (--max-num-scheduled-tokens)",
             policy.name,
             scheduler.max_num_scheduled_tokens,
+        )
+    speed = 1 / (TOKEN_SECONDS * vllm_config.model_config.get_num_layers(vllm_config.parallel_config))
+    if speed < SLOW:
+        logger.warning(
+            "--kv-policy %s: prompts are prefilled token by token, by reckoning at %.0f tokens a second for each of the"
+            " requests that are prefilled together",
+            policy.name,
+            speed,
         )
 
 

@@ -181,7 +181,9 @@ def test_others_than_nvidias(model, monkeypatch, rocm):
 
 
 @pytest.mark.parametrize("policy", ["h2o", "dms", "corrected", "trimkv", "streaming-llm"])
-def test_tokens_of_a_step(model, tmp_path, policy):
+def test_tokens_of_a_step(model, tmp_path, policy, monkeypatch):
+    said = []
+    monkeypatch.setattr(cuda.logger, "warning", lambda text, *values: said.append(text % values))
     settings = {"policy": policy, "budget": 128}
     if policy == "corrected":
         settings |= {"policy": "streaming-llm", "correction": "moment"}
@@ -195,6 +197,8 @@ def test_tokens_of_a_step(model, tmp_path, policy):
         return configure(model, settings, **(sizes | options)).scheduler_config.max_num_scheduled_tokens
 
     assert steps() == (1024 if one_by_one else None)
+    slow = "prompts are prefilled token by token, by reckoning at 1250 tokens a second"  # two layers
+    assert len(said) == one_by_one and all(slow in line for line in said)
     if policy == "h2o":
         assert steps(max_num_seqs=2000) == 2000 and steps(max_num_batched_tokens=512) == 512
         assert steps(max_num_scheduled_tokens=3000) == 3000

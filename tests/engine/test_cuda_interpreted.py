@@ -427,14 +427,14 @@ def test_the_profiling_run_takes_no_less_than_steps(profiled, policy, options, m
 
     def of_a_step(counts, seen, prompt=None):
         lengths = [seen + n for n in counts]
-        rows = [5 * row if options.get("protect_prompt") else row for row in ROWS[: len(counts)]]
+        rows = [5 * row if impl.policy.max_protect else row for row in ROWS[: len(counts)]]
         metadata = runner.step(counts, lengths, rows, prompt and [prompt] * len(counts))
         impl._bind(layers.gpu[0])[0].position.fill_(seen)
         return peak(sum(counts), layers.gpu[0], metadata)
 
     seen = length - TOKENS
     taken = max(of_a_step([1] * MOST, 400), of_a_step([TOKENS], seen))
-    if options.get("protect_prompt"):
+    if impl.policy.max_protect:
         behind = [of_a_step([TOKENS], seen, prompt) for prompt in (seen, seen - 80, seen + 100)]
         over_its_end = of_a_step([TOKENS], 0, TOKENS - 30)
         taken = max(taken, of_a_step([1] * MOST, 400, 200), over_its_end, *behind)

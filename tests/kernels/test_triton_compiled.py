@@ -66,7 +66,7 @@ def test_loads_of_attention_overlap_its_products(compiled):
     found = {(row["kernel"], row["op"], row["arch"]) for row in rows}
     assert found == {
         *(("_attend", op, arch) for op in ("decode_step", "prefix") for arch in (80, 90)),
-        *(("_attend_keys", "prefill_chunk", arch) for arch in (80, 90)),
+        *(("_attend_keys", op, arch) for op in ("prefill_chunk", "training") for arch in (80, 90)),
     }
     assert [row for row in rows if not row["waits"] or min(row["waits"]) == 0] == []
 
@@ -104,7 +104,7 @@ def test_launches_and_ops_of_a_prefill_do_not_depend_on_the_number_of_requests(c
 
     One request alone has its slots split among programs while it is processed token by token (``_combine``).
     """
-    found, most = {}, {"mlstm": (31, 190), "mlp": (27, 65), "gate_scores-ages": (7, 30), "mass-mean": (12, 70)}
+    found, most = {}, {"mlstm": (31, 190), "mlp": (27, 65), "gate_scores-ages": (7, 30), "mass-mean": (12, 90)}
     for chunk in compiled["chunks"]:
         found.setdefault((chunk["case"], chunk["protected"]), {}).setdefault(chunk["requests"], chunk["layers"])
     assert len(found) == 6
@@ -112,7 +112,7 @@ def test_launches_and_ops_of_a_prefill_do_not_depend_on_the_number_of_requests(c
         for one, five in zip(layers[1], layers[5], strict=True):
             launched = [[name for name in layer["launches"] if name != "_combine"] for layer in (one, five)]
             assert launched[0] == launched[1], case
-            assert abs(len(five["ops"]) - len(one["ops"])) <= 8, case
+            assert abs(len(five["ops"]) - len(one["ops"])) <= 12, case
         for layer in (layers[1][1], layers[5][1]):
             assert len(layer["launches"]) <= most[case][0] and len(layer["ops"]) <= most[case][1], case
 
