@@ -50,12 +50,12 @@ def cases(bench: Bench) -> Iterator[Case]:
 
 def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
     """Check a prompt in chunks, which are worked off in small pieces."""
-    from kvpop_vllm.kernels.triton import _prefill_attend, prefill_chunk
+    from kvpop_vllm.kernels.triton import _prefill_attend, _prefill_plan
 
     reduced = dict(heads=1, size=32, group=2) if bench.small else {}
-    pieces = patch.multiple(prefill_chunk, PIECE=16), patch.multiple(_prefill_attend, LIST_BYTES=4 * 2 * 64)
+    pieces = patch.multiple(_prefill_plan, PIECE=16), patch.multiple(_prefill_attend, LIST_BYTES=4 * 2 * 64)
     with pieces[0], pieces[1]:
-        yield from serve_right(bench, name, [17, 8] if bench.small else [37, 1, 60, 22], requests=1, **reduced)
+        yield from serve_right(bench, name, [17, 8] if bench.small else [37, 1, 60, 22], requests=1 if bench.small else 3, **reduced)
 
 
 def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
