@@ -2,11 +2,12 @@
 
 The machine needs torch, Triton and transformers, neither vLLM nor a network.
 
-Sections run one after another, each case on its own: its results are in the CSV file and in the log before
-the next case begins. Cases that there is no time for are named in the log. Correctness comes first, in
-bfloat16 against float64. A case of times is skipped if a check that it depends on has failed.
+There are three parts, each useful alone, the most valuable first. Their sections run one after another, each case on its
+own: its results are in the CSV file and in the log before the next case begins. Cases that there is no time for are named in
+the log. A run takes up where one of the same commit, machine and versions was stopped. Correctness comes first, in bfloat16
+against float64. A case of times whose checks have failed is timed all the same, and its rows say so.
 
-No case begins after ``--minutes``, and a sanitizer is ended then. The default of 7.5 keeps a run within 8
+No case of a part begins after its ``--minutes``, and a sanitizer is ended then. The default of 8.5 keeps a part within 9
 minutes if no case takes more than half a minute.
 
 With ``--interpret`` the same code runs on a CPU at reduced shapes in float32 with Triton's interpreter.
@@ -15,10 +16,10 @@ Nothing is timed then, and no CUDA graph is made.
 
 from __future__ import annotations
 
+import csv
 import importlib
 import importlib.machinery
 import importlib.util
-import math
 import os
 import sys
 import time
@@ -37,7 +38,9 @@ from record import RESULTS, ROOT
 
 HEADS, KV_HEADS, SIZE = 32, 8, 128
 """Attention shape of Qwen3-8B."""
-COLUMNS = "machine commit torch triton section case dtype measure value unit floor over_floor".split()
+COLUMNS = "machine commit torch triton section case verified dtype measure value unit floor over_floor".split()
+TIME = "time of the case"
+"""Measure of the row that says that a case is done."""
 
 
 @dataclass
@@ -52,7 +55,8 @@ class Bench:
         until: ``time.monotonic()`` at which the section must be over.
         say: writes a line to the log.
         wrong: names of the cases that failed, each behind its section's.
-        outcomes: number of cases that were done, wrong, skipped and not reached.
+        doubts: what was found wrong in the present case of times.
+        outcomes: number of cases that were done, done before, wrong, skipped and not reached.
     """
 
     device: str
@@ -62,7 +66,13 @@ class Bench:
     until: float
     say: Callable[[str], None]
     wrong: set[str] = field(default_factory=set)
+    doubts: list[str] = field(default_factory=list)
     outcomes: Counter = field(default_factory=Counter)
+
+    def check(self, right: bool, otherwise: str) -> None:
+        """Note what is wrong with a case of times, whose later rows are then unverified."""
+        if not right:
+            self.doubts.append(otherwise)
 
     def left(self) -> float:
         """Return the seconds that are left."""
@@ -97,20 +107,17 @@ class Case(NamedTuple):
     needs: tuple[str, ...] = ()
 
 
-SECTIONS = {
-    "serving-kernels": 1.75,
-    "prefill-kernels": 1.25,
-    "tiles": 1.0,
-    "training-kernels": 1.0,
-    "generation": 1.75,
-    "distillation": 0.75,
-    "sanitizers": math.inf,
+PARTS = {
+    "a": {"serving-kernels": 3.5, "tiles": 2, "generation": 2.5},
+    "b": {"prefill-kernels": 8},
+    "c": {"training-kernels": 2.5, "distillation": 1.5, "sanitizers": 4},
 }
-"""Section -> eighths of the time, if all sections run, in the order in which they run.
+"""Part -> section -> eighths of the part's time, in the order in which they run.
 
 No case of a section begins after the section's own share and those before it. Time that is left goes to later
 sections. The module of ``serving-kernels`` is ``gpu_serving``.
 """
+SECTIONS = [section for part in PARTS.values() for section in part]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -140,9 +147,9 @@ def main(arguments: list[str] | None = None) -> int:
         say(f"# {record.KEY['date']} {about}")
         kind = ("cpu", torch.float32) if options.interpret else ("cuda", torch.bfloat16)
         few = options.interpret or options.watched
-        bench = Bench(*kind, options.interpret, few, time.monotonic() + 60 * options.minutes, say)
-        every = dict.fromkeys(options.sections, math.inf) if options.sections else SECTIONS
-        shares = {section: 60 * options.minutes / 8 * eighths for section, eighths in every.items()}
+        parts = [dict.fromkeys(options.sections, 8.0)] if options.sections else [PARTS[part] for part in options.parts]
+        bench = Bench(*kind, options.interpret, few, time.monotonic() + 60 * options.minutes * len(parts), say)
+        shares = {section: 60 * options.minutes / 8 * share for part in parts for section, share in part.items()}
         return run_sections(bench, shares, out / "gpu.csv", about)
 
 
@@ -151,8 +158,9 @@ def parse_arguments(arguments):
     parser = record.parser_of(__doc__)
     parser.add_argument("--interpret", action="store_true", help="on the CPU, interpreted, at reduced shapes")
     parser.add_argument("--watched", action="store_true", help="only few right cases, under a sanitizer")
-    parser.add_argument("--sections", nargs="+", choices=list(SECTIONS), help="only these")
-    parser.add_argument("--minutes", type=float, default=7.5, help="after which no case begins")
+    parser.add_argument("--parts", nargs="+", choices=list(PARTS), default=list(PARTS), help="only these")
+    parser.add_argument("--sections", nargs="+", choices=SECTIONS, help="only these")
+    parser.add_argument("--minutes", type=float, default=8.5, help="of a part, after which no case of it begins")
     parser.add_argument("--out", default=str(RESULTS), help="folder of gpu.csv and gpu.log")
     parser.add_argument("--commit", help="of rows, where there is no git")
     return parser.parse_args(arguments)
@@ -183,37 +191,57 @@ def run_sections(bench: Bench, shares: dict[str, float], results: Path, about: d
         results: the CSV file.
         about: columns of all rows.
     """
-    ends, until = bench.until, time.monotonic()
+    ends, until, before = bench.until, time.monotonic(), finished(results, about)
     for section, share in shares.items():
         until += share
         bench.until = min(ends, until)
         with guarded(bench, section):
             module = importlib.import_module(f"gpu_{section.removesuffix('-kernels')}")
             for case in module.cases(bench):
-                if not (case.needs and bench.few):
+                if (section, case.name) in before:
+                    bench.outcomes["done before"] += 1
+                elif not (case.needs and bench.few):
                     run_case(bench, section, case, results, about)
-    counts = {outcome: bench.outcomes[outcome] for outcome in ("done", "wrong", "skipped", "not reached")}
+    counts = {
+        outcome: bench.outcomes[outcome] for outcome in ("done", "done before", "wrong", "skipped", "not reached")
+    }
     bench.say(", ".join(f"{count} cases {outcome}" for outcome, count in counts.items()))
-    return int(counts["wrong"] > 0 or counts["done"] == 0)
+    return int(counts["wrong"] > 0 or counts["done"] + counts["done before"] == 0)
+
+
+def finished(results: Path, about: dict) -> set[tuple[str, str]]:
+    """Return the section and name of the cases that a run of the same commit, machine and versions has finished well."""
+    if not results.exists():
+        return set()
+    with results.open(newline="") as file:
+        rows = [row for row in csv.DictReader(file) if about.items() <= row.items() and row["measure"] == TIME]
+    return {(row["section"], row["case"]) for row in rows if row["verified"] == "yes"}
 
 
 def run_case(bench: Bench, section: str, case: Case, results: Path, about: dict) -> None:
-    """Run one case if there is time and nothing that it needs is wrong; write its rows as they come."""
+    """Run one case if there is time; write its rows as they come, unverified where something that it needs is wrong."""
     name, begin = f"{section}, {case.name}", time.monotonic()
     if bench.left() < 0:
         bench.say(f"{name}: not reached")
         bench.outcomes["not reached"] += 1
         return
+    bench.doubts = [f"{need} is not right" for need in case.needs if f"{section}, {need}" in bench.wrong]
+
+    def write(row: dict) -> None:
+        row = row | about | {"section": section, "case": case.name, "verified": "no" if bench.doubts else "yes"}
+        record.append(results, [{column: row[column] for column in COLUMNS}])
+
     with guarded(bench, name):
-        if wrong := sorted(bench.wrong.intersection(f"{section}, {need}" for need in case.needs)):
-            raise SkipTest(f"as this is wrong: {wrong[0]}")
         for row in case.run(bench):
             floor = f", {row['over_floor']} of its floor {row['floor']}" if row["floor"] else ""
-            bench.say(f"{name}: {row['measure']} {row['value']} {row['unit']}{floor}")
-            row = row | about | {"section": section, "case": case.name}
-            record.append(results, [{column: row[column] for column in COLUMNS}])
-        bench.say(f"{name}: done in {time.monotonic() - begin:.1f} s")
-        bench.outcomes["done"] += 1
+            unverified = " (unverified)" if bench.doubts else ""
+            bench.say(f"{name}: {row['measure']} {row['value']} {row['unit']}{floor}{unverified}")
+            write(row)
+        write(bench.row(TIME, time.monotonic() - begin, "s"))
+        bench.say(
+            f"{name}: {f'unverified, {bench.doubts[0]}' if bench.doubts else 'done'}, {time.monotonic() - begin:.1f} s"
+        )
+        bench.outcomes["wrong" if bench.doubts else "done"] += 1
 
 
 @contextmanager

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -23,6 +25,28 @@ def bandwidth() -> float:
     source = torch.zeros(COPIED // 4, device="cuda")
     target = torch.empty_like(source)
     return 2 * COPIED / milliseconds(lambda: target.copy_(source))
+
+
+def device_times(run: Callable[[], object]) -> dict[str, float]:
+    """Return the milliseconds that each kernel takes of the GPU in one call, by its name."""
+    run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    return {event.key: event.device_time_total / 1e3 for event in profile.key_averages() if event.device_time_total}
+
+
+def wall_milliseconds(run: Callable[[], object], times: int = 5) -> float:
+    """Return the median milliseconds of a call until the GPU is done, by the host's clock."""
+    found = []
+    for _ in range(times + 1):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        run()
+        torch.cuda.synchronize()
+        found.append(1e3 * (time.perf_counter() - begin))
+    return statistics.median(found[1:])
 
 
 def graph_of(run: Callable[[], object]) -> Callable[[], object]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib.util
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -69,6 +70,7 @@ def cases(bench: Bench) -> Iterator[Case]:
     right = "a captured pass is right, {}".format
     yield Case(right("kvpop"), kvpop_right)
     yield Case(right("dense"), dense_right)
+    yield Case("vLLM serves", served, ())
     with tempfile.TemporaryDirectory() as folder:
         drawn = functools.cache(partial(qwen3, bench, Path(folder)))
         for requests, context in (*((1, each) for each in CONTEXTS), (32, CONTEXTS[0])):
@@ -262,6 +264,33 @@ def dense_right(bench: Bench) -> Iterator[dict]:
     yield bench.row("largest difference of logits", error, "absolute")
 
 
+def served(bench: Bench) -> Iterator[dict]:
+    """Check that vLLM, where it is installed, generates under a policy, and compare its tokens with those of `KVpopCache`.
+
+    Raises:
+        SkipTest: there is no vLLM.
+    """
+    if importlib.util.find_spec("vllm") is None or bench.small:
+        raise SkipTest("vLLM is not on this machine" if not bench.small else "vLLM is not interpreted")
+    from vllm import LLM, SamplingParams
+
+    with tiny(bench) as drawn, tempfile.TemporaryDirectory() as folder:
+        drawn.model.save_pretrained(folder)
+        policy = {"policy": "kvpop", "scorer": str(drawn.scorer)}
+        llm = LLM(folder, skip_tokenizer_init=True, max_model_len=256, additional_config={"kv_policy": policy})
+        prompts = [{"prompt_token_ids": random_prompt(n, seed=i)} for i, n in enumerate(PROMPTS)]
+        outputs = llm.generate(
+            prompts, SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True, detokenize=False)
+        )
+        found = [list(output.outputs[0].token_ids) for output in outputs]
+        own = greedy(
+            bench, drawn.model, KVpopCache(drawn.model, "kvpop", scorer=drawn.scorer), PROMPTS, NEW, Decoding.step
+        )
+    assert [len(tokens) for tokens in found] == [NEW, NEW], f"{[len(tokens) for tokens in found]} tokens were generated"
+    equal = [a == b for row, other in zip(found, own, strict=True) for a, b in zip(row, other, strict=True)]
+    yield bench.row("tokens of KVpopCache's", sum(equal) / len(equal), "share")
+
+
 # Times
 
 
@@ -279,7 +308,7 @@ def times(
 
     Raises:
         SkipTest: the cache does not fit.
-        AssertionError: the cache is wrong before or after its passes.
+        AssertionError: the cache is wrong before its passes.
     """
     model, shape = drawn().model, QWEN3_8B
     gc.collect()
@@ -293,8 +322,11 @@ def times(
     torch.cuda.reset_peak_memory_stats()
     replay = decoding.captured()
     peak, time = torch.cuda.max_memory_allocated(), milliseconds(replay)
-    decoding.check()
-    assert bool(decoding.logits.isfinite().all()), "logits are not finite"
+    try:
+        decoding.check()
+    except AssertionError as error:
+        bench.check(False, str(error))
+    bench.check(bool(decoding.logits.isfinite().all()), "logits are not finite")
     weights = sum(p.nbytes for p in model.parameters()) - model.get_input_embeddings().weight.nbytes
     yield bench.row("a token", time, "ms", (weights + decoding.read) / bandwidth())
     yield bench.row("tokens a second", 1e3 * requests / time, "1/s")

@@ -17,8 +17,8 @@ from unittest.mock import patch
 import torch
 from full_pages import empty_pages
 from gpu import HEADS, KV_HEADS, SIZE, Bench, Case
-from gpu_clock import bandwidth, milliseconds
-from gpu_exact import serve_right
+from gpu_clock import bandwidth, device_times, milliseconds, wall_milliseconds
+from gpu_exact import CASES, serve_right
 from gpu_training import check_same, compiled_flex, dense, visible_share
 from kernels.factories import random_rule, random_scorer
 
@@ -28,10 +28,12 @@ from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout
 
 SINKS, WINDOW, LENGTH = 4, 256, 16384
+LAYERS, LARGE = 36, 4096
+PROMPTS = (1, 16384), (1, 32768), (32, 500)
+"""Number of prompts of a step, and their tokens."""
 CHUNK = 256
 """Tokens of a chunk that is processed token by token."""
 
-RIGHT = "recency", "linear", "mlstm", "mlstm, heads of 80", "own decays", "mean mass", "moments"
 FEW = "mlstm", "own decays"
 """Cases that run with interpreted kernels or under a sanitizer."""
 
@@ -39,11 +41,14 @@ FEW = "mlstm", "own decays"
 def cases(bench: Bench) -> Iterator[Case]:
     """Yield the cases of the section."""
     right = "prefill_chunk is right, {}".format
-    for name in FEW if bench.few else RIGHT:
+    for name in FEW if bench.few else CASES:
         yield Case(right(name), partial(chunk_right, name=name))
     plain = right("linear"), right("mlstm"), right("recency")
     for budget in (2048, 4096):
         yield Case(f"prefill_chunk, S {LENGTH}, B {budget}", partial(prefill_times, budget=budget), plain)
+    for requests, length in PROMPTS:
+        run = partial(step_times, requests=requests, length=length)
+        yield Case(f"prefill of {requests} x {length} tokens, B {LARGE}", run, plain)
     for name, times in {"own decays": ages_times, "mean mass": mass_times}.items():
         yield Case(f"prefill_chunk, {name}, B 2048", partial(times, budget=2048), (*plain, right(name)))
 
@@ -55,7 +60,9 @@ def chunk_right(bench: Bench, name: str) -> Iterator[dict]:
     reduced = dict(heads=1, size=32, group=2) if bench.small else {}
     pieces = patch.multiple(_prefill_plan, PIECE=16), patch.multiple(_prefill_attend, LIST_BYTES=4 * 2 * 64)
     with pieces[0], pieces[1]:
-        yield from serve_right(bench, name, [17, 8] if bench.small else [37, 1, 60, 22], requests=1 if bench.small else 3, **reduced)
+        yield from serve_right(
+            bench, name, [17, 8] if bench.small else [37, 1, 60, 22], requests=1 if bench.small else 3, **reduced
+        )
 
 
 def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
@@ -74,8 +81,8 @@ def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
     order = ops.running_topk(gate_scores.T[None], sinks=SINKS, window=WINDOW, topk=topk, impl="triton")
     flex, rows = compiled_flex(*order, LENGTH, WINDOW), [x.transpose(0, 1).unsqueeze(0) for x in tokens]
     runs |= {"SDPA": lambda: dense(*rows), "FlexAttention": lambda: flex(*rows)}
-    check_same("prefill_chunk", runs["given scores"](), runs["FlexAttention"]()[0].transpose(0, 1))
-    check_finite(runs["kvpop"]())
+    check_same(bench, "prefill_chunk", runs["given scores"](), runs["FlexAttention"]()[0].transpose(0, 1))
+    check_finite(bench, runs["kvpop"]())
     times = {name: milliseconds(run) for name, run in runs.items()}
     for name, value in times.items():
         floor = times["SDPA"] * visible_share(LENGTH, budget) if name in rules else None
@@ -83,12 +90,37 @@ def prefill_times(bench: Bench, budget: int) -> Iterator[dict]:
     yield bench.row("scorer, a layer", times["kvpop"] - times["given scores"], "ms")
 
 
+def step_times(bench: Bench, requests: int, length: int) -> Iterator[dict]:
+    """Yield the time of a step of prompts in :data:`LAYERS` layers with KVpop's scorer, by the host's clock and the GPU's."""
+    draw = torch.Generator().manual_seed(0)
+    rule = random_rule(random_scorer("mlstm", KV_HEADS, SIZE, draw, skip=True), KV_HEADS, SINKS, WINDOW, draw)
+    rule, budget = rule.to(bench.device), min(LARGE, length)
+    with torch.device(bench.device):
+        layout = PageLayout(KV_HEADS, SIZE, bench.dtype, state_floats=rule.state_floats(SIZE))
+        pages, table = empty_pages(layout, requests, LARGE)
+        q, k, v = (torch.randn(requests * length, n, SIZE, dtype=bench.dtype) for n in (HEADS, KV_HEADS, KV_HEADS))
+    own = dict(rule=rule, scale=SIZE**-0.5, impl="triton")
+
+    def step() -> torch.Tensor:
+        budgets = torch.full((requests, KV_HEADS), LARGE, dtype=torch.int32, device="cpu")
+        chunks = Chunks([0] * requests, [length] * requests, budgets, [WINDOW] * requests)
+        for _ in range(LAYERS):
+            out, _ = ops.prefill_chunk(q, k, v, pages, table, chunks, **own)
+        return out
+
+    check_finite(bench, step())
+    products = 4 * HEADS * SIZE * requests * LAYERS * (budget * length - budget**2 / 2)
+    yield bench.row("host's clock", wall_milliseconds(step), "ms")
+    yield bench.row("GPU's clock", sum(device_times(step).values()), "ms")
+    yield bench.row("products of attention", products / 1e12, "TFLOP")
+
+
 def ages_times(bench: Bench, budget: int) -> Iterator[dict]:
     """Yield the time of a layer's prompt in one chunk, with tokens that have decays of their own."""
     draw = torch.Generator().manual_seed(0)
     gate_scores = -torch.exp(torch.randn(LENGTH, KV_HEADS, generator=draw) - 3).to(bench.device)
     read = reader(bench, rule_of(ops.GateScore(ages=True)), budget, prompt(bench, draw), gate_scores)
-    check_finite(read())
+    check_finite(bench, read())
     yield bench.row(f"a layer, S {LENGTH}", milliseconds(read), "ms")
 
 
@@ -105,7 +137,7 @@ def mass_times(bench: Bench, budget: int) -> Iterator[dict]:
         return read(next(starts), CHUNK)
 
     read(0, budget)
-    check_finite(chunk())
+    check_finite(bench, chunk())
     floor = KV_HEADS * budget * (2 * SIZE * bench.dtype.itemsize + 2 * 4) / bandwidth()
     yield bench.row("a token, a layer", milliseconds(chunk) / CHUNK, "ms", floor)
 
@@ -146,6 +178,6 @@ def reader(
     return read
 
 
-def check_finite(out: torch.Tensor) -> None:
+def check_finite(bench: Bench, out: torch.Tensor) -> None:
     """Check that outputs are finite, which they are not behind a wrong start."""
-    assert bool(out.isfinite().all()), "outputs are not finite"
+    bench.check(bool(out.isfinite().all()), "outputs are not finite")

@@ -7,14 +7,16 @@ and positions among which a victim is searched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from unittest import SkipTest
 
 import torch
 from full_pages import empty_pages, fill
 from gpu import HEADS, KV_HEADS, SIZE, Bench, Case
-from gpu_clock import bandwidth, graph_of, milliseconds
-from gpu_exact import serve_right
+from gpu_clock import bandwidth, device_times, graph_of, milliseconds
+from gpu_exact import CASES, serve_right
+from gpu_full_size import steps_right
 from kernels.factories import random_rule, random_scorer
 
 from kvpop_vllm.kernels import ops
@@ -28,10 +30,17 @@ PROTECTED = 8192
 MOST_BYTES = 12 << 30
 """Maximum bytes of pages on any GPU."""
 
-RIGHT = "recency", "key norm", "threshold", "mlp", "mlstm", "mlstm, corrected", "mean mass", "moments"
+FULL = (("mlstm", 1), ("mlstm", 64), ("key norm", 1), ("key norm", 64))
+"""Rules and requests that are checked at production's shapes; attention of 64 is not split among programs."""
+PROFILED = 1, 8, 64
+"""Batches whose kernels are timed one by one."""
+DENSE = tuple((context, requests) for context in (16384, 65536) for requests in (1, 8, 64))
+"""Contexts and batches of dense attention to a contiguous cache."""
+FREE = 2 << 30
+"""Bytes that must be free beside a dense cache."""
 BEHIND = "recency", "key norm", "mlstm", "mlstm read at once", "mean mass"
 """Cases behind a prefix that a chunk begins in, and behind one that a chunk ends in."""
-FEW, FEW_BEHIND = ("recency", "mlstm", "moments"), ("mlstm",)
+FEW, FEW_FULL, FEW_BEHIND = ("recency", "mlstm", "moments"), (("mlstm", 1),), ("mlstm",)
 """Cases that run with interpreted kernels or under a sanitizer."""
 
 
@@ -42,12 +51,21 @@ def cases(bench: Bench) -> Iterator[Case]:
     if bench.small:
         steps, own = steps[:19], dict(requests=1, heads=1, size=32, topk=12)
         chunks, behind = [9, *chunks[1:]], dict(protected=(18,), heads=1, size=32, group=1)
-    for name in FEW if bench.few else RIGHT:
+    for name in FEW if bench.few else CASES:
         yield Case(f"decode_step is right, {name}", partial(serve_right, name=name, steps=steps, **own))
+    for kind, requests in FEW_FULL if bench.few else FULL:
+        run = partial(steps_right, kind=kind, requests=requests)
+        yield Case(f"decode_step is right at full size, {kind}, batch {requests}", run)
     for name in FEW_BEHIND if bench.few else BEHIND:
         run = partial(serve_right, name=name, steps=chunks, **behind)
         yield Case(f"a prefix and its tail are right, {name}", run)
     needs = tuple(f"decode_step is right, {name}" for name in ("mlstm", "recency"))
+    needs += tuple(f"decode_step is right at full size, {kind}, batch {requests}" for kind, requests in FULL)
+    for requests in PROFILED:
+        yield Case(f"kernels of a step, batch {requests}", partial(kernel_times, requests=requests), needs)
+    for context, requests in DENSE:
+        run = partial(dense_times, context=context, requests=requests)
+        yield Case(f"dense attention, context {context}, batch {requests}", run, needs[:1])
     batches = [(budget, 1 << i, 0) for budget in (2048, 4096) for i in range(9)]
     for budget, requests, protected in (*batches, *((2048, requests, PROTECTED) for requests in (1, 16, 64))):
         behind = f", behind {protected} shared tokens" if protected else ""
@@ -81,13 +99,46 @@ def recency() -> RetentionRule:
     return RetentionRule(SINKS, WINDOW, torch.full((KV_HEADS,), -1.0, dtype=torch.float64))
 
 
-def layer_step(bench: Bench, rule: RetentionRule, budget: int, requests: int, protected: int) -> float:
-    """Return the milliseconds of a layer's step in a CUDA graph of enough layers to exceed the GPU's cache.
+def kernel_times(bench: Bench, requests: int) -> Iterator[dict]:
+    """Yield the time that each kernel of a layer's step takes, with KVpop's scorer and B = 4,096."""
+    draw = torch.Generator().manual_seed(0)
+    kvpop = random_rule(random_scorer("mlstm", KV_HEADS, SIZE, draw, skip=True), KV_HEADS, SINKS, WINDOW, draw)
+    replay, layers, _ = layers_of_step(bench, kvpop, 4096, requests, 0)
+    for name, time in device_times(replay).items():
+        yield bench.row(f"{name}, a layer", time / layers, "ms")
 
-    The requests have seen :data:`SEEN` tokens.
+
+def dense_times(bench: Bench, context: int, requests: int) -> Iterator[dict]:
+    """Yield the time of SDPA of one query to a contiguous cache of a layer.
 
     Raises:
-        AssertionError: outputs are not finite, as behind a wrong start.
+        SkipTest: the cache does not fit.
+    """
+    size = requests * KV_HEADS * context * 2 * SIZE * bench.dtype.itemsize
+    if torch.cuda.mem_get_info()[0] < size + FREE:
+        raise SkipTest(f"it needs {(size + FREE) / (1 << 30):.0f} GiB")
+    q, k, v = (
+        torch.randn(requests, heads, length, SIZE, dtype=bench.dtype, device=bench.device)
+        for heads, length in ((HEADS, 1), (KV_HEADS, context), (KV_HEADS, context))
+    )
+    run = partial(torch.nn.functional.scaled_dot_product_attention, q, k, v, scale=SIZE**-0.5, enable_gqa=True)
+    yield bench.row("SDPA, a layer", milliseconds(run), "ms", size / bandwidth())
+
+
+def layer_step(bench: Bench, rule: RetentionRule, budget: int, requests: int, protected: int) -> float:
+    """Return the milliseconds of a layer's step of :func:`layers_of_step`."""
+    replay, layers, out = layers_of_step(bench, rule, budget, requests, protected)
+    time = milliseconds(replay) / layers
+    bench.check(bool(out.isfinite().all()), "outputs are not finite, as behind a wrong start")
+    return time
+
+
+def layers_of_step(
+    bench: Bench, rule: RetentionRule, budget: int, requests: int, protected: int
+) -> tuple[Callable[[], object], int, torch.Tensor]:
+    """Return a replay of a step's CUDA graph, with enough layers to exceed the GPU's cache, their number, and its outputs.
+
+    The requests have seen :data:`SEEN` tokens.
     """
     rule, layout = rule.to(bench.device), PageLayout(KV_HEADS, SIZE, bench.dtype, state_floats=rule.state_floats(SIZE))
     ahead = cdiv(protected, layout.block_slots)
@@ -113,6 +164,4 @@ def layer_step(bench: Bench, rule: RetentionRule, budget: int, requests: int, pr
         out.copy_(own)
         positions.add_(1)
 
-    time = milliseconds(graph_of(step)) / len(layers)
-    assert bool(out.isfinite().all()), "outputs are not finite"
-    return time
+    return graph_of(step), len(layers), out

@@ -114,7 +114,7 @@ def attention_times(bench: Bench, topk: int) -> Iterator[dict]:
         return ops.sparse_attention(*x, *order, sinks=SINKS, window=WINDOW, scale=SIZE**-0.5, impl="triton")[0]
 
     runs = {"sparse": sparse, "SDPA": dense, "FlexAttention": compiled_flex(*order, LENGTH, WINDOW)}
-    check_same("sparse_attention", sparse(q, k, v), runs["FlexAttention"](q, k, v))
+    check_same(bench, "sparse_attention", sparse(q, k, v), runs["FlexAttention"](q, k, v))
     leaves, grad = [x.detach().requires_grad_() for x in (q, k, v)], torch.randn_like(q)
     share = visible_share(LENGTH, SINKS + WINDOW + topk)
     for what, of in (
@@ -131,14 +131,10 @@ def dense(q, k, v) -> torch.Tensor:
     return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, scale=SIZE**-0.5, enable_gqa=True)
 
 
-def check_same(op: str, own: torch.Tensor, flex: torch.Tensor) -> None:
-    """Check that the outputs of an op are those of FlexAttention.
-
-    Raises:
-        AssertionError: they are not.
-    """
+def check_same(bench: Bench, op: str, own: torch.Tensor, flex: torch.Tensor) -> None:
+    """Check that the outputs of an op are those of FlexAttention."""
     error = float((own.float() - flex.float()).abs().max())
-    assert error < 0.02, f"{op} and FlexAttention differ by {error:.3g}"
+    bench.check(error < 0.02, f"{op} and FlexAttention differ by {error:.3g}")
 
 
 def visible_share(length: int, budget: int) -> float:

@@ -51,14 +51,16 @@ def test_all_is_right_and_nothing_is_timed(tmp_path):
     outcome = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert outcome.returncode == 0, outcome.stdout[-4000:] + outcome.stderr[-4000:]
     assert outcome.stdout == (tmp_path / "gpu.log").read_text()
-    assert outcome.stdout.splitlines()[-1] == "15 cases done, 0 cases wrong, 0 cases skipped, 0 cases not reached"
+    assert outcome.stdout.splitlines()[-1] == (
+        "16 cases done, 0 cases done before, 0 cases wrong, 1 cases skipped, 0 cases not reached"
+    )
     rows = list(csv.DictReader((tmp_path / "gpu.csv").open(newline="")))
     common = {tuple(row[name] for name in ("machine", "commit", "dtype")) for row in rows}
     assert common == {("interpreter", "a", "float32")} and "ms" not in {row["unit"] for row in rows}
     errors = {row["measure"].split(",")[0]: float(row["value"]) for row in rows if "largest error" in row["measure"]}
     gradients = {f"mlstm {name}" for name in ("h", "dq", "dk", "dv", "di", "df")}
     assert errors.keys() == {"out", "lse", "dq", "dk", "dv", "mass"} | gradients and max(errors.values()) < 4
-    steps = [float(row["value"]) for row in rows if row["section"] == "distillation"]
+    steps = [float(row["value"]) for row in rows if row["section"] == "distillation" and row["measure"] != gpu.TIME]
     assert len(steps) == 2 and 0 < min(steps) and max(steps) < 1e-3  # 0 would mean that the same kernels ran
 
 
@@ -67,14 +69,22 @@ def test_an_error_costs_no_other_case_and_no_other_section(monkeypatch, bench, s
         yield bench.row("before", 1.0, "ms", floor=0.5)
         raise AssertionError("error 3 exceeds 2")
 
+    def works(bench):
+        yield bench.row("after", 2.0, "ms")
+
+    def doubts(bench):
+        bench.check(False, "outputs are not finite")
+        yield from works(bench)
+
     def skips(bench):
         raise SkipTest("there is no such tool")
         yield
 
     def first(bench):
         yield Case("a", breaks)
-        yield Case("needs a", breaks, needs=("a",))
-        yield Case("b", lambda bench: iter([bench.row("after", 2.0, "ms")]), needs=("c",))
+        yield Case("needs a", works, needs=("a",))
+        yield Case("doubts", doubts)
+        yield Case("b", works, needs=("c",))
         raise KeyError("hidden_size")
 
     def third(bench):
@@ -87,18 +97,32 @@ def test_an_error_costs_no_other_case_and_no_other_section(monkeypatch, bench, s
     assert gpu.run_sections(bench, dict.fromkeys(("first", "second", "third"), 60.0), *results) == 1
     for line in (
         "first, a: WRONG AssertionError: error 3 exceeds 2",
-        "first, needs a: skipped, as this is wrong: first, a",
+        "first, needs a: after 2 ms (unverified)",
+        "first, doubts: after 2 ms (unverified)",
         "first: WRONG KeyError: 'hidden_size'",
         "second: WRONG ModuleNotFoundError: No module named 'gpu_second'",
         "third, skips: skipped, there is no such tool",
         "third, late: not reached",
     ):
         assert line in said
-    assert said[-1] == "1 cases done, 3 cases wrong, 2 cases skipped, 1 cases not reached"
-    rows = list(csv.DictReader(results[0].open(newline="")))
-    assert [(row["case"], row["measure"], row["value"], row["floor"], row["over_floor"]) for row in rows] == [
-        ("a", "before", "1", "0.5", "2.000"), ("b", "after", "2", "", ""),
+    assert any(line.startswith("first, needs a: unverified, a is not right") for line in said)
+    assert any(line.startswith("first, doubts: unverified, outputs are not finite") for line in said)
+    assert said[-1] == "1 cases done, 0 cases done before, 5 cases wrong, 1 cases skipped, 1 cases not reached"
+    rows = [row for row in csv.DictReader(results[0].open(newline="")) if row["measure"] != gpu.TIME]
+    names = "case", "verified", "measure", "value", "floor", "over_floor"
+    assert [tuple(row[name] for name in names) for row in rows] == [
+        ("a", "yes", "before", "1", "0.5", "2.000"), ("needs a", "no", "after", "2", "", ""),
+        ("doubts", "no", "after", "2", "", ""), ("b", "yes", "after", "2", "", ""),
     ]  # fmt: skip
+
+    said.clear()
+    bench.outcomes.clear()
+    bench.until = time.monotonic() + 60
+    assert gpu.run_sections(bench, {"first": 60.0}, *results) == 1
+    assert said[-1] == "0 cases done, 1 cases done before, 4 cases wrong, 0 cases skipped, 0 cases not reached"
+    other = results[1] | {"commit": "y"}
+    gpu.run_sections(bench, {"first": 60.0}, results[0], other)
+    assert said[-1].startswith("1 cases done, 1 cases done before"), "of another commit"
 
 
 def test_a_sanitizer_is_ended_with_all_it_started(monkeypatch, bench, said, results, tmp_path):
@@ -146,14 +170,24 @@ def test_times_at_tiny_shapes(bench, said, results, monkeypatch):
     shape = dict(num_hidden_layers=2, hidden_size=64, intermediate_size=96, num_attention_heads=4)
     shape |= dict(num_key_value_heads=2, vocab_size=256)
     own = {
-        gpu_serving: dict(SEEN=6000, LAYERS=2, PROTECTED=70, graph_of=lambda run: run() or run),
-        gpu_prefill: dict(LENGTH=4096, CHUNK=4, compiled_flex=lambda *mask: gpu_prefill.dense, check_same=print),
+        gpu_serving: dict(
+            SEEN=6000, LAYERS=2, PROTECTED=70, PROFILED=(1,), DENSE=((70, 1),), graph_of=lambda run: run() or run
+        ),
+        gpu_prefill: dict(
+            LENGTH=4096,
+            CHUNK=4,
+            LAYERS=2,
+            PROMPTS=((1, 70), (3, 50)),
+            compiled_flex=lambda *mask: gpu_prefill.dense,
+            check_same=print,
+        ),
         gpu_tiles: dict(LENGTH=4096, BATCHES=(1, 2), DECODING=[(16, 64, 4, 5)], PREFILLING=[(128, 64, 8, 5)]),
         gpu_training: dict(LENGTH=96, compiled_flex=lambda *mask: gpu_training.dense, check_same=print),
         gpu_generation: dict(CONTEXTS=(400, 3 << 30), QWEN3_8B=gpu_generation.QWEN3_8B.__class__(**shape, head_dim=32)),
         gpu_distillation: dict(LENGTH=96, PAPER=paper, CONFIG=gpu_distillation.CONFIG.__class__(**shape)),
     }
     common = dict(HEADS=4, KV_HEADS=2, SIZE=32, WINDOW=8, bandwidth=lambda: 1e9, milliseconds=timed)
+    common |= dict(wall_milliseconds=timed, device_times=lambda run: {"_attend": timed(run)})
     for module, values in own.items():
         for name, value in (common | values).items():
             if hasattr(module, name):
