@@ -70,6 +70,37 @@ def _walk(
     return top, total, acc
 
 
+@triton.jit
+def _combine(
+    sums, tops, out, lse, found, head, splits, column, P: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr
+):  # fmt: skip
+    """Merge a block of columns of the parts' sums by their maxima, and write the log-sum-exp.
+
+    Other programs have written the parts, so they are not read through this one's cache.
+    """
+    g = tl.arange(0, GROUP)
+    present = g < P.group
+    inside = present[:, None] & (column < P.size)[None, :]
+    top = tl.full([GROUP], float("-inf"), tl.float32)
+    total = tl.zeros([GROUP], tl.float32)
+    acc = tl.zeros([GROUP, BLOCK_C], tl.float32)
+    for part in range(splits):
+        row = head * splits + part
+        own_top = tl.load(tops + row * 2, mask=present, other=0.0, cache_modifier=".cg")
+        own_total = tl.load(tops + row * 2 + 1, mask=present, other=1.0, cache_modifier=".cg")
+        at = sums + row[:, None] * P.size + column[None, :]
+        own = tl.load(at, mask=inside, other=0.0, cache_modifier=".cg")
+        new_top = tl.maximum(top, own_top)
+        pivot, fade = faded(top, new_top)
+        gain = tl.exp2(own_top - pivot)
+        total = total * fade + own_total * gain
+        acc = acc * fade[:, None] + own * gain[:, None]
+        top = new_top
+    acc, natural = _normalised(acc, top, total, found)
+    tl.store(out + head[:, None] * P.size + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + head, natural, mask=present)
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _attend(
     q, cache, before,
@@ -128,42 +159,14 @@ def _attend(
         tl.store(sums + row[:, None] * P.size + column[None, :], acc, mask=present[:, None] & fits[None, :])
         tl.store(tops + row * 2, top, mask=present)
         tl.store(tops + row * 2 + 1, total, mask=present)
+        tl.debug_barrier()  # all threads have written the part
+        if tl.atomic_add(step_flags + (r * heads + h) * MARKS + 4, 1) == splits - 1:
+            found = _attended(step_flags + (r * heads + h) * MARKS, P)
+            _combine(sums, tops, out, lse, found, head, splits, column, P, GROUP, padded)
     else:
         acc, natural = _normalised(acc, top, total, found)
         place = out + head[:, None] * P.size + column[None, :]
         tl.store(place, acc.to(out.dtype.element_ty), mask=present[:, None] & fits[None, :])
-        tl.store(lse + head, natural, mask=present)
-
-
-@triton.jit(do_not_specialize=["splits"])
-def _combine(
-    sums, tops, out, lse, step_flags, heads, splits,
-    P: tl.constexpr, GROUP: tl.constexpr, BLOCK_C: tl.constexpr,
-):  # fmt: skip
-    """Merge a block of columns of the parts' sums by their maxima, and write the log-sum-exp."""
-    first, h, r = tl.program_id(0) * BLOCK_C, tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
-    found = _attended(step_flags + (r * heads + h) * MARKS, P)
-    g, column = tl.arange(0, GROUP), first + tl.arange(0, BLOCK_C)
-    present = g < P.group
-    inside = present[:, None] & (column < P.size)[None, :]
-    head = (r * heads + h) * P.group + g
-    top = tl.full([GROUP], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP], tl.float32)
-    acc = tl.zeros([GROUP, BLOCK_C], tl.float32)
-    for part in range(splits):
-        row = head * splits + part
-        own_top = tl.load(tops + row * 2, mask=present, other=0.0)
-        own_total = tl.load(tops + row * 2 + 1, mask=present, other=1.0)
-        own = tl.load(sums + row[:, None] * P.size + column[None, :], mask=inside, other=0.0)
-        new_top = tl.maximum(top, own_top)
-        pivot, fade = faded(top, new_top)
-        gain = tl.exp2(own_top - pivot)
-        total = total * fade + own_total * gain
-        acc = acc * fade[:, None] + own * gain[:, None]
-        top = new_top
-    acc, natural = _normalised(acc, top, total, found)
-    tl.store(out + head[:, None] * P.size + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
-    if first == 0:
         tl.store(lse + head, natural, mask=present)
 
 

@@ -9,11 +9,11 @@ import triton
 import triton.language as tl
 
 PADDING, REFUSED = tl.constexpr(0), tl.constexpr(-1)  # stored in place of the number of slots to attend to
-MARKS = tl.constexpr(4)
+MARKS = tl.constexpr(5)
 """Number of int32 flags per head.
 
 They are: slots to attend to, tokens evicted so far, tokens evicted in this step (0 or 1), protected tokens to
-attend to.
+attend to, parts of attention that are done.
 """
 
 

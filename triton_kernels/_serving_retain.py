@@ -188,6 +188,7 @@ def _evict_and_insert(
     protected, sinks, window = roles_of(asked, r, P)
     since = start_of(cache, asked, r, h, protected, P)  # slot roles use this, scores and positions use q
     step_flags += head * MARKS
+    tl.store(step_flags + 4, 0)
     if since < 0:
         tl.store(step_flags, tl.where(since == -1, PADDING, REFUSED))
         tl.store(step_flags + 1, 0)

@@ -58,6 +58,48 @@ def multiply(
     return acc
 
 
+@triton.jit
+def _softcap(a, P: tl.constexpr):
+    """Return ``c tanh(a / c)`` in float64."""
+    fade = tl.exp(-2.0 * tl.abs(a) / P.softcap)
+    size = P.softcap * (1.0 - fade) / (1.0 + fade)
+    return tl.where(a < 0.0, -size, size)
+
+
+@triton.jit
+def _gates(
+    asked, weights, out, heads, h, r, wanted,
+    P: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
+):  # fmt: skip
+    """Write the gates of new tokens: the input gate and the logarithm of the forget gate.
+
+    If values are not projected, the values are written too.
+    """
+    row = out + (r * heads + h) * P.projected + 2 * P.columns
+    key_row = asked.k + r * asked.k_request + h * asked.k_head
+    value_row = asked.v + r * asked.v_request + h * asked.v_head
+    igate, fgate = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
+    for x in range(0, P.size, BLOCK_X):
+        place = x + tl.arange(0, BLOCK_X)
+        fits = place < P.size
+        inside = wanted[:, None] & fits[None, :]
+        for half in tl.static_range(2):
+            start = value_row if half == 1 else key_row
+            rows = tl.load(start[:, None] + place[None, :], mask=inside, other=0.0).to(tl.float32)
+            at = (2 * h + half) * P.size + place
+            igate += tl.sum(rows * tl.load(weights.igate_weight + at, mask=fits, other=0.0)[None, :], 1)
+            fgate += tl.sum(rows * tl.load(weights.fgate_weight + at, mask=fits, other=0.0)[None, :], 1)
+            if half == 1 and not P.projects_values:
+                tl.store(row[:, None] + place[None, :], rows, mask=inside)
+    igate = (igate + tl.load(weights.igate_bias + h)).to(tl.float64)
+    fgate = (fgate + tl.load(weights.fgate_bias + h)).to(tl.float64)
+    if P.softcap is not None:
+        igate, fgate = _softcap(igate, P), _softcap(fgate, P)
+    log_f = tl.minimum(fgate, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(fgate)))
+    tl.store(row + P.values, igate.to(tl.float32), mask=wanted)
+    tl.store(row + P.values + 1, log_f.to(tl.float32), mask=wanted)
+
+
 @triton.jit(do_not_specialize=["requests"])
 def _project(
     cache, asked, weights,
@@ -65,13 +107,17 @@ def _project(
     requests, heads,
     P: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr, BLOCK_X: tl.constexpr,
 ):  # fmt: skip
-    """Multiply ``[k; v]`` of one token of each request by a block of columns of a matrix.
+    """Multiply ``[k; v]`` of one token of each request by a block of columns of a matrix; the last part is the gates.
 
     The token is the new one, or the one leaving the window for the read features of a delayed scorer and for
     an MLP. A row's result does not depend on the other rows.
     """
     part, h = tl.program_id(1), tl.program_id(2).to(tl.int64)
     r, since, sinks, window = _requests(asked, requests, tl.program_id(0) * ROWS, P, ROWS)
+    if P.scorer == "mlstm":
+        if part == tl.num_programs(1) - 1:
+            _gates(asked, weights, out, heads, h, r, since >= 0, P, ROWS, BLOCK_X)
+            return
     blocks = (P.columns + BLOCK_C - 1) // BLOCK_C
     matrix = weights.read_weight
     which = 0 * part
@@ -99,51 +145,6 @@ def _project(
     acc = multiply(keys, values, key_row, value_row, wanted, matrix, column, columns, P.size, ROWS, BLOCK_C, BLOCK_X)
     row = out + (r * heads + h) * P.projected + which * P.columns
     tl.store(row[:, None] + column[None, :], acc, mask=wanted[:, None] & (column < columns)[None, :])
-
-
-@triton.jit(do_not_specialize=["requests"])
-def _gates(
-    asked, weights, out, requests, heads,
-    P: tl.constexpr, ROWS: tl.constexpr, BLOCK_X: tl.constexpr,
-):  # fmt: skip
-    """Write the gates of :func:`_project`'s rows: the input gate and the logarithm of the forget gate.
-
-    If values are not projected, the values are written too.
-    """
-    h = tl.program_id(1).to(tl.int64)
-    r, since, _, _ = _requests(asked, requests, tl.program_id(0) * ROWS, P, ROWS)
-    wanted = since >= 0
-    row = out + (r * heads + h) * P.projected + 2 * P.columns
-    key_row = asked.k + r * asked.k_request + h * asked.k_head
-    value_row = asked.v + r * asked.v_request + h * asked.v_head
-    igate, fgate = tl.zeros([ROWS], tl.float32), tl.zeros([ROWS], tl.float32)
-    for x in range(0, P.size, BLOCK_X):
-        place = x + tl.arange(0, BLOCK_X)
-        fits = place < P.size
-        inside = wanted[:, None] & fits[None, :]
-        for half in tl.static_range(2):
-            start = value_row if half == 1 else key_row
-            rows = tl.load(start[:, None] + place[None, :], mask=inside, other=0.0).to(tl.float32)
-            at = (2 * h + half) * P.size + place
-            igate += tl.sum(rows * tl.load(weights.igate_weight + at, mask=fits, other=0.0)[None, :], 1)
-            fgate += tl.sum(rows * tl.load(weights.fgate_weight + at, mask=fits, other=0.0)[None, :], 1)
-            if half == 1 and not P.projects_values:
-                tl.store(row[:, None] + place[None, :], rows, mask=inside)
-    igate = (igate + tl.load(weights.igate_bias + h)).to(tl.float64)
-    fgate = (fgate + tl.load(weights.fgate_bias + h)).to(tl.float64)
-    if P.softcap is not None:
-        igate, fgate = _softcap(igate, P), _softcap(fgate, P)
-    log_f = tl.minimum(fgate, 0.0) - tl.log(1.0 + tl.exp(-tl.abs(fgate)))
-    tl.store(row + P.values, igate.to(tl.float32), mask=wanted)
-    tl.store(row + P.values + 1, log_f.to(tl.float32), mask=wanted)
-
-
-@triton.jit
-def _softcap(a, P: tl.constexpr):
-    """Return ``c tanh(a / c)`` in float64."""
-    fade = tl.exp(-2.0 * tl.abs(a) / P.softcap)
-    size = P.softcap * (1.0 - fade) / (1.0 + fade)
-    return tl.where(a < 0.0, -size, size)
 
 
 @triton.jit

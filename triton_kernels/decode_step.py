@@ -12,10 +12,10 @@ import functools
 
 import torch
 import triton
-from kvpop_vllm.kernels.triton._serving_attend import _attend, _combine, _correct, _masses
+from kvpop_vllm.kernels.triton._serving_attend import _attend, _correct, _masses
 from kvpop_vllm.kernels.triton._serving_pages import MARKS, Before, Cache, KernelConfig, StepInputs, Weights
 from kvpop_vllm.kernels.triton._serving_retain import _evict_and_insert, _products
-from kvpop_vllm.kernels.triton._serving_scores import _cells, _gates, _project, _residuals
+from kvpop_vllm.kernels.triton._serving_scores import _cells, _project, _residuals
 from kvpop_vllm.kernels.triton._tiles import DECODE, tile_of
 
 SPLIT_SLOTS = 128  # minimum number of slots per program of attention
@@ -258,12 +258,11 @@ def _score(config, cache, asked, weights, requests, heads, scale, step_flags):
         projected = _floats(device, requests, heads, config.projected)
         tiles, blocks = triton.cdiv(requests, 16), triton.cdiv(config.columns, 64)
         if config.scorer == "mlstm":
-            blocks = 2 * blocks + (triton.cdiv(config.values, 64) if config.projects_values else 0)
+            blocks = 2 * blocks + (triton.cdiv(config.values, 64) if config.projects_values else 0) + 1
         _project[tiles, blocks, heads](
             cache, asked, weights, projected, requests, heads, P=config, ROWS=16, BLOCK_C=64, BLOCK_X=32, num_warps=4
         )
     if config.scorer == "mlstm":
-        _gates[tiles, heads](asked, weights, projected, requests, heads, P=config, ROWS=16, BLOCK_X=32, num_warps=4)
         numerators = _floats(device, requests, heads, config.values)
         _cells[triton.cdiv(config.values, 32), heads, requests](
             cache, asked, projected, numerators, heads, P=config, BLOCK_V=32, num_warps=4
@@ -300,10 +299,6 @@ def _attention(config, q, cache, before, out, lse, step_flags, requests, heads, 
         num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     columns = triton.cdiv(config.padded, 64)
-    if splits > 1:
-        _combine[columns, heads, requests](
-            sums, tops, merged, lse, step_flags, heads, splits, P=config, GROUP=group, BLOCK_C=64, num_warps=4
-        )
     if config.uses_moment_correction:
         _correct[columns, heads, requests](
             q, cache, merged, lse, out, step_flags, heads, scale, *q.stride()[:2],
