@@ -210,8 +210,11 @@ def run_sections(bench: Bench, shares: dict[str, float], results: Path, about: d
 
 
 def finished(results: Path, about: dict) -> set[tuple[str, str]]:
-    """Return the section and name of the cases that a run of the same commit, machine and versions has finished well."""
-    if not results.exists():
+    """Return the section and name of the cases that a run of the same commit, machine and versions has finished well.
+
+    These are none where the commit does not say what is run.
+    """
+    if not results.exists() or about["commit"] == "none" or about["commit"].endswith("+"):
         return set()
     with results.open(newline="") as file:
         rows = [row for row in csv.DictReader(file) if about.items() <= row.items() and row["measure"] == TIME]

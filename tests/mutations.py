@@ -140,10 +140,18 @@ FAULTS = {
     ],
     f"{TRITON}/_prefill_attend.py": [
         # seen by one query alone
-        ("gone + h * total + key, mask=key < end, other=0) > first«→ + 1»", f"{TRITON_PREFILL} -k 'shapes and window'"),
+        ("seen = (until > first«→ + 1») & inside", f"{TRITON_PREFILL} -k 'shapes and window'"),
+        # a block loads protected keys that a later chunk writes
+        ("number(segments, s, POSITION) + «queries→first + BLOCK_Q»)", f"{TRITON_PREFILL} -k 'shapes and blocks'"),
     ],
-    f"{TRITON}/prefill_chunk.py": [
-        ("fixed = (piece.first «→- 1 »+ torch.cat([sinks, near])).expand(", f"{TRITON_PREFILL} -k 'shapes and norm'"),
+    f"{TRITON}/_prefill_slots.py": [
+        ("key = used + index - window«→ + 1»", f"{TRITON_PREFILL} -k 'shapes and norm'"),
+        # the oldest token of the ring is not written
+        ("(index >«=→» length - window))", f"{TRITON_PREFILL} -k 'shapes and norm'"),
+    ],
+    f"{TRITON}/_prefill_plan.py": [
+        # requests after the first one in a piece
+        ("key += part.held + tail«→ - 1»", "tests/kernels/test_prefill_chunk.py -k 'together and immediate'"),
     ],
     f"{TRITON}/_serving_scores.py": [
         ("tl.«where(q > 0, tl.load(m_at), -1e30→load(m_at»)", f"{SERVING} -k 'holds and once'"),

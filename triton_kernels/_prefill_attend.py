@@ -7,6 +7,7 @@ address follows from one load.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 import triton
@@ -224,12 +225,12 @@ def attend(piece: Piece, config, q, tokens, cache, before, gone, right, scale, o
         out: ``[T, Hq, D]``, contiguous; written.
         lse: ``[T, Hq]`` float32, contiguous; written.
     """
-    wide = q.dtype != tokens[0].dtype or q.dtype == torch.float32
+    wide, protects = q.dtype != tokens[0].dtype or q.dtype == torch.float32, before.table is not None
     tile = tile_of(PREFILL, wide, config.size)
     rows, block_q = block_rows(config, tile)
     for grid, listed in key_lists(piece, config, cache, gone, block_q):
         _attend_keys[grid](
             q, tokens, cache, before, piece.segments, *listed, right, out, lse, scale, *q.stride()[:2],
-            P=config, ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, WIDE=wide,
+            P=replace(config, protects=protects), ROWS=rows, BLOCK_Q=block_q, BLOCK_K=tile.keys, WIDE=wide,
             num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip

@@ -20,15 +20,18 @@ from functools import cached_property
 import torch
 import triton
 import triton.language as tl
+from kvpop_vllm.kernels.triton.delayed_mlstm import LARGEST_CHUNK
 
-from kvpop_vllm.kernels.chunks import Chunks
+from kvpop_vllm.kernels.chunks import Chunks, send
 from kvpop_vllm.kernels.ops import RetentionRule
 
 PIECE = 8192
-"""Tokens and slots in use, beyond those of one segment, whose scores and keys are in memory at once."""
-ROWS = 64
+"""Tail rows and slots in use, beyond those of one segment, whose scores and keys are in memory at once."""
+ROWS = LARGEST_CHUNK
 """Tail rows of a program, and tokens of a chunk of the mLSTM."""
-FIELDS = tl.constexpr(15)
+LAST = tl.constexpr(2**31 - 1)
+"""Eviction time of a token that is not evicted within its piece."""
+FIELDS = tl.constexpr(16)  # so that what follows a segment's numbers is aligned to 16 bytes
 REQUEST, POSITION, TOKEN, INSIDE, LENGTH, START, FIRST, SINKS, WINDOW, ROW, KEY, HELD, ENTRY, FILLED, LEAVING = (
     tl.constexpr(i) for i in range(15)
 )
@@ -78,6 +81,11 @@ class Segment:
         """Number of slots in use before the segment, of the head with most."""
         return min(self.start, self.sinks + self.window + max(self.topk))
 
+    @property
+    def room(self) -> int:
+        """Number of tail rows, at least one block of them because of its state, and slots in use."""
+        return max(1, triton.cdiv(self.count, ROWS)) * ROWS + self.held
+
     def oldest(self, q: int) -> int:
         """Return the oldest token in the window before token q, sinks excluded."""
         return max(self.sinks, q - self.window)
@@ -116,20 +124,14 @@ def segments_of(
         for done in range(0, wanted, PIECE):
             count = min(wanted - done, PIECE)
             part = Segment(r, first + done, count, position + done, p, rule.behind(p).sinks, window, topk)
-            if piece and part.count + part.held > room:
+            if piece and part.room > room:
                 yield piece
                 piece, room = [], PIECE
             piece.append(part)
-            room -= part.count + part.held
+            room -= part.room
         first += length
     if piece:
         yield piece
-
-
-def send(values: list, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-    """Return numbers of the host on a device, which the host does not wait for."""
-    tensor = torch.tensor(values, dtype=dtype, device="cpu")
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 class Piece:
@@ -149,7 +151,7 @@ class Piece:
         for part in parts:
             tail = part.count - part.inside
             line = [part.request, part.position, part.token, part.inside, tail, part.start, part.protected]
-            line += [part.sinks, part.window, row, key, part.held, entry, part.filled, part.leaving, *part.topk]
+            line += [part.sinks, part.window, row, key, part.held, entry, part.filled, part.leaving, 0, *part.topk]
             lines.append(line)
             row += triton.cdiv(tail, ROWS) * ROWS
             key += part.held + tail

@@ -15,6 +15,7 @@ from kvpop_vllm.kernels.triton._prefill_plan import (
     HELD,
     INSIDE,
     KEY,
+    LAST,
     LEAVING,
     LENGTH,
     REQUEST,
@@ -27,10 +28,7 @@ from kvpop_vllm.kernels.triton._prefill_plan import (
     number,
 )
 from kvpop_vllm.kernels.triton._serving_pages import ring_slot, row_at, word_at
-from kvpop_vllm.kernels.triton.online_topk import LAST as NEVER
 from kvpop_vllm.kernels.triton.online_topk import held_long
-
-LAST = tl.constexpr(NEVER)
 
 
 @triton.jit(do_not_specialize=["rows"])
@@ -95,7 +93,7 @@ def _enter(
     entry = tl.program_id(0) * WIDTH + tl.arange(0, WIDTH)
     held, arrives = entry < held_long(segments, topk, s, h, heads), entry >= filled
     first_long = number(segments, s, SINKS) + number(segments, s, WINDOW)
-    word = word_at(cache, r, h, first_long + tl.where(held, entry, 0), P)
+    word = word_at(cache, r, h, tl.where(held, first_long + entry, 0), P)
     index = number(segments, s, LENGTH) - leaving + entry - filled
     arrives = arrives & (entry < filled + leaving)
     token = number(segments, s, FIRST) + number(segments, s, START) + index - number(segments, s, WINDOW)

@@ -6,9 +6,11 @@ It does not wait for the device.
 from __future__ import annotations
 
 import torch
-from kvpop_vllm.kernels.triton._prefill_plan import PIECE, send
+from kvpop_vllm.kernels.triton._prefill_plan import PIECE, ROWS
 from kvpop_vllm.kernels.triton._prefill_scores import Scores
 from kvpop_vllm.kernels.triton.delayed_mlstm import last_state
+
+from kvpop_vllm.kernels.chunks import send
 
 
 @torch.no_grad()
@@ -20,7 +22,7 @@ def begin_tail(pages, page_table, prefix, *, rule):
     scores, device, ends = Scores(rule), page_table.device, prefix.tokens.tolist()
     begun = [r for r, end in enumerate(ends) if end]
     width = max((min(ends[r], rule.replay) for r in begun), default=0)
-    some = max(1, PIECE // max(1, width))
+    some = max(1, PIECE // max(ROWS, width))
     for first in range(0, len(begun), some):
         chosen = begun[first : first + some]
         r, end = send([chosen, [ends[i] for i in chosen]], device).unbind()

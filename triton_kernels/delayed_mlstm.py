@@ -38,7 +38,7 @@ LARGEST_CHUNK = 64  # longer chunks are split, which gives the same result
 INNER_TILE, WARPS = 32, 8  # chosen by counting register spills
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "segments"])
 def _states(
     k,  # [rows, S, F]
     v,  # [rows, S, DV]
@@ -101,7 +101,7 @@ def _states(
     tl.store(m_states, m, mask=writes_m)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["chunks", "segments"])
 def _readout(
     q, k, v, igate, decay, c_states, z_states, m_states,
     h,  # [rows, S, DV]

@@ -17,6 +17,7 @@ from kvpop_vllm.kernels.triton._lowest_score import FAR, lower_of, lowest_of, no
 from kvpop_vllm.kernels.triton._prefill_plan import (
     ENTRY,
     FILLED,
+    LAST,
     LEAVING,
     LENGTH,
     REQUEST,
@@ -30,8 +31,6 @@ from kvpop_vllm.kernels.triton._prefill_plan import (
 from kvpop_vllm.kernels.triton.running_topk import kth_smallest
 
 NEVER = torch.iinfo(torch.int64).max
-LAST = 2**31 - 1
-"""Eviction time of a token that is not evicted within its piece."""
 BLOCK = 2048
 
 
@@ -124,7 +123,7 @@ def _simulate(
 
 
 def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ages=False, keys=None) -> torch.Tensor:
-    """Return ``[H, E]`` int32: the first query of its segment that does not see an entry's token, or ``LAST``.
+    """Return ``[H, E]`` int32: the first query of its segment that does not see an entry's token, or :data:`LAST`.
 
     The values of long-range slots that are not in use before the piece have no meaning.
 
@@ -137,12 +136,12 @@ def eviction_times(piece: Piece, score, position, *, log_gamma, decay_step=1, ag
         ages: as in :func:`kvpop_vllm.kernels.ops.online_topk`.
         keys: ``[R, H]`` int64 keys of draws, or None.
     """
-    gone = torch.full(score.shape, LAST, dtype=torch.int32, device=score.device)
+    gone = torch.full(score.shape, LAST.value, dtype=torch.int32, device=score.device)
     if not piece.evicts:
         return gone
     if decay_step == 1 and not ages and keys is None:
         return _static_order(piece, score, position, log_gamma, gone)
-    (heads, entries), block = score.shape, min(BLOCK, triton.next_power_of_2(max(16, piece.most_entries)))
+    (heads, entries), block = score.shape, min(BLOCK, triton.next_power_of_2(max(16, piece.most_slots)))
     slots = torch.empty(heads, 3, entries, dtype=torch.int32, device=score.device)
     _simulate[len(piece), heads](
         score, position, log_gamma, keys, slots, gone, piece.segments, piece.topk, entries, decay_step,
@@ -163,7 +162,7 @@ def _static_order(piece: Piece, score, position, log_gamma, gone):
     above = rank.clamp_min(1).expand_as(order)
     left = (first + topk).minimum(above)
     last = kth_smallest(order.int(), left.int(), above.int()).maximum(order)
-    evicted = torch.where(rank - first >= topk, last + arrival, LAST)
+    evicted = torch.where(rank - first >= topk, last + arrival, LAST.value)
     return gone.scatter_(-1, order, evicted.int())
 
 
@@ -186,4 +185,4 @@ def online_topk(score, position, held, *, topk, window, log_gamma, decay_step=1,
     scores[:, entry], positions[:, entry] = score.float(), position.int()
     told = {"log_gamma": log_gamma.contiguous(), "decay_step": decay_step, "ages": ages}
     gone = eviction_times(piece, scores, positions, keys=None if keys is None else keys.unsqueeze(0), **told)[:, entry]
-    return torch.where(gone == LAST, NEVER, position[:, held : held + 1] + window + gone)
+    return torch.where(gone == LAST.value, NEVER, position[:, held : held + 1] + window + gone)

@@ -12,13 +12,13 @@ from __future__ import annotations
 import torch
 import triton
 from kvpop_vllm.kernels.triton._prefill_attend import attend
-from kvpop_vllm.kernels.triton._prefill_plan import ROWS, Piece, segments_of, send
+from kvpop_vllm.kernels.triton._prefill_plan import LAST, REQUEST, ROWS, Piece, segments_of
 from kvpop_vllm.kernels.triton._prefill_scores import Rows, Scores, State
 from kvpop_vllm.kernels.triton._prefill_slots import _enter, _gather, _settle, _store
 from kvpop_vllm.kernels.triton.decode_step import before_of, cache_of, check_step, kernel_config, take_step, weights_of
-from kvpop_vllm.kernels.triton.online_topk import LAST, eviction_times
+from kvpop_vllm.kernels.triton.online_topk import eviction_times
 
-from kvpop_vllm.kernels.chunks import Chunks
+from kvpop_vllm.kernels.chunks import Chunks, send
 from kvpop_vllm.kernels.ops.rules import STATE_M_START
 from kvpop_vllm.kernels.pages import Prefix
 
@@ -69,14 +69,14 @@ class _Prefill:
     def __init__(self, pages, table, chunks: Chunks, protected: list[int], rule, scale: float, prefix, group: int):
         self.pages, self.table, self.chunks, self.protected = pages, table, chunks, protected
         self.rule, self.scale, self.prefix, self.device = rule, scale, prefix, table.device
-        self.config = kernel_config(pages, table, group, rule, {"scorer": "none"}, prefix is not None)
+        self.config = kernel_config(pages, table, group, rule, {"scorer": "none"}, False)
         self.cache, self.before = cache_of(pages, table), before_of(prefix)
         self.heads = torch.arange(table.shape[1], device=table.device)
         self.right = self._right()
 
     def _once(self, what: str, make):
         """Return what all layers of a step have in common."""
-        return self.chunks.once((what, self.rule.sinks, self.device), make)
+        return self.chunks.once((what, self.rule.sinks, *self.protected, self.device), make)
 
     def _right(self) -> torch.Tensor:
         """Return 1 where a chunk starts where a head's cache ends, else 0, ``[R, H]`` int32; a tail may begin on any pages."""
@@ -106,7 +106,7 @@ class _Prefill:
             before, new = self._load_states(piece, weights), self._rows(piece, tokens, None, False)
             if not weights.delayed:
                 made, state = scores.of_mlstm(piece, new, new, before)
-        gone = torch.full((heads, piece.keys), LAST, dtype=torch.int32, device=self.device)
+        gone = torch.full((heads, piece.keys), LAST.value, dtype=torch.int32, device=self.device)
         slot_of = torch.full((heads, piece.rows), -1, dtype=torch.int32, device=self.device)
         if piece.rows:
             left = self._rows(piece, tokens, made, True)
@@ -153,7 +153,7 @@ class _Prefill:
 
     def _states_of(self, piece: Piece) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Return requests ``[S']``, state pages ``[H * S', pages]`` and heads ``[H * S']`` of a piece's tails."""
-        requests = piece.segments[piece.tails, 0].long()
+        requests = piece.numbers(REQUEST)[piece.tails]
         rows = self.table[requests, :, : self.pages.layout.state_blocks].long().transpose(0, 1)
         return requests, rows.flatten(0, 1), self.heads.repeat_interleave(len(requests))
 
@@ -184,7 +184,7 @@ class _Prefill:
     def token_by_token(self, config, weights, q, k, v, gate_scores, keys, out, lse) -> None:
         """Run decode steps, in which each chunk has one token behind its prefix until it has no more.
 
-        A chunk that does not start at ``tokens_seen`` gets positions that no cache comes to.
+        A chunk that does not start at the ``tokens_seen`` of all heads gets positions that no cache comes to.
         """
         counts, order, tokens, positions, rows = self._once("steps", self._steps)
         positions = torch.where((self.right[order] > 0).all(1)[rows], positions, positions + NOWHERE)

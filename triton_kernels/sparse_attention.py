@@ -8,17 +8,14 @@ that live about equally long, so that a range has few queries that miss most of 
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
 from kvpop_vllm.kernels.triton._constants import LOG2E, PRECISION
 from kvpop_vllm.kernels.triton._prefill_attend import attend, block_rows, key_lists
-from kvpop_vllm.kernels.triton._prefill_plan import LENGTH, TOKEN, Piece, Segment, number
+from kvpop_vllm.kernels.triton._prefill_plan import LAST, LENGTH, TOKEN, Piece, Segment, number
 from kvpop_vllm.kernels.triton._serving_pages import Before, Cache, KernelConfig
 from kvpop_vllm.kernels.triton._tiles import BACKWARD, tile_of
-from kvpop_vllm.kernels.triton.online_topk import LAST
 from torch.autograd.function import once_differentiable
 
 LARGEST_HEAD = 128
@@ -123,10 +120,14 @@ def _backward_keys(
     tl.store(dv + place, dv_acc.to(dv.dtype.element_ty), mask=inside)
 
 
-@functools.lru_cache(maxsize=8)
 def _rows_of_batch(batch: int, length: int, heads: int, device: torch.device) -> Piece:
     """Return the rows of a batch as segments without slots."""
     return Piece([Segment(b, b * length, length, 0, 0, 0, 1, [length] * heads) for b in range(batch)], device)
+
+
+def _no_slots(k: torch.Tensor, v: torch.Tensor, gone: torch.Tensor) -> Cache:
+    """Return a cache of which no slot is in use, as the kernels of prefill take it."""
+    return Cache(k, v, *[gone] * 3, *[0] * 4, gone, 0, 0, 0)
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
@@ -147,7 +148,7 @@ def eviction_times(rank: torch.Tensor, cutoff: torch.Tensor, sinks: int, window:
     leaves = torch.arange(rank.shape[-1], device=rank.device) + window
     below = torch.searchsorted((-cutoff).contiguous(), (-rank).contiguous(), right=True)
     gone = below.maximum(leaves).int()
-    gone[..., :sinks] = LAST
+    gone[..., :sinks] = LAST.value
     return gone
 
 
@@ -160,13 +161,12 @@ class _SparseAttention(torch.autograd.Function):
         config = KernelConfig(size, padded, group, 64, 0, 1, 64, 0, 1, "none")
         q, k, v = map(_flat, (q, k, v))
         tokens = k, v, *k.stride()[:2], *v.stride()[:2]
-        cache = Cache(k, v, *[gone] * 3, *[0] * 4, gone, 0, 0, 0)  # no slot is in use
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         gone, right = gone.transpose(0, 1).flatten(1).contiguous(), gone.new_ones(batch, heads)
-        attend(piece, config, q, tokens, cache, Before(), gone, right, scale, out, lse)
+        attend(piece, config, q, tokens, _no_slots(k, v, gone), Before(), gone, right, scale, out, lse)
         ctx.save_for_backward(q, k, v, gone, out, lse)
-        ctx.options = piece, config, cache, scale
+        ctx.options = piece, config, scale
         out, natural = (x.unflatten(0, (batch, length)).transpose(1, 2) for x in (out, lse))
         ctx.mark_non_differentiable(natural)
         return out, natural
@@ -175,7 +175,7 @@ class _SparseAttention(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad, _):
         q, k, v, gone, out, lse = ctx.saved_tensors
-        piece, config, cache, scale = ctx.options
+        piece, config, scale = ctx.options
         batch, grad = len(piece), _flat(grad)
         heads, length = len(gone), len(q) // batch
         delta = (out.float() * grad.float()).sum(-1)
@@ -184,7 +184,7 @@ class _SparseAttention(torch.autograd.Function):
         tile = tile_of(BACKWARD, q.dtype == torch.float32, config.size)
         rows, block_q = block_rows(config, tile)
         launch = {"P": config, "BLOCK_K": tile.keys, "num_warps": tile.warps, "num_stages": tile.stages}
-        for grid, listed in key_lists(piece, config, cache, gone, block_q):
+        for grid, listed in key_lists(piece, config, _no_slots(k, v, gone), gone, block_q):
             _backward_queries[grid](
                 q, grad, tokens, piece.segments, *listed, lse, delta, dq, scale, *strides, ROWS=rows, BLOCK_Q=block_q, **launch
             )  # fmt: skip

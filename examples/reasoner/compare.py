@@ -181,7 +181,7 @@ class Comparison:
             wanted["protect_prompt"] = [self.protect]
         for name, value in wanted.items():
             found = told.get(name)
-            if set(found) - set(value) if name == "share" else found != value:
+            if set(found or ()) - set(value) if name == "share" else found != value:
                 sys.exit(f"{out} has {name} {found}, not {value}: name another folder, or remove this file")
         return True
 

@@ -15,6 +15,9 @@ from kvpop_vllm.attention.step_batch import PrefillChunk, Protection, StepBatch
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
 
+SHORT = 64
+"""Tokens of a chunk that take the most memory a token: a block of rows of the prefill kernels."""
+
 
 def worst_case_batches(
     rule: RetentionRule,
@@ -32,6 +35,8 @@ def worst_case_batches(
     The first step decodes up to ``requests`` rows of padding together. The second is a prefill chunk behind a
     full cache. If the rule processes tokens one by one, this chunk has two tokens, which represent all, and
     without a prefix it starts at position 0.
+
+    Another step has as many chunks of :data:`SHORT` tokens as fit, because each chunk has a state of its own.
 
     With protected prompts, all requests have a prefix, which consists of the same block. The chunk lies
     behind the longest prefix that fits. A third step is a chunk that lies in the prefix except for its last
@@ -63,19 +68,20 @@ def worst_case_batches(
     seeds = torch.zeros(rows, dtype=torch.int64, device=device) if rule.seeded else None
     yield pages, StepBatch(*decodes, (), None, None, protection, seeds), rows
 
-    def of_chunk(count: int, start: int, protected: int):
-        """Return a step of one chunk of ``count`` tokens from position ``start`` on.
+    def of_chunk(count: int, start: int, protected: int, several: int = 1):
+        """Return a step of chunks of ``count`` tokens from position ``start`` on.
 
-        ``protected`` is p of its request.
+        ``protected`` is p of their requests, and ``several`` their number.
         """
         own = (protected, prefix_table[0]) if longest else (0, None)
         place = table[0], told, rule.window
-        chunk, protection = PrefillChunk(0, count, start, *place, *own, 0 if rule.seeded else None), None
+        seed, protection = 0 if rule.seeded else None, None
+        chunks = (PrefillChunk(i * count, (i + 1) * count, start, *place, *own, seed) for i in range(several))
         if longest:
             within = min(count, max(0, protected - start))
             protection = _protection(prefix_table[:1], within, table[:1], protected)
         none = slice(0, 0), table[:0], positions[:0], sized.expand(0, -1), windows[:0]
-        return pages, StepBatch(0, *none, (chunk,), None, None, protection), count
+        return pages, StepBatch(0, *none, tuple(chunks), None, None, protection), several * count
 
     count, start, most_tokens = min(tokens, length), 0, min(tokens, length)
     if rule.sequential:
@@ -85,6 +91,9 @@ def worst_case_batches(
         start = min(protected + most, length - count)
         pages.position[table[0, :, layout.state_blocks].long(), :, 0] = start  # tokens_seen
     yield of_chunk(count, start, protected)
+    short = min(SHORT, length)
+    if (several := min(requests, tokens // short)) > 1 and not rule.sequential:
+        yield of_chunk(short, 0, 0, several)
     if longest:
         end = min(longest + 2, length)
         yield of_chunk(min(most_tokens, end), max(0, end - most_tokens), min(longest, end - 2))

@@ -13,7 +13,7 @@ from functools import cached_property
 import torch
 
 from kvpop_vllm.kernels import compress, divided, ops, rounds
-from kvpop_vllm.kernels.chunks import Chunks
+from kvpop_vllm.kernels.chunks import Chunks, send
 from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
@@ -113,8 +113,9 @@ class ChunkGroup:
         """Return the group of some chunks of a step, in their order."""
         lengths = [part.last - part.first for part in parts]
         tokens = slice(parts[0].first, parts[-1].last)
-        if sum(lengths) < tokens.stop - tokens.start:  # decoded tokens lie between them
-            tokens = torch.cat([torch.arange(part.first, part.last) for part in parts])
+        device = parts[0].row.device
+        if sum(lengths) < tokens.stop - tokens.start:  # decoded tokens or padding lie between them
+            tokens = send([i for part in parts for i in range(part.first, part.last)], device)
         budgets = torch.stack([part.budgets for part in parts])
         chunks = Chunks([part.start for part in parts], lengths, budgets, [part.window for part in parts])
         protected = torch.tensor([part.protected for part in parts], device="cpu")
@@ -122,7 +123,7 @@ class ChunkGroup:
         if any(protected):
             prefixes = torch.stack([part.prefix_row for part in parts])
         if parts[0].seed is not None:
-            seeds = torch.tensor([part.seed for part in parts], device=table.device)
+            seeds = send([part.seed for part in parts], device)
         return cls(tokens, chunks, table, prefixes, protected, seeds)
 
     def prefix(self, pages: Pages) -> Prefix | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -10,6 +9,12 @@ from typing import Any
 import torch
 
 from kvpop_vllm.kernels.pages import Prefix
+
+
+def send(values: list, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    """Return numbers of the host on a device, which the host does not wait for."""
+    tensor = torch.tensor(values, dtype=dtype, device="cpu")
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +57,6 @@ def one_by_one(run: Callable) -> Callable:
             chunk of one request, whose pages are ``row [H, P]`` and budgets ``[H]``.
     """
 
-    @functools.wraps(run)
     def run_all(q, k, v, pages, page_table, chunks, *, rule, scale, gate_scores=None, prefix=None, keys=None):
         parts, first = [], 0
         for r, (start, count, window) in enumerate(zip(chunks.starts, chunks.lengths, chunks.windows, strict=True)):
@@ -78,4 +82,5 @@ def one_by_one(run: Callable) -> Callable:
             first += count
         return parts[0] if len(parts) == 1 else tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
 
+    run_all.__doc__ = run.__doc__
     return run_all

@@ -434,6 +434,7 @@ def test_the_profiling_run_takes_no_less_than_steps(profiled, policy, options, m
 
     seen = length - TOKENS
     taken = max(of_a_step([1] * MOST, 400), of_a_step([TOKENS], seen))
+    taken = max(taken, of_a_step([TOKENS // 4] * 4, 0), of_a_step([2] * MOST, 0))
     if impl.policy.max_protect:
         behind = [of_a_step([TOKENS], seen, prompt) for prompt in (seen, seen - 80, seen + 100)]
         over_its_end = of_a_step([TOKENS], 0, TOKENS - 30)

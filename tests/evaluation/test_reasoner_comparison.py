@@ -18,7 +18,7 @@ from kvpop_vllm.evaluation.output import read_records
 
 WORDS = ["--kinds", "programs", "--steps", "2", "--rows", "8", "--size", "4"]
 OPTIONS = {"kinds": ["programs"], "size": None, "share": [4, 8], "protect_prompt": None}
-"""What the first line of windows' records says."""
+"""Options in the first line of windows' records."""
 
 
 @pytest.fixture(scope="module")

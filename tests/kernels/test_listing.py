@@ -34,9 +34,8 @@ def test_implementations_take_the_schemas_arguments(op, impl):
         ):
             dispatch.resolve(op, impl, None)
         return
-    of_draws = {"seeds": "keys", "seed": "keys"}  # the op makes keys of a request's seed
-    own = {"impl"} | ({"window"} if op == "prefill_chunk" else set())  # arguments that the op itself handles
-    schema = [of_draws.get(name, name) for name in inspect.signature(getattr(ops, op)).parameters if name not in own]
+    names = {"seeds": "keys"}  # the op makes keys of a request's seed
+    schema = [names.get(name, name) for name in inspect.signature(getattr(ops, op)).parameters if name != "impl"]
     taken = list(inspect.signature(dispatch.resolve(op, impl, None)).parameters)
     assert taken == schema + (["order"] if op == "boundary_loss" else [])  # of the ops that it ranks with
 

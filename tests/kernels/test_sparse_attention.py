@@ -130,6 +130,10 @@ def test_queries_that_see_themselves_alone(length, topk):
     assert dk.abs().max() <= 2 * rounding * 0.25 * q.abs().max()
 
 
+def _inside(value):
+    return value if isinstance(value, tuple) else ()
+
+
 class TestTriton:
     __test__ = INTERPRETED
 
@@ -159,6 +163,18 @@ class TestTriton:
             (end.amax(1) - born.amin(1)).sum() for born, end in zip(order[:, 0].split(32, 1), ends, strict=True)
         )
         assert seen.sum() < 32 * ranges <= 2.5 * seen.sum(), (ranges, seen.sum())
+
+    def test_checkpointing_may_free_what_backward_needs(self):
+        """Nothing but saved tensors, which checkpointing and offloading take over, keeps keys and values."""
+        *tokens, priority = inputs(20, dtype=F32)
+        order = ops.running_topk(priority, sinks=1, window=4, topk=5, impl="reference")
+        out, _ = ops.sparse_attention(*tokens, *order, sinks=1, window=4, scale=1.0, impl="triton")
+        nodes = [out.grad_fn]
+        while "SparseAttention" not in type(nodes[-1]).__name__:
+            nodes.append(nodes[-1].next_functions[0][0])
+        assert not any(
+            isinstance(value, torch.Tensor) for part in nodes[-1].options for value in (part, *_inside(part))
+        )
 
     def test_what_it_does_not_take_is_refused(self):
         order = torch.zeros(1, 2, 8, dtype=torch.int32)

@@ -43,9 +43,7 @@ def test_every_kernel_compiles(compiled):
         found[row["arch"], row["dtype"], row["size"]].add(row["kernel"])
     assert found.keys() == {(90, "bfloat16", 128), (80, "float32", 128), (90, "float16", 64)}
     assert found[90, "bfloat16", 128] == found[80, "float32", 128] == written
-    assert found[90, "float16", 64] == {"_project", "_cells", "_evict_and_insert", "_attend"}, (
-        "of an mLSTM"
-    )
+    assert found[90, "float16", 64] == {"_project", "_cells", "_evict_and_insert", "_attend"}, "of an mLSTM"
 
 
 @pytest.mark.parametrize(

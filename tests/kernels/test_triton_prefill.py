@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from dataclasses import replace
 
 import pytest
@@ -41,6 +43,18 @@ SHAPES = {
 TURNS = "mlstm", "mlstm-immediate", "gate_scores-ages"
 
 
+def before_a_forbidden_page(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a copy of an int32 tensor behind which the process ends if it reads."""
+    page = mmap.PAGESIZE
+    memory = mmap.mmap(-1, 2 * page)
+    address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(address + page), page, 0) == 0
+    copy = torch.frombuffer(memory, dtype=torch.int32, count=tensor.numel(), offset=page - tensor.nbytes).view(
+        tensor.shape
+    )
+    return copy.copy_(tensor)
+
+
 class TestPrefillChunk:
     __test__ = INTERPRETED
 
@@ -63,6 +77,14 @@ class TestPrefillChunk:
             held = [p.long_range(pool.pages, 0, h, p.length - 1) for pool in pools]
             scores = (torch.tensor([x[t] for t in held[1]]) for x in held)
             torch.testing.assert_close(*scores, rtol=1e-3, atol=1e-3 if p.dtype == F16 else 1e-4)
+
+    def test_a_table_is_not_read_beyond_its_end(self):
+        """Without long-range slots, and with a budget of whole blocks, there is no page for the slot behind the ring."""
+        p = problem("none", roles=(4, 12, 0), length=40, heads=1)
+        pool = Pool(p)
+        assert p.table.numel() == 1
+        pool.table = before_a_forbidden_page(p.table)
+        check_same(pool.serve([30, 10], "triton"), serve(p, DECODE))
 
     def test_unequal_budgets(self):
         prefill.test_unequal_budgets_equal_single_heads("triton", "linear", (15, 40), 60, "reference")
