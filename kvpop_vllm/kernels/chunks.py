@@ -14,7 +14,9 @@ from kvpop_vllm.kernels.pages import Prefix
 def send(values: list, device: torch.device, dtype: torch.dtype = torch.int64) -> torch.Tensor:
     """Return numbers of the host on a device, which the host does not wait for."""
     tensor = torch.tensor(values, dtype=dtype, device="cpu")
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    if device.type == "cuda":
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor if device.type == "cpu" else tensor.to(device)
 
 
 @dataclass(frozen=True, eq=False)
