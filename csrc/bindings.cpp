@@ -448,7 +448,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     module.def("decode_step", &decode_step, nogil, "See kvpop_vllm.kernels.ops.decode_step.");
     module.def("begin_tail", &begin_tail, nogil, "See kvpop_vllm.kernels.ops.begin_tail.");
     module.def("prefill_chunk", &prefill_chunk, nogil, "See kvpop_vllm.kernels.ops.prefill_chunk.");
-    module.def("prefix_attention", &prefix_attention, nogil, "Attention to tokens of a protected prefix (kvpop_vllm/kernels/prefix_attention.py).");
+    module.def("prefix_attention", &prefix_attention, nogil, "Attention to tokens of a protected prefix (kvpop_vllm/kernels/cpp/prefill_chunk.py).");
     module.def("online_topk", &online_topk, nogil, "See kvpop_vllm.kernels.ops.online_topk.");
     module.def("running_topk", &running_topk, nogil, "See kvpop_vllm.kernels.ops.running_topk; float64.");
     module.def("isa_levels", [] {

@@ -96,7 +96,7 @@ FAULTS = {
         # a page too few
         ("return «cdiv(pages, →pages // (»self.layers * self", "tests/kernels/test_regions.py -k regions_of_their_own"),
     ],
-    f"{KERNELS}/prefix_attention.py": [
+    f"{KERNELS}/cpp/prefill_chunk.py": [
         # the last protected token has a slot
         ("parts = min(max(protects - start«→ - 1», 0), len(q)), []", f"{PREFILL} -k 'however and linear and baseline'"),
     ],

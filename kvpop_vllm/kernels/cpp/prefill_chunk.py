@@ -1,4 +1,4 @@
-"""C++ implementation of ``prefill_chunk``."""
+"""C++ implementation of ``prefill_chunk``: the tail's kernel, merged with attention to a protected prefix."""
 
 from __future__ import annotations
 
@@ -8,29 +8,61 @@ from kvpop_vllm.kernels.chunks import one_by_one
 from kvpop_vllm.kernels.cpp.decode_step import check_dtype, packed, tensors_of
 from kvpop_vllm.kernels.dispatch import load_extension
 from kvpop_vllm.kernels.ops import StepOrderError
-from kvpop_vllm.kernels.prefix_attention import with_prefix
+from kvpop_vllm.kernels.pages import Prefix
 
 _C = load_extension()
+Attended = tuple[torch.Tensor, torch.Tensor]
+"""Outputs ``[L, Hq, D]`` and log-sum-exps ``[L, Hq]`` float32."""
+PIECE = 8192
+"""Number of protected tokens whose keys and values are copied at a time, which bounds the memory."""
 
 
 @one_by_one
 def prefill_chunk(q, k, v, pages, page_table, start, budgets, *, rule, scale, gate_scores=None, prefix=None, keys=None):
-    """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`."""
+    """Implement :func:`kvpop_vllm.kernels.ops.prefill_chunk`.
+
+    A chunk may begin within a protected prefix, end in it, or lie behind it. Its own protected tokens are stored already.
+    Sequential rules attend to the prefix token by token, others apart.
+    """
     check_dtype(k, pages)
     slots, state, told = pages.layout.block_slots, pages.layout.state_blocks, packed(rule)
-
-    def run(q, k, v, start, gate_scores):
-        place = pages.raw, slots, state, page_table, start, budgets
+    protects = 0 if prefix is None else int(prefix.tokens[0])
+    inside, parts = min(max(protects - start, 0), len(q)), []
+    if inside:
+        own = _attend(q[:inside], prefix, start, start + inside, scale, True)
+        parts.append(_with_all(own, q[:inside], prefix, start, scale))
+    if inside < len(q) or not inside:
+        scores = None if gate_scores is None else gate_scores[inside:]
+        place = pages.raw, slots, state, page_table, start + inside, budgets
         try:
-            return _C.prefill_chunk(q, k, v, *place, told, scale, gate_scores, tensors_of(prefix), keys)
+            tail = _C.prefill_chunk(
+                q[inside:], k[inside:], v[inside:], *place, told, scale, scores, tensors_of(prefix), keys
+            )
         except _C.StepOrder as error:
             raise StepOrderError(str(error)) from None
+        apart = protects if len(q) and not rule.sequential else 0
+        parts.append(_with_all(tail, q[inside:], prefix, apart, scale))
+    return parts[0] if len(parts) == 1 else tuple(torch.cat(pair) for pair in zip(*parts, strict=True))
 
-    return with_prefix(run, q, k, v, start, gate_scores, prefix, scale, attends=rule.sequential, attend=_attend)
+
+def _with_all(found: Attended, q: torch.Tensor, prefix: Prefix | None, end: int, scale: float) -> Attended:
+    """Merge attention ``found`` of q with that to the first ``end`` protected tokens, in float32."""
+    if not end:
+        return found
+    (out, lse), dtype = found, found[0].dtype
+    for begin in range(0, end, PIECE):
+        part, part_lse = _attend(q, prefix, begin, min(begin + PIECE, end), scale, False)
+        merged = torch.logaddexp(lse, part_lse)
+        out = torch.lerp(out.float(), part.float(), torch.exp(part_lse - merged).unsqueeze(-1))
+        lse = merged
+    return out.to(dtype), lse
 
 
-def _attend(q, prefix, begin, end, scale, causal):
-    """Return attention of ``q`` to protected tokens, see :func:`with_prefix`."""
+def _attend(q: torch.Tensor, prefix: Prefix, begin: int, end: int, scale: float, causal: bool) -> Attended:
+    """Return attention of q to the protected tokens ``[begin, end)``.
+
+    If ``causal``, there are as many tokens as queries, and query i sees the first i + 1 of them.
+    """
     layout, raw, table = prefix.pages.layout, prefix.pages.raw, prefix.table[0]
     is_bf16 = layout.dtype is torch.bfloat16
     return _C.prefix_attention(q, raw, layout.block_slots, table, begin, end, causal, is_bf16, scale)
