@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from kvpop_vllm.attention.step_batch import PrefillChunk, Protection, RequestSettings, StepBatch
+from kvpop_vllm.attention.prefill_chunks import PrefillChunk
+from kvpop_vllm.attention.step_batch import Protection, RequestSettings, StepBatch
 from kvpop_vllm.kernels.pages import PageLayout, cdiv
 from kvpop_vllm.kernels.regions import RegionMap
 from kvpop_vllm.roles import Retention

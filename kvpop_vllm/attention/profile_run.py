@@ -11,7 +11,8 @@ import torch
 
 from kvpop_vllm.attention.allocate import allocate_pages
 from kvpop_vllm.attention.device_batch import PADDING
-from kvpop_vllm.attention.step_batch import PrefillChunk, Protection, StepBatch
+from kvpop_vllm.attention.prefill_chunks import PrefillChunk
+from kvpop_vllm.attention.step_batch import Protection, StepBatch
 from kvpop_vllm.kernels.ops import RetentionRule
 from kvpop_vllm.kernels.pages import PageLayout, Pages, cdiv
 

@@ -6,14 +6,14 @@ Decode rows run together, and so do prefill chunks.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
 
+from kvpop_vllm.attention.prefill_chunks import ChunkGroup, PrefillChunk
 from kvpop_vllm.kernels import compress, divided, ops, rounds
-from kvpop_vllm.kernels.chunks import Chunks, send
 from kvpop_vllm.kernels.divided import DividedRegions
 from kvpop_vllm.kernels.ops import RetentionRule, StepOrderError
 from kvpop_vllm.kernels.pages import PageLayout, Pages, Prefix, cdiv
@@ -41,94 +41,6 @@ class RequestSettings:
     windows: list[int] | None = None
     seeds: torch.Tensor | None = None
     compresses: bool = False
-
-
-@dataclass(frozen=True)
-class PrefillChunk:
-    """Chunk of one request: tokens ``[first, last)`` of the flat batch, from position ``start`` on.
-
-    Attributes:
-        first: index of the first token in the flat batch.
-        last: index behind the last token.
-        start: position of the first token.
-        row: ``[H, P]`` int32, pages of the tail.
-        budgets: ``[H]`` int32, B of each head, on the CPU.
-        window: w.
-        protected: p, tokens of the protected prefix.
-        prefix_row: ``[F]`` int32, blocks of the prefix.
-        seed: seed of the draws, if the policy draws.
-        compresses: True if the prompt is compressed into the tail when the chunk ends with it.
-        follows: True if the previous chunk of the step compresses the prompt. Heads that divide their slots
-            have separate pages only after that.
-    """
-
-    first: int
-    last: int
-    start: int
-    row: torch.Tensor
-    budgets: torch.Tensor
-    window: int
-    protected: int = 0
-    prefix_row: torch.Tensor | None = None
-    seed: int | None = None
-    compresses: bool = False
-    follows: bool = False
-
-    @property
-    def end(self) -> int:
-        """Position behind the last token."""
-        return self.start + self.last - self.first
-
-    def cut_at_prompts_end(self) -> list[PrefillChunk]:
-        """Return the chunk, cut where its prompt, the protected tokens, is compressed."""
-        cut = self.first + min(self.end, self.protected) - self.start
-        parts = [replace(self, last=cut, compresses=True)]
-        if cut < self.last:
-            parts.append(replace(self, first=cut, start=self.protected, protected=0, follows=True))
-        return parts
-
-
-@dataclass(frozen=True)
-class ChunkGroup:
-    """Chunks that are prefilled in one call.
-
-    Attributes:
-        tokens: indices of their tokens in the flat batch.
-        chunks: start, length, budgets and window of each.
-        table: ``[R, H, P]`` int32, pages of their tails.
-        prefix_table: ``[R, F]`` int32, their prefix blocks, None if no request has a prefix.
-        protected: ``[R]`` int64 on the CPU, p of each.
-        seeds: ``[R]`` int64, seeds of the draws, None if nothing is drawn.
-    """
-
-    tokens: slice | torch.Tensor
-    chunks: Chunks
-    table: torch.Tensor
-    prefix_table: torch.Tensor | None
-    protected: torch.Tensor
-    seeds: torch.Tensor | None
-
-    @classmethod
-    def of(cls, parts: Sequence[PrefillChunk]) -> ChunkGroup:
-        """Return the group of some chunks of a step, in their order."""
-        lengths = [part.last - part.first for part in parts]
-        tokens = slice(parts[0].first, parts[-1].last)
-        device = parts[0].row.device
-        if sum(lengths) < tokens.stop - tokens.start:  # decoded tokens or padding lie between them
-            tokens = send([i for part in parts for i in range(part.first, part.last)], device)
-        budgets = torch.stack([part.budgets for part in parts])
-        chunks = Chunks([part.start for part in parts], lengths, budgets, [part.window for part in parts])
-        protected = torch.tensor([part.protected for part in parts], device="cpu")
-        table, seeds, prefixes = torch.stack([part.row for part in parts]), None, None
-        if any(protected):
-            prefixes = torch.stack([part.prefix_row for part in parts])
-        if parts[0].seed is not None:
-            seeds = send([part.seed for part in parts], device)
-        return cls(tokens, chunks, table, prefixes, protected, seeds)
-
-    def prefix(self, pages: Pages) -> Prefix | None:
-        """Return the protected prefixes as the kernels take them, or None; ``pages`` are by block."""
-        return None if self.prefix_table is None else Prefix(pages, self.prefix_table, self.protected)
 
 
 @dataclass(frozen=True)

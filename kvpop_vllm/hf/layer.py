@@ -7,8 +7,9 @@ from dataclasses import replace
 import torch
 
 from kvpop_vllm.attention.allocate import allocate_pages
+from kvpop_vllm.attention.prefill_chunks import PrefillChunk
 from kvpop_vllm.attention.shifted_scores import shift
-from kvpop_vllm.attention.step_batch import FixedBudgetAttention, PrefillChunk, Protection, StepBatch, protection_of
+from kvpop_vllm.attention.step_batch import FixedBudgetAttention, Protection, StepBatch, protection_of
 from kvpop_vllm.config import ConfigError
 from kvpop_vllm.kernels import dispatch
 from kvpop_vllm.kernels.divided import DividedRegions
